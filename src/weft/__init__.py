@@ -1,0 +1,26 @@
+"""weft: an LLM serving engine that weaves interactive, best-effort and offline traffic."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from weft.core.types import SamplingParams
+    from weft.engine.llm import LLM
+
+__all__ = ["LLM", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    """Load the public classes on first use, so that ``import weft`` stays fast and torch-free."""
+    if name == "LLM":
+        from weft.engine.llm import LLM
+
+        return LLM
+    if name == "SamplingParams":
+        from weft.core.types import SamplingParams
+
+        return SamplingParams
+    raise AttributeError(f"module 'weft' has no attribute '{name}'")

@@ -1,0 +1,113 @@
+"""Typed, structured errors. Each knows its HTTP status, its code and the parameter it is about."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class WeftError(Exception):
+    """Base of every error that weft raises on purpose.
+
+    Attributes:
+        message: one sentence that says what is wrong and what to do.
+        code: a stable machine-readable name.
+        param: the request parameter or setting concerned, if there is one.
+        http_status: the status that a server answers with.
+    """
+
+    http_status = 500
+    code = "internal_error"
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class ConfigError(WeftError):
+    """A setting is unknown, out of bounds, or does not go with another one."""
+
+    http_status = 400
+    code = "invalid_config"
+
+
+class ParameterError(WeftError):
+    """A request parameter is malformed, out of bounds, or not supported."""
+
+    http_status = 400
+    code = "invalid_parameter"
+
+
+class PromptTooLongError(ParameterError):
+    """Prompt and requested output do not fit the context of the model."""
+
+    code = "context_length_exceeded"
+
+
+class ModelNotFoundError(WeftError):
+    """The model folder or hub id does not exist or cannot be reached."""
+
+    http_status = 404
+    code = "model_not_found"
+
+
+class UnsupportedModelError(WeftError):
+    """The checkpoint's config asks for something that weft does not implement."""
+
+    http_status = 400
+    code = "unsupported_model"
+
+
+class CheckpointError(WeftError):
+    """A tensor of the checkpoint is missing, unexpected, misshapen or unreadable."""
+
+    http_status = 500
+    code = "bad_checkpoint"
+
+
+class TokenizerError(WeftError):
+    """The tokeniser or chat template of the model is missing or unusable."""
+
+    http_status = 500
+    code = "bad_tokenizer"
+
+
+class TemplateError(WeftError):
+    """The chat template refused the conversation or failed while rendering it."""
+
+    http_status = 400
+    code = "chat_template_error"
+
+
+class KernelError(WeftError):
+    """No kernel for an op, shape, dtype or device; there is never a silent fallback."""
+
+    http_status = 500
+    code = "missing_kernel"
+
+
+class OutOfMemoryError(WeftError):
+    """A sequence or the model cannot get the memory that it needs."""
+
+    http_status = 503
+    code = "out_of_memory"
+
+
+class NonFiniteLogitsError(WeftError):
+    """The model produced NaN or infinite logits for one sequence."""
+
+    http_status = 500
+    code = "non_finite_logits"
+
+
+class InvariantError(WeftError):
+    """A bug in weft: an internal invariant does not hold."""
+
+    code = "invariant_violated"
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """Return ``" Did you mean 'x'?"`` for the known name nearest to ``name``, else an empty string."""
+    nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" Did you mean '{nearest[0]}'?" if nearest else ""

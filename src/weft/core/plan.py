@@ -1,0 +1,120 @@
+"""What passes between scheduler and executor: frozen values that print, serialise and replay."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+from weft.core.errors import WeftError
+from weft.core.types import FinishReason, SamplingParams, TokenLogprob
+
+
+class Tier(StrEnum):
+    """Where KV lies."""
+
+    DEVICE = "device"
+    HOST = "host"
+
+
+@dataclass(frozen=True, slots=True)
+class RowAdd:
+    """Put a sequence into an executor row, with everything that the row needs.
+
+    Attributes:
+        tokens: prompt and output so far (a resumed sequence brings its output along).
+        num_prompt: how many of them are prompt.
+        tables: block ids for each KV group; -1 where a sliding group holds no block.
+        stop_ids: ids that are masked while fewer than ``sampling.min_tokens`` are generated.
+    """
+
+    row: int
+    sequence_id: int
+    tokens: tuple[int, ...]
+    num_prompt: int
+    sampling: SamplingParams
+    stop_ids: frozenset[int]
+    tables: tuple[tuple[int, ...], ...]
+
+
+class RowExtend(NamedTuple):
+    """Append block ids to the row's table of one KV group."""
+
+    row: int
+    group: int
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SubBatch:
+    """Rows that run through the layers together; the tuples are parallel.
+
+    Row ``rows[i]`` computes tokens ``[starts[i], starts[i] + counts[i])``; where ``samples[i]``,
+    its last logits give the next token.
+    """
+
+    rows: tuple[int, ...]
+    starts: tuple[int, ...]
+    counts: tuple[int, ...]
+    samples: tuple[bool, ...]
+    tier: Tier = Tier.DEVICE
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.counts)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step. The executor applies zero, drop, add and extend in this order, then computes.
+
+    Attributes:
+        zero: (group, block) pairs to fill with zeros before anything is written.
+    """
+
+    step_id: int
+    batches: tuple[SubBatch, ...]
+    drop: tuple[int, ...] = ()
+    add: tuple[RowAdd, ...] = ()
+    extend: tuple[RowExtend, ...] = ()
+    zero: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(batch.num_tokens for batch in self.batches)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log probabilities of prompt tokens ``[start, start + len(entries))``."""
+
+    start: int
+    entries: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step gave: ``tokens[i]`` is the next token of sequence ``sequence_ids[i]``.
+
+    A sequence named in ``faults`` got no token; the others are not affected.
+    """
+
+    step_id: int
+    sequence_ids: tuple[int, ...]
+    tokens: tuple[int, ...]
+    logprobs: Mapping[int, TokenLogprob] = field(default_factory=dict)
+    prompt_logprobs: Mapping[int, PromptLogprobs] = field(default_factory=dict)
+    faults: Mapping[int, WeftError] = field(default_factory=dict)
+
+
+class Update(NamedTuple):
+    """News of one sequence, as the loop publishes it: a token, an end, or both."""
+
+    sequence_id: int
+    token: int | None
+    logprob: TokenLogprob | None = None
+    finish: FinishReason | None = None
+    error: WeftError | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    cached_tokens: int = 0

@@ -1,0 +1,72 @@
+"""The seams of the engine. The loop knows these protocols and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Protocol
+
+from weft.core.plan import StepPlan, StepResult, Update
+from weft.core.types import FinishReason, Request
+
+
+class Clock(Protocol):
+    """Time in seconds from an arbitrary start; never goes back."""
+
+    def now(self) -> float: ...
+
+
+class Scheduler(Protocol):
+    """Decides what the next step computes. Deterministic for equal inputs."""
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises a typed error if it can never run."""
+
+    def cancel(self, sequence_id: int, reason: FinishReason) -> list[Update]:
+        """End a sequence now; its memory returns once no launched step touches it."""
+
+    def plan(self, now: float) -> StepPlan | None:
+        """Return the next step, or None if nothing can be computed before a commit or an add."""
+
+    def commit(self, result: StepResult) -> list[Update]:
+        """Take in a collected step. Steps are committed in the order in which they were planned."""
+
+    def check(self) -> None:
+        """Raise InvariantError if any internal invariant is broken."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether no sequence is queued, running or still holding memory."""
+
+
+class Ticket(Protocol):
+    """A launched step. ``result`` must be called exactly once."""
+
+    def result(self) -> StepResult:
+        """Wait for the step. Raises InvariantError if it was collected before."""
+
+
+class Executor(Protocol):
+    """Computes plans in the order of their launch.
+
+    Attributes:
+        depth: how many launched steps may wait for collection while another one is launched.
+    """
+
+    depth: int
+
+    def launch(self, plan: StepPlan) -> Ticket: ...
+
+    def close(self) -> None: ...
+
+
+class Inbox(Protocol):
+    """The engine's side of the meeting point with the request plane."""
+
+    def receive(self) -> tuple[Seq[Request], Seq[tuple[int, FinishReason]]]:
+        """Return new requests and cancellations (sequence id, reason) since the last call."""
+
+    def publish(self, updates: Seq[Update]) -> None:
+        """Hand out tokens and ends."""
+
+    def wait(self) -> None:
+        """Block until there may be something to receive."""

@@ -1,0 +1,320 @@
+"""KV accounting for one model: block tables of every sequence over all layer groups.
+
+Where memory changes hands, for one sequence in a full group (block size 4):
+
+    tokens    0 . . . 4 . . . 8 . . . 12. . . 16. .
+              |--cached--|-----new------|
+    open()    shared from the prefix cache (references + 1)
+    extend()                blank or evicted blocks, owned by this sequence alone
+    commit()  |==sealed==|==sealed=|      full and computed: hashed, immutable, can be shared
+    release() every reference is given up; sealed blocks stay findable until they are evicted
+
+A sliding group also gives up its head: blocks wholly before ``computed - window`` become -1.
+
+A launched step touches blocks from ``computed - window`` on, and only of sequences with pending
+tokens. So the scheduler's rule "nothing of a sequence is released while it has pending tokens" is
+the lease that keeps blocks from being freed under a launched step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from math import lcm
+
+from weft.core.errors import InvariantError
+from weft.kv.hashing import HashChain
+from weft.kv.pool import BlockPool
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpec:
+    """Layers that share a block table: full attention, or sliding with a window in tokens."""
+
+    name: str
+    block_size: int
+    num_blocks: int
+    window: int | None = None
+
+    def first_block(self, position: int) -> int:
+        """Index of the first block that a query at ``position`` or later can read."""
+        if self.window is None:
+            return 0
+        return max(0, position - self.window) // self.block_size
+
+    def blocks_to_hold(self, start: int, upto: int) -> int:
+        """Blocks that tokens [0, upto) occupy when queries start at ``start``."""
+        return -(-upto // self.block_size) - self.first_block(start)
+
+
+@dataclass(slots=True)
+class Table:
+    """Block tables of one sequence.
+
+    Attributes:
+        blocks: for each group the block ids by index; -1 where none is held.
+        heads: for each group the number of leading indexes that are given up.
+        sealed: for each group the number of leading blocks that are sealed.
+    """
+
+    blocks: list[list[int]]
+    heads: list[int]
+    sealed: list[int]
+
+
+class KVCache:
+    """Reserves, seals, shares and releases the KV blocks of all sequences in one tier."""
+
+    def __init__(self, groups: Seq[GroupSpec], *, prefix_caching: bool = True) -> None:
+        if not groups:
+            raise InvariantError("a KV cache needs at least one group")
+        self.groups = tuple(groups)
+        self.pools = tuple(BlockPool(group.num_blocks) for group in groups)
+        self.prefix_caching = prefix_caching
+        self.alignment = lcm(*(group.block_size for group in groups))
+        self._tables: dict[int, Table] = {}
+        self._chains: dict[int, dict[int, HashChain]] = {}
+        self._zero: list[tuple[int, int]] = []
+
+    # -- opening: the prefix cache ------------------------------------------------------------
+
+    def register(self, sequence_id: int, salt: bytes) -> None:
+        """Make known a sequence that may be opened later; its hashes are kept until ``forget``."""
+        if sequence_id in self._chains:
+            raise InvariantError(f"sequence {sequence_id} is registered already")
+        sizes = sorted({group.block_size for group in self.groups})
+        self._chains[sequence_id] = {size: HashChain(size, salt) for size in sizes}
+
+    def forget(self, sequence_id: int) -> None:
+        """Drop the hashes of a sequence that has no table and will not be opened again."""
+        if sequence_id in self._tables:
+            raise InvariantError(f"sequence {sequence_id} still holds blocks")
+        del self._chains[sequence_id]
+
+    def open(self, sequence_id: int, hit: int) -> None:
+        """Make the table of a sequence, sharing the blocks of its first ``hit`` tokens.
+
+        Args:
+            hit: what ``find_prefix`` returned, or 0 to share nothing.
+        """
+        if sequence_id in self._tables:
+            raise InvariantError(f"sequence {sequence_id} has a table already")
+        count = len(self.groups)
+        table = Table([[] for _ in range(count)], [0] * count, [0] * count)
+        self._tables[sequence_id] = table
+        for index, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
+            digests = self._chains[sequence_id][group.block_size].digests
+            first, last = group.first_block(hit), hit // group.block_size
+            table.heads[index] = first
+            table.sealed[index] = last
+            table.blocks[index].extend([-1] * first)
+            for digest in digests[first:last]:
+                block = pool.find(digest)
+                if block is None:
+                    raise InvariantError("the prefix cache changed between find and open")
+                pool.share(block)
+                table.blocks[index].append(block)
+
+    def find_prefix(self, sequence_id: int, tokens: Seq[int]) -> int:
+        """Return the largest n with [0, n) in every full and [n - window, n) in every sliding group.
+
+        n is a multiple of ``alignment`` and leaves at least one token to compute, since the logits
+        of the last token are needed.
+        """
+        best = (len(tokens) - 1) // self.alignment * self.alignment
+        if not self.prefix_caching:
+            return 0
+        runs: list[list[int]] = []
+        for group, pool in zip(self.groups, self.pools, strict=True):
+            chain = self._chains[sequence_id][group.block_size]
+            upto = best // group.block_size
+            lengths = _run_lengths(pool, chain.extend(tokens, upto)[:upto], group.window is None)
+            if group.window is None:
+                best = len(lengths) * group.block_size // self.alignment * self.alignment
+            runs.append(lengths)
+        while best > 0 and not self._covers(runs, best):
+            best -= self.alignment
+        return best
+
+    def _covers(self, runs: list[list[int]], upto: int) -> bool:
+        for group, lengths in zip(self.groups, runs, strict=True):
+            last = upto // group.block_size
+            if lengths[last - 1] < last - group.first_block(upto):
+                return False
+        return True
+
+    # -- growing ------------------------------------------------------------------------------
+
+    def capacity(self, sequence_id: int) -> int:
+        """Tokens that the reserved blocks of the sequence can hold."""
+        table = self._tables[sequence_id]
+        return min(
+            len(blocks) * group.block_size
+            for group, blocks in zip(self.groups, table.blocks, strict=True)
+        )
+
+    def missing(self, sequence_id: int, upto: int) -> list[int]:
+        """Blocks that each group still needs so that tokens [0, upto) have a place."""
+        table = self._tables[sequence_id]
+        return [
+            max(0, -(-upto // group.block_size) - len(blocks))
+            for group, blocks in zip(self.groups, table.blocks, strict=True)
+        ]
+
+    def extend(self, sequence_id: int, upto: int) -> list[tuple[int, tuple[int, ...]]] | None:
+        """Reserve blocks for tokens [0, upto): (group, new blocks), or None with nothing taken."""
+        needs = self.missing(sequence_id, upto)
+        if any(need > pool.available for need, pool in zip(needs, self.pools, strict=True)):
+            return None
+        table = self._tables[sequence_id]
+        grown = []
+        for index, need in enumerate(needs):
+            if need:
+                new = tuple(self.pools[index].allocate() for _ in range(need))
+                table.blocks[index].extend(new)
+                grown.append((index, new))
+        return grown
+
+    def growable(self, sequence_id: int) -> int:
+        """Tokens that the sequence could hold if it took every available block."""
+        table = self._tables[sequence_id]
+        return min(
+            (len(blocks) + pool.available) * group.block_size
+            for group, pool, blocks in zip(self.groups, self.pools, table.blocks, strict=True)
+        )
+
+    def fits(self, sequence_id: int, upto: int, chunk: int) -> bool:
+        """Whether there is room to compute [0, upto) in chunks of at most ``chunk`` tokens now.
+
+        A sliding group needs room for its window and one chunk only.
+        """
+        for group, pool, need in zip(
+            self.groups, self.pools, self.missing(sequence_id, upto), strict=True
+        ):
+            if group.window is not None:
+                held = group.blocks_to_hold(0, group.window + chunk) + 1
+                need = min(need, held, group.num_blocks)
+            if need > pool.available:
+                return False
+        return True
+
+    def max_tokens(self) -> int:
+        """Longest sequence that fits when it has all memory to itself."""
+        limits = [
+            group.num_blocks * group.block_size for group in self.groups if group.window is None
+        ]
+        for group in self.groups:
+            if group.window is not None and group.num_blocks < group.blocks_to_hold(
+                group.window, group.window + 2 * group.block_size
+            ):
+                limits.append(group.num_blocks * group.block_size)
+        return min(limits, default=2**31 - 1)
+
+    # -- committing ---------------------------------------------------------------------------
+
+    def commit(self, sequence_id: int, tokens: Seq[int], computed: int) -> int:
+        """Seal the blocks that are full now, drop heads; return when to call it again.
+
+        Args:
+            tokens: tokens that the host knows; only they can be hashed.
+            computed: tokens whose KV is written and will not change.
+        """
+        table = self._tables[sequence_id]
+        sealable = min(computed, len(tokens))
+        for group, pool, blocks, index in self._by_group(table):
+            full = sealable // group.block_size
+            if self.prefix_caching and full > table.sealed[index]:
+                digests = self._chains[sequence_id][group.block_size].extend(tokens, full)
+                for position in range(table.sealed[index], full):
+                    if blocks[position] >= 0:
+                        pool.seal(blocks[position], digests[position])
+                table.sealed[index] = full
+            self._drop_head(pool, table, index, group.first_block(computed))
+        return min((computed // g.block_size + 1) * g.block_size for g in self.groups)
+
+    @staticmethod
+    def _drop_head(pool: BlockPool, table: Table, index: int, first: int) -> None:
+        blocks = table.blocks[index]
+        for position in range(table.heads[index], min(first, len(blocks))):
+            pool.release(blocks[position])
+            blocks[position] = -1
+        table.heads[index] = max(table.heads[index], min(first, len(blocks)))
+
+    def prompt_digests(self, sequence_id: int, tokens: Seq[int]) -> list[bytes]:
+        """Hashes of the full blocks of ``tokens`` in the first group that a hit could cover."""
+        size = self.groups[0].block_size
+        count = (len(tokens) - 1) // size
+        return self._chains[sequence_id][size].extend(tokens, count)[:count]
+
+    # -- releasing ----------------------------------------------------------------------------
+
+    def release(self, sequence_id: int, *, faulty_from: int | None = None) -> None:
+        """Give up all blocks of the sequence, the tail first so that heads stay cached longest.
+
+        Args:
+            faulty_from: first token that a faulty sequence computed itself; its block and all
+                after it can no longer be found, and are zeroed before they are used again.
+        """
+        table = self._tables.pop(sequence_id)
+        for group, pool, blocks, index in self._by_group(table):
+            if faulty_from is not None:
+                for block in blocks[faulty_from // group.block_size :]:
+                    if block >= 0 and pool.taint(block):
+                        self._zero.append((index, block))
+            for block in reversed(blocks):
+                if block >= 0:
+                    pool.release(block)
+
+    def take_zero(self) -> tuple[tuple[int, int], ...]:
+        """Return (group, block) pairs that the next launched step must zero first."""
+        zero, self._zero = tuple(self._zero), []
+        return zero
+
+    # -- looking ------------------------------------------------------------------------------
+
+    def tables(self, sequence_id: int) -> tuple[tuple[int, ...], ...]:
+        """Block ids of the sequence for each group."""
+        return tuple(tuple(blocks) for blocks in self._tables[sequence_id].blocks)
+
+    def usage(self) -> float:
+        """Share of the blocks that sequences hold, in the fullest group."""
+        return max(pool.held / max(1, pool.num_blocks) for pool in self.pools)
+
+    def check(self) -> None:
+        """Raise InvariantError if a block is lost, owned twice, or wrongly shared."""
+        for index, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
+            references: Counter[int] = Counter()
+            for sequence_id, table in self._tables.items():
+                held = [block for block in table.blocks[index] if block >= 0]
+                if len(set(held)) != len(held):
+                    raise InvariantError(f"sequence {sequence_id} holds a block twice")
+                if any(block >= 0 for block in table.blocks[index][: table.heads[index]]):
+                    raise InvariantError(f"sequence {sequence_id} holds a dropped head")
+                references.update(held)
+            pool.check(references)
+            self._check_writers(index, group)
+
+    def _check_writers(self, index: int, group: GroupSpec) -> None:
+        writers: dict[int, int] = {}
+        for sequence_id, table in self._tables.items():
+            for block in table.blocks[index][table.sealed[index] :]:
+                if block >= 0 and writers.setdefault(block, sequence_id) != sequence_id:
+                    raise InvariantError(f"block {block} of {group.name} has two writers")
+
+    def _by_group(self, table: Table) -> list[tuple[GroupSpec, BlockPool, list[int], int]]:
+        return [
+            (group, self.pools[index], table.blocks[index], index)
+            for index, group in enumerate(self.groups)
+        ]
+
+
+def _run_lengths(pool: BlockPool, digests: Seq[bytes], stop_at_gap: bool) -> list[int]:
+    """For each block, how many blocks in a row up to it are present in the pool."""
+    run, lengths = 0, []
+    for digest in digests:
+        run = run + 1 if pool.find(digest) is not None else 0
+        if run == 0 and stop_at_gap:
+            break
+        lengths.append(run)
+    return lengths

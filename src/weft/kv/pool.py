@@ -1,0 +1,113 @@
+"""Blocks of one tier and one layer group: reference counts, content hashes, eviction order."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from weft.core.errors import InvariantError
+
+
+class BlockPool:
+    """Hands out block ids 0..num_blocks-1.
+
+    A block is *held* while tables refer to it, *cached* when nobody holds it but its content can
+    still be found by hash, else *blank*. Blank blocks are handed out first, then the cached block
+    that was let go longest ago.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._references = [0] * num_blocks
+        self._blank = list(range(num_blocks - 1, -1, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._digest_of: dict[int, bytes] = {}
+        self._block_of: dict[bytes, int] = {}
+
+    @property
+    def available(self) -> int:
+        """Blocks that ``allocate`` can still hand out."""
+        return len(self._blank) + len(self._cached)
+
+    @property
+    def held(self) -> int:
+        return self.num_blocks - self.available
+
+    def allocate(self) -> int:
+        """Hand out one block with one reference and no content hash."""
+        if self._blank:
+            block = self._blank.pop()
+        elif self._cached:
+            block, _ = self._cached.popitem(last=False)
+            del self._block_of[self._digest_of.pop(block)]
+        else:
+            raise InvariantError("allocate from an empty pool")
+        self._references[block] = 1
+        return block
+
+    def find(self, digest: bytes) -> int | None:
+        """Return the block with this content, without taking a reference."""
+        return self._block_of.get(digest)
+
+    def is_cached(self, block: int) -> bool:
+        """Whether nobody holds the block, so that sharing it uses up availability."""
+        return block in self._cached
+
+    def share(self, block: int) -> None:
+        """Take one more reference to a block that ``find`` returned."""
+        if self._references[block] == 0:
+            del self._cached[block]
+        self._references[block] += 1
+
+    def seal(self, block: int, digest: bytes) -> None:
+        """Record the content of a full block, which is immutable from now on.
+
+        If another block has the same content already, that one stays the one to be found.
+        """
+        if digest not in self._block_of:
+            self._block_of[digest] = block
+            self._digest_of[block] = digest
+
+    def release(self, block: int) -> None:
+        """Give up one reference; content that can be found again stays cached."""
+        references = self._references[block] - 1
+        if references < 0:
+            raise InvariantError(f"block {block} was released more often than held")
+        self._references[block] = references
+        if references == 0:
+            if block in self._digest_of:
+                self._cached[block] = None
+            else:
+                self._blank.append(block)
+
+    def taint(self, block: int) -> bool:
+        """Make the content of a held block impossible to find; whether only one table holds it."""
+        digest = self._digest_of.pop(block, None)
+        if digest is not None:
+            del self._block_of[digest]
+        return self._references[block] == 1
+
+    def clear_cache(self) -> None:
+        """Forget the content of all blocks that nobody holds."""
+        for block in self._cached:
+            del self._block_of[self._digest_of.pop(block)]
+        self._blank.extend(self._cached)
+        self._cached.clear()
+
+    def check(self, expected_references: dict[int, int]) -> None:
+        """Raise InvariantError unless the counts equal those of all tables and nothing is lost."""
+        for block, references in enumerate(self._references):
+            expected = expected_references.get(block, 0)
+            if references != expected:
+                raise InvariantError(f"block {block}: {references} references, {expected} tables")
+        free = [*self._blank, *self._cached]
+        if len(set(free)) != len(free):
+            raise InvariantError("a block is free twice")
+        if any(self._references[block] for block in free):
+            raise InvariantError("a free block is referenced")
+        held = sum(1 for references in self._references if references)
+        if held + len(free) != self.num_blocks:
+            raise InvariantError(f"{self.num_blocks - held - len(free)} blocks are lost")
+        if {digest: block for block, digest in self._digest_of.items()} != self._block_of:
+            raise InvariantError("hash index and block hashes differ")
+        if any(block not in self._digest_of for block in self._cached):
+            raise InvariantError("a cached block has no hash")

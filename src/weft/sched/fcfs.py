@@ -1,0 +1,452 @@
+"""First come, first served, without phases, within class ranks.
+
+Every step: running sequences that need one token first (so that no long prompt stalls them), then
+running ones with more to compute in chunks, then new ones, all within one token budget
+(chunked prefill). When blocks run out, a later sequence is preempted and computed again on resume.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from weft.core.errors import InvariantError, OutOfMemoryError, ParameterError, WeftError
+from weft.core.plan import RowAdd, RowExtend, StepPlan, StepResult, SubBatch, Update
+from weft.core.types import (
+    DEFAULT_CLASSES,
+    FinishReason,
+    Request,
+    Sequence,
+    SequenceState,
+    ServiceClass,
+)
+from weft.kv.cache import KVCache
+from weft.sched.preempt import choose_victim
+from weft.sched.queues import WaitingQueue
+from weft.sched.sharing import SharedPrefixes
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of one step and one sequence.
+
+    Attributes:
+        max_num_seqs: executor rows, so sequences that run at once.
+        max_num_batched_tokens: tokens in one step, at least ``max_num_seqs``.
+        max_model_len: tokens in one sequence, prompt and output.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A step under construction; the first five lists are parallel."""
+
+    budget: int
+    sequences: list[Sequence] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    samples: list[bool] = field(default_factory=list)
+    adds: list[RowAdd] = field(default_factory=list)
+    extends: list[RowExtend] = field(default_factory=list)
+
+    def put(self, sequence: Sequence, count: int) -> None:
+        """Compute the next ``count`` tokens of the sequence in this step."""
+        start = sequence.computed + sequence.pending
+        samples = start + count == sequence.known
+        self.sequences.append(sequence)
+        self.rows.append(sequence.row)
+        self.starts.append(start)
+        self.counts.append(count)
+        self.samples.append(samples)
+        self.budget -= count
+        sequence.pending += count
+        sequence.samples_pending += samples
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """What a planned step will have computed once it is committed."""
+
+    step_id: int
+    sequences: list[Sequence]
+    counts: list[int]
+
+
+class FCFSScheduler:
+    """See the module docstring; implements ``weft.core.ports.Scheduler``."""
+
+    def __init__(
+        self,
+        cache: KVCache,
+        limits: Limits,
+        classes: Seq[ServiceClass] = DEFAULT_CLASSES,
+    ) -> None:
+        self.cache = cache
+        self.limits = limits
+        self.waiting = WaitingQueue()
+        self.running: list[Sequence] = []
+        self.sequences: dict[int, Sequence] = {}
+        self.preemptions = 0
+        self._ranks = {row.name: row.rank for row in classes}
+        self._shared = SharedPrefixes(cache.groups[0].block_size)
+        self._closing: list[Sequence] = []
+        self._launched: deque[_Launched] = deque()
+        self._free_rows = list(range(limits.max_num_seqs - 1, -1, -1))
+        self._dropped: list[int] = []
+        self._arrivals = 0
+        self._step_id = 0
+
+    # -- arrivals and cancellations -----------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            ParameterError: duplicate id, unknown class, empty or over-long prompt.
+            OutOfMemoryError: the sequence could never fit into the KV memory.
+        """
+        if request.id in self.sequences:
+            raise ParameterError(f"Request id {request.id} is in use already.", param="id")
+        if request.service_class not in self._ranks:
+            raise ParameterError(
+                f"Unknown service class '{request.service_class}'; "
+                f"known: {', '.join(self._ranks)}.",
+                param="service_class",
+            )
+        sequence = self._sequence(request)
+        self.cache.register(request.id, request.cache_salt)
+        self.sequences[request.id] = sequence
+        self.waiting.add(sequence)
+
+    def _sequence(self, request: Request) -> Sequence:
+        prompt, limit = len(request.prompt), self.limits.max_model_len
+        if not 0 < prompt < limit:
+            raise ParameterError(
+                f"The prompt has {prompt} tokens; the context takes 1 to {limit - 1} and at least "
+                "one more for the output.",
+                param="prompt",
+            )
+        wanted = request.sampling.max_tokens
+        end = limit if wanted is None else min(limit, prompt + wanted)
+        if end > self.cache.max_tokens():
+            raise OutOfMemoryError(
+                f"The request may grow to {end} tokens, but the KV memory holds "
+                f"{self.cache.max_tokens()}; lower max_tokens or raise kv_memory."
+            )
+        self._arrivals += 1
+        order = (self._ranks[request.service_class], self._arrivals)
+        return Sequence(request, list(request.prompt), end, order, request.stop_ids())
+
+    def cancel(self, sequence_id: int, reason: FinishReason) -> list[Update]:
+        """End a sequence; unknown or ended ones are ignored, since they may just have finished."""
+        sequence = self.sequences.get(sequence_id)
+        if sequence is None or sequence.state is SequenceState.FINISHED:
+            return []
+        self._finish(sequence, reason)
+        self._close()
+        return [Update(sequence_id, None, finish=reason, cached_tokens=max(sequence.cached, 0))]
+
+    @property
+    def idle(self) -> bool:
+        return not self.sequences
+
+    # -- planning -----------------------------------------------------------------------------
+
+    def plan(self, now: float) -> StepPlan | None:
+        """Return the next step, or None if nothing can be computed at present."""
+        draft = _Draft(self.limits.max_num_batched_tokens)
+        unfinished_prompts = self._plan_single_tokens(draft)
+        self._plan_chunks(draft, unfinished_prompts)
+        self._admit(draft)
+        return self._launch(draft) if draft.rows else None
+
+    def _plan_single_tokens(self, draft: _Draft) -> list[Sequence]:
+        """Add running sequences that need one token; return those that need more."""
+        more = []
+        for sequence in tuple(self.running):
+            known = len(sequence.tokens) + sequence.samples_pending
+            start = sequence.computed + sequence.pending
+            if known - start != 1:
+                if known > start:
+                    more.append(sequence)
+                continue
+            if known >= sequence.end or sequence.state is not SequenceState.RUNNING:
+                continue
+            if start < sequence.capacity or self._grow(draft, sequence, known):
+                draft.sequences.append(sequence)
+                draft.rows.append(sequence.row)
+                draft.starts.append(start)
+                draft.counts.append(1)
+                draft.samples.append(True)
+                sequence.pending += 1
+                sequence.samples_pending += 1
+        draft.budget -= len(draft.rows)
+        return more
+
+    def _plan_chunks(self, draft: _Draft, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            start = sequence.computed + sequence.pending
+            count = min(sequence.known - start, draft.budget)
+            if count <= 0 or sequence.state is not SequenceState.RUNNING:
+                continue
+            if not self._grow(draft, sequence, start + count):
+                count = min(count, self.cache.growable(sequence.id) - start)
+                if count <= 0 or not self._grow(draft, sequence, start + count):
+                    continue
+            draft.put(sequence, count)
+
+    def _grow(self, draft: _Draft, sequence: Sequence, upto: int) -> bool:
+        """Reserve blocks for the sequence's first ``upto`` tokens, preempting later ones."""
+        while (grown := self.cache.extend(sequence.id, upto)) is None:
+            if not self._make_room(sequence.order):
+                return False
+        for group, blocks in grown:
+            draft.extends.append(RowExtend(sequence.row, group, blocks))
+        sequence.capacity = self.cache.capacity(sequence.id)
+        return True
+
+    def _make_room(self, after: tuple[int, int]) -> bool:
+        """Preempt one sequence that comes after ``after``; whether its blocks are free now."""
+        if self._closing:
+            return False  # blocks will come back when the launched steps are committed
+        victim = choose_victim(self.running, after)
+        if victim is None:
+            return False
+        self._preempt(victim)
+        return victim.state is SequenceState.PAUSED
+
+    def _admit(self, draft: _Draft) -> None:
+        admitted = []
+        for sequence in self.waiting:
+            if draft.budget <= 0 or not self._find_row(sequence):
+                break
+            if sequence.waiting_on and self._shared.in_progress(sequence.waiting_on):
+                continue
+            hit = self._find_hit(sequence)
+            if sequence.waiting_on:
+                continue
+            if not self._open(draft, sequence, hit):
+                break
+            admitted.append(sequence)
+        for sequence in admitted:
+            self.waiting.remove(sequence)
+
+    def _find_row(self, sequence: Sequence) -> bool:
+        """Whether a row is free, taking one from a lower class if need be."""
+        lower_class = (sequence.order[0], self._arrivals)
+        return bool(self._free_rows) or (self._make_room(lower_class) and bool(self._free_rows))
+
+    def _find_hit(self, sequence: Sequence) -> int:
+        """Look up the prefix cache; sets ``waiting_on`` if someone computes more of the prefix."""
+        sequence.waiting_on = b""
+        if not self.cache.prefix_caching or sequence.request.sampling.prompt_logprobs is not None:
+            return 0
+        hit = self.cache.find_prefix(sequence.id, sequence.tokens)
+        digests = self.cache.prompt_digests(sequence.id, sequence.tokens)
+        sequence.waiting_on = self._shared.awaited(digests, hit)
+        return hit
+
+    def _open(self, draft: _Draft, sequence: Sequence, hit: int) -> bool:
+        """Give the sequence a row and blocks for its first chunk, if all its tokens fit now."""
+        self.cache.open(sequence.id, hit)
+        known = len(sequence.tokens)
+        lower_class = (sequence.order[0], self._arrivals)
+        while not self.cache.fits(sequence.id, known, self.limits.max_num_batched_tokens):
+            if not self._make_room(lower_class):
+                self.cache.release(sequence.id)
+                return False
+        upto = min(known, hit + draft.budget, self.cache.growable(sequence.id))
+        if upto <= hit or self.cache.extend(sequence.id, upto) is None:
+            self.cache.release(sequence.id)
+            return False
+        self._start(draft, sequence, hit)
+        draft.put(sequence, upto - hit)
+        return True
+
+    def _start(self, draft: _Draft, sequence: Sequence, hit: int) -> None:
+        sequence.move_to(SequenceState.RUNNING)
+        sequence.row = self._free_rows.pop()
+        sequence.computed = sequence.reused = hit
+        sequence.seal_at = hit + 1
+        sequence.capacity = self.cache.capacity(sequence.id)
+        if sequence.cached < 0:
+            sequence.cached = hit
+        if self.cache.prefix_caching:
+            digests = self.cache.prompt_digests(sequence.id, sequence.tokens)
+            self._shared.lead(sequence.id, digests, hit)
+        insort(self.running, sequence, key=lambda s: s.order)
+        draft.adds.append(
+            RowAdd(
+                row=sequence.row,
+                sequence_id=sequence.id,
+                tokens=tuple(sequence.tokens),
+                num_prompt=sequence.num_prompt,
+                sampling=sequence.request.sampling,
+                stop_ids=sequence.stop_ids,
+                tables=self.cache.tables(sequence.id),
+            )
+        )
+
+    def _launch(self, draft: _Draft) -> StepPlan:
+        self._step_id += 1
+        self._launched.append(_Launched(self._step_id, draft.sequences, draft.counts))
+        batch = SubBatch(
+            tuple(draft.rows), tuple(draft.starts), tuple(draft.counts), tuple(draft.samples)
+        )
+        drop, self._dropped = tuple(self._dropped), []
+        return StepPlan(
+            self._step_id,
+            (batch,),
+            drop=drop,
+            add=tuple(draft.adds),
+            extend=tuple(draft.extends),
+            zero=self.cache.take_zero(),
+        )
+
+    # -- committing ---------------------------------------------------------------------------
+
+    def commit(self, result: StepResult) -> list[Update]:
+        """Take in the oldest launched step and return what is new."""
+        step = self._launched.popleft()
+        if step.step_id != result.step_id:
+            raise InvariantError(f"step {result.step_id} committed, {step.step_id} expected")
+        updates = [self._fault(i, error) for i, error in result.faults.items() if self._live(i)]
+        due = []
+        for sequence, count in zip(step.sequences, step.counts, strict=True):
+            sequence.pending -= count
+            sequence.computed += count
+            if sequence.computed >= sequence.seal_at:
+                due.append(sequence)
+        self._deliver_prompt_logprobs(result, updates)
+        self._deliver_tokens(result, updates)
+        self._seal(due)
+        self._close()
+        return updates
+
+    def _live(self, sequence_id: int) -> bool:
+        sequence = self.sequences.get(sequence_id)
+        return sequence is not None and sequence.state is not SequenceState.FINISHED
+
+    def _fault(self, sequence_id: int, error: WeftError) -> Update:
+        """End one sequence with its own error; nothing that it computed is shared from now on."""
+        sequence = self.sequences[sequence_id]
+        sequence.error = error
+        self._finish(sequence, FinishReason.ERROR)
+        return Update(sequence_id, None, finish=FinishReason.ERROR, error=error)
+
+    def _deliver_prompt_logprobs(self, result: StepResult, updates: list[Update]) -> None:
+        for sequence_id, scores in result.prompt_logprobs.items():
+            if not self._live(sequence_id):
+                continue
+            sequence = self.sequences[sequence_id]
+            if scores.start + len(scores.entries) > sequence.prompt_scored:
+                sequence.prompt_scored = scores.start + len(scores.entries)
+                updates.append(Update(sequence_id, None, prompt_logprobs=scores))
+
+    def _deliver_tokens(self, result: StepResult, updates: list[Update]) -> None:
+        logprobs = result.logprobs
+        sequences = self.sequences
+        for sequence_id, token in zip(result.sequence_ids, result.tokens, strict=True):
+            sequence = sequences[sequence_id]
+            sequence.samples_pending -= 1
+            if sequence.finish is not None:
+                continue
+            tokens = sequence.tokens
+            tokens.append(token)
+            logprob = logprobs.get(sequence_id) if logprobs else None
+            if token in sequence.stop_ids:
+                reason = FinishReason.STOP
+            elif len(tokens) >= sequence.end:
+                reason = FinishReason.LENGTH
+            else:
+                updates.append(Update(sequence_id, token, logprob))
+                continue
+            self._finish(sequence, reason)
+            cached = max(sequence.cached, 0)
+            updates.append(Update(sequence_id, token, logprob, reason, cached_tokens=cached))
+
+    def _seal(self, due: list[Sequence]) -> None:
+        for sequence in due:
+            if sequence.error is not None:
+                continue
+            sequence.seal_at = self.cache.commit(sequence.id, sequence.tokens, sequence.computed)
+            self._shared.advance(sequence.id, sequence.computed)
+
+    # -- endings ------------------------------------------------------------------------------
+
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """End a sequence for its client; its memory follows when no launched step touches it."""
+        queued = sequence.state in (SequenceState.WAITING, SequenceState.PAUSED)
+        if queued:
+            self.waiting.remove(sequence)
+        elif sequence.state is SequenceState.RUNNING:
+            self.running.remove(sequence)
+        pausing = sequence.state is SequenceState.PAUSING
+        sequence.move_to(SequenceState.FINISHED)
+        sequence.finish = reason
+        self._shared.abandon(sequence.id)
+        if queued:
+            self._forget(sequence)
+        elif not pausing:
+            self._closing.append(sequence)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self.preemptions += 1
+        sequence.preemptions += 1
+        self._shared.abandon(sequence.id)
+        sequence.move_to(SequenceState.PAUSING)
+        self._closing.append(sequence)
+        self._close()
+
+    def _close(self) -> None:
+        """Take rows and blocks back from ended and preempted sequences with nothing in flight."""
+        if not self._closing:
+            return
+        ready = [sequence for sequence in self._closing if sequence.pending == 0]
+        self._closing = [sequence for sequence in self._closing if sequence.pending]
+        for sequence in ready:
+            self._dropped.append(sequence.row)
+            self._free_rows.append(sequence.row)
+            faulty_from = sequence.reused if sequence.error is not None else None
+            self.cache.release(sequence.id, faulty_from=faulty_from)
+            sequence.row, sequence.computed, sequence.capacity = -1, 0, 0
+            if sequence.state is SequenceState.PAUSING:
+                sequence.move_to(SequenceState.PAUSED)
+                self.waiting.resume(sequence)
+            else:
+                self._forget(sequence)
+
+    def _forget(self, sequence: Sequence) -> None:
+        self.cache.forget(sequence.id)
+        del self.sequences[sequence.id]
+
+    # -- looking ------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise InvariantError if sequences, rows, queue or blocks do not agree."""
+        self.cache.check()
+        self.waiting.check()
+        holders = [*self.running, *self._closing]
+        rows = [sequence.row for sequence in holders]
+        if sorted([*rows, *self._free_rows]) != list(range(self.limits.max_num_seqs)):
+            raise InvariantError("a row is lost or held twice")
+        if len(holders) + len(self.waiting) != len(self.sequences):
+            raise InvariantError("a sequence is lost or listed twice")
+        if self.running != sorted(self.running, key=lambda s: s.order):
+            raise InvariantError("the running sequences are out of order")
+        for sequence in holders:
+            done = sequence.computed + sequence.pending
+            if sequence.finish is None and not 0 <= done <= sequence.known:
+                raise InvariantError(f"sequence {sequence.id} has computed more than it knows")
+            if done > sequence.capacity:
+                raise InvariantError(f"sequence {sequence.id} has outgrown its blocks")
+        if not self.sequences and not self._shared.empty():
+            raise InvariantError("a shared prefix is announced by nobody")

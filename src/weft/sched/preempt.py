@@ -1,0 +1,24 @@
+"""Who gives way when memory runs out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from weft.core.types import Sequence
+
+
+def choose_victim(running: Iterable[Sequence], after: tuple[int, int]) -> Sequence | None:
+    """Return the sequence that loses least work when it is computed again later.
+
+    Only sequences that come after ``after`` in (rank, arrival) may be chosen, so that the first
+    sequence always advances and nobody is preempted for ever. The lowest class gives way first;
+    within it the sequence with the fewest computed tokens, the newest on a tie.
+    """
+    candidates = [sequence for sequence in running if sequence.order > after]
+    if not candidates:
+        return None
+    lowest = max(sequence.order[0] for sequence in candidates)
+    return min(
+        (sequence for sequence in candidates if sequence.order[0] == lowest),
+        key=lambda sequence: (sequence.computed + sequence.pending, -sequence.order[1]),
+    )

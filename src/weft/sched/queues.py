@@ -1,0 +1,59 @@
+"""Sequences that wait for admission, in the order in which they will be considered."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterator
+
+from weft.core.errors import InvariantError
+from weft.core.types import Sequence, SequenceState
+
+
+class WaitingQueue:
+    """By class rank, then preempted sequences, then new ones by arrival."""
+
+    def __init__(self) -> None:
+        self._resumed: dict[int, list[Sequence]] = {}
+        self._fresh: dict[int, dict[int, Sequence]] = {}
+        self._ranks: list[int] = []
+
+    def __len__(self) -> int:
+        resumed = sum(len(sequences) for sequences in self._resumed.values())
+        return resumed + sum(len(sequences) for sequences in self._fresh.values())
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """Yield in order; the queue must not change meanwhile."""
+        for rank in self._ranks:
+            yield from self._resumed[rank]
+            yield from self._fresh[rank].values()
+
+    def add(self, sequence: Sequence) -> None:
+        """Append a sequence that has never run."""
+        self._rank(sequence)
+        self._fresh[sequence.order[0]][sequence.id] = sequence
+
+    def resume(self, sequence: Sequence) -> None:
+        """Put back a sequence that was preempted, ahead of those that have never run."""
+        self._rank(sequence)
+        insort(self._resumed[sequence.order[0]], sequence, key=lambda s: s.order)
+
+    def remove(self, sequence: Sequence) -> None:
+        rank = sequence.order[0]
+        if self._fresh[rank].pop(sequence.id, None) is None:
+            self._resumed[rank].remove(sequence)
+
+    def check(self) -> None:
+        """Raise InvariantError if the queue holds a sequence that does not wait."""
+        waiting = {SequenceState.WAITING, SequenceState.PAUSED}
+        for sequence in self:
+            if sequence.state not in waiting:
+                raise InvariantError(f"sequence {sequence.id} is queued and {sequence.state.name}")
+            if sequence.row != -1 or sequence.pending or sequence.computed:
+                raise InvariantError(f"queued sequence {sequence.id} holds a row or has work")
+
+    def _rank(self, sequence: Sequence) -> None:
+        rank = sequence.order[0]
+        if rank not in self._fresh:
+            self._fresh[rank] = {}
+            self._resumed[rank] = []
+            insort(self._ranks, rank)

@@ -1,0 +1,55 @@
+"""Equal prompts in flight: the first one computes the shared part, the others wait for it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence as Seq
+
+
+class SharedPrefixes:
+    """Blocks that running sequences are about to compute, by content hash."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._computing: dict[bytes, int] = {}
+        self._leads: dict[int, deque[tuple[int, bytes]]] = {}
+
+    def lead(self, sequence_id: int, digests: Seq[bytes], hit: int) -> None:
+        """Announce that a sequence computes its blocks from token ``hit`` on."""
+        own: deque[tuple[int, bytes]] = deque()
+        for index in range(hit // self._block_size, len(digests)):
+            if digests[index] not in self._computing:
+                self._computing[digests[index]] = sequence_id
+                own.append(((index + 1) * self._block_size, digests[index]))
+        if own:
+            self._leads[sequence_id] = own
+
+    def awaited(self, digests: Seq[bytes], hit: int) -> bytes:
+        """Return the last block after ``hit`` that someone else is computing, or b"" for none."""
+        found = b""
+        for digest in digests[hit // self._block_size :]:
+            if digest not in self._computing:
+                break
+            found = digest
+        return found
+
+    def in_progress(self, digest: bytes) -> bool:
+        return digest in self._computing
+
+    def advance(self, sequence_id: int, computed: int) -> None:
+        """The sequence's first ``computed`` tokens are committed."""
+        own = self._leads.get(sequence_id)
+        if own is None:
+            return
+        while own and own[0][0] <= computed:
+            del self._computing[own.popleft()[1]]
+        if not own:
+            del self._leads[sequence_id]
+
+    def abandon(self, sequence_id: int) -> None:
+        """The sequence will not compute its remaining blocks now."""
+        for _, digest in self._leads.pop(sequence_id, ()):
+            del self._computing[digest]
+
+    def empty(self) -> bool:
+        return not self._computing and not self._leads

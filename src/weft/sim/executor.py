@@ -1,0 +1,189 @@
+"""The modelled executor: a null device whose tokens can be computed by hand.
+
+Its "KV cache" stores (position, token) in each block, and the next token is
+
+    next = (sum over all positions p of (p + 1) * token[p], read through the full groups' tables,
+            + the same sum over the window of each sliding group) mod vocabulary
+
+so a token is right only if every block that it needs was kept, shared and grown correctly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence as Seq
+from dataclasses import dataclass, field
+
+from weft.core.errors import InvariantError, NonFiniteLogitsError, WeftError
+from weft.core.plan import RowAdd, StepPlan, StepResult
+from weft.kv.cache import GroupSpec
+
+Slot = tuple[int, int] | None
+
+
+def next_token(tokens: Seq[int], groups: Seq[GroupSpec], vocab_size: int) -> int:
+    """The token that follows ``tokens``, by the formula of the module docstring."""
+    total = 0
+    for group in groups:
+        first = 0 if group.window is None else max(0, len(tokens) - group.window)
+        total += sum((p + 1) * tokens[p] for p in range(first, len(tokens)))
+    return total % vocab_size
+
+
+@dataclass(slots=True)
+class _Row:
+    sequence_id: int
+    tokens: list[int]
+    tables: list[list[int]]
+    stop_ids: frozenset[int] = field(default_factory=frozenset)
+    min_length: int = 0
+
+
+class ModelledTicket:
+    """A step that is computed when it is collected."""
+
+    def __init__(self, executor: ModelledExecutor, plan: StepPlan) -> None:
+        self.plan = plan
+        self._executor = executor
+        self._collected = False
+
+    def result(self) -> StepResult:
+        if self._collected:
+            raise InvariantError(f"step {self.plan.step_id} was collected twice")
+        self._collected = True
+        return self._executor.collect(self)
+
+
+class ModelledExecutor:
+    """Computes plans by the formula above, as late as possible.
+
+    Args:
+        groups: the KV groups, as the scheduler's cache has them.
+        vocab_size: tokens are below it.
+        depth: how many launched steps may be outstanding.
+        faulty: called with (sequence id, number of known tokens); True makes that row fault.
+    """
+
+    def __init__(
+        self,
+        groups: Seq[GroupSpec],
+        vocab_size: int,
+        *,
+        depth: int = 0,
+        faulty: Callable[[int, int], bool] | None = None,
+    ) -> None:
+        self.depth = depth
+        self._groups = tuple(groups)
+        self._vocab_size = vocab_size
+        self._faulty = faulty
+        self._rows: dict[int, _Row] = {}
+        self._outstanding: list[ModelledTicket] = []
+        self._kv: list[list[list[Slot]]] = [
+            [[None] * group.block_size for _ in range(group.num_blocks)] for group in groups
+        ]
+
+    def launch(self, plan: StepPlan) -> ModelledTicket:
+        """Queue a step. Raises InvariantError if more than ``depth`` are outstanding before it."""
+        if len(self._outstanding) > self.depth:
+            raise InvariantError(f"{len(self._outstanding)} steps are outstanding already")
+        ticket = ModelledTicket(self, plan)
+        self._outstanding.append(ticket)
+        return ticket
+
+    def close(self) -> None:
+        """Raises InvariantError if a launched step was never collected."""
+        if self._outstanding:
+            raise InvariantError(f"{len(self._outstanding)} steps were never collected")
+
+    def collect(self, ticket: ModelledTicket) -> StepResult:
+        """Compute the oldest outstanding step."""
+        if self._outstanding[0] is not ticket:
+            raise InvariantError("steps must be collected in the order of their launch")
+        self._outstanding.pop(0)
+        self._apply(ticket.plan)
+        ids: list[int] = []
+        tokens: list[int] = []
+        faults: dict[int, WeftError] = {}
+        for batch in ticket.plan.batches:
+            for index, start, count, samples in zip(
+                batch.rows, batch.starts, batch.counts, batch.samples, strict=True
+            ):
+                row = self._rows[index]
+                self._write(row, start, count)
+                if not samples:
+                    continue
+                token = self._sample(row, start + count, faults)
+                row.tokens.append(token)
+                ids.append(row.sequence_id)
+                tokens.append(token)
+        return self._result(ticket.plan.step_id, ids, tokens, faults)
+
+    @staticmethod
+    def _result(
+        step_id: int, ids: list[int], tokens: list[int], faults: Mapping[int, WeftError]
+    ) -> StepResult:
+        return StepResult(step_id, tuple(ids), tuple(tokens), faults=faults)
+
+    def _apply(self, plan: StepPlan) -> None:
+        for group, block in plan.zero:
+            self._kv[group][block] = [None] * self._groups[group].block_size
+        for index in plan.drop:
+            del self._rows[index]
+        for add in plan.add:
+            if add.row in self._rows:
+                raise InvariantError(f"row {add.row} is taken already")
+            self._rows[add.row] = self._row(add)
+        for row, group, blocks in plan.extend:
+            self._rows[row].tables[group].extend(blocks)
+
+    @staticmethod
+    def _row(add: RowAdd) -> _Row:
+        tables = [list(table) for table in add.tables]
+        min_length = add.num_prompt + add.sampling.min_tokens
+        return _Row(add.sequence_id, list(add.tokens), tables, add.stop_ids, min_length)
+
+    def _write(self, row: _Row, start: int, count: int) -> None:
+        for group, blocks, table in zip(self._groups, self._kv, row.tables, strict=True):
+            for position in range(start, start + count):
+                block = table[position // group.block_size]
+                if block < 0:
+                    raise InvariantError(f"sequence {row.sequence_id} writes where it has no block")
+                blocks[block][position % group.block_size] = (position, row.tokens[position])
+
+    def _sample(self, row: _Row, length: int, faults: dict[int, WeftError]) -> int:
+        if self._faulty is not None and self._faulty(row.sequence_id, length):
+            faults[row.sequence_id] = NonFiniteLogitsError("The modelled row is faulty.")
+            return 0
+        token = self._attend(row, length) % self._vocab_size
+        while length < row.min_length and token in row.stop_ids:
+            token = (token + 1) % self._vocab_size
+        return token
+
+    def _attend(self, row: _Row, length: int) -> int:
+        total = 0
+        for group, blocks, table in zip(self._groups, self._kv, row.tables, strict=True):
+            first = 0 if group.window is None else max(0, length - group.window)
+            for position in range(first, length):
+                slot = blocks[table[position // group.block_size]][position % group.block_size]
+                if slot is None or slot[0] != position:
+                    raise InvariantError(
+                        f"sequence {row.sequence_id} reads {slot} at position {position}"
+                    )
+                total += (position + 1) * slot[1]
+        return total
+
+    def touched_blocks(self) -> list[set[int]]:
+        """For each group the blocks that outstanding steps read or write."""
+        touched: list[set[int]] = [set() for _ in self._groups]
+        tables = {index: [list(t) for t in row.tables] for index, row in self._rows.items()}
+        for ticket in self._outstanding:
+            for add in ticket.plan.add:
+                tables[add.row] = [list(table) for table in add.tables]
+            for row, group, blocks in ticket.plan.extend:
+                tables[row][group].extend(blocks)
+            for batch in ticket.plan.batches:
+                for index, start, count in zip(batch.rows, batch.starts, batch.counts, strict=True):
+                    for group_index, group in enumerate(self._groups):
+                        first = group.first_block(start + 1)
+                        last = -(-(start + count) // group.block_size)
+                        touched[group_index].update(tables[index][group_index][first:last])
+        return touched

@@ -1,0 +1,270 @@
+"""Random traffic through the real scheduler on the modelled executor: tokens exact, nothing lost."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from weft.core.errors import InvariantError
+from weft.core.plan import Update
+from weft.core.types import FinishReason, Request, SamplingParams
+from weft.engine.loop import EngineLoop
+from weft.kv.cache import GroupSpec, KVCache
+from weft.sched.fcfs import FCFSScheduler, Limits
+from weft.sim.clock import VirtualClock
+from weft.sim.executor import ModelledExecutor, next_token
+
+VOCAB = 97
+
+
+@dataclass
+class ScriptedInbox:
+    """Delivers arrivals and cancellations at given rounds and keeps everything published."""
+
+    arrivals: dict[int, list[Request]]
+    cancels: dict[int, list[int]]
+    round: int = 0
+    updates: dict[int, list[Update]] = field(default_factory=dict)
+
+    def receive(self):
+        requests = self.arrivals.pop(self.round, [])
+        cancels = [(i, FinishReason.CANCELLED) for i in self.cancels.pop(self.round, [])]
+        self.round += 1
+        return requests, cancels
+
+    def publish(self, updates):
+        for update in updates:
+            self.updates.setdefault(update.sequence_id, []).append(update)
+
+    def wait(self):
+        raise AssertionError("the loop must not wait under a script")
+
+
+@dataclass(frozen=True)
+class World:
+    groups: tuple[GroupSpec, ...]
+    limits: Limits
+    depth: int
+    prefix_caching: bool = True
+
+
+def expected_output(request: Request, world: World) -> tuple[list[int], FinishReason]:
+    tokens = list(request.prompt)
+    end = min(world.limits.max_model_len, len(tokens) + (request.sampling.max_tokens or 10**9))
+    stop_ids = request.stop_ids()
+    while True:
+        token = next_token(tokens, world.groups, VOCAB)
+        while len(tokens) < len(request.prompt) + request.sampling.min_tokens and token in stop_ids:
+            token = (token + 1) % VOCAB
+        tokens.append(token)
+        if token in stop_ids:
+            return tokens[len(request.prompt) :], FinishReason.STOP
+        if len(tokens) >= end:
+            return tokens[len(request.prompt) :], FinishReason.LENGTH
+
+
+def run(world: World, arrivals, cancels, faulty=None):
+    """Run the script to its end, checking every invariant after every round."""
+    cache = KVCache(world.groups, prefix_caching=world.prefix_caching)
+    scheduler = FCFSScheduler(cache, world.limits)
+    executor = ModelledExecutor(world.groups, VOCAB, depth=world.depth, faulty=faulty)
+    requests = {r.id: r for batch in arrivals.values() for r in batch}
+    inbox = ScriptedInbox(dict(arrivals), dict(cancels))
+    loop = EngineLoop(scheduler, executor, inbox, VirtualClock())
+    last = max([*arrivals, *cancels], default=0)
+    idle_rounds = 0
+    for _ in range(200_000):
+        busy = loop.step()
+        scheduler.check()
+        assert_leases(executor, cache)
+        idle_rounds = 0 if busy else idle_rounds + 1
+        if idle_rounds and inbox.round > last:
+            break
+    assert scheduler.idle, "the scheduler stopped with unanswered sequences"
+    assert all(pool.held == 0 for pool in cache.pools)
+    executor.close()
+    return requests, inbox, scheduler
+
+
+def assert_leases(executor: ModelledExecutor, cache: KVCache) -> None:
+    """No block that an outstanding step touches may be free."""
+    for pool, touched in zip(cache.pools, executor.touched_blocks(), strict=True):
+        assert all(pool._references[block] > 0 for block in touched if block >= 0)
+
+
+def assert_answers(world: World, requests, inbox, cancelled: set[int], faulted: set[int]) -> None:
+    for request_id, request in requests.items():
+        updates = inbox.updates.get(request_id, [])
+        ends = [u.finish for u in updates if u.finish is not None]
+        assert len(ends) == 1, f"request {request_id} ended {len(ends)} times"
+        assert updates[-1].finish is not None
+        tokens = [u.token for u in updates if u.token is not None]
+        wanted, reason = expected_output(request, world)
+        if ends[0] is FinishReason.CANCELLED:
+            assert request_id in cancelled
+            assert tokens == wanted[: len(tokens)]
+        elif ends[0] is FinishReason.ERROR:
+            assert request_id in faulted
+            assert tokens == wanted[: len(tokens)]
+        else:
+            assert (tokens, ends[0]) == (wanted, reason)
+
+
+@st.composite
+def worlds(draw, tight: bool = False):
+    block_size = draw(st.sampled_from([1, 2, 4, 5]))
+    max_model_len = draw(st.integers(8, 60))
+    blocks = -(-max_model_len // block_size)
+    num_blocks = blocks if tight else draw(st.integers(blocks, 4 * blocks))
+    groups = []
+    layout = draw(st.sampled_from(["full", "sliding", "both", "three"]))
+    if layout in ("full", "both", "three"):
+        groups.append(GroupSpec("full", block_size, num_blocks))
+    if layout in ("sliding", "both", "three"):
+        window = draw(st.integers(1, 20))
+        groups.append(GroupSpec("sliding", block_size, num_blocks, window))
+    if layout == "three":
+        half = max(1, block_size // 2)
+        window = draw(st.integers(1, 20))
+        need = -(-max_model_len // half)
+        groups.append(GroupSpec("other", half, need, window))
+    seqs = draw(st.integers(1, 6))
+    limits = Limits(seqs, draw(st.integers(seqs, 24)), max_model_len)
+    return World(tuple(groups), limits, draw(st.integers(0, 2)), draw(st.booleans()))
+
+
+@st.composite
+def traffic(draw, world: World):
+    """Arrivals and cancellations by round; many prompts share a prefix."""
+    stems = draw(st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=40), max_size=3))
+    arrivals: dict[int, list[Request]] = {}
+    cancels: dict[int, list[int]] = {}
+    for request_id in range(draw(st.integers(1, 14))):
+        stem = draw(st.sampled_from([[], *stems]))
+        tail = draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=12))
+        prompt = tuple([*stem, *tail][: world.limits.max_model_len - 1])
+        sampling = SamplingParams(
+            max_tokens=draw(st.one_of(st.none(), st.integers(1, 30))),
+            stop_token_ids=tuple(draw(st.lists(st.integers(0, VOCAB - 1), max_size=8))),
+        )
+        if draw(st.booleans()) and sampling.max_tokens is not None:
+            sampling = SamplingParams(
+                max_tokens=sampling.max_tokens,
+                min_tokens=draw(st.integers(0, sampling.max_tokens)),
+                stop_token_ids=sampling.stop_token_ids,
+            )
+        request = Request(
+            request_id,
+            prompt,
+            sampling,
+            service_class=draw(st.sampled_from(["priority", "interactive", "batch"])),
+            cache_salt=draw(st.sampled_from([b"", b"other"])),
+        )
+        arrival = draw(st.integers(0, 25))
+        arrivals.setdefault(arrival, []).append(request)
+        if draw(st.integers(0, 3)) == 0:
+            cancels.setdefault(arrival + draw(st.integers(0, 25)), []).append(request_id)
+    return arrivals, cancels
+
+
+def ids(cancels) -> set[int]:
+    return {request_id for batch in cancels.values() for request_id in batch}
+
+
+COMMON = {
+    "deadline": None,
+    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large],
+}
+
+
+@settings(max_examples=600, **COMMON)
+@given(st.data())
+def test_random_traffic_is_answered_exactly(data):
+    world = data.draw(worlds())
+    arrivals, cancels = data.draw(traffic(world))
+    requests, inbox, _ = run(world, arrivals, cancels)
+    assert_answers(world, requests, inbox, ids(cancels), set())
+
+
+@settings(max_examples=600, **COMMON)
+@given(st.data())
+def test_a_pool_that_is_always_full_answers_everybody(data):
+    world = data.draw(worlds(tight=True))
+    arrivals, cancels = data.draw(traffic(world))
+    requests, inbox, _ = run(world, arrivals, cancels)
+    assert_answers(world, requests, inbox, ids(cancels), set())
+
+
+@settings(max_examples=300, **COMMON)
+@given(st.data())
+def test_a_faulty_row_ends_alone(data):
+    world = data.draw(worlds(tight=data.draw(st.booleans())))
+    arrivals, cancels = data.draw(traffic(world))
+    bad = data.draw(st.sets(st.integers(0, 13), max_size=4))
+    at = data.draw(st.integers(1, 40))
+    requests, inbox, _ = run(
+        world, arrivals, cancels, faulty=lambda sequence, length: sequence in bad and length >= at
+    )
+    assert_answers(world, requests, inbox, ids(cancels), bad)
+
+
+@settings(max_examples=100, **COMMON)
+@given(st.data())
+def test_equal_inputs_give_equal_plans(data):
+    world = data.draw(worlds())
+    arrivals, cancels = data.draw(traffic(world))
+
+    def plans():
+        cache = KVCache(world.groups, prefix_caching=world.prefix_caching)
+        scheduler = FCFSScheduler(cache, world.limits)
+        executor = ModelledExecutor(world.groups, VOCAB, depth=world.depth)
+        seen: list[str] = []
+        inbox = ScriptedInbox(dict(arrivals), dict(cancels))
+        tickets: deque = deque()
+        for _ in range(60):
+            requests, cancelled = inbox.receive()
+            for request in requests:
+                scheduler.add(request)
+            for sequence_id, reason in cancelled:
+                scheduler.cancel(sequence_id, reason)
+            plan = scheduler.plan(0.0)
+            seen.append(repr(plan))
+            if plan is not None:
+                tickets.append(executor.launch(plan))
+            if tickets and (plan is None or len(tickets) > world.depth):
+                scheduler.commit(tickets.popleft().result())
+        return seen
+
+    assert plans() == plans()
+
+
+def test_the_property_test_can_fail():
+    """A cache that shares blocks it should not is caught by the modelled executor."""
+
+    class Forgetful(KVCache):
+        def open(self, sequence_id, hit):
+            super().open(sequence_id, hit)
+            if hit:
+                index = hit // self.groups[0].block_size - 1
+                table = self._tables[sequence_id].blocks[0]
+                other = next(b for b in range(self.groups[0].num_blocks) if b not in table)
+                self.pools[0].release(table[index])
+                self.pools[0]._blank.remove(other)
+                self.pools[0]._references[other] = 1
+                table[index] = other
+
+    world = World((GroupSpec("full", 2, 40),), Limits(4, 16, 30), 0)
+    cache = Forgetful(world.groups)
+    scheduler = FCFSScheduler(cache, world.limits)
+    executor = ModelledExecutor(world.groups, VOCAB)
+    request = [Request(i, tuple(range(1, 10)), SamplingParams(max_tokens=3)) for i in range(2)]
+    inbox = ScriptedInbox({0: request[:1], 20: request[1:]}, {})
+    loop = EngineLoop(scheduler, executor, inbox, VirtualClock())
+    with pytest.raises(InvariantError, match="reads"):
+        for _ in range(40):
+            loop.step()
+            scheduler.check()
