@@ -108,6 +108,6 @@ class InvariantError(WeftError):
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """Return ``" Did you mean 'x'?"`` for the known name nearest to ``name``, else an empty string."""
+    """Return ``" Did you mean 'x'?"`` for the known name nearest to ``name``, else ``""``."""
     nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f" Did you mean '{nearest[0]}'?" if nearest else ""

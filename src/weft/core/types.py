@@ -7,13 +7,13 @@ chunk, decode, resume after preemption and prefix hit are all "compute the next 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from enum import Enum, StrEnum
 from typing import Any
 
 from weft.core.errors import InvariantError, ParameterError, WeftError
+from weft.core.settings import Kind, Setting, check_settings, setting
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
@@ -21,6 +21,11 @@ MAX_STOP_STRING_CHARS = 512
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 1024
 MAX_SEED = 2**63 - 1
+
+
+_TOKEN_ID = Setting("stop_token_ids", "int", None, "", low=0, high=2**31 - 1)
+_BIASED_ID = Setting("logit_bias", "int", None, "", low=0, high=2**31 - 1)
+_BIAS = Setting("logit_bias", "float", None, "", low=-100, high=100)
 
 
 class FinishReason(StrEnum):
@@ -71,23 +76,8 @@ DEFAULT_CLASSES: tuple[ServiceClass, ...] = (
 )
 
 
-def _bounded(
-    name: str,
-    value: Any,
-    low: float,
-    high: float,
-    *,
-    integer: bool = False,
-    above: bool = False,
-) -> None:
-    """Raise unless ``value`` is a finite number in [low, high] ((low, high] with ``above``)."""
-    kind = "a whole number" if integer else "a number"
-    wrong_type = isinstance(value, bool) or not isinstance(value, int if integer else (int, float))
-    if wrong_type or not math.isfinite(value):
-        raise ParameterError(f"{name} must be {kind}, not {value!r}.", param=name)
-    if value < low or value > high or (above and value == low):
-        bounds = f"above {low:g} and at most {high:g}" if above else f"from {low:g} to {high:g}"
-        raise ParameterError(f"{name} must be {bounds}, not {value!r}.", param=name)
+def _optional(kind: Kind, help: str, low: float, high: float, above: bool = False) -> Any:  # noqa: A002
+    return setting(kind, None, help, low=low, high=high, above=above)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,119 +85,80 @@ class SamplingParams:
     """How to choose tokens and when to stop.
 
     ``None`` in the first six fields means "the model's own default" (its
-    ``generation_config.json``), else the neutral value that ``NEUTRAL`` gives.
-
-    Args:
-        temperature: 0 is greedy; higher is more random.
-        top_k: keep the k likeliest tokens; 0 or -1 keeps all.
-        top_p: keep the likeliest tokens whose probabilities sum to at least this.
-        min_p: drop tokens less likely than this share of the likeliest one.
-        repetition_penalty: divides positive (multiplies negative) logits of tokens seen in prompt
-            or output; 1 is neutral.
-        max_tokens: tokens to generate at most; ``None`` generates to the end of the context.
-        presence_penalty: subtracted from logits of tokens that the output has.
-        frequency_penalty: subtracted once for each time the output has the token.
-        logit_bias: token id -> value added to its logit, -100 to 100.
-        min_tokens: end-of-sequence and stop ids are impossible before so many tokens.
-        stop: strings that end the text; they are cut off unless ``include_stop``.
-        stop_token_ids: token ids that end the sequence, beside the model's own.
-        ignore_eos: do not stop at the model's end-of-sequence ids.
-        seed: the same seed draws the same random numbers whatever else is in the batch.
-        logprobs: also return this many likeliest alternatives a token (0: the chosen one only).
-        prompt_logprobs: the same for each prompt token but the first.
-        include_stop: keep the stop string at the end of the text.
-        skip_special_tokens: leave control tokens out of the text.
+    ``generation_config.json``), else the neutral value that ``NEUTRAL`` gives; ``max_tokens=None``
+    generates to the end of the context.
 
     Raises:
         ParameterError: a value is malformed or out of bounds; it names the parameter.
     """
 
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    max_tokens: int | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    min_tokens: int = 0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    seed: int | None = None
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    include_stop: bool = False
-    skip_special_tokens: bool = True
+    temperature: float | None = _optional(
+        "float", "0 takes the likeliest token; higher is more random", 0, 100
+    )
+    top_k: int | None = _optional(
+        "int", "keep the k likeliest tokens; 0 or -1 keeps all", -1, 2**31 - 1
+    )
+    top_p: float | None = _optional(
+        "float", "keep the likeliest tokens whose probabilities sum to this", 0, 1, above=True
+    )
+    min_p: float | None = _optional(
+        "float", "drop tokens less likely than this share of the likeliest one", 0, 1
+    )
+    repetition_penalty: float | None = _optional(
+        "float", "above 1 makes tokens of prompt and output less likely", 0, 100, above=True
+    )
+    max_tokens: int | None = _optional("int", "tokens to generate at most", 1, 2**31 - 1)
+    presence_penalty: float = setting(
+        "float", 0.0, "subtracted from the logits of tokens that the output has", low=-2, high=2
+    )
+    frequency_penalty: float = setting(
+        "float", 0.0, "subtracted once for each time the output has the token", low=-2, high=2
+    )
+    logit_bias: Mapping[int, float] = setting(
+        "map", {}, "token id -> value from -100 to 100 added to its logit", high=MAX_LOGIT_BIAS
+    )
+    min_tokens: int = setting(
+        "int", 0, "end and stop ids are impossible before so many tokens", low=0, high=2**31 - 1
+    )
+    stop: tuple[str, ...] = setting(
+        "strings", (), "strings that end the text and are cut off", high=MAX_STOP_STRINGS
+    )
+    stop_token_ids: tuple[int, ...] = setting(
+        "ints", (), "token ids that end the sequence, beside the model's", high=MAX_STOP_TOKEN_IDS
+    )
+    ignore_eos: bool = setting("bool", False, "do not stop at the model's end-of-sequence ids")
+    seed: int | None = _optional(
+        "int", "the same seed draws the same numbers whatever else is in the batch", 0, MAX_SEED
+    )
+    logprobs: int | None = _optional(
+        "int", "return log probabilities with so many alternatives a token", 0, MAX_LOGPROBS
+    )
+    prompt_logprobs: int | None = _optional(
+        "int", "the same for each prompt token but the first", 0, MAX_LOGPROBS
+    )
+    include_stop: bool = setting("bool", False, "keep the stop string at the end of the text")
+    skip_special_tokens: bool = setting("bool", True, "leave control tokens out of the text")
 
     def __post_init__(self) -> None:
-        self._normalise()
-        self._check_numbers()
-        self._check_collections()
-
-    def _normalise(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        for name in ("stop", "stop_token_ids"):
-            value = getattr(self, name)
-            if not isinstance(value, (list, tuple)):
-                raise ParameterError(f"{name} must be a list, not {value!r}.", param=name)
-            object.__setattr__(self, name, tuple(value))
+        check_settings(self)
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
-
-    def _check_numbers(self) -> None:
-        optional: dict[str, tuple[float, float, bool, bool]] = {
-            "temperature": (0, 100, False, False),
-            "top_k": (0, 2**31 - 1, True, False),
-            "top_p": (0, 1, False, True),
-            "min_p": (0, 1, False, False),
-            "repetition_penalty": (0, 100, False, True),
-            "max_tokens": (1, 2**31 - 1, True, False),
-            "seed": (0, MAX_SEED, True, False),
-            "logprobs": (0, MAX_LOGPROBS, True, False),
-            "prompt_logprobs": (0, MAX_LOGPROBS, True, False),
-        }
-        for name, (low, high, integer, above) in optional.items():
-            value = getattr(self, name)
-            if value is not None:
-                _bounded(name, value, low, high, integer=integer, above=above)
-        _bounded("presence_penalty", self.presence_penalty, -2, 2)
-        _bounded("frequency_penalty", self.frequency_penalty, -2, 2)
-        _bounded("min_tokens", self.min_tokens, 0, 2**31 - 1, integer=True)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ParameterError(
                 f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens}).",
                 param="min_tokens",
             )
-
-    def _check_collections(self) -> None:
-        if len(self.stop) > MAX_STOP_STRINGS:
-            raise ParameterError(
-                f"stop takes at most {MAX_STOP_STRINGS} strings, not {len(self.stop)}.",
-                param="stop",
-            )
         for text in self.stop:
-            if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_STRING_CHARS:
+            if not 0 < len(text) <= MAX_STOP_STRING_CHARS:
                 raise ParameterError(
                     f"Each stop string must have 1 to {MAX_STOP_STRING_CHARS} characters.",
                     param="stop",
                 )
-        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            raise ParameterError(
-                f"stop_token_ids takes at most {MAX_STOP_TOKEN_IDS} ids.", param="stop_token_ids"
-            )
         for token in self.stop_token_ids:
-            _bounded("stop_token_ids", token, 0, 2**31 - 1, integer=True)
-        if not isinstance(self.logit_bias, Mapping) or len(self.logit_bias) > MAX_LOGIT_BIAS:
-            raise ParameterError(
-                f"logit_bias must map at most {MAX_LOGIT_BIAS} token ids to numbers.",
-                param="logit_bias",
-            )
+            _TOKEN_ID.check(token)
         for token, bias in self.logit_bias.items():
-            _bounded("logit_bias", token, 0, 2**31 - 1, integer=True)
-            _bounded("logit_bias", bias, -100, 100)
+            _BIASED_ID.check(token)
+            _BIAS.check(bias)
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """Fill fields that are ``None`` from ``defaults``, then from ``NEUTRAL``."""
@@ -241,7 +192,6 @@ NEUTRAL: Mapping[str, Any] = {
     "min_p": 0.0,
     "repetition_penalty": 1.0,
 }
-SAMPLING_FIELDS = tuple(f.name for f in fields(SamplingParams))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,311 @@
+"""Every setting of the engine, declared once, and how the open ones are decided.
+
+``EngineConfig`` is what a user says; ``resolve`` turns it, with the facts of model and machine,
+into a frozen ``ResolvedConfig`` in which nothing is open any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from weft.core.errors import ConfigError, OutOfMemoryError, ParameterError, suggest
+from weft.core.settings import check_settings, format_bytes, setting, settings_of
+from weft.core.types import DEFAULT_CLASSES, ServiceClass
+
+DTYPES = ("float32", "bfloat16", "float16")
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """What a user may set. ``None`` means "decide from model and machine".
+
+    Raises:
+        ConfigError: a value is malformed, out of bounds, or contradicts another one.
+    """
+
+    model: str = setting("str", "builtin", "folder, hub id, or 'builtin' for the packaged model")
+    revision: str | None = setting("str", None, "branch, tag or commit of a hub id")
+    offline: bool | None = setting("bool", None, "use only what is on disk already")
+    tokenizer: str | None = setting("path", None, "folder with another tokenizer.json")
+    chat_template: str | None = setting("path", None, "jinja file used instead of the model's own")
+    dtype: str = setting(
+        "str",
+        "auto",
+        "type of weights and KV; auto follows checkpoint and machine",
+        choices=("auto", *DTYPES),
+    )
+    device: str = setting("str", "auto", "where the model runs", choices=("auto", "cpu"))
+    attention: str = setting(
+        "str",
+        "auto",
+        "attention kernel; reference is slow and exact",
+        choices=("auto", "cpu", "reference"),
+    )
+    threads: int | None = setting("int", None, "threads for compute", low=1, high=1024)
+    max_model_len: int | None = setting(
+        "int", None, "longest sequence, prompt and output, in tokens", low=2, high=2**24
+    )
+    kv_memory: int | None = setting("bytes", None, "memory for the KV cache", low=2**16)
+    block_size: int = setting("int", 16, "tokens in a KV block", low=1, high=1024)
+    max_num_seqs: int = setting("int", 128, "sequences that run at once", low=1, high=65536)
+    max_num_batched_tokens: int = setting(
+        "int", 1024, "tokens in one step; longer prompts are computed in chunks", low=1, high=2**20
+    )
+    prefix_caching: bool = setting("bool", True, "share the KV of equal prefixes")
+    steps_in_flight: int = setting(
+        "int", 1, "launched steps that wait while the next is planned", low=0, high=1
+    )
+    seed: int | None = setting("int", None, "base of the seeds of requests without one", low=0)
+    classes: Mapping[str, Any] = setting(
+        "map", {}, "service classes: name -> rank, ttft_s, tpot_s", high=64
+    )
+
+    def __post_init__(self) -> None:
+        try:
+            check_settings(self)
+        except ParameterError as error:
+            raise ConfigError(error.message, param=error.param) from None
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) is below max_num_seqs "
+                f"({self.max_num_seqs}); each running sequence needs one token a step.",
+                param="max_num_batched_tokens",
+            )
+        self.service_classes()
+
+    def service_classes(self) -> tuple[ServiceClass, ...]:
+        """The class table: the defaults, changed and extended by ``classes``."""
+        table = {row.name: row for row in DEFAULT_CLASSES}
+        for name, given in self.classes.items():
+            table[name] = _service_class(name, given, table.get(name))
+        return tuple(sorted(table.values(), key=lambda row: row.rank))
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any], source: str = "config") -> EngineConfig:
+        """Build from names and values; an unknown name is an error that suggests the nearest."""
+        known = settings_of(cls)
+        for name in values:
+            if name not in known:
+                raise ConfigError(
+                    f"{source}: unknown setting '{name}'.{suggest(str(name), known)}",
+                    param=str(name),
+                )
+        return cls(**values)
+
+
+def _service_class(name: str, given: Any, default: ServiceClass | None) -> ServiceClass:
+    fields = {"rank": int, "ttft_s": (int, float), "tpot_s": (int, float)}
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"classes: '{name}' must map to rank, ttft_s, tpot_s.", param="classes")
+    for key, value in given.items():
+        if key not in fields:
+            raise ConfigError(
+                f"classes: unknown key '{key}' of '{name}'.{suggest(str(key), fields)}",
+                param="classes",
+            )
+        number = isinstance(value, fields[key]) and not isinstance(value, bool)  # type: ignore[arg-type]
+        if not number or not 0 <= value < 2**31 or (key != "rank" and value == 0):
+            raise ConfigError(
+                f"classes: '{key}' of '{name}' must be a positive number, not {value!r}.",
+                param="classes",
+            )
+    if default is None and "rank" not in given:
+        raise ConfigError(f"classes: the new class '{name}' needs a rank.", param="classes")
+    base = default or ServiceClass(name, 0)
+    return replace(base, **given)
+
+
+def load_config_file(path: str) -> dict[str, Any]:
+    """Read a YAML file of settings.
+
+    Raises:
+        ConfigError: the file cannot be read, is not YAML, or is not a mapping.
+    """
+    try:
+        loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"Cannot read config file '{path}': {error.strerror}.") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        detail = " ".join(str(error).split())
+        raise ConfigError(f"Config file '{path}' is not valid YAML: {detail}") from None
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"Config file '{path}' must be a mapping of setting names to values.")
+    return {str(name).replace("-", "_"): value for name, value in loaded.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFacts:
+    """One KV group of a model: what a token of it costs."""
+
+    name: str
+    window: int | None
+    bytes_per_token: int
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What model and machine say.
+
+    Attributes:
+        max_position_embeddings: tokens that the model was made for.
+        weight_bytes: memory of the weights.
+        available_bytes: memory of the machine that is free before the weights are loaded.
+    """
+
+    max_position_embeddings: int
+    weight_bytes: int
+    available_bytes: int
+    groups: tuple[GroupFacts, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedConfig:
+    """Nothing open: what the engine is built from.
+
+    Attributes:
+        group_blocks: KV blocks of each group, in the order of ``Facts.groups``.
+        limited_by_memory: whether ``max_model_len`` was lowered to what the KV memory holds.
+    """
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    kv_bytes: int
+    group_blocks: tuple[int, ...]
+    limited_by_memory: bool
+
+
+AUTO_KV_SHARE = 0.5  # of the memory that is left beside the weights
+
+
+def resolve(config: EngineConfig, facts: Facts) -> ResolvedConfig:
+    """Decide everything that is open.
+
+    Raises:
+        ConfigError: ``max_model_len`` is more than the model was made for.
+        OutOfMemoryError: weights or KV do not fit; the message says by how much.
+    """
+    longest = facts.max_position_embeddings
+    if config.max_model_len is not None and config.max_model_len > longest:
+        raise ConfigError(
+            f"max_model_len {config.max_model_len} is more than the {longest} positions that the "
+            f"model was made for; set it to {longest} or less.",
+            param="max_model_len",
+        )
+    wanted = config.max_model_len or longest
+    budget = _kv_budget(config, facts, wanted)
+    blocks = _group_blocks(config, facts, budget)
+    holds = _longest_sequence(config, facts, blocks)
+    if holds < 2 or (config.max_model_len is not None and holds < wanted):
+        needed = _bytes_for(config, facts, wanted, 1)
+        raise OutOfMemoryError(
+            f"One sequence of {wanted} tokens needs {format_bytes(needed)} of KV memory, but there "
+            f"are {format_bytes(budget)}, enough for {holds} tokens; lower max_model_len or raise "
+            "kv_memory."
+        )
+    return ResolvedConfig(
+        max_model_len=min(wanted, holds),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        block_size=config.block_size,
+        kv_bytes=_bytes_of(config, facts, blocks),
+        group_blocks=blocks,
+        limited_by_memory=holds < wanted,
+    )
+
+
+def largest_context(config: EngineConfig, facts: Facts) -> int:
+    """Tokens of the longest sequence that memory and model allow; 0 if the weights do not fit."""
+    try:
+        open_config = replace(config, max_model_len=None)
+        return resolve(open_config, facts).max_model_len
+    except OutOfMemoryError:
+        return 0
+
+
+def _kv_budget(config: EngineConfig, facts: Facts, wanted: int) -> int:
+    left = facts.available_bytes - facts.weight_bytes
+    if left <= 0:
+        raise OutOfMemoryError(
+            f"The weights need {format_bytes(facts.weight_bytes)}, but only "
+            f"{format_bytes(facts.available_bytes)} are free: {format_bytes(-left)} too few."
+        )
+    if config.kv_memory is None:
+        return min(
+            int(left * AUTO_KV_SHARE), _bytes_for(config, facts, wanted, config.max_num_seqs)
+        )
+    if config.kv_memory > left:
+        raise OutOfMemoryError(
+            f"kv_memory is {format_bytes(config.kv_memory)}, but beside the weights only "
+            f"{format_bytes(left)} are free."
+        )
+    return config.kv_memory
+
+
+def _window_tokens(config: EngineConfig, group: GroupFacts, tokens: int) -> int:
+    """Tokens of a sequence of ``tokens`` that the group keeps at once."""
+    if group.window is None:
+        return tokens
+    return min(tokens, group.window + config.max_num_batched_tokens + 2 * config.block_size)
+
+
+def _bytes_for(config: EngineConfig, facts: Facts, tokens: int, sequences: int) -> int:
+    """Bytes that so many sequences of so many tokens occupy."""
+    total = 0
+    for group in facts.groups:
+        blocks = -(-_window_tokens(config, group, tokens) // config.block_size) * sequences
+        total += blocks * config.block_size * group.bytes_per_token
+    return total
+
+
+def _group_blocks(config: EngineConfig, facts: Facts, budget: int) -> tuple[int, ...]:
+    """Split the budget: equal tokens for every group, but never more in a sliding group than
+    all rows can use at once; what that saves goes to the full groups."""
+    block = [config.block_size * group.bytes_per_token for group in facts.groups]
+    blocks = [0] * len(block)
+    open_groups = set(range(len(block)))
+    while open_groups:
+        cost = sum(block[index] for index in open_groups)
+        spent = sum(block[i] * blocks[i] for i in range(len(block)) if i not in open_groups)
+        equal = (budget - spent) // cost
+        capped = {
+            index
+            for index in open_groups
+            if facts.groups[index].window is not None and _cap(config, facts.groups[index]) < equal
+        }
+        for index in capped or open_groups:
+            group = facts.groups[index]
+            blocks[index] = _cap(config, group) if index in capped else equal
+        open_groups -= capped or open_groups
+    return tuple(blocks)
+
+
+def _cap(config: EngineConfig, group: GroupFacts) -> int:
+    tokens = _window_tokens(config, group, 2**62)
+    return -(-tokens // config.block_size) * config.max_num_seqs
+
+
+def _longest_sequence(config: EngineConfig, facts: Facts, blocks: tuple[int, ...]) -> int:
+    """Tokens of the longest sequence that these blocks hold when it is alone."""
+    size = config.block_size
+    limits = []
+    for group, count in zip(facts.groups, blocks, strict=True):
+        if group.window is None or count * size < group.window + 2 * size:
+            limits.append(count * size)
+    return min(limits, default=2**31 - 1)
+
+
+def _bytes_of(config: EngineConfig, facts: Facts, blocks: tuple[int, ...]) -> int:
+    return sum(
+        count * config.block_size * group.bytes_per_token
+        for group, count in zip(facts.groups, blocks, strict=True)
+    )

@@ -1,0 +1,214 @@
+"""How a setting is declared once: name, type, default, meaning and bounds in one field.
+
+Validation, command-line flags, YAML files and the reference page all derive from the declaration.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, field, fields
+from functools import cache
+from typing import Any, Literal
+
+from weft.core.errors import ParameterError, WeftError
+
+Kind = Literal["int", "float", "bool", "str", "bytes", "path", "strings", "ints", "map"]
+
+_WORDS: dict[Kind, str] = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "a string",
+    "bytes": "a size such as 512MiB, 8GB or a number of bytes",
+    "path": "a path",
+    "strings": "a list of strings",
+    "ints": "a list of whole numbers",
+    "map": "a mapping",
+}
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """The declaration of one setting.
+
+    Attributes:
+        low, high: inclusive bounds of numbers (of lengths, for lists).
+        above: whether ``low`` itself is excluded.
+        choices: the only values allowed, if not empty.
+        optional: whether None ("decide for me") is allowed.
+    """
+
+    name: str
+    kind: Kind
+    default: Any
+    help: str
+    low: float | None = None
+    high: float | None = None
+    above: bool = False
+    choices: tuple[str, ...] = ()
+    optional: bool = False
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    def bounds(self) -> str:
+        """Bounds or choices in words, or an empty string."""
+        if self.choices:
+            return "one of " + ", ".join(self.choices)
+        if self.low is None and self.high is None:
+            return ""
+        if self.high is None:
+            return f"{'above' if self.above else 'at least'} {_plain(self.low)}"
+        if self.above:
+            return f"above {_plain(self.low)}, at most {_plain(self.high)}"
+        return f"{_plain(self.low)} to {_plain(self.high)}"
+
+    def parse(self, text: str) -> Any:
+        """Turn a command-line word into a value; bounds are checked by ``check``."""
+        try:
+            if self.kind == "int":
+                return int(text)
+            if self.kind == "float":
+                return float(text)
+            if self.kind == "bytes":
+                return parse_bytes(text)
+            if self.kind == "bool":
+                return {"true": True, "false": False}[text.lower()]
+            if self.kind == "ints":
+                return tuple(int(word) for word in text.split(","))
+        except (ValueError, KeyError):
+            raise self._error(text) from None
+        return text
+
+    def check(self, value: Any) -> Any:
+        """Return the value in its canonical type, or raise ParameterError naming the setting."""
+        if value is None:
+            if self.optional:
+                return None
+            raise self._error(value)
+        value = self._typed(value)
+        if self.choices and value not in self.choices:
+            raise self._error(value)
+        if self.kind in ("int", "float", "bytes"):
+            self._check_number(value, value)
+        elif self.kind in ("strings", "ints", "map"):
+            self._check_number(len(value), value)
+        return value
+
+    def _typed(self, value: Any) -> Any:
+        if self.kind == "bytes" and isinstance(value, str):
+            return parse_bytes(value)
+        if self.kind == "strings" and isinstance(value, str):
+            return (value,)
+        if self.kind in ("strings", "ints"):
+            inner = str if self.kind == "strings" else int
+            if not isinstance(value, (list, tuple)) or not all(
+                isinstance(item, inner) and not isinstance(item, bool) for item in value
+            ):
+                raise self._error(value)
+            return tuple(value)
+        if self.kind == "path" and hasattr(value, "__fspath__"):
+            return str(value)
+        types: dict[Kind, Any] = {"int": int, "bytes": int, "float": (int, float), "bool": bool}
+        types |= {"str": str, "path": str, "map": dict}
+        wrong = not isinstance(value, types[self.kind])
+        if wrong or (isinstance(value, bool) and self.kind != "bool"):
+            raise self._error(value)
+        return value
+
+    def _check_number(self, number: float, value: Any) -> None:
+        low = -math.inf if self.low is None else self.low
+        high = math.inf if self.high is None else self.high
+        if not math.isfinite(number) or not low <= number <= high:
+            raise self._error(value)
+        if self.above and number == low:
+            raise self._error(value)
+
+    def _error(self, value: Any) -> WeftError:
+        shown = repr(value) if len(repr(value)) <= 60 else repr(value)[:57] + "..."
+        if self.kind in ("strings", "ints", "map") and self.high is not None:
+            wanted = f"{_WORDS[self.kind]} with at most {_plain(self.high)} entries"
+        else:
+            bounds = self.bounds()
+            wanted = _WORDS[self.kind] + (f", {bounds}" if bounds else "")
+            if self.choices:
+                wanted = bounds
+        return ParameterError(f"{self.name} must be {wanted}, not {shown}.", param=self.name)
+
+
+def setting(
+    kind: Kind,
+    default: Any,
+    help: str,  # noqa: A002 - the field's standard word for it
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    above: bool = False,
+    choices: tuple[str, ...] = (),
+) -> Any:
+    """Declare a setting as a dataclass field. A default of None makes it optional."""
+    metadata = {
+        "setting": {
+            "kind": kind,
+            "help": help,
+            "low": low,
+            "high": high,
+            "above": above,
+            "choices": choices,
+            "optional": default is None,
+        }
+    }
+    if isinstance(default, dict):
+        return field(default_factory=lambda: dict(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@cache
+def settings_of(cls: Any) -> dict[str, Setting]:
+    """Return the settings that a dataclass declares, by name, in order."""
+    found = {}
+    for f in fields(cls):
+        if "setting" in f.metadata:
+            default = f.default if f.default is not MISSING else {}
+            found[f.name] = Setting(name=f.name, default=default, **f.metadata["setting"])
+    return found
+
+
+def check_settings(instance: Any) -> None:
+    """Validate every declared field of a frozen dataclass, storing canonical values."""
+    for declared in settings_of(type(instance)).values():
+        value = getattr(instance, declared.name)
+        canonical = declared.check(value)
+        if canonical is not value:
+            object.__setattr__(instance, declared.name, canonical)
+
+
+def parse_bytes(text: str) -> int:
+    """Parse ``512MiB``, ``8GB``, ``1.5g`` or a plain number of bytes."""
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise ParameterError(f"{text!r} is not a size; write for example 512MiB or 8GB.")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def format_bytes(count: float) -> str:
+    """Write a number of bytes with a binary unit, such as ``1.5 GiB``."""
+    for unit in _binary_units():
+        if abs(count) < 1024 or unit == "TiB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1024
+    raise AssertionError("unreachable")
+
+
+def _binary_units() -> Iterator[str]:
+    yield from ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def _plain(number: float | None) -> str:
+    return f"{number:g}" if isinstance(number, float) else str(number)
