@@ -268,30 +268,35 @@ def _bytes_for(config: EngineConfig, facts: Facts, tokens: int, sequences: int) 
 
 
 def _group_blocks(config: EngineConfig, facts: Facts, budget: int) -> tuple[int, ...]:
-    """Split the budget: equal tokens for every group, but never more in a sliding group than
-    all rows can use at once; what that saves goes to the full groups."""
-    block = [config.block_size * group.bytes_per_token for group in facts.groups]
-    blocks = [0] * len(block)
-    open_groups = set(range(len(block)))
-    while open_groups:
-        cost = sum(block[index] for index in open_groups)
-        spent = sum(block[i] * blocks[i] for i in range(len(block)) if i not in open_groups)
-        equal = (budget - spent) // cost
-        capped = {
-            index
-            for index in open_groups
-            if facts.groups[index].window is not None and _cap(config, facts.groups[index]) < equal
-        }
-        for index in capped or open_groups:
-            group = facts.groups[index]
-            blocks[index] = _cap(config, group) if index in capped else equal
-        open_groups -= capped or open_groups
+    """Split the budget over the groups.
+
+    Every group holds the same number of tokens, but a sliding one never more than all rows can use
+    at once. Where that leaves the full groups less than one longest sequence, they come first and
+    the sliding ones get the rest, as long as they hold their window.
+    """
+    costs = [config.block_size * group.bytes_per_token for group in facts.groups]
+    full = [i for i, group in enumerate(facts.groups) if group.window is None]
+    sliding = [i for i, group in enumerate(facts.groups) if group.window is not None]
+    blocks = [budget // sum(costs)] * len(costs)
+    wanted = -(-(config.max_model_len or facts.max_position_embeddings) // config.block_size)
+    if full and sliding and blocks[0] < wanted:
+        floor = sum(costs[i] * _rows_blocks(config, facts.groups[i], 1) for i in sliding)
+        share = (budget - floor) // sum(costs[i] for i in full)
+        for i in full:
+            blocks[i] = max(blocks[i], min(share, wanted))
+    left = budget - sum(costs[i] * blocks[i] for i in full)
+    for i in sliding:
+        share = left // sum(costs[i] for i in sliding)
+        blocks[i] = min(share, _rows_blocks(config, facts.groups[i], config.max_num_seqs))
+    left = budget - sum(costs[i] * blocks[i] for i in sliding)
+    for i in full:
+        blocks[i] = max(blocks[i], left // sum(costs[i] for i in full))
     return tuple(blocks)
 
 
-def _cap(config: EngineConfig, group: GroupFacts) -> int:
-    tokens = _window_tokens(config, group, 2**62)
-    return -(-tokens // config.block_size) * config.max_num_seqs
+def _rows_blocks(config: EngineConfig, group: GroupFacts, rows: int) -> int:
+    """Blocks of a sliding group that so many sequences use at once, however long they are."""
+    return -(-_window_tokens(config, group, 2**62) // config.block_size) * rows
 
 
 def _longest_sequence(config: EngineConfig, facts: Facts, blocks: tuple[int, ...]) -> int:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from weft.core.errors import ParameterError, WeftError
 
@@ -145,7 +145,7 @@ class Setting:
 def setting(
     kind: Kind,
     default: Any,
-    help: str,  # noqa: A002 - the field's standard word for it
+    help: str,
     *,
     low: float | None = None,
     high: float | None = None,
@@ -169,9 +169,13 @@ def setting(
     return field(default=default, metadata=metadata)
 
 
-@cache
 def settings_of(cls: Any) -> dict[str, Setting]:
     """Return the settings that a dataclass declares, by name, in order."""
+    return _settings_of(cast(Hashable, cls))
+
+
+@cache
+def _settings_of(cls: Any) -> dict[str, Setting]:
     found = {}
     for f in fields(cls):
         if "setting" in f.metadata:

@@ -76,7 +76,7 @@ DEFAULT_CLASSES: tuple[ServiceClass, ...] = (
 )
 
 
-def _optional(kind: Kind, help: str, low: float, high: float, above: bool = False) -> Any:  # noqa: A002
+def _optional(kind: Kind, help: str, low: float, high: float, above: bool = False) -> Any:
     return setting(kind, None, help, low=low, high=high, above=above)
 
 
