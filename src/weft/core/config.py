@@ -15,7 +15,7 @@ import yaml
 
 from weft.core.errors import ConfigError, OutOfMemoryError, ParameterError, suggest
 from weft.core.settings import check_settings, format_bytes, setting, settings_of
-from weft.core.types import DEFAULT_CLASSES, ServiceClass
+from weft.core.types import DEFAULT_CLASSES, MAX_SEED, ServiceClass
 
 DTYPES = ("float32", "bfloat16", "float16")
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -47,11 +47,19 @@ class EngineConfig:
         "attention kernel; reference is slow and exact",
         choices=("auto", "cpu", "reference"),
     )
-    threads: int | None = setting("int", None, "threads for compute", low=1, high=1024)
-    max_model_len: int | None = setting(
-        "int", None, "longest sequence, prompt and output, in tokens", low=2, high=2**24
+    threads: int | None = setting(
+        "int", None, "threads for compute; unset takes every core", low=1, high=1024
     )
-    kv_memory: int | None = setting("bytes", None, "memory for the KV cache", low=2**16)
+    max_model_len: int | None = setting(
+        "int",
+        None,
+        "longest sequence in tokens; unset takes what model and memory allow",
+        low=2,
+        high=2**24,
+    )
+    kv_memory: int | None = setting(
+        "bytes", None, "memory for the KV cache; unset takes up to half of what is free", low=2**16
+    )
     block_size: int = setting("int", 16, "tokens in a KV block", low=1, high=1024)
     max_num_seqs: int = setting("int", 128, "sequences that run at once", low=1, high=65536)
     max_num_batched_tokens: int = setting(
@@ -61,7 +69,9 @@ class EngineConfig:
     steps_in_flight: int = setting(
         "int", 1, "launched steps that wait while the next is planned", low=0, high=1
     )
-    seed: int | None = setting("int", None, "base of the seeds of requests without one", low=0)
+    base_seed: int | None = setting(
+        "int", None, "makes the seeds of requests without one repeatable", low=0, high=MAX_SEED
+    )
     classes: Mapping[str, Any] = setting(
         "map", {}, "service classes: name -> rank, ttft_s, tpot_s", high=64
     )

@@ -109,12 +109,16 @@ class StepResult:
 
 
 class Update(NamedTuple):
-    """News of one sequence, as the loop publishes it: a token, an end, or both."""
+    """News of one sequence, as the loop publishes it: a token, an end, or both.
+
+    Attributes:
+        cached_tokens: prompt tokens that came from the prefix cache.
+    """
 
     sequence_id: int
     token: int | None
     logprob: TokenLogprob | None = None
+    cached_tokens: int = 0
     finish: FinishReason | None = None
     error: WeftError | None = None
     prompt_logprobs: PromptLogprobs | None = None
-    cached_tokens: int = 0

@@ -93,7 +93,10 @@ class SamplingParams:
     """
 
     temperature: float | None = _optional(
-        "float", "0 takes the likeliest token; higher is more random", 0, 100
+        "float",
+        "0 takes the likeliest token; higher is more random; unset follows the model",
+        0,
+        100,
     )
     top_k: int | None = _optional(
         "int", "keep the k likeliest tokens; 0 or -1 keeps all", -1, 2**31 - 1
@@ -163,8 +166,8 @@ class SamplingParams:
     def with_defaults(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """Fill fields that are ``None`` from ``defaults``, then from ``NEUTRAL``."""
         chosen = {
-            name: defaults.get(name, neutral)
-            for name, neutral in NEUTRAL.items()
+            name: defaults.get(name, NEUTRAL.get(name))
+            for name in (*NEUTRAL, "max_tokens")
             if getattr(self, name) is None
         }
         return replace(self, **chosen) if chosen else self

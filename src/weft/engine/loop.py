@@ -45,6 +45,12 @@ class EngineLoop:
             pass
         self.scheduler.check()
 
+    def drain(self) -> None:
+        """Collect and commit the launched steps without planning more."""
+        while self._in_flight:
+            result = self._in_flight.popleft().result()
+            self.inbox.publish(self.scheduler.commit(result))
+
     def _receive(self) -> None:
         requests, cancels = self.inbox.receive()
         for request in requests:

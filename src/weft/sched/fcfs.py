@@ -151,7 +151,7 @@ class FCFSScheduler:
             return []
         self._finish(sequence, reason)
         self._close()
-        return [Update(sequence_id, None, finish=reason, cached_tokens=max(sequence.cached, 0))]
+        return [Update(sequence_id, None, cached_tokens=max(sequence.cached, 0), finish=reason)]
 
     @property
     def idle(self) -> bool:
@@ -159,7 +159,7 @@ class FCFSScheduler:
 
     # -- planning -----------------------------------------------------------------------------
 
-    def plan(self, now: float) -> StepPlan | None:
+    def plan(self, now: float) -> StepPlan | None:  # noqa: ARG002 - the order needs no time
         """Return the next step, or None if nothing can be computed at present."""
         draft = _Draft(self.limits.max_num_batched_tokens)
         unfinished_prompts = self._plan_single_tokens(draft)
@@ -366,11 +366,10 @@ class FCFSScheduler:
             elif len(tokens) >= sequence.end:
                 reason = FinishReason.LENGTH
             else:
-                updates.append(Update(sequence_id, token, logprob))
+                updates.append(Update(sequence_id, token, logprob, sequence.cached))
                 continue
             self._finish(sequence, reason)
-            cached = max(sequence.cached, 0)
-            updates.append(Update(sequence_id, token, logprob, reason, cached_tokens=cached))
+            updates.append(Update(sequence_id, token, logprob, sequence.cached, reason))
 
     def _seal(self, due: list[Sequence]) -> None:
         for sequence in due:

@@ -1,0 +1,272 @@
+"""The command line: ``weft generate``, ``weft info``, ``weft --version``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
+from typing import Any, NoReturn
+
+from weft import __version__
+from weft.core.config import EngineConfig, load_config_file
+from weft.core.errors import ConfigError, ParameterError, WeftError, suggest
+from weft.core.settings import Setting, settings_of
+from weft.core.types import SamplingParams
+
+EXIT_ERROR, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+NOT_ON_COMMAND_LINE = frozenset({"classes", "logit_bias"})  # mappings: in a config file
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument parser that answers a mistake with one sentence and names the nearest flag."""
+
+    def error(self, message: str) -> NoReturn:
+        sentence = re.sub(r"^argument [^:]+: (?=\S+ must be )", "", message)
+        self.exit(EXIT_USAGE, f"weft: {sentence} See '{self.prog} --help'.\n")
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            active = getattr(parsed, "parser", self)
+            word = unknown[0].split("=")[0]
+            flags = [flag for action in active._actions for flag in action.option_strings]
+            active.error(f"unknown argument '{unknown[0]}'.{suggest(word, flags)}")
+        return parsed
+
+
+def main(arguments: Seq[str] | None = None) -> NoReturn:
+    """Run the command line and exit: 0 done, 1 error, 2 wrong usage, 130 interrupted."""
+    logging.basicConfig(
+        level=os.environ.get("WEFT_LOG_LEVEL", "WARNING").upper(), format="weft: %(message)s"
+    )
+    options = vars(_parser().parse_args(arguments))
+    run = options.pop("run")
+    options.pop("parser")
+    try:
+        sys.exit(run(options))
+    except WeftError as error:
+        print(f"weft: {error.message}", file=sys.stderr)
+        usage = isinstance(error, (ConfigError, ParameterError))
+        sys.exit(EXIT_USAGE if usage else EXIT_ERROR)
+    except KeyboardInterrupt:
+        sys.exit(EXIT_INTERRUPTED)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(EXIT_ERROR)
+
+
+# -- flags from declarations --------------------------------------------------------------------
+
+
+def _parser() -> _Parser:
+    parser = _Parser(prog="weft", description="Serve and run large language models.")
+    parser.add_argument("--version", action="version", version=f"weft {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    generate = commands.add_parser(
+        "generate",
+        help="generate text from a prompt or a file",
+        usage="weft generate [PROMPT | --file FILE] [settings]",
+    )
+    generate.set_defaults(run=_generate, parser=generate)
+    generate.add_argument("prompt", nargs="?", help="the text to continue")
+    generate.add_argument(
+        "--file", metavar="FILE", help='JSON lines: a text, or {"prompt": ..., sampling settings}'
+    )
+    generate.add_argument("--chat", action="store_true", help="put the prompt into the chat form")
+    generate.add_argument("--echo", action="store_true", help="print the prompt, too")
+    generate.add_argument("--quiet", action="store_true", help="no progress and no statistics")
+    info = commands.add_parser(
+        "info",
+        help="show model, memory and the kernel behind each op",
+        usage="weft info [settings]",
+    )
+    info.set_defaults(run=_info, parser=info)
+    info.add_argument("--json", action="store_true", help="print JSON")
+    for command in (generate, info):
+        command.add_argument("--config", metavar="FILE", help="YAML file with the same names")
+        _add_settings(command, "engine", EngineConfig)
+    _add_settings(generate, "sampling", SamplingParams)
+    return parser
+
+
+def _add_settings(parser: argparse.ArgumentParser, title: str, declared_by: Any) -> None:
+    group = parser.add_argument_group(f"{title} settings")
+    for declared in settings_of(declared_by).values():
+        if declared.name not in NOT_ON_COMMAND_LINE:
+            _add_setting(group, declared)
+
+
+def _add_setting(group: Any, declared: Setting) -> None:
+    facts = [declared.kind, declared.bounds(), f"default {_shown(declared)}"]
+    text = f"{declared.help} ({'; '.join(fact for fact in facts if fact)})".replace("%", "%%")
+    options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text}
+    if declared.kind == "bool":
+        group.add_argument(declared.flag, action=argparse.BooleanOptionalAction, **options)
+        return
+
+    def parse(word: str) -> Any:
+        try:
+            value = declared.parse(word)
+            return value if declared.kind == "strings" else declared.check(value)
+        except WeftError as error:
+            raise argparse.ArgumentTypeError(error.message) from None
+
+    options |= {"type": parse, "metavar": declared.name.upper()}
+    if declared.kind == "strings":
+        options["action"] = "append"
+    group.add_argument(declared.flag, **options)
+
+
+def _shown(declared: Setting) -> str:
+    if declared.optional:
+        return "unset"
+    if declared.kind == "bool":
+        return str(declared.default).lower()
+    return str(declared.default) if declared.default != () else "none"
+
+
+def _settings(options: Mapping[str, Any], *declared_by: Any) -> list[dict[str, Any]]:
+    """Merge config file and flags; return one mapping for each declaring class."""
+    values: dict[str, Any] = {}
+    known = [settings_of(cls) for cls in declared_by]
+    names = {name for settings in known for name in settings}
+    path = options.get("config")
+    if path is not None:
+        for name, value in load_config_file(path).items():
+            if name not in names:
+                raise ConfigError(
+                    f"{path}: unknown setting '{name}'.{suggest(name, names)}", param=name
+                )
+            values[name] = value
+    values |= {name: value for name, value in options.items() if name in names}
+    return [{name: values[name] for name in settings if name in values} for settings in known]
+
+
+# -- generate -----------------------------------------------------------------------------------
+
+
+def _generate(options: dict[str, Any]) -> int:
+    engine_settings, sampling_settings = _settings(options, EngineConfig, SamplingParams)
+    if (options["prompt"] is None) == (options["file"] is None):
+        raise ParameterError('Give either a prompt or --file, as in: weft generate "def add(".')
+    params = SamplingParams(**sampling_settings)
+    jobs = None if options["file"] is None else _read_jobs(options["file"], sampling_settings)
+    from weft.engine.llm import LLM
+
+    EngineConfig.from_mapping(engine_settings)
+    with LLM(**engine_settings) as llm:
+        if jobs is not None:
+            return _generate_file(llm, jobs, options)
+        return _generate_stream(llm, options["prompt"], params, options)
+
+
+def _generate_stream(llm: Any, text: str, params: SamplingParams, options: dict[str, Any]) -> int:
+    prompt = llm.encode_chat([{"role": "user", "content": text}]) if options["chat"] else text
+    if options["echo"]:
+        print(text, end="", flush=True)
+    started, first, count, result = time.monotonic(), 0.0, 0, None
+    for delta in llm.stream(prompt, params):
+        first = first or time.monotonic()
+        count += len(delta.token_ids)
+        print(delta.text, end="", flush=True)
+        result = delta.result
+    print()
+    assert result is not None, "the last delta of a stream carries the result"
+    if result.error is not None:
+        raise result.error
+    if not options["quiet"]:
+        rate = (count - 1) / max(time.monotonic() - first, 1e-9)
+        print(
+            f"[{len(result.prompt_token_ids)} prompt + {count} output tokens, "
+            f"{result.finish_reason}, first token {first - started:.2f} s, {rate:.0f} tokens/s]",
+            file=sys.stderr,
+        )
+    return 0
+
+
+def _generate_file(
+    llm: Any, jobs: list[tuple[Any, SamplingParams]], options: dict[str, Any]
+) -> int:
+    prompts = [
+        llm.encode_chat([{"role": "user", "content": prompt}])
+        if options["chat"] and isinstance(prompt, str)
+        else prompt
+        for prompt, _ in jobs
+    ]
+    results = llm.generate(prompts, [params for _, params in jobs], progress=not options["quiet"])
+    for index, ((prompt, _), result) in enumerate(zip(jobs, results, strict=True)):
+        line = {
+            "index": index,
+            "prompt": prompt,
+            "text": result.text,
+            "token_ids": result.token_ids,
+            "finish_reason": result.finish_reason,
+        }
+        if result.error is not None:
+            line["error"] = {"code": result.error.code, "message": result.error.message}
+        print(json.dumps(line, ensure_ascii=False))
+    return EXIT_ERROR if any(result.error for result in results) else 0
+
+
+def _read_jobs(path: str, defaults: dict[str, Any]) -> list[tuple[Any, SamplingParams]]:
+    """Read prompts and their sampling settings; an error names file and line."""
+    jobs = []
+    for number, line in _lines(path):
+        try:
+            value = json.loads(line)
+            jobs.append(_job(value, defaults))
+        except json.JSONDecodeError as error:
+            raise ParameterError(f"{path}:{number}: not valid JSON: {error.msg}.") from None
+        except WeftError as error:
+            raise ParameterError(f"{path}:{number}: {error.message}", param=error.param) from None
+    if not jobs:
+        raise ParameterError(f"{path} has no prompts.")
+    return jobs
+
+
+def _lines(path: str) -> Iterator[tuple[int, str]]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield number, line
+    except OSError as error:
+        raise ParameterError(f"Cannot read '{path}': {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise ParameterError(f"'{path}' is not UTF-8 text.") from None
+
+
+def _job(value: Any, defaults: dict[str, Any]) -> tuple[Any, SamplingParams]:
+    if isinstance(value, (str, list)):
+        value = {"prompt": value}
+    if not isinstance(value, dict) or not isinstance(value.get("prompt"), (str, list)):
+        raise ParameterError('a line must be a text, or an object with "prompt".')
+    given = {name: item for name, item in value.items() if name != "prompt"}
+    known = settings_of(SamplingParams)
+    for name in given:
+        if name not in known:
+            raise ParameterError(f"unknown key '{name}'.{suggest(name, known)}", param=name)
+    return value["prompt"], SamplingParams(**{**defaults, **given})
+
+
+# -- info ---------------------------------------------------------------------------------------
+
+
+def _info(options: dict[str, Any]) -> int:
+    (settings,) = _settings(options, EngineConfig)
+    config = EngineConfig.from_mapping(settings)
+    from weft.engine.info import collect_info, format_info
+
+    info = collect_info(config)
+    print(json.dumps(info, indent=2) if options["json"] else format_info(info))
+    return 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""The only place where an engine is put together."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weft.core.config import (
+    DTYPE_BYTES,
+    EngineConfig,
+    Facts,
+    GroupFacts,
+    ResolvedConfig,
+    resolve,
+)
+from weft.core.errors import ConfigError, KernelError
+from weft.core.types import NEUTRAL
+from weft.engine.machine import available_memory, has_fast_bfloat16, usable_cores
+from weft.exec.eager import EagerExecutor
+from weft.exec.rows import RowTable
+from weft.exec.store import KVStore
+from weft.kernels.ops import KernelUnavailable, OpTable, select_ops
+from weft.kv.cache import GroupSpec, KVCache
+from weft.models.families import read_spec
+from weft.models.generation import GenerationDefaults, read_generation_defaults
+from weft.models.hub import resolve_model
+from weft.models.layout import num_parameters
+from weft.models.loader import load_model
+from weft.models.spec import ModelSpec
+from weft.sched.fcfs import FCFSScheduler, Limits
+
+logger = logging.getLogger("weft")
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model on disk and what it takes to serve it; nothing is loaded yet.
+
+    Attributes:
+        dtype: name of the dtype of weights and KV.
+    """
+
+    folder: Path
+    spec: ModelSpec
+    generation: GenerationDefaults
+    dtype: str
+    facts: Facts
+    ops: OpTable
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """End-of-sequence ids of ``generation_config.json``, else of ``config.json``."""
+        return self.generation.eos_token_ids or self.spec.eos_token_ids
+
+    @property
+    def sampling_defaults(self) -> dict[str, Any]:
+        """What ``SamplingParams`` takes for fields that a request leaves open."""
+        given = self.generation
+        values = {name: getattr(given, name) for name in NEUTRAL}
+        values["max_tokens"] = given.max_new_tokens
+        return {name: value for name, value in values.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A loaded model with its scheduler and executor."""
+
+    model: Model
+    resolved: ResolvedConfig
+    scheduler: FCFSScheduler
+    executor: EagerExecutor
+
+
+def find_model(config: EngineConfig) -> Model:
+    """Find the model, read what it is, and choose dtype and kernels.
+
+    Raises:
+        ModelNotFoundError, UnsupportedModelError, ConfigError, KernelError.
+    """
+    folder = resolve_model(config.model, revision=config.revision, offline=config.offline)
+    spec = read_spec(folder, config.max_model_len)
+    dtype = _choose_dtype(config.dtype, spec.dtype)
+    try:
+        ops = select_ops(torch.device("cpu"), getattr(torch, dtype), config.attention)
+    except KernelUnavailable as error:
+        raise KernelError(str(error)) from error
+    element = DTYPE_BYTES[dtype]
+    facts = Facts(
+        max_position_embeddings=spec.max_position_embeddings,
+        weight_bytes=num_parameters(spec) * element,
+        available_bytes=available_memory(),
+        groups=tuple(
+            GroupFacts(group.name, group.window, group.bytes_per_token(element))
+            for group in spec.kv_groups
+        ),
+    )
+    return Model(folder, spec, read_generation_defaults(folder), dtype, facts, ops)
+
+
+def build_engine(config: EngineConfig) -> Engine:
+    """Load the model and put scheduler and executor around it.
+
+    Raises:
+        WeftError: a typed error for everything that can be wrong with settings, model or memory.
+    """
+    model = find_model(config)
+    resolved = resolve(config, model.facts)
+    if resolved.limited_by_memory:
+        logger.warning(
+            "The KV memory holds %d tokens, so max_model_len is %d instead of the model's %d; "
+            "raise kv_memory for more.",
+            resolved.max_model_len,
+            resolved.max_model_len,
+            model.spec.max_position_embeddings,
+        )
+    for key in model.generation.unhonoured:
+        logger.warning("generation_config.json sets '%s', which weft does not apply.", key)
+    set_threads(config.threads or usable_cores(), model.ops)
+    dtype, device = getattr(torch, model.dtype), torch.device("cpu")
+    # Longrope picks its factors by the length served, so the spec is read again with it.
+    decoder = load_model(
+        model.folder,
+        dtype=dtype,
+        device=device,
+        max_model_len=resolved.max_model_len,
+        ops=model.ops,
+    )
+    groups = model.spec.kv_groups
+    store = KVStore(groups, resolved.group_blocks, resolved.block_size, dtype, device)
+    blocks_per_row = -(-resolved.max_model_len // resolved.block_size)
+    table = RowTable(resolved.max_num_seqs, resolved.max_model_len, [blocks_per_row] * len(groups))
+    return Engine(
+        model,
+        resolved,
+        _scheduler(config, resolved, model),
+        EagerExecutor(decoder, store, table, config.steps_in_flight),
+    )
+
+
+def _scheduler(config: EngineConfig, resolved: ResolvedConfig, model: Model) -> FCFSScheduler:
+    cache = KVCache(
+        [
+            GroupSpec(group.name, resolved.block_size, blocks, group.window)
+            for group, blocks in zip(model.facts.groups, resolved.group_blocks, strict=True)
+        ],
+        prefix_caching=config.prefix_caching,
+    )
+    limits = Limits(resolved.max_num_seqs, resolved.max_num_batched_tokens, resolved.max_model_len)
+    return FCFSScheduler(cache, limits, config.service_classes())
+
+
+def set_threads(threads: int, ops: OpTable) -> None:
+    """Give torch and the native kernels the same number of threads."""
+    torch.set_num_threads(threads)
+    if ops.describe()["paged_attention"] == "cpu":
+        from weft.kernels.cpu import attention
+
+        attention.set_threads(threads)
+
+
+def _choose_dtype(wish: str, stored: str | None) -> str:
+    """Follow the checkpoint where the CPU computes its dtype fast, else widen to float32."""
+    if wish == "float16":
+        raise ConfigError(
+            "float16 is very slow on a CPU; set dtype to bfloat16 or float32.", param="dtype"
+        )
+    if wish != "auto":
+        return wish
+    if stored in ("bfloat16", "float16") and has_fast_bfloat16():
+        return "bfloat16"
+    return "float32"

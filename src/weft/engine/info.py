@@ -1,0 +1,135 @@
+"""What ``weft info`` shows: machine, model, memory, and the kernel behind each op."""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+import torch
+
+from weft import __version__
+from weft.core.config import EngineConfig, largest_context, resolve
+from weft.core.errors import OutOfMemoryError, TokenizerError
+from weft.core.settings import format_bytes
+from weft.engine.build import Model, find_model
+from weft.engine.machine import available_memory, cpu_name, has_fast_bfloat16, usable_cores
+from weft.models.layout import num_parameters
+from weft.text.tokenizer import Tokenizer
+
+
+def collect_info(config: EngineConfig) -> dict[str, Any]:
+    """Describe the machine and a model without loading its weights.
+
+    Raises:
+        WeftError: settings or model are wrong; a model that does not fit is not an error here.
+    """
+    model = find_model(config)
+    return {
+        "weft": __version__,
+        "machine": {
+            "cpu": cpu_name(),
+            "cores": usable_cores(),
+            "fast_bfloat16": has_fast_bfloat16(),
+            "available_bytes": available_memory(),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+        },
+        "model": _model_facts(config, model),
+        "memory": _memory_facts(config, model),
+        "kernels": model.ops.describe(),
+    }
+
+
+def _model_facts(config: EngineConfig, model: Model) -> dict[str, Any]:
+    spec = model.spec
+    try:
+        tokenizer = Tokenizer.load(model.folder)
+        encoder = f"{tokenizer.backend} ({tokenizer.backend_reason})"
+    except TokenizerError as error:
+        encoder = f"none: {error.message}"
+    return {
+        "name": config.model,
+        "family": spec.family,
+        "parameters": num_parameters(spec),
+        "layers": spec.num_layers,
+        "hidden_size": spec.hidden_size,
+        "vocabulary": spec.vocab_size,
+        "positions": spec.max_position_embeddings,
+        "stored_dtype": spec.dtype,
+        "dtype": model.dtype,
+        "eos_token_ids": list(model.eos_token_ids),
+        "kv_groups": [
+            {
+                "name": group.name,
+                "layers": len(group.layers),
+                "window": group.window,
+                "kv_heads": group.num_kv_heads,
+                "head_dim": group.head_dim,
+            }
+            for group in spec.kv_groups
+        ],
+        "tokenizer": encoder,
+    }
+
+
+def _memory_facts(config: EngineConfig, model: Model) -> dict[str, Any]:
+    facts = model.facts
+    memory: dict[str, Any] = {
+        "weight_bytes": facts.weight_bytes,
+        "kv_bytes_per_token": sum(group.bytes_per_token for group in facts.groups),
+        "largest_context": largest_context(config, facts),
+    }
+    try:
+        resolved = resolve(config, facts)
+        memory |= {
+            "fits": True,
+            "kv_bytes": resolved.kv_bytes,
+            "max_model_len": resolved.max_model_len,
+        }
+    except OutOfMemoryError as error:
+        memory |= {"fits": False, "reason": error.message}
+    return memory
+
+
+def format_info(info: dict[str, Any]) -> str:
+    """Lay the facts of ``collect_info`` out for a terminal."""
+    machine, model, memory = info["machine"], info["model"], info["memory"]
+    groups = ", ".join(_group_words(group) for group in model["kv_groups"])
+    rows = [
+        ("weft", f"{info['weft']} (Python {machine['python']}, torch {machine['torch']})"),
+        ("machine", f"{machine['cpu']}, {machine['cores']} cores"),
+        ("", f"{format_bytes(machine['available_bytes'])} free, {_bf16_words(machine)}"),
+        (
+            "model",
+            f"{model['name']} ({model['family']}), {model['parameters'] / 1e6:.1f} M weights",
+        ),
+        ("", f"{model['layers']} layers of {model['hidden_size']}: {groups}"),
+        ("", f"vocabulary {model['vocabulary']}, end ids {model['eos_token_ids']}"),
+        ("", f"stored as {model['stored_dtype']}, computed in {model['dtype']}"),
+        ("tokenizer", model["tokenizer"]),
+        ("weights", format_bytes(memory["weight_bytes"])),
+        ("KV cache", f"{format_bytes(memory['kv_bytes_per_token'])} a token"),
+    ]
+    if memory["fits"]:
+        rows[-1] = ("KV cache", f"{rows[-1][1]}, {format_bytes(memory['kv_bytes'])} in all")
+        rows.append(("fits", f"yes, sequences of {memory['max_model_len']} tokens"))
+    else:
+        rows.append(("fits", f"no. {memory['reason']}"))
+    rows.append(
+        ("context", f"{memory['largest_context']} of {model['positions']} tokens at the most")
+    )
+    rows += [
+        ("kernels" if index == 0 else "", f"{op:16} {name}")
+        for index, (op, name) in enumerate(info["kernels"].items())
+    ]
+    return "\n".join(f"{label:10} {text}" for label, text in rows)
+
+
+def _group_words(group: dict[str, Any]) -> str:
+    window = f" of {group['window']}" if group["window"] else ""
+    heads = f"{group['kv_heads']} KV heads of {group['head_dim']}"
+    return f"{group['layers']} {group['name']}{window} ({heads})"
+
+
+def _bf16_words(machine: dict[str, Any]) -> str:
+    return "bfloat16 in hardware" if machine["fast_bfloat16"] else "no bfloat16 in hardware"

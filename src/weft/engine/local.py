@@ -1,0 +1,113 @@
+"""An engine on a thread of the calling process, fed by a thread-safe inbox."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+from weft.core.errors import InvariantError, WeftError
+from weft.core.plan import Update
+from weft.core.ports import Executor, Scheduler
+from weft.core.types import FinishReason, Request
+from weft.engine.loop import EngineLoop
+from weft.sim.clock import WallClock
+
+Sink = Callable[[Seq[Update]], None]
+
+
+class LocalInbox:
+    """Hands requests to the loop and updates back to the sink of each request.
+
+    Sinks are called on the engine's thread and must not block.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._requests: list[Request] = []
+        self._cancels: list[tuple[int, FinishReason]] = []
+        self._sinks: dict[int, Sink] = {}
+        self._failure: WeftError | None = None
+        self.closed = False
+
+    def submit(self, requests: Seq[Request], sink: Sink) -> None:
+        """Queue requests whose updates go to ``sink``. Raises what stopped the engine, if any."""
+        with self._changed:
+            if self._failure is not None:
+                raise self._failure
+            for request in requests:
+                self._sinks[request.id] = sink
+            self._requests.extend(requests)
+            self._changed.notify()
+
+    def cancel(self, sequence_id: int, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        with self._changed:
+            self._cancels.append((sequence_id, reason))
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Tell the loop to end."""
+        with self._changed:
+            self.closed = True
+            self._changed.notify()
+
+    def receive(self) -> tuple[Seq[Request], Seq[tuple[int, FinishReason]]]:
+        if not self._requests and not self._cancels:
+            return (), ()
+        with self._changed:
+            requests, self._requests = self._requests, []
+            cancels, self._cancels = self._cancels, []
+        return requests, cancels
+
+    def publish(self, updates: Seq[Update]) -> None:
+        by_sink: dict[Sink, list[Update]] = {}
+        for update in updates:
+            by_sink.setdefault(self._sinks[update.sequence_id], []).append(update)
+            if update.finish is not None:
+                del self._sinks[update.sequence_id]
+        for sink, own in by_sink.items():
+            sink(own)
+
+    def wait(self) -> None:
+        """Block until there is something to receive or the inbox is closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._requests or self._cancels or self.closed)
+
+    def fail(self, error: WeftError) -> None:
+        """End every open request with ``error``; later submissions raise it."""
+        with self._changed:
+            self._failure = error
+            self._requests.clear()
+            open_ids = list(self._sinks)
+        self.publish([Update(i, None, finish=FinishReason.ERROR, error=error) for i in open_ids])
+
+
+class EngineThread:
+    """Runs an engine loop until it is closed."""
+
+    def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
+        self.inbox = LocalInbox()
+        self._executor = executor
+        self._loop = EngineLoop(scheduler, executor, self.inbox, WallClock())
+        self._thread = threading.Thread(target=self._run, name="weft-engine", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End open requests as cancelled and stop the thread. May be called twice."""
+        self.inbox.close()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while not self.inbox.closed:
+                if not self._loop.step():
+                    self._loop.scheduler.check()
+                    self.inbox.wait()
+            self._loop.drain()
+            self.inbox.fail(WeftError("The engine was closed."))
+        except Exception as error:
+            failure = InvariantError(f"The engine stopped: {type(error).__name__}: {error}")
+            failure.__cause__ = error
+            self.inbox.fail(failure)
+        finally:
+            self._executor.close()

@@ -1,0 +1,201 @@
+"""The eager executor: one forward pass a sub-batch, kernels called one by one."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from weft.core.errors import InvariantError, NonFiniteLogitsError, OutOfMemoryError, WeftError
+from weft.core.plan import PromptLogprobs, StepPlan, StepResult, SubBatch
+from weft.core.types import TokenLogprob
+from weft.exec.pack import StepInputs, pack
+from weft.exec.rows import RowTable
+from weft.exec.sample import sample, token_logprob
+from weft.exec.store import KVStore
+from weft.models.decoder import Decoder
+
+SCORED_TOKENS_AT_ONCE = 64
+
+
+class EagerTicket:
+    """A launched step; ``result`` waits for it."""
+
+    def __init__(self, step_id: int, future: Future[StepResult]) -> None:
+        self.step_id = step_id
+        self._future: Future[StepResult] | None = future
+
+    def result(self) -> StepResult:
+        """Return what the step gave. Raises InvariantError when called a second time."""
+        if self._future is None:
+            raise InvariantError(f"step {self.step_id} was collected twice")
+        future, self._future = self._future, None
+        return future.result()
+
+    def __del__(self) -> None:
+        if self._future is not None and not self._future.cancelled():
+            raise InvariantError(f"step {self.step_id} was never collected")
+
+
+class _Collected:
+    """Results of a step while its sub-batches run."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.tokens: list[int] = []
+        self.logprobs: dict[int, TokenLogprob] = {}
+        self.prompt_logprobs: dict[int, PromptLogprobs] = {}
+        self.faults: dict[int, WeftError] = {}
+
+
+class EagerExecutor:
+    """Runs plans on a worker thread, so that the next plan is made while the model computes.
+
+    Args:
+        depth: launched steps that may wait for collection while another is launched.
+    """
+
+    def __init__(self, decoder: Decoder, store: KVStore, table: RowTable, depth: int) -> None:
+        self.depth = depth
+        self._decoder = decoder
+        self._store = store
+        self._table = table
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="weft-executor")
+
+    def launch(self, plan: StepPlan) -> EagerTicket:
+        return EagerTicket(plan.step_id, self._worker.submit(self._run, plan))
+
+    def close(self) -> None:
+        self._worker.shutdown(wait=True, cancel_futures=True)
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        for group, block in plan.zero:
+            self._store.zero(group, block)
+        self._table.apply(plan)
+        collected = _Collected()
+        for batch in plan.batches:
+            self._run_batch(batch, collected)
+        return StepResult(
+            plan.step_id,
+            tuple(collected.ids),
+            tuple(collected.tokens),
+            collected.logprobs,
+            collected.prompt_logprobs,
+            collected.faults,
+        )
+
+    def _run_batch(self, batch: SubBatch, collected: _Collected) -> None:
+        """Run a sub-batch; if memory runs out, run its rows one by one to find who is to blame.
+
+        Computing a row again is safe: it writes the same KV to the same slots.
+        """
+        try:
+            self._forward(batch, collected)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            if len(batch.rows) > 1:
+                for single in split_rows(batch):
+                    self._run_batch(single, collected)
+                return
+            (row,) = batch.rows
+            sequence_id = self._table.sequence_ids[row]
+            collected.faults[sequence_id] = OutOfMemoryError(
+                f"There is not enough memory to compute {batch.counts[0]} tokens of this request."
+            )
+            if batch.samples[0]:
+                self._deliver(row, 0, collected)
+
+    def _forward(self, batch: SubBatch, collected: _Collected) -> None:
+        inputs = pack(batch, self._table, self._store.block_size)
+        hidden = self._decoder.forward(inputs.input_ids, inputs.positions, self._attend(inputs))
+        scores = self._score_prompts(inputs, hidden)
+        if len(inputs.sample_rows):
+            logits = self._decoder.logits(hidden[inputs.sample_at])  # [S, V]
+            with torch.inference_mode():
+                sampled = sample(logits, inputs.sample_rows, self._table)
+            for i, row in enumerate(inputs.sample_rows.tolist()):
+                self._deliver(row, int(sampled.tokens[i]), collected)
+                if not sampled.finite[i]:
+                    collected.faults[self._table.sequence_ids[row]] = NonFiniteLogitsError(
+                        "The model produced logits that are not finite for this request."
+                    )
+            for row, logprob in sampled.logprobs.items():
+                collected.logprobs[self._table.sequence_ids[row]] = logprob
+        collected.prompt_logprobs.update(scores)
+
+    def _deliver(self, row: int, token: int, collected: _Collected) -> None:
+        self._table.append_token(row, token)
+        collected.ids.append(self._table.sequence_ids[row])
+        collected.tokens.append(token)
+
+    def _attend(self, inputs: StepInputs):  # type: ignore[no-untyped-def]
+        """The attention of this step: write K and V into the store, attend over it."""
+        decoder, store = self._decoder, self._store
+
+        def attend(
+            layer: int,
+            q: Tensor,
+            k: Tensor | None,
+            v: Tensor | None,
+            residual: Tensor,
+            positions: Tensor,
+        ) -> tuple[Tensor, Tensor, Tensor]:
+            params = decoder.attention_params(layer)
+            out = decoder.ops.paged_attention(
+                q,
+                k,
+                v,
+                store.keys[params.group][params.index],
+                store.values[params.group][params.index],
+                inputs.groups[params.group],
+                scale=params.scale,
+                window=params.window,
+                softcap=params.softcap,
+            )
+            return out, residual, positions
+
+        return attend
+
+    def _score_prompts(self, inputs: StepInputs, hidden: Tensor) -> dict[int, PromptLogprobs]:
+        """Log probabilities of the prompt tokens that follow each computed prompt token."""
+        scores = {}
+        ends = np.cumsum(inputs.counts)
+        for i, row in enumerate(inputs.rows.tolist()):
+            params = self._table.params[row]
+            start = int(inputs.starts[i])
+            stop = min(start + int(inputs.counts[i]), int(self._table.num_prompt[row]) - 1)
+            if params is None or params.prompt_logprobs is None or stop <= start:
+                continue
+            first = int(ends[i] - inputs.counts[i])
+            entries: list[TokenLogprob] = []
+            for low in range(start, stop, SCORED_TOKENS_AT_ONCE):
+                high = min(low + SCORED_TOKENS_AT_ONCE, stop)
+                logits = self._decoder.logits(hidden[first + low - start : first + high - start])
+                logprobs = torch.log_softmax(logits, dim=-1)  # [P, V]
+                following = self._table.tokens[row, low + 1 : high + 1].tolist()
+                entries += [
+                    token_logprob(logprobs[j], token, params.prompt_logprobs)
+                    for j, token in enumerate(following)
+                ]
+            scores[self._table.sequence_ids[row]] = PromptLogprobs(start + 1, tuple(entries))
+        return scores
+
+
+def split_rows(batch: SubBatch) -> list[SubBatch]:
+    """Return one sub-batch for each row of the batch."""
+    return [
+        SubBatch((row,), (start,), (count,), (samples,), batch.tier)
+        for row, start, count, samples in zip(
+            batch.rows, batch.starts, batch.counts, batch.samples, strict=True
+        )
+    ]
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error of torch or Python says that memory ran out."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return "can't allocate memory" in str(error)

@@ -1,0 +1,129 @@
+"""Executor rows: what the device side keeps of every running sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.core.errors import InvariantError
+from weft.core.plan import RowAdd, StepPlan
+from weft.core.types import NEUTRAL, SamplingParams
+
+
+@dataclass(slots=True)
+class SamplingColumns:
+    """Sampling parameters of all rows as arrays of length R, so that they can be gathered."""
+
+    temperature: NDArray[np.float32]
+    top_k: NDArray[np.int64]
+    top_p: NDArray[np.float64]
+    min_p: NDArray[np.float64]
+    repetition: NDArray[np.float32]
+    presence: NDArray[np.float32]
+    frequency: NDArray[np.float32]
+    seed: NDArray[np.int64]
+
+    @classmethod
+    def empty(cls, rows: int) -> SamplingColumns:
+        return cls(
+            temperature=np.zeros(rows, np.float32),
+            top_k=np.zeros(rows, np.int64),
+            top_p=np.ones(rows, np.float64),
+            min_p=np.zeros(rows, np.float64),
+            repetition=np.ones(rows, np.float32),
+            presence=np.zeros(rows, np.float32),
+            frequency=np.zeros(rows, np.float32),
+            seed=np.zeros(rows, np.int64),
+        )
+
+    def set(self, row: int, params: SamplingParams) -> None:
+        """Store resolved parameters (no None where ``NEUTRAL`` has a value)."""
+        for name in ("seed", *NEUTRAL):
+            if getattr(params, name) is None:
+                raise InvariantError(f"a request reached the executor with open {name}")
+        self.temperature[row] = params.temperature
+        self.top_k[row] = params.top_k
+        self.top_p[row] = params.top_p
+        self.min_p[row] = params.min_p
+        self.repetition[row] = params.repetition_penalty
+        self.presence[row] = params.presence_penalty
+        self.frequency[row] = params.frequency_penalty
+        self.seed[row] = params.seed or 0
+
+
+class RowTable:
+    """Tokens, block tables and sampling state by row.
+
+    Args:
+        max_blocks: entries of a row's block table, for each group.
+
+    Attributes:
+        tokens: [R, max_model_len] int32, prompt and output.
+        length: [R] int64, tokens that the row knows.
+        tables: for each group [R, max_blocks] int32.
+        special: rows that need more than the columns: bias, minimum length or log probabilities.
+    """
+
+    def __init__(self, rows: int, max_model_len: int, max_blocks: Seq[int]) -> None:
+        self.tokens = np.zeros((rows, max_model_len), np.int32)
+        self.length = np.zeros(rows, np.int64)
+        self.num_prompt = np.zeros(rows, np.int64)
+        self.tables = [np.full((rows, blocks), -1, np.int32) for blocks in max_blocks]
+        self.table_length = [np.zeros(rows, np.int64) for _ in max_blocks]
+        self.columns = SamplingColumns.empty(rows)
+        self.params: list[SamplingParams | None] = [None] * rows
+        self.stop_ids: list[frozenset[int]] = [frozenset()] * rows
+        self.sequence_ids = [-1] * rows
+        self.special: set[int] = set()
+        self.penalised: set[int] = set()
+
+    def apply(self, plan: StepPlan) -> None:
+        """Bring the rows up to the plan: drop, add, extend, in this order."""
+        for row in plan.drop:
+            self._drop(row)
+        for add in plan.add:
+            self._add(add)
+        for row, group, blocks in plan.extend:
+            self._append(row, group, blocks)
+
+    def append_token(self, row: int, token: int) -> None:
+        """Store the sampled next token, which a later step may need before the host knows it."""
+        if self.length[row] < self.tokens.shape[1]:
+            self.tokens[row, self.length[row]] = token
+            self.length[row] += 1
+
+    def _drop(self, row: int) -> None:
+        if self.sequence_ids[row] < 0:
+            raise InvariantError(f"row {row} was dropped but is empty")
+        self.sequence_ids[row] = -1
+        self.params[row] = None
+        self.special.discard(row)
+        self.penalised.discard(row)
+
+    def _add(self, add: RowAdd) -> None:
+        row, params = add.row, add.sampling
+        if self.sequence_ids[row] >= 0:
+            raise InvariantError(f"row {row} is taken already")
+        self.sequence_ids[row] = add.sequence_id
+        self.tokens[row, : len(add.tokens)] = add.tokens
+        self.length[row] = len(add.tokens)
+        self.num_prompt[row] = add.num_prompt
+        self.columns.set(row, params)
+        self.params[row] = params
+        self.stop_ids[row] = add.stop_ids
+        for group, blocks in enumerate(add.tables):
+            self.table_length[group][row] = 0
+            self._append(row, group, blocks)
+        scored = params.logprobs is not None or params.prompt_logprobs is not None
+        if params.logit_bias or params.min_tokens or scored:
+            self.special.add(row)
+        if params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty:
+            self.penalised.add(row)
+
+    def _append(self, row: int, group: int, blocks: Seq[int]) -> None:
+        start = self.table_length[group][row]
+        self.tables[group][row, start : start + len(blocks)] = blocks
+        self.table_length[group][row] = start + len(blocks)

@@ -1,0 +1,41 @@
+"""KV tensors of one tier: for each group and layer, keys and values by block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import torch
+from torch import Tensor
+
+from weft.models.spec import KVGroup
+
+
+class KVStore:
+    """Memory for the KV blocks of every group.
+
+    ``keys[group][i]`` and ``values[group][i]`` are [num_blocks, Hkv, block_size, D] tensors of the
+    group's i-th layer.
+    """
+
+    def __init__(
+        self,
+        groups: Seq[KVGroup],
+        num_blocks: Seq[int],
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.block_size = block_size
+        self.keys: list[list[Tensor]] = []
+        self.values: list[list[Tensor]] = []
+        for group, blocks in zip(groups, num_blocks, strict=True):
+            shape = (blocks, group.num_kv_heads, block_size, group.head_dim)
+            for tensors in (self.keys, self.values):
+                tensors.append(
+                    [torch.zeros(shape, dtype=dtype, device=device) for _ in group.layers]
+                )
+
+    def zero(self, group: int, block: int) -> None:
+        """Overwrite one block in every layer of the group."""
+        for tensor in (*self.keys[group], *self.values[group]):
+            tensor[block].zero_()
