@@ -36,8 +36,9 @@ class ScriptedInbox:
         self.round += 1
         return requests, cancels
 
-    def publish(self, updates):
-        for update in updates:
+    def publish(self, news):
+        plain = [Update(sequence_id, token) for sequence_id, token in news.tokens]
+        for update in (*plain, *news.updates):
             self.updates.setdefault(update.sequence_id, []).append(update)
 
     def wait(self):

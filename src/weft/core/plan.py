@@ -109,7 +109,7 @@ class StepResult:
 
 
 class Update(NamedTuple):
-    """News of one sequence, as the loop publishes it: a token, an end, or both.
+    """News of one sequence that is more than a plain token: an end, log probabilities, an error.
 
     Attributes:
         cached_tokens: prompt tokens that came from the prefix cache.
@@ -122,3 +122,15 @@ class Update(NamedTuple):
     finish: FinishReason | None = None
     error: WeftError | None = None
     prompt_logprobs: PromptLogprobs | None = None
+
+
+class Commit(NamedTuple):
+    """What a committed step made known, as the loop publishes it.
+
+    Attributes:
+        tokens: (sequence id, new token) of every sequence about which there is nothing else to say.
+        updates: the others; each new token stands in exactly one of the two lists.
+    """
+
+    tokens: list[tuple[int, int]]
+    updates: list[Update]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
-from weft.core.plan import StepPlan, StepResult, Update
+from weft.core.plan import Commit, StepPlan, StepResult, Update
 from weft.core.types import FinishReason, Request
 
 
@@ -27,7 +27,7 @@ class Scheduler(Protocol):
     def plan(self, now: float) -> StepPlan | None:
         """Return the next step, or None if nothing can be computed before a commit or an add."""
 
-    def commit(self, result: StepResult) -> list[Update]:
+    def commit(self, result: StepResult) -> Commit:
         """Take in a collected step. Steps are committed in the order in which they were planned."""
 
     def check(self) -> None:
@@ -65,7 +65,7 @@ class Inbox(Protocol):
     def receive(self) -> tuple[Seq[Request], Seq[tuple[int, FinishReason]]]:
         """Return new requests and cancellations (sequence id, reason) since the last call."""
 
-    def publish(self, updates: Seq[Update]) -> None:
+    def publish(self, news: Commit) -> None:
         """Hand out tokens and ends."""
 
     def wait(self) -> None:

@@ -241,15 +241,15 @@ class Request:
 class Sequence:
     """A live request: its tokens and how far they are computed.
 
-    Invariant: ``0 <= computed``, ``0 <= pending`` and ``computed + pending <= known``.
+    Invariant while it has not ended: ``0 <= computed <= planned <= known``.
 
     Attributes:
         tokens: prompt and output tokens that the host knows.
         end: length at which the sequence ends at the latest.
         order: (rank of the class, arrival number); smaller goes first.
+        known: tokens that exist on host or device; the last ones may still be in flight.
         computed: tokens whose KV is committed.
-        pending: tokens in launched steps.
-        samples_pending: output tokens that launched steps will deliver.
+        planned: tokens whose KV is committed or being computed by a launched step.
         capacity: tokens that the reserved KV blocks can hold.
         seal_at: ``computed`` value at which the next KV block is full.
         row: the executor's row while running, else -1.
@@ -264,10 +264,10 @@ class Sequence:
     end: int
     order: tuple[int, int]
     stop_ids: frozenset[int]
+    known: int
     state: SequenceState = SequenceState.WAITING
     computed: int = 0
-    pending: int = 0
-    samples_pending: int = 0
+    planned: int = 0
     capacity: int = 0
     seal_at: int = 0
     row: int = -1
@@ -284,9 +284,9 @@ class Sequence:
         return self.request.id
 
     @property
-    def known(self) -> int:
-        """Tokens that exist on host or device: the last ones may still be in flight."""
-        return len(self.tokens) + self.samples_pending
+    def pending(self) -> int:
+        """Tokens in launched steps."""
+        return self.planned - self.computed
 
     @property
     def num_prompt(self) -> int:

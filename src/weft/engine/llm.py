@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from weft.core.config import EngineConfig
 from weft.core.errors import ConfigError, ParameterError, PromptTooLongError, WeftError
-from weft.core.plan import PromptLogprobs, Update
+from weft.core.plan import Update
 from weft.core.types import MAX_SEED, FinishReason, Request, SamplingParams, TokenLogprob
 from weft.engine.build import Engine, build_engine
 from weft.engine.local import EngineThread
@@ -86,41 +86,29 @@ class _Assembly:
 
     def push(self, update: Update) -> tuple[str, bool]:
         """Take an update in; return the new text and whether the engine should stop now."""
-        if self.done:
-            return "", False
-        result, text = self.result, ""
-        result.cached_tokens = max(result.cached_tokens, update.cached_tokens)
+        result = self.result
         if update.prompt_logprobs is not None and result.prompt_logprobs is not None:
-            self._add_prompt_logprobs(update.prompt_logprobs, result.prompt_logprobs)
-        if update.token is not None:
+            result.prompt_logprobs.extend(update.prompt_logprobs.entries)
+        text, stop = "", False
+        if update.token is not None and self._stream.stopped_by is None:
             result.token_ids.append(update.token)
             if result.logprobs is not None and update.logprob is not None:
                 result.logprobs.append(update.logprob)
-            text, stopped = self._stream.push([update.token])
-            if stopped:
-                self._end(FinishReason.STOP)
-                self._pieces.append(text)
-                result.text = "".join(self._pieces)
-                return text, update.finish is None
+            text, stop = self._stream.push([update.token])
         if update.finish is not None:
             text += self._stream.flush()
-            reason = FinishReason.STOP if self._stream.stopped_by else update.finish
-            self._end(reason)
-            result.error = update.error
+            self._end(update)
         self._pieces.append(text)
         if self.done:
             result.text = "".join(self._pieces)
-        return text, False
+        return text, stop and not self.done
 
-    def _end(self, reason: FinishReason) -> None:
+    def _end(self, update: Update) -> None:
+        stopped_by = self._stream.stopped_by
         self.done = True
-        self.result.finish_reason = str(reason)
-        self.result.stop_string = self._stream.stopped_by
-
-    @staticmethod
-    def _add_prompt_logprobs(scores: PromptLogprobs, entries: list[TokenLogprob | None]) -> None:
-        # A preempted prompt is scored again from its start: keep what is there already.
-        entries.extend(scores.entries[len(entries) - scores.start :])
+        self.result.stop_string = stopped_by
+        self.result.finish_reason = str(FinishReason.STOP if stopped_by else update.finish)
+        self.result.cached_tokens, self.result.error = update.cached_tokens, update.error
 
 
 class LLM:
@@ -170,11 +158,10 @@ class LLM:
             tokens = 0
             for update in self._updates([assembly.request for assembly in work]):
                 assembly = by_id[update.sequence_id]
-                done_before = assembly.done
                 tokens += update.token is not None
                 if assembly.push(update)[1]:
                     self._thread.inbox.cancel(update.sequence_id, FinishReason.STOP)
-                if assembly.done and not done_before:
+                if assembly.done:
                     bar.set_postfix_str(f"{tokens} tokens", refresh=False)
                     bar.update()
         return [assembly.result for assembly in work]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 from weft.core.errors import InvariantError, WeftError
-from weft.core.plan import Update
+from weft.core.plan import Commit, Update
 from weft.core.ports import Executor, Scheduler
 from weft.core.types import FinishReason, Request
 from weft.engine.loop import EngineLoop
@@ -59,9 +59,11 @@ class LocalInbox:
             cancels, self._cancels = self._cancels, []
         return requests, cancels
 
-    def publish(self, updates: Seq[Update]) -> None:
+    def publish(self, news: Commit) -> None:
         by_sink: dict[Sink, list[Update]] = {}
-        for update in updates:
+        for sequence_id, token in news.tokens:
+            by_sink.setdefault(self._sinks[sequence_id], []).append(Update(sequence_id, token))
+        for update in news.updates:
             by_sink.setdefault(self._sinks[update.sequence_id], []).append(update)
             if update.finish is not None:
                 del self._sinks[update.sequence_id]
@@ -79,7 +81,8 @@ class LocalInbox:
             self._failure = error
             self._requests.clear()
             open_ids = list(self._sinks)
-        self.publish([Update(i, None, finish=FinishReason.ERROR, error=error) for i in open_ids])
+        ends = [Update(i, None, finish=FinishReason.ERROR, error=error) for i in open_ids]
+        self.publish(Commit([], ends))
 
 
 class EngineThread:

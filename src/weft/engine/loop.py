@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 
 from weft.core.errors import WeftError
-from weft.core.plan import Update
+from weft.core.plan import Commit, Update
 from weft.core.ports import Clock, Executor, Inbox, Scheduler, Ticket
 from weft.core.types import FinishReason, Request
 
@@ -56,11 +56,11 @@ class EngineLoop:
         for request in requests:
             self._add(request)
         for sequence_id, reason in cancels:
-            self.inbox.publish(self.scheduler.cancel(sequence_id, reason))
+            self.inbox.publish(Commit([], self.scheduler.cancel(sequence_id, reason)))
 
     def _add(self, request: Request) -> None:
         try:
             self.scheduler.add(request)
         except WeftError as error:
             refusal = Update(request.id, None, finish=FinishReason.ERROR, error=error)
-            self.inbox.publish([refusal])
+            self.inbox.publish(Commit([], [refusal]))

@@ -45,7 +45,7 @@ class SamplingColumns:
             if getattr(params, name) is None:
                 raise InvariantError(f"a request reached the executor with open {name}")
         self.temperature[row] = params.temperature
-        self.top_k[row] = params.top_k
+        self.top_k[row] = params.top_k or 0
         self.top_p[row] = params.top_p
         self.min_p[row] = params.min_p
         self.repetition[row] = params.repetition_penalty

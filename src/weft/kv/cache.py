@@ -117,7 +117,7 @@ class KVCache:
                 table.blocks[index].append(block)
 
     def find_prefix(self, sequence_id: int, tokens: Seq[int]) -> int:
-        """Return the largest n with [0, n) in every full and [n - window, n) in every sliding group.
+        """Return the largest n with [0, n) in full groups and [n - window, n) in sliding ones.
 
         n is a multiple of ``alignment`` and leaves at least one token to compute, since the logits
         of the last token are needed.

@@ -13,7 +13,16 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from weft.core.errors import InvariantError, OutOfMemoryError, ParameterError, WeftError
-from weft.core.plan import RowAdd, RowExtend, StepPlan, StepResult, SubBatch, Update
+from weft.core.plan import (
+    Commit,
+    PromptLogprobs,
+    RowAdd,
+    RowExtend,
+    StepPlan,
+    StepResult,
+    SubBatch,
+    Update,
+)
 from weft.core.types import (
     DEFAULT_CLASSES,
     FinishReason,
@@ -21,6 +30,7 @@ from weft.core.types import (
     Sequence,
     SequenceState,
     ServiceClass,
+    TokenLogprob,
 )
 from weft.kv.cache import KVCache
 from weft.sched.preempt import choose_victim
@@ -58,7 +68,7 @@ class _Draft:
 
     def put(self, sequence: Sequence, count: int) -> None:
         """Compute the next ``count`` tokens of the sequence in this step."""
-        start = sequence.computed + sequence.pending
+        start = sequence.planned
         samples = start + count == sequence.known
         self.sequences.append(sequence)
         self.rows.append(sequence.row)
@@ -66,8 +76,8 @@ class _Draft:
         self.counts.append(count)
         self.samples.append(samples)
         self.budget -= count
-        sequence.pending += count
-        sequence.samples_pending += samples
+        sequence.planned = start + count
+        sequence.known += samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +152,7 @@ class FCFSScheduler:
             )
         self._arrivals += 1
         order = (self._ranks[request.service_class], self._arrivals)
-        return Sequence(request, list(request.prompt), end, order, request.stop_ids())
+        return Sequence(request, list(request.prompt), end, order, request.stop_ids(), prompt)
 
     def cancel(self, sequence_id: int, reason: FinishReason) -> list[Update]:
         """End a sequence; unknown or ended ones are ignored, since they may just have finished."""
@@ -151,7 +161,7 @@ class FCFSScheduler:
             return []
         self._finish(sequence, reason)
         self._close()
-        return [Update(sequence_id, None, cached_tokens=max(sequence.cached, 0), finish=reason)]
+        return [self._news(sequence)]
 
     @property
     def idle(self) -> bool:
@@ -168,31 +178,38 @@ class FCFSScheduler:
         return self._launch(draft) if draft.rows else None
 
     def _plan_single_tokens(self, draft: _Draft) -> list[Sequence]:
-        """Add running sequences that need one token; return those that need more."""
+        """Add running sequences that need one token; return those that need more.
+
+        This loop and ``_deliver_tokens`` are the cost of a step, so they touch as little as they
+        can: in steady state every sequence passes through here once a token.
+        """
         more = []
+        running = SequenceState.RUNNING
+        add, start_at = draft.sequences.append, draft.starts.append
         for sequence in tuple(self.running):
-            known = len(sequence.tokens) + sequence.samples_pending
-            start = sequence.computed + sequence.pending
+            known, start = sequence.known, sequence.planned
             if known - start != 1:
                 if known > start:
                     more.append(sequence)
                 continue
-            if known >= sequence.end or sequence.state is not SequenceState.RUNNING:
+            if known >= sequence.end or sequence.state is not running:
                 continue
-            if start < sequence.capacity or self._grow(draft, sequence, known):
-                draft.sequences.append(sequence)
-                draft.rows.append(sequence.row)
-                draft.starts.append(start)
-                draft.counts.append(1)
-                draft.samples.append(True)
-                sequence.pending += 1
-                sequence.samples_pending += 1
-        draft.budget -= len(draft.rows)
+            if start >= sequence.capacity and not self._grow(draft, sequence, known):
+                continue
+            add(sequence)
+            start_at(start)
+            sequence.planned = known
+            sequence.known = known + 1
+        count = len(draft.sequences)
+        draft.rows = [sequence.row for sequence in draft.sequences]
+        draft.counts = [1] * count
+        draft.samples = [True] * count
+        draft.budget -= count
         return more
 
     def _plan_chunks(self, draft: _Draft, sequences: list[Sequence]) -> None:
         for sequence in sequences:
-            start = sequence.computed + sequence.pending
+            start = sequence.planned
             count = min(sequence.known - start, draft.budget)
             if count <= 0 or sequence.state is not SequenceState.RUNNING:
                 continue
@@ -273,7 +290,7 @@ class FCFSScheduler:
     def _start(self, draft: _Draft, sequence: Sequence, hit: int) -> None:
         sequence.move_to(SequenceState.RUNNING)
         sequence.row = self._free_rows.pop()
-        sequence.computed = sequence.reused = hit
+        sequence.computed = sequence.planned = sequence.reused = hit
         sequence.seal_at = hit + 1
         sequence.capacity = self.cache.capacity(sequence.id)
         if sequence.cached < 0:
@@ -312,7 +329,7 @@ class FCFSScheduler:
 
     # -- committing ---------------------------------------------------------------------------
 
-    def commit(self, result: StepResult) -> list[Update]:
+    def commit(self, result: StepResult) -> Commit:
         """Take in the oldest launched step and return what is new."""
         step = self._launched.popleft()
         if step.step_id != result.step_id:
@@ -320,15 +337,14 @@ class FCFSScheduler:
         updates = [self._fault(i, error) for i, error in result.faults.items() if self._live(i)]
         due = []
         for sequence, count in zip(step.sequences, step.counts, strict=True):
-            sequence.pending -= count
-            sequence.computed += count
-            if sequence.computed >= sequence.seal_at:
+            computed = sequence.computed = sequence.computed + count
+            if computed >= sequence.seal_at:
                 due.append(sequence)
         self._deliver_prompt_logprobs(result, updates)
-        self._deliver_tokens(result, updates)
+        tokens = self._deliver_tokens(result, updates)
         self._seal(due)
         self._close()
-        return updates
+        return Commit(tokens, updates)
 
     def _live(self, sequence_id: int) -> bool:
         sequence = self.sequences.get(sequence_id)
@@ -339,37 +355,53 @@ class FCFSScheduler:
         sequence = self.sequences[sequence_id]
         sequence.error = error
         self._finish(sequence, FinishReason.ERROR)
-        return Update(sequence_id, None, finish=FinishReason.ERROR, error=error)
+        return self._news(sequence)
 
     def _deliver_prompt_logprobs(self, result: StepResult, updates: list[Update]) -> None:
         for sequence_id, scores in result.prompt_logprobs.items():
             if not self._live(sequence_id):
                 continue
             sequence = self.sequences[sequence_id]
-            if scores.start + len(scores.entries) > sequence.prompt_scored:
-                sequence.prompt_scored = scores.start + len(scores.entries)
-                updates.append(Update(sequence_id, None, prompt_logprobs=scores))
+            end = scores.start + len(scores.entries)
+            if end > sequence.prompt_scored:
+                # A preempted prompt is scored again from its start: pass on what is new.
+                start = max(scores.start, sequence.prompt_scored)
+                new = PromptLogprobs(start, scores.entries[start - scores.start :])
+                sequence.prompt_scored = end
+                updates.append(Update(sequence_id, None, prompt_logprobs=new))
 
-    def _deliver_tokens(self, result: StepResult, updates: list[Update]) -> None:
-        logprobs = result.logprobs
-        sequences = self.sequences
+    def _deliver_tokens(self, result: StepResult, updates: list[Update]) -> list[tuple[int, int]]:
+        """Append the new tokens; return those about which there is nothing else to say."""
+        plain = []
+        sequences, logprobs = self.sequences, result.logprobs
         for sequence_id, token in zip(result.sequence_ids, result.tokens, strict=True):
             sequence = sequences[sequence_id]
-            sequence.samples_pending -= 1
             if sequence.finish is not None:
                 continue
             tokens = sequence.tokens
             tokens.append(token)
-            logprob = logprobs.get(sequence_id) if logprobs else None
-            if token in sequence.stop_ids:
-                reason = FinishReason.STOP
-            elif len(tokens) >= sequence.end:
-                reason = FinishReason.LENGTH
+            if token in sequence.stop_ids or len(tokens) >= sequence.end:
+                stopped = token in sequence.stop_ids
+                self._finish(sequence, FinishReason.STOP if stopped else FinishReason.LENGTH)
+                updates.append(self._news(sequence, token, logprobs.get(sequence_id)))
+            elif sequence_id in logprobs:
+                updates.append(self._news(sequence, token, logprobs[sequence_id]))
             else:
-                updates.append(Update(sequence_id, token, logprob, sequence.cached))
-                continue
-            self._finish(sequence, reason)
-            updates.append(Update(sequence_id, token, logprob, sequence.cached, reason))
+                plain.append((sequence_id, token))
+        return plain
+
+    @staticmethod
+    def _news(
+        sequence: Sequence, token: int | None = None, logprob: TokenLogprob | None = None
+    ) -> Update:
+        return Update(
+            sequence.id,
+            token,
+            logprob,
+            max(sequence.cached, 0),
+            finish=sequence.finish,
+            error=sequence.error,
+        )
 
     def _seal(self, due: list[Sequence]) -> None:
         for sequence in due:
@@ -416,7 +448,8 @@ class FCFSScheduler:
             self._free_rows.append(sequence.row)
             faulty_from = sequence.reused if sequence.error is not None else None
             self.cache.release(sequence.id, faulty_from=faulty_from)
-            sequence.row, sequence.computed, sequence.capacity = -1, 0, 0
+            sequence.row, sequence.capacity = -1, 0
+            sequence.computed = sequence.planned = 0
             if sequence.state is SequenceState.PAUSING:
                 sequence.move_to(SequenceState.PAUSED)
                 self.waiting.resume(sequence)
@@ -442,8 +475,8 @@ class FCFSScheduler:
         if self.running != sorted(self.running, key=lambda s: s.order):
             raise InvariantError("the running sequences are out of order")
         for sequence in holders:
-            done = sequence.computed + sequence.pending
-            if sequence.finish is None and not 0 <= done <= sequence.known:
+            done = sequence.planned
+            if sequence.finish is None and not 0 <= sequence.computed <= done <= sequence.known:
                 raise InvariantError(f"sequence {sequence.id} has computed more than it knows")
             if done > sequence.capacity:
                 raise InvariantError(f"sequence {sequence.id} has outgrown its blocks")

@@ -20,5 +20,5 @@ def choose_victim(running: Iterable[Sequence], after: tuple[int, int]) -> Sequen
     lowest = max(sequence.order[0] for sequence in candidates)
     return min(
         (sequence for sequence in candidates if sequence.order[0] == lowest),
-        key=lambda sequence: (sequence.computed + sequence.pending, -sequence.order[1]),
+        key=lambda sequence: (sequence.planned, -sequence.order[1]),
     )

@@ -10,7 +10,8 @@ so a token is right only if every block that it needs was kept, shared and grown
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence as Seq
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from weft.core.errors import InvariantError, NonFiniteLogitsError, WeftError
@@ -178,8 +179,8 @@ class ModelledExecutor:
         for ticket in self._outstanding:
             for add in ticket.plan.add:
                 tables[add.row] = [list(table) for table in add.tables]
-            for row, group, blocks in ticket.plan.extend:
-                tables[row][group].extend(blocks)
+            for row, group_index, blocks in ticket.plan.extend:
+                tables[row][group_index].extend(blocks)
             for batch in ticket.plan.batches:
                 for index, start, count in zip(batch.rows, batch.starts, batch.counts, strict=True):
                     for group_index, group in enumerate(self._groups):

@@ -1,0 +1,132 @@
+"""Cost of planning: ``plan`` + ``commit`` of the FCFS scheduler on a null executor, no model.
+
+    python benchmarks/loop.py [--out benchmarks/results/loop.json]
+
+Every running sequence generates one token a step; blocks fill and are hashed as in real use. Prints
+medians in microseconds, and as a ratio to a fixed pure-Python workload timed in the same run, so
+that runs on different or busy machines can be compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+import statistics
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+from weft.core.plan import StepPlan, StepResult
+from weft.core.types import Request, SamplingParams
+from weft.kv.cache import GroupSpec, KVCache
+from weft.sched.fcfs import FCFSScheduler, Limits
+
+GOALS_US = {256: 300.0, 1024: 1000.0}
+PROMPT_TOKENS, BLOCK_SIZE = 512, 16
+
+
+def scheduler_with(sequences: int, steps: int) -> FCFSScheduler:
+    """A scheduler with so many requests queued, no two alike."""
+    length = PROMPT_TOKENS + steps + 8
+    blocks = (length // BLOCK_SIZE + 2) * sequences
+    cache = KVCache([GroupSpec("full", BLOCK_SIZE, blocks)])
+    scheduler = FCFSScheduler(cache, Limits(sequences, max(8192, sequences), length))
+    for number in range(sequences):
+        prompt = tuple((number * 31 + i * 7) % 50_000 for i in range(PROMPT_TOKENS - number % 64))
+        sampling = SamplingParams(max_tokens=length - len(prompt) - 1)
+        scheduler.add(Request(number, prompt, sampling))
+    return scheduler
+
+
+def answer(plan: StepPlan, ids: dict[int, int]) -> StepResult:
+    """What an executor would return: a token for every row that samples."""
+    for add in plan.add:
+        ids[add.row] = add.sequence_id
+    batch = plan.batches[0]
+    sampled = tuple(
+        ids[row] for row, samples in zip(batch.rows, batch.samples, strict=True) if samples
+    )
+    return StepResult(plan.step_id, sampled, tuple((i * 13 + 5) % 50_000 for i in sampled))
+
+
+def measure(sequences: int, steps: int) -> dict[str, float]:
+    """Median microseconds of plan and commit over steps in which every sequence decodes."""
+    scheduler = scheduler_with(sequences, 2 * steps)
+    ids: dict[int, int] = {}
+    plans: list[float] = []
+    commits: list[float] = []
+    while len(plans) < steps:
+        started = time.perf_counter()
+        plan = scheduler.plan(0.0)
+        planned = time.perf_counter()
+        assert plan is not None
+        result = answer(plan, ids)
+        resumed = time.perf_counter()
+        scheduler.commit(result)
+        ended = time.perf_counter()
+        if plan.num_tokens == sequences == len(result.tokens):
+            plans.append((planned - started) * 1e6)
+            commits.append((ended - resumed) * 1e6)
+    scheduler.check()
+    both = [p + c for p, c in zip(plans, commits, strict=True)]
+    return {
+        "plan_us": statistics.median(plans),
+        "commit_us": statistics.median(commits),
+        "both_us": statistics.median(both),
+        "both_p99_us": statistics.quantiles(both, n=100)[98],
+    }
+
+
+def yardstick_us(items: int) -> float:
+    """Median time to append ``items`` tuples to a list and add them up: what Python costs here."""
+    times = []
+    for _ in range(200):
+        started = time.perf_counter()
+        rows = []
+        for number in range(items):
+            rows.append((number, number + 1))
+        total = 0
+        for first, second in rows:
+            total += first + second
+        times.append((time.perf_counter() - started) * 1e6)
+    return statistics.median(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    gc.freeze()
+    rows = []
+    print(
+        f"{'running':>8} {'plan us':>9} {'commit us':>10} {'both us':>9} {'p99 us':>9}  ratio  goal"
+    )
+    for sequences in (1, 64, 256, 1024):
+        row = {"sequences": sequences, **measure(sequences, options.steps)}
+        row["yardstick_us"] = yardstick_us(sequences)
+        row["ratio"] = row["both_us"] / row["yardstick_us"]
+        goal = GOALS_US.get(sequences)
+        row["goal_us"] = goal
+        verdict = (
+            "" if goal is None else f"{goal:.0f} {'ok' if row['both_us'] <= goal else 'MISSED'}"
+        )
+        print(
+            f"{sequences:>8} {row['plan_us']:>9.1f} {row['commit_us']:>10.1f} "
+            f"{row['both_us']:>9.1f} {row['both_p99_us']:>9.1f} {row['ratio']:>6.1f}  {verdict}"
+        )
+        rows.append(row)
+    if options.out:
+        report = {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "command": "python benchmarks/loop.py",
+            "python": platform.python_version(),
+            "rows": rows,
+        }
+        options.out.write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
