@@ -58,7 +58,7 @@ class EngineConfig:
         high=2**24,
     )
     kv_memory: int | None = setting(
-        "bytes", None, "memory for the KV cache; unset takes up to half of what is free", low=2**16
+        "bytes", None, "memory for the KV cache; unset takes up to half of what is free", low=2**10
     )
     block_size: int = setting("int", 16, "tokens in a KV block", low=1, high=1024)
     max_num_seqs: int = setting("int", 128, "sequences that run at once", low=1, high=65536)

@@ -97,6 +97,8 @@ class PromptLogprobs:
 class StepResult:
     """What a step gave: ``tokens[i]`` is the next token of sequence ``sequence_ids[i]``.
 
+    The sequences that sample come in the order of the plan.
+
     A sequence named in ``faults`` got no token; the others are not affected.
     """
 

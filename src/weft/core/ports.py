@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
@@ -57,6 +58,19 @@ class Executor(Protocol):
     def launch(self, plan: StepPlan) -> Ticket: ...
 
     def close(self) -> None: ...
+
+
+class EngineClient(Protocol):
+    """The request plane's side of the meeting point with the engine."""
+
+    def submit(self, requests: Seq[Request], sink: Callable[[Seq[Update]], None]) -> None:
+        """Hand over requests whose updates ``sink`` gets, in order, until each has ended.
+
+        The sink must not block. Raises a typed error if the engine cannot take the requests.
+        """
+
+    def cancel(self, sequence_id: int, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        """Ask for the end of a request; its last update still comes. Unknown ids are ignored."""
 
 
 class Inbox(Protocol):

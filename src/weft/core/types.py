@@ -260,6 +260,7 @@ class Sequence:
     """
 
     request: Request
+    id: int
     tokens: list[int]
     end: int
     order: tuple[int, int]
@@ -278,10 +279,6 @@ class Sequence:
     preemptions: int = 0
     finish: FinishReason | None = None
     error: WeftError | None = None
-
-    @property
-    def id(self) -> int:
-        return self.request.id
 
     @property
     def pending(self) -> int:

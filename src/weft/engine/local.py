@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
@@ -11,9 +12,15 @@ from weft.core.plan import Commit, Update
 from weft.core.ports import Executor, Scheduler
 from weft.core.types import FinishReason, Request
 from weft.engine.loop import EngineLoop
-from weft.sim.clock import WallClock
 
 Sink = Callable[[Seq[Update]], None]
+
+
+class WallClock:
+    """Monotonic seconds of the machine."""
+
+    def now(self) -> float:
+        return time.monotonic()
 
 
 class LocalInbox:
@@ -109,6 +116,7 @@ class EngineThread:
             self._loop.drain()
             self.inbox.fail(WeftError("The engine was closed."))
         except Exception as error:
+            self._loop.abandon()
             failure = InvariantError(f"The engine stopped: {type(error).__name__}: {error}")
             failure.__cause__ = error
             self.inbox.fail(failure)

@@ -6,6 +6,7 @@ behind the device's (rvLLM section 3: ``launch(n+1)`` before ``collect(n)``).
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 
 from weft.core.errors import WeftError
@@ -50,6 +51,12 @@ class EngineLoop:
         while self._in_flight:
             result = self._in_flight.popleft().result()
             self.inbox.publish(self.scheduler.commit(result))
+
+    def abandon(self) -> None:
+        """Collect the launched steps and throw their results away, after a step has failed."""
+        while self._in_flight:
+            with contextlib.suppress(Exception):
+                self._in_flight.popleft().result()
 
     def _receive(self) -> None:
         requests, cancels = self.inbox.receive()

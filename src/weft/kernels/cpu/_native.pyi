@@ -1,0 +1,23 @@
+_View = tuple[int, int, tuple[int, ...], tuple[int, ...]]
+
+def paged_attention(
+    out: _View,
+    q: _View,
+    k: _View | None,
+    v: _View | None,
+    k_cache: _View,
+    v_cache: _View,
+    block_tables: _View,
+    query_start: _View,
+    context_len: _View,
+    slots: _View,
+    block_size: int,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> None: ...
+def threads() -> int: ...
+def set_threads(threads: int) -> None: ...
+def isa() -> str: ...
+def isas() -> list[str]: ...
+def use_isa(isa: str) -> None: ...

@@ -1,0 +1,32 @@
+// Paged attention over host memory: writes the new keys and values, then attends.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+#include "tensor.hpp"
+
+namespace weft {
+
+struct Attention {
+  Tensor out, q;                     // [T, H, D]
+  std::optional<Tensor> k, v;        // [T, Hkv, D]; none: the cache holds them already
+  Tensor k_cache, v_cache;           // [num_blocks, Hkv, block_size, D]
+  Tensor block_tables;               // [R, B] i32; an entry that no query sees may be anything
+  Tensor query_start;                // [R + 1] i32
+  Tensor context_len;                // [R] i32
+  Tensor slots;                      // [T] i64
+  int64_t block_size = 0;
+  int64_t window = 0;                // positions that a query sees, itself included; 0: all
+  float scale = 1.0f;
+  float softcap = 0.0f;              // 0: none
+};
+
+// Throws std::invalid_argument, before anything is written, if shapes, types or indices do not fit.
+void paged_attention(const Attention& call);
+
+int attention_threads();
+// Throws std::invalid_argument if threads < 1.
+void set_attention_threads(int threads);
+
+}  // namespace weft

@@ -1,0 +1,125 @@
+"""Paged attention on the CPU: a thin wrapper around the native module ``_native``.
+
+The native code runs without the interpreter lock on its own pool of threads, and may be called from
+several Python threads at once.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from weft.kernels.cpu import _native
+
+if TYPE_CHECKING:
+    from weft.kernels.ops import AttentionBatch
+
+__all__ = ["isa", "isas", "paged_attention", "set_threads", "threads", "use_isa"]
+
+# Shared with `DType` in tensor.hpp.
+_CODES = {
+    torch.float32: 0,
+    torch.bfloat16: 1,
+    torch.float16: 2,
+    torch.int32: 3,
+    torch.int64: 4,
+}
+
+_View = tuple[int, int, tuple[int, ...], tuple[int, ...]]
+
+
+def paged_attention(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """Write ``k`` and ``v`` at their slots, then attend causally; returns ``[T, H, D]`` like ``q``.
+
+    The queries of row r are the last tokens of its context. All arithmetic is float32, and the
+    result of a token depends on its own row's context only: the same bits come out whatever else is
+    in the batch, however the prompt was cut into chunks, and whatever the number of threads.
+
+    Args:
+        q: ``[T, H, D]``. Like ``k`` and ``v``, it may be a view into a fused matrix: only the last
+            dimension must be contiguous.
+        k: ``[T, Hkv, D]``, or None if the cache holds these tokens already.
+        v: like ``k``; None exactly if ``k`` is.
+        k_cache: ``[num_blocks, Hkv, block_size, D]``; its type may differ from that of ``q``.
+        v_cache: like ``k_cache``.
+        batch: block tables and lengths. Table entries before the sliding window of a row's first
+            query are never read and may be anything.
+        scale: factor of the scores.
+        window: a query at position p sees the positions in ``(p - window, p]``; None: all up to p.
+        softcap: scores s become ``softcap * tanh(s / softcap)``; None: they stay.
+
+    Raises:
+        ValueError: shapes, types or indices do not fit; nothing has been written then.
+    """
+    if window is not None and window < 1:
+        raise ValueError(f"window is {window}; it must be at least 1, or None")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap is {softcap}; it must be positive, or None")
+    q_view = _view("q", q)
+    out = torch.empty(q.shape, dtype=q.dtype)
+    _native.paged_attention(
+        _view("out", out),
+        q_view,
+        None if k is None else _view("k", k),
+        None if v is None else _view("v", v),
+        _view("k_cache", k_cache),
+        _view("v_cache", v_cache),
+        _view("block_tables", batch.block_tables),
+        _view("query_start", batch.query_start),
+        _view("context_len", batch.context_len),
+        _view("slots", batch.slots),
+        batch.block_size,
+        scale,
+        window or 0,
+        softcap or 0.0,
+    )
+    return out
+
+
+def set_threads(count: int) -> None:
+    """Use ``count`` threads for a call, the calling one included; ValueError if below 1.
+
+    Safe while calls are in flight. The start value is the number of cores that the process may use.
+    """
+    _native.set_threads(count)
+
+
+def threads() -> int:
+    """Return the number of threads that a call may use."""
+    return _native.threads()
+
+
+def isa() -> str:
+    """Return the instruction set that the inner loops were compiled for: baseline, avx2, avx512."""
+    return _native.isa()
+
+
+def isas() -> list[str]:
+    """Return the instruction sets that this machine can run, widest first; the first is used."""
+    return _native.isas()
+
+
+def use_isa(name: str) -> None:
+    """Use another one of ``isas()``, to compare or test it; ValueError if it cannot run here."""
+    _native.use_isa(name)
+
+
+def _view(name: str, tensor: Tensor) -> _View:
+    code = _CODES.get(tensor.dtype)
+    if code is None or not tensor.is_cpu:
+        shape = list(tensor.shape)
+        raise ValueError(f"{name} of shape {shape} has type {tensor.dtype} on {tensor.device}")
+    return tensor.data_ptr(), code, tensor.shape, tensor.stride()

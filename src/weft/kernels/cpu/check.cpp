@@ -1,0 +1,176 @@
+#include "check.hpp"
+
+#include <cmath>
+#include <initializer_list>
+#include <stdexcept>
+#include <string>
+
+namespace weft {
+namespace {
+
+[[noreturn]] void fail(const std::string& message) { throw std::invalid_argument(message); }
+
+std::string text(int64_t number) { return std::to_string(number); }
+
+std::string shape_text(const Tensor& tensor) {
+  std::string result = "[";
+  for (int i = 0; i < tensor.rank; ++i) {
+    if (i > 0) result += ", ";
+    result += text(tensor.shape[i]);
+  }
+  return result + "]";
+}
+
+struct Axis {
+  const char* name;
+  int64_t size;  // -1: any
+};
+
+void check_shape(const Tensor& tensor, std::initializer_list<Axis> axes) {
+  bool good = tensor.rank == static_cast<int>(axes.size());
+  std::string expected;
+  int i = 0;
+  for (const Axis& axis : axes) {
+    good = good && (axis.size < 0 || tensor.shape[i] == axis.size);
+    if (i++ > 0) expected += ", ";
+    expected += axis.name;
+    if (axis.size >= 0) expected.append("=").append(text(axis.size));
+  }
+  if (!good) {
+    fail(std::string(tensor.name) + " has shape " + shape_text(tensor) + ", expected [" +
+         expected + "]");
+  }
+}
+
+void check_floats(const Tensor& tensor) {
+  const int last = tensor.rank - 1;
+  if (!is_float(tensor.type)) {
+    fail(std::string(tensor.name) + " of shape " + shape_text(tensor) +
+         " must be float32, bfloat16 or float16");
+  }
+  if (tensor.shape[last] > 1 && tensor.stride[last] != 1) {
+    fail(std::string(tensor.name) + " of shape " + shape_text(tensor) +
+         " must be contiguous in its last dimension");
+  }
+}
+
+void check_indices(const Tensor& tensor, DType type) {
+  const int last = tensor.rank - 1;
+  if (tensor.type != type) {
+    fail(std::string(tensor.name) + " of shape " + shape_text(tensor) + " must be " +
+         (type == DType::i32 ? "int32" : "int64"));
+  }
+  if (tensor.shape[last] > 1 && tensor.stride[last] != 1) {
+    fail(std::string(tensor.name) + " of shape " + shape_text(tensor) +
+         " must be contiguous in its last dimension");
+  }
+}
+
+void check_tensors(const Attention& call) {
+  check_shape(call.q, {{"tokens", -1}, {"heads", -1}, {"head_size", -1}});
+  const int64_t tokens = call.q.shape[0], heads = call.q.shape[1], size = call.q.shape[2];
+  check_shape(call.k_cache, {{"blocks", -1},
+                             {"kv_heads", -1},
+                             {"block_size", call.block_size},
+                             {"head_size", size}});
+  const int64_t blocks = call.k_cache.shape[0], kv_heads = call.k_cache.shape[1];
+  check_shape(call.v_cache, {{"blocks", blocks},
+                             {"kv_heads", kv_heads},
+                             {"block_size", call.block_size},
+                             {"head_size", size}});
+  check_shape(call.out, {{"tokens", tokens}, {"heads", heads}, {"head_size", size}});
+  if (call.block_size < 1 || size < 1 || kv_heads < 1 || heads < 1 || heads % kv_heads != 0) {
+    fail("q of shape " + shape_text(call.q) + " does not go with k_cache of shape " +
+         shape_text(call.k_cache) + ": heads must be a multiple of kv_heads, and no size may be 0");
+  }
+  if (call.out.type != call.q.type) fail("out must have the type of q");
+  if (call.k.has_value() != call.v.has_value()) fail("k and v must both be given, or neither");
+  for (const auto* fresh : {&call.k, &call.v}) {
+    if (!fresh->has_value()) continue;
+    check_shape(**fresh, {{"tokens", tokens}, {"kv_heads", kv_heads}, {"head_size", size}});
+    check_floats(**fresh);
+  }
+  for (const Tensor* tensor : {&call.q, &call.out, &call.k_cache, &call.v_cache}) {
+    check_floats(*tensor);
+  }
+}
+
+void check_metadata(const Attention& call) {
+  check_shape(call.context_len, {{"rows", -1}});
+  const int64_t rows = call.context_len.shape[0];
+  check_shape(call.query_start, {{"rows+1", rows + 1}});
+  check_shape(call.block_tables, {{"rows", rows}, {"blocks_per_row", -1}});
+  check_shape(call.slots, {{"tokens", call.q.shape[0]}});
+  check_indices(call.context_len, DType::i32);
+  check_indices(call.query_start, DType::i32);
+  check_indices(call.block_tables, DType::i32);
+  check_indices(call.slots, DType::i64);
+}
+
+void check_numbers(const Attention& call) {
+  if (!std::isfinite(call.scale)) fail("scale must be finite");
+  if (call.window < 0) fail("window must be at least 1, or None");
+  if (!std::isfinite(call.softcap) || call.softcap < 0) fail("softcap must be positive, or None");
+}
+
+// The blocks that row `row`'s queries see, and only those, must exist.
+void check_row(const Attention& call, int64_t row) {
+  const int32_t* start = call.query_start.as<int32_t>();
+  const std::string name = "row " + text(row);
+  if (start[row + 1] < start[row]) fail(name + ": query_start decreases");
+  const int64_t queries = start[row + 1] - start[row];
+  if (queries == 0) return;
+  const int64_t context = call.context_len.as<int32_t>()[row];
+  if (context < queries) {
+    fail(name + ": context_len " + text(context) + " is less than its " + text(queries) +
+         " query tokens");
+  }
+  const int64_t blocks = call.block_tables.shape[1];
+  if (context > blocks * call.block_size) {
+    fail(name + ": context_len " + text(context) + " exceeds the table of " + text(blocks) +
+         " blocks of " + text(call.block_size));
+  }
+  const int64_t oldest = context - queries + 1 - call.window;
+  const int64_t first = call.window == 0 || oldest < 0 ? 0 : oldest / call.block_size;
+  const int32_t* table = call.block_tables.as<int32_t>() + row * call.block_tables.stride[0];
+  for (int64_t i = first; i * call.block_size < context; ++i) {
+    if (table[i] < 0 || table[i] >= call.k_cache.shape[0]) {
+      fail(name + ": block_tables entry " + text(i) + " is " + text(table[i]) +
+           ", outside k_cache of shape " + shape_text(call.k_cache));
+    }
+  }
+}
+
+void check_rows(const Attention& call) {
+  const int64_t rows = call.context_len.shape[0];
+  const int32_t* start = call.query_start.as<int32_t>();
+  if (start[0] != 0 || start[rows] != call.q.shape[0]) {
+    fail("query_start must run from 0 to the number of tokens of q of shape " +
+         shape_text(call.q) + ", not from " + text(start[0]) + " to " + text(start[rows]));
+  }
+  for (int64_t row = 0; row < rows; ++row) check_row(call, row);
+}
+
+void check_slots(const Attention& call) {
+  if (!call.k) return;
+  const int64_t* slots = call.slots.as<int64_t>();
+  const int64_t limit = call.k_cache.shape[0] * call.block_size;
+  for (int64_t t = 0; t < call.slots.shape[0]; ++t) {
+    if (slots[t] < 0 || slots[t] >= limit) {
+      fail("slots[" + text(t) + "] is " + text(slots[t]) + ", outside k_cache of shape " +
+           shape_text(call.k_cache));
+    }
+  }
+}
+
+}  // namespace
+
+void check(const Attention& call) {
+  check_tensors(call);
+  check_metadata(call);
+  check_numbers(call);
+  check_rows(call);
+  check_slots(call);
+}
+
+}  // namespace weft

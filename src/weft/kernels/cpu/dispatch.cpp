@@ -1,0 +1,48 @@
+#include "dispatch.hpp"
+
+#include <atomic>
+
+namespace weft {
+
+extern const Kernels kernels_baseline;
+#ifdef WEFT_X86
+extern const Kernels kernels_avx2;
+extern const Kernels kernels_avx512;
+#endif
+
+namespace {
+
+std::atomic<const Kernels*>& chosen() {
+  static std::atomic<const Kernels*> kernels{runnable_kernels().front()};
+  return kernels;
+}
+
+}  // namespace
+
+std::vector<const Kernels*> runnable_kernels() {
+  std::vector<const Kernels*> result;
+#ifdef WEFT_X86
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+    result.push_back(&kernels_avx512);
+  }
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+    result.push_back(&kernels_avx2);
+  }
+#endif
+  result.push_back(&kernels_baseline);
+  return result;
+}
+
+const Kernels& chosen_kernels() { return *chosen().load(); }
+
+bool choose_kernels(std::string_view isa) {
+  for (const Kernels* kernels : runnable_kernels()) {
+    if (isa != kernels->isa) continue;
+    chosen().store(kernels);
+    return true;
+  }
+  return false;
+}
+
+}  // namespace weft

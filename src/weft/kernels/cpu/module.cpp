@@ -1,0 +1,84 @@
+// Python binding. Tensors arrive as (pointer, type code, shape, strides): ten of them come with
+// every layer of every step, and this costs a fifth of a DLPack exchange. attention.py makes the
+// tuples and keeps the tensors alive during the call.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+
+#include <string>
+
+#include "attention.hpp"
+#include "dispatch.hpp"
+
+namespace nb = nanobind;
+
+namespace {
+
+weft::Tensor tensor_of(const char* name, nb::tuple view) {
+  weft::Tensor tensor;
+  const auto shape = nb::cast<nb::tuple>(view[2]), stride = nb::cast<nb::tuple>(view[3]);
+  if (shape.size() > weft::Tensor::max_rank) {
+    throw nb::value_error((std::string(name) + " has more than 4 dimensions").c_str());
+  }
+  tensor.name = name;
+  tensor.data = reinterpret_cast<void*>(nb::cast<uintptr_t>(view[0]));
+  tensor.type = static_cast<weft::DType>(nb::cast<int>(view[1]));
+  tensor.rank = static_cast<int>(shape.size());
+  for (int i = 0; i < tensor.rank; ++i) {
+    tensor.shape[i] = nb::cast<int64_t>(shape[i]);
+    tensor.stride[i] = nb::cast<int64_t>(stride[i]);
+  }
+  return tensor;
+}
+
+std::optional<weft::Tensor> maybe_tensor_of(const char* name, std::optional<nb::tuple> view) {
+  if (!view) return std::nullopt;
+  return tensor_of(name, *view);
+}
+
+void paged_attention(nb::tuple out, nb::tuple q, std::optional<nb::tuple> k,
+                     std::optional<nb::tuple> v, nb::tuple k_cache, nb::tuple v_cache,
+                     nb::tuple block_tables, nb::tuple query_start, nb::tuple context_len,
+                     nb::tuple slots, int64_t block_size, double scale, int64_t window,
+                     double softcap) {
+  const weft::Attention call{
+      .out = tensor_of("out", out),
+      .q = tensor_of("q", q),
+      .k = maybe_tensor_of("k", k),
+      .v = maybe_tensor_of("v", v),
+      .k_cache = tensor_of("k_cache", k_cache),
+      .v_cache = tensor_of("v_cache", v_cache),
+      .block_tables = tensor_of("block_tables", block_tables),
+      .query_start = tensor_of("query_start", query_start),
+      .context_len = tensor_of("context_len", context_len),
+      .slots = tensor_of("slots", slots),
+      .block_size = block_size,
+      .window = window,
+      .scale = static_cast<float>(scale),
+      .softcap = static_cast<float>(softcap),
+  };
+  const nb::gil_scoped_release released;
+  weft::paged_attention(call);
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  m.def("paged_attention", &paged_attention, nb::arg("out"), nb::arg("q"), nb::arg("k").none(),
+        nb::arg("v").none(), nb::arg("k_cache"), nb::arg("v_cache"), nb::arg("block_tables"),
+        nb::arg("query_start"), nb::arg("context_len"), nb::arg("slots"), nb::arg("block_size"),
+        nb::arg("scale"), nb::arg("window"), nb::arg("softcap"));
+  m.def("threads", &weft::attention_threads);
+  m.def("set_threads", &weft::set_attention_threads, nb::arg("threads"),
+        nb::call_guard<nb::gil_scoped_release>());
+  m.def("isa", [] { return weft::chosen_kernels().isa; });
+  m.def("isas", [] {
+    nb::list names;
+    for (const weft::Kernels* kernels : weft::runnable_kernels()) names.append(kernels->isa);
+    return names;
+  });
+  m.def("use_isa", [](const std::string& isa) {
+    if (weft::choose_kernels(isa)) return;
+    throw nb::value_error(("this machine cannot run instruction set '" + isa + "'").c_str());
+  }, nb::arg("isa"));
+}

@@ -1,0 +1,49 @@
+// A small pool of threads that lives as long as the process.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <list>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace weft {
+
+// The pool's size counts the calling thread, which always takes part: a call makes progress even
+// if every other thread is busy with another call, so calls may come from many threads at once.
+class Pool {
+ public:
+  explicit Pool(int threads) : threads_(threads) {}
+  Pool(const Pool&) = delete;
+  Pool& operator=(const Pool&) = delete;
+
+  int threads() const { return threads_; }
+  // Calls in flight are finished by the threads that they have.
+  void resize(int threads);
+  // Calls body(item) once for each item in [0, count) and returns when all are done. Throws the
+  // first exception that a body threw.
+  void run(int64_t count, const std::function<void(int64_t)>& body);
+
+ private:
+  struct Job;
+
+  void start_helpers();
+  void help();
+  static void work(Job& job);
+
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::list<Job*> jobs_;              // those with items left to take
+  std::vector<std::thread> helpers_;  // started by the first call that can use them
+  std::atomic<int> threads_;
+  bool stopping_ = false;
+  std::mutex resizing_;               // held by the one thread that stops helpers
+};
+
+// The process's pool. A forked child gets a new one, since threads do not survive a fork.
+Pool& shared_pool();
+
+}  // namespace weft

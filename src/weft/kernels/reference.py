@@ -1,0 +1,180 @@
+"""Plain torch implementations of every op, computed in float32: the truth of every kernel test."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+if TYPE_CHECKING:
+    from weft.kernels.ops import AttentionBatch, Linear
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float, plus_one: bool) -> Tensor:
+    """Root mean square norm over the last dimension (Zhang and Sennrich 2019).
+
+    Args:
+        x: [..., D].
+        weight: [D] or anything that broadcasts to ``x``, such as one weight per head [H, D]; None
+            only normalises.
+        plus_one: multiply by ``1 + weight``, as Gemma does.
+    """
+    y = x.float()
+    y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
+    if weight is not None:
+        y = y * (1.0 + weight.float() if plus_one else weight.float())
+    return y.to(x.dtype)
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the first 2R dimensions of every head, pairing dimension i with i + R.
+
+    Args:
+        x: [T, H, D] with D >= 2R; dimensions from 2R on pass unchanged.
+        cos, sin: [T, R] float32.
+    """
+    half = cos.shape[-1]
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # [T, 1, R]
+    low, high = x[..., :half].float(), x[..., half : 2 * half].float()  # [T, H, R]
+    rotated = torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1).to(x.dtype)
+    if 2 * half == x.shape[-1]:
+        return rotated
+    return torch.cat((rotated, x[..., 2 * half :]), dim=-1)
+
+
+def activate(x: Tensor, activation: str) -> Tensor:
+    """Apply ``silu`` or ``gelu_tanh`` in float32, handing back the dtype of ``x``."""
+    if activation == "silu":
+        return functional.silu(x.float()).to(x.dtype)
+    if activation == "gelu_tanh":
+        return functional.gelu(x.float(), approximate="tanh").to(x.dtype)
+    raise ValueError(f"unknown activation '{activation}'; known: silu, gelu_tanh")
+
+
+def act_mul(gate_up: Tensor, activation: str) -> Tensor:
+    """Return activation(gate) * up for ``gate_up`` [..., 2I], gate first -> [..., I]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return (activate(gate.float(), activation) * up.float()).to(gate_up.dtype)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x [..., I] @ weight [O, I].T + bias [O] -> [..., O]."""
+    y = functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    return y.to(x.dtype)
+
+
+def moe(
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    activation: str,
+    linear: Linear = linear,
+) -> Tensor:
+    """Weighted sum of the gated MLPs of each token's experts, tokens grouped by expert.
+
+    Args:
+        x: [T, D].
+        weights: [T, K] float32, the share of each chosen expert.
+        experts: [T, K] int64, the ids of the chosen experts.
+        gate_up: [E, 2I, D], gate rows first.
+        down: [E, D, I].
+    """
+    top_k = experts.shape[1]
+    order = experts.flatten().argsort(stable=True)  # [T * K], pairs grouped by expert
+    tokens = order // top_k  # [T * K], the token of each pair
+    counts = experts.flatten().bincount(minlength=gate_up.shape[0]).tolist()
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)  # [T, D]
+    start = 0
+    for expert, count in enumerate(counts):
+        if count == 0:
+            continue
+        pairs, start = slice(start, start + count), start + count
+        rows = tokens[pairs]  # [count]
+        y = linear(act_mul(linear(x[rows], gate_up[expert], None), activation), down[expert], None)
+        share = weights.flatten()[order[pairs]].unsqueeze(1)  # [count, 1]
+        out.index_add_(0, rows, y.float() * share)
+    return out.to(x.dtype)
+
+
+def paged_attention(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """Write K and V at the batch's slots, then attend causally over each row's context.
+
+    The queries of row r are the last tokens of its context: the query at position p sees the
+    positions (p - window, p], or [0, p] without a window.
+
+    Args:
+        q: [T, H, D]; H is a multiple of Hkv, query head h reads KV head h // (H / Hkv).
+        k, v: [T, Hkv, D], or None for a layer that reads KV which another layer has written.
+        k_cache, v_cache: [num_blocks, Hkv, block_size, D], written in place.
+        scale: factor on the scores; ``softcap`` c then maps a score s to c * tanh(s / c).
+
+    Returns:
+        [T, H, D] in the dtype of q.
+    """
+    if k is not None and v is not None:
+        blocks, offsets = batch.slots // batch.block_size, batch.slots % batch.block_size  # [T]
+        k_cache[blocks, :, offsets] = k.to(k_cache.dtype)
+        v_cache[blocks, :, offsets] = v.to(v_cache.dtype)
+    out = torch.empty_like(q)
+    bounds, contexts = batch.query_start.tolist(), batch.context_len.tolist()
+    for row, context in enumerate(contexts):
+        queries = slice(bounds[row], bounds[row + 1])
+        count = queries.stop - queries.start
+        if count == 0:
+            continue
+        first = 0 if window is None else max(0, context - count - window + 1)
+        table = batch.block_tables[row]
+        keys = _gather(k_cache, table, batch.block_size, first, context)
+        values = _gather(v_cache, table, batch.block_size, first, context)
+        out[queries] = _attend_row(q[queries], keys, values, first, scale, window, softcap)
+    return out
+
+
+def _gather(cache: Tensor, table: Tensor, block_size: int, first: int, stop: int) -> Tensor:
+    """Return positions [first, stop) of one row as float32 [Hkv, stop - first, D]."""
+    first_block = first // block_size
+    blocks = table[first_block : -(-stop // block_size)].long()  # [n]
+    rows = cache[blocks].transpose(0, 1).flatten(1, 2)  # [Hkv, n * block_size, D]
+    base = first_block * block_size
+    return rows[:, first - base : stop - base].float()
+
+
+def _attend_row(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    first: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """Attend the queries [n, H, D] of one row over keys of positions [first, first + length)."""
+    count, heads, dim = q.shape
+    kv_heads, length = keys.shape[:2]
+    grouped = q.float().transpose(0, 1).reshape(kv_heads, -1, count, dim)  # [Hkv, G, n, D]
+    scores = torch.einsum("hgnd,hld->hgnl", grouped, keys) * scale  # [Hkv, G, n, length]
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    key_position = torch.arange(first, first + length, device=q.device)
+    position = torch.arange(first + length - count, first + length, device=q.device).unsqueeze(1)
+    visible = key_position <= position  # [n, length]
+    if window is not None:
+        visible &= key_position > position - window
+    shares = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
+    out = torch.einsum("hgnl,hld->hgnd", shares, values)  # [Hkv, G, n, D]
+    return out.reshape(heads, count, dim).transpose(0, 1).to(q.dtype)

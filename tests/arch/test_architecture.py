@@ -1,0 +1,222 @@
+"""Rules of the house: who imports whom, what imports without torch, one line a file in the map."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "weft"
+
+BELOW_ENGINE = "core kv cost sched blend ring text api kernels models exec"
+MAY_IMPORT = {
+    "core": "",
+    "kv": "core",
+    "cost": "core",
+    "sched": "core kv cost",
+    "blend": "core cost",
+    "ring": "core",
+    "text": "core",
+    "api": "core text",
+    "server": "core ring text api batch",
+    "batch": "core ring text api blend",
+    "kernels": "",
+    "models": "core kernels",
+    "exec": "core kernels models ring",
+    "engine": BELOW_ENGINE,
+    "engine/loop.py": "core",
+    "cluster": "engine exec core",
+    "tpu": "core models/spec.py",
+    "sim": "core kv cost sched blend engine/loop.py",
+    "bench": "core api sim",
+}
+TORCH_FREE = ["core", "kv", "cost", "sched", "blend", "ring", "text", "api", "server", "batch"]
+TORCH_FREE += ["sim", "bench", "engine/loop.py", "models/spec.py", "cli.py", "supervise.py"]
+LAZY = {"__init__.py", "cli.py", "supervise.py"}  # may import anything inside a function
+LONGEST_FILE = 500
+
+
+def modules() -> list[Path]:
+    return sorted(SOURCE.rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(SOURCE).as_posix()
+
+
+def row_of(name: str) -> str | None:
+    """The row of the table that a file stands in, or None for the files of the top folder."""
+    if name in MAY_IMPORT:
+        return name
+    return name.split("/")[0] if "/" in name else None
+
+
+def imported_files(path: Path, top_level_only: bool = False) -> set[str]:
+    """Files of weft that a module imports, such as ``kv/pool.py``."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    nodes = top_level(tree) if top_level_only else ast.walk(tree)
+    found = set()
+    for node in nodes:
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative imports hide who imports whom"
+            names = [node.module or ""]
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+        found |= {file for name in names if (file := file_of(name)) is not None}
+    return found
+
+
+def top_level(tree: ast.Module):
+    """Statements that run on import: not inside functions, not under TYPE_CHECKING."""
+    stack = list(tree.body)
+    while stack:
+        node = stack.pop()
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        yield node
+        stack.extend(ast.iter_child_nodes(node))
+
+
+def file_of(module: str) -> str | None:
+    if not module.startswith("weft."):
+        return None
+    base = module.removeprefix("weft.").replace(".", "/")
+    for candidate in (f"{base}.py", f"{base}/__init__.py"):
+        if (SOURCE / candidate).is_file():
+            return candidate
+    return None
+
+
+def test_imports_follow_the_table():
+    wrong = []
+    for path in modules():
+        name = name_of(path)
+        row = row_of(name)
+        if row is None:
+            continue
+        assert row in MAY_IMPORT, f"package '{row}' is not in the import table"
+        allowed = {row, *MAY_IMPORT[row].split()}
+        for target in imported_files(path):
+            own_package = target.split("/")[0] == row.split("/")[0] and "/" not in row
+            permitted = own_package or target in allowed or target.split("/")[0] in allowed
+            if not permitted:
+                wrong.append(f"{name} imports {target}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_top_files_import_the_rest_lazily():
+    for name in LAZY:
+        path = SOURCE / name
+        if path.is_file():
+            eager = {t for t in imported_files(path, top_level_only=True) if "/" in t}
+            assert {t.split("/")[0] for t in eager} <= {"core"}, f"{name} imports {eager} eagerly"
+
+
+def test_the_import_check_can_fail(tmp_path):
+    bad = tmp_path / "bad.py"
+    bad.write_text("def f():\n    from weft.engine.loop import EngineLoop\n")
+    assert imported_files(bad) == {"engine/loop.py"}
+    assert imported_files(bad, top_level_only=True) == set()
+
+
+BLOCK_TORCH = """
+import importlib, sys
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "transformers", "triton"):
+            raise ImportError(name + " is blocked")
+sys.meta_path.insert(0, Blocker())
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+assert "torch" not in sys.modules
+"""
+
+
+def torch_free_modules() -> list[str]:
+    names = []
+    for path in modules():
+        name = name_of(path)
+        if any(name == entry or name.startswith(entry + "/") for entry in TORCH_FREE):
+            names.append("weft." + name.removesuffix(".py").replace("/", "."))
+    return [name.removesuffix(".__init__") for name in names]
+
+
+def run_without_torch(*names: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", BLOCK_TORCH, *names]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_torch_free_packages_import_without_torch():
+    names = torch_free_modules()
+    assert "weft.sched.fcfs" in names
+    assert "weft.cli" in names
+    done = run_without_torch("weft", *names)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_torch_block_can_fail():
+    assert "torch is blocked" in run_without_torch("weft.exec.store").stderr
+
+
+def test_the_map_has_one_line_for_each_file():
+    text = (ROOT / "docs" / "map.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^- `([^`]+)`: \S", text, flags=re.MULTILINE)
+    assert len(listed) == len(set(listed)), "a file is listed twice"
+    tracked = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    ).stdout.splitlines()  # fmt: skip
+    wanted = {
+        name
+        for name in tracked
+        if re.search(r"\.(py|pyi|cpp|hpp|cu|cuh|sh|md|json|txt|yaml|toml)$|Makefile$", name)
+        and (ROOT / name).stat().st_size
+        and not name.startswith("benchmarks/results/")
+    }
+    assert set(listed) == wanted, (
+        f"not in docs/map.md: {sorted(wanted - set(listed))}; "
+        f"in it but gone: {sorted(set(listed) - wanted)}"
+    )
+
+
+def test_files_stay_readable(capsys):
+    """Prints lines per package; a file that outgrows the limit wants to be two files."""
+    lines: dict[str, int] = {}
+    for path in [*modules(), *SOURCE.rglob("*.cpp"), *SOURCE.rglob("*.hpp")]:
+        count = len(path.read_text(encoding="utf-8").splitlines())
+        package = row_of(name_of(path)) or "(top)"
+        lines[package.split("/")[0]] = lines.get(package.split("/")[0], 0) + count
+        assert count <= LONGEST_FILE, f"{name_of(path)} has {count} lines"
+    with capsys.disabled():
+        print("\nlines per package: " + ", ".join(f"{k} {v}" for k, v in sorted(lines.items())))
+
+
+def forbidden_calls(source: str) -> list[str]:
+    """Imports and calls that would run code out of a file: pickle, torch.load, eval, exec."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
+            found += [name for name in names if name.split(".")[0] in ("pickle", "dill", "marshal")]
+        elif isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            found += [name] if name in ("eval", "exec", "torch.load") else []
+            found += [k.arg for k in node.keywords if k.arg == "trust_remote_code"]
+    return found
+
+
+def test_nothing_executes_what_it_loads():
+    for path in modules():
+        assert not forbidden_calls(path.read_text(encoding="utf-8")), path
+    assert forbidden_calls("import pickle\neval('1')\ntorch.load(f)") == [
+        "pickle",
+        "eval",
+        "torch.load",
+    ]

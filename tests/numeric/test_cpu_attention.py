@@ -1,0 +1,434 @@
+"""The native CPU attention against the plain reference, and against itself: exactness, safety."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from weft.kernels import reference
+from weft.kernels.cpu import attention as native
+from weft.kernels.ops import AttentionBatch
+
+# Largest difference from the float32 reference on the same inputs, relative to max(1, |value|).
+# Both sides compute in float32, so a 16-bit result may differ by one rounding step of its type.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1.25e-3}
+NAN = float("nan")
+
+
+@dataclass(frozen=True)
+class Shape:
+    heads: int = 4
+    kv_heads: int = 2
+    head_size: int = 64
+    block_size: int = 16
+    window: int | None = None
+    softcap: float | None = None
+    dtype: torch.dtype = torch.float32
+    cache_dtype: torch.dtype = torch.float32
+    fused: bool = False
+
+
+@dataclass(frozen=True)
+class Case:
+    q: Tensor
+    k: Tensor | None
+    v: Tensor | None
+    k_cache: Tensor
+    v_cache: Tensor
+    batch: AttentionBatch
+    shape: Shape
+
+    def run(self, kernel: object = native.paged_attention) -> Tensor:
+        """Run on copies of the caches, so that a case can be run again."""
+        return self.run_in_place(kernel, self.k_cache.clone(), self.v_cache.clone())
+
+    def run_in_place(self, kernel: object, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        assert callable(kernel)
+        out = kernel(
+            self.q,
+            self.k,
+            self.v,
+            k_cache,
+            v_cache,
+            self.batch,
+            scale=self.shape.head_size**-0.5,
+            window=self.shape.window,
+            softcap=self.shape.softcap,
+        )
+        assert isinstance(out, Tensor)
+        return out
+
+
+def make_case(rows: list[tuple[int, int]], shape: Shape, seed: int = 0) -> Case:
+    """Random inputs for rows of (query tokens, earlier tokens).
+
+    Whatever no query may see holds NaN: positions out of every window, and the ends of blocks.
+    """
+    random = torch.Generator().manual_seed(seed)
+    size, counts = shape.block_size, [-(-(n + past) // shape.block_size) for n, past in rows]
+    ids = torch.randperm(sum(counts) + 2, generator=random).int()  # two blocks belong to nobody
+    tables = torch.full((len(rows), max(counts)), -1, dtype=torch.int32)
+    cache_shape = (len(ids), shape.kv_heads, size, shape.head_size)
+    k_cache, v_cache = (torch.full(cache_shape, NAN, dtype=shape.cache_dtype) for _ in range(2))
+    slots = []
+    for row, (n, past) in enumerate(rows):
+        blocks = ids[sum(counts[:row]) :][: counts[row]].long()
+        first = 0 if shape.window is None else max(0, past + 1 - shape.window)
+        tables[row, first // size : counts[row]] = blocks[first // size :].int()
+        for position in range(first, past):
+            for cache in (k_cache, v_cache):
+                cache[blocks[position // size], :, position % size] = torch.randn(
+                    cache_shape[1::2], generator=random
+                ).to(cache.dtype)
+        slots += [int(blocks[p // size]) * size + p % size for p in range(past, past + n)]
+    q, k, v = fresh_tensors(len(slots), shape, random)
+    batch = AttentionBatch(
+        block_tables=tables,
+        query_start=torch.tensor([0, *(n for n, _ in rows)]).cumsum(0).int(),
+        context_len=torch.tensor([n + past for n, past in rows], dtype=torch.int32),
+        slots=torch.tensor(slots, dtype=torch.int64),
+        block_size=size,
+    )
+    return Case(q, k, v, k_cache, v_cache, batch, shape)
+
+
+def fresh_tensors(
+    tokens: int, shape: Shape, random: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor]:
+    widths = (shape.heads, shape.kv_heads, shape.kv_heads)
+    fused = torch.randn(tokens, sum(widths) * shape.head_size, generator=random).to(shape.dtype)
+    parts = fused.split([n * shape.head_size for n in widths], dim=1)
+    q, k, v = (part.unflatten(1, (-1, shape.head_size)) for part in parts)
+    return (q, k, v) if shape.fused else (q.contiguous(), k.contiguous(), v.contiguous())
+
+
+def only_row(case: Case, row: int) -> Case:
+    """The same inputs with one row alone in the batch."""
+    batch, tokens = case.batch, row_tokens(case, row)
+    alone = replace(
+        batch,
+        block_tables=batch.block_tables[row : row + 1],
+        query_start=torch.tensor([0, tokens.stop - tokens.start], dtype=torch.int32),
+        context_len=batch.context_len[row : row + 1],
+        slots=batch.slots[tokens],
+    )
+    assert case.k is not None
+    assert case.v is not None
+    return replace(case, q=case.q[tokens], k=case.k[tokens], v=case.v[tokens], batch=alone)
+
+
+def row_tokens(case: Case, row: int) -> slice:
+    return slice(int(case.batch.query_start[row]), int(case.batch.query_start[row + 1]))
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    assert actual.dtype == expected.dtype
+    tolerance = TOLERANCE[actual.dtype]
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.fixture(autouse=True)
+def two_threads() -> Iterator[None]:
+    before = native.threads()
+    native.set_threads(2)
+    yield
+    native.set_threads(before)
+
+
+ROWS = st.lists(
+    st.tuples(
+        st.one_of(st.just(1), st.integers(1, 40)),
+        st.one_of(st.sampled_from([0, 15, 16, 255, 256, 511]), st.integers(0, 600)),
+    ),
+    min_size=1,
+    max_size=5,
+)
+FLOATS = st.sampled_from(list(TOLERANCE))
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> Shape:
+    kv_heads = draw(st.integers(1, 3))
+    return Shape(
+        heads=kv_heads * draw(st.integers(1, 8)),
+        kv_heads=kv_heads,
+        head_size=draw(st.sampled_from([16, 24, 40, 64, 80, 96, 128, 160, 256, 7])),
+        block_size=draw(st.sampled_from([1, 7, 16, 32, 100])),
+        window=draw(st.one_of(st.none(), st.integers(1, 300))),
+        softcap=draw(st.sampled_from([None, 1.0, 30.0])),
+        dtype=draw(FLOATS),
+        cache_dtype=draw(FLOATS),
+        fused=draw(st.booleans()),
+    )
+
+
+@settings(deadline=None, max_examples=150)
+@given(rows=ROWS, shape=shapes(), seed=st.integers(0, 99))
+def test_equals_the_reference(rows: list[tuple[int, int]], shape: Shape, seed: int) -> None:
+    case = make_case(rows, shape, seed)
+    caches = [(case.k_cache.clone(), case.v_cache.clone()) for _ in range(2)]
+    expected = case.run_in_place(reference.paged_attention, *caches[0])
+    assert expected.isfinite().all()
+    assert_close(case.run_in_place(native.paged_attention, *caches[1]), expected)
+    for written, wanted in zip(caches[1], caches[0], strict=True):
+        assert torch.equal(written.nan_to_num(9e9), wanted.nan_to_num(9e9))
+
+
+@settings(deadline=None, max_examples=60)
+@given(rows=ROWS, shape=shapes())
+def test_same_bits_for_any_threads_and_any_batch(rows: list[tuple[int, int]], shape: Shape) -> None:
+    case = make_case(rows, shape)
+    together = case.run()
+    native.set_threads(1)
+    assert torch.equal(case.run(), together)
+    native.set_threads(5)
+    for row in range(len(rows)):
+        assert torch.equal(only_row(case, row).run(), together[row_tokens(case, row)])
+    native.set_threads(2)
+
+
+@settings(deadline=None, max_examples=40)
+@given(shape=shapes(), past=st.integers(0, 500), chunk=st.integers(1, 70))
+def test_same_bits_for_any_chunks(shape: Shape, past: int, chunk: int) -> None:
+    tokens = 70
+    whole = make_case([(tokens, past)], shape)
+    expected = whole.run()
+    k_cache, v_cache = whole.k_cache.clone(), whole.v_cache.clone()
+    assert whole.k is not None
+    assert whole.v is not None
+    for start in range(0, tokens, chunk):
+        part = slice(start, min(start + chunk, tokens))
+        batch = replace(
+            whole.batch,
+            query_start=torch.tensor([0, part.stop - start], dtype=torch.int32),
+            context_len=torch.tensor([past + part.stop], dtype=torch.int32),
+            slots=whole.batch.slots[part],
+        )
+        piece = replace(whole, q=whole.q[part], k=whole.k[part], v=whole.v[part], batch=batch)
+        out = piece.run_in_place(native.paged_attention, k_cache, v_cache)
+        assert torch.equal(out, expected[part])
+
+
+@pytest.mark.parametrize("isa", native.isas())
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("head_size", [40, 64, 7])
+def test_every_instruction_set(isa: str, dtype: torch.dtype, head_size: int) -> None:
+    shape = Shape(head_size=head_size, dtype=dtype, cache_dtype=dtype, window=500, softcap=20.0)
+    case = make_case([(1, 700), (40, 300), (1, 0)], shape)
+    widest = native.isa()
+    native.use_isa(isa)
+    try:
+        assert native.isa() == isa
+        together = case.run()
+        alone = only_row(case, 0).run()
+    finally:
+        native.use_isa(widest)
+    assert_close(together, case.run(reference.paged_attention))
+    assert torch.equal(alone, together[:1])
+
+
+def test_many_splits_and_heads() -> None:
+    case = make_case([(1, 4000), (300, 900), (1, 0), (2, 2047)], Shape(heads=16, head_size=128))
+    assert_close(case.run(), case.run(reference.paged_attention))
+
+
+def test_more_query_heads_than_a_tile_holds() -> None:
+    case = make_case([(3, 300), (1, 700)], Shape(heads=71, kv_heads=1))
+    assert_close(case.run(), case.run(reference.paged_attention))
+
+
+def test_attends_without_writing() -> None:
+    case = make_case([(4, 30), (1, 16)], Shape())
+    k_cache, v_cache = case.k_cache.clone(), case.v_cache.clone()
+    expected = case.run_in_place(native.paged_attention, k_cache, v_cache)
+    reader = replace(case, k=None, v=None, k_cache=k_cache, v_cache=v_cache)
+    assert torch.equal(reader.run(), expected)
+
+
+def test_caches_may_be_strided_views() -> None:
+    case = make_case([(4, 30), (1, 16)], Shape())
+    both = torch.stack((case.k_cache, case.v_cache), dim=1)  # [blocks, 2, Hkv, block_size, D]
+    assert torch.equal(
+        case.run_in_place(native.paged_attention, both[:, 0], both[:, 1]), case.run()
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_every_16_bit_number_survives_the_cache(dtype: torch.dtype) -> None:
+    """One token sees itself alone, so its output is its value, whatever type that is kept in."""
+    numbers = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    v = numbers.view(-1, 1, 256)
+    tokens = len(v)
+    batch = AttentionBatch(
+        block_tables=torch.arange(tokens, dtype=torch.int32).view(-1, 1),
+        query_start=torch.arange(tokens + 1, dtype=torch.int32),
+        context_len=torch.ones(tokens, dtype=torch.int32),
+        slots=torch.arange(tokens),
+        block_size=1,
+    )
+    q = torch.ones(v.shape)
+    for cache_dtype in (dtype, torch.float32):
+        caches = [torch.empty(tokens, 1, 1, 256, dtype=cache_dtype) for _ in range(2)]
+        options = {"scale": 1.0, "window": None, "softcap": None}
+        out = native.paged_attention(q, torch.ones(v.shape), v, *caches, batch, **options)
+        assert torch.equal(caches[1].float().nan_to_num(7.0), v[:, :, None].float().nan_to_num(7.0))
+        assert torch.equal(out.nan_to_num(7.0), v.float().nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rounds_like_torch(dtype: torch.dtype) -> None:
+    random = torch.Generator().manual_seed(1)
+    bits = torch.randint(-(2**31), 2**31, (512, 1, 128), generator=random).int()
+    v = bits.view(torch.float32)
+    caches = [torch.zeros(512, 1, 1, 128, dtype=dtype) for _ in range(2)]
+    batch = AttentionBatch(
+        block_tables=torch.zeros(512, 1, dtype=torch.int32),
+        query_start=torch.arange(513, dtype=torch.int32),
+        context_len=torch.ones(512, dtype=torch.int32),
+        slots=torch.arange(512),
+        block_size=1,
+    )
+    native.paged_attention(v, v, v, *caches, batch, scale=1.0, window=None, softcap=None)
+    expected = v.to(dtype).view(caches[1].shape)
+    assert torch.equal(caches[1].nan_to_num(7.0), expected.nan_to_num(7.0))
+    assert torch.equal(caches[1].isnan(), expected.isnan())
+
+
+@pytest.mark.parametrize("value", [NAN, float("inf"), float("-inf")])
+def test_a_bad_row_harms_no_other(value: float) -> None:
+    rows = [(1, 300), (5, 40), (1, 17)]
+    case = make_case(rows, Shape())
+    expected = case.run()
+    bad = int(case.batch.block_tables[1, 1])
+    case.k_cache[bad, :, 3] = value
+    case.v_cache[bad, :, 3] = value
+    actual = case.run()
+    assert not actual[row_tokens(case, 1)].isfinite().all()
+    for row in (0, 2):
+        assert torch.equal(actual[row_tokens(case, row)], expected[row_tokens(case, row)])
+
+
+def test_extreme_scores() -> None:
+    case = make_case([(1, 700), (8, 20)], Shape())
+    loud = replace(case, q=case.q * 1e4)
+    out = loud.run()
+    assert_close(out, loud.run(reference.paged_attention))
+    assert out.isfinite().all()
+
+
+def test_rows_without_queries_and_empty_batches() -> None:
+    case = make_case([(1, 20), (2, 3)], Shape())
+    idle = replace(
+        case.batch,
+        query_start=torch.tensor([0, 1, 1, 3], dtype=torch.int32),
+        context_len=torch.tensor([21, 0, 5], dtype=torch.int32),
+        block_tables=case.batch.block_tables[[0, 0, 1]],
+    )
+    assert torch.equal(replace(case, batch=idle).run(), case.run())
+    nobody = replace(
+        idle,
+        query_start=torch.zeros(1, dtype=torch.int32),
+        context_len=torch.empty(0, dtype=torch.int32),
+        block_tables=torch.empty(0, 4, dtype=torch.int32),
+        slots=torch.empty(0, dtype=torch.int64),
+    )
+    empty = replace(case, q=case.q[:0], k=case.q[:0, :2], v=case.q[:0, :2], batch=nobody)
+    assert empty.run().shape == (0, 4, 64)
+
+
+def test_concurrent_calls() -> None:
+    cases = [
+        make_case([(1, 900), (20, 40 * seed), (1, 300)], Shape(heads=8), seed) for seed in range(4)
+    ]
+    expected = [case.run() for case in cases]
+
+    def repeat(i: int) -> bool:
+        return all(torch.equal(cases[i].run(), expected[i]) for _ in range(40))
+
+    with ThreadPoolExecutor(4) as pool:
+        results = pool.map(repeat, range(4))
+        for count in (3, 1, 4, 2) * 5:  # changing the pool under the calls must not disturb them
+            native.set_threads(count)
+        assert all(results)
+
+
+def test_works_in_a_forked_child() -> None:
+    case = make_case([(1, 2000), (64, 500)], Shape(heads=8))
+    expected = case.run()
+    child = os.fork()
+    if child == 0:  # torch operations other than a comparison could wait for lost torch threads
+        native.set_threads(3)
+        out = native.paged_attention(
+            case.q, None, None, case.k_cache, case.v_cache, case.batch,
+            scale=0.125, window=None, softcap=None,
+        )  # fmt: skip
+        os._exit(0 if out.shape == expected.shape and native.threads() == 3 else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def broken(case: Case, **changes: object) -> Case:
+    """The case with some tensors replaced, be they of the batch or not."""
+    inside = {name: value for name, value in changes.items() if hasattr(case.batch, name)}
+    outside = {name: value for name, value in changes.items() if name not in inside}
+    return replace(case, batch=replace(case.batch, **inside), **outside)  # type: ignore[arg-type]
+
+
+GOOD = make_case([(1, 20), (2, 3)], Shape())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q": torch.zeros(3, 4, 32)}, r"k_cache has shape \[5, 2, 16, 64\], .*head_size=32"),
+        ({"q": torch.zeros(3, 4)}, r"q has shape \[3, 4\], expected \[tokens, heads, head_size\]"),
+        ({"q": torch.zeros(3, 5, 64)}, r"q of shape \[3, 5, 64\] does not go with k_cache"),
+        ({"q": torch.zeros(3, 4, 64).double()}, r"q of shape \[3, 4, 64\] has type torch.float64"),
+        ({"q": torch.zeros(3, 64, 4).mT}, r"q of shape .* contiguous in its last dimension"),
+        ({"q": torch.zeros(3, 4, 64, device="meta")}, r"q of shape .* on meta"),
+        ({"q": torch.zeros(3, 4, 64).int()}, r"q of shape \[3, 4, 64\] must be float32"),
+        ({"k": torch.zeros(3, 1, 64)}, r"k has shape \[3, 1, 64\], .*kv_heads=2"),
+        ({"k": None}, "k and v must both be given"),
+        ({"v": torch.zeros(2, 2, 64)}, r"v has shape \[2, 2, 64\], .*tokens=3"),
+        ({"v_cache": torch.zeros(4, 2, 16, 64)}, r"v_cache has shape .*blocks=5"),
+        ({"block_size": 8}, r"k_cache has shape .*block_size=8"),
+        ({"slots": torch.tensor([1, 2, 80])}, r"slots\[2\] is 80, outside k_cache"),
+        ({"slots": torch.tensor([1, -1, 2])}, r"slots\[1\] is -1"),
+        ({"slots": torch.tensor([1, 2])}, r"slots has shape \[2\], expected \[tokens=3\]"),
+        ({"slots": torch.tensor([1, 2, 3]).int()}, r"slots of shape \[3\] must be int64"),
+        ({"context_len": torch.tensor([21, 1]).int()}, "row 1: context_len 1 is less than its 2"),
+        ({"context_len": torch.tensor([33, 5]).int()}, "row 0: context_len 33 exceeds the table"),
+        ({"context_len": torch.tensor([21, 5])}, r"context_len of shape \[2\] must be int32"),
+        ({"query_start": torch.tensor([0, 1, 2]).int()}, "query_start must run from 0 to"),
+        ({"query_start": torch.tensor([0, 4, 3]).int()}, "row 1: query_start decreases"),
+        ({"query_start": torch.tensor([0, 3]).int()}, r"query_start has shape \[2\]"),
+        (
+            {"block_tables": torch.tensor([[0, 9], [1, 2]]).int()},
+            "row 0: block_tables entry 1 is 9",
+        ),
+        ({"block_tables": torch.tensor([[0, -1], [1, 2]]).int()}, "entry 1 is -1, outside k_cache"),
+        ({"shape": Shape(window=0)}, "window is 0"),
+        ({"shape": Shape(softcap=0.0)}, "softcap is 0.0"),
+        ({"shape": Shape(softcap=NAN)}, "softcap is nan"),
+    ],
+)
+def test_wrong_calls_are_refused(changes: dict[str, object], message: str) -> None:
+    case = broken(GOOD, **changes)
+    k_cache, v_cache = case.k_cache.clone(), case.v_cache.clone()
+    with pytest.raises(ValueError, match=message):
+        case.run_in_place(native.paged_attention, k_cache, v_cache)
+    assert torch.equal(k_cache.nan_to_num(7.0), case.k_cache.nan_to_num(7.0))
+
+
+def test_wrong_settings_are_refused() -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        native.set_threads(0)
+    with pytest.raises(ValueError, match="cannot run instruction set 'sse9'"):
+        native.use_isa("sse9")
