@@ -68,6 +68,22 @@ def test_a_pool_that_is_too_small_for_all_changes_no_token(folders, family):
     assert [r.token_ids for r in results] == [r.token_ids for r in expected]
 
 
+def test_a_length_below_the_window_makes_every_layer_full(folders):
+    """The spec is read with the length served, also when memory decides that length."""
+    model, tokens = build("gemma3"), PROMPTS[1]
+    expected = reference_tokens(model, tokens, 9)
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    with llm(folders["gemma3"]) as engine:
+        window = min(g.window for g in engine.engine.model.facts.groups if g.window)
+        assert window > 16
+        cost = sum(g.bytes_per_token for g in engine.engine.model.facts.groups)
+    with llm(folders["gemma3"], kv_memory=16 * cost) as by_memory:
+        assert by_memory.engine.resolved.max_model_len == 16
+        assert by_memory.generate([tokens], params, progress=False)[0].token_ids == expected
+    with llm(folders["gemma3"], max_model_len=16) as by_setting:
+        assert by_setting.generate([tokens], params, progress=False)[0].token_ids == expected
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_prefix_cache_changes_no_token_and_is_reported(folders, family):
     with llm(folders[family], prefix_caching=False) as plain:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -101,14 +101,29 @@ def find_model(config: EngineConfig) -> Model:
     return Model(folder, spec, read_generation_defaults(folder), dtype, facts, ops)
 
 
+def settle(config: EngineConfig) -> tuple[Model, ResolvedConfig]:
+    """Find the model and decide everything that is open.
+
+    The spec depends on the longest sequence served (longrope factors; a window that no sequence
+    outgrows is none), so it is read again once that length is known.
+    """
+    model = find_model(config)
+    resolved = resolve(config, model.facts)
+    if resolved.max_model_len == config.max_model_len:
+        return model, resolved
+    limited = resolved.limited_by_memory
+    config = replace(config, max_model_len=resolved.max_model_len)
+    model = find_model(config)
+    return model, replace(resolve(config, model.facts), limited_by_memory=limited)
+
+
 def build_engine(config: EngineConfig) -> Engine:
     """Load the model and put scheduler and executor around it.
 
     Raises:
         WeftError: a typed error for everything that can be wrong with settings, model or memory.
     """
-    model = find_model(config)
-    resolved = resolve(config, model.facts)
+    model, resolved = settle(config)
     if resolved.limited_by_memory:
         logger.warning(
             "The KV memory holds %d tokens, so max_model_len is %d instead of the model's %d; "
@@ -121,7 +136,6 @@ def build_engine(config: EngineConfig) -> Engine:
         logger.warning("generation_config.json sets '%s', which weft does not apply.", key)
     set_threads(config.threads or usable_cores(), model.ops)
     dtype, device = getattr(torch, model.dtype), torch.device("cpu")
-    # Longrope picks its factors by the length served, so the spec is read again with it.
     decoder = load_model(
         model.folder,
         dtype=dtype,

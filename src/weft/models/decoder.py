@@ -1,0 +1,186 @@
+"""One decoder for every family: the spec says what a layer is made of, attention is handed in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from weft.core.errors import InvariantError
+from weft.kernels.ops import OpTable
+from weft.models.layers import (
+    Angles,
+    LayerWeights,
+    add_per_layer_input,
+    feed_forward,
+    inverse_frequencies,
+    project_qkv,
+)
+from weft.models.spec import AttentionParams, ModelSpec
+
+
+class Attend(Protocol):
+    """Writes K and V of one layer and attends; may hand back other rows than it was given.
+
+    Given q [T, H, D], k and v [T, Hkv, D] (None where the layer reads another layer's KV), the
+    residual [T, C] and the positions [T], it returns the attention output [T', H, D] with the
+    residual [T', C] and the positions [T'] of those rows. The very same ``positions`` object handed
+    back means the same rows.
+    """
+
+    def __call__(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        residual: Tensor,
+        positions: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+class Decoder:
+    """A loaded model.
+
+    ``forward`` is the one forward pass; other executors weave the same parts in another order:
+    ``embed``, then for each layer ``pre``, attention and ``post``, then ``finish`` and ``logits``.
+    They call the parts under ``torch.inference_mode``.
+    """
+
+    def __init__(self, spec: ModelSpec, tensors: Mapping[str, Tensor], ops: OpTable) -> None:
+        """Take the parameters by the names that ``layout.parameters`` gives them."""
+        self.spec = spec
+        self.ops = ops
+        self.embedding = tensors["embed"]  # [V, C]
+        self.final_norm = tensors["norm"]  # [C]
+        self.lm_head = tensors["embed" if spec.tied_embeddings else "lm_head"]  # [V, C]
+        self.layers = tuple(_layer_weights(number, tensors) for number in range(spec.num_layers))
+        self.per_layer_embedding = tensors.get("per_layer_embed")  # [V', L * P]
+        self.per_layer_projection = tensors.get("per_layer_projection")  # [L * P, C]
+        self.per_layer_norm = tensors.get("per_layer_norm")  # [P]
+        device = self.embedding.device
+        self._frequencies = tuple(inverse_frequencies(rope).to(device) for rope in spec.ropes)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights lie."""
+        return self.embedding.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of weights and hidden states."""
+        return self.embedding.dtype
+
+    def attention_params(self, layer: int) -> AttentionParams:
+        """Return how this layer calls ``paged_attention`` and which group holds its cache."""
+        return self.spec.attention(layer)
+
+    @torch.inference_mode()
+    def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Run every layer over T tokens.
+
+        Args:
+            input_ids: [T] int64.
+            positions: [T] int64, the place of each token in its own sequence.
+
+        Returns:
+            The normalised hidden states [T', C] of the rows that the last ``attend`` handed back.
+        """
+        residual = self.embed(input_ids)  # [T, C]
+        layer_inputs = self.layer_inputs(input_ids, residual)  # [L, T, P] or None
+        angles = self.angles(positions)
+        for number in range(self.spec.num_layers):
+            q, k, v = self.pre(number, residual, angles)
+            out, residual, rows = attend(number, q, k, v, residual, positions)
+            if rows is not positions:
+                if layer_inputs is not None:
+                    raise InvariantError("rows cannot change in a model with per-layer inputs")
+                positions, angles = rows, self.angles(rows)
+            inputs = None if layer_inputs is None else layer_inputs[number]
+            residual = self.post(number, out, residual, inputs)
+        return self.finish(residual)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return float32 logits [S, V] of normalised hidden states [S, C]."""
+        logits = self.ops.linear(hidden, self.lm_head, None).float()
+        cap = self.spec.logit_softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """Return the token embeddings [T, C], scaled where the family scales them."""
+        return _scaled(functional.embedding(input_ids, self.embedding), self.spec.embedding_scale)
+
+    def layer_inputs(self, input_ids: Tensor, embedded: Tensor) -> Tensor | None:
+        """Return the per-layer inputs [L, T, P] of the tokens, None for a model without them."""
+        if self.per_layer_embedding is None or self.per_layer_projection is None:
+            return None
+        spec = self.spec
+        shape = (len(input_ids), spec.num_layers, spec.per_layer_input_size)
+        tokens = functional.embedding(input_ids, self.per_layer_embedding).view(shape)  # [T, L, P]
+        tokens = _scaled(tokens, spec.per_layer_input_size**0.5)
+        context = self.ops.linear(embedded, self.per_layer_projection, None).view(shape)
+        context = context * spec.hidden_size**-0.5
+        context = self.ops.rms_norm(context, self.per_layer_norm, spec.norm_eps, spec.norm_plus_one)
+        both: Tensor = (context + tokens) * 2.0**-0.5
+        return both.transpose(0, 1)
+
+    def angles(self, positions: Tensor) -> tuple[Angles, ...]:
+        """Return cos and sin [T, R] float32 of the positions [T], for each rope of the spec."""
+        result = []
+        for rope, frequencies in zip(self.spec.ropes, self._frequencies, strict=True):
+            turns = positions.float().unsqueeze(1) * frequencies  # [T, R]
+            scale = rope.attention_factor
+            result.append((turns.cos() * scale, turns.sin() * scale))
+        return tuple(result)
+
+    def pre(
+        self, layer: int, residual: Tensor, angles: tuple[Angles, ...]
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Norm, QKV, QK norm and rotation: q [T, H, D], k and v [T, Hkv, D] or None."""
+        spec, weights = self.spec, self.layers[layer]
+        x = self.ops.rms_norm(residual, weights.input_norm, spec.norm_eps, spec.norm_plus_one)
+        kind = spec.layers[layer]
+        return project_qkv(spec, kind, weights, x, angles[kind.rope], self.ops)
+
+    def post(
+        self, layer: int, attended: Tensor, residual: Tensor, inputs: Tensor | None = None
+    ) -> Tensor:
+        """Output projection, MLP and both residual sums: the new residual [T, C].
+
+        Args:
+            attended: [T, H, D].
+            inputs: [T, P], the layer's own inputs of a model with per-layer inputs.
+        """
+        spec, ops, weights = self.spec, self.ops, self.layers[layer]
+        y = ops.linear(attended.flatten(1), weights.output, weights.output_bias)  # [T, C]
+        if weights.post_attention_norm is not None:
+            y = ops.rms_norm(y, weights.post_attention_norm, spec.norm_eps, spec.norm_plus_one)
+        residual = residual + y
+        y = feed_forward(spec, spec.layers[layer], weights, residual, ops)
+        if weights.post_mlp_norm is not None:
+            y = ops.rms_norm(y, weights.post_mlp_norm, spec.norm_eps, spec.norm_plus_one)
+        residual = residual + y
+        if inputs is not None:
+            residual = add_per_layer_input(spec, weights, residual, inputs, ops)
+        return residual if weights.layer_scalar is None else residual * weights.layer_scalar
+
+    def finish(self, residual: Tensor) -> Tensor:
+        """Return the final norm of the residual [T, C]."""
+        spec = self.spec
+        return self.ops.rms_norm(residual, self.final_norm, spec.norm_eps, spec.norm_plus_one)
+
+
+def _scaled(x: Tensor, factor: float) -> Tensor:
+    """Multiply by a factor first rounded to the dtype of x, as the models were trained."""
+    return x if factor == 1.0 else x * torch.tensor(factor, dtype=x.dtype).item()
+
+
+def _layer_weights(number: int, tensors: Mapping[str, Tensor]) -> LayerWeights:
+    prefix = f"layers.{number}."
+    names = [field.name for field in fields(LayerWeights)]
+    return LayerWeights(**{n: tensors[prefix + n] for n in names if prefix + n in tensors})

@@ -1,0 +1,105 @@
+"""What the families share when they read ``config.json``. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from weft.models.config_reader import ConfigReader
+from weft.models.rope_config import RopeContext
+from weft.models.spec import LayerSpec
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes that every family states."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    layers: int
+    max_position: int
+    served: int  # the longest sequence that will be served
+
+    def layer(self, **differences: Any) -> LayerSpec:
+        """Return a layer of these sizes."""
+        sizes = {
+            "num_kv_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "intermediate_size": self.intermediate,
+        }
+        return LayerSpec(**(sizes | differences))
+
+    def rope_context(self, **differences: Any) -> RopeContext:
+        """Return what a rotary embedding of these sizes starts from, base 10000."""
+        values = {
+            "head_dim": self.head_dim,
+            "theta": 10_000.0,
+            "max_position": self.max_position,
+            "max_model_len": self.served,
+        }
+        return RopeContext(**(values | differences))
+
+
+def read_sizes(config: ConfigReader, limit: int | None) -> Sizes:
+    """Read the sizes; ``limit`` is the longest sequence that will be served, if one is set."""
+    hidden, heads = config.positive("hidden_size"), config.positive("num_attention_heads")
+    kv_heads = config.positive("num_key_value_heads", heads)
+    if heads % kv_heads:
+        config.refuse("num_key_value_heads", kv_heads, f"it must divide the {heads} query heads")
+    max_position = config.positive("max_position_embeddings")
+    return Sizes(
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=config.positive("head_dim", hidden // heads),
+        intermediate=config.positive("intermediate_size"),
+        layers=config.positive("num_hidden_layers"),
+        max_position=max_position,
+        served=limit or max_position,
+    )
+
+
+def read_common(
+    config: ConfigReader, sizes: Sizes, *, activation: str = "hidden_act"
+) -> dict[str, Any]:
+    """Return the ModelSpec fields that every family reads the same way.
+
+    Args:
+        activation: the key of the activation function.
+    """
+    dtype = config.value("dtype", config.value("torch_dtype", None))
+    bos = config.integers("bos_token_id")
+    return {
+        "vocab_size": config.positive("vocab_size"),
+        "hidden_size": sizes.hidden,
+        "num_heads": sizes.heads,
+        "norm_eps": config.number("rms_norm_eps", 1e-6),
+        "activation": ACTIVATIONS[config.choice(activation, "silu", ACTIVATIONS)],
+        "max_position_embeddings": sizes.max_position,
+        "tied_embeddings": config.flag("tie_word_embeddings", False),
+        "eos_token_ids": config.integers("eos_token_id"),
+        "bos_token_id": bos[0] if bos else None,
+        "dtype": str(dtype).removeprefix("torch.") if dtype else None,
+    }
+
+
+def read_window(config: ConfigReader) -> int | None:
+    """Read the sliding window, None where it is switched off."""
+    return None if config.switched_off("sliding_window") else config.positive("sliding_window")
+
+
+def read_layer_types(config: ConfigReader, sizes: Sizes, default: Sequence[str]) -> list[str]:
+    """Read which layers attend fully and which within the sliding window."""
+    found = config.value("layer_types", list(default))
+    if not isinstance(found, list) or any(kind not in (FULL, SLIDING) for kind in found):
+        config.refuse("layer_types", found, f"supported: lists of {FULL} and {SLIDING}")
+    if len(found) != sizes.layers:
+        config.refuse("layer_types", found, f"{sizes.layers} entries are needed, one a layer")
+    return list(found)

@@ -1,0 +1,186 @@
+"""The tensors of one layer, and the parts of a layer that are not attention."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from weft.core.errors import InvariantError
+from weft.kernels.ops import OpTable
+from weft.models.spec import LayerSpec, ModelSpec, RopeSpec
+
+Angles = tuple[Tensor, Tensor]  # cos and sin, each [T, R] float32
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """The parameters of one layer; None where the model has no such part.
+
+    H query heads, Hkv KV heads of size D; hidden size C; MLP size I; E experts of size J.
+    """
+
+    input_norm: Tensor  # [C]
+    qkv: Tensor  # [(H + 2 Hkv) * D, C]
+    output: Tensor  # [C, H * D]
+    mlp_norm: Tensor  # [C]
+    qkv_bias: Tensor | None = None
+    output_bias: Tensor | None = None  # [C]
+    qk_norm: Tensor | None = None  # [H + Hkv, D]
+    post_attention_norm: Tensor | None = None  # [C]
+    post_mlp_norm: Tensor | None = None  # [C]
+    gate_up: Tensor | None = None  # [2 I, C]
+    gate_up_bias: Tensor | None = None  # [2 I]
+    down: Tensor | None = None  # [C, I]
+    down_bias: Tensor | None = None  # [C]
+    router: Tensor | None = None  # [E, C]
+    router_scale: Tensor | None = None  # [C]
+    expert_scale: Tensor | None = None  # [E]
+    expert_gate_up: Tensor | None = None  # [E, 2 J, C]
+    expert_down: Tensor | None = None  # [E, C, J]
+    dense_post_norm: Tensor | None = None  # [C]
+    expert_norm: Tensor | None = None  # [C]
+    expert_post_norm: Tensor | None = None  # [C]
+    input_gate: Tensor | None = None  # [P, C]
+    input_projection: Tensor | None = None  # [C, P]
+    post_input_norm: Tensor | None = None  # [C]
+    layer_scalar: Tensor | None = None  # [1]
+
+
+def inverse_frequencies(rope: RopeSpec) -> Tensor:
+    """Return the inverse frequencies [R] float32 of one rotary embedding.
+
+    Computed in float32, as the models were trained, so that far positions get the same angles.
+    """
+    exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim
+    plain = 1.0 / rope.theta**exponents
+    match rope.kind:
+        case "default":
+            return plain
+        case "linear":
+            return plain / rope.factor
+        case "llama3":
+            return _llama3_frequencies(plain, rope)
+        case "yarn":
+            return _yarn_frequencies(plain, rope)
+        case "longrope":
+            return 1.0 / (torch.tensor(rope.dim_factors) * rope.theta**exponents)
+        case "proportional":
+            plain[rope.rotated_angles :] = 0.0
+            return plain / rope.factor
+    raise InvariantError(f"no formula for rope kind '{rope.kind}'")
+
+
+def _llama3_frequencies(plain: Tensor, rope: RopeSpec) -> Tensor:
+    """Divide slow frequencies by the factor, keep fast ones, blend between (Llama 3.1)."""
+    rotations = rope.original_max_position * plain / (2 * math.pi)  # turns within the old context
+    low, high = rope.low_freq_factor, rope.high_freq_factor
+    keep = ((rotations - low) / (high - low)).clamp(0.0, 1.0)
+    return keep * plain + (1 - keep) * plain / rope.factor
+
+
+def _yarn_frequencies(plain: Tensor, rope: RopeSpec) -> Tensor:
+    """Interpolate by parts: NTK-by-parts of YaRN (Peng et al. 2023, section 3.2)."""
+    dim = rope.rotary_dim
+
+    def turns_at(rotations: float) -> float:
+        ratio = rope.original_max_position / (rotations * 2 * math.pi)
+        return dim * math.log(ratio) / (2 * math.log(rope.theta))
+
+    low, high = turns_at(rope.beta_fast), turns_at(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    span = high - low if high != low else 0.001
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / span).clamp(0.0, 1.0)
+    return ramp * plain / rope.factor + (1 - ramp) * plain
+
+
+def project_qkv(
+    spec: ModelSpec,
+    layer: LayerSpec,
+    weights: LayerWeights,
+    x: Tensor,
+    angles: Angles,
+    ops: OpTable,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return rotated Q [T, H, D], rotated K and V [T, Hkv, D] of normalised input x [T, C].
+
+    K and V are None for a layer that reads the KV of another one. All are views whose last two
+    dimensions may be strided over T; the head dimension is contiguous.
+    """
+    tokens = x.shape[0]
+    qkv = ops.linear(x, weights.qkv, weights.qkv_bias).view(tokens, -1, layer.head_dim)
+    heads = spec.num_heads
+    rotated_heads = heads if layer.kv_source is not None else heads + layer.num_kv_heads
+    qk = qkv[:, :rotated_heads]  # [T, H + Hkv, D]
+    v = qkv[:, heads:rotated_heads] if layer.value_is_key else qkv[:, rotated_heads:]
+    if weights.qk_norm is not None:
+        qk = ops.rms_norm(qk, weights.qk_norm, spec.norm_eps, spec.norm_plus_one)
+    qk = ops.rope(qk, *angles)
+    if layer.kv_source is not None:
+        return qk, None, None
+    if spec.value_norm:
+        v = ops.rms_norm(v, None, spec.norm_eps, False)
+    return qk[:, :heads], qk[:, heads:], v
+
+
+def feed_forward(
+    spec: ModelSpec, layer: LayerSpec, weights: LayerWeights, hidden: Tensor, ops: OpTable
+) -> Tensor:
+    """Return what the MLP or the experts add to ``hidden`` [T, C], before any post norm."""
+    x = _norm(spec, hidden, weights.mlp_norm, ops)
+    if not layer.moe:
+        return _mlp(spec, weights, x, ops)
+    assert spec.moe is not None
+    if not spec.moe.beside_mlp:
+        return _experts(spec, weights, x, x, ops)
+    dense = _norm(spec, _mlp(spec, weights, x, ops), weights.dense_post_norm, ops)
+    routed = ops.rms_norm(hidden, weights.router_scale, spec.norm_eps, False)
+    routed = routed * spec.hidden_size**-0.5
+    x = _norm(spec, hidden, weights.expert_norm, ops)
+    sparse = _norm(spec, _experts(spec, weights, routed, x, ops), weights.expert_post_norm, ops)
+    return dense + sparse
+
+
+def add_per_layer_input(
+    spec: ModelSpec, weights: LayerWeights, hidden: Tensor, inputs: Tensor, ops: OpTable
+) -> Tensor:
+    """Add the gated per-layer token embedding ``inputs`` [T, P] to ``hidden`` [T, C] (Gemma 4)."""
+    assert weights.input_gate is not None
+    assert weights.input_projection is not None
+    gate = ops.linear(hidden, weights.input_gate, None)  # [T, P]
+    gated = ops.act_mul(torch.cat((gate, inputs), dim=-1), spec.activation)  # [T, P]
+    y = ops.linear(gated, weights.input_projection, None)  # [T, C]
+    return hidden + _norm(spec, y, weights.post_input_norm, ops)
+
+
+def _norm(spec: ModelSpec, x: Tensor, weight: Tensor | None, ops: OpTable) -> Tensor:
+    return ops.rms_norm(x, weight, spec.norm_eps, spec.norm_plus_one)
+
+
+def _mlp(spec: ModelSpec, weights: LayerWeights, x: Tensor, ops: OpTable) -> Tensor:
+    assert weights.gate_up is not None
+    assert weights.down is not None
+    gate_up = ops.linear(x, weights.gate_up, weights.gate_up_bias)  # [T, 2 I]
+    return ops.linear(ops.act_mul(gate_up, spec.activation), weights.down, weights.down_bias)
+
+
+def _experts(
+    spec: ModelSpec, weights: LayerWeights, routed: Tensor, x: Tensor, ops: OpTable
+) -> Tensor:
+    """Route by ``routed`` [T, C], compute on ``x`` [T, C]."""
+    assert spec.moe is not None
+    assert weights.router is not None
+    assert weights.expert_gate_up is not None
+    assert weights.expert_down is not None
+    scores = ops.linear(routed, weights.router, None).float().softmax(dim=-1)  # [T, E]
+    shares, experts = scores.topk(spec.moe.top_k, dim=-1)  # [T, K] each
+    if spec.moe.normalise:
+        shares = shares / shares.sum(dim=-1, keepdim=True)
+    if weights.expert_scale is not None:
+        shares = shares * weights.expert_scale[experts]
+    gate_up, down = weights.expert_gate_up, weights.expert_down
+    return ops.moe(x, shares, experts, gate_up, down, spec.activation)

@@ -1,0 +1,201 @@
+"""Every parameter of a model: its shape, and the checkpoint tensors that fill it. Torch-free.
+
+The one description serves the loader, the parameter count and the memory estimate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from weft.models.spec import LayerSpec, ModelSpec
+
+Shape = tuple[int, ...]
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One checkpoint tensor and the part of a parameter that it fills.
+
+    ``index`` has a slice or an index for each leading dimension; a tensor with fewer dimensions
+    than the part is repeated over it.
+    """
+
+    tensor: str  # without the layout's prefix
+    shape: Shape
+    index: tuple[slice | int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One tensor of the running model."""
+
+    name: str
+    shape: Shape
+    pieces: tuple[Piece, ...]
+
+
+def parameters(spec: ModelSpec, *, stacked_experts: bool = False) -> Iterator[Parameter]:
+    """Yield every parameter of the model, layer by layer.
+
+    Args:
+        stacked_experts: the checkpoint stores the experts of a layer as one tensor.
+    """
+    hidden = spec.hidden_size
+    yield _whole("embed", "embed_tokens.weight", (spec.vocab_size, hidden))
+    if spec.per_layer_input_size:
+        width = spec.num_layers * spec.per_layer_input_size
+        table = (spec.per_layer_vocab_size, width)
+        yield _whole("per_layer_embed", "embed_tokens_per_layer.weight", table)
+        projection = "per_layer_model_projection.weight"
+        yield _whole("per_layer_projection", projection, (width, hidden))
+        norm = "per_layer_projection_norm.weight"
+        yield _whole("per_layer_norm", norm, (spec.per_layer_input_size,))
+    for number, layer in enumerate(spec.layers):
+        inside = [
+            *_attention(spec, layer),
+            *_norms(spec),
+            *_mlp(spec, layer),
+            *_experts(spec, layer, stacked_experts),
+            *_per_layer_input(spec),
+        ]
+        for parameter in inside:
+            yield _within_layer(number, parameter)
+    yield _whole("norm", "norm.weight", (hidden,))
+    if not spec.tied_embeddings:
+        yield _whole("lm_head", "lm_head.weight", (spec.vocab_size, hidden))
+
+
+def num_parameters(spec: ModelSpec) -> int:
+    """Return how many numbers the checkpoint holds for this model."""
+    pieces = (piece for parameter in parameters(spec) for piece in parameter.pieces)
+    return sum(math.prod(piece.shape) for piece in pieces)
+
+
+def weight_bytes(spec: ModelSpec, dtype: str) -> int:
+    """Return the bytes of all weights in memory for a dtype name such as ``bfloat16``."""
+    return DTYPE_BYTES[dtype] * sum(math.prod(p.shape) for p in parameters(spec))
+
+
+def _whole(name: str, tensor: str, shape: Shape) -> Parameter:
+    return Parameter(name, shape, (Piece(tensor, shape),))
+
+
+def _within_layer(number: int, parameter: Parameter) -> Parameter:
+    pieces = tuple(
+        Piece(f"layers.{number}.{piece.tensor}", piece.shape, piece.index)
+        for piece in parameter.pieces
+    )
+    return Parameter(f"layers.{number}.{parameter.name}", parameter.shape, pieces)
+
+
+def _stack(name: str, parts: list[tuple[str, int]], *columns: int) -> Parameter:
+    """Return a parameter of tensors stacked along the first dimension: (tensor, rows) each."""
+    pieces, start = [], 0
+    for tensor, rows in parts:
+        pieces.append(Piece(tensor, (rows, *columns), (slice(start, start + rows),)))
+        start += rows
+    return Parameter(name, (start, *columns), tuple(pieces))
+
+
+def _attention(spec: ModelSpec, layer: LayerSpec) -> Iterator[Parameter]:
+    hidden, dim = spec.hidden_size, layer.head_dim
+    q_rows, kv_rows = spec.num_heads * dim, layer.num_kv_heads * dim
+    parts = [("q_proj", q_rows)]
+    if layer.kv_source is None:
+        parts.append(("k_proj", kv_rows))
+        if not layer.value_is_key:
+            parts.append(("v_proj", kv_rows))
+    if spec.layout.fused_projections:
+        parts = [("qkv_proj", q_rows + 2 * kv_rows)]
+    yield _stack("qkv", [(f"self_attn.{name}.weight", rows) for name, rows in parts], hidden)
+    if spec.qkv_bias:
+        yield _stack("qkv_bias", [(f"self_attn.{name}.bias", rows) for name, rows in parts])
+    yield _whole("output", "self_attn.o_proj.weight", (hidden, q_rows))
+    if spec.output_bias:
+        yield _whole("output_bias", "self_attn.o_proj.bias", (hidden,))
+    if spec.qk_norm:
+        yield _qk_norm(spec, layer)
+
+
+def _qk_norm(spec: ModelSpec, layer: LayerSpec) -> Parameter:
+    """Return one norm weight per head, so that Q and K are normalised by one call."""
+    heads, shape = spec.num_heads, (layer.head_dim,)
+    pieces = [Piece("self_attn.q_norm.weight", shape, (slice(0, heads),))]
+    if layer.kv_source is None:
+        stop = heads + layer.num_kv_heads
+        pieces.append(Piece("self_attn.k_norm.weight", shape, (slice(heads, stop),)))
+        heads = stop
+    return Parameter("qk_norm", (heads, layer.head_dim), tuple(pieces))
+
+
+def _norms(spec: ModelSpec) -> Iterator[Parameter]:
+    names = {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    if spec.post_norms:
+        names = {
+            "input_norm": "input_layernorm",
+            "post_attention_norm": "post_attention_layernorm",
+            "mlp_norm": "pre_feedforward_layernorm",
+            "post_mlp_norm": "post_feedforward_layernorm",
+        }
+    for name, tensor in names.items():
+        yield _whole(name, f"{tensor}.weight", (spec.hidden_size,))
+
+
+def _mlp(spec: ModelSpec, layer: LayerSpec) -> Iterator[Parameter]:
+    if layer.moe and not (spec.moe and spec.moe.beside_mlp):
+        return
+    hidden, size = spec.hidden_size, layer.intermediate_size
+    parts = [("gate_proj", size), ("up_proj", size)]
+    if spec.layout.fused_projections:
+        parts = [("gate_up_proj", 2 * size)]
+    yield _stack("gate_up", [(f"mlp.{name}.weight", rows) for name, rows in parts], hidden)
+    yield _whole("down", "mlp.down_proj.weight", (hidden, size))
+    if spec.mlp_bias:
+        yield _stack("gate_up_bias", [(f"mlp.{name}.bias", rows) for name, rows in parts])
+        yield _whole("down_bias", "mlp.down_proj.bias", (hidden,))
+
+
+def _experts(spec: ModelSpec, layer: LayerSpec, stacked: bool) -> Iterator[Parameter]:
+    if not layer.moe or spec.moe is None:
+        return
+    hidden, count, size = spec.hidden_size, spec.moe.num_experts, spec.moe.intermediate_size
+    gate_up, down = (count, 2 * size, hidden), (count, hidden, size)
+    home = "experts" if spec.moe.beside_mlp else "mlp.experts"
+    if stacked:
+        yield _whole("expert_gate_up", f"{home}.gate_up_proj", gate_up)
+        yield _whole("expert_down", f"{home}.down_proj", down)
+    else:
+        yield Parameter("expert_gate_up", gate_up, tuple(_expert_gate_up(home, spec)))
+        single = [Piece(f"{home}.{e}.down_proj.weight", down[1:], (e,)) for e in range(count)]
+        yield Parameter("expert_down", down, tuple(single))
+    if not spec.moe.beside_mlp:
+        yield _whole("router", "mlp.gate.weight", (count, hidden))
+        return
+    yield _whole("router", "router.proj.weight", (count, hidden))
+    yield _whole("router_scale", "router.scale", (hidden,))
+    yield _whole("expert_scale", "router.per_expert_scale", (count,))
+    yield _whole("dense_post_norm", "post_feedforward_layernorm_1.weight", (hidden,))
+    yield _whole("expert_norm", "pre_feedforward_layernorm_2.weight", (hidden,))
+    yield _whole("expert_post_norm", "post_feedforward_layernorm_2.weight", (hidden,))
+
+
+def _expert_gate_up(home: str, spec: ModelSpec) -> Iterator[Piece]:
+    assert spec.moe is not None
+    size, shape = spec.moe.intermediate_size, (spec.moe.intermediate_size, spec.hidden_size)
+    for expert in range(spec.moe.num_experts):
+        yield Piece(f"{home}.{expert}.gate_proj.weight", shape, (expert, slice(0, size)))
+        yield Piece(f"{home}.{expert}.up_proj.weight", shape, (expert, slice(size, 2 * size)))
+
+
+def _per_layer_input(spec: ModelSpec) -> Iterator[Parameter]:
+    size, hidden = spec.per_layer_input_size, spec.hidden_size
+    if size:
+        yield _whole("input_gate", "per_layer_input_gate.weight", (size, hidden))
+        yield _whole("input_projection", "per_layer_projection.weight", (hidden, size))
+        yield _whole("post_input_norm", "post_per_layer_input_norm.weight", (hidden,))
+    if spec.layer_scalars:
+        yield _whole("layer_scalar", "layer_scalar", (1,))

@@ -1,0 +1,252 @@
+"""Streams safetensors into a decoder: each parameter filled once, each tensor accounted for.
+
+All headers are read and checked before a byte of weights is; then every tensor is copied from the
+memory-mapped file into its place, so the peak is the model and one tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from weft.core.errors import CheckpointError
+from weft.kernels.ops import OpTable
+from weft.models.decoder import Decoder
+from weft.models.families import read_spec
+from weft.models.layout import Parameter, Piece, parameters
+from weft.models.spec import ModelSpec
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+FLOATS = {"F32", "F16", "BF16"}
+LISTED = 8  # names shown in an error that concerns many tensors
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor as its file's header describes it."""
+
+    name: str
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def load_model(
+    path: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int | None,
+    ops: OpTable,
+) -> Decoder:
+    """Load a model folder.
+
+    Args:
+        dtype: what the weights are converted to.
+        max_model_len: the longest sequence that will be served, in tokens.
+
+    Raises:
+        UnsupportedModelError: the config asks for something that weft does not implement.
+        CheckpointError: a tensor is missing, unexpected, misshapen, unreadable or twice there.
+    """
+    spec = read_spec(path, max_model_len)
+    with ExitStack() as files:
+        checkpoint = Checkpoint(path, spec, files)
+        tensors = checkpoint.load(dtype, device)
+    return Decoder(spec, tensors, ops)
+
+
+class Checkpoint:
+    """The open safetensors files of a model folder, checked against what the spec needs."""
+
+    def __init__(self, folder: Path, spec: ModelSpec, files: ExitStack) -> None:
+        """Open every file on ``files`` and check all headers.
+
+        Raises:
+            CheckpointError: see ``load_model``.
+        """
+        self._spec = spec
+        self._folder = folder
+        self._open = {path: _open(path, files) for path in _weight_files(folder)}
+        self._stored = self._read_headers()
+        self._prefix = self._find_prefix()
+        stacked = any(name.endswith(".experts.down_proj") for name in self._stored)
+        self._parameters = tuple(parameters(spec, stacked_experts=stacked))
+        self._check()
+
+    def load(self, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+        """Return every parameter by name, converted to ``dtype`` on ``device``."""
+        return {p.name: self._fill(p, dtype, device) for p in self._parameters}
+
+    def _read_headers(self) -> dict[str, StoredTensor]:
+        stored: dict[str, StoredTensor] = {}
+        for path, handle in self._open.items():
+            for name in handle.keys():  # noqa: SIM118 - not a dict
+                if name in stored:
+                    raise CheckpointError(
+                        f"tensor '{name}' is in two files: {stored[name].file.name} and "
+                        f"{path.name}; remove one of them"
+                    )
+                view = handle.get_slice(name)
+                stored[name] = StoredTensor(name, path, tuple(view.get_shape()), view.get_dtype())
+        return stored
+
+    def _find_prefix(self) -> str:
+        for prefix in self._spec.layout.prefixes:
+            if f"{prefix}embed_tokens.weight" in self._stored:
+                return prefix
+        return self._spec.layout.prefixes[0]
+
+    def _full_name(self, piece: Piece) -> str:
+        if piece.tensor != "lm_head.weight":
+            return self._prefix + piece.tensor
+        nested = self._prefix.removesuffix("model.") + piece.tensor
+        return nested if nested in self._stored else piece.tensor
+
+    def _check(self) -> None:
+        needed = {
+            self._full_name(piece): piece
+            for parameter in self._parameters
+            for piece in parameter.pieces
+        }
+        missing = [name for name in needed if name not in self._stored]
+        ignored = [re.compile(pattern) for pattern in self._ignored()]
+        extra = [
+            name
+            for name in self._stored
+            if name not in needed and not any(pattern.fullmatch(name) for pattern in ignored)
+        ]
+        if self._spec.tied_embeddings:
+            extra = [name for name in extra if not self._is_tied_copy(name)]
+        problems = [
+            *_listed(
+                "missing",
+                [f"'{name}'" for name in missing],
+                "fetch the checkpoint again, it is incomplete or renamed",
+            ),
+            *_listed(
+                "not known to this family",
+                [f"'{name}' in {self._stored[name].file.name}" for name in extra],
+                "does config.json belong to these weights?",
+            ),
+            *self._misfits(needed),
+        ]
+        if problems:
+            raise CheckpointError(f"checkpoint {self._folder}: " + "; ".join(problems))
+
+    def _ignored(self) -> Iterator[str]:
+        yield from self._spec.layout.ignored
+        for number, layer in enumerate(self._spec.layers):
+            if layer.kv_source is not None:  # saved by some, read by nobody
+                prefix = re.escape(f"{self._prefix}layers.{number}.self_attn.")
+                yield rf"{prefix}(k_proj|v_proj|k_norm|v_norm)\..*"
+
+    def _is_tied_copy(self, name: str) -> bool:
+        """Return whether ``name`` is an output head equal to the embedding that replaces it."""
+        if not name.endswith("lm_head.weight"):
+            return False
+        embedding = self._read(f"{self._prefix}embed_tokens.weight")
+        if torch.equal(self._read(name), embedding):
+            return True
+        raise CheckpointError(
+            f"{self._stored[name].file}: tensor '{name}' differs from the embedding although "
+            "config.json says tie_word_embeddings; set it to false or remove the tensor"
+        )
+
+    def _misfits(self, needed: dict[str, Piece]) -> Iterator[str]:
+        for name, piece in needed.items():
+            stored = self._stored.get(name)
+            if stored is None:
+                continue
+            if stored.shape != piece.shape:
+                yield (
+                    f"tensor '{name}' in {stored.file.name} has shape {list(stored.shape)}, "
+                    f"config.json makes it {list(piece.shape)}"
+                )
+            if stored.dtype not in FLOATS:
+                yield (
+                    f"tensor '{name}' in {stored.file.name} has dtype {stored.dtype}, "
+                    f"supported: {', '.join(sorted(FLOATS))}"
+                )
+
+    def _fill(self, parameter: Parameter, dtype: torch.dtype, device: torch.device) -> Tensor:
+        target = torch.empty(parameter.shape, dtype=dtype, device=device)
+        for piece in parameter.pieces:
+            name = self._full_name(piece)
+            part = target[piece.index] if piece.index else target
+            part.copy_(self._read(name))
+            if dtype == torch.float16 and not part.isfinite().all():
+                raise CheckpointError(
+                    f"{self._stored[name].file}: tensor '{name}' does not fit into float16; "
+                    "use dtype bfloat16 or float32"
+                )
+        return target
+
+    def _read(self, name: str) -> Tensor:
+        path = self._stored[name].file if name in self._stored else self._folder
+        try:
+            tensor: Tensor = self._open[path].get_tensor(name)
+        except (KeyError, OSError, SafetensorError) as error:
+            raise CheckpointError(f"cannot read tensor '{name}' of {path}: {error}") from error
+        return tensor
+
+
+def _open(path: Path, files: ExitStack) -> Any:
+    try:
+        return files.enter_context(safe_open(path, framework="pt", device="cpu"))
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            f"cannot read {path}: {error}; the file is damaged or incomplete, fetch it again"
+        ) from error
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of a folder: those of the index, or the single one."""
+    if (folder / INDEX).is_file():
+        return _indexed_files(folder)
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    pickles = sorted(p.name for p in folder.glob("*") if p.suffix in {".bin", ".pt", ".pth"})
+    if pickles:
+        raise CheckpointError(
+            f"{folder} has its weights only in pickle files ({', '.join(pickles[:3])}), which can "
+            "run code and are never read; convert them to safetensors"
+        )
+    raise CheckpointError(
+        f"{folder} has no weights that weft reads: neither {SINGLE} nor {INDEX}; "
+        "fetch or convert them as safetensors"
+    )
+
+
+def _indexed_files(folder: Path) -> list[Path]:
+    path = folder / INDEX
+    try:
+        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        names = sorted(set(weight_map.values()))
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"cannot read {path}: {error!r}") from error
+    files = [folder / name for name in names]
+    outside = [name for name in names if Path(name).name != name]
+    absent = [file.name for file in files if not file.is_file()]
+    if outside or absent:
+        raise CheckpointError(
+            f"{path} names files that are not in the folder: {', '.join(outside or absent)}; "
+            "fetch them again"
+        )
+    return files
+
+
+def _listed(what: str, names: list[str], hint: str) -> Iterator[str]:
+    if names:
+        more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+        plural = "tensor" if len(names) == 1 else "tensors"
+        yield f"{plural} {what}: {', '.join(names[:LISTED])}{more} ({hint})"

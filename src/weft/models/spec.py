@@ -1,0 +1,180 @@
+"""What a model is, as pure data: no torch, so that the scheduler can size its KV cache from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """One rotary embedding: the inverse frequencies and what scales them.
+
+    ``kind`` names the formula: ``default`` (Su et al. 2021), ``linear``, ``llama3``, ``yarn`` (Peng
+    et al. 2023), ``longrope`` (Ding et al. 2024) or ``proportional`` (Gemma 4).
+    """
+
+    kind: str
+    theta: float
+    rotary_dim: int  # leading dimensions of a head that the formula is built for
+    factor: float = 1.0
+    attention_factor: float = 1.0  # multiplies cos and sin
+    original_max_position: int = 0  # llama3, yarn
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    truncate: bool = True  # yarn: round the correction range outward
+    dim_factors: tuple[float, ...] = ()  # longrope: one divisor per frequency
+    rotated_angles: int = 0  # proportional: frequencies that are not zero
+
+
+@dataclass(frozen=True)
+class MoeSpec:
+    """Mixture of experts: sizes and how the router weighs the chosen ones."""
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    normalise: bool  # the shares of the chosen experts sum to one
+    beside_mlp: bool = False  # Gemma 4: experts run beside the dense MLP, each with its own norms
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What may differ from one layer to the next."""
+
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    window: int | None = None  # a query at p sees (p - window, p]; None: everything before it
+    rope: int = 0  # index into ModelSpec.ropes
+    moe: bool = False
+    kv_source: int | None = None  # the earlier layer whose KV this one reads instead of its own
+    value_is_key: bool = False  # V is the K projection before its norm and rotation
+
+
+@dataclass(frozen=True)
+class KVGroup:
+    """Layers whose KV blocks have the same shape and lifetime, in cache order."""
+
+    name: str
+    layers: tuple[int, ...]
+    window: int | None
+    num_kv_heads: int
+    head_dim: int
+
+    def bytes_per_token(self, element_bytes: int) -> int:
+        """Return the KV bytes of one token over all layers of the group."""
+        return 2 * len(self.layers) * self.num_kv_heads * self.head_dim * element_bytes
+
+
+@dataclass(frozen=True)
+class AttentionParams:
+    """How one layer calls ``paged_attention`` and where its cache lies."""
+
+    group: int  # index into ModelSpec.kv_groups
+    index: int  # position of the layer's cache within the group
+    scale: float
+    window: int | None
+    softcap: float | None
+
+
+@dataclass(frozen=True)
+class CheckpointLayout:
+    """How a family names its tensors on disk.
+
+    ``prefixes`` are tried in order: the one under which the embedding exists is used. Tensors that
+    match an ``ignored`` regular expression (full match) are left unread.
+    """
+
+    prefixes: tuple[str, ...] = ("model.",)
+    fused_projections: bool = False  # qkv_proj and gate_up_proj are stored fused, as in Phi-3
+    ignored: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A decoder-only transformer."""
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    num_heads: int
+    layers: tuple[LayerSpec, ...]
+    ropes: tuple[RopeSpec, ...]
+    norm_eps: float
+    max_position_embeddings: int
+    attention_scale: float
+    activation: str = "silu"  # or gelu_tanh
+    norm_plus_one: bool = False  # norms multiply by 1 + weight
+    post_norms: bool = False  # a norm also after attention and after the MLP
+    qk_norm: bool = False
+    value_norm: bool = False  # V is normalised without a weight
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    embedding_scale: float = 1.0
+    tied_embeddings: bool = False
+    moe: MoeSpec | None = None
+    per_layer_input_size: int = 0  # Gemma 4: width of each layer's own token embedding
+    per_layer_vocab_size: int = 0
+    layer_scalars: bool = False  # Gemma 4: each layer's output is multiplied by a stored number
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    dtype: str | None = None  # the dtype that the checkpoint states, such as "bfloat16"
+    layout: CheckpointLayout = field(default_factory=CheckpointLayout)
+
+    @property
+    def num_layers(self) -> int:
+        """The number of layers."""
+        return len(self.layers)
+
+    @property
+    def rows_exchangeable(self) -> bool:
+        """Whether ``attend`` may hand back other rows than it was given.
+
+        Per-layer token inputs belong to the rows of the start of the step, so they rule it out.
+        """
+        return self.per_layer_input_size == 0
+
+    @cached_property
+    def kv_groups(self) -> tuple[KVGroup, ...]:
+        """The layers that own KV, grouped by window and shape: full groups before sliding ones."""
+        members: dict[tuple[int | None, int, int], list[int]] = {}
+        for index, layer in enumerate(self.layers):
+            if layer.kv_source is None:
+                key = (layer.window, layer.num_kv_heads, layer.head_dim)
+                members.setdefault(key, []).append(index)
+        groups: list[KVGroup] = []
+        for (window, kv_heads, head_dim), layers in sorted(
+            members.items(), key=lambda item: (item[0][0] is not None, item[1][0])
+        ):
+            kind = "full" if window is None else "sliding"
+            twins = sum(group.name.startswith(kind) for group in groups)
+            name = f"{kind}{twins + 1}" if twins else kind
+            groups.append(KVGroup(name, tuple(layers), window, kv_heads, head_dim))
+        return tuple(groups)
+
+    @cached_property
+    def _attention(self) -> tuple[AttentionParams, ...]:
+        place = {
+            layer: (group_index, index)
+            for group_index, group in enumerate(self.kv_groups)
+            for index, layer in enumerate(group.layers)
+        }
+        return tuple(
+            AttentionParams(
+                *place[number if layer.kv_source is None else layer.kv_source],
+                scale=self.attention_scale,
+                window=layer.window,
+                softcap=self.attention_softcap,
+            )
+            for number, layer in enumerate(self.layers)
+        )
+
+    def attention(self, layer: int) -> AttentionParams:
+        """Return the attention parameters and the cache place of one layer."""
+        return self._attention[layer]

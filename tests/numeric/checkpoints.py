@@ -1,0 +1,291 @@
+"""Random checkpoints of every family, made with transformers: the reference of the model tests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+VOCAB = 199
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration of a family, and the longest sequence that weft is told to serve."""
+
+    architecture: str
+    config: Callable[[], Any]
+    max_model_len: int | None = None
+
+
+def _sizes(**more: Any) -> dict[str, Any]:
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 88,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "pad_token_id": None,
+    }
+    return sizes | more
+
+
+def _case(architecture: str, config: str, max_model_len: int | None = None, **values: Any) -> Case:
+    return Case(
+        architecture, lambda: getattr(transformers, config)(**_sizes(**values)), max_model_len
+    )
+
+
+def _rope(kind: str, **values: Any) -> dict[str, Any]:
+    return {"rope_type": kind, "rope_theta": 10000.0, **values}
+
+
+LLAMA3_ROPE = _rope(
+    "llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+)
+LAYERS_2_1 = ["sliding_attention", "sliding_attention", "full_attention"]
+
+
+def _longrope(rotary_dim: int) -> dict[str, Any]:
+    return _rope(
+        "longrope",
+        short_factor=[1.0 + 0.05 * i for i in range(rotary_dim // 2)],
+        long_factor=[1.5 + 0.7 * i for i in range(rotary_dim // 2)],
+        original_max_position_embeddings=160,
+    )
+
+
+def _phi3(max_model_len: int, **values: Any) -> Case:
+    common = {"original_max_position_embeddings": 160, "max_position_embeddings": 512}
+    return _case("Phi3ForCausalLM", "Phi3Config", max_model_len, **(common | values))
+
+
+def _gemma4(**values: Any) -> Case:
+    common = {
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "sliding_window": 24,
+        "layer_types": LAYERS_2_1,
+        "vocab_size_per_layer_input": VOCAB,
+    }
+    return _case("Gemma4ForCausalLM", "Gemma4TextConfig", **(common | values))
+
+
+CASES: dict[str, Case] = {
+    "llama-gqa": _case("LlamaForCausalLM", "LlamaConfig"),
+    "llama-tied-biases": _case(
+        "LlamaForCausalLM",
+        "LlamaConfig",
+        tie_word_embeddings=True,
+        attention_bias=True,
+        mlp_bias=True,
+        head_dim=24,
+        num_key_value_heads=4,
+        rms_norm_eps=1e-3,
+    ),
+    "llama3-rope": _case(
+        "LlamaForCausalLM", "LlamaConfig", rope_parameters=LLAMA3_ROPE, num_key_value_heads=1
+    ),
+    "llama-linear-rope": _case(
+        "LlamaForCausalLM", "LlamaConfig", rope_parameters=_rope("linear", factor=3.0)
+    ),
+    "mistral-window": _case(
+        "MistralForCausalLM", "MistralConfig", sliding_window=37, num_attention_heads=8
+    ),
+    "mistral-full": _case(
+        "MistralForCausalLM",
+        "MistralConfig",
+        sliding_window=None,
+        head_dim=40,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+    ),
+    "qwen2-full": _case("Qwen2ForCausalLM", "Qwen2Config", tie_word_embeddings=True),
+    "qwen2-window": _case(
+        "Qwen2ForCausalLM",
+        "Qwen2Config",
+        use_sliding_window=True,
+        sliding_window=20,
+        max_window_layers=1,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        hidden_size=72,
+    ),
+    "qwen2-yarn": _case(
+        "Qwen2ForCausalLM",
+        "Qwen2Config",
+        rope_parameters=_rope("yarn", factor=4.0, original_max_position_embeddings=64),
+        max_position_embeddings=256,
+    ),
+    "qwen3-full": _case("Qwen3ForCausalLM", "Qwen3Config", head_dim=20),
+    "qwen3-window": _case(
+        "Qwen3ForCausalLM",
+        "Qwen3Config",
+        head_dim=32,
+        use_sliding_window=True,
+        sliding_window=33,
+        layer_types=LAYERS_2_1,
+        attention_bias=True,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+    ),
+    "qwen3-moe": _case(
+        "Qwen3MoeForCausalLM",
+        "Qwen3MoeConfig",
+        head_dim=16,
+        num_experts=6,
+        num_experts_per_tok=3,
+        moe_intermediate_size=40,
+        norm_topk_prob=True,
+    ),
+    "qwen3-moe-mixed": _case(
+        "Qwen3MoeForCausalLM",
+        "Qwen3MoeConfig",
+        num_hidden_layers=4,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        norm_topk_prob=False,
+        decoder_sparse_step=2,
+        mlp_only_layers=[3],
+        use_sliding_window=True,
+        sliding_window=50,
+        tie_word_embeddings=True,
+    ),
+    "phi3-plain": _phi3(512, sliding_window=45),
+    "phi3-short": _phi3(160, rope_parameters=_longrope(16), num_key_value_heads=4),
+    "phi3-long": _phi3(161, rope_parameters=_longrope(16)),
+    "phi4-partial": _phi3(
+        512,
+        rope_parameters=_longrope(12) | {"partial_rotary_factor": 0.75},
+        tie_word_embeddings=True,
+    ),
+    "gemma2": _case(
+        "Gemma2ForCausalLM",
+        "Gemma2Config",
+        head_dim=16,
+        sliding_window=24,
+        query_pre_attn_scalar=20,
+        attn_logit_softcapping=3.0,
+        final_logit_softcapping=8.0,
+    ),
+    "gemma2-uncapped": _case(
+        "Gemma2ForCausalLM",
+        "Gemma2Config",
+        head_dim=24,
+        sliding_window=70,
+        query_pre_attn_scalar=24,
+        attn_logit_softcapping=None,
+        final_logit_softcapping=None,
+        attention_bias=True,
+        num_hidden_layers=2,
+        tie_word_embeddings=False,
+    ),
+    "gemma3": _case(
+        "Gemma3ForCausalLM",
+        "Gemma3TextConfig",
+        head_dim=16,
+        sliding_window=24,
+        num_hidden_layers=7,
+        query_pre_attn_scalar=12,
+    ),
+    "gemma3-scaled-rope": _case(
+        "Gemma3ForCausalLM",
+        "Gemma3TextConfig",
+        head_dim=20,
+        sliding_window=40,
+        layer_types=LAYERS_2_1,
+        num_key_value_heads=1,
+        final_logit_softcapping=10.0,
+        rope_parameters={
+            "full_attention": _rope("linear", factor=8.0) | {"rope_theta": 1e6},
+            "sliding_attention": _rope("default"),
+        },
+    ),
+    "gemma4": _gemma4(hidden_size_per_layer_input=8, final_logit_softcapping=9.0),
+    "gemma4-shared-kv": _gemma4(
+        num_hidden_layers=6,
+        layer_types=["sliding_attention", "full_attention"] * 3,
+        num_kv_shared_layers=3,
+        use_double_wide_mlp=True,
+        hidden_size_per_layer_input=12,
+        num_key_value_heads=1,
+    ),
+    "gemma4-moe-key-is-value": _gemma4(
+        hidden_size_per_layer_input=0,
+        attention_k_eq_v=True,
+        num_key_value_heads=4,
+        num_global_key_value_heads=1,
+        enable_moe_block=True,
+        num_experts=5,
+        top_k_experts=2,
+        moe_intermediate_size=24,
+        tie_word_embeddings=False,
+    ),
+}
+
+
+def randomise(model: nn.Module, seed: int) -> None:
+    """Give every parameter and stored buffer values that matter: also norms, biases, scalars."""
+    draw = torch.Generator().manual_seed(seed)
+    for name, tensor in model.state_dict().items():
+        noise = torch.randn(tensor.shape, generator=draw)
+        if tensor.ndim >= 2 and "embed_tokens" not in name:
+            tensor.copy_(noise * 1.3 / tensor.shape[-1] ** 0.5)
+        elif tensor.ndim >= 2:
+            tensor.copy_(noise * 0.4)
+        else:
+            tensor.add_(noise * 0.25)
+        if "gemma4" in model.config.model_type and name.endswith("q_norm.weight"):
+            tensor.mul_(0.3)  # its scores are not scaled by the head size
+
+
+def build(name: str, seed: int = 0) -> Any:
+    """Return the random reference model of a case, float32, eager attention."""
+    case = CASES[name]
+    config = case.config()
+    config._attn_implementation = "eager"
+    model = getattr(transformers, case.architecture)(config).eval().requires_grad_(False)
+    randomise(model, seed)
+    return model
+
+
+def save(model: Any, folder: Path, **options: Any) -> Path:
+    """Write a reference model as a checkpoint folder."""
+    model.save_pretrained(folder, **options)
+    return folder
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    """Change keys of a folder's config.json; the value ``...`` removes the key."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    for key, value in changes.items():
+        config.pop(key, None)
+        if value is not ...:
+            config[key] = value
+    path.write_text(json.dumps(config))
+
+
+@torch.inference_mode()
+def reference_logits(model: Any, tokens: list[int]) -> Tensor:
+    """Return the reference's float32 logits [n, V] of one prompt, computed in one piece."""
+    return model(torch.tensor([tokens]), use_cache=True).logits[0].float()
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    """Return random token ids."""
+    draw = torch.Generator().manual_seed(1000 + seed)
+    return torch.randint(0, VOCAB, (length,), generator=draw).tolist()

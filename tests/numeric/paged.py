@@ -1,0 +1,129 @@
+"""A small paged KV cache around a decoder: the least that a model can be proved with."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from weft.kernels.ops import AttentionBatch
+from weft.models.decoder import Decoder
+
+Rows = list[tuple[str, list[int]]]  # the next tokens of each sequence of a step
+
+
+@dataclass
+class _Group:
+    """One KV group: caches by layer, and free block ids in random order."""
+
+    window: int | None
+    block_size: int
+    keys: Tensor  # [layers, blocks, Hkv, block_size, D]
+    values: Tensor
+    free: list[int]
+    tables: dict[str, list[int]] = field(default_factory=dict)
+
+    def extend(self, name: str, length: int) -> list[int]:
+        table = self.tables.setdefault(name, [])
+        while len(table) * self.block_size < length:
+            table.append(self.free.pop())
+        return table
+
+    def drop_head(self, name: str, computed: int) -> None:
+        """Free the blocks that no later query can see, and poison them."""
+        if self.window is None:
+            return
+        table = self.tables[name]
+        for index in range(max(0, computed - self.window + 1) // self.block_size):
+            if table[index] >= 0:
+                self.keys[:, table[index]] = self.values[:, table[index]] = float("nan")
+                self.free.insert(0, table[index])
+                table[index] = -1
+
+
+class PagedRunner:
+    """Runs ragged steps through a decoder with shuffled blocks; unwritten cache is NaN."""
+
+    def __init__(self, decoder: Decoder, *, blocks: int = 64, block_size: int = 16) -> None:
+        self.decoder = decoder
+        self.lengths: dict[str, int] = {}
+        self.groups = []
+        shuffle = random.Random(7)
+        for group in decoder.spec.kv_groups:
+            shape = (len(group.layers), blocks, group.num_kv_heads, block_size, group.head_dim)
+            free = list(range(blocks))
+            shuffle.shuffle(free)
+            keys, values = (
+                torch.full(shape, float("nan"), dtype=decoder.dtype, device=decoder.device)
+                for _ in range(2)
+            )
+            self.groups.append(_Group(group.window, block_size, keys, values, free))
+
+    def step(self, rows: Rows) -> list[Tensor]:
+        """Compute the next tokens of each row; return the float32 logits [n, V] of each."""
+        starts = [self.lengths.get(name, 0) for name, _ in rows]
+        batches = [self._batch(group, rows, starts) for group in self.groups]
+        ids = torch.tensor([token for _, tokens in rows for token in tokens])
+        positions = torch.tensor(
+            [
+                start + i
+                for start, (_, tokens) in zip(starts, rows, strict=True)
+                for i in range(len(tokens))
+            ]
+        )
+        device = self.decoder.device
+        hidden = self.decoder.forward(ids.to(device), positions.to(device), self._attend(batches))
+        for start, (name, tokens) in zip(starts, rows, strict=True):
+            self.lengths[name] = start + len(tokens)
+            for group in self.groups:
+                group.drop_head(name, self.lengths[name])
+        logits = self.decoder.logits(hidden).cpu()
+        return list(logits.split([len(tokens) for _, tokens in rows]))
+
+    def _attend(self, batches: list[AttentionBatch]):
+        def attend(layer, q, k, v, residual, positions):
+            params = self.decoder.attention_params(layer)
+            group = self.groups[params.group]
+            out = self.decoder.ops.paged_attention(
+                q,
+                k,
+                v,
+                group.keys[params.index],
+                group.values[params.index],
+                batches[params.group],
+                scale=params.scale,
+                window=params.window,
+                softcap=params.softcap,
+            )
+            return out, residual, positions
+
+        return attend
+
+    def _batch(self, group: _Group, rows: Rows, starts: list[int]) -> AttentionBatch:
+        tables, bounds, slots, contexts = [], [0], [], []
+        for start, (name, tokens) in zip(starts, rows, strict=True):
+            table = group.extend(name, start + len(tokens))
+            tables.append(list(table))
+            bounds.append(bounds[-1] + len(tokens))
+            contexts.append(start + len(tokens))
+            for position in range(start, start + len(tokens)):
+                block, offset = divmod(position, group.block_size)
+                slots.append(table[block] * group.block_size + offset)
+        width = max(len(table) for table in tables)
+        padded = [table + [-1] * (width - len(table)) for table in tables]
+        device = self.decoder.device
+        return AttentionBatch(
+            block_tables=torch.tensor(padded, dtype=torch.int32, device=device),
+            query_start=torch.tensor(bounds, dtype=torch.int32, device=device),
+            context_len=torch.tensor(contexts, dtype=torch.int32, device=device),
+            slots=torch.tensor(slots, device=device),
+            block_size=group.block_size,
+        )
+
+
+def run_chunks(runner: PagedRunner, name: str, tokens: list[int], chunk: int) -> Tensor:
+    """Return the logits [n, V] of a sequence computed ``chunk`` tokens at a time."""
+    parts = [tokens[i : i + chunk] for i in range(0, len(tokens), chunk)]
+    return torch.cat([runner.step([(name, part)])[0] for part in parts])

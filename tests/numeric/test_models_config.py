@@ -1,0 +1,474 @@
+"""config.json: what real checkpoints say is understood; what is not understood is an error."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from weft.core.errors import UnsupportedModelError
+from weft.models.families import spec_from_config
+from weft.models.generation import GenerationDefaults, read_generation_defaults
+from weft.models.layers import inverse_frequencies
+from weft.models.layout import num_parameters
+
+HUB = {
+    "llama-3.1-8b": {
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 128000,
+        "eos_token_id": [128001, 128008, 128009],
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "initializer_range": 0.02,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 131072,
+        "mlp_bias": False,
+        "model_type": "llama",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.42.3",
+        "use_cache": True,
+        "vocab_size": 128256,
+    },
+    "mistral-7b-v0.1": {
+        "architectures": ["MistralForCausalLM"],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "initializer_range": 0.02,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 32768,
+        "model_type": "mistral",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 10000.0,
+        "sliding_window": 4096,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.34.0.dev0",
+        "use_cache": True,
+        "vocab_size": 32000,
+    },
+    "qwen2.5-7b-instruct": {
+        "architectures": ["Qwen2ForCausalLM"],
+        "attention_dropout": 0.0,
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+        "hidden_act": "silu",
+        "hidden_size": 3584,
+        "initializer_range": 0.02,
+        "intermediate_size": 18944,
+        "max_position_embeddings": 32768,
+        "max_window_layers": 28,
+        "model_type": "qwen2",
+        "num_attention_heads": 28,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 1000000.0,
+        "sliding_window": 131072,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.43.1",
+        "use_cache": True,
+        "use_mrope": False,
+        "use_sliding_window": False,
+        "vocab_size": 152064,
+    },
+    "qwen3-30b-a3b": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 151643,
+        "decoder_sparse_step": 1,
+        "eos_token_id": 151645,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "initializer_range": 0.02,
+        "intermediate_size": 6144,
+        "max_position_embeddings": 40960,
+        "max_window_layers": 48,
+        "mlp_only_layers": [],
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "num_attention_heads": 32,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 4,
+        "output_router_logits": False,
+        "rms_norm_eps": 1e-06,
+        "rope_scaling": None,
+        "rope_theta": 1000000.0,
+        "router_aux_loss_coef": 0.001,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.51.0",
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
+    "phi-4-mini": {
+        "architectures": ["Phi3ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"},
+        "bos_token_id": 199999,
+        "embd_pdrop": 0.0,
+        "eos_token_id": 199999,
+        "full_attn_mod": 1,
+        "hidden_act": "silu",
+        "hidden_size": 3072,
+        "initializer_range": 0.02,
+        "intermediate_size": 8192,
+        "interpolate_factor": 1,
+        "lm_head_bias": False,
+        "max_position_embeddings": 131072,
+        "mlp_bias": False,
+        "model_type": "phi3",
+        "num_attention_heads": 24,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "original_max_position_embeddings": 4096,
+        "pad_token_id": 199999,
+        "partial_rotary_factor": 0.75,
+        "resid_pdrop": 0.0,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "long_factor": [1.0 + i for i in range(48)],
+            "short_factor": [1.0] * 48,
+            "type": "longrope",
+        },
+        "rope_theta": 10000.0,
+        "sliding_window": 262144,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.45.0",
+        "use_cache": True,
+        "vocab_size": 200064,
+    },
+    "gemma-2-2b": {
+        "architectures": ["Gemma2ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "attn_logit_softcapping": 50.0,
+        "bos_token_id": 2,
+        "cache_implementation": "hybrid",
+        "eos_token_id": [1, 107],
+        "final_logit_softcapping": 30.0,
+        "head_dim": 256,
+        "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 2304,
+        "initializer_range": 0.02,
+        "intermediate_size": 9216,
+        "max_position_embeddings": 8192,
+        "model_type": "gemma2",
+        "num_attention_heads": 8,
+        "num_hidden_layers": 26,
+        "num_key_value_heads": 4,
+        "pad_token_id": 0,
+        "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-06,
+        "rope_theta": 10000.0,
+        "sliding_window": 4096,
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.42.4",
+        "use_cache": True,
+        "vocab_size": 256000,
+    },
+    "gemma-3-4b-it": {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "boi_token_index": 255999,
+        "eoi_token_index": 256000,
+        "eos_token_id": [1, 106],
+        "image_token_index": 262144,
+        "initializer_range": 0.02,
+        "mm_tokens_per_image": 256,
+        "model_type": "gemma3",
+        "text_config": {
+            "hidden_size": 2560,
+            "intermediate_size": 10240,
+            "model_type": "gemma3_text",
+            "num_hidden_layers": 34,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            "sliding_window": 1024,
+        },
+        "torch_dtype": "bfloat16",
+        "transformers_version": "4.50.0.dev0",
+        "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
+    },
+}
+# As the model cards and safetensors headers state them; Gemma 3 without its vision tower.
+PARAMETERS = {
+    "llama-3.1-8b": 8_030_261_248,
+    "mistral-7b-v0.1": 7_241_732_096,
+    "qwen2.5-7b-instruct": 7_615_616_512,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "phi-4-mini": 3_836_021_760,
+    "gemma-2-2b": 2_614_341_888,
+    "gemma-3-4b-it": 3_880_263_168,
+}
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_hub_configs_and_their_parameter_counts(name) -> None:
+    assert num_parameters(spec_from_config(HUB[name])) == PARAMETERS[name]
+
+
+def test_llama_groups_and_ids() -> None:
+    spec = spec_from_config(HUB["llama-3.1-8b"])
+    (group,) = spec.kv_groups
+    assert (group.name, group.window, group.num_kv_heads, group.head_dim) == ("full", None, 8, 128)
+    assert group.layers == tuple(range(32))
+    assert group.bytes_per_token(2) == 131072
+    assert spec.eos_token_ids == (128001, 128008, 128009)
+    assert spec.dtype == "bfloat16"
+
+
+def test_gemma3_groups() -> None:
+    spec = spec_from_config(HUB["gemma-3-4b-it"])
+    full, sliding = spec.kv_groups
+    assert (full.name, full.layers, full.window) == ("full", (5, 11, 17, 23, 29), None)
+    assert (sliding.name, len(sliding.layers), sliding.window) == ("sliding", 29, 1024)
+    assert spec.attention(6).group == 1
+    assert spec.attention(6).index == 5
+    assert spec.attention(11).group == 0
+    assert spec.attention(11).index == 1
+    assert spec.ropes[0].theta == 1_000_000.0
+    assert spec.ropes[0].factor == 8.0
+    assert spec.ropes[1].theta == 10_000.0
+    assert spec.ropes[1].kind == "default"
+    assert [spec.layers[i].rope for i in (4, 5, 6)] == [1, 0, 1]
+
+
+def test_gemma4_shared_layers_own_no_cache() -> None:
+    spec = spec_from_config(
+        {
+            "architectures": ["Gemma4ForCausalLM"],
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+            "num_kv_shared_layers": 3,
+            "head_dim": 16,
+            "global_head_dim": 32,
+        }
+    )
+    assert [layer.kv_source for layer in spec.layers] == [None, None, None, 1, 2, 1]
+    assert [group.layers for group in spec.kv_groups] == [(1,), (0, 2)]
+    assert [group.head_dim for group in spec.kv_groups] == [32, 16]
+    assert spec.attention(3) == spec.attention(1)
+
+
+def test_gemma4_old_and_new_keys_agree() -> None:
+    shared = {"architectures": ["Gemma4ForCausalLM"], "num_hidden_layers": 6, "head_dim": 64}
+    old = shared | {
+        "global_head_dim": 128,
+        "num_global_key_value_heads": 2,
+        "attention_k_eq_v": True,
+    }
+    new = shared | {
+        "per_layer_config": {"5": {"head_dim": 128, "num_key_value_heads": 2}},
+        "attention_k_eq_v": True,
+    }
+    assert spec_from_config(old) == spec_from_config(new)
+    assert spec_from_config(old).layers[5].num_kv_heads == 2
+    assert spec_from_config(old).layers[4].num_kv_heads == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"per_layer_config": {"5": {"skip": ["mlp"]}}}, r"per_layer_config, 5.*skip"),
+        ({"per_layer_config": {"2": {"head_dim": 32}}}, "one head_dim a layer type"),
+        ({"per_layer_config": {"5": {"num_key_value_heads": 3}}}, "must divide 8"),
+        ({"use_bidirectional_attention": "all"}, "causally"),
+        ({"num_kv_shared_layers": 6}, "num_kv_shared_layers"),
+        ({"layer_types": ["sliding_attention"] * 6}, "last layer"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "wavy"}}}, "'wavy'"),
+        ({"rope_parameters": {"chunked_attention": {"rope_theta": 1e4}}}, "chunked_attention"),
+    ],
+)
+def test_gemma4_refusals(changes, words) -> None:
+    config = {"architectures": ["Gemma4ForCausalLM"], "num_hidden_layers": 6}
+    with pytest.raises(UnsupportedModelError, match=words):
+        spec_from_config(config | changes)
+
+
+def test_old_and_new_rope_keys_agree() -> None:
+    old = HUB["llama-3.1-8b"]
+    new = {k: v for k, v in old.items() if k not in ("rope_theta", "rope_scaling")}
+    new["rope_parameters"] = {**old["rope_scaling"], "rope_theta": 500000.0}
+    assert spec_from_config(old) == spec_from_config(new)
+    short = {**old, "rope_theta": 10000.0}
+    assert spec_from_config(old) != spec_from_config(short)
+
+
+def test_longrope_is_fixed_by_the_longest_sequence() -> None:
+    config = HUB["phi-4-mini"]
+    assert spec_from_config(config, 4096).ropes[0].dim_factors == (1.0,) * 48
+    long = spec_from_config(config, 4097).ropes[0]
+    assert long.dim_factors[1] == 2.0
+    assert spec_from_config(config).ropes[0] == long
+    assert long.attention_factor == pytest.approx(1.1902380714238083)
+
+
+def test_idle_windows_are_dropped() -> None:
+    (group,) = spec_from_config(HUB["phi-4-mini"]).kv_groups
+    assert group.window is None
+    (group,) = spec_from_config(HUB["mistral-7b-v0.1"]).kv_groups
+    assert (group.name, group.window) == ("sliding", 4096)
+
+
+def test_yarn_extends_the_context() -> None:
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    spec = spec_from_config(HUB["qwen2.5-7b-instruct"] | {"rope_scaling": scaling})
+    assert spec.max_position_embeddings == 131072
+    assert spec.ropes[0].attention_factor == pytest.approx(1.1386294361)
+
+
+def test_odd_rotary_dimensions_are_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="even number"):
+        spec_from_config(HUB["phi-4-mini"] | {"partial_rotary_factor": 0.51, "rope_scaling": None})
+
+
+def test_proportional_rope_leaves_the_slow_part_still() -> None:
+    spec = spec_from_config({"architectures": ["Gemma4ForCausalLM"], "global_head_dim": 32})
+    frequencies = inverse_frequencies(spec.ropes[0])
+    assert frequencies.shape == (16,)
+    assert torch.count_nonzero(frequencies) == 4
+
+
+REFUSED = {
+    "rope type": ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'", "llama3"),
+    "unknown rope type": ({"rope_scaling": {"type": "spiral"}}, "rope_type", "'spiral'"),
+    "rope key": (
+        {"rope_scaling": {"type": "linear", "factor": 2.0, "mrope_section": [1]}},
+        "mrope_section",
+        "[1]",
+    ),
+    "rope factor": ({"rope_scaling": {"type": "linear"}}, "rope_scaling", "'factor'"),
+    "activation": ({"hidden_act": "relu"}, "hidden_act", "'relu'", "silu"),
+    "quantised": (
+        {"quantization_config": {"quant_method": "awq"}},
+        "quantization_config",
+        "awq",
+        "bfloat16",
+    ),
+    "unknown key": ({"residual_multiplier": 0.22}, "residual_multiplier", "0.22"),
+    "unheard-of key": ({"warp_factor": 9}, "warp_factor", "9"),
+    "window where none is read": ({"sliding_window": 100}, "sliding_window", "100"),
+    "head count": ({"num_key_value_heads": 5}, "num_key_value_heads", "5", "32"),
+    "size of the wrong type": ({"hidden_size": "4096"}, "hidden_size", "'4096'"),
+    "negative": ({"num_hidden_layers": -1}, "num_hidden_layers", "-1"),
+    "flag of the wrong type": ({"attention_bias": "no"}, "attention_bias", "'no'"),
+    "missing": ({"vocab_size": None}, "vocab_size"),
+    "eos": ({"eos_token_id": "</s>"}, "eos_token_id", "'</s>'"),
+    "activation of the wrong type": ({"hidden_act": ["silu"]}, "hidden_act"),
+    "rope type of the wrong type": ({"rope_scaling": {"type": ["linear"]}}, "rope_type"),
+    "partial": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor", "0.5"),
+    "architecture": ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForCausalLM"),
+    "no architecture": ({"architectures": [], "model_type": "opt"}, "'opt'", "LlamaForCausalLM"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_understood_is_refused(name) -> None:
+    change, *words = REFUSED[name]
+    with pytest.raises(UnsupportedModelError) as caught:
+        spec_from_config(HUB["llama-3.1-8b"] | change)
+    assert "\n" not in caught.value.message
+    for word in words:
+        assert word in caught.value.message
+
+
+QWEN_REFUSED = {
+    "layer type": ({"layer_types": ["full_attention"] * 27 + ["linear_attention"]}, "layer_types"),
+    "layer type of the wrong type": ({"layer_types": [{}] * 28}, "layer_types"),
+    "layer count": ({"layer_types": ["full_attention"] * 27}, "28"),
+    "sliding without window": ({"layer_types": ["sliding_attention"] * 28}, "use_sliding_window"),
+}
+
+
+@pytest.mark.parametrize("name", QWEN_REFUSED)
+def test_qwen_layer_types_are_checked(name) -> None:
+    change, word = QWEN_REFUSED[name]
+    with pytest.raises(UnsupportedModelError, match=word):
+        spec_from_config(HUB["qwen2.5-7b-instruct"] | change)
+
+
+def test_unknown_key_inside_text_config_is_refused() -> None:
+    config = HUB["gemma-3-4b-it"]
+    text = config["text_config"] | {"attn_logit_softcapping": 50.0}
+    with pytest.raises(UnsupportedModelError, match=r"text_config.*attn_logit_softcapping"):
+        spec_from_config(config | {"text_config": text})
+
+
+def test_model_type_stands_in_for_missing_architectures() -> None:
+    config = {k: v for k, v in HUB["gemma-2-2b"].items() if k != "architectures"}
+    assert spec_from_config(config) == spec_from_config(HUB["gemma-2-2b"])
+
+
+def generation(folder: Path, **values) -> GenerationDefaults:
+    (folder / "generation_config.json").write_text(json.dumps(values))
+    return read_generation_defaults(folder)
+
+
+def test_generation_defaults(tmp_path) -> None:
+    assert read_generation_defaults(tmp_path) == GenerationDefaults()
+    found = generation(
+        tmp_path,
+        do_sample=True,
+        temperature=0.6,
+        top_k=20,
+        top_p=0.95,
+        min_p=0,
+        repetition_penalty=1.05,
+        max_new_tokens=2048,
+        eos_token_id=[1, 106],
+        num_beams=1,
+        transformers_version="4.51.0",
+    )
+    assert found == GenerationDefaults(0.6, 20, 0.95, 0.0, 1.05, 2048, (1, 106))
+    greedy = generation(tmp_path, do_sample=False, temperature=0.6, eos_token_id=2)
+    assert greedy.temperature == 0.0
+    assert greedy.eos_token_ids == (2,)
+    odd = generation(tmp_path, num_beams=4, no_repeat_ngram_size=3)
+    assert odd.unhonoured == ("no_repeat_ngram_size", "num_beams")
+
+
+@pytest.mark.parametrize("values", [{"temperature": -1}, {"top_p": 1.5}, {"top_k": 0.5}])
+def test_generation_defaults_out_of_range(tmp_path, values) -> None:
+    with pytest.raises(UnsupportedModelError, match=next(iter(values))):
+        generation(tmp_path, **values)
+
+
+def test_reading_a_config_needs_no_torch() -> None:
+    modules = ["spec", "families", "layout", "generation", "hub"]
+    imports = "; ".join(f"import weft.models.{name}" for name in modules)
+    code = f"import sys; {imports}; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
