@@ -87,6 +87,7 @@ class _Launched:
     step_id: int
     sequences: list[Sequence]
     counts: list[int]
+    samples: list[bool]
 
 
 class FCFSScheduler:
@@ -152,7 +153,9 @@ class FCFSScheduler:
             )
         self._arrivals += 1
         order = (self._ranks[request.service_class], self._arrivals)
-        return Sequence(request, list(request.prompt), end, order, request.stop_ids(), prompt)
+        return Sequence(
+            request, request.id, list(request.prompt), end, order, request.stop_ids(), prompt
+        )
 
     def cancel(self, sequence_id: int, reason: FinishReason) -> list[Update]:
         """End a sequence; unknown or ended ones are ignored, since they may just have finished."""
@@ -180,7 +183,7 @@ class FCFSScheduler:
     def _plan_single_tokens(self, draft: _Draft) -> list[Sequence]:
         """Add running sequences that need one token; return those that need more.
 
-        This loop and ``_deliver_tokens`` are the cost of a step, so they touch as little as they
+        This loop and ``_advance`` are the cost of a step, so they touch as little as they
         can: in steady state every sequence passes through here once a token.
         """
         more = []
@@ -313,7 +316,9 @@ class FCFSScheduler:
 
     def _launch(self, draft: _Draft) -> StepPlan:
         self._step_id += 1
-        self._launched.append(_Launched(self._step_id, draft.sequences, draft.counts))
+        self._launched.append(
+            _Launched(self._step_id, draft.sequences, draft.counts, draft.samples)
+        )
         batch = SubBatch(
             tuple(draft.rows), tuple(draft.starts), tuple(draft.counts), tuple(draft.samples)
         )
@@ -335,16 +340,46 @@ class FCFSScheduler:
         if step.step_id != result.step_id:
             raise InvariantError(f"step {result.step_id} committed, {step.step_id} expected")
         updates = [self._fault(i, error) for i, error in result.faults.items() if self._live(i)]
-        due = []
-        for sequence, count in zip(step.sequences, step.counts, strict=True):
-            computed = sequence.computed = sequence.computed + count
-            if computed >= sequence.seal_at:
-                due.append(sequence)
         self._deliver_prompt_logprobs(result, updates)
-        tokens = self._deliver_tokens(result, updates)
+        tokens, due = self._advance(step, result, updates)
         self._seal(due)
         self._close()
         return Commit(tokens, updates)
+
+    def _advance(
+        self, step: _Launched, result: StepResult, updates: list[Update]
+    ) -> tuple[list[tuple[int, int]], list[Sequence]]:
+        """Count what was computed and append the sampled tokens.
+
+        Returns the tokens about which there is nothing else to say, and the sequences in which
+        blocks became full. Like ``_plan_single_tokens`` this loop is the cost of a step.
+        """
+        plain: list[tuple[int, int]] = []
+        due: list[Sequence] = []
+        logprobs = result.logprobs
+        sampled = zip(result.sequence_ids, result.tokens, strict=True)
+        for sequence, count, samples in zip(step.sequences, step.counts, step.samples, strict=True):
+            computed = sequence.computed = sequence.computed + count
+            if computed >= sequence.seal_at:
+                due.append(sequence)
+            if not samples:
+                continue
+            sequence_id, token = next(sampled)
+            if sequence_id != sequence.id:
+                raise InvariantError(f"a token of sequence {sequence_id} came out of order")
+            if sequence.finish is not None:
+                continue
+            tokens = sequence.tokens
+            tokens.append(token)
+            if token in sequence.stop_ids or len(tokens) >= sequence.end:
+                stopped = token in sequence.stop_ids
+                self._finish(sequence, FinishReason.STOP if stopped else FinishReason.LENGTH)
+                updates.append(self._news(sequence, token, logprobs.get(sequence_id)))
+            elif sequence_id in logprobs:
+                updates.append(self._news(sequence, token, logprobs[sequence_id]))
+            else:
+                plain.append((sequence_id, token))
+        return plain, due
 
     def _live(self, sequence_id: int) -> bool:
         sequence = self.sequences.get(sequence_id)
@@ -369,26 +404,6 @@ class FCFSScheduler:
                 new = PromptLogprobs(start, scores.entries[start - scores.start :])
                 sequence.prompt_scored = end
                 updates.append(Update(sequence_id, None, prompt_logprobs=new))
-
-    def _deliver_tokens(self, result: StepResult, updates: list[Update]) -> list[tuple[int, int]]:
-        """Append the new tokens; return those about which there is nothing else to say."""
-        plain = []
-        sequences, logprobs = self.sequences, result.logprobs
-        for sequence_id, token in zip(result.sequence_ids, result.tokens, strict=True):
-            sequence = sequences[sequence_id]
-            if sequence.finish is not None:
-                continue
-            tokens = sequence.tokens
-            tokens.append(token)
-            if token in sequence.stop_ids or len(tokens) >= sequence.end:
-                stopped = token in sequence.stop_ids
-                self._finish(sequence, FinishReason.STOP if stopped else FinishReason.LENGTH)
-                updates.append(self._news(sequence, token, logprobs.get(sequence_id)))
-            elif sequence_id in logprobs:
-                updates.append(self._news(sequence, token, logprobs[sequence_id]))
-            else:
-                plain.append((sequence_id, token))
-        return plain
 
     @staticmethod
     def _news(

@@ -1,15 +1,6 @@
-"""Clocks: the machine's, and one that only moves when it is told to."""
+"""A clock that only moves when it is told to."""
 
 from __future__ import annotations
-
-import time
-
-
-class WallClock:
-    """Monotonic seconds of the machine."""
-
-    def now(self) -> float:
-        return time.monotonic()
 
 
 class VirtualClock:

@@ -1,3 +1,5 @@
+"""Types of the native extension."""
+
 _View = tuple[int, int, tuple[int, ...], tuple[int, ...]]
 
 def paged_attention(

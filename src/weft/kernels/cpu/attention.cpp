@@ -1,3 +1,5 @@
+// Cuts a call of paged attention into independent items and runs them on the thread pool.
+
 #include "attention.hpp"
 
 #include <algorithm>

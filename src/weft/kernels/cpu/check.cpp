@@ -1,3 +1,5 @@
+// Checks every shape, stride, dtype and index of a call before anything is computed.
+
 #include "check.hpp"
 
 #include <cmath>

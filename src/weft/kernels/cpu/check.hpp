@@ -1,3 +1,4 @@
+// Refuses malformed calls before anything is computed.
 #pragma once
 
 #include "attention.hpp"

@@ -1,3 +1,5 @@
+// Chooses the widest compiled copy of tile.cpp that this CPU can run, or the one a test asks for.
+
 #include "dispatch.hpp"
 
 #include <atomic>

@@ -1,3 +1,5 @@
+// The thread pool: jobs, helpers, and waking them.
+
 #include "pool.hpp"
 
 #include <pthread.h>

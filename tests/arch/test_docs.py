@@ -1,0 +1,44 @@
+"""Pages that derive from the code are up to date."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def printed_by(tool: str) -> str:
+    command = [sys.executable, str(ROOT / "tools" / tool)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def test_the_settings_page_is_generated_from_the_declarations():
+    page = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
+    assert page == printed_by("settings_page.py")
+
+
+def test_the_map_has_one_line_for_each_file():
+    page = (ROOT / "docs" / "map.md").read_text(encoding="utf-8")
+    assert page == printed_by("map_page.py"), "run: python tools/map_page.py > docs/map.md"
+    silent = re.findall(r"^- `([^`]+)`: *$", page, flags=re.MULTILINE)
+    assert not silent, f"files that do not say what they are: {silent}"
+
+
+def test_links_between_pages_lead_somewhere():
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
+            if "://" not in target:
+                assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_readme_starts_with_the_two_commands():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    first_block = text.split("```")[1]
+    assert re.findall(r"^make (\w+)", first_block, flags=re.MULTILINE) == ["run", "test"]
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert re.search(r"^run:", makefile, flags=re.MULTILINE)
+    assert re.search(r"^test:", makefile, flags=re.MULTILINE)
+    assert "make test" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")

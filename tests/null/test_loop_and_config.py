@@ -1,0 +1,254 @@
+"""Tickets, the loop's refusals, class order, and how open settings are decided."""
+
+from __future__ import annotations
+
+import pytest
+
+from weft.core.config import EngineConfig, Facts, GroupFacts, largest_context, resolve
+from weft.core.errors import ConfigError, InvariantError, OutOfMemoryError, ParameterError
+from weft.core.plan import Commit
+from weft.core.settings import format_bytes, parse_bytes
+from weft.core.types import FinishReason, Request, SamplingParams
+from weft.engine.loop import EngineLoop
+from weft.kv.cache import GroupSpec, KVCache
+from weft.sched.fcfs import FCFSScheduler, Limits
+from weft.sim.clock import VirtualClock
+from weft.sim.executor import ModelledExecutor
+
+GROUP = GroupSpec("full", 4, 64)
+MIB, GIB = 2**20, 2**30
+
+
+def scheduler(rows: int = 2, budget: int = 16, blocks: int = 64) -> FCFSScheduler:
+    group = GroupSpec("full", 4, blocks)
+    return FCFSScheduler(KVCache([group]), Limits(rows, budget, 64))
+
+
+def request(
+    number: int, length: int = 5, service_class: str = "interactive", **sampling
+) -> Request:
+    prompt = tuple((number * 17 + i) % 50 for i in range(length))
+    params = SamplingParams(**{"max_tokens": 4, **sampling})
+    return Request(number, prompt, params, service_class=service_class)
+
+
+class ListInbox:
+    def __init__(self, requests):
+        self.requests, self.news = list(requests), []
+
+    def receive(self):
+        requests, self.requests = self.requests, []
+        return requests, []
+
+    def publish(self, news: Commit):
+        self.news += [*news.tokens, *news.updates]
+
+
+def test_a_ticket_is_collected_exactly_once():
+    s = scheduler()
+    s.add(request(1))
+    executor = ModelledExecutor([GROUP], 50)
+    ticket = executor.launch(s.plan(0.0))
+    ticket.result()
+    with pytest.raises(InvariantError, match="twice"):
+        ticket.result()
+
+
+def test_a_step_that_was_never_collected_is_found():
+    s = scheduler()
+    s.add(request(1))
+    executor = ModelledExecutor([GROUP], 50)
+    executor.launch(s.plan(0.0))
+    with pytest.raises(InvariantError, match="never collected"):
+        executor.close()
+
+
+def test_steps_are_committed_in_order():
+    s = scheduler()
+    s.add(request(1))
+    executor = ModelledExecutor([GROUP], 50, depth=1)
+    first = executor.launch(s.plan(0.0))
+    second = executor.launch(s.plan(0.0))
+    first_result = first.result()
+    with pytest.raises(InvariantError, match="expected"):
+        s.commit(second.result())
+    assert first_result.step_id == 1
+
+
+@pytest.mark.parametrize(
+    ("bad", "error"),
+    [
+        (Request(1, (), SamplingParams()), ParameterError),
+        (Request(1, (1,) * 64, SamplingParams()), ParameterError),
+        (request(1, service_class="gold"), ParameterError),
+    ],
+)
+def test_the_loop_answers_what_the_scheduler_refuses(bad, error):
+    inbox = ListInbox([bad, request(2)])
+    loop = EngineLoop(scheduler(), ModelledExecutor([GROUP], 50), inbox, VirtualClock())
+    loop.run_until_idle()
+    (refusal,) = [n for n in inbox.news if n[0] == 1]
+    assert refusal.finish is FinishReason.ERROR
+    assert isinstance(refusal.error, error)
+    assert [n for n in inbox.news if n[0] == 2]
+
+
+def test_a_request_that_can_never_fit_is_refused():
+    s = scheduler(blocks=3)
+    with pytest.raises(OutOfMemoryError, match="12"):
+        s.add(request(1, length=10))
+    s.add(request(2, length=8))
+
+
+def test_a_higher_class_goes_first_and_takes_a_row():
+    s = scheduler(rows=2)
+    executor = ModelledExecutor([GROUP], 50)
+    for number in (1, 2):
+        s.add(request(number, service_class="batch", max_tokens=30))
+    s.commit(executor.launch(s.plan(0.0)).result())
+    s.add(request(3, service_class="priority"))
+    s.add(request(4, service_class="batch"))
+    leaving = s.plan(0.0)  # the victim is part of this step already
+    assert (leaving.add, s.preemptions) == ((), 1)
+    s.commit(executor.launch(leaving).result())
+    plan = s.plan(0.0)
+    assert [add.sequence_id for add in plan.add] == [3]
+    assert s.preemptions == 1
+    s.commit(executor.launch(plan).result())
+    s.check()
+
+
+def test_equals_are_not_preempted_for_a_row():
+    s = scheduler(rows=1)
+    executor = ModelledExecutor([GROUP], 50)
+    s.add(request(1, max_tokens=20))
+    s.commit(executor.launch(s.plan(0.0)).result())
+    s.add(request(2))
+    assert s.plan(0.0).add == ()
+    assert s.preemptions == 0
+
+
+def test_single_tokens_come_before_chunks():
+    s = scheduler(rows=4, budget=8)
+    executor = ModelledExecutor([GROUP], 50)
+    s.add(request(1, length=4, max_tokens=20))
+    s.commit(executor.launch(s.plan(0.0)).result())
+    s.add(request(2, length=30))
+    for expected in ((1, 7), (1, 7), (1, 7), (1, 7)):
+        plan = s.plan(0.0)
+        assert plan.batches[0].counts == expected
+        assert plan.num_tokens <= 8
+        s.commit(executor.launch(plan).result())
+
+
+def test_equal_prompts_in_flight_compute_the_shared_part_once():
+    s = scheduler(rows=4, budget=64)
+    executor = ModelledExecutor([GROUP], 50)
+    prompt = tuple(range(20))
+    for number in range(3):
+        s.add(Request(number, (*prompt, 30 + number), SamplingParams(max_tokens=3)))
+    first = s.plan(0.0)
+    assert first.batches[0].counts == (21,)
+    s.commit(executor.launch(first).result())
+    second = s.plan(0.0)
+    assert second.batches[0].counts == (1, 1, 1)  # one decodes; two have only their own token left
+    s.commit(executor.launch(second).result())
+    s.check()
+
+
+def facts(available: int, *groups: GroupFacts, weights: int = GIB, positions: int = 8192) -> Facts:
+    return Facts(positions, weights, available, groups or (GroupFacts("full", None, 1024),))
+
+
+def test_open_settings_are_decided_and_closed_ones_kept():
+    resolved = resolve(EngineConfig(max_num_seqs=4), facts(4 * GIB))
+    assert resolved.max_model_len == 8192
+    assert resolved.kv_bytes <= 1.5 * GIB
+    assert not resolved.limited_by_memory
+    assert resolve(EngineConfig(max_model_len=100), facts(4 * GIB)).max_model_len == 100
+
+
+def test_memory_limits_an_open_length_and_refuses_a_closed_one():
+    config = EngineConfig(kv_memory="1MiB")
+    resolved = resolve(config, facts(4 * GIB))
+    assert (resolved.max_model_len, resolved.limited_by_memory) == (1024, True)
+    assert largest_context(config, facts(4 * GIB)) == 1024
+    with pytest.raises(OutOfMemoryError, match="enough for 1024 tokens"):
+        resolve(EngineConfig(kv_memory="1MiB", max_model_len=2000), facts(4 * GIB))
+    with pytest.raises(OutOfMemoryError, match="too few"):
+        resolve(EngineConfig(), facts(GIB // 2))
+    assert largest_context(EngineConfig(), facts(GIB // 2)) == 0
+    with pytest.raises(ConfigError, match="8192"):
+        resolve(EngineConfig(max_model_len=9000), facts(4 * GIB))
+
+
+@pytest.mark.parametrize("available", [1.02, 1.1, 1.5, 3, 30])
+def test_the_split_over_groups_stays_within_the_budget(available):
+    groups = (GroupFacts("full", None, 2000), GroupFacts("sliding", 512, 10_000))
+    config = EngineConfig(max_num_batched_tokens=256)
+    f = facts(int(available * GIB), *groups, positions=131_072)
+    resolved = resolve(config, f)
+    assert resolved.kv_bytes <= (available - 1) * GIB / 2
+    assert resolved.max_model_len <= resolved.group_blocks[0] * 16
+    window_blocks = (512 + 256) // 16 + 2
+    assert resolved.group_blocks[1] <= window_blocks * config.max_num_seqs
+    assert min(resolved.group_blocks[1], resolved.group_blocks[0]) * 16 >= min(
+        resolved.max_model_len, 512 + 32
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("512MiB", 512 * MIB),
+        ("8GB", 8 * 10**9),
+        ("1.5g", 1_500_000_000),
+        ("77", 77),
+        ("2KiB", 2048),
+    ],
+)
+def test_sizes(text, count):
+    assert parse_bytes(text) == count
+    assert EngineConfig(kv_memory=max(count, 1024)).kv_memory == max(count, 1024)
+
+
+def test_sizes_in_words():
+    assert format_bytes(1536 * MIB) == "1.50 GiB"
+    with pytest.raises(ParameterError, match="512MiB"):
+        parse_bytes("many")
+
+
+def test_classes_are_changed_and_extended():
+    config = EngineConfig(classes={"gold": {"rank": 0, "ttft_s": 0.5}, "batch": {"rank": 9}})
+    table = {row.name: row for row in config.service_classes()}
+    assert table["gold"].ttft_s == 0.5
+    assert table["batch"].rank == 9
+    for bad in ({"x": {}}, {"x": 3}, {"x": {"rank": -1}}, {"x": {"rank": 0, "ttft_s": "soon"}}):
+        with pytest.raises(ConfigError, match="classes"):
+            EngineConfig(classes=bad)
+
+
+def test_an_unknown_setting_suggests_the_nearest():
+    with pytest.raises(ConfigError, match="'max_model_len'"):
+        EngineConfig.from_mapping({"max_model_length": 4})
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"temperature": float("nan")}, {"temperature": -0.1}, {"temperature": True},
+        {"top_p": 0}, {"top_p": 1.1}, {"top_k": -2}, {"top_k": 1.5}, {"min_p": float("inf")},
+        {"max_tokens": 0}, {"max_tokens": -1}, {"max_tokens": 2, "min_tokens": 3},
+        {"repetition_penalty": 0}, {"presence_penalty": 2.1}, {"frequency_penalty": None},
+        {"seed": -1}, {"seed": 2**63}, {"logprobs": 21}, {"prompt_logprobs": -1},
+        {"stop": [""]}, {"stop": ["x"] * 17}, {"stop": [3]}, {"stop": "x" * 600},
+        {"stop_token_ids": [1.0]}, {"stop_token_ids": [-1]}, {"stop_token_ids": list(range(200))},
+        {"logit_bias": {1: 101}}, {"logit_bias": {-1: 1}}, {"logit_bias": {1: float("nan")}},
+        {"logit_bias": dict.fromkeys(range(2000), 1.0)}, {"logit_bias": [1]}, {"ignore_eos": 1},
+    ],
+)  # fmt: skip
+def test_parameters_out_of_bounds_are_refused_by_name(changes):
+    with pytest.raises(ParameterError) as caught:
+        SamplingParams(**changes)
+    assert caught.value.param in changes
+    assert caught.value.param in caught.value.message.replace("stop string", "stop")

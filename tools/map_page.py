@@ -1,0 +1,91 @@
+"""Prints the map of files, a line each: ``python tools/map_page.py > docs/map.md``."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+MAPPED = re.compile(r"\.(py|pyi|cpp|hpp|cu|cuh|sh|md|json|txt|toml|jinja|safetensors)$")
+MAPPED_NAMES = {"Makefile", ".ci/run", "LICENSE"}
+UNMAPPED = re.compile(r"^benchmarks/results/")
+BY_HAND = {
+    "LICENSE": "Apache-2.0.",
+    "pyproject.toml": "Package, dependencies, and the settings of build, lint, types and tests.",
+    "CMakeLists.txt": "Builds the native extensions.",
+    "docs/map.md": "This page.",
+    "src/weft/builtin/card.json": "The built-in model's facts, read by the test of its weights.",
+    "src/weft/builtin/config.json": "Architecture of the built-in model.",
+    "src/weft/builtin/generation_config.json": "Sampling defaults of the built-in model.",
+    "src/weft/builtin/heldout.txt": "Text the built-in model never saw, for its perplexity.",
+    "src/weft/builtin/heldout.LICENSE.txt": "Licence of the held-out text.",
+    "src/weft/builtin/model.safetensors": "Weights of the built-in model.",
+    "src/weft/builtin/tokenizer.json": "Tokeniser of the built-in model.",
+    "src/weft/builtin/tokenizer_config.json": "Control tokens and chat template.",
+}
+
+
+def files() -> list[str]:
+    """Files of the project that have a line, in order."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    found = [
+        name
+        for name in listed.stdout.splitlines()
+        if (MAPPED.search(name) or name in MAPPED_NAMES)
+        and not UNMAPPED.match(name)
+        and (ROOT / name).is_file()
+        and (ROOT / name).stat().st_size
+    ]
+    return sorted(found, key=lambda name: (str(Path(name).parent), name))
+
+
+def describe(name: str) -> str:
+    """What a file says about itself in its first sentence; an empty string if it says nothing."""
+    if name in BY_HAND:
+        return BY_HAND[name]
+    path = ROOT / name
+    text = path.read_text(encoding="utf-8")
+    if name.endswith((".py", ".pyi")):
+        said = ast.get_docstring(ast.parse(text)) or ""
+    elif name.endswith(".md"):
+        said = next((line[2:] for line in text.splitlines() if line.startswith("# ")), "")
+    else:
+        said = _first_comment(text)
+    sentence = re.split(r"(?<=\.)\s+(?=[A-Z`])|\n\n", said.strip(), maxsplit=1)[0]
+    return " ".join(sentence.split())
+
+
+def _first_comment(text: str) -> str:
+    """The comment at the top of the file, before any code."""
+    lines = []
+    for line in text.splitlines():
+        match = re.match(r"(?://|#(?!!|pragma|include|if))\s*(.*)", line)
+        if match:
+            lines.append(match[1])
+        elif lines or not line.startswith(("#!", "#pragma")):
+            break
+    return "\n".join(lines)
+
+
+def page() -> str:
+    """The whole page."""
+    lines = [
+        "# Map",
+        "",
+        "One line a file: the first sentence that the file says about itself",
+        "(`python tools/map_page.py > docs/map.md`).",
+    ]
+    folder = None
+    for name in files():
+        if (parent := str(Path(name).parent)) != folder:
+            folder = parent
+            lines += ["", f"## {'top' if folder == '.' else folder}", ""]
+        lines.append(f"- `{name}`: {describe(name)}")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -1,0 +1,67 @@
+"""Prints the settings page: ``python tools/settings_page.py > docs/settings.md``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weft.core.config import EngineConfig
+from weft.core.settings import Setting, settings_of
+from weft.core.types import DEFAULT_CLASSES, SamplingParams
+
+HEAD = """# Settings
+
+Every setting is declared once in the code; this page, the command line, YAML files and the Python
+API derive from the declaration (`python tools/settings_page.py > docs/settings.md`).
+
+On the command line a setting is a flag (`--max-model-len 4096`; true and false are `--name` and
+`--no-name`). In a file for `--config` it is a key (`max_model_len: 4096`). In Python it is an
+argument of `LLM(...)` or `SamplingParams(...)`. A flag wins over the file. *unset* means that weft
+decides from model and machine, or, for sampling, that the model's `generation_config.json` does.
+"""
+
+CLASSES = """
+## Service classes
+
+`classes` (in a config file) changes or extends this table. A lower rank is served first.
+
+| name | rank | ttft_s | tpot_s |
+|---|---|---|---|
+"""
+
+
+def row(declared: Setting) -> str:
+    """One line of a table."""
+    default = "unset" if declared.optional else f"`{default_of(declared)}`"
+    kind = f"{declared.kind}, {declared.bounds()}" if declared.bounds() else declared.kind
+    return f"| `{declared.name}` | {kind} | {default} | {declared.help} |"
+
+
+def default_of(declared: Setting) -> str:
+    if declared.kind == "bool":
+        return str(declared.default).lower()
+    return str(declared.default) if declared.default not in ((), {}) else "none"
+
+
+def table(title: str, declared_by: Any) -> str:
+    """All settings of a dataclass as a titled table."""
+    lines = [
+        f"\n## {title}\n",
+        "| name | type and bounds | default | meaning |",
+        "|---|---|---|---|",
+    ]
+    return "\n".join([*lines, *map(row, settings_of(declared_by).values())]) + "\n"
+
+
+def page() -> str:
+    """The whole page."""
+    classes = "".join(
+        f"| {c.name} | {c.rank} | {c.ttft_s or '-'} | {c.tpot_s or '-'} |\n"
+        for c in DEFAULT_CLASSES
+    )
+    return (
+        HEAD + table("Engine", EngineConfig) + table("Sampling", SamplingParams) + CLASSES + classes
+    )
+
+
+if __name__ == "__main__":
+    print(page(), end="")
