@@ -1,0 +1,163 @@
+"""Control tokens: telling the ones that were meant from the ones that a text merely spells.
+
+A tokeniser matches its added tokens by their spelling, so text from outside that spells
+``<|eot_id|>`` would end a turn. The `Guard` is a second instance of the same tokeniser in which
+every added token has a random private name instead of its spelling: text can then not name one by
+accident or on purpose, whatever normalisers, merges or the vocabulary do. The caller puts the
+private name where a token is meant and leaves everything else as it is, so a single call encodes
+the whole text and every id is the one that the ordinary instance has.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tokenizers import Tokenizer as Reference
+
+from weft.core.errors import TokenizerError
+
+_NAME_CHARS = 8
+_BARS = re.compile(r"<([|｜]).*\1>", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class AddedToken:
+    """One entry of the added vocabulary: its spelling, and whether it is marked special."""
+
+    token_id: int
+    content: str
+    special: bool
+
+    @property
+    def is_marker(self) -> bool:
+        """Control by default: marked special, or spelled like a marker, as ``<|fim_prefix|>``."""
+        return self.special or _BARS.fullmatch(self.content) is not None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of text; ``token`` is set where it spells an added token."""
+
+    text: str
+    token: AddedToken | None
+
+
+class Scanner:
+    """Finds spellings of added tokens: leftmost, then longest, as the tokeniser itself does."""
+
+    def __init__(self, tokens: Iterable[AddedToken]) -> None:
+        self._tokens = {token.content: token for token in tokens}
+        self._pattern = re.compile(_trie_pattern(self._tokens) if self._tokens else "(?!)")
+
+    def split(self, text: str) -> Iterator[Piece]:
+        """Yield pieces that join to ``text``, spelled tokens apart from the text between them."""
+        end = 0
+        for match in self._pattern.finditer(text):
+            if match.start() > end:
+                yield Piece(text[end : match.start()], None)
+            end = match.end()
+            yield Piece(match[0], self._tokens[match[0]])
+        if end < len(text):
+            yield Piece(text[end:], None)
+
+
+class Guard:
+    """The same tokeniser with added tokens under private names; see the module's docstring."""
+
+    def __init__(self, reference: Reference, tokens: Sequence[AddedToken]) -> None:
+        """Build the second instance; takes as long and as much memory as loading the first.
+
+        Raises:
+            TokenizerError: the tokeniser cannot be rewritten so that its ids stay the same.
+        """
+        self._names = {token.content: _private_name() for token in tokens}
+        document = _renamed(json.loads(reference.to_str()), self._names)
+        try:
+            self._tokenizer = Reference.from_str(json.dumps(document))
+        except Exception as error:  # the library raises bare exceptions
+            raise _not_separable(str(error)) from error
+        for token in tokens:
+            if self._tokenizer.token_to_id(self._names[token.content]) != token.token_id:
+                raise _not_separable(f"the id of {token.content!r} changes")
+
+    def encode(self, pieces: Iterable[tuple[str, bool]]) -> list[int]:
+        """Encode pieces of ``(text, meant)`` as one text; a meant one spells one added token."""
+        text = "".join([self._names[text] if meant else text for text, meant in pieces])
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+
+def list_added(reference: Reference) -> list[AddedToken]:
+    """Return the added tokens that can be control tokens: all but white space."""
+    return [
+        AddedToken(token_id, token.content, token.special)
+        for token_id, token in sorted(reference.get_added_tokens_decoder().items())
+        if not token.content.isspace() and token.content
+    ]
+
+
+def _private_name() -> str:
+    """128 random bits as characters that mean nothing to anyone (private use plane 16)."""
+    return "".join(chr(0x100000 + secrets.randbelow(0xFFFE)) for _ in range(_NAME_CHARS))
+
+
+def _not_separable(reason: str) -> TokenizerError:
+    return TokenizerError(
+        "The control tokens of this tokeniser cannot be told apart from text that spells them "
+        f"({reason.splitlines()[0][:200]}); use the tokenizer.json of the original model."
+    )
+
+
+def _renamed(document: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Return a tokenizer.json in which tokens have new names, in the vocabulary too."""
+    for token in document["added_tokens"]:
+        if token["content"] in names:
+            token |= {
+                "content": names[token["content"]],
+                "normalized": False,
+                "single_word": False,
+            }
+    model = document["model"]
+    vocab = model["vocab"]
+    if isinstance(vocab, dict):
+        model["vocab"] = {names.get(piece, piece): i for piece, i in vocab.items()}
+    else:
+        model["vocab"] = [[names.get(piece, piece), score] for piece, score in vocab]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    if model.get("merges") and not names.keys().isdisjoint(vocab):
+        model["merges"] = [merge for merge in model["merges"] if not _makes(merge, names)]
+    return document
+
+
+def _makes(merge: str | Sequence[str], names: Mapping[str, str]) -> bool:
+    """Whether a BPE merge takes or makes one of the renamed tokens."""
+    left, right = merge.split(" ") if isinstance(merge, str) else merge
+    return left + right in names or left in names or right in names
+
+
+def _trie_pattern(words: Iterable[str]) -> str:
+    """Return a regular expression that matches the longest of ``words``, without trying each."""
+    root: dict[str, Any] = {}
+    for word in words:
+        node = root
+        for char in word:
+            node = node.setdefault(char, {})
+        node[""] = {}
+    return _node_pattern(root)
+
+
+def _node_pattern(node: dict[str, Any]) -> str:
+    prefix = ""
+    while len(node) == 1 and "" not in node:
+        [(char, node)] = node.items()
+        prefix += re.escape(char)
+    branches = [re.escape(char) + _node_pattern(child) for char, child in node.items() if char]
+    if not branches:
+        return prefix
+    return prefix + f"(?:{'|'.join(branches)})" + ("?" if "" in node else "")

@@ -1,0 +1,162 @@
+"""Incremental detokenisation: each text delta as soon as it is certain, never half a character."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from tokenizers.decoders import DecodeStream
+
+from weft.text.decoding import DecodeTable
+from weft.text.tokenizer import Tokenizer
+
+_Decode = Callable[[Sequence[int]], str]
+
+
+class Detokenizer:
+    """The text of one growing sequence.
+
+    For any ids and any way of cutting them into pushes, the deltas joined, with `flush` at the end,
+    are ``tokenizer.decode(ids)``. Byte-level and byte-fallback decoders go through a table; any
+    other through `tokenizers.decoders.DecodeStream`, where the promise holds unless that decoder
+    rewrites text that it already gave (then the rest comes with `flush`).
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+        """Start an empty text, to which special tokens add nothing if ``skip_special_tokens``."""
+        self._impl = _choose(tokenizer, skip_special_tokens)
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Append tokens; return the text that is certain now and was not returned before."""
+        return self._impl.push(token_ids)
+
+    def tail(self) -> str:
+        """Return what `flush` would give now if that ends in whole characters, else an empty
+        string.
+
+        A byte-fallback run is certain only once it has ended, but may spell a stop string before.
+        """
+        return self._impl.tail()
+
+    def flush(self) -> str:
+        """Return the rest of the text, U+FFFD for an incomplete character; ends the sequence."""
+        return self._impl.flush()
+
+
+class _Incremental(Protocol):
+    def push(self, token_ids: Sequence[int]) -> str: ...
+    def tail(self) -> str: ...
+    def flush(self) -> str: ...
+
+
+def _choose(tokenizer: Tokenizer, skip_special: bool) -> _Incremental:
+    table = tokenizer.decode_table
+    if table is None:
+        return _Streamed(tokenizer, skip_special)
+    if table.kind == "byte_level":
+        return _ByteLevel(tokenizer.shown_pieces(skip_special))
+    return _ByteFallback(table, tokenizer.special_ids if skip_special else frozenset())
+
+
+class _ByteLevel:
+    """All bytes in a row are UTF-8; Python's incremental decoder replaces as the reference does."""
+
+    def __init__(self, pieces: Sequence[bytes]) -> None:
+        self._pieces = pieces
+        self._size = len(pieces)
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        pieces, size = self._pieces, self._size
+        return self._decode(b"".join([pieces[i] for i in token_ids if i < size]))
+
+    def tail(self) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return self._decode(b"", True)
+
+
+class _ByteFallback:
+    """Text tokens, and runs of byte tokens that are judged as a whole when they end."""
+
+    def __init__(self, table: DecodeTable, skipped: frozenset[int]) -> None:
+        self._table = table
+        self._skipped = skipped
+        self._run = bytearray()
+        self._strip = table.strip_left
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        pieces, byte_ids = self._table.pieces, self._table.byte_ids
+        out = []
+        for token_id in token_ids:
+            piece = pieces[token_id] if token_id < len(pieces) else None
+            if piece is None or token_id in self._skipped:
+                continue
+            if token_id in byte_ids:
+                self._run += piece
+                continue
+            if self._run:
+                out.append(self._end_run())
+            out.append(piece.decode())
+        return self._stripped("".join(out), keep=False)
+
+    def tail(self) -> str:
+        try:
+            return self._stripped(self._run.decode(), keep=True)
+        except UnicodeDecodeError:
+            return ""
+
+    def flush(self) -> str:
+        return self._stripped(self._end_run(), keep=False)
+
+    def _end_run(self) -> str:
+        run, self._run = self._run, bytearray()
+        try:
+            return run.decode()
+        except UnicodeDecodeError:
+            return "\ufffd" * len(run)
+
+    def _stripped(self, text: str, *, keep: bool) -> str:
+        """Drop the spaces that the decoder strips from the start; ``keep`` changes no state."""
+        if not self._strip or not text:
+            return text
+        spaces = len(text) - len(text.lstrip(" "))
+        dropped = min(spaces, self._strip)
+        if not keep:
+            self._strip = self._strip - dropped if dropped == len(text) else 0
+        return text[dropped:]
+
+
+class _Streamed:
+    """Any other decoder, through the stream of the `tokenizers` library."""
+
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool) -> None:
+        self._reference = tokenizer.reference
+        self._decode: _Decode = lambda ids: tokenizer.decode(ids, skip_special_tokens=skip_special)
+        self._stream: DecodeStream | None = DecodeStream(skip_special_tokens=skip_special)
+        self._ids: list[int] = []
+        self._emitted = ""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        self._ids.extend(token_ids)
+        text = "".join([self._step(token_id) for token_id in token_ids])
+        self._emitted += text
+        return text
+
+    def _step(self, token_id: int) -> str:
+        if self._stream is None:
+            return ""
+        try:
+            return self._stream.step(self._reference, token_id) or ""
+        except Exception:  # the library raises bare exceptions when the decoder rewrote its text
+            self._stream = None
+            return ""
+
+    def tail(self) -> str:
+        return ""
+
+    def flush(self) -> str:
+        whole = self._decode(self._ids)
+        return whole[len(self._emitted) :] if whole.startswith(self._emitted) else ""

@@ -1,0 +1,77 @@
+"""fastokens for encoding, where it gives the ids of the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from tokenizers import Tokenizer as Reference
+
+Encode = Callable[[str], list[int]]
+
+_SAMPLED_TOKENS = 256
+
+_PROBES = (
+    "",
+    " ",
+    "Hello, world!",
+    "  leading and trailing  ",
+    "a  b   c    d\t\te\n\n\nf \n g\r\nh\u00a0i\u2003j\u200bk",
+    "\n",
+    " " * 65,
+    "\t" * 17 + "x",
+    "0 1 12 123 1234 12345678901234567890 3.14159 1,000,000 0x7f ١٢٣ ½ ²",
+    "I'm you're he'll WE'VE it's 'tis don\u2019t",
+    'def f(x: int) -> str:\n    return f"{x!r:>10}"  # ok?\n\n\tif a<=b&&c!=d{e->f;}',
+    '<html><h1 class=\'a\'>b</h1><br/></html> {"k": [1, null, "\\u00e9"]}',
+    "<|im_start|>user\n<|eot_id|><s></s>[INST] [/INST]<start_of_turn><unk><pad><0x0A>",
+    "<|im_start <|im_start|| >im_end|> <s <\u200b/s>",
+    "日本語のテキスト。中文，混排English和数字123。한국어 텍스트",
+    "שלום عربى हिन्दी ไทย ქართული Ελληνικά Русский",
+    "👩‍👩‍👧‍👦 🏳️‍🌈 👍🏽 🇩🇪 ☃️ 😀😀",
+    "e\u0301 \u00e9 \ufb01 \u2126 \uff21\uff1c \u1e9b\u0323 \u0130\u0131",
+    "\ufeffbom \u0000nul \u0007 \u001b[0m \u007f \u0085 \ue000 \U000f0000 \U0010fffd \ufffd",
+    "\u2581\u2581 \u2581x \u0120 \u010a",
+    "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa",
+    "supercalifragilisticexpialidocious ANTIDISESTABLISHMENTARIANISM camelCaseXMLHttp_snake",
+    "!!!???...---===***///\\\\\\###@@@",
+    "https://example.com/a/b?c=d&e=%20f#g user@example.com",
+)
+
+
+def adopt_fastokens(
+    json_text: str, reference: Reference, added: Sequence[str]
+) -> tuple[Encode | None, str]:
+    """Return fastokens' encoder if it agrees with ``reference`` on every probe, and a reason.
+
+    The probes are fixed strings, every added token between ordinary text, and tokens sampled over
+    the whole vocabulary. They also warm fastokens up. The encoder adds no special tokens.
+    """
+    try:
+        import fastokens
+
+        fast = fastokens.Tokenizer.from_json_str(json_text)
+        for probe in _probes(reference, added):
+            expected = reference.encode(probe, add_special_tokens=False).ids
+            if fast.encode(probe).ids != expected:
+                return None, f"fastokens encodes {probe[:40]!r} differently"
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a Rust panic is no Exception
+        return None, f"fastokens cannot read this tokeniser: {str(error).splitlines()[:1]}"
+    return lambda text: list(
+        fast.encode(text).ids
+    ), "fastokens agrees with tokenizers on all probes"
+
+
+def _probes(reference: Reference, added: Sequence[str]) -> Iterator[str]:
+    yield from _PROBES
+    yield "".join(_PROBES)
+    for start in range(0, len(added), 64):
+        group = added[start : start + 64]
+        yield "".join(group)
+        yield "".join(f"word {content} \n {content}{content[:-1]}x" for content in group)
+    size = reference.get_vocab_size(with_added_tokens=False)
+    step = max(1, size // _SAMPLED_TOKENS)
+    words = [reference.decode([i]) for i in range(0, size, step)]
+    yield "".join(words)
+    yield " ".join(words)

@@ -1,0 +1,70 @@
+"""Token ids of one sequence to text deltas, ended by stop strings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from weft.text.detokenize import Detokenizer
+from weft.text.stop import StopMatcher
+from weft.text.tokenizer import Tokenizer
+
+
+class TextStream:
+    """Detokeniser and stop strings of one sequence.
+
+    Attributes:
+        stopped_by: the stop string that ended the text, or None.
+        token_count: ids that belong to the text: all pushed so far, or those up to and including
+            the one that completed the stop string.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stops: Sequence[str] = (),
+        *,
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        """Start an empty text. Raises ParameterError for an empty stop string."""
+        self.stopped_by: str | None = None
+        self.token_count = 0
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+        self._matcher = StopMatcher(stops, include_stop=include_stop) if stops else None
+
+    def push(self, token_ids: Sequence[int]) -> tuple[str, bool]:
+        """Append tokens; return the new text, and whether a stop string has ended it.
+
+        Ids after the one that completed a stop string are not counted and give no text.
+        """
+        if self._matcher is None:
+            self.token_count += len(token_ids)
+            return self._detokenizer.push(token_ids), False
+        out = []
+        for token_id in token_ids:
+            if self.stopped_by is not None:
+                break
+            out.append(self._push_one(token_id, self._matcher))
+        return "".join(out), self.stopped_by is not None
+
+    def flush(self) -> str:
+        """Return the rest of the text, when the sequence ended without a stop string.
+
+        The rest may itself complete one (an incomplete character became U+FFFD); `stopped_by` says
+        so.
+        """
+        if self._matcher is None:
+            return self._detokenizer.flush()
+        if self.stopped_by is not None:
+            return ""
+        text, self.stopped_by = self._matcher.push(self._detokenizer.flush())
+        return text + self._matcher.flush()
+
+    def _push_one(self, token_id: int, matcher: StopMatcher) -> str:
+        self.token_count += 1
+        text, self.stopped_by = matcher.push(self._detokenizer.push([token_id]))
+        tail = self._detokenizer.tail() if self.stopped_by is None else ""
+        if tail and matcher.would_stop(tail):
+            rest, self.stopped_by = matcher.push(self._detokenizer.flush())
+            text += rest
+        return text

@@ -1,0 +1,350 @@
+"""Chat templates: messages to the prompt that the model was trained on, and to its ids."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from weft.core.errors import ParameterError, TemplateError, TokenizerError
+from weft.text import sandbox
+from weft.text.assets import NAMED_TOKENS, named_tokens, read_config, read_text
+from weft.text.control import AddedToken, Piece
+from weft.text.quoting import (
+    Alphabet,
+    from_user,
+    has_quoted,
+    join,
+    plain_data,
+    refuse_surrogates,
+)
+from weft.text.tokenizer import Tokenizer
+
+Message = Mapping[str, Any]
+
+_ENVIRONMENT = sandbox.new_environment()
+_RESERVED = frozenset(
+    {
+        "messages",
+        "conversation",
+        "tools",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "additional_special_tokens",
+        *NAMED_TOKENS,
+        *_ENVIRONMENT.globals,
+    }
+)
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+
+
+class ChatTemplate:
+    """The chat templates of one model. Immutable; safe to share between threads.
+
+    Attributes:
+        sources: template text by name; "default", and perhaps "tool_use" for calls with tools.
+        special_tokens: variables such as ``bos_token`` that templates see.
+        max_output_chars: `render` refuses to give more.
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, str],
+        special_tokens: Mapping[str, str] | None = None,
+        *,
+        max_output_chars: int = sandbox.MAX_OUTPUT_CHARS,
+    ) -> None:
+        """Compile the templates.
+
+        Raises:
+            TokenizerError: one is not a valid template, or none is called "default".
+        """
+        self.sources = dict(sources)
+        self.special_tokens = dict(special_tokens or {})
+        self.max_output_chars = max_output_chars
+        if "default" not in self.sources:
+            raise TokenizerError(
+                f"The model has chat templates {sorted(self.sources)} but none called 'default'; "
+                "pass --chat-template FILE."
+            )
+        self._compiled = {name: _compile(name, text) for name, text in self.sources.items()}
+        self._reserved = _RESERVED | self.special_tokens.keys()
+        self._controls: dict[int, tuple[Tokenizer, _Controls]] = {}
+
+    @classmethod
+    def load(cls, folder: Path, *, file: Path | None = None) -> ChatTemplate:
+        """Load the template of a model folder.
+
+        The first of these counts: ``file``; ``chat_template.jinja`` (with
+        ``additional_chat_templates/*.jinja``); ``chat_template`` in ``tokenizer_config.json``, a
+        string or a list of named templates.
+
+        Raises:
+            TokenizerError: there is none, or it is not a valid template.
+        """
+        folder = Path(folder)
+        config = read_config(folder)
+        return cls(_find_sources(folder, config, file), named_tokens(config))
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        /,
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **kwargs: Any,
+    ) -> str:
+        """Return the prompt as text, as transformers' ``apply_chat_template`` renders it.
+
+        The text does not tell a control token of the template from one spelled in a message; to get
+        ids use `encode_chat`.
+
+        Args:
+            messages: dicts with a role and whatever else the template knows; values None are left
+                out.
+            add_generation_prompt: end with the header of the assistant's answer.
+            tools: JSON descriptions of functions; uses the template "tool_use" if there is one.
+            kwargs: further variables of the template, such as ``enable_thinking``.
+
+        Raises:
+            ParameterError: a keyword is reserved, or messages or tools are not JSON values.
+            TemplateError: the template refused the conversation, failed, or gave too much text.
+        """
+        text = self._render(messages, add_generation_prompt, tools, kwargs, None)
+        return str.__str__(text)
+
+    def _render(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None,
+        kwargs: Mapping[str, Any],
+        alphabet: Alphabet | None,
+    ) -> str:
+        """Render, with text from outside in ``alphabet`` if one is given."""
+        if not messages or not all(isinstance(message, Mapping) for message in messages):
+            raise ParameterError("A chat needs at least one message.", param="messages")
+        self.check_variables(kwargs)
+        user = _quoter(alphabet, by_model=False)
+        variables = {
+            **self.special_tokens,
+            "documents": None,
+            **plain_data(dict(kwargs), user),
+            "messages": [_message(message, alphabet) for message in messages],
+            "tools": plain_data(tools, user),
+            "add_generation_prompt": add_generation_prompt,
+        }
+        name = "tool_use" if tools is not None and "tool_use" in self._compiled else "default"
+        try:
+            return self._collect(self._compiled[name].generate(variables))
+        except TemplateError:
+            raise
+        except Exception as error:  # a template can fail in any way that Python code can
+            raise _failed(error, alphabet) from error
+
+    def check_variables(self, names: Iterable[str]) -> None:
+        """Refuse names that a request may not set as variables of the template.
+
+        `render` checks its keywords; call this before spreading those of a request into a call, so
+        that they cannot set its other parameters.
+
+        Raises:
+            ParameterError: a name is reserved, or is no name.
+        """
+        for name in names:
+            if name in self._reserved or name.startswith("_") or not name.isidentifier():
+                raise ParameterError(
+                    f"'{name}' cannot be set for a chat template: the name is reserved.",
+                    param="chat_template_kwargs",
+                )
+
+    def _collect(self, parts: Any) -> str:
+        out: list[str] = []
+        room = self.max_output_chars
+        for part in parts:
+            room -= len(part)
+            if room < 0:
+                raise TemplateError(
+                    f"The chat template gives more than {self.max_output_chars} characters; send "
+                    "shorter messages."
+                )
+            out.append(part)
+        return join(out)
+
+    def _controls_for(self, tokenizer: Tokenizer) -> _Controls:
+        """What counts as control token with this template; worked out once for each tokeniser."""
+        entry = self._controls.get(id(tokenizer))
+        if entry is None or entry[0] is not tokenizer:
+            entry = (tokenizer, _Controls(tokenizer, "\0".join(self.sources.values())))
+            self._controls[id(tokenizer)] = entry
+        return entry[1]
+
+
+def encode_chat(
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    /,
+    *,
+    add_generation_prompt: bool = True,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    **kwargs: Any,
+) -> list[int]:
+    """Return the ids of a rendered chat, in which text from outside never becomes a control token.
+
+    Control tokens are the tokeniser's special tokens, added tokens spelled ``<|...|>``, and added
+    tokens that the template mentions (``<think>``, ``<tool_call>``), unless made of white space
+    only. Those that the template writes are parsed; those that messages, tools or other variables
+    spell are encoded as ordinary text. One exception: an assistant's message may spell those that
+    only the template makes control tokens, since models write them (``<think>``).
+
+    For any other chat the ids equal those of transformers' ``apply_chat_template``, because the
+    text and the call that encodes it are the same. Two steps make that possible. Text from outside
+    is rendered in a private alphabet (see `weft.text.quoting`) that survives whatever the template
+    does to it and cannot spell a token, so each character of the output tells its origin. Then the
+    text, with the original characters back in place, is encoded as usual; only if the control
+    tokens that come out are not exactly those that the template wrote is it encoded again by the
+    tokeniser's `Guard`, where nothing but a private name is a control token. Comparing ids also
+    covers spellings that only normalisation or merges turn into a token.
+
+    The alternatives lose something: placeholders for whole messages break templates that trim,
+    split or compare; sentinels inside or around spelled tokens break those too, and miss a token
+    that the template joins from harmless parts.
+
+    A token that a template builds around a value, as Phi's ``'<|' + role + '|>'``, is the
+    template's; the caller has to check roles.
+
+    Raises:
+        ParameterError, TemplateError: as `ChatTemplate.render`; also for unpaired surrogates.
+        TokenizerError: this tokeniser cannot be guarded.
+    """
+    controls = template._controls_for(tokenizer)
+    rendered = template._render(
+        messages, add_generation_prompt, tools, kwargs, alphabet=controls.alphabet
+    )
+    return controls.encode(rendered)
+
+
+class _Controls:
+    """The control tokens of a tokeniser together with a template."""
+
+    def __init__(self, tokenizer: Tokenizer, template_text: str) -> None:
+        named = [t for t in tokenizer.added_tokens if t.is_marker or t.content in template_text]
+        self._tokenizer = tokenizer
+        self._ids = tokenizer.control_ids | {t.token_id for t in named if not t.special}
+        self.alphabet = Alphabet(token.content for token in named)
+
+    def encode(self, rendered: str) -> list[int]:
+        """Encode text rendered in the alphabet."""
+        plain = self.alphabet.plain(rendered)
+        ids = self._tokenizer.encode_parsed(plain)
+        if not has_quoted(rendered):
+            return ids
+        pieces = list(self._pieces(rendered))
+        meant = [token.token_id for _, token in pieces if token and token.token_id in self._ids]
+        if meant == [i for i in ids if i in self._ids]:
+            return ids
+        return self._tokenizer.guard.encode((text, token is not None) for text, token in pieces)
+
+    def _pieces(self, rendered: str) -> list[tuple[str, AddedToken | None]]:
+        """Cut the text at added tokens that are meant; others are part of the text between."""
+        pieces: list[tuple[str, AddedToken | None]] = []
+        for piece in self._tokenizer.scanner.split(str.__str__(rendered)):
+            if piece.token is not None:
+                pieces.append((piece.text, piece.token))
+            else:
+                pieces.extend(self._outside(piece.text))
+        return pieces
+
+    def _outside(self, text: str) -> list[tuple[str, AddedToken | None]]:
+        """Cut text in which the template wrote no token at the ones that messages may write."""
+        pieces: list[tuple[str, AddedToken | None]] = []
+        start = 0
+        for piece in self._tokenizer.scanner.split(self.alphabet.plain(text)):
+            end = start + len(piece.text)
+            meant = self._may_spell(piece, text[start:end])
+            pieces.append((piece.text, piece.token if meant else None))
+            start = end
+        return pieces
+
+    def _may_spell(self, piece: Piece, quoted: str) -> bool:
+        token = piece.token
+        if token is None or token.token_id not in self._ids:
+            return token is not None
+        return not token.is_marker and not from_user(quoted)
+
+
+def _message(message: Message, alphabet: Alphabet | None) -> dict[str, Any]:
+    """One message as plain data without None; reasoning under each name that templates read."""
+    by_model = message.get("role") == "assistant"
+    present = {key: value for key, value in message.items() if value is not None}
+    data: dict[str, Any] = plain_data(present, _quoter(alphabet, by_model=by_model))
+    reasoning = next((data[name] for name in _REASONING if name in data), None)
+    if reasoning is None:
+        return data
+    return {"thinking": reasoning, **data, "reasoning_content": reasoning}
+
+
+def _quoter(alphabet: Alphabet | None, *, by_model: bool) -> Callable[[str], str]:
+    if alphabet is None:
+        return _checked
+    return lambda text: alphabet.quote(text, by_model=by_model)
+
+
+def _checked(text: str) -> str:
+    refuse_surrogates(text)
+    return text
+
+
+def _compile(name: str, source: str) -> jinja2.Template:
+    try:
+        return _ENVIRONMENT.from_string(source)
+    except jinja2.TemplateSyntaxError as error:
+        raise TokenizerError(
+            f"The chat template '{name}' is not valid: {error.message} (line {error.lineno}); "
+            "pass another one with --chat-template FILE."
+        ) from error
+
+
+def _failed(error: Exception, alphabet: Alphabet | None) -> TemplateError:
+    detail = str(error)[:500]
+    detail = alphabet.plain(detail) if alphabet is not None else detail
+    if isinstance(error, sandbox.RefusedError):
+        return TemplateError(
+            f"The chat template refused the conversation: {detail}", param="messages"
+        )
+    return TemplateError(
+        f"The chat template failed ({type(error).__name__}: {detail}); check the fields of the "
+        "messages, or pass another template with --chat-template FILE.",
+        param="messages",
+    )
+
+
+def _find_sources(folder: Path, config: Mapping[str, Any], file: Path | None) -> dict[str, str]:
+    if file is not None:
+        return {"default": read_text(Path(file))}
+    if (folder / "chat_template.jinja").is_file():
+        more = sorted((folder / "additional_chat_templates").glob("*.jinja"))
+        named = {path.stem: read_text(path) for path in more}
+        return named | {"default": read_text(folder / "chat_template.jinja")}
+    template = config.get("chat_template")
+    if isinstance(template, str):
+        return {"default": template}
+    if isinstance(template, list):
+        return _named_sources(template)
+    raise TokenizerError("The model has no chat template; pass --chat-template FILE.")
+
+
+def _named_sources(entries: list[Any]) -> dict[str, str]:
+    try:
+        return {str(entry["name"]): str(entry["template"]) for entry in entries}
+    except (TypeError, KeyError) as error:
+        raise TokenizerError(
+            "The list of chat templates in tokenizer_config.json has an entry without name or "
+            "template; pass --chat-template FILE."
+        ) from error

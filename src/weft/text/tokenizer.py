@@ -1,0 +1,213 @@
+"""Text to token ids and back: `tokenizers` as the reference, `fastokens` where it agrees."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken as ReferenceToken
+from tokenizers import Tokenizer as Reference
+
+from weft.core.errors import ParameterError, TokenizerError
+from weft.text.assets import named_tokens, read_config, read_text
+from weft.text.control import Guard, Scanner, list_added
+from weft.text.decoding import DecodeTable, build_table
+from weft.text.fast import adopt_fastokens
+
+
+class Tokenizer:
+    """The tokeniser of one model folder. Immutable after loading; safe to share between threads.
+
+    Attributes:
+        reference: the `tokenizers.Tokenizer`; treat as read-only.
+        backend: what encodes, "tokenizers" or "fastokens".
+        backend_reason: one sentence that says why, for ``weft info``.
+        vocab_size: every id is below it; some ids below it may be unused.
+        special_tokens: ``{"bos_token": "<s>", ...}``, as chat templates see them.
+        bos_id, eos_id: the ids of two of these, None where the folder names none.
+        special_ids: ids that `decode` skips by default.
+        control_ids: ids that text without ``parse_special`` never becomes: special tokens, and
+            added tokens spelled like one (``<|...|>``). Not the token for unknown text.
+        decode_table: what each id contributes to the text; None for unusual decoders.
+    """
+
+    def __init__(self, reference: Reference, config: Mapping[str, Any]) -> None:
+        """Wrap a `tokenizers.Tokenizer` and the contents of its tokenizer_config.json.
+
+        Raises:
+            TokenizerError: see `load`.
+        """
+        reference.no_truncation()
+        reference.no_padding()
+        self.reference = reference
+        self.special_tokens = named_tokens(config)
+        self._promote_named_tokens()
+        self.added_tokens = list_added(reference)
+        self.bos_id = self._named_id("bos_token")
+        self.eos_id = self._named_id("eos_token")
+        added = reference.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.vocab_size = 1 + max(reference.get_vocab().values(), default=-1)
+        json_text = reference.to_str()
+        document = json.loads(json_text)
+        self.control_ids = frozenset(
+            token.token_id for token in self.added_tokens if token.is_marker
+        ) - {_unknown_id(reference, document["model"])}
+        self.decode_table: DecodeTable | None = build_table(
+            document["decoder"], reference.id_to_token, self.vocab_size
+        )
+        self._prefix, self._suffix = _affixes(reference)
+        self._guard: Guard | None = None
+        self._guard_lock = threading.Lock()
+        fast, self.backend_reason = adopt_fastokens(
+            json_text, reference, [token.content for token in self.added_tokens]
+        )
+        self.backend = "fastokens" if fast else "tokenizers"
+        self._encode = fast or self._encode_reference
+
+    @classmethod
+    def load(cls, folder: Path) -> Tokenizer:
+        """Load ``tokenizer.json`` and ``tokenizer_config.json`` from a model folder.
+
+        Raises:
+            TokenizerError: a file is missing or broken, or names an unknown bos or eos token.
+        """
+        path = Path(folder) / "tokenizer.json"
+        if not path.is_file():
+            raise TokenizerError(
+                "The model folder has no tokenizer.json; add the one of the model, or convert its "
+                "older tokeniser files with transformers' AutoTokenizer.save_pretrained."
+            )
+        try:
+            reference = Reference.from_str(read_text(path))
+        except TokenizerError:
+            raise
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # bare exceptions, and Rust panics, which are no Exception
+            raise TokenizerError(
+                f"tokenizer.json is broken ({str(error)[:200]}); download the file again."
+            ) from error
+        return cls(reference, read_config(Path(folder)))
+
+    @property
+    def id_to_bytes(self) -> list[bytes | None] | None:
+        """The bytes each id stands for, None for unused ids; None if `decode_table` is."""
+        return self.decode_table.pieces if self.decode_table is not None else None
+
+    def shown_pieces(self, skip_special: bool) -> list[bytes]:
+        """Like `id_to_bytes`, but empty for ids that give no text; not to be changed."""
+        return self._shown_pieces[skip_special]
+
+    @cached_property
+    def _shown_pieces(self) -> tuple[list[bytes], list[bytes]]:
+        pieces = [piece or b"" for piece in self.id_to_bytes or []]
+        shown = [b"" if i in self.special_ids else piece for i, piece in enumerate(pieces)]
+        return pieces, shown
+
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, parse_special: bool = False
+    ) -> list[int]:
+        """Return the ids of ``text``; time grows about linearly with its length.
+
+        Args:
+            text: at most as long as the caller has checked.
+            add_special_tokens: add what the model expects around a text, such as its bos token.
+            parse_special: let text that spells a control token (``<|eot_id|>``) become it.
+                Otherwise it is ordinary text, whatever it spells; other added tokens are still
+                matched.
+
+        Raises:
+            ParameterError: the text has unpaired surrogates, which no UTF-8 text has.
+        """
+        ids = self.encode_parsed(text)
+        if not parse_special and not self.control_ids.isdisjoint(ids):
+            pieces = self.scanner.split(text)
+            ids = self.guard.encode(
+                (p.text, p.token is not None and p.token.token_id not in self.control_ids)
+                for p in pieces
+            )
+        return [*self._prefix, *ids, *self._suffix] if add_special_tokens else ids
+
+    def encode_parsed(self, text: str) -> list[int]:
+        """Return the ids of ``text``, spelled tokens parsed, none added. Raises as `encode`."""
+        try:
+            return self._encode(text)
+        except (TypeError, UnicodeEncodeError) as error:
+            raise ParameterError(
+                "The text is not valid Unicode: it has an unpaired surrogate. Send it as UTF-8."
+            ) from error
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of ``ids``; unknown ids give no text."""
+        return self.reference.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    @cached_property
+    def scanner(self) -> Scanner:
+        """Finds spellings of added tokens in a text."""
+        return Scanner(self.added_tokens)
+
+    @property
+    def guard(self) -> Guard:
+        """The instance that no text can trick; built at the first text that spells a control token.
+
+        Building takes as long as loading a tokenizer.json; a server may touch it at start.
+
+        Raises:
+            TokenizerError: this tokeniser cannot be guarded.
+        """
+        with self._guard_lock:
+            if self._guard is None:
+                self._guard = Guard(self.reference, self.added_tokens)
+            return self._guard
+
+    def _encode_reference(self, text: str) -> list[int]:
+        return list(self.reference.encode(text, add_special_tokens=False).ids)
+
+    def _promote_named_tokens(self) -> None:
+        """Tokens that the config names are special, whatever tokenizer.json says about them."""
+        known = [
+            t for t in self.special_tokens.values() if self.reference.token_to_id(t) is not None
+        ]
+        added = self.reference.get_added_tokens_decoder().values()
+        special = {token.content for token in added if token.special}
+        self.reference.add_special_tokens(
+            [ReferenceToken(t, special=True, normalized=False) for t in known if t not in special]
+        )
+
+    def _named_id(self, name: str) -> int | None:
+        token = self.special_tokens.get(name)
+        if token is None:
+            return None
+        token_id = self.reference.token_to_id(token)
+        if token_id is None:
+            raise TokenizerError(
+                f"tokenizer_config.json names {token!r} as {name}, but tokenizer.json has no such "
+                "token; take both files from the same model."
+            )
+        return token_id
+
+
+def _unknown_id(reference: Reference, model: Mapping[str, Any]) -> int | None:
+    """The id that stands for unknown text: text may become it without spelling it."""
+    if model.get("unk_id") is not None:
+        return int(model["unk_id"])
+    token = model.get("unk_token")
+    return reference.token_to_id(token) if token is not None else None
+
+
+def _affixes(reference: Reference) -> tuple[list[int], list[int]]:
+    """Return the ids that the post-processor puts before and after a text."""
+    plain = reference.encode("a b", add_special_tokens=False).ids
+    whole = reference.encode("a b", add_special_tokens=True).ids
+    for start in range(len(whole) - len(plain) + 1):
+        if whole[start : start + len(plain)] == plain:
+            return whole[:start], whole[start + len(plain) :]
+    raise TokenizerError(
+        "The post_processor of tokenizer.json does not keep the text in one piece, which is not "
+        "supported; use one that adds tokens only before and after the text."
+    )
