@@ -117,25 +117,31 @@ def assert_answers(world: World, requests, inbox, cancelled: set[int], faulted: 
 
 @st.composite
 def worlds(draw, tight: bool = False):
-    block_size = draw(st.sampled_from([1, 2, 4, 5]))
+    """Groups, limits and depth; with ``tight`` one longest sequence just fits."""
+    block_size = draw(st.sampled_from([1, 2, 3, 4, 5, 7]))
     max_model_len = draw(st.integers(8, 60))
-    blocks = -(-max_model_len // block_size)
-    num_blocks = blocks if tight else draw(st.integers(blocks, 4 * blocks))
-    groups = []
-    layout = draw(st.sampled_from(["full", "sliding", "both", "three"]))
-    if layout in ("full", "both", "three"):
-        groups.append(GroupSpec("full", block_size, num_blocks))
-    if layout in ("sliding", "both", "three"):
-        window = draw(st.integers(1, 20))
-        groups.append(GroupSpec("sliding", block_size, num_blocks, window))
-    if layout == "three":
-        half = max(1, block_size // 2)
-        window = draw(st.integers(1, 20))
-        need = -(-max_model_len // half)
-        groups.append(GroupSpec("other", half, need, window))
     seqs = draw(st.integers(1, 6))
     limits = Limits(seqs, draw(st.integers(seqs, 24)), max_model_len)
+    groups = []
+    layout = draw(st.sampled_from(["full", "sliding", "both", "three", "two sliding"]))
+    if layout in ("full", "both", "three"):
+        least = -(-max_model_len // block_size)
+        most = least if tight else 4 * least
+        groups.append(GroupSpec("full", block_size, draw(st.integers(least, most))))
+    if layout != "full":
+        groups.append(draw(sliding_groups("sliding", block_size, tight)))
+    if layout in ("three", "two sliding"):
+        groups.append(draw(sliding_groups("other", max(1, block_size // 2), tight)))
     return World(tuple(groups), limits, draw(st.integers(0, 2)), draw(st.booleans()))
+
+
+@st.composite
+def sliding_groups(draw, name: str, block_size: int, tight: bool) -> GroupSpec:
+    """From the fewest blocks with which one sequence can advance to more than all can use."""
+    window = draw(st.integers(1, 20))
+    least = GroupSpec(name, block_size, 0, window).blocks_to_hold(0, window + 2 * block_size)
+    num_blocks = least if tight else draw(st.integers(least, least + 60))
+    return GroupSpec(name, block_size, num_blocks, window)
 
 
 @st.composite

@@ -11,7 +11,7 @@ from weft.core.settings import format_bytes, parse_bytes
 from weft.core.types import FinishReason, Request, SamplingParams
 from weft.engine.loop import EngineLoop
 from weft.kv.cache import GroupSpec, KVCache
-from weft.sched.fcfs import FCFSScheduler, Limits
+from weft.sched.fcfs import LOOK_UPS_A_STEP, FCFSScheduler, Limits
 from weft.sim.clock import VirtualClock
 from weft.sim.executor import ModelledExecutor
 
@@ -108,14 +108,94 @@ def test_a_higher_class_goes_first_and_takes_a_row():
     s.commit(executor.launch(s.plan(0.0)).result())
     s.add(request(3, service_class="priority"))
     s.add(request(4, service_class="batch"))
-    leaving = s.plan(0.0)  # the victim is part of this step already
-    assert (leaving.add, s.preemptions) == ((), 1)
-    s.commit(executor.launch(leaving).result())
     plan = s.plan(0.0)
     assert [add.sequence_id for add in plan.add] == [3]
-    assert s.preemptions == 1
+    assert s.totals.preemptions == 1
     s.commit(executor.launch(plan).result())
     s.check()
+
+
+def test_a_batch_prompt_does_not_stand_before_a_priority_request():
+    s = scheduler(rows=2, budget=8, blocks=64)
+    executor = ModelledExecutor([GROUP], 50)
+    s.add(request(1, length=50, service_class="batch"))
+    s.commit(executor.launch(s.plan(0.0)).result())
+    s.add(request(2, length=6, service_class="priority"))
+    plan = s.plan(0.0)
+    assert plan.add[0].sequence_id == 2
+    assert plan.batches[0].counts == (6, 2)  # the batch prompt gets what is left
+
+
+def test_a_full_token_budget_of_batch_work_gives_way():
+    s = scheduler(rows=2, budget=2)
+    executor = ModelledExecutor([GROUP], 50)
+    for number in (1, 2):
+        s.add(request(number, length=1, service_class="batch", max_tokens=40))
+    s.commit(executor.launch(s.plan(0.0)).result())
+    s.add(request(3, length=1, service_class="priority"))
+    plan = s.plan(0.0)
+    assert [add.sequence_id for add in plan.add] == [3]
+    assert plan.num_tokens == 2
+
+
+def test_nobody_is_preempted_in_vain():
+    """All lower classes together could not make the request fit: they go on."""
+    s = scheduler(rows=4, budget=64, blocks=16)
+    executor = ModelledExecutor([GroupSpec("full", 4, 16)], 50)
+    s.add(request(1, length=40, service_class="priority", max_tokens=4))
+    s.add(request(2, length=8, service_class="batch", max_tokens=8))
+    s.commit(executor.launch(s.plan(0.0)).result())
+    s.add(request(3, length=40, service_class="priority"))
+    assert s.plan(0.0).batches[0].counts == (1, 1)
+    assert s.totals.preemptions == 0
+
+
+def test_a_follower_takes_no_row_while_it_waits():
+    s = scheduler(rows=2, budget=8)
+    executor = ModelledExecutor([GROUP], 50)
+    prompt = tuple(range(30))
+    s.add(Request(1, prompt, SamplingParams(max_tokens=3), service_class="interactive"))
+    s.add(request(2, length=2, service_class="batch", max_tokens=20))
+    s.commit(executor.launch(s.plan(0.0)).result())
+    s.add(Request(3, prompt, SamplingParams(max_tokens=3), service_class="interactive"))
+    s.plan(0.0)
+    assert s.totals.preemptions == 0
+
+
+def test_nobody_waits_for_a_lower_class():
+    s = scheduler(rows=4, budget=8)
+    executor = ModelledExecutor([GROUP], 50)
+    prompt = tuple(range(30))
+    s.add(Request(1, prompt, SamplingParams(max_tokens=3), service_class="batch"))
+    s.commit(executor.launch(s.plan(0.0)).result())
+    s.add(Request(2, prompt, SamplingParams(max_tokens=3), service_class="priority"))
+    assert s.plan(0.0).add[0].sequence_id == 2
+
+
+def test_one_step_looks_up_a_bounded_number_of_prompts():
+    s = scheduler(rows=4, budget=64, blocks=64)
+    prompt = tuple(range(30))
+    for number in range(LOOK_UPS_A_STEP * 3):
+        s.add(Request(number, (*prompt, number % 50), SamplingParams(max_tokens=3)))
+    s.plan(0.0)
+    hashed = sum(bool(chains[4].digests) for chains in s.cache._chains.values())
+    assert hashed == LOOK_UPS_A_STEP
+
+
+def test_a_hit_in_a_small_sliding_group_counts_as_held():
+    """A sequence that finds its window in the cache needs that much less of an almost full pool."""
+    window = GroupSpec("sliding", 4, 6, window=8)
+    cache = KVCache([GroupSpec("full", 4, 64), window])
+    s = FCFSScheduler(cache, Limits(1, 16, 128))
+    executor = ModelledExecutor(cache.groups, 50)
+    prompt = tuple(i % 50 for i in range(16))
+    inbox = ListInbox([Request(1, prompt, SamplingParams(max_tokens=2))])
+    loop = EngineLoop(s, executor, inbox, VirtualClock())
+    loop.run_until_idle()
+    inbox.requests = [Request(2, (*prompt, *prompt[::-1] * 4), SamplingParams(max_tokens=2))]
+    loop.run_until_idle()
+    assert s.idle
+    assert [n for n in inbox.news if n[0] == 2]
 
 
 def test_equals_are_not_preempted_for_a_row():
@@ -125,7 +205,7 @@ def test_equals_are_not_preempted_for_a_row():
     s.commit(executor.launch(s.plan(0.0)).result())
     s.add(request(2))
     assert s.plan(0.0).add == ()
-    assert s.preemptions == 0
+    assert s.totals.preemptions == 0
 
 
 def test_single_tokens_come_before_chunks():

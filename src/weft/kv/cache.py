@@ -189,15 +189,24 @@ class KVCache:
 
         A sliding group needs room for its window and one chunk only.
         """
-        for group, pool, need in zip(
-            self.groups, self.pools, self.missing(sequence_id, upto), strict=True
-        ):
+        needs = self.needs(sequence_id, upto, chunk)
+        return all(need <= pool.available for need, pool in zip(needs, self.pools, strict=True))
+
+    def needs(self, sequence_id: int, upto: int, chunk: int) -> list[int]:
+        """Blocks of each group that must be available to compute [0, upto) in such chunks."""
+        table = self._tables[sequence_id]
+        needs = self.missing(sequence_id, upto)
+        for index, group in enumerate(self.groups):
             if group.window is not None:
-                held = group.blocks_to_hold(0, group.window + chunk) + 1
-                need = min(need, held, group.num_blocks)
-            if need > pool.available:
-                return False
-        return True
+                peak = min(group.blocks_to_hold(0, group.window + chunk) + 1, group.num_blocks)
+                has = len(table.blocks[index]) - table.heads[index]
+                needs[index] = min(needs[index], max(0, peak - has))
+        return needs
+
+    def held(self, sequence_id: int) -> list[int]:
+        """Blocks of each group that the sequence holds, shared ones included."""
+        table = self._tables[sequence_id]
+        return [len(b) - head for b, head in zip(table.blocks, table.heads, strict=True)]
 
     def max_tokens(self) -> int:
         """Longest sequence that fits when it has all memory to itself."""
@@ -276,10 +285,6 @@ class KVCache:
     def tables(self, sequence_id: int) -> tuple[tuple[int, ...], ...]:
         """Block ids of the sequence for each group."""
         return tuple(tuple(blocks) for blocks in self._tables[sequence_id].blocks)
-
-    def usage(self) -> float:
-        """Share of the blocks that sequences hold, in the fullest group."""
-        return max(pool.held / max(1, pool.num_blocks) for pool in self.pools)
 
     def check(self) -> None:
         """Raise InvariantError if a block is lost, owned twice, or wrongly shared."""

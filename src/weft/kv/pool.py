@@ -48,10 +48,6 @@ class BlockPool:
         """Return the block with this content, without taking a reference."""
         return self._block_of.get(digest)
 
-    def is_cached(self, block: int) -> bool:
-        """Whether nobody holds the block, so that sharing it uses up availability."""
-        return block in self._cached
-
     def share(self, block: int) -> None:
         """Take one more reference to a block that ``find`` returned."""
         if self._references[block] == 0:
@@ -85,13 +81,6 @@ class BlockPool:
         if digest is not None:
             del self._block_of[digest]
         return self._references[block] == 1
-
-    def clear_cache(self) -> None:
-        """Forget the content of all blocks that nobody holds."""
-        for block in self._cached:
-            del self._block_of[self._digest_of.pop(block)]
-        self._blank.extend(self._cached)
-        self._cached.clear()
 
     def check(self, expected_references: dict[int, int]) -> None:
         """Raise InvariantError unless the counts equal those of all tables and nothing is lost."""

@@ -1,16 +1,17 @@
 """First come, first served, without phases, within class ranks.
 
-Every step: running sequences that need one token first (so that no long prompt stalls them), then
-running ones with more to compute in chunks, then new ones, all within one token budget
-(chunked prefill). When blocks run out, a later sequence is preempted and computed again on resume.
+Every step, for one class after the other: running sequences that need one token first (so that no
+long prompt of their class stalls them), then running ones with more to compute in chunks, then new
+ones, all within one token budget (chunked prefill). When rows or blocks run out, a sequence that
+comes later is preempted and computed again on resume.
 """
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from weft.core.errors import InvariantError, OutOfMemoryError, ParameterError, WeftError
 from weft.core.plan import (
@@ -33,9 +34,13 @@ from weft.core.types import (
     TokenLogprob,
 )
 from weft.kv.cache import KVCache
+from weft.sched.invariants import check_rows
 from weft.sched.preempt import choose_victim
 from weft.sched.queues import WaitingQueue
 from weft.sched.sharing import SharedPrefixes
+from weft.sched.step import Draft, Launched, Totals
+
+LOOK_UPS_A_STEP = 64  # waiting prompts that one step hashes and looks up at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,41 +58,8 @@ class Limits:
     max_model_len: int
 
 
-@dataclass(slots=True)
-class _Draft:
-    """A step under construction; the first five lists are parallel."""
-
-    budget: int
-    sequences: list[Sequence] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
-    samples: list[bool] = field(default_factory=list)
-    adds: list[RowAdd] = field(default_factory=list)
-    extends: list[RowExtend] = field(default_factory=list)
-
-    def put(self, sequence: Sequence, count: int) -> None:
-        """Compute the next ``count`` tokens of the sequence in this step."""
-        start = sequence.planned
-        samples = start + count == sequence.known
-        self.sequences.append(sequence)
-        self.rows.append(sequence.row)
-        self.starts.append(start)
-        self.counts.append(count)
-        self.samples.append(samples)
-        self.budget -= count
-        sequence.planned = start + count
-        sequence.known += samples
-
-
-@dataclass(frozen=True, slots=True)
-class _Launched:
-    """What a planned step will have computed once it is committed."""
-
-    step_id: int
-    sequences: list[Sequence]
-    counts: list[int]
-    samples: list[bool]
+def _order(sequence: Sequence) -> tuple[int, int]:
+    return sequence.order
 
 
 class FCFSScheduler:
@@ -104,15 +76,14 @@ class FCFSScheduler:
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []
         self.sequences: dict[int, Sequence] = {}
-        self.preemptions = 0
+        self.totals = Totals()
         self._ranks = {row.name: row.rank for row in classes}
         self._shared = SharedPrefixes(cache.groups[0].block_size)
         self._closing: list[Sequence] = []
-        self._launched: deque[_Launched] = deque()
+        self._launched: deque[Launched] = deque()
         self._free_rows = list(range(limits.max_num_seqs - 1, -1, -1))
         self._dropped: list[int] = []
         self._arrivals = 0
-        self._step_id = 0
 
     # -- arrivals and cancellations -----------------------------------------------------------
 
@@ -133,6 +104,7 @@ class FCFSScheduler:
             )
         sequence = self._sequence(request)
         self.cache.register(request.id, request.cache_salt)
+        self.totals.requests += 1
         self.sequences[request.id] = sequence
         self.waiting.add(sequence)
 
@@ -174,22 +146,38 @@ class FCFSScheduler:
 
     def plan(self, now: float) -> StepPlan | None:  # noqa: ARG002 - the order needs no time
         """Return the next step, or None if nothing can be computed at present."""
-        draft = _Draft(self.limits.max_num_batched_tokens)
-        unfinished_prompts = self._plan_single_tokens(draft)
-        self._plan_chunks(draft, unfinished_prompts)
-        self._admit(draft)
+        self._close()
+        draft = Draft(self.limits.max_num_batched_tokens)
+        for rank in self._ranks_present():
+            unfinished_prompts = self._plan_single_tokens(draft, rank)
+            self._plan_chunks(draft, unfinished_prompts)
+            self._admit(draft, rank)
         return self._launch(draft) if draft.rows else None
 
-    def _plan_single_tokens(self, draft: _Draft) -> list[Sequence]:
+    def _ranks_present(self) -> list[int]:
+        """Ranks that have running or waiting sequences, the best one first."""
+        ranks = set(self.waiting.ranks())
+        if self.running:
+            ranks.update(range(self.running[0].order[0], self.running[-1].order[0] + 1))
+        return sorted(ranks)
+
+    def _running_of(self, rank: int) -> list[Sequence]:
+        low = bisect_left(self.running, (rank, 0), key=_order)
+        high = bisect_left(self.running, (rank + 1, 0), key=_order)
+        return self.running[low:high]
+
+    def _plan_single_tokens(self, draft: Draft, rank: int) -> list[Sequence]:
         """Add running sequences that need one token; return those that need more.
 
-        This loop and ``_advance`` are the cost of a step, so they touch as little as they
-        can: in steady state every sequence passes through here once a token.
+        This loop and ``_advance`` are the cost of a step, so they touch as little as they can: in
+        steady state every sequence passes through here once a token.
         """
         more = []
+        chosen: list[Sequence] = []
+        starts: list[int] = []
         running = SequenceState.RUNNING
-        add, start_at = draft.sequences.append, draft.starts.append
-        for sequence in tuple(self.running):
+        add, start_at = chosen.append, starts.append
+        for sequence in self._running_of(rank)[: draft.budget]:
             known, start = sequence.known, sequence.planned
             if known - start != 1:
                 if known > start:
@@ -203,14 +191,10 @@ class FCFSScheduler:
             start_at(start)
             sequence.planned = known
             sequence.known = known + 1
-        count = len(draft.sequences)
-        draft.rows = [sequence.row for sequence in draft.sequences]
-        draft.counts = [1] * count
-        draft.samples = [True] * count
-        draft.budget -= count
+        draft.put_single(chosen, starts)
         return more
 
-    def _plan_chunks(self, draft: _Draft, sequences: list[Sequence]) -> None:
+    def _plan_chunks(self, draft: Draft, sequences: list[Sequence]) -> None:
         for sequence in sequences:
             start = sequence.planned
             count = min(sequence.known - start, draft.budget)
@@ -222,7 +206,7 @@ class FCFSScheduler:
                     continue
             draft.put(sequence, count)
 
-    def _grow(self, draft: _Draft, sequence: Sequence, upto: int) -> bool:
+    def _grow(self, draft: Draft, sequence: Sequence, upto: int) -> bool:
         """Reserve blocks for the sequence's first ``upto`` tokens, preempting later ones."""
         while (grown := self.cache.extend(sequence.id, upto)) is None:
             if not self._make_room(sequence.order):
@@ -242,17 +226,19 @@ class FCFSScheduler:
         self._preempt(victim)
         return victim.state is SequenceState.PAUSED
 
-    def _admit(self, draft: _Draft) -> None:
+    def _admit(self, draft: Draft, rank: int) -> None:
         admitted = []
-        for sequence in self.waiting:
-            if draft.budget <= 0 or not self._find_row(sequence):
+        looked_up = 0
+        for sequence in self.waiting.of_rank(rank):
+            if draft.budget <= 0 or looked_up == LOOK_UPS_A_STEP:
                 break
             if sequence.waiting_on and self._shared.in_progress(sequence.waiting_on):
                 continue
             hit = self._find_hit(sequence)
+            looked_up += 1
             if sequence.waiting_on:
                 continue
-            if not self._open(draft, sequence, hit):
+            if not self._find_row(sequence) or not self._open(draft, sequence, hit):
                 break
             admitted.append(sequence)
         for sequence in admitted:
@@ -260,8 +246,13 @@ class FCFSScheduler:
 
     def _find_row(self, sequence: Sequence) -> bool:
         """Whether a row is free, taking one from a lower class if need be."""
-        lower_class = (sequence.order[0], self._arrivals)
-        return bool(self._free_rows) or (self._make_room(lower_class) and bool(self._free_rows))
+        return bool(self._free_rows) or (
+            self._make_room(self._below(sequence)) and bool(self._free_rows)
+        )
+
+    def _below(self, sequence: Sequence) -> tuple[int, int]:
+        """The order after which only lower classes come."""
+        return (sequence.order[0], self._arrivals)
 
     def _find_hit(self, sequence: Sequence) -> int:
         """Look up the prefix cache; sets ``waiting_on`` if someone computes more of the prefix."""
@@ -270,19 +261,16 @@ class FCFSScheduler:
             return 0
         hit = self.cache.find_prefix(sequence.id, sequence.tokens)
         digests = self.cache.prompt_digests(sequence.id, sequence.tokens)
-        sequence.waiting_on = self._shared.awaited(digests, hit)
+        sequence.waiting_on = self._shared.awaited(sequence.order[0], digests, hit)
         return hit
 
-    def _open(self, draft: _Draft, sequence: Sequence, hit: int) -> bool:
+    def _open(self, draft: Draft, sequence: Sequence, hit: int) -> bool:
         """Give the sequence a row and blocks for its first chunk, if all its tokens fit now."""
         self.cache.open(sequence.id, hit)
-        known = len(sequence.tokens)
-        lower_class = (sequence.order[0], self._arrivals)
-        while not self.cache.fits(sequence.id, known, self.limits.max_num_batched_tokens):
-            if not self._make_room(lower_class):
-                self.cache.release(sequence.id)
-                return False
-        upto = min(known, hit + draft.budget, self.cache.growable(sequence.id))
+        upto = 0
+        if self._make_fit(sequence):
+            known = len(sequence.tokens)
+            upto = min(known, hit + draft.budget, self.cache.growable(sequence.id))
         if upto <= hit or self.cache.extend(sequence.id, upto) is None:
             self.cache.release(sequence.id)
             return False
@@ -290,7 +278,23 @@ class FCFSScheduler:
         draft.put(sequence, upto - hit)
         return True
 
-    def _start(self, draft: _Draft, sequence: Sequence, hit: int) -> None:
+    def _make_fit(self, sequence: Sequence) -> bool:
+        """Preempt lower classes until the sequence fits, but nobody if that would not be enough."""
+        known, chunk = len(sequence.tokens), self.limits.max_num_batched_tokens
+        after = self._below(sequence)
+        needs = self.cache.needs(sequence.id, known, chunk)
+        spare = [pool.available for pool in self.cache.pools]
+        for victim in self.running:
+            if victim.order > after:
+                spare = [a + b for a, b in zip(spare, self.cache.held(victim.id), strict=True)]
+        if any(need > most for need, most in zip(needs, spare, strict=True)):
+            return False
+        while not self.cache.fits(sequence.id, known, chunk):
+            if not self._make_room(after):
+                return False
+        return True
+
+    def _start(self, draft: Draft, sequence: Sequence, hit: int) -> None:
         sequence.move_to(SequenceState.RUNNING)
         sequence.row = self._free_rows.pop()
         sequence.computed = sequence.planned = sequence.reused = hit
@@ -298,10 +302,12 @@ class FCFSScheduler:
         sequence.capacity = self.cache.capacity(sequence.id)
         if sequence.cached < 0:
             sequence.cached = hit
+            self.totals.cached_tokens += hit
+            self.totals.prompt_tokens += sequence.num_prompt
         if self.cache.prefix_caching:
             digests = self.cache.prompt_digests(sequence.id, sequence.tokens)
-            self._shared.lead(sequence.id, digests, hit)
-        insort(self.running, sequence, key=lambda s: s.order)
+            self._shared.lead(sequence.id, sequence.order[0], digests, hit)
+        insort(self.running, sequence, key=_order)
         draft.adds.append(
             RowAdd(
                 row=sequence.row,
@@ -314,17 +320,15 @@ class FCFSScheduler:
             )
         )
 
-    def _launch(self, draft: _Draft) -> StepPlan:
-        self._step_id += 1
-        self._launched.append(
-            _Launched(self._step_id, draft.sequences, draft.counts, draft.samples)
-        )
+    def _launch(self, draft: Draft) -> StepPlan:
+        step_id = self.totals.steps = self.totals.steps + 1
+        self._launched.append(Launched(step_id, draft.sequences, draft.counts, draft.samples))
         batch = SubBatch(
             tuple(draft.rows), tuple(draft.starts), tuple(draft.counts), tuple(draft.samples)
         )
         drop, self._dropped = tuple(self._dropped), []
         return StepPlan(
-            self._step_id,
+            step_id,
             (batch,),
             drop=drop,
             add=tuple(draft.adds),
@@ -342,12 +346,13 @@ class FCFSScheduler:
         updates = [self._fault(i, error) for i, error in result.faults.items() if self._live(i)]
         self._deliver_prompt_logprobs(result, updates)
         tokens, due = self._advance(step, result, updates)
+        self.totals.output_tokens += len(result.tokens)
         self._seal(due)
         self._close()
         return Commit(tokens, updates)
 
     def _advance(
-        self, step: _Launched, result: StepResult, updates: list[Update]
+        self, step: Launched, result: StepResult, updates: list[Update]
     ) -> tuple[list[tuple[int, int]], list[Sequence]]:
         """Count what was computed and append the sampled tokens.
 
@@ -437,15 +442,24 @@ class FCFSScheduler:
         pausing = sequence.state is SequenceState.PAUSING
         sequence.move_to(SequenceState.FINISHED)
         sequence.finish = reason
+        self._count(reason)
         self._shared.abandon(sequence.id)
         if queued:
             self._forget(sequence)
         elif not pausing:
             self._closing.append(sequence)
 
+    def _count(self, reason: FinishReason) -> None:
+        if reason is FinishReason.CANCELLED:
+            self.totals.cancelled += 1
+        elif reason is FinishReason.ERROR:
+            self.totals.failed += 1
+        else:
+            self.totals.finished += 1
+
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
-        self.preemptions += 1
+        self.totals.preemptions += 1
         sequence.preemptions += 1
         self._shared.abandon(sequence.id)
         sequence.move_to(SequenceState.PAUSING)
@@ -475,25 +489,12 @@ class FCFSScheduler:
         self.cache.forget(sequence.id)
         del self.sequences[sequence.id]
 
-    # -- looking ------------------------------------------------------------------------------
-
     def check(self) -> None:
         """Raise InvariantError if sequences, rows, queue or blocks do not agree."""
         self.cache.check()
         self.waiting.check()
-        holders = [*self.running, *self._closing]
-        rows = [sequence.row for sequence in holders]
-        if sorted([*rows, *self._free_rows]) != list(range(self.limits.max_num_seqs)):
-            raise InvariantError("a row is lost or held twice")
-        if len(holders) + len(self.waiting) != len(self.sequences):
+        check_rows(self.running, self._closing, self._free_rows, self.limits.max_num_seqs)
+        if len(self.running) + len(self._closing) + len(self.waiting) != len(self.sequences):
             raise InvariantError("a sequence is lost or listed twice")
-        if self.running != sorted(self.running, key=lambda s: s.order):
-            raise InvariantError("the running sequences are out of order")
-        for sequence in holders:
-            done = sequence.planned
-            if sequence.finish is None and not 0 <= sequence.computed <= done <= sequence.known:
-                raise InvariantError(f"sequence {sequence.id} has computed more than it knows")
-            if done > sequence.capacity:
-                raise InvariantError(f"sequence {sequence.id} has outgrown its blocks")
         if not self.sequences and not self._shared.empty():
             raise InvariantError("a shared prefix is announced by nobody")

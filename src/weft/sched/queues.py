@@ -24,8 +24,16 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Sequence]:
         """Yield in order; the queue must not change meanwhile."""
         for rank in self._ranks:
-            yield from self._resumed[rank]
-            yield from self._fresh[rank].values()
+            yield from self.of_rank(rank)
+
+    def of_rank(self, rank: int) -> Iterator[Sequence]:
+        """Yield the sequences of one rank in order; what is resumed meanwhile is left out."""
+        yield from tuple(self._resumed.get(rank, ()))
+        yield from self._fresh.get(rank, {}).values()
+
+    def ranks(self) -> list[int]:
+        """Ranks that have sequences."""
+        return [rank for rank in self._ranks if self._resumed[rank] or self._fresh[rank]]
 
     def add(self, sequence: Sequence) -> None:
         """Append a sequence that has never run."""

@@ -11,24 +11,27 @@ class SharedPrefixes:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._computing: dict[bytes, int] = {}
+        self._computing: dict[bytes, int] = {}  # block -> rank of the class that computes it
         self._leads: dict[int, deque[tuple[int, bytes]]] = {}
 
-    def lead(self, sequence_id: int, digests: Seq[bytes], hit: int) -> None:
-        """Announce that a sequence computes its blocks from token ``hit`` on."""
+    def lead(self, sequence_id: int, rank: int, digests: Seq[bytes], hit: int) -> None:
+        """Announce that a sequence of this rank computes its blocks from token ``hit`` on."""
         own: deque[tuple[int, bytes]] = deque()
         for index in range(hit // self._block_size, len(digests)):
             if digests[index] not in self._computing:
-                self._computing[digests[index]] = sequence_id
+                self._computing[digests[index]] = rank
                 own.append(((index + 1) * self._block_size, digests[index]))
         if own:
             self._leads[sequence_id] = own
 
-    def awaited(self, digests: Seq[bytes], hit: int) -> bytes:
-        """Return the last block after ``hit`` that someone else is computing, or b"" for none."""
+    def awaited(self, rank: int, digests: Seq[bytes], hit: int) -> bytes:
+        """Return the last block after ``hit`` that someone else is computing, or b"" for none.
+
+        Nobody waits for a lower class, which may be starved.
+        """
         found = b""
         for digest in digests[hit // self._block_size :]:
-            if digest not in self._computing:
+            if self._computing.get(digest, rank + 1) > rank:
                 break
             found = digest
         return found

@@ -1,0 +1,31 @@
+"""What must hold between the sequences that hold rows, whatever the scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from weft.core.errors import InvariantError
+from weft.core.types import Sequence
+
+
+def check_rows(
+    running: Seq[Sequence], closing: Seq[Sequence], free_rows: Seq[int], num_rows: int
+) -> None:
+    """Raise InvariantError unless every row has one holder or none, and no count is beyond it.
+
+    Args:
+        running: sequences that are planned, in order.
+        closing: ended or preempted ones whose launched steps are not committed yet.
+    """
+    holders = [*running, *closing]
+    rows = [sequence.row for sequence in holders]
+    if sorted([*rows, *free_rows]) != list(range(num_rows)):
+        raise InvariantError("a row is lost or held twice")
+    if list(running) != sorted(running, key=lambda sequence: sequence.order):
+        raise InvariantError("the running sequences are out of order")
+    for sequence in holders:
+        done = sequence.planned
+        if sequence.finish is None and not 0 <= sequence.computed <= done <= sequence.known:
+            raise InvariantError(f"sequence {sequence.id} has computed more than it knows")
+        if done > sequence.capacity:
+            raise InvariantError(f"sequence {sequence.id} has outgrown its blocks")

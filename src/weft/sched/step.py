@@ -1,0 +1,70 @@
+"""A step while it is put together, and what is remembered of it until it is committed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from weft.core.plan import RowAdd, RowExtend
+from weft.core.types import Sequence
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counts since the start."""
+
+    requests: int = 0
+    finished: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    steps: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    preemptions: int = 0
+
+
+@dataclass(slots=True)
+class Draft:
+    """A step under construction; the first five lists are parallel."""
+
+    budget: int
+    sequences: list[Sequence] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    samples: list[bool] = field(default_factory=list)
+    adds: list[RowAdd] = field(default_factory=list)
+    extends: list[RowExtend] = field(default_factory=list)
+
+    def put_single(self, sequences: list[Sequence], starts: list[int]) -> None:
+        """Compute one token of each of these sequences, which count it already."""
+        count = len(sequences)
+        self.sequences += sequences
+        self.rows += [sequence.row for sequence in sequences]
+        self.starts += starts
+        self.counts += [1] * count
+        self.samples += [True] * count
+        self.budget -= count
+
+    def put(self, sequence: Sequence, count: int) -> None:
+        """Compute the next ``count`` tokens of the sequence in this step."""
+        start = sequence.planned
+        samples = start + count == sequence.known
+        self.sequences.append(sequence)
+        self.rows.append(sequence.row)
+        self.starts.append(start)
+        self.counts.append(count)
+        self.samples.append(samples)
+        self.budget -= count
+        sequence.planned = start + count
+        sequence.known += samples
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """What a planned step will have computed once it is committed."""
+
+    step_id: int
+    sequences: list[Sequence]
+    counts: list[int]
+    samples: list[bool]
