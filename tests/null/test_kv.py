@@ -92,6 +92,8 @@ def test_hashes_are_chained_and_salted():
     assert digests([1, 2, 3, 4])[1] != digests([9, 2, 3, 4])[1]
     assert digests([1, 2])[0] != digests([1, 2], b"salt")[0]
     assert digests([258, 0])[0] != digests([2, 1])[0]
+    prefix = digests([1, 2])[0]
+    assert digests([3, 4], salt=prefix)[0] != digests([1, 2, 3, 4])[1]
 
 
 def test_a_prefix_hit_leaves_one_token_to_compute():

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from checkpoints import build, prompt, save
@@ -31,7 +33,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 def llm(folder: Path, **settings) -> LLM:
     defaults = {"dtype": "float32", "threads": 1, "kv_memory": "4MiB", "max_num_seqs": 8}
-    return LLM(folder, **{**defaults, "max_num_batched_tokens": 64, **settings})
+    return LLM.in_process(folder, **{**defaults, "max_num_batched_tokens": 64, **settings})
 
 
 def reference_tokens(model, tokens: list[int], count: int) -> list[int]:
@@ -61,10 +63,10 @@ def test_greedy_tokens_equal_the_reference(folders, family, depth, attention):
 def test_a_pool_that_is_too_small_for_all_changes_no_token(folders, family):
     with llm(folders[family]) as roomy:
         expected = roomy.generate(PROMPTS, GREEDY, progress=False)
-        bytes_per_token = sum(g.bytes_per_token for g in roomy.engine.model.facts.groups)
+        bytes_per_token = sum(g.bytes_per_token for g in roomy.engine.built.model.facts.groups)
     with llm(folders[family], kv_memory=160 * bytes_per_token, max_model_len=128) as tight:
         results = tight.generate(PROMPTS, GREEDY, progress=False)
-        assert tight.engine.scheduler.preemptions > 0
+        assert tight.engine.built.scheduler.totals.preemptions > 0
     assert [r.token_ids for r in results] == [r.token_ids for r in expected]
 
 
@@ -74,11 +76,11 @@ def test_a_length_below_the_window_makes_every_layer_full(folders):
     expected = reference_tokens(model, tokens, 9)
     params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
     with llm(folders["gemma3"]) as engine:
-        window = min(g.window for g in engine.engine.model.facts.groups if g.window)
+        window = min(g.window for g in engine.engine.built.model.facts.groups if g.window)
         assert window > 16
-        cost = sum(g.bytes_per_token for g in engine.engine.model.facts.groups)
+        cost = sum(g.bytes_per_token for g in engine.engine.built.model.facts.groups)
     with llm(folders["gemma3"], kv_memory=16 * cost) as by_memory:
-        assert by_memory.engine.resolved.max_model_len == 16
+        assert by_memory.engine.built.resolved.max_model_len == 16
         assert by_memory.generate([tokens], params, progress=False)[0].token_ids == expected
     with llm(folders["gemma3"], max_model_len=16) as by_setting:
         assert by_setting.generate([tokens], params, progress=False)[0].token_ids == expected
@@ -138,10 +140,10 @@ def test_prompt_logprobs_survive_preemption(folders):
     params = SamplingParams(temperature=0, max_tokens=24, prompt_logprobs=0, ignore_eos=True)
     with llm(folders["llama-gqa"]) as roomy:
         expected = roomy.generate(PROMPTS, params, progress=False)
-        bytes_per_token = sum(g.bytes_per_token for g in roomy.engine.model.facts.groups)
+        bytes_per_token = sum(g.bytes_per_token for g in roomy.engine.built.model.facts.groups)
     with llm(folders["llama-gqa"], kv_memory=160 * bytes_per_token, max_model_len=128) as tight:
         results = tight.generate(PROMPTS, params, progress=False)
-        assert tight.engine.scheduler.preemptions > 0
+        assert tight.engine.built.scheduler.totals.preemptions > 0
     for result, wanted in zip(results, expected, strict=True):
         tokens = [entry and entry.token for entry in result.prompt_logprobs]
         assert tokens == [entry and entry.token for entry in wanted.prompt_logprobs]
@@ -153,7 +155,7 @@ def test_a_row_with_nan_weights_ends_alone(folders):
     with llm(folders["llama-gqa"]) as engine:
         expected = engine.generate([PROMPTS[3]], GREEDY, progress=False)[0]
     with llm(folders["llama-gqa"]) as engine:
-        decoder = engine.engine.executor._decoder
+        decoder = engine.engine.built.executor._decoder
         decoder.lm_head = decoder.lm_head.clone()
         decoder.embedding[198] = float("nan")
         good = [t for t in PROMPTS[3] if t != 198]
@@ -164,13 +166,13 @@ def test_a_row_with_nan_weights_ends_alone(folders):
         assert result.token_ids == expected.token_ids
         again = engine.generate([good], GREEDY, progress=False)[0]
         assert again.token_ids == expected.token_ids
-        engine.engine.scheduler.check()
+        engine.engine.built.scheduler.check()
 
 
 def test_a_row_that_runs_out_of_memory_ends_alone(folders, monkeypatch):
     with llm(folders["llama-gqa"]) as engine:
         expected = engine.generate([PROMPTS[3]], GREEDY, progress=False)[0]
-        decoder = engine.engine.executor._decoder
+        decoder = engine.engine.built.executor._decoder
         forward = type(decoder).forward
 
         def starving(self, input_ids, positions, attend):
@@ -187,7 +189,7 @@ def test_a_row_that_runs_out_of_memory_ends_alone(folders, monkeypatch):
 
 def test_an_engine_that_breaks_answers_everybody(folders, monkeypatch):
     with llm(folders["llama-gqa"]) as engine:
-        decoder = engine.engine.executor._decoder
+        decoder = engine.engine.built.executor._decoder
         monkeypatch.setattr(
             type(decoder), "forward", lambda *_: (_ for _ in ()).throw(ValueError("boom"))
         )
@@ -199,7 +201,9 @@ def test_an_engine_that_breaks_answers_everybody(folders, monkeypatch):
 
 
 def test_streams_run_side_by_side_and_stop_strings_span_tokens():
-    engine = LLM("builtin", threads=1, kv_memory="16MiB", dtype="float32", max_num_seqs=8)
+    engine = LLM.in_process(
+        "builtin", threads=1, kv_memory="16MiB", dtype="float32", max_num_seqs=8
+    )
 
     async def collect(text: str, params: SamplingParams):
         pieces, result = [], None
@@ -226,7 +230,7 @@ def test_streams_run_side_by_side_and_stop_strings_span_tokens():
         assert cut.finish_reason == "stop"
         assert cut.stop_string == stop
         assert len(cut.token_ids) < 40
-        engine.engine.scheduler.check()
+        engine.engine.built.scheduler.check()
 
 
 def test_leaving_a_stream_frees_its_memory(folders):
@@ -235,7 +239,7 @@ def test_leaving_a_stream_frees_its_memory(folders):
         next(stream)
         stream.close()
         engine.generate([[1, 2, 3]], GREEDY, progress=False)
-        scheduler = engine.engine.scheduler
+        scheduler = engine.engine.built.scheduler
     assert scheduler.idle
     assert all(pool.held == 0 for pool in scheduler.cache.pools)
 
@@ -245,7 +249,10 @@ def test_wrong_prompts_are_refused_before_anything_starts(folders):
         for bad, message in (
             ([[]], "empty"),
             ([[1, 199]], "token id 199"),
-            ([[True]], "token id True"),
+            ([[True]], "list of token ids"),
+            ([b"raw"], "list of token ids"),
+            ([None], "list of token ids"),
+            ([["a", "b"]], "list of token ids"),
         ):
             with pytest.raises(ParameterError, match=message):
                 engine.generate(bad, GREEDY, progress=False)
@@ -254,6 +261,79 @@ def test_wrong_prompts_are_refused_before_anything_starts(folders):
         with pytest.raises(ParameterError, match="vocabulary"):
             engine.generate([[1]], SamplingParams(logit_bias={199: 1.0}), progress=False)
         assert engine.generate([[1] * 63], progress=False)[0].finish_reason in ("length", "stop")
+
+
+def test_numpy_ids_are_ids(folders):
+    with llm(folders["llama-gqa"]) as engine:
+        plain = engine.generate([PROMPTS[1]], GREEDY, progress=False)[0]
+        for same in (np.array(PROMPTS[1]), [np.int64(t) for t in PROMPTS[1]]):
+            assert engine.generate(same, GREEDY, progress=False)[0].token_ids == plain.token_ids
+
+
+def test_results_come_as_they_end(folders):
+    lengths = [9, 3, 6]
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in lengths]
+    with llm(folders["llama-gqa"]) as engine:
+        ended = [index for index, _ in engine.generate_iter(PROMPTS[:3], params)]
+    assert ended == [1, 2, 0]
+
+
+def test_a_closed_event_loop_does_not_hurt_the_engine(folders):
+    with llm(folders["llama-gqa"]) as engine:
+
+        async def leave_early():
+            async for _ in engine.stream_async(PROMPTS[0], SamplingParams(max_tokens=300)):
+                break
+
+        for _ in range(3):
+            asyncio.run(leave_early())
+        assert engine.generate([[1, 2]], GREEDY, progress=False)[0].finish_reason == "length"
+
+
+def test_a_sink_that_fails_loses_its_own_requests_only(folders, caplog):
+    with llm(folders["llama-gqa"]) as engine:
+        request = engine._assemblies([[1, 2, 3]], [GREEDY])[0].request
+
+        def broken(updates):
+            raise ValueError(f"a bug of the caller, given {updates}")
+
+        engine.engine.client.submit([request], broken)
+        result = engine.generate([PROMPTS[1]], GREEDY, progress=False)[0]
+        assert result.finish_reason == "length"
+    assert "its requests are cancelled" in caplog.text
+
+
+def test_an_engine_that_is_dropped_is_closed(folders):
+    engine = llm(folders["llama-gqa"])
+    thread = engine.engine._thread._thread
+    assert thread.is_alive()
+    del engine
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_a_base_seed_counts_accepted_requests_only(folders):
+    params = SamplingParams(temperature=1.0, max_tokens=8, ignore_eos=True)
+    tokens = []
+    for refused in (False, True):
+        with llm(folders["llama-gqa"], base_seed=5) as engine:
+            if refused:
+                with pytest.raises(ParameterError):
+                    engine.generate([[1], []], params, progress=False)
+            tokens.append(engine.generate([PROMPTS[1]], params, progress=False)[0].token_ids)
+    assert tokens[0] == tokens[1]
+
+
+def test_deltas_carry_the_tokens_of_the_result():
+    with LLM.in_process("builtin", threads=1, kv_memory="16MiB", max_num_seqs=8) as engine:
+        free = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+        text = engine.generate("def add(a, b):", free, progress=False)[0].text
+        stopping = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, stop=[text[5:8]])
+        deltas = list(engine.stream("def add(a, b):", stopping))
+    result = deltas[-1].result
+    assert [t for d in deltas for t in d.token_ids] == result.token_ids
+    assert "".join(d.text for d in deltas) == result.text
 
 
 def test_bfloat16_stays_near_float32(folders):

@@ -40,7 +40,6 @@ class EngineConfig:
         "type of weights and KV; auto follows checkpoint and machine",
         choices=("auto", *DTYPES),
     )
-    device: str = setting("str", "auto", "where the model runs", choices=("auto", "cpu"))
     attention: str = setting(
         "str",
         "auto",

@@ -101,6 +101,20 @@ class NonFiniteLogitsError(WeftError):
     code = "non_finite_logits"
 
 
+class EngineBusyError(WeftError):
+    """No room for another request at present; it may be sent again later."""
+
+    http_status = 429
+    code = "engine_busy"
+
+
+class EngineDeadError(WeftError):
+    """The engine process has ended or cannot be reached."""
+
+    http_status = 503
+    code = "engine_dead"
+
+
 class InvariantError(WeftError):
     """A bug in weft: an internal invariant does not hold."""
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+import time
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from weft.core.config import (
     resolve,
 )
 from weft.core.errors import ConfigError, KernelError
+from weft.core.served import ServedModel
 from weft.core.types import NEUTRAL
 from weft.engine.machine import available_memory, has_fast_bfloat16, usable_cores
 from weft.exec.eager import EagerExecutor
@@ -73,6 +75,7 @@ class Engine:
     resolved: ResolvedConfig
     scheduler: FCFSScheduler
     executor: EagerExecutor
+    started_ns: int = field(default_factory=time.monotonic_ns)
 
 
 def find_model(config: EngineConfig) -> Model:
@@ -165,6 +168,27 @@ def _scheduler(config: EngineConfig, resolved: ResolvedConfig, model: Model) -> 
     )
     limits = Limits(resolved.max_num_seqs, resolved.max_num_batched_tokens, resolved.max_model_len)
     return FCFSScheduler(cache, limits, config.service_classes())
+
+
+def describe_served(config: EngineConfig, engine: Engine) -> ServedModel:
+    """What the request plane needs to know of a built engine."""
+    model, resolved = engine.model, engine.resolved
+    groups = zip(model.facts.groups, resolved.group_blocks, strict=True)
+    return ServedModel(
+        name=config.model,
+        folder=str(model.folder),
+        family=model.spec.family,
+        parameters=num_parameters(model.spec),
+        vocab_size=model.spec.vocab_size,
+        max_model_len=resolved.max_model_len,
+        max_num_seqs=resolved.max_num_seqs,
+        block_size=resolved.block_size,
+        dtype=model.dtype,
+        eos_token_ids=model.eos_token_ids,
+        sampling_defaults=model.sampling_defaults,
+        kernels=model.ops.describe(),
+        kv_blocks={group.name: blocks for group, blocks in groups},
+    )
 
 
 def set_threads(threads: int, ops: OpTable) -> None:

@@ -3,27 +3,40 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
+import operator
+import os
 import queue
 import secrets
+import sys
+import weakref
 from collections.abc import AsyncIterator, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from tqdm import tqdm
 
 from weft.core.config import EngineConfig
-from weft.core.errors import ConfigError, ParameterError, PromptTooLongError, WeftError
+from weft.core.errors import (
+    ConfigError,
+    EngineDeadError,
+    ParameterError,
+    PromptTooLongError,
+    WeftError,
+)
 from weft.core.plan import Update
 from weft.core.types import MAX_SEED, FinishReason, Request, SamplingParams, TokenLogprob
-from weft.engine.build import Engine, build_engine
-from weft.engine.local import EngineThread
+from weft.engine.remote import RemoteEngine
 from weft.text.stream import TextStream
 from weft.text.template import ChatTemplate, encode_chat
 from weft.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from weft.engine.local import LocalEngine
 
 Prompt = str | Seq[int]
 
@@ -64,6 +77,14 @@ class Delta:
     result: GenerationResult | None = None
 
 
+class _News(NamedTuple):
+    """What an update added, and whether the engine should end the request now."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    stop: bool
+
+
 class _Assembly:
     """Collects the updates of one request into text and a result."""
 
@@ -84,35 +105,38 @@ class _Assembly:
         if sampling.prompt_logprobs is not None:
             self.result.prompt_logprobs = [None]
 
-    def push(self, update: Update) -> tuple[str, bool]:
-        """Take an update in; return the new text and whether the engine should stop now."""
+    def push(self, update: Update) -> _News:
+        """Take an update in and return what it adds to text and tokens."""
         result = self.result
         if update.prompt_logprobs is not None and result.prompt_logprobs is not None:
             result.prompt_logprobs.extend(update.prompt_logprobs.entries)
         text, stop = "", False
+        tokens: tuple[int, ...] = ()
         if update.token is not None and self._stream.stopped_by is None:
+            tokens = (update.token,)
             result.token_ids.append(update.token)
             if result.logprobs is not None and update.logprob is not None:
                 result.logprobs.append(update.logprob)
-            text, stop = self._stream.push([update.token])
+            text, stop = self._stream.push(tokens)
         if update.finish is not None:
             text += self._stream.flush()
             self._end(update)
         self._pieces.append(text)
         if self.done:
             result.text = "".join(self._pieces)
-        return text, stop and not self.done
+        return _News(text, tokens, stop and not self.done)
 
     def _end(self, update: Update) -> None:
         stopped_by = self._stream.stopped_by
         self.done = True
         self.result.stop_string = stopped_by
         self.result.finish_reason = str(FinishReason.STOP if stopped_by else update.finish)
-        self.result.cached_tokens, self.result.error = update.cached_tokens, update.error
+        self.result.cached_tokens = update.cached_tokens
+        self.result.error = None if stopped_by else update.error
 
 
 class LLM:
-    """A model with its engine, in this process.
+    """A model with its engine, which runs in a process of its own behind a ring.
 
     Args:
         model: a folder, a hub id, or ``builtin``.
@@ -123,13 +147,32 @@ class LLM:
     """
 
     def __init__(self, model: str | Path = "builtin", **settings: Any) -> None:
-        self.config = EngineConfig.from_mapping({"model": str(model), **settings}, "LLM")
-        self.engine: Engine = build_engine(self.config)
-        folder = self.engine.model.folder
-        self.tokenizer = Tokenizer.load(Path(self.config.tokenizer or folder))
+        given = {"model": str(model), **settings}
+        self._open(EngineConfig.from_mapping(given, "LLM"), RemoteEngine(given))
+
+    @classmethod
+    def in_process(cls, model: str | Path = "builtin", **settings: Any) -> LLM:
+        """The same with the engine on a thread of this process, for debuggers and profilers."""
+        from weft.engine.local import LocalEngine
+
+        given = {"model": str(model), **settings}
+        made = cls.__new__(cls)
+        made._open(EngineConfig.from_mapping(given, "LLM"), LocalEngine(given))
+        return made
+
+    def _open(self, config: EngineConfig, engine: RemoteEngine | LocalEngine) -> None:
+        self.config = config
+        self.engine = engine
+        self._pid = os.getpid()
+        self._finalizer = weakref.finalize(self, engine.close)
+        self.served = engine.served
         self._chat_template: ChatTemplate | None = None
         self._ids = itertools.count(1)
-        self._thread = EngineThread(self.engine.scheduler, self.engine.executor)
+        try:
+            self.tokenizer = Tokenizer.load(Path(config.tokenizer or self.served.folder))
+        except WeftError:
+            self.close()
+            raise
 
     # -- generating ---------------------------------------------------------------------------
 
@@ -145,33 +188,46 @@ class LLM:
         Args:
             prompts: texts or token-id lists, or a single one.
             params: one for all prompts, or one for each.
-            progress: show a progress bar on standard error.
+            progress: show a progress bar if standard error is a terminal.
 
         Raises:
             ParameterError: a prompt or parameter is wrong; nothing was started.
         """
         listed = _prompt_list(prompts)
-        each = _params_list(params, len(listed))
-        work = [self._assembly(p, s) for p, s in zip(listed, each, strict=True)]
-        by_id = {assembly.request.id: assembly for assembly in work}
-        with tqdm(total=len(work), disable=not progress, unit="prompt") as bar:
+        results: list[GenerationResult | None] = [None] * len(listed)
+        hidden = not progress or not sys.stderr.isatty()
+        with tqdm(total=len(listed), disable=hidden, unit="prompt") as bar:
             tokens = 0
-            for update in self._updates([assembly.request for assembly in work]):
-                assembly = by_id[update.sequence_id]
-                tokens += update.token is not None
-                if assembly.push(update)[1]:
-                    self._thread.inbox.cancel(update.sequence_id, FinishReason.STOP)
-                if assembly.done:
-                    bar.set_postfix_str(f"{tokens} tokens", refresh=False)
-                    bar.update()
-        return [assembly.result for assembly in work]
+            for index, result in self.generate_iter(listed, params):
+                results[index] = result
+                tokens += len(result.token_ids)
+                bar.set_postfix_str(f"{tokens} tokens", refresh=False)
+                bar.update()
+        return [result for result in results if result is not None]
+
+    def generate_iter(
+        self, prompts: Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None = None
+    ) -> Iterator[tuple[int, GenerationResult]]:
+        """Generate from all prompts at once, yielding (index, result) as each one ends.
+
+        Raises:
+            ParameterError: a prompt or parameter is wrong; nothing was started.
+        """
+        work = self._assemblies(prompts, _params_list(params, len(prompts)))
+        index_of = {assembly.request.id: index for index, assembly in enumerate(work)}
+        for update in self._updates([assembly.request for assembly in work]):
+            index = index_of[update.sequence_id]
+            if work[index].push(update).stop:
+                self.engine.client.cancel(update.sequence_id, FinishReason.STOP)
+            if work[index].done:
+                yield index, work[index].result
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
         """Generate from one prompt, yielding text as soon as it is certain.
 
         The last delta carries the result. Leaving the iterator early cancels the request.
         """
-        assembly = self._assembly(prompt, params or SamplingParams())
+        (assembly,) = self._assemblies([prompt], [params or SamplingParams()])
         for update in self._updates([assembly.request]):
             if (delta := self._delta(assembly, update)) is not None:
                 yield delta
@@ -182,21 +238,26 @@ class LLM:
         self, prompt: Prompt, params: SamplingParams | None = None
     ) -> AsyncIterator[Delta]:
         """Like ``stream``, for an event loop; many may run at once."""
-        assembly = self._assembly(prompt, params or SamplingParams())
+        (assembly,) = self._assemblies([prompt], [params or SamplingParams()])
         loop = asyncio.get_running_loop()
         news: asyncio.Queue[Update] = asyncio.Queue()
 
         def sink(updates: Seq[Update]) -> None:
-            for update in updates:
-                loop.call_soon_threadsafe(news.put_nowait, update)
+            with contextlib.suppress(RuntimeError):  # the event loop was closed meanwhile
+                loop.call_soon_threadsafe(give, updates)
 
-        self._thread.inbox.submit([assembly.request], sink)
+        def give(updates: Seq[Update]) -> None:
+            for update in updates:
+                news.put_nowait(update)
+
+        self._check_process()
+        self.engine.client.submit([assembly.request], sink)
         try:
             while not assembly.done:
                 if (delta := self._delta(assembly, await news.get())) is not None:
                     yield delta
         finally:
-            self._thread.inbox.cancel(assembly.request.id)
+            self.engine.client.cancel(assembly.request.id)
 
     def chat(
         self,
@@ -218,14 +279,14 @@ class LLM:
         if self._chat_template is None:
             named = self.config.chat_template
             file = Path(named) if named else None
-            self._chat_template = ChatTemplate.load(self.engine.model.folder, file=file)
+            self._chat_template = ChatTemplate.load(Path(self.served.folder), file=file)
         return self._chat_template
 
     # -- life cycle ---------------------------------------------------------------------------
 
     def close(self) -> None:
         """Stop the engine; open requests end with an error. May be called twice."""
-        self._thread.close()
+        self._finalizer()
 
     def __enter__(self) -> LLM:
         return self
@@ -240,25 +301,46 @@ class LLM:
 
     # -- requests -----------------------------------------------------------------------------
 
-    def _assembly(self, prompt: Prompt, params: SamplingParams) -> _Assembly:
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        self._check_prompt(ids)
-        params.check_vocabulary(self.engine.model.spec.vocab_size)
-        sampling = params.with_defaults(self.engine.model.sampling_defaults)
+    def check_prompt(self, prompt: Prompt) -> list[int]:
+        """Return the token ids of a prompt.
+
+        Raises:
+            ParameterError: it is no prompt, is empty, or has ids outside the vocabulary.
+            PromptTooLongError: it leaves no room for output.
+        """
+        if isinstance(prompt, str):
+            ids = self.tokenizer.encode(prompt)
+        else:
+            ids = _token_ids(prompt)
+        self._check_ids(ids)
+        return ids
+
+    def _assemblies(self, prompts: Seq[Prompt], params: Seq[SamplingParams]) -> list[_Assembly]:
+        """Check everything first, so that a wrong prompt starts nothing and counts nothing."""
+        ids = [self.check_prompt(prompt) for prompt in prompts]
+        for each in params:
+            each.check_vocabulary(self.served.vocab_size)
+        return [
+            self._assembly(prompt, tokens, each)
+            for prompt, tokens, each in zip(prompts, ids, params, strict=True)
+        ]
+
+    def _assembly(self, prompt: Prompt, ids: list[int], params: SamplingParams) -> _Assembly:
+        sampling = params.with_defaults(self.served.sampling_defaults)
         number = next(self._ids)
         if sampling.seed is None:
             base = self.config.base_seed
             seed = secrets.randbelow(MAX_SEED) if base is None else (base + number) % MAX_SEED
             sampling = replace(sampling, seed=seed)
-        request = Request(number, tuple(ids), sampling, self.engine.model.eos_token_ids)
+        request = Request(number, tuple(ids), sampling, self.served.eos_token_ids)
         return _Assembly(request, prompt if isinstance(prompt, str) else None, self.tokenizer)
 
-    def _check_prompt(self, ids: Seq[int]) -> None:
-        vocab_size, limit = self.engine.model.spec.vocab_size, self.engine.resolved.max_model_len
+    def _check_ids(self, ids: Seq[int]) -> None:
+        vocab_size, limit = self.served.vocab_size, self.served.max_model_len
         if not ids:
             raise ParameterError("The prompt is empty; give at least one token.", param="prompt")
         for token in ids:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+            if not 0 <= token < vocab_size:
                 raise ParameterError(
                     f"The prompt has token id {token!r}; ids go from 0 to {vocab_size - 1}.",
                     param="prompt",
@@ -272,9 +354,10 @@ class LLM:
 
     def _updates(self, requests: Seq[Request]) -> Iterator[Update]:
         """Submit requests and yield their updates until all have ended; cancel on the way out."""
+        self._check_process()
         news: queue.SimpleQueue[Seq[Update]] = queue.SimpleQueue()
         open_ids = {request.id for request in requests}
-        self._thread.inbox.submit(requests, news.put)
+        self.engine.client.submit(requests, news.put)
         try:
             while open_ids:
                 for update in news.get():
@@ -283,22 +366,44 @@ class LLM:
                     yield update
         finally:
             for sequence_id in open_ids:
-                self._thread.inbox.cancel(sequence_id)
+                self.engine.client.cancel(sequence_id)
 
     def _delta(self, assembly: _Assembly, update: Update) -> Delta | None:
-        text, stop = assembly.push(update)
-        if stop:
-            self._thread.inbox.cancel(update.sequence_id, FinishReason.STOP)
-        tokens = () if update.token is None else (update.token,)
-        if not text and not tokens and not assembly.done:
+        news = assembly.push(update)
+        if news.stop:
+            self.engine.client.cancel(update.sequence_id, FinishReason.STOP)
+        if not news.text and not news.token_ids and not assembly.done:
             return None
-        return Delta(text, tokens, assembly.result if assembly.done else None)
+        return Delta(news.text, news.token_ids, assembly.result if assembly.done else None)
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise EngineDeadError(
+                "This LLM belongs to the process that made it; make one after the fork."
+            )
+
+
+def _token_ids(prompt: Any) -> list[int]:
+    """Token ids of a prompt that is no text; numpy integers and arrays are fine."""
+    if isinstance(prompt, (bytes, bytearray, Mapping)):
+        raise ParameterError("A prompt is a text or a list of token ids.", param="prompt")
+    try:
+        tokens = list(prompt)
+        if any(isinstance(token, bool) for token in tokens):
+            raise TypeError
+        return [operator.index(token) for token in tokens]
+    except TypeError:
+        raise ParameterError(
+            f"A prompt is a text or a list of token ids, not {type(prompt).__name__} "
+            f"{str(prompt)[:40]!r}.",
+            param="prompt",
+        ) from None
 
 
 def _prompt_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    if prompts and all(isinstance(prompt, int) for prompt in prompts):
+    if isinstance(prompts, (str, bytes)) or not hasattr(prompts, "__iter__"):
+        return [cast(Prompt, prompts)]
+    if len(prompts) and not any(isinstance(p, str) or hasattr(p, "__iter__") for p in prompts):
         return [cast(Seq[int], prompts)]
     return cast(list[Prompt], list(prompts))
 
@@ -308,6 +413,8 @@ def _params_list(
 ) -> Seq[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
+    if not all(isinstance(each, SamplingParams) for each in params):
+        raise ParameterError("params must be SamplingParams, or one for each prompt.")
     if len(params) != count:
         raise ConfigError(f"{len(params)} sampling parameters were given for {count} prompts.")
     return params

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
+from typing import Any
 
+from weft.core.config import EngineConfig
 from weft.core.errors import InvariantError, WeftError
 from weft.core.plan import Commit, Update
 from weft.core.ports import Executor, Scheduler
 from weft.core.types import FinishReason, Request
+from weft.engine.build import build_engine, describe_served
 from weft.engine.loop import EngineLoop
 
 Sink = Callable[[Seq[Update]], None]
+
+
+logger = logging.getLogger("weft")
+
+
+def _ignore(updates: Seq[Update]) -> None:
+    """Takes the updates of requests whose sink has failed."""
 
 
 class WallClock:
@@ -41,7 +52,7 @@ class LocalInbox:
         """Queue requests whose updates go to ``sink``. Raises what stopped the engine, if any."""
         with self._changed:
             if self._failure is not None:
-                raise self._failure
+                raise type(self._failure)(self._failure.message)
             for request in requests:
                 self._sinks[request.id] = sink
             self._requests.extend(requests)
@@ -75,7 +86,17 @@ class LocalInbox:
             if update.finish is not None:
                 del self._sinks[update.sequence_id]
         for sink, own in by_sink.items():
-            sink(own)
+            self._give(sink, own)
+
+    def _give(self, sink: Sink, updates: list[Update]) -> None:
+        """Call a sink; one that fails loses its requests, and nobody else is concerned."""
+        try:
+            sink(updates)
+        except Exception:
+            logger.exception("A sink failed; its requests are cancelled.")
+            for sequence_id in [i for i, owner in self._sinks.items() if owner is sink]:
+                self._sinks[sequence_id] = _ignore
+                self.cancel(sequence_id)
 
     def wait(self) -> None:
         """Block until there is something to receive or the inbox is closed."""
@@ -103,7 +124,7 @@ class EngineThread:
         self._thread.start()
 
     def close(self) -> None:
-        """End open requests as cancelled and stop the thread. May be called twice."""
+        """End open requests with an error and stop the thread. May be called twice."""
         self.inbox.close()
         self._thread.join()
 
@@ -111,14 +132,34 @@ class EngineThread:
         try:
             while not self.inbox.closed:
                 if not self._loop.step():
-                    self._loop.scheduler.check()
                     self.inbox.wait()
+            self._loop.scheduler.check()
             self._loop.drain()
             self.inbox.fail(WeftError("The engine was closed."))
         except Exception as error:
             self._loop.abandon()
-            failure = InvariantError(f"The engine stopped: {type(error).__name__}: {error}")
-            failure.__cause__ = error
-            self.inbox.fail(failure)
+            logger.exception("The engine stopped.")
+            self.inbox.fail(InvariantError(f"The engine stopped: {type(error).__name__}: {error}"))
         finally:
             self._executor.close()
+
+
+class LocalEngine:
+    """An engine in this process, for debuggers, profilers and tests.
+
+    Attributes:
+        client: takes requests; its sinks are called on the engine's thread.
+        served: facts of the model.
+        built: scheduler and executor.
+    """
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        config = EngineConfig.from_mapping(settings)
+        self.built = build_engine(config)
+        self.served = describe_served(config, self.built)
+        self._thread = EngineThread(self.built.scheduler, self.built.executor)
+        self.client = self._thread.inbox
+
+    def close(self) -> None:
+        """End the engine; open requests end with an error. May be called twice."""
+        self._thread.close()

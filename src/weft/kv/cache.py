@@ -148,31 +148,31 @@ class KVCache:
 
     def capacity(self, sequence_id: int) -> int:
         """Tokens that the reserved blocks of the sequence can hold."""
-        table = self._tables[sequence_id]
-        return min(
-            len(blocks) * group.block_size
-            for group, blocks in zip(self.groups, table.blocks, strict=True)
-        )
+        blocks = self._tables[sequence_id].blocks
+        if len(blocks) == 1:
+            return len(blocks[0]) * self.groups[0].block_size
+        return min(len(b) * group.block_size for group, b in zip(self.groups, blocks, strict=True))
 
     def missing(self, sequence_id: int, upto: int) -> list[int]:
         """Blocks that each group still needs so that tokens [0, upto) have a place."""
-        table = self._tables[sequence_id]
         return [
             max(0, -(-upto // group.block_size) - len(blocks))
-            for group, blocks in zip(self.groups, table.blocks, strict=True)
+            for group, blocks in zip(self.groups, self._tables[sequence_id].blocks, strict=True)
         ]
 
     def extend(self, sequence_id: int, upto: int) -> list[tuple[int, tuple[int, ...]]] | None:
         """Reserve blocks for tokens [0, upto): (group, new blocks), or None with nothing taken."""
         needs = self.missing(sequence_id, upto)
-        if any(need > pool.available for need, pool in zip(needs, self.pools, strict=True)):
-            return None
-        table = self._tables[sequence_id]
+        for need, pool in zip(needs, self.pools, strict=True):
+            if need > pool.available:
+                return None
+        tables = self._tables[sequence_id].blocks
         grown = []
         for index, need in enumerate(needs):
             if need:
-                new = tuple(self.pools[index].allocate() for _ in range(need))
-                table.blocks[index].extend(new)
+                allocate = self.pools[index].allocate
+                new = tuple([allocate() for _ in range(need)])
+                tables[index].extend(new)
                 grown.append((index, new))
         return grown
 
@@ -231,16 +231,27 @@ class KVCache:
         """
         table = self._tables[sequence_id]
         sealable = min(computed, len(tokens))
-        for group, pool, blocks, index in self._by_group(table):
+        next_full = computed + self.alignment
+        for index, group in enumerate(self.groups):
             full = sealable // group.block_size
-            if self.prefix_caching and full > table.sealed[index]:
-                digests = self._chains[sequence_id][group.block_size].extend(tokens, full)
-                for position in range(table.sealed[index], full):
-                    if blocks[position] >= 0:
-                        pool.seal(blocks[position], digests[position])
-                table.sealed[index] = full
-            self._drop_head(pool, table, index, group.first_block(computed))
-        return min((computed // g.block_size + 1) * g.block_size for g in self.groups)
+            if full > table.sealed[index] and self.prefix_caching:
+                self._seal_blocks(sequence_id, table, index, tokens, full)
+            if group.window is not None:
+                self._drop_head(self.pools[index], table, index, group.first_block(computed))
+            next_full = min(next_full, (computed // group.block_size + 1) * group.block_size)
+        return next_full
+
+    def _seal_blocks(
+        self, sequence_id: int, table: Table, index: int, tokens: Seq[int], full: int
+    ) -> None:
+        """Seal the first ``full`` blocks of one group as far as they are not sealed yet."""
+        blocks, seal = table.blocks[index], self.pools[index].seal
+        chain = self._chains[sequence_id][self.groups[index].block_size]
+        digests = chain.extend(tokens, full)
+        for position in range(table.sealed[index], full):
+            if blocks[position] >= 0:
+                seal(blocks[position], digests[position])
+        table.sealed[index] = full
 
     @staticmethod
     def _drop_head(pool: BlockPool, table: Table, index: int, first: int) -> None:

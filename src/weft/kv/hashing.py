@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from hashlib import blake2b
+from struct import Struct
 
 DIGEST_BYTES = 16
+
+
+@cache
+def _packer(block_size: int) -> Callable[..., bytes]:
+    return Struct(f"<{block_size}q").pack
 
 
 class HashChain:
@@ -15,20 +21,20 @@ class HashChain:
     Cryptographic, so that nobody can craft a prompt that finds another prompt's blocks.
     """
 
-    __slots__ = ("block_size", "digests", "salt")
+    __slots__ = ("_pack", "_root", "block_size", "digests")
 
     def __init__(self, block_size: int, salt: bytes) -> None:
         self.block_size = block_size
-        self.salt = salt
+        # Another hash than that of blocks, so that no salt can pass for the digest of a prefix.
+        self._root = blake2b(salt, digest_size=DIGEST_BYTES, person=b"weft salt").digest()
         self.digests: list[bytes] = []
+        self._pack = _packer(block_size)
 
     def extend(self, tokens: Sequence[int], upto_blocks: int) -> list[bytes]:
         """Hash up to ``upto_blocks`` blocks in all and return every digest so far."""
-        size = self.block_size
-        for index in range(len(self.digests), upto_blocks):
-            parent = self.digests[index - 1] if index else self.salt
-            content = array("q", tokens[index * size : (index + 1) * size]).tobytes()
-            state = blake2b(parent, digest_size=DIGEST_BYTES)
-            state.update(content)
-            self.digests.append(state.digest())
-        return self.digests
+        size, digests = self.block_size, self.digests
+        for index in range(len(digests), upto_blocks):
+            parent = digests[index - 1] if index else self._root
+            content = self._pack(*tokens[index * size : (index + 1) * size])
+            digests.append(blake2b(content + parent, digest_size=DIGEST_BYTES).digest())
+        return digests

@@ -1,0 +1,104 @@
+"""Starts an engine process and speaks with it through a ring. Torch-free."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO, Any
+
+from weft.core import errors
+from weft.core.errors import EngineDeadError, WeftError
+from weft.core.served import ServedModel
+from weft.ring.client import RingClient
+from weft.ring.segment import RingFds, create_ring
+
+STOP_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True)
+class EngineProcess:
+    """A child process that runs ``weft.engine.process``.
+
+    Attributes:
+        report: where its one line will come.
+    """
+
+    process: subprocess.Popen[bytes]
+    report: IO[str]
+
+    @classmethod
+    def start(cls, settings: Mapping[str, Any], rings: Sequence[RingFds]) -> EngineProcess:
+        """Start it; ``wait_until_ready`` says whether that went well."""
+        read_end, write_end = os.pipe()
+        command = [sys.executable, "-m", "weft.engine.process", "--report", str(write_end)]
+        command += ["--parent", str(os.getpid())]
+        for ring in rings:
+            command += ["--ring", str(ring)]
+        inherited = [write_end, *(fd for ring in rings for fd in ring.pass_fds)]
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, pass_fds=inherited, start_new_session=True
+        )
+        os.close(write_end)
+        assert process.stdin is not None
+        process.stdin.write(json.dumps(dict(settings)).encode())
+        process.stdin.close()
+        return cls(process, os.fdopen(read_end))
+
+    def wait_until_ready(self) -> ServedModel:
+        """Wait for the report. Raises the typed error with which the engine failed to start."""
+        line = self.report.readline()
+        self.report.close()
+        if not line:
+            code = self.process.wait()
+            raise EngineDeadError(f"The engine ended while it was starting (exit code {code}).")
+        return read_report(line)
+
+    def stop(self) -> int:
+        """End the process and return its exit code."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+        return self.process.wait()
+
+
+def read_report(line: str) -> ServedModel:
+    """Parse the engine's line; a failure is raised as the error that the engine had."""
+    report = json.loads(line)
+    if "served" in report:
+        return ServedModel.from_json(report["served"])
+    kind = getattr(errors, report["error"]["type"], WeftError)
+    raise kind(report["error"]["message"])
+
+
+class RemoteEngine:
+    """An engine in a process of its own, for one Python program.
+
+    Attributes:
+        client: takes requests; its sinks are called on a thread of its own.
+        served: facts of the model.
+    """
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        ring = create_ring()
+        self._process = EngineProcess.start(settings, [ring])
+        try:
+            self.served = self._process.wait_until_ready()
+            self.client = RingClient(ring)
+        except BaseException:
+            self._process.stop()
+            ring.close()
+            raise
+        self.client.watch_engine(os.pidfd_open(self._process.process.pid))
+        self.client.run_in_thread()
+
+    def close(self) -> None:
+        """End the engine; open requests end with an error. May be called twice."""
+        self._process.stop()
+        self.client.close()
