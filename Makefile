@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 NATIVE := CMakeLists.txt $(shell find src -name '*.cpp' -o -name '*.hpp')
 
 .DEFAULT_GOAL := help
-.PHONY: help run test setup setup-test lint typecheck bench clean distclean
+.PHONY: help serve run test setup setup-test lint typecheck bench clean distclean
 
 help:  ## Show this
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -21,8 +21,11 @@ help:  ## Show this
 	@echo "Variables: PYTHON (interpreter), VENV (folder, $(VENV)), PIP_ARGS (for pip install),"
 	@echo "           TORCH_SPEC (install this torch, whatever it brings)"
 
+serve: setup  ## Set up, then serve the built-in model on port 8000
+	$(BIN)/weft serve
+
 run: setup  ## Set up, then generate text with the built-in model
-	$(BIN)/weft generate "def fibonacci(n):" --max-tokens 64
+	$(BIN)/weft generate "def fibonacci(n):" --echo --max-tokens 64
 
 test: setup-test  ## Set up, then run all checks, also after one that fails
 	@status=0; for check in "ruff check ." "ruff format --check ." mypy "python -m pytest"; do \

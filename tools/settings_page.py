@@ -7,6 +7,7 @@ from typing import Any
 from weft.core.config import EngineConfig
 from weft.core.settings import Setting, settings_of
 from weft.core.types import DEFAULT_CLASSES, SamplingParams
+from weft.server.options import ServerOptions
 
 HEAD = """# Settings
 
@@ -59,7 +60,12 @@ def page() -> str:
         for c in DEFAULT_CLASSES
     )
     return (
-        HEAD + table("Engine", EngineConfig) + table("Sampling", SamplingParams) + CLASSES + classes
+        HEAD
+        + table("Engine", EngineConfig)
+        + table("Server", ServerOptions)
+        + table("Sampling", SamplingParams)
+        + CLASSES
+        + classes
     )
 
 

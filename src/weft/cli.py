@@ -1,4 +1,4 @@
-"""The command line: ``weft generate``, ``weft info``, ``weft --version``."""
+"""The command line: ``weft serve``, ``generate``, ``chat``, ``info`` and ``--version``."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from weft.core.settings import Setting, settings_of
 from weft.core.types import SamplingParams
 
 EXIT_ERROR, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+CHAT_SAMPLING = ("temperature", "top_p", "max_tokens", "seed", "stop")
 NOT_ON_COMMAND_LINE = frozenset({"classes", "logit_bias"})  # mappings: in a config file
 
 
@@ -68,6 +69,8 @@ def _parser() -> _Parser:
     parser = _Parser(prog="weft", description="Serve and run large language models.")
     parser.add_argument("--version", action="version", version=f"weft {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _serve_parser(commands)
+    _chat_parser(commands)
     generate = commands.add_parser(
         "generate",
         help="generate text from a prompt or a file",
@@ -93,6 +96,34 @@ def _parser() -> _Parser:
         _add_settings(command, "engine", EngineConfig)
     _add_settings(generate, "sampling", SamplingParams)
     return parser
+
+
+def _serve_parser(commands: Any) -> None:
+    serve = commands.add_parser(
+        "serve", help="serve a model over HTTP with OpenAI's API", usage="weft serve [settings]"
+    )
+    serve.set_defaults(run=_serve, parser=serve)
+    serve.add_argument("--config", metavar="FILE", help="YAML file with the same names")
+    from weft.server.options import ServerOptions
+
+    _add_settings(serve, "server", ServerOptions)
+    _add_settings(serve, "engine", EngineConfig)
+
+
+def _chat_parser(commands: Any) -> None:
+    chat = commands.add_parser(
+        "chat", help="talk to a server in the terminal", usage="weft chat [--url URL] [settings]"
+    )
+    chat.set_defaults(run=_chat, parser=chat)
+    chat.add_argument("--url", default="http://127.0.0.1:8000", help="address of the server")
+    chat.add_argument("--model", help="name of the model; the server's first one by default")
+    chat.add_argument(
+        "--api-key", default=os.environ.get("OPENAI_API_KEY"), help="the server's key"
+    )
+    chat.add_argument("--system", help="the system message")
+    group = chat.add_argument_group("sampling settings")
+    for name in CHAT_SAMPLING:
+        _add_setting(group, settings_of(SamplingParams)[name])
 
 
 def _add_settings(parser: argparse.ArgumentParser, title: str, declared_by: Any) -> None:
@@ -253,6 +284,25 @@ def _job(value: Any, defaults: dict[str, Any]) -> tuple[Any, SamplingParams]:
         if name not in known:
             raise ParameterError(f"unknown key '{name}'.{suggest(name, known)}", param=name)
     return value["prompt"], SamplingParams(**{**defaults, **given})
+
+
+# -- serve and chat -----------------------------------------------------------------------------
+
+
+def _serve(options: dict[str, Any]) -> int:
+    from weft.server.options import ServerOptions
+    from weft.supervise import serve
+
+    server_settings, engine_settings = _settings(options, ServerOptions, EngineConfig)
+    return serve(engine_settings, ServerOptions(**server_settings))
+
+
+def _chat(options: dict[str, Any]) -> int:
+    from weft.chat import ChatClient, run_chat
+
+    settings = {name: options[name] for name in CHAT_SAMPLING if name in options}
+    client = ChatClient(options["url"], options["model"], options["api_key"], settings)
+    return run_chat(client, options["system"])
 
 
 # -- info ---------------------------------------------------------------------------------------

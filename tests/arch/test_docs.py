@@ -37,8 +37,8 @@ def test_links_between_pages_lead_somewhere():
 def test_the_readme_starts_with_the_two_commands():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     first_block = text.split("```")[1]
-    assert re.findall(r"^make (\w+)", first_block, flags=re.MULTILINE) == ["run", "test"]
+    assert re.findall(r"^make (\w+)", first_block, flags=re.MULTILINE) == ["serve", "test"]
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    assert re.search(r"^run:", makefile, flags=re.MULTILINE)
+    assert re.search(r"^serve:", makefile, flags=re.MULTILINE)
     assert re.search(r"^test:", makefile, flags=re.MULTILINE)
     assert "make test" in (ROOT / ".ci" / "run").read_text(encoding="utf-8")

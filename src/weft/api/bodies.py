@@ -1,0 +1,244 @@
+"""Bodies of requests, as OpenAI's API description has them, and weft's extensions.
+
+What the description has but weft does not support is declared too, so that it is refused by its
+own name; a value that asks for nothing (null, or the default) is let through.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from weft.api.errors import (
+    InvalidJSONError,
+    MissingParameterError,
+    UnknownParameterError,
+    UnsupportedParameterError,
+)
+from weft.core.errors import ParameterError
+from weft.core.types import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+
+MAX_N = 128
+MAX_COMPLETION_LOGPROBS = 5
+MAX_NAME_CHARS = 1024
+MAX_SHOWN_CHARS = 100  # of a name that a client made up
+
+Name = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+TokenId = Annotated[int, Meta(ge=0)]
+
+
+class StreamOptions(Struct, forbid_unknown_fields=True, kw_only=True):
+    include_usage: bool | None = None
+    include_obfuscation: Any = None
+
+
+class Message(Struct, forbid_unknown_fields=True, kw_only=True):
+    """One message of a conversation; which fields go with which role is checked later."""
+
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+    name: Name | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: Name | None = None
+    reasoning_content: str | None = None
+    refusal: Any = None
+    audio: Any = None
+    function_call: Any = None
+    annotations: Any = None
+
+
+class GenerationBody(Struct, forbid_unknown_fields=True, kw_only=True):
+    """What completions and chat completions share."""
+
+    model: Name
+    frequency_penalty: Penalty | None = None
+    logit_bias: Annotated[dict[int, float], Meta(max_length=MAX_LOGIT_BIAS)] | None = None
+    max_tokens: int | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
+    presence_penalty: Penalty | None = None
+    seed: int | None = None
+    service_tier: str | None = None
+    stop: str | Annotated[list[str], Meta(max_length=MAX_STOP_STRINGS)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    user: Name | None = None
+    # Extensions.
+    cache_salt: Name | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    return_token_ids: bool | None = None
+    skip_special_tokens: bool | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
+
+
+class CompletionBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
+    """Body of ``POST /v1/completions``."""
+
+    prompt: str | list[str | int | list[int]] | None
+    echo: bool | None = None
+    logprobs: Annotated[int, Meta(ge=0, le=MAX_COMPLETION_LOGPROBS)] | None = None
+    add_special_tokens: bool | None = None
+    best_of: Any = None
+    suffix: Any = None
+
+
+class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
+    """Body of ``POST /v1/chat/completions``."""
+
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    logprobs: bool | None = None
+    max_completion_tokens: int | None = None
+    safety_identifier: Name | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=32)] | None = None
+    audio: Any = None
+    function_call: Any = None
+    functions: Any = None
+    metadata: Any = None
+    modalities: Any = None
+    moderation: Any = None
+    parallel_tool_calls: Any = None
+    prediction: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: Any = None
+    reasoning_effort: Any = None
+    response_format: Any = None
+    store: Any = None
+    tool_choice: Any = None
+    tools: Any = None
+    verbosity: Any = None
+    web_search_options: Any = None
+
+
+class TokenizeBody(Struct, forbid_unknown_fields=True, kw_only=True):
+    """Body of ``POST /tokenize``: either a prompt or messages."""
+
+    model: Name | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Meta(min_length=1)] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+    chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=32)] | None = None
+
+
+class DetokenizeBody(Struct, forbid_unknown_fields=True, kw_only=True):
+    """Body of ``POST /detokenize``."""
+
+    model: Name | None = None
+    tokens: list[TokenId]
+    skip_special_tokens: bool = False
+
+
+# Values besides null that ask for nothing, for fields that are otherwise refused.
+_NEUTRAL: dict[type[Struct], dict[str, tuple[Any, ...]]] = {
+    StreamOptions: {"include_obfuscation": (False,)},
+    Message: {"refusal": (), "audio": (), "function_call": (), "annotations": ([],)},
+    CompletionBody: {"best_of": (1,), "suffix": ("",)},
+    ChatBody: {
+        "audio": (),
+        "function_call": ("none",),
+        "functions": ([],),
+        "metadata": ({},),
+        "modalities": (["text"],),
+        "moderation": (),
+        "parallel_tool_calls": (),
+        "prediction": (),
+        "prompt_cache_key": (),
+        "prompt_cache_options": (),
+        "prompt_cache_retention": (),
+        "reasoning_effort": (),
+        "response_format": ({"type": "text"},),
+        "store": (False,),
+        "tool_choice": ("none",),
+        "tools": ([],),
+        "verbosity": (),
+        "web_search_options": (),
+    },
+}
+
+Body = TypeVar("Body", bound=Struct)
+
+_AT = re.compile(r"^(?P<what>.*?)(?: - at `(?P<key>key` in `)?\$\.?(?P<path>[^`]*)`)?$", re.DOTALL)
+_FIELD = re.compile(r"field `([^`]*)`")
+
+
+@cache
+def _decoder(body: type[Struct]) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(body)
+
+
+def decode_body(body: type[Body], data: bytes) -> Body:
+    """Decode and check the body of a request.
+
+    Raises:
+        ParameterError: the body is not JSON, or a field is malformed, out of bounds, unknown or
+            not supported; the error names it.
+    """
+    try:
+        decoded: Body = _decoder(body).decode(data)
+    except msgspec.ValidationError as error:
+        raise _explained(body, str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        detail = "" if isinstance(error, RecursionError) else f" ({str(error)[:200]})"
+        raise InvalidJSONError(f"The body of the request is not valid JSON{detail}.") from None
+    refuse_unsupported(decoded)
+    return decoded
+
+
+def refuse_unsupported(body: Struct, path: str = "") -> None:
+    """Raise UnsupportedParameterError for a field that asks for something weft does not have."""
+    for name, neutral in _NEUTRAL.get(type(body), {}).items():
+        value = getattr(body, name)
+        if value is not None and not any(_same(value, one) for one in neutral):
+            raise UnsupportedParameterError(path + name)
+    if isinstance(body, GenerationBody) and body.stream_options is not None:
+        refuse_unsupported(body.stream_options, "stream_options.")
+    for index, message in enumerate(getattr(body, "messages", None) or ()):
+        refuse_unsupported(message, f"messages[{index}].")
+
+
+def _same(value: Any, neutral: Any) -> bool:
+    return type(value) is type(neutral) and bool(value == neutral)
+
+
+def _explained(body: type[Struct], text: str) -> ParameterError:
+    """Turn the library's sentence into a typed error that names the parameter."""
+    match = _AT.match(text)
+    what, path = (match["what"], match["path"] or "") if match else (text, "")
+    path = path[:MAX_SHOWN_CHARS]
+    field = _FIELD.search(what)
+    if field is not None:
+        name = field[1][:MAX_SHOWN_CHARS]
+        name = f"{path}.{name}" if path else name
+        if "missing required" in what:
+            return MissingParameterError(name)
+        return UnknownParameterError(name, _known(body, path))
+    if not path:
+        return ParameterError(f"The body of the request is wrong: {_plain(what)}.")
+    return ParameterError(f"'{path}' is wrong: {_plain(what)}.", param=path)
+
+
+def _known(body: type[Struct], path: str) -> tuple[str, ...]:
+    if path.startswith("messages["):
+        return Message.__struct_fields__
+    if path == "stream_options":
+        return StreamOptions.__struct_fields__
+    return body.__struct_fields__
+
+
+def _plain(text: str) -> str:
+    """``Expected `int | null`, got `str``` -> ``expected int or null, got str``."""
+    return (text[:1].lower() + text[1:]).replace("`", "").replace(" | ", " or ")

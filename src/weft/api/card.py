@@ -1,0 +1,45 @@
+"""What the API layer knows of a served model, and the bounds that it keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """Facts of the served model.
+
+    Attributes:
+        served_names: names that requests may use; answers to ``/v1/models`` list all of them.
+        vocab_size: token ids are below it.
+        max_model_len: tokens of prompt and output together.
+        eos_token_ids: ids that end a sequence.
+        sampling_defaults: what ``SamplingParams`` takes for fields that a request leaves open.
+        created: Unix time in seconds.
+        system_fingerprint: changes when the same seed may give other tokens.
+        base_seed: makes the seeds of requests without one repeatable.
+    """
+
+    served_names: tuple[str, ...]
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...] = ()
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+    created: int = 0
+    system_fingerprint: str = "weft"
+    base_seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ApiLimits:
+    """Bounds of one request, checked before anything is computed.
+
+    Attributes:
+        max_sequences: prompts times ``n``.
+        max_prompt_bytes: UTF-8 bytes of all prompts or messages together, before tokenising.
+    """
+
+    max_sequences: int = 512
+    max_prompt_bytes: int = 8 * 2**20

@@ -1,0 +1,228 @@
+"""Updates of the engine to the text, tokens and ends of the choices of a job."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from weft.api.errors import CancelledError
+from weft.api.jobs import Job
+from weft.core.plan import Update
+from weft.core.types import FinishReason, Request, TokenLogprob
+from weft.text import TextStream, Tokenizer
+
+
+@dataclass(slots=True)
+class Delta:
+    """What is new of one choice.
+
+    Attributes:
+        first: whether nothing of the choice was shown before; its prompt goes before the text.
+        finish_reason: ``stop`` or ``length`` with the last delta.
+    """
+
+    choice: Choice
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprob]
+    first: bool = False
+    finish_reason: str | None = None
+
+    @property
+    def index(self) -> int:
+        return self.choice.index
+
+
+class Choice:
+    """One choice: its detokeniser, and what is known of its prompt.
+
+    Attributes:
+        prompt_logprobs: one entry a prompt token, None for the first; only where asked for.
+        num_tokens: output tokens that belong to the answer.
+        ended: whether the engine has ended the sequence.
+        halted: whether a stop string has ended the text, so that the engine need not go on.
+        started: whether something of it has been shown.
+    """
+
+    __slots__ = (
+        "_hidden",
+        "_stream",
+        "cached_tokens",
+        "ended",
+        "halted",
+        "index",
+        "num_tokens",
+        "prompt_logprobs",
+        "request",
+        "started",
+    )
+
+    def __init__(self, index: int, request: Request, tokenizer: Tokenizer, hidden: bool) -> None:
+        sampling = request.sampling
+        self.index = index
+        self.request = request
+        self.prompt_logprobs: list[TokenLogprob | None] = [None]
+        self.cached_tokens = 0
+        self.num_tokens = 0
+        self.ended = False
+        self.halted = False
+        self._hidden = hidden
+        self.started = False
+        self._stream = TextStream(
+            tokenizer,
+            sampling.stop,
+            include_stop=sampling.include_stop,
+            skip_special_tokens=sampling.skip_special_tokens,
+        )
+
+    def push(self, updates: Seq[Update]) -> Delta | None:
+        """Take updates in; return what they add, None if that is nothing.
+
+        Raises:
+            WeftError: the engine ended the sequence with an error.
+        """
+        tokens: list[int] = []
+        logprobs: list[TokenLogprob] = []
+        finish: str | None = None
+        for update in updates:
+            if update.token is not None:
+                tokens.append(update.token)
+                if update.logprob is not None:
+                    logprobs.append(update.logprob)
+            if update.prompt_logprobs is not None:
+                self.prompt_logprobs.extend(update.prompt_logprobs.entries)
+            if update.finish is not None:
+                finish = self._end(update)
+        return self._delta(tokens, logprobs, finish)
+
+    def push_plain(self, updates: Seq[Update]) -> str | None:
+        """Take updates in that are nothing but tokens; return the new text.
+
+        Returns None, and does nothing, if there is more to them, or if the text has not started or
+        has ended: then ``push`` has to be called.
+        """
+        if not self.started or self.halted or self._hidden:
+            return None
+        for update in updates:
+            if update.token is None or update.finish is not None:
+                return None
+        text, self.halted = self._stream.push([update.token for update in updates])  # type: ignore[misc]
+        self.num_tokens = self._stream.token_count
+        return text
+
+    def _end(self, update: Update) -> str:
+        self.ended = True
+        self.cached_tokens = update.cached_tokens
+        if self.halted or update.finish is FinishReason.STOP:
+            return "stop"
+        if update.finish is FinishReason.LENGTH:
+            return "length"
+        raise update.error or CancelledError("The request was cancelled before it was complete.")
+
+    def _delta(
+        self, tokens: list[int], logprobs: list[TokenLogprob], finish: str | None
+    ) -> Delta | None:
+        if self._hidden:
+            tokens, logprobs = [], []
+            finish = finish and "length"
+        text = ""
+        if tokens and not self.halted:
+            text, self.halted = self._stream.push(tokens)
+            kept = self._stream.token_count - self.num_tokens
+            self.num_tokens += kept
+            if kept < len(tokens):
+                del tokens[kept:], logprobs[kept:]
+        elif tokens:
+            tokens, logprobs = [], []
+        if finish is not None and not self._hidden:
+            text += self._stream.flush()
+            finish = "stop" if self._stream.stopped_by is not None else finish
+        if not (text or tokens or finish):
+            return None
+        first, self.started = not self.started, True
+        return Delta(self, text, tokens, logprobs, first, finish)
+
+
+class Assembly:
+    """All choices of a job.
+
+    Attributes:
+        open: choices that the engine has not ended.
+    """
+
+    def __init__(self, job: Job, tokenizer: Tokenizer) -> None:
+        self.job = job
+        self.choices = [
+            Choice(index, request, tokenizer, job.no_output)
+            for index, request in enumerate(job.requests)
+        ]
+        self.open = len(self.choices)
+        self._by_id = {choice.request.id: choice for choice in self.choices}
+        self._only = self.choices[0] if len(self.choices) == 1 else None
+
+    def push(self, updates: Seq[Update]) -> tuple[list[Delta], list[int]]:
+        """Take updates in; return what is new, and the ids whose text a stop string has ended.
+
+        The engine should end those with the reason ``stop``; each is named once.
+
+        Raises:
+            WeftError: a sequence failed; the answer cannot be completed.
+        """
+        deltas: list[Delta] = []
+        halted: list[int] = []
+        for choice, own in self._split(updates):
+            if choice.ended:
+                continue
+            was_halted = choice.halted
+            delta = choice.push(own)
+            self.open -= choice.ended
+            if delta is not None:
+                deltas.append(delta)
+            if choice.halted and not was_halted and not choice.ended:
+                halted.append(choice.request.id)
+        return deltas, halted
+
+    def open_ids(self) -> list[int]:
+        """Ids of the sequences that the engine has not ended."""
+        return [choice.request.id for choice in self.choices if not choice.ended]
+
+    def _split(self, updates: Seq[Update]) -> list[tuple[Choice, Seq[Update]]]:
+        if self._only is not None:
+            return [(self._only, updates)]
+        split: dict[int, list[Update]] = {}
+        for update in updates:
+            split.setdefault(update.sequence_id, []).append(update)
+        return [(self._by_id[number], own) for number, own in split.items()]
+
+    @property
+    def completion_tokens(self) -> int:
+        """Output tokens of all choices so far."""
+        return sum(choice.num_tokens for choice in self.choices)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that lay in the prefix cache before, over all prompts."""
+        return sum(choice.cached_tokens for choice in self.choices[:: self.job.n])
+
+
+@dataclass(slots=True)
+class Answer:
+    """All deltas of one choice, put together."""
+
+    choice: Choice
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: str = "stop"
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+    def add(self, delta: Delta) -> None:
+        """Append what is new."""
+        self.texts.append(delta.text)
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs
+        if delta.finish_reason is not None:
+            self.finish_reason = delta.finish_reason

@@ -1,0 +1,150 @@
+"""Streamed answers: updates of the engine to the JSON of chunks, framed as the caller says.
+
+Everything that is ready at once becomes one chunk a choice. The plain case, text without log
+probabilities, only puts the encoded text between two prebuilt ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import orjson
+
+from weft.api.choices import Assembly, Delta
+from weft.api.jobs import Job
+from weft.api.logprobs import CompletionLogprobs, TokenTexts, chat_logprobs
+from weft.api.responses import answer_head, echoed_text, usage
+from weft.core.plan import Update
+from weft.text import Tokenizer
+
+_ROLE = {"role": "assistant", "content": "", "refusal": None}
+
+
+class ChunkWriter:
+    """Writes the chunks of one job.
+
+    Args:
+        frame: bytes before and after the JSON of each chunk.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        tokenizer: Tokenizer,
+        texts: TokenTexts,
+        frame: tuple[bytes, bytes] = (b"", b"\n"),
+    ) -> None:
+        self.assembly = Assembly(job, tokenizer)
+        self._job = job
+        self._texts = texts
+        self._chat = job.endpoint == "chat"
+        self._plain = not job.logprobs and not job.return_token_ids
+        choices = self.assembly.choices
+        self._only = choices[0] if self._plain and len(choices) == 1 else None
+        head = answer_head(job, "chat.completion.chunk" if self._chat else "text_completion")
+        null_usage = b',"usage":null' if job.include_usage else b""
+        self._head = frame[0] + orjson.dumps(head)[:-1] + b',"choices":['
+        self._tail = b"]" + null_usage + b"}" + frame[1]
+        self._usage_tail = (b'],"usage":', b"}" + frame[1])
+        self._ends = [self._text_ends(choice.index) for choice in self.assembly.choices]
+        self._scores = {
+            choice.index: CompletionLogprobs(
+                tokenizer, texts, choice.request.sampling.skip_special_tokens
+            )
+            for choice in self.assembly.choices
+            if job.logprobs and not self._chat
+        }
+
+    @property
+    def done(self) -> bool:
+        """Whether all choices have ended."""
+        return self.assembly.open == 0
+
+    def push(self, updates: Seq[Update]) -> tuple[bytes, list[int]]:
+        """Take updates in; return chunks, and ids that a stop string has ended.
+
+        Raises as `Assembly.push`.
+        """
+        if self._only is not None:
+            text = self._only.push_plain(updates)
+            if text is not None:
+                before, after = self._ends[0]
+                data = before + orjson.dumps(text) + after if text else b""
+                return data, [self._only.request.id] if self._only.halted else []
+        deltas, halted = self.assembly.push(updates)
+        return b"".join([self._write(delta) for delta in deltas]), halted
+
+    def last(self) -> bytes:
+        """The chunk of usage, if asked for; empty otherwise."""
+        if not self._job.include_usage:
+            return b""
+        before, after = self._usage_tail
+        return self._head + before + orjson.dumps(usage(self.assembly)) + after
+
+    def _text_ends(self, index: int) -> tuple[bytes, bytes]:
+        """What stands before and after the text of a plain chunk."""
+        if self._chat:
+            before, closing = b'{"index":%d,"delta":{"content":', b"}"
+        else:
+            before, closing = b'{"index":%d,"text":', b""
+        after = closing + b',"logprobs":null,"finish_reason":null}'
+        return self._head + before % index, after + self._tail
+
+    def _write(self, delta: Delta) -> bytes:
+        if self._plain and not delta.first and delta.finish_reason is None:
+            before, after = self._ends[delta.index]
+            return before + orjson.dumps(delta.text) + after
+        out = self._opening(delta) if delta.first and self._chat else b""
+        if self._chat:
+            out += self._chat_chunk(delta)
+        else:
+            out += self._completion_chunk(delta)
+        return out + self._closing(delta) if delta.finish_reason is not None else out
+
+    def _opening(self, delta: Delta) -> bytes:
+        """The first chunk of a chat choice: who speaks."""
+        more = {}
+        if self._job.return_token_ids:
+            more["prompt_token_ids"] = delta.choice.request.prompt
+        return self._chunk(delta.index, {"delta": _ROLE}, **more)
+
+    def _closing(self, delta: Delta) -> bytes:
+        empty: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
+        return self._chunk(delta.index, empty, finish_reason=delta.finish_reason)
+
+    def _chat_chunk(self, delta: Delta) -> bytes:
+        if not delta.text and (self._plain or not delta.token_ids):
+            return b""
+        more: dict[str, Any] = {}
+        if self._job.logprobs and delta.logprobs:
+            more["logprobs"] = chat_logprobs(delta.logprobs, self._texts)
+        if self._job.return_token_ids:
+            more["token_ids"] = delta.token_ids
+        return self._chunk(delta.index, {"delta": {"content": delta.text}}, **more)
+
+    def _completion_chunk(self, delta: Delta) -> bytes:
+        echoed = echoed_text(self._job, delta.index) if delta.first else None
+        text = (echoed or "") + delta.text
+        if not text and echoed is None and (self._plain or not delta.token_ids):
+            return b""
+        more: dict[str, Any] = {}
+        if self._job.logprobs:
+            more["logprobs"] = self._completion_logprobs(delta, echoed)
+        if self._job.return_token_ids:
+            more["token_ids"] = delta.token_ids
+            if delta.first:
+                more["prompt_token_ids"] = delta.choice.request.prompt
+        return self._chunk(delta.index, {"text": text}, **more)
+
+    def _completion_logprobs(self, delta: Delta, echoed: str | None) -> dict[str, Any]:
+        builder = self._scores[delta.index]
+        rows = []
+        if echoed is not None:
+            choice = delta.choice
+            rows = builder.prompt(choice.request.prompt, choice.prompt_logprobs, echoed)
+        return builder.build(rows + builder.output(delta.token_ids, delta.logprobs))
+
+    def _chunk(self, index: int, content: dict[str, Any], **more: Any) -> bytes:
+        choice = {"index": index, **content, "logprobs": None, "finish_reason": None, **more}
+        return self._head + orjson.dumps(choice) + self._tail

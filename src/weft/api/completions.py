@@ -1,0 +1,139 @@
+"""``/v1/completions``: a checked body to a job."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import cast
+
+from weft.api.bodies import CompletionBody
+from weft.api.jobs import Builder, Job, new_id, now
+from weft.api.sampling import (
+    build_sampling,
+    check_context,
+    check_max_tokens,
+    check_model,
+    first_seed,
+    include_usage,
+    seeded,
+    service_class,
+)
+from weft.core.errors import ParameterError
+from weft.core.types import Request
+
+DEFAULT_MAX_TOKENS = 16
+
+Prompt = str | Seq[int]
+
+
+def completion_job(body: CompletionBody, builder: Builder) -> Job:
+    """Check a body and return what it asks for.
+
+    Raises:
+        WeftError: a typed error that names the parameter; nothing has been started.
+    """
+    card = builder.card
+    model = check_model(body.model, card)
+    check_max_tokens(body.max_tokens, "max_tokens", 0)
+    _, tier = service_class(body.service_tier)
+    prompts = _prompts(body.prompt)
+    builder.check_count(len(prompts), body.n or 1)
+    builder.check_size(sum(_size(prompt) for prompt in prompts), "prompt")
+    ids = [_encode(prompt, body, builder) for prompt in prompts]
+    for prompt in ids:
+        check_context(len(prompt), body.max_tokens, card, "prompt")
+    return Job(
+        "completion",
+        new_id("cmpl"),
+        now(),
+        model,
+        card.system_fingerprint,
+        _requests(body, builder, ids),
+        n=body.n or 1,
+        stream=bool(body.stream),
+        include_usage=include_usage(body),
+        service_tier=tier,
+        echoed=_echoed(prompts, ids, builder) if body.echo else None,
+        logprobs=body.logprobs is not None,
+        return_token_ids=bool(body.return_token_ids),
+        no_output=body.max_tokens == 0,
+    )
+
+
+def _requests(
+    body: CompletionBody, builder: Builder, prompts: Seq[tuple[int, ...]]
+) -> tuple[Request, ...]:
+    """One sequence for each choice of each prompt; choice i of every prompt has seed + i."""
+    card, n = builder.card, body.n or 1
+    numbers = builder.numbers(len(prompts) * n)
+    seeds = [first_seed(body, card, number) for number in numbers[::n]]
+    params = build_sampling(
+        body,
+        card,
+        max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else max(body.max_tokens, 1),
+        logprobs=body.logprobs,
+        prompt_logprobs=body.logprobs if body.echo else None,
+        seed=seeds[0],
+    )
+    rank, _ = service_class(body.service_tier)
+    salt = (body.cache_salt or "").encode()
+    return tuple(
+        Request(
+            number,
+            prompts[i // n],
+            seeded(params, seeds[i // n], i % n),
+            card.eos_token_ids,
+            rank,
+            salt,
+        )
+        for i, number in enumerate(numbers)
+    )
+
+
+def _prompts(given: str | list[str | int | list[int]] | None) -> list[Prompt]:
+    """The prompts of a body; None is an empty document."""
+    if given is None or isinstance(given, str):
+        return [given or ""]
+    if not given:
+        raise ParameterError("The list of prompts is empty.", param="prompt")
+    kinds = {type(item) for item in given}
+    if len(kinds) > 1:
+        raise ParameterError(
+            "prompt must be a text, a list of texts, a list of token ids, or a list of lists of "
+            "token ids, not a mixture.",
+            param="prompt",
+        )
+    if kinds == {int}:
+        return [cast(list[int], given)]
+    return cast(list[Prompt], given)
+
+
+def _size(prompt: Prompt) -> int:
+    return len(prompt.encode()) if isinstance(prompt, str) else len(prompt)
+
+
+def _encode(prompt: Prompt, body: CompletionBody, builder: Builder) -> tuple[int, ...]:
+    if isinstance(prompt, str):
+        special = body.add_special_tokens is not False
+        ids = builder.tokenizer.encode(prompt, add_special_tokens=special)
+    else:
+        check_ids(prompt, builder.card.vocab_size, "prompt")
+        ids = list(prompt)
+    if not ids:
+        raise ParameterError("The prompt is empty; give at least one token.", param="prompt")
+    return tuple(ids)
+
+
+def check_ids(ids: Seq[int], vocab_size: int, param: str) -> None:
+    """Raise ParameterError if a token id is outside the vocabulary."""
+    if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
+        wrong = next(token for token in ids if not 0 <= token < vocab_size)
+        raise ParameterError(
+            f"{param} has the token id {wrong}; ids go from 0 to {vocab_size - 1}.", param=param
+        )
+
+
+def _echoed(prompts: Seq[Prompt], ids: Seq[tuple[int, ...]], builder: Builder) -> tuple[str, ...]:
+    return tuple(
+        prompt if isinstance(prompt, str) else builder.tokenizer.decode(tokens)
+        for prompt, tokens in zip(prompts, ids, strict=True)
+    )

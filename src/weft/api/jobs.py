@@ -1,0 +1,121 @@
+"""A request of a client, checked and turned into sequences for the engine."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import threading
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+from weft.api.card import ApiLimits, ModelCard
+from weft.core.errors import ParameterError, PromptTooLongError
+from weft.core.types import Request
+from weft.text import ChatTemplate, Tokenizer
+
+Endpoint = Literal["completion", "chat"]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What one HTTP body asks for.
+
+    Attributes:
+        id: ``cmpl-...`` or ``chatcmpl-...``.
+        model: the name to answer with.
+        requests: sequences; choice ``i`` of the answer is ``requests[i]``, the ``n`` choices of a
+            prompt stand together.
+        n: choices of each prompt.
+        service_tier: the tier to put into the answer, None to leave it out.
+        echoed: text of each prompt that the answer starts with, None without ``echo``.
+        logprobs: whether the answer has log probabilities.
+        no_output: ``max_tokens`` was 0; the one token that is computed is not shown.
+    """
+
+    endpoint: Endpoint
+    id: str
+    created: int
+    model: str
+    fingerprint: str
+    requests: tuple[Request, ...]
+    n: int = 1
+    stream: bool = False
+    include_usage: bool = False
+    service_tier: str | None = None
+    echoed: tuple[str, ...] | None = None
+    logprobs: bool = False
+    return_token_ids: bool = False
+    no_output: bool = False
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts, each counted once however many choices it has."""
+        return sum(len(request.prompt) for request in self.requests[:: self.n])
+
+
+class Builder:
+    """What turning bodies into jobs needs. Safe to share between threads.
+
+    Attributes:
+        chat_template: None if the model has none; then there are no chats.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        chat_template: ChatTemplate | None,
+        card: ModelCard,
+        limits: ApiLimits | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.chat_template = chat_template
+        self.card = card
+        self.limits = limits or ApiLimits()
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        pieces = tokenizer.id_to_bytes
+        self._longest_piece = (
+            max((len(piece or b"") for piece in pieces), default=1) if pieces else 0
+        )
+
+    def numbers(self, count: int) -> list[int]:
+        """Sequence ids that no other request has."""
+        with self._lock:
+            return list(itertools.islice(self._numbers, count))
+
+    def check_size(self, num_bytes: int, param: str) -> None:
+        """Refuse text that is too long before it is tokenised.
+
+        Raises:
+            PromptTooLongError: more bytes than the limit, or than the context can hold even if
+                every token were the longest of the vocabulary.
+        """
+        limit = self.limits.max_prompt_bytes
+        if self._longest_piece:
+            limit = min(limit, self.card.max_model_len * self._longest_piece)
+        if num_bytes > limit:
+            raise PromptTooLongError(
+                f"The prompt has {num_bytes} bytes; with a context of {self.card.max_model_len} "
+                f"tokens this server takes {limit} at most.",
+                param=param,
+            )
+
+    def check_count(self, prompts: int, n: int) -> None:
+        """Raise ParameterError if a request wants more sequences than one may."""
+        if prompts * n > self.limits.max_sequences:
+            raise ParameterError(
+                f"{prompts} prompts with n={n} are {prompts * n} sequences; one request may have "
+                f"{self.limits.max_sequences}.",
+                param="n" if n > 1 else "prompt",
+            )
+
+
+def new_id(prefix: str) -> str:
+    """An id that cannot be guessed, such as ``cmpl-...``."""
+    return f"{prefix}-{secrets.token_hex(16)}"
+
+
+def now() -> int:
+    """Unix time in whole seconds."""
+    return int(time.time())

@@ -1,0 +1,124 @@
+"""Whole answers: the objects that requests without ``stream`` get."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import orjson
+
+from weft.api.card import ModelCard
+from weft.api.choices import Answer, Assembly
+from weft.api.jobs import Job
+from weft.api.logprobs import CompletionLogprobs, TokenTexts, chat_logprobs
+from weft.core.plan import Update
+from weft.text import Tokenizer
+
+
+class Collector:
+    """Gathers the updates of a job until its answer is whole."""
+
+    def __init__(self, job: Job, tokenizer: Tokenizer, texts: TokenTexts) -> None:
+        self.assembly = Assembly(job, tokenizer)
+        self._tokenizer = tokenizer
+        self._texts = texts
+        self._answers = [Answer(choice) for choice in self.assembly.choices]
+
+    def push(self, updates: Seq[Update]) -> list[int]:
+        """Take updates in; return ids that a stop string has ended. Raises as `Assembly.push`."""
+        deltas, halted = self.assembly.push(updates)
+        for delta in deltas:
+            self._answers[delta.index].add(delta)
+        return halted
+
+    @property
+    def done(self) -> bool:
+        return self.assembly.open == 0
+
+    def body(self) -> bytes:
+        """The answer as JSON, once ``done``."""
+        job = self.assembly.job
+        build = self._chat_choice if job.endpoint == "chat" else self._completion_choice
+        whole = {
+            **answer_head(job, "chat.completion" if job.endpoint == "chat" else "text_completion"),
+            "choices": [build(answer) for answer in self._answers],
+            "usage": usage(self.assembly),
+        }
+        if job.return_token_ids and job.endpoint == "chat":
+            whole["prompt_token_ids"] = job.requests[0].prompt
+        return orjson.dumps(whole)
+
+    def _chat_choice(self, answer: Answer) -> dict[str, Any]:
+        job = self.assembly.job
+        choice: dict[str, Any] = {
+            "index": answer.choice.index,
+            "message": {"role": "assistant", "content": answer.text, "refusal": None},
+            "logprobs": chat_logprobs(answer.logprobs, self._texts) if job.logprobs else None,
+            "finish_reason": answer.finish_reason,
+        }
+        if job.return_token_ids:
+            choice["token_ids"] = answer.token_ids
+        return choice
+
+    def _completion_choice(self, answer: Answer) -> dict[str, Any]:
+        job = self.assembly.job
+        echoed = echoed_text(job, answer.choice.index)
+        choice: dict[str, Any] = {
+            "index": answer.choice.index,
+            "text": (echoed or "") + answer.text,
+            "logprobs": self._completion_logprobs(answer, echoed) if job.logprobs else None,
+            "finish_reason": answer.finish_reason,
+        }
+        if job.return_token_ids:
+            choice["prompt_token_ids"] = answer.choice.request.prompt
+            choice["token_ids"] = answer.token_ids
+        return choice
+
+    def _completion_logprobs(self, answer: Answer, echoed: str | None) -> dict[str, Any]:
+        request = answer.choice.request
+        skip = request.sampling.skip_special_tokens
+        builder = CompletionLogprobs(self._tokenizer, self._texts, skip)
+        rows = []
+        if echoed is not None:
+            rows = builder.prompt(request.prompt, answer.choice.prompt_logprobs, echoed)
+        return builder.build(rows + builder.output(answer.token_ids, answer.logprobs))
+
+
+def answer_head(job: Job, kind: str) -> dict[str, Any]:
+    """What every object of an answer starts with."""
+    head = {
+        "id": job.id,
+        "object": kind,
+        "created": job.created,
+        "model": job.model,
+        "system_fingerprint": job.fingerprint,
+    }
+    if job.service_tier is not None:
+        head["service_tier"] = job.service_tier
+    return head
+
+
+def echoed_text(job: Job, index: int) -> str | None:
+    """The prompt that choice ``index`` starts with, None without ``echo``."""
+    return None if job.echoed is None else job.echoed[index // job.n]
+
+
+def usage(assembly: Assembly) -> dict[str, Any]:
+    """Tokens counted for a job."""
+    prompt, completion = assembly.job.prompt_tokens, assembly.completion_tokens
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": assembly.cached_tokens},
+    }
+
+
+def model_object(name: str, card: ModelCard) -> dict[str, Any]:
+    """One entry of ``/v1/models``."""
+    return {"id": name, "object": "model", "created": card.created, "owned_by": "weft"}
+
+
+def model_list(card: ModelCard) -> dict[str, Any]:
+    """The answer of ``/v1/models``."""
+    return {"object": "list", "data": [model_object(name, card) for name in card.served_names]}

@@ -1,0 +1,150 @@
+"""Bodies to sampling parameters: what both generation endpoints share."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from weft.api.bodies import ChatBody, CompletionBody
+from weft.api.card import ModelCard
+from weft.api.errors import UnknownModelError
+from weft.core.errors import ParameterError, PromptTooLongError
+from weft.core.types import MAX_SEED, NEUTRAL, SamplingParams
+
+SMALLEST_TOP_P = 1e-6  # stands for 0, which keeps the likeliest token only
+
+# service_tier of a request -> (service class, tier that the answer names)
+TIERS: Mapping[str, tuple[str, str]] = {
+    "auto": ("interactive", "default"),
+    "default": ("interactive", "default"),
+    "flex": ("flex", "flex"),
+    "priority": ("priority", "priority"),
+    "fast": ("priority", "priority"),
+}
+
+_SAME_NAME = (
+    "frequency_penalty",
+    "ignore_eos",
+    "logit_bias",
+    "min_p",
+    "min_tokens",
+    "presence_penalty",
+    "repetition_penalty",
+    "skip_special_tokens",
+    "temperature",
+    "top_k",
+)
+
+
+def check_model(name: str | None, card: ModelCard) -> str:
+    """Return the name to answer with. Raises UnknownModelError if it is not served."""
+    if name is None:
+        return card.served_names[0]
+    if name not in card.served_names:
+        served = ", ".join(f"'{known}'" for known in card.served_names)
+        raise UnknownModelError(
+            f"The model '{name[:200]}' is not served here; this server has {served}.",
+            param="model",
+        )
+    return name
+
+
+def service_class(tier: str | None) -> tuple[str, str | None]:
+    """Return the service class of a ``service_tier``, and the tier to put into the answer."""
+    if tier is None:
+        return TIERS["auto"][0], None
+    if tier not in TIERS:
+        raise ParameterError(
+            f"service_tier must be one of {', '.join(TIERS)}, not '{tier[:100]}'.",
+            param="service_tier",
+        )
+    return TIERS[tier]
+
+
+def build_sampling(
+    body: CompletionBody | ChatBody, card: ModelCard, **chosen: Any
+) -> SamplingParams:
+    """Return the resolved parameters of a request.
+
+    Args:
+        chosen: fields that the endpoints fill differently; None leaves one open.
+
+    Raises:
+        ParameterError: a value is out of bounds, or outside the vocabulary.
+    """
+    values: dict[str, Any] = {
+        name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None
+    }
+    if body.top_p is not None:
+        values["top_p"] = max(body.top_p, SMALLEST_TOP_P)
+    if body.stop is not None:
+        values["stop"] = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop)
+    if body.stop_token_ids is not None:
+        values["stop_token_ids"] = tuple(body.stop_token_ids)
+    if body.include_stop_str_in_output:
+        values["include_stop"] = True
+    values |= {name: value for name, value in chosen.items() if value is not None}
+    params = SamplingParams(**{**_defaults(card), **values})
+    params.check_vocabulary(card.vocab_size)
+    return params
+
+
+def _defaults(card: ModelCard) -> dict[str, Any]:
+    """What holds for open fields: the model's own values before the neutral ones."""
+    given = card.sampling_defaults
+    names = (*NEUTRAL, "max_tokens")
+    return {**NEUTRAL, **{name: given[name] for name in names if given.get(name) is not None}}
+
+
+def first_seed(body: CompletionBody | ChatBody, card: ModelCard, number: int) -> int:
+    """The seed of choice 0: the given one, or a random or repeatable one for ``number``."""
+    if body.seed is not None:
+        if not -MAX_SEED - 1 <= body.seed <= MAX_SEED:
+            raise ParameterError("seed must fit in 64 bits.", param="seed")
+        return body.seed % (MAX_SEED + 1)
+    if card.base_seed is not None:
+        return (card.base_seed + number) % (MAX_SEED + 1)
+    return secrets.randbelow(MAX_SEED + 1)
+
+
+def seeded(params: SamplingParams, seed: int, choice: int) -> SamplingParams:
+    """The parameters of one choice: choice ``i`` of a request draws with seed + i."""
+    own = (seed + choice) % (MAX_SEED + 1)
+    return params if params.seed == own else replace(params, seed=own)
+
+
+def include_usage(body: CompletionBody | ChatBody) -> bool:
+    """Whether a stream ends with a chunk of usage. Raises ParameterError if there is no stream."""
+    if body.stream_options is None:
+        return False
+    if not body.stream:
+        raise ParameterError(
+            "stream_options may only be given when stream is true.", param="stream_options"
+        )
+    return bool(body.stream_options.include_usage)
+
+
+def check_max_tokens(value: int | None, name: str, low: int) -> None:
+    """Raise ParameterError for a limit on output tokens that makes no sense."""
+    if value is not None and not low <= value < 2**31:
+        raise ParameterError(f"{name} must be at least {low}, not {value}.", param=name)
+
+
+def check_context(prompt_tokens: int, max_tokens: int | None, card: ModelCard, param: str) -> None:
+    """Raise PromptTooLongError unless prompt and asked-for output fit the context."""
+    limit = card.max_model_len
+    if prompt_tokens >= limit:
+        raise PromptTooLongError(
+            f"This model's context is {limit} tokens for prompt and output, but the prompt alone "
+            f"has {prompt_tokens}; shorten it.",
+            param=param,
+        )
+    if max_tokens is not None and prompt_tokens + max_tokens > limit:
+        raise PromptTooLongError(
+            f"This model's context is {limit} tokens, but the prompt has {prompt_tokens} and "
+            f"{max_tokens} more are asked for; lower the limit on output tokens or shorten the "
+            "prompt.",
+            param=param,
+        )

@@ -1,0 +1,45 @@
+"""``/tokenize`` and ``/detokenize``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weft.api.bodies import DetokenizeBody, TokenizeBody
+from weft.api.chat import encode_messages
+from weft.api.completions import check_ids
+from weft.api.jobs import Builder
+from weft.api.logprobs import TokenTexts
+from weft.api.sampling import check_model
+from weft.core.errors import ParameterError
+
+
+def tokenize(body: TokenizeBody, builder: Builder, texts: TokenTexts) -> dict[str, Any]:
+    """Token ids of a text or a conversation. Raises a typed error that names the parameter."""
+    check_model(body.model, builder.card)
+    if (body.prompt is None) == (body.messages is None):
+        raise ParameterError("Give either prompt or messages.", param="prompt")
+    if body.messages is not None:
+        ids = encode_messages(
+            body.messages,
+            builder,
+            body.chat_template_kwargs,
+            add_generation_prompt=body.add_generation_prompt,
+        )
+    else:
+        prompt = body.prompt or ""
+        builder.check_size(len(prompt.encode()), "prompt")
+        ids = builder.tokenizer.encode(prompt, add_special_tokens=body.add_special_tokens)
+    return {
+        "count": len(ids),
+        "max_model_len": builder.card.max_model_len,
+        "tokens": ids,
+        "token_strs": [texts.of(token)[0] for token in ids] if body.return_token_strs else None,
+    }
+
+
+def detokenize(body: DetokenizeBody, builder: Builder) -> dict[str, Any]:
+    """Text of token ids. Raises a typed error that names the parameter."""
+    check_model(body.model, builder.card)
+    check_ids(body.tokens, builder.card.vocab_size, "tokens")
+    skip = body.skip_special_tokens
+    return {"prompt": builder.tokenizer.decode(body.tokens, skip_special_tokens=skip)}

@@ -1,0 +1,283 @@
+"""The request plane's side of the ring.
+
+fds = create_ring()                              # by a parent of both processes
+subprocess.Popen(..., pass_fds=fds.pass_fds)     # str(fds) among the arguments
+client = RingClient(RingFds.parse(text))
+
+client.attach(asyncio_loop)                      # or client.run_in_thread()
+client.watch_engine(pidfd)
+client.submit(requests, sink)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import select
+import threading
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+
+from weft.core.errors import EngineBusyError, EngineDeadError, ParameterError, WeftError
+from weft.core.plan import Update
+from weft.core.types import FinishReason, Request
+from weft.ring import _native
+from weft.ring.codec import pack_sampling, unpack_news
+from weft.ring.layout import REASON_OF, SIZES, EngineInfo, Refusal
+from weft.ring.segment import RingFds, attached
+
+Sink = Callable[[Seq[Update]], None]
+
+
+class RingClient:
+    """Implements ``weft.core.ports.EngineClient`` on a ring, of which it is the one request plane.
+
+    Sinks are called from ``poll``: on the event loop, or on the client's own thread. They must not
+    block. ``submit``, ``cancel`` and ``consumed`` may be called on any thread.
+
+    Args:
+        auto_credit: tokens count as consumed once the sink has them; otherwise ``consumed`` says
+            how far the reader has come, so that the engine sees a slow reader.
+
+    Raises:
+        ParameterError: the memory is no ring, or one of another version.
+    """
+
+    def __init__(self, fds: RingFds, *, auto_credit: bool = True) -> None:
+        self._fds = fds
+        self._auto_credit = auto_credit
+        with attached():
+            self._ring = _native.Client(fds.memory)
+        self._sinks: dict[int, Sink] = {}
+        self._lock = threading.Lock()
+        self._failure: WeftError | None = None
+        self._info = EngineInfo()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._engine = -1
+        self._on_death: Callable[[], None] | None = None
+        self._thread: threading.Thread | None = None
+        self._changed = -1
+        self._closed = False
+
+    # -- requests -----------------------------------------------------------------------------
+
+    def submit(self, requests: Seq[Request], sink: Sink) -> None:
+        """Hand over all of these requests, or none of them.
+
+        Raises:
+            EngineBusyError: slots or arena are full (429).
+            EngineDeadError: the engine has ended, or is not ready yet (503).
+            ParameterError: an id is in use, or a request is too large for this ring.
+        """
+        slots: list[int] = []
+        with self._lock:
+            if self._failure is not None:
+                raise self._failure
+            try:
+                for request in requests:
+                    slots.append(self._prepare(request))
+                self._check_ids(requests)
+            except WeftError:
+                self._ring.abandon(slots)
+                raise
+            for request in requests:
+                self._sinks[request.id] = sink
+            self._ring.submit(slots)
+
+    def _check_ids(self, requests: Seq[Request]) -> None:
+        ids = [request.id for request in requests]
+        if len(set(ids)) < len(ids) or any(i in self._sinks for i in ids):
+            raise ParameterError("A request id is in use already.", param="id")
+
+    def _prepare(self, request: Request) -> int:
+        sampling = request.sampling
+        slot = self._ring.prepare(
+            request.id,
+            request.prompt,
+            pack_sampling(sampling),
+            list(sampling.logit_bias.items()),
+            sampling.stop_token_ids,
+            request.eos_token_ids,
+            request.service_class.encode(),
+            request.cache_salt,
+            self._most_tokens(request),
+        )
+        if slot >= 0:
+            return slot
+        if -slot == Refusal["TOO_LARGE"]:
+            raise ParameterError(
+                "Prompt and requested output are larger than the memory shared with the engine; "
+                "lower max_tokens.",
+                param="max_tokens",
+            )
+        raise EngineBusyError("The server is at its limit of requests in flight; try again later.")
+
+    def _most_tokens(self, request: Request) -> int:
+        """How many tokens the engine can publish: the output has room for exactly these."""
+        if not 0 < len(request.prompt) <= SIZES["max_records"]:
+            raise ParameterError("The prompt is empty or far too long.", param="prompt")
+        info = self.info()
+        wanted = request.sampling.max_tokens
+        if info.max_model_len:
+            # The engine refuses an over-long prompt with its own message.
+            left = max(1, info.max_model_len - len(request.prompt))
+            return left if wanted is None else min(wanted, left)
+        if wanted is None:
+            raise EngineDeadError("The engine is not ready yet; try again later.")
+        return wanted
+
+    def cancel(self, sequence_id: int, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        """Ask for the end of a request; its last update still comes. Unknown ids are ignored."""
+        with self._lock:
+            self._ring.cancel(sequence_id, REASON_OF[reason])
+
+    def consumed(self, sequence_id: int, tokens: int) -> None:
+        """The reader of this request is done with its first ``tokens`` tokens."""
+        with self._lock:
+            self._ring.consumed(sequence_id, tokens)
+
+    def info(self) -> EngineInfo:
+        """What the engine last said about itself."""
+        values = self._ring.info()
+        if values:  # empty while an engine that died amid writing has no successor
+            self._info = EngineInfo(**values)
+        return self._info
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that have not ended."""
+        return len(self._sinks)
+
+    # -- news ---------------------------------------------------------------------------------
+
+    def fileno(self) -> int:
+        """A descriptor that is readable when ``poll`` may have something, if ``arm`` said so."""
+        return self._fds.wake
+
+    def poll(self) -> bool:
+        """Give every sink what is new for it; whether there was anything."""
+        batches: dict[Sink, list[Update]] = {}
+        with self._lock:
+            if self._closed:
+                return False
+            for news in self._ring.poll(self._auto_credit):
+                updates = unpack_news(news)
+                sink = self._sinks.get(news[0])
+                if sink is None:
+                    continue
+                batches.setdefault(sink, []).extend(updates)
+                if news[-1] is not None:
+                    del self._sinks[news[0]]
+        for sink, updates in batches.items():
+            sink(updates)
+        return bool(batches)
+
+    def arm(self) -> bool:
+        """Ask to be woken through ``fileno``; False if there is news already."""
+        with self._lock:
+            return self._closed or self._ring.sleep()
+
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Let an event loop drive this client. Call it on the loop's thread."""
+        self._loop = loop
+        loop.add_reader(self._fds.wake, self._on_wake)
+        if self._engine >= 0:
+            loop.add_reader(self._engine, self._on_engine_death)
+        loop.call_soon(self._on_wake)
+
+    def _on_wake(self) -> None:
+        self._drain_wake()
+        self.poll()
+        if self._loop is not None and not self.arm():
+            # News already: let the others run first, then go on.
+            self._loop.call_soon(self._on_wake)
+
+    def _drain_wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._fds.wake)
+
+    def run_in_thread(self) -> None:
+        """Drive this client by a thread of its own until it is closed."""
+        self._changed = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._thread = threading.Thread(target=self._run, name="weft-ring", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._closed:
+            self.poll()
+            if not self.arm():
+                continue
+            poller = select.poll()
+            for fd in (self._fds.wake, self._changed, self._engine):
+                if fd >= 0:
+                    poller.register(fd, select.POLLIN)
+            ready = {fd for fd, _ in poller.poll()}
+            if self._changed in ready:
+                os.eventfd_read(self._changed)
+            self._drain_wake()
+            if self._engine in ready:
+                self._on_engine_death()
+
+    # -- death --------------------------------------------------------------------------------
+
+    def watch_engine(self, pidfd: int, on_death: Callable[[], None] | None = None) -> None:
+        """Notice the death of the engine process at once. Call it again for its successor.
+
+        Args:
+            pidfd: of the engine; the client closes it.
+            on_death: called instead of ending every request with EngineDeadError.
+        """
+        self._unwatch()
+        self._engine, self._on_death, self._failure = pidfd, on_death, None
+        if self._loop is not None:
+            self._loop.add_reader(pidfd, self._on_engine_death)
+        if self._thread is not None:
+            os.eventfd_write(self._changed, 1)
+
+    def _unwatch(self) -> None:
+        engine, self._engine = self._engine, -1
+        if engine < 0:
+            return
+        if self._loop is not None:
+            self._loop.remove_reader(engine)
+        os.close(engine)
+
+    def _on_engine_death(self) -> None:
+        self._unwatch()
+        self.poll()  # what it said before it died still counts
+        if self._on_death is not None:
+            self._on_death()
+        else:
+            self.fail_all(EngineDeadError("The engine has stopped; try again later."))
+
+    def fail_all(self, error: WeftError) -> None:
+        """End every open request with ``error``; submissions raise it until ``watch_engine``."""
+        batches: dict[Sink, list[Update]] = {}
+        with self._lock:
+            self._failure = error
+            self._ring.disown(list(self._sinks))
+            for request_id, sink in self._sinks.items():
+                end = Update(request_id, None, finish=FinishReason.ERROR, error=error)
+                batches.setdefault(sink, []).append(end)
+            self._sinks.clear()
+        for sink, updates in batches.items():
+            sink(updates)
+
+    def close(self) -> None:
+        """End what is open and give the ring up. May be called twice."""
+        if self._closed:
+            return
+        self.fail_all(EngineDeadError("The connection to the engine was closed."))
+        with self._lock:
+            self._closed = True
+            self._ring.detach()
+        if self._loop is not None:
+            self._loop.remove_reader(self._fds.wake)
+        if self._thread is not None:
+            os.eventfd_write(self._changed, 1)
+            if self._thread is not threading.current_thread():
+                self._thread.join()
+            os.close(self._changed)
+        self._unwatch()
+        self._loop = None

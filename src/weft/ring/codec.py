@@ -1,0 +1,119 @@
+"""Requests and errors as the ring carries them.
+
+Of the sampling parameters those cross that the engine uses; ``STAY`` (stop strings and what else
+concerns text) stays with the request plane.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weft.core import errors
+from weft.core.errors import WeftError
+from weft.core.plan import PromptLogprobs, Update
+from weft.core.types import Request, SamplingParams, TokenLogprob
+from weft.ring import _native
+from weft.ring.layout import FINISH_OF, SET
+
+STAY = frozenset({"stop", "include_stop", "skip_special_tokens"})
+OPTIONAL = tuple(name for name in SET if name != "ignore_eos")
+PLAIN = ("presence_penalty", "frequency_penalty", "min_tokens")
+
+Scored = tuple[int, float, int, tuple[tuple[int, float], ...]]
+
+
+def pack_sampling(params: SamplingParams) -> _native.SamplingRecord:
+    """The fixed-size part of the parameters; logit bias and stop ids travel in their sections."""
+    record = _native.SamplingRecord()
+    given = 0
+    for name in OPTIONAL:
+        value = getattr(params, name)
+        if value is not None:
+            setattr(record, name, value)
+            given |= SET[name]
+    for name in PLAIN:
+        setattr(record, name, getattr(params, name))
+    record.set = given | (SET["ignore_eos"] if params.ignore_eos else 0)
+    return record
+
+
+def unpack_sampling(
+    record: _native.SamplingRecord, logit_bias: list[tuple[int, float]], stop_ids: list[int]
+) -> SamplingParams:
+    """Raises ParameterError if a value is out of bounds, as in a corrupted slot."""
+    values: dict[str, Any] = {name: getattr(record, name) for name in PLAIN}
+    values |= {name: getattr(record, name) for name in OPTIONAL if record.set & SET[name]}
+    return SamplingParams(
+        **values,
+        logit_bias=dict(logit_bias),
+        stop_token_ids=tuple(stop_ids),
+        ignore_eos=bool(record.set & SET["ignore_eos"]),
+    )
+
+
+def unpack_request(claim: tuple[Any, ...], vocab_size: int | None) -> Request:
+    """The request of a claimed slot. Raises ParameterError for anything that cannot be right."""
+    sequence_id, prompt, record, bias, stop_ids, eos_ids, service_class, salt = claim[:8]
+    if vocab_size is not None and max(prompt) >= vocab_size:
+        raise errors.ParameterError(
+            f"The prompt has token id {max(prompt)}, but the vocabulary has {vocab_size}.",
+            param="prompt",
+        )
+    sampling = unpack_sampling(record, bias, stop_ids)
+    try:
+        name = service_class.decode()
+    except UnicodeDecodeError:
+        raise errors.ParameterError(
+            "The service class is not UTF-8.", param="service_class"
+        ) from None
+    return Request(sequence_id, prompt, sampling, tuple(eos_ids), name, salt)
+
+
+def pack_logprob(given: TokenLogprob) -> Scored:
+    return given.token, given.logprob, given.rank, given.top
+
+
+def unpack_logprob(scored: Scored | None) -> TokenLogprob | None:
+    return None if scored is None else TokenLogprob(*scored)
+
+
+def unpack_news(news: tuple[Any, ...]) -> list[Update]:
+    """What ``poll`` found for one request, in the order in which the engine said it."""
+    request_id, tokens, scored, prompt, cached, final = news
+    updates: list[Update] = []
+    if prompt is not None:
+        start, entries = prompt
+        found = tuple(entry for entry in map(unpack_logprob, entries) if entry is not None)
+        updates.append(Update(request_id, None, prompt_logprobs=PromptLogprobs(start, found)))
+    if scored is None:
+        updates += [Update(request_id, token) for token in tokens]
+    else:
+        for token, entry in zip(tokens, scored, strict=True):
+            given = unpack_logprob(entry)
+            updates.append(Update(request_id, token, given, 0 if given is None else cached))
+    if final is not None:
+        reason, with_token, status, code, param, message = final
+        last = updates.pop() if with_token and tokens else Update(request_id, None)
+        error = unpack_error(status, code, param, message) if code else None
+        updates.append(last._replace(cached_tokens=cached, finish=FINISH_OF[reason], error=error))
+    return updates
+
+
+def unpack_error(status: int, code: bytes, param: bytes, message: bytes) -> WeftError:
+    """An error of the type that has this code, else a plain one that looks the same."""
+    name = code.decode(errors="replace")
+    kind = _ERROR_TYPES.get(name, WeftError)
+    error = kind(message.decode(errors="replace"), param=param.decode(errors="replace") or None)
+    if error.code != name:
+        error.code = name
+    if error.http_status != status:
+        error.http_status = status
+    return error
+
+
+def _types_by_code() -> dict[str, type[WeftError]]:
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type)]
+    return {kind.code: kind for kind in kinds if issubclass(kind, WeftError)}
+
+
+_ERROR_TYPES = _types_by_code()

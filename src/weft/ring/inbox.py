@@ -1,0 +1,252 @@
+"""The engine's side of one or several rings.
+
+inbox = RingInbox([RingFds.parse(text)], vocab_size=spec.vocab_size)
+inbox.write_info(EngineInfo(ready=1, pid=os.getpid(), max_model_len=...))
+loop = EngineLoop(scheduler, executor, inbox, clock)
+while not inbox.closed:
+    if not loop.step():
+        inbox.wait()
+inbox.close()
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+from weft.core.errors import EngineDeadError, InvariantError, ParameterError, WeftError
+from weft.core.plan import Commit, Update
+from weft.core.types import FinishReason, Request
+from weft.ring import _native
+from weft.ring.codec import pack_logprob, unpack_request
+from weft.ring.layout import FINISH_OF, REASON_OF, EngineInfo
+from weft.ring.segment import RingFds, attached
+
+
+class RingInbox:
+    """Implements ``weft.core.ports.Inbox``; sequence ids are chosen here, unique per engine.
+
+    The engine that held these rings before must be dead: what it had in flight is pending again.
+    ``stop`` may be called on any thread; everything else on the engine's own.
+
+    Args:
+        vocab_size: prompts with ids beyond it are refused.
+        spin_s: how long ``wait`` looks before it sleeps.
+        lag_limit: unread tokens from which a sequence counts as lagging.
+
+    Raises:
+        ParameterError: a descriptor is no ring, or one of another version.
+    """
+
+    def __init__(
+        self,
+        rings: Seq[RingFds],
+        *,
+        vocab_size: int | None = None,
+        spin_s: float = 50e-6,
+        lag_limit: int = 4096,
+    ) -> None:
+        with attached():
+            self._engine = _native.Engine([(fds.memory, fds.wake) for fds in rings])
+        self.closed = False
+        self._vocab_size = vocab_size
+        self._spin_ns = int(spin_s * 1e9)
+        self._lag_limit = lag_limit
+        self._watch = _DeathWatch(self._engine)
+
+    # -- the loop's port ----------------------------------------------------------------------
+
+    def receive(self) -> tuple[Seq[Request], Seq[tuple[int, FinishReason]]]:
+        """New requests in the order of their arrival, and sequences that are to end."""
+        claims, cancels = self._engine.receive()
+        if not claims and not cancels:
+            return (), ()
+        self._watch.look()
+        requests = [request for claim in claims if (request := self._admit(claim)) is not None]
+        ends = [(i, FINISH_OF.get(reason, FinishReason.CANCELLED)) for i, reason in cancels]
+        return requests, ends
+
+    def _admit(self, claim: tuple[Any, ...]) -> Request | None:
+        sequence_id, published, crashes = claim[0], claim[8], claim[9]
+        try:
+            if published:
+                raise EngineDeadError(
+                    f"The engine stopped after {len(published)} tokens of this request "
+                    f"(crash {crashes}); send it again."
+                )
+            return unpack_request(claim, self._vocab_size)
+        except WeftError as error:
+            self._finish(Update(sequence_id, None, finish=FinishReason.ERROR, error=error))
+            self._engine.flush()
+            return None
+
+    def publish(self, news: Commit) -> None:
+        """Write tokens and ends where the request planes find them, and wake those who sleep.
+
+        Raises:
+            InvariantError: another engine holds the rings now; this one must end.
+        """
+        held = self._engine.publish(news.tokens)
+        for update in news.updates:
+            held &= self._say(update)
+        self._engine.flush()
+        if not held:
+            raise InvariantError("Another engine has taken over the ring.")
+
+    def _say(self, update: Update) -> bool:
+        sequence_id, held = update.sequence_id, True
+        scores = update.prompt_logprobs
+        if scores is not None:
+            entries = [pack_logprob(entry) for entry in scores.entries]
+            held = self._engine.publish_prompt(sequence_id, scores.start, entries)
+        if update.finish is not None:
+            return self._finish(update) and held
+        if update.logprob is not None:
+            scored = pack_logprob(update.logprob)
+            return self._engine.publish_scored(sequence_id, scored, update.cached_tokens) and held
+        if update.token is not None:
+            return self._engine.publish([(sequence_id, update.token)]) and held
+        return held
+
+    def _finish(self, update: Update) -> bool:
+        assert update.finish is not None
+        error = update.error
+        last = update.token if update.logprob is None else pack_logprob(update.logprob)
+        return self._engine.finish(
+            update.sequence_id,
+            REASON_OF[update.finish],
+            last,
+            update.cached_tokens,
+            0 if error is None else error.http_status,
+            "" if error is None else error.code,
+            "" if error is None else error.param or "",
+            "" if error is None else error.message,
+        )
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Block until there may be something to receive, ``stop`` was called, or time is up."""
+        self._watch.look()
+        if not self.closed:
+            timeout_ns = -1 if timeout_s is None else int(timeout_s * 1e9)
+            self._engine.wait(self._spin_ns, timeout_ns)
+
+    # -- life ---------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """Make ``closed`` true and end a ``wait``. For other threads and signal handlers."""
+        self.closed = True
+        self._engine.poke()
+
+    def fail(self, error: WeftError) -> None:
+        """End every open request with ``error``."""
+        self.receive()  # what has just come in gets an answer, too
+        for sequence_id in self._engine.open_ids():
+            self._finish(Update(sequence_id, None, finish=FinishReason.ERROR, error=error))
+        self._engine.flush()
+
+    def close(self) -> None:
+        """End what is open and stop watching. May be called twice."""
+        if self._watch.closed:
+            return
+        self.closed = True
+        self.fail(EngineDeadError("The engine was closed."))
+        self._watch.close()
+
+    # -- looking ------------------------------------------------------------------------------
+
+    def lagging(self) -> list[tuple[int, int]]:
+        """(sequence id, unread tokens) where the reader is more than ``lag_limit`` behind."""
+        return self._engine.lagging(self._lag_limit)
+
+    @property
+    def in_flight(self) -> int:
+        """Sequences that have not ended."""
+        return len(self._engine.open_ids())
+
+    def write_info(self, info: EngineInfo) -> None:
+        """Tell the request planes about limits, load and progress."""
+        self._engine.write_info(info.values())
+
+    def watch_client(self, ring: int, pidfd: int) -> None:
+        """Reclaim what the request plane of this ring holds when this process dies.
+
+        Request planes in the same pid namespace are found and watched without this call. The
+        inbox closes ``pidfd``.
+        """
+        self._watch.add(ring, pidfd)
+
+
+@dataclass
+class _Watched:
+    ring: int
+    epoch: int
+
+
+class _DeathWatch:
+    """A thread that sleeps on the pidfds of the request planes."""
+
+    def __init__(self, engine: _native.Engine) -> None:
+        self.closed = False
+        self._engine = engine
+        self._known: dict[int, int] = {}  # ring -> epoch of the request plane being watched
+        self._watched: dict[int, _Watched] = {}  # by pidfd
+        self._lock = threading.Lock()
+        self._changed = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._thread = threading.Thread(target=self._run, name="weft-ring-watch", daemon=True)
+        self._thread.start()
+
+    def look(self) -> None:
+        """Watch request planes that have attached since the last call."""
+        for ring, (epoch, pid) in enumerate(self._engine.clients()):
+            if epoch % 2 == 0 or self._known.get(ring) == epoch or pid == os.getpid():
+                continue
+            try:
+                self.add(ring, os.pidfd_open(pid))
+            except ProcessLookupError:
+                self._known[ring] = epoch
+                self._engine.client_died(ring, epoch)
+            except OSError as error:
+                raise ParameterError(
+                    f"The request plane of ring {ring} (process {pid}) cannot be watched: {error}"
+                ) from None
+
+    def add(self, ring: int, pidfd: int) -> None:
+        epoch = self._engine.clients()[ring][0]
+        self._known[ring] = epoch
+        with self._lock:
+            self._watched[pidfd] = _Watched(ring, epoch)
+        os.eventfd_write(self._changed, 1)
+
+    def _run(self) -> None:
+        while True:
+            poller = select.poll()
+            poller.register(self._changed, select.POLLIN)
+            with self._lock:
+                for pidfd in self._watched:
+                    poller.register(pidfd, select.POLLIN)
+            for fd, _ in poller.poll():
+                if fd != self._changed:
+                    self._bury(fd)
+                elif self.closed:
+                    return
+                else:
+                    os.eventfd_read(fd)
+
+    def _bury(self, pidfd: int) -> None:
+        with self._lock:
+            dead = self._watched.pop(pidfd)
+        os.close(pidfd)
+        self._engine.client_died(dead.ring, dead.epoch)
+
+    def close(self) -> None:
+        self.closed = True
+        os.eventfd_write(self._changed, 1)
+        self._thread.join()
+        os.close(self._changed)
+        for pidfd in self._watched:
+            os.close(pidfd)
+        self._watched.clear()

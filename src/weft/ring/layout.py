@@ -1,0 +1,82 @@
+"""What Python shares with ``ring.hpp``: states, reasons and the engine's info page.
+
+Every number comes from the compiled header through the binding; nothing is typed twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass, fields
+from enum import IntEnum
+
+from weft.core.types import FinishReason
+from weft.ring import _native
+
+
+def _numbered(names: tuple[str, ...]) -> dict[str, int]:
+    return {name: value for value, name in enumerate(names)}
+
+
+State = IntEnum("State", _numbered(_native.STATES))  # type: ignore[misc]
+Side = IntEnum("Side", _numbered(_native.SIDES))  # type: ignore[misc]
+Reason = IntEnum("Reason", _numbered(_native.REASONS))  # type: ignore[misc]
+Refusal = IntEnum("Refusal", _numbered(_native.REFUSALS))  # type: ignore[misc]
+
+SIZES: Mapping[str, int] = _native.SIZES
+SET: Mapping[str, int] = _native.SET
+
+REASON_OF: Mapping[FinishReason, int] = {
+    reason: int(Reason[reason.name]) for reason in FinishReason
+}
+FINISH_OF: Mapping[int, FinishReason] = {value: reason for reason, value in REASON_OF.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """The info page: what the engine says about itself. All numbers; 0 where there is nothing.
+
+    Attributes:
+        ready: 1 once requests are served; the limits are valid from then on.
+        pid: the engine's process.
+        started_ns, updated_ns: on the monotonic clock.
+        blocks, free_blocks: of the device's KV, ``block_size`` tokens each.
+        waiting, running, paused: requests at present, over all rings.
+        queued_prompt_tokens: prompt tokens of the waiting ones.
+        requests, finished, failed, cancelled: since the start.
+        steps, prompt_tokens, output_tokens, cached_tokens, preemptions: since the start.
+    """
+
+    ready: int = 0
+    pid: int = 0
+    started_ns: int = 0
+    updated_ns: int = 0
+    max_model_len: int = 0
+    max_num_seqs: int = 0
+    max_num_batched_tokens: int = 0
+    vocab_size: int = 0
+    block_size: int = 0
+    blocks: int = 0
+    free_blocks: int = 0
+    host_blocks: int = 0
+    free_host_blocks: int = 0
+    waiting: int = 0
+    running: int = 0
+    paused: int = 0
+    queued_prompt_tokens: int = 0
+    requests: int = 0
+    finished: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    steps: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    preemptions: int = 0
+
+    def values(self) -> list[int]:
+        """The fields in the order of the page."""
+        return list(astuple(self))
+
+
+if tuple(field.name for field in fields(EngineInfo)) != _native.INFO_FIELDS:
+    raise ImportError("weft.ring._native was built from another version; build it again")

@@ -1,0 +1,433 @@
+// Python binding of the ring. Bulk calls only: one receive, publish or poll serves every slot.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <deque>
+
+#include "engine_side.hpp"
+#include "request_side.hpp"
+#include "wake.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace {
+
+using namespace weft::ring;
+
+nb::dict info_of(Segment& segment) {
+  uint64_t values[kInfoFields];
+  nb::dict info;
+  if (!read_info(segment.info(), values)) return info;
+  int i = 0;
+#define WEFT_RING_FIELD(name) info[#name] = values[i++];
+  WEFT_RING_INFO(WEFT_RING_FIELD)
+#undef WEFT_RING_FIELD
+  return info;
+}
+
+nb::tuple python_of(const Scored& scored) {
+  nb::list top;
+  for (const TopRecord& other : scored.top) top.append(nb::make_tuple(other.token, other.logprob));
+  return nb::make_tuple(scored.head.token, scored.head.logprob, scored.head.rank, nb::tuple(top));
+}
+
+// None for a token without log probability.
+nb::list python_of(const std::vector<Scored>& all) {
+  nb::list values;
+  for (const Scored& scored : all) {
+    if (scored.head.num_top == kNoLogprob) {
+      values.append(nb::none());
+    } else {
+      values.append(python_of(scored));
+    }
+  }
+  return values;
+}
+
+// From (token, logprob, rank, ((token, logprob), ...)).
+Scored scored_of(nb::handle value) {
+  const auto fields = nb::cast<nb::tuple>(value);
+  Scored scored;
+  scored.head = {nb::cast<uint32_t>(fields[0]), nb::cast<float>(fields[1]),
+                 nb::cast<uint32_t>(fields[2]), 0};
+  for (const nb::handle pair : nb::cast<nb::tuple>(fields[3])) {
+    const auto other = nb::cast<nb::tuple>(pair);
+    scored.top.push_back({nb::cast<uint32_t>(other[0]), nb::cast<float>(other[1])});
+  }
+  scored.head.num_top = static_cast<uint32_t>(scored.top.size());
+  return scored;
+}
+
+template <size_t N>
+std::string text_of(const char (&text)[N]) {
+  return std::string(text, strnlen(text, N));
+}
+
+nb::object python_of(const Final& final, Reason reason) {
+  if (reason == Reason::None) return nb::none();
+  const auto bytes = [](const std::string& text) { return nb::bytes(text.data(), text.size()); };
+  return nb::make_tuple(static_cast<int>(reason), final.with_token != 0, final.http_status,
+                        bytes(text_of(final.code)), bytes(text_of(final.param)),
+                        bytes(text_of(final.message)));
+}
+
+// -- the request plane ----------------------------------------------------------------------------
+
+class Client {
+ public:
+  explicit Client(int fd) : side_(std::make_shared<Segment>(fd)) { ring(); }
+  Client(const Client&) = delete;
+
+  // A slot number; a negative number is a Refusal.
+  int64_t prepare(uint64_t id, std::vector<uint32_t> prompt, const SamplingRecord& sampling,
+                  const std::vector<std::pair<uint32_t, double>>& logit_bias,
+                  std::vector<uint32_t> stop_ids, std::vector<uint32_t> eos_ids,
+                  nb::bytes service_class, nb::bytes cache_salt, uint32_t max_records) {
+    Submission request;
+    request.request_id = id;
+    request.prompt = std::move(prompt);
+    request.stop_ids = std::move(stop_ids);
+    request.eos_ids = std::move(eos_ids);
+    request.sampling = sampling;
+    for (const auto& [token, value] : logit_bias) request.logit_bias.push_back({value, token, 0});
+    request.service_class.assign(service_class.c_str(), service_class.size());
+    request.cache_salt.assign(cache_salt.c_str(), cache_salt.size());
+    request.max_records = std::min(max_records, kMaxRecords);
+    uint32_t index = 0;
+    const Refusal refusal = side_.prepare(request, index);
+    return refusal == Refusal::None ? int64_t{index} : -static_cast<int64_t>(refusal);
+  }
+
+  void submit(const std::vector<uint32_t>& slots) {
+    side_.submit(slots);
+    ring();
+  }
+  void abandon(const std::vector<uint32_t>& slots) { side_.abandon(slots); }
+
+  void cancel(uint64_t id, int reason) {
+    if (side_.cancel(id, static_cast<Reason>(reason))) ring();
+  }
+  void disown(const std::vector<uint64_t>& ids) {
+    for (const uint64_t id : ids) side_.disown(id, Reason::Cancelled);
+    ring();
+  }
+
+  nb::list poll(bool credit) {
+    nb::list all;
+    for (const News& news : side_.poll(credit)) {
+      nb::list tokens;
+      for (const uint32_t token : news.tokens) tokens.append(token);
+      nb::object scored = nb::none(), prompt = nb::none();
+      if (!news.scored.empty()) scored = python_of(news.scored);
+      if (!news.prompt.empty()) prompt = nb::make_tuple(news.prompt_start, python_of(news.prompt));
+      all.append(nb::make_tuple(news.request_id, tokens, scored, prompt, news.cached_tokens,
+                                python_of(news.final, news.end)));
+    }
+    return all;
+  }
+
+  void ring() {
+    if (side_.ring()) futex_wake(&side_.segment().header().to_engine.rung);
+  }
+  void detach() {
+    side_.detach();
+    ring();
+  }
+
+  RequestSide& side() { return side_; }
+
+ private:
+  RequestSide side_;
+};
+
+// -- the engine -----------------------------------------------------------------------------------
+
+class Engine {
+ public:
+  Engine(const Engine&) = delete;
+  explicit Engine(const std::vector<std::pair<int, int>>& rings) {
+    if (rings.empty() || rings.size() > 100) throw nb::value_error("an engine has 1 to 100 rings");
+    for (const auto& [memory, wake] : rings) {
+      sides_.emplace_back(std::make_shared<Segment>(memory), static_cast<uint8_t>(sides_.size()));
+      wake_fds_.push_back(wake);
+    }
+  }
+
+  nb::tuple receive() {
+    nb::list claims, cancels;
+    for (EngineSide& side : sides_) {
+      const Received received = side.receive();
+      for (const Claim& claim : received.claims) claims.append(python_of_claim(claim));
+      for (const auto& [id, reason] : received.cancels) {
+        cancels.append(nb::make_tuple(id, static_cast<int>(reason)));
+      }
+    }
+    flush();  // some may have been refused
+    return nb::make_tuple(claims, cancels);
+  }
+
+  // Whether every token could still be published: no other engine has taken over.
+  bool publish(nb::list tokens) {
+    bool held = true;
+    for (const nb::handle pair : tokens) {
+      const auto item = nb::cast<nb::tuple>(pair);
+      const auto id = nb::cast<uint64_t>(item[0]);
+      held &= side(id).publish(id, nb::cast<uint32_t>(item[1]));
+    }
+    return held;
+  }
+  bool publish_scored(uint64_t id, nb::tuple scored, uint32_t cached_tokens) {
+    return side(id).publish(id, scored_of(scored), cached_tokens);
+  }
+  bool publish_prompt(uint64_t id, uint32_t start, nb::list entries) {
+    std::vector<Scored> scored;
+    for (const nb::handle entry : entries) scored.push_back(scored_of(entry));
+    return side(id).publish_prompt(id, start, scored);
+  }
+  // `last` is None, a token, or a scored one.
+  bool finish(uint64_t id, int reason, nb::object last, uint32_t cached_tokens, uint32_t status,
+              const std::string& code, const std::string& param, const std::string& message) {
+    Scored token;
+    if (nb::isinstance<nb::tuple>(last)) {
+      token = scored_of(last);
+    } else if (!last.is_none()) {
+      token.head.token = nb::cast<uint32_t>(last);
+    }
+    End end{static_cast<Reason>(reason), last.is_none() ? nullptr : &token, cached_tokens, status,
+            code, param, message};
+    return side(id).finish(id, end);
+  }
+
+  // Ring the bells of those who have news; wakes only who sleeps.
+  void flush() {
+    for (size_t i = 0; i < sides_.size(); ++i) {
+      if (sides_[i].ring()) signal_eventfd(wake_fds_[i]);
+    }
+  }
+
+  // Sleep until there may be something to receive, after looking for `spin_ns` without sleeping.
+  void wait(int64_t spin_ns, int64_t timeout_ns) {
+    const nb::gil_scoped_release released;
+    const auto ready = [&] {
+      if (load(poke_) != poked_) return true;
+      return std::any_of(sides_.begin(), sides_.end(), [](auto& side) { return side.news(); });
+    };
+    if (!spin(ready, spin_ns)) sleep(timeout_ns);
+    poked_ = load(poke_);
+  }
+
+  void poke() {
+    atomic_ref<uint32_t>(poke_).fetch_add(1);
+    futex_wake(&poke_);
+  }
+  void client_died(size_t ring, uint32_t epoch) {
+    sides_.at(ring).client_died(epoch);
+    poke();
+  }
+  nb::list clients() {
+    nb::list all;
+    for (EngineSide& side : sides_) {
+      const uint32_t epoch = side.client_epoch();
+      all.append(nb::make_tuple(epoch, side.client_pid()));
+    }
+    return all;
+  }
+
+  nb::list lagging(uint32_t limit) {
+    nb::list all;
+    for (EngineSide& side : sides_) {
+      for (const auto& [id, lag] : side.lagging(limit)) all.append(nb::make_tuple(id, lag));
+    }
+    return all;
+  }
+  std::vector<uint64_t> open_ids() {
+    std::vector<uint64_t> ids;
+    for (EngineSide& side : sides_) {
+      for (const uint64_t id : side.open_ids()) ids.push_back(id);
+    }
+    return ids;
+  }
+  void write_info(const std::vector<uint64_t>& given) {
+    if (given.size() != kInfoFields) throw nb::value_error("a field of the info page is missing");
+    uint64_t values[kInfoFields];
+    std::copy(given.begin(), given.end(), values);
+    for (EngineSide& side : sides_) weft::ring::write_info(side.segment().info(), values);
+  }
+  uint64_t refused() {
+    uint64_t sum = 0;
+    for (EngineSide& side : sides_) sum += side.refused();
+    return sum;
+  }
+  uint32_t epoch() { return sides_[0].epoch(); }
+
+ private:
+  EngineSide& side(uint64_t id) {
+    const size_t number = id >> 16 & 0xff;
+    if (number >= sides_.size()) throw nb::value_error("the sequence is not open");
+    return sides_[number];
+  }
+
+  static nb::tuple python_of_claim(const Claim& claim) {
+    nb::list prompt, published;
+    for (const uint32_t token : claim.prompt) prompt.append(token);
+    for (const uint32_t token : claim.published) published.append(token);
+    std::vector<std::pair<uint32_t, double>> bias;
+    for (const BiasRecord& record : claim.logit_bias) bias.emplace_back(record.token, record.value);
+    const auto bytes = [](const std::string& text) { return nb::bytes(text.data(), text.size()); };
+    return nb::make_tuple(claim.id, nb::tuple(prompt), claim.sampling, bias, claim.stop_ids,
+                          claim.eos_ids, bytes(claim.service_class), bytes(claim.cache_salt),
+                          nb::tuple(published), claim.crashes);
+  }
+
+  void sleep(int64_t timeout_ns) {
+    std::vector<Waited> words{{&poke_, poked_}};
+    bool quiet = true;
+    for (EngineSide& side : sides_) {
+      words.push_back({side.bell(), side.heard()});
+      quiet &= side.sleep();
+    }
+    // A fallback without futex_waitv looks at the first word only; with one ring let it be the bell.
+    std::swap(words.front(), words.back());
+    if (quiet) futex_wait_any(words, timeout_ns);
+    for (EngineSide& side : sides_) side.wake();
+  }
+
+  std::deque<EngineSide> sides_;
+  std::vector<int> wake_fds_;
+  uint32_t poke_ = 0, poked_ = 0;
+};
+
+void bind_sampling(nb::module_& m) {
+  nb::class_<SamplingRecord>(m, "SamplingRecord")
+      .def("__init__", [](SamplingRecord* self) { new (self) SamplingRecord{}; })
+      .def_rw("temperature", &SamplingRecord::temperature)
+      .def_rw("top_p", &SamplingRecord::top_p)
+      .def_rw("min_p", &SamplingRecord::min_p)
+      .def_rw("repetition_penalty", &SamplingRecord::repetition_penalty)
+      .def_rw("presence_penalty", &SamplingRecord::presence_penalty)
+      .def_rw("frequency_penalty", &SamplingRecord::frequency_penalty)
+      .def_rw("seed", &SamplingRecord::seed)
+      .def_rw("set", &SamplingRecord::set)
+      .def_rw("top_k", &SamplingRecord::top_k)
+      .def_rw("max_tokens", &SamplingRecord::max_tokens)
+      .def_rw("min_tokens", &SamplingRecord::min_tokens)
+      .def_rw("logprobs", &SamplingRecord::logprobs)
+      .def_rw("prompt_logprobs", &SamplingRecord::prompt_logprobs);
+}
+
+// Numbers that Python shares with the header.
+void bind_layout(nb::module_& m) {
+  nb::dict sizes;
+  sizes["magic"] = kMagic;
+  sizes["version"] = kVersion;
+  sizes["page_bytes"] = kPage;
+  sizes["header_bytes"] = sizeof(Header);
+  sizes["slot_bytes"] = sizeof(Slot);
+  sizes["input_offset"] = offsetof(Slot, input);
+  sizes["input_bytes"] = sizeof(Input);
+  sizes["state_offset"] = offsetof(Slot, state);
+  sizes["version_offset"] = offsetof(Header, version);
+  sizes["slots_offset"] = 2 * kPage;
+  sizes["max_slots"] = kMaxSlots;
+  sizes["max_records"] = kMaxRecords;
+  sizes["max_top"] = kMaxTop;
+  m.attr("SIZES") = sizes;
+  m.attr("STATES") = nb::make_tuple("EMPTY", "WRITING", "PREFILL_PENDING", "PREFILL_PROCESSING",
+                                    "DECODE_PROCESSING", "DECODE_PAUSED", "DECODE_COMPLETED");
+  m.attr("SIDES") = nb::make_tuple("REQUEST", "ENGINE", "RECOVERY");
+  m.attr("REASONS") = nb::make_tuple("NONE", "STOP", "LENGTH", "CANCELLED", "ERROR", "READER_LAG",
+                                     "PREEMPTED");
+  m.attr("REFUSALS") = nb::make_tuple("NONE", "NO_SLOT", "NO_ROOM", "TOO_LARGE");
+  nb::dict set;
+  set["temperature"] = uint32_t{kTemperature};
+  set["top_k"] = uint32_t{kTopK};
+  set["top_p"] = uint32_t{kTopP};
+  set["min_p"] = uint32_t{kMinP};
+  set["repetition_penalty"] = uint32_t{kRepetitionPenalty};
+  set["max_tokens"] = uint32_t{kMaxTokens};
+  set["seed"] = uint32_t{kSeed};
+  set["logprobs"] = uint32_t{kLogprobs};
+  set["prompt_logprobs"] = uint32_t{kPromptLogprobs};
+  set["ignore_eos"] = uint32_t{kIgnoreEos};
+  m.attr("SET") = set;
+  nb::list fields;
+#define WEFT_RING_FIELD(name) fields.append(#name);
+  WEFT_RING_INFO(WEFT_RING_FIELD)
+#undef WEFT_RING_FIELD
+  m.attr("INFO_FIELDS") = nb::tuple(fields);
+  m.def("may_move", [](int from, int to, int by) {
+    return may_move(static_cast<State>(from), static_cast<State>(to), static_cast<Side>(by));
+  }, "before"_a, "after"_a, "by"_a);
+  m.def("owner", [](int state) { return static_cast<int>(owner(static_cast<State>(state))); },
+        "state"_a);
+}
+
+// Words of one slot, for tests and inspection.
+nb::dict look(Segment& segment, uint32_t index) {
+  if (index >= segment.slots()) throw nb::index_error();
+  const Slot& slot = segment.slot(index);
+  const Word state = Word::of(load(slot.state)), published = Word::of(load(slot.published));
+  nb::dict seen;
+  seen["state"] = state.value & 0xff;
+  seen["reason"] = state.value >> 8 & 0xff;
+  seen["epoch"] = state.tag.epoch;
+  seen["generation"] = state.tag.generation;
+  seen["published"] = published.value;
+  seen["consumed"] = Word::of(load(slot.consumed)).value;
+  seen["cancel"] = Word::of(load(slot.cancel)).value;
+  seen["crashes"] = slot.crashes;
+  seen["extent_offset"] = slot.input.extent.offset;
+  seen["extent_bytes"] = slot.input.extent.bytes;
+  return seen;
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  bind_layout(m);
+  bind_sampling(m);
+  m.def("create", &Segment::create, "slots"_a, "arena_bytes"_a);
+
+  nb::class_<Client>(m, "Client")
+      .def(nb::init<int>(), "memory"_a)
+      .def("prepare", &Client::prepare, "id"_a, "prompt"_a, "sampling"_a, "logit_bias"_a,
+           "stop_ids"_a, "eos_ids"_a, "service_class"_a, "cache_salt"_a, "max_records"_a)
+      .def("submit", &Client::submit, "slots"_a)
+      .def("abandon", &Client::abandon, "slots"_a)
+      .def("cancel", &Client::cancel, "id"_a, "reason"_a)
+      .def("disown", &Client::disown, "ids"_a)
+      .def("consumed", [](Client& c, uint64_t id, uint32_t n) { c.side().consumed(id, n); },
+           "id"_a, "records"_a)
+      .def("poll", &Client::poll, "credit"_a)
+      .def("sleep", [](Client& c) { return c.side().sleep(); })
+      .def("wake", [](Client& c) { c.side().wake(); })
+      .def("detach", &Client::detach)
+      .def("info", [](Client& c) { return info_of(c.side().segment()); })
+      .def("look", [](Client& c, uint32_t i) { return look(c.side().segment(), i); }, "slot"_a)
+      .def("engine_pid", [](Client& c) { return load(c.side().segment().header().engine_pid); })
+      .def_prop_ro("free_slots", [](Client& c) { return c.side().free_slots(); })
+      .def_prop_ro("free_bytes", [](Client& c) { return c.side().free_bytes(); })
+      .def_prop_ro("in_flight", [](Client& c) { return c.side().in_flight(); });
+
+  nb::class_<Engine>(m, "Engine")
+      .def(nb::init<const std::vector<std::pair<int, int>>&>(), "rings"_a)
+      .def("receive", &Engine::receive)
+      .def("publish", &Engine::publish, "tokens"_a)
+      .def("publish_scored", &Engine::publish_scored, "id"_a, "scored"_a, "cached_tokens"_a)
+      .def("publish_prompt", &Engine::publish_prompt, "id"_a, "start"_a, "entries"_a)
+      .def("finish", &Engine::finish, "id"_a, "reason"_a, "last"_a.none(), "cached_tokens"_a,
+           "status"_a, "code"_a, "param"_a, "message"_a)
+      .def("flush", &Engine::flush)
+      .def("wait", &Engine::wait, "spin_ns"_a, "timeout_ns"_a)
+      .def("poke", &Engine::poke)
+      .def("client_died", &Engine::client_died, "ring"_a, "epoch"_a)
+      .def("clients", &Engine::clients)
+      .def("lagging", &Engine::lagging, "limit"_a)
+      .def("open_ids", &Engine::open_ids)
+      .def("write_info", &Engine::write_info, "values"_a)
+      .def_prop_ro("refused", &Engine::refused)
+      .def_prop_ro("epoch", &Engine::epoch);
+}

@@ -1,0 +1,72 @@
+// Reading and writing output records: tokens with or without log probabilities.
+#pragma once
+
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#include "checks.hpp"
+
+namespace weft::ring {
+
+struct Scored {
+  TokenRecord head{0, 0, 0, kNoLogprob};
+  std::vector<TopRecord> top;
+};
+
+// A stretch of equal records inside an arena.
+struct Records {
+  std::byte* at = nullptr;
+  uint32_t stride = 0, capacity = 0;
+
+  uint32_t token(uint32_t index) const {
+    uint32_t value;
+    std::memcpy(&value, at + uint64_t{index} * stride, sizeof value);
+    return value;
+  }
+
+  void put(uint32_t index, uint32_t token) const {
+    std::byte* to = at + uint64_t{index} * stride;
+    const TokenRecord plain{token, 0, 0, kNoLogprob};
+    std::memcpy(to, &plain, stride == kPlainStride ? sizeof token : sizeof plain);
+  }
+
+  uint32_t room_for_top() const {
+    return stride < sizeof(TokenRecord)
+               ? 0
+               : static_cast<uint32_t>((stride - sizeof(TokenRecord)) / sizeof(TopRecord));
+  }
+
+  // Alternatives beyond the stride chosen at submit were not asked for and are left out.
+  void put(uint32_t index, const Scored& scored) const {
+    if (stride == kPlainStride) return put(index, scored.head.token);
+    std::byte* to = at + uint64_t{index} * stride;
+    TokenRecord head = scored.head;
+    const auto top = static_cast<uint32_t>(scored.top.size());
+    if (head.num_top != kNoLogprob) head.num_top = top < room_for_top() ? top : room_for_top();
+    std::memcpy(to, &head, sizeof head);
+    if (head.num_top != kNoLogprob && head.num_top != 0) {
+      std::memcpy(to + sizeof head, scored.top.data(), head.num_top * sizeof(TopRecord));
+    }
+  }
+
+  Scored get(uint32_t index) const {
+    Scored scored;
+    if (stride == kPlainStride) {
+      scored.head.token = token(index);
+      return scored;
+    }
+    const std::byte* from = at + uint64_t{index} * stride;
+    std::memcpy(&scored.head, from, sizeof scored.head);
+    if (scored.head.num_top == kNoLogprob) return scored;
+    if (scored.head.num_top > room_for_top()) scored.head.num_top = room_for_top();
+    scored.top.resize(scored.head.num_top);
+    if (!scored.top.empty()) {
+      std::memcpy(scored.top.data(), from + sizeof scored.head,
+                  scored.top.size() * sizeof(TopRecord));
+    }
+    return scored;
+  }
+};
+
+}  // namespace weft::ring

@@ -1,0 +1,388 @@
+// The request plane's side of a ring: it alone allocates slots and arena.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <map>
+#include <optional>
+#include <span>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "records.hpp"
+#include "segment.hpp"
+
+namespace weft::ring {
+
+// First fit over the free stretches, which are kept in order and joined.
+class Arena {
+ public:
+  explicit Arena(uint64_t bytes) : free_bytes_(bytes), free_{{0, bytes}} {}
+
+  std::optional<Extent> allocate(uint64_t bytes) {
+    bytes = round_up(bytes, kAlign);
+    for (const auto& [offset, room] : free_) {
+      if (room < bytes) continue;
+      const Extent extent{offset, bytes};
+      reserve(extent);
+      return extent;
+    }
+    return std::nullopt;
+  }
+
+  // Take a given stretch, if all of it is free.
+  bool reserve(Extent extent) {
+    auto at = free_.upper_bound(extent.offset);
+    if (at == free_.begin()) return false;
+    --at;
+    const Extent gap{at->first, at->second};
+    if (!inside(extent, gap)) return false;
+    free_.erase(at);
+    const uint64_t before = extent.offset - gap.offset;
+    const uint64_t after = gap.bytes - before - extent.bytes;
+    if (before) free_[gap.offset] = before;
+    if (after) free_[extent.offset + extent.bytes] = after;
+    free_bytes_ -= extent.bytes;
+    return true;
+  }
+
+  void release(Extent extent) {
+    free_bytes_ += extent.bytes;
+    auto next = free_.upper_bound(extent.offset);
+    if (next != free_.end() && extent.offset + extent.bytes == next->first) {
+      extent.bytes += next->second;
+      next = free_.erase(next);
+    }
+    if (next != free_.begin()) {
+      const auto before = std::prev(next);
+      if (before->first + before->second == extent.offset) {
+        before->second += extent.bytes;
+        return;
+      }
+    }
+    free_[extent.offset] = extent.bytes;
+  }
+
+  uint64_t free_bytes() const { return free_bytes_; }
+
+ private:
+  uint64_t free_bytes_;
+  std::map<uint64_t, uint64_t> free_;  // offset -> bytes
+};
+
+struct Submission {
+  uint64_t request_id = 0;
+  std::vector<uint32_t> prompt, stop_ids, eos_ids;
+  SamplingRecord sampling{};
+  std::vector<BiasRecord> logit_bias;
+  std::string service_class, cache_salt;
+  uint32_t max_records = 0;
+};
+
+// What is new of one request since the last poll.
+struct News {
+  uint64_t request_id;
+  std::vector<uint32_t> tokens;
+  std::vector<Scored> scored;  // parallel to `tokens`, or empty
+  uint32_t prompt_start = 0;
+  std::vector<Scored> prompt;
+  uint32_t cached_tokens = 0;
+  Reason end = Reason::None;
+  Final final{};
+};
+
+enum class Refusal { None, NoSlot, NoRoom, TooLarge };
+
+class RequestSide {
+ public:
+  explicit RequestSide(std::shared_ptr<Segment> segment)
+      : shared_(std::move(segment)), segment_(*shared_), arena_(segment_.arena_bytes()) {
+    live_.resize(segment_.slots());
+    Header& header = segment_.header();
+    store(header.client_pid, static_cast<uint32_t>(getpid()));
+    store(header.client_epoch, (load(header.client_epoch) | 1) + 2);
+    for (uint32_t i = segment_.slots(); i-- > 0;) inherit(i);
+    woken_ = 0;
+    heard_ = load(header.to_client.rung) - 1;
+  }
+
+  // From now on the engine may reclaim every slot. Nothing else may be called afterwards.
+  void detach() {
+    uint32_t& epoch = segment_.header().client_epoch;
+    store(epoch, (load(epoch) | 1) + 1);
+  }
+
+  Segment& segment() { return segment_; }
+  uint64_t free_slots() const { return free_.size(); }
+  uint64_t free_bytes() const { return arena_.free_bytes(); }
+  uint64_t in_flight() const { return by_request_.size(); }
+
+  // Fill a slot; the engine sees it only after submit(). The slot's number, or why not.
+  Refusal prepare(const Submission& request, uint32_t& index) {
+    Live fresh;
+    Input input{};
+    const uint64_t bytes = lay_out(request, input, fresh);
+    if (bytes > segment_.arena_bytes()) return Refusal::TooLarge;
+    if (free_.empty()) return Refusal::NoSlot;
+    const auto extent = arena_.allocate(bytes);
+    if (!extent) return Refusal::NoRoom;
+    index = free_.back();
+    Slot& slot = segment_.slot(index);
+    if (begin_writing(slot, fresh.tag) != Outcome::Done) {
+      arena_.release(*extent);
+      free_.pop_back();  // not ours after all: never used again
+      return Refusal::NoSlot;
+    }
+    free_.pop_back();
+    fresh.extent = input.extent = *extent;
+    for (Extent& section : input.sections) section.offset += extent->offset;
+    write(request, input);
+    input.request_id = fresh.request_id = request.request_id;
+    input.arrival = arrivals_++;
+    slot.input = input;
+    fresh.used = true;
+    fresh.output.at = at(input, Section::Output);
+    fresh.prompt.at = at(input, Section::PromptOutput);
+    live_[index] = fresh;
+    return Refusal::None;
+  }
+
+  void submit(std::span<const uint32_t> indices) {
+    for (const uint32_t index : indices) {
+      Live& live = live_[index];
+      by_request_[live.request_id] = index;
+      weft::ring::submit(segment_.slot(index), live.tag);
+    }
+  }
+
+  // Give prepared slots back unsubmitted.
+  void abandon(std::span<const uint32_t> indices) {
+    for (const uint32_t index : indices) let_go(index);
+  }
+
+  bool cancel(uint64_t request_id, Reason reason) {
+    const auto found = by_request_.find(request_id);
+    if (found == by_request_.end()) return false;
+    const Live& live = live_[found->second];
+    return weft::ring::cancel(segment_.slot(found->second), live.tag, reason) == Outcome::Done;
+  }
+
+  // Nobody waits for these any more: cancel them and forget them when the engine has answered.
+  void disown(uint64_t request_id, Reason reason) {
+    cancel(request_id, reason);
+    const auto found = by_request_.find(request_id);
+    if (found == by_request_.end()) return;
+    live_[found->second].orphan = true;
+    by_request_.erase(found);
+  }
+
+  void consumed(uint64_t request_id, uint32_t records) {
+    const auto found = by_request_.find(request_id);
+    if (found == by_request_.end()) return;
+    const Live& live = live_[found->second];
+    const Word word{{0, live.tag.generation}, std::min(records, kMaxRecords)};
+    store(segment_.slot(found->second).consumed, word.bits());
+  }
+
+  // Everything that the engine has published since the last call; ended slots become free.
+  std::vector<News> poll(bool credit) {
+    std::vector<News> all;
+    const uint32_t rung = load(segment_.header().to_client.rung);
+    if (rung == heard_) return all;
+    heard_ = rung;
+    for (uint32_t i = 0; i < live_.size(); ++i) {
+      if (!live_[i].used) continue;
+      News news{};
+      const bool said = read(i, news, credit);
+      if (said && !live_[i].orphan) all.push_back(std::move(news));
+      if (news.end != Reason::None) end(i);
+    }
+    return all;
+  }
+
+  // Whether the engine must be woken by the system.
+  bool ring() { return ring_bell(segment_.header().to_engine, woken_); }
+
+  bool sleep() { return go_to_sleep(segment_.header().to_client, heard_); }
+  void wake() { wake_up(segment_.header().to_client); }
+
+ private:
+  struct Live {
+    Tag tag;
+    uint64_t request_id = 0;
+    Extent extent{};
+    Records output, prompt;
+    uint32_t seen = 0, prompt_seen = 0;
+    bool used = false, orphan = false, broken = false;
+  };
+
+  // Lay the sections out from offset 0; returns the bytes of all of them.
+  static uint64_t lay_out(const Submission& request, Input& input, Live& live) {
+    const SamplingRecord& sampling = request.sampling;
+    input.output_stride = stride_for(sampling.set & kLogprobs, sampling.logprobs);
+    input.prompt_stride = stride_for(sampling.set & kPromptLogprobs, sampling.prompt_logprobs);
+    live.output = {nullptr, input.output_stride, request.max_records};
+    live.prompt = {nullptr, input.prompt_stride, 0};
+    if (sampling.set & kPromptLogprobs) {
+      live.prompt.capacity = static_cast<uint32_t>(request.prompt.size());
+    }
+    uint64_t end = 0;
+    const auto place = [&](Section section, uint64_t bytes) {
+      input.sections[static_cast<int>(section)] = {end, bytes};
+      end = round_up(end + bytes, sizeof(uint64_t));
+    };
+    place(Section::Prompt, request.prompt.size() * sizeof(uint32_t));
+    place(Section::Sampling, sizeof(SamplingRecord));
+    place(Section::LogitBias, request.logit_bias.size() * sizeof(BiasRecord));
+    place(Section::StopIds, request.stop_ids.size() * sizeof(uint32_t));
+    place(Section::EosIds, request.eos_ids.size() * sizeof(uint32_t));
+    place(Section::ServiceClass, request.service_class.size());
+    place(Section::CacheSalt, request.cache_salt.size());
+    place(Section::Grammar, 0);
+    place(Section::Output, uint64_t{request.max_records} * input.output_stride);
+    place(Section::PromptOutput, uint64_t{live.prompt.capacity} * input.prompt_stride);
+    return round_up(end, kAlign);
+  }
+
+  std::byte* at(const Input& input, Section section) const {
+    return segment_.arena() + input.sections[static_cast<int>(section)].offset;
+  }
+
+  void write(const Submission& request, const Input& input) const {
+    const auto copy = [&](Section section, const void* from) {
+      const uint64_t bytes = input.sections[static_cast<int>(section)].bytes;
+      if (bytes) std::memcpy(at(input, section), from, bytes);
+    };
+    copy(Section::Prompt, request.prompt.data());
+    copy(Section::Sampling, &request.sampling);
+    copy(Section::LogitBias, request.logit_bias.data());
+    copy(Section::StopIds, request.stop_ids.data());
+    copy(Section::EosIds, request.eos_ids.data());
+    copy(Section::ServiceClass, request.service_class.data());
+    copy(Section::CacheSalt, request.cache_salt.data());
+  }
+
+  // At attach: take over what an earlier request plane has left in the slot.
+  void inherit(uint32_t index) {
+    Slot& slot = segment_.slot(index);
+    const Word word = Word::of(load(slot.state));
+    if (!word.valid_state()) return;
+    Live& live = live_[index];
+    live.tag = word.tag;
+    if (word.state() == State::Writing || word.state() == State::DecodeCompleted) {
+      release(slot, live.tag);
+    }
+    if (Word::of(load(slot.state)).state() == State::Empty) return free_.push_back(index);
+    // The engine works on it for nobody: cancelled, and forgotten when it has ended. Its extent
+    // stays reserved until then; one that cannot be right is quarantined with its slot.
+    weft::ring::cancel(slot, live.tag, Reason::Cancelled);
+    live.extent = slot.input.extent;
+    live.used = arena_.reserve(live.extent);
+    live.orphan = true;
+  }
+
+  bool read(uint32_t index, News& news, bool credit) {
+    Live& live = live_[index];
+    Slot& slot = segment_.slot(index);
+    news.request_id = live.request_id;
+    const Word word = Word::of(load(slot.state));
+    if (word.tag.generation != live.tag.generation) {
+      // The engine has emptied an orphan for a request plane that it believed dead.
+      if (!live.orphan) return broken(live, news);
+      news.end = Reason::Cancelled;
+      return true;
+    }
+    if (!word.valid_state()) return broken(live, news);
+    const bool ended = word.state() == State::DecodeCompleted;
+    if (live.orphan) {
+      if (ended) news.end = word.reason();
+      return ended;
+    }
+    news.cached_tokens = load(slot.cached_tokens);
+    if (!read_prompt(slot, live, news)) return broken(live, news);
+    if (!read_output(slot, live, ended, news)) return broken(live, news);
+    if (credit && !news.tokens.empty()) {
+      store(slot.consumed, Word{{0, live.tag.generation}, live.seen}.bits());
+    }
+    if (ended) {
+      news.end = word.reason();
+      news.final = slot.final;
+    }
+    return ended || !news.tokens.empty() || !news.prompt.empty();
+  }
+
+  static bool read_prompt(const Slot& slot, Live& live, News& news) {
+    if (live.prompt.capacity == 0) return true;
+    const Word word = Word::of(load(slot.prompt_published));
+    if (word.tag.generation != live.tag.generation || word.value > live.prompt.capacity ||
+        word.value < live.prompt_seen) {
+      return false;
+    }
+    news.prompt_start = live.prompt_seen;
+    for (; live.prompt_seen < word.value; ++live.prompt_seen) {
+      Scored scored = live.prompt.get(live.prompt_seen);
+      if (scored.head.num_top == kNoLogprob && news.prompt.empty()) {
+        news.prompt_start = live.prompt_seen + 1;  // the first token has none
+        continue;
+      }
+      news.prompt.push_back(std::move(scored));
+    }
+    return true;
+  }
+
+  static bool read_output(const Slot& slot, Live& live, bool ended, News& news) {
+    const Word word = Word::of(load(slot.published));
+    if (word.tag.generation != live.tag.generation) return false;
+    const uint32_t upto = ended ? slot.final.records : word.value;
+    if (upto > live.output.capacity || upto < live.seen) return false;
+    for (; live.seen < upto; ++live.seen) {
+      news.tokens.push_back(live.output.token(live.seen));
+      if (live.output.stride != kPlainStride) news.scored.push_back(live.output.get(live.seen));
+    }
+    return true;
+  }
+
+  // The other side broke the contract: the request fails and the slot is never used again.
+  static bool broken(Live& live, News& news) {
+    live.broken = true;
+    news.end = Reason::Error;
+    news.final = Final{};
+    news.final.http_status = 500;
+    std::strcpy(news.final.code, "ring_corrupt");
+    std::strcpy(news.final.message, "The memory shared with the engine is corrupt.");
+    return true;
+  }
+
+  void end(uint32_t index) {
+    Live& live = live_[index];
+    if (!live.orphan) by_request_.erase(live.request_id);
+    if (live.broken) {
+      live.used = false;
+      return;
+    }
+    let_go(index);
+  }
+
+  void let_go(uint32_t index) {
+    Live& live = live_[index];
+    const Outcome outcome = release(segment_.slot(index), live.tag);
+    const bool emptied = outcome == Outcome::Done || (outcome == Outcome::Stale && live.orphan);
+    live.used = false;
+    if (!emptied) return;
+    arena_.release(live.extent);
+    free_.push_back(index);
+  }
+
+  std::shared_ptr<Segment> shared_;
+  Segment& segment_;
+  Arena arena_;
+  std::vector<Live> live_;  // by slot
+  std::vector<uint32_t> free_;
+  std::unordered_map<uint64_t, uint32_t> by_request_;
+  uint64_t arrivals_ = 0;
+  uint32_t woken_ = 0, heard_ = 0;
+};
+
+}  // namespace weft::ring

@@ -1,0 +1,190 @@
+"""The HTTP application: routes, and what stands around them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from weft import __version__
+from weft.api import (
+    DetokenizeBody,
+    ModelCard,
+    TokenizeBody,
+    decode_body,
+    detokenize,
+    model_list,
+    model_object,
+    tokenize,
+)
+from weft.api.jobs import Endpoint
+from weft.api.sampling import check_model
+from weft.core.errors import WeftError
+from weft.core.ports import EngineClient
+from weft.server.auth import RequireKey
+from weft.server.body import read_body
+from weft.server.errors import handle_bug, handle_http_error, handle_weft_error, json_response
+from weft.server.generation import Generation
+from weft.server.metrics import CONTENT_TYPE
+from weft.server.options import ServerOptions
+from weft.server.probe import EngineProbe, NoProbe
+from weft.server.service import Service
+from weft.text import ChatTemplate, Tokenizer
+
+
+def create_app(
+    client: EngineClient,
+    tokenizer: Tokenizer,
+    chat_template: ChatTemplate | None,
+    card: ModelCard,
+    options: ServerOptions,
+    *,
+    probe: EngineProbe | None = None,
+) -> Starlette:
+    """Return the ASGI application that serves one model.
+
+    Args:
+        client: takes sequences; its sinks may be called on any thread.
+        chat_template: None if the model has none; chats are then refused.
+        card: what requests are checked against; ``served_names`` has at least one.
+        probe: live facts of the engine for ``/ready``, ``/metrics`` and ``/server_info``.
+
+    ``app.state.service`` is the `Service`.
+    """
+    service = Service(client, tokenizer, chat_template, card, options, probe or NoProbe())
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        yield
+        service.close()
+
+    app = Starlette(
+        routes=_routes(_Handlers(service)),
+        middleware=_middleware(options),
+        exception_handlers={
+            WeftError: handle_weft_error,
+            HTTPException: handle_http_error,
+            Exception: handle_bug,
+        },
+        lifespan=lifespan,
+    )
+    app.router.redirect_slashes = False
+    app.state.service = service
+    return app
+
+
+def _middleware(options: ServerOptions) -> list[Middleware]:
+    """CORS stands before the keys: a browser's preflight request cannot bear one."""
+    middleware = [Middleware(RequireKey, keys=options.api_key)]
+    if options.cors_origin:
+        cors = Middleware(
+            CORSMiddleware,
+            allow_origins=list(options.cors_origin),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+        )
+        middleware.insert(0, cors)
+    return middleware
+
+
+def _routes(handlers: _Handlers) -> list[Route]:
+    def route(path: str, method: str, handler: Callable[[Request], Awaitable[Response]]) -> Route:
+        return Route(path, handler, methods=[method])
+
+    return [
+        route("/v1/completions", "POST", handlers.completions),
+        route("/v1/chat/completions", "POST", handlers.chat),
+        route("/v1/models", "GET", handlers.models),
+        route("/v1/models/{name:path}", "GET", handlers.model),
+        route("/tokenize", "POST", handlers.tokenize),
+        route("/detokenize", "POST", handlers.detokenize),
+        route("/health", "GET", handlers.health),
+        route("/ready", "GET", handlers.ready),
+        route("/metrics", "GET", handlers.metrics),
+        route("/server_info", "GET", handlers.server_info),
+    ]
+
+
+class _Handlers:
+    """One method for each route."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def completions(self, request: Request) -> Response:
+        return await self._generate(request, "completion")
+
+    async def chat(self, request: Request) -> Response:
+        return await self._generate(request, "chat")
+
+    async def _generate(self, request: Request, endpoint: Endpoint) -> Response:
+        data = await read_body(request, self._service.options.max_body_bytes)
+        return Generation(self._service, await self._service.prepare(endpoint, data))
+
+    async def models(self, _: Request) -> Response:
+        return json_response(model_list(self._service.builder.card))
+
+    async def model(self, request: Request) -> Response:
+        card = self._service.builder.card
+        return json_response(model_object(check_model(request.path_params["name"], card), card))
+
+    async def tokenize(self, request: Request) -> Response:
+        service = self._service
+        data = await read_body(request, service.options.max_body_bytes)
+
+        def work() -> Response:
+            body = decode_body(TokenizeBody, data)
+            return json_response(tokenize(body, service.builder, service.texts))
+
+        return await service.compute(len(data), work)
+
+    async def detokenize(self, request: Request) -> Response:
+        service = self._service
+        data = await read_body(request, service.options.max_body_bytes)
+
+        def work() -> Response:
+            return json_response(detokenize(decode_body(DetokenizeBody, data), service.builder))
+
+        return await service.compute(len(data), work)
+
+    async def health(self, _: Request) -> Response:
+        return json_response({"status": "ok"})
+
+    async def ready(self, _: Request) -> Response:
+        if self._service.ready:
+            return json_response({"status": "ready"})
+        status = "draining" if self._service.draining else "starting"
+        return json_response({"status": status}, 503)
+
+    async def metrics(self, _: Request) -> Response:
+        return Response(self._service.metrics.render(), media_type=CONTENT_TYPE)
+
+    async def server_info(self, _: Request) -> Response:
+        service = self._service
+        card, options = service.builder.card, service.options
+        return json_response(
+            {
+                "version": __version__,
+                "model": {
+                    "names": card.served_names,
+                    "max_model_len": card.max_model_len,
+                    "vocab_size": card.vocab_size,
+                    "system_fingerprint": card.system_fingerprint,
+                    "chat": service.builder.chat_template is not None,
+                    "tokenizer": service.builder.tokenizer.backend,
+                },
+                "limits": {
+                    "max_body_bytes": options.max_body_bytes,
+                    "max_prompt_bytes": options.max_prompt_bytes,
+                    "max_sequences": options.max_sequences,
+                },
+                "engine": service.probe.info(),
+            }
+        )

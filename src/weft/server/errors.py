@@ -1,0 +1,71 @@
+"""Every error as HTTP, in OpenAI's form."""
+
+from __future__ import annotations
+
+import http
+import logging
+from typing import Any
+
+import orjson
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from weft.api.errors import describe_error, error_object
+from weft.core.errors import WeftError
+
+logger = logging.getLogger("weft.server")
+
+
+class BodyTooLargeError(WeftError):
+    """The body is longer than the server reads."""
+
+    http_status = 413
+    code = "request_too_large"
+
+
+def json_response(
+    content: Any, status: int = 200, headers: dict[str, str] | None = None
+) -> Response:
+    """A response of JSON."""
+    return Response(orjson.dumps(content), status, headers, media_type="application/json")
+
+
+def log_failure(error: Exception) -> None:
+    """Log what went wrong on our side; a client's mistake is not worth a line."""
+    if not isinstance(error, WeftError) or error.http_status == 500:
+        logger.error("%s: %s", type(error).__name__, error, exc_info=error)
+
+
+async def handle_weft_error(_: Request, error: Exception) -> Response:
+    """Answer for a typed error, or any other."""
+    log_failure(error)
+    status, body = describe_error(error)
+    headers = {}
+    retry_after = getattr(error, "retry_after_s", None)
+    if retry_after is not None:
+        headers["retry-after"] = str(retry_after)
+    if isinstance(error, BodyTooLargeError):
+        headers["connection"] = "close"
+    return json_response(body, status, headers)
+
+
+async def handle_http_error(request: Request, error: Exception) -> Response:
+    """Answer for an error of the router: no such path, wrong method."""
+    assert isinstance(error, HTTPException)
+    where = f"{request.method} {request.url.path[:200]}"
+    messages = {
+        404: f"There is no such path: {where}.",
+        405: f"The path does not take this method: {where}.",
+    }
+    status = error.status_code
+    message = messages.get(status, f"{http.HTTPStatus(status).phrase}.")
+    code = {404: "not_found", 405: "method_not_allowed"}.get(status)
+    body = error_object(message, status=status, code=code)
+    return json_response(body, status, dict(error.headers or {}))
+
+
+async def handle_bug(_: Request, error: Exception) -> Response:
+    """Answer for an exception that nobody expected; the server logs it with its trace."""
+    status, body = describe_error(error)
+    return json_response(body, status)

@@ -1,0 +1,93 @@
+"""Answers that the engine computes: whole, or as server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import orjson
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from weft.api import ChunkWriter, Collector, Job, describe_error
+from weft.core.errors import WeftError
+from weft.server.auth import BARE_SEND
+from weft.server.errors import log_failure
+from weft.server.service import DisconnectedError, OpenJob, Service
+
+FRAME = (b"data: ", b"\n\n")
+DONE = b"data: [DONE]\n\n"
+STREAM_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
+
+
+class Generation(Response):
+    """Runs a job and sends its answer.
+
+    Nothing is sent before the engine's first news, so a job that cannot start gets an HTTP error.
+    A client that goes away frees everything at once; one that reads slowly is waited for, and gets
+    what came meanwhile in larger chunks.
+    """
+
+    def __init__(self, service: Service, job: Job) -> None:
+        super().__init__()
+        self._service = service
+        self._job = job
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with _running(self._service, self._job, receive) as job:
+                if self._job.stream:
+                    # A task of its own: each token wakes this coroutine, not all around it.
+                    bare = scope.get(BARE_SEND, send)
+                    await asyncio.create_task(self._stream(job, send, bare))
+                else:
+                    body = await self._collect(job)
+                    await Response(body, media_type="application/json")(scope, receive, send)
+        except DisconnectedError:
+            return
+
+    async def _collect(self, job: OpenJob) -> bytes:
+        service = self._service
+        collector = Collector(self._job, service.builder.tokenizer, service.texts)
+        while not collector.done:
+            job.stop(collector.push(await job.take()))
+        return collector.body()
+
+    async def _stream(self, job: OpenJob, send: Send, send_part: Send) -> None:
+        """Stream; parts of the body need nothing from the layers that wrap ``send``."""
+        service = self._service
+        writer = ChunkWriter(self._job, service.builder.tokenizer, service.texts, FRAME)
+        data, halted = writer.push(await job.take())
+        job.stop(halted)
+        headers = [(name.encode(), value.encode()) for name, value in STREAM_HEADERS.items()]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        try:
+            while not writer.done:
+                if data:
+                    part = {"type": "http.response.body", "body": data, "more_body": True}
+                    await send_part(part)
+                data, halted = writer.push(await job.take())
+                if halted:
+                    job.stop(halted)
+            last = data + writer.last() + DONE
+        except WeftError as error:
+            log_failure(error)
+            last = FRAME[0] + orjson.dumps(describe_error(error)[1]) + FRAME[1]
+        await send_part({"type": "http.response.body", "body": last, "more_body": False})
+
+
+@contextlib.asynccontextmanager
+async def _running(service: Service, job: Job, receive: Receive) -> AsyncIterator[OpenJob]:
+    """Submit a job and watch the connection while it runs."""
+    with service.open(job) as opened:
+        opened.submit()
+        watcher = asyncio.create_task(opened.watch(receive))
+        try:
+            yield opened
+        finally:
+            watcher.cancel()

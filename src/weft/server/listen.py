@@ -1,0 +1,80 @@
+"""The listening socket, bound before anything slow starts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+
+from weft.core.errors import ConfigError
+from weft.server.options import ServerOptions
+
+BACKLOG = 2048
+
+
+def listen(options: ServerOptions) -> socket.socket:
+    """Return a socket that is bound and listens.
+
+    Raises:
+        ConfigError: the address is in use, or cannot be had.
+    """
+    return _unix(options.uds) if options.uds is not None else _tcp(options.host, options.port)
+
+
+def address_of(sock: socket.socket) -> str:
+    """The address to show, as ``http://host:port`` or ``unix:path``."""
+    name = sock.getsockname()
+    if sock.family == socket.AF_UNIX:
+        return f"unix:{name}"
+    host = f"[{name[0]}]" if sock.family == socket.AF_INET6 else name[0]
+    return f"http://{host}:{name[1]}"
+
+
+def _tcp(host: str, port: int) -> socket.socket:
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"The host '{host}' is not known: {error}.", param="host") from None
+    family, kind, protocol, _, address = found[0]
+    sock = socket.socket(family, kind, protocol)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(BACKLOG)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(
+            f"Cannot listen on {host}:{port}: {error.strerror}; choose another port with --port.",
+            param="port",
+        ) from None
+    return sock
+
+
+def _unix(path: str) -> socket.socket:
+    """A socket that only its owner may connect to; a dead one of the same name is replaced."""
+    _remove_dead(path)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    mask = os.umask(0o177)
+    try:
+        sock.bind(path)
+        sock.listen(BACKLOG)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(f"Cannot listen on '{path}': {error.strerror}.", param="uds") from None
+    finally:
+        os.umask(mask)
+    return sock
+
+
+def _remove_dead(path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(os.stat(path).st_mode):
+            raise ConfigError(f"'{path}' exists and is not a socket.", param="uds")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as trial:
+            try:
+                trial.connect(path)
+            except ConnectionRefusedError:
+                os.unlink(path)
+                return
+        raise ConfigError(f"Another server listens on '{path}'.", param="uds")

@@ -1,0 +1,143 @@
+"""The request plane's main function: serve until told to stop, then drain."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from types import FrameType
+
+import uvicorn
+from starlette.applications import Starlette
+
+from weft.api import ModelCard
+from weft.core.ports import EngineClient
+from weft.server.app import create_app
+from weft.server.listen import address_of, listen
+from weft.server.options import ServerOptions
+from weft.server.probe import EngineProbe
+from weft.server.service import Service, ShuttingDownError
+from weft.text import ChatTemplate, Tokenizer
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+GRACE_S = 2  # for answers of aborted requests to reach their clients
+
+
+def run_server(
+    client: EngineClient,
+    tokenizer: Tokenizer,
+    chat_template: ChatTemplate | None,
+    card: ModelCard,
+    options: ServerOptions,
+    *,
+    probe: EngineProbe | None = None,
+    sockets: Seq[socket.socket] | None = None,
+    on_listening: Callable[[str], None] | None = None,
+) -> None:
+    """Serve until SIGTERM or SIGINT (unless ignored), then finish what is open and return.
+
+    At the first signal ``/ready`` says no and new requests get 503; open ones have
+    ``drain_timeout_s`` to finish, then end with an error. A second signal ends the wait.
+
+    Args:
+        sockets: listening sockets, which are closed at the end; by default one is made from
+            ``options``, and a Unix socket's path removed at the end.
+        on_listening: called with the address once requests are answered.
+
+    Raises:
+        ConfigError: the address is in use.
+    """
+    own = None if sockets else listen(options)
+    listeners = [own] if own is not None else list(sockets or ())
+    app = create_app(client, tokenizer, chat_template, card, options, probe=probe)
+    server = DrainingServer(app, options, on_listening)
+    try:
+        server.run(listeners)
+    finally:
+        if own is not None and options.uds is not None:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(options.uds)
+
+
+class DrainingServer(uvicorn.Server):
+    """Uvicorn, but a signal lets open requests finish while the port still answers.
+
+    Call ``drain`` to stop it from the event loop's thread without a signal.
+    """
+
+    def __init__(
+        self,
+        app: Starlette,
+        options: ServerOptions,
+        on_listening: Callable[[str], None] | None = None,
+    ) -> None:
+        super().__init__(_uvicorn_config(app, options))
+        self._service: Service = app.state.service
+        self._timeout_s = options.drain_timeout_s
+        self._deadline: float | None = None
+        self._on_listening = on_listening
+
+    def drain(self) -> None:
+        """Take no more requests, and stop when the open ones have ended."""
+        self._service.draining = True
+        if self._deadline is None:
+            self._deadline = time.monotonic() + self._timeout_s
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        """First signal: drain. Second: end the wait."""
+        if self._deadline is not None:
+            self._deadline = 0.0
+        self.drain()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Handle the signals that the process does not ignore, and swallow them: exit code 0."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        wanted = [s for s in SIGNALS if signal.getsignal(s) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, self.handle_exit) for number in wanted}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self._on_listening is not None and sockets and self.started:
+            self._on_listening(address_of(sockets[0]))
+
+    async def on_tick(self, counter: int) -> bool:
+        if self._deadline is not None:
+            late = time.monotonic() >= self._deadline
+            if late:
+                error = ShuttingDownError("The server was shut down before the answer was whole.")
+                self._service.abort_all(error)
+                await asyncio.sleep(0)
+            self.should_exit = late or not self._service.num_open
+        return await super().on_tick(counter)
+
+
+def _uvicorn_config(app: Starlette, options: ServerOptions) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        loop="uvloop",
+        http="httptools",
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        log_level="info" if options.access_log else "warning",
+        access_log=options.access_log,
+        root_path=options.root_path,
+        proxy_headers=False,
+        server_header=False,
+        timeout_keep_alive=options.keep_alive_s,
+        timeout_graceful_shutdown=GRACE_S,
+    )

@@ -1,0 +1,204 @@
+"""Prometheus metrics with the names that dashboards of LLM servers read.
+
+The hot path adds to plain numbers; families are built when somebody scrapes.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+
+from weft.core.plan import Update
+from weft.server.probe import EngineProbe
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+# fmt: off
+TTFT_BUCKETS = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+    20.0, 40.0, 80.0, 160.0,
+)
+ITL_BUCKETS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5,
+    5.0, 10.0,
+)
+LATENCY_BUCKETS = (
+    0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0,
+    240.0, 480.0, 960.0,
+)
+# fmt: on
+
+# What an engine may tell: name -> (kind, help).
+ENGINE_METRICS: Mapping[str, tuple[str, str]] = {
+    "num_requests_running": ("gauge", "Sequences that the engine computes now"),
+    "num_requests_waiting": ("gauge", "Sequences that wait for their first computation"),
+    "kv_cache_usage_perc": ("gauge", "Share of the KV cache in use, from 0 to 1"),
+    "num_preemptions": ("counter", "Times that a sequence lost its memory to another"),
+    "prefix_cache_queries": ("counter", "Prompt tokens looked up in the prefix cache"),
+    "prefix_cache_hits": ("counter", "Prompt tokens found in the prefix cache"),
+    "spec_decode_num_draft_tokens": ("counter", "Tokens proposed by speculation"),
+    "spec_decode_num_accepted_tokens": ("counter", "Proposed tokens that were accepted"),
+}
+
+
+class Histogram:
+    """Counts of observations in buckets."""
+
+    def __init__(self, bounds: Seq[float]) -> None:
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """(upper bound, observations up to it), as Prometheus has them."""
+        names = [*map(str, self.bounds), "+Inf"]
+        return list(zip(names, map(float, accumulate(self.counts)), strict=True))
+
+
+class Metrics:
+    """Counts of one request plane."""
+
+    def __init__(self, model: str, probe: EngineProbe, prefixes: Seq[str] = ("weft",)) -> None:
+        self.prompt_tokens = 0
+        self.generation_tokens = 0
+        self.waiting = 0
+        self.running = 0
+        self.finished: Counter[str] = Counter()
+        self.time_to_first_token = Histogram(TTFT_BUCKETS)
+        self.inter_token_latency = Histogram(ITL_BUCKETS)
+        self.e2e_latency = Histogram(LATENCY_BUCKETS)
+        self.decode_time = Histogram(LATENCY_BUCKETS)
+        self._model = model
+        self._probe = probe
+        self._prefixes = tuple(prefixes)
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+
+    def render(self) -> bytes:
+        """The page for Prometheus."""
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        """All families, for each name prefix."""
+        for prefix in self._prefixes:
+            yield from self._gauges_and_counters(prefix)
+            yield from self._histograms(prefix)
+
+    def _gauges_and_counters(self, prefix: str) -> Iterator[Metric]:
+        values: dict[str, float] = {
+            "num_requests_running": self.running,
+            "num_requests_waiting": self.waiting,
+        }
+        values |= self._probe.gauges()
+        for name, (kind, text) in ENGINE_METRICS.items():
+            if name in values:
+                yield self._plain(f"{prefix}:{name}", kind, text, values[name])
+        text = "Prompt tokens of accepted requests"
+        yield self._plain(f"{prefix}:prompt_tokens", "counter", text, self.prompt_tokens)
+        text = "Tokens generated"
+        yield self._plain(f"{prefix}:generation_tokens", "counter", text, self.generation_tokens)
+        family = CounterMetricFamily(
+            f"{prefix}:request_success",
+            "Sequences that have ended",
+            labels=["model_name", "finished_reason"],
+        )
+        for reason in ("stop", "length", "cancelled", "error"):
+            family.add_metric([self._model, reason], self.finished[reason])
+        yield family
+
+    def _plain(self, name: str, kind: str, text: str, value: float) -> Metric:
+        make = GaugeMetricFamily if kind == "gauge" else CounterMetricFamily
+        family = make(name, text, labels=["model_name"])
+        family.add_metric([self._model], value)
+        return family
+
+    def _histograms(self, prefix: str) -> Iterator[Metric]:
+        for name, text, histogram in (
+            ("time_to_first_token", "From request to first token", self.time_to_first_token),
+            ("inter_token_latency", "Between two tokens", self.inter_token_latency),
+            ("e2e_request_latency", "From request to last token", self.e2e_latency),
+            ("request_decode_time", "From first to last token", self.decode_time),
+        ):
+            family = HistogramMetricFamily(
+                f"{prefix}:{name}_seconds", f"{text}, in seconds", labels=["model_name"]
+            )
+            family.add_metric([self._model], histogram.buckets(), histogram.total)
+            yield family
+
+
+class JobTimer:
+    """Follows the sequences of one job into the metrics."""
+
+    def __init__(self, metrics: Metrics, sequences: int, prompt_tokens: int) -> None:
+        self._metrics = metrics
+        self._start = time.monotonic()
+        self._seen: dict[int, list[float]] = {}  # times of the first and the latest token
+        self._unseen = sequences
+        metrics.prompt_tokens += prompt_tokens
+        metrics.waiting += sequences
+
+    def saw(self, updates: Seq[Update]) -> list[int]:
+        """Count updates that have just arrived; return the sequences that have ended."""
+        now = time.monotonic()
+        tokens: dict[int, int] = {}
+        ends: list[Update] = []
+        for update in updates:
+            if update.token is not None:
+                tokens[update.sequence_id] = tokens.get(update.sequence_id, 0) + 1
+            if update.finish is not None:
+                ends.append(update)
+        for sequence_id, count in tokens.items():
+            self._tokens(sequence_id, count, now)
+        for end in ends:
+            self._end(end, now)
+        return [end.sequence_id for end in ends]
+
+    def close(self, open_sequences: int) -> None:
+        """Count sequences that nobody waits for any more as cancelled."""
+        self._metrics.finished["cancelled"] += open_sequences
+        self._metrics.running -= len(self._seen)
+        self._metrics.waiting -= self._unseen
+        self._seen.clear()
+        self._unseen = 0
+
+    def _tokens(self, sequence_id: int, count: int, now: float) -> None:
+        metrics = self._metrics
+        metrics.generation_tokens += count
+        times = self._seen.get(sequence_id)
+        if times is None:
+            self._seen[sequence_id] = [now, now]
+            self._unseen -= 1
+            metrics.waiting -= 1
+            metrics.running += 1
+            metrics.time_to_first_token.observe(now - self._start)
+            return
+        metrics.inter_token_latency.observe((now - times[1]) / count, count)
+        times[1] = now
+
+    def _end(self, update: Update, now: float) -> None:
+        metrics = self._metrics
+        metrics.finished[str(update.finish)] += 1
+        metrics.e2e_latency.observe(now - self._start)
+        times = self._seen.pop(update.sequence_id, None)
+        if times is None:
+            self._unseen -= 1
+            metrics.waiting -= 1
+            return
+        metrics.running -= 1
+        metrics.decode_time.observe(now - times[0])

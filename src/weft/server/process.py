@@ -1,0 +1,132 @@
+"""The request-plane process: tokenises, serves HTTP, and speaks with the engine through a ring.
+
+    python -m weft.server.process --ring FDS --socket FD --card FD --engine-pid PID --parent PID
+
+Settings come as JSON on standard input, the model's facts as one JSON line on the card descriptor
+once the engine is ready.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from weft import __version__
+from weft.api import ModelCard
+from weft.core.errors import TokenizerError, WeftError
+from weft.core.process import die_with, set_process_title
+from weft.core.served import ServedModel
+from weft.ring.client import RingClient
+from weft.ring.segment import RingFds
+from weft.server.main import run_server
+from weft.server.options import ServerOptions
+from weft.text import ChatTemplate, Tokenizer
+
+
+def main() -> None:
+    """Serve until SIGTERM; exit code 0 then."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ring", required=True)
+    for name in ("--socket", "--card", "--engine-pid", "--parent"):
+        parser.add_argument(name, type=int, required=True)
+    arguments = parser.parse_args()
+    set_process_title("weft-frontend")
+    die_with(arguments.parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when Ctrl-C ends the server
+    settings = json.load(sys.stdin)
+    with os.fdopen(arguments.card) as card:
+        line = card.readline()
+    if not line:
+        sys.exit(1)  # the engine did not start; the parent tells why
+    try:
+        _serve(arguments, settings, ServedModel.from_json(line))
+    except WeftError as error:
+        print(f"weft: {error.message}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _serve(arguments: argparse.Namespace, settings: Mapping[str, Any], served: ServedModel) -> None:
+    options = ServerOptions(**settings["options"])
+    tokenizer = Tokenizer.load(Path(settings["tokenizer"] or served.folder))
+    template = _chat_template(served, settings["chat_template"])
+    client = RingClient(RingFds.parse(arguments.ring))
+    client.watch_engine(os.pidfd_open(arguments.engine_pid))
+
+    def on_listening(address: str) -> None:
+        client.attach(asyncio.get_running_loop())
+        print(f"weft: serving {served.name} on {address}", file=sys.stderr, flush=True)
+
+    run_server(
+        client,
+        tokenizer,
+        template,
+        _card(served, options, settings["base_seed"]),
+        options,
+        probe=RingProbe(client, served),
+        sockets=[socket.socket(fileno=arguments.socket)],
+        on_listening=on_listening,
+    )
+
+
+def _chat_template(served: ServedModel, file: str | None) -> ChatTemplate | None:
+    """The model's chat template; a model without one serves completions only."""
+    try:
+        return ChatTemplate.load(Path(served.folder), file=None if file is None else Path(file))
+    except TokenizerError as error:
+        if file is not None:
+            raise
+        print(f"weft: chat is off. {error.message}", file=sys.stderr)
+        return None
+
+
+def _card(served: ServedModel, options: ServerOptions, base_seed: int | None) -> ModelCard:
+    return ModelCard(
+        served_names=options.served_model_name or (served.name,),
+        vocab_size=served.vocab_size,
+        max_model_len=served.max_model_len,
+        eos_token_ids=served.eos_token_ids,
+        sampling_defaults=served.sampling_defaults,
+        created=int(time.time()),
+        system_fingerprint=f"weft-{__version__}-{served.dtype}",
+        base_seed=base_seed,
+    )
+
+
+class RingProbe:
+    """What the ring's info page says of the engine."""
+
+    def __init__(self, client: RingClient, served: ServedModel) -> None:
+        self._client = client
+        self._served = served
+
+    def ready(self) -> bool:
+        return bool(self._client.info().ready)
+
+    def gauges(self) -> Mapping[str, float]:
+        info = self._client.info()
+        used = (info.blocks - info.free_blocks) / info.blocks if info.blocks else 0.0
+        return {
+            "num_requests_running": info.running,
+            "num_requests_waiting": info.waiting,
+            "kv_cache_usage_perc": used,
+            "num_preemptions": info.preemptions,
+            "prefix_cache_queries": info.prompt_tokens,
+            "prefix_cache_hits": info.cached_tokens,
+        }
+
+    def info(self) -> Mapping[str, Any]:
+        return {"version": __version__, **asdict(self._served)}
+
+
+if __name__ == "__main__":
+    main()

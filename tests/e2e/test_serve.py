@@ -1,0 +1,297 @@
+"""``weft serve`` as its users meet it: three real processes, standard clients, signals."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import openai
+import psutil
+import pytest
+
+WEFT = [sys.executable, "-m", "weft.cli"]
+SMALL = ["--threads", "1", "--kv-memory", "32MiB", "--max-num-seqs", "16"]
+START_S = 60.0
+
+
+@dataclass
+class Server:
+    process: subprocess.Popen[str]
+    url: str
+    errors: Path
+
+    def children(self) -> dict[str, psutil.Process]:
+        found = psutil.Process(self.process.pid).children(recursive=True)
+        return {child.cmdline()[0].split()[0]: child for child in found}
+
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def serving(folder: Path, *arguments: str) -> Iterator[Server]:
+    """Run a server until the block ends; whatever it started must be gone then."""
+    port, errors = free_port(), folder / "stderr.txt"
+    with errors.open("w") as log:
+        command = [*WEFT, "serve", "--port", str(port), *SMALL, *arguments]
+        process = subprocess.Popen(command, stderr=log, stdout=subprocess.PIPE, text=True)
+    server = Server(process, f"http://127.0.0.1:{port}", errors)
+    try:
+        wait_until_ready(server)
+        family = [psutil.Process(process.pid), *server.children().values()]
+        yield server
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+        process.wait(30)
+    gone, alive = psutil.wait_procs(family, timeout=15)
+    assert not alive, f"left behind: {alive}"
+    assert len(gone) == len(family)
+
+
+def wait_until_ready(server: Server) -> None:
+    end = time.monotonic() + START_S
+    while time.monotonic() < end:
+        with contextlib.suppress(httpx.HTTPError):
+            if httpx.get(f"{server.url}/ready", timeout=START_S).status_code == 200:
+                return
+        assert server.process.poll() is None, server.errors.read_text()
+        time.sleep(0.05)
+    raise AssertionError("the server did not become ready")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory) -> Iterator[Server]:
+    with serving(tmp_path_factory.mktemp("serve")) as running:
+        yield running
+
+
+def scheduler_is_empty(server: Server) -> bool:
+    text = httpx.get(f"{server.url}/metrics").text
+    values = {
+        line.split("{")[0]: float(line.rsplit(" ", 1)[1])
+        for line in text.splitlines()
+        if line.startswith(("weft:num_requests", "weft:kv_cache"))
+    }
+    assert len(values) == 3
+    return not any(values.values())
+
+
+def eventually(condition, seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.05)
+
+
+def test_three_processes_under_clear_titles(server):
+    assert set(server.children()) == {"weft-engine", "weft-frontend"}
+    frontend = server.children()["weft-frontend"]
+    maps = Path(f"/proc/{frontend.pid}/maps").read_text()
+    assert "libtorch" not in maps, "the request plane must not load torch"
+
+
+def test_the_openai_client_streams_what_it_gets_whole(server):
+    ask = {
+        "model": "builtin",
+        "messages": [{"role": "user", "content": "What does `str.split` do?"}],
+        "temperature": 0.0,
+        "max_tokens": 40,
+    }
+    with server.client() as client:
+        whole = client.chat.completions.create(**ask)
+        pieces, usage = [], None
+        stream = client.chat.completions.create(
+            **ask, stream=True, stream_options={"include_usage": True}
+        )
+        for chunk in stream:
+            pieces += [choice.delta.content or "" for choice in chunk.choices]
+            usage = chunk.usage or usage
+    assert "".join(pieces) == whole.choices[0].message.content != ""
+    assert usage.completion_tokens == whole.usage.completion_tokens
+    assert whole.choices[0].finish_reason in ("stop", "length")
+
+
+def test_the_python_api_and_http_give_the_same_tokens(server):
+    import weft
+
+    with weft.LLM(threads=1, kv_memory="32MiB", max_num_seqs=16) as llm:
+        params = weft.SamplingParams(temperature=0.9, seed=3, max_tokens=24, ignore_eos=True)
+        result = llm.generate("import os\n", params, progress=False)[0]
+    body = {"model": "builtin", "prompt": "import os\n", "temperature": 0.9, "seed": 3}
+    body |= {"max_tokens": 24, "ignore_eos": True, "return_token_ids": True}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body).json()
+    assert answer["choices"][0]["text"] == result.text
+
+
+def test_many_clients_at_once_get_their_own_answers(server):
+    def ask(number: int, answers: dict[int, str]) -> None:
+        body = {"model": "builtin", "prompt": [9 + number] * 5, "temperature": 0, "max_tokens": 16}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
+        answers[number] = answer["choices"][0]["text"]
+
+    alone: dict[int, str] = {}
+    for number in range(8):
+        ask(number, alone)
+    together: dict[int, str] = {}
+    threads = [threading.Thread(target=ask, args=(n, together)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert together == alone
+
+
+def test_a_client_that_leaves_frees_its_sequence(server):
+    body = {"model": "builtin", "prompt": "x", "max_tokens": 1900, "stream": True}
+    body |= {"ignore_eos": True, "temperature": 1.0}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as answer:
+        next(answer.iter_lines())
+    eventually(lambda: scheduler_is_empty(server))
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "word"),
+    [
+        ({"max_tokens": -1}, 400, "max_tokens"),
+        ({"temprature": 1}, 400, "temperature"),
+        ({"model": "gpt-9"}, 404, "gpt-9"),
+        ({"messages": [{"role": "user", "content": "word " * 4000}]}, 400, "context"),
+        ({"best_of": 3}, 400, "best_of"),
+    ],
+)
+def test_wrong_requests_get_openai_errors(server, change, status, word):
+    body = {"model": "builtin", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json={**body, **change})
+    assert answer.status_code == status
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert word in error["message"]
+
+
+def test_not_json_and_nan_are_refused(server):
+    for raw in (b"{nonsense", b'{"model":"builtin","prompt":"x","temperature":NaN}', b"\xff\xfe"):
+        answer = httpx.post(
+            f"{server.url}/v1/completions",
+            content=raw,
+            headers={"content-type": "application/json"},
+        )
+        assert answer.status_code == 400
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_server_info_names_the_kernels(server):
+    info = httpx.get(f"{server.url}/server_info").json()
+    assert "paged_attention" in json.dumps(info)
+
+
+def test_chat_in_the_terminal(server):
+    done = subprocess.run(
+        [*WEFT, "chat", "--url", server.url, "--max-tokens", "8", "--temperature", "0"],
+        input="/system Be brief.\nWhat is a list?\n/reset\n/nonsense\nhello\n/quit\n",
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("tokens/s") == 2
+    assert "system message is set" in done.stdout
+    assert "Unknown command /nonsense" in done.stdout
+
+
+def test_chat_without_a_server_says_what_to_do():
+    done = subprocess.run(
+        [*WEFT, "chat", "--url", f"http://127.0.0.1:{free_port()}"],
+        capture_output=True, text=True, timeout=60, check=False, input="",
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "weft serve" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_port_in_use_is_refused_at_once(server):
+    port = server.url.rsplit(":", 1)[1]
+    done = subprocess.run(
+        [*WEFT, "serve", "--port", port, *SMALL],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert port in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_model_that_cannot_be_served_ends_the_server():
+    done = subprocess.run(
+        [*WEFT, "serve", "--port", str(free_port()), "--model", "./nowhere"],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "./nowhere" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+
+
+def test_ctrl_c_lets_running_streams_finish(tmp_path):
+    with serving(tmp_path) as running:
+        body = {"model": "builtin", "prompt": "x", "max_tokens": 200, "stream": True}
+        body |= {"ignore_eos": True, "temperature": 1.0}
+        with httpx.stream("POST", f"{running.url}/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            running.process.send_signal(signal.SIGINT)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert running.process.wait(30) == 0
+
+
+@pytest.mark.parametrize("title", ["weft-engine", "weft-frontend"])
+def test_a_child_that_is_killed_ends_the_server_cleanly(tmp_path, title):
+    with serving(tmp_path) as running:
+        running.children()[title].kill()
+        assert running.process.wait(30) == 1
+        assert "ended" in running.errors.read_text()
+
+
+def test_nothing_is_left_when_the_supervisor_is_killed(tmp_path):
+    before = set(os.listdir("/dev/shm"))
+    with serving(tmp_path) as running:
+        running.process.kill()
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+def test_a_unix_socket_serves_and_is_removed(tmp_path):
+    path = tmp_path / "weft.sock"
+    command = [*WEFT, "serve", "--uds", str(path), *SMALL]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+        transport = httpx.HTTPTransport(uds=str(path))
+        with httpx.Client(transport=transport, base_url="http://weft", timeout=START_S) as client:
+            eventually(lambda: path.exists(), START_S)
+            body = {"model": "builtin", "prompt": "x", "max_tokens": 3}
+            assert client.post("/v1/completions", json=body).status_code == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    assert not path.exists()
+
+
+def test_a_key_is_demanded_and_names_are_served(tmp_path):
+    arguments = ["--api-key", "secret", "--served-model-name", "mine"]
+    with serving(tmp_path, *arguments) as running:
+        body = {"model": "mine", "prompt": "x", "max_tokens": 2}
+        assert httpx.post(f"{running.url}/v1/completions", json=body).status_code == 401
+        key = {"Authorization": "Bearer secret"}
+        answer = httpx.post(f"{running.url}/v1/completions", json=body, headers=key)
+        assert answer.json()["model"] == "mine"

@@ -1,0 +1,96 @@
+"""Real servers on loopback ports, before a real engine or one whose every step a test decides."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from weft.core.ports import EngineClient
+from weft.server.app import create_app
+from weft.server.listen import address_of, listen
+from weft.server.main import DrainingServer
+from weft.server.options import ServerOptions
+from weft.server.probe import EngineProbe
+from weft.server.service import Service
+
+
+@dataclass
+class Running:
+    """A server that answers on ``url``."""
+
+    url: str
+    service: Service
+    server: DrainingServer
+    thread: threading.Thread
+    client: Any
+
+    def http(self, **options: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=30, **options)
+
+
+@contextlib.contextmanager
+def serving(
+    client: EngineClient, text: Any, probe: EngineProbe | None = None, **options: Any
+) -> Iterator[Running]:
+    """Run a server on a thread; it is drained at the end."""
+    chosen = ServerOptions(port=0, **options)
+    sock = listen(chosen)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 65536)  # so that slow readers are felt
+    app = create_app(client, *text, chosen, probe=probe)
+    listening = threading.Event()
+    server = DrainingServer(app, chosen, lambda _: listening.set())
+    url = address_of(sock)
+    thread = threading.Thread(target=server.run, args=([sock],), daemon=True)
+    thread.start()
+    assert listening.wait(20)
+    try:
+        yield Running(url, app.state.service, server, thread, client)
+    finally:
+        server.drain()
+        thread.join(20)
+    assert not thread.is_alive()
+
+
+def wait_until(condition: Any, seconds: float = 10) -> None:
+    """Wait for something that another thread does."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.01)
+
+
+class Asking:
+    """Reads a stream on a thread, so that the test can play the engine meanwhile."""
+
+    def __init__(self, running: Any, body: dict[str, Any], path: str = "/v1/completions") -> None:
+        self.events: list[str] = []
+        self._running, self._body, self._path = running, body, path
+        self._thread = threading.Thread(target=self._read, daemon=True)
+
+    def _read(self) -> None:
+        http = self._running.http()
+        with http, http.stream("POST", self._path, json=self._body) as answer:
+            for line in answer.iter_lines():
+                if line:
+                    self.events.append(line.removeprefix("data: "))
+
+    def wait_for(self, count: int) -> None:
+        wait_until(lambda: len(self.events) >= count)
+
+    def join(self) -> None:
+        self._thread.join(10)
+        assert not self._thread.is_alive()
+
+    def __enter__(self) -> Asking:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.join()

@@ -1,0 +1,335 @@
+"""What the server does beside generating: errors, keys, limits, drain, metrics, slow readers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from scripted import ScriptedClient
+from serving import Asking, serving
+
+from weft.core.errors import ConfigError, WeftError
+from weft.core.types import FinishReason
+from weft.server.listen import listen
+from weft.server.options import ServerOptions
+
+BODY = {"model": "builtin", "prompt": "x", "max_tokens": 100}
+CHAT = {"model": "builtin", "messages": [{"role": "user", "content": "x"}]}
+
+
+def error_of(response: httpx.Response, status: int, code: str | None) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    assert set(response.json()) == {"error"}
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["code"] == code
+    assert error["message"]
+    assert error["type"] == ("server_error" if status >= 500 else error["type"])
+    return error
+
+
+@pytest.fixture
+def http(scripted):
+    with scripted.http() as http:
+        yield http
+
+
+# -- errors -------------------------------------------------------------------------------------
+
+
+def test_every_error_has_openai_s_form(http):
+    post = http.post
+    error_of(http.get("/nope"), 404, "not_found")
+    error_of(http.get("/v1/models/"), 404, "model_not_found")
+    error_of(post("/health"), 405, "method_not_allowed")
+    error_of(http.get("/v1/completions"), 405, "method_not_allowed")
+    error_of(http.get("/v1/models/unknown"), 404, "model_not_found")
+    error_of(post("/v1/completions", json={**BODY, "model": "m"}), 404, "model_not_found")
+    error_of(post("/v1/completions", content=b"{"), 400, "invalid_json")
+    nan = json.dumps({**BODY, "temperature": float("nan")}).encode()
+    error_of(post("/v1/completions", content=nan), 400, "invalid_json")
+    found = error_of(
+        post("/v1/chat/completions", json={**CHAT, "tool": 1}), 400, "unknown_parameter"
+    )
+    assert found["param"] == "tool"
+    assert found["type"] == "invalid_request_error"
+    found = error_of(
+        post("/v1/completions", json={**BODY, "best_of": 3}), 400, "unsupported_parameter"
+    )
+    assert found["param"] == "best_of"
+    error_of(post("/v1/completions", json={**BODY, "max_tokens": -1}), 400, "invalid_parameter")
+    long = {**BODY, "prompt": [5] * 300}
+    error_of(post("/v1/completions", json=long), 400, "context_length_exceeded")
+    error_of(post("/tokenize", json={"text": "x"}), 400, "unknown_parameter")
+
+
+def test_large_bodies(http, scripted):
+    five_mb = {**BODY, "prompt": "word " * 2**20}
+    error_of(http.post("/v1/completions", json=five_mb), 400, "context_length_exceeded")
+    limit = scripted.service.options.max_body_bytes
+    error_of(http.post("/v1/completions", content=b"x" * (limit + 1)), 413, "request_too_large")
+
+    def endless():
+        for _ in range(limit // 2**20 + 2):
+            yield b"x" * 2**20
+
+    error_of(http.post("/v1/completions", content=endless()), 413, "request_too_large")
+    expecting = {"content-length": str(limit + 1), "expect": "100-continue"}
+    with socket.create_connection(scripted.url.removeprefix("http://").split(":")) as raw:
+        head = "".join(f"{name}: {value}\r\n" for name, value in expecting.items())
+        raw.sendall(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{head}\r\n".encode())
+        assert raw.recv(64).startswith(b"HTTP/1.1 413")
+
+
+def test_a_client_that_leaves_while_sending(scripted):
+    with socket.create_connection(scripted.url.removeprefix("http://").split(":")) as raw:
+        raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
+    with scripted.http() as http:
+        assert http.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_engine_that_fails_before_the_first_token(scripted, stream):
+    answers = []
+
+    def ask() -> None:
+        with scripted.http() as http:
+            answers.append(http.post("/v1/completions", json={**BODY, "stream": stream}))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    scripted.client.send(scripted.client.submitted.get(timeout=10), finish="cancelled")
+    thread.join(10)
+    error_of(answers[0], 503, "request_cancelled")
+
+
+def test_an_engine_that_fails_in_the_middle_of_a_stream(scripted):
+    with Asking(scripted, {**CHAT, "stream": True, "n": 2}, "/v1/chat/completions") as asking:
+        first, second = (scripted.client.submitted.get(timeout=10) for _ in range(2))
+        scripted.client.send(first, 700)
+        asking.wait_for(2)
+        scripted.client.send(second, 700, finish="error")
+        asking.join()
+    assert set(json.loads(asking.events[-1])["error"]) == {"message", "type", "param", "code"}
+    assert "[DONE]" not in asking.events
+    assert scripted.client.cancelled.get(timeout=5) == (first.id, FinishReason.CANCELLED)
+
+
+def test_an_engine_that_takes_nothing(text):
+    class Full(ScriptedClient):
+        def submit(self, requests: Any, sink: Any) -> None:  # noqa: ARG002
+            raise WeftError("No room.")
+
+    with serving(Full(), text) as running, running.http() as http:
+        error_of(http.post("/v1/completions", json=BODY), 500, "internal_error")
+        assert running.service.num_open == 0
+        assert running.service.metrics.waiting == 0
+
+
+# -- the other routes ---------------------------------------------------------------------------
+
+
+def test_models_tokens_and_info(http):
+    assert [m["id"] for m in http.get("/v1/models").json()["data"]] == ["builtin", "org/other"]
+    for name in ("org/other", "org%2Fother"):
+        assert http.get(f"/v1/models/{name}").json()["id"] == "org/other"
+    tokens = http.post("/tokenize", json={"model": "builtin", "prompt": "héllo"}).json()
+    assert tokens["count"] == len(tokens["tokens"])
+    body = {"tokens": tokens["tokens"], "skip_special_tokens": True}
+    assert http.post("/detokenize", json=body).json() == {"prompt": "héllo"}
+    chat = http.post("/tokenize", json={"messages": CHAT["messages"]}).json()
+    assert chat["tokens"][0] == 0
+    assert http.get("/health").json() == {"status": "ok"}
+    assert http.get("/ready").status_code == 200
+    info = http.get("/server_info").json()
+    assert info["model"]["names"] == ["builtin", "org/other"]
+
+
+class StuckProbe:
+    def ready(self) -> bool:
+        return False
+
+    def gauges(self) -> dict[str, float]:
+        return {"num_requests_running": 7, "kv_cache_usage_perc": 0.25, "num_preemptions": 3}
+
+    def info(self) -> dict[str, Any]:
+        return {"attention": "reference"}
+
+
+def test_what_the_engine_tells(text):
+    options = {"vllm_metrics": True}
+    with (
+        serving(ScriptedClient(), text, StuckProbe(), **options) as running,
+        running.http() as http,
+    ):
+        assert http.get("/ready").status_code == 503
+        assert http.get("/server_info").json()["engine"] == {"attention": "reference"}
+        page = http.get("/metrics").text
+    for prefix in ("weft", "vllm"):
+        assert f'{prefix}:num_requests_running{{model_name="builtin"}} 7.0' in page
+        assert f'{prefix}:num_preemptions_total{{model_name="builtin"}} 3.0' in page
+        assert f'{prefix}:kv_cache_usage_perc{{model_name="builtin"}} 0.25' in page
+
+
+def test_metrics_count_what_happened(text):
+    with serving(ScriptedClient([700, 701, 702]), text) as running, running.http() as http:
+        http.post("/v1/completions", json={**BODY, "n": 2})
+        page = http.get("/metrics").text
+    label = '{model_name="builtin"}'
+    assert f"weft:generation_tokens_total{label} 6.0" in page
+    assert f"weft:prompt_tokens_total{label} 2.0" in page
+    assert f"weft:time_to_first_token_seconds_count{label} 2.0" in page
+    assert f"weft:e2e_request_latency_seconds_count{label} 2.0" in page
+    assert 'weft:request_success_total{finished_reason="stop",model_name="builtin"} 2.0' in page
+    assert f"weft:num_requests_running{label} 0.0" in page
+
+
+# -- keys, origins, sockets ---------------------------------------------------------------------
+
+
+def test_keys_guard_every_path_but_two(text):
+    keys = ("first-key", "second-key")
+    with serving(ScriptedClient([700]), text, api_key=keys) as running, running.http() as http:
+        for path in ("/v1/models", "/metrics", "/server_info", "/nope", "/v1/models/x", "/"):
+            error_of(http.get(path), 401, "invalid_api_key")
+        for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+            error_of(http.post(path, json=BODY), 401, "invalid_api_key")
+        for path in ("/health", "/ready"):
+            assert http.get(path).status_code == 200
+        for value in (
+            "Bearer wrong",
+            "Bearer",
+            "Basic first-key",
+            "first-key",
+            "Bearer first-key2",
+        ):
+            error_of(http.get("/metrics", headers={"authorization": value}), 401, "invalid_api_key")
+        for key in keys:
+            header = {"authorization": f"Bearer {key}"}
+            assert http.post("/v1/completions", json=BODY, headers=header).status_code == 200
+
+
+def test_origins(text):
+    options = {"cors_origin": ("https://good.example",), "api_key": ("key",)}
+    ask = {
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization",
+    }
+    with serving(ScriptedClient(), text, **options) as running, running.http() as http:
+        good = http.options("/v1/completions", headers={"origin": "https://good.example", **ask})
+        assert good.status_code == 200
+        assert good.headers["access-control-allow-origin"] == "https://good.example"
+        bad = http.options("/v1/completions", headers={"origin": "https://bad.example", **ask})
+        assert "access-control-allow-origin" not in bad.headers
+        refused = http.get("/v1/models", headers={"origin": "https://good.example"})
+        assert refused.status_code == 401
+        assert refused.headers["access-control-allow-origin"] == "https://good.example"
+
+
+def test_root_path(text):
+    options = {"root_path": "/llm", "api_key": ("key",)}
+    with serving(ScriptedClient(), text, **options) as running, running.http() as http:
+        header = {"authorization": "Bearer key"}
+        assert http.get("/v1/models", headers=header).status_code == 200
+        assert http.get("/health").status_code == 200
+        assert http.get("/v1/models").status_code == 401
+
+
+def test_addresses_that_cannot_be_had(tmp_path):
+    with listen(ServerOptions(port=0)) as taken, pytest.raises(ConfigError, match="--port"):
+        listen(ServerOptions(port=taken.getsockname()[1]))
+    path = tmp_path / "s"
+    path.write_text("precious")
+    with pytest.raises(ConfigError, match="not a socket"):
+        listen(ServerOptions(uds=str(path)))
+    alive = tmp_path / "alive"
+    with listen(ServerOptions(uds=str(alive))):
+        assert stat.S_IMODE(alive.stat().st_mode) == 0o600
+        with pytest.raises(ConfigError, match="Another server"):
+            listen(ServerOptions(uds=str(alive)))
+    listen(ServerOptions(uds=str(alive))).close()  # the dead one is replaced
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"port": 70000}, {"api_key": ("",)}, {"root_path": "llm"}, {"served_model_name": ("",)}],
+)
+def test_options_that_make_no_sense(options):
+    with pytest.raises(ConfigError):
+        ServerOptions(**options)
+
+
+# -- the end ------------------------------------------------------------------------------------
+
+
+def test_drain_lets_open_streams_finish(text):
+    with serving(ScriptedClient(), text, drain_timeout_s=20) as running:
+        with Asking(running, {**BODY, "stream": True}) as asking, running.http() as http:
+            request = running.client.submitted.get(timeout=10)
+            running.client.send(request, 700)
+            asking.wait_for(1)
+            running.server.drain()
+            assert http.get("/ready").status_code == 503
+            assert http.get("/health").status_code == 200
+            refused = http.post("/v1/completions", json=BODY)
+            error_of(refused, 503, "shutting_down")
+            assert "retry-after" in refused.headers
+            running.client.send(request, 701, finish="stop")
+        assert asking.events[-1] == "[DONE]"
+        running.thread.join(5)
+        assert not running.thread.is_alive()
+
+
+def test_drain_ends_what_takes_too_long(text):
+    with serving(ScriptedClient(), text, drain_timeout_s=0.3) as running:
+        with Asking(running, {**BODY, "stream": True}) as asking:
+            request = running.client.submitted.get(timeout=10)
+            running.client.send(request, 700)
+            asking.wait_for(1)
+            running.server.drain()
+        assert json.loads(asking.events[-1])["error"]["code"] == "shutting_down"
+        assert running.client.cancelled.get(timeout=5)[0] == request.id
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+import weft
+from weft.api import ModelCard
+from weft.server.main import run_server
+from weft.server.options import ServerOptions
+from weft.text import ChatTemplate, Tokenizer
+sys.path.insert(0, sys.argv[2])
+from scripted import ScriptedClient
+folder = Path(weft.__file__).parent / "builtin"
+card = ModelCard(("builtin",), 4096, 256)
+run_server(ScriptedClient([700, 701]), Tokenizer.load(folder), ChatTemplate.load(folder), card,
+           ServerOptions(uds=sys.argv[1]), on_listening=lambda address: print(address, flush=True))
+assert "torch" not in sys.modules
+print("done", flush=True)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_process_on_a_unix_socket_ends_on_a_signal(tmp_path, number):
+    path = str(tmp_path / "weft.sock")
+    command = [sys.executable, "-c", SCRIPT, path, str(Path(__file__).parent)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline().strip() == f"unix:{path}"
+        with httpx.Client(transport=httpx.HTTPTransport(uds=path), base_url="http://x") as http:
+            assert http.post("/v1/completions", json=BODY).status_code == 200
+            process.send_signal(number)
+            assert process.stdout.readline().strip() == "done"
+        assert process.wait(10) == 0
+    assert not os.path.exists(path)
