@@ -261,7 +261,7 @@ def test_the_property_test_can_fail():
         def open(self, sequence_id, hit):
             super().open(sequence_id, hit)
             if hit:
-                wrong = self.pools[0].allocate()
+                (wrong,) = self.pools[0].allocate(1)
                 table = self._tables[sequence_id].blocks[0]
                 self.pools[0].release(table[-1])
                 table[-1] = wrong

@@ -76,6 +76,7 @@ class KVCache:
         self._tables: dict[int, Table] = {}
         self._chains: dict[int, dict[int, HashChain]] = {}
         self._zero: list[tuple[int, int]] = []
+        self._block_sizes = tuple((i, group.block_size) for i, group in enumerate(groups))
 
     # -- opening: the prefix cache ------------------------------------------------------------
 
@@ -162,18 +163,21 @@ class KVCache:
 
     def extend(self, sequence_id: int, upto: int) -> list[tuple[int, tuple[int, ...]]] | None:
         """Reserve blocks for tokens [0, upto): (group, new blocks), or None with nothing taken."""
-        needs = self.missing(sequence_id, upto)
-        for need, pool in zip(needs, self.pools, strict=True):
-            if need > pool.available:
-                return None
         tables = self._tables[sequence_id].blocks
-        grown = []
-        for index, need in enumerate(needs):
-            if need:
-                allocate = self.pools[index].allocate
-                new = tuple([allocate() for _ in range(need)])
-                tables[index].extend(new)
-                grown.append((index, new))
+        grown: list[tuple[int, tuple[int, ...]]] = []
+        for index, size in self._block_sizes:
+            need = -(-upto // size) - len(tables[index])
+            if need <= 0:
+                continue
+            new = self.pools[index].allocate(need)
+            if new is None:
+                for earlier, blocks in grown:
+                    del tables[earlier][-len(blocks) :]
+                    for block in blocks:
+                        self.pools[earlier].release(block)
+                return None
+            tables[index].extend(new)
+            grown.append((index, new))
         return grown
 
     def growable(self, sequence_id: int) -> int:
@@ -230,28 +234,26 @@ class KVCache:
             computed: tokens whose KV is written and will not change.
         """
         table = self._tables[sequence_id]
-        sealable = min(computed, len(tokens))
+        known = len(tokens)
+        sealable = computed if computed < known else known
         next_full = computed + self.alignment
-        for index, group in enumerate(self.groups):
-            full = sealable // group.block_size
+        for index, size in self._block_sizes:
+            full = sealable // size
             if full > table.sealed[index] and self.prefix_caching:
-                self._seal_blocks(sequence_id, table, index, tokens, full)
-            if group.window is not None:
-                self._drop_head(self.pools[index], table, index, group.first_block(computed))
-            next_full = min(next_full, (computed // group.block_size + 1) * group.block_size)
+                digests = self._chains[sequence_id][size].extend(tokens, full)
+                blocks, seal = table.blocks[index], self.pools[index].seal
+                for position in range(table.sealed[index], full):
+                    if blocks[position] >= 0:
+                        seal(blocks[position], digests[position])
+                table.sealed[index] = full
+            window = self.groups[index].window
+            if window is not None:
+                first = self.groups[index].first_block(computed)
+                self._drop_head(self.pools[index], table, index, first)
+            boundary = (computed // size + 1) * size
+            if boundary < next_full:
+                next_full = boundary
         return next_full
-
-    def _seal_blocks(
-        self, sequence_id: int, table: Table, index: int, tokens: Seq[int], full: int
-    ) -> None:
-        """Seal the first ``full`` blocks of one group as far as they are not sealed yet."""
-        blocks, seal = table.blocks[index], self.pools[index].seal
-        chain = self._chains[sequence_id][self.groups[index].block_size]
-        digests = chain.extend(tokens, full)
-        for position in range(table.sealed[index], full):
-            if blocks[position] >= 0:
-                seal(blocks[position], digests[position])
-        table.sealed[index] = full
 
     @staticmethod
     def _drop_head(pool: BlockPool, table: Table, index: int, first: int) -> None:

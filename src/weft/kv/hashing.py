@@ -33,8 +33,11 @@ class HashChain:
     def extend(self, tokens: Sequence[int], upto_blocks: int) -> list[bytes]:
         """Hash up to ``upto_blocks`` blocks in all and return every digest so far."""
         size, digests = self.block_size, self.digests
-        for index in range(len(digests), upto_blocks):
-            parent = digests[index - 1] if index else self._root
-            content = self._pack(*tokens[index * size : (index + 1) * size])
-            digests.append(blake2b(content + parent, digest_size=DIGEST_BYTES).digest())
+        if len(digests) >= upto_blocks:
+            return digests
+        parent = digests[-1] if digests else self._root
+        for start in range(len(digests) * size, upto_blocks * size, size):
+            content = self._pack(*tokens[start : start + size])
+            parent = blake2b(content + parent, digest_size=DIGEST_BYTES).digest()
+            digests.append(parent)
         return digests

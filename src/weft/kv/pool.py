@@ -32,16 +32,22 @@ class BlockPool:
     def held(self) -> int:
         return self.num_blocks - self.available
 
-    def allocate(self) -> int:
-        """Hand out one block with one reference and no content hash."""
-        if self._blank:
-            block = self._blank.pop()
-        elif self._cached:
-            block, _ = self._cached.popitem(last=False)
-            del self._block_of[self._digest_of.pop(block)]
-        else:
-            raise InvariantError("allocate from an empty pool")
-        self._references[block] = 1
+    def allocate(self, count: int) -> tuple[int, ...] | None:
+        """Hand out blocks with one reference each and no hash, or None if there are fewer."""
+        blank = self._blank
+        if count > len(blank) + len(self._cached):
+            return None
+        blocks = []
+        for _ in range(count):
+            block = blank.pop() if blank else self._evict()
+            self._references[block] = 1
+            blocks.append(block)
+        return tuple(blocks)
+
+    def _evict(self) -> int:
+        """Make the cached block that was let go longest ago blank."""
+        block, _ = self._cached.popitem(last=False)
+        del self._block_of[self._digest_of.pop(block)]
         return block
 
     def find(self, digest: bytes) -> int | None:
