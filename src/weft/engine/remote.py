@@ -86,7 +86,7 @@ class RemoteEngine:
     """
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        ring = create_ring()
+        ring = self._ring = create_ring()
         self._process = EngineProcess.start(settings, [ring])
         try:
             self.served = self._process.wait_until_ready()
@@ -95,10 +95,14 @@ class RemoteEngine:
             self._process.stop()
             ring.close()
             raise
+        self._closed = False
         self.client.watch_engine(os.pidfd_open(self._process.process.pid))
         self.client.run_in_thread()
 
     def close(self) -> None:
         """End the engine; open requests end with an error. May be called twice."""
-        self._process.stop()
-        self.client.close()
+        if not self._closed:
+            self._closed = True
+            self._process.stop()
+            self.client.close()
+            self._ring.close()

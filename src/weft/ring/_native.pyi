@@ -1,3 +1,5 @@
+"""Types of the compiled part, ``module.cpp``."""
+
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import select
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 
 from weft.core.errors import EngineBusyError, EngineDeadError, ParameterError, WeftError
@@ -28,6 +29,8 @@ from weft.ring.layout import REASON_OF, SIZES, EngineInfo, Refusal
 from weft.ring.segment import RingFds, attached
 
 Sink = Callable[[Seq[Update]], None]
+
+logger = logging.getLogger("weft")
 
 
 class RingClient:
@@ -169,8 +172,7 @@ class RingClient:
                 batches.setdefault(sink, []).extend(updates)
                 if news[-1] is not None:
                     del self._sinks[news[0]]
-        for sink, updates in batches.items():
-            sink(updates)
+        _deliver(batches)
         return bool(batches)
 
     def arm(self) -> bool:
@@ -261,8 +263,7 @@ class RingClient:
                 end = Update(request_id, None, finish=FinishReason.ERROR, error=error)
                 batches.setdefault(sink, []).append(end)
             self._sinks.clear()
-        for sink, updates in batches.items():
-            sink(updates)
+        _deliver(batches)
 
     def close(self) -> None:
         """End what is open and give the ring up. May be called twice."""
@@ -281,3 +282,12 @@ class RingClient:
             os.close(self._changed)
         self._unwatch()
         self._loop = None
+
+
+def _deliver(batches: Mapping[Sink, list[Update]]) -> None:
+    for sink, updates in batches.items():
+        try:
+            sink(updates)
+        except Exception:
+            # A sink that fails is a bug, but the other requests' news must not be lost with it.
+            logger.exception("A sink failed; its request may hang.")

@@ -80,6 +80,7 @@ class EngineSide {
   bool publish(uint64_t id, uint32_t token) {
     const uint32_t index = index_of(id);
     Held& held = held_[index];
+    if (!may_write(index)) return false;
     check_room(held);
     held.output.put(held.published, token);
     return count(index);
@@ -88,6 +89,7 @@ class EngineSide {
   bool publish(uint64_t id, const Scored& scored, uint32_t cached_tokens) {
     const uint32_t index = index_of(id);
     Held& held = held_[index];
+    if (!may_write(index)) return false;
     check_room(held);
     store(segment_.slot(index).cached_tokens, cached_tokens);
     held.output.put(held.published, scored);
@@ -102,6 +104,7 @@ class EngineSide {
     if (end > held.prompt.capacity || start < held.prompt_published) {
       throw SegmentError("prompt log probabilities that were not asked for, or twice");
     }
+    if (!may_write(index)) return false;
     for (uint32_t i = held.prompt_published; i < start; ++i) held.prompt.put(i, uint32_t{0});
     for (uint32_t i = start; i < end; ++i) held.prompt.put(i, scored[i - start]);
     const auto more = static_cast<uint32_t>(end) - held.prompt_published;
@@ -116,7 +119,7 @@ class EngineSide {
   bool finish(uint64_t id, const End& end) {
     const uint32_t index = index_of(id);
     Held& held = held_[index];
-    if (end.last) {
+    if (end.last && may_write(index)) {
       check_room(held);
       held.output.put(held.published, *end.last);
     }
@@ -178,6 +181,13 @@ class EngineSide {
       throw SegmentError("sequence " + std::to_string(id) + " is not open");
     }
     return index;
+  }
+
+  // Whether no later engine has the slot. What a stalled engine says after that is dropped here;
+  // between this look and the exchange that publishes, only the proof of its death protects the
+  // payload, which is why recovery asks for one.
+  bool may_write(uint32_t index) const {
+    return Word::of(load(segment_.slot(index).state)).tag == held_[index].tag;
   }
 
   static void check_room(const Held& held) {
@@ -333,11 +343,12 @@ class EngineSide {
     put_text(final.code, end.code);
     put_text(final.param, end.param);
     put_text(final.message, end.message);
+    held.live = false;
+    --in_flight_;
+    if (!may_write(index)) return false;
     slot.final = final;
     store(slot.cached_tokens, end.cached_tokens);
     touched_ = true;
-    held.live = false;
-    --in_flight_;
     const Outcome outcome =
         move_as_engine(slot, held.tag, State::DecodeCompleted, end.reason);
     const uint32_t client = client_epoch();

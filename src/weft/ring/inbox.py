@@ -26,6 +26,9 @@ from weft.ring.codec import pack_logprob, unpack_request
 from weft.ring.layout import FINISH_OF, REASON_OF, EngineInfo
 from weft.ring.segment import RingFds, attached
 
+# A signal that comes between looking and sleeping is seen after so long at the latest.
+_LONGEST_SLEEP_S = 0.5
+
 
 class RingInbox:
     """Implements ``weft.core.ports.Inbox``; sequence ids are chosen here, unique per engine.
@@ -128,11 +131,14 @@ class RingInbox:
         )
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Block until there may be something to receive, ``stop`` was called, or time is up."""
+        """Block until there may be something to receive, ``stop`` was called, or time is up.
+
+        May return early, and does so twice a second.
+        """
         self._watch.look()
         if not self.closed:
-            timeout_ns = -1 if timeout_s is None else int(timeout_s * 1e9)
-            self._engine.wait(self._spin_ns, timeout_ns)
+            sleep_s = _LONGEST_SLEEP_S if timeout_s is None else min(timeout_s, _LONGEST_SLEEP_S)
+            self._engine.wait(self._spin_ns, int(sleep_s * 1e9))
 
     # -- life ---------------------------------------------------------------------------------
 

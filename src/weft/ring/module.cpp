@@ -387,6 +387,7 @@ nb::dict look(Segment& segment, uint32_t index) {
 }  // namespace
 
 NB_MODULE(_native, m) {
+  nb::set_leak_warnings(false);  // a process that ends by a signal has no time to tidy up
   bind_layout(m);
   bind_sampling(m);
   m.def("create", &Segment::create, "slots"_a, "arena_bytes"_a);

@@ -1,0 +1,14 @@
+"""The same hypothesis examples each time in continuous integration; Ctrl-C as users send it."""
+
+import os
+import signal
+
+from hypothesis import settings
+
+settings.register_profile("ci", derandomize=True, deadline=None)
+if os.environ.get("CI"):
+    settings.load_profile("ci")
+
+# A shell that starts jobs in the background has them ignore SIGINT, and children inherit that; a
+# handler is not inherited, so with one here the processes under test meet Ctrl-C as users do.
+signal.signal(signal.SIGINT, signal.default_int_handler)

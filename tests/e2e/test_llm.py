@@ -1,0 +1,155 @@
+"""The Python API with its engine in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from weft import LLM, SamplingParams
+from weft.core.errors import ConfigError, EngineDeadError, ModelNotFoundError
+
+SMALL = {"threads": 1, "kv_memory": "32MiB", "max_num_seqs": 8}
+LONG = SamplingParams(temperature=1.0, max_tokens=1900, ignore_eos=True, seed=1)
+
+
+def engines() -> list[psutil.Process]:
+    children = psutil.Process().children(recursive=True)
+    return [child for child in children if child.cmdline()[:1] == ["weft-engine"]]
+
+
+def test_results_equal_those_of_an_engine_in_this_process():
+    prompts = ["def add(a, b):", [9, 8, 7], "import os\n"]
+    params = SamplingParams(temperature=0.8, seed=5, max_tokens=20, logprobs=2, prompt_logprobs=1)
+    with LLM.in_process(**SMALL) as near:
+        expected = near.generate(prompts, params, progress=False)
+    with LLM(**SMALL) as far:
+        results = far.generate(prompts, params, progress=False)
+    assert results == expected
+
+
+def test_the_calling_process_loads_no_torch():
+    code = (
+        "import sys; from weft import LLM; llm = LLM(threads=1, kv_memory='32MiB');"
+        "llm.generate('x', progress=False); llm.close(); print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_an_engine_that_is_killed_ends_what_is_running_with_an_error():
+    llm = LLM(**SMALL)
+    stream = llm.stream("x", LONG)
+    next(stream)
+    (engine,) = engines()
+    engine.kill()
+    last = None
+    for delta in stream:
+        last = delta
+    assert last.result.finish_reason == "error"
+    assert isinstance(last.result.error, EngineDeadError)
+    with pytest.raises(EngineDeadError):
+        llm.generate("x", progress=False)
+    llm.close()
+
+
+def test_two_models_at_once_and_nothing_is_left():
+    with LLM(**SMALL) as one, LLM(**SMALL) as two:
+        params = SamplingParams(temperature=0, max_tokens=8)
+        assert one.generate("x", params, progress=False) == two.generate(
+            "x", params, progress=False
+        )
+        assert len(engines()) == 2
+    assert not engines()
+
+
+def test_descriptors_are_given_back():
+    def count() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    with LLM(**SMALL):
+        pass
+    before = count()
+    for _ in range(3):
+        with LLM(**SMALL) as llm:
+            llm.generate("x", SamplingParams(max_tokens=2), progress=False)
+    assert count() == before
+
+
+def test_streams_on_an_event_loop():
+    async def length(llm: LLM, number: int) -> int:
+        params = SamplingParams(temperature=1.0, seed=number, max_tokens=10 + number)
+        params = SamplingParams(**{**as_dict(params), "ignore_eos": True})
+        return sum([len(delta.token_ids) async for delta in llm.stream_async("x", params)])
+
+    async def all_of_them(llm: LLM) -> list[int]:
+        return await asyncio.gather(*(length(llm, number) for number in range(12)))
+
+    with LLM(**SMALL) as llm:
+        assert asyncio.run(all_of_them(llm)) == [10 + number for number in range(12)]
+        assert asyncio.run(all_of_them(llm)) == [10 + number for number in range(12)]
+
+
+def as_dict(params: SamplingParams) -> dict:
+    return {"temperature": params.temperature, "seed": params.seed, "max_tokens": params.max_tokens}
+
+
+def test_a_fork_says_that_the_model_is_not_its_own():
+    with LLM(**SMALL) as llm:
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                llm.generate("x", progress=False)
+            except EngineDeadError:
+                code = 0
+            finally:
+                os._exit(code)
+        assert os.waitpid(pid, 0)[1] == 0
+        params = SamplingParams(max_tokens=2)
+        assert llm.generate("x", params, progress=False)[0].finish_reason in ("length", "stop")
+
+
+@pytest.mark.parametrize("end", ["pass", "os._exit(0)", "raise SystemExit(3)", "1/0"])
+def test_the_engine_ends_with_its_program(end):
+    code = (
+        "import os; from weft import LLM; llm = LLM(threads=1, kv_memory='32MiB');"
+        "print(llm.engine._process.process.pid, flush=True)\n" + end
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    wait_until_gone(int(done.stdout))
+
+
+def test_the_engine_ends_when_its_program_is_killed():
+    code = (
+        "import time; from weft import LLM; llm = LLM(threads=1, kv_memory='32MiB');"
+        "print(llm.engine._process.process.pid, flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as user:
+        assert user.stdout is not None
+        engine = int(user.stdout.readline())
+        user.send_signal(signal.SIGKILL)
+    wait_until_gone(engine)
+
+
+def wait_until_gone(pid: int) -> None:
+    end = time.monotonic() + 15
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < end, "the engine is still there"
+        time.sleep(0.05)
+
+
+def test_what_is_wrong_at_the_start_is_a_typed_error():
+    with pytest.raises(ModelNotFoundError, match="nowhere"):
+        LLM("./nowhere")
+    with pytest.raises(ConfigError, match="max_model_len"):
+        LLM(max_model_length=3)
+    with pytest.raises(ConfigError, match="2048"):
+        LLM(max_model_len=4096)
+    assert not engines()

@@ -1,0 +1,100 @@
+"""The header itself: hand-offs between processes, the sanitizer, every interleaving, the device."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+HEADERS = Path(__file__).parents[2] / "src" / "weft" / "ring"
+SCENARIOS = 8
+
+
+def run(program: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(program), *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, **environment},
+        check=False,
+    )
+
+
+def test_millions_of_handoffs_between_two_processes(build):
+    """Contents, order, cancellations, and that no slot or byte of the arena is lost."""
+    done = run(build("handoff", "-O2"), "processes", "8", "1000000")
+    assert done.returncode == 0, done.stderr
+    tally = json.loads(done.stdout)
+    print(tally)
+    assert tally["handoffs"] > 300_000  # a million and more on an idle machine
+    assert tally["cancelled"] > 0
+    assert tally["refused"] > 0
+
+
+def test_the_thread_sanitizer_finds_nothing(build):
+    program = build("handoff", "-fsanitize=thread")
+    done = run(program, "threads", "5", "100000", TSAN_OPTIONS="halt_on_error=1")
+    if "unexpected memory mapping" in done.stderr:
+        pytest.skip("this kernel's address layout is unknown to libtsan")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["handoffs"] > 1000
+
+
+def interleavings(output: str) -> dict[str, int]:
+    """Scenario -> violations."""
+    lines = [line.split(" states ") for line in output.splitlines()]
+    return {
+        head.rsplit(maxsplit=1)[0].strip(): int(rest.split("violations")[0].split()[-1])
+        for head, rest in lines
+    }
+
+
+def test_every_interleaving_of_atomic_steps(build):
+    """No double ownership, no lost request, no write through a stale handle, no lost wake-up."""
+    done = run(build("interleave"))
+    print(done.stdout)
+    found = interleavings(done.stdout)
+    assert len(found) == SCENARIOS
+    assert not any(found.values()), done.stdout
+    assert done.returncode == 0
+
+
+def test_the_explorer_can_fail(build):
+    """With exchanges torn into a load and a store, it must find what goes wrong."""
+    done = run(build("interleave", "-DTORN_EXCHANGE"))
+    found = interleavings(done.stdout)
+    assert done.returncode == 1
+    for scenario in ("two writers", "two engines", "zombie engine", "dead request plane"):
+        assert found[scenario] > 0, done.stdout
+
+
+def test_the_header_compiles_for_the_device(tmp_path):
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("nvcc is not installed")
+    source = tmp_path / "device.cu"
+    source.write_text(
+        '#include "checks.hpp"\n'
+        "using namespace weft::ring;\n"
+        "__global__ void serve(Slot* slot, InfoPage* info, Doorbell* bell, uint64_t arena) {\n"
+        "  Tag tag;\n"
+        "  uint32_t woken = 0;\n"
+        "  uint64_t values[kInfoFields] = {};\n"
+        "  if (take(*slot, 1, tag) != Outcome::Done) return;\n"
+        "  if (!fault_of(slot->input, arena)) publish(slot->published, tag, 0, 1);\n"
+        "  const Reason why = cancelled(*slot, tag);\n"
+        "  move_as_engine(*slot, tag, State::DecodeCompleted, why);\n"
+        "  ring_bell(*bell, woken);\n"
+        "  write_info(*info, values);\n"
+        "}\n"
+    )
+    command = [nvcc, "-std=c++20", "-arch=sm_90", f"-I{HEADERS}", "-c", str(source)]
+    done = subprocess.run(
+        [*command, "-o", str(tmp_path / "device.o")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
