@@ -183,3 +183,15 @@ class TestTextStream:
         stream = TextStream(byte_level)
         assert stream.push(ids) == ("one END two", False)
         assert (stream.token_count, stream.stopped_by) == (len(ids), None)
+
+
+def test_a_continuation_keeps_the_space_that_starts_it(llama2, unigram):
+    """Llama-2-like decoders strip the space at the start of a text, not of its continuation."""
+    for tokenizer in (llama2, unigram):
+        whole = tokenizer.encode("the first line and the second", add_special_tokens=False)
+        for cut in range(1, len(whole)):
+            continued = Detokenizer(tokenizer, after=whole[:cut])
+            text = "".join(continued.push([i]) for i in whole[cut:]) + continued.flush()
+            assert tokenizer.decode(whole[:cut]) + text == tokenizer.decode(whole)
+        fresh = Detokenizer(tokenizer)
+        assert fresh.push(whole) + fresh.flush() == tokenizer.decode(whole)

@@ -57,7 +57,7 @@ class Choice:
         "started",
     )
 
-    def __init__(self, index: int, request: Request, tokenizer: Tokenizer, hidden: bool) -> None:
+    def __init__(self, index: int, request: Request, job: Job, tokenizer: Tokenizer) -> None:
         sampling = request.sampling
         self.index = index
         self.request = request
@@ -66,13 +66,14 @@ class Choice:
         self.num_tokens = 0
         self.ended = False
         self.halted = False
-        self._hidden = hidden
+        self._hidden = job.no_output
         self.started = False
         self._stream = TextStream(
             tokenizer,
             sampling.stop,
             include_stop=sampling.include_stop,
             skip_special_tokens=sampling.skip_special_tokens,
+            after=request.prompt if job.endpoint == "completion" else (),
         )
 
     def push(self, updates: Seq[Update]) -> Delta | None:
@@ -153,8 +154,7 @@ class Assembly:
     def __init__(self, job: Job, tokenizer: Tokenizer) -> None:
         self.job = job
         self.choices = [
-            Choice(index, request, tokenizer, job.no_output)
-            for index, request in enumerate(job.requests)
+            Choice(index, request, job, tokenizer) for index, request in enumerate(job.requests)
         ]
         self.open = len(self.choices)
         self._by_id = {choice.request.id: choice for choice in self.choices}

@@ -99,6 +99,7 @@ class _Assembly:
             sampling.stop,
             include_stop=sampling.include_stop,
             skip_special_tokens=sampling.skip_special_tokens,
+            after=request.prompt,
         )
         if sampling.logprobs is not None:
             self.result.logprobs = []

@@ -12,6 +12,7 @@ from weft.text.decoding import DecodeTable
 from weft.text.tokenizer import Tokenizer
 
 _Decode = Callable[[Sequence[int]], str]
+CONTEXT_TOKENS = 8  # of what a text continues
 
 
 class Detokenizer:
@@ -23,9 +24,20 @@ class Detokenizer:
     rewrites text that it already gave (then the rest comes with `flush`).
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
-        """Start an empty text, to which special tokens add nothing if ``skip_special_tokens``."""
-        self._impl = _choose(tokenizer, skip_special_tokens)
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        skip_special_tokens: bool = True,
+        after: Sequence[int] = (),
+    ) -> None:
+        """Start an empty text, to which special tokens add nothing if ``skip_special_tokens``.
+
+        Args:
+            after: ids that the text continues. A decoder that strips the space at the start of a
+                text then keeps it, since the text has started already.
+        """
+        self._impl = _choose(tokenizer, skip_special_tokens, after[-CONTEXT_TOKENS:])
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Append tokens; return the text that is certain now and was not returned before."""
@@ -50,13 +62,15 @@ class _Incremental(Protocol):
     def flush(self) -> str: ...
 
 
-def _choose(tokenizer: Tokenizer, skip_special: bool) -> _Incremental:
+def _choose(tokenizer: Tokenizer, skip_special: bool, after: Sequence[int]) -> _Incremental:
     table = tokenizer.decode_table
     if table is None:
-        return _Streamed(tokenizer, skip_special)
+        return _Streamed(tokenizer, skip_special, after)
     if table.kind == "byte_level":
         return _ByteLevel(tokenizer.shown_pieces(skip_special))
-    return _ByteFallback(table, tokenizer.special_ids if skip_special else frozenset())
+    skipped = tokenizer.special_ids if skip_special else frozenset()
+    started = any(token_id not in skipped for token_id in after)
+    return _ByteFallback(table, skipped, started)
 
 
 class _ByteLevel:
@@ -81,11 +95,11 @@ class _ByteLevel:
 class _ByteFallback:
     """Text tokens, and runs of byte tokens that are judged as a whole when they end."""
 
-    def __init__(self, table: DecodeTable, skipped: frozenset[int]) -> None:
+    def __init__(self, table: DecodeTable, skipped: frozenset[int], started: bool) -> None:
         self._table = table
         self._skipped = skipped
         self._run = bytearray()
-        self._strip = table.strip_left
+        self._strip = 0 if started else table.strip_left
 
     def push(self, token_ids: Sequence[int]) -> str:
         pieces, byte_ids = self._table.pieces, self._table.byte_ids
@@ -132,12 +146,13 @@ class _ByteFallback:
 class _Streamed:
     """Any other decoder, through the stream of the `tokenizers` library."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool, after: Sequence[int]) -> None:
         self._reference = tokenizer.reference
         self._decode: _Decode = lambda ids: tokenizer.decode(ids, skip_special_tokens=skip_special)
         self._stream: DecodeStream | None = DecodeStream(skip_special_tokens=skip_special)
         self._ids: list[int] = []
         self._emitted = ""
+        self.push(after)
 
     def push(self, token_ids: Sequence[int]) -> str:
         self._ids.extend(token_ids)

@@ -25,11 +25,18 @@ class TextStream:
         *,
         include_stop: bool = False,
         skip_special_tokens: bool = True,
+        after: Sequence[int] = (),
     ) -> None:
-        """Start an empty text. Raises ParameterError for an empty stop string."""
+        """Start an empty text, which continues the ids ``after``.
+
+        Raises:
+            ParameterError: a stop string is empty.
+        """
         self.stopped_by: str | None = None
         self.token_count = 0
-        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+        self._detokenizer = Detokenizer(
+            tokenizer, skip_special_tokens=skip_special_tokens, after=after
+        )
         self._matcher = StopMatcher(stops, include_stop=include_stop) if stops else None
 
     def push(self, token_ids: Sequence[int]) -> tuple[str, bool]:
