@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-import argparse
-import json
-import logging
-import os
-import re
-import sys
-import time
-from collections.abc import Iterator, Mapping
-from collections.abc import Sequence as Seq
-from typing import Any, NoReturn
+try:
+    import argparse
+    import contextlib
+    import io
+    import json
+    import logging
+    import os
+    import re
+    import sys
+    import time
+    from collections.abc import Iterator, Mapping
+    from collections.abc import Sequence as Seq
+    from typing import Any, NamedTuple, NoReturn
 
-from weft import __version__
-from weft.core.config import EngineConfig, load_config_file
-from weft.core.errors import ConfigError, ParameterError, WeftError, suggest
-from weft.core.settings import Setting, settings_of
-from weft.core.types import SamplingParams
+    from weft import __version__
+    from weft.core.config import EngineConfig, load_config_file
+    from weft.core.errors import ConfigError, ParameterError, WeftError, suggest
+    from weft.core.settings import Setting, settings_of
+    from weft.core.types import SamplingParams
+except KeyboardInterrupt:  # Ctrl-C before main() can catch it
+    raise SystemExit(130) from None
 
 EXIT_ERROR, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 CHAT_SAMPLING = ("temperature", "top_p", "max_tokens", "seed", "stop")
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 NOT_ON_COMMAND_LINE = frozenset({"classes", "logit_bias"})  # mappings: in a config file
 
 
@@ -43,13 +49,11 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Seq[str] | None = None) -> NoReturn:
     """Run the command line and exit: 0 done, 1 error, 2 wrong usage, 130 interrupted."""
-    logging.basicConfig(
-        level=os.environ.get("WEFT_LOG_LEVEL", "WARNING").upper(), format="weft: %(message)s"
-    )
-    options = vars(_parser().parse_args(arguments))
-    run = options.pop("run")
-    options.pop("parser")
     try:
+        _set_up_output()
+        options = vars(_parser().parse_args(arguments))
+        run = options.pop("run")
+        options.pop("parser")
         sys.exit(run(options))
     except WeftError as error:
         print(f"weft: {error.message}", file=sys.stderr)
@@ -60,6 +64,16 @@ def main(arguments: Seq[str] | None = None) -> NoReturn:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(EXIT_ERROR)
+
+
+def _set_up_output() -> None:
+    """Log as the environment says; write what the terminal's encoding lacks as escapes."""
+    level = os.environ.get("WEFT_LOG_LEVEL", "WARNING")
+    if level.upper() not in LOG_LEVELS:
+        raise ConfigError(f"WEFT_LOG_LEVEL must be one of {', '.join(LOG_LEVELS)}, not {level!r}.")
+    logging.basicConfig(level=level.upper(), format="weft: %(message)s")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 # -- flags from declarations --------------------------------------------------------------------
@@ -186,6 +200,8 @@ def _generate(options: dict[str, Any]) -> int:
     engine_settings, sampling_settings = _settings(options, EngineConfig, SamplingParams)
     if (options["prompt"] is None) == (options["file"] is None):
         raise ParameterError('Give either a prompt or --file, as in: weft generate "def add(".')
+    if options["echo"] and options["file"] is not None:
+        raise ParameterError("--echo does not go with --file, whose results hold the prompts.")
     params = SamplingParams(**sampling_settings)
     jobs = None if options["file"] is None else _read_jobs(options["file"], sampling_settings)
     from weft.engine.llm import LLM
@@ -221,44 +237,95 @@ def _generate_stream(llm: Any, text: str, params: SamplingParams, options: dict[
     return 0
 
 
-def _generate_file(
-    llm: Any, jobs: list[tuple[Any, SamplingParams]], options: dict[str, Any]
-) -> int:
-    prompts = [
-        llm.encode_chat([{"role": "user", "content": prompt}])
-        if options["chat"] and isinstance(prompt, str)
-        else prompt
-        for prompt, _ in jobs
-    ]
-    results = llm.generate(prompts, [params for _, params in jobs], progress=not options["quiet"])
-    for index, ((prompt, _), result) in enumerate(zip(jobs, results, strict=True)):
-        line = {
-            "index": index,
-            "prompt": prompt,
-            "text": result.text,
-            "token_ids": result.token_ids,
-            "finish_reason": result.finish_reason,
-        }
-        if result.error is not None:
-            line["error"] = {"code": result.error.code, "message": result.error.message}
-        print(json.dumps(line, ensure_ascii=False))
-    return EXIT_ERROR if any(result.error for result in results) else 0
+class _Job(NamedTuple):
+    """A line of a prompt file; ``where`` names file and line."""
+
+    where: str
+    prompt: str | list[int]
+    params: SamplingParams
 
 
-def _read_jobs(path: str, defaults: dict[str, Any]) -> list[tuple[Any, SamplingParams]]:
+def _generate_file(llm: Any, jobs: list[_Job], options: dict[str, Any]) -> int:
+    """Print a line for each job in their order, as soon as it and those before it are done."""
+    from tqdm import tqdm
+
+    prompts = [_checked_prompt(llm, job, options["chat"]) for job in jobs]
+    waiting: dict[int, str] = {}
+    following, failed = 0, False
+    hidden = options["quiet"] or not sys.stderr.isatty()
+    with tqdm(total=len(jobs), unit="prompt", disable=hidden) as bar:
+        try:
+            for index, result in llm.generate_iter(prompts, [job.params for job in jobs]):
+                waiting[index] = _result_line(index, jobs[index], result)
+                failed = failed or result.error is not None
+                while following in waiting:
+                    _print_line(bar, waiting.pop(following))
+                    following += 1
+                bar.update()
+        finally:  # an interrupt loses nothing that is done
+            for index in sorted(waiting):
+                _print_line(bar, waiting[index])
+    return EXIT_ERROR if failed else 0
+
+
+def _print_line(bar: Any, line: str) -> None:
+    bar.write(line, file=sys.stdout)
+    sys.stdout.flush()
+
+
+def _checked_prompt(llm: Any, job: _Job, chat: bool) -> list[int]:
+    """The token ids of a job. Raises ParameterError, naming its line, if it cannot be run."""
+    with _located(job.where):
+        prompt = job.prompt
+        if chat and isinstance(prompt, str):
+            prompt = llm.encode_chat([{"role": "user", "content": prompt}])
+        job.params.check_vocabulary(llm.served.vocab_size)
+        ids: list[int] = llm.check_prompt(prompt)
+        return ids
+
+
+def _result_line(index: int, job: _Job, result: Any) -> str:
+    line = {
+        "index": index,
+        "prompt": job.prompt,
+        "text": result.text,
+        "token_ids": result.token_ids,
+        "finish_reason": result.finish_reason,
+    }
+    if result.error is not None:
+        line["error"] = {"code": result.error.code, "message": result.error.message}
+    unicode = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+    return json.dumps(line, ensure_ascii=not unicode)
+
+
+def _read_jobs(path: str, defaults: dict[str, Any]) -> list[_Job]:
     """Read prompts and their sampling settings; an error names file and line."""
     jobs = []
     for number, line in _lines(path):
-        try:
-            value = json.loads(line)
-            jobs.append(_job(value, defaults))
-        except json.JSONDecodeError as error:
-            raise ParameterError(f"{path}:{number}: not valid JSON: {error.msg}.") from None
-        except WeftError as error:
-            raise ParameterError(f"{path}:{number}: {error.message}", param=error.param) from None
+        where = f"{path}:{number}"
+        with _located(where):
+            jobs.append(_Job(where, *_job(_parse_json(line), defaults)))
     if not jobs:
         raise ParameterError(f"{path} has no prompts.")
     return jobs
+
+
+@contextlib.contextmanager
+def _located(where: str) -> Iterator[None]:
+    """Put file and line before the message of an error."""
+    try:
+        yield
+    except WeftError as error:
+        raise ParameterError(f"{where}: {error.message}", param=error.param) from None
+
+
+def _parse_json(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ParameterError(f"not valid JSON: {error.msg}.") from None
+    except (ValueError, RecursionError):
+        raise ParameterError("a number is too long, or the brackets are too deep.") from None
 
 
 def _lines(path: str) -> Iterator[tuple[int, str]]:
@@ -273,17 +340,29 @@ def _lines(path: str) -> Iterator[tuple[int, str]]:
         raise ParameterError(f"'{path}' is not UTF-8 text.") from None
 
 
-def _job(value: Any, defaults: dict[str, Any]) -> tuple[Any, SamplingParams]:
+def _job(value: Any, defaults: dict[str, Any]) -> tuple[str | list[int], SamplingParams]:
     if isinstance(value, (str, list)):
         value = {"prompt": value}
     if not isinstance(value, dict) or not isinstance(value.get("prompt"), (str, list)):
         raise ParameterError('a line must be a text, or an object with "prompt".')
+    prompt = value["prompt"]
+    if not prompt:
+        raise ParameterError("the prompt is empty.", param="prompt")
+    if isinstance(prompt, list) and not all(type(token) is int for token in prompt):
+        raise ParameterError("a list as prompt must hold token ids (whole numbers).")
     given = {name: item for name, item in value.items() if name != "prompt"}
     known = settings_of(SamplingParams)
     for name in given:
         if name not in known:
             raise ParameterError(f"unknown key '{name}'.{suggest(name, known)}", param=name)
-    return value["prompt"], SamplingParams(**{**defaults, **given})
+    if isinstance(bias := given.get("logit_bias"), dict):  # JSON has only strings as keys
+        given["logit_bias"] = {_token_id(key): item for key, item in bias.items()}
+    return prompt, SamplingParams(**{**defaults, **given})
+
+
+def _token_id(key: str) -> int | str:
+    """The number that a key writes, or the key itself, which the check of its type then names."""
+    return int(key) if re.fullmatch("[0-9]{1,18}", key) else key
 
 
 # -- serve and chat -----------------------------------------------------------------------------
@@ -309,7 +388,7 @@ def _chat(options: dict[str, Any]) -> int:
 
 
 def _info(options: dict[str, Any]) -> int:
-    (settings,) = _settings(options, EngineConfig)
+    settings, _ = _settings(options, EngineConfig, SamplingParams)  # one file serves all commands
     config = EngineConfig.from_mapping(settings)
     from weft.engine.info import collect_info, format_info
 

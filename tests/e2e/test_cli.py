@@ -14,14 +14,19 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import weft
+from weft import SamplingParams, cli
+from weft.core.errors import OutOfMemoryError
+from weft.engine.llm import GenerationResult
 from weft.models.hub import resolve_model
 
 WEFT = [sys.executable, "-m", "weft.cli"]
 FAST = ["--threads", "1", "--kv-memory", "16MiB", "--max-num-seqs", "8", "--quiet"]
 
 
-def run(*arguments: str, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+def run(
+    *arguments: str, timeout: float = 120, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", **variables}
     return subprocess.run(
         [*WEFT, *arguments], capture_output=True, text=True, timeout=timeout, check=False,
         env=environment,
@@ -86,6 +91,118 @@ def test_generate_from_a_file_answers_every_line(tmp_path):
     assert "\n" not in lines[2]["text"]
 
 
+def test_lines_of_a_file_come_as_soon_as_they_are_done(tmp_path):
+    jobs = tmp_path / "prompts.jsonl"
+    jobs.write_text(
+        '{"prompt": "a", "max_tokens": 2}\n{"prompt": "b", "max_tokens": 2000}\n'
+        '{"prompt": "c", "max_tokens": 2}\n'
+    )
+    command = [*WEFT, "generate", "--file", str(jobs), *FAST, "--ignore-eos"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None
+        lines = [process.stdout.readline()]
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    lines += out.splitlines()
+    assert (process.returncode, err) == (130, "")
+    assert [json.loads(line)["index"] for line in lines] in ([0], [0, 2])  # 2 ends with 0, or soon
+
+
+class ScriptedLLM:
+    """Stands for an LLM: yields results in the order of ``ends``; an exception is raised."""
+
+    def __init__(self, *ends: int | BaseException) -> None:
+        self.ends = ends
+        self.served = type("Served", (), {"vocab_size": 100})
+
+    def check_prompt(self, prompt):
+        return [len(prompt)]
+
+    def generate_iter(self, prompts, params):
+        assert len(prompts) == len(params)
+        for end in self.ends:
+            if isinstance(end, BaseException):
+                raise end
+            error = OutOfMemoryError("no room") if end == 3 else None
+            yield end, GenerationResult(None, (1,), text=f"é{end}", error=error)
+
+
+def file_jobs(count: int) -> list[cli._Job]:
+    return [cli._Job(f"x:{i}", f"prompt {i}", SamplingParams()) for i in range(count)]
+
+
+QUIET, LOUD = {"quiet": True, "chat": False}, {"quiet": False, "chat": False}
+
+
+def test_lines_keep_the_order_of_the_file(capsys):
+    code = cli._generate_file(ScriptedLLM(2, 0, 1, 3), file_jobs(4), QUIET)
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert code == 1
+    assert [line["index"] for line in lines] == [0, 1, 2, 3]
+    assert lines[3]["error"] == {"code": "out_of_memory", "message": "no room"}
+
+
+def test_what_is_done_is_printed_when_something_ends_the_run(capsys):
+    with pytest.raises(KeyboardInterrupt):
+        cli._generate_file(ScriptedLLM(0, 3, 2, KeyboardInterrupt()), file_jobs(4), QUIET)
+    lines = capsys.readouterr().out.splitlines()
+    assert [json.loads(line)["index"] for line in lines] == [0, 2, 3]
+
+
+def test_progress_is_shown_to_a_terminal_only(capsys, monkeypatch):
+    cli._generate_file(ScriptedLLM(0, 1), file_jobs(2), LOUD)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    cli._generate_file(ScriptedLLM(0, 1), file_jobs(2), LOUD)
+    assert "2/2" in capsys.readouterr().err
+
+
+def test_results_stay_json_where_the_terminal_knows_only_ascii(tmp_path):
+    jobs = tmp_path / "prompts.jsonl"
+    jobs.write_text('"caf\u00e9 \u6f22"\n', encoding="utf-8")
+    fast = (*FAST, "--max-tokens", "1")
+    done = run("generate", "--file", str(jobs), *fast, PYTHONIOENCODING="ascii")
+    assert json.loads(done.stdout)["prompt"] == "café 漢"
+    done = run("generate", "café 漢", "--echo", *fast, PYTHONIOENCODING="ascii")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("caf\\xe9 \\u6f22")
+
+
+def test_logit_bias_in_a_file(tmp_path):
+    jobs = tmp_path / "prompts.jsonl"
+    jobs.write_text('{"prompt": "x", "logit_bias": {"17": 100}, "temperature": 0}\n')
+    done = run("generate", "--file", str(jobs), *FAST, "--max-tokens", "2")
+    assert json.loads(done.stdout)["token_ids"] == [17, 17]
+
+
+def test_an_end_id_beyond_the_vocabulary_harms_nobody(checkpoint):
+    path = checkpoint / "generation_config.json"
+    values = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**values, "eos_token_id": 99999}))
+    done = run(
+        "generate", "x", "--model", str(checkpoint), *FAST, "--min-tokens", "1", "--max-tokens", "2"
+    )
+    assert done.returncode == 0, done.stderr
+    path.write_text(json.dumps({**values, "eos_token_id": [1, 2**40]}))
+    refused(run("generate", "x", "--model", str(checkpoint)), "eos_token_id", str(2**40))
+
+
+@pytest.mark.parametrize("module", ["yaml", "tqdm"])
+def test_ctrl_c_while_modules_are_loaded_leaves_no_trace(tmp_path, module):
+    """One module is loaded with the command line, the other one with the engine's interface."""
+    code = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nraise SystemExit('too late')\n"
+    (tmp_path / f"{module}.py").write_text(code)
+    done = run("generate", "x", *FAST, PYTHONPATH=str(tmp_path))
+    assert (done.returncode, done.stderr) == (130, "")
+
+
+def test_an_unknown_log_level_is_refused():
+    refused(run("info", WEFT_LOG_LEVEL="foo"), "WEFT_LOG_LEVEL", "WARNING", "'foo'", code=2)
+    assert run("info", WEFT_LOG_LEVEL="debug").returncode == 0
+
+
 def test_chat_and_echo():
     done = run("generate", "What is a list?", "--chat", *FAST, "--max-tokens", "5")
     assert done.returncode == 0, done.stderr
@@ -115,6 +232,23 @@ def test_a_config_file_takes_the_same_names(tmp_path):
     assert flags_win.returncode == 0, flags_win.stderr
 
 
+def test_info_takes_the_file_and_the_tokenizer_that_generate_takes(tmp_path, checkpoint):
+    path = tmp_path / "weft.yaml"
+    path.write_text("max_model_len: 64\ntemperature: 0\nlogit_bias: {3: 1.5}\n")
+    info = json.loads(run("info", "--json", "--config", str(path)).stdout)
+    assert info["memory"]["max_model_len"] == 64
+    path.write_text("temprature: 0\n")
+    refused(run("info", "--config", str(path)), "temprature", "temperature", code=2)
+    (checkpoint / "tokenizer.json").unlink()
+    shown = json.loads(run("info", "--json", "--tokenizer", str(checkpoint)).stdout)
+    assert shown["model"]["tokenizer"].startswith("none")
+    folder = str(resolve_model("builtin"))
+    shown = json.loads(
+        run("info", "--json", "--model", str(checkpoint), "--tokenizer", folder).stdout
+    )
+    assert not shown["model"]["tokenizer"].startswith("none")
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -139,6 +273,8 @@ def test_a_wrong_config_file_is_refused(tmp_path, text, words):
         (["--model", "nobody/nothing"], ["nobody/nothing"]),
         (["--temprature", "0.5"], ["--temprature", "--temperature"]),
         (["--max-tokens=-1"], ["max_tokens", "-1"]),
+        (["--max-tokens", "9" * 400], ["max_tokens", "400 digits"]),
+        (["--kv-memory", "9" * 400], ["512MiB"]),
         (["--temperature", "nan"], ["temperature", "nan"]),
         (["--top-p", "0"], ["top_p", "above 0"]),
         (["--dtype", "int3"], ["dtype", "bfloat16"]),
@@ -169,8 +305,35 @@ def test_a_prompt_or_a_file_but_not_both_or_none(tmp_path):
     refused(run("generate", "--file", str(empty)), ":2:", "prompt")
     empty.write_text('{"prompt": "x", "temprature": 1}\n')
     refused(run("generate", "--file", str(empty)), ":1:", "temprature", "temperature")
+    refused(run("generate", "--file", str(empty), "--echo"), "--echo", "--file", code=2)
     empty.write_text("{nonsense\n")
     refused(run("generate", "--file", str(empty)), ":1:", "JSON")
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"prompt": ["a", "b"]}', ["token ids"]),
+        ("[1, true]", ["token ids"]),
+        ("[1, 99999]", ["99999"]),
+        ("[1, -5]", ["-5"]),
+        ("[]", ["empty"]),
+        ('{"prompt": ""}', ["empty"]),
+        (json.dumps("word " * 3000), ["2048", "shorten"]),
+        ('"\\ud800"', ["Unicode"]),
+        ('{"prompt": "x", "logit_bias": {"99999": 1}}', ["logit_bias", "99999"]),
+        ('{"prompt": "x", "logit_bias": {"one": 1}}', ["logit_bias", "one"]),
+        ('{"prompt": "x", "max_tokens": ' + "9" * 400 + "}", ["max_tokens", "400 digits"]),
+        ('{"prompt": "x", "max_tokens": ' + "9" * 5000 + "}", ["too long"]),
+        ("[" * 100_000, ["too deep"]),
+    ],
+)
+def test_a_wrong_line_of_a_file_is_named_before_anything_starts(tmp_path, line, words):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(f'"fine"\n{line}\n')
+    done = run("generate", "--file", str(path), *FAST)
+    refused(done, f"{path}:2: ", *words, code=2)
+    assert done.stdout == ""
 
 
 def test_a_prompt_longer_than_the_context_is_refused():

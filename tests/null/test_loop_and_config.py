@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
 import pytest
 
 from weft.core.config import EngineConfig, Facts, GroupFacts, largest_context, resolve
@@ -10,6 +14,7 @@ from weft.core.plan import Commit
 from weft.core.settings import format_bytes, parse_bytes
 from weft.core.types import FinishReason, Request, SamplingParams
 from weft.engine.loop import EngineLoop
+from weft.engine.machine import available_memory
 from weft.kv.cache import GroupSpec, KVCache
 from weft.sched.fcfs import LOOK_UPS_A_STEP, FCFSScheduler, Limits
 from weft.sim.clock import VirtualClock
@@ -325,6 +330,10 @@ def test_an_unknown_setting_suggests_the_nearest():
         {"stop_token_ids": [1.0]}, {"stop_token_ids": [-1]}, {"stop_token_ids": list(range(200))},
         {"logit_bias": {1: 101}}, {"logit_bias": {-1: 1}}, {"logit_bias": {1: float("nan")}},
         {"logit_bias": dict.fromkeys(range(2000), 1.0)}, {"logit_bias": [1]}, {"ignore_eos": 1},
+        {"max_tokens": 10**400}, {"temperature": 10**400}, {"top_k": -(10**400)},
+        {"max_tokens": 10**5000}, {"stop_token_ids": [10**5000]}, {"logit_bias": {1: 10**400}},
+        {"seed": np.bool_(True)}, {"max_tokens": np.float64(3)}, {"temperature": np.float32("nan")},
+        {"top_p": Fraction(10**400)}, {"stop_token_ids": [np.bool_(True)]},
     ],
 )  # fmt: skip
 def test_parameters_out_of_bounds_are_refused_by_name(changes):
@@ -332,3 +341,55 @@ def test_parameters_out_of_bounds_are_refused_by_name(changes):
         SamplingParams(**changes)
     assert caught.value.param in changes
     assert caught.value.param in caught.value.message.replace("stop string", "stop")
+    assert len(caught.value.message) < 250
+
+
+def test_numbers_of_numpy_become_pythons_own():
+    params = SamplingParams(
+        temperature=np.float32(0.5),
+        top_p=np.float64(0.25),
+        top_k=np.int64(7),
+        seed=np.uint64(9),
+        stop_token_ids=[np.int32(3)],
+        logit_bias={np.int64(4): np.float32(1.5)},
+        min_p=Fraction(1, 4),
+    )
+    values = [params.temperature, params.top_p, params.top_k, params.seed, params.min_p]
+    assert values == [0.5, 0.25, 7, 9, 0.25]
+    assert [type(value) for value in values] == [float, float, int, int, float]
+    assert [type(token) for token in params.stop_token_ids] == [int]
+    assert [(type(k), type(v)) for k, v in params.logit_bias.items()] == [(int, float)]
+    assert type(EngineConfig(max_model_len=np.int16(64)).max_model_len) is int
+
+
+@pytest.mark.parametrize(
+    "value", [10**400, "9" * 400, "9" * 400 + "GB", 2**63], ids=["int", "text", "unit", "bits"]
+)
+def test_sizes_without_end_are_refused(value):
+    with pytest.raises(ConfigError):
+        EngineConfig(kv_memory=value)
+
+
+def write_group(folder: Path, names: tuple[str, str], values: tuple[str, str], stat: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, value in zip(names, values, strict=True):
+        (folder / name).write_text(value)
+    (folder / "memory.stat").write_text(stat)
+
+
+def test_file_pages_that_can_be_dropped_count_as_available_memory(tmp_path):
+    free = available_memory(tmp_path)
+    assert free > 10 * MIB
+    v2 = ("memory.max", "memory.current")
+    write_group(tmp_path, v2, ("8388608\n", "7340032\n"), "anon 5\ninactive_file 4194304\n")
+    assert available_memory(tmp_path) == 5 * MIB
+    write_group(tmp_path, v2, ("8388608", "7340032"), "anon 1\n")
+    assert available_memory(tmp_path) == MIB
+    write_group(tmp_path, v2, ("8388608", "9437184"), "inactive_file 0\n")
+    assert available_memory(tmp_path) == 0
+    write_group(tmp_path, v2, ("max", "7340032"), "inactive_file 0\n")
+    assert available_memory(tmp_path) > 10 * MIB
+    v1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    stat = "inactive_file 1\ntotal_inactive_file 2097152\n"
+    write_group(tmp_path / "memory", v1, ("8388608", "7340032"), stat)
+    assert available_memory(tmp_path) == 3 * MIB

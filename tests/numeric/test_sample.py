@@ -14,9 +14,13 @@ from weft.core.plan import RowAdd, StepPlan
 from weft.core.types import SamplingParams
 from weft.exec.philox import philox, uniform
 from weft.exec.rows import RowTable
-from weft.exec.sample import FIRST_CANDIDATES, sample
+from weft.exec.sample import SORTED_AT_ONCE, _Filters, _last_kept, sample
 
 VOCAB = 50
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def table_with(rows: list[tuple[list[int], int, SamplingParams]], stop_ids=frozenset()) -> RowTable:
@@ -85,7 +89,7 @@ def test_uniform_numbers_are_uniform_and_do_not_repeat():
 
 
 def test_greedy_takes_the_likeliest_token():
-    logits = torch.randn(5, VOCAB)
+    logits = normal(5, VOCAB)
     table = table_with([([1, 2], 2, params(temperature=0))] * 5)
     assert run(logits, table).tokens.tolist() == logits.argmax(dim=-1).tolist()
 
@@ -96,8 +100,7 @@ def test_greedy_takes_the_likeliest_token():
     st.floats(0.05, 1), st.one_of(st.just(0.0), st.floats(0, 1)),
 )  # fmt: skip
 def test_filters_keep_exactly_what_the_definition_keeps(seed, temperature, top_k, top_p, min_p):
-    generator = torch.Generator().manual_seed(seed)
-    logits = 2 * torch.randn(1, VOCAB, generator=generator)
+    logits = 2 * normal(1, VOCAB, seed=seed)
     p = params(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     expected = reference_probabilities(logits[0].numpy(), p)
     draws = 300
@@ -127,42 +130,99 @@ def test_draws_follow_the_distribution():
     assert chi_square < 38  # 11 degrees of freedom: p is below 1e-4
 
 
-def test_the_same_seed_draws_the_same_whatever_else_is_in_the_batch():
-    logits = torch.randn(6, VOCAB)
-    alone = [
-        run(logits[i : i + 1], table_with([([1] * 5, 2, params(seed=40 + i, top_p=0.9))]))
-        for i in range(6)
-    ]
-    together = run(
-        logits,
-        table_with([([1] * 5, 2, params(seed=40 + i, top_p=0.9)) for i in range(6)]),
-    )
-    assert together.tokens.tolist() == [int(a.tokens[0]) for a in alone]
+MIXED = (
+    params(temperature=0),
+    params(seed=1),
+    params(seed=2, temperature=0.7, top_p=0.9),
+    params(seed=3, top_k=40, min_p=0.01),
+    params(seed=4, top_k=3000, top_p=0.95, logprobs=3),
+    params(seed=5, min_p=0.02, repetition_penalty=1.3, presence_penalty=0.5),
+    params(seed=6, temperature=2.0, top_p=0.999, frequency_penalty=1.5, logprobs=20),
+    params(temperature=0, logprobs=0, logit_bias={7: 50.0, 9: -100.0}),
+    params(seed=8, temperature=1e-40, min_tokens=30),
+    params(seed=9, top_p=0.5, logprobs=7),
+)
 
 
-def test_a_wide_vocabulary_needs_no_full_sort_to_be_exact():
-    """top_p reaches beyond the first candidates: the rows that need it are sorted in full."""
-    size = 4 * FIRST_CANDIDATES
-    logits = torch.zeros(200, size)
-    rows = [([1], 1, params(seed=i, top_p=0.9)) for i in range(200)]
-    table = RowTable(200, 4, [1])
-    table.apply(
-        StepPlan(
-            1,
-            (),
-            add=tuple(
-                RowAdd(i, i, (1,), 1, p.with_defaults({}), frozenset(), ((),))
-                for i, (_, _, p) in enumerate(rows)
-            ),
-        )
-    )
-    tokens = sample(logits, np.arange(200), table).tokens
-    assert len(set(tokens.tolist())) > 150
-    assert (tokens >= FIRST_CANDIDATES).sum() > 100
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("scale", [0.05, 3.0])
+def test_a_row_is_the_same_alone_and_among_rows_with_other_parameters(scale, threads):
+    """Bit for bit, log probabilities included; over-long rows, ties and all filters take part."""
+    torch.set_num_threads(threads)
+    size, count = 3 * SORTED_AT_ONCE + 11, len(MIXED)
+    logits = (scale * normal(count, size)).half().float()  # rounding makes ties
+    rows = [([5, 7, 7 + i, 9, 9], 2 + i % 3, p) for i, p in enumerate(MIXED)]
+    stop_ids = frozenset({3, 11})
+    together = run(logits, table_with(rows, stop_ids))
+    for i in range(count):
+        alone = run(logits[i : i + 1], table_with([rows[i]], stop_ids))
+        assert alone.tokens[0] == together.tokens[i]
+        assert alone.logprobs.get(0) == together.logprobs.get(i)
+    order = np.arange(count)[::-1].copy()
+    turned = sample(logits[order.copy()].clone(), order, table_with(rows, stop_ids))
+    assert turned.tokens.tolist() == together.tokens[order].tolist()
+    assert turned.logprobs == together.logprobs
+
+
+def kept_tokens(logits: torch.Tensor, draws: int, **filters) -> list[int]:
+    """The tokens that so many draws from one row [V] of logits give."""
+    table = table_with([([1], 1, params(seed=i, **filters)) for i in range(draws)])
+    return sample(logits.expand(draws, len(logits)).clone(), np.arange(draws), table).tokens
+
+
+def test_top_p_of_a_flat_vocabulary_keeps_the_first_of_equally_likely_tokens():
+    size = 4 * SORTED_AT_ONCE
+    tokens = kept_tokens(torch.zeros(size), 300, top_p=0.9)
+    assert tokens.max() < math.ceil(0.9 * size)
+    assert (tokens >= SORTED_AT_ONCE).sum() > 150
+    assert len(set(tokens.tolist())) > 250
+
+
+@pytest.mark.parametrize("top_k", [0, 3 * SORTED_AT_ONCE])
+@pytest.mark.parametrize("top_p", [0.02, 0.3, 0.77, 0.98])
+@pytest.mark.parametrize("scale", [0.1, 2.0, 8.0])
+def test_top_p_of_a_wide_vocabulary_is_exact(scale, top_p, top_k):
+    """Against the definition; halves of a wide row are set aside before the rest is sorted."""
+    size = 4 * SORTED_AT_ONCE
+    logits = scale * normal(size, seed=3)
+    p = params(top_p=top_p, top_k=top_k).with_defaults({})
+    expected = reference_probabilities(logits.numpy(), p)
+    kept = int((expected > 0).sum())
+    probabilities = torch.softmax(logits, -1).numpy()
+    least, count = _last_kept(probabilities, _Filters(top_k, top_p, 0.0))
+    assert abs(count - kept) <= max(1, kept // 10_000)  # float32 against float64
+    assert abs(int((probabilities >= least).sum()) - count) <= 1
+    tokens = kept_tokens(logits, 50, top_p=top_p, top_k=top_k)
+    assert (np.argsort(np.argsort(-logits.numpy()))[tokens] <= count).all()
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 1e-30, 1e-38, 1e-44, 1e-45])
+def test_the_smallest_temperatures_take_the_likeliest_token(temperature):
+    logits = 10 * normal(4, VOCAB)
+    table = table_with([([1], 1, params(temperature=temperature, seed=i)) for i in range(4)])
+    result = run(logits, table)
+    assert result.finite.all()
+    assert result.tokens.tolist() == logits.argmax(dim=-1).tolist()
+
+
+def test_a_tiny_temperature_draws_among_equally_likely_tokens():
+    logits = torch.zeros(VOCAB)
+    logits[[3, 8]] = 5.0
+    assert set(kept_tokens(logits, 50, temperature=1e-44).tolist()) == {3, 8}
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}])
+@pytest.mark.parametrize("draw", [0.0, 1 - 2**-53])
+def test_the_extreme_draws_fall_on_kept_tokens(monkeypatch, filters, draw):
+    monkeypatch.setattr("weft.exec.sample.uniform", lambda seeds, _: np.full(len(seeds), draw))
+    logits = 4 * normal(VOCAB, seed=1)
+    logits[[0, VOCAB - 1]] = -500.0  # their probability is exactly 0
+    (token,) = kept_tokens(logits, 1, **filters)
+    assert 0 < token < VOCAB - 1
 
 
 def test_penalties_match_the_formulas():
-    logits = torch.randn(1, VOCAB)
+    logits = normal(1, VOCAB)
     tokens, prompt = [3, 4, 9, 9, 9, 5], 2
     p = params(
         temperature=0, repetition_penalty=1.7, presence_penalty=0.6, frequency_penalty=0.4,
@@ -174,15 +234,31 @@ def test_penalties_match_the_formulas():
         expected[token] = value / 1.7 if value > 0 else value * 1.7
     for token, count in {9: 3, 5: 1}.items():
         expected[token] -= 0.6 + 0.4 * count
-    changed = logits.clone()
-    table = table_with([(tokens, prompt, p)])
-    result = sample(changed, np.array([0]), table)
-    torch.testing.assert_close(changed[0], expected)
-    assert int(result.tokens[0]) == int(expected.argmax())
+    both = torch.cat([normal(1, VOCAB, seed=9), logits, logits])
+    changed = both.clone()
+    longer = ([1] * 9, 3, params(temperature=0, frequency_penalty=1.0))
+    table = table_with([([2], 1, params(temperature=0)), (tokens, prompt, p), longer])
+    result = sample(changed, np.arange(3), table)
+    torch.testing.assert_close(changed[1], expected)
+    torch.testing.assert_close(changed[0], both[0])
+    assert math.isclose(float(changed[2, 1]), float(logits[0, 1]) - 6, rel_tol=1e-6)
+    torch.testing.assert_close(changed[2, 2:], logits[0, 2:])
+    assert int(result.tokens[1]) == int(expected.argmax())
+
+
+@pytest.mark.parametrize("penalty", [1e-45, 1e-60])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_penalty_that_overflows_still_gives_a_token(penalty, temperature):
+    logits = normal(1, VOCAB)
+    logits[0, 4] = 0.0
+    p = params(temperature=temperature, repetition_penalty=penalty, logprobs=2)
+    result = run(logits, table_with([(list(range(10)), 5, p)]))
+    assert result.finite.all()
+    assert 0 <= result.tokens[0] < VOCAB
 
 
 def test_logit_bias_forbids_and_forces():
-    logits = torch.randn(2, VOCAB)
+    logits = normal(2, VOCAB)
     best = int(logits[0].argmax())
     table = table_with(
         [
@@ -211,9 +287,37 @@ def test_stop_ids_are_impossible_before_min_tokens():
     assert tokens[1] == 8
 
 
+def test_end_ids_beyond_the_vocabulary_are_no_matter():
+    """A ``generation_config.json`` may name one; the step must not fail for all rows."""
+    logits = normal(2, VOCAB)
+    logits[:, 8] = 50.0
+    rows = [([1], 1, params(min_tokens=1, temperature=0)), ([1], 1, params())]
+    for beyond in (VOCAB, 99_999, 2**31 - 1):
+        result = run(logits, table_with(rows, stop_ids=frozenset({8, beyond})))
+        assert result.finite.all()
+        assert result.tokens[0] not in (8, beyond)
+
+
+@pytest.mark.parametrize("p", [params(min_tokens=5), params(min_tokens=5, top_p=0.5, logprobs=1)])
+def test_a_row_whose_every_token_is_forbidden_still_gives_one(p):
+    result = run(normal(1, VOCAB), table_with([([1], 1, p)], stop_ids=frozenset(range(VOCAB))))
+    assert result.finite.all()
+    assert 0 <= result.tokens[0] < VOCAB
+
+
+@pytest.mark.parametrize("p", [params(temperature=0), params(), params(top_p=0.5)])
+def test_finite_logits_whose_sum_overflows_are_finite(p):
+    logits = torch.full((2, VOCAB), 3e38)
+    logits[0, :9] = -3e38
+    logits[1, 30] = float("inf")
+    result = run(logits, table_with([([1], 1, p)] * 2))
+    assert result.finite.tolist() == [True, False]
+    assert 9 <= result.tokens[0] < VOCAB
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_a_row_that_is_not_finite_does_not_touch_the_others(bad):
-    logits = torch.randn(3, VOCAB)
+    logits = normal(3, VOCAB)
     table = table_with([([1], 1, params(seed=i)) for i in range(3)])
     clean = run(logits, table)
     logits[1, 30] = bad
@@ -223,7 +327,7 @@ def test_a_row_that_is_not_finite_does_not_touch_the_others(bad):
 
 
 def test_logprobs_are_of_the_raw_distribution():
-    logits = torch.randn(1, VOCAB)
+    logits = normal(1, VOCAB)
     table = table_with([([1], 1, params(temperature=0.3, logprobs=20, logit_bias={4: 100}))])
     entry = run(logits, table).logprobs[0]
     expected = torch.log_softmax(logits[0], -1)
@@ -233,3 +337,29 @@ def test_logprobs_are_of_the_raw_distribution():
     assert len(entry.top) == 20
     assert [value for _, value in entry.top] == sorted((v for _, v in entry.top), reverse=True)
     assert entry.top[0][0] == int(logits[0].argmax())
+
+
+def test_each_row_gets_as_many_alternatives_as_it_asked_for():
+    logits = normal(5, VOCAB)
+    asked = [3, None, 0, 20, 1]
+    rows = [([1], 1, params(seed=i, logprobs=count)) for i, count in enumerate(asked)]
+    result = run(logits, table_with(rows))
+    assert {row: len(entry.top) for row, entry in result.logprobs.items()} == {
+        0: 3, 2: 0, 3: 20, 4: 1,
+    }  # fmt: skip
+    assert all(entry.token == result.tokens[row] for row, entry in result.logprobs.items())
+    narrow = run(normal(1, 6), table_with([([1], 1, params(logprobs=20))]))
+    assert len(narrow.logprobs[0].top) == 6
+
+
+def test_a_row_that_is_dropped_leaves_nothing_to_the_next_one():
+    table = table_with([([1, 2], 1, MIXED[7]), ([1, 2], 1, MIXED[8])], frozenset({3}))
+    adds = tuple(
+        RowAdd(row, 7 + row, (1,), 1, params(temperature=0).with_defaults({}), frozenset(), ((),))
+        for row in range(2)
+    )
+    table.apply(StepPlan(2, (), drop=(0, 1), add=adds))
+    logits = normal(2, VOCAB)
+    result = run(logits, table)
+    assert result.logprobs == {}
+    assert result.tokens.tolist() == logits.argmax(dim=-1).tolist()

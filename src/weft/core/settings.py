@@ -10,6 +10,7 @@ import re
 from collections.abc import Hashable, Iterator
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
+from numbers import Integral, Real
 from typing import Any, Literal, cast
 
 from weft.core.errors import ParameterError, WeftError
@@ -29,6 +30,8 @@ _WORDS: dict[Kind, str] = {
 }
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_SHOWN_CHARS = 60
+_MAX_BYTES = 2**63 - 1
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", re.IGNORECASE)
 
 
@@ -107,14 +110,17 @@ class Setting:
         if self.kind == "strings" and isinstance(value, str):
             return (value,)
         if self.kind in ("strings", "ints"):
-            inner = str if self.kind == "strings" else int
-            if not isinstance(value, (list, tuple)) or not all(
-                isinstance(item, inner) and not isinstance(item, bool) for item in value
-            ):
+            if not isinstance(value, (list, tuple)):
                 raise self._error(value)
-            return tuple(value)
+            inner = str if self.kind == "strings" else Integral
+            items = [_builtin(item) if self.kind == "ints" else item for item in value]
+            if not all(isinstance(item, inner) and not isinstance(item, bool) for item in items):
+                raise self._error(value)
+            return tuple(items)
         if self.kind == "path" and hasattr(value, "__fspath__"):
             return str(value)
+        if self.kind in ("int", "bytes", "float"):
+            value = _builtin(value)
         types: dict[Kind, Any] = {"int": int, "bytes": int, "float": (int, float), "bool": bool}
         types |= {"str": str, "path": str, "map": dict}
         wrong = not isinstance(value, types[self.kind])
@@ -123,15 +129,20 @@ class Setting:
         return value
 
     def _check_number(self, number: float, value: Any) -> None:
+        largest = _MAX_BYTES if self.kind == "bytes" else math.inf
         low = -math.inf if self.low is None else self.low
-        high = math.inf if self.high is None else self.high
-        if not math.isfinite(number) or not low <= number <= high:
+        high = largest if self.high is None else self.high
+        if not low <= number <= high or (self.above and number == low):
             raise self._error(value)
-        if self.above and number == low:
+        try:
+            finite = self.kind != "float" or math.isfinite(number)
+        except OverflowError:  # an integer that no float holds
+            finite = False
+        if not finite:
             raise self._error(value)
 
     def _error(self, value: Any) -> WeftError:
-        shown = repr(value) if len(repr(value)) <= 60 else repr(value)[:57] + "..."
+        shown = shortened(value)
         if self.kind in ("strings", "ints", "map") and self.high is not None:
             wanted = f"{_WORDS[self.kind]} with at most {_plain(self.high)} entries"
         else:
@@ -196,9 +207,34 @@ def check_settings(instance: Any) -> None:
 def parse_bytes(text: str) -> int:
     """Parse ``512MiB``, ``8GB``, ``1.5g`` or a plain number of bytes."""
     match = _SIZE.fullmatch(text)
-    if match is None:
-        raise ParameterError(f"{text!r} is not a size; write for example 512MiB or 8GB.")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
+    size = float(match[1]) * _UNITS[match[2].lower()] if match else math.inf
+    if size > _MAX_BYTES:
+        raise ParameterError(f"{shortened(text)} is not a size; write for example 512MiB or 8GB.")
+    return int(size)
+
+
+def shortened(value: Any) -> str:
+    """``repr`` of a value for a message, cut where it is long."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python refuses to write integers of thousands of digits
+        return "a number of thousands of digits"
+    if len(text) <= _SHOWN_CHARS:
+        return text
+    cut = text[: _SHOWN_CHARS - 3] + "..."
+    return f"{cut} ({len(text.lstrip('-'))} digits)" if isinstance(value, int) else cut
+
+
+def _builtin(value: Any) -> Any:
+    """Return a number of another library, such as numpy, as Python's own; else the value."""
+    if type(value) in (int, float, bool):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    try:
+        return float(value) if isinstance(value, Real) else value
+    except OverflowError:
+        return math.inf
 
 
 def format_bytes(count: float) -> str:

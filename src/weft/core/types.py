@@ -121,13 +121,21 @@ class SamplingParams:
         "map", {}, "token id -> value from -100 to 100 added to its logit", high=MAX_LOGIT_BIAS
     )
     min_tokens: int = setting(
-        "int", 0, "end and stop ids are impossible before so many tokens", low=0, high=2**31 - 1
+        "int",
+        0,
+        "end and stop ids are impossible before so many tokens; stop strings still end the text",
+        low=0,
+        high=2**31 - 1,
     )
     stop: tuple[str, ...] = setting(
         "strings", (), "strings that end the text and are cut off", high=MAX_STOP_STRINGS
     )
     stop_token_ids: tuple[int, ...] = setting(
-        "ints", (), "token ids that end the sequence, beside the model's", high=MAX_STOP_TOKEN_IDS
+        "ints",
+        (),
+        "token ids that end the sequence, beside the model's; the text keeps the token unless it "
+        "is a control token",
+        high=MAX_STOP_TOKEN_IDS,
     )
     ignore_eos: bool = setting("bool", False, "do not stop at the model's end-of-sequence ids")
     seed: int | None = _optional(
@@ -159,9 +167,8 @@ class SamplingParams:
                 )
         for token in self.stop_token_ids:
             _TOKEN_ID.check(token)
-        for token, bias in self.logit_bias.items():
-            _BIASED_ID.check(token)
-            _BIAS.check(bias)
+        bias = {_BIASED_ID.check(token): _BIAS.check(x) for token, x in self.logit_bias.items()}
+        object.__setattr__(self, "logit_bias", bias)
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """Fill fields that are ``None`` from ``defaults``, then from ``NEUTRAL``."""
@@ -181,11 +188,6 @@ class SamplingParams:
                         f"{name} names token id {token}, but the vocabulary has {vocab_size}.",
                         param=name,
                     )
-
-    @property
-    def greedy(self) -> bool:
-        """Whether the likeliest token is taken without drawing a random number."""
-        return self.temperature == 0
 
 
 NEUTRAL: Mapping[str, Any] = {
@@ -288,10 +290,6 @@ class Sequence:
     @property
     def num_prompt(self) -> int:
         return len(self.request.prompt)
-
-    @property
-    def num_output(self) -> int:
-        return len(self.tokens) - len(self.request.prompt)
 
     def move_to(self, state: SequenceState) -> None:
         """Change the state; a change that ``TRANSITIONS`` does not list is a bug."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ def collect_info(config: EngineConfig) -> dict[str, Any]:
 def _model_facts(config: EngineConfig, model: Model) -> dict[str, Any]:
     spec = model.spec
     try:
-        tokenizer = Tokenizer.load(model.folder)
+        tokenizer = Tokenizer.load(Path(config.tokenizer or model.folder))
         encoder = f"{tokenizer.backend} ({tokenizer.backend_reason})"
     except TokenizerError as error:
         encoder = f"none: {error.message}"

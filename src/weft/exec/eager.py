@@ -13,7 +13,7 @@ from weft.core.plan import PromptLogprobs, StepPlan, StepResult, SubBatch
 from weft.core.types import TokenLogprob
 from weft.exec.pack import StepInputs, pack
 from weft.exec.rows import RowTable
-from weft.exec.sample import sample, token_logprob
+from weft.exec.sample import sample, token_logprobs
 from weft.exec.store import KVStore
 from weft.models.decoder import Decoder
 
@@ -175,11 +175,10 @@ class EagerExecutor:
                 high = min(low + SCORED_TOKENS_AT_ONCE, stop)
                 logits = self._decoder.logits(hidden[first + low - start : first + high - start])
                 logprobs = torch.log_softmax(logits, dim=-1)  # [P, V]
-                following = self._table.tokens[row, low + 1 : high + 1].tolist()
-                entries += [
-                    token_logprob(logprobs[j], token, params.prompt_logprobs)
-                    for j, token in enumerate(following)
-                ]
+                following = self._table.tokens[row, low + 1 : high + 1].astype(np.int64)
+                entries += token_logprobs(
+                    logprobs, following, [params.prompt_logprobs] * (high - low)
+                )
             scores[self._table.sequence_ids[row]] = PromptLogprobs(start + 1, tuple(entries))
         return scores
 

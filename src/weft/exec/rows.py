@@ -64,7 +64,10 @@ class RowTable:
         tokens: [R, max_model_len] int32, prompt and output.
         length: [R] int64, tokens that the row knows.
         tables: for each group [R, max_blocks] int32.
-        special: rows that need more than the columns: bias, minimum length or log probabilities.
+        penalised: rows with a repetition, presence or frequency penalty.
+        scored: rows that want log probabilities, with the number of alternatives.
+        bias: rows with a logit bias, as ids [B] and values [B].
+        delayed: rows with a minimum length, as the stop ids [I] and that length.
     """
 
     def __init__(self, rows: int, max_model_len: int, max_blocks: Seq[int]) -> None:
@@ -75,10 +78,11 @@ class RowTable:
         self.table_length = [np.zeros(rows, np.int64) for _ in max_blocks]
         self.columns = SamplingColumns.empty(rows)
         self.params: list[SamplingParams | None] = [None] * rows
-        self.stop_ids: list[frozenset[int]] = [frozenset()] * rows
         self.sequence_ids = [-1] * rows
-        self.special: set[int] = set()
         self.penalised: set[int] = set()
+        self.scored: dict[int, int] = {}
+        self.bias: dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}
+        self.delayed: dict[int, tuple[NDArray[np.int64], int]] = {}
 
     def apply(self, plan: StepPlan) -> None:
         """Bring the rows up to the plan: drop, add, extend, in this order."""
@@ -100,8 +104,9 @@ class RowTable:
             raise InvariantError(f"row {row} was dropped but is empty")
         self.sequence_ids[row] = -1
         self.params[row] = None
-        self.special.discard(row)
         self.penalised.discard(row)
+        for special in (self.scored, self.bias, self.delayed):
+            special.pop(row, None)
 
     def _add(self, add: RowAdd) -> None:
         row, params = add.row, add.sampling
@@ -113,15 +118,22 @@ class RowTable:
         self.num_prompt[row] = add.num_prompt
         self.columns.set(row, params)
         self.params[row] = params
-        self.stop_ids[row] = add.stop_ids
         for group, blocks in enumerate(add.tables):
             self.table_length[group][row] = 0
             self._append(row, group, blocks)
-        scored = params.logprobs is not None or params.prompt_logprobs is not None
-        if params.logit_bias or params.min_tokens or scored:
-            self.special.add(row)
+        self._mark(row, params, add.stop_ids)
+
+    def _mark(self, row: int, params: SamplingParams, stop_ids: frozenset[int]) -> None:
+        """Note what few rows want, so that the others cost nothing."""
         if params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty:
             self.penalised.add(row)
+        if params.logprobs is not None:
+            self.scored[row] = params.logprobs
+        if params.logit_bias:
+            ids, values = zip(*params.logit_bias.items(), strict=True)
+            self.bias[row] = np.array(ids, np.int64), np.array(values, np.float32)
+        if params.min_tokens and stop_ids:
+            self.delayed[row] = np.array(sorted(stop_ids), np.int64), params.min_tokens
 
     def _append(self, row: int, group: int, blocks: Seq[int]) -> None:
         start = self.table_length[group][row]

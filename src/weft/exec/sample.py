@@ -1,11 +1,16 @@
-"""From logits to tokens, vectorised over the rows of a step.
+"""From logits to tokens.
 
 Order: penalties, bias, minimum length, then greedy choice, or temperature, top-k, top-p, min-p and
 a draw. One random number a token, a function of the row's seed and its count of output tokens.
+
+What is done to all rows at once are operations that treat each row alike whatever the others are;
+filters and draws go row by row, as they differ in how much of a row they must look at. So a row's
+result depends on this row alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,11 +18,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from weft.core.types import SamplingParams, TokenLogprob
+from weft.core.types import MAX_LOGPROBS, TokenLogprob
 from weft.exec.philox import uniform
 from weft.exec.rows import RowTable
 
-FIRST_CANDIDATES = 1024  # tried before a full sort of the vocabulary
+SORTED_AT_ONCE = 4096  # candidates; where top-p has more, halves are set aside unsorted first
+LOWEST = torch.finfo(torch.float32).min  # of a forbidden token; infinity could breed NaN
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,180 +42,202 @@ def sample(logits: Tensor, rows: NDArray[np.int64], table: RowTable) -> Sampled:
         logits: [S, V] float32 of the model; changed in place.
         rows: [S] executor rows.
     """
-    # A sum is finite only if every entry is: one pass, no [S, V] mask.
-    finite = torch.isfinite(logits.sum(dim=-1)).numpy()
+    finite = _finite_rows(logits)
     if not finite.all():
         logits[torch.from_numpy(~finite)] = 0.0
-    scored = _scored_rows(rows, table)
-    raw = {i: torch.log_softmax(logits[i], dim=-1) for i in scored}
+    scored = [i for i in _which(rows, table.scored) if finite[i]]
+    raw = torch.log_softmax(logits[scored], dim=-1) if scored else None
     _penalise(logits, rows, table)
-    _apply_special(logits, rows, table)
+    _bias(logits, rows, table)
     tokens = _choose(logits, rows, table)
-    logprobs = {}
-    for i in scored:
-        params = _params(table, int(rows[i]))
-        if finite[i]:
-            logprobs[int(rows[i])] = token_logprob(raw[i], int(tokens[i]), params.logprobs or 0)
+    logprobs: dict[int, TokenLogprob] = {}
+    if raw is not None:
+        chosen = rows[scored].tolist()
+        entries = token_logprobs(raw, tokens[scored], [table.scored[row] for row in chosen])
+        logprobs = dict(zip(chosen, entries, strict=True))
     return Sampled(tokens, finite, logprobs)
 
 
-def token_logprob(logprobs: Tensor, token: int, alternatives: int) -> TokenLogprob:
-    """Describe one token of a distribution [V] with its rank and the likeliest alternatives."""
-    own = float(logprobs[token])
-    rank = int((logprobs > own).sum()) + 1
-    values, ids = logprobs.topk(alternatives) if alternatives else (logprobs[:0], logprobs[:0])
-    top = tuple((int(i), float(v)) for i, v in zip(ids, values, strict=True))
-    return TokenLogprob(token, own, rank, top)
+def token_logprobs(
+    logprobs: Tensor, tokens: NDArray[np.int64], alternatives: Seq[int]
+) -> list[TokenLogprob]:
+    """Describe one token of each distribution with its rank and the likeliest alternatives.
 
-
-def _params(table: RowTable, row: int) -> SamplingParams:
-    params = table.params[row]
-    assert params is not None
-    return params
-
-
-def _scored_rows(rows: NDArray[np.int64], table: RowTable) -> list[int]:
-    if not table.special:
-        return []
+    Args:
+        logprobs: [M, V].
+        tokens: [M].
+        alternatives: for each row how many, at most ``MAX_LOGPROBS``.
+    """
+    values = logprobs.numpy()
+    own = values[np.arange(len(tokens)), tokens]
+    ranks = [1 + int(np.count_nonzero(row > x)) for row, x in zip(values, own, strict=True)]
+    width = min(MAX_LOGPROBS, logprobs.shape[1]) if any(alternatives) else 0
+    # Always as wide, as which of equal tokens come first depends on the width.
+    top_values, top_ids = (found.tolist() for found in logprobs.topk(width, dim=-1))
     return [
-        i
-        for i, row in enumerate(rows.tolist())
-        if row in table.special and _params(table, row).logprobs is not None
+        TokenLogprob(
+            int(token),
+            float(own[i]),
+            ranks[i],
+            tuple(zip(top_ids[i][:count], top_values[i][:count], strict=True)),
+        )
+        for i, (token, count) in enumerate(zip(tokens, alternatives, strict=True))
     ]
 
 
+def _which(rows: NDArray[np.int64], wanted: set[int] | dict[int, int]) -> list[int]:
+    """Return the indices of ``rows`` at which a wanted row is."""
+    return [i for i, row in enumerate(rows.tolist()) if row in wanted] if wanted else []
+
+
+def _finite_rows(logits: Tensor) -> NDArray[np.bool_]:
+    """Whether all of a row [S] is finite. A finite sum says so fast; an overflow says nothing."""
+    finite: NDArray[np.bool_] = torch.isfinite(logits.sum(dim=-1)).numpy()
+    for i in np.flatnonzero(~finite):
+        finite[i] = bool(torch.isfinite(logits[i]).all())
+    return finite
+
+
+# -- changes to the logits ----------------------------------------------------------------------
+
+
 def _penalise(logits: Tensor, rows: NDArray[np.int64], table: RowTable) -> None:
-    """Apply repetition, presence and frequency penalties to the rows that have any."""
-    if not table.penalised:
+    """Apply repetition, presence and frequency penalties where a row's tokens [P, L] point."""
+    at = _which(rows, table.penalised)
+    if not at:
         return
-    for i, row in enumerate(rows.tolist()):
-        if row not in table.penalised:
-            continue
-        tokens = torch.from_numpy(table.tokens[row, : table.length[row]].astype(np.int64))
-        prompt, size = int(table.num_prompt[row]), logits.shape[1]
-        output = torch.bincount(tokens[prompt:], minlength=size)[:size]  # [V]
-        seen = torch.bincount(tokens, minlength=size)[:size] > 0
-        penalty = float(table.columns.repetition[row])
-        scores = logits[i]
-        repeated = torch.where(scores > 0, scores / penalty, scores * penalty)
-        scores = torch.where(seen, repeated, scores)
-        scores = scores - float(table.columns.frequency[row]) * output
-        logits[i] = scores - float(table.columns.presence[row]) * (output > 0)
+    which = rows[at]
+    length, columns = table.length[which, None], table.columns
+    place = np.arange(int(length.max()))
+    known = table.tokens[which, : len(place)]
+    # Beyond its length a row repeats its first token, which is penalised once however often met.
+    ids = torch.from_numpy(np.where(place < length, known, known[:, :1]).astype(np.int64))
+    is_output = (place >= table.num_prompt[which, None]) & (place < length)
+    counts = torch.zeros(len(at), logits.shape[1])
+    counts.scatter_add_(1, ids, torch.from_numpy(is_output.astype(np.float32)))
+    output = counts.gather(1, ids)  # [P, L] times that the output has the token
+    repetition, presence, frequency = (
+        torch.from_numpy(column[which]).unsqueeze(1)
+        for column in (columns.repetition, columns.presence, columns.frequency)
+    )
+    index = torch.tensor(at).unsqueeze(1)
+    scores = logits[index, ids]
+    scores = torch.where(scores > 0, scores / repetition, scores * repetition)
+    scores -= frequency * output
+    scores -= presence * (output > 0)
+    logits[index, ids] = torch.nan_to_num_(scores)  # a tiny repetition penalty may overflow
 
 
-def _apply_special(logits: Tensor, rows: NDArray[np.int64], table: RowTable) -> None:
+def _bias(logits: Tensor, rows: NDArray[np.int64], table: RowTable) -> None:
     """Apply logit bias, and forbid stop ids before the minimum length."""
-    if not table.special:
+    if not table.bias and not table.delayed:
         return
+    size = logits.shape[1]
     for i, row in enumerate(rows.tolist()):
-        if row not in table.special:
-            continue
-        params = _params(table, row)
-        if params.logit_bias:
-            ids = torch.tensor(list(params.logit_bias), dtype=torch.int64)
-            logits[i, ids] += torch.tensor(list(params.logit_bias.values()), dtype=torch.float32)
-        if table.length[row] - table.num_prompt[row] < params.min_tokens and table.stop_ids[row]:
-            logits[i, torch.tensor(sorted(table.stop_ids[row]), dtype=torch.int64)] = -torch.inf
+        if row in table.bias:
+            ids, values = table.bias[row]
+            logits[i, torch.from_numpy(ids)] += torch.from_numpy(values)
+        if row in table.delayed:
+            stop_ids, min_tokens = table.delayed[row]
+            if table.length[row] - table.num_prompt[row] < min_tokens:
+                # A model may name end ids that its vocabulary lacks; they never come anyway.
+                logits[i, torch.from_numpy(stop_ids[stop_ids < size])] = LOWEST
+
+
+# -- the choice ---------------------------------------------------------------------------------
 
 
 def _choose(logits: Tensor, rows: NDArray[np.int64], table: RowTable) -> NDArray[np.int64]:
-    tokens = logits.argmax(dim=-1).numpy()  # [S]
-    drawn = np.flatnonzero(table.columns.temperature[rows] > 0)
-    if not len(drawn):
-        return tokens
-    columns, chosen = table.columns, rows[drawn]
-    counters = table.length[chosen] - table.num_prompt[chosen]
-    draws = torch.from_numpy(uniform(columns.seed[chosen], counters))  # [N]
-    temperature = torch.from_numpy(columns.temperature[chosen]).unsqueeze(1)
-    scaled = logits[torch.from_numpy(drawn)] / temperature  # [N, V]
-    tokens[drawn] = _draw(scaled, draws, _Filters.of(table, chosen)).numpy()
+    columns = table.columns
+    drawn = columns.temperature[rows] > 0  # [S]
+    if not drawn.any():
+        return logits.argmax(dim=-1).numpy()
+    if not drawn.all():
+        tokens = logits.argmax(dim=-1).numpy()
+        logits = logits[torch.from_numpy(drawn)]
+    else:
+        tokens = np.empty(len(rows), np.int64)
+    which = rows[drawn]
+    draws = uniform(columns.seed[which], table.length[which] - table.num_prompt[which])
+    probabilities = _softmax(logits, torch.from_numpy(columns.temperature[which])).numpy()
+    tokens[drawn] = [
+        _draw(probabilities[i], draws[i], _Filters.of(table, row))
+        for i, row in enumerate(which.tolist())
+    ]
     return tokens
+
+
+def _softmax(logits: Tensor, temperature: Tensor) -> Tensor:
+    """Softmax [N, V] at temperatures [N]; changes ``logits``.
+
+    The likeliest becomes 0 before the division, so that the smallest temperature overflows
+    nothing: it leaves the likeliest token, or draws among equally likely ones.
+    """
+    logits -= logits.amax(dim=-1, keepdim=True)
+    logits /= temperature.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(1)
+    return torch.softmax(logits, dim=-1)
 
 
 @dataclass(frozen=True, slots=True)
 class _Filters:
-    """Filters of N rows: top_k [N] int64 (0: all), top_p [N] and min_p [N] float64."""
+    """Filters of one row: ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 keep every token."""
 
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
+    top_k: int
+    top_p: float
+    min_p: float
 
     @classmethod
-    def of(cls, table: RowTable, rows: NDArray[np.int64]) -> _Filters:
+    def of(cls, table: RowTable, row: int) -> _Filters:
         columns = table.columns
-        return cls(
-            torch.from_numpy(columns.top_k[rows]),
-            torch.from_numpy(columns.top_p[rows]),
-            torch.from_numpy(columns.min_p[rows]),
-        )
-
-    def pick(self, index: Tensor) -> _Filters:
-        return _Filters(self.top_k[index], self.top_p[index], self.min_p[index])
-
-    @property
-    def open(self) -> Tensor:
-        """[N] bool: rows in which no token is filtered away."""
-        return (self.top_k == 0) & (self.top_p >= 1) & (self.min_p <= 0)
+        return cls(int(columns.top_k[row]), float(columns.top_p[row]), float(columns.min_p[row]))
 
 
-def _draw(scaled: Tensor, draws: Tensor, filters: _Filters) -> Tensor:
-    """Draw from [N, V] scaled logits by one number each; a row's result depends on it alone."""
-    tokens = torch.empty(len(scaled), dtype=torch.int64)
-    for mask, draw in ((filters.open, _draw_open), (~filters.open, _draw_filtered)):
-        index = mask.nonzero().squeeze(1)
-        if len(index):
-            tokens[index] = draw(scaled[index], draws[index], filters.pick(index))
-    return tokens
+def _draw(weights: NDArray[np.float32], draw: float, filters: _Filters) -> int:
+    """Return the token of probabilities [V] on which a number in [0, 1) falls."""
+    size = len(weights)
+    ranked = filters.top_p < 1 or 0 < filters.top_k < size
+    if not ranked and filters.min_p <= 0:
+        return _inverse(weights, draw)
+    least, count = _last_kept(weights, filters) if ranked else (np.float32(0), size)
+    limit = np.float32(filters.min_p) * weights.max()
+    ids = np.flatnonzero(weights >= max(least, limit))
+    surplus = len(ids) - count
+    if surplus > 0:  # of equally likely tokens the first ones are kept
+        equal = np.flatnonzero(weights[ids] == least)
+        ids = np.delete(ids, equal[-surplus:])
+    return int(ids[_inverse(weights[ids], draw)])
 
 
-def _draw_open(scaled: Tensor, draws: Tensor, filters: _Filters) -> Tensor:  # noqa: ARG001
-    probabilities = torch.softmax(scaled.double(), dim=-1)
-    return _inverse(probabilities, draws)
+def _inverse(weights: NDArray[np.float32], draw: float) -> int:
+    """Return the index of weights [W], not all zero, on which a number in [0, 1) falls."""
+    cumulative = np.cumsum(weights, dtype=np.float64)
+    total = cumulative[-1]
+    target = min(draw * total, np.nextafter(total, 0))  # below the total, whatever rounding does
+    return int(np.searchsorted(cumulative, target, side="right"))
 
 
-def _draw_filtered(scaled: Tensor, draws: Tensor, filters: _Filters) -> Tensor:
-    """Draw among the candidates, likeliest first; sort the whole vocabulary only if need be."""
-    size = scaled.shape[1]
-    total = torch.logsumexp(scaled.double(), dim=-1, keepdim=True)  # [N, 1]
-    tokens = torch.empty(len(scaled), dtype=torch.int64)
-    index = torch.arange(len(scaled))
-    for width in (min(FIRST_CANDIDATES, size), size):
-        values, ids = scaled[index].topk(width, dim=-1)  # [N, W] falling
-        probabilities = torch.exp(values.double() - total[index])
-        kept, sure = _filter(probabilities, filters.pick(index), width == size)
-        position = _inverse(kept, draws[index])
-        tokens[index[sure]] = ids.gather(1, position.unsqueeze(1)).squeeze(1)[sure]
-        index = index[~sure]
-        if not len(index):
-            break
-    return tokens
-
-
-def _filter(probabilities: Tensor, filters: _Filters, complete: bool) -> tuple[Tensor, Tensor]:
-    """Zero what the filters drop from [N, W] falling probabilities.
-
-    Returns the kept probabilities and [N] bool: whether a token beyond W could not have been kept.
-    """
-    rank = torch.arange(probabilities.shape[1]).unsqueeze(0)
-    top_k = torch.where(filters.top_k == 0, torch.iinfo(torch.int64).max, filters.top_k)
-    by_rank = rank < top_k.unsqueeze(1)
-    kept = probabilities * by_rank
-    mass = kept.sum(dim=-1, keepdim=True)
-    limited = top_k <= probabilities.shape[1]
-    share = torch.where(limited, filters.top_p * mass.squeeze(1), filters.top_p).unsqueeze(1)
-    before = kept.cumsum(dim=-1) - kept
-    by_mass = (before < share) | (filters.top_p >= 1).unsqueeze(1)
-    by_mass[:, 0] = True
-    by_share = probabilities >= filters.min_p.unsqueeze(1) * probabilities[:, :1]
-    kept = kept * by_mass * by_share
-    last_dropped = ~(by_rank & by_mass & by_share)[:, -1]
-    return kept, last_dropped | limited | torch.tensor(complete)
-
-
-def _inverse(weights: Tensor, draws: Tensor) -> Tensor:
-    """Return for each row of [N, W] weights the index that the draw in [0, 1) falls on."""
-    cumulative = weights.cumsum(dim=-1)
-    target = (draws * cumulative[:, -1]).unsqueeze(1)
-    index = torch.searchsorted(cumulative, target, right=True).squeeze(1)
-    last = (weights > 0).long().cumsum(dim=-1).argmax(dim=-1)  # the last index with any weight
-    return torch.minimum(index, last)
+def _last_kept(weights: NDArray[np.float32], filters: _Filters) -> tuple[np.float32, int]:
+    """Return the smallest probability that top-k and top-p keep, and how many tokens they keep."""
+    size, top_k = len(weights), filters.top_k
+    rest = weights  # candidates for the last one kept
+    if 0 < top_k < size:
+        rest = np.partition(weights, size - top_k)[size - top_k :]
+        if filters.top_p >= 1:
+            return rest.min(), top_k
+    total = float(rest.sum(dtype=np.float64))
+    share = filters.top_p * total
+    # Tokens below (1 - top_p) / V of the mass are less than 1 - top_p together; half, to be safe.
+    rest = rest[rest >= np.float32((1 - filters.top_p) * total / len(rest) / 2)]
+    mass, count = 0.0, 0  # of tokens likelier than all of the rest
+    while len(rest) > SORTED_AT_ONCE:
+        half = len(rest) // 2
+        rest = np.partition(rest, half)
+        upper = float(rest[half:].sum(dtype=np.float64))
+        if mass + upper >= share:
+            rest = rest[half:]
+        else:
+            mass, count, rest = mass + upper, count + len(rest) - half, rest[:half]
+    rest = np.sort(rest)[::-1]
+    before = mass + np.cumsum(rest, dtype=np.float64) - rest
+    kept = max(1, int(np.count_nonzero(before < share)))
+    return rest[kept - 1], count + kept

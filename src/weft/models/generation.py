@@ -31,6 +31,9 @@ UNHONOURED: dict[str, Any] = {
 }
 
 
+MAX_TOKEN_ID = 2**31 - 1
+
+
 @dataclass(frozen=True)
 class GenerationDefaults:
     """Sampling defaults of a checkpoint; None where it states none."""
@@ -70,11 +73,19 @@ def read_generation_defaults(folder: Path) -> GenerationDefaults:
         max_new_tokens=None
         if config.switched_off("max_new_tokens")
         else config.positive("max_new_tokens"),
-        eos_token_ids=config.integers("eos_token_id"),
+        eos_token_ids=_end_ids(config),
         unhonoured=tuple(
             key for key, off in UNHONOURED.items() if values.get(key) not in (None, off)
         ),
     )
+
+
+def _end_ids(config: ConfigReader) -> tuple[int, ...]:
+    """End ids; one that the vocabulary lacks never comes, but one beyond 32 bits is a mistake."""
+    ids = config.integers("eos_token_id")
+    if any(token > MAX_TOKEN_ID for token in ids):
+        config.refuse("eos_token_id", ids, f"at most {MAX_TOKEN_ID} is allowed")
+    return ids
 
 
 def _number(config: ConfigReader, key: str, most: float | None = None) -> float | None:

@@ -38,7 +38,7 @@ from weft.sched.invariants import check_rows
 from weft.sched.preempt import choose_victim
 from weft.sched.queues import WaitingQueue
 from weft.sched.sharing import SharedPrefixes
-from weft.sched.step import Draft, Launched, Totals
+from weft.sched.step import Draft, Launched, Totals, spread
 
 LOOK_UPS_A_STEP = 64  # waiting prompts that one step hashes and looks up at most
 
@@ -359,31 +359,34 @@ class FCFSScheduler:
         Returns the tokens about which there is nothing else to say, and the sequences in which
         blocks became full. Like ``_plan_single_tokens`` this loop is the cost of a step.
         """
-        plain: list[tuple[int, int]] = []
         due: list[Sequence] = []
+        special: set[int] = set()
         logprobs = result.logprobs
-        sampled = zip(result.sequence_ids, result.tokens, strict=True)
-        for sequence, count, samples in zip(step.sequences, step.counts, step.samples, strict=True):
+        for sequence, count, sequence_id, token in zip(
+            step.sequences, step.counts, *spread(step.samples, result), strict=True
+        ):
             computed = sequence.computed = sequence.computed + count
             if computed >= sequence.seal_at:
                 due.append(sequence)
-            if not samples:
+            if token < 0:
                 continue
-            sequence_id, token = next(sampled)
             if sequence_id != sequence.id:
                 raise InvariantError(f"a token of sequence {sequence_id} came out of order")
             if sequence.finish is not None:
+                special.add(sequence_id)
                 continue
             tokens = sequence.tokens
             tokens.append(token)
             if token in sequence.stop_ids or len(tokens) >= sequence.end:
                 stopped = token in sequence.stop_ids
                 self._finish(sequence, FinishReason.STOP if stopped else FinishReason.LENGTH)
-                updates.append(self._news(sequence, token, logprobs.get(sequence_id)))
-            elif sequence_id in logprobs:
-                updates.append(self._news(sequence, token, logprobs[sequence_id]))
-            else:
-                plain.append((sequence_id, token))
+            elif not logprobs or sequence_id not in logprobs:
+                continue
+            special.add(sequence_id)
+            updates.append(self._news(sequence, token, logprobs.get(sequence_id)))
+        plain = list(zip(result.sequence_ids, result.tokens, strict=True))
+        if special:
+            plain = [pair for pair in plain if pair[0] not in special]
         return plain, due
 
     def _live(self, sequence_id: int) -> bool:

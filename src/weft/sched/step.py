@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-from weft.core.plan import RowAdd, RowExtend
+from weft.core.errors import InvariantError
+from weft.core.plan import RowAdd, RowExtend, StepResult
 from weft.core.types import Sequence
 
 
@@ -68,3 +70,14 @@ class Launched:
     sequences: list[Sequence]
     counts: list[int]
     samples: list[bool]
+
+
+def spread(samples: list[bool], result: StepResult) -> tuple[Seq[int], Seq[int]]:
+    """Sequence ids and tokens of a result, one for each row of its step; -1 where none was due."""
+    if len(result.tokens) == len(samples):
+        return result.sequence_ids, result.tokens
+    if len(result.tokens) != sum(samples):
+        raise InvariantError(f"step {result.step_id} gave {len(result.tokens)} tokens")
+    ids, tokens = iter(result.sequence_ids), iter(result.tokens)
+    pairs = [(next(ids), next(tokens)) if due else (-1, -1) for due in samples]
+    return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
