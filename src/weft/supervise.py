@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from weft.server.options import ServerOptions
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-GRACE_S = 5.0  # beyond the drain time-out, until a child is killed
+GRACE_S = 5.0  # to end what is open with an error, until the request plane is killed
 
 
 def serve(settings: Mapping[str, Any], options: ServerOptions) -> int:
@@ -48,14 +48,15 @@ def serve(settings: Mapping[str, Any], options: ServerOptions) -> int:
         try:
             frontend, card = _start_frontend(config, options, ring, listener, engine)
             ring.close()
-            served = _wait_for_engine(engine, wake)
+            served = _wait_for_engine(engine, frontend, wake)
             if served is None:
                 return 0
             card.write(served.to_json() + "\n")
             card.close()
             return _watch(engine, frontend, wake, options)
         finally:
-            _end(frontend, options.drain_timeout_s)
+            alive = engine.process.poll() is None  # without an engine nothing can be finished
+            _end(frontend, options.drain_timeout_s if alive else 0.0, wake)
             engine.stop()
 
 
@@ -90,12 +91,17 @@ def _start_frontend(
     return process, os.fdopen(write_end, "w")
 
 
-def _wait_for_engine(engine: EngineProcess, wake: int) -> ServedModel | None:
+def _wait_for_engine(
+    engine: EngineProcess, frontend: subprocess.Popen[bytes], wake: int
+) -> ServedModel | None:
     """Wait until the engine is ready; None if a signal came first."""
-    report = engine.report.fileno()
-    readable, _, _ = select.select([report, wake], [], [])
-    if report not in readable:
+    report, pidfd = engine.report.fileno(), os.pidfd_open(frontend.pid)
+    readable, _, _ = select.select([report, pidfd, wake], [], [])
+    os.close(pidfd)
+    if wake in readable:
         return None
+    if report not in readable:
+        raise EngineDeadError(f"The request plane ended (exit code {frontend.wait()}).")
     return engine.wait_until_ready()
 
 
@@ -119,27 +125,30 @@ def _watch(
     return 0
 
 
-def _end(
-    process: subprocess.Popen[bytes] | None, timeout_s: float, wake: int | None = None
-) -> None:
-    """Ask a child to end, and make it end after the time-out or at a second signal."""
+def _end(process: subprocess.Popen[bytes] | None, timeout_s: float, wake: int) -> None:
+    """Ask the request plane to finish what is open and end.
+
+    After the time-out, or at another signal, it is asked to end what is open with an error; if
+    that takes longer than a moment, or at a third signal, it is killed.
+    """
     if process is None or process.poll() is not None:
         return
-    _empty(wake)
-    process.terminate()
     pidfd = os.pidfd_open(process.pid)
-    watched = [pidfd] if wake is None else [pidfd, wake]
-    readable, _, _ = select.select(watched, [], [], timeout_s + GRACE_S)
-    os.close(pidfd)
-    if pidfd not in readable:
+    for patience_s in (timeout_s, GRACE_S):
+        _empty(wake)
+        process.terminate()
+        readable, _, _ = select.select([pidfd, wake], [], [], patience_s)
+        if pidfd in readable:
+            break
+    else:
         process.kill()
+    os.close(pidfd)
     process.wait()
 
 
-def _empty(wake: int | None) -> None:
-    if wake is not None:
-        with contextlib.suppress(BlockingIOError):
-            os.read(wake, 4096)
+def _empty(wake: int) -> None:
+    with contextlib.suppress(BlockingIOError):
+        os.read(wake, 4096)
 
 
 @contextlib.contextmanager

@@ -174,6 +174,8 @@ COMPLETION_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": [5] * 256}, "prompt", "context_length_exceeded"),
     ({"prompt": [5] * 250, "max_tokens": 7}, "prompt", "context_length_exceeded"),
     ({"prompt": "x" * 3_000_000}, "prompt", "context_length_exceeded"),
+    ({"prompt": [5] * (2**20 + 1)}, "prompt", "invalid_parameter"),
+    ({"prompt": [[5] * (2**20 + 1)]}, "prompt", "invalid_parameter"),
     ({"messages": HELLO}, "messages", "unknown_parameter"),
 ]
 CHAT_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
@@ -213,6 +215,36 @@ CHAT_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
         "messages[0].refusal",
         "unsupported_parameter",
     ),
+    ({"messages": HELLO * 16385}, "messages", "invalid_parameter"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 16385}]},
+        "messages[0].content",
+        "invalid_parameter",
+    ),
+    (
+        {"messages": [{"role": "assistant", "content": "x", "reasoning_content": "x" * 10**6}]},
+        "messages",
+        "context_length_exceeded",
+    ),
+    (
+        {
+            "messages": [
+                {
+                    "role": "assistant",
+                    "tool_calls": [{"function": {"name": "f", "arguments": "x" * 10**6}}],
+                }
+            ]
+        },
+        "messages",
+        "context_length_exceeded",
+    ),
+    ({"metadata": "x" * 100_000}, "metadata", "unsupported_parameter"),
+    (
+        {"chat_template_kwargs": {str(i): "x" * 900 for i in range(20)}},
+        "chat_template_kwargs",
+        "invalid_parameter",
+    ),
+    ({"chat_template_kwargs": {"a": "x" * 17000}}, "chat_template_kwargs", "invalid_parameter"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "invalid_parameter"),
     ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs", "invalid_parameter"),
     ({"tools": [{"type": "function"}]}, "tools", "unsupported_parameter"),
@@ -406,3 +438,12 @@ def test_long_names_are_not_sent_back(builder):
     with pytest.raises(ParameterError) as caught:
         completion(builder, **{"x" * 10**6: 1})
     assert len(caught.value.message) < 300
+
+
+@pytest.mark.parametrize("value", [b"9" * 5000, b'"\xff"', b"1e999"])
+def test_template_variables_that_cannot_be_read(builder, value):
+    data = b'{"model": "builtin", "messages": [{"role": "user", "content": "x"}], '
+    data += b'"chat_template_kwargs": {"a": ' + value + b"}}"
+    with pytest.raises(ParameterError) as caught:
+        chat_job(decode_body(ChatBody, data), builder)
+    assert caught.value.http_status == 400

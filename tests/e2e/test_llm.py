@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import subprocess
@@ -114,6 +115,25 @@ def test_a_fork_says_that_the_model_is_not_its_own():
         assert os.waitpid(pid, 0)[1] == 0
         params = SamplingParams(max_tokens=2)
         assert llm.generate("x", params, progress=False)[0].finish_reason in ("length", "stop")
+
+
+def test_a_forked_child_that_exits_leaves_the_engine_alone():
+    with LLM(**SMALL) as llm:
+        pid = os.fork()
+        if pid == 0:
+            del llm
+            gc.collect()
+            os.kill(os.getpid(), signal.SIGKILL)
+        os.waitpid(pid, 0)
+        code = "import os, sys\nfrom weft import LLM, SamplingParams\n"
+        code += "llm = LLM(threads=1, kv_memory='32MiB')\n"
+        code += "pid = os.fork()\nif pid == 0:\n    sys.exit(0)\nos.waitpid(pid, 0)\n"
+        code += "params = SamplingParams(max_tokens=3, ignore_eos=True)\n"
+        code += "print(llm.generate('x', params)[0].finish_reason)"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert done.stdout.strip() == "length", done.stderr
+        params = SamplingParams(max_tokens=2)
+        assert llm.generate("x", params, progress=False)[0].error is None
 
 
 @pytest.mark.parametrize("end", ["pass", "os._exit(0)", "raise SystemExit(3)", "1/0"])

@@ -258,6 +258,48 @@ def test_ctrl_c_lets_running_streams_finish(tmp_path):
         assert running.process.wait(30) == 0
 
 
+def streaming(server: Server, tokens: int):
+    body = {"model": "builtin", "prompt": "x", "max_tokens": tokens, "stream": True}
+    body |= {"ignore_eos": True, "temperature": 1.0}
+    return httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60)
+
+
+def test_a_signal_to_every_process_lets_streams_finish(tmp_path):
+    """As service managers end a service: SIGTERM to the whole group at once."""
+    with serving(tmp_path) as running, streaming(running, 300) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        for process in (*running.children().values(), running.process):
+            process.send_signal(signal.SIGTERM)
+        rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        assert running.process.wait(30) == 0
+
+
+def test_a_second_ctrl_c_ends_streams_with_an_error(tmp_path):
+    with serving(tmp_path) as running, streaming(running, 1900) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        running.process.send_signal(signal.SIGINT)
+        eventually(lambda: httpx.get(f"{running.url}/ready").status_code == 503)
+        time.sleep(1.1)  # signals that come together count as one
+        running.process.send_signal(signal.SIGINT)
+        rest = [line for line in lines if line]
+        assert "error" in rest[-1] or "error" in rest[-2]
+        assert running.process.wait(30) == 0
+
+
+def test_a_request_plane_that_dies_at_the_start_is_reported(tmp_path):
+    with (tmp_path / "errors").open("w") as log:
+        command = [*WEFT, "serve", "--port", str(free_port()), *SMALL]
+        process = subprocess.Popen(command, stderr=log)
+    server = Server(process, "", tmp_path / "errors")
+    eventually(lambda: "weft-frontend" in server.children())
+    server.children()["weft-frontend"].kill()
+    assert process.wait(30) == 1
+    assert "request plane ended" in server.errors.read_text()
+
+
 @pytest.mark.parametrize("title", ["weft-engine", "weft-frontend"])
 def test_a_child_that_is_killed_ends_the_server_cleanly(tmp_path, title):
     with serving(tmp_path) as running:

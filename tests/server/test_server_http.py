@@ -18,7 +18,7 @@ import pytest
 from scripted import ScriptedClient
 from serving import Asking, serving
 
-from weft.core.errors import ConfigError, WeftError
+from weft.core.errors import ConfigError, EngineBusyError, EngineDeadError, WeftError
 from weft.core.types import FinishReason
 from weft.server.listen import listen
 from weft.server.options import ServerOptions
@@ -75,8 +75,8 @@ def test_every_error_has_openai_s_form(http):
 
 
 def test_large_bodies(http, scripted):
-    five_mb = {**BODY, "prompt": "word " * 2**20}
-    error_of(http.post("/v1/completions", json=five_mb), 400, "context_length_exceeded")
+    long = {**BODY, "prompt": "word " * 700_000}
+    error_of(http.post("/v1/completions", json=long), 400, "context_length_exceeded")
     limit = scripted.service.options.max_body_bytes
     error_of(http.post("/v1/completions", content=b"x" * (limit + 1)), 413, "request_too_large")
 
@@ -137,6 +137,28 @@ def test_an_engine_that_takes_nothing(text):
         assert running.service.metrics.waiting == 0
 
 
+@pytest.mark.parametrize(("kind", "status"), [(EngineBusyError, 429), (EngineDeadError, 503)])
+def test_an_engine_that_refuses(text, kind, status):
+    class Refusing(ScriptedClient):
+        def submit(self, requests: Any, sink: Any) -> None:  # noqa: ARG002
+            raise kind("Not now.")
+
+    with serving(Refusing(), text) as running, running.http() as http:
+        answer = http.post("/v1/completions", json={**BODY, "n": 2})
+        error_of(answer, status, kind.code)
+        assert answer.headers["retry-after"] == str(kind.retry_after_s)
+        wrong = http.post("/v1/completions", json={**BODY, "temperature": 9})
+        error_of(wrong, 400, "invalid_parameter")
+        assert "retry-after" not in wrong.headers
+        page = http.get("/metrics").text
+    label = 'model_name="builtin"'
+    for reason in (kind.code, "invalid_parameter"):
+        assert f'weft:request_rejected_total{{{label},reason="{reason}"}} 1.0' in page
+    assert f'request_success_total{{finished_reason="cancelled",{label}}} 0.0' in page
+    assert f"weft:prompt_tokens_total{{{label}}} 0.0" in page
+    assert f"weft:num_requests_waiting{{{label}}} 0.0" in page
+
+
 # -- the other routes ---------------------------------------------------------------------------
 
 
@@ -152,6 +174,15 @@ def test_models_tokens_and_info(http):
     assert chat["tokens"][0] == 0
     assert http.get("/health").json() == {"status": "ok"}
     assert http.get("/ready").status_code == 200
+    limit = chat["max_model_len"]
+    assert http.post("/detokenize", json={"tokens": [5] * limit}).status_code == 200
+    long = http.post("/detokenize", json={"tokens": [5] * (limit + 1)})
+    assert error_of(long, 400, "context_length_exceeded")["param"] == "tokens"
+    for asked in (
+        {"prompt": "x" * 10**6},
+        {"messages": [{"role": "user", "content": "x" * 10**6}]},
+    ):
+        error_of(http.post("/tokenize", json=asked), 400, "context_length_exceeded")
     info = http.get("/server_info").json()
     assert info["model"]["names"] == ["builtin", "org/other"]
 
@@ -164,7 +195,7 @@ class StuckProbe:
         return {"num_requests_running": 7, "kv_cache_usage_perc": 0.25, "num_preemptions": 3}
 
     def info(self) -> dict[str, Any]:
-        return {"attention": "reference"}
+        return {"attention": "reference", "folder": "/home/someone/model"}
 
 
 def test_what_the_engine_tells(text):

@@ -1,7 +1,8 @@
 """Bodies of requests, as OpenAI's API description has them, and weft's extensions.
 
 What the description has but weft does not support is declared too, so that it is refused by its
-own name; a value that asks for nothing (null, or the default) is let through.
+own name; a value that asks for nothing (null, or the default) is let through. Such fields, and
+variables of templates, are left as JSON: to decode a long value holds up every other thread.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from functools import cache
 from typing import Annotated, Any, TypeVar
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Raw, Struct
 
 from weft.api.errors import (
     InvalidJSONError,
@@ -25,31 +26,39 @@ from weft.core.types import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_STRINGS, MAX_
 MAX_N = 128
 MAX_COMPLETION_LOGPROBS = 5
 MAX_NAME_CHARS = 1024
+MAX_MESSAGES = 16384  # also of parts of a message and of its tool calls
+MAX_IDS = 2**20  # of one list; far beyond any context
+MAX_NEUTRAL_BYTES = 64  # of a value that asks for nothing
 MAX_SHOWN_CHARS = 100  # of a name that a client made up
 
+NULL = Raw(b"null")
 Name = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 TokenId = Annotated[int, Meta(ge=0)]
+Ids = Annotated[list[int], Meta(max_length=MAX_IDS)]
+Prompts = Annotated[list[str | int | Ids], Meta(max_length=MAX_IDS)]
+Variables = Annotated[dict[str, Raw], Meta(max_length=32)]
+Objects = Annotated[list[dict[str, Any]], Meta(max_length=MAX_MESSAGES)]
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True, kw_only=True):
     include_usage: bool | None = None
-    include_obfuscation: Any = None
+    include_obfuscation: Raw = NULL
 
 
 class Message(Struct, forbid_unknown_fields=True, kw_only=True):
     """One message of a conversation; which fields go with which role is checked later."""
 
     role: str
-    content: str | list[dict[str, Any]] | None = None
+    content: str | Objects | None = None
     name: Name | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: Objects | None = None
     tool_call_id: Name | None = None
     reasoning_content: str | None = None
-    refusal: Any = None
-    audio: Any = None
-    function_call: Any = None
-    annotations: Any = None
+    refusal: Raw = NULL
+    audio: Raw = NULL
+    function_call: Raw = NULL
+    annotations: Raw = NULL
 
 
 class GenerationBody(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -85,41 +94,41 @@ class GenerationBody(Struct, forbid_unknown_fields=True, kw_only=True):
 class CompletionBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
     """Body of ``POST /v1/completions``."""
 
-    prompt: str | list[str | int | list[int]] | None
+    prompt: str | Prompts | None
     echo: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=MAX_COMPLETION_LOGPROBS)] | None = None
     add_special_tokens: bool | None = None
-    best_of: Any = None
-    suffix: Any = None
+    best_of: Raw = NULL
+    suffix: Raw = NULL
 
 
 class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
     """Body of ``POST /v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Meta(min_length=1)]
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
     logprobs: bool | None = None
     max_completion_tokens: int | None = None
     safety_identifier: Name | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=32)] | None = None
-    audio: Any = None
-    function_call: Any = None
-    functions: Any = None
-    metadata: Any = None
-    modalities: Any = None
-    moderation: Any = None
-    parallel_tool_calls: Any = None
-    prediction: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_options: Any = None
-    prompt_cache_retention: Any = None
-    reasoning_effort: Any = None
-    response_format: Any = None
-    store: Any = None
-    tool_choice: Any = None
-    tools: Any = None
-    verbosity: Any = None
-    web_search_options: Any = None
+    chat_template_kwargs: Variables | None = None
+    audio: Raw = NULL
+    function_call: Raw = NULL
+    functions: Raw = NULL
+    metadata: Raw = NULL
+    modalities: Raw = NULL
+    moderation: Raw = NULL
+    parallel_tool_calls: Raw = NULL
+    prediction: Raw = NULL
+    prompt_cache_key: Raw = NULL
+    prompt_cache_options: Raw = NULL
+    prompt_cache_retention: Raw = NULL
+    reasoning_effort: Raw = NULL
+    response_format: Raw = NULL
+    store: Raw = NULL
+    tool_choice: Raw = NULL
+    tools: Raw = NULL
+    verbosity: Raw = NULL
+    web_search_options: Raw = NULL
 
 
 class TokenizeBody(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -127,18 +136,18 @@ class TokenizeBody(Struct, forbid_unknown_fields=True, kw_only=True):
 
     model: Name | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Meta(min_length=1)] | None = None
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     return_token_strs: bool = False
-    chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=32)] | None = None
+    chat_template_kwargs: Variables | None = None
 
 
 class DetokenizeBody(Struct, forbid_unknown_fields=True, kw_only=True):
     """Body of ``POST /detokenize``."""
 
     model: Name | None = None
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], Meta(max_length=MAX_IDS)]
     skip_special_tokens: bool = False
 
 
@@ -202,12 +211,23 @@ def refuse_unsupported(body: Struct, path: str = "") -> None:
     """Raise UnsupportedParameterError for a field that asks for something weft does not have."""
     for name, neutral in _NEUTRAL.get(type(body), {}).items():
         value = getattr(body, name)
-        if value is not None and not any(_same(value, one) for one in neutral):
+        if value is not NULL and not _is_neutral(bytes(value), neutral):
             raise UnsupportedParameterError(path + name)
     if isinstance(body, GenerationBody) and body.stream_options is not None:
         refuse_unsupported(body.stream_options, "stream_options.")
     for index, message in enumerate(getattr(body, "messages", None) or ()):
         refuse_unsupported(message, f"messages[{index}].")
+
+
+def _is_neutral(data: bytes, neutral: tuple[Any, ...]) -> bool:
+    """Whether a value asks for nothing. A long one is not even decoded: that would take long."""
+    if len(data) > MAX_NEUTRAL_BYTES:
+        return False
+    try:
+        value = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return False
+    return value is None or any(_same(value, one) for one in neutral)
 
 
 def _same(value: Any, neutral: Any) -> bool:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
 
+import msgspec
+
 from weft.api.bodies import ChatBody, Message
 from weft.api.errors import MissingParameterError, UnsupportedParameterError
 from weft.api.jobs import Builder, Job, new_id, now
@@ -25,7 +27,7 @@ from weft.core.types import Request
 from weft.text import encode_chat
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-MAX_MESSAGES = 16384
+MAX_VARIABLES_BYTES = 16 * 2**10
 
 
 def chat_job(body: ChatBody, builder: Builder) -> Job:
@@ -68,7 +70,7 @@ def chat_job(body: ChatBody, builder: Builder) -> Job:
 def encode_messages(
     messages: Seq[Message],
     builder: Builder,
-    variables: Mapping[str, Any] | None = None,
+    variables: Mapping[str, msgspec.Raw] | None = None,
     *,
     add_generation_prompt: bool = True,
 ) -> list[int]:
@@ -85,20 +87,46 @@ def encode_messages(
             "--chat-template FILE.",
             param="messages",
         )
-    if len(messages) > MAX_MESSAGES:
-        raise ParameterError(f"There may be {MAX_MESSAGES} messages at most.", param="messages")
+    decoded = _variables(variables or {})
     knows_developer = any("developer" in source for source in template.sources.values())
     plain = [_message(message, i, knows_developer) for i, message in enumerate(messages)]
-    builder.check_size(sum(len((m.get("content") or "").encode()) for m in plain), "messages")
-    variables = variables or {}
-    template.check_variables(variables)
+    builder.check_size(sum(map(_num_bytes, messages, plain)), "messages")
+    template.check_variables(decoded)
     return encode_chat(
         builder.tokenizer,
         template,
         plain,
         add_generation_prompt=add_generation_prompt,
-        **variables,
+        **decoded,
     )
+
+
+def _num_bytes(message: Message, plain: Mapping[str, Any]) -> int:
+    """Bytes of everything in a message that a template may show."""
+    texts = sum(len(value.encode()) for value in plain.values() if isinstance(value, str))
+    return texts + (_json_bytes(message.tool_calls) if message.tool_calls else 0)
+
+
+def _json_bytes(value: Any) -> int:
+    try:
+        return len(msgspec.json.encode(value))
+    except RecursionError:
+        raise ParameterError("The body of the request is nested too deeply.") from None
+
+
+def _variables(given: Mapping[str, msgspec.Raw]) -> dict[str, Any]:
+    """Values for the template; they are decoded only if they are short."""
+    param = "chat_template_kwargs"
+    if (
+        sum(len(name.encode()) + len(bytes(raw)) for name, raw in given.items())
+        > MAX_VARIABLES_BYTES
+    ):
+        message = f"{param} may have {MAX_VARIABLES_BYTES} bytes at most."
+        raise ParameterError(message, param=param)
+    try:
+        return {name: msgspec.json.decode(raw) for name, raw in given.items()}
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise ParameterError(f"{param} has a value that cannot be read.", param=param) from None
 
 
 def _max_tokens(body: ChatBody) -> int | None:

@@ -10,7 +10,7 @@ from weft.api.completions import check_ids
 from weft.api.jobs import Builder
 from weft.api.logprobs import TokenTexts
 from weft.api.sampling import check_model
-from weft.core.errors import ParameterError
+from weft.core.errors import ParameterError, PromptTooLongError
 
 
 def tokenize(body: TokenizeBody, builder: Builder, texts: TokenTexts) -> dict[str, Any]:
@@ -40,6 +40,12 @@ def tokenize(body: TokenizeBody, builder: Builder, texts: TokenTexts) -> dict[st
 def detokenize(body: DetokenizeBody, builder: Builder) -> dict[str, Any]:
     """Text of token ids. Raises a typed error that names the parameter."""
     check_model(body.model, builder.card)
+    limit = builder.card.max_model_len
+    if len(body.tokens) > limit:
+        raise PromptTooLongError(
+            f"There are {len(body.tokens)} tokens; the context of the model has {limit}.",
+            param="tokens",
+        )
     check_ids(body.tokens, builder.card.vocab_size, "tokens")
     skip = body.skip_special_tokens
     return {"prompt": builder.tokenizer.decode(body.tokens, skip_special_tokens=skip)}

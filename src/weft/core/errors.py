@@ -14,10 +14,12 @@ class WeftError(Exception):
         code: a stable machine-readable name.
         param: the request parameter or setting concerned, if there is one.
         http_status: the status that a server answers with.
+        retry_after_s: seconds after which it may be worth asking again, None if it never is.
     """
 
     http_status = 500
     code = "internal_error"
+    retry_after_s: int | None = None
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -106,6 +108,7 @@ class EngineBusyError(WeftError):
 
     http_status = 429
     code = "engine_busy"
+    retry_after_s = 1
 
 
 class EngineDeadError(WeftError):
@@ -113,6 +116,7 @@ class EngineDeadError(WeftError):
 
     http_status = 503
     code = "engine_dead"
+    retry_after_s = 5
 
 
 class InvariantError(WeftError):

@@ -2,8 +2,10 @@
 
     python -m weft.engine.process --ring FDS [--ring FDS ...] --report FD --parent PID
 
-Settings come as JSON on standard input. It writes one JSON line to the report descriptor when it is
-ready (``{"served": ...}``) or has failed (``{"error": ...}``).
+Settings come as one line of JSON on standard input; at another line, or its end, the engine ends.
+SIGTERM is ignored: whoever ends a whole group of processes wants running streams to finish first,
+and the parent decides when they have. One JSON line goes to the report descriptor when the engine
+is ready (``{"served": ...}``) or has failed (``{"error": ...}``).
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from dataclasses import asdict
 from typing import Any
@@ -39,7 +42,7 @@ class MonotonicClock:
 
 
 def main() -> None:
-    """Run until SIGTERM; exit code 0 then, 1 if the engine could not start or broke."""
+    """Run until told to stop: exit code 0; 1 if the engine cannot start or breaks."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--ring", action="append", required=True)
     parser.add_argument("--report", type=int, required=True)
@@ -47,10 +50,11 @@ def main() -> None:
     options = parser.parse_args()
     set_process_title("weft-engine")
     die_with(options.parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when Ctrl-C ends the engine
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     report = os.fdopen(options.report, "w")
     try:
-        config = EngineConfig.from_mapping(json.load(sys.stdin))
+        config = EngineConfig.from_mapping(json.loads(sys.stdin.readline()))
         engine = build_engine(config)
         inbox = RingInbox(
             [RingFds.parse(text) for text in options.ring],
@@ -59,10 +63,15 @@ def main() -> None:
     except WeftError as error:
         _tell(report, {"error": {"type": type(error).__name__, "message": error.message}})
         sys.exit(1)
-    signal.signal(signal.SIGTERM, lambda *_: inbox.stop())
+    threading.Thread(target=_stop_when_told, args=(inbox,), daemon=True).start()
     inbox.write_info(_info(engine, ready=True))
     _tell(report, {"served": describe_served(config, engine).to_json()})
     sys.exit(_serve(engine, inbox))
+
+
+def _stop_when_told(inbox: RingInbox) -> None:
+    sys.stdin.readline()
+    inbox.stop()
 
 
 def _serve(engine: Engine, inbox: RingInbox) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -17,6 +18,10 @@ from weft.ring.client import RingClient
 from weft.ring.segment import RingFds, create_ring
 
 STOP_TIMEOUT_S = 10.0
+
+# oneDNN keeps a primitive for each of the last 1024 shapes of a matrix product, and malloc an arena
+# for each thread: with batches of every size that grows to several times the model's memory.
+MEMORY_SETTINGS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8", "MALLOC_ARENA_MAX": "2"}
 
 
 @dataclass(frozen=True)
@@ -40,12 +45,16 @@ class EngineProcess:
             command += ["--ring", str(ring)]
         inherited = [write_end, *(fd for ring in rings for fd in ring.pass_fds)]
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, pass_fds=inherited, start_new_session=True
+            command,
+            stdin=subprocess.PIPE,
+            pass_fds=inherited,
+            start_new_session=True,
+            env={**MEMORY_SETTINGS, **os.environ},
         )
         os.close(write_end)
         assert process.stdin is not None
-        process.stdin.write(json.dumps(dict(settings)).encode())
-        process.stdin.close()
+        process.stdin.write(json.dumps(dict(settings)).encode() + b"\n")
+        process.stdin.flush()
         return cls(process, os.fdopen(read_end))
 
     def wait_until_ready(self) -> ServedModel:
@@ -59,8 +68,11 @@ class EngineProcess:
 
     def stop(self) -> int:
         """End the process and return its exit code."""
+        if self.process.stdin is not None and not self.process.stdin.closed:
+            with contextlib.suppress(BrokenPipeError):
+                self.process.stdin.write(b"stop\n")
+                self.process.stdin.close()
         if self.process.poll() is None:
-            self.process.terminate()
             try:
                 self.process.wait(STOP_TIMEOUT_S)
             except subprocess.TimeoutExpired:
@@ -86,6 +98,7 @@ class RemoteEngine:
     """
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
+        self._pid = os.getpid()
         ring = self._ring = create_ring()
         self._process = EngineProcess.start(settings, [ring])
         try:
@@ -100,8 +113,11 @@ class RemoteEngine:
         self.client.run_in_thread()
 
     def close(self) -> None:
-        """End the engine; open requests end with an error. May be called twice."""
-        if not self._closed:
+        """End the engine; open requests end with an error. May be called twice.
+
+        In a forked child it does nothing: the engine is the parent's.
+        """
+        if not self._closed and os.getpid() == self._pid:
             self._closed = True
             self._process.stop()
             self.client.close()

@@ -445,20 +445,12 @@ class FCFSScheduler:
         pausing = sequence.state is SequenceState.PAUSING
         sequence.move_to(SequenceState.FINISHED)
         sequence.finish = reason
-        self._count(reason)
+        self.totals.count_end(reason)
         self._shared.abandon(sequence.id)
         if queued:
             self._forget(sequence)
         elif not pausing:
             self._closing.append(sequence)
-
-    def _count(self, reason: FinishReason) -> None:
-        if reason is FinishReason.CANCELLED:
-            self.totals.cancelled += 1
-        elif reason is FinishReason.ERROR:
-            self.totals.failed += 1
-        else:
-            self.totals.finished += 1
 
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)

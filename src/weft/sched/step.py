@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from weft.core.errors import InvariantError
 from weft.core.plan import RowAdd, RowExtend, StepResult
-from weft.core.types import Sequence
+from weft.core.types import FinishReason, Sequence
 
 
 @dataclass(slots=True)
@@ -23,6 +23,15 @@ class Totals:
     output_tokens: int = 0
     cached_tokens: int = 0
     preemptions: int = 0
+
+    def count_end(self, reason: FinishReason) -> None:
+        """Count a sequence that has ended."""
+        if reason is FinishReason.CANCELLED:
+            self.cancelled += 1
+        elif reason is FinishReason.ERROR:
+            self.failed += 1
+        else:
+            self.finished += 1
 
 
 @dataclass(slots=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -112,6 +113,11 @@ def _routes(handlers: _Handlers) -> list[Route]:
     ]
 
 
+def _public(info: Mapping[str, Any]) -> dict[str, Any]:
+    """Facts of the engine without where the model lies on this machine."""
+    return {name: value for name, value in info.items() if name != "folder"}
+
+
 class _Handlers:
     """One method for each route."""
 
@@ -125,8 +131,10 @@ class _Handlers:
         return await self._generate(request, "chat")
 
     async def _generate(self, request: Request, endpoint: Endpoint) -> Response:
-        data = await read_body(request, self._service.options.max_body_bytes)
-        return Generation(self._service, await self._service.prepare(endpoint, data))
+        service = self._service
+        with service.metrics.counting_refusals():
+            data = await read_body(request, service.options.max_body_bytes)
+            return Generation(service, await service.prepare(endpoint, data))
 
     async def models(self, _: Request) -> Response:
         return json_response(model_list(self._service.builder.card))
@@ -185,6 +193,6 @@ class _Handlers:
                     "max_prompt_bytes": options.max_prompt_bytes,
                     "max_sequences": options.max_sequences,
                 },
-                "engine": service.probe.info(),
+                "engine": _public(service.probe.info()),
             }
         )

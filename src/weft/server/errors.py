@@ -42,9 +42,8 @@ async def handle_weft_error(_: Request, error: Exception) -> Response:
     log_failure(error)
     status, body = describe_error(error)
     headers = {}
-    retry_after = getattr(error, "retry_after_s", None)
-    if retry_after is not None:
-        headers["retry-after"] = str(retry_after)
+    if isinstance(error, WeftError) and error.retry_after_s is not None:
+        headers["retry-after"] = str(error.retry_after_s)
     if isinstance(error, BodyTooLargeError):
         headers["connection"] = "close"
     return json_response(body, status, headers)

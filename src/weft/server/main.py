@@ -22,10 +22,12 @@ from weft.server.app import create_app
 from weft.server.listen import address_of, listen
 from weft.server.options import ServerOptions
 from weft.server.probe import EngineProbe
+from weft.server.protocol import bounded_protocol
 from weft.server.service import Service, ShuttingDownError
 from weft.text import ChatTemplate, Tokenizer
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SAME_SIGNAL_S = 1.0
 GRACE_S = 2  # for answers of aborted requests to reach their clients
 
 
@@ -81,6 +83,7 @@ class DrainingServer(uvicorn.Server):
         self._service: Service = app.state.service
         self._timeout_s = options.drain_timeout_s
         self._deadline: float | None = None
+        self._signalled = 0.0
         self._on_listening = on_listening
 
     def drain(self) -> None:
@@ -90,9 +93,15 @@ class DrainingServer(uvicorn.Server):
             self._deadline = time.monotonic() + self._timeout_s
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
-        """First signal: drain. Second: end the wait."""
-        if self._deadline is not None:
+        """First signal: drain. A later one: end the wait.
+
+        Signals that come together count as one: a service manager sends them to every process of
+        a group, and the supervisor passes its own on.
+        """
+        now = time.monotonic()
+        if self._deadline is not None and now - self._signalled > SAME_SIGNAL_S:
             self._deadline = 0.0
+        self._signalled = now if self._deadline is None else self._signalled
         self.drain()
 
     @contextlib.contextmanager
@@ -129,7 +138,7 @@ def _uvicorn_config(app: Starlette, options: ServerOptions) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         loop="uvloop",
-        http="httptools",
+        http=bounded_protocol(options),
         ws="none",
         lifespan="on",
         log_config=None,

@@ -1,10 +1,15 @@
 """Prometheus metrics with the names that dashboards of LLM servers read.
 
 The hot path adds to plain numbers; families are built when somebody scrapes.
+
+There is no ``request_queue_time_seconds`` and no ``request_prefill_time_seconds``: updates of the
+engine do not say when a sequence was first computed, so that nothing here could tell the two apart
+within the time to the first token.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from bisect import bisect_left
 from collections import Counter
@@ -20,6 +25,7 @@ from prometheus_client.core import (
     Metric,
 )
 
+from weft.core.errors import WeftError
 from weft.core.plan import Update
 from weft.server.probe import EngineProbe
 
@@ -80,6 +86,7 @@ class Metrics:
         self.waiting = 0
         self.running = 0
         self.finished: Counter[str] = Counter()
+        self.rejected: Counter[str] = Counter()
         self.time_to_first_token = Histogram(TTFT_BUCKETS)
         self.inter_token_latency = Histogram(ITL_BUCKETS)
         self.e2e_latency = Histogram(LATENCY_BUCKETS)
@@ -94,11 +101,21 @@ class Metrics:
         """The page for Prometheus."""
         return generate_latest(self._registry)
 
+    @contextlib.contextmanager
+    def counting_refusals(self) -> Iterator[None]:
+        """Count a typed error that ends the block as a request that was never begun."""
+        try:
+            yield
+        except WeftError as error:
+            self.rejected[error.code] += 1
+            raise
+
     def collect(self) -> Iterator[Metric]:
         """All families, for each name prefix."""
         for prefix in self._prefixes:
             yield from self._gauges_and_counters(prefix)
             yield from self._histograms(prefix)
+        yield self._refusals()
 
     def _gauges_and_counters(self, prefix: str) -> Iterator[Metric]:
         values: dict[str, float] = {
@@ -121,6 +138,16 @@ class Metrics:
         for reason in ("stop", "length", "cancelled", "error"):
             family.add_metric([self._model, reason], self.finished[reason])
         yield family
+
+    def _refusals(self) -> Metric:
+        family = CounterMetricFamily(
+            "weft:request_rejected",
+            "Generation requests refused before the engine took them, by code of the error",
+            labels=["model_name", "reason"],
+        )
+        for reason, count in sorted(self.rejected.items()):
+            family.add_metric([self._model, reason], count)
+        return family
 
     def _plain(self, name: str, kind: str, text: str, value: float) -> Metric:
         make = GaugeMetricFamily if kind == "gauge" else CounterMetricFamily

@@ -30,7 +30,17 @@ class ServerOptions:
         "strings", (), "web origin that may call the server, or *; may be repeated", high=256
     )
     max_body_bytes: int = setting(
-        "bytes", 16 * 2**20, "longest request body that is read", low=1024, high=2**31
+        "bytes", 4 * 2**20, "longest request body that is read", low=1024, high=2**31
+    )
+    max_header_bytes: int = setting(
+        "bytes",
+        64 * 2**10,
+        "longest request line and headers together",
+        low=1024,
+        high=16 * 2**20,
+    )
+    header_timeout_s: float = setting(
+        "float", 20.0, "seconds that a client has to send its headers", low=0.1, high=86400
     )
     max_prompt_bytes: int = setting(
         "bytes", 8 * 2**20, "longest prompt in bytes, checked before tokenising", low=1

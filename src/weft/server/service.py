@@ -137,16 +137,20 @@ class OpenJob:
         self._service = service
         self._mailbox = mailbox
         self._open_ids = {request.id for request in job.requests}
-        self._timer = JobTimer(service.metrics, len(job.requests), job.prompt_tokens)
+        self._timer: JobTimer | None = None  # from when the engine has taken the sequences
 
     def submit(self) -> None:
         """Hand the sequences to the engine. Raises its typed error if it cannot take them."""
-        self._service.client.submit(self.job.requests, self._mailbox.sink)
+        job, metrics = self.job, self._service.metrics
+        with metrics.counting_refusals():
+            self._service.client.submit(job.requests, self._mailbox.sink)
+        self._timer = JobTimer(metrics, len(job.requests), job.prompt_tokens)
 
     async def take(self) -> list[Update]:
         """Wait for updates. Raises DisconnectedError, or what ended the job from outside."""
         updates = await self._mailbox.take()
-        self._open_ids.difference_update(self._timer.saw(updates))
+        if self._timer is not None:
+            self._open_ids.difference_update(self._timer.saw(updates))
         return updates
 
     def stop(self, sequence_ids: Iterable[int]) -> None:
@@ -168,7 +172,8 @@ class OpenJob:
                 return
 
     def _cancel(self) -> None:
-        self._timer.close(len(self._open_ids))
+        if self._timer is not None:
+            self._timer.close(len(self._open_ids))
         for sequence_id in self._open_ids:
             self._service.client.cancel(sequence_id)
         self._open_ids.clear()

@@ -1,0 +1,155 @@
+"""What a connection may send: long, slow and malformed requests, on bare sockets."""
+
+from __future__ import annotations
+
+import json
+import socket
+from typing import Any
+
+import pytest
+from scripted import ScriptedClient
+from serving import Running, serving
+
+LIMIT = 4096
+
+
+@pytest.fixture(scope="module")
+def server(text: Any):
+    options = {"max_header_bytes": LIMIT, "header_timeout_s": 0.5}
+    with serving(ScriptedClient([700]), text, **options) as running:
+        yield running
+
+
+def connect(running: Running) -> socket.socket:
+    host, port = running.url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=30)
+
+
+def talk(running: Running, *parts: bytes) -> bytes:
+    """Send parts; return all that comes until the server closes."""
+    with connect(running) as raw:
+        for part in parts:
+            try:
+                raw.sendall(part)
+            except OSError:  # it has closed; what it said can be read still
+                break
+        return read_all(raw)
+
+
+def read_all(raw: socket.socket) -> bytes:
+    answer = b""
+    while part := raw.recv(65536):
+        answer += part
+    return answer
+
+
+def check_refusal(answer: bytes, status: int, code: str) -> None:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(f"HTTP/1.1 {status} ".encode())
+    assert b"content-type: application/json" in head
+    assert b"connection: close" in head
+    assert f"content-length: {len(body)}".encode() in head
+    error = json.loads(body)["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (error["code"], error["type"]) == (code, "invalid_request_error")
+
+
+GET = b"GET /health HTTP/1.1\r\nHost: x\r\n"
+LAST = GET + b"Connection: close\r\n\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
+FILL = b"x" * (3 * LIMIT)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (GET + b"Long: " + FILL,),
+        (GET + b"Long: ", *[b"x" * 100] * 200),
+        (GET, *[b"A: b\r\n"] * 2000),
+        (b"GET /" + FILL,),
+        (b"G" * 1, b"ET /?", FILL, b" HTTP/1.1\r\n\r\n"),
+        (b"\r\n" * (2 * LIMIT),),
+        (GET + b"\r\n" + GET + b"Long: " + FILL,),  # the second of a connection
+        (CHUNKED + b"0\r\nTrailer: " + FILL,),
+        (CHUNKED + b"1;" + FILL,),
+    ],
+    ids=["value", "pieces", "many", "url", "query", "empty", "second", "trailer", "extension"],
+)
+def test_long_headers_are_refused(server, parts):
+    answer = talk(server, *parts)
+    check_refusal(answer[answer.rindex(b"HTTP/1.1") :], 431, "headers_too_large")
+    with server.http() as http:
+        assert http.get("/health").status_code == 200
+
+
+def test_headers_within_the_limit_and_long_bodies_pass(server):
+    with server.http() as http:
+        for _ in range(3):  # on one connection
+            assert http.get("/health", headers={"long": "x" * (LIMIT - 500)}).status_code == 200
+            body = json.dumps({"model": "builtin", "prompt": "x"}).ljust(50 * LIMIT).encode()
+            assert http.post("/v1/completions", content=body).status_code == 200
+            pieces = (body[i : i + 100] for i in range(0, len(body), 100))
+            assert http.post("/v1/completions", content=pieces).status_code == 200
+
+
+def test_many_requests_sent_at_once_pass(server):
+    answer = talk(server, (GET + b"\r\n") * 300 + LAST)
+    assert answer.count(b"HTTP/1.1 200 OK") == 301
+
+
+@pytest.mark.parametrize("start", [b"", b"GET /health HT", GET, GET + b"\r\n" + b"\r\n"])
+def test_headers_that_do_not_come_end_the_connection(server, start):
+    with connect(server) as raw:
+        raw.sendall(start)
+        if start.endswith(b"\r\n\r\n"):  # a partial second request after an answered one
+            assert raw.recv(4096).startswith(b"HTTP/1.1 200")
+            raw.sendall(b"GET")
+            read_all(raw)
+        else:
+            assert read_all(raw) == b""
+
+
+def test_a_slow_answer_outlives_the_time_for_headers(text):
+    """Also if something of a next request has come already."""
+    body = json.dumps({"model": "builtin", "prompt": "x"}).encode()
+    head = POST + f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    with serving(ScriptedClient(), text, header_timeout_s=0.1) as running, connect(running) as raw:
+        raw.sendall(head + body)
+        request = running.client.submitted.get(timeout=10)
+        raw.sendall(b"\r\n")
+        raw.settimeout(0.5)
+        with pytest.raises(TimeoutError):
+            raw.recv(1)
+        raw.settimeout(30)
+        running.client.send(request, 700, finish="stop")
+        assert read_all(raw).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"hello\r\n\r\n",
+        b"GET /health\xff HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        GET + b"no colon\r\n\r\n",
+        POST + b"Content-Length: x\r\n\r\n",
+        CHUNKED + b"zz\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00",
+    ],
+)
+def test_malformed_http_is_refused_in_openai_s_form(server, data):
+    check_refusal(talk(server, data), 400, "invalid_http")
+
+
+def test_rubbish_behind_a_request_does_not_get_into_its_answer(text):
+    body = json.dumps({"model": "builtin", "prompt": "x", "stream": True}).encode()
+    head = POST + f"Content-Length: {len(body)}\r\n\r\n".encode()
+    with serving(ScriptedClient(), text) as running, connect(running) as raw:
+        raw.sendall(head + body)
+        request = running.client.submitted.get(timeout=10)
+        running.client.send(request, 700)
+        begun = raw.recv(65536)
+        raw.sendall(b"rubbish\r\n\r\n")
+        assert (begun + read_all(raw)).count(b"HTTP/1.1") == 1
+        assert running.client.cancelled.get(timeout=10)[0] == request.id
