@@ -208,7 +208,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--rate", type=float, default=500.0, help="engine steps a second at most")
+    parser.add_argument("--rate", type=float, default=1000.0, help="engine steps a second at most")
     parser.add_argument("--engine", help=argparse.SUPPRESS)
     parser.add_argument("--clients", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -228,9 +228,10 @@ def main() -> None:
     if options.out:
         report: dict[str, Any] = {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "command": "python benchmarks/stream.py",
+            "command": f"python benchmarks/stream.py --rate {options.rate:g}",
             "python": platform.python_version(),
             "clients": CLIENTS,
+            "engine_steps_per_s": options.rate,
             "tokens": TOKENS,
             "median": median,
             "rounds": rounds,

@@ -25,13 +25,13 @@ def run(program: Path, *words: str, **environment: str) -> subprocess.CompletedP
     )
 
 
-def test_millions_of_handoffs_between_two_processes(build):
+def test_handoffs_between_two_processes_until_time_is_up(build):
     """Contents, order, cancellations, and that no slot or byte of the arena is lost."""
     done = run(build("handoff", "-O2"), "processes", "8", "1000000")
     assert done.returncode == 0, done.stderr
     tally = json.loads(done.stdout)
     print(tally)
-    assert tally["handoffs"] > 300_000  # a million and more on an idle machine
+    assert tally["handoffs"] > 10_000  # millions on an idle machine; speed decides nothing here
     assert tally["cancelled"] > 0
     assert tally["refused"] > 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import signal
@@ -322,23 +323,45 @@ def test_nothing_is_left_behind_after_sigkill(victims):
     )
     assert client.stdout is not None
     pids = {"engine": int(client.stdout.readline()), "client": client.pid}
-    links = [
-        os.readlink(f"/proc/{client.pid}/fd/{fd}") for fd in os.listdir(f"/proc/{client.pid}/fd")
-    ]
-    assert any("memfd:weft-ring" in link for link in links)
+    inode = ring_inode(client.pid)
+    assert holders(inode) == set(pids.values())
     assert leftovers() == before  # nor is there a name while it runs
-    for victim, pid in pids.items():
-        if victims in (victim, "both"):
-            os.kill(pid, signal.SIGKILL)
-    time.sleep(0.2)
-    for pid in pids.values():
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
+    killed = [pids[victim] for victim in pids if victims in (victim, "both")]
+    for pid in killed:
+        os.kill(pid, signal.SIGKILL)
+    eventually(lambda: not holders(inode) & set(killed))
+    for pid in set(pids.values()) - set(killed):
+        os.kill(pid, signal.SIGKILL)
     client.wait()
     client.stdout.close()
+    eventually(lambda: not holders(inode))
     assert leftovers() == before
+
+
+def ring_inode(pid: int) -> int:
+    """The inode of the ring's memory, which a process holds open."""
+    folder = Path(f"/proc/{pid}/fd")
+    (fd,) = [fd for fd in folder.iterdir() if "memfd:weft-ring" in os.readlink(fd)]
+    return fd.stat().st_ino
+
+
+def holders(inode: int) -> set[int]:
+    """Processes that map memory with this inode."""
+    found = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):
+            for line in maps.read_text().splitlines():
+                fields = line.split()
+                if fields[4] == str(inode) and "memfd:weft-ring" in line:
+                    found.add(int(maps.parent.name))
+    return found
+
+
+def eventually(condition) -> None:
+    give_up = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < give_up, "it did not happen"
+        time.sleep(0.02)
 
 
 def test_clients_and_inboxes_close_their_descriptors(ring):
