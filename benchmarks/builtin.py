@@ -24,8 +24,8 @@ from weft.core.config import EngineConfig
 from weft.core.plan import Commit
 from weft.core.types import Request, SamplingParams
 from weft.engine.build import Engine, build_engine
-from weft.engine.local import WallClock
 from weft.engine.loop import EngineLoop
+from weft.engine.machine import WallClock
 from weft.models.hub import resolve_model
 
 PROMPT_TOKENS, NEW_TOKENS = 64, 128

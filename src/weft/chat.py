@@ -155,8 +155,8 @@ def _answer(client: ChatClient, conversation: Conversation, line: str) -> None:
     print()
     conversation.turns.append({"role": "assistant", "content": "".join(pieces)})
     seconds = max(time.monotonic() - first, 1e-9)
+    tokens = client.tokens or len(pieces)  # an answer that was cut short brings no count
     print(
-        f"[{client.tokens} tokens, first after {first - started:.2f} s, "
-        f"{client.tokens / seconds:.0f} tokens/s]",
+        f"[{tokens} tokens, first after {first - started:.2f} s, {tokens / seconds:.0f} tokens/s]",
         file=sys.stderr,
     )

@@ -642,3 +642,17 @@ def test_closing_the_inbox_answers_everybody(pair):
     pair.inbox.fail(OutOfMemoryError("Nothing left."))
     pair.client.poll()
     assert all(isinstance(pair.updates[i][0].error, OutOfMemoryError) for i in (1, 2))
+
+
+def test_a_sink_that_fails_loses_its_own_requests_only(pair, caplog):
+    def broken(updates) -> None:
+        raise ValueError(f"a bug of the caller, given {updates}")
+
+    pair.client.submit([request(1)], broken)
+    pair.submit(request(2))
+    first, second = pair.receive()
+    pair.inbox.publish(Commit([(first.id, 5), (second.id, 6)], []))
+    pair.client.poll()
+    assert [update.token for update in pair.updates[2]] == [6]
+    assert "its requests are cancelled" in caplog.text
+    assert [i for i, _ in pair.inbox.receive()[1]] == [first.id]

@@ -86,6 +86,10 @@ class EngineConfig:
                 f"({self.max_num_seqs}); each running sequence needs one token a step.",
                 param="max_num_batched_tokens",
             )
+        for name in ("tokenizer", "chat_template"):
+            path = getattr(self, name)
+            if path is not None and not Path(path).exists():
+                raise ConfigError(f"{name}: '{path}' does not exist; check the path.", param=name)
         self.service_classes()
 
     def service_classes(self) -> tuple[ServiceClass, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
@@ -16,6 +15,7 @@ from weft.core.ports import Executor, Scheduler
 from weft.core.types import FinishReason, Request
 from weft.engine.build import build_engine, describe_served
 from weft.engine.loop import EngineLoop
+from weft.engine.machine import WallClock
 
 Sink = Callable[[Seq[Update]], None]
 
@@ -25,13 +25,6 @@ logger = logging.getLogger("weft")
 
 def _ignore(updates: Seq[Update]) -> None:
     """Takes the updates of requests whose sink has failed."""
-
-
-class WallClock:
-    """Monotonic seconds of the machine."""
-
-    def now(self) -> float:
-        return time.monotonic()
 
 
 class LocalInbox:

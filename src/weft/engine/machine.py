@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import psutil
 
 BF16_FLAGS = ("avx512_bf16", "amx_bf16", "bf16")  # the last one is Arm's
+
+
+class WallClock:
+    """Monotonic seconds of the machine."""
+
+    def now(self) -> float:
+        return time.monotonic()
 
 
 def usable_cores() -> int:

@@ -26,19 +26,13 @@ from weft.core.errors import InvariantError, WeftError
 from weft.core.process import die_with, set_process_title
 from weft.engine.build import Engine, build_engine, describe_served
 from weft.engine.loop import EngineLoop
+from weft.engine.machine import WallClock
 from weft.ring.inbox import RingInbox
 from weft.ring.layout import EngineInfo
 from weft.ring.segment import RingFds
 
 INFO_EVERY_S = 0.25
 CHECK_EVERY_S = 10.0
-
-
-class MonotonicClock:
-    """Seconds of the machine."""
-
-    def now(self) -> float:
-        return time.monotonic()
 
 
 def main() -> None:
@@ -75,7 +69,7 @@ def _stop_when_told(inbox: RingInbox) -> None:
 
 
 def _serve(engine: Engine, inbox: RingInbox) -> int:
-    loop = EngineLoop(engine.scheduler, engine.executor, inbox, MonotonicClock())
+    loop = EngineLoop(engine.scheduler, engine.executor, inbox, WallClock())
     gc.collect()
     gc.freeze()  # weights and modules live as long as the process: never scan them again
     told = checked = 0.0

@@ -33,6 +33,10 @@ Sink = Callable[[Seq[Update]], None]
 logger = logging.getLogger("weft")
 
 
+def _ignore(updates: Seq[Update]) -> None:
+    """Takes the updates of requests whose sink has failed."""
+
+
 class RingClient:
     """Implements ``weft.core.ports.EngineClient`` on a ring, of which it is the one request plane.
 
@@ -172,8 +176,19 @@ class RingClient:
                 batches.setdefault(sink, []).extend(updates)
                 if news[-1] is not None:
                     del self._sinks[news[0]]
-        _deliver(batches)
+        self._deliver(batches)
         return bool(batches)
+
+    def _deliver(self, batches: Mapping[Sink, list[Update]]) -> None:
+        """Call the sinks; one that fails loses its requests, and nobody else is concerned."""
+        for sink, updates in batches.items():
+            try:
+                sink(updates)
+            except Exception:
+                logger.exception("A sink failed; its requests are cancelled.")
+                for request_id in [i for i, owner in self._sinks.items() if owner is sink]:
+                    self._sinks[request_id] = _ignore
+                    self.cancel(request_id)
 
     def arm(self) -> bool:
         """Ask to be woken through ``fileno``; False if there is news already."""
@@ -263,7 +278,7 @@ class RingClient:
                 end = Update(request_id, None, finish=FinishReason.ERROR, error=error)
                 batches.setdefault(sink, []).append(end)
             self._sinks.clear()
-        _deliver(batches)
+        self._deliver(batches)
 
     def close(self) -> None:
         """End what is open and give the ring up. May be called twice."""
@@ -282,12 +297,3 @@ class RingClient:
             os.close(self._changed)
         self._unwatch()
         self._loop = None
-
-
-def _deliver(batches: Mapping[Sink, list[Update]]) -> None:
-    for sink, updates in batches.items():
-        try:
-            sink(updates)
-        except Exception:
-            # A sink that fails is a bug, but the other requests' news must not be lost with it.
-            logger.exception("A sink failed; its request may hang.")
