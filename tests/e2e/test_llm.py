@@ -15,6 +15,8 @@ import pytest
 
 from weft import LLM, SamplingParams
 from weft.core.errors import ConfigError, EngineDeadError, ModelNotFoundError
+from weft.engine.remote import EngineProcess
+from weft.ring.segment import create_ring
 
 SMALL = {"threads": 1, "kv_memory": "32MiB", "max_num_seqs": 8}
 LONG = SamplingParams(temperature=1.0, max_tokens=1900, ignore_eos=True, seed=1)
@@ -163,6 +165,15 @@ def wait_until_gone(pid: int) -> None:
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < end, "the engine is still there"
         time.sleep(0.05)
+
+
+def test_an_engine_that_is_stopped_while_it_starts_does_not_build_the_model_first():
+    ring = create_ring()
+    engine = EngineProcess.start({"model": "builtin", **SMALL}, [ring])
+    assert engine.stop() == 0
+    assert engine.report.read() == "", "it went on to report a model"
+    engine.report.close()
+    ring.close()
 
 
 def test_what_is_wrong_at_the_start_is_a_typed_error():

@@ -47,8 +47,11 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     report = os.fdopen(options.report, "w")
+    settings = json.loads(sys.stdin.readline())
+    inboxes: list[RingInbox] = []
+    threading.Thread(target=_stop_when_told, args=(inboxes,), daemon=True).start()
     try:
-        config = EngineConfig.from_mapping(json.loads(sys.stdin.readline()))
+        config = EngineConfig.from_mapping(settings)
         engine = build_engine(config)
         inbox = RingInbox(
             [RingFds.parse(text) for text in options.ring],
@@ -57,15 +60,19 @@ def main() -> None:
     except WeftError as error:
         _tell(report, {"error": {"type": type(error).__name__, "message": error.message}})
         sys.exit(1)
-    threading.Thread(target=_stop_when_told, args=(inbox,), daemon=True).start()
+    inboxes.append(inbox)
     inbox.write_info(_info(engine, ready=True))
     _tell(report, {"served": describe_served(config, engine).to_json()})
     sys.exit(_serve(engine, inbox))
 
 
-def _stop_when_told(inbox: RingInbox) -> None:
+def _stop_when_told(inboxes: list[RingInbox]) -> None:
+    """End the loop, or the process at once while it still builds the engine."""
     sys.stdin.readline()
-    inbox.stop()
+    if not inboxes:
+        os._exit(0)
+    for inbox in inboxes:
+        inbox.stop()
 
 
 def _serve(engine: Engine, inbox: RingInbox) -> int:

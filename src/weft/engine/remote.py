@@ -69,9 +69,9 @@ class EngineProcess:
     def stop(self) -> int:
         """End the process and return its exit code."""
         if self.process.stdin is not None and not self.process.stdin.closed:
+            self.process.stdin.write(b"stop\n")
             with contextlib.suppress(BrokenPipeError):
-                self.process.stdin.write(b"stop\n")
-                self.process.stdin.close()
+                self.process.stdin.close()  # which flushes
         if self.process.poll() is None:
             try:
                 self.process.wait(STOP_TIMEOUT_S)
