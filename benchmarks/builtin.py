@@ -10,16 +10,14 @@ interleaved. ``outside`` is the share of the loop's wall time in which no forwar
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import report
 from weft.core.config import EngineConfig
 from weft.core.plan import Commit
 from weft.core.types import Request, SamplingParams
@@ -119,15 +117,9 @@ def main() -> None:
     options = parser.parse_args()
     rows = measure(options)
     if options.out:
-        report = {
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "command": "python benchmarks/builtin.py",
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "threads": torch.get_num_threads(),
-            "rows": rows,
-        }
-        options.out.write_text(json.dumps(report, indent=2) + "\n")
+        report.save(
+            options.out, torch=torch.__version__, threads=torch.get_num_threads(), rows=rows
+        )
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:

@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
-import platform
 import statistics
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 
+import report
 from weft.core.plan import StepPlan, StepResult
 from weft.core.types import Request, SamplingParams
 from weft.kv.cache import GroupSpec, KVCache
@@ -119,13 +117,7 @@ def main() -> None:
         )
         rows.append(row)
     if options.out:
-        report = {
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "command": "python benchmarks/loop.py",
-            "python": platform.python_version(),
-            "rows": rows,
-        }
-        options.out.write_text(json.dumps(report, indent=2) + "\n")
+        report.save(options.out, rows=rows)
 
 
 if __name__ == "__main__":

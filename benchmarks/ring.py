@@ -25,10 +25,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import report
 from weft.core.plan import Commit, Update
 from weft.core.types import FinishReason, Request, SamplingParams
 from weft.ring.client import RingClient
@@ -161,7 +161,6 @@ def main() -> None:
         serve(options.serve)
         return
     result = {
-        "when": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, Linux {platform.release()}",
         "load": os.getloadavg()[0],
         "native": measure_native(options.rounds),
@@ -169,7 +168,7 @@ def main() -> None:
     }
     show(result)
     if options.out:
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+        report.save(options.out, **result)
 
 
 if __name__ == "__main__":

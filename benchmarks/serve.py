@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import platform
 import random
 import socket
 import statistics
@@ -22,13 +20,13 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import httpx
 import orjson
 
+import report
 from weft import LLM, SamplingParams
 
 PROMPT_TOKENS, OUTPUT_TOKENS, VOCAB = 64, 64, 4096
@@ -184,13 +182,7 @@ def main() -> None:
         server.terminate()
         server.wait(30)
     if options.out:
-        report = {
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "command": "python benchmarks/serve.py",
-            "python": platform.python_version(),
-            "rows": rows,
-        }
-        options.out.write_text(json.dumps(report, indent=2) + "\n")
+        report.save(options.out, rows=rows)
 
 
 if __name__ == "__main__":

@@ -15,18 +15,16 @@ import argparse
 import asyncio
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import time
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import orjson
 import psutil
 
+import report
 from weft.core.config import EngineConfig
 from weft.core.plan import StepPlan, StepResult
 from weft.core.served import ServedModel
@@ -226,17 +224,7 @@ def main() -> None:
     print("median:  " + ", ".join(f"{k} {v:,.2f}" for k, v in median.items()))
     print(f"goal: {GOAL_TOKENS_PER_S:,} tokens/s per core: {verdict}")
     if options.out:
-        report: dict[str, Any] = {
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "command": f"python benchmarks/stream.py --rate {options.rate:g}",
-            "python": platform.python_version(),
-            "clients": CLIENTS,
-            "engine_steps_per_s": options.rate,
-            "tokens": TOKENS,
-            "median": median,
-            "rounds": rounds,
-        }
-        options.out.write_text(json.dumps(report, indent=2) + "\n")
+        report.save(options.out, clients=CLIENTS, tokens=TOKENS, median=median, rounds=rounds)
     return None
 
 
