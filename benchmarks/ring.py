@@ -147,7 +147,7 @@ def show(result: dict[str, Any]) -> None:
         way = "round trip" if mode == "pipe" else "one way"
         numbers = f"{row['p50_us']:>10.2f}{row['p99_us']:>10.2f}{row['of_pipe']:>8.2f}"
         print(f"{mode + ', ' + way:<22}{numbers}")
-    for name, value in result["python"].items():
+    for name, value in result["through_python"].items():
         print(f"{name:<22}{value:>10.2f}")
 
 
@@ -164,7 +164,7 @@ def main() -> None:
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, Linux {platform.release()}",
         "load": os.getloadavg()[0],
         "native": measure_native(options.rounds),
-        "python": measure_tokens(options.rounds) | measure_round_trip(options.rounds),
+        "through_python": measure_tokens(options.rounds) | measure_round_trip(options.rounds),
     }
     show(result)
     if options.out:
