@@ -100,6 +100,8 @@ def sampling_params():
         seed=st.none() | st.integers(0, 2**63 - 1),
         logprobs=st.none() | st.integers(0, 20),
         prompt_logprobs=st.none() | st.integers(0, 20),
+        grammar=st.none() | st.text(min_size=1, max_size=40),
+        speculation=st.none() | st.integers(0, 16),
     )
 
 
@@ -109,11 +111,12 @@ def sampling_params():
     eos=st.lists(st.integers(0, 996), max_size=5).map(tuple),
     name=st.sampled_from(["interactive", "batch", "größer"]),
     salt=st.binary(max_size=40),
+    embed=st.booleans(),
 )
 @settings(max_examples=60, deadline=None)
-def test_every_field_of_a_request_crosses(params, prompt, eos, name, salt):
+def test_every_field_of_a_request_crosses(params, prompt, eos, name, salt, embed):
     pair = Pair(slots=1, arena_bytes=1 << 20, vocab_size=997)
-    sent = Request(5, prompt, params, eos, name, salt)
+    sent = Request(5, prompt, params, eos, name, salt, embed)
     pair.submit(sent)
     (got,) = pair.receive()
     assert dataclasses.replace(got, id=5) == sent
@@ -123,7 +126,7 @@ def test_every_field_of_a_request_crosses(params, prompt, eos, name, salt):
 
 def test_every_sampling_parameter_crosses_or_stays():
     """A new parameter must be given a place: in the record, in a section, or in ``STAY``."""
-    sections = {"logit_bias", "stop_token_ids"}
+    sections = {"logit_bias", "stop_token_ids", "grammar"}
     record = {name for name in dir(_native.SamplingRecord) if not name.startswith("_")} - {"set"}
     flags = {"ignore_eos"}
     names = {field.name for field in dataclasses.fields(SamplingParams)}
@@ -596,7 +599,7 @@ def test_everything_that_recovery_needs_is_in_the_slot(pair):
     pair.inbox.publish(Commit([(old.id, 5), (old.id, 6)], []))
     for crashes in (1, 2):
         engine = _native.Engine([(pair.fds.memory, pair.fds.wake)])
-        ((_, prompt, sampling, *_, published, count),) = engine.receive()[0]
+        ((_, prompt, sampling, *_, published, count, _),) = engine.receive()[0]
         assert (prompt, published, count) == ((1, 2, 3), (5, 6), crashes)
         assert (sampling.seed, sampling.temperature) == (3, 0.5)
 
@@ -607,7 +610,7 @@ def test_a_new_request_plane_takes_over_what_is_left(pair):
     pair.end(working[0].id)
     pair.submit(request(9))
     index = pair.client._ring.prepare(
-        10, [1], _native.SamplingRecord(), [], [], [], b"interactive", b"", 4
+        10, [1], _native.SamplingRecord(), [], [], [], b"interactive", b"", b"", 4
     )  # dies amid writing
     assert index >= 0
     successor = RingClient(pair.fds)

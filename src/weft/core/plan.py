@@ -115,6 +115,9 @@ class Update(NamedTuple):
 
     Attributes:
         cached_tokens: prompt tokens that came from the prefix cache.
+        scheduled_ns, prefilled_ns: with the end: when the sequence first ran and when its prompt
+            was computed, on the monotonic clock; 0 for never.
+        embedding: with the end of an embedding request: its vector as float32 bytes.
     """
 
     sequence_id: int
@@ -124,6 +127,9 @@ class Update(NamedTuple):
     finish: FinishReason | None = None
     error: WeftError | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    scheduled_ns: int = 0
+    prefilled_ns: int = 0
+    embedding: bytes | None = None
 
 
 class Commit(NamedTuple):

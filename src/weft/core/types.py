@@ -21,6 +21,7 @@ MAX_STOP_STRING_CHARS = 512
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 1024
 MAX_SEED = 2**63 - 1
+MAX_SPECULATION = 16
 
 
 _TOKEN_ID = Setting("stop_token_ids", "int", None, "", low=0, high=2**31 - 1)
@@ -147,6 +148,12 @@ class SamplingParams:
     prompt_logprobs: int | None = _optional(
         "int", "the same for each prompt token but the first", 0, MAX_LOGPROBS
     )
+    grammar: str | None = setting(
+        "str", None, "grammar in llguidance's form that the output must follow"
+    )
+    speculation: int | None = _optional(
+        "int", "tokens to guess ahead from the text so far; 0 is off", 0, MAX_SPECULATION
+    )
     include_stop: bool = setting("bool", False, "keep the stop string at the end of the text")
     skip_special_tokens: bool = setting("bool", True, "leave control tokens out of the text")
 
@@ -224,6 +231,9 @@ class Request:
         eos_token_ids: the model's end-of-sequence ids.
         service_class: name of a row of the class table.
         cache_salt: sequences share cached prefixes only under equal salts.
+        embed: compute the prompt's embedding instead of generating.
+        output: tokens that an engine which died has already given out; they count as output.
+        crashes: engines that died with this request in flight.
     """
 
     id: int
@@ -232,6 +242,9 @@ class Request:
     eos_token_ids: tuple[int, ...] = ()
     service_class: str = "interactive"
     cache_salt: bytes = b""
+    embed: bool = False
+    output: tuple[int, ...] = ()
+    crashes: int = 0
 
     def stop_ids(self) -> frozenset[int]:
         """Token ids that end this sequence."""

@@ -29,6 +29,7 @@ class SamplingRecord:
     min_tokens: int
     logprobs: int
     prompt_logprobs: int
+    speculation: int
     def __init__(self) -> None: ...
 
 class Client:
@@ -43,6 +44,7 @@ class Client:
         eos_ids: Sequence[int],
         service_class: bytes,
         cache_salt: bytes,
+        grammar: bytes,
         max_records: int,
     ) -> int: ...
     def submit(self, slots: list[int]) -> None: ...
@@ -90,6 +92,8 @@ class Engine:
         code: str,
         param: str,
         message: str,
+        scheduled_ns: int = 0,
+        prefilled_ns: int = 0,
     ) -> bool: ...
     def flush(self) -> None: ...
     def wait(self, spin_ns: int, timeout_ns: int) -> None: ...

@@ -102,12 +102,13 @@ class RingClient:
         slot = self._ring.prepare(
             request.id,
             request.prompt,
-            pack_sampling(sampling),
+            pack_sampling(request),
             list(sampling.logit_bias.items()),
             sampling.stop_token_ids,
             request.eos_token_ids,
             request.service_class.encode(),
             request.cache_salt,
+            (sampling.grammar or "").encode(),
             self._most_tokens(request),
         )
         if slot >= 0:
@@ -125,6 +126,8 @@ class RingClient:
         if not 0 < len(request.prompt) <= SIZES["max_records"]:
             raise ParameterError("The prompt is empty or far too long.", param="prompt")
         info = self.info()
+        if request.embed:
+            return max(1, info.hidden_size)
         wanted = request.sampling.max_tokens
         if info.max_model_len:
             # The engine refuses an over-long prompt with its own message.

@@ -16,14 +16,16 @@ from weft.ring import _native
 from weft.ring.layout import FINISH_OF, SET
 
 STAY = frozenset({"stop", "include_stop", "skip_special_tokens"})
-OPTIONAL = tuple(name for name in SET if name != "ignore_eos")
+FLAGS = frozenset({"ignore_eos", "embed"})
+OPTIONAL = tuple(name for name in SET if name not in FLAGS)
 PLAIN = ("presence_penalty", "frequency_penalty", "min_tokens")
 
 Scored = tuple[int, float, int, tuple[tuple[int, float], ...]]
 
 
-def pack_sampling(params: SamplingParams) -> _native.SamplingRecord:
-    """The fixed-size part of the parameters; logit bias and stop ids travel in their sections."""
+def pack_sampling(request: Request) -> _native.SamplingRecord:
+    """The fixed-size part of the parameters; what has no fixed size travels in its section."""
+    params = request.sampling
     record = _native.SamplingRecord()
     given = 0
     for name in OPTIONAL:
@@ -33,12 +35,16 @@ def pack_sampling(params: SamplingParams) -> _native.SamplingRecord:
             given |= SET[name]
     for name in PLAIN:
         setattr(record, name, getattr(params, name))
-    record.set = given | (SET["ignore_eos"] if params.ignore_eos else 0)
+    given |= SET["ignore_eos"] if params.ignore_eos else 0
+    record.set = given | (SET["embed"] if request.embed else 0)
     return record
 
 
 def unpack_sampling(
-    record: _native.SamplingRecord, logit_bias: list[tuple[int, float]], stop_ids: list[int]
+    record: _native.SamplingRecord,
+    logit_bias: list[tuple[int, float]],
+    stop_ids: list[int],
+    grammar: bytes,
 ) -> SamplingParams:
     """Raises ParameterError if a value is out of bounds, as in a corrupted slot."""
     values: dict[str, Any] = {name: getattr(record, name) for name in PLAIN}
@@ -48,25 +54,37 @@ def unpack_sampling(
         logit_bias=dict(logit_bias),
         stop_token_ids=tuple(stop_ids),
         ignore_eos=bool(record.set & SET["ignore_eos"]),
+        grammar=_text(grammar, "grammar") or None,
     )
 
 
 def unpack_request(claim: tuple[Any, ...], vocab_size: int | None) -> Request:
     """The request of a claimed slot. Raises ParameterError for anything that cannot be right."""
     sequence_id, prompt, record, bias, stop_ids, eos_ids, service_class, salt = claim[:8]
+    output, crashes, grammar = claim[8:]
     if vocab_size is not None and max(prompt) >= vocab_size:
         raise errors.ParameterError(
             f"The prompt has token id {max(prompt)}, but the vocabulary has {vocab_size}.",
             param="prompt",
         )
-    sampling = unpack_sampling(record, bias, stop_ids)
+    return Request(
+        sequence_id,
+        prompt,
+        unpack_sampling(record, bias, stop_ids, grammar),
+        tuple(eos_ids),
+        _text(service_class, "service_class"),
+        salt,
+        embed=bool(record.set & SET["embed"]),
+        output=output,
+        crashes=crashes,
+    )
+
+
+def _text(data: bytes, param: str) -> str:
     try:
-        name = service_class.decode()
+        return data.decode()
     except UnicodeDecodeError:
-        raise errors.ParameterError(
-            "The service class is not UTF-8.", param="service_class"
-        ) from None
-    return Request(sequence_id, prompt, sampling, tuple(eos_ids), name, salt)
+        raise errors.ParameterError(f"'{param}' is not UTF-8.", param=param) from None
 
 
 def pack_logprob(given: TokenLogprob) -> Scored:
@@ -92,10 +110,18 @@ def unpack_news(news: tuple[Any, ...]) -> list[Update]:
             given = unpack_logprob(entry)
             updates.append(Update(request_id, token, given, 0 if given is None else cached))
     if final is not None:
-        reason, with_token, status, code, param, message = final
+        reason, with_token, status, code, param, message, scheduled, prefilled = final
         last = updates.pop() if with_token and tokens else Update(request_id, None)
         error = unpack_error(status, code, param, message) if code else None
-        updates.append(last._replace(cached_tokens=cached, finish=FINISH_OF[reason], error=error))
+        updates.append(
+            last._replace(
+                cached_tokens=cached,
+                finish=FINISH_OF[reason],
+                error=error,
+                scheduled_ns=scheduled,
+                prefilled_ns=prefilled,
+            )
+        )
     return updates
 
 

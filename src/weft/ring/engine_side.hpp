@@ -19,7 +19,7 @@ struct Claim {
   std::vector<uint32_t> prompt, stop_ids, eos_ids, published;
   SamplingRecord sampling{};
   std::vector<BiasRecord> logit_bias;
-  std::string service_class, cache_salt;
+  std::string service_class, cache_salt, grammar;
   uint32_t crashes = 0;
   uint64_t group_id = 0, deadline_ns = 0, arrival = 0;
 };
@@ -33,6 +33,7 @@ struct End {
   Reason reason = Reason::Error;
   const Scored* last = nullptr;  // the token that came with the end
   uint32_t cached_tokens = 0, http_status = 0;
+  uint64_t scheduled_ns = 0, prefilled_ns = 0;
   std::string code, param, message;
 };
 
@@ -272,6 +273,7 @@ class EngineSide {
     copy(input, Section::LogitBias, found.logit_bias.data());
     found.service_class = text(input, Section::ServiceClass);
     found.cache_salt = text(input, Section::CacheSalt);
+    found.grammar = text(input, Section::Grammar);
     for (uint32_t i = 0; i < held.published; ++i) found.published.push_back(held.output.token(i));
     found.crashes = slot.crashes;
     found.group_id = input.group_id;
@@ -340,6 +342,8 @@ class EngineSide {
     final.records = records;
     final.with_token = end.last != nullptr;
     final.http_status = end.http_status;
+    final.scheduled_ns = end.scheduled_ns;
+    final.prefilled_ns = end.prefilled_ns;
     put_text(final.code, end.code);
     put_text(final.param, end.param);
     put_text(final.message, end.message);

@@ -128,6 +128,8 @@ class RingInbox:
             "" if error is None else error.code,
             "" if error is None else error.param or "",
             "" if error is None else error.message,
+            update.scheduled_ns,
+            update.prefilled_ns,
         )
 
     def wait(self, timeout_s: float | None = None) -> None:

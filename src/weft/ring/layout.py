@@ -44,6 +44,8 @@ class EngineInfo:
         queued_prompt_tokens: prompt tokens of the waiting ones.
         requests, finished, failed, cancelled: since the start.
         steps, prompt_tokens, output_tokens, cached_tokens, preemptions: since the start.
+        drafted_tokens, accepted_tokens: of speculation, since the start.
+        hidden_size: of the model, the length of an embedding.
     """
 
     ready: int = 0
@@ -72,6 +74,9 @@ class EngineInfo:
     output_tokens: int = 0
     cached_tokens: int = 0
     preemptions: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    hidden_size: int = 0
 
     def values(self) -> list[int]:
         """The fields in the order of the page."""

@@ -71,7 +71,7 @@ nb::object python_of(const Final& final, Reason reason) {
   const auto bytes = [](const std::string& text) { return nb::bytes(text.data(), text.size()); };
   return nb::make_tuple(static_cast<int>(reason), final.with_token != 0, final.http_status,
                         bytes(text_of(final.code)), bytes(text_of(final.param)),
-                        bytes(text_of(final.message)));
+                        bytes(text_of(final.message)), final.scheduled_ns, final.prefilled_ns);
 }
 
 // -- the request plane ----------------------------------------------------------------------------
@@ -85,7 +85,8 @@ class Client {
   int64_t prepare(uint64_t id, std::vector<uint32_t> prompt, const SamplingRecord& sampling,
                   const std::vector<std::pair<uint32_t, double>>& logit_bias,
                   std::vector<uint32_t> stop_ids, std::vector<uint32_t> eos_ids,
-                  nb::bytes service_class, nb::bytes cache_salt, uint32_t max_records) {
+                  nb::bytes service_class, nb::bytes cache_salt, nb::bytes grammar,
+                  uint32_t max_records) {
     Submission request;
     request.request_id = id;
     request.prompt = std::move(prompt);
@@ -95,6 +96,7 @@ class Client {
     for (const auto& [token, value] : logit_bias) request.logit_bias.push_back({value, token, 0});
     request.service_class.assign(service_class.c_str(), service_class.size());
     request.cache_salt.assign(cache_salt.c_str(), cache_salt.size());
+    request.grammar.assign(grammar.c_str(), grammar.size());
     request.max_records = std::min(max_records, kMaxRecords);
     uint32_t index = 0;
     const Refusal refusal = side_.prepare(request, index);
@@ -189,7 +191,8 @@ class Engine {
   }
   // `last` is None, a token, or a scored one.
   bool finish(uint64_t id, int reason, nb::object last, uint32_t cached_tokens, uint32_t status,
-              const std::string& code, const std::string& param, const std::string& message) {
+              const std::string& code, const std::string& param, const std::string& message,
+              uint64_t scheduled_ns, uint64_t prefilled_ns) {
     Scored token;
     if (nb::isinstance<nb::tuple>(last)) {
       token = scored_of(last);
@@ -197,7 +200,7 @@ class Engine {
       token.head.token = nb::cast<uint32_t>(last);
     }
     End end{static_cast<Reason>(reason), last.is_none() ? nullptr : &token, cached_tokens, status,
-            code, param, message};
+            scheduled_ns, prefilled_ns, code, param, message};
     return side(id).finish(id, end);
   }
 
@@ -279,7 +282,7 @@ class Engine {
     const auto bytes = [](const std::string& text) { return nb::bytes(text.data(), text.size()); };
     return nb::make_tuple(claim.id, nb::tuple(prompt), claim.sampling, bias, claim.stop_ids,
                           claim.eos_ids, bytes(claim.service_class), bytes(claim.cache_salt),
-                          nb::tuple(published), claim.crashes);
+                          nb::tuple(published), claim.crashes, bytes(claim.grammar));
   }
 
   void sleep(int64_t timeout_ns) {
@@ -315,7 +318,8 @@ void bind_sampling(nb::module_& m) {
       .def_rw("max_tokens", &SamplingRecord::max_tokens)
       .def_rw("min_tokens", &SamplingRecord::min_tokens)
       .def_rw("logprobs", &SamplingRecord::logprobs)
-      .def_rw("prompt_logprobs", &SamplingRecord::prompt_logprobs);
+      .def_rw("prompt_logprobs", &SamplingRecord::prompt_logprobs)
+      .def_rw("speculation", &SamplingRecord::speculation);
 }
 
 // Numbers that Python shares with the header.
@@ -352,6 +356,8 @@ void bind_layout(nb::module_& m) {
   set["logprobs"] = uint32_t{kLogprobs};
   set["prompt_logprobs"] = uint32_t{kPromptLogprobs};
   set["ignore_eos"] = uint32_t{kIgnoreEos};
+  set["speculation"] = uint32_t{kSpeculation};
+  set["embed"] = uint32_t{kEmbed};
   m.attr("SET") = set;
   nb::list fields;
 #define WEFT_RING_FIELD(name) fields.append(#name);
@@ -395,7 +401,8 @@ NB_MODULE(_native, m) {
   nb::class_<Client>(m, "Client")
       .def(nb::init<int>(), "memory"_a)
       .def("prepare", &Client::prepare, "id"_a, "prompt"_a, "sampling"_a, "logit_bias"_a,
-           "stop_ids"_a, "eos_ids"_a, "service_class"_a, "cache_salt"_a, "max_records"_a)
+           "stop_ids"_a, "eos_ids"_a, "service_class"_a, "cache_salt"_a, "grammar"_a,
+           "max_records"_a)
       .def("submit", &Client::submit, "slots"_a)
       .def("abandon", &Client::abandon, "slots"_a)
       .def("cancel", &Client::cancel, "id"_a, "reason"_a)
@@ -420,7 +427,7 @@ NB_MODULE(_native, m) {
       .def("publish_scored", &Engine::publish_scored, "id"_a, "scored"_a, "cached_tokens"_a)
       .def("publish_prompt", &Engine::publish_prompt, "id"_a, "start"_a, "entries"_a)
       .def("finish", &Engine::finish, "id"_a, "reason"_a, "last"_a.none(), "cached_tokens"_a,
-           "status"_a, "code"_a, "param"_a, "message"_a)
+           "status"_a, "code"_a, "param"_a, "message"_a, "scheduled_ns"_a = 0, "prefilled_ns"_a = 0)
       .def("flush", &Engine::flush)
       .def("wait", &Engine::wait, "spin_ns"_a, "timeout_ns"_a)
       .def("poke", &Engine::poke)

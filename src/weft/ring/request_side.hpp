@@ -77,7 +77,7 @@ struct Submission {
   std::vector<uint32_t> prompt, stop_ids, eos_ids;
   SamplingRecord sampling{};
   std::vector<BiasRecord> logit_bias;
-  std::string service_class, cache_salt;
+  std::string service_class, cache_salt, grammar;
   uint32_t max_records = 0;
 };
 
@@ -240,7 +240,7 @@ class RequestSide {
     place(Section::EosIds, request.eos_ids.size() * sizeof(uint32_t));
     place(Section::ServiceClass, request.service_class.size());
     place(Section::CacheSalt, request.cache_salt.size());
-    place(Section::Grammar, 0);
+    place(Section::Grammar, request.grammar.size());
     place(Section::Output, uint64_t{request.max_records} * input.output_stride);
     place(Section::PromptOutput, uint64_t{live.prompt.capacity} * input.prompt_stride);
     return round_up(end, kAlign);
@@ -262,6 +262,7 @@ class RequestSide {
     copy(Section::EosIds, request.eos_ids.data());
     copy(Section::ServiceClass, request.service_class.data());
     copy(Section::CacheSalt, request.cache_salt.data());
+    copy(Section::Grammar, request.grammar.data());
   }
 
   // At attach: take over what an earlier request plane has left in the slot.

@@ -41,7 +41,7 @@ namespace order = std;
 #endif
 
 inline constexpr uint64_t kMagic = 0x676e697274666577;  // "weftring"
-inline constexpr uint32_t kVersion = 1;  // any change of layout or meaning
+inline constexpr uint32_t kVersion = 2;  // any change of layout or meaning
 inline constexpr uint64_t kPage = 4096;
 inline constexpr uint64_t kAlign = 64;  // of every extent in the arena, and of slots
 inline constexpr uint32_t kMaxSlots = 65535;
@@ -167,7 +167,7 @@ enum class Section : uint8_t {
   EosIds,         // uint32 ids
   ServiceClass,   // UTF-8
   CacheSalt,      // bytes
-  Grammar,        // reserved
+  Grammar,        // UTF-8, or empty
   Output,         // records of `output_stride` bytes
   PromptOutput,   // records of `prompt_stride` bytes, one for each prompt token, or empty
 };
@@ -176,14 +176,15 @@ inline constexpr int kSections = 10;
 // Bits of SamplingRecord::set: optional fields that have a value, and flags.
 enum Set : uint32_t {
   kTemperature = 1, kTopK = 2, kTopP = 4, kMinP = 8, kRepetitionPenalty = 16, kMaxTokens = 32,
-  kSeed = 64, kLogprobs = 128, kPromptLogprobs = 256, kIgnoreEos = 512,
+  kSeed = 64, kLogprobs = 128, kPromptLogprobs = 256, kIgnoreEos = 512, kSpeculation = 1024,
+  kEmbed = 2048,
 };
-inline constexpr uint32_t kAllSet = 1023;
+inline constexpr uint32_t kAllSet = 4095;
 
 struct SamplingRecord {
   double temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty;
   uint64_t seed;
-  uint32_t set, top_k, max_tokens, min_tokens, logprobs, prompt_logprobs;
+  uint32_t set, top_k, max_tokens, min_tokens, logprobs, prompt_logprobs, speculation, unused;
 };
 
 struct BiasRecord {
@@ -226,6 +227,7 @@ struct Final {
   uint32_t records;        // output tokens in all
   uint32_t with_token;     // whether the last of them came with the end
   uint32_t http_status, unused;
+  uint64_t scheduled_ns, prefilled_ns;  // on the monotonic clock, 0: never
   char code[48], param[48];  // zero-terminated UTF-8
   char message[280];
 };
@@ -267,7 +269,7 @@ struct Header {
   X(max_num_batched_tokens) X(vocab_size) X(block_size) X(blocks) X(free_blocks) X(host_blocks) \
   X(free_host_blocks) X(waiting) X(running) X(paused) X(queued_prompt_tokens) X(requests)       \
   X(finished) X(failed) X(cancelled) X(steps) X(prompt_tokens) X(output_tokens)                 \
-  X(cached_tokens) X(preemptions)
+  X(cached_tokens) X(preemptions) X(drafted_tokens) X(accepted_tokens) X(hidden_size)
 #endif
 
 enum class Info : uint32_t {
@@ -284,7 +286,7 @@ struct InfoPage {
 };
 
 static_assert(sizeof(Header) <= kPage && sizeof(InfoPage) <= kPage);
-static_assert(sizeof(SamplingRecord) == 80 && sizeof(BiasRecord) == 16 && sizeof(TopRecord) == 8);
+static_assert(sizeof(SamplingRecord) == 88 && sizeof(BiasRecord) == 16 && sizeof(TopRecord) == 8);
 static_assert(sizeof(Slot) % kAlign == 0);
 
 // -- steps on one slot ----------------------------------------------------------------------------
