@@ -2,8 +2,12 @@
 
 import os
 import signal
+import sys
+from pathlib import Path
 
 from hypothesis import settings
+
+sys.path.insert(0, str(Path(__file__).parent))  # for live.py
 
 settings.register_profile("ci", derandomize=True, deadline=None)
 if os.environ.get("CI"):

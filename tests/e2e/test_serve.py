@@ -2,79 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-import openai
-import psutil
 import pytest
 
-WEFT = [sys.executable, "-m", "weft.cli"]
-SMALL = ["--threads", "1", "--kv-memory", "32MiB", "--max-num-seqs", "16"]
-START_S = 60.0
-
-
-@dataclass
-class Server:
-    process: subprocess.Popen[str]
-    url: str
-    errors: Path
-
-    def children(self) -> dict[str, psutil.Process]:
-        found = psutil.Process(self.process.pid).children(recursive=True)
-        return {child.cmdline()[0].split()[0]: child for child in found}
-
-    def client(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@contextlib.contextmanager
-def serving(folder: Path, *arguments: str) -> Iterator[Server]:
-    """Run a server until the block ends; whatever it started must be gone then."""
-    port, errors = free_port(), folder / "stderr.txt"
-    with errors.open("w") as log:
-        command = [*WEFT, "serve", "--port", str(port), *SMALL, *arguments]
-        process = subprocess.Popen(command, stderr=log, stdout=subprocess.PIPE, text=True)
-    server = Server(process, f"http://127.0.0.1:{port}", errors)
-    try:
-        wait_until_ready(server)
-        family = [psutil.Process(process.pid), *server.children().values()]
-        yield server
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-        process.wait(30)
-    gone, alive = psutil.wait_procs(family, timeout=15)
-    assert not alive, f"left behind: {alive}"
-    assert len(gone) == len(family)
-
-
-def wait_until_ready(server: Server) -> None:
-    end = time.monotonic() + START_S
-    while time.monotonic() < end:
-        with contextlib.suppress(httpx.HTTPError):
-            if httpx.get(f"{server.url}/ready", timeout=START_S).status_code == 200:
-                return
-        assert server.process.poll() is None, server.errors.read_text()
-        time.sleep(0.05)
-    raise AssertionError("the server did not become ready")
+from live import SMALL, START_S, WEFT, Server, eventually, free_port, serving
 
 
 @pytest.fixture(scope="module")
@@ -92,13 +32,6 @@ def scheduler_is_empty(server: Server) -> bool:
     }
     assert len(values) == 3
     return not any(values.values())
-
-
-def eventually(condition, seconds: float = 10.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.05)
 
 
 def test_three_processes_under_clear_titles(server):

@@ -1,0 +1,83 @@
+"""A real ``weft serve`` for tests and referees: started, waited for, ended, nothing left over."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import openai
+import psutil
+
+WEFT = [sys.executable, "-m", "weft.cli"]
+SMALL = ["--threads", "1", "--kv-memory", "32MiB", "--max-num-seqs", "16"]
+START_S = 60.0
+
+
+@dataclass
+class Server:
+    """A running server and what it writes to standard error."""
+
+    process: subprocess.Popen[str]
+    url: str
+    errors: Path
+
+    def children(self) -> dict[str, psutil.Process]:
+        found = psutil.Process(self.process.pid).children(recursive=True)
+        return {child.cmdline()[0].split()[0]: child for child in found}
+
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def serving(folder: Path, *arguments: str) -> Iterator[Server]:
+    """Run a server until the block ends; whatever it started must be gone then."""
+    port, errors = free_port(), folder / "stderr.txt"
+    with errors.open("w") as log:
+        command = [*WEFT, "serve", "--port", str(port), *SMALL, *arguments]
+        process = subprocess.Popen(command, stderr=log, stdout=subprocess.PIPE, text=True)
+    server = Server(process, f"http://127.0.0.1:{port}", errors)
+    try:
+        wait_until_ready(server)
+        family = [psutil.Process(process.pid), *server.children().values()]
+        yield server
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+        process.wait(30)
+    gone, alive = psutil.wait_procs(family, timeout=15)
+    assert not alive, f"left behind: {alive}"
+    assert len(gone) == len(family)
+
+
+def wait_until_ready(server: Server) -> None:
+    end = time.monotonic() + START_S
+    while time.monotonic() < end:
+        with contextlib.suppress(httpx.HTTPError):
+            if httpx.get(f"{server.url}/ready", timeout=START_S).status_code == 200:
+                return
+        assert server.process.poll() is None, server.errors.read_text()
+        time.sleep(0.05)
+    raise AssertionError("the server did not become ready")
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    """Wait until something holds that other processes bring about."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.05)
