@@ -241,6 +241,25 @@ def test_equal_prompts_in_flight_compute_the_shared_part_once():
     s.check()
 
 
+def test_an_end_says_when_its_sequence_began_and_when_its_prompt_was_computed():
+    s = scheduler(rows=1, budget=8)
+    executor = ModelledExecutor([GROUP], 50)
+    s.add(request(1, length=18, max_tokens=2))  # chunks of 8, 8 and 2 tokens
+    s.add(request(2, length=5, max_tokens=1))
+    ends = {}
+    for second in range(1, 20):
+        plan = s.plan(float(second))
+        if plan is None:
+            break
+        news = s.commit(executor.launch(plan).result(), second + 0.5)
+        ends |= {u.sequence_id: u for u in news.updates if u.finish is not None}
+    assert (ends[1].scheduled_ns, ends[1].prefilled_ns) == (1 * 10**9, 35 * 10**8)
+    assert (ends[2].scheduled_ns, ends[2].prefilled_ns) == (5 * 10**9, 55 * 10**8)
+    s.add(request(3))
+    (end,) = s.cancel(3, FinishReason.CANCELLED)
+    assert (end.scheduled_ns, end.prefilled_ns) == (0, 0)
+
+
 def facts(available: int, *groups: GroupFacts, weights: int = GIB, positions: int = 8192) -> Facts:
     return Facts(positions, weights, available, groups or (GroupFacts("full", None, 1024),))
 

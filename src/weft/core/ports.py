@@ -28,8 +28,11 @@ class Scheduler(Protocol):
     def plan(self, now: float) -> StepPlan | None:
         """Return the next step, or None if nothing can be computed before a commit or an add."""
 
-    def commit(self, result: StepResult) -> Commit:
-        """Take in a collected step. Steps are committed in the order in which they were planned."""
+    def commit(self, result: StepResult, now: float = 0.0) -> Commit:
+        """Take in a collected step. Steps are committed in the order in which they were planned.
+
+        ``now`` dates what was computed; 0 leaves it undated.
+        """
 
     def check(self) -> None:
         """Raise InvariantError if any internal invariant is broken."""

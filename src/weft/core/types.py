@@ -271,6 +271,8 @@ class Sequence:
         cached: prompt tokens found in the prefix cache at first admission; -1 before it.
         prompt_scored: prompt tokens whose log probabilities were delivered.
         reused: tokens that the prefix cache gave at the latest admission.
+        scheduled_ns, prefilled_ns: when it first got a row, and when its prompt was computed; on
+            the scheduler's clock, 0 for not yet.
         waiting_on: content hash of a block that another sequence is about to compute, or b"".
     """
 
@@ -292,6 +294,8 @@ class Sequence:
     reused: int = 0
     waiting_on: bytes = b""
     preemptions: int = 0
+    scheduled_ns: int = 0
+    prefilled_ns: int = 0
     finish: FinishReason | None = None
     error: WeftError | None = None
 

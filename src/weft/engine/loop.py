@@ -37,7 +37,7 @@ class EngineLoop:
             return False
         if plan is None or len(self._in_flight) > self.executor.depth:
             result = self._in_flight.popleft().result()
-            self.inbox.publish(self.scheduler.commit(result))
+            self.inbox.publish(self.scheduler.commit(result, self.clock.now()))
         return True
 
     def run_until_idle(self) -> None:
@@ -50,7 +50,7 @@ class EngineLoop:
         """Collect and commit the launched steps without planning more."""
         while self._in_flight:
             result = self._in_flight.popleft().result()
-            self.inbox.publish(self.scheduler.commit(result))
+            self.inbox.publish(self.scheduler.commit(result, self.clock.now()))
 
     def abandon(self) -> None:
         """Collect the launched steps and throw their results away, after a step has failed."""

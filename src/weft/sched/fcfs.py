@@ -31,14 +31,13 @@ from weft.core.types import (
     Sequence,
     SequenceState,
     ServiceClass,
-    TokenLogprob,
 )
 from weft.kv.cache import KVCache
 from weft.sched.invariants import check_rows
 from weft.sched.preempt import choose_victim
 from weft.sched.queues import WaitingQueue
 from weft.sched.sharing import SharedPrefixes
-from weft.sched.step import Draft, Launched, Totals, spread
+from weft.sched.step import Draft, Launched, Totals, news_of, spread
 
 LOOK_UPS_A_STEP = 64  # waiting prompts that one step hashes and looks up at most
 
@@ -84,6 +83,7 @@ class FCFSScheduler:
         self._free_rows = list(range(limits.max_num_seqs - 1, -1, -1))
         self._dropped: list[int] = []
         self._arrivals = 0
+        self._planned_ns = 0
 
     # -- arrivals and cancellations -----------------------------------------------------------
 
@@ -136,7 +136,7 @@ class FCFSScheduler:
             return []
         self._finish(sequence, reason)
         self._close()
-        return [self._news(sequence)]
+        return [news_of(sequence)]
 
     @property
     def idle(self) -> bool:
@@ -144,8 +144,9 @@ class FCFSScheduler:
 
     # -- planning -----------------------------------------------------------------------------
 
-    def plan(self, now: float) -> StepPlan | None:  # noqa: ARG002 - the order needs no time
+    def plan(self, now: float) -> StepPlan | None:
         """Return the next step, or None if nothing can be computed at present."""
+        self._planned_ns = int(now * 1e9)
         self._close()
         draft = Draft(self.limits.max_num_batched_tokens)
         for rank in self._ranks_present():
@@ -304,6 +305,7 @@ class FCFSScheduler:
             sequence.cached = hit
             self.totals.cached_tokens += hit
             self.totals.prompt_tokens += sequence.num_prompt
+            sequence.scheduled_ns = self._planned_ns
         if self.cache.prefix_caching:
             digests = self.cache.prompt_digests(sequence.id, sequence.tokens)
             self._shared.lead(sequence.id, sequence.order[0], digests, hit)
@@ -338,21 +340,21 @@ class FCFSScheduler:
 
     # -- committing ---------------------------------------------------------------------------
 
-    def commit(self, result: StepResult) -> Commit:
+    def commit(self, result: StepResult, now: float = 0.0) -> Commit:
         """Take in the oldest launched step and return what is new."""
         step = self._launched.popleft()
         if step.step_id != result.step_id:
             raise InvariantError(f"step {result.step_id} committed, {step.step_id} expected")
         updates = [self._fault(i, error) for i, error in result.faults.items() if self._live(i)]
         self._deliver_prompt_logprobs(result, updates)
-        tokens, due = self._advance(step, result, updates)
+        tokens, due = self._advance(step, result, updates, int(now * 1e9))
         self.totals.output_tokens += len(result.tokens)
         self._seal(due)
         self._close()
         return Commit(tokens, updates)
 
     def _advance(
-        self, step: Launched, result: StepResult, updates: list[Update]
+        self, step: Launched, result: StepResult, updates: list[Update], now_ns: int
     ) -> tuple[list[tuple[int, int]], list[Sequence]]:
         """Count what was computed and append the sampled tokens.
 
@@ -368,6 +370,8 @@ class FCFSScheduler:
             computed = sequence.computed = sequence.computed + count
             if computed >= sequence.seal_at:
                 due.append(sequence)
+                if not sequence.prefilled_ns and computed >= sequence.num_prompt:
+                    sequence.prefilled_ns = now_ns
             if token < 0:
                 continue
             if sequence_id != sequence.id:
@@ -383,7 +387,7 @@ class FCFSScheduler:
             elif not logprobs or sequence_id not in logprobs:
                 continue
             special.add(sequence_id)
-            updates.append(self._news(sequence, token, logprobs.get(sequence_id)))
+            updates.append(news_of(sequence, token, logprobs.get(sequence_id)))
         plain = list(zip(result.sequence_ids, result.tokens, strict=True))
         if special:
             plain = [pair for pair in plain if pair[0] not in special]
@@ -398,7 +402,7 @@ class FCFSScheduler:
         sequence = self.sequences[sequence_id]
         sequence.error = error
         self._finish(sequence, FinishReason.ERROR)
-        return self._news(sequence)
+        return news_of(sequence)
 
     def _deliver_prompt_logprobs(self, result: StepResult, updates: list[Update]) -> None:
         for sequence_id, scores in result.prompt_logprobs.items():
@@ -413,24 +417,13 @@ class FCFSScheduler:
                 sequence.prompt_scored = end
                 updates.append(Update(sequence_id, None, prompt_logprobs=new))
 
-    @staticmethod
-    def _news(
-        sequence: Sequence, token: int | None = None, logprob: TokenLogprob | None = None
-    ) -> Update:
-        return Update(
-            sequence.id,
-            token,
-            logprob,
-            max(sequence.cached, 0),
-            finish=sequence.finish,
-            error=sequence.error,
-        )
-
     def _seal(self, due: list[Sequence]) -> None:
         for sequence in due:
             if sequence.error is not None:
                 continue
-            sequence.seal_at = self.cache.commit(sequence.id, sequence.tokens, sequence.computed)
+            full_at = self.cache.commit(sequence.id, sequence.tokens, sequence.computed)
+            prompt = sequence.num_prompt  # its end is looked at as well, to be dated
+            sequence.seal_at = full_at if sequence.computed >= prompt else min(full_at, prompt)
             self._shared.advance(sequence.id, sequence.computed)
 
     # -- endings ------------------------------------------------------------------------------

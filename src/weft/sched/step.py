@@ -6,8 +6,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from weft.core.errors import InvariantError
-from weft.core.plan import RowAdd, RowExtend, StepResult
-from weft.core.types import FinishReason, Sequence
+from weft.core.plan import RowAdd, RowExtend, StepResult, Update
+from weft.core.types import FinishReason, Sequence, TokenLogprob
 
 
 @dataclass(slots=True)
@@ -79,6 +79,22 @@ class Launched:
     sequences: list[Sequence]
     counts: list[int]
     samples: list[bool]
+
+
+def news_of(
+    sequence: Sequence, token: int | None = None, logprob: TokenLogprob | None = None
+) -> Update:
+    """What there is to say about a sequence: its new token, and how it ended if it has."""
+    return Update(
+        sequence.id,
+        token,
+        logprob,
+        max(sequence.cached, 0),
+        finish=sequence.finish,
+        error=sequence.error,
+        scheduled_ns=sequence.scheduled_ns,
+        prefilled_ns=sequence.prefilled_ns,
+    )
 
 
 def spread(samples: list[bool], result: StepResult) -> tuple[Seq[int], Seq[int]]:
