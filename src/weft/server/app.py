@@ -16,23 +16,29 @@ from starlette.routing import Route
 
 from weft import __version__
 from weft.api import (
+    Builder,
+    ChatBody,
+    CompletionBody,
     DetokenizeBody,
+    Job,
     ModelCard,
     TokenizeBody,
+    chat_job,
+    completion_job,
     decode_body,
     detokenize,
     model_list,
     model_object,
     tokenize,
 )
-from weft.api.jobs import Endpoint
+from weft.api.bodies import Body
 from weft.api.sampling import check_model
 from weft.core.errors import WeftError
 from weft.core.ports import EngineClient
 from weft.server.auth import RequireKey
 from weft.server.body import read_body
 from weft.server.errors import handle_bug, handle_http_error, handle_weft_error, json_response
-from weft.server.generation import Generation
+from weft.server.generation import Generation, chunked_form
 from weft.server.metrics import CONTENT_TYPE
 from weft.server.options import ServerOptions
 from weft.server.probe import EngineProbe, NoProbe
@@ -125,16 +131,21 @@ class _Handlers:
         self._service = service
 
     async def completions(self, request: Request) -> Response:
-        return await self._generate(request, "completion")
+        return await self._generate(request, CompletionBody, completion_job)
 
     async def chat(self, request: Request) -> Response:
-        return await self._generate(request, "chat")
+        return await self._generate(request, ChatBody, chat_job)
 
-    async def _generate(self, request: Request, endpoint: Endpoint) -> Response:
+    async def _generate(
+        self, request: Request, body: type[Body], job_of: Callable[[Body, Builder], Job]
+    ) -> Response:
         service = self._service
         with service.metrics.counting_refusals():
             data = await read_body(request, service.options.max_body_bytes)
-            return Generation(service, await service.prepare(endpoint, data))
+            job = await service.prepare(
+                len(data), lambda: job_of(decode_body(body, data), service.builder)
+            )
+            return Generation(service, job, chunked_form(service))
 
     async def models(self, _: Request) -> Response:
         return json_response(model_list(self._service.builder.card))

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import orjson
 from starlette.responses import Response
@@ -12,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from weft.api import ChunkWriter, Collector, Job, describe_error
 from weft.core.errors import WeftError
+from weft.core.plan import Update
 from weft.server.auth import BARE_SEND
 from weft.server.errors import log_failure
 from weft.server.service import DisconnectedError, OpenJob, Service
@@ -25,6 +29,69 @@ STREAM_HEADERS = {
 }
 
 
+class Whole(Protocol):
+    """Gathers the updates of a job; ``push`` returns ids that a stop string has ended."""
+
+    @property
+    def done(self) -> bool: ...
+
+    def push(self, updates: Seq[Update]) -> list[int]: ...
+
+    def body(self) -> bytes: ...
+
+
+class Streamed(Protocol):
+    """Writes the events of a job; ``push`` also returns ids that a stop string has ended.
+
+    The stream ends with ``last``, or with what ``failed`` makes of an error.
+    """
+
+    @property
+    def done(self) -> bool: ...
+
+    def push(self, updates: Seq[Update]) -> tuple[bytes, list[int]]: ...
+
+    def last(self) -> bytes: ...
+
+    def failed(self, error: WeftError) -> bytes: ...
+
+
+async def _nothing(_: Any) -> None:
+    """The end of an answer that nobody keeps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How an endpoint answers a job.
+
+    Attributes:
+        keep: awaited when the answer is complete, before its end is sent.
+    """
+
+    whole: Callable[[Job], Whole]
+    stream: Callable[[Job], Streamed]
+    keep: Callable[[Any], Awaitable[None]] = _nothing
+
+
+def chunked_form(service: Service) -> Form:
+    """Objects and chunks of completions and chat completions."""
+    tokenizer, texts = service.builder.tokenizer, service.texts
+    return Form(
+        lambda job: Collector(job, tokenizer, texts),
+        lambda job: _EventStream(job, tokenizer, texts, FRAME),
+    )
+
+
+class _EventStream(ChunkWriter):
+    """Chunks as server-sent events, with OpenAI's mark of the end."""
+
+    def last(self) -> bytes:
+        return super().last() + DONE
+
+    def failed(self, error: WeftError) -> bytes:
+        return FRAME[0] + orjson.dumps(describe_error(error)[1]) + FRAME[1]
+
+
 class Generation(Response):
     """Runs a job and sends its answer.
 
@@ -33,10 +100,11 @@ class Generation(Response):
     what came meanwhile in larger chunks.
     """
 
-    def __init__(self, service: Service, job: Job) -> None:
+    def __init__(self, service: Service, job: Job, form: Form) -> None:
         super().__init__()
         self._service = service
         self._job = job
+        self._form = form
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -52,16 +120,15 @@ class Generation(Response):
             return
 
     async def _collect(self, job: OpenJob) -> bytes:
-        service = self._service
-        collector = Collector(self._job, service.builder.tokenizer, service.texts)
+        collector = self._form.whole(self._job)
         while not collector.done:
             job.stop(collector.push(await job.take()))
+        await self._form.keep(collector)
         return collector.body()
 
     async def _stream(self, job: OpenJob, send: Send, send_part: Send) -> None:
         """Stream; parts of the body need nothing from the layers that wrap ``send``."""
-        service = self._service
-        writer = ChunkWriter(self._job, service.builder.tokenizer, service.texts, FRAME)
+        writer = self._form.stream(self._job)
         data, halted = writer.push(await job.take())
         job.stop(halted)
         headers = [(name.encode(), value.encode()) for name, value in STREAM_HEADERS.items()]
@@ -71,13 +138,15 @@ class Generation(Response):
                 if data:
                     part = {"type": "http.response.body", "body": data, "more_body": True}
                     await send_part(part)
+                    data = b""
                 data, halted = writer.push(await job.take())
                 if halted:
                     job.stop(halted)
-            last = data + writer.last() + DONE
+            await self._form.keep(writer)
+            last = data + writer.last()
         except WeftError as error:
             log_failure(error)
-            last = FRAME[0] + orjson.dumps(describe_error(error)[1]) + FRAME[1]
+            last = data + writer.failed(error)
         await send_part({"type": "http.response.body", "body": last, "more_body": False})
 
 

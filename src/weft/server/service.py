@@ -11,16 +11,10 @@ from typing import TypeVar
 from weft.api import (
     ApiLimits,
     Builder,
-    ChatBody,
-    CompletionBody,
     Job,
     ModelCard,
     TokenTexts,
-    chat_job,
-    completion_job,
-    decode_body,
 )
-from weft.api.jobs import Endpoint
 from weft.core.errors import ParameterError, WeftError
 from weft.core.plan import Update
 from weft.core.ports import EngineClient
@@ -34,6 +28,7 @@ from weft.text import ChatTemplate, Tokenizer
 INLINE_BYTES = 16 * 1024  # bodies up to here are tokenised on the event loop: some 100 us
 
 Result = TypeVar("Result")
+Prepared = TypeVar("Prepared")
 
 
 class ShuttingDownError(WeftError):
@@ -87,25 +82,28 @@ class Service:
         """Jobs that are being answered."""
         return len(self._open)
 
-    async def prepare(self, endpoint: Endpoint, data: bytes) -> Job:
-        """Turn a body into a job. Raises a typed error for everything that is wrong with it."""
+    async def prepare(self, num_bytes: int, build: Callable[[], Prepared]) -> Prepared:
+        """Let ``build`` turn a body of so many bytes into a job.
+
+        Raises a typed error for everything that is wrong with the body.
+        """
         if self.draining:
             raise ShuttingDownError("The server is shutting down; try again in a moment.")
-        return await self.compute(len(data), lambda: self._build(endpoint, data))
+
+        def work() -> Prepared:
+            try:
+                return build()
+            except RecursionError:
+                message = "The body of the request is nested too deeply."
+                raise ParameterError(message) from None
+
+        return await self.compute(num_bytes, work)
 
     async def compute(self, num_bytes: int, work: Callable[[], Result]) -> Result:
         """Call ``work``, which handles so many bytes, beside the event loop if they are many."""
         if num_bytes <= INLINE_BYTES:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
-
-    def _build(self, endpoint: Endpoint, data: bytes) -> Job:
-        try:
-            if endpoint == "chat":
-                return chat_job(decode_body(ChatBody, data), self.builder)
-            return completion_job(decode_body(CompletionBody, data), self.builder)
-        except RecursionError:
-            raise ParameterError("The body of the request is nested too deeply.") from None
 
     def open(self, job: Job) -> OpenJob:
         """Start a job; use the result as a context manager."""
