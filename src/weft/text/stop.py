@@ -48,7 +48,7 @@ class StopMatcher:
             self._held = ""
             end = start + len(self.stopped_by) if self._include_stop else start
             return buffer[:end], self.stopped_by
-        keep = max((_overlap(buffer, stop) for stop in self._stops), default=0)
+        keep = max((overlap(buffer, stop) for stop in self._stops), default=0)
         split = len(buffer) - keep
         self._held = buffer[split:]
         return buffer[:split], None
@@ -72,7 +72,7 @@ class StopMatcher:
         return start, stop
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Return the length of the longest suffix of ``text`` that is a proper prefix of ``stop``."""
     tail = text[-(len(stop) - 1) :] if len(stop) > 1 else ""
     start = tail.find(stop[0])

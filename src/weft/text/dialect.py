@@ -1,0 +1,110 @@
+"""How a model's turns mark reasoning and tool calls: read off its chat template, or set."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from weft.core.errors import ConfigError
+from weft.text.assistant import AssistantParser, ReasoningParser
+from weft.text.template import ChatTemplate
+from weft.text.tokenizer import Tokenizer
+from weft.text.toolcalls import CallParser, HermesParser, Llama3Parser, MistralParser
+
+TOOL_PARSERS: Mapping[str, type[CallParser]] = {
+    "hermes": HermesParser,
+    "llama3": Llama3Parser,
+    "mistral": MistralParser,
+}
+REASONING_MARKERS: Mapping[str, tuple[str, str]] = {
+    "think": ("<think>", "</think>"),
+    "mistral": ("[THINK]", "[/THINK]"),
+}
+_OTHER_CALLS = ("<function=", "<arg_key>")  # inside <tool_call>, by Qwen3-Coder and GLM
+_OPENED_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """What one model writes.
+
+    Attributes:
+        tools: a key of ``TOOL_PARSERS``, or None where no form of calls is known.
+        reasoning: a key of ``REASONING_MARKERS``, or None where nothing is marked.
+    """
+
+    tools: str | None = None
+    reasoning: str | None = None
+
+    def parser(
+        self, *, tools: Collection[str] | None = None, opened: bool = False
+    ) -> AssistantParser | None:
+        """Return the parser of one turn, None if all of it is content.
+
+        Args:
+            tools: names of the functions that may be called; None looks for no calls.
+            opened: see `opens_reasoning`.
+        """
+        reasoning = calls = None
+        if self.reasoning is not None:
+            reasoning = ReasoningParser(REASONING_MARKERS[self.reasoning], opened=opened)
+        if self.tools is not None and tools is not None:
+            calls = TOOL_PARSERS[self.tools](tools)
+        return AssistantParser(reasoning, calls) if reasoning or calls else None
+
+    def marker_ids(self, tokenizer: Tokenizer) -> frozenset[int]:
+        """Control tokens that are markers: the text has to show them for a parser to see them."""
+        markers: tuple[str, ...] = REASONING_MARKERS.get(self.reasoning or "", ())
+        if self.tools is not None:
+            markers += TOOL_PARSERS[self.tools].markers + TOOL_PARSERS[self.tools].inner
+        ids = {tokenizer.reference.token_to_id(marker) for marker in markers}
+        return frozenset(i for i in ids if i is not None) & tokenizer.special_ids
+
+    def opens_reasoning(self, prompt: list[int], tokenizer: Tokenizer) -> bool:
+        """Whether a prompt has opened the reasoning already, so that the turn starts inside."""
+        if self.reasoning is None:
+            return False
+        text = tokenizer.decode(prompt[-_OPENED_TOKENS:], skip_special_tokens=False)
+        return text.rstrip().endswith(REASONING_MARKERS[self.reasoning][0])
+
+
+def choose_dialect(
+    template: ChatTemplate | None, tool_parser: str = "auto", reasoning_parser: str = "auto"
+) -> Dialect:
+    """Return the dialect of a template, or what is set instead of ``auto``.
+
+    Raises:
+        ConfigError: a name is none of ``auto``, ``none`` and the known ones.
+    """
+    text = "\0".join(template.sources.values()) if template is not None else ""
+    return Dialect(
+        _chosen("tool_parser", tool_parser, TOOL_PARSERS, _tools_of(text)),
+        _chosen("reasoning_parser", reasoning_parser, REASONING_MARKERS, _reasoning_of(text)),
+    )
+
+
+def _chosen(option: str, name: str, known: Collection[str], found: str | None) -> str | None:
+    if name in ("auto", "none"):
+        return found if name == "auto" else None
+    if name not in known:
+        raise ConfigError(
+            f"{option} must be one of auto, none, {', '.join(known)}, not '{name}'.", param=option
+        )
+    return name
+
+
+def _tools_of(text: str) -> str | None:
+    if "tools" not in text:
+        return None
+    if "[TOOL_CALLS]" in text or "[AVAILABLE_TOOLS]" in text:
+        return "mistral"
+    if "<tool_call>" in text:
+        return None if any(form in text for form in _OTHER_CALLS) else "hermes"
+    return "llama3" if "<|start_header_id|>" in text or "<|python_tag|>" in text else None
+
+
+def _reasoning_of(text: str) -> str | None:
+    for name, (_, close) in REASONING_MARKERS.items():
+        if close in text:
+            return name
+    return None
