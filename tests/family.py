@@ -1,0 +1,112 @@
+"""What a running server holds: its processes, their memory and descriptors, its rings' slots.
+
+Reads ``/proc`` and the rings' own memory, so that nothing has to be believed that the server says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import psutil
+
+from weft.ring import _native
+from weft.ring.layout import SIZES, State
+
+PAGE = SIZES["slots_offset"] // 2  # header page | info page | slots
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One look at a process; ``memory_bytes`` is its own memory without files and rings."""
+
+    memory_bytes: int
+    descriptors: int
+    threads: int
+
+
+class Family:
+    """All processes of one server, those that were killed and started again included."""
+
+    def __init__(self, supervisor: int) -> None:
+        self.samples: dict[tuple[str, int], list[Sample]] = {}  # by title and process
+        self._root = psutil.Process(supervisor)
+
+    def members(self) -> list[tuple[str, psutil.Process]]:
+        """(title, process) of the supervisor and whatever descends from it now."""
+        found = []
+        for process in (self._root, *self._root.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess, IndexError):
+                found.append((process.cmdline()[0].split()[0], process))
+        return found
+
+    def sample(self) -> None:
+        """Look at every member once."""
+        for title, process in self.members():
+            with contextlib.suppress(OSError, psutil.Error):
+                sample = Sample(own_memory(process.pid), process.num_fds(), process.num_threads())
+                self.samples.setdefault((title, process.pid), []).append(sample)
+
+    def alive(self) -> list[int]:
+        """Processes ever seen that still run."""
+        return [pid for _, pid in self.samples if psutil.pid_exists(pid)]
+
+    def growth(self) -> list[dict[str, object]]:
+        """How each process changed from the first quarter of its samples to the last."""
+        rows = []
+        for (title, pid), samples in self.samples.items():
+            quarter = len(samples) // 4
+            if quarter == 0:
+                continue
+            first, last = samples[quarter : 2 * quarter], samples[-quarter:]
+            row: dict[str, object] = {"process": title, "pid": pid, "samples": len(samples)}
+            for name in ("memory_bytes", "descriptors", "threads"):
+                before, after = (median(getattr(s, name) for s in part) for part in (first, last))
+                row |= {name: after, f"{name}_more": after - before}
+            rows.append(row)
+        return rows
+
+
+def own_memory(pid: int) -> int:
+    """Anonymous resident bytes of a process."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"process {pid} has no memory")
+
+
+@dataclass(frozen=True)
+class Ring:
+    """What lies in a ring: its resident bytes, the engine's process, how many slots are in use."""
+
+    memory_bytes: int
+    engine_pid: int
+    busy: int
+
+
+def rings(pid: int) -> Iterator[Ring]:
+    """The rings that a process has open, read through its descriptors."""
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if "weft-ring" in os.readlink(entry):
+                fd = os.open(entry, os.O_RDONLY)
+                try:
+                    yield _ring(fd)
+                finally:
+                    os.close(fd)
+
+
+def _ring(fd: int) -> Ring:
+    (slots,) = struct.unpack("I", os.pread(fd, 4, SIZES["version_offset"] + 16))
+    field = _native.INFO_FIELDS.index("pid")
+    (engine,) = struct.unpack("Q", os.pread(fd, 8, PAGE + 8 + 8 * field))
+    size, busy = SIZES["slot_bytes"], 0
+    table = os.pread(fd, slots * size, SIZES["slots_offset"])
+    for at in range(SIZES["state_offset"], slots * size, size):
+        busy += table[at] != State.EMPTY
+    return Ring(os.fstat(fd).st_blocks * 512, engine, busy)
