@@ -154,7 +154,7 @@ def served() -> ServedModel:
     folder = Path(__file__).parents[1] / "src" / "weft" / "builtin"
     return ServedModel(
         name="null", folder=str(folder), family="null", parameters=0, vocab_size=VOCAB,
-        max_model_len=MAX_LEN, max_num_seqs=CLIENTS, block_size=16, dtype="none",
+        hidden_size=1, max_model_len=MAX_LEN, max_num_seqs=CLIENTS, block_size=16, dtype="none",
         eos_token_ids=(), sampling_defaults={}, kernels={}, kv_blocks={},
     )  # fmt: skip
 

@@ -23,6 +23,7 @@ CARD = ModelCard(
     eos_token_ids=(1, 6),
     sampling_defaults={"temperature": 0.5},
     created=1,
+    hidden_size=8,
 )
 
 

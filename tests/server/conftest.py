@@ -44,6 +44,7 @@ def text(engine: tuple[Engine, EngineThread]) -> tuple[Tokenizer, ChatTemplate, 
         eos_token_ids=model.eos_token_ids,
         sampling_defaults=model.sampling_defaults,
         created=int(time.time()),
+        hidden_size=model.spec.hidden_size,
     )
     return Tokenizer.load(model.folder), ChatTemplate.load(model.folder), card
 

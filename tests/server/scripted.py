@@ -35,6 +35,11 @@ class ScriptedClient:
     def cancel(self, sequence_id: int, reason: FinishReason = FinishReason.CANCELLED) -> None:
         self.cancelled.put((sequence_id, reason))
 
+    def embed(self, request: Request, embedding: bytes) -> None:
+        """Publish the end of an embedding request."""
+        end = Update(request.id, None, finish=FinishReason.STOP, embedding=embedding)
+        self.sinks[request.id]([end])
+
     def send(self, request: Request, *tokens: int, finish: str | None = None) -> None:
         """Publish tokens, and perhaps the end, in one call."""
         updates = [Update(request.id, token) for token in tokens]

@@ -20,6 +20,7 @@ class ModelCard:
         created: Unix time in seconds.
         system_fingerprint: changes when the same seed may give other tokens.
         base_seed: makes the seeds of requests without one repeatable.
+        hidden_size: numbers of an embedding.
     """
 
     served_names: tuple[str, ...]
@@ -30,6 +31,7 @@ class ModelCard:
     created: int = 0
     system_fingerprint: str = "weft"
     base_seed: int | None = None
+    hidden_size: int = 0
 
 
 @dataclass(frozen=True, slots=True)

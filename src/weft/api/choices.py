@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from weft.api.errors import CancelledError
 from weft.api.jobs import Job
+from weft.core.errors import WeftError
 from weft.core.plan import Update
 from weft.core.types import FinishReason, Request, TokenLogprob
 from weft.text import TextStream, Tokenizer
@@ -118,7 +119,7 @@ class Choice:
             return "stop"
         if update.finish is FinishReason.LENGTH:
             return "length"
-        raise update.error or CancelledError("The request was cancelled before it was complete.")
+        raise ended_badly(update)
 
     def _delta(
         self, tokens: list[int], logprobs: list[TokenLogprob], finish: str | None
@@ -142,6 +143,11 @@ class Choice:
             return None
         first, self.started = not self.started, True
         return Delta(self, text, tokens, logprobs, first, finish)
+
+
+def ended_badly(update: Update) -> WeftError:
+    """The error of a sequence that was cancelled or has failed."""
+    return update.error or CancelledError("The request was cancelled before it was complete.")
 
 
 class Assembly:

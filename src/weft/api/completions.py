@@ -35,7 +35,7 @@ def completion_job(body: CompletionBody, builder: Builder) -> Job:
     model = check_model(body.model, card)
     check_max_tokens(body.max_tokens, "max_tokens", 0)
     _, tier = service_class(body.service_tier)
-    prompts = _prompts(body.prompt)
+    prompts = prompts_of(body.prompt, "prompt")
     builder.check_count(len(prompts), body.n or 1)
     builder.check_size(sum(_size(prompt) for prompt in prompts), "prompt")
     ids = [_encode(prompt, body, builder) for prompt in prompts]
@@ -89,18 +89,22 @@ def _requests(
     )
 
 
-def _prompts(given: str | list[str | int | list[int]] | None) -> list[Prompt]:
-    """The prompts of a body; None is an empty document."""
+def prompts_of(given: str | list[str | int | list[int]] | None, param: str) -> list[Prompt]:
+    """The prompts in any of the four forms of a body; None is an empty document.
+
+    Raises:
+        ParameterError: there are none, or they are of several kinds.
+    """
     if given is None or isinstance(given, str):
         return [given or ""]
     if not given:
-        raise ParameterError("The list of prompts is empty.", param="prompt")
+        raise ParameterError(f"The list of {param} is empty.", param=param)
     kinds = {type(item) for item in given}
     if len(kinds) > 1:
         raise ParameterError(
-            "prompt must be a text, a list of texts, a list of token ids, or a list of lists of "
+            f"{param} must be a text, a list of texts, a list of token ids, or a list of lists of "
             "token ids, not a mixture.",
-            param="prompt",
+            param=param,
         )
     if kinds == {int}:
         return [cast(list[int], given)]

@@ -14,7 +14,7 @@ from weft.core.errors import ParameterError, PromptTooLongError
 from weft.core.types import Request
 from weft.text import ChatTemplate, Tokenizer
 
-Endpoint = Literal["completion", "chat"]
+Endpoint = Literal["completion", "chat", "response", "message", "embedding"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Job:
     """What one HTTP body asks for.
 
     Attributes:
-        id: ``cmpl-...`` or ``chatcmpl-...``.
+        id: of the answer, such as ``cmpl-...`` or ``chatcmpl-...``.
         model: the name to answer with.
         requests: sequences; choice ``i`` of the answer is ``requests[i]``, the ``n`` choices of a
             prompt stand together.

@@ -25,6 +25,7 @@ class ServedModel:
     family: str
     parameters: int
     vocab_size: int
+    hidden_size: int
     max_model_len: int
     max_num_seqs: int
     block_size: int

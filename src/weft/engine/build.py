@@ -180,6 +180,7 @@ def describe_served(config: EngineConfig, engine: Engine) -> ServedModel:
         family=model.spec.family,
         parameters=num_parameters(model.spec),
         vocab_size=model.spec.vocab_size,
+        hidden_size=model.spec.hidden_size,
         max_model_len=resolved.max_model_len,
         max_num_seqs=resolved.max_num_seqs,
         block_size=resolved.block_size,

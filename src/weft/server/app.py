@@ -37,6 +37,7 @@ from weft.core.errors import WeftError
 from weft.core.ports import EngineClient
 from weft.server.auth import RequireKey
 from weft.server.body import read_body
+from weft.server.embeddings import embedding_routes
 from weft.server.errors import handle_bug, handle_http_error, handle_weft_error, json_response
 from weft.server.generation import Generation, chunked_form
 from weft.server.metrics import CONTENT_TYPE
@@ -73,7 +74,7 @@ def create_app(
         service.close()
 
     app = Starlette(
-        routes=_routes(_Handlers(service)),
+        routes=[*_routes(_Handlers(service)), *embedding_routes(service)],
         middleware=_middleware(options),
         exception_handlers={
             WeftError: handle_weft_error,

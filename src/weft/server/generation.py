@@ -108,7 +108,7 @@ class Generation(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            async with _running(self._service, self._job, receive) as job:
+            async with running(self._service, self._job, receive) as job:
                 if self._job.stream:
                     # A task of its own: each token wakes this coroutine, not all around it.
                     bare = scope.get(BARE_SEND, send)
@@ -151,8 +151,13 @@ class Generation(Response):
 
 
 @contextlib.asynccontextmanager
-async def _running(service: Service, job: Job, receive: Receive) -> AsyncIterator[OpenJob]:
-    """Submit a job and watch the connection while it runs."""
+async def running(service: Service, job: Job, receive: Receive) -> AsyncIterator[OpenJob]:
+    """Submit a job and watch the connection while it runs.
+
+    Raises:
+        DisconnectedError: the client has gone (from ``take``).
+        WeftError: the engine does not take the job, or something ended it.
+    """
     with service.open(job) as opened:
         opened.submit()
         watcher = asyncio.create_task(opened.watch(receive))

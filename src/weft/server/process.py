@@ -99,6 +99,7 @@ def _card(served: ServedModel, options: ServerOptions, base_seed: int | None) ->
         created=int(time.time()),
         system_fingerprint=f"weft-{__version__}-{served.dtype}",
         base_seed=base_seed,
+        hidden_size=served.hidden_size,
     )
 
 

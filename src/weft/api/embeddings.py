@@ -1,0 +1,158 @@
+"""``/v1/embeddings``: a checked body to a job, and vectors to the answer."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+import orjson
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from weft.api.bodies import Name, Prompts
+from weft.api.choices import ended_badly
+from weft.api.completions import Prompt, check_ids, prompts_of
+from weft.api.jobs import Builder, Job, new_id, now
+from weft.api.sampling import check_context, check_model, service_class
+from weft.core.errors import InvariantError, ParameterError, PromptTooLongError
+from weft.core.plan import Update
+from weft.core.types import NEUTRAL, FinishReason, Request, SamplingParams
+
+MAX_INPUTS = 2048
+WAVE = 64  # inputs that are with the engine at once; more would fill the ring for one client
+
+Format = Literal["float", "base64"]
+
+
+class EmbeddingBody(Struct, forbid_unknown_fields=True, kw_only=True):
+    """Body of ``POST /v1/embeddings``."""
+
+    model: Name
+    input: str | Prompts
+    dimensions: int | None = None
+    encoding_format: Format | None = None
+    user: Name | None = None
+    # Extensions.
+    cache_salt: Name | None = None
+    service_tier: str | None = None
+
+
+def embedding_job(body: EmbeddingBody, builder: Builder) -> Job:
+    """Check a body and return what it asks for: one sequence for each input.
+
+    Raises:
+        WeftError: a typed error that names the parameter; nothing has been started.
+    """
+    card = builder.card
+    model = check_model(body.model, card)
+    rank, _ = service_class(body.service_tier)
+    if body.dimensions is not None and not 1 <= body.dimensions <= card.hidden_size:
+        raise ParameterError(
+            f"dimensions must be from 1 to {card.hidden_size}, not {body.dimensions}.",
+            param="dimensions",
+        )
+    inputs = prompts_of(body.input, "input")
+    if len(inputs) > MAX_INPUTS:
+        raise ParameterError(
+            f"There are {len(inputs)} inputs; one request may have {MAX_INPUTS}.", param="input"
+        )
+    _check_total(inputs, builder)
+    prompts = [_encode(text, builder) for text in inputs]
+    sampling = SamplingParams(**NEUTRAL, max_tokens=1, seed=0)
+    salt = (body.cache_salt or "").encode()
+    return Job(
+        "embedding",
+        new_id("embd"),
+        now(),
+        model,
+        card.system_fingerprint,
+        tuple(
+            Request(number, prompt, sampling, (), rank, salt, embed=True)
+            for number, prompt in zip(builder.numbers(len(prompts)), prompts, strict=True)
+        ),
+    )
+
+
+def waves(job: Job) -> Iterator[Job]:
+    """The job in pieces of at most ``WAVE`` sequences, to be run one after the other."""
+    for start in range(0, len(job.requests), WAVE):
+        yield replace(job, requests=job.requests[start : start + WAVE])
+
+
+class EmbeddingCollector:
+    """Gathers the vectors of a job until all are there."""
+
+    def __init__(self, job: Job, body: EmbeddingBody) -> None:
+        self._job = job
+        self._dimensions = body.dimensions
+        self._base64 = body.encoding_format == "base64"
+        self._vectors: dict[int, bytes] = {}
+
+    def push(self, updates: Seq[Update]) -> int:
+        """Take updates in; return how many inputs have ended with them.
+
+        Raises:
+            WeftError: an input failed; the answer cannot be completed.
+        """
+        ended = 0
+        for update in updates:
+            if update.finish is None:
+                continue
+            if update.finish in (FinishReason.CANCELLED, FinishReason.ERROR):
+                raise ended_badly(update)
+            if update.embedding is None:
+                raise InvariantError(f"input {update.sequence_id} ended without its embedding")
+            self._vectors[update.sequence_id] = update.embedding
+            ended += 1
+        return ended
+
+    def body(self) -> bytes:
+        """The answer as JSON, once all inputs have ended."""
+        job = self._job
+        data = [
+            {"object": "embedding", "index": index, "embedding": self._shown(request)}
+            for index, request in enumerate(job.requests)
+        ]
+        tokens = job.prompt_tokens
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+        whole = {"object": "list", "data": data, "model": job.model, "usage": usage}
+        return orjson.dumps(whole, option=orjson.OPT_SERIALIZE_NUMPY)
+
+    def _shown(self, request: Request) -> Any:
+        vector = shortened(self._vectors[request.id], self._dimensions)
+        return base64.b64encode(vector.tobytes()).decode() if self._base64 else vector
+
+
+def shortened(embedding: bytes, dimensions: int | None) -> NDArray[np.float32]:
+    """The first ``dimensions`` float32 numbers of a vector, scaled to length 1."""
+    vector = np.frombuffer(embedding, dtype="<f4")[:dimensions].astype(np.float64)
+    return (vector / (np.linalg.norm(vector) or 1.0)).astype("<f4")
+
+
+def _check_total(inputs: Seq[Prompt], builder: Builder) -> None:
+    """Refuse inputs that are too long, each for itself or all together, before tokenising."""
+    sizes = [len(text.encode()) for text in inputs if isinstance(text, str)]
+    for size in sizes:
+        builder.check_size(size, "input")
+    limit = builder.limits.max_prompt_bytes
+    if sum(sizes) > limit:
+        raise PromptTooLongError(
+            f"The inputs have {sum(sizes)} bytes; this server takes {limit} at most.",
+            param="input",
+        )
+
+
+def _encode(text: Prompt, builder: Builder) -> tuple[int, ...]:
+    if isinstance(text, str):
+        ids: Seq[int] = builder.tokenizer.encode(text) if text else ()
+    else:
+        check_ids(text, builder.card.vocab_size, "input")
+        ids = text
+    if not ids:
+        raise ParameterError("An input is empty; give at least one token.", param="input")
+    check_context(len(ids), None, builder.card, "input")
+    return tuple(ids)
