@@ -6,16 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
-import yaml
 
+import description
 import weft
 from weft.api import Builder, ModelCard
 from weft.text import ChatTemplate, Tokenizer
 
 FOLDER = Path(weft.__file__).parent / "builtin"
-DESCRIPTION = Path(__file__).parents[3] / "shared" / "data" / "openai" / "openapi.yaml"
 CARD = ModelCard(
     served_names=("builtin", "org/other"),
     vocab_size=4096,
@@ -40,26 +38,6 @@ def builder(tokenizer: Tokenizer) -> Builder:
 @pytest.fixture(scope="session")
 def valid() -> Callable[[str, Any], None]:
     """Checks an object against a schema of OpenAI's API description."""
-    if not DESCRIPTION.is_file():
-        pytest.skip("OpenAI's API description does not lie beside the repository")
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    document = yaml.load(DESCRIPTION.read_text(encoding="utf-8"), loader)
-    schemas = {"components": {"schemas": _nullable(document["components"]["schemas"])}}
-
-    def check(name: str, instance: Any) -> None:
-        schema = {**schemas, "$ref": f"#/components/schemas/{name}"}
-        jsonschema.Draft202012Validator(schema).validate(instance)
-
-    return check
-
-
-def _nullable(node: Any) -> Any:
-    """Write OpenAPI 3.0's ``nullable`` as JSON Schema does."""
-    if isinstance(node, list):
-        return [_nullable(item) for item in node]
-    if not isinstance(node, dict):
-        return node
-    plain = {key: _nullable(value) for key, value in node.items()}
-    if plain.pop("nullable", False) is True:
-        return {"anyOf": [plain, {"type": "null"}]}
-    return plain
+    if not description.FILE.is_file():
+        pytest.skip(description.MISSING)
+    return lambda name, instance: description.validator(name).validate(instance)

@@ -1,0 +1,234 @@
+"""Requests made by schemathesis from OpenAI's own API description, against a real server.
+
+    python tests/referees/schemathesis_run.py [--requests 3000] [--seed 0] [--out FILE]
+
+A third of the requests are valid by the description, a third are not, and a third are valid ones
+that were made answerable: the served model, few tokens, plain messages, only some of the optional
+fields (of the purely random ones nearly all ask for something that weft refuses). Whatever is sent:
+no status from 500 on, no answer that takes longer than 30 s, every answer valid against the
+description, every event of a stream too, and every refusal a 4xx in OpenAI's form.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import requests
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+)
+
+sys.path.extend([str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "benchmarks")])
+import report
+from description import description, validator
+from live import serving
+
+HANG_S = 30.0
+MODEL = "builtin"
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operation that weft serves.
+
+    Attributes:
+        share: how many of all requests go there.
+        required: fields of a body that are never dropped.
+        limit: the field that bounds the output, if there is output.
+        plain: values for required fields that are always answered.
+        event: the schema of an event of its streams.
+    """
+
+    method: str
+    path: str
+    share: float
+    required: tuple[str, ...] = ()
+    limit: str = ""
+    plain: Mapping[str, Any] = field(default_factory=dict)
+    event: str = ""
+
+
+MESSAGES = st.lists(
+    st.fixed_dictionaries({"role": st.sampled_from(("user", "system")), "content": st.text()}),
+    min_size=1,
+    max_size=4,
+)
+OPERATIONS = (
+    Operation(
+        "POST",
+        "/completions",
+        0.4,
+        ("model", "prompt"),
+        "max_tokens",
+        {"prompt": st.text(min_size=1)},
+        "CreateCompletionResponse",
+    ),
+    Operation(
+        "POST",
+        "/chat/completions",
+        0.4,
+        ("model", "messages"),
+        "max_completion_tokens",
+        {"messages": MESSAGES},
+        "CreateChatCompletionStreamResponse",
+    ),
+    Operation("GET", "/models", 0.02),
+    Operation("GET", "/models/{model}", 0.18),
+)
+
+
+class Referee:
+    """Sends generated requests to one server and judges the answers.
+
+    Attributes:
+        statuses: how often each status was seen, by operation and manner.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.statuses: dict[str, Counter[int]] = {}
+        self.streams = 0
+        self._url = url
+        document = description()
+        paths = {o.path: document["paths"][o.path] for o in OPERATIONS}
+        self._schema = schemathesis.openapi.from_dict({**document, "paths": paths})
+
+    @property
+    def sent(self) -> int:
+        return sum(sum(counter.values()) for counter in self.statuses.values())
+
+    def run(self, operation: Operation, number: int, first_seed: int) -> None:
+        """Send about ``number`` requests in three manners. Raises what a check finds, shrunk."""
+        api = self._schema[operation.path][operation.method]
+        valid = api.as_strategy(generation_mode=schemathesis.GenerationMode.POSITIVE)
+        manners = {"valid": valid, "answerable": answerable(valid, operation)}
+        if operation.required:
+            wrong = api.as_strategy(generation_mode=schemathesis.GenerationMode.NEGATIVE)
+            manners |= {"wrong": wrong}
+        for place, (manner, strategy) in enumerate(manners.items()):
+            counter = self.statuses.setdefault(f"{operation.path} {manner}", Counter())
+            self._send_all(strategy, operation, counter, number // len(manners), first_seed + place)
+
+    def _send_all(
+        self, strategy: Any, operation: Operation, counter: Counter[int], number: int, first: int
+    ) -> None:
+        @seed(first)
+        @settings(
+            max_examples=max(1, number),
+            database=None,
+            deadline=None,
+            phases=(Phase.generate, Phase.shrink),
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(case=strategy)
+        def one(case: schemathesis.Case) -> None:
+            response = case.call(base_url=f"{self._url}/v1", timeout=HANG_S)
+            counter[response.status_code] += 1
+            self._judge(case, response, operation)
+
+        one()
+
+    def _judge(self, case: schemathesis.Case, response: Any, operation: Operation) -> None:
+        text = response.content.decode()
+        if response.status_code != 200:
+            assert 400 <= response.status_code < 500, f"{response.status_code}: {text}"
+            validator("ErrorResponse").validate(json.loads(text))
+        elif response.headers["content-type"][0].startswith("text/event-stream"):
+            self.streams += 1
+            judge_stream(text, operation)
+        else:
+            case.validate_response(
+                response,
+                checks=[not_a_server_error, content_type_conformance, response_schema_conformance],
+            )
+
+
+def answerable(valid: Any, operation: Operation) -> Any:
+    """Valid requests changed so that weft has something to answer."""
+
+    @st.composite
+    def changed(draw: Callable[[Any], Any]) -> schemathesis.Case:
+        case = draw(valid)
+        if not operation.required:
+            case.path_parameters = dict.fromkeys(case.path_parameters, MODEL)
+            return case
+        optional = [name for name in case.body if name not in operation.required]
+        kept = draw(st.lists(st.sampled_from(optional), max_size=3)) if optional else []
+        body = {name: case.body[name] for name in (*operation.required, *kept)}
+        body["model"] = MODEL
+        for name, values in operation.plain.items():
+            if draw(st.integers(0, 3)):
+                body[name] = draw(values)
+        if operation.limit:
+            body[operation.limit] = draw(st.integers(1, 16))
+            body["stream"] = draw(st.booleans())
+        if body.get("n"):
+            body["n"] = min(body["n"], 3)
+        case.body = body
+        return case
+
+    return changed()
+
+
+def judge_stream(text: str, operation: Operation) -> None:
+    """Every event must be valid.
+
+    The description has one schema for completions and their chunks, in which ``finish_reason`` is
+    always a string; OpenAI's own service has null there until the end, and so has weft.
+    """
+    events = [line[6:] for line in text.split("\n") if line.startswith("data: ")]
+    assert events, "a stream of nothing"
+    if events[-1] == "[DONE]":
+        events.pop()
+    for event in map(json.loads, events):
+        if operation.event == "CreateCompletionResponse":
+            for choice in event.get("choices", ()):
+                choice["finish_reason"] = choice["finish_reason"] or "stop"
+        validator(operation.event).validate(event)
+
+
+def run(url: str, number: int, first_seed: int) -> Referee:
+    """Judge a running server with at least ``number`` requests, as far as there are so many."""
+    referee = Referee(url)
+    for place, operation in enumerate(OPERATIONS):
+        referee.run(operation, round(number * operation.share), first_seed + 10 * place)
+    return referee
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--requests", type=int, default=3000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path)
+    given_ = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder, serving(Path(folder)) as server:
+        referee = run(server.url, given_.requests, given_.seed)
+    for name, counter in referee.statuses.items():
+        print(f"{name:34} {dict(sorted(counter.items()))}")
+    print(f"{referee.sent} requests, {referee.streams} streams; no fault")
+    if given_.out:
+        statuses = {name: dict(sorted(c.items())) for name, c in referee.statuses.items()}
+        report.save(
+            given_.out,
+            schemathesis=schemathesis.__version__,
+            requests_library=requests.__version__,
+            sent=referee.sent,
+            streams=referee.streams,
+            statuses=statuses,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,19 @@
+"""A few hundred requests made by schemathesis from OpenAI's own API description."""
+
+from __future__ import annotations
+
+import pytest
+
+import description
+
+
+def test_generated_requests_are_answered_as_described(server):
+    if not description.FILE.is_file():
+        pytest.skip(description.MISSING)
+    import schemathesis_run
+
+    referee = schemathesis_run.run(server.url, 200, 1)
+    assert referee.sent >= 150
+    answered = sum(counter[200] for counter in referee.statuses.values())
+    assert answered >= 20
+    assert referee.streams > 0
