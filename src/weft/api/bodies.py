@@ -189,8 +189,8 @@ def _decoder(body: type[Struct]) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(body)
 
 
-def decode_body(body: type[Body], data: bytes) -> Body:
-    """Decode and check the body of a request.
+def decode_body(body: type[Body], data: bytes | Raw, at: str = "") -> Body:
+    """Decode and check the body of a request, or the part of one that stands ``at`` a path.
 
     Raises:
         ParameterError: the body is not JSON, or a field is malformed, out of bounds, unknown or
@@ -199,17 +199,18 @@ def decode_body(body: type[Body], data: bytes) -> Body:
     try:
         decoded: Body = _decoder(body).decode(data)
     except msgspec.ValidationError as error:
-        raise _explained(body, str(error)) from None
+        raise _explained(body, str(error), at) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         detail = "" if isinstance(error, RecursionError) else f" ({str(error)[:200]})"
         raise InvalidJSONError(f"The body of the request is not valid JSON{detail}.") from None
-    refuse_unsupported(decoded)
+    refuse_unsupported(decoded, at and f"{at}.")
     return decoded
 
 
 def refuse_unsupported(body: Struct, path: str = "") -> None:
     """Raise UnsupportedParameterError for a field that asks for something weft does not have."""
-    for name, neutral in _NEUTRAL.get(type(body), {}).items():
+    table = _NEUTRAL.get(type(body)) or getattr(body, "REFUSED", {})
+    for name, neutral in table.items():
         value = getattr(body, name)
         if value is not NULL and not _is_neutral(bytes(value), neutral):
             raise UnsupportedParameterError(path + name)
@@ -234,10 +235,12 @@ def _same(value: Any, neutral: Any) -> bool:
     return type(value) is type(neutral) and bool(value == neutral)
 
 
-def _explained(body: type[Struct], text: str) -> ParameterError:
+def _explained(body: type[Struct], text: str, at: str) -> ParameterError:
     """Turn the library's sentence into a typed error that names the parameter."""
     match = _AT.match(text)
     what, path = (match["what"], match["path"] or "") if match else (text, "")
+    known = _known(body, path)
+    path = f"{at}.{path}".rstrip(".").replace(".[", "[") if at else path
     path = path[:MAX_SHOWN_CHARS]
     field = _FIELD.search(what)
     if field is not None:
@@ -245,7 +248,7 @@ def _explained(body: type[Struct], text: str) -> ParameterError:
         name = f"{path}.{name}" if path else name
         if "missing required" in what:
             return MissingParameterError(name)
-        return UnknownParameterError(name, _known(body, path))
+        return UnknownParameterError(name, known)
     if not path:
         return ParameterError(f"The body of the request is wrong: {_plain(what)}.")
     return ParameterError(f"'{path}' is wrong: {_plain(what)}.", param=path)

@@ -112,6 +112,11 @@ class Choice:
         self.num_tokens = self._stream.token_count
         return text
 
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that has ended the text."""
+        return self._stream.stopped_by
+
     def _end(self, update: Update) -> str:
         self.ended = True
         self.cached_tokens = update.cached_tokens

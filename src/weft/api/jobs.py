@@ -111,9 +111,9 @@ class Builder:
             )
 
 
-def new_id(prefix: str) -> str:
+def new_id(prefix: str, joint: str = "-") -> str:
     """An id that cannot be guessed, such as ``cmpl-...``."""
-    return f"{prefix}-{secrets.token_hex(16)}"
+    return f"{prefix}{joint}{secrets.token_hex(16)}"
 
 
 def now() -> int:

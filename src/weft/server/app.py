@@ -40,6 +40,7 @@ from weft.server.body import read_body
 from weft.server.embeddings import embedding_routes
 from weft.server.errors import handle_bug, handle_http_error, handle_weft_error, json_response
 from weft.server.generation import Generation, chunked_form
+from weft.server.messages import AnthropicErrors, message_routes
 from weft.server.metrics import CONTENT_TYPE
 from weft.server.options import ServerOptions
 from weft.server.probe import EngineProbe, NoProbe
@@ -74,7 +75,11 @@ def create_app(
         service.close()
 
     app = Starlette(
-        routes=[*_routes(_Handlers(service)), *embedding_routes(service)],
+        routes=[
+            *_routes(_Handlers(service)),
+            *embedding_routes(service),
+            *message_routes(service),
+        ],
         middleware=_middleware(options),
         exception_handlers={
             WeftError: handle_weft_error,
@@ -90,7 +95,7 @@ def create_app(
 
 def _middleware(options: ServerOptions) -> list[Middleware]:
     """CORS stands before the keys: a browser's preflight request cannot bear one."""
-    middleware = [Middleware(RequireKey, keys=options.api_key)]
+    middleware = [Middleware(AnthropicErrors), Middleware(RequireKey, keys=options.api_key)]
     if options.cors_origin:
         cors = Middleware(
             CORSMiddleware,

@@ -1,0 +1,171 @@
+"""The model's turn as parts (text, reasoning, calls of tools) that open, grow and close."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Literal
+
+from weft.api.choices import Assembly, Delta
+from weft.api.jobs import Job
+from weft.core.plan import Update
+from weft.core.types import TokenLogprob
+from weft.text import Tokenizer
+from weft.text.assistant import (
+    AssistantParser,
+    Event,
+    Reasoning,
+    ToolArguments,
+    ToolCall,
+    TurnParser,
+)
+
+Kind = Literal["text", "reasoning", "call"]
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """One part of a turn.
+
+    Attributes:
+        index: its place in the turn, from 0.
+        texts: pieces of its text; of a call, of the JSON text of its arguments.
+        logprobs: of the tokens of a text, where the job asks for them.
+        call_id, name: of a call.
+    """
+
+    kind: Kind
+    index: int
+    call_id: str = ""
+    name: str = ""
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A part begins, empty."""
+
+    part: Part
+
+
+@dataclass(frozen=True, slots=True)
+class Grown:
+    """A part has more text."""
+
+    part: Part
+    text: str
+    logprobs: Seq[TokenLogprob] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """A part is complete."""
+
+    part: Part
+
+
+Change = Opened | Grown | Closed
+
+
+class Turn:
+    """The only choice of a job.
+
+    Attributes:
+        parts: all parts so far; the last one may be open.
+        finish_reason: ``stop`` or ``length`` once the turn has ended.
+    """
+
+    def __init__(self, job: Job, tokenizer: Tokenizer) -> None:
+        self.parts: list[Part] = []
+        self.finish_reason: str | None = None
+        self._assembly = Assembly(job, tokenizer)
+        self._tokenizer = tokenizer
+        self._parser: TurnParser = AssistantParser()
+        self._open: Part | None = None
+        self._unplaced: list[TokenLogprob] = []
+
+    @property
+    def done(self) -> bool:
+        """Whether the engine has ended the sequence."""
+        return self._assembly.open == 0
+
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that has ended the turn."""
+        return self._assembly.choices[0].stop_string
+
+    @property
+    def output_tokens(self) -> int:
+        return self._assembly.completion_tokens
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that lay in the prefix cache before; known once ``done``."""
+        return self._assembly.cached_tokens
+
+    @property
+    def has_calls(self) -> bool:
+        return any(part.kind == "call" for part in self.parts)
+
+    def reasoning_tokens(self) -> int:
+        """Tokens of the reasoning, its markers left out."""
+        texts = [part.text for part in self.parts if part.kind == "reasoning"]
+        return sum(
+            len(self._tokenizer.encode(text, add_special_tokens=False)) for text in texts if text
+        )
+
+    def push(self, updates: Seq[Update]) -> tuple[list[Change], list[int]]:
+        """Take updates in; return what they change, and the ids that a stop string has ended.
+
+        Raises as `Assembly.push`.
+        """
+        deltas, halted = self._assembly.push(updates)
+        changes: list[Change] = []
+        for delta in deltas:
+            changes += self._take(delta)
+        return changes, halted
+
+    def _take(self, delta: Delta) -> list[Change]:
+        self._unplaced += delta.logprobs
+        events = self._parser.push(delta.text)
+        if delta.finish_reason is None:
+            return [change for event in events for change in self._changes(event)]
+        self.finish_reason = delta.finish_reason
+        events += self._parser.flush()
+        return [change for event in events for change in self._changes(event)] + self._close()
+
+    def _changes(self, event: Event) -> list[Change]:
+        if isinstance(event, ToolCall):
+            return self._close() + self._start("call", event.id, event.name)
+        if isinstance(event, ToolArguments):
+            return self._grow(event.text)
+        kind: Kind = "reasoning" if isinstance(event, Reasoning) else "text"
+        before: list[Change] = []
+        if self._open is None or self._open.kind != kind:
+            before = self._close() + self._start(kind)
+        return before + self._grow(event.text)
+
+    def _start(self, kind: Kind, call_id: str = "", name: str = "") -> list[Change]:
+        self._open = Part(kind, len(self.parts), call_id, name)
+        self.parts.append(self._open)
+        return [Opened(self._open)]
+
+    def _grow(self, text: str) -> list[Change]:
+        """Append to the open part; log probabilities go with text, others are nowhere shown."""
+        part = self._open
+        assert part is not None
+        logprobs, self._unplaced = self._unplaced, []
+        part.texts.append(text)
+        if part.kind != "text":
+            return [Grown(part, text)]
+        part.logprobs += logprobs
+        return [Grown(part, text, logprobs)]
+
+    def _close(self) -> list[Change]:
+        part, self._open = self._open, None
+        return [] if part is None else [Closed(part)]

@@ -1,0 +1,116 @@
+"""Anthropic's ``/v1/messages``: routes, and every error under them in Anthropic's form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from weft.api import decode_body
+from weft.api.message_answers import MessageCollector, MessageWriter, error_of
+from weft.api.messages import MessageBody, PromptBody, count_tokens, message_job
+from weft.server.body import read_body
+from weft.server.errors import handle_bug, json_response
+from weft.server.generation import Form, Generation
+from weft.server.service import Service
+
+PATH = "/v1/messages"
+
+
+def message_routes(service: Service) -> list[Route]:
+    """The routes of messages."""
+    tokenizer = service.builder.tokenizer
+    form = Form(
+        lambda job: MessageCollector(job, tokenizer),
+        lambda job: MessageWriter(job, tokenizer),
+    )
+
+    async def create(request: Request) -> Response:
+        with service.metrics.counting_refusals():
+            data = await read_body(request, service.options.max_body_bytes)
+            job = await service.prepare(
+                len(data), lambda: message_job(decode_body(MessageBody, data), service.builder)
+            )
+            return Generation(service, job, form)
+
+    async def count(request: Request) -> Response:
+        data = await read_body(request, service.options.max_body_bytes)
+
+        def work() -> int:
+            return count_tokens(decode_body(PromptBody, data), service.builder)
+
+        return json_response({"input_tokens": await service.prepare(len(data), work)})
+
+    return [
+        Route(PATH, create, methods=["POST"]),
+        Route(f"{PATH}/count_tokens", count, methods=["POST"]),
+    ]
+
+
+class AnthropicErrors:
+    """Gives errors under ``/v1/messages`` Anthropic's form, wherever they come from."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not _concerns(scope):
+            await self._app(scope, receive, send)
+            return
+        rewriter = _Rewriter(send)
+        try:
+            await self._app(scope, receive, rewriter.send)
+        except Exception as error:
+            if not rewriter.started:
+                response = await handle_bug(Request(scope), error)
+                await response(scope, receive, rewriter.send)
+            raise  # the server logs it
+
+
+def _concerns(scope: Scope) -> bool:
+    path, root = scope["path"], scope.get("root_path", "")
+    inner = path[len(root) :] if root and path.startswith(root) else path
+    return bool(inner == PATH or inner.startswith(f"{PATH}/"))
+
+
+class _Rewriter:
+    """Passes an answer on; the body of an error is held until it is whole, and rewritten."""
+
+    def __init__(self, send: Send) -> None:
+        self.started = False
+        self._send = send
+        self._start: Message | None = None
+        self._body = b""
+
+    async def send(self, message: Message) -> None:
+        self.started = True
+        if message["type"] == "http.response.start" and message["status"] >= 400:
+            self._start = message
+        elif self._start is None:
+            await self._send(message)
+        else:
+            self._body += message.get("body", b"")
+            if not message.get("more_body"):
+                await self._finish(self._start)
+
+    async def _finish(self, start: Message) -> None:
+        headers = [pair for pair in start["headers"] if pair[0].lower() != b"content-length"]
+        given = {name.lower(): value for name, value in headers}
+        number = given.get(b"x-request-id")
+        body = orjson.dumps(
+            {
+                "type": "error",
+                "error": error_of(start["status"], orjson.loads(self._body)),
+                "request_id": number and number.decode("latin-1"),
+            }
+        )
+        headers.append((b"content-length", str(len(body)).encode()))
+        if number:
+            headers.append((b"request-id", number))
+        whole: dict[str, Any] = {**start, "headers": headers}
+        await self._send(whole)
+        await self._send({"type": "http.response.body", "body": body})

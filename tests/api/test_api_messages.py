@@ -1,0 +1,144 @@
+"""Anthropic's messages: blocks to the chat that they stand for, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from weft.api import decode_body
+from weft.api.messages import MessageBody, chat_fields, message_job
+from weft.core.errors import WeftError
+
+HELLO = [{"role": "user", "content": "hi"}]
+TOOL = {"name": "look", "description": "Looks.", "input_schema": {"type": "object"}}
+CALL = {"type": "tool_use", "id": "toolu_1", "name": "look", "input": {"at": [1, "ü"]}}
+RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "a tree"}
+CALLED = [*HELLO, {"role": "assistant", "content": [CALL]}]
+ANSWERED = [{"role": "user", "content": [RESULT]}]
+
+
+def body_of(**fields: Any) -> MessageBody:
+    body = {"model": "builtin", "max_tokens": 5, "messages": HELLO, **fields}
+    return decode_body(MessageBody, json.dumps(body).encode())
+
+
+def test_texts_come_as_strings_or_blocks():
+    text = {"type": "text", "text": "b", "cache_control": {"type": "ephemeral"}}
+    blocks = [{"role": "user", "content": [{"type": "text", "text": "a"}, text]}]
+    fields = chat_fields(body_of(system=[text, text], messages=blocks))
+    assert fields["messages"] == [
+        {"role": "system", "content": "b\nb"},
+        {"role": "user", "content": "a\nb"},
+    ]
+
+
+def test_calls_and_their_results():
+    thinking = {"type": "thinking", "thinking": "hm", "signature": "s"}
+    text = {"type": "text", "text": "I look."}
+    failed = {**RESULT, "is_error": True, "content": [{"type": "text", "text": "fog"}]}
+    messages = [
+        *HELLO,
+        {"role": "assistant", "content": [thinking, text, CALL]},
+        {"role": "user", "content": [{"type": "text", "text": "so?"}, RESULT]},
+        {"role": "assistant", "content": [{**CALL, "id": "toolu_2"}]},
+        {"role": "user", "content": [{**failed, "tool_use_id": "toolu_2"}]},
+    ]
+    _, first, result, question, second, error = chat_fields(body_of(messages=messages))["messages"]
+    assert (first["content"], first["reasoning_content"]) == ("I look.", "hm")
+    [call] = first["tool_calls"]
+    assert (call["id"], call["function"]["name"]) == ("toolu_1", "look")
+    assert json.loads(call["function"]["arguments"]) == CALL["input"]
+    assert result == {"role": "tool", "tool_call_id": "toolu_1", "content": "a tree"}
+    assert question == {"role": "user", "content": "so?"}
+    assert second["content"] == ""
+    assert error == {"role": "tool", "tool_call_id": "toolu_2", "content": "Error: fog"}
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected", "parallel"),
+    [
+        ({"type": "auto"}, "auto", None),
+        ({"type": "none"}, "none", None),
+        ({"type": "any", "disable_parallel_tool_use": True}, "required", False),
+        (
+            {"type": "tool", "name": "look", "disable_parallel_tool_use": False},
+            {"type": "function", "function": {"name": "look"}},
+            True,
+        ),
+    ],
+)
+def test_tools_and_the_choice_of_one(choice, expected, parallel):
+    fields = chat_fields(body_of(tools=[{**TOOL, "strict": True}], tool_choice=choice))
+    [tool] = fields["tools"]
+    assert tool["type"] == "function"
+    assert tool["function"]["strict"] is True
+    assert json.loads(bytes(tool["function"]["parameters"])) == {"type": "object"}
+    assert fields["tool_choice"] == expected
+    assert fields.get("parallel_tool_calls") is parallel
+
+
+def test_the_job(builder):
+    job = message_job(body_of(stop_sequences=["x"], temperature=0.5, stream=True), builder)
+    [request] = job.requests
+    assert job.endpoint == "message"
+    assert job.stream
+    assert request.sampling.stop == ("x",)
+    assert request.sampling.temperature == 0.5
+    assert request.sampling.max_tokens == 5
+
+
+def said(*content: Any, role: str = "user") -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": list(content)}]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "code"),
+    [
+        ({"messages": []}, "messages", "invalid_parameter"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "missing_required_parameter"),
+        ({"messages": [{"role": "tool", "content": ""}]}, "messages[0].role", None),
+        ({"messages": [*HELLO, {"role": "assistant", "content": "I"}]}, "messages", None),
+        (said({"text": "a"}), "messages[0].content[0].type", "missing_required_parameter"),
+        (said("a"), "messages[0].content[0]", "invalid_parameter"),
+        (said({"type": "image", "source": {}}), "messages[0].content[0].type", None),
+        (said({"type": "text", "text": 5}), "messages[0].content[0].text", "invalid_parameter"),
+        (said({"type": "text", "txt": "a"}), None, None),
+        (
+            said({"type": "text", "text": "a", "citations": [{}]}),
+            "messages[0].content[0].citations",
+            "unsupported_parameter",
+        ),
+        (said(RESULT), "messages[0].content[0].tool_use_id", "invalid_parameter"),
+        (
+            {"messages": [*CALLED, {"role": "assistant", "content": "I"}, *ANSWERED]},
+            "messages[3].content[0].tool_use_id",
+            "invalid_parameter",
+        ),
+        (said(CALL), "messages[0].content[0].type", "unsupported_parameter"),
+        ({"system": [RESULT]}, "system[0].type", "unsupported_parameter"),
+        ({"max_tokens": 0}, "max_tokens", "invalid_parameter"),
+        ({"max_tokens": 1000}, "messages", "context_length_exceeded"),
+        ({"temperature": 1.5}, "temperature", "invalid_parameter"),
+        ({"top_p": 2}, "top_p", "invalid_parameter"),
+        ({"stop_sequences": [""]}, "stop_sequences", "invalid_parameter"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type", None),
+        ({"tools": [{"name": "look"}]}, "tools[0].input_schema", "missing_required_parameter"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice.name", "missing_required_parameter"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.budget_tokens", None),
+        ({"mcp_servers": [{}]}, "mcp_servers", "unsupported_parameter"),
+        ({"container": "c"}, "container", "unsupported_parameter"),
+        ({"service_tier": "fast"}, "service_tier", "invalid_parameter"),
+        ({"max_completion_tokens": 5}, "max_completion_tokens", "unknown_parameter"),
+    ],
+)
+def test_wrong_bodies_are_named(builder, fields, param, code):
+    with pytest.raises(WeftError) as caught:
+        message_job(body_of(**fields), builder)
+    assert caught.value.http_status == 400
+    if param is not None:
+        assert caught.value.param == param
+    if code is not None:
+        assert caught.value.code == code
+    assert "max_completion_tokens " not in caught.value.message
