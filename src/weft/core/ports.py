@@ -19,8 +19,11 @@ class Clock(Protocol):
 class Scheduler(Protocol):
     """Decides what the next step computes. Deterministic for equal inputs."""
 
-    def add(self, request: Request) -> None:
-        """Queue a request. Raises a typed error if it can never run."""
+    def add(self, request: Request) -> list[Update]:
+        """Queue a request; return its end if there is nothing left to compute.
+
+        Raises a typed error if it can never run.
+        """
 
     def cancel(self, sequence_id: int, reason: FinishReason) -> list[Update]:
         """End a sequence now; its memory returns once no launched step touches it."""

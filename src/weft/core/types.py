@@ -22,7 +22,7 @@ MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 1024
 MAX_SEED = 2**63 - 1
 MAX_SPECULATION = 16
-
+NEVER = 2**62  # a length that no sequence reaches
 
 _TOKEN_ID = Setting("stop_token_ids", "int", None, "", low=0, high=2**31 - 1)
 _BIASED_ID = Setting("logit_bias", "int", None, "", low=0, high=2**31 - 1)
@@ -265,7 +265,10 @@ class Sequence:
         known: tokens that exist on host or device; the last ones may still be in flight.
         computed: tokens whose KV is committed.
         planned: tokens whose KV is committed or being computed by a launched step.
-        capacity: tokens that the reserved KV blocks can hold.
+        capacity: tokens that can be planned before the scheduler must look: at its blocks, or at
+            ``lockstep_at``.
+        lockstep_at: from this length on a token is planned only when the one before it is on the
+            host, as a grammar or drafts demand.
         seal_at: ``computed`` value at which the next KV block is full.
         row: the executor's row while running, else -1.
         cached: prompt tokens found in the prefix cache at first admission; -1 before it.
@@ -287,6 +290,7 @@ class Sequence:
     computed: int = 0
     planned: int = 0
     capacity: int = 0
+    lockstep_at: int = NEVER
     seal_at: int = 0
     row: int = -1
     cached: int = -1

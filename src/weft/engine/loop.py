@@ -67,7 +67,8 @@ class EngineLoop:
 
     def _add(self, request: Request) -> None:
         try:
-            self.scheduler.add(request)
+            news = self.scheduler.add(request)
         except WeftError as error:
-            refusal = Update(request.id, None, finish=FinishReason.ERROR, error=error)
-            self.inbox.publish(Commit([], [refusal]))
+            news = [Update(request.id, None, finish=FinishReason.ERROR, error=error)]
+        if news:
+            self.inbox.publish(Commit([], news))

@@ -8,15 +8,14 @@ comes later is preempted and computed again on resume.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from weft.core.errors import InvariantError, OutOfMemoryError, ParameterError, WeftError
+from weft.core.errors import OutOfMemoryError, ParameterError
 from weft.core.plan import (
     Commit,
-    PromptLogprobs,
     RowAdd,
     RowExtend,
     StepPlan,
@@ -26,6 +25,7 @@ from weft.core.plan import (
 )
 from weft.core.types import (
     DEFAULT_CLASSES,
+    NEVER,
     FinishReason,
     Request,
     Sequence,
@@ -33,11 +33,10 @@ from weft.core.types import (
     ServiceClass,
 )
 from weft.kv.cache import KVCache
-from weft.sched.invariants import check_rows
+from weft.sched.commit import Committer
+from weft.sched.lifecycle import Lifecycle, by_order
 from weft.sched.preempt import choose_victim
-from weft.sched.queues import WaitingQueue
-from weft.sched.sharing import SharedPrefixes
-from weft.sched.step import Draft, Launched, Totals, news_of, spread
+from weft.sched.step import Launched, OpenStep, end_after, news_of
 
 LOOK_UPS_A_STEP = 64  # waiting prompts that one step hashes and looks up at most
 
@@ -57,10 +56,6 @@ class Limits:
     max_model_len: int
 
 
-def _order(sequence: Sequence) -> tuple[int, int]:
-    return sequence.order
-
-
 class FCFSScheduler:
     """See the module docstring; implements ``weft.core.ports.Scheduler``."""
 
@@ -72,29 +67,26 @@ class FCFSScheduler:
     ) -> None:
         self.cache = cache
         self.limits = limits
-        self.waiting = WaitingQueue()
-        self.running: list[Sequence] = []
-        self.sequences: dict[int, Sequence] = {}
-        self.totals = Totals()
+        self.live = Lifecycle(cache, limits.max_num_seqs)
+        self.totals = self.live.totals
+        self.waiting = self.live.waiting
+        self.running = self.live.running
+        self._committer = Committer(self.live)
         self._ranks = {row.name: row.rank for row in classes}
-        self._shared = SharedPrefixes(cache.groups[0].block_size)
-        self._closing: list[Sequence] = []
         self._launched: deque[Launched] = deque()
-        self._free_rows = list(range(limits.max_num_seqs - 1, -1, -1))
-        self._dropped: list[int] = []
         self._arrivals = 0
         self._planned_ns = 0
 
     # -- arrivals and cancellations -----------------------------------------------------------
 
-    def add(self, request: Request) -> None:
-        """Queue a request.
+    def add(self, request: Request) -> list[Update]:
+        """Queue a request; return its end if the output that it brings along is complete.
 
         Raises:
             ParameterError: duplicate id, unknown class, empty or over-long prompt.
             OutOfMemoryError: the sequence could never fit into the KV memory.
         """
-        if request.id in self.sequences:
+        if request.id in self.live.sequences:
             raise ParameterError(f"Request id {request.id} is in use already.", param="id")
         if request.service_class not in self._ranks:
             raise ParameterError(
@@ -103,10 +95,11 @@ class FCFSScheduler:
                 param="service_class",
             )
         sequence = self._sequence(request)
-        self.cache.register(request.id, request.cache_salt)
-        self.totals.requests += 1
-        self.sequences[request.id] = sequence
-        self.waiting.add(sequence)
+        if request.output and (end := end_after(sequence, request.output[-1])) is not None:
+            sequence.finish = end
+            return [news_of(sequence)]
+        self.live.arrive(sequence)
+        return []
 
     def _sequence(self, request: Request) -> Sequence:
         prompt, limit = len(request.prompt), self.limits.max_model_len
@@ -125,35 +118,43 @@ class FCFSScheduler:
             )
         self._arrivals += 1
         order = (self._ranks[request.service_class], self._arrivals)
+        tokens = [*request.prompt, *request.output]
         return Sequence(
-            request, request.id, list(request.prompt), end, order, request.stop_ids(), prompt
+            request,
+            request.id,
+            tokens,
+            end,
+            order,
+            request.stop_ids(),
+            known=len(tokens),
+            lockstep_at=NEVER if request.sampling.grammar is None else 0,
         )
 
     def cancel(self, sequence_id: int, reason: FinishReason) -> list[Update]:
         """End a sequence; unknown or ended ones are ignored, since they may just have finished."""
-        sequence = self.sequences.get(sequence_id)
-        if sequence is None or sequence.state is SequenceState.FINISHED:
+        sequence = self.live.find(sequence_id)
+        if sequence is None:
             return []
-        self._finish(sequence, reason)
-        self._close()
+        self.live.finish(sequence, reason)
+        self.live.close()
         return [news_of(sequence)]
 
     @property
     def idle(self) -> bool:
-        return not self.sequences
+        return not self.live.sequences
 
     # -- planning -----------------------------------------------------------------------------
 
     def plan(self, now: float) -> StepPlan | None:
         """Return the next step, or None if nothing can be computed at present."""
         self._planned_ns = int(now * 1e9)
-        self._close()
-        draft = Draft(self.limits.max_num_batched_tokens)
+        self.live.close()
+        step = OpenStep(self.limits.max_num_batched_tokens)
         for rank in self._ranks_present():
-            unfinished_prompts = self._plan_single_tokens(draft, rank)
-            self._plan_chunks(draft, unfinished_prompts)
-            self._admit(draft, rank)
-        return self._launch(draft) if draft.rows else None
+            rest = self._plan_single_tokens(step, rank)
+            self._plan_chunks(step, rest)
+            self._admit(step, rank)
+        return self._launch(step) if step.rows else None
 
     def _ranks_present(self) -> list[int]:
         """Ranks that have running or waiting sequences, the best one first."""
@@ -163,22 +164,23 @@ class FCFSScheduler:
         return sorted(ranks)
 
     def _running_of(self, rank: int) -> list[Sequence]:
-        low = bisect_left(self.running, (rank, 0), key=_order)
-        high = bisect_left(self.running, (rank + 1, 0), key=_order)
+        low = bisect_left(self.running, (rank, 0), key=by_order)
+        high = bisect_left(self.running, (rank + 1, 0), key=by_order)
         return self.running[low:high]
 
-    def _plan_single_tokens(self, draft: Draft, rank: int) -> list[Sequence]:
-        """Add running sequences that need one token; return those that need more.
+    def _plan_single_tokens(self, step: OpenStep, rank: int) -> list[Sequence]:
+        """Add running sequences that need one token; return those that need more care.
 
         This loop and ``_advance`` are the cost of a step, so they touch as little as they can: in
         steady state every sequence passes through here once a token.
         """
-        more = []
+        more: list[Sequence] = []
+        lockstep: list[Sequence] = []
         chosen: list[Sequence] = []
         starts: list[int] = []
         running = SequenceState.RUNNING
         add, start_at = chosen.append, starts.append
-        for sequence in self._running_of(rank)[: draft.budget]:
+        for sequence in self._running_of(rank)[: step.budget]:
             known, start = sequence.known, sequence.planned
             if known - start != 1:
                 if known > start:
@@ -186,60 +188,80 @@ class FCFSScheduler:
                 continue
             if known >= sequence.end or sequence.state is not running:
                 continue
-            if start >= sequence.capacity and not self._grow(draft, sequence, known):
+            if start >= sequence.capacity and not self._go_on(step, sequence, lockstep):
                 continue
             add(sequence)
             start_at(start)
             sequence.planned = known
             sequence.known = known + 1
-        draft.put_single(chosen, starts)
-        return more
+        step.put_single(chosen, starts)
+        return lockstep + more
 
-    def _plan_chunks(self, draft: Draft, sequences: list[Sequence]) -> None:
+    def _go_on(self, step: OpenStep, sequence: Sequence, lockstep: list[Sequence]) -> bool:
+        """Whether a sequence that has come to its capacity may compute one token more.
+
+        One in lockstep is put aside, to be planned where time matters less; if the result of its
+        last step is not on the host yet, it is not planned at all.
+        """
+        if sequence.planned < sequence.lockstep_at:
+            return self._grow(step, sequence, sequence.known)
+        if len(sequence.tokens) == sequence.known:
+            lockstep.append(sequence)
+        return False
+
+    def _plan_chunks(self, step: OpenStep, sequences: list[Sequence]) -> None:
         for sequence in sequences:
             start = sequence.planned
-            count = min(sequence.known - start, draft.budget)
+            count = min(sequence.known - start, step.budget)
             if count <= 0 or sequence.state is not SequenceState.RUNNING:
                 continue
-            if not self._grow(draft, sequence, start + count):
+            if not self._grow(step, sequence, start + count):
                 count = min(count, self.cache.growable(sequence.id) - start)
-                if count <= 0 or not self._grow(draft, sequence, start + count):
+                if count <= 0 or not self._grow(step, sequence, start + count):
                     continue
-            draft.put(sequence, count)
+            step.put(sequence, count)
 
-    def _grow(self, draft: Draft, sequence: Sequence, upto: int) -> bool:
+    def _grow(self, step: OpenStep, sequence: Sequence, upto: int) -> bool:
         """Reserve blocks for the sequence's first ``upto`` tokens, preempting later ones."""
         while (grown := self.cache.extend(sequence.id, upto)) is None:
             if not self._make_room(sequence.order):
                 return False
         for group, blocks in grown:
-            draft.extends.append(RowExtend(sequence.row, group, blocks))
-        sequence.capacity = self.cache.capacity(sequence.id)
+            step.extends.append(RowExtend(sequence.row, group, blocks))
+        sequence.capacity = min(self.cache.capacity(sequence.id), sequence.lockstep_at)
         return True
 
     def _make_room(self, after: tuple[int, int]) -> bool:
         """Preempt one sequence that comes after ``after``; whether its blocks are free now."""
-        if self._closing:
+        if self.live.closing:
             return False  # blocks will come back when the launched steps are committed
         victim = choose_victim(self.running, after)
         if victim is None:
             return False
-        self._preempt(victim)
+        self.live.preempt(victim)
         return victim.state is SequenceState.PAUSED
 
-    def _admit(self, draft: Draft, rank: int) -> None:
+    def _admit(self, step: OpenStep, rank: int) -> None:
+        """Start waiting sequences of the rank in order, until one does not fit.
+
+        While blocks come back for that one, lower classes start nothing: they would take the blocks
+        and be preempted for it in turn, for ever.
+        """
+        if step.held_back:
+            return
         admitted = []
         looked_up = 0
         for sequence in self.waiting.of_rank(rank):
-            if draft.budget <= 0 or looked_up == LOOK_UPS_A_STEP:
+            if step.budget <= 0 or looked_up == LOOK_UPS_A_STEP:
                 break
-            if sequence.waiting_on and self._shared.in_progress(sequence.waiting_on):
+            if sequence.waiting_on and self.live.shared.in_progress(sequence.waiting_on):
                 continue
             hit = self._find_hit(sequence)
             looked_up += 1
             if sequence.waiting_on:
                 continue
-            if not self._find_row(sequence) or not self._open(draft, sequence, hit):
+            if not self._find_row(sequence) or not self._open(step, sequence, hit):
+                step.held_back = bool(self.live.closing)
                 break
             admitted.append(sequence)
         for sequence in admitted:
@@ -247,8 +269,8 @@ class FCFSScheduler:
 
     def _find_row(self, sequence: Sequence) -> bool:
         """Whether a row is free, taking one from a lower class if need be."""
-        return bool(self._free_rows) or (
-            self._make_room(self._below(sequence)) and bool(self._free_rows)
+        return bool(self.live.free_rows) or (
+            self._make_room(self._below(sequence)) and bool(self.live.free_rows)
         )
 
     def _below(self, sequence: Sequence) -> tuple[int, int]:
@@ -262,21 +284,21 @@ class FCFSScheduler:
             return 0
         hit = self.cache.find_prefix(sequence.id, sequence.tokens)
         digests = self.cache.prompt_digests(sequence.id, sequence.tokens)
-        sequence.waiting_on = self._shared.awaited(sequence.order[0], digests, hit)
+        sequence.waiting_on = self.live.shared.awaited(sequence.order[0], digests, hit)
         return hit
 
-    def _open(self, draft: Draft, sequence: Sequence, hit: int) -> bool:
+    def _open(self, step: OpenStep, sequence: Sequence, hit: int) -> bool:
         """Give the sequence a row and blocks for its first chunk, if all its tokens fit now."""
         self.cache.open(sequence.id, hit)
         upto = 0
         if self._make_fit(sequence):
             known = len(sequence.tokens)
-            upto = min(known, hit + draft.budget, self.cache.growable(sequence.id))
+            upto = min(known, hit + step.budget, self.cache.growable(sequence.id))
         if upto <= hit or self.cache.extend(sequence.id, upto) is None:
             self.cache.release(sequence.id)
             return False
-        self._start(draft, sequence, hit)
-        draft.put(sequence, upto - hit)
+        self._start(step, sequence, hit)
+        step.put(sequence, upto - hit)
         return True
 
     def _make_fit(self, sequence: Sequence) -> bool:
@@ -295,22 +317,10 @@ class FCFSScheduler:
                 return False
         return True
 
-    def _start(self, draft: Draft, sequence: Sequence, hit: int) -> None:
-        sequence.move_to(SequenceState.RUNNING)
-        sequence.row = self._free_rows.pop()
-        sequence.computed = sequence.planned = sequence.reused = hit
-        sequence.seal_at = hit + 1
-        sequence.capacity = self.cache.capacity(sequence.id)
-        if sequence.cached < 0:
-            sequence.cached = hit
-            self.totals.cached_tokens += hit
-            self.totals.prompt_tokens += sequence.num_prompt
-            sequence.scheduled_ns = self._planned_ns
-        if self.cache.prefix_caching:
-            digests = self.cache.prompt_digests(sequence.id, sequence.tokens)
-            self._shared.lead(sequence.id, sequence.order[0], digests, hit)
-        insort(self.running, sequence, key=_order)
-        draft.adds.append(
+    def _start(self, step: OpenStep, sequence: Sequence, hit: int) -> None:
+        self.live.start(sequence, hit, self._planned_ns)
+        sequence.capacity = min(self.cache.capacity(sequence.id), sequence.lockstep_at)
+        step.adds.append(
             RowAdd(
                 row=sequence.row,
                 sequence_id=sequence.id,
@@ -322,19 +332,18 @@ class FCFSScheduler:
             )
         )
 
-    def _launch(self, draft: Draft) -> StepPlan:
+    def _launch(self, step: OpenStep) -> StepPlan:
         step_id = self.totals.steps = self.totals.steps + 1
-        self._launched.append(Launched(step_id, draft.sequences, draft.counts, draft.samples))
+        self._launched.append(Launched(step_id, step.sequences, step.counts, step.samples))
         batch = SubBatch(
-            tuple(draft.rows), tuple(draft.starts), tuple(draft.counts), tuple(draft.samples)
+            tuple(step.rows), tuple(step.starts), tuple(step.counts), tuple(step.samples)
         )
-        drop, self._dropped = tuple(self._dropped), []
         return StepPlan(
             step_id,
             (batch,),
-            drop=drop,
-            add=tuple(draft.adds),
-            extend=tuple(draft.extends),
+            drop=self.live.take_dropped(),
+            add=tuple(step.adds),
+            extend=tuple(step.extends),
             zero=self.cache.take_zero(),
         )
 
@@ -342,147 +351,8 @@ class FCFSScheduler:
 
     def commit(self, result: StepResult, now: float = 0.0) -> Commit:
         """Take in the oldest launched step and return what is new."""
-        step = self._launched.popleft()
-        if step.step_id != result.step_id:
-            raise InvariantError(f"step {result.step_id} committed, {step.step_id} expected")
-        updates = [self._fault(i, error) for i, error in result.faults.items() if self._live(i)]
-        self._deliver_prompt_logprobs(result, updates)
-        tokens, due = self._advance(step, result, updates, int(now * 1e9))
-        self.totals.output_tokens += len(result.tokens)
-        self._seal(due)
-        self._close()
-        return Commit(tokens, updates)
-
-    def _advance(
-        self, step: Launched, result: StepResult, updates: list[Update], now_ns: int
-    ) -> tuple[list[tuple[int, int]], list[Sequence]]:
-        """Count what was computed and append the sampled tokens.
-
-        Returns the tokens about which there is nothing else to say, and the sequences in which
-        blocks became full. Like ``_plan_single_tokens`` this loop is the cost of a step.
-        """
-        due: list[Sequence] = []
-        special: set[int] = set()
-        logprobs = result.logprobs
-        for sequence, count, sequence_id, token in zip(
-            step.sequences, step.counts, *spread(step.samples, result), strict=True
-        ):
-            computed = sequence.computed = sequence.computed + count
-            if computed >= sequence.seal_at:
-                due.append(sequence)
-                if not sequence.prefilled_ns and computed >= sequence.num_prompt:
-                    sequence.prefilled_ns = now_ns
-            if token < 0:
-                continue
-            if sequence_id != sequence.id:
-                raise InvariantError(f"a token of sequence {sequence_id} came out of order")
-            if sequence.finish is not None:
-                special.add(sequence_id)
-                continue
-            tokens = sequence.tokens
-            tokens.append(token)
-            if token in sequence.stop_ids or len(tokens) >= sequence.end:
-                stopped = token in sequence.stop_ids
-                self._finish(sequence, FinishReason.STOP if stopped else FinishReason.LENGTH)
-            elif not logprobs or sequence_id not in logprobs:
-                continue
-            special.add(sequence_id)
-            updates.append(news_of(sequence, token, logprobs.get(sequence_id)))
-        plain = list(zip(result.sequence_ids, result.tokens, strict=True))
-        if special:
-            plain = [pair for pair in plain if pair[0] not in special]
-        return plain, due
-
-    def _live(self, sequence_id: int) -> bool:
-        sequence = self.sequences.get(sequence_id)
-        return sequence is not None and sequence.state is not SequenceState.FINISHED
-
-    def _fault(self, sequence_id: int, error: WeftError) -> Update:
-        """End one sequence with its own error; nothing that it computed is shared from now on."""
-        sequence = self.sequences[sequence_id]
-        sequence.error = error
-        self._finish(sequence, FinishReason.ERROR)
-        return news_of(sequence)
-
-    def _deliver_prompt_logprobs(self, result: StepResult, updates: list[Update]) -> None:
-        for sequence_id, scores in result.prompt_logprobs.items():
-            if not self._live(sequence_id):
-                continue
-            sequence = self.sequences[sequence_id]
-            end = scores.start + len(scores.entries)
-            if end > sequence.prompt_scored:
-                # A preempted prompt is scored again from its start: pass on what is new.
-                start = max(scores.start, sequence.prompt_scored)
-                new = PromptLogprobs(start, scores.entries[start - scores.start :])
-                sequence.prompt_scored = end
-                updates.append(Update(sequence_id, None, prompt_logprobs=new))
-
-    def _seal(self, due: list[Sequence]) -> None:
-        for sequence in due:
-            if sequence.error is not None:
-                continue
-            full_at = self.cache.commit(sequence.id, sequence.tokens, sequence.computed)
-            prompt = sequence.num_prompt  # its end is looked at as well, to be dated
-            sequence.seal_at = full_at if sequence.computed >= prompt else min(full_at, prompt)
-            self._shared.advance(sequence.id, sequence.computed)
-
-    # -- endings ------------------------------------------------------------------------------
-
-    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        """End a sequence for its client; its memory follows when no launched step touches it."""
-        queued = sequence.state in (SequenceState.WAITING, SequenceState.PAUSED)
-        if queued:
-            self.waiting.remove(sequence)
-        elif sequence.state is SequenceState.RUNNING:
-            self.running.remove(sequence)
-        pausing = sequence.state is SequenceState.PAUSING
-        sequence.move_to(SequenceState.FINISHED)
-        sequence.finish = reason
-        self.totals.count_end(reason)
-        self._shared.abandon(sequence.id)
-        if queued:
-            self._forget(sequence)
-        elif not pausing:
-            self._closing.append(sequence)
-
-    def _preempt(self, sequence: Sequence) -> None:
-        self.running.remove(sequence)
-        self.totals.preemptions += 1
-        sequence.preemptions += 1
-        self._shared.abandon(sequence.id)
-        sequence.move_to(SequenceState.PAUSING)
-        self._closing.append(sequence)
-        self._close()
-
-    def _close(self) -> None:
-        """Take rows and blocks back from ended and preempted sequences with nothing in flight."""
-        if not self._closing:
-            return
-        ready = [sequence for sequence in self._closing if sequence.pending == 0]
-        self._closing = [sequence for sequence in self._closing if sequence.pending]
-        for sequence in ready:
-            self._dropped.append(sequence.row)
-            self._free_rows.append(sequence.row)
-            faulty_from = sequence.reused if sequence.error is not None else None
-            self.cache.release(sequence.id, faulty_from=faulty_from)
-            sequence.row, sequence.capacity = -1, 0
-            sequence.computed = sequence.planned = 0
-            if sequence.state is SequenceState.PAUSING:
-                sequence.move_to(SequenceState.PAUSED)
-                self.waiting.resume(sequence)
-            else:
-                self._forget(sequence)
-
-    def _forget(self, sequence: Sequence) -> None:
-        self.cache.forget(sequence.id)
-        del self.sequences[sequence.id]
+        return self._committer.commit(self._launched.popleft(), result, int(now * 1e9))
 
     def check(self) -> None:
         """Raise InvariantError if sequences, rows, queue or blocks do not agree."""
-        self.cache.check()
-        self.waiting.check()
-        check_rows(self.running, self._closing, self._free_rows, self.limits.max_num_seqs)
-        if len(self.running) + len(self._closing) + len(self.waiting) != len(self.sequences):
-            raise InvariantError("a sequence is lost or listed twice")
-        if not self.sequences and not self._shared.empty():
-            raise InvariantError("a shared prefix is announced by nobody")
+        self.live.check()

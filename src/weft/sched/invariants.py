@@ -6,10 +6,15 @@ from collections.abc import Sequence as Seq
 
 from weft.core.errors import InvariantError
 from weft.core.types import Sequence
+from weft.kv.cache import KVCache
 
 
 def check_rows(
-    running: Seq[Sequence], closing: Seq[Sequence], free_rows: Seq[int], num_rows: int
+    running: Seq[Sequence],
+    closing: Seq[Sequence],
+    free_rows: Seq[int],
+    num_rows: int,
+    cache: KVCache,
 ) -> None:
     """Raise InvariantError unless every row has one holder or none, and no count is beyond it.
 
@@ -27,5 +32,8 @@ def check_rows(
         done = sequence.planned
         if sequence.finish is None and not 0 <= sequence.computed <= done <= sequence.known:
             raise InvariantError(f"sequence {sequence.id} has computed more than it knows")
-        if done > sequence.capacity:
+        if done > cache.capacity(sequence.id):
             raise InvariantError(f"sequence {sequence.id} has outgrown its blocks")
+        unseen = sequence.known - len(sequence.tokens)
+        if sequence.finish is None and unseen > 1 and sequence.known > sequence.lockstep_at + 1:
+            raise InvariantError(f"sequence {sequence.id} is out of lockstep")

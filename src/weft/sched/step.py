@@ -35,10 +35,15 @@ class Totals:
 
 
 @dataclass(slots=True)
-class Draft:
-    """A step under construction; the first five lists are parallel."""
+class OpenStep:
+    """A step under construction; the first five lists are parallel.
+
+    Attributes:
+        held_back: a class waits for memory on its way back, so lower classes start nothing.
+    """
 
     budget: int
+    held_back: bool = False
     sequences: list[Sequence] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
@@ -79,6 +84,13 @@ class Launched:
     sequences: list[Sequence]
     counts: list[int]
     samples: list[bool]
+
+
+def end_after(sequence: Sequence, token: int) -> FinishReason | None:
+    """Why a sequence whose tokens end with this one ends there, if it does."""
+    if token in sequence.stop_ids:
+        return FinishReason.STOP
+    return FinishReason.LENGTH if len(sequence.tokens) >= sequence.end else None
 
 
 def news_of(

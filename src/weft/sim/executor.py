@@ -30,6 +30,16 @@ def next_token(tokens: Seq[int], groups: Seq[GroupSpec], vocab_size: int) -> int
     return total % vocab_size
 
 
+def _sampled(plan: StepPlan) -> set[int]:
+    """Rows whose next token the step gives."""
+    return {
+        row
+        for batch in plan.batches
+        for row, samples in zip(batch.rows, batch.samples, strict=True)
+        if samples
+    }
+
+
 @dataclass(slots=True)
 class _Row:
     sequence_id: int
@@ -78,14 +88,25 @@ class ModelledExecutor:
         self._faulty = faulty
         self._rows: dict[int, _Row] = {}
         self._outstanding: list[ModelledTicket] = []
+        self._lockstep: set[int] = set()
         self._kv: list[list[list[Slot]]] = [
             [[None] * group.block_size for _ in range(group.num_blocks)] for group in groups
         ]
 
     def launch(self, plan: StepPlan) -> ModelledTicket:
-        """Queue a step. Raises InvariantError if more than ``depth`` are outstanding before it."""
+        """Queue a step.
+
+        Raises:
+            InvariantError: more than ``depth`` steps are outstanding before it, or the next token
+                of a row with a grammar is planned before the last one was collected.
+        """
         if len(self._outstanding) > self.depth:
             raise InvariantError(f"{len(self._outstanding)} steps are outstanding already")
+        self._lockstep.difference_update(plan.drop)
+        self._lockstep.update(add.row for add in plan.add if add.sampling.grammar is not None)
+        early = self._lockstep & _sampled(plan)
+        if any(early & _sampled(ticket.plan) for ticket in self._outstanding):
+            raise InvariantError(f"of rows {early} one is planned while its token is in flight")
         ticket = ModelledTicket(self, plan)
         self._outstanding.append(ticket)
         return ticket

@@ -1,0 +1,101 @@
+"""What a collected step changes: tokens appended, blocks sealed, sequences ended."""
+
+from __future__ import annotations
+
+from weft.core.errors import InvariantError
+from weft.core.plan import Commit, PromptLogprobs, StepResult, Update
+from weft.core.types import FinishReason, Sequence
+from weft.sched.lifecycle import Lifecycle
+from weft.sched.step import Launched, news_of, spread
+
+
+class Committer:
+    """Takes steps in, in the order in which they were planned."""
+
+    def __init__(self, live: Lifecycle) -> None:
+        self._live = live
+
+    def commit(self, step: Launched, result: StepResult, now_ns: int) -> Commit:
+        """Take in the oldest launched step and return what is new."""
+        if step.step_id != result.step_id:
+            raise InvariantError(f"step {result.step_id} committed, {step.step_id} expected")
+        updates = self._fault(result)
+        self._deliver_prompt_logprobs(result, updates)
+        tokens, due = self._advance(step, result, updates, now_ns)
+        self._live.totals.output_tokens += len(result.tokens)
+        self._seal(due)
+        self._live.close()
+        return Commit(tokens, updates)
+
+    def _advance(
+        self, step: Launched, result: StepResult, updates: list[Update], now_ns: int
+    ) -> tuple[list[tuple[int, int]], list[Sequence]]:
+        """Count what was computed and append the sampled tokens.
+
+        Returns the tokens about which there is nothing else to say, and the sequences in which
+        blocks became full. With the planning of single tokens this loop is the cost of a step.
+        """
+        due: list[Sequence] = []
+        special: set[int] = set()
+        logprobs = result.logprobs
+        for sequence, count, sequence_id, token in zip(
+            step.sequences, step.counts, *spread(step.samples, result), strict=True
+        ):
+            computed = sequence.computed = sequence.computed + count
+            if computed >= sequence.seal_at:
+                due.append(sequence)
+                if not sequence.prefilled_ns and computed >= sequence.num_prompt:
+                    sequence.prefilled_ns = now_ns
+            if token < 0:
+                continue
+            if sequence_id != sequence.id:
+                raise InvariantError(f"a token of sequence {sequence_id} came out of order")
+            if sequence.finish is not None:
+                special.add(sequence_id)
+                continue
+            tokens = sequence.tokens
+            tokens.append(token)
+            if token in sequence.stop_ids or len(tokens) >= sequence.end:
+                stopped = token in sequence.stop_ids
+                self._live.finish(sequence, FinishReason.STOP if stopped else FinishReason.LENGTH)
+            elif not logprobs or sequence_id not in logprobs:
+                continue
+            special.add(sequence_id)
+            updates.append(news_of(sequence, token, logprobs.get(sequence_id)))
+        plain = list(zip(result.sequence_ids, result.tokens, strict=True))
+        if special:
+            plain = [pair for pair in plain if pair[0] not in special]
+        return plain, due
+
+    def _fault(self, result: StepResult) -> list[Update]:
+        """End faulty sequences, each with its own error; nothing they computed is shared on."""
+        updates = []
+        for sequence_id, error in result.faults.items():
+            sequence = self._live.find(sequence_id)
+            if sequence is not None:
+                sequence.error = error
+                self._live.finish(sequence, FinishReason.ERROR)
+                updates.append(news_of(sequence))
+        return updates
+
+    def _deliver_prompt_logprobs(self, result: StepResult, updates: list[Update]) -> None:
+        for sequence_id, scores in result.prompt_logprobs.items():
+            sequence = self._live.find(sequence_id)
+            if sequence is None:
+                continue
+            end = scores.start + len(scores.entries)
+            if end > sequence.prompt_scored:
+                # A preempted prompt is scored again from its start: pass on what is new.
+                start = max(scores.start, sequence.prompt_scored)
+                new = PromptLogprobs(start, scores.entries[start - scores.start :])
+                sequence.prompt_scored = end
+                updates.append(Update(sequence_id, None, prompt_logprobs=new))
+
+    def _seal(self, due: list[Sequence]) -> None:
+        for sequence in due:
+            if sequence.error is not None:
+                continue
+            full_at = self._live.cache.commit(sequence.id, sequence.tokens, sequence.computed)
+            prompt = sequence.num_prompt  # its end is looked at as well, to be dated
+            sequence.seal_at = full_at if sequence.computed >= prompt else min(full_at, prompt)
+            self._live.shared.advance(sequence.id, sequence.computed)
