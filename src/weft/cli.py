@@ -19,6 +19,7 @@ try:
     from weft import __version__
     from weft.core.config import EngineConfig, load_config_file
     from weft.core.errors import ConfigError, ParameterError, WeftError, suggest
+    from weft.core.logs import log_level
     from weft.core.settings import Setting, settings_of
     from weft.core.types import SamplingParams
 except KeyboardInterrupt:  # Ctrl-C before main() can catch it
@@ -26,7 +27,6 @@ except KeyboardInterrupt:  # Ctrl-C before main() can catch it
 
 EXIT_ERROR, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 CHAT_SAMPLING = ("temperature", "top_p", "max_tokens", "seed", "stop")
-LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 NOT_ON_COMMAND_LINE = frozenset({"classes", "logit_bias"})  # mappings: in a config file
 
 
@@ -68,10 +68,7 @@ def main(arguments: Seq[str] | None = None) -> NoReturn:
 
 def _set_up_output() -> None:
     """Log as the environment says; write what the terminal's encoding lacks as escapes."""
-    level = os.environ.get("WEFT_LOG_LEVEL", "WARNING")
-    if level.upper() not in LOG_LEVELS:
-        raise ConfigError(f"WEFT_LOG_LEVEL must be one of {', '.join(LOG_LEVELS)}, not {level!r}.")
-    logging.basicConfig(level=level.upper(), format="weft: %(message)s")
+    logging.basicConfig(level=log_level().upper(), format="weft: %(message)s")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 

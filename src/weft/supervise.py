@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from weft.core.config import EngineConfig
 from weft.core.errors import EngineDeadError
+from weft.core.logs import log_level, set_up_logs
 from weft.core.process import set_process_title
 from weft.core.served import ServedModel
 
@@ -40,6 +41,7 @@ def serve(settings: Mapping[str, Any], options: ServerOptions) -> int:
     from weft.ring.segment import create_ring
 
     config = EngineConfig.from_mapping(settings)
+    set_up_logs("supervisor", log_level(config.log_level), config.log_format)
     set_process_title("weft")
     with _listening(options) as listener, _signals() as wake:
         ring = create_ring()
@@ -85,6 +87,8 @@ def _start_frontend(
         "tokenizer": config.tokenizer,
         "chat_template": config.chat_template,
         "base_seed": config.base_seed,
+        "log_level": config.log_level,
+        "log_format": config.log_format,
     }
     process.stdin.write(json.dumps(settings).encode())
     process.stdin.close()

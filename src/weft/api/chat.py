@@ -64,6 +64,7 @@ def chat_job(body: ChatBody, builder: Builder) -> Job:
         service_tier=tier,
         logprobs=bool(body.logprobs),
         return_token_ids=bool(body.return_token_ids),
+        timeout_s=body.timeout,
     )
 
 

@@ -56,6 +56,7 @@ def completion_job(body: CompletionBody, builder: Builder) -> Job:
         logprobs=body.logprobs is not None,
         return_token_ids=bool(body.return_token_ids),
         no_output=body.max_tokens == 0,
+        timeout_s=body.timeout,
     )
 
 
@@ -118,7 +119,9 @@ def _size(prompt: Prompt) -> int:
 def _encode(prompt: Prompt, body: CompletionBody, builder: Builder) -> tuple[int, ...]:
     if isinstance(prompt, str):
         special = body.add_special_tokens is not False
-        ids = builder.tokenizer.encode(prompt, add_special_tokens=special)
+        ids = builder.tokenizer.encode(
+            prompt, add_special_tokens=special, parse_special=bool(body.parse_special)
+        )
     else:
         check_ids(prompt, builder.card.vocab_size, "prompt")
         ids = list(prompt)

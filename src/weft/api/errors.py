@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from weft.core.errors import InvariantError, ParameterError, WeftError, suggest
+from weft.core.errors import NonFiniteLogitsError, ParameterError, WeftError, suggest
+from weft.core.logs import REQUEST_ID
 
 
 class InvalidJSONError(ParameterError):
@@ -73,8 +74,10 @@ def error_object(
 
 def describe_error(error: Exception) -> tuple[int, dict[str, Any]]:
     """Return the HTTP status and the body for an error; bugs show nothing of their inside."""
-    if isinstance(error, WeftError) and not isinstance(error, InvariantError):
+    if isinstance(error, WeftError) and (
+        error.http_status != 500 or error.code == NonFiniteLogitsError.code
+    ):
         status, message, code = error.http_status, error.message, error.code
         return status, error_object(message, status=status, code=code, param=error.param)
-    message = "Internal error; the log of the server has the details."
+    message = f"Internal error; the log of the server has the details of {REQUEST_ID.get()}."
     return 500, error_object(message, status=500, code="internal_error")

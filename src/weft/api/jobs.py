@@ -30,6 +30,7 @@ class Job:
         service_tier: the tier to put into the answer, None to leave it out.
         echoed: text of each prompt that the answer starts with, None without ``echo``.
         logprobs: whether the answer has log probabilities.
+        timeout_s: seconds after which it is to end with an error; None leaves that to the server.
         no_output: ``max_tokens`` was 0; the one token that is computed is not shown.
     """
 
@@ -47,6 +48,7 @@ class Job:
     logprobs: bool = False
     return_token_ids: bool = False
     no_output: bool = False
+    timeout_s: float | None = None
 
     @property
     def prompt_tokens(self) -> int:

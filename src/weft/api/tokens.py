@@ -28,7 +28,11 @@ def tokenize(body: TokenizeBody, builder: Builder, texts: TokenTexts) -> dict[st
     else:
         prompt = body.prompt or ""
         builder.check_size(len(prompt.encode()), "prompt")
-        ids = builder.tokenizer.encode(prompt, add_special_tokens=body.add_special_tokens)
+        ids = builder.tokenizer.encode(
+            prompt,
+            add_special_tokens=body.add_special_tokens,
+            parse_special=body.parse_special,
+        )
     return {
         "count": len(ids),
         "max_model_len": builder.card.max_model_len,

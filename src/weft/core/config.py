@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from weft.core.errors import ConfigError, OutOfMemoryError, ParameterError, suggest
+from weft.core.logs import FORMATS, LEVELS
 from weft.core.settings import check_settings, format_bytes, setting, settings_of
 from weft.core.types import DEFAULT_CLASSES, MAX_SEED, ServiceClass
 
@@ -71,6 +72,10 @@ class EngineConfig:
     base_seed: int | None = setting(
         "int", None, "makes the seeds of requests without one repeatable", low=0, high=MAX_SEED
     )
+    log_level: str | None = setting(
+        "str", None, "what is logged; unset follows WEFT_LOG_LEVEL, else warning", choices=LEVELS
+    )
+    log_format: str = setting("str", "text", "form of the log lines of a server", choices=FORMATS)
     classes: Mapping[str, Any] = setting(
         "map", {}, "service classes: name -> rank, ttft_s, tpot_s", high=64
     )

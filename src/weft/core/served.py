@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
@@ -18,6 +18,7 @@ class ServedModel:
         sampling_defaults: what ``SamplingParams`` takes for fields that a request leaves open.
         kernels: op name -> implementation.
         kv_blocks: KV blocks by group name.
+        versions: of what the engine runs on.
     """
 
     name: str
@@ -34,6 +35,7 @@ class ServedModel:
     sampling_defaults: Mapping[str, Any]
     kernels: Mapping[str, str]
     kv_blocks: Mapping[str, int]
+    versions: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import platform
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 
+from weft import __version__
 from weft.core.config import (
     DTYPE_BYTES,
     EngineConfig,
@@ -189,6 +191,11 @@ def describe_served(config: EngineConfig, engine: Engine) -> ServedModel:
         sampling_defaults=model.sampling_defaults,
         kernels=model.ops.describe(),
         kv_blocks={group.name: blocks for group, blocks in groups},
+        versions={
+            "weft": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+        },
     )
 
 

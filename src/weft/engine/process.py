@@ -23,6 +23,7 @@ from typing import Any
 
 from weft.core.config import EngineConfig
 from weft.core.errors import InvariantError, WeftError
+from weft.core.logs import log_level, set_up_logs
 from weft.core.process import die_with, set_process_title
 from weft.engine.build import Engine, build_engine, describe_served
 from weft.engine.loop import EngineLoop
@@ -52,6 +53,7 @@ def main() -> None:
     threading.Thread(target=_stop_when_told, args=(inboxes,), daemon=True).start()
     try:
         config = EngineConfig.from_mapping(settings)
+        set_up_logs("engine", log_level(config.log_level), config.log_format)
         engine = build_engine(config)
         inbox = RingInbox(
             [RingFds.parse(text) for text in options.ring],

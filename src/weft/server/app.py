@@ -31,14 +31,16 @@ from weft.api import (
     model_object,
     tokenize,
 )
-from weft.api.bodies import Body
+from weft.api.bodies import FIXED_LIMITS, Body
 from weft.api.sampling import check_model
 from weft.core.errors import WeftError
 from weft.core.ports import EngineClient
-from weft.server.auth import RequireKey
+from weft.core.settings import settings_of
+from weft.server.auth import KeyRing, RequireKey
 from weft.server.body import read_body
 from weft.server.embeddings import embedding_routes
 from weft.server.errors import handle_bug, handle_http_error, handle_weft_error, json_response
+from weft.server.exchange import Observe, log_exchange
 from weft.server.generation import Generation, chunked_form
 from weft.server.messages import AnthropicErrors, message_routes
 from weft.server.metrics import CONTENT_TYPE
@@ -95,16 +97,21 @@ def create_app(
 
 def _middleware(options: ServerOptions) -> list[Middleware]:
     """CORS stands before the keys: a browser's preflight request cannot bear one."""
-    middleware = [Middleware(AnthropicErrors), Middleware(RequireKey, keys=options.api_key)]
+    keys = KeyRing(options.api_key, options.api_key_file)
+    middleware = [
+        Middleware(AnthropicErrors),
+        Middleware(RequireKey, keys=keys, limit=options.max_requests_per_key),
+    ]
     if options.cors_origin:
         cors = Middleware(
             CORSMiddleware,
             allow_origins=list(options.cors_origin),
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
         )
         middleware.insert(0, cors)
-    return middleware
+    return [Middleware(Observe, tell=log_exchange), *middleware]
 
 
 def _routes(handlers: _Handlers) -> list[Route]:
@@ -123,6 +130,16 @@ def _routes(handlers: _Handlers) -> list[Route]:
         route("/metrics", "GET", handlers.metrics),
         route("/server_info", "GET", handlers.server_info),
     ]
+
+
+def _limits(options: ServerOptions) -> dict[str, Any]:
+    """Every bound on a request: those that an operator sets, then the fixed ones."""
+    set_by_operator = {
+        name: getattr(options, name)
+        for name in settings_of(ServerOptions)
+        if name.startswith("max_") or name.endswith(("_timeout_s", "keep_alive_s"))
+    }
+    return {**set_by_operator, **FIXED_LIMITS}
 
 
 def _public(info: Mapping[str, Any]) -> dict[str, Any]:
@@ -147,7 +164,7 @@ class _Handlers:
     ) -> Response:
         service = self._service
         with service.metrics.counting_refusals():
-            data = await read_body(request, service.options.max_body_bytes)
+            data = await read_body(request, service.options)
             job = await service.prepare(
                 len(data), lambda: job_of(decode_body(body, data), service.builder)
             )
@@ -162,7 +179,7 @@ class _Handlers:
 
     async def tokenize(self, request: Request) -> Response:
         service = self._service
-        data = await read_body(request, service.options.max_body_bytes)
+        data = await read_body(request, service.options)
 
         def work() -> Response:
             body = decode_body(TokenizeBody, data)
@@ -172,7 +189,7 @@ class _Handlers:
 
     async def detokenize(self, request: Request) -> Response:
         service = self._service
-        data = await read_body(request, service.options.max_body_bytes)
+        data = await read_body(request, service.options)
 
         def work() -> Response:
             return json_response(detokenize(decode_body(DetokenizeBody, data), service.builder))
@@ -205,11 +222,7 @@ class _Handlers:
                     "chat": service.builder.chat_template is not None,
                     "tokenizer": service.builder.tokenizer.backend,
                 },
-                "limits": {
-                    "max_body_bytes": options.max_body_bytes,
-                    "max_prompt_bytes": options.max_prompt_bytes,
-                    "max_sequences": options.max_sequences,
-                },
+                "limits": _limits(options),
                 "engine": _public(service.probe.info()),
             }
         )

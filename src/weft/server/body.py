@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 
-from weft.server.errors import BodyTooLargeError
+from weft.server.errors import BodyTooLargeError, BodyTooSlowError
+from weft.server.options import ServerOptions
+
+logger = logging.getLogger("weft.requests")
 
 DISCARDED_BYTES = 64 * 2**20  # of a body that is too long; a client still writing sees no answer
 
 
-async def read_body(request: Request, limit: int) -> bytes:
+async def read_body(request: Request, options: ServerOptions) -> bytes:
     """Return the body.
 
     Raises:
-        BodyTooLargeError: it is longer than ``limit``; never more than that is held.
+        BodyTooLargeError: it is longer than ``max_body_bytes``; never more than that is held.
+        BodyTooSlowError: it was not there after ``body_timeout_s``.
     """
+    try:
+        async with asyncio.timeout(options.body_timeout_s):
+            body = await _read(request, options.max_body_bytes)
+    except TimeoutError:
+        message = f"The body of the request was not there after {options.body_timeout_s:g} s."
+        raise BodyTooSlowError(message) from None
+    if options.log_requests:
+        logger.info("body", extra={"fields": {"body": body.decode(errors="replace")}})
+    return body
+
+
+async def _read(request: Request, limit: int) -> bytes:
     declared = request.headers.get("content-length", "")
     too_large = declared.isdecimal() and int(declared) > limit
     if too_large and "expect" in request.headers:

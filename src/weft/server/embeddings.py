@@ -19,7 +19,7 @@ def embedding_routes(service: Service) -> list[Route]:
 
     async def create(request: Request) -> Response:
         with service.metrics.counting_refusals():
-            data = await read_body(request, service.options.max_body_bytes)
+            data = await read_body(request, service.options)
 
             def build() -> tuple[Job, EmbeddingCollector]:
                 body = decode_body(EmbeddingBody, data)

@@ -13,6 +13,8 @@ from starlette.responses import Response
 
 from weft.api.errors import describe_error, error_object
 from weft.core.errors import WeftError
+from weft.core.logs import REQUEST_ID
+from weft.server.exchange import EXCHANGE
 
 logger = logging.getLogger("weft.server")
 
@@ -24,6 +26,13 @@ class BodyTooLargeError(WeftError):
     code = "request_too_large"
 
 
+class BodyTooSlowError(WeftError):
+    """The body did not arrive in time."""
+
+    http_status = 408
+    code = "request_timeout"
+
+
 def json_response(
     content: Any, status: int = 200, headers: dict[str, str] | None = None
 ) -> Response:
@@ -32,19 +41,27 @@ def json_response(
 
 
 def log_failure(error: Exception) -> None:
-    """Log what went wrong on our side; a client's mistake is not worth a line."""
+    """Log what went wrong on our side; a client's mistake is not worth a line of its own."""
+    exchange = EXCHANGE.get()
+    if exchange is not None:
+        exchange.error = error.code if isinstance(error, WeftError) else "internal_error"
     if not isinstance(error, WeftError) or error.http_status == 500:
         logger.error("%s: %s", type(error).__name__, error, exc_info=error)
 
 
 async def handle_weft_error(_: Request, error: Exception) -> Response:
     """Answer for a typed error, or any other."""
+    return error_response(error)
+
+
+def error_response(error: Exception) -> Response:
+    """The answer for an error."""
     log_failure(error)
     status, body = describe_error(error)
     headers = {}
     if isinstance(error, WeftError) and error.retry_after_s is not None:
         headers["retry-after"] = str(error.retry_after_s)
-    if isinstance(error, BodyTooLargeError):
+    if isinstance(error, (BodyTooLargeError, BodyTooSlowError)):
         headers["connection"] = "close"
     return json_response(body, status, headers)
 
@@ -67,4 +84,4 @@ async def handle_http_error(request: Request, error: Exception) -> Response:
 async def handle_bug(_: Request, error: Exception) -> Response:
     """Answer for an exception that nobody expected; the server logs it with its trace."""
     status, body = describe_error(error)
-    return json_response(body, status)
+    return json_response(body, status, {"x-request-id": REQUEST_ID.get()})

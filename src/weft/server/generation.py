@@ -16,8 +16,8 @@ from starlette.types import Receive, Scope, Send
 from weft.api import ChunkWriter, Collector, Job, describe_error
 from weft.core.errors import WeftError
 from weft.core.plan import Update
-from weft.server.auth import BARE_SEND
 from weft.server.errors import log_failure
+from weft.server.exchange import BARE_SEND
 from weft.server.service import DisconnectedError, OpenJob, Service
 
 FRAME = (b"data: ", b"\n\n")

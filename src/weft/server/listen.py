@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import ssl
 import stat
 
 from weft.core.errors import ConfigError
@@ -17,18 +18,40 @@ def listen(options: ServerOptions) -> socket.socket:
     """Return a socket that is bound and listens.
 
     Raises:
-        ConfigError: the address is in use, or cannot be had.
+        ConfigError: the address is in use, or cannot be had; or the files for TLS cannot be used.
     """
+    tls_context(options)  # before anything slow starts
     return _unix(options.uds) if options.uds is not None else _tcp(options.host, options.port)
 
 
-def address_of(sock: socket.socket) -> str:
+def tls_context(options: ServerOptions) -> ssl.SSLContext | None:
+    """What HTTPS needs; None without it. Raises ConfigError if a file cannot be used."""
+    if options.tls_cert is None or options.tls_key is None:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_cert_chain(options.tls_cert, options.tls_key, password=_no_password)
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"TLS cannot use '{options.tls_cert}' with '{options.tls_key}': {reason}.",
+            param="tls_cert",
+        ) from None
+    return context
+
+
+def _no_password() -> str:
+    raise ValueError("the private key is encrypted")
+
+
+def address_of(sock: socket.socket, scheme: str = "http") -> str:
     """The address to show, as ``http://host:port`` or ``unix:path``."""
     name = sock.getsockname()
     if sock.family == socket.AF_UNIX:
         return f"unix:{name}"
     host = f"[{name[0]}]" if sock.family == socket.AF_INET6 else name[0]
-    return f"http://{host}:{name[1]}"
+    return f"{scheme}://{host}:{name[1]}"
 
 
 def _tcp(host: str, port: int) -> socket.socket:

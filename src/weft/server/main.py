@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
@@ -19,7 +20,8 @@ from starlette.applications import Starlette
 from weft.api import ModelCard
 from weft.core.ports import EngineClient
 from weft.server.app import create_app
-from weft.server.listen import address_of, listen
+from weft.server.exchange import REQUESTS
+from weft.server.listen import address_of, listen, tls_context
 from weft.server.options import ServerOptions
 from weft.server.probe import EngineProbe
 from weft.server.protocol import bounded_protocol
@@ -80,6 +82,8 @@ class DrainingServer(uvicorn.Server):
         on_listening: Callable[[str], None] | None = None,
     ) -> None:
         super().__init__(_uvicorn_config(app, options))
+        if options.access_log or options.log_requests:
+            REQUESTS.setLevel(logging.INFO)
         self._service: Service = app.state.service
         self._timeout_s = options.drain_timeout_s
         self._deadline: float | None = None
@@ -121,7 +125,7 @@ class DrainingServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self._on_listening is not None and sockets and self.started:
-            self._on_listening(address_of(sockets[0]))
+            self._on_listening(address_of(sockets[0], "https" if self.config.ssl else "http"))
 
     async def on_tick(self, counter: int) -> bool:
         if self._deadline is not None:
@@ -135,15 +139,17 @@ class DrainingServer(uvicorn.Server):
 
 
 def _uvicorn_config(app: Starlette, options: ServerOptions) -> uvicorn.Config:
+    context = tls_context(options)
     return uvicorn.Config(
         app,
+        ssl_context_factory=None if context is None else lambda *_: context,
         loop="uvloop",
         http=bounded_protocol(options),
         ws="none",
         lifespan="on",
         log_config=None,
-        log_level="info" if options.access_log else "warning",
-        access_log=options.access_log,
+        log_level="warning",
+        access_log=False,
         root_path=options.root_path,
         proxy_headers=False,
         server_header=False,

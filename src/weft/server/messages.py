@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from weft.api import decode_body
 from weft.api.message_answers import MessageCollector, MessageWriter, error_of
 from weft.api.messages import MessageBody, PromptBody, count_tokens, message_job
+from weft.core.logs import REQUEST_ID
 from weft.server.body import read_body
 from weft.server.errors import handle_bug, json_response
 from weft.server.generation import Form, Generation
@@ -31,14 +32,14 @@ def message_routes(service: Service) -> list[Route]:
 
     async def create(request: Request) -> Response:
         with service.metrics.counting_refusals():
-            data = await read_body(request, service.options.max_body_bytes)
+            data = await read_body(request, service.options)
             job = await service.prepare(
                 len(data), lambda: message_job(decode_body(MessageBody, data), service.builder)
             )
             return Generation(service, job, form)
 
     async def count(request: Request) -> Response:
-        data = await read_body(request, service.options.max_body_bytes)
+        data = await read_body(request, service.options)
 
         def work() -> int:
             return count_tokens(decode_body(PromptBody, data), service.builder)
@@ -99,18 +100,17 @@ class _Rewriter:
 
     async def _finish(self, start: Message) -> None:
         headers = [pair for pair in start["headers"] if pair[0].lower() != b"content-length"]
-        given = {name.lower(): value for name, value in headers}
-        number = given.get(b"x-request-id")
+        number = REQUEST_ID.get()
         body = orjson.dumps(
             {
                 "type": "error",
                 "error": error_of(start["status"], orjson.loads(self._body)),
-                "request_id": number and number.decode("latin-1"),
+                "request_id": number or None,
             }
         )
         headers.append((b"content-length", str(len(body)).encode()))
         if number:
-            headers.append((b"request-id", number))
+            headers.append((b"request-id", number.encode()))
         whole: dict[str, Any] = {**start, "headers": headers}
         await self._send(whole)
         await self._send({"type": "http.response.body", "body": body})

@@ -1,10 +1,6 @@
 """Prometheus metrics with the names that dashboards of LLM servers read.
 
 The hot path adds to plain numbers; families are built when somebody scrapes.
-
-There is no ``request_queue_time_seconds`` and no ``request_prefill_time_seconds``: updates of the
-engine do not say when a sequence was first computed, so that nothing here could tell the two apart
-within the time to the first token.
 """
 
 from __future__ import annotations
@@ -90,6 +86,8 @@ class Metrics:
         self.time_to_first_token = Histogram(TTFT_BUCKETS)
         self.inter_token_latency = Histogram(ITL_BUCKETS)
         self.e2e_latency = Histogram(LATENCY_BUCKETS)
+        self.queue_time = Histogram(LATENCY_BUCKETS)
+        self.prefill_time = Histogram(LATENCY_BUCKETS)
         self.decode_time = Histogram(LATENCY_BUCKETS)
         self._model = model
         self._probe = probe
@@ -160,6 +158,8 @@ class Metrics:
             ("time_to_first_token", "From request to first token", self.time_to_first_token),
             ("inter_token_latency", "Between two tokens", self.inter_token_latency),
             ("e2e_request_latency", "From request to last token", self.e2e_latency),
+            ("request_queue_time", "Until the engine began to compute", self.queue_time),
+            ("request_prefill_time", "From there until the prompt was read", self.prefill_time),
             ("request_decode_time", "From first to last token", self.decode_time),
         ):
             family = HistogramMetricFamily(
@@ -170,13 +170,28 @@ class Metrics:
 
 
 class JobTimer:
-    """Follows the sequences of one job into the metrics."""
+    """Follows the sequences of one job into the metrics.
+
+    Attributes:
+        start_ns: when the engine got them, on the monotonic clock.
+        unseen: sequences of which nothing has come yet.
+        first_token: when the first token of all came, in seconds; 0 before.
+        scheduled_ns, prefilled_ns: of the sequence that ended first; 0 if it never ran.
+        output_tokens: so far, of all sequences.
+        ends: how sequences have ended.
+    """
 
     def __init__(self, metrics: Metrics, sequences: int, prompt_tokens: int) -> None:
         self._metrics = metrics
-        self._start = time.monotonic()
+        self.start_ns = time.monotonic_ns()
+        self.unseen = sequences
+        self.first_token = 0.0
+        self.scheduled_ns = 0
+        self.prefilled_ns = 0
+        self.output_tokens = 0
+        self.ends: list[str] = []
+        self._start = self.start_ns / 1e9
         self._seen: dict[int, list[float]] = {}  # times of the first and the latest token
-        self._unseen = sequences
         metrics.prompt_tokens += prompt_tokens
         metrics.waiting += sequences
 
@@ -199,18 +214,21 @@ class JobTimer:
     def close(self, open_sequences: int) -> None:
         """Count sequences that nobody waits for any more as cancelled."""
         self._metrics.finished["cancelled"] += open_sequences
+        self.ends += ["cancelled"] * bool(open_sequences)
         self._metrics.running -= len(self._seen)
-        self._metrics.waiting -= self._unseen
+        self._metrics.waiting -= self.unseen
         self._seen.clear()
-        self._unseen = 0
+        self.unseen = 0
 
     def _tokens(self, sequence_id: int, count: int, now: float) -> None:
         metrics = self._metrics
         metrics.generation_tokens += count
+        self.output_tokens += count
         times = self._seen.get(sequence_id)
         if times is None:
             self._seen[sequence_id] = [now, now]
-            self._unseen -= 1
+            self.first_token = self.first_token or now
+            self.unseen -= 1
             metrics.waiting -= 1
             metrics.running += 1
             metrics.time_to_first_token.observe(now - self._start)
@@ -222,10 +240,23 @@ class JobTimer:
         metrics = self._metrics
         metrics.finished[str(update.finish)] += 1
         metrics.e2e_latency.observe(now - self._start)
+        self.ends.append(str(update.finish))
+        self._engine_times(update)
         times = self._seen.pop(update.sequence_id, None)
         if times is None:
-            self._unseen -= 1
+            self.unseen -= 1
             metrics.waiting -= 1
             return
         metrics.running -= 1
         metrics.decode_time.observe(now - times[0])
+
+    def _engine_times(self, update: Update) -> None:
+        """Count how long a sequence waited, and how long its prompt took, as the engine saw it."""
+        scheduled, prefilled = update.scheduled_ns, update.prefilled_ns
+        if not scheduled:
+            return
+        self.scheduled_ns = self.scheduled_ns or scheduled
+        self._metrics.queue_time.observe(max(0, scheduled - self.start_ns) / 1e9)
+        if prefilled:
+            self.prefilled_ns = self.prefilled_ns or prefilled
+            self._metrics.prefill_time.observe((prefilled - scheduled) / 1e9)

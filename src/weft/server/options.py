@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from weft.core.errors import ConfigError, ParameterError
 from weft.core.settings import check_settings, setting
+from weft.server.auth import read_keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,22 @@ class ServerOptions:
     cors_origin: tuple[str, ...] = setting(
         "strings", (), "web origin that may call the server, or *; may be repeated", high=256
     )
+    api_key_file: str | None = setting(
+        "path",
+        None,
+        "file with one key or name:key a line; read again within a second when it changes",
+    )
+    max_requests_per_key: int | None = setting(
+        "int", None, "requests that one key may have in progress", low=1, high=2**20
+    )
+    key_salt: bool = setting(
+        "bool", True, "requests share cached prefixes only with those of the same key"
+    )
+    tls_cert: str | None = setting("path", None, "PEM file with the certificate chain, for HTTPS")
+    tls_key: str | None = setting("path", None, "PEM file with the certificate's private key")
+    max_connections: int = setting(
+        "int", 4096, "connections that are open at once; others get 503", low=1, high=2**20
+    )
     max_body_bytes: int = setting(
         "bytes", 4 * 2**20, "longest request body that is read", low=1024, high=2**31
     )
@@ -42,10 +59,34 @@ class ServerOptions:
     header_timeout_s: float = setting(
         "float", 20.0, "seconds that a client has to send its headers", low=0.1, high=86400
     )
+    body_timeout_s: float = setting(
+        "float", 60.0, "seconds that a client has to send its body", low=0.1, high=86400
+    )
     max_prompt_bytes: int = setting(
-        "bytes", 8 * 2**20, "longest prompt in bytes, checked before tokenising", low=1
+        "bytes", 4 * 2**20, "longest prompt in bytes, checked before tokenising", low=1
     )
     max_sequences: int = setting("int", 512, "prompts times n of one request", low=1, high=65536)
+    max_queued_requests: int | None = setting(
+        "int",
+        None,
+        "sequences that wait for the engine before requests get 429; unset: as many as it can hold",
+        low=1,
+        high=2**31,
+    )
+    max_queued_tokens: int | None = setting(
+        "int", None, "the same for the tokens of their prompts", low=1, high=2**40
+    )
+    request_timeout_s: float | None = setting(
+        "float",
+        None,
+        "seconds until a generation ends with an error, unless the request says otherwise",
+        low=0,
+        high=86400,
+        above=True,
+    )
+    max_request_timeout_s: float = setting(
+        "float", 3600.0, "longest time that a request may ask for", low=0, high=86400, above=True
+    )
     tokenizer_threads: int = setting(
         "int", 2, "threads that tokenise long prompts beside the event loop", low=1, high=64
     )
@@ -57,15 +98,27 @@ class ServerOptions:
     )
     vllm_metrics: bool = setting("bool", False, "also emit metrics under vllm: names")
     access_log: bool = setting("bool", False, "log one line for each request")
+    log_requests: bool = setting("bool", False, "also log the bodies of requests, prompts included")
 
     def __post_init__(self) -> None:
         try:
             check_settings(self)
         except ParameterError as error:
             raise ConfigError(error.message, param=error.param) from None
-        if any(not key.isascii() or not key.strip() for key in self.api_key):
-            raise ConfigError("api_key must be printable ASCII and not empty.", param="api_key")
+        read_keys(self.api_key, self.api_key_file)
         if "" in self.served_model_name:
             raise ConfigError("served_model_name must not be empty.", param="served_model_name")
         if self.root_path and not self.root_path.startswith("/"):
             raise ConfigError("root_path must start with '/'.", param="root_path")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ConfigError("tls_cert and tls_key go together.", param="tls_key")
+        keyed = bool(self.api_key) or self.api_key_file is not None
+        if self.max_requests_per_key is not None and not keyed:
+            raise ConfigError(
+                "max_requests_per_key needs keys: give api_key or api_key_file.",
+                param="max_requests_per_key",
+            )
+        if (self.request_timeout_s or 0) > self.max_request_timeout_s:
+            raise ConfigError(
+                "request_timeout_s is above max_request_timeout_s.", param="request_timeout_s"
+            )

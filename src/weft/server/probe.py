@@ -3,7 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What the engine said about its queue.
+
+    Attributes:
+        updated_ns: when, on the monotonic clock.
+        engine: differs between an engine and its successor.
+        waiting, queued_tokens: sequences that wait, and tokens of their prompts.
+        free_rows: sequences that could start at once.
+        started, prompt_tokens: sequences and prompt tokens begun since the engine's start.
+    """
+
+    updated_ns: int = 0
+    engine: int = 0
+    waiting: int = 0
+    queued_tokens: int = 0
+    free_rows: int = 0
+    started: int = 0
+    prompt_tokens: int = 0
 
 
 class EngineProbe(Protocol):
@@ -19,6 +41,9 @@ class EngineProbe(Protocol):
         ignored. What is missing is not exposed, or estimated from the request plane's own counts.
         """
 
+    def load(self) -> Load | None:
+        """The state of the engine's queue; None if it does not say."""
+
     def info(self) -> Mapping[str, Any]:
         """Facts for ``/server_info``, as JSON values: kernels, dtypes, limits."""
 
@@ -31,6 +56,9 @@ class NoProbe:
 
     def gauges(self) -> Mapping[str, float]:
         return {}
+
+    def load(self) -> Load | None:
+        return None
 
     def info(self) -> Mapping[str, Any]:
         return {}

@@ -24,12 +24,14 @@ from typing import Any
 from weft import __version__
 from weft.api import ModelCard
 from weft.core.errors import TokenizerError, WeftError
+from weft.core.logs import log_level, set_up_logs
 from weft.core.process import die_with, set_process_title
 from weft.core.served import ServedModel
 from weft.ring.client import RingClient
 from weft.ring.segment import RingFds
 from weft.server.main import run_server
 from weft.server.options import ServerOptions
+from weft.server.probe import Load
 from weft.text import ChatTemplate, Tokenizer
 
 
@@ -57,6 +59,7 @@ def main() -> None:
 
 def _serve(arguments: argparse.Namespace, settings: Mapping[str, Any], served: ServedModel) -> None:
     options = ServerOptions(**settings["options"])
+    set_up_logs("frontend", log_level(settings["log_level"]), settings["log_format"])
     tokenizer = Tokenizer.load(Path(settings["tokenizer"] or served.folder))
     template = _chat_template(served, settings["chat_template"])
     client = RingClient(RingFds.parse(arguments.ring))
@@ -123,10 +126,29 @@ class RingProbe:
             "num_preemptions": info.preemptions,
             "prefix_cache_queries": info.prompt_tokens,
             "prefix_cache_hits": info.cached_tokens,
+            "spec_decode_num_draft_tokens": info.drafted_tokens,
+            "spec_decode_num_accepted_tokens": info.accepted_tokens,
         }
 
+    def load(self) -> Load:
+        info = self._client.info()
+        return Load(
+            updated_ns=info.updated_ns,
+            engine=info.started_ns,
+            waiting=info.waiting,
+            queued_tokens=info.queued_prompt_tokens,
+            free_rows=max(0, info.max_num_seqs - info.running),
+            started=info.requests - info.waiting,
+            prompt_tokens=info.prompt_tokens,
+        )
+
     def info(self) -> Mapping[str, Any]:
-        return {"version": __version__, **asdict(self._served)}
+        served = asdict(self._served)
+        kernels = {
+            op: {"kernel": kernel, "dtype": self._served.dtype}
+            for op, kernel in self._served.kernels.items()
+        }
+        return {**served, "kernels": kernels}
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ def bounded_protocol(options: ServerOptions) -> type[BoundedProtocol]:
 
     class Protocol(BoundedProtocol):
         limit = options.max_header_bytes
+        max_connections = options.max_connections
         header_timeout_s = options.header_timeout_s
 
     return Protocol
@@ -35,6 +36,8 @@ def bounded_protocol(options: ServerOptions) -> type[BoundedProtocol]:
 class BoundedProtocol(HttpToolsProtocol):
     """Refuses headers that are too long (431), too slow (closed) or malformed (400, as JSON).
 
+    A connection beyond the number that may be open is answered with 503 and closed.
+
     One counter bounds the request line, headers, trailers and chunk extensions: the bytes since
     the parser last got anywhere, which is to complete the headers, to yield a piece of the body, or
     to complete the message. Data is parsed in pieces of ``limit`` bytes, and what follows the
@@ -42,6 +45,7 @@ class BoundedProtocol(HttpToolsProtocol):
     """
 
     limit = 64 * 2**10
+    max_connections = 4096
     header_timeout_s = 20.0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -54,7 +58,10 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._arm(self.header_timeout_s)
+        if len(self.connections) > self.max_connections:
+            self._refuse(503, "The server has as many connections as it takes.", "busy")
+        else:
+            self._arm(self.header_timeout_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import math
+import time
 from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import TracebackType
 from typing import TypeVar
 
@@ -18,13 +23,16 @@ from weft.api import (
 from weft.core.errors import ParameterError, WeftError
 from weft.core.plan import Update
 from weft.core.ports import EngineClient
-from weft.core.types import FinishReason
+from weft.core.types import FinishReason, Request
 from weft.server.bridge import Bridge, Mailbox
+from weft.server.exchange import EXCHANGE
 from weft.server.metrics import JobTimer, Metrics
 from weft.server.options import ServerOptions
 from weft.server.probe import EngineProbe
+from weft.server.queue import QueueLimit, Waiting
 from weft.text import ChatTemplate, Tokenizer
 
+TIMEOUT_HEADER = "X-Request-Timeout"
 INLINE_BYTES = 16 * 1024  # bodies up to here are tokenised on the event loop: some 100 us
 
 Result = TypeVar("Result")
@@ -37,6 +45,13 @@ class ShuttingDownError(WeftError):
     http_status = 503
     code = "shutting_down"
     retry_after_s = 1
+
+
+class DeadlineExceededError(WeftError):
+    """The time that a request had is over."""
+
+    http_status = 504
+    code = "deadline_exceeded"
 
 
 class DisconnectedError(Exception):
@@ -68,7 +83,8 @@ class Service:
         self.texts = TokenTexts(tokenizer)
         self.metrics = Metrics(card.served_names[0], probe, prefixes)
         self.draining = False
-        self._open: set[OpenJob] = set()
+        self._queue = QueueLimit(options, probe)
+        self._open: dict[OpenJob, None] = {}  # a set that keeps the order
         self._bridge: Bridge | None = None
         self._pool = ThreadPoolExecutor(options.tokenizer_threads, thread_name_prefix="weft-text")
 
@@ -103,19 +119,45 @@ class Service:
         """Call ``work``, which handles so many bytes, beside the event loop if they are many."""
         if num_bytes <= INLINE_BYTES:
             return work()
-        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        run = contextvars.copy_context().run  # so that what is logged bears the request's id
+        return await asyncio.get_running_loop().run_in_executor(self._pool, run, work)
 
     def open(self, job: Job) -> OpenJob:
         """Start a job; use the result as a context manager."""
         if self._bridge is None:
             self._bridge = Bridge(asyncio.get_running_loop())
         opened = OpenJob(self, job, Mailbox(self._bridge))
-        self._open.add(opened)
+        self._open[opened] = None
         return opened
 
     def forget(self, job: OpenJob) -> None:
         """Called by a job that has been closed."""
-        self._open.discard(job)
+        self._open.pop(job, None)
+
+    def admit(self, job: Job) -> None:
+        """Raise QueueFullError if too much waits already for another job to wait."""
+        tokens = sum(len(request.prompt) for request in job.requests)
+        waiting = (w for opened in reversed(self._open) if (w := opened.waiting()) is not None)
+        self._queue.admit(len(job.requests), tokens, waiting)
+
+    def time_left_s(self, job: Job) -> float | None:
+        """Seconds until the deadline of the request that is being answered; None without one.
+
+        Raises:
+            ParameterError: the time that it asks for is malformed, or longer than allowed.
+        """
+        exchange = EXCHANGE.get()
+        header = None if exchange is None else exchange.headers.get(TIMEOUT_HEADER)
+        options = self.options
+        if header is not None:
+            wanted = _timeout(header, options.max_request_timeout_s, TIMEOUT_HEADER)
+        elif job.timeout_s is not None:
+            wanted = _timeout(job.timeout_s, options.max_request_timeout_s, "timeout")
+        elif options.request_timeout_s is not None:
+            wanted = options.request_timeout_s
+        else:
+            return None
+        return wanted if exchange is None else exchange.started + wanted - time.monotonic()
 
     def abort_all(self, error: WeftError) -> None:
         """End every open job with an error."""
@@ -136,13 +178,48 @@ class OpenJob:
         self._mailbox = mailbox
         self._open_ids = {request.id for request in job.requests}
         self._timer: JobTimer | None = None  # from when the engine has taken the sequences
+        self._alarm: asyncio.TimerHandle | None = None
 
     def submit(self) -> None:
-        """Hand the sequences to the engine. Raises its typed error if it cannot take them."""
-        job, metrics = self.job, self._service.metrics
-        with metrics.counting_refusals():
-            self._service.client.submit(job.requests, self._mailbox.sink)
-        self._timer = JobTimer(metrics, len(job.requests), job.prompt_tokens)
+        """Hand the sequences to the engine.
+
+        Raises:
+            ParameterError: the request's deadline is malformed.
+            DeadlineExceededError: it has passed already.
+            QueueFullError: too much waits already.
+            WeftError: the engine cannot take the sequences.
+        """
+        job, service = self.job, self._service
+        with service.metrics.counting_refusals():
+            left_s = service.time_left_s(job)
+            if left_s is not None and left_s <= 0:
+                raise _late()
+            service.admit(job)
+            service.client.submit(self._salted(), self._mailbox.sink)
+        self._timer = JobTimer(service.metrics, len(job.requests), job.prompt_tokens)
+        if left_s is not None:
+            loop = asyncio.get_running_loop()
+            self._alarm = loop.call_later(left_s, lambda: self.interrupt(_late()))
+        exchange = EXCHANGE.get()
+        if exchange is not None:
+            exchange.job, exchange.timer = job, self._timer
+
+    def _salted(self) -> Seq[Request]:
+        """The sequences, under the salt of the key whose they are."""
+        exchange, requests = EXCHANGE.get(), self.job.requests
+        if exchange is None or exchange.key is None or not self._service.options.key_salt:
+            return requests
+        salt = exchange.key.salt(requests[0].cache_salt)
+        return tuple(replace(request, cache_salt=salt) for request in requests)
+
+    def waiting(self) -> Waiting | None:
+        """What of the job the engine has not begun; None if that is nothing."""
+        timer = self._timer
+        if timer is None or not timer.unseen:
+            return None
+        share = timer.unseen / len(self.job.requests)
+        tokens = sum(len(request.prompt) for request in self.job.requests)
+        return Waiting(timer.start_ns, timer.unseen, int(tokens * share))
 
     async def take(self) -> list[Update]:
         """Wait for updates. Raises DisconnectedError, or what ended the job from outside."""
@@ -170,6 +247,8 @@ class OpenJob:
                 return
 
     def _cancel(self) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
         if self._timer is not None:
             self._timer.close(len(self._open_ids))
         for sequence_id in self._open_ids:
@@ -187,3 +266,20 @@ class OpenJob:
     ) -> None:
         self._cancel()
         self._service.forget(self)
+
+
+def _timeout(given: str | float, most: float, param: str) -> float:
+    """The seconds that a request asks for. Raises ParameterError if they make no sense."""
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds <= most:
+        raise ParameterError(
+            f"{param} must be a number of seconds above 0 and up to {most:g}.", param=param
+        )
+    return seconds
+
+
+def _late() -> DeadlineExceededError:
+    return DeadlineExceededError("The time that this request had is over.")
