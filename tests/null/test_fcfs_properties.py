@@ -36,6 +36,9 @@ class ScriptedInbox:
         self.round += 1
         return requests, cancels
 
+    def computing(self, sequence_ids) -> None:
+        """Nothing here outlives an engine."""
+
     def publish(self, news):
         plain = [Update(sequence_id, token) for sequence_id, token in news.tokens]
         for update in (*plain, *news.updates):

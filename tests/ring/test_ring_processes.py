@@ -29,8 +29,10 @@ CHILD = Path(__file__).parent / "engine_child.py"
 PATIENCE_S = 60.0
 
 
-def start_engine(*rings: RingFds, depth: int = 0, step_s: float = 0.0) -> subprocess.Popen[str]:
-    command = [sys.executable, str(CHILD), str(depth), str(step_s), *map(str, rings)]
+def start_engine(
+    *rings: RingFds, depth: int = 0, step_s: float = 0.0, poison: int = -1
+) -> subprocess.Popen[str]:
+    command = [sys.executable, str(CHILD), str(depth), str(step_s), str(poison), *map(str, rings)]
     inherited = [fd for ring in rings for fd in ring.pass_fds]
     process = subprocess.Popen(command, pass_fds=inherited, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -81,15 +83,15 @@ class Collector:
                 self.updates.setdefault(update.sequence_id, []).append(update)
             self._changed.notify_all()
 
-    def wait_for(self, ready) -> None:
+    def wait_for(self, ready, patience_s: float = PATIENCE_S) -> None:
         with self._changed:
-            assert self._changed.wait_for(lambda: ready(self.updates), PATIENCE_S)
+            assert self._changed.wait_for(lambda: ready(self.updates), patience_s)
 
-    def ends(self, count: int) -> None:
+    def ends(self, count: int, patience_s: float = PATIENCE_S) -> None:
         def ended(updates) -> bool:
             return sum(own[-1].finish is not None for own in updates.values()) == count
 
-        self.wait_for(ended)
+        self.wait_for(ended, patience_s)
 
 
 def random_requests(seed: int, count: int) -> list[Request]:
@@ -132,7 +134,8 @@ def comparable(updates: list[Update]) -> list[tuple]:
         error = update.error
         told = None if error is None else (type(error), error.message, error.param)
         if update.prompt_logprobs is None:
-            said.append(("update", update._replace(error=None), told))
+            timeless = update._replace(error=None, scheduled_ns=0, prefilled_ns=0)
+            said.append(("update", timeless, told))
         else:
             start = update.prompt_logprobs.start
             for i, entry in enumerate(update.prompt_logprobs.entries):
@@ -296,7 +299,7 @@ from weft.core.types import Request, SamplingParams
 from weft.ring.client import RingClient
 from weft.ring.segment import create_ring
 ring = create_ring(64, 1 << 20)
-command = [sys.executable, sys.argv[1], "0", "0.005", str(ring)]
+command = [sys.executable, sys.argv[1], "0", "0.005", "-1", str(ring)]
 engine = subprocess.Popen(command, pass_fds=ring.pass_fds, stdout=subprocess.PIPE)
 engine.stdout.readline()
 client = RingClient(ring)

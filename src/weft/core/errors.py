@@ -119,6 +119,13 @@ class EngineDeadError(WeftError):
     retry_after_s = 5
 
 
+class RequestCrashedError(WeftError):
+    """The engine process has died again and again while it computed this request."""
+
+    http_status = 500
+    code = "request_crashed"
+
+
 class InvariantError(WeftError):
     """A bug in weft: an internal invariant does not hold."""
 

@@ -85,6 +85,9 @@ class Inbox(Protocol):
     def receive(self) -> tuple[Seq[Request], Seq[tuple[int, FinishReason]]]:
         """Return new requests and cancellations (sequence id, reason) since the last call."""
 
+    def computing(self, sequence_ids: Seq[int]) -> None:
+        """Hear which sequences have got a row: they are in the steps from now on."""
+
     def publish(self, news: Commit) -> None:
         """Hand out tokens and ends."""
 

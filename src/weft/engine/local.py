@@ -70,6 +70,9 @@ class LocalInbox:
             cancels, self._cancels = self._cancels, []
         return requests, cancels
 
+    def computing(self, sequence_ids: Seq[int]) -> None:
+        """Nobody here survives the engine."""
+
     def publish(self, news: Commit) -> None:
         by_sink: dict[Sink, list[Update]] = {}
         for sequence_id, token in news.tokens:

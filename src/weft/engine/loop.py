@@ -32,6 +32,8 @@ class EngineLoop:
         self._receive()
         plan = self.scheduler.plan(self.clock.now())
         if plan is not None:
+            if plan.add:
+                self.inbox.computing([add.sequence_id for add in plan.add])
             self._in_flight.append(self.executor.launch(plan))
         if not self._in_flight:
             return False

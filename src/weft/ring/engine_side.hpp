@@ -82,6 +82,10 @@ class EngineSide {
     const uint32_t index = index_of(id);
     Held& held = held_[index];
     if (!may_write(index)) return false;
+    if (held.repeated > 0) {
+      --held.repeated;
+      return true;
+    }
     check_room(held);
     held.output.put(held.published, token);
     return count(index);
@@ -97,17 +101,20 @@ class EngineSide {
     return count(index);
   }
 
-  // Prompt records [start, start + scored.size()); what lies before has none.
+  // Prompt records [start, start + scored.size()); what lies before has none. Those that a dead
+  // engine has published already are left as they are.
   bool publish_prompt(uint64_t id, uint32_t start, std::span<const Scored> scored) {
     const uint32_t index = index_of(id);
     Held& held = held_[index];
     const uint64_t end = uint64_t{start} + scored.size();
-    if (end > held.prompt.capacity || start < held.prompt_published) {
+    const uint32_t fresh = std::max(start, held.prompt_recovered);
+    if (end <= fresh) return true;
+    if (end > held.prompt.capacity || fresh < held.prompt_published) {
       throw SegmentError("prompt log probabilities that were not asked for, or twice");
     }
     if (!may_write(index)) return false;
-    for (uint32_t i = held.prompt_published; i < start; ++i) held.prompt.put(i, uint32_t{0});
-    for (uint32_t i = start; i < end; ++i) held.prompt.put(i, scored[i - start]);
+    for (uint32_t i = held.prompt_published; i < fresh; ++i) held.prompt.put(i, uint32_t{0});
+    for (uint32_t i = fresh; i < end; ++i) held.prompt.put(i, scored[i - start]);
     const auto more = static_cast<uint32_t>(end) - held.prompt_published;
     uint64_t& word = segment_.slot(index).prompt_published;
     touched_ = true;
@@ -132,6 +139,18 @@ class EngineSide {
     if (!touched_) return false;
     touched_ = false;
     return ring_bell(segment_.header().to_client, woken_);
+  }
+
+  // How far these are to blame if the engine dies from now on.
+  void set_blame(uint64_t id, Blame blame) {
+    segment_.slot(index_of(id)).blame = blame;
+  }
+
+  // Whether the sequence has ended or has got so far that it is no suspect any more.
+  bool cleared(uint64_t id) const {
+    const auto index = static_cast<uint32_t>(id & 0xffff);
+    if (index >= held_.size() || !held_[index].live || held_[index].id != id) return true;
+    return held_[index].published >= held_[index].recovered + kClearedTokens;
   }
 
   // Sequences with more than `limit` records that their reader has not consumed.
@@ -171,8 +190,13 @@ class EngineSide {
     Extent extent{};
     Records output, prompt;
     uint32_t published = 0, prompt_published = 0;
+    uint32_t recovered = 0, prompt_recovered = 0;  // published by engines that have died
+    uint32_t repeated = 0;  // words of an embedding that will come again
     bool live = false, decoding = false, cancelling = false;
   };
+
+  // More than can be computed and unpublished when an engine dies.
+  static constexpr uint32_t kClearedTokens = 4;
 
   bool gone(uint32_t client) const { return client % 2 == 0 || client == dead_client_.load(); }
 
@@ -203,6 +227,10 @@ class EngineSide {
     if (!held.decoding) {
       held.decoding = true;
       if (move_as_engine(slot, held.tag, State::DecodeProcessing) != Outcome::Done) return false;
+    }
+    if (held.published + 1 == held.recovered + kClearedTokens) {
+      slot.crashes = 0;
+      slot.blame = Blame::Shared;
     }
     return weft::ring::publish(slot.published, held.tag, held.published++, 1) == Outcome::Done;
   }
@@ -235,11 +263,15 @@ class EngineSide {
     held.live = true;
     ++in_flight_;
     End end;
-    end.reason = cancelled(slot, tag);
+    Claim found;
+    if (read(slot, held, found, end)) {
+      end.reason = cancelled(slot, tag);
+    } else {
+      ++refused_;
+    }
     // Read after the state: a request of a new request plane is not taken for a dead one's.
     if (gone(client_epoch())) end.reason = Reason::Cancelled;
-    Claim found;
-    if (end.reason == Reason::None && !read(slot, held, found, end)) ++refused_;
+    slot.blame = Blame::None;
     if (end.reason != Reason::None) {
       complete(index, end, held.published);
     } else {
@@ -274,7 +306,11 @@ class EngineSide {
     found.service_class = text(input, Section::ServiceClass);
     found.cache_salt = text(input, Section::CacheSalt);
     found.grammar = text(input, Section::Grammar);
-    for (uint32_t i = 0; i < held.published; ++i) found.published.push_back(held.output.token(i));
+    if (found.sampling.set & kEmbed) {
+      held.repeated = held.published;  // computed again from the start: equal words
+    } else {
+      for (uint32_t i = 0; i < held.published; ++i) found.published.push_back(held.output.token(i));
+    }
     found.crashes = slot.crashes;
     found.group_id = input.group_id;
     found.deadline_ns = input.deadline_ns;
@@ -302,7 +338,8 @@ class EngineSide {
     }
     held.extent = input.extent;
     held.published = published.value;
-    held.prompt_published = prompt_published.value;
+    held.prompt_published = held.prompt_recovered = prompt_published.value;
+    held.recovered = held.published;
     return nullptr;
   }
 

@@ -24,6 +24,7 @@ from weft.core.types import FinishReason, Request
 from weft.ring import _native
 from weft.ring.codec import pack_logprob, unpack_request
 from weft.ring.layout import FINISH_OF, REASON_OF, EngineInfo
+from weft.ring.recover import Quarantine, finished
 from weft.ring.segment import RingFds, attached
 
 # A signal that comes between looking and sleeping is seen after so long at the latest.
@@ -33,11 +34,14 @@ _LONGEST_SLEEP_S = 0.5
 class RingInbox:
     """Implements ``weft.core.ports.Inbox``; sequence ids are chosen here, unique per engine.
 
-    The engine that held these rings before must be dead: what it had in flight is pending again.
+    The engine that held these rings before must be dead: what it had in flight is pending again,
+    and comes as requests with the output that has been given out already.
     ``stop`` may be called on any thread; everything else on the engine's own.
 
     Args:
         vocab_size: prompts with ids beyond it are refused.
+        max_model_len: length at which every sequence ends.
+        max_crashes: engines that may die of one request that alone is to blame.
         spin_s: how long ``wait`` looks before it sleeps.
         lag_limit: unread tokens from which a sequence counts as lagging.
 
@@ -50,6 +54,8 @@ class RingInbox:
         rings: Seq[RingFds],
         *,
         vocab_size: int | None = None,
+        max_model_len: int | None = None,
+        max_crashes: int = 3,
         spin_s: float = 50e-6,
         lag_limit: int = 4096,
     ) -> None:
@@ -57,6 +63,8 @@ class RingInbox:
             self._engine = _native.Engine([(fds.memory, fds.wake) for fds in rings])
         self.closed = False
         self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
+        self._quarantine = Quarantine(self._engine, max_crashes)
         self._spin_ns = int(spin_s * 1e9)
         self._lag_limit = lag_limit
         self._watch = _DeathWatch(self._engine)
@@ -66,26 +74,39 @@ class RingInbox:
     def receive(self) -> tuple[Seq[Request], Seq[tuple[int, FinishReason]]]:
         """New requests in the order of their arrival, and sequences that are to end."""
         claims, cancels = self._engine.receive()
-        if not claims and not cancels:
+        if not claims and not cancels and self._quarantine.idle:
             return (), ()
         self._watch.look()
-        requests = [request for claim in claims if (request := self._admit(claim)) is not None]
-        ends = [(i, FINISH_OF.get(reason, FinishReason.CANCELLED)) for i, reason in cancels]
+        claimed = [request for claim in claims if (request := self._admit(claim)) is not None]
+        ends = []
+        for sequence_id, number in cancels:
+            reason = FINISH_OF.get(number, FinishReason.CANCELLED)
+            if self._quarantine.remove(sequence_id):
+                self._finish(Update(sequence_id, None, finish=reason))
+            else:
+                ends.append((sequence_id, reason))
+        requests = self._quarantine.admit(claimed)
+        self._engine.flush()
         return requests, ends
 
     def _admit(self, claim: tuple[Any, ...]) -> Request | None:
-        sequence_id, published, crashes = claim[0], claim[8], claim[9]
+        """The request of a claim, or None if it has found its end here."""
+        sequence_id = claim[0]
         try:
-            if published:
-                raise EngineDeadError(
-                    f"The engine stopped after {len(published)} tokens of this request "
-                    f"(crash {crashes}); send it again."
-                )
-            return unpack_request(claim, self._vocab_size)
+            request = unpack_request(claim, self._vocab_size)
+            self._quarantine.check(request)
         except WeftError as error:
             self._finish(Update(sequence_id, None, finish=FinishReason.ERROR, error=error))
-            self._engine.flush()
             return None
+        reason = finished(request, self._max_model_len)
+        if reason is not None:
+            self._finish(Update(sequence_id, None, finish=reason))
+            return None
+        return request
+
+    def computing(self, sequence_ids: Seq[int]) -> None:
+        """Remember who is concerned if the engine dies in the steps to come."""
+        self._quarantine.computing(sequence_ids)
 
     def publish(self, news: Commit) -> None:
         """Write tokens and ends where the request planes find them, and wake those who sleep.

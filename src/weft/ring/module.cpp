@@ -145,6 +145,27 @@ class Client {
   RequestSide side_;
 };
 
+// -- whoever looks after both ----------------------------------------------------------------------
+
+// The info page of a ring, read without being one of its two sides.
+class Page {
+ public:
+  explicit Page(int fd) : segment_(std::make_shared<Segment>(fd)) {}
+  Page(const Page&) = delete;
+
+  nb::dict info() { return info_of(*segment_); }
+  // For when the engine is dead and before its successor writes: the other values stay.
+  void not_ready() {
+    uint64_t values[kInfoFields];
+    for (int i = 0; i < kInfoFields; ++i) values[i] = load(segment_->info().values[i]);
+    values[static_cast<int>(Info::ready)] = 0;
+    weft::ring::write_info(segment_->info(), values);
+  }
+
+ private:
+  std::shared_ptr<Segment> segment_;
+};
+
 // -- the engine -----------------------------------------------------------------------------------
 
 class Engine {
@@ -246,6 +267,11 @@ class Engine {
     }
     return all;
   }
+  // What it would mean for these sequences if the engine died now: a Blame.
+  void set_blame(const std::vector<uint64_t>& ids, int blame) {
+    for (const uint64_t id : ids) side(id).set_blame(id, static_cast<Blame>(blame));
+  }
+  bool cleared(uint64_t id) { return side(id).cleared(id); }
   std::vector<uint64_t> open_ids() {
     std::vector<uint64_t> ids;
     for (EngineSide& side : sides_) {
@@ -338,6 +364,7 @@ void bind_layout(nb::module_& m) {
   sizes["max_slots"] = kMaxSlots;
   sizes["max_records"] = kMaxRecords;
   sizes["max_top"] = kMaxTop;
+  sizes["suspected"] = kSuspected;
   m.attr("SIZES") = sizes;
   m.attr("STATES") = nb::make_tuple("EMPTY", "WRITING", "PREFILL_PENDING", "PREFILL_PROCESSING",
                                     "DECODE_PROCESSING", "DECODE_PAUSED", "DECODE_COMPLETED");
@@ -385,6 +412,7 @@ nb::dict look(Segment& segment, uint32_t index) {
   seen["consumed"] = Word::of(load(slot.consumed)).value;
   seen["cancel"] = Word::of(load(slot.cancel)).value;
   seen["crashes"] = slot.crashes;
+  seen["blame"] = static_cast<uint32_t>(slot.blame);
   seen["extent_offset"] = slot.input.extent.offset;
   seen["extent_bytes"] = slot.input.extent.bytes;
   return seen;
@@ -415,10 +443,16 @@ NB_MODULE(_native, m) {
       .def("detach", &Client::detach)
       .def("info", [](Client& c) { return info_of(c.side().segment()); })
       .def("look", [](Client& c, uint32_t i) { return look(c.side().segment(), i); }, "slot"_a)
+      .def("engines", [](Client& c) { return load(c.side().segment().header().epoch); })
       .def("engine_pid", [](Client& c) { return load(c.side().segment().header().engine_pid); })
       .def_prop_ro("free_slots", [](Client& c) { return c.side().free_slots(); })
       .def_prop_ro("free_bytes", [](Client& c) { return c.side().free_bytes(); })
       .def_prop_ro("in_flight", [](Client& c) { return c.side().in_flight(); });
+
+  nb::class_<Page>(m, "Page")
+      .def(nb::init<int>(), "memory"_a)
+      .def("info", &Page::info)
+      .def("not_ready", &Page::not_ready);
 
   nb::class_<Engine>(m, "Engine")
       .def(nb::init<const std::vector<std::pair<int, int>>&>(), "rings"_a)
@@ -434,6 +468,8 @@ NB_MODULE(_native, m) {
       .def("client_died", &Engine::client_died, "ring"_a, "epoch"_a)
       .def("clients", &Engine::clients)
       .def("lagging", &Engine::lagging, "limit"_a)
+      .def("set_blame", &Engine::set_blame, "ids"_a, "blame"_a)
+      .def("cleared", &Engine::cleared, "id"_a)
       .def("open_ids", &Engine::open_ids)
       .def("write_info", &Engine::write_info, "values"_a)
       .def_prop_ro("refused", &Engine::refused)

@@ -41,7 +41,7 @@ namespace order = std;
 #endif
 
 inline constexpr uint64_t kMagic = 0x676e697274666577;  // "weftring"
-inline constexpr uint32_t kVersion = 2;  // any change of layout or meaning
+inline constexpr uint32_t kVersion = 3;  // any change of layout or meaning
 inline constexpr uint64_t kPage = 4096;
 inline constexpr uint64_t kAlign = 64;  // of every extent in the arena, and of slots
 inline constexpr uint32_t kMaxSlots = 65535;
@@ -67,6 +67,11 @@ inline constexpr int kSides = 3;
 // Why a slot is paused or completed, or why its request is to be cancelled.
 enum class Reason : uint8_t { None, Stop, Length, Cancelled, Error, ReaderLag, Preempted };
 inline constexpr int kReasons = 7;
+
+// How far a sequence is to blame if the engine dies now: it is not computed, others are computed
+// beside it, or it alone is suspected.
+enum class Blame : uint32_t { None, Shared, Sole };
+inline constexpr uint32_t kSuspected = 2;  // crashes that make a sequence a suspect
 
 // The one transition table. Recovery acts for an engine that is dead, and for nobody else.
 WEFT_HD constexpr bool may_move(State from, State to, Side by) {
@@ -237,7 +242,8 @@ struct alignas(kAlign) Slot {
   alignas(kAlign) uint64_t published;  // Word: output records that may be read; engine
   uint64_t prompt_published;           // Word: prompt records that may be read; engine
   uint32_t cached_tokens;              // prompt tokens from the prefix cache; atomic; engine
-  uint32_t crashes;                    // engines that died with this slot; recovery
+  uint32_t crashes;                    // engines that died computing this slot; recovery
+  Blame blame;                         // should the engine die now; engine
   alignas(kAlign) uint64_t consumed;   // Word: output records that the reader is done with; request
   uint64_t cancel;                     // Word of a Reason, 0: not cancelled; request, one way
   alignas(kAlign) Input input;
@@ -329,6 +335,7 @@ WEFT_HD inline Outcome begin_writing(Slot& slot, Tag& tag) {
   const bool fresh = restart(slot.published, tag) && restart(slot.prompt_published, tag) &&
                      restart(slot.consumed, own) && restart(slot.cancel, own);
   slot.crashes = 0;
+  slot.blame = Blame::None;
   store(slot.cached_tokens, 0u);
   return fresh ? Outcome::Done : Outcome::Stale;
 }
@@ -388,6 +395,13 @@ WEFT_HD inline Outcome publish(uint64_t& word, Tag tag, uint32_t from, uint32_t 
              : Outcome::Stale;
 }
 
+// Crashes in company make a sequence a suspect and no more; after that its own count.
+WEFT_HD inline void count_crash(Slot& slot) {
+  const bool counts = slot.blame == Blame::Sole ||
+                      (slot.blame == Blame::Shared && slot.crashes < kSuspected);
+  slot.crashes += counts;
+}
+
 // PROCESSING or PAUSED -> PREFILL_PENDING, on behalf of an engine that is proven dead. The output
 // words change hands first, so that no earlier engine can publish into the new epoch.
 WEFT_HD inline Outcome requeue(Slot& slot, uint16_t epoch) {
@@ -400,7 +414,7 @@ WEFT_HD inline Outcome requeue(Slot& slot, uint16_t epoch) {
     }
     adopt(slot.published, tag);
     adopt(slot.prompt_published, tag);
-    if (!counted) slot.crashes += 1;
+    if (!counted) count_crash(slot);
     const Outcome outcome = move(slot, seen, State::PrefillPending, Side::Recovery, tag);
     if (outcome != Outcome::Stale) return outcome;
   }

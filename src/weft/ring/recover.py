@@ -1,0 +1,91 @@
+"""Requests of an engine that has died: completed, continued, or given up if they are what kills it.
+
+The slot counts the engines that died computing its sequence. After a first crash everything goes on
+at once. What was in a second one without having got ahead in between is a suspect: until it is a
+few tokens further, nothing runs beside it but suspects that have got so far. A crash then is its
+own, and after ``max_crashes`` of these it fails alone.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence as Seq
+
+from weft.core.errors import RequestCrashedError
+from weft.core.types import FinishReason, Request
+from weft.ring import _native
+from weft.ring.layout import SIZES
+
+SHARED, SOLE = 1, 2  # Blame in ring.hpp
+SUSPECTED = SIZES["suspected"]  # crashes that make a request a suspect
+
+
+class Quarantine:
+    """Decides what may be computed together.
+
+    Args:
+        max_crashes: of a sequence that alone is to blame, until it is given up.
+    """
+
+    def __init__(self, engine: _native.Engine, max_crashes: int) -> None:
+        self._engine = engine
+        self._max_crashes = max_crashes
+        self._trial: int | None = None
+        self._suspects: deque[Request] = deque()
+        self._others: list[Request] = []
+
+    def check(self, request: Request) -> None:
+        """Raise RequestCrashedError if the request is to be given up."""
+        if request.crashes >= SUSPECTED + self._max_crashes:
+            raise RequestCrashedError(
+                f"The engine has stopped {request.crashes} times while it computed this request, "
+                "which is therefore not tried again."
+            )
+
+    def admit(self, requests: Seq[Request]) -> list[Request]:
+        """Take these in, and return what may be computed from now on."""
+        for request in requests:
+            (self._suspects if request.crashes >= SUSPECTED else self._others).append(request)
+        if self._trial is not None and not self._engine.cleared(self._trial):
+            return []
+        self._trial = None
+        if self._suspects:
+            request = self._suspects.popleft()
+            self._trial = request.id
+            return [request]
+        admitted, self._others = self._others, []
+        return admitted
+
+    def computing(self, sequence_ids: Seq[int]) -> None:
+        """These are computed from now on, and concerned if the engine dies."""
+        shared = [sequence_id for sequence_id in sequence_ids if sequence_id != self._trial]
+        self._engine.set_blame(shared, SHARED)
+        if len(shared) < len(sequence_ids):
+            self._engine.set_blame([self._trial], SOLE)
+
+    def remove(self, sequence_id: int) -> bool:
+        """Forget a request that is not admitted yet; False if it is not one of these."""
+        for held in (self._suspects, self._others):
+            for request in held:
+                if request.id == sequence_id:
+                    held.remove(request)
+                    return True
+        return False
+
+    @property
+    def idle(self) -> bool:
+        """Whether nobody waits for admission."""
+        return not (self._suspects or self._others)
+
+
+def finished(request: Request, max_model_len: int | None) -> FinishReason | None:
+    """How a request has ended whose engine died between its last token and saying so."""
+    output, sampling = request.output, request.sampling
+    if not output:
+        return None
+    if output[-1] in request.stop_ids() and len(output) > sampling.min_tokens:
+        return FinishReason.STOP
+    longest = len(request.prompt) + len(output)
+    if len(output) == sampling.max_tokens or longest == max_model_len:
+        return FinishReason.LENGTH
+    return None

@@ -1,0 +1,312 @@
+"""Engines that die: what was in flight goes on without a lost or repeated token; poison is found."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import signal
+import struct
+
+import pytest
+from modelled import LIMITS, VOCAB, info
+from test_ring_contract import Pair, request
+from test_ring_processes import (
+    Collector,
+    comparable,
+    endless,
+    in_process,
+    random_requests,
+    start_engine,
+    threaded,
+)
+
+from weft.core.errors import RequestCrashedError
+from weft.core.plan import Commit, PromptLogprobs, Update
+from weft.core.types import FinishReason, Request, SamplingParams, TokenLogprob
+from weft.ring import _native
+from weft.ring.inbox import RingInbox
+from weft.ring.recover import Quarantine, finished
+from weft.ring.segment import create_ring
+
+POISON = VOCAB - 1
+
+
+@pytest.fixture
+def ring():
+    fds = create_ring(64, 1 << 20)
+    yield fds
+    fds.close()
+
+
+@pytest.fixture
+def pair():
+    made = Pair(max_model_len=LIMITS.max_model_len)
+    yield made
+    made.close()
+
+
+def successor(pair: Pair, **options) -> RingInbox:
+    """Another engine on the ring of the pair, whose own has died."""
+    return RingInbox([pair.fds], spin_s=0, max_model_len=LIMITS.max_model_len, **options)
+
+
+def uncached(updates: list[Update]) -> list[tuple]:
+    """What was said, but for how much of the prompt was cached, which a restart changes."""
+    return comparable([update._replace(cached_tokens=0) for update in updates])
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_engines_killed_at_any_moment_lose_and_repeat_nothing(ring, depth):
+    draw = random.Random(depth)
+    requests = random_requests(depth, 50)
+    expected = in_process(requests, depth)
+    total = sum(len(updates) for updates in expected.values())
+    kills = sorted(draw.sample(range(total * 3 // 4), 6))
+    collector = Collector()
+
+    def said(updates) -> int:
+        return sum(len(own) for own in updates.values())
+
+    with contextlib.ExitStack() as stack, threaded(ring) as client:
+        process = start_engine(ring, depth=depth, step_s=0.001)
+        client.submit(requests, collector)
+        for moment in kills:
+            collector.wait_for(lambda updates, moment=moment: said(updates) >= moment)
+            process.kill()
+            process.wait()
+            process.stdout.close()
+            process = start_engine(ring, depth=depth, step_s=0.001)
+        stack.callback(process.stdout.close)
+        stack.callback(process.wait)
+        stack.callback(process.kill)
+        collector.ends(len(requests))
+        assert client._ring.free_slots == 64
+        assert client._ring.free_bytes == 1 << 20
+        assert client._ring.engines() == len(kills) + 1
+    for number, updates in expected.items():
+        assert uncached(collector.updates[number]) == uncached(updates)
+
+
+def test_a_poison_request_fails_alone(ring):
+    """Restarted again and again, the engine gets rid of it, and the others get their tokens."""
+    requests = random_requests(3, 20)
+    requests[7] = Request(7, (POISON, 5, 6), SamplingParams(max_tokens=9))
+    requests[13] = Request(13, (POISON,), SamplingParams(max_tokens=9))
+    innocents = [r for r in requests if r.prompt[0] != POISON]
+    assert len(innocents) == len(requests) - 2
+    expected = in_process(innocents, 1)
+    collector = Collector()
+    exits = []
+    with threaded(ring) as client:
+        client.submit(requests, collector)
+        for _ in range(12):
+            process = start_engine(ring, depth=1, poison=POISON)
+            while process.poll() is None:
+                with contextlib.suppress(AssertionError):
+                    collector.ends(len(requests), patience_s=0.05)
+                    process.kill()
+            exits.append(process.wait())
+            process.stdout.close()
+            if exits[-1] != -signal.SIGSEGV:
+                break
+        assert exits[-1] == -signal.SIGKILL, "the poison was never given up"
+        # In company twice, together or each, and each as the only suspect three times.
+        assert set(exits[:-1]) == {-signal.SIGSEGV}
+        assert 2 + 2 * 3 <= len(exits[:-1]) <= 2 * (2 + 3)
+    for number in (7, 13):
+        (end,) = collector.updates[number]
+        assert isinstance(end.error, RequestCrashedError)
+        assert "5 times" in end.error.message
+    for number, updates in expected.items():
+        assert uncached(collector.updates[number]) == uncached(updates)
+
+
+def test_a_stop_that_came_while_there_was_no_engine_counts_what_was_said(pair):
+    pair.submit(request(1))
+    (old,) = pair.receive()
+    pair.inbox.publish(Commit([(old.id, 5), (old.id, 6)], []))
+    pair.client.poll()
+    pair.client.cancel(1, FinishReason.STOP)
+    engine = successor(pair)
+    assert not any(engine.receive())
+    pair.client.poll()
+    assert [(u.token, u.finish) for u in pair.updates[1]] == [
+        (5, None), (6, None), (None, FinishReason.STOP),
+    ]  # fmt: skip
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("output", "changes", "end"),
+    [
+        ((), {}, None),
+        ((5, 6), {}, None),
+        ((5, 9), {}, FinishReason.STOP),
+        ((5, 8), {}, FinishReason.STOP),
+        ((5, 9), {"ignore_eos": True}, None),
+        ((9,), {"min_tokens": 1}, None),
+        ((5, 6, 7), {}, FinishReason.LENGTH),
+        ((5, 6, 7, 7), {"max_tokens": 50}, FinishReason.LENGTH),
+    ],
+)
+def test_what_had_ended_already_is_completed(output, changes, end):
+    given = {"max_tokens": 3, "stop_token_ids": (8,)} | changes
+    asked = Request(1, (1, 2), SamplingParams(**given), (9,), output=output)
+    assert finished(asked, 6) is end
+
+
+def test_an_end_that_was_not_said_is_said_by_the_successor(pair):
+    pair.submit(request(1, sampling=SamplingParams(max_tokens=2)))
+    (old,) = pair.receive()
+    pair.inbox.publish(Commit([(old.id, 5), (old.id, 6)], []))
+    engine = successor(pair)
+    assert not any(engine.receive())
+    pair.client.poll()
+    assert [(u.token, u.finish) for u in pair.updates[1]] == [
+        (5, None), (6, None), (None, FinishReason.LENGTH),
+    ]  # fmt: skip
+    engine.close()
+
+
+def scores(start: int, end: int) -> PromptLogprobs:
+    return PromptLogprobs(start, tuple(TokenLogprob(i, -i / 4, 0) for i in range(start, end)))
+
+
+def test_prompt_logprobs_are_not_delivered_twice(pair):
+    params = SamplingParams(max_tokens=8, prompt_logprobs=0)
+    pair.submit(request(1, 6, params))
+    (old,) = pair.receive()
+    pair.publish(Update(old.id, None, prompt_logprobs=scores(1, 4)))
+    engine = successor(pair)
+    ((again,), _) = engine.receive()
+    for start, end in ((1, 3), (3, 6)):  # in other pieces
+        said = Update(again.id, None, prompt_logprobs=scores(start, end))
+        engine.publish(Commit([], [said]))
+    engine.publish(Commit([], [Update(again.id, 7, finish=FinishReason.STOP)]))
+    pair.client.poll()
+    entries = [entry for u in pair.updates[1] if u.prompt_logprobs
+               for entry in u.prompt_logprobs.entries]  # fmt: skip
+    assert entries == list(scores(1, 6).entries)
+    engine.close()
+
+
+def test_words_of_an_embedding_that_were_published_are_not_published_twice(pair):
+    words = [struct.unpack("I", struct.pack("f", x))[0] for x in (0.5, -1.0, 2.0)]
+    sequence = Request(1, (1, 2), SamplingParams(max_tokens=8), embed=True)
+    pair.inbox.write_info(info(hidden_size=3))
+    pair.submit(sequence)
+    (old,) = pair.receive()
+    pair.inbox._engine.publish([(old.id, word) for word in words[:2]])
+    engine = successor(pair, vocab_size=VOCAB)
+    ((again,), _) = engine.receive()
+    assert (again.output, again.embed) == ((), True)
+    engine._engine.publish([(again.id, word) for word in words])
+    assert pair.client._ring.look(0)["published"] == 3
+    engine.close()
+
+
+# -- blame ----------------------------------------------------------------------------------------
+
+
+def crashed(number: int, crashes: int) -> Request:
+    return Request(number, (1,), SamplingParams(max_tokens=8), crashes=crashes)
+
+
+class Clears:
+    """Stands for the ring: tells which sequences are cleared, remembers who is to blame."""
+
+    def __init__(self) -> None:
+        self.clear: set[int] = set()
+        self.blames: list[tuple[list[int], int]] = []
+
+    def set_blame(self, ids: list[int], blame: int) -> None:
+        self.blames.append((ids, blame))
+
+    def cleared(self, sequence_id: int) -> bool:
+        return sequence_id in self.clear
+
+
+def test_suspects_are_tried_one_after_the_other_and_before_all_others():
+    ring = Clears()
+    quarantine = Quarantine(ring, 3)
+    first = [crashed(1, 0), crashed(2, 2), crashed(3, 1), crashed(4, 3)]
+    assert [r.id for r in quarantine.admit(first)] == [2]
+    quarantine.computing([2])
+    assert quarantine.admit([crashed(5, 0)]) == []
+    ring.clear = {2}
+    assert [r.id for r in quarantine.admit([])] == [4]
+    assert not quarantine.idle
+    assert quarantine.remove(3)
+    assert not quarantine.remove(4)
+    quarantine.computing([2, 4])
+    ring.clear = {2, 4}
+    assert [r.id for r in quarantine.admit([])] == [1, 5]
+    assert quarantine.idle
+    quarantine.computing([1, 5])
+    assert ring.blames == [([], 1), ([2], 2), ([2], 1), ([4], 2), ([1, 5], 1)]
+
+
+@pytest.mark.parametrize("limit", [1, 3])
+def test_nobody_is_given_up_without_having_been_tried_alone(limit):
+    quarantine = Quarantine(Clears(), limit)
+    quarantine.check(crashed(1, 2))
+    quarantine.check(crashed(1, 1 + limit))
+    with pytest.raises(RequestCrashedError):
+        quarantine.check(crashed(1, 2 + limit))
+    assert len(quarantine.admit([crashed(1, 1), crashed(2, 1)])) == 2
+    assert len(quarantine.admit([crashed(3, 2), crashed(4, 2)])) == 1
+
+
+@pytest.mark.parametrize(("blame", "counts"), [(0, [0, 0, 0]), (1, [1, 2, 2]), (2, [1, 2, 3])])
+def test_what_a_crash_counts(pair, blame, counts):
+    """Waiting, not at all; in company, until it is a suspect; as the only suspect, always."""
+    pair.submit(request(1))
+    (held,) = pair.receive()
+    engine = pair.inbox
+    for count in counts:
+        engine._engine.set_blame([held.id], blame)
+        engine = successor(pair)
+        assert pair.client._ring.look(0)["crashes"] == count
+        engine._quarantine = Quarantine(engine._engine, 9)
+        ((held,), _) = engine.receive()
+        assert held.crashes == count
+
+
+def test_getting_ahead_clears_a_sequence(pair):
+    pair.submit(request(1))
+    pair.inbox.computing([pair.receive()[0].id])
+    for tokens, before, after in ((3, 1, 1), (4, 2, 0)):
+        engine = successor(pair)
+        ((again,), _) = engine.receive()
+        assert again.crashes == before
+        engine.computing([again.id])
+        engine.publish(Commit([(again.id, 7)] * tokens, []))
+        assert pair.client._ring.look(0)["crashes"] == after
+
+
+def test_a_new_holder_of_a_slot_starts_without_blame(pair):
+    pair.submit(request(1))
+    pair.inbox.computing([pair.receive()[0].id])
+    engine = successor(pair)
+    ((again,), _) = engine.receive()
+    engine.computing([again.id])
+    assert pair.client._ring.look(0)["crashes"] == pair.client._ring.look(0)["blame"] == 1
+    engine.publish(Commit([], [Update(again.id, 7, finish=FinishReason.STOP)]))
+    pair.client.poll()
+    pair.submit(request(2))
+    assert pair.client._ring.look(0)["crashes"] == pair.client._ring.look(0)["blame"] == 0
+    engine.close()
+
+
+def test_the_page_of_a_dead_engine_says_not_ready_and_keeps_its_limits(pair):
+    page = _native.Page(pair.fds.memory)
+    before = page.info()
+    assert before["ready"] == 1
+    page.not_ready()
+    assert pair.client.info().ready == 0
+    assert page.info() == before | {"ready": 0}
+    assert pair.client._ring.engines() == 1
+    pair.client.submit([endless(1)], pair.sink)  # it waits for the next engine
+    engine = successor(pair)
+    assert len(engine.receive()[0]) == 1
+    engine.close()
