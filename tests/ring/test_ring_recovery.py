@@ -1,4 +1,4 @@
-"""Engines that die: what was in flight goes on without a lost or repeated token; poison is found."""
+"""Engines that die: streams go on without a lost or repeated token, and poison is found."""
 
 from __future__ import annotations
 
