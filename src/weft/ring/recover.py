@@ -60,7 +60,7 @@ class Quarantine:
         """These are computed from now on, and concerned if the engine dies."""
         shared = [sequence_id for sequence_id in sequence_ids if sequence_id != self._trial]
         self._engine.set_blame(shared, SHARED)
-        if len(shared) < len(sequence_ids):
+        if self._trial is not None and len(shared) < len(sequence_ids):
             self._engine.set_blame([self._trial], SOLE)
 
     def remove(self, sequence_id: int) -> bool:
