@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 
-from modelled import LIMITS, VOCAB, ScoringExecutor, info, scheduler
+from modelled import VOCAB, ScoringExecutor, info, scheduler
 
 from weft.engine.loop import EngineLoop
 from weft.ring.inbox import RingInbox
@@ -39,7 +39,6 @@ def main() -> None:
     inbox = RingInbox(
         [RingFds.parse(text) for text in rings],
         vocab_size=VOCAB,
-        max_model_len=LIMITS.max_model_len,
     )
     signal.signal(signal.SIGTERM, lambda *_: inbox.stop())
     planner = scheduler()

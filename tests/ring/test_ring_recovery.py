@@ -8,7 +8,7 @@ import signal
 import struct
 
 import pytest
-from modelled import LIMITS, VOCAB, info
+from modelled import VOCAB, info
 from test_ring_contract import Pair, request
 from test_ring_processes import (
     Collector,
@@ -25,7 +25,7 @@ from weft.core.plan import Commit, PromptLogprobs, Update
 from weft.core.types import FinishReason, Request, SamplingParams, TokenLogprob
 from weft.ring import _native
 from weft.ring.inbox import RingInbox
-from weft.ring.recover import Quarantine, finished
+from weft.ring.recover import Quarantine
 from weft.ring.segment import create_ring
 
 POISON = VOCAB - 1
@@ -40,14 +40,14 @@ def ring():
 
 @pytest.fixture
 def pair():
-    made = Pair(max_model_len=LIMITS.max_model_len)
+    made = Pair()
     yield made
     made.close()
 
 
 def successor(pair: Pair, **options) -> RingInbox:
     """Another engine on the ring of the pair, whose own has died."""
-    return RingInbox([pair.fds], spin_s=0, max_model_len=LIMITS.max_model_len, **options)
+    return RingInbox([pair.fds], spin_s=0, **options)
 
 
 def uncached(updates: list[Update]) -> list[tuple]:
@@ -132,38 +132,6 @@ def test_a_stop_that_came_while_there_was_no_engine_counts_what_was_said(pair):
     pair.client.poll()
     assert [(u.token, u.finish) for u in pair.updates[1]] == [
         (5, None), (6, None), (None, FinishReason.STOP),
-    ]  # fmt: skip
-    engine.close()
-
-
-@pytest.mark.parametrize(
-    ("output", "changes", "end"),
-    [
-        ((), {}, None),
-        ((5, 6), {}, None),
-        ((5, 9), {}, FinishReason.STOP),
-        ((5, 8), {}, FinishReason.STOP),
-        ((5, 9), {"ignore_eos": True}, None),
-        ((9,), {"min_tokens": 1}, None),
-        ((5, 6, 7), {}, FinishReason.LENGTH),
-        ((5, 6, 7, 7), {"max_tokens": 50}, FinishReason.LENGTH),
-    ],
-)
-def test_what_had_ended_already_is_completed(output, changes, end):
-    given = {"max_tokens": 3, "stop_token_ids": (8,)} | changes
-    asked = Request(1, (1, 2), SamplingParams(**given), (9,), output=output)
-    assert finished(asked, 6) is end
-
-
-def test_an_end_that_was_not_said_is_said_by_the_successor(pair):
-    pair.submit(request(1, sampling=SamplingParams(max_tokens=2)))
-    (old,) = pair.receive()
-    pair.inbox.publish(Commit([(old.id, 5), (old.id, 6)], []))
-    engine = successor(pair)
-    assert not any(engine.receive())
-    pair.client.poll()
-    assert [(u.token, u.finish) for u in pair.updates[1]] == [
-        (5, None), (6, None), (None, FinishReason.LENGTH),
     ]  # fmt: skip
     engine.close()
 

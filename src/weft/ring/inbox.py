@@ -24,7 +24,7 @@ from weft.core.types import FinishReason, Request
 from weft.ring import _native
 from weft.ring.codec import pack_logprob, unpack_request
 from weft.ring.layout import FINISH_OF, REASON_OF, EngineInfo
-from weft.ring.recover import Quarantine, finished
+from weft.ring.recover import Quarantine
 from weft.ring.segment import RingFds, attached
 
 # A signal that comes between looking and sleeping is seen after so long at the latest.
@@ -40,7 +40,6 @@ class RingInbox:
 
     Args:
         vocab_size: prompts with ids beyond it are refused.
-        max_model_len: length at which every sequence ends.
         max_crashes: engines that may die of one request that alone is to blame.
         spin_s: how long ``wait`` looks before it sleeps.
         lag_limit: unread tokens from which a sequence counts as lagging.
@@ -54,7 +53,6 @@ class RingInbox:
         rings: Seq[RingFds],
         *,
         vocab_size: int | None = None,
-        max_model_len: int | None = None,
         max_crashes: int = 3,
         spin_s: float = 50e-6,
         lag_limit: int = 4096,
@@ -63,7 +61,6 @@ class RingInbox:
             self._engine = _native.Engine([(fds.memory, fds.wake) for fds in rings])
         self.closed = False
         self._vocab_size = vocab_size
-        self._max_model_len = max_model_len
         self._quarantine = Quarantine(self._engine, max_crashes)
         self._spin_ns = int(spin_s * 1e9)
         self._lag_limit = lag_limit
@@ -95,14 +92,10 @@ class RingInbox:
         try:
             request = unpack_request(claim, self._vocab_size)
             self._quarantine.check(request)
+            return request
         except WeftError as error:
             self._finish(Update(sequence_id, None, finish=FinishReason.ERROR, error=error))
             return None
-        reason = finished(request, self._max_model_len)
-        if reason is not None:
-            self._finish(Update(sequence_id, None, finish=reason))
-            return None
-        return request
 
     def computing(self, sequence_ids: Seq[int]) -> None:
         """Remember who is concerned if the engine dies in the steps to come."""

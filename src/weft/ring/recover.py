@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence as Seq
 
 from weft.core.errors import RequestCrashedError
-from weft.core.types import FinishReason, Request
+from weft.core.types import Request
 from weft.ring import _native
 from weft.ring.layout import SIZES
 
@@ -76,16 +76,3 @@ class Quarantine:
     def idle(self) -> bool:
         """Whether nobody waits for admission."""
         return not (self._suspects or self._others)
-
-
-def finished(request: Request, max_model_len: int | None) -> FinishReason | None:
-    """How a request has ended whose engine died between its last token and saying so."""
-    output, sampling = request.output, request.sampling
-    if not output:
-        return None
-    if output[-1] in request.stop_ids() and len(output) > sampling.min_tokens:
-        return FinishReason.STOP
-    longest = len(request.prompt) + len(output)
-    if len(output) == sampling.max_tokens or longest == max_model_len:
-        return FinishReason.LENGTH
-    return None
