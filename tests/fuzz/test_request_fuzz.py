@@ -1,0 +1,184 @@
+"""Mutated bodies to every route of the application: an answer or a typed error, and soon.
+
+Behind the application stands an engine that is always busy, so that a request which has been
+accepted is known by its 429. Whatever else is wrong with a body is a 4xx in the API's own form.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from mutate import broken_bytes, broken_values
+
+import weft
+from weft.api import ModelCard
+from weft.core.errors import EngineBusyError
+from weft.server.app import create_app
+from weft.server.options import ServerOptions
+from weft.text import ChatTemplate, Tokenizer
+
+FOLDER = Path(weft.__file__).parent / "builtin"
+MOST_CPU_S = 1.0
+CHATS = [
+    {
+        "model": "builtin",
+        "messages": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": [{"type": "text", "text": "What is a list?"}], "name": "x"},
+            {"role": "assistant", "content": "A list is"},
+        ],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    },
+    {
+        "model": "builtin",
+        "messages": [{"role": "user", "content": "hi"}],
+        "logprobs": True,
+        "top_logprobs": 2,
+        "logit_bias": {"5": 1.5},
+        "stop": ["\n"],
+        "n": 2,
+        "seed": 1,
+        "temperature": 0.5,
+        "chat_template_kwargs": {"a": 1},
+        "max_completion_tokens": 8,
+    },
+]
+BODIES: dict[str, list[Any]] = {
+    "/v1/chat/completions": CHATS,
+    "/v1/completions": [
+        {
+            "model": "builtin",
+            "prompt": ["def f", "class"],
+            "max_tokens": 4,
+            "n": 2,
+            "logprobs": 2,
+            "echo": True,
+            "logit_bias": {"5": -3},
+            "stop": ["\n", "x"],
+            "stop_token_ids": [7],
+            "temperature": 0.7,
+            "top_p": 0.9,
+            "seed": 3,
+            "user": "me",
+            "stream": True,
+        },
+        {"model": "builtin", "prompt": [[1, 2, 3], [4]], "max_tokens": 1, "cache_salt": "x"},
+    ],
+    "/v1/embeddings": [
+        {"model": "builtin", "input": ["a", "b c"], "encoding_format": "base64", "dimensions": 8},
+        {"model": "builtin", "input": [[1, 2], [3]], "user": "me"},
+    ],
+    "/tokenize": [
+        {"model": "builtin", "prompt": "def f(): pass", "return_token_strs": True},
+        {"messages": CHATS[0]["messages"], "add_generation_prompt": False},
+    ],
+    "/detokenize": [{"model": "builtin", "tokens": [1, 2, 3]}],
+}
+
+
+class BusyEngine:
+    """Takes nothing."""
+
+    def submit(self, *_: Any) -> None:
+        raise EngineBusyError("The engine of this test is always busy.")
+
+    def cancel(self, *_: Any) -> None: ...
+
+
+class App:
+    """The application, spoken to without a network."""
+
+    def __init__(self) -> None:
+        card = ModelCard(
+            served_names=("builtin",),
+            vocab_size=4096,
+            max_model_len=256,
+            eos_token_ids=(1, 6),
+            sampling_defaults={},
+            created=1,
+            hidden_size=64,
+        )
+        text = Tokenizer.load(FOLDER), ChatTemplate.load(FOLDER), card
+        self.app = create_app(BusyEngine(), *text, ServerOptions())
+        self._loop = asyncio.new_event_loop()
+        self._http = httpx.AsyncClient(
+            transport=httpx.ASGITransport(self.app), base_url="http://weft"
+        )
+
+    def post(self, path: str, data: bytes) -> httpx.Response:
+        """The answer; an exception that no handler expects is raised here."""
+        sent = self._http.post(path, content=data, headers={"content-type": "application/json"})
+        return self._loop.run_until_complete(sent)
+
+    def close(self) -> None:
+        self._loop.run_until_complete(self._http.aclose())
+        self._loop.close()
+
+
+@pytest.fixture(scope="module")
+def app() -> Iterator[App]:
+    made = App()
+    yield made
+    made.close()
+
+
+def post_routes(app: App) -> set[str]:
+    return {route.path for route in app.app.routes if "POST" in route.methods}
+
+
+def check(app: App, path: str, data: bytes) -> None:
+    started = time.process_time()
+    answer = app.post(path, data)
+    assert time.process_time() - started < MOST_CPU_S
+    if answer.status_code == 200:
+        return
+    assert 400 <= answer.status_code < 500
+    error = json.loads(answer.content)["error"]
+    assert error["type"]
+    assert 0 < len(error["message"]) < 2000
+    assert "Traceback" not in error["message"]
+
+
+FUZZ = settings(
+    max_examples=250, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_the_bodies_are_valid_before_they_are_changed(app, path):
+    for body in BODIES[path]:
+        answer = app.post(path, json.dumps(body).encode())
+        assert answer.status_code in (200, 429), answer.text
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_changed_bytes(app, path):
+    @FUZZ
+    @given(data=broken_bytes(BODIES[path]))
+    def one(data: bytes) -> None:
+        check(app, path, data)
+
+    one()
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_changed_values(app, path):
+    @FUZZ
+    @given(data=broken_values(BODIES[path]))
+    def one(data: bytes) -> None:
+        check(app, path, data)
+
+    one()
+
+
+def test_every_route_that_takes_a_body_is_fuzzed(app):
+    assert post_routes(app) == set(BODIES)
