@@ -52,6 +52,16 @@ CHATS = [
         "max_completion_tokens": 8,
     },
 ]
+MESSAGES = {
+    "model": "builtin",
+    "system": [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}],
+    "messages": [
+        {"role": "user", "content": "What is a list?"},
+        {"role": "assistant", "content": [{"type": "text", "text": "A list is"}]},
+        {"role": "user", "content": "Go on."},
+    ],
+    "thinking": {"type": "disabled"},
+}
 BODIES: dict[str, list[Any]] = {
     "/v1/chat/completions": CHATS,
     "/v1/completions": [
@@ -77,6 +87,11 @@ BODIES: dict[str, list[Any]] = {
         {"model": "builtin", "input": ["a", "b c"], "encoding_format": "base64", "dimensions": 8},
         {"model": "builtin", "input": [[1, 2], [3]], "user": "me"},
     ],
+    "/v1/messages": [
+        MESSAGES | {"max_tokens": 5, "stop_sequences": ["x"], "top_k": 3, "stream": True},
+        MESSAGES | {"max_tokens": 5, "temperature": 0.5, "metadata": {"user_id": "me"}},
+    ],
+    "/v1/messages/count_tokens": [MESSAGES],
     "/tokenize": [
         {"model": "builtin", "prompt": "def f(): pass", "return_token_strs": True},
         {"messages": CHATS[0]["messages"], "add_generation_prompt": False},

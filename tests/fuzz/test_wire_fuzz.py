@@ -47,23 +47,23 @@ def broken_requests(draw) -> bytes:
 
 
 def talk(server: Server, data: bytes) -> bytes:
-    """Send, say that nothing follows, and return all that comes."""
+    """Send, and return what comes until the server closes or has nothing to say for a moment."""
     host, port = server.url.removeprefix("http://").split(":")
     answer = b""
     with socket.create_connection((host, int(port)), timeout=30) as raw:
         try:
             raw.sendall(data)
-            raw.shutdown(socket.SHUT_WR)
+            raw.settimeout(0.1)
             while part := raw.recv(65536):
                 answer += part
-        except ConnectionError:  # it has closed before it had read everything
+        except (ConnectionError, TimeoutError):
             pass
     return answer
 
 
 def test_whatever_comes_the_server_answers_the_next(server):
     @settings(
-        max_examples=300, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+        max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
     )
     @given(data=broken_requests())
     def one(data: bytes) -> None:

@@ -306,5 +306,6 @@ def _known(body: type[Struct], path: str) -> tuple[str, ...]:
 
 
 def _plain(text: str) -> str:
-    """``Expected `int | null`, got `str``` -> ``expected int or null, got str``."""
+    """``Expected `int | null`, got `str``` -> ``expected int or null, got str``; shortened."""
+    text = text if len(text) <= 3 * MAX_SHOWN_CHARS else f"{text[: 3 * MAX_SHOWN_CHARS]}..."
     return (text[:1].lower() + text[1:]).replace("`", "").replace(" | ", " or ")
