@@ -47,6 +47,7 @@ from weft.server.metrics import CONTENT_TYPE
 from weft.server.options import ServerOptions
 from weft.server.probe import EngineProbe, NoProbe
 from weft.server.service import Service
+from weft.server.tracing import Tracer, make_exporter
 from weft.text import ChatTemplate, Tokenizer
 
 
@@ -70,11 +71,15 @@ def create_app(
     ``app.state.service`` is the `Service`.
     """
     service = Service(client, tokenizer, chat_template, card, options, probe or NoProbe())
+    endpoint = options.otlp_endpoint
+    tracer = None if endpoint is None else Tracer(make_exporter(endpoint))
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         yield
         service.close()
+        if tracer is not None:
+            tracer.close()
 
     app = Starlette(
         routes=[
@@ -82,7 +87,7 @@ def create_app(
             *embedding_routes(service),
             *message_routes(service),
         ],
-        middleware=_middleware(options),
+        middleware=_middleware(options, tracer),
         exception_handlers={
             WeftError: handle_weft_error,
             HTTPException: handle_http_error,
@@ -95,7 +100,7 @@ def create_app(
     return app
 
 
-def _middleware(options: ServerOptions) -> list[Middleware]:
+def _middleware(options: ServerOptions, tracer: Tracer | None) -> list[Middleware]:
     """CORS stands before the keys: a browser's preflight request cannot bear one."""
     keys = KeyRing(options.api_key, options.api_key_file)
     middleware = [
@@ -111,7 +116,8 @@ def _middleware(options: ServerOptions) -> list[Middleware]:
             expose_headers=["x-request-id", "retry-after"],
         )
         middleware.insert(0, cors)
-    return [Middleware(Observe, tell=log_exchange), *middleware]
+    tell = [log_exchange] if tracer is None else [log_exchange, tracer.tell]
+    return [Middleware(Observe, tell=tell), *middleware]
 
 
 def _routes(handlers: _Handlers) -> list[Route]:

@@ -7,6 +7,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -90,9 +91,9 @@ EXCHANGE: ContextVar[Exchange | None] = ContextVar("exchange", default=None)
 
 
 class Observe:
-    """The outermost layer: gives each request its id, and tells ``tell`` how it went."""
+    """The outermost layer: gives each request its id, and tells all of ``tell`` how it went."""
 
-    def __init__(self, app: ASGIApp, tell: Callable[[Exchange], None]) -> None:
+    def __init__(self, app: ASGIApp, tell: Seq[Callable[[Exchange], None]]) -> None:
         self._app = app
         self._tell = tell
 
@@ -119,7 +120,8 @@ class Observe:
             exchange.status, exchange.error = 500, type(error).__name__
             raise
         finally:
-            self._tell(exchange)
+            for tell in self._tell:
+                tell(exchange)
 
 
 def log_exchange(exchange: Exchange) -> None:

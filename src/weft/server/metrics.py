@@ -179,6 +179,7 @@ class JobTimer:
         scheduled_ns, prefilled_ns: of the sequence that ended first; 0 if it never ran.
         output_tokens: so far, of all sequences.
         ends: how sequences have ended.
+        ended: when the latest of them did, in seconds; 0 before.
     """
 
     def __init__(self, metrics: Metrics, sequences: int, prompt_tokens: int) -> None:
@@ -190,6 +191,7 @@ class JobTimer:
         self.prefilled_ns = 0
         self.output_tokens = 0
         self.ends: list[str] = []
+        self.ended = 0.0
         self._start = self.start_ns / 1e9
         self._seen: dict[int, list[float]] = {}  # times of the first and the latest token
         metrics.prompt_tokens += prompt_tokens
@@ -214,7 +216,9 @@ class JobTimer:
     def close(self, open_sequences: int) -> None:
         """Count sequences that nobody waits for any more as cancelled."""
         self._metrics.finished["cancelled"] += open_sequences
-        self.ends += ["cancelled"] * bool(open_sequences)
+        if open_sequences:
+            self.ends.append("cancelled")
+            self.ended = time.monotonic()
         self._metrics.running -= len(self._seen)
         self._metrics.waiting -= self.unseen
         self._seen.clear()
@@ -241,6 +245,7 @@ class JobTimer:
         metrics.finished[str(update.finish)] += 1
         metrics.e2e_latency.observe(now - self._start)
         self.ends.append(str(update.finish))
+        self.ended = now
         self._engine_times(update)
         times = self._seen.pop(update.sequence_id, None)
         if times is None:

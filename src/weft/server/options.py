@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from weft.core.errors import ConfigError, ParameterError
 from weft.core.settings import check_settings, setting
 from weft.server.auth import read_keys
+from weft.server.tracing import make_exporter
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +99,9 @@ class ServerOptions:
     )
     vllm_metrics: bool = setting("bool", False, "also emit metrics under vllm: names")
     access_log: bool = setting("bool", False, "log one line for each request")
+    otlp_endpoint: str | None = setting(
+        "str", None, "URL of an OpenTelemetry collector that gets a trace of each request"
+    )
     log_requests: bool = setting("bool", False, "also log the bodies of requests, prompts included")
 
     def __post_init__(self) -> None:
@@ -110,6 +114,8 @@ class ServerOptions:
             raise ConfigError("served_model_name must not be empty.", param="served_model_name")
         if self.root_path and not self.root_path.startswith("/"):
             raise ConfigError("root_path must start with '/'.", param="root_path")
+        if self.otlp_endpoint is not None:
+            make_exporter(self.otlp_endpoint).shutdown()
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("tls_cert and tls_key go together.", param="tls_key")
         keyed = bool(self.api_key) or self.api_key_file is not None
