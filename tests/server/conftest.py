@@ -29,7 +29,7 @@ def engine() -> Iterator[tuple[Engine, EngineThread]]:
     """The packaged model on a thread."""
     config = EngineConfig(max_model_len=LIMIT, max_num_seqs=16, threads=1, dtype="float32")
     built = build_engine(config)
-    thread = EngineThread(built.scheduler, built.executor)
+    thread = EngineThread(built.scheduler, built.executor, built.grammars)
     yield built, thread
     thread.close()
 

@@ -82,6 +82,12 @@ class TemplateError(WeftError):
     code = "chat_template_error"
 
 
+class GrammarError(ParameterError):
+    """A schema, expression or grammar is wrong, too costly, or cannot be guaranteed."""
+
+    code = "invalid_grammar"
+
+
 class KernelError(WeftError):
     """No kernel for an op, shape, dtype or device; there is never a silent fallback."""
 

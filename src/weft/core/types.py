@@ -166,6 +166,12 @@ class SamplingParams:
                 f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens}).",
                 param="min_tokens",
             )
+        if self.grammar is not None and self.ignore_eos:
+            raise ParameterError(
+                "ignore_eos cannot be combined with structured output, which says where the "
+                "output ends.",
+                param="ignore_eos",
+            )
         for text in self.stop:
             if not 0 < len(text) <= MAX_STOP_STRING_CHARS:
                 raise ParameterError(

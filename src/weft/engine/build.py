@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from llguidance import LLTokenizer
 
 from weft import __version__
 from weft.core.config import (
@@ -21,10 +22,12 @@ from weft.core.config import (
     resolve,
 )
 from weft.core.errors import ConfigError, KernelError
+from weft.core.grammar import grammar_tokenizer
 from weft.core.served import ServedModel
 from weft.core.types import NEUTRAL
 from weft.engine.machine import available_memory, has_fast_bfloat16, usable_cores
 from weft.exec.eager import EagerExecutor
+from weft.exec.grammar import GrammarRows, Grammars
 from weft.exec.rows import RowTable
 from weft.exec.store import KVStore
 from weft.kernels.ops import KernelUnavailable, OpTable, select_ops
@@ -36,6 +39,7 @@ from weft.models.layout import num_parameters
 from weft.models.loader import load_model
 from weft.models.spec import ModelSpec
 from weft.sched.fcfs import FCFSScheduler, Limits
+from weft.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("weft")
 
@@ -77,6 +81,7 @@ class Engine:
     resolved: ResolvedConfig
     scheduler: FCFSScheduler
     executor: EagerExecutor
+    grammars: Grammars
     started_ns: int = field(default_factory=time.monotonic_ns)
 
 
@@ -151,13 +156,27 @@ def build_engine(config: EngineConfig) -> Engine:
     groups = model.spec.kv_groups
     store = KVStore(groups, resolved.group_blocks, resolved.block_size, dtype, device)
     blocks_per_row = -(-resolved.max_model_len // resolved.block_size)
-    table = RowTable(resolved.max_num_seqs, resolved.max_model_len, [blocks_per_row] * len(groups))
+    grammars = Grammars(lambda: _grammar_tokenizer(config, model))
+    table = RowTable(
+        resolved.max_num_seqs,
+        resolved.max_model_len,
+        [blocks_per_row] * len(groups),
+        GrammarRows(grammars),
+    )
     return Engine(
         model,
         resolved,
         _scheduler(config, resolved, model),
         EagerExecutor(decoder, store, table, config.steps_in_flight),
+        grammars,
     )
+
+
+def _grammar_tokenizer(config: EngineConfig, model: Model) -> LLTokenizer:
+    """The tokeniser that the request plane checks grammars with."""
+    tokenizer = Tokenizer.load(Path(config.tokenizer or model.folder))
+    text = tokenizer.reference.to_str()
+    return grammar_tokenizer(text, model.spec.vocab_size, model.eos_token_ids)
 
 
 def _scheduler(config: EngineConfig, resolved: ResolvedConfig, model: Model) -> FCFSScheduler:

@@ -11,11 +11,13 @@ from typing import Any
 from weft.core.config import EngineConfig
 from weft.core.errors import InvariantError, WeftError
 from weft.core.plan import Commit, Update
-from weft.core.ports import Executor, Scheduler
+from weft.core.ports import Executor, Inbox, Scheduler
 from weft.core.types import FinishReason, Request
 from weft.engine.build import build_engine, describe_served
+from weft.engine.compiling import CompilingInbox
 from weft.engine.loop import EngineLoop
 from weft.engine.machine import WallClock
+from weft.exec.grammar import Grammars
 
 Sink = Callable[[Seq[Update]], None]
 
@@ -39,6 +41,7 @@ class LocalInbox:
         self._cancels: list[tuple[int, FinishReason]] = []
         self._sinks: dict[int, Sink] = {}
         self._failure: WeftError | None = None
+        self._poked = False
         self.closed = False
 
     def submit(self, requests: Seq[Request], sink: Sink) -> None:
@@ -95,9 +98,18 @@ class LocalInbox:
                 self.cancel(sequence_id)
 
     def wait(self) -> None:
-        """Block until there is something to receive or the inbox is closed."""
+        """Block until there is something to receive, ``poke`` was called, or it is closed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._requests or self._cancels or self.closed)
+            self._changed.wait_for(
+                lambda: self._requests or self._cancels or self._poked or self.closed
+            )
+            self._poked = False
+
+    def poke(self) -> None:
+        """End a ``wait``."""
+        with self._changed:
+            self._poked = True
+            self._changed.notify()
 
     def fail(self, error: WeftError) -> None:
         """End every open request with ``error``; later submissions raise it."""
@@ -112,10 +124,15 @@ class LocalInbox:
 class EngineThread:
     """Runs an engine loop until it is closed."""
 
-    def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
+    def __init__(
+        self, scheduler: Scheduler, executor: Executor, grammars: Grammars | None = None
+    ) -> None:
         self.inbox = LocalInbox()
         self._executor = executor
-        self._loop = EngineLoop(scheduler, executor, self.inbox, WallClock())
+        inbox: Inbox = self.inbox
+        if grammars is not None:
+            inbox = CompilingInbox(self.inbox, grammars.compile)
+        self._loop = EngineLoop(scheduler, executor, inbox, WallClock())
         self._thread = threading.Thread(target=self._run, name="weft-engine", daemon=True)
         self._thread.start()
 
@@ -153,7 +170,7 @@ class LocalEngine:
         config = EngineConfig.from_mapping(settings)
         self.built = build_engine(config)
         self.served = describe_served(config, self.built)
-        self._thread = EngineThread(self.built.scheduler, self.built.executor)
+        self._thread = EngineThread(self.built.scheduler, self.built.executor, self.built.grammars)
         self.client = self._thread.inbox
 
     def close(self) -> None:

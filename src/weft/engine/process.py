@@ -26,6 +26,7 @@ from weft.core.errors import InvariantError, WeftError
 from weft.core.logs import log_level, set_up_logs
 from weft.core.process import die_with, set_process_title
 from weft.engine.build import Engine, build_engine, describe_served
+from weft.engine.compiling import CompilingInbox
 from weft.engine.loop import EngineLoop
 from weft.engine.machine import WallClock
 from weft.ring.inbox import RingInbox
@@ -78,7 +79,8 @@ def _stop_when_told(inboxes: list[RingInbox]) -> None:
 
 
 def _serve(engine: Engine, inbox: RingInbox) -> int:
-    loop = EngineLoop(engine.scheduler, engine.executor, inbox, WallClock())
+    ready = CompilingInbox(inbox, engine.grammars.compile)
+    loop = EngineLoop(engine.scheduler, engine.executor, ready, WallClock())
     gc.collect()
     gc.freeze()  # weights and modules live as long as the process: never scan them again
     told = checked = 0.0

@@ -122,6 +122,8 @@ class EagerExecutor:
                     collected.faults[self._table.sequence_ids[row]] = NonFiniteLogitsError(
                         "The model produced logits that are not finite for this request."
                     )
+            for row, error in sampled.faults.items():
+                collected.faults[self._table.sequence_ids[row]] = error
             for row, logprob in sampled.logprobs.items():
                 collected.logprobs[self._table.sequence_ids[row]] = logprob
         collected.prompt_logprobs.update(scores)

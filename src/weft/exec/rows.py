@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from weft.core.errors import InvariantError
 from weft.core.plan import RowAdd, StepPlan
 from weft.core.types import NEUTRAL, SamplingParams
+from weft.exec.grammar import GrammarRows
 
 
 @dataclass(slots=True)
@@ -59,6 +60,7 @@ class RowTable:
 
     Args:
         max_blocks: entries of a row's block table, for each group.
+        grammars: matchers of rows; None where no request has a grammar.
 
     Attributes:
         tokens: [R, max_model_len] int32, prompt and output.
@@ -70,7 +72,14 @@ class RowTable:
         delayed: rows with a minimum length, as the stop ids [I] and that length.
     """
 
-    def __init__(self, rows: int, max_model_len: int, max_blocks: Seq[int]) -> None:
+    def __init__(
+        self,
+        rows: int,
+        max_model_len: int,
+        max_blocks: Seq[int],
+        grammars: GrammarRows | None = None,
+    ) -> None:
+        self.grammars = grammars
         self.tokens = np.zeros((rows, max_model_len), np.int32)
         self.length = np.zeros(rows, np.int64)
         self.num_prompt = np.zeros(rows, np.int64)
@@ -107,6 +116,8 @@ class RowTable:
         self.penalised.discard(row)
         for special in (self.scored, self.bias, self.delayed):
             special.pop(row, None)
+        if self.grammars is not None:
+            self.grammars.drop(row)
 
     def _add(self, add: RowAdd) -> None:
         row, params = add.row, add.sampling
@@ -122,6 +133,10 @@ class RowTable:
             self.table_length[group][row] = 0
             self._append(row, group, blocks)
         self._mark(row, params, add.stop_ids)
+        if self.grammars is not None:
+            self.grammars.add(add)
+        elif params.grammar is not None:
+            raise InvariantError("a request with a grammar reached an executor without grammars")
 
     def _mark(self, row: int, params: SamplingParams, stop_ids: frozenset[int]) -> None:
         """Note what few rows want, so that the others cost nothing."""

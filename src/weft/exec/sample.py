@@ -1,7 +1,8 @@
 """From logits to tokens.
 
-Order: penalties, bias, minimum length, then greedy choice, or temperature, top-k, top-p, min-p and
-a draw. One random number a token, a function of the row's seed and its count of output tokens.
+Order: penalties, bias, minimum length, grammar, then greedy choice, or temperature, top-k, top-p,
+min-p and a draw. One random number a token, a function of the row's seed and its count of output
+tokens.
 
 What is done to all rows at once are operations that treat each row alike whatever the others are;
 filters and draws go row by row, as they differ in how much of a row they must look at. So a row's
@@ -18,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from weft.core.errors import WeftError
 from weft.core.types import MAX_LOGPROBS, TokenLogprob
 from weft.exec.philox import uniform
 from weft.exec.rows import RowTable
@@ -28,11 +30,15 @@ LOWEST = torch.finfo(torch.float32).min  # of a forbidden token; infinity could 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Tokens [S] of the sampled rows; where ``finite`` [S] is False the token means nothing."""
+    """Tokens [S] of the sampled rows.
+
+    Where ``finite`` [S] is False, or a row is in ``faults``, the token means nothing.
+    """
 
     tokens: NDArray[np.int64]
     finite: NDArray[np.bool_]
     logprobs: dict[int, TokenLogprob]  # by row
+    faults: dict[int, WeftError]  # by row
 
 
 def sample(logits: Tensor, rows: NDArray[np.int64], table: RowTable) -> Sampled:
@@ -49,13 +55,17 @@ def sample(logits: Tensor, rows: NDArray[np.int64], table: RowTable) -> Sampled:
     raw = torch.log_softmax(logits[scored], dim=-1) if scored else None
     _penalise(logits, rows, table)
     _bias(logits, rows, table)
+    grammars, which = table.grammars, rows.tolist()
+    faults = grammars.forbid(logits, which) if grammars is not None else {}
     tokens = _choose(logits, rows, table)
     logprobs: dict[int, TokenLogprob] = {}
     if raw is not None:
         chosen = rows[scored].tolist()
         entries = token_logprobs(raw, tokens[scored], [table.scored[row] for row in chosen])
         logprobs = dict(zip(chosen, entries, strict=True))
-    return Sampled(tokens, finite, logprobs)
+    if grammars is not None:
+        grammars.advance(which, tokens)
+    return Sampled(tokens, finite, logprobs, faults)
 
 
 def token_logprobs(

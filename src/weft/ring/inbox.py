@@ -36,7 +36,7 @@ class RingInbox:
 
     The engine that held these rings before must be dead: what it had in flight is pending again,
     and comes as requests with the output that has been given out already.
-    ``stop`` may be called on any thread; everything else on the engine's own.
+    ``stop`` and ``poke`` may be called on any thread; everything else on the engine's own.
 
     Args:
         vocab_size: prompts with ids beyond it are refused.
@@ -161,6 +161,10 @@ class RingInbox:
     def stop(self) -> None:
         """Make ``closed`` true and end a ``wait``. For other threads and signal handlers."""
         self.closed = True
+        self.poke()
+
+    def poke(self) -> None:
+        """End a ``wait``. For other threads."""
         self._engine.poke()
 
     def fail(self, error: WeftError) -> None:

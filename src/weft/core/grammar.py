@@ -1,0 +1,57 @@
+"""Grammars compiled by llguidance, alike where requests are checked and where tokens are chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from weft.core.errors import GrammarError
+
+_SHOWN_CHARS = 300
+
+# Bounds of one grammar: at most some 0.2 s to compile, 0.1 s and 100 MB for a token's mask.
+_LIMITS = LLParserLimits(
+    initial_lexer_fuel=200_000,
+    step_lexer_fuel=100_000,
+    step_max_items=50_000,
+    max_lexer_states=50_000,
+    max_grammar_size=200_000,
+    verbose_errors=False,
+)
+
+
+def grammar_tokenizer(tokenizer_json: str, vocab_size: int, eos_token_ids: Seq[int]) -> LLTokenizer:
+    """Return the tokeniser of a model as grammars see it; takes a second for a large one.
+
+    Args:
+        tokenizer_json: text of tokenizer.json.
+        vocab_size: of the model; ids that only the model has are never allowed.
+        eos_token_ids: at least one; allowed exactly where a grammar is satisfied.
+    """
+    plain = LLTokenizer(tokenizer_json, eos_token=list(eos_token_ids))
+    if plain.vocab_size >= vocab_size:
+        return plain
+    return LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids))
+
+
+def compile_grammar(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
+    """Return a matcher at the start of a grammar, to be copied. Other Python threads go on.
+
+    Raises:
+        GrammarError: the grammar is wrong, too large, or allows no text at all.
+    """
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS)
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    if matcher.is_error():
+        raise GrammarError(explain(matcher.get_error()))
+    return matcher
+
+
+def explain(message: str) -> str:
+    """The library's own words in one short line."""
+    if message.startswith("NoExtension"):
+        return "no text satisfies it"
+    text = " ".join(message.split("<state>")[0].split("<non-verbose/>")[0].split())
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."

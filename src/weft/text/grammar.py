@@ -1,0 +1,279 @@
+"""Structured output: schemas, expressions, choices and grammars to what llguidance compiles.
+
+Everything is bounded before it is compiled, and what a grammar cannot guarantee is refused: a
+keyword is honoured or an error, never ignored.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any
+
+from llguidance import LLMatcher, LLTokenizer
+
+from weft.core.errors import GrammarError
+from weft.core.grammar import compile_grammar, grammar_tokenizer
+from weft.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+MAX_SCHEMA_BYTES = 128 * 2**10
+MAX_SCHEMA_DEPTH = 64
+MAX_PROPERTIES = 1000  # of all objects of a schema; compiling takes the square of it
+MAX_ENUM_VALUES = 10_000
+MAX_PATTERN_CHARS = 4096
+MAX_NESTED_REPETITIONS = 10_000
+MAX_CHOICES = 10_000
+MAX_LARK_CHARS = 32 * 2**10
+MAX_WHITESPACE = 16  # characters between two parts of JSON: a model cannot fill the output with it
+REMEMBERED = 256  # grammars that need not be checked again
+
+_COMPILE_OPTIONS: JsonCompileOptions = {
+    "item_separator": ",",
+    "key_separator": ":",
+    "whitespace_flexible": True,
+    "whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{MAX_WHITESPACE}}}",
+    "coerce_one_of": False,
+    "lenient": False,
+    # Without \u a key has one spelling, so none can be written twice, and no text half a character.
+    "json_allowed_escapes": 'nrbtf\\"',
+}
+_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+_DATA = ("enum", "const", "default", "examples")
+# Characters that JSON can only write as \u00NN, which the output does not use.
+_CONTROL = re.compile(r"(?<!\\)(?:\\\\)*\\u00(?:0[0-7bBeEfF]|1[0-9a-fA-F])")
+_OTHER_DRAFTS = ("additionalItems", "disallow", "divisibleBy", "extends", "nullable")
+
+
+def json_object_grammar() -> str:
+    """Any JSON object."""
+    return _json_grammar('{"type": "object"}')
+
+
+def json_schema_grammar(text: str) -> str:
+    """JSON that satisfies a schema, given as JSON text.
+
+    Raises:
+        GrammarError: the text is no schema, is too large, or asks for something that cannot be
+            guaranteed.
+    """
+    if len(text.encode()) > MAX_SCHEMA_BYTES:
+        raise GrammarError(f"it has more than {MAX_SCHEMA_BYTES} bytes")
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError):
+        raise GrammarError("it cannot be read as JSON, or is nested too deeply") from None
+    if not isinstance(schema, dict):
+        raise GrammarError("a schema must be an object")
+    if _CONTROL.search(text):
+        raise GrammarError("it has control characters, which the output cannot have")
+    _check_schema(schema)
+    return _json_grammar(text)
+
+
+def regex_grammar(pattern: str) -> str:
+    """Text that a regular expression matches as a whole. Raises GrammarError for a costly one."""
+    check_pattern(pattern)
+    return str(LLMatcher.grammar_from_regex(pattern))
+
+
+def choice_grammar(choices: Sequence[str]) -> str:
+    """One of several texts. Raises GrammarError for none, for too many, and for an empty one."""
+    if not 0 < len(choices) <= MAX_CHOICES:
+        raise GrammarError(f"there must be 1 to {MAX_CHOICES} choices")
+    if not all(choices):
+        raise GrammarError("a choice must not be empty")
+    if sum(len(choice.encode()) for choice in choices) > MAX_SCHEMA_BYTES:
+        raise GrammarError(f"the choices have more than {MAX_SCHEMA_BYTES} bytes together")
+    # An upper-case name: matched as one expression, not tried as one rule a choice.
+    texts = " | ".join(quote(choice) for choice in choices)
+    return _lark(f"start: CHOICE\nCHOICE: {texts}\n")
+
+
+def lark_grammar(text: str) -> str:
+    """Text of a Lark grammar, as llguidance reads them. Raises GrammarError for a costly one."""
+    if len(text) > MAX_LARK_CHARS:
+        raise GrammarError(f"it has more than {MAX_LARK_CHARS} characters")
+    _check_repetitions(text)
+    return _lark(text)
+
+
+def quote(text: str) -> str:
+    """A text as a literal of a Lark grammar."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+class GrammarChecker:
+    """Compiles grammars once to see that they can be. Safe to share between threads.
+
+    Args:
+        eos_token_ids: of the model; without any no structured output can end.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._source = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._tokenizer: LLTokenizer | None = None
+        self._known: OrderedDict[bytes, str] = OrderedDict()  # digest -> what is wrong, or ""
+        self._lock = threading.Lock()
+
+    def knows(self, grammar: str) -> bool:
+        """Whether `check` would answer at once."""
+        return _digest(grammar) in self._known
+
+    def check(self, grammar: str) -> None:
+        """Compile a grammar; takes up to some tenths of a second, in which other threads go on.
+
+        Raises:
+            GrammarError: it is wrong, too costly, or allows no text.
+        """
+        digest = _digest(grammar)
+        problem = self._known.get(digest)
+        if problem is None:
+            problem = self._compile(grammar)
+        with self._lock:
+            self._known[digest] = problem
+            self._known.move_to_end(digest)
+            while len(self._known) > REMEMBERED:
+                self._known.popitem(last=False)
+        if problem:
+            raise GrammarError(problem)
+
+    def _compile(self, grammar: str) -> str:
+        try:
+            compile_grammar(self._load(), grammar)
+        except GrammarError as error:
+            return error.message
+        return ""
+
+    def _load(self) -> LLTokenizer:
+        if not self._eos_token_ids:
+            raise GrammarError("this model has no end-of-sequence token, so it could never end")
+        with self._lock:
+            if self._tokenizer is None:
+                text = self._source.reference.to_str()
+                self._tokenizer = grammar_tokenizer(text, self._vocab_size, self._eos_token_ids)
+            return self._tokenizer
+
+
+def _digest(grammar: str) -> bytes:
+    return sha256(grammar.encode()).digest()
+
+
+def _lark(text: str) -> str:
+    return json.dumps({"grammars": [{"lark_grammar": text}]}, ensure_ascii=False)
+
+
+def _json_grammar(schema: str) -> str:
+    return str(LLMatcher.grammar_from_json_schema(schema, overrides=_COMPILE_OPTIONS))
+
+
+# -- what a schema may ask for --------------------------------------------------------------------
+
+
+def _check_schema(schema: Any) -> None:
+    properties = values = 0
+    for node, path in _schemas(schema, "", 0):
+        properties += len(_mapping(node, "properties"))
+        values += len(node["enum"]) if isinstance(node.get("enum"), list) else 0
+        if properties > MAX_PROPERTIES:
+            raise GrammarError(f"it has more than {MAX_PROPERTIES} properties")
+        if values > MAX_ENUM_VALUES:
+            raise GrammarError(f"it has more than {MAX_ENUM_VALUES} values in enums")
+        try:
+            _check_node(node)
+        except GrammarError as error:
+            raise GrammarError(f"at '{path or '.'}': {error.message}") from None
+
+
+def _check_node(node: Mapping[str, Any]) -> None:
+    for keyword in _OTHER_DRAFTS:
+        if keyword in node and node[keyword] is not False:
+            raise GrammarError(f"the keyword '{keyword}' is not of JSON Schema 2020-12")
+    for pattern in [node.get("pattern"), *_mapping(node, "patternProperties")]:
+        if isinstance(pattern, str):
+            check_pattern(pattern)
+    least, required = node.get("minProperties", 0), node.get("required")
+    certain = len(required) if isinstance(required, list) else 0
+    # Keys that no schema names can be written twice, and then count once.
+    if isinstance(least, (int, float)) and least > certain + 1:
+        raise GrammarError("minProperties cannot be guaranteed beyond one key that is not required")
+
+
+def _schemas(node: Any, path: str, depth: int) -> Iterator[tuple[Mapping[str, Any], str]]:
+    """Yield each schema within a schema, with where it stands."""
+    if depth > MAX_SCHEMA_DEPTH:
+        raise GrammarError(f"it is nested more than {MAX_SCHEMA_DEPTH} levels deep")
+    if isinstance(node, list):
+        for index, item in enumerate(node):
+            yield from _schemas(item, f"{path}[{index}]", depth + 1)
+    if not isinstance(node, dict):
+        return
+    yield node, path
+    for key, value in node.items():
+        if key in _DATA:
+            continue
+        if key in _MAPS:
+            for name, item in _mapping(node, key).items():
+                yield from _schemas(item, _join(path, f"{key}.{name}"), depth + 1)
+        else:
+            yield from _schemas(value, _join(path, key), depth + 1)
+
+
+def _mapping(node: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = node.get(key)
+    return value if isinstance(value, dict) else {}
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}"[:200] if path else key[:200]
+
+
+def check_pattern(pattern: str) -> None:
+    """Refuse a regular expression that would take too long. Raises GrammarError."""
+    if len(pattern) > MAX_PATTERN_CHARS:
+        raise GrammarError(f"the expression has more than {MAX_PATTERN_CHARS} characters")
+    _check_repetitions(pattern)
+
+
+def _check_repetitions(text: str) -> None:
+    """Refuse counted repetitions within others whose product is large: ``((a{99}){99}){99}``."""
+    inner = [1]  # for each open group the largest product within it
+    last = 1  # of the item before the current place
+    at = 0
+    while at < len(text):
+        char = text[at]
+        at += 1
+        if char == "\\":
+            at, last = at + 1, 1
+        elif char == "(":
+            inner.append(1)
+            last = 1
+        elif char == ")" and len(inner) > 1:
+            last = inner.pop()
+            inner[-1] = max(inner[-1], last)
+        elif char == "{" and (count := _count(text, at)):
+            if last > 1 and last * count > MAX_NESTED_REPETITIONS:
+                raise GrammarError(
+                    f"repetitions within repetitions may make {MAX_NESTED_REPETITIONS} at most"
+                )
+            last *= count
+            inner[-1] = max(inner[-1], last)
+            at = text.index("}", at) + 1
+        elif char not in "*+?":
+            last = 1
+
+
+def _count(text: str, at: int) -> int:
+    """The larger number of ``n}``, ``n,}`` or ``n,m}``; 0 if it is no count."""
+    end = text.find("}", at, at + 32)
+    parts = text[at:end].split(",") if end > 0 else []
+    numbers = [int(part) for part in parts if part.strip().isdecimal()]
+    return max(numbers, default=0) if len(parts) <= 2 else 0

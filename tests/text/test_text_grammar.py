@@ -1,0 +1,259 @@
+"""Grammars: what is taken, what is refused by name, and that no bomb costs much."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import weft
+from weft.core.errors import GrammarError
+from weft.core.grammar import compile_grammar, grammar_tokenizer
+from weft.text import Tokenizer
+from weft.text.callgrammar import Function, turn_grammar
+from weft.text.dialect import Dialect
+from weft.text.grammar import (
+    GrammarChecker,
+    choice_grammar,
+    json_object_grammar,
+    json_schema_grammar,
+    lark_grammar,
+    regex_grammar,
+)
+
+EOS = (1, 6)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load(Path(weft.__file__).parent / "builtin")
+
+
+@pytest.fixture(scope="module")
+def checker(tokenizer) -> GrammarChecker:
+    return GrammarChecker(tokenizer, 4096, EOS)
+
+
+@pytest.fixture(scope="module")
+def takes(tokenizer):
+    """Whether a grammar takes a text, and may end after it."""
+    grammar_view = grammar_tokenizer(tokenizer.reference.to_str(), 4096, EOS)
+
+    def check(grammar: str, text: str) -> bool:
+        matcher = compile_grammar(grammar_view, grammar).deep_copy()
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        return matcher.consume_tokens(ids) and matcher.is_accepting()
+
+    return check
+
+
+def schema(value) -> str:
+    return json_schema_grammar(json.dumps(value))
+
+
+def nested(depth: int) -> dict:
+    node: dict = {"type": "string"}
+    for _ in range(depth):
+        node = {"type": "array", "items": node}
+    return node
+
+
+def chain(length: int, keyword: str) -> dict:
+    """Definitions that each name the next one twice: 2 ** length when written out."""
+    refs = {
+        f"d{i}": {keyword: [{"$ref": f"#/$defs/d{i + 1}"}, {"$ref": f"#/$defs/d{i + 1}"}]}
+        for i in range(length)
+    }
+    return {"$ref": "#/$defs/d0", "$defs": {**refs, f"d{length}": {"type": "string"}}}
+
+
+def test_each_kind_takes_what_it_says_and_nothing_else(takes):
+    person = schema(
+        {
+            "type": "object",
+            "properties": {"name": {"type": "string"}, "age": {"type": "integer", "minimum": 0}},
+            "required": ["name", "age"],
+            "additionalProperties": False,
+        }
+    )
+    assert takes(person, '{"name": "Zoë 😀", "age": 3}')
+    assert not takes(person, '{"name": "x"}')
+    assert not takes(person, '{"name": "x", "age": -1}')
+    assert takes(json_object_grammar(), '{"a": [1, {"b": null}]}')
+    assert not takes(json_object_grammar(), "[1]")
+    assert takes(regex_grammar("[a-c]{2}-\\d+"), "ab-12")
+    assert not takes(regex_grammar("[a-c]{2}-\\d+"), "ab-12x")
+    choice = choice_grammar(["yes", 'no "x"\n', "😀/\\"])
+    assert [takes(choice, text) for text in ("yes", 'no "x"\n', "😀/\\", "no", "")] == [
+        *(True, True, True, False, False)
+    ]
+    assert takes(lark_grammar('start: "a" b+\nb: /[0-9]/ | "(" b ")"'), "a1((2))")
+
+
+def test_a_key_has_one_spelling_and_white_space_is_bounded(takes):
+    flags = schema({"type": "object", "properties": {"a": {"type": "integer"}}})
+    assert takes(flags, '{"a": 1}')
+    assert not takes(flags, '{"\\u0061": "text"}')
+    assert takes(flags, "{" + " " * 16 + '"a": 1}')
+    assert not takes(flags, "{" + " " * 17 + '"a": 1}')
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ({"not": {"type": "string"}}, "not"),
+        ({"if": {"type": "string"}, "then": {"minLength": 2}}, "if"),
+        ({"type": "object", "minProperties": 2}, "minProperties"),
+        ({"type": "object", "propertyNames": {"pattern": "a"}}, "propertyNames"),
+        ({"properties": {"a": {"items": {"extends": {}}}}}, "properties.a.items.*extends"),
+        ({"type": "string", "format": "made-up"}, "made-up"),
+        ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
+        ({"type": "integer", "minimum": 3, "maximum": 1}, "minimum"),
+        ({"const": "\u0001"}, "control characters"),
+        ({"type": "made-up"}, "made-up"),
+        ({"$ref": "http://localhost/schema"}, "localhost"),
+        ({"x-guidance": {"lenient": True}, "format": "made-up", "type": "string"}, "made-up"),
+        (False, "object"),
+        (3, "object"),
+        # Satisfied by no finite text.
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "no text"),
+    ],
+)
+def test_what_cannot_be_guaranteed_is_refused_by_name(checker, value, says):
+    with pytest.raises(GrammarError, match=says):
+        checker.check(schema(value))
+
+
+BOMBS = {
+    "deep schema": lambda: schema(nested(70)),
+    "deeper than Python": lambda: json_schema_grammar('{"items":' * 5000 + "{}" + "}" * 5000),
+    "large schema": lambda: schema({"description": "x" * 200_000}),
+    "many properties": lambda: schema({"properties": {f"p{i}": {} for i in range(1001)}}),
+    "huge enum": lambda: schema({"enum": list(range(10_001))}),
+    "many choices": lambda: choice_grammar([str(i) for i in range(10_001)]),
+    "large choices": lambda: choice_grammar(["x" * 1000] * 200),
+    "long expression": lambda: regex_grammar("a" * 5000),
+    "nested counts": lambda: regex_grammar("((a{99}){99}){99}"),
+    "nested counts in a schema": lambda: schema({"pattern": "x((((y{9}){9}){9}){9}){9}"}),
+    "nested counts in a key": lambda: schema({"patternProperties": {"((a{99}){99}){99}": {}}}),
+    "large grammar": lambda: lark_grammar("start: " + '"a" ' * 20_000),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_bombs_are_refused_before_they_are_compiled(name):
+    with pytest.raises(GrammarError):
+        BOMBS[name]()
+
+
+COSTLY = {
+    "as many properties as may be": schema({"properties": {f"p{i}": {} for i in range(1000)}}),
+    "as large an enum as may be": schema({"enum": [f"v{i}" for i in range(9999)]}),
+    "as many choices as may be": choice_grammar([f"option {i}" for i in range(9999)]),
+    "as deep as may be": schema(nested(30)),
+    "doubling anyOf": schema(chain(20, "anyOf")),
+    "doubling allOf": schema(chain(20, "allOf")),
+    "nested stars": regex_grammar("((((a+)+)+)+)+b"),
+    "many dots": regex_grammar("(.*a){300}b"),
+    "far back": regex_grammar("(?s:.*)a.{30}z"),
+    "a large count": regex_grammar("[a-z]{1,99999999}"),
+    "counts": regex_grammar("(a{1,99}){1,99}"),
+    "ambiguous": lark_grammar('start: s\ns: s s s | s s | "a" |'),
+    "counted rules": lark_grammar('start: a{1,999}\na: b{1,9}\nb: "x"{1,9}'),
+}
+
+
+@pytest.mark.parametrize("name", COSTLY)
+def test_what_may_be_asked_costs_little_or_is_refused(tokenizer, name):
+    """CPU time, not elapsed: compiling and eight tokens take less than 3 s on any machine."""
+    view = grammar_tokenizer(tokenizer.reference.to_str(), 4096, EOS)
+    before = time.process_time()
+    matcher = None
+    with contextlib.suppress(GrammarError):
+        matcher = compile_grammar(view, COSTLY[name]).deep_copy()
+    for _ in range(8):
+        if matcher is None or matcher.is_error() or matcher.is_stopped():
+            break
+        mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little"))
+        matcher.consume_token(int(allowed[-1]))
+    assert time.process_time() - before < 3
+
+
+def test_a_checker_remembers_both_answers(checker):
+    good, bad = schema({"type": "null"}), schema({"not": {}})
+    assert not checker.knows(good)
+    checker.check(good)
+    for _ in range(2):
+        with pytest.raises(GrammarError, match="not"):
+            checker.check(bad)
+    assert checker.knows(good)
+    assert checker.knows(bad)
+
+
+def test_a_model_without_an_end_has_no_structured_output(tokenizer):
+    with pytest.raises(GrammarError, match="end-of-sequence"):
+        GrammarChecker(tokenizer, 4096, ()).check(json_object_grammar())
+
+
+ADD = Function(
+    "add", '{"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}'
+)
+NOW = Function("now", '{"type": "object", "additionalProperties": false}')
+CALLS = {
+    "hermes": [
+        '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>',
+        '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+        '<tool_call>\n{"name": "add", "arguments": {"a": 3}}\n</tool_call>',
+    ],
+    "llama3": [
+        '{"name": "add", "parameters": {"a": 1}}',
+        '{"name": "add", "parameters": {"a": 1}}; {"name": "now", "parameters": {}}',
+        '{"name": "sub", "parameters": {"a": 1}}',
+    ],
+    "mistral": [
+        '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]',
+        '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}, {"name": "now", "arguments": {}}]',
+        '[TOOL_CALLS][{"name": "add", "arguments": {}}]',
+    ],
+}
+
+
+@pytest.mark.parametrize("family", CALLS)
+def test_turns_of_calls(tokenizer, takes, family):
+    one, two, wrong = CALLS[family]
+    prose = "Let me see."
+
+    def allowed(**settings) -> list[bool]:
+        grammar = turn_grammar(Dialect(family), tokenizer, [ADD, NOW], **settings)
+        return [takes(grammar, text) for text in (one, two, wrong, prose, "7")]
+
+    assert allowed(forced=True) == [True, True, False, False, False]
+    assert allowed(forced=True, parallel=False) == [True, False, False, False, False]
+    assert allowed() == [True, True, False, True, True]
+    assert allowed(body=schema({"const": 7})) == [True, True, False, False, True]
+    if family != "llama3":
+        assert takes(turn_grammar(Dialect(family), tokenizer, [ADD, NOW]), prose + one)
+
+
+def test_reasoning_may_come_before_what_is_asked_for(tokenizer, takes):
+    body = schema({"const": 7})
+    grammar = turn_grammar(Dialect(None, "think"), tokenizer, body=body)
+    assert takes(grammar, "7")
+    assert takes(grammar, "<think>Well, {8?}</think>\n\n7")
+    assert not takes(grammar, "<think>Well</think>\n\n8")
+    opened = turn_grammar(Dialect(None, "think"), tokenizer, body=body, opened=True)
+    assert takes(opened, "Well</think>7")
+    assert not takes(opened, "7")
+
+
+def test_calls_of_a_model_without_a_form_are_refused(tokenizer):
+    with pytest.raises(GrammarError, match="no form of tool calls"):
+        turn_grammar(Dialect(), tokenizer, [ADD], forced=True)
