@@ -36,6 +36,9 @@ class CompilingInbox:
         ready += [request for request in requests if not self._hold(request)]
         return ready, [(i, reason) for i, reason in cancels if not self._end(i, reason)]
 
+    def computing(self, sequence_ids: Seq[int]) -> None:
+        self._inbox.computing(sequence_ids)
+
     def publish(self, news: Commit) -> None:
         self._inbox.publish(news)
 
