@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 from anthropic import Anthropic, APIStatusError, AuthenticationError, BadRequestError
-from pydantic import BaseModel
 from scripted import ScriptedClient
-from serving import serving, wait_until
+from serving import serving, unknown_fields, wait_until
 
 from weft.core.errors import EngineBusyError
 from weft.core.types import FinishReason
@@ -20,18 +19,6 @@ HELLO: Any = {
     "max_tokens": 50,
     "messages": [{"role": "user", "content": "hi"}],
 }
-
-
-def unknown_fields(value: Any, path: str = "") -> list[str]:
-    """Paths of fields that the client's types do not have."""
-    if isinstance(value, list):
-        return [p for i, item in enumerate(value) for p in unknown_fields(item, f"{path}[{i}]")]
-    if not isinstance(value, BaseModel):
-        return []
-    found = [f"{path}.{name}" for name in value.model_extra or {}]
-    for name in type(value).model_fields:
-        found += unknown_fields(getattr(value, name, None), f"{path}.{name}")
-    return found
 
 
 @pytest.fixture

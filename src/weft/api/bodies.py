@@ -257,10 +257,13 @@ def refuse_unsupported(body: Struct, path: str = "") -> None:
         value = getattr(body, name)
         if value is not NULL and not _is_neutral(bytes(value), neutral):
             raise UnsupportedParameterError(path + name)
-    if isinstance(body, GenerationBody) and body.stream_options is not None:
-        refuse_unsupported(body.stream_options, "stream_options.")
-    for index, message in enumerate(getattr(body, "messages", None) or ()):
-        refuse_unsupported(message, f"messages[{index}].")
+    for name in body.__struct_fields__:
+        value = getattr(body, name)
+        if isinstance(value, Struct):
+            refuse_unsupported(value, f"{path}{name}.")
+        elif isinstance(value, list) and value and isinstance(value[0], Struct):
+            for index, item in enumerate(value):
+                refuse_unsupported(item, f"{path}{name}[{index}].")
 
 
 def _is_neutral(data: bytes, neutral: tuple[Any, ...]) -> bool:

@@ -46,6 +46,8 @@ from weft.server.messages import AnthropicErrors, message_routes
 from weft.server.metrics import CONTENT_TYPE
 from weft.server.options import ServerOptions
 from weft.server.probe import EngineProbe, NoProbe
+from weft.server.response_store import ResponseStore
+from weft.server.responses import response_routes
 from weft.server.service import Service
 from weft.server.tracing import Tracer, make_exporter
 from weft.text import ChatTemplate, Tokenizer
@@ -68,11 +70,18 @@ def create_app(
         card: what requests are checked against; ``served_names`` has at least one.
         probe: live facts of the engine for ``/ready``, ``/metrics`` and ``/server_info``.
 
+    Raises:
+        ConfigError: keys or stored responses cannot be read.
+
     ``app.state.service`` is the `Service`.
     """
     service = Service(client, tokenizer, chat_template, card, options, probe or NoProbe())
     endpoint = options.otlp_endpoint
     tracer = None if endpoint is None else Tracer(make_exporter(endpoint))
+
+    store = ResponseStore(
+        options.responses_db, options.max_responses_bytes, options.responses_keep_s
+    )
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -80,12 +89,14 @@ def create_app(
         service.close()
         if tracer is not None:
             tracer.close()
+        store.close()
 
     app = Starlette(
         routes=[
             *_routes(_Handlers(service)),
             *embedding_routes(service),
             *message_routes(service),
+            *response_routes(service, store),
         ],
         middleware=_middleware(options, tracer),
         exception_handlers={
@@ -111,7 +122,7 @@ def _middleware(options: ServerOptions, tracer: Tracer | None) -> list[Middlewar
         cors = Middleware(
             CORSMiddleware,
             allow_origins=list(options.cors_origin),
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
         )

@@ -88,6 +88,22 @@ class ServerOptions:
     max_request_timeout_s: float = setting(
         "float", 3600.0, "longest time that a request may ask for", low=0, high=86400, above=True
     )
+    responses_db: str | None = setting(
+        "path", None, "SQLite file of stored responses; without it they are lost at the end"
+    )
+    responses_keep_s: float = setting(
+        "float",
+        30 * 86400.0,
+        "seconds after its last use that a stored response is kept",
+        low=1,
+        high=3650 * 86400,
+    )
+    max_responses_bytes: int = setting(
+        "bytes",
+        256 * 2**20,
+        "stored responses together; beyond it the least recently used go",
+        low=1,
+    )
     tokenizer_threads: int = setting(
         "int", 2, "threads that tokenise long prompts beside the event loop", low=1, high=64
     )

@@ -1,0 +1,171 @@
+"""``/v1/responses``: routes, conversations that go on from stored responses, and storing them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import get_args
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from weft.api import Job, decode_body
+from weft.api.errors import UnsupportedParameterError
+from weft.api.response_answers import ResponseAnswer, ResponseCollector, ResponseWriter
+from weft.api.response_body import Include, ResponseBody, response_job
+from weft.api.response_items import Item, read_items
+from weft.core.errors import ParameterError
+from weft.server.body import read_body
+from weft.server.errors import json_response
+from weft.server.exchange import EXCHANGE
+from weft.server.generation import Form, Generation
+from weft.server.response_store import ResponseStore, Stored
+from weft.server.service import INLINE_BYTES, Service
+
+PATH = "/v1/responses"
+MOST_ITEMS = 100  # of a page
+DEFAULT_ITEMS = 20
+
+
+def response_routes(service: Service, store: ResponseStore) -> list[Route]:
+    """The routes of responses."""
+    handlers = _Handlers(service, store)
+    one = f"{PATH}/{{response_id}}"
+    return [
+        Route(PATH, handlers.create, methods=["POST"]),
+        Route(f"{PATH}/input_tokens", handlers.count, methods=["POST"]),
+        Route(one, handlers.retrieve, methods=["GET"]),
+        Route(one, handlers.delete, methods=["DELETE"]),
+        Route(f"{one}/cancel", handlers.cancel, methods=["POST"]),
+        Route(f"{one}/input_items", handlers.input_items, methods=["GET"]),
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A checked body, its own input, and the job of the whole conversation."""
+
+    body: ResponseBody
+    items: list[Item]
+    job: Job
+
+
+class _Handlers:
+    """One method for each route."""
+
+    def __init__(self, service: Service, store: ResponseStore) -> None:
+        self._service = service
+        self._store = store
+
+    async def create(self, request: Request) -> Response:
+        with self._service.metrics.counting_refusals():
+            asked = await self._read(request)
+            return Generation(self._service, asked.job, self._form(asked, _owner()))
+
+    async def count(self, request: Request) -> Response:
+        asked = await self._read(request)
+        tokens = asked.job.prompt_tokens
+        return json_response({"object": "response.input_tokens", "input_tokens": tokens})
+
+    async def _read(self, request: Request) -> _Asked:
+        service = self._service
+        data = await read_body(request, service.options)
+
+        def decode() -> tuple[ResponseBody, list[Item]]:
+            body = decode_body(ResponseBody, data)
+            return body, read_items(body.input)
+
+        body, items = await service.prepare(len(data), decode)
+        before: list[Item] = []
+        if body.previous_response_id is not None:
+            before = await self._store.conversation(_owner(), body.previous_response_id)
+        job = await service.prepare(
+            INLINE_BYTES + 1 if before else len(data),
+            lambda: response_job(body, before + items, service.builder),
+        )
+        return _Asked(body, items, job)
+
+    def _form(self, asked: _Asked, owner: bytes) -> Form:
+        tokenizer, texts = self._service.builder.tokenizer, self._service.texts
+
+        async def keep(answer: ResponseAnswer) -> None:
+            if asked.body.store is not False:
+                items, previous = orjson.dumps(asked.items), asked.body.previous_response_id
+                await self._store.save(Stored(answer.id, owner, previous, items, answer.body()))
+
+        return Form(
+            lambda job: ResponseCollector(job, asked.body, tokenizer, texts),
+            lambda job: ResponseWriter(job, asked.body, tokenizer, texts),
+            keep,
+        )
+
+    async def retrieve(self, request: Request) -> Response:
+        _check_include(request)
+        if request.query_params.get("stream", "false") != "false":
+            raise UnsupportedParameterError("stream", " A stored response is sent as a whole.")
+        stored = await self._load(request)
+        return Response(stored.response, media_type="application/json")
+
+    async def delete(self, request: Request) -> Response:
+        response_id = request.path_params["response_id"]
+        await self._store.delete(_owner(), response_id)
+        return json_response({"id": response_id, "object": "response", "deleted": True})
+
+    async def cancel(self, request: Request) -> Response:
+        await self._load(request)
+        raise ParameterError(
+            "The response is complete; only background responses, which weft does not have, can "
+            "be cancelled. To end a response that is being made, close its connection.",
+            param="response_id",
+        )
+
+    async def input_items(self, request: Request) -> Response:
+        _check_include(request)
+        query = request.query_params
+        limit, order, after = query.get("limit"), query.get("order", "desc"), query.get("after")
+        if order not in ("asc", "desc"):
+            raise ParameterError("order must be asc or desc.", param="order")
+        items: list[Item] = orjson.loads((await self._load(request)).items)
+        if order == "desc":
+            items.reverse()
+        if after is not None:
+            places = [place for place, item in enumerate(items, 1) if item["id"] == after]
+            if not places:
+                raise ParameterError(f"There is no item '{after[:100]}'.", param="after")
+            items = items[places[0] :]
+        page = items[: _limit(limit)]
+        return json_response(
+            {
+                "object": "list",
+                "data": page,
+                "first_id": page[0]["id"] if page else "",
+                "last_id": page[-1]["id"] if page else "",
+                "has_more": len(page) < len(items),
+            }
+        )
+
+    async def _load(self, request: Request) -> Stored:
+        return await self._store.load(_owner(), request.path_params["response_id"])
+
+
+def _owner() -> bytes:
+    """Whose the request is: one key never finds what is another's; without keys all is one's."""
+    exchange = EXCHANGE.get()
+    return b"" if exchange is None or exchange.key is None else exchange.key.digest
+
+
+def _limit(given: str | None) -> int:
+    if given is None:
+        return DEFAULT_ITEMS
+    if not (given.isascii() and given.isdecimal() and 1 <= int(given[:9]) <= MOST_ITEMS):
+        raise ParameterError(f"limit must be from 1 to {MOST_ITEMS}.", param="limit")
+    return int(given)
+
+
+def _check_include(request: Request) -> None:
+    """What there is, is in every stored response; what OpenAI does not know is refused."""
+    query = request.query_params
+    for name in query.getlist("include") + query.getlist("include[]"):
+        if name not in get_args(Include):
+            raise ParameterError(f"'{name[:100]}' cannot be included.", param="include")
