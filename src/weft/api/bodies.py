@@ -60,6 +60,7 @@ Objects = Annotated[list[dict[str, Any]], Meta(max_length=MAX_MESSAGES)]
 
 class StreamOptions(Struct, forbid_unknown_fields=True, kw_only=True):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # extension: usage in every chunk
     include_obfuscation: Raw = NULL
 
 

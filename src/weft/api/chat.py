@@ -21,6 +21,7 @@ from weft.api.sampling import (
     include_usage,
     seeded,
     service_class,
+    usage_in_chunks,
 )
 from weft.core.errors import ParameterError, TemplateError
 from weft.core.types import Request
@@ -61,6 +62,7 @@ def chat_job(body: ChatBody, builder: Builder) -> Job:
         n=n,
         stream=bool(body.stream),
         include_usage=include_usage(body),
+        usage_in_chunks=usage_in_chunks(body),
         service_tier=tier,
         logprobs=bool(body.logprobs),
         return_token_ids=bool(body.return_token_ids),

@@ -39,7 +39,7 @@ class ChunkWriter:
         self._job = job
         self._texts = texts
         self._chat = job.endpoint == "chat"
-        self._plain = not job.logprobs and not job.return_token_ids
+        self._plain = not (job.logprobs or job.return_token_ids or job.usage_in_chunks)
         choices = self.assembly.choices
         self._only = choices[0] if self._plain and len(choices) == 1 else None
         head = answer_head(job, "chat.completion.chunk" if self._chat else "text_completion")
@@ -147,4 +147,9 @@ class ChunkWriter:
 
     def _chunk(self, index: int, content: dict[str, Any], **more: Any) -> bytes:
         choice = {"index": index, **content, "logprobs": None, "finish_reason": None, **more}
-        return self._head + orjson.dumps(choice) + self._tail
+        if not self._job.usage_in_chunks:
+            return self._head + orjson.dumps(choice) + self._tail
+        before, after = self._usage_tail
+        return (
+            self._head + orjson.dumps(choice) + before + orjson.dumps(usage(self.assembly)) + after
+        )

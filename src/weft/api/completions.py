@@ -16,6 +16,7 @@ from weft.api.sampling import (
     include_usage,
     seeded,
     service_class,
+    usage_in_chunks,
 )
 from weft.core.errors import ParameterError
 from weft.core.types import Request
@@ -51,6 +52,7 @@ def completion_job(body: CompletionBody, builder: Builder) -> Job:
         n=body.n or 1,
         stream=bool(body.stream),
         include_usage=include_usage(body),
+        usage_in_chunks=usage_in_chunks(body),
         service_tier=tier,
         echoed=_echoed(prompts, ids, builder) if body.echo else None,
         logprobs=body.logprobs is not None,

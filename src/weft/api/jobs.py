@@ -27,6 +27,8 @@ class Job:
         requests: sequences; choice ``i`` of the answer is ``requests[i]``, the ``n`` choices of a
             prompt stand together.
         n: choices of each prompt.
+        include_usage: whether a stream ends with a chunk of usage.
+        usage_in_chunks: whether its other chunks have the usage so far instead of null.
         service_tier: the tier to put into the answer, None to leave it out.
         echoed: text of each prompt that the answer starts with, None without ``echo``.
         logprobs: whether the answer has log probabilities.
@@ -43,6 +45,7 @@ class Job:
     n: int = 1
     stream: bool = False
     include_usage: bool = False
+    usage_in_chunks: bool = False
     service_tier: str | None = None
     echoed: tuple[str, ...] | None = None
     logprobs: bool = False

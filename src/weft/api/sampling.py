@@ -126,6 +126,13 @@ def include_usage(body: CompletionBody | ChatBody) -> bool:
     return bool(body.stream_options.include_usage)
 
 
+def usage_in_chunks(body: CompletionBody | ChatBody) -> bool:
+    """Whether every chunk of a stream tells the usage so far."""
+    return include_usage(body) and bool(
+        body.stream_options and body.stream_options.continuous_usage_stats
+    )
+
+
 def check_max_tokens(value: int | None, name: str, low: int) -> None:
     """Raise ParameterError for a limit on output tokens that makes no sense."""
     if value is not None and not low <= value < 2**31:
