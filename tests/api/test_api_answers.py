@@ -186,6 +186,20 @@ def test_chat_chunks(builder, valid, logprobs, cut):
     assert chunks[-1]["usage"]["completion_tokens"] == 2 * len(ids)
 
 
+@pytest.mark.parametrize("endpoint", ["chat", "completion"])
+def test_every_chunk_can_have_the_usage_so_far(builder, endpoint):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    job = job_of(builder, endpoint, stream=True, stream_options=options)
+    ids = ids_of(builder, TEXT)
+    updates = updates_of(job.requests[0].id, ids)
+    counts = [
+        c["usage"]["completion_tokens"] for c in stream(builder, job, *([u] for u in updates))
+    ]
+    assert counts == sorted(counts)
+    assert counts[-1] == len(ids)
+    assert len(set(counts)) >= len(ids) // 2
+
+
 def test_tokens_that_are_ready_at_once_make_one_chunk(builder):
     job = job_of(builder, "completion", stream=True)
     ids = ids_of(builder, "a b c d")

@@ -79,8 +79,7 @@ class ChunkWriter:
         """The chunk of usage, if asked for; empty otherwise."""
         if not self._job.include_usage:
             return b""
-        before, after = self._usage_tail
-        return self._head + before + orjson.dumps(usage(self.assembly)) + after
+        return self._head + orjson.dumps(usage(self.assembly)).join(self._usage_tail)
 
     def _text_ends(self, index: int) -> tuple[bytes, bytes]:
         """What stands before and after the text of a plain chunk."""
@@ -147,9 +146,7 @@ class ChunkWriter:
 
     def _chunk(self, index: int, content: dict[str, Any], **more: Any) -> bytes:
         choice = {"index": index, **content, "logprobs": None, "finish_reason": None, **more}
-        if not self._job.usage_in_chunks:
-            return self._head + orjson.dumps(choice) + self._tail
-        before, after = self._usage_tail
-        return (
-            self._head + orjson.dumps(choice) + before + orjson.dumps(usage(self.assembly)) + after
-        )
+        tail = self._tail
+        if self._job.usage_in_chunks:
+            tail = orjson.dumps(usage(self.assembly)).join(self._usage_tail)
+        return self._head + orjson.dumps(choice) + tail
