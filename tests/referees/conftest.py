@@ -10,7 +10,8 @@ import pytest
 
 from live import Server, serving
 
-sys.path.insert(0, str(Path(__file__).parent))
+HERE = Path(__file__).parent
+sys.path.extend([str(HERE), str(HERE.parent / "server")])
 
 
 @pytest.fixture(scope="session")
