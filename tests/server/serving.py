@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
-from pydantic import BaseModel
 
 from weft.core.ports import EngineClient
 from weft.server.app import create_app
@@ -65,18 +64,6 @@ def wait_until(condition: Any, seconds: float = 10) -> None:
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"
         time.sleep(0.01)
-
-
-def unknown_fields(value: Any, path: str = "") -> list[str]:
-    """Paths of fields that the client's types do not have."""
-    if isinstance(value, list):
-        return [p for i, item in enumerate(value) for p in unknown_fields(item, f"{path}[{i}]")]
-    if not isinstance(value, BaseModel):
-        return []
-    found = [f"{path}.{name}" for name in value.model_extra or {}]
-    for name in type(value).model_fields:
-        found += unknown_fields(getattr(value, name, None), f"{path}.{name}")
-    return found
 
 
 class Asking:

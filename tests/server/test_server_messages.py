@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from anthropic import Anthropic, APIStatusError, AuthenticationError, BadRequestError
 from scripted import ScriptedClient
-from serving import serving, unknown_fields, wait_until
+from serving import serving, wait_until
 
+from typed import unknown_fields
 from weft.core.errors import EngineBusyError
 from weft.core.types import FinishReason
 

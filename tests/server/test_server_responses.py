@@ -10,8 +10,9 @@ import httpx
 import pytest
 from openai import BadRequestError, NotFoundError, OpenAI
 from scripted import ScriptedClient
-from serving import serving, unknown_fields, wait_until
+from serving import serving, wait_until
 
+from typed import unknown_fields
 from weft.core.types import FinishReason
 
 PATH = "/v1/responses"

@@ -1,0 +1,114 @@
+"""Responses and messages as their clients meet them: a real server, both real clients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from anthropic import Anthropic
+
+from live import Server, eventually, serving
+from typed import unknown_fields
+
+ASKED = "What is a list?"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("server")
+    with serving(folder, "--responses-db", str(folder / "responses.db")) as running:
+        yield running
+
+
+def anthropic_client(server: Server) -> Anthropic:
+    return Anthropic(base_url=server.url, api_key="none", max_retries=0)
+
+
+def test_three_endpoints_say_the_same_to_the_same(server):
+    """Chats, responses and messages are one path: greedy answers are equal, whole and streamed."""
+    with server.client() as openai, anthropic_client(server) as anthropic:
+        said = [{"role": "user", "content": ASKED}]
+        chat = openai.chat.completions.create(
+            model="builtin", messages=said, temperature=0, max_completion_tokens=24
+        )
+        fields = {"model": "builtin", "temperature": 0, "max_output_tokens": 24}
+        response = openai.responses.create(**fields, input=ASKED)
+        with openai.responses.stream(**fields, input=ASKED) as stream:
+            deltas = [e.delta for e in stream if e.type == "response.output_text.delta"]
+        greedy = {"model": "builtin", "max_tokens": 24, "extra_body": {"temperature": 0}}
+        message = anthropic.messages.create(**greedy, messages=said)
+        with anthropic.messages.stream(**greedy, messages=said) as stream:
+            streamed = stream.get_final_message()
+    text = chat.choices[0].message.content
+    assert text
+    texts = [response.output_text, "".join(deltas)]
+    texts += [message.content[0].text, streamed.content[0].text]
+    assert texts == [text] * 4
+    assert unknown_fields([response, message, streamed]) == []
+    assert response.usage.output_tokens == chat.usage.completion_tokens
+    assert streamed.usage.output_tokens == message.usage.output_tokens
+    read = message.usage.cache_read_input_tokens
+    assert message.usage.input_tokens + read == response.usage.input_tokens
+
+
+def test_a_conversation_is_the_same_as_its_messages(server):
+    with server.client() as openai:
+        fields = {"model": "builtin", "temperature": 0, "max_output_tokens": 12}
+        first = openai.responses.create(**fields, input=ASKED)
+        second = openai.responses.create(
+            **fields, input="And a tuple?", previous_response_id=first.id
+        )
+        again = openai.responses.create(
+            **fields,
+            input=[
+                {"role": "user", "content": ASKED},
+                *[item.model_dump() for item in first.output],
+                {"role": "user", "content": "And a tuple?"},
+            ],
+        )
+        assert second.usage.input_tokens == again.usage.input_tokens
+        assert second.output_text == again.output_text
+        assert openai.responses.retrieve(second.id) == second
+
+
+def test_a_client_that_leaves_frees_its_sequence(server):
+    body = {"model": "builtin", "max_tokens": 1500, "stream": True}
+    said = [{"role": "user", "content": ASKED}]
+    for path, fields in (
+        ("messages", {**body, "messages": said}),
+        ("responses", {"model": "builtin", "input": ASKED, "stream": True, "ignore_eos": True}),
+    ):
+        with httpx.stream("POST", f"{server.url}/v1/{path}", json=fields, timeout=30) as answer:
+            next(answer.iter_lines())
+    eventually(lambda: "weft:num_requests_running{" in metrics(server) and idle(server))
+
+
+def metrics(server: Server) -> str:
+    return httpx.get(f"{server.url}/metrics", timeout=10).text
+
+
+def idle(server: Server) -> bool:
+    lines = [
+        line
+        for line in metrics(server).splitlines()
+        if line.startswith(("weft:num_requests_running{", "weft:num_requests_waiting{"))
+    ]
+    return len(lines) == 2 and all(line.endswith(" 0.0") for line in lines)
+
+
+def test_stored_responses_outlive_the_server(tmp_path):
+    path = str(tmp_path / "responses.db")
+    with serving(tmp_path, "--responses-db", path) as running, running.client() as openai:
+        first = openai.responses.create(model="builtin", input=ASKED, max_output_tokens=4)
+    with serving(tmp_path, "--responses-db", path) as running, running.client() as openai:
+        assert openai.responses.retrieve(first.id) == first
+
+
+def test_a_file_that_cannot_be_opened_is_refused(tmp_path):
+    file = str(tmp_path / "no" / "file.db")
+    with (
+        pytest.raises(AssertionError, match="Cannot open the stored responses"),
+        serving(tmp_path, "--responses-db", file),
+    ):
+        pass
