@@ -17,7 +17,7 @@ import openai
 import psutil
 
 WEFT = [sys.executable, "-m", "weft.cli"]
-SMALL = ["--threads", "1", "--kv-memory", "32MiB", "--max-num-seqs", "16"]
+SMALL = ["--threads", "1", "--kv-memory", "32MiB", "--max-num-seqs", "16", "--no-standby"]
 START_S = 60.0
 
 

@@ -69,6 +69,14 @@ class EngineConfig:
     steps_in_flight: int = setting(
         "int", 1, "launched steps that wait while the next is planned", low=0, high=1
     )
+    max_crashes: int = setting(
+        "int",
+        3,
+        "engine processes that may die of one request before it is given up; only those count "
+        "that nothing else can have killed",
+        low=1,
+        high=100,
+    )
     base_seed: int | None = setting(
         "int", None, "makes the seeds of requests without one repeatable", low=0, high=MAX_SEED
     )
@@ -189,6 +197,8 @@ class ResolvedConfig:
     """Nothing open: what the engine is built from.
 
     Attributes:
+        kv_memory: what there was for the KV.
+        kv_bytes: what it takes, in whole blocks.
         group_blocks: KV blocks of each group, in the order of ``Facts.groups``.
         limited_by_memory: whether ``max_model_len`` was lowered to what the KV memory holds.
     """
@@ -197,6 +207,7 @@ class ResolvedConfig:
     max_num_seqs: int
     max_num_batched_tokens: int
     block_size: int
+    kv_memory: int
     kv_bytes: int
     group_blocks: tuple[int, ...]
     limited_by_memory: bool
@@ -235,6 +246,7 @@ def resolve(config: EngineConfig, facts: Facts) -> ResolvedConfig:
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         block_size=config.block_size,
+        kv_memory=budget,
         kv_bytes=_bytes_of(config, facts, blocks),
         group_blocks=blocks,
         limited_by_memory=holds < wanted,

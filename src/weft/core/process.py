@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import select
+import signal
+import subprocess
 import threading
 
 from setproctitle import setproctitle
+
+from weft.core.errors import EngineDeadError
+
+STABLE_S = 10.0
+FIRST_DELAY_S = 0.1
+LONGEST_DELAY_S = 5.0
+MOST_DEATHS = 16
 
 
 def set_process_title(title: str) -> None:
@@ -30,3 +41,48 @@ def die_with(parent_pid: int) -> None:
 def _wait_and_exit(pidfd: int) -> None:
     select.select([pidfd], [], [])
     os._exit(1)
+
+
+async def exited(process: subprocess.Popen[bytes]) -> int:
+    """Wait until a child has ended; its exit code, negative for a signal."""
+    loop = asyncio.get_running_loop()
+    pidfd = os.pidfd_open(process.pid)
+    ended = asyncio.Event()
+    loop.add_reader(pidfd, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(pidfd)
+        os.close(pidfd)
+    return process.wait()
+
+
+def describe_exit(code: int) -> str:
+    """An exit code in words."""
+    if code >= 0:
+        return f"exit code {code}"
+    with contextlib.suppress(ValueError):
+        return f"signal {signal.Signals(-code).name}"
+    return f"signal {-code}"
+
+
+class Backoff:
+    """Delays before restarts: none after a first death, then 0.1 s doubling up to 5 s.
+
+    Who has lived for ``STABLE_S`` starts afresh.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._deaths = 0
+
+    def delay_s(self, lived_s: float, why: str) -> float:
+        """How long to wait after this death. Raises EngineDeadError at the 16th in a row."""
+        self._deaths = 1 if lived_s >= STABLE_S else self._deaths + 1
+        if self._deaths >= MOST_DEATHS:
+            raise EngineDeadError(
+                f"The {self._name} ended {self._deaths} times in a row, at last by {why}."
+            )
+        if self._deaths == 1:
+            return 0.0
+        return float(min(FIRST_DELAY_S * 2 ** (self._deaths - 2), LONGEST_DELAY_S))

@@ -18,6 +18,8 @@ class ServedModel:
         sampling_defaults: what ``SamplingParams`` takes for fields that a request leaves open.
         kernels: op name -> implementation.
         kv_blocks: KV blocks by group name.
+        weight_bytes: memory of the weights.
+        kv_memory: what was set or found for the KV, so that another engine gets the same.
         versions: of what the engine runs on.
     """
 
@@ -35,6 +37,8 @@ class ServedModel:
     sampling_defaults: Mapping[str, Any]
     kernels: Mapping[str, str]
     kv_blocks: Mapping[str, int]
+    weight_bytes: int
+    kv_memory: int
     versions: Mapping[str, str] = field(default_factory=dict)
 
     def to_json(self) -> str:

@@ -85,7 +85,7 @@ class Engine:
     started_ns: int = field(default_factory=time.monotonic_ns)
 
 
-def find_model(config: EngineConfig) -> Model:
+def find_model(config: EngineConfig, returning_bytes: int = 0) -> Model:
     """Find the model, read what it is, and choose dtype and kernels.
 
     Raises:
@@ -102,7 +102,7 @@ def find_model(config: EngineConfig) -> Model:
     facts = Facts(
         max_position_embeddings=spec.max_position_embeddings,
         weight_bytes=num_parameters(spec) * element,
-        available_bytes=available_memory(),
+        available_bytes=available_memory() + returning_bytes,
         groups=tuple(
             GroupFacts(group.name, group.window, group.bytes_per_token(element))
             for group in spec.kv_groups
@@ -111,29 +111,32 @@ def find_model(config: EngineConfig) -> Model:
     return Model(folder, spec, read_generation_defaults(folder), dtype, facts, ops)
 
 
-def settle(config: EngineConfig) -> tuple[Model, ResolvedConfig]:
+def settle(config: EngineConfig, returning_bytes: int = 0) -> tuple[Model, ResolvedConfig]:
     """Find the model and decide everything that is open.
 
     The spec depends on the longest sequence served (longrope factors; a window that no sequence
     outgrows is none), so it is read again once that length is known.
     """
-    model = find_model(config)
+    model = find_model(config, returning_bytes)
     resolved = resolve(config, model.facts)
     if resolved.max_model_len == config.max_model_len:
         return model, resolved
     limited = resolved.limited_by_memory
     config = replace(config, max_model_len=resolved.max_model_len)
-    model = find_model(config)
+    model = find_model(config, returning_bytes)
     return model, replace(resolve(config, model.facts), limited_by_memory=limited)
 
 
-def build_engine(config: EngineConfig) -> Engine:
+def build_engine(config: EngineConfig, returning_bytes: int = 0) -> Engine:
     """Load the model and put scheduler and executor around it.
+
+    Args:
+        returning_bytes: memory that another engine gives back before this one is used.
 
     Raises:
         WeftError: a typed error for everything that can be wrong with settings, model or memory.
     """
-    model, resolved = settle(config)
+    model, resolved = settle(config, returning_bytes)
     if resolved.limited_by_memory:
         logger.warning(
             "The KV memory holds %d tokens, so max_model_len is %d instead of the model's %d; "
@@ -210,6 +213,8 @@ def describe_served(config: EngineConfig, engine: Engine) -> ServedModel:
         sampling_defaults=model.sampling_defaults,
         kernels=model.ops.describe(),
         kv_blocks={group.name: blocks for group, blocks in groups},
+        weight_bytes=model.facts.weight_bytes,
+        kv_memory=resolved.kv_memory,
         versions={
             "weft": __version__,
             "python": platform.python_version(),

@@ -2,10 +2,11 @@
 
     python -m weft.engine.process --ring FDS [--ring FDS ...] --report FD --parent PID
 
-Settings come as one line of JSON on standard input; at another line, or its end, the engine ends.
-SIGTERM is ignored: whoever ends a whole group of processes wants running streams to finish first,
-and the parent decides when they have. One JSON line goes to the report descriptor when the engine
-is ready (``{"served": ...}``) or has failed (``{"error": ...}``).
+On standard input come settings as one line of JSON, then ``go`` once no other engine can touch the
+rings any more, then the end of it, or another line, which ends the engine. SIGTERM is ignored:
+whoever ends a whole group of processes wants running streams to finish first, and the parent
+decides when they have. To the report descriptor go ``{"served": ...}`` when the engine is built or
+``{"error": ...}`` if that has failed, and ``{"attached": ...}`` when it serves the rings.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ import signal
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from weft.core.config import EngineConfig
-from weft.core.errors import InvariantError, WeftError
+from weft.core.errors import WeftError
 from weft.core.logs import log_level, set_up_logs
 from weft.core.process import die_with, set_process_title
-from weft.engine.build import Engine, build_engine, describe_served
 from weft.engine.compiling import CompilingInbox
 from weft.engine.loop import EngineLoop
 from weft.engine.machine import WallClock
@@ -33,8 +34,12 @@ from weft.ring.inbox import RingInbox
 from weft.ring.layout import EngineInfo
 from weft.ring.segment import RingFds
 
+if TYPE_CHECKING:
+    from weft.engine.build import Engine
+
 INFO_EVERY_S = 0.25
 CHECK_EVERY_S = 10.0
+LOWEST_PRIORITY = 19
 
 
 def main() -> None:
@@ -43,39 +48,77 @@ def main() -> None:
     parser.add_argument("--ring", action="append", required=True)
     parser.add_argument("--report", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--background", action="store_true")
+    parser.add_argument("--returning-bytes", type=int, default=0)
     options = parser.parse_args()
-    set_process_title("weft-engine")
+    set_process_title("weft-standby" if options.background else "weft-engine")
     die_with(options.parent)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     report = os.fdopen(options.report, "w")
-    settings = json.loads(sys.stdin.readline())
-    inboxes: list[RingInbox] = []
-    threading.Thread(target=_stop_when_told, args=(inboxes,), daemon=True).start()
+    orders = _Orders()
     try:
-        config = EngineConfig.from_mapping(settings)
+        config = EngineConfig.from_mapping(orders.settings)
         set_up_logs("engine", log_level(config.log_level), config.log_format)
-        engine = build_engine(config)
+        engine, served = _build(config, options.returning_bytes, options.background)
+        _tell(report, {"served": served})
+        orders.go.wait()
+        set_process_title("weft-engine")
         inbox = RingInbox(
             [RingFds.parse(text) for text in options.ring],
             vocab_size=engine.model.spec.vocab_size,
+            max_crashes=config.max_crashes,
         )
     except WeftError as error:
         _tell(report, {"error": {"type": type(error).__name__, "message": error.message}})
         sys.exit(1)
-    inboxes.append(inbox)
+    orders.inbox = inbox
     inbox.write_info(_info(engine, ready=True))
-    _tell(report, {"served": describe_served(config, engine).to_json()})
+    _tell(report, {"attached": os.getpid()})
     sys.exit(_serve(engine, inbox))
 
 
-def _stop_when_told(inboxes: list[RingInbox]) -> None:
-    """End the loop, or the process at once while it still builds the engine."""
-    sys.stdin.readline()
-    if not inboxes:
-        os._exit(0)
-    for inbox in inboxes:
-        inbox.stop()
+class _Orders:
+    """What the parent says on standard input.
+
+    Attributes:
+        settings: the first line.
+        go: set when the rings may be touched.
+        inbox: what to stop when the parent says so; before there is one the process ends at once.
+    """
+
+    def __init__(self) -> None:
+        self.settings: dict[str, Any] = json.loads(sys.stdin.readline())
+        self.go = threading.Event()
+        self.inbox: RingInbox | None = None
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        while sys.stdin.readline() == "go\n":
+            self.go.set()
+        if self.inbox is None:
+            os._exit(0)
+        self.inbox.stop()
+
+
+def _build(config: EngineConfig, returning_bytes: int, background: bool) -> tuple[Engine, str]:
+    """Import and build, in the background on a thread that leaves the cores to everybody else.
+
+    A thread's priority cannot be raised again; those that compute are started later, by others.
+    """
+
+    def work() -> tuple[Engine, str]:
+        if background:
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
+        from weft.engine.build import build_engine, describe_served
+
+        engine = build_engine(config, returning_bytes)
+        return engine, describe_served(config, engine).to_json()
+
+    if not background:
+        return work()
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result()
 
 
 def _serve(engine: Engine, inbox: RingInbox) -> int:
@@ -96,9 +139,8 @@ def _serve(engine: Engine, inbox: RingInbox) -> int:
             if not busy:
                 inbox.wait()
         loop.drain()
-    except Exception as error:
-        loop.abandon()
-        inbox.fail(InvariantError(f"The engine stopped: {type(error).__name__}: {error}"))
+    except Exception:
+        loop.abandon()  # what is open stays open, for the next engine
         raise
     finally:
         inbox.write_info(_info(engine, ready=False))

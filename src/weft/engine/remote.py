@@ -29,18 +29,31 @@ class EngineProcess:
     """A child process that runs ``weft.engine.process``.
 
     Attributes:
-        report: where its one line will come.
+        report: where its lines will come.
     """
 
     process: subprocess.Popen[bytes]
     report: IO[str]
 
     @classmethod
-    def start(cls, settings: Mapping[str, Any], rings: Sequence[RingFds]) -> EngineProcess:
-        """Start it; ``wait_until_ready`` says whether that went well."""
+    def start(
+        cls,
+        settings: Mapping[str, Any],
+        rings: Sequence[RingFds],
+        *,
+        background: bool = False,
+        returning_bytes: int = 0,
+    ) -> EngineProcess:
+        """Start it; it builds the engine, and touches the rings in ``wait_until_ready``.
+
+        Args:
+            background: build at the lowest priority.
+            returning_bytes: memory that another engine gives back before this one is used.
+        """
         read_end, write_end = os.pipe()
         command = [sys.executable, "-m", "weft.engine.process", "--report", str(write_end)]
-        command += ["--parent", str(os.getpid())]
+        command += ["--parent", str(os.getpid()), "--returning-bytes", str(returning_bytes)]
+        command += ["--background"] * background
         for ring in rings:
             command += ["--ring", str(ring)]
         inherited = [write_end, *(fd for ring in rings for fd in ring.pass_fds)]
@@ -52,19 +65,34 @@ class EngineProcess:
             env={**MEMORY_SETTINGS, **os.environ},
         )
         os.close(write_end)
-        assert process.stdin is not None
-        process.stdin.write(json.dumps(dict(settings)).encode() + b"\n")
-        process.stdin.flush()
-        return cls(process, os.fdopen(read_end))
+        engine = cls(process, os.fdopen(read_end))
+        engine._say(json.dumps(dict(settings)))
+        return engine
 
     def wait_until_ready(self) -> ServedModel:
-        """Wait for the report. Raises the typed error with which the engine failed to start."""
-        line = self.report.readline()
+        """Let it serve the rings as soon as it is built, and wait for that.
+
+        Every engine that had the rings before must be dead. Raises the typed error with which the
+        engine failed to start.
+        """
+        self._say("go")
+        served = read_report(self._hear())
+        self._hear()  # that it is attached
         self.report.close()
+        return served
+
+    def _say(self, line: str) -> None:
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # whoever listens will hear that it is dead
+            self.process.stdin.write(line.encode() + b"\n")
+            self.process.stdin.flush()
+
+    def _hear(self) -> str:
+        line = self.report.readline()
         if not line:
             code = self.process.wait()
             raise EngineDeadError(f"The engine ended while it was starting (exit code {code}).")
-        return read_report(line)
+        return line
 
     def stop(self) -> int:
         """End the process and return its exit code."""

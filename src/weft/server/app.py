@@ -219,7 +219,7 @@ class _Handlers:
     async def ready(self, _: Request) -> Response:
         if self._service.ready:
             return json_response({"status": "ready"})
-        status = "draining" if self._service.draining else "starting"
+        status = "draining" if self._service.draining else "recovering"
         return json_response({"status": status}, 503)
 
     async def metrics(self, _: Request) -> Response:

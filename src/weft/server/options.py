@@ -107,6 +107,23 @@ class ServerOptions:
     tokenizer_threads: int = setting(
         "int", 2, "threads that tokenise long prompts beside the event loop", low=1, high=64
     )
+    frontends: int = setting(
+        "int", 1, "processes that tokenise and serve HTTP on the same port", low=1, high=64
+    )
+    standby: bool | None = setting(
+        "bool",
+        None,
+        "keep a second engine ready to take over from one that dies; unset does so if the weights "
+        "are small beside the free memory",
+    )
+    watchdog_s: float = setting(
+        "float",
+        300.0,
+        "seconds without a sign of life, which must be more than the longest step takes, after "
+        "which an engine is killed and replaced",
+        low=1,
+        high=86400,
+    )
     drain_timeout_s: float = setting(
         "float", 30.0, "seconds that open requests get to finish on SIGTERM", low=0, high=86400
     )

@@ -1,9 +1,10 @@
 """The request-plane process: tokenises, serves HTTP, and speaks with the engine through a ring.
 
-    python -m weft.server.process --ring FDS --socket FD --card FD --engine-pid PID --parent PID
+    python -m weft.server.process --ring FDS --socket FD --card FD --parent PID [--announce]
 
 Settings come as JSON on standard input, the model's facts as one JSON line on the card descriptor
-once the engine is ready.
+once the engine is ready. The parent keeps an engine at the ring: while there is none, requests
+wait in it. Several of these processes may share the listening socket.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from weft.core.process import die_with, set_process_title
 from weft.core.served import ServedModel
 from weft.ring.client import RingClient
 from weft.ring.segment import RingFds
+from weft.server.keeper import EXIT_REFUSED
 from weft.server.main import run_server
 from weft.server.options import ServerOptions
 from weft.server.probe import Load
@@ -39,8 +41,9 @@ def main() -> None:
     """Serve until SIGTERM; exit code 0 then."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--ring", required=True)
-    for name in ("--socket", "--card", "--engine-pid", "--parent"):
+    for name in ("--socket", "--card", "--parent"):
         parser.add_argument(name, type=int, required=True)
+    parser.add_argument("--announce", action="store_true")
     arguments = parser.parse_args()
     set_process_title("weft-frontend")
     die_with(arguments.parent)
@@ -54,7 +57,7 @@ def main() -> None:
         _serve(arguments, settings, ServedModel.from_json(line))
     except WeftError as error:
         print(f"weft: {error.message}", file=sys.stderr)
-        sys.exit(1)
+        sys.exit(EXIT_REFUSED)
 
 
 def _serve(arguments: argparse.Namespace, settings: Mapping[str, Any], served: ServedModel) -> None:
@@ -63,11 +66,11 @@ def _serve(arguments: argparse.Namespace, settings: Mapping[str, Any], served: S
     tokenizer = Tokenizer.load(Path(settings["tokenizer"] or served.folder))
     template = _chat_template(served, settings["chat_template"])
     client = RingClient(RingFds.parse(arguments.ring))
-    client.watch_engine(os.pidfd_open(arguments.engine_pid))
 
     def on_listening(address: str) -> None:
         client.attach(asyncio.get_running_loop())
-        print(f"weft: serving {served.name} on {address}", file=sys.stderr, flush=True)
+        if arguments.announce:
+            print(f"weft: serving {served.name} on {address}", file=sys.stderr, flush=True)
 
     run_server(
         client,

@@ -1,0 +1,146 @@
+"""Keeps an engine process at the rings: restarts it, with a standby that takes over at once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import psutil
+
+from weft.core.errors import WeftError
+from weft.core.process import Backoff, describe_exit, exited
+from weft.core.served import ServedModel
+from weft.engine.machine import available_memory
+from weft.engine.remote import EngineProcess
+from weft.ring._native import Page
+from weft.ring.segment import RingFds
+
+TICK_S = 0.5
+STANDBY_BYTES = 512 * 2**20  # of a standby beside its weights
+STANDBY_SHARE = 0.25  # of the free memory, up to which a standby is kept without being asked for
+
+logger = logging.getLogger("weft")
+
+
+class EngineKeeper:
+    """One engine serves the rings; when it dies or hangs, the next one takes over.
+
+    An engine may touch the rings only after the one before it has been waited for. The next one is
+    a standby where there is one: built, its imports done and its weights mapped.
+
+    Args:
+        standby: None keeps one if it takes little of the free memory.
+        watchdog_s: seconds without a sign of life after which an engine is killed.
+    """
+
+    def __init__(
+        self,
+        settings: Mapping[str, Any],
+        rings: Sequence[RingFds],
+        *,
+        standby: bool | None,
+        watchdog_s: float,
+    ) -> None:
+        self._settings = dict(settings)
+        self._rings = rings
+        self._pages = [Page(ring.memory) for ring in rings]
+        self._standby = standby
+        self._watchdog_s = watchdog_s
+        self._backoff = Backoff("engine")
+        self._active: EngineProcess | None = None
+        self._next: EngineProcess | None = None
+        self._since = 0.0
+
+    async def start(self) -> ServedModel:
+        """Start the first engine. Raises the error with which it failed."""
+        self._active = EngineProcess.start(self._settings, self._rings)
+        served = await asyncio.to_thread(self._active.wait_until_ready)
+        self._since = time.monotonic()
+        # What follows from the free memory must not change with the engine.
+        self._settings |= {"kv_memory": served.kv_memory, "max_model_len": served.max_model_len}
+        if self._standby is None:
+            free = available_memory() - served.kv_memory
+            self._standby = served.weight_bytes + STANDBY_BYTES <= free * STANDBY_SHARE
+        return served
+
+    async def run(self) -> None:
+        """Keep an engine at the rings; returns only by an error.
+
+        Raises:
+            EngineDeadError: one engine after the other has died.
+        """
+        while True:
+            code = await self._death()
+            for page in self._pages:
+                page.not_ready()
+            await self._replace(describe_exit(code))
+
+    async def _death(self) -> int:
+        """Wait for the end of the active engine; meanwhile keep a standby and an eye on it."""
+        assert self._active is not None
+        death = asyncio.create_task(exited(self._active.process))
+        while not (await asyncio.wait([death], timeout=TICK_S))[0]:
+            if self._standby:
+                self._keep_standby()
+            if time.monotonic() - self._last_sign() > self._watchdog_s:
+                logger.error("The engine gives no sign of life; it is killed and replaced.")
+                self._active.process.kill()
+        return death.result()
+
+    def _last_sign(self) -> float:
+        """When the active engine last said something, in monotonic seconds."""
+        info = self._pages[0].info()
+        return max(info.get("updated_ns", 0) / 1e9, self._since)
+
+    def _keep_standby(self) -> None:
+        if self._next is not None and self._next.process.poll() is None:
+            return
+        if self._next is not None:
+            code = self._next.stop()
+            self._next = None
+            self._standby = False
+            logger.warning("The standby engine ended (%s); there is none now.", describe_exit(code))
+            return
+        assert self._active is not None
+        try:
+            returning_bytes = psutil.Process(self._active.process.pid).memory_info().rss
+        except psutil.NoSuchProcess:
+            return
+        self._next = EngineProcess.start(
+            self._settings, self._rings, background=True, returning_bytes=returning_bytes
+        )
+
+    async def _replace(self, why: str) -> None:
+        """Let the next engine take over that starts; wait longer after each failure."""
+        while True:
+            delay_s = self._backoff.delay_s(time.monotonic() - self._since, why)
+            logger.warning("The engine ended (%s); the next one takes over.", why)
+            await asyncio.sleep(delay_s)
+            self._active, self._next = self._next or self._start(), None
+            self._since = time.monotonic()
+            try:
+                await asyncio.to_thread(self._active.wait_until_ready)
+            except WeftError as error:
+                self._active.process.kill()
+                self._active.stop()
+                why = error.message
+            else:
+                logger.warning(
+                    "Engine %d has taken over after %.2f s.",
+                    self._active.process.pid,
+                    time.monotonic() - self._since,
+                )
+                self._since = time.monotonic()
+                return
+
+    def _start(self) -> EngineProcess:
+        return EngineProcess.start(self._settings, self._rings)
+
+    def stop(self) -> None:
+        """End all engines."""
+        for engine in (self._next, self._active):
+            if engine is not None:
+                engine.stop()

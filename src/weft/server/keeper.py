@@ -1,0 +1,119 @@
+"""Keeps a request-plane process at its ring and at the port: restarts it until it is to end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from weft.core.errors import EngineDeadError
+from weft.core.process import Backoff, describe_exit, exited
+from weft.ring.segment import RingFds
+
+EXIT_REFUSED = 3  # of a request plane that cannot work with these settings
+
+logger = logging.getLogger("weft")
+
+
+class FrontendKeeper:
+    """One request plane, and its successors on the same ring and listening socket.
+
+    Args:
+        settings: what the process reads from standard input.
+        card: the engine's facts as JSON, once there is an engine.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        settings: Mapping[str, Any],
+        ring: RingFds,
+        listener: socket.socket,
+        card: asyncio.Future[str],
+    ) -> None:
+        self._number = number
+        self._settings = settings
+        self._ring = ring
+        self._listener = listener
+        self._card = card
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ending = asyncio.Event()
+
+    async def run(self) -> None:
+        """Keep a request plane running until ``end``, and wait until it has ended.
+
+        Raises:
+            EngineDeadError: one after the other has died, or refused to work.
+        """
+        backoff = Backoff("request plane")
+        first = True
+        while not self._ending.is_set():
+            started = time.monotonic()
+            code = await self._live(first and self._number == 0)
+            if self._ending.is_set():
+                return
+            why = describe_exit(code)
+            if code == EXIT_REFUSED:
+                raise EngineDeadError(f"The request plane ended ({why}).")
+            delay_s = backoff.delay_s(time.monotonic() - started, why)
+            logger.warning("Request plane %d ended (%s); it is restarted.", self._number, why)
+            first = False
+            try:
+                await asyncio.wait_for(self._ending.wait(), delay_s)
+            except TimeoutError:
+                continue
+
+    def end(self) -> None:
+        """Ask it to finish what is open and end; a second time, to end at once."""
+        self._ending.set()
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
+
+    def kill(self) -> None:
+        """End it without asking."""
+        self._ending.set()
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+
+    async def _live(self, announce: bool) -> int:
+        """One request plane from its start to its end; its exit code."""
+        read_end, write_end = os.pipe()
+        process = self._process = self._start(read_end, announce)
+        os.close(read_end)
+        feeding = asyncio.create_task(self._feed(write_end))
+        try:
+            return await exited(process)
+        finally:
+            feeding.cancel()
+            await asyncio.wait([feeding])
+
+    def _start(self, card: int, announce: bool) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "weft.server.process", "--parent", str(os.getpid())]
+        command += ["--ring", str(self._ring), "--card", str(card)]
+        command += ["--socket", str(self._listener.fileno())]
+        command += ["--announce"] * announce
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            pass_fds=[card, self._listener.fileno(), *self._ring.pass_fds],
+            start_new_session=True,
+        )
+        assert process.stdin is not None
+        try:
+            process.stdin.write(json.dumps(self._settings).encode())
+            process.stdin.close()
+        except BrokenPipeError:
+            pass  # it is dead already, which is noticed elsewhere
+        return process
+
+    async def _feed(self, card: int) -> None:
+        """Hand over the engine's facts as soon as they are known."""
+        with os.fdopen(card, "w") as pipe:
+            pipe.write(await asyncio.shield(self._card) + "\n")

@@ -1,0 +1,289 @@
+"""Processes of a running server are killed: streams go on, others are undisturbed, nothing stays."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from live import SMALL, START_S, WEFT, Server, eventually, serving, wait_until_ready
+
+STREAMS = 16
+TOKENS = 150
+POISON = 3999  # first token of a prompt that kills the engine of `poisoned`
+
+
+def body(number: int, tokens: int = TOKENS) -> dict:
+    """Every other one greedy, every other one sampled."""
+    draw = random.Random(number)
+    return {
+        "model": "builtin",
+        "prompt": [draw.randrange(100, 3900) for _ in range(8 + 5 * number)],
+        "max_tokens": tokens,
+        "temperature": number % 2,
+        "seed": number,
+        "ignore_eos": True,
+        "stream": True,
+        "return_token_ids": True,
+    }
+
+
+class Stream(threading.Thread):
+    """Reads one stream to its end, whatever happens to the server meanwhile."""
+
+    def __init__(self, url: str, asked: dict) -> None:
+        super().__init__(daemon=True)
+        self.tokens: list[int] = []
+        self.text = ""
+        self.finish = ""
+        self.problem = ""
+        self._url, self._asked = url, asked
+        self.start()
+
+    def run(self) -> None:
+        try:
+            with httpx.stream(
+                "POST", f"{self._url}/v1/completions", json=self._asked, timeout=120
+            ) as answer:
+                assert answer.status_code == 200, answer.read()
+                for line in answer.iter_lines():
+                    self._read(line)
+        except Exception as error:
+            self.problem = repr(error)
+
+    def _read(self, line: str) -> None:
+        if not line or line == "data: [DONE]":
+            return
+        event = json.loads(line.removeprefix("data: "))
+        if "error" in event:
+            self.problem = event["error"]["code"]
+            return
+        for choice in event["choices"]:
+            self.tokens += choice.get("token_ids") or []
+            self.text += choice["text"]
+            self.finish = choice["finish_reason"] or self.finish
+
+    def outcome(self) -> tuple[list[int], str, str, str]:
+        self.join(120)
+        assert not self.is_alive()
+        return self.tokens, self.text, self.finish, self.problem
+
+
+def start(server: Server, count: int = STREAMS, tokens: int = TOKENS) -> list[Stream]:
+    return [Stream(server.url, body(number, tokens)) for number in range(count)]
+
+
+def said(streams: list[Stream]) -> int:
+    return sum(len(stream.tokens) for stream in streams)
+
+
+def engine(server: Server) -> psutil.Process:
+    """The engine that serves, once it does."""
+    eventually(lambda: "weft-engine" in server.children(), START_S)
+    return server.children()["weft-engine"]
+
+
+def frontends(server: Server) -> list[psutil.Process]:
+    found = psutil.Process(server.process.pid).children()
+    return [child for child in found if child.cmdline()[:1] == ["weft-frontend"]]
+
+
+def idle(server: Server) -> bool:
+    """Whether no sequence runs or waits and no block is held."""
+    gauges = ("weft:num_requests", "weft:kv_cache")
+    lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+    return not any(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(gauges))
+
+
+@pytest.mark.parametrize("standby", ["--standby", "--no-standby"])
+def test_killed_engines_are_no_more_than_a_pause(tmp_path, standby):
+    draw = random.Random(standby)
+    with serving(tmp_path, standby) as server:
+        undisturbed = [stream.outcome() for stream in start(server)]
+        assert all(finish == "length" for _, _, finish, _ in undisturbed)
+        streams = start(server)
+        for moment in (0, *sorted(draw.sample(range(1, STREAMS * TOKENS * 3 // 4), 3))):
+            eventually(lambda moment=moment: said(streams) >= moment, START_S)
+            victim = engine(server)
+            victim.kill()
+            eventually(lambda victim=victim: not victim.is_running(), START_S)
+        assert [stream.outcome() for stream in streams] == undisturbed
+        eventually(lambda: idle(server))
+
+
+def test_a_killed_request_plane_disturbs_no_other(tmp_path):
+    with serving(tmp_path, "--frontends", "2") as server:
+        undisturbed = [stream.outcome() for stream in start(server)]
+        eventually(lambda: len(frontends(server)) == 2)
+        before = engine(server).pid
+        streams = start(server)
+        eventually(lambda: all(stream.tokens for stream in streams), START_S)
+        victim = max(frontends(server), key=lambda plane: len(plane.net_connections()))
+        victim.kill()
+        for _ in range(20):  # the port stays open: nobody is refused
+            assert httpx.get(f"{server.url}/health", timeout=START_S).status_code == 200
+        ends = [stream.outcome() for stream in streams]
+        broken = [end for end in ends if end[3]]
+        assert 0 < len(broken) < STREAMS
+        assert [end for end in ends if not end[3]] == [
+            right for right, end in zip(undisturbed, ends, strict=True) if not end[3]
+        ]
+        for (tokens, *_), (right, *_) in zip(ends, undisturbed, strict=True):
+            assert tokens == right[: len(tokens)]
+        eventually(lambda: len(frontends(server)) == 2 and idle(server), START_S)
+        assert engine(server).pid == before
+
+
+def test_everything_may_be_killed_at_once_but_the_supervisor(tmp_path):
+    with serving(tmp_path, "--frontends", "2", "--standby") as server:
+        eventually(lambda: "weft-standby" in server.children(), START_S)
+        for child in psutil.Process(server.process.pid).children():
+            child.kill()
+        wait_until_ready(server)
+        (stream,) = start(server, 1, 5)
+        assert len(stream.outcome()[0]) == 5
+
+
+def test_requests_wait_for_the_next_engine(tmp_path):
+    with serving(tmp_path) as server:
+        engine(server).kill()
+        supervisor = psutil.Process(server.process.pid)
+
+        def starting() -> list[psutil.Process]:
+            children = supervisor.children()
+            return [child for child in children if "weft.engine.process" in child.cmdline()]
+
+        eventually(starting)
+        (successor,) = starting()
+        successor.suspend()
+        ready = httpx.get(f"{server.url}/ready")
+        assert (ready.status_code, ready.json()) == (503, {"status": "recovering"})
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        streams = start(server, 3, 8)
+        time.sleep(0.2)
+        assert not said(streams)
+        successor.resume()
+        assert all(end[2:] == ("length", "") for end in (s.outcome() for s in streams))
+        assert httpx.get(f"{server.url}/ready").status_code == 200
+
+
+def test_a_stopped_engine_is_replaced(tmp_path):
+    with serving(tmp_path, "--watchdog-s", "2") as server:
+        undisturbed = [stream.outcome() for stream in start(server, 4)]
+        streams = start(server, 4)
+        eventually(lambda: said(streams) > 20, START_S)
+        stopped = engine(server)
+        stopped.suspend()
+        assert [stream.outcome() for stream in streams] == undisturbed
+        assert not stopped.is_running()
+        assert "no sign of life" in server.errors.read_text()
+
+
+POISONED = textwrap.dedent("""
+    # Run by every Python process with this folder on its path; concerns engines only.
+    import os, signal, sys
+    if "weft.engine.process" in sys.orig_argv:
+        from weft.exec.eager import EagerExecutor
+        launch, poisoned = EagerExecutor.launch, set()
+        def deadly(self, plan):
+            poisoned.difference_update(plan.drop)
+            poisoned.update(add.row for add in plan.add if add.tokens[0] == {POISON})
+            if any(poisoned.intersection(batch.rows) for batch in plan.batches):
+                os.kill(os.getpid(), signal.SIGSEGV)
+            return launch(self, plan)
+        EagerExecutor.launch = deadly
+""")
+
+
+def test_a_poison_request_fails_alone(tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text(POISONED.replace("{POISON}", str(POISON)))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ['PYTHONPATH']}")
+    with serving(tmp_path, "--standby", "--max-crashes", "1") as server:
+        undisturbed = [stream.outcome() for stream in start(server, 8)]
+        streams = start(server, 8)
+        eventually(lambda: all(stream.tokens for stream in streams), START_S)
+        poison = Stream(server.url, body(0) | {"prompt": [POISON, 200, 300]})
+        assert [stream.outcome() for stream in streams] == undisturbed
+        assert poison.outcome() == ([], "", "", "request_crashed")
+        assert server.errors.read_text().count("SIGSEGV") == 3  # two in company, one alone
+        (stream,) = start(server, 1, 5)
+        assert stream.outcome()[2:] == ("length", "")
+
+
+def test_an_engine_that_dies_during_the_drain_is_replaced(tmp_path):
+    with serving(tmp_path, "--frontends", "2", "--standby") as server:
+        undisturbed = [stream.outcome() for stream in start(server)]
+        streams = start(server)
+        eventually(lambda: all(stream.tokens for stream in streams), START_S)
+        with httpx.Client(base_url=server.url) as kept:
+            assert kept.get("/ready").status_code == 200
+            server.process.send_signal(signal.SIGTERM)
+            eventually(lambda: kept.get("/ready").status_code == 503)
+        engine(server).kill()
+        assert [stream.outcome() for stream in streams] == undisturbed
+        assert server.process.wait(30) == 0
+
+
+def test_what_does_not_end_in_time_ends_with_an_error(tmp_path):
+    with serving(tmp_path, "--frontends", "2", "--drain-timeout-s", "0.5") as server:
+        streams = start(server, 4, 1900)
+        eventually(lambda: all(stream.tokens for stream in streams), START_S)
+        server.process.send_signal(signal.SIGTERM)
+        assert {stream.outcome()[3] for stream in streams} == {"shutting_down"}
+        assert server.process.wait(30) == 0
+
+
+def test_a_killed_supervisor_leaves_nothing(tmp_path):
+    """Processes, shared memory and the port go; a dead socket's path is taken over."""
+    path = tmp_path / "weft.sock"
+    command = [*WEFT, "serve", "--uds", str(path), "--frontends", "2", *SMALL, "--standby"]
+    before = set(os.listdir("/dev/shm"))
+    transport = httpx.HTTPTransport(uds=str(path))
+    with httpx.Client(transport=transport, base_url="http://weft", timeout=START_S) as client:
+        for _ in range(2):
+            process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+            eventually(lambda: ready_on(client), START_S)
+            family = psutil.Process(process.pid).children(recursive=True)
+            assert len(family) >= 3
+            process.kill()
+            process.wait()
+            assert psutil.wait_procs(family, timeout=15)[1] == []
+            assert set(os.listdir("/dev/shm")) <= before
+            assert path.exists()
+            with pytest.raises(httpx.ConnectError):
+                client.get("/health")
+
+
+def ready_on(client: httpx.Client) -> bool:
+    with contextlib.suppress(httpx.HTTPError):
+        return client.get("/ready").status_code == 200
+    return False
+
+
+def test_engines_that_cannot_start_any_more_end_the_server(tmp_path):
+    """The folder of the model is gone: the back-off ends, and with it the server, with a reason."""
+    import weft
+
+    model = tmp_path / "model"
+    model.mkdir()
+    for file in (Path(weft.__file__).parent / "builtin").iterdir():
+        (model / file.name).write_bytes(file.read_bytes())
+    with serving(tmp_path, "--model", str(model), "--served-model-name", "builtin") as server:
+        (stream,) = start(server, 1, 1900)
+        eventually(lambda: bool(stream.tokens), START_S)
+        (model / "config.json").unlink()
+        engine(server).kill()
+        assert stream.outcome()[3] == "shutting_down"
+        assert server.process.wait(60) == 1
+        assert "in a row" in server.errors.read_text()
