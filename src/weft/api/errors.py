@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from weft.core.errors import NonFiniteLogitsError, ParameterError, WeftError, suggest
+from weft.core.errors import (
+    NonFiniteLogitsError,
+    ParameterError,
+    RequestCrashedError,
+    WeftError,
+    suggest,
+)
 from weft.core.logs import REQUEST_ID
 
 
@@ -57,6 +63,8 @@ class CancelledError(WeftError):
     code = "request_cancelled"
 
 
+_TELLING = {NonFiniteLogitsError.code, RequestCrashedError.code}  # of the errors with status 500
+
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
@@ -74,9 +82,7 @@ def error_object(
 
 def describe_error(error: Exception) -> tuple[int, dict[str, Any]]:
     """Return the HTTP status and the body for an error; bugs show nothing of their inside."""
-    if isinstance(error, WeftError) and (
-        error.http_status != 500 or error.code == NonFiniteLogitsError.code
-    ):
+    if isinstance(error, WeftError) and (error.http_status != 500 or error.code in _TELLING):
         status, message, code = error.http_status, error.message, error.code
         return status, error_object(message, status=status, code=code, param=error.param)
     message = f"Internal error; the log of the server has the details of {REQUEST_ID.get()}."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,8 @@ from weft.ring._native import Page
 from weft.ring.segment import RingFds
 
 TICK_S = 0.5
+MOST_FAILURES = 4  # engines that cannot start, one after the other
+STANDBY_PAUSE_S = 30.0  # after one that has died while it waited
 STANDBY_BYTES = 512 * 2**20  # of a standby beside its weights
 STANDBY_SHARE = 0.25  # of the free memory, up to which a standby is kept without being asked for
 
@@ -53,6 +56,7 @@ class EngineKeeper:
         self._active: EngineProcess | None = None
         self._next: EngineProcess | None = None
         self._since = 0.0
+        self._standby_at = 0.0
 
     async def start(self) -> ServedModel:
         """Start the first engine. Raises the error with which it failed."""
@@ -71,6 +75,7 @@ class EngineKeeper:
 
         Raises:
             EngineDeadError: one engine after the other has died.
+            WeftError: what keeps engines from starting again.
         """
         while True:
             code = await self._death()
@@ -79,7 +84,7 @@ class EngineKeeper:
             await self._replace(describe_exit(code))
 
     async def _death(self) -> int:
-        """Wait for the end of the active engine; meanwhile keep a standby and an eye on it."""
+        """Wait for the end of the active engine; meanwhile keep a standby, and an eye on both."""
         assert self._active is not None
         death = asyncio.create_task(exited(self._active.process))
         while not (await asyncio.wait([death], timeout=TICK_S))[0]:
@@ -96,25 +101,26 @@ class EngineKeeper:
         return max(info.get("updated_ns", 0) / 1e9, self._since)
 
     def _keep_standby(self) -> None:
-        if self._next is not None and self._next.process.poll() is None:
-            return
-        if self._next is not None:
-            code = self._next.stop()
-            self._next = None
-            self._standby = False
-            logger.warning("The standby engine ended (%s); there is none now.", describe_exit(code))
-            return
-        assert self._active is not None
-        try:
-            returning_bytes = psutil.Process(self._active.process.pid).memory_info().rss
-        except psutil.NoSuchProcess:
-            return
-        self._next = EngineProcess.start(
-            self._settings, self._rings, background=True, returning_bytes=returning_bytes
-        )
+        if self._next is not None and self._next.process.poll() is not None:
+            try:
+                self._next.wait_until_ready()
+            except WeftError as error:
+                logger.warning("There is no standby engine at present. %s", error.message)
+            self._next.stop()
+            self._next, self._standby_at = None, time.monotonic() + STANDBY_PAUSE_S
+        if self._next is None and time.monotonic() >= self._standby_at:
+            assert self._active is not None
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self._next = EngineProcess.start(
+                    self._settings,
+                    self._rings,
+                    background=True,
+                    returning_bytes=psutil.Process(self._active.process.pid).memory_info().rss,
+                )
 
     async def _replace(self, why: str) -> None:
         """Let the next engine take over that starts; wait longer after each failure."""
+        failures = 0
         while True:
             delay_s = self._backoff.delay_s(time.monotonic() - self._since, why)
             logger.warning("The engine ended (%s); the next one takes over.", why)
@@ -126,7 +132,9 @@ class EngineKeeper:
             except WeftError as error:
                 self._active.process.kill()
                 self._active.stop()
-                why = error.message
+                why, failures = error.message, failures + 1
+                if failures == MOST_FAILURES:
+                    raise
             else:
                 logger.warning(
                     "Engine %d has taken over after %.2f s.",
