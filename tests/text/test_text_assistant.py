@@ -12,21 +12,20 @@ from hypothesis import strategies as st
 from weft.core.errors import ConfigError
 from weft.text import ChatTemplate
 from weft.text.assistant import (
-    AssistantParser,
     Content,
     Event,
     ToolArguments,
     ToolCall,
 )
-from weft.text.dialect import Dialect, choose_dialect
+from weft.text.dialect import Dialect, Reading, choose_dialect
 
-NAMES = ("get_weather", "add")
+NAMES = frozenset({"get_weather", "add"})
 WEATHER = '{"city": "P\\"a}r{is", "days": [1, 2, {"x": "]"}]}'
 
 
 def read(dialect: Dialect, pieces: list[str], opened: bool = False) -> list[Event]:
     """The events of a turn that comes in these pieces."""
-    parser = dialect.parser(tools=NAMES, opened=opened) or AssistantParser()
+    parser = Reading(dialect, NAMES, opened).parser()
     return [event for piece in pieces for event in parser.push(piece)] + parser.flush()
 
 
@@ -176,8 +175,7 @@ def test_arguments_come_as_they_are_written(value):
 
 
 def test_arguments_stream_and_text_is_held_only_where_it_must():
-    parser = HERMES.parser(tools=NAMES)
-    assert parser is not None
+    parser = Reading(HERMES, NAMES).parser()
     assert parser.push("Hello") == [Content("Hello")]
     assert parser.push(" <tool") == []
     assert parser.push('_call>{"name": "f", "arguments"') == []

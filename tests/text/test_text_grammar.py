@@ -203,9 +203,9 @@ def test_a_model_without_an_end_has_no_structured_output(tokenizer):
 
 
 ADD = Function(
-    "add", '{"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}'
+    "add", schema({"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]})
 )
-NOW = Function("now", '{"type": "object", "additionalProperties": false}')
+NOW = Function("now", schema({"type": "object", "additionalProperties": False}))
 CALLS = {
     "hermes": [
         '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>',

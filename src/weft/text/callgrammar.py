@@ -9,12 +9,10 @@ from typing import Any
 
 from weft.core.errors import GrammarError
 from weft.text.dialect import REASONING_MARKERS, TOOL_PARSERS, Dialect
-from weft.text.grammar import json_schema_grammar, quote
+from weft.text.grammar import quote
 from weft.text.tokenizer import Tokenizer
 
 _TEXT = "TEXT: /(?s:.*)/"
-NO_ARGUMENTS = '{"type": "object", "properties": {}, "additionalProperties": false}'
-ANY_ARGUMENTS = '{"type": "object"}'
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +20,11 @@ class Function:
     """A function that may be called.
 
     Attributes:
-        schema: JSON Schema of its arguments as JSON text.
+        arguments: grammar of its arguments.
     """
 
     name: str
-    schema: str
+    arguments: str
 
 
 def turn_grammar(
@@ -42,7 +40,7 @@ def turn_grammar(
     """Return the grammar of a turn.
 
     Args:
-        functions: may be called, with arguments that satisfy their schemas.
+        functions: may be called.
         forced: at least one call must come. Otherwise free text may, or ``body`` where it is set.
         parallel: several calls may come.
         body: grammar of the answer.
@@ -50,7 +48,7 @@ def turn_grammar(
             where the model marks it and the prompt has not opened it.
 
     Raises:
-        GrammarError: a schema is wrong, too large, or cannot be guaranteed.
+        GrammarError: there are functions, but the model has no form of calls.
     """
     spell = _speller(tokenizer)
     grammars: list[dict[str, Any]] = []
@@ -60,8 +58,7 @@ def turn_grammar(
         if dialect.tools is None:
             raise GrammarError("no form of tool calls is known for this model")
         grammars += [
-            _named(f"arguments_{i}", json_schema_grammar(function.schema))
-            for i, function in enumerate(functions)
+            _named(f"arguments_{i}", function.arguments) for i, function in enumerate(functions)
         ]
         answer = _CALLS[dialect.tools](
             _Calls(functions, spell, rules, forced or body is not None, parallel)

@@ -29,15 +29,18 @@ class Detokenizer:
         tokenizer: Tokenizer,
         *,
         skip_special_tokens: bool = True,
+        shown: frozenset[int] = frozenset(),
         after: Sequence[int] = (),
     ) -> None:
         """Start an empty text, to which special tokens add nothing if ``skip_special_tokens``.
 
         Args:
+            shown: special tokens that are part of the text nevertheless.
             after: ids that the text continues. A decoder that strips the space at the start of a
                 text then keeps it, since the text has started already.
         """
-        self._impl = _choose(tokenizer, skip_special_tokens, after[-CONTEXT_TOKENS:])
+        hidden = tokenizer.special_ids - shown if skip_special_tokens else frozenset[int]()
+        self._impl = _choose(tokenizer, hidden, after[-CONTEXT_TOKENS:])
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Append tokens; return the text that is certain now and was not returned before."""
@@ -62,15 +65,14 @@ class _Incremental(Protocol):
     def flush(self) -> str: ...
 
 
-def _choose(tokenizer: Tokenizer, skip_special: bool, after: Sequence[int]) -> _Incremental:
+def _choose(tokenizer: Tokenizer, hidden: frozenset[int], after: Sequence[int]) -> _Incremental:
     table = tokenizer.decode_table
     if table is None:
-        return _Streamed(tokenizer, skip_special, after)
+        return _Streamed(tokenizer, hidden, after)
     if table.kind == "byte_level":
-        return _ByteLevel(tokenizer.shown_pieces(skip_special))
-    skipped = tokenizer.special_ids if skip_special else frozenset()
-    started = any(token_id not in skipped for token_id in after)
-    return _ByteFallback(table, skipped, started)
+        return _ByteLevel(tokenizer.shown_pieces(hidden))
+    started = any(token_id not in hidden for token_id in after)
+    return _ByteFallback(table, hidden, started)
 
 
 class _ByteLevel:
@@ -146,15 +148,17 @@ class _ByteFallback:
 class _Streamed:
     """Any other decoder, through the stream of the `tokenizers` library."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool, after: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, hidden: frozenset[int], after: Sequence[int]) -> None:
         self._reference = tokenizer.reference
-        self._decode: _Decode = lambda ids: tokenizer.decode(ids, skip_special_tokens=skip_special)
-        self._stream: DecodeStream | None = DecodeStream(skip_special_tokens=skip_special)
+        self._hidden = hidden
+        self._decode: _Decode = lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
+        self._stream: DecodeStream | None = DecodeStream(skip_special_tokens=False)
         self._ids: list[int] = []
         self._emitted = ""
         self.push(after)
 
     def push(self, token_ids: Sequence[int]) -> str:
+        token_ids = [token_id for token_id in token_ids if token_id not in self._hidden]
         self._ids.extend(token_ids)
         text = "".join([self._step(token_id) for token_id in token_ids])
         self._emitted += text

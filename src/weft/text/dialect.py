@@ -36,22 +36,6 @@ class Dialect:
     tools: str | None = None
     reasoning: str | None = None
 
-    def parser(
-        self, *, tools: Collection[str] | None = None, opened: bool = False
-    ) -> AssistantParser | None:
-        """Return the parser of one turn, None if all of it is content.
-
-        Args:
-            tools: names of the functions that may be called; None looks for no calls.
-            opened: see `opens_reasoning`.
-        """
-        reasoning = calls = None
-        if self.reasoning is not None:
-            reasoning = ReasoningParser(REASONING_MARKERS[self.reasoning], opened=opened)
-        if self.tools is not None and tools is not None:
-            calls = TOOL_PARSERS[self.tools](tools)
-        return AssistantParser(reasoning, calls) if reasoning or calls else None
-
     def marker_ids(self, tokenizer: Tokenizer) -> frozenset[int]:
         """Control tokens that are markers: the text has to show them for a parser to see them."""
         markers: tuple[str, ...] = REASONING_MARKERS.get(self.reasoning or "", ())
@@ -66,6 +50,34 @@ class Dialect:
             return False
         text = tokenizer.decode(prompt[-_OPENED_TOKENS:], skip_special_tokens=False)
         return text.rstrip().endswith(REASONING_MARKERS[self.reasoning][0])
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How the text of one turn is read.
+
+    Attributes:
+        tools: names of the functions that may be called; None looks for no calls.
+        opened: the prompt has opened the reasoning, so that the turn starts inside.
+        markers: control tokens that the text has to show.
+        with_reasoning: whether reasoning is part of the answer.
+    """
+
+    dialect: Dialect
+    tools: frozenset[str] | None = None
+    opened: bool = False
+    markers: frozenset[int] = frozenset()
+    with_reasoning: bool = True
+
+    def parser(self) -> AssistantParser:
+        """Return the parser of one turn."""
+        reasoning = calls = None
+        if self.dialect.reasoning is not None:
+            markers = REASONING_MARKERS[self.dialect.reasoning]
+            reasoning = ReasoningParser(markers, opened=self.opened)
+        if self.dialect.tools is not None and self.tools is not None:
+            calls = TOOL_PARSERS[self.dialect.tools](self.tools)
+        return AssistantParser(reasoning, calls)
 
 
 def choose_dialect(

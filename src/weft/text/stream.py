@@ -25,9 +25,10 @@ class TextStream:
         *,
         include_stop: bool = False,
         skip_special_tokens: bool = True,
+        shown: frozenset[int] = frozenset(),
         after: Sequence[int] = (),
     ) -> None:
-        """Start an empty text, which continues the ids ``after``.
+        """Start an empty text that continues the ids ``after`` and has special tokens ``shown``.
 
         Raises:
             ParameterError: a stop string is empty.
@@ -35,7 +36,7 @@ class TextStream:
         self.stopped_by: str | None = None
         self.token_count = 0
         self._detokenizer = Detokenizer(
-            tokenizer, skip_special_tokens=skip_special_tokens, after=after
+            tokenizer, skip_special_tokens=skip_special_tokens, shown=shown, after=after
         )
         self._matcher = StopMatcher(stops, include_stop=include_stop) if stops else None
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import jinja2.meta
 
 from weft.core.errors import ParameterError, TemplateError, TokenizerError
 from weft.text import sandbox
@@ -48,6 +49,7 @@ class ChatTemplate:
     Attributes:
         sources: template text by name; "default", and perhaps "tool_use" for calls with tools.
         special_tokens: variables such as ``bos_token`` that templates see.
+        variables: names that any of the templates reads.
         max_output_chars: `render` refuses to give more.
     """
 
@@ -72,6 +74,7 @@ class ChatTemplate:
                 "pass --chat-template FILE."
             )
         self._compiled = {name: _compile(name, text) for name, text in self.sources.items()}
+        self.variables = frozenset().union(*map(_variables, self.sources.values()))
         self._reserved = _RESERVED | self.special_tokens.keys()
         self._controls: dict[int, tuple[Tokenizer, _Controls]] = {}
 
@@ -309,6 +312,10 @@ def _compile(name: str, source: str) -> jinja2.Template:
             f"The chat template '{name}' is not valid: {error.message} (line {error.lineno}); "
             "pass another one with --chat-template FILE."
         ) from error
+
+
+def _variables(source: str) -> frozenset[str]:
+    return frozenset(jinja2.meta.find_undeclared_variables(_ENVIRONMENT.parse(source)))
 
 
 def _failed(error: Exception, alphabet: Alphabet | None) -> TemplateError:

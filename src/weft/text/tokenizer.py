@@ -61,6 +61,7 @@ class Tokenizer:
             document["decoder"], reference.id_to_token, self.vocab_size
         )
         self._prefix, self._suffix = _affixes(reference)
+        self._shown_pieces: dict[frozenset[int], list[bytes]] = {}  # by the ids that are hidden
         self._guard: Guard | None = None
         self._guard_lock = threading.Lock()
         fast, self.backend_reason = adopt_fastokens(
@@ -99,15 +100,14 @@ class Tokenizer:
         """The bytes each id stands for, None for unused ids; None if `decode_table` is."""
         return self.decode_table.pieces if self.decode_table is not None else None
 
-    def shown_pieces(self, skip_special: bool) -> list[bytes]:
+    def shown_pieces(self, hidden: frozenset[int]) -> list[bytes]:
         """Like `id_to_bytes`, but empty for ids that give no text; not to be changed."""
-        return self._shown_pieces[skip_special]
-
-    @cached_property
-    def _shown_pieces(self) -> tuple[list[bytes], list[bytes]]:
-        pieces = [piece or b"" for piece in self.id_to_bytes or []]
-        shown = [b"" if i in self.special_ids else piece for i, piece in enumerate(pieces)]
-        return pieces, shown
+        pieces = self._shown_pieces.get(hidden)
+        if pieces is None:
+            known = enumerate(self.id_to_bytes or [])
+            pieces = [b"" if piece is None or i in hidden else piece for i, piece in known]
+            self._shown_pieces[hidden] = pieces
+        return pieces
 
     def encode(
         self, text: str, *, add_special_tokens: bool = True, parse_special: bool = False
