@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from functools import cache
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Raw, Struct
@@ -28,6 +28,7 @@ MAX_N = 128
 MAX_COMPLETION_LOGPROBS = 5
 MAX_NAME_CHARS = 1024
 MAX_MESSAGES = 16384  # also of parts of a message and of its tool calls
+MAX_TOOLS = 128
 MAX_IDS = 2**20  # of one list; far beyond any context
 MAX_NEUTRAL_BYTES = 64  # of a value that asks for nothing
 MAX_SHOWN_CHARS = 100  # of a name that a client made up
@@ -55,6 +56,7 @@ TokenId = Annotated[int, Meta(ge=0)]
 Ids = Annotated[list[int], Meta(max_length=MAX_IDS)]
 Prompts = Annotated[list[str | int | Ids], Meta(max_length=MAX_IDS)]
 Variables = Annotated[dict[str, Raw], Meta(max_length=32)]
+FunctionName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,128}$")]
 Objects = Annotated[list[dict[str, Any]], Meta(max_length=MAX_MESSAGES)]
 
 
@@ -79,6 +81,64 @@ class Message(Struct, forbid_unknown_fields=True, kw_only=True):
     annotations: Raw = NULL
 
 
+class JsonSchema(Struct, forbid_unknown_fields=True, kw_only=True):
+    """A schema that the output is to satisfy; it always does, ``strict`` or not."""
+
+    name: FunctionName
+    schema: Raw = NULL
+    strict: bool | None = None
+    description: str | None = None
+
+
+class ResponseFormat(Struct, forbid_unknown_fields=True, kw_only=True):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(Struct, forbid_unknown_fields=True, kw_only=True):
+    """One of these, as vLLM names them."""
+
+    json: Raw = NULL
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+
+class Function(Struct, forbid_unknown_fields=True, kw_only=True):
+    name: FunctionName
+    description: str | None = None
+    parameters: Raw = NULL
+    strict: bool | None = None
+
+
+class Tool(Struct, forbid_unknown_fields=True, kw_only=True):
+    type: str
+    function: Function | None = None
+    custom: Raw = NULL
+
+
+class FunctionRef(Struct, forbid_unknown_fields=True, kw_only=True):
+    name: FunctionName
+
+
+class ToolRef(Struct, forbid_unknown_fields=True, kw_only=True):
+    type: Literal["function"]
+    function: FunctionRef
+
+
+class AllowedTools(Struct, forbid_unknown_fields=True, kw_only=True):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ToolRef], Meta(max_length=MAX_TOOLS)]
+
+
+class ToolChoice(Struct, forbid_unknown_fields=True, kw_only=True):
+    type: str
+    function: FunctionRef | None = None
+    allowed_tools: AllowedTools | None = None
+    custom: Raw = NULL
+
+
 class GenerationBody(Struct, forbid_unknown_fields=True, kw_only=True):
     """What completions and chat completions share."""
 
@@ -88,6 +148,7 @@ class GenerationBody(Struct, forbid_unknown_fields=True, kw_only=True):
     max_tokens: int | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
     presence_penalty: Penalty | None = None
+    response_format: ResponseFormat | None = None  # an extension of completions
     seed: int | None = None
     service_tier: str | None = None
     stop: str | Annotated[list[str], Meta(max_length=MAX_STOP_STRINGS)] | None = None
@@ -98,6 +159,10 @@ class GenerationBody(Struct, forbid_unknown_fields=True, kw_only=True):
     user: Name | None = None
     # Extensions.
     cache_salt: Name | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_json: Raw = NULL
+    guided_regex: str | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
@@ -105,6 +170,7 @@ class GenerationBody(Struct, forbid_unknown_fields=True, kw_only=True):
     repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
     return_token_ids: bool | None = None
     skip_special_tokens: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
     timeout: Annotated[float, Meta(gt=0)] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     top_k: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
@@ -130,23 +196,23 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
     max_completion_tokens: int | None = None
     safety_identifier: Name | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Name | None = None
+    tool_choice: str | ToolChoice | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     chat_template_kwargs: Variables | None = None
+    include_reasoning: bool | None = None
     audio: Raw = NULL
     function_call: Raw = NULL
     functions: Raw = NULL
     metadata: Raw = NULL
     modalities: Raw = NULL
     moderation: Raw = NULL
-    parallel_tool_calls: Raw = NULL
     prediction: Raw = NULL
     prompt_cache_key: Raw = NULL
     prompt_cache_options: Raw = NULL
     prompt_cache_retention: Raw = NULL
-    reasoning_effort: Raw = NULL
-    response_format: Raw = NULL
     store: Raw = NULL
-    tool_choice: Raw = NULL
-    tools: Raw = NULL
     verbosity: Raw = NULL
     web_search_options: Raw = NULL
 
@@ -184,16 +250,11 @@ _NEUTRAL: dict[type[Struct], dict[str, tuple[Any, ...]]] = {
         "metadata": ({},),
         "modalities": (["text"],),
         "moderation": (),
-        "parallel_tool_calls": (),
         "prediction": (),
         "prompt_cache_key": (),
         "prompt_cache_options": (),
         "prompt_cache_retention": (),
-        "reasoning_effort": (),
-        "response_format": ({"type": "text"},),
         "store": (False,),
-        "tool_choice": ("none",),
-        "tools": ([],),
         "verbosity": (),
         "web_search_options": (),
     },

@@ -23,11 +23,15 @@ from weft.api.sampling import (
     service_class,
     usage_in_chunks,
 )
+from weft.api.structured import find_constraint
+from weft.api.tools import Tools, constrain_turn, read_tools
 from weft.core.errors import ParameterError, TemplateError
 from weft.core.types import Request
 from weft.text import encode_chat
+from weft.text.dialect import Reading
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 MAX_VARIABLES_BYTES = 16 * 2**10
 
 
@@ -42,12 +46,23 @@ def chat_job(body: ChatBody, builder: Builder) -> Job:
     max_tokens = _max_tokens(body)
     n = body.n or 1
     builder.check_count(1, n)
+    tools = read_tools(body, builder)
+    wanted = find_constraint(body)
+    prompt = tuple(_prompt(body, tools, builder))
+    check_context(len(prompt), max_tokens, card, "messages")
+    reading = _reading(body, tools, prompt, builder)
+    constraint = constrain_turn(tools, wanted, reading, builder)
     numbers = builder.numbers(n)
     seed = first_seed(body, card, numbers[0])
-    params = build_sampling(body, card, max_tokens=max_tokens, logprobs=_logprobs(body), seed=seed)
+    params = build_sampling(
+        body,
+        card,
+        max_tokens=max_tokens,
+        logprobs=_logprobs(body),
+        seed=seed,
+        grammar=constraint and constraint.grammar,
+    )
     rank, tier = service_class(body.service_tier)
-    prompt = tuple(encode_messages(body.messages, builder, body.chat_template_kwargs))
-    check_context(len(prompt), max_tokens, card, "messages")
     salt = (body.cache_salt or "").encode()
     return Job(
         "chat",
@@ -67,17 +82,62 @@ def chat_job(body: ChatBody, builder: Builder) -> Job:
         logprobs=bool(body.logprobs),
         return_token_ids=bool(body.return_token_ids),
         timeout_s=body.timeout,
+        reading=reading if reading.reads else None,
+        constrained_by=constraint and constraint.param,
+    )
+
+
+def _prompt(body: ChatBody, tools: Tools | None, builder: Builder) -> list[int]:
+    variables = read_variables(body.chat_template_kwargs or {})
+    effort = body.reasoning_effort
+    if effort is not None:
+        variables = {**_effort(effort, builder), **variables}
+    shown = None if tools is None else tools.shown()
+    return encode_messages(body.messages, builder, variables, tools=shown)
+
+
+def _effort(effort: str, builder: Builder) -> dict[str, Any]:
+    """What tells the template how much to think."""
+    known = frozenset() if builder.chat_template is None else builder.chat_template.variables
+    if effort not in EFFORTS:
+        raise ParameterError(
+            f"reasoning_effort must be one of {', '.join(EFFORTS)}, not '{effort[:100]}'.",
+            param="reasoning_effort",
+        )
+    if "reasoning_effort" in known:
+        return {"reasoning_effort": effort}
+    if "enable_thinking" in known:
+        return {"enable_thinking": effort != "none"}
+    raise UnsupportedParameterError(
+        "reasoning_effort", " The chat template of this model does not ask for it."
+    )
+
+
+def _reading(body: ChatBody, tools: Tools | None, prompt: Seq[int], builder: Builder) -> Reading:
+    dialect = builder.dialect
+    names = None if tools is None else frozenset(function.name for function in tools.functions)
+    return Reading(
+        dialect,
+        names,
+        opened=dialect.opens_reasoning(prompt, builder.tokenizer),
+        markers=dialect.marker_ids(builder.tokenizer, calls=names is not None),
+        with_reasoning=body.include_reasoning is not False,
     )
 
 
 def encode_messages(
     messages: Seq[Message],
     builder: Builder,
-    variables: Mapping[str, msgspec.Raw] | None = None,
+    variables: Mapping[str, Any],
     *,
+    tools: Seq[Mapping[str, Any]] | None = None,
     add_generation_prompt: bool = True,
 ) -> list[int]:
     """Return the token ids of a conversation.
+
+    Args:
+        variables: of the template.
+        tools: functions as the template shows them.
 
     Raises:
         ParameterError: a message is malformed, or has content that is not text.
@@ -90,17 +150,18 @@ def encode_messages(
             "--chat-template FILE.",
             param="messages",
         )
-    decoded = _variables(variables or {})
     knows_developer = any("developer" in source for source in template.sources.values())
     plain = [_message(message, i, knows_developer) for i, message in enumerate(messages)]
-    builder.check_size(sum(map(_num_bytes, messages, plain)), "messages")
-    template.check_variables(decoded)
+    num_bytes = sum(map(_num_bytes, messages, plain))
+    builder.check_size(num_bytes + (_json_bytes(tools) if tools else 0), "messages")
+    template.check_variables(variables)
     return encode_chat(
         builder.tokenizer,
         template,
         plain,
         add_generation_prompt=add_generation_prompt,
-        **decoded,
+        tools=tools,
+        **variables,
     )
 
 
@@ -117,7 +178,7 @@ def _json_bytes(value: Any) -> int:
         raise ParameterError("The body of the request is nested too deeply.") from None
 
 
-def _variables(given: Mapping[str, msgspec.Raw]) -> dict[str, Any]:
+def read_variables(given: Mapping[str, msgspec.Raw]) -> dict[str, Any]:
     """Values for the template; they are decoded only if they are short."""
     param = "chat_template_kwargs"
     if (

@@ -18,6 +18,7 @@ from weft.api.sampling import (
     service_class,
     usage_in_chunks,
 )
+from weft.api.structured import find_constraint
 from weft.core.errors import ParameterError
 from weft.core.types import Request
 
@@ -39,6 +40,7 @@ def completion_job(body: CompletionBody, builder: Builder) -> Job:
     prompts = prompts_of(body.prompt, "prompt")
     builder.check_count(len(prompts), body.n or 1)
     builder.check_size(sum(_size(prompt) for prompt in prompts), "prompt")
+    constraint = find_constraint(body)
     ids = [_encode(prompt, body, builder) for prompt in prompts]
     for prompt in ids:
         check_context(len(prompt), body.max_tokens, card, "prompt")
@@ -48,7 +50,7 @@ def completion_job(body: CompletionBody, builder: Builder) -> Job:
         now(),
         model,
         card.system_fingerprint,
-        _requests(body, builder, ids),
+        _requests(body, builder, ids, constraint and constraint.grammar),
         n=body.n or 1,
         stream=bool(body.stream),
         include_usage=include_usage(body),
@@ -58,12 +60,16 @@ def completion_job(body: CompletionBody, builder: Builder) -> Job:
         logprobs=body.logprobs is not None,
         return_token_ids=bool(body.return_token_ids),
         no_output=body.max_tokens == 0,
+        constrained_by=constraint and constraint.param,
         timeout_s=body.timeout,
     )
 
 
 def _requests(
-    body: CompletionBody, builder: Builder, prompts: Seq[tuple[int, ...]]
+    body: CompletionBody,
+    builder: Builder,
+    prompts: Seq[tuple[int, ...]],
+    grammar: str | None,
 ) -> tuple[Request, ...]:
     """One sequence for each choice of each prompt; choice i of every prompt has seed + i."""
     card, n = builder.card, body.n or 1
@@ -76,6 +82,7 @@ def _requests(
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
         seed=seeds[0],
+        grammar=grammar,
     )
     rank, _ = service_class(body.service_tier)
     salt = (body.cache_salt or "").encode()

@@ -13,6 +13,8 @@ from weft.api.card import ApiLimits, ModelCard
 from weft.core.errors import ParameterError, PromptTooLongError
 from weft.core.types import Request
 from weft.text import ChatTemplate, Tokenizer
+from weft.text.dialect import Dialect, Reading, choose_dialect
+from weft.text.grammar import GrammarChecker
 
 Endpoint = Literal["completion", "chat", "response", "message", "embedding"]
 
@@ -34,6 +36,8 @@ class Job:
         logprobs: whether the answer has log probabilities.
         timeout_s: seconds after which it is to end with an error; None leaves that to the server.
         no_output: ``max_tokens`` was 0; the one token that is computed is not shown.
+        reading: how the text is read as a turn of an assistant; None if all of it is content.
+        constrained_by: the parameter that asked for the grammar of the sequences.
     """
 
     endpoint: Endpoint
@@ -52,6 +56,8 @@ class Job:
     return_token_ids: bool = False
     no_output: bool = False
     timeout_s: float | None = None
+    reading: Reading | None = None
+    constrained_by: str | None = None
 
     @property
     def prompt_tokens(self) -> int:
@@ -64,6 +70,8 @@ class Builder:
 
     Attributes:
         chat_template: None if the model has none; then there are no chats.
+        dialect: how the model's turns mark reasoning and calls.
+        grammars: checks what sequences are to follow.
     """
 
     def __init__(
@@ -72,11 +80,14 @@ class Builder:
         chat_template: ChatTemplate | None,
         card: ModelCard,
         limits: ApiLimits | None = None,
+        dialect: Dialect | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         self.card = card
         self.limits = limits or ApiLimits()
+        self.dialect = choose_dialect(chat_template) if dialect is None else dialect
+        self.grammars = GrammarChecker(tokenizer, card.vocab_size, card.eos_token_ids)
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         pieces = tokenizer.id_to_bytes

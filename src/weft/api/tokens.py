@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from weft.api.bodies import DetokenizeBody, TokenizeBody
-from weft.api.chat import encode_messages
+from weft.api.chat import encode_messages, read_variables
 from weft.api.completions import check_ids
 from weft.api.jobs import Builder
 from weft.api.logprobs import TokenTexts
@@ -22,7 +22,7 @@ def tokenize(body: TokenizeBody, builder: Builder, texts: TokenTexts) -> dict[st
         ids = encode_messages(
             body.messages,
             builder,
-            body.chat_template_kwargs,
+            read_variables(body.chat_template_kwargs or {}),
             add_generation_prompt=body.add_generation_prompt,
         )
     else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from weft.core.errors import ConfigError
@@ -36,15 +36,15 @@ class Dialect:
     tools: str | None = None
     reasoning: str | None = None
 
-    def marker_ids(self, tokenizer: Tokenizer) -> frozenset[int]:
+    def marker_ids(self, tokenizer: Tokenizer, *, calls: bool) -> frozenset[int]:
         """Control tokens that are markers: the text has to show them for a parser to see them."""
         markers: tuple[str, ...] = REASONING_MARKERS.get(self.reasoning or "", ())
-        if self.tools is not None:
+        if calls and self.tools is not None:
             markers += TOOL_PARSERS[self.tools].markers + TOOL_PARSERS[self.tools].inner
         ids = {tokenizer.reference.token_to_id(marker) for marker in markers}
         return frozenset(i for i in ids if i is not None) & tokenizer.special_ids
 
-    def opens_reasoning(self, prompt: list[int], tokenizer: Tokenizer) -> bool:
+    def opens_reasoning(self, prompt: Sequence[int], tokenizer: Tokenizer) -> bool:
         """Whether a prompt has opened the reasoning already, so that the turn starts inside."""
         if self.reasoning is None:
             return False
@@ -68,6 +68,11 @@ class Reading:
     opened: bool = False
     markers: frozenset[int] = frozenset()
     with_reasoning: bool = True
+
+    @property
+    def reads(self) -> bool:
+        """Whether there is anything to find but content."""
+        return self.dialect.reasoning is not None or self.tools is not None
 
     def parser(self) -> AssistantParser:
         """Return the parser of one turn."""

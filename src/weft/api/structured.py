@@ -1,0 +1,115 @@
+"""Structured output: ``response_format`` and its extensions to a grammar."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from msgspec import Raw
+
+from weft.api.bodies import NULL, GenerationBody, ResponseFormat, StructuredOutputs
+from weft.api.errors import MissingParameterError
+from weft.core.errors import GrammarError, ParameterError
+from weft.text.grammar import (
+    choice_grammar,
+    json_object_grammar,
+    json_schema_grammar,
+    lark_grammar,
+    regex_grammar,
+)
+
+
+class Constraint(NamedTuple):
+    """A grammar, and the parameter that asked for it."""
+
+    grammar: str
+    param: str
+
+
+@contextlib.contextmanager
+def blaming(param: str) -> Iterator[None]:
+    """Let errors of grammars name the parameter that asked for one."""
+    try:
+        yield
+    except GrammarError as error:
+        message = f"'{param}' cannot be honoured: {error.message.rstrip('.')}."
+        raise GrammarError(message, param=param) from None
+
+
+def find_constraint(body: GenerationBody) -> Constraint | None:
+    """Return what the output of a body must follow, None for free text.
+
+    Raises:
+        GrammarError: the parameter asks for something that cannot be guaranteed.
+        ParameterError: there are several constraints.
+    """
+    wanted = [*_of_format(body.response_format), *_of_outputs(body.structured_outputs)]
+    guided = {
+        "json": body.guided_json,
+        "regex": body.guided_regex,
+        "choice": body.guided_choice,
+        "grammar": body.guided_grammar,
+    }
+    wanted += [
+        (f"guided_{kind}", _makers(kind, value)) for kind, value in guided.items() if _given(value)
+    ]
+    if len(wanted) > 1:
+        names = " and ".join(name for name, _ in wanted)
+        raise ParameterError(f"The output can follow one of {names}.", param=wanted[1][0])
+    for param, make in wanted:
+        with blaming(param):
+            return Constraint(make(), param)
+    return None
+
+
+def raw_text(raw: Raw) -> str:
+    """JSON as text; a string that holds JSON stands for it."""
+    text = bytes(raw).decode()
+    return str(json.loads(text)) if text.lstrip().startswith('"') else text
+
+
+def _given(value: object) -> bool:
+    return (
+        value is not None and value is not False and not (isinstance(value, Raw) and _null(value))
+    )
+
+
+def _null(raw: Raw) -> bool:
+    return raw is NULL or bytes(raw).strip() == b"null"
+
+
+def _of_format(given: ResponseFormat | None) -> list[tuple[str, Callable[[], str]]]:
+    if given is None or given.type == "text":
+        return []
+    if given.type == "json_object":
+        return [("response_format", json_object_grammar)]
+    if given.json_schema is None:
+        raise MissingParameterError("response_format.json_schema")
+    schema = given.json_schema.schema
+    if _null(schema):
+        return [("response_format.json_schema", json_object_grammar)]
+    param = "response_format.json_schema.schema"
+    return [(param, lambda: json_schema_grammar(raw_text(schema)))]
+
+
+def _of_outputs(given: StructuredOutputs | None) -> list[tuple[str, Callable[[], str]]]:
+    if given is None:
+        return []
+    return [
+        (f"structured_outputs.{kind}", _makers(kind, value))
+        for kind in given.__struct_fields__
+        if _given(value := getattr(given, kind))
+    ]
+
+
+def _makers(kind: str, value: object) -> Callable[[], str]:
+    """What makes the grammar of one kind from its value."""
+    if isinstance(value, Raw):
+        return lambda: json_schema_grammar(raw_text(value))
+    if isinstance(value, list):
+        return lambda: choice_grammar(value)
+    if isinstance(value, str):
+        return lambda: regex_grammar(value) if kind == "regex" else lark_grammar(value)
+    return json_object_grammar
