@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from weft.api import Builder, ChatBody, CompletionBody, Job, chat_job, completion_job, decode_body
 from weft.core.errors import ParameterError, WeftError
 from weft.core.types import MAX_SEED
+from weft.text import ChatTemplate
 
 HELLO = [{"role": "user", "content": "hi"}]
 
@@ -25,6 +26,18 @@ def completion(builder: Builder, **fields: Any) -> Job:
 def chat(builder: Builder, **fields: Any) -> Job:
     body = {"model": "builtin", "messages": HELLO, **fields}
     return chat_job(decode_body(ChatBody, json.dumps(body).encode()), builder)
+
+
+def tool(name: str, **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **more}}
+
+
+def named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+def of_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
 
 
 def test_a_completion_becomes_a_request(builder):
@@ -247,18 +260,37 @@ CHAT_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"chat_template_kwargs": {"a": "x" * 17000}}, "chat_template_kwargs", "invalid_parameter"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "invalid_parameter"),
     ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs", "invalid_parameter"),
-    ({"tools": [{"type": "function"}]}, "tools", "unsupported_parameter"),
-    ({"tool_choice": "auto"}, "tool_choice", "unsupported_parameter"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function", "missing_required_parameter"),
+    ({"tools": [{"type": "custom"}]}, "tools[0].type", "unsupported_parameter"),
+    ({"tools": [tool("f"), tool("f")]}, "tools", "invalid_parameter"),
+    ({"tools": [tool("no spaces")]}, "tools[0].function.name", "invalid_parameter"),
+    ({"tools": [tool("f", parameters=[])]}, "tools[0].function.parameters", "invalid_parameter"),
+    ({"tools": [tool("f")] * 200}, "tools", "invalid_parameter"),
+    ({"tool_choice": "required"}, "tool_choice", "invalid_parameter"),
+    ({"tools": [tool("f")], "tool_choice": "any"}, "tool_choice", "invalid_parameter"),
+    ({"tools": [tool("f")], "tool_choice": named("g")}, "tool_choice", "invalid_parameter"),
+    (
+        {"tools": [tool("f", strict=True, parameters={"pattern": "((a{99}){99}){99}"})]},
+        "tools[0].function.parameters",
+        "invalid_grammar",
+    ),
+    ({"response_format": {"type": "json_schema"}}, "response_format", "missing_required_parameter"),
+    ({"response_format": {"type": "yaml"}}, "response_format.type", "invalid_parameter"),
+    ({"response_format": of_schema({"minProperties": 2})}, "response_format", "invalid_grammar"),
+    ({"guided_choice": []}, "guided_choice", "invalid_grammar"),
+    ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice", "invalid_parameter"),
+    ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "invalid_parameter"),
+    ({"reasoning_effort": "low"}, "reasoning_effort", "unsupported_parameter"),
+    ({"reasoning_effort": "much"}, "reasoning_effort", "invalid_parameter"),
     ({"store": True}, "store", "unsupported_parameter"),
     ({"modalities": ["text", "audio"]}, "modalities", "unsupported_parameter"),
     ({"prompt": "x"}, "prompt", "unknown_parameter"),
 ] + [
     ({name: {"x": 1}}, name, "unsupported_parameter")
     for name in (
-        "audio", "function_call", "functions", "metadata", "moderation", "parallel_tool_calls",
+        "audio", "function_call", "functions", "metadata", "moderation",
         "prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
-        "reasoning_effort", "verbosity", "web_search_options",
+        "verbosity", "web_search_options",
     )
 ]  # fmt: skip
 
@@ -347,16 +379,65 @@ def test_messages_reach_the_template(builder):
 
 
 def test_a_template_can_refuse(builder):
-    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
-    with pytest.raises(WeftError) as caught:
-        chat(
-            builder,
-            messages=[
-                {"role": "assistant", "tool_calls": [call], "content": ""},
-                {"role": "tool", "content": "4", "tool_call_id": "c"},
-            ],
-        )
+    template = ChatTemplate({"default": "{{ raise_exception('no ' + messages[0]['role']) }}"})
+    with pytest.raises(WeftError, match="no user") as caught:
+        chat(Builder(builder.tokenizer, template, builder.card))
     assert caught.value.code == "chat_template_error"
+
+
+def test_calls_and_results_reach_the_template(builder):
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    job = chat(
+        builder,
+        messages=[
+            *HELLO,
+            {"role": "assistant", "tool_calls": [call]},
+            {"role": "tool", "content": "4", "tool_call_id": "c"},
+        ],
+        tools=[tool("f", description="A function.", parameters={"type": "object"})],
+    )
+    text = builder.tokenizer.decode(job.requests[0].prompt, skip_special_tokens=False)
+    assert '{"name": "f", "description": "A function.", "parameters": {"type": "object"}}' in text
+    assert '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call><|end|>' in text
+    assert "<tool_response>\n4\n</tool_response>" in text
+
+
+def test_what_a_turn_must_follow(builder):
+    free, strict = tool("f", parameters={"type": "object"}), tool("g", strict=True)
+
+    def grammar(**fields: Any) -> str | None:
+        return chat(builder, **fields).requests[0].sampling.grammar
+
+    assert grammar(tools=[free]) is None
+    assert grammar(tools=[free], tool_choice="none") is None
+    assert grammar(tools=[], tool_choice="none") is None
+    assert "arguments_0" in (grammar(tools=[free], parallel_tool_calls=False) or "")
+    assert "arguments_1" in (grammar(tools=[free, strict]) or "")
+    one = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [named("g")]}}
+    allowed = grammar(tools=[free, strict], tool_choice=one) or ""
+    assert ("arguments_1" in allowed, '\\"f\\"' in allowed) == (False, False)
+    both = grammar(tools=[free], response_format={"type": "json_object"}) or ""
+    assert "arguments_0" in both
+    assert "@body" in both
+    forced = grammar(tools=[free], tool_choice=named("f"), response_format={"type": "json_object"})
+    assert "@body" not in (forced or "")
+
+
+def test_tools_need_a_model_that_knows_them(builder):
+    plain = ChatTemplate({"default": "{{ messages[0]['content'] }}"})
+    strange = ChatTemplate({"default": "{{ messages[0]['content'] }}{{ tools }}"})
+    for template, says in ((plain, "shows no tools"), (strange, "--tool-parser")):
+        with pytest.raises(WeftError, match=says) as caught:
+            chat(Builder(builder.tokenizer, template, builder.card), tools=[tool("f")])
+        assert (caught.value.param, caught.value.http_status) == ("tools", 400)
+
+
+def test_reasoning_effort_reaches_templates_that_ask(builder):
+    source = "{{ messages[0]['content'] }}{{ enable_thinking }}"
+    thinking = Builder(builder.tokenizer, ChatTemplate({"default": source}), builder.card)
+    for effort, shown in (("none", "False"), ("high", "True")):
+        prompt = chat(thinking, reasoning_effort=effort).requests[0].prompt
+        assert builder.tokenizer.decode(prompt) == f"hi{shown}"
 
 
 def test_a_model_without_template_has_no_chats(builder):

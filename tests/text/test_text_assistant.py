@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.core.errors import ConfigError
 from weft.text import ChatTemplate
 from weft.text.assistant import (
     Content,
@@ -219,5 +218,3 @@ def test_dialects_are_read_off_templates():
     assert choose_dialect(template("<|start_header_id|>")) == Dialect()
     assert choose_dialect(template("{% if tools %}[AVAILABLE_TOOLS]{% endif %}")).tools == "mistral"
     assert choose_dialect(None) == Dialect()
-    with pytest.raises(ConfigError, match="tool_parser must be one of auto, none, hermes"):
-        choose_dialect(qwen, "qwen")

@@ -21,11 +21,30 @@ SPLIT = (
 
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
+    # Functions, after the system message if there is one. The model has never seen any.
+    "{% if tools %}"
+    "{{ '<|system|>' }}"
+    "{% if messages[0]['role'] == 'system' %}"
+    "{{ messages[0]['content'] | trim + '\\n\\n' }}"
+    "{% endif %}"
+    "{{ 'Functions that you may call:' }}"
+    "{% for tool in tools %}{{ '\\n' + (tool['function'] | tojson) }}{% endfor %}"
+    '{{ \'\\nCall one: <tool_call>\\n{"name": NAME, "arguments": OBJECT}\\n</tool_call><|end|>\' }}'
+    "{% endif %}"
     "{% for message in messages %}"
-    "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
+    "{% if message['role'] not in ['system', 'user', 'assistant', 'tool'] %}"
     "{{ raise_exception('unknown role: ' + message['role']) }}"
     "{% endif %}"
-    "{{ '<|' + message['role'] + '|>' + message['content'] | trim + '<|end|>' }}"
+    "{% if message['role'] == 'tool' %}"
+    "{{ '<|user|><tool_response>\\n' + message['content'] | trim + '\\n</tool_response><|end|>' }}"
+    "{% elif not (tools and loop.first and message['role'] == 'system') %}"
+    "{{ '<|' + message['role'] + '|>' + (message['content'] or '') | trim }}"
+    "{% for call in message['tool_calls'] or [] %}"
+    "{{ '<tool_call>\\n{\"name\": ' + (call['function']['name'] | tojson) }}"
+    "{{ ', \"arguments\": ' + (call['function']['arguments'] | tojson) + '}\\n</tool_call>' }}"
+    "{% endfor %}"
+    "{{ '<|end|>' }}"
+    "{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )

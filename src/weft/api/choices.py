@@ -11,6 +11,7 @@ from weft.core.errors import WeftError
 from weft.core.plan import Update
 from weft.core.types import FinishReason, Request, TokenLogprob
 from weft.text import TextStream, Tokenizer
+from weft.text.assistant import Content, Event, Reasoning, ToolArguments, ToolCall
 
 
 @dataclass(slots=True)
@@ -19,11 +20,14 @@ class Delta:
 
     Attributes:
         first: whether nothing of the choice was shown before; its prompt goes before the text.
+        text: as the model wrote it.
+        events: the same as content, reasoning and calls.
         finish_reason: ``stop`` or ``length`` with the last delta.
     """
 
     choice: Choice
     text: str
+    events: list[Event]
     token_ids: list[int]
     logprobs: list[TokenLogprob]
     first: bool = False
@@ -38,6 +42,7 @@ class Choice:
     """One choice: its detokeniser, and what is known of its prompt.
 
     Attributes:
+        called: whether it has called a tool.
         prompt_logprobs: one entry a prompt token, None for the first; only where asked for.
         num_tokens: output tokens that belong to the answer.
         ended: whether the engine has ended the sequence.
@@ -47,8 +52,11 @@ class Choice:
 
     __slots__ = (
         "_hidden",
+        "_parser",
         "_stream",
+        "_with_reasoning",
         "cached_tokens",
+        "called",
         "ended",
         "halted",
         "index",
@@ -69,11 +77,16 @@ class Choice:
         self.halted = False
         self._hidden = job.no_output
         self.started = False
+        self.called = False
+        reading = job.reading
+        self._parser = reading.parser() if reading is not None else None
+        self._with_reasoning = reading is None or reading.with_reasoning
         self._stream = TextStream(
             tokenizer,
             sampling.stop,
             include_stop=sampling.include_stop,
             skip_special_tokens=sampling.skip_special_tokens,
+            shown=reading.markers if reading is not None else frozenset(),
             after=request.prompt if job.endpoint == "completion" else (),
         )
 
@@ -100,10 +113,10 @@ class Choice:
     def push_plain(self, updates: Seq[Update]) -> str | None:
         """Take updates in that are nothing but tokens; return the new text.
 
-        Returns None, and does nothing, if there is more to them, or if the text has not started or
-        has ended: then ``push`` has to be called.
+        Returns None, and does nothing, if there is more to them, or to the text, or if the text has
+        not started or has ended: then ``push`` has to be called.
         """
-        if not self.started or self.halted or self._hidden:
+        if not self.started or self.halted or self._hidden or self._parser is not None:
             return None
         for update in updates:
             if update.token is None or update.finish is not None:
@@ -147,7 +160,19 @@ class Choice:
         if not (text or tokens or finish):
             return None
         first, self.started = not self.started, True
-        return Delta(self, text, tokens, logprobs, first, finish)
+        events = self._events(text, finish is not None)
+        return Delta(self, text, events, tokens, logprobs, first, finish)
+
+    def _events(self, text: str, ended: bool) -> list[Event]:
+        if self._parser is None:
+            return [Content(text)] if text else []
+        events = self._parser.push(text)
+        if ended:
+            events += self._parser.flush()
+        if not self._with_reasoning:
+            events = [event for event in events if not isinstance(event, Reasoning)]
+        self.called = self.called or any(isinstance(event, ToolCall) for event in events)
+        return events
 
 
 def ended_badly(update: Update) -> WeftError:
@@ -222,6 +247,7 @@ class Answer:
 
     choice: Choice
     texts: list[str] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str = "stop"
@@ -230,9 +256,29 @@ class Answer:
     def text(self) -> str:
         return "".join(self.texts)
 
+    def content(self) -> str | None:
+        """What the turn says; None if it only calls tools."""
+        texts = [event.text for event in self.events if isinstance(event, Content)]
+        return "".join(texts) if texts or not self.choice.called else None
+
+    def reasoning(self) -> str | None:
+        """What the turn thinks, None if that is nothing."""
+        texts = [event.text for event in self.events if isinstance(event, Reasoning)]
+        return "".join(texts) or None
+
+    def calls(self) -> list[tuple[ToolCall, str]]:
+        """The calls of the turn with their arguments."""
+        arguments: dict[int, list[str]] = {}
+        for event in self.events:
+            if isinstance(event, ToolArguments):
+                arguments.setdefault(event.index, []).append(event.text)
+        calls = [event for event in self.events if isinstance(event, ToolCall)]
+        return [(call, "".join(arguments.get(call.index, ()))) for call in calls]
+
     def add(self, delta: Delta) -> None:
         """Append what is new."""
         self.texts.append(delta.text)
+        self.events += delta.events
         self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs
         if delta.finish_reason is not None:

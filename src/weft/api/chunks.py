@@ -14,11 +14,13 @@ import orjson
 from weft.api.choices import Assembly, Delta
 from weft.api.jobs import Job
 from weft.api.logprobs import CompletionLogprobs, TokenTexts, chat_logprobs
-from weft.api.responses import answer_head, echoed_text, usage
+from weft.api.responses import answer_head, call_object, echoed_text, finish_reason, usage
 from weft.core.plan import Update
 from weft.text import Tokenizer
+from weft.text.assistant import Content, Event, Reasoning, ToolCall
 
 _ROLE = {"role": "assistant", "content": "", "refusal": None}
+_SILENT = {**_ROLE, "content": None}
 
 
 class ChunkWriter:
@@ -39,7 +41,8 @@ class ChunkWriter:
         self._job = job
         self._texts = texts
         self._chat = job.endpoint == "chat"
-        self._plain = not (job.logprobs or job.return_token_ids or job.usage_in_chunks)
+        self._every_token = job.logprobs or job.return_token_ids or job.usage_in_chunks
+        self._plain = not self._every_token and job.reading is None
         choices = self.assembly.choices
         self._only = choices[0] if self._plain and len(choices) == 1 else None
         head = answer_head(job, "chat.completion.chunk" if self._chat else "text_completion")
@@ -106,26 +109,34 @@ class ChunkWriter:
         more = {}
         if self._job.return_token_ids:
             more["prompt_token_ids"] = delta.choice.request.prompt
-        return self._chunk(delta.index, {"delta": _ROLE}, **more)
+        role = _ROLE if self._job.reading is None else _SILENT
+        return self._chunk(delta.index, {"delta": role}, **more)
 
     def _closing(self, delta: Delta) -> bytes:
         empty: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
-        return self._chunk(delta.index, empty, finish_reason=delta.finish_reason)
+        reason = finish_reason(delta.choice, delta.finish_reason or "stop")
+        return self._chunk(delta.index, empty, finish_reason=reason)
 
     def _chat_chunk(self, delta: Delta) -> bytes:
-        if not delta.text and (self._plain or not delta.token_ids):
+        """The chunks of what is new; the first has what is said of its tokens."""
+        pieces = [_piece(event) for event in delta.events]
+        if not pieces and self._every_token and delta.token_ids:
+            pieces = [{"content": ""} if self._job.reading is None else {}]
+        if not pieces:
             return b""
         more: dict[str, Any] = {}
         if self._job.logprobs and delta.logprobs:
             more["logprobs"] = chat_logprobs(delta.logprobs, self._texts)
         if self._job.return_token_ids:
             more["token_ids"] = delta.token_ids
-        return self._chunk(delta.index, {"delta": {"content": delta.text}}, **more)
+        first, *others = pieces
+        out = [self._chunk(delta.index, {"delta": first}, **more)]
+        return b"".join(out + [self._chunk(delta.index, {"delta": piece}) for piece in others])
 
     def _completion_chunk(self, delta: Delta) -> bytes:
         echoed = echoed_text(self._job, delta.index) if delta.first else None
         text = (echoed or "") + delta.text
-        if not text and echoed is None and (self._plain or not delta.token_ids):
+        if not text and echoed is None and not (self._every_token and delta.token_ids):
             return b""
         more: dict[str, Any] = {}
         if self._job.logprobs:
@@ -150,3 +161,14 @@ class ChunkWriter:
         if self._job.usage_in_chunks:
             tail = orjson.dumps(usage(self.assembly)).join(self._usage_tail)
         return self._head + orjson.dumps(choice) + tail
+
+
+def _piece(event: Event) -> dict[str, Any]:
+    """The ``delta`` of an event."""
+    if isinstance(event, Content):
+        return {"content": event.text}
+    if isinstance(event, Reasoning):
+        return {"reasoning_content": event.text}
+    if isinstance(event, ToolCall):
+        return {"tool_calls": [{"index": event.index, **call_object(event, "")}]}
+    return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}

@@ -8,11 +8,12 @@ from typing import Any
 import orjson
 
 from weft.api.card import ModelCard
-from weft.api.choices import Answer, Assembly
+from weft.api.choices import Answer, Assembly, Choice
 from weft.api.jobs import Job
 from weft.api.logprobs import CompletionLogprobs, TokenTexts, chat_logprobs
 from weft.core.plan import Update
 from weft.text import Tokenizer
+from weft.text.assistant import ToolCall
 
 
 class Collector:
@@ -52,9 +53,9 @@ class Collector:
         job = self.assembly.job
         choice: dict[str, Any] = {
             "index": answer.choice.index,
-            "message": {"role": "assistant", "content": answer.text, "refusal": None},
+            "message": _message(answer),
             "logprobs": chat_logprobs(answer.logprobs, self._texts) if job.logprobs else None,
-            "finish_reason": answer.finish_reason,
+            "finish_reason": finish_reason(answer.choice, answer.finish_reason),
         }
         if job.return_token_ids:
             choice["token_ids"] = answer.token_ids
@@ -82,6 +83,31 @@ class Collector:
         if echoed is not None:
             rows = builder.prompt(request.prompt, answer.choice.prompt_logprobs, echoed)
         return builder.build(rows + builder.output(answer.token_ids, answer.logprobs))
+
+
+def _message(answer: Answer) -> dict[str, Any]:
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": answer.content(),
+        "refusal": None,
+    }
+    reasoning, calls = answer.reasoning(), answer.calls()
+    if reasoning is not None:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = [call_object(call, arguments) for call, arguments in calls]
+    return message
+
+
+def call_object(call: ToolCall, arguments: str) -> dict[str, Any]:
+    """One call of a tool in a chat's answer."""
+    function = {"name": call.name, "arguments": arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def finish_reason(choice: Choice, reason: str) -> str:
+    """Why the turn of a chat ended: a complete one that calls tools waits for their results."""
+    return "tool_calls" if choice.called and reason == "stop" else reason
 
 
 def answer_head(job: Job, kind: str) -> dict[str, Any]:

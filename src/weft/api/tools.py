@@ -67,7 +67,9 @@ def read_tools(body: ChatBody, builder: Builder) -> Tools | None:
         )
     if not body.tools:
         if choice not in (None, "none", "auto"):
-            raise ParameterError("tool_choice asks for a tool, but there are none.", param="tools")
+            raise ParameterError(
+                "tool_choice asks for a tool, but there are none.", param="tool_choice"
+            )
         return None
     functions = [_function(tool, i) for i, tool in enumerate(body.tools)]
     names = [function.name for function in functions]

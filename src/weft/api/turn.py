@@ -11,14 +11,7 @@ from weft.api.jobs import Job
 from weft.core.plan import Update
 from weft.core.types import TokenLogprob
 from weft.text import Tokenizer
-from weft.text.assistant import (
-    AssistantParser,
-    Event,
-    Reasoning,
-    ToolArguments,
-    ToolCall,
-    TurnParser,
-)
+from weft.text.assistant import Event, Reasoning, ToolArguments, ToolCall
 
 Kind = Literal["text", "reasoning", "call"]
 
@@ -85,7 +78,6 @@ class Turn:
         self.finish_reason: str | None = None
         self._assembly = Assembly(job, tokenizer)
         self._tokenizer = tokenizer
-        self._parser: TurnParser = AssistantParser()
         self._open: Part | None = None
         self._unplaced: list[TokenLogprob] = []
 
@@ -132,12 +124,11 @@ class Turn:
 
     def _take(self, delta: Delta) -> list[Change]:
         self._unplaced += delta.logprobs
-        events = self._parser.push(delta.text)
+        changes = [change for event in delta.events for change in self._changes(event)]
         if delta.finish_reason is None:
-            return [change for event in events for change in self._changes(event)]
+            return changes
         self.finish_reason = delta.finish_reason
-        events += self._parser.flush()
-        return [change for event in events for change in self._changes(event)] + self._close()
+        return changes + self._close()
 
     def _changes(self, event: Event) -> list[Change]:
         if isinstance(event, ToolCall):

@@ -157,7 +157,9 @@ async def running(service: Service, job: Job, receive: Receive) -> AsyncIterator
     Raises:
         DisconnectedError: the client has gone (from ``take``).
         WeftError: the engine does not take the job, or something ended it.
+        GrammarError: what the output has to follow cannot be compiled.
     """
+    await service.check_grammar(job)
     with service.open(job) as opened:
         opened.submit()
         watcher = asyncio.create_task(opened.watch(receive))

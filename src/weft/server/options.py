@@ -8,6 +8,7 @@ from weft.core.errors import ConfigError, ParameterError
 from weft.core.settings import check_settings, setting
 from weft.server.auth import read_keys
 from weft.server.tracing import make_exporter
+from weft.text.dialect import REASONING_MARKERS, TOOL_PARSERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +104,18 @@ class ServerOptions:
         256 * 2**20,
         "stored responses together; beyond it the least recently used go",
         low=1,
+    )
+    tool_parser: str = setting(
+        "str",
+        "auto",
+        "form of the model's tool calls; auto reads it off the chat template",
+        choices=("auto", "none", *TOOL_PARSERS),
+    )
+    reasoning_parser: str = setting(
+        "str",
+        "auto",
+        "marks around the model's reasoning; auto reads them off the chat template",
+        choices=("auto", "none", *REASONING_MARKERS),
     )
     tokenizer_threads: int = setting(
         "int", 2, "threads that tokenise long prompts beside the event loop", low=1, high=64

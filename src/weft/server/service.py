@@ -20,6 +20,7 @@ from weft.api import (
     ModelCard,
     TokenTexts,
 )
+from weft.api.structured import blaming
 from weft.core.errors import ParameterError, WeftError
 from weft.core.plan import Update
 from weft.core.ports import EngineClient
@@ -31,6 +32,7 @@ from weft.server.options import ServerOptions
 from weft.server.probe import EngineProbe
 from weft.server.queue import QueueLimit, Waiting
 from weft.text import ChatTemplate, Tokenizer
+from weft.text.dialect import choose_dialect
 
 TIMEOUT_HEADER = "X-Request-Timeout"
 INLINE_BYTES = 16 * 1024  # bodies up to here are tokenised on the event loop: some 100 us
@@ -79,7 +81,8 @@ class Service:
         self.client = client
         self.options = options
         self.probe = probe
-        self.builder = Builder(tokenizer, chat_template, card, limits)
+        dialect = choose_dialect(chat_template, options.tool_parser, options.reasoning_parser)
+        self.builder = Builder(tokenizer, chat_template, card, limits, dialect)
         self.texts = TokenTexts(tokenizer)
         self.metrics = Metrics(card.served_names[0], probe, prefixes)
         self.draining = False
@@ -119,6 +122,28 @@ class Service:
         """Call ``work``, which handles so many bytes, beside the event loop if they are many."""
         if num_bytes <= INLINE_BYTES:
             return work()
+        return await self._aside(work)
+
+    async def check_grammar(self, job: Job) -> None:
+        """Compile what the job's output has to follow, beside the event loop.
+
+        Raises:
+            GrammarError: it cannot be compiled.
+        """
+        grammar, param = job.requests[0].sampling.grammar, job.constrained_by
+        if grammar is None or param is None:
+            return
+
+        def check() -> None:
+            with self.metrics.counting_refusals(), blaming(param):
+                self.builder.grammars.check(grammar)
+
+        if self.builder.grammars.knows(grammar):
+            check()
+        else:
+            await self._aside(check)
+
+    async def _aside(self, work: Callable[[], Result]) -> Result:
         run = contextvars.copy_context().run  # so that what is logged bears the request's id
         return await asyncio.get_running_loop().run_in_executor(self._pool, run, work)
 

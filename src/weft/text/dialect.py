@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from weft.core.errors import ConfigError
 from weft.text.assistant import AssistantParser, ReasoningParser
 from weft.text.template import ChatTemplate
 from weft.text.tokenizer import Tokenizer
@@ -88,26 +87,16 @@ class Reading:
 def choose_dialect(
     template: ChatTemplate | None, tool_parser: str = "auto", reasoning_parser: str = "auto"
 ) -> Dialect:
-    """Return the dialect of a template, or what is set instead of ``auto``.
-
-    Raises:
-        ConfigError: a name is none of ``auto``, ``none`` and the known ones.
-    """
+    """Return the dialect of a template, or what is set (a known name, or none) for ``auto``."""
     text = "\0".join(template.sources.values()) if template is not None else ""
     return Dialect(
-        _chosen("tool_parser", tool_parser, TOOL_PARSERS, _tools_of(text)),
-        _chosen("reasoning_parser", reasoning_parser, REASONING_MARKERS, _reasoning_of(text)),
+        _tools_of(text) if tool_parser == "auto" else _named(tool_parser),
+        _reasoning_of(text) if reasoning_parser == "auto" else _named(reasoning_parser),
     )
 
 
-def _chosen(option: str, name: str, known: Collection[str], found: str | None) -> str | None:
-    if name in ("auto", "none"):
-        return found if name == "auto" else None
-    if name not in known:
-        raise ConfigError(
-            f"{option} must be one of auto, none, {', '.join(known)}, not '{name}'.", param=option
-        )
-    return name
+def _named(parser: str) -> str | None:
+    return None if parser == "none" else parser
 
 
 def _tools_of(text: str) -> str | None:

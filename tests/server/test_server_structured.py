@@ -1,0 +1,250 @@
+"""Structured output, calls of tools and reasoning over HTTP before a real engine."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from typing import Any, Literal
+
+import jsonschema
+import openai
+import pytest
+from pydantic import BaseModel
+from serving import serving, unknown_fields
+
+from weft.text import ChatTemplate
+
+MESSAGES: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
+CHAT: Any = {"model": "builtin", "messages": MESSAGES}
+PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "city": {"enum": ["Paris", "Rome"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+WEATHER: Any = {
+    "type": "function",
+    "function": {"name": "get_weather", "parameters": PARAMETERS, "strict": True},
+}
+TIME: Any = {"type": "function", "function": {"name": "get_time"}}
+NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
+
+
+@pytest.fixture(scope="module")
+def client(real):
+    with openai.OpenAI(base_url=f"{real.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def of_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+
+
+class Step(BaseModel):
+    action: Literal["go", "stop"]
+    seconds: int
+
+
+class Plan(BaseModel):
+    name: Literal["plan"]
+    steps: list[Step]
+
+
+def test_the_client_parses_what_a_model_of_pydantic_asks_for(client):
+    answer = client.chat.completions.parse(**CHAT, response_format=Step, temperature=1.5, seed=1)
+    assert answer.choices[0].finish_reason == "stop"
+    assert isinstance(answer.choices[0].message.parsed, Step)
+    assert unknown_fields(answer) == []
+
+
+def test_every_extension_is_honoured_by_both_endpoints(real):
+    wanted: list[tuple[dict[str, Any], Any]] = [
+        ({"response_format": of_schema({"type": "null"})}, {"null"}.__contains__),
+        ({"structured_outputs": {"regex": "[a-f]{3}-[0-9]{2}"}}, lambda t: t[3] == "-"),
+        ({"structured_outputs": {"choice": ["north", "south"]}}, {"north", "south"}.__contains__),
+        ({"structured_outputs": {"json": {"const": [1, "a"]}}}, lambda t: json.loads(t)[1] == "a"),
+        ({"guided_json": '{"type": "boolean"}'}, {"true", "false"}.__contains__),
+        ({"guided_grammar": 'start: "x" /[0-4]{4}/ "y"'}, lambda t: len(t) == 6),
+        ({"guided_choice": ["a"], "min_tokens": 40}, {"a"}.__contains__),
+    ]
+    base = {"model": "builtin", "max_tokens": 200, "temperature": 1.0, "seed": 2}
+    with real.http() as http:
+        for fields, holds in wanted:
+            body = {**base, **fields}
+            chat = http.post("/v1/chat/completions", json={**body, "messages": MESSAGES}).json()
+            plain = http.post("/v1/completions", json={**body, "prompt": "Hm: "}).json()
+            texts = [chat["choices"][0]["message"]["content"], plain["choices"][0]["text"]]
+            assert all(map(holds, texts)), (fields, texts)
+            assert chat["choices"][0]["finish_reason"] == "stop"
+            assert plain["choices"][0]["finish_reason"] == "stop"
+
+
+def test_any_object_is_an_object(client):
+    answer = client.chat.completions.create(
+        **CHAT, response_format={"type": "json_object"}, temperature=0.7, seed=1, n=4
+    )
+    for choice in answer.choices:
+        assert choice.message.content.startswith("{")
+        if choice.finish_reason == "stop":
+            assert isinstance(json.loads(choice.message.content), dict)
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED])
+def test_a_forced_call_whole_and_streamed(client, choice):
+    options = {**CHAT, "tools": [WEATHER, TIME], "tool_choice": choice, "temperature": 1.3}
+    options |= {"parallel_tool_calls": False, "seed": 4}
+    whole = client.chat.completions.create(**options)
+    message = whole.choices[0].message
+    [call] = message.tool_calls
+    assert (message.content, whole.choices[0].finish_reason) == (None, "tool_calls")
+    assert call.id.startswith("call_")
+    if choice is NAMED or call.function.name == "get_weather":
+        jsonschema.validate(json.loads(call.function.arguments), PARAMETERS)
+    assert unknown_fields(whole) == []
+
+    chunks = list(client.chat.completions.create(**options, stream=True))
+    assert all(unknown_fields(chunk) == [] for chunk in chunks)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+    deltas = [d for chunk in chunks for d in chunk.choices[0].delta.tool_calls or []]
+    first, *rest = deltas
+    assert (first.index, first.type, first.function.name) == (0, "function", call.function.name)
+    assert first.function.arguments == ""
+    assert first.id
+    assert [(d.id, d.type, d.function.name) for d in rest] == [(None, None, None)] * len(rest)
+    assert "".join(d.function.arguments for d in rest) == call.function.arguments
+    assert not any(chunk.choices[0].delta.content for chunk in chunks)
+
+
+def test_calls_in_parallel_and_the_result_of_a_call(client):
+    call = {"type": "function", "id": "c1", "function": {"name": "get_time", "arguments": "{}"}}
+    answer = client.chat.completions.create(
+        model="builtin",
+        messages=[
+            *MESSAGES,
+            {"role": "assistant", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "c1", "content": "12:00"},
+        ],
+        tools=[TIME],
+        tool_choice="required",
+        temperature=0,
+    )
+    calls = answer.choices[0].message.tool_calls
+    assert len(calls) > 1  # this small model never ends by itself
+    assert len({call.id for call in calls}) == len(calls)
+    assert {call.function.name for call in calls} == {"get_time"}
+
+
+def test_a_call_that_may_come_is_left_to_the_model(client):
+    answer = client.chat.completions.create(**CHAT, tools=[WEATHER], temperature=0, n=2)
+    for choice in answer.choices:
+        assert choice.finish_reason in ("stop", "length")
+        assert choice.message.content
+        assert choice.message.tool_calls is None
+
+
+REFUSED = [
+    ({"response_format": of_schema(s)}, p)
+    for p, s in (
+        ("response_format.json_schema.schema", {"type": "array", "uniqueItems": True}),
+        ("response_format.json_schema.schema", {"type": "string", "format": "made-up"}),
+        (
+            "response_format.json_schema.schema",
+            {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#"}}},
+        ),
+        ("response_format.json_schema.schema", {"enum": list(range(10_001))}),
+    )
+] + [
+    ({"guided_regex": "("}, "guided_regex"),
+    ({"guided_regex": "((a{99}){99}){99}"}, "guided_regex"),
+    ({"guided_grammar": "start: missing"}, "guided_grammar"),
+    ({"structured_outputs": {"json": {"not": {}}}}, "structured_outputs.json"),
+    (
+        {
+            "tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}],
+            "tool_choice": "required",
+        },
+        "tools",
+    ),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_cannot_be_honoured_is_refused_before_anything_is_computed(real, stream):
+    with real.http() as http:
+        for fields, param in REFUSED:
+            body = {"model": "builtin", "messages": MESSAGES, "stream": stream, **fields}
+            answer = http.post("/v1/chat/completions", json=body)
+            error = answer.json()["error"]
+            assert (answer.status_code, error["code"]) == (400, "invalid_grammar"), fields
+            assert error["param"] == param
+            assert param in error["message"]
+            assert len(error["message"]) < 600
+    assert real.service.num_open == 0
+
+
+def test_the_event_loop_answers_while_a_costly_schema_is_compiled(real):
+    """Compiling is beside the event loop: /health is answered between its start and its end."""
+    done = threading.Event()
+    answers = []
+
+    def ask() -> None:
+        with real.http() as http:
+            for i in range(4):
+                properties = {f"p{i}_{n}": {"type": "string"} for n in range(900)}
+                schema = {"type": "object", "properties": properties}
+                answers.append(
+                    http.post(
+                        "/v1/completions",
+                        json={
+                            "model": "builtin",
+                            "prompt": "x",
+                            "max_tokens": 1,
+                            "structured_outputs": {"json": schema},
+                        },
+                    ).status_code
+                )
+        done.set()
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    healthy = 0
+    with real.http() as http:
+        while not done.is_set():
+            assert http.get("/health").status_code == 200
+            healthy += 1
+            time.sleep(0.002)
+    thread.join()
+    assert answers == [200] * 4
+    assert healthy > 8
+
+
+def test_reasoning_is_apart_and_can_be_left_out(engine, text):
+    """A template that opens the reasoning: all that this model writes is reasoning."""
+    tokenizer, _, card = text
+    source = "{{ messages[0]['content'] }}<think>\n{# </think> #}"
+    template = ChatTemplate({"default": source})
+    body = {**CHAT, "temperature": 0, "max_tokens": 12}
+    with serving(engine[1].inbox, (tokenizer, template, card)) as running, running.http() as http:
+        choice = http.post("/v1/chat/completions", json=body).json()["choices"][0]
+        message = choice["message"]
+        assert (message["content"], choice["finish_reason"]) == ("", "length")
+        assert message["reasoning_content"]
+        schema = {"guided_json": {"const": 7}, "max_tokens": 40}
+        grammar = http.post("/v1/chat/completions", json={**body, **schema}).json()["choices"][0]
+        assert grammar["message"]["reasoning_content"]
+        assert grammar["message"]["content"] in ("", "7")
+        hidden = {**body, "include_reasoning": False}
+        message = http.post("/v1/chat/completions", json=hidden).json()["choices"][0]["message"]
+        assert "reasoning_content" not in message
+    with (
+        serving(engine[1].inbox, (tokenizer, template, card), reasoning_parser="none") as running,
+        running.http() as http,
+    ):
+        message = http.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]
+        assert message["content"]
+        assert "reasoning_content" not in message
