@@ -11,8 +11,9 @@ import jsonschema
 import openai
 import pytest
 from pydantic import BaseModel
-from serving import serving, unknown_fields
+from serving import serving
 
+from typed import unknown_fields
 from weft.text import ChatTemplate
 
 MESSAGES: Any = [{"role": "user", "content": "What is the weather in Paris?"}]
