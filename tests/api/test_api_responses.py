@@ -188,6 +188,14 @@ def test_an_error_is_a_failed_response(builder, valid):
     assert event["response"]["error"] == {"code": "server_error", "message": "The engine has gone."}
 
 
+def test_instructions_and_a_first_system_message_are_one(builder):
+    given = [{"role": "developer", "content": "Rhyme."}, USER]
+    job, _ = answer_of(builder, ResponseCollector, input=given, instructions="Be kind.")
+    prompt = builder.tokenizer.decode(job.requests[0].prompt, skip_special_tokens=False)
+    assert "Be kind.\n\nRhyme." in prompt
+    assert prompt.count("<|system|>") == 1
+
+
 # -- bodies ---------------------------------------------------------------------------------------
 
 

@@ -164,10 +164,14 @@ def test_a_busy_engine_and_a_bug(scripted, monkeypatch):
 def test_keys(text):
     with (
         serving(ScriptedClient([700]), text, api_key=("right",)) as running,
-        Anthropic(base_url=running.url, api_key="wrong", max_retries=0) as asking,
-        pytest.raises(AuthenticationError),
+        Anthropic(base_url=running.url, api_key="right", max_retries=0) as knowing,
+        Anthropic(base_url=running.url, api_key="wrong", max_retries=0) as guessing,
     ):
-        asking.messages.create(**HELLO)
+        assert knowing.messages.create(**HELLO).role == "assistant"
+        with pytest.raises(AuthenticationError) as caught:
+            guessing.messages.create(**HELLO)
+    assert caught.value.body["error"]["type"] == "authentication_error"
+    assert caught.value.request_id == caught.value.body["request_id"]
 
 
 def test_tokens_are_counted_like_a_prompt(scripted, asking):

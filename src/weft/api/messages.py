@@ -24,12 +24,12 @@ MAX_TOOLS = 1024
 
 # Fields of the chat body -> fields of this one.
 NAMES = {
-    "messages": "messages",
     "max_completion_tokens": "max_tokens",
     "stop": "stop_sequences",
     "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",
     "parallel_tool_calls": "tool_choice",
+    ".parameters": ".input_schema",
 }
 
 

@@ -204,9 +204,7 @@ def response_job(body: ResponseBody, items: Seq[Item], builder: Builder) -> Job:
     Raises:
         WeftError: a typed error that names the parameter; nothing has been started.
     """
-    messages = messages_of(items)
-    if body.instructions is not None:
-        messages.insert(0, {"role": "system", "content": body.instructions})
+    messages = _instructed(messages_of(items), body.instructions)
     fields = {name: value for name in SAME if (value := getattr(body, name)) is not NULL}
     fields |= {
         "model": check_model(body.model, builder.card),
@@ -226,6 +224,16 @@ def response_job(body: ResponseBody, items: Seq[Item], builder: Builder) -> Job:
 
     job = job_of(messages) if body.truncation != "auto" else _truncated(job_of, messages)
     return replace(job, endpoint="response", id=new_id("resp", "_"))
+
+
+def _instructed(messages: list[dict[str, Any]], instructions: str | None) -> list[dict[str, Any]]:
+    """The messages under instructions; many templates take one system message only, the first."""
+    if instructions is None:
+        return messages
+    if messages and messages[0]["role"] in SYSTEM:
+        first = {**messages[0], "content": f"{instructions}\n\n{messages[0]['content']}"}
+        return [first, *messages[1:]]
+    return [{"role": "system", "content": instructions}, *messages]
 
 
 def _truncated(

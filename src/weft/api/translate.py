@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,15 +13,14 @@ from weft.api.chat import chat_job
 from weft.api.jobs import Builder, Job
 from weft.core.errors import ParameterError, WeftError
 
-CHAT_CONTENT = frozenset({"messages"})  # fields that do not map one to one
-
 
 def job_of_chat(fields: Mapping[str, Any], builder: Builder, names: Mapping[str, str]) -> Job:
     """Build the job of the chat that a body of another endpoint stands for.
 
     Args:
         fields: of the chat body; None is left out.
-        names: field of the chat body -> field of the endpoint's body, where they differ.
+        names: field of the chat body -> field of the endpoint's body, where they differ; see
+            `endpoint_name`.
 
     Raises:
         WeftError: as `chat_job`, with the names of the endpoint.
@@ -32,17 +32,29 @@ def job_of_chat(fields: Mapping[str, Any], builder: Builder, names: Mapping[str,
         raise renamed(error, names) from None
 
 
+def endpoint_name(param: str, names: Mapping[str, str]) -> str:
+    """What the endpoint calls a field of the chat.
+
+    Messages of a chat do not stand where the endpoint's body has them, so that only the whole list
+    can be named. A name that starts with a point stands for a field further in.
+    """
+    head = re.split(r"[.\[]", param, maxsplit=1)[0]
+    rest = "" if head == "messages" else param[len(head) :].replace(".function.", ".")
+    for inner, name in names.items():
+        if inner.startswith(".") and rest.endswith(inner):
+            rest = rest.removesuffix(inner) + name
+    return names.get(head, head) + rest
+
+
 def renamed(error: WeftError, names: Mapping[str, str]) -> WeftError:
     """Let an error speak of the endpoint's fields instead of the chat's."""
     if error.param is None:
         return error
-    head = error.param.replace("[", ".").partition(".")[0]
-    if head not in names:
-        return error
-    rest = "" if head in CHAT_CONTENT else error.param[len(head) :]
-    error.message = error.message.replace(error.param, head).replace(head, names[head] + rest)
-    error.param = names[head] + rest
-    error.args = (error.message,)
+    old, new = error.param, endpoint_name(error.param, names)
+    message = error.message.replace(f"'{old}'", f"'{new}'")
+    if message.startswith(f"{old} "):
+        message = new + message.removeprefix(old)
+    error.param, error.message, error.args = new, message, (message,)
     return error
 
 
