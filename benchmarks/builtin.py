@@ -40,6 +40,9 @@ class Counter:
         requests, self.requests = self.requests, []
         return requests, ()
 
+    def computing(self, sequence_ids: Any) -> None:
+        """Nobody is blamed for crashes here."""
+
     def publish(self, news: Commit) -> None:
         self.tokens += len(news.tokens) + sum(u.token is not None for u in news.updates)
 

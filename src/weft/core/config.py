@@ -47,6 +47,12 @@ class EngineConfig:
         "attention kernel; reference is slow and exact",
         choices=("auto", "cpu", "reference"),
     )
+    batch_invariant: bool | None = setting(
+        "bool",
+        None,
+        "results do not depend on what else is computed, nor on the chunks of a prompt; unset: on "
+        "for the packaged model",
+    )
     threads: int | None = setting(
         "int", None, "threads for compute; unset takes every core", low=1, high=1024
     )

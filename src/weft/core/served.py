@@ -16,6 +16,7 @@ class ServedModel:
         folder: where tokeniser and chat template lie.
         max_model_len: tokens of prompt and output together.
         sampling_defaults: what ``SamplingParams`` takes for fields that a request leaves open.
+        batch_invariant: whether a result depends on nothing but the sequence itself.
         kernels: op name -> implementation.
         kv_blocks: KV blocks by group name.
         weight_bytes: memory of the weights.
@@ -35,6 +36,7 @@ class ServedModel:
     dtype: str
     eos_token_ids: tuple[int, ...]
     sampling_defaults: Mapping[str, Any]
+    batch_invariant: bool
     kernels: Mapping[str, str]
     kv_blocks: Mapping[str, int]
     weight_bytes: int

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from llguidance import LLTokenizer
+from torch import Tensor
 
 from weft import __version__
 from weft.core.config import (
@@ -30,11 +31,13 @@ from weft.exec.eager import EagerExecutor
 from weft.exec.grammar import GrammarRows, Grammars
 from weft.exec.rows import RowTable
 from weft.exec.store import KVStore
-from weft.kernels.ops import KernelUnavailable, OpTable, select_ops
+from weft.kernels.ops import OpTable, select_ops
+from weft.kernels.unavailable import KernelUnavailable
 from weft.kv.cache import GroupSpec, KVCache
+from weft.models.decoder import Decoder
 from weft.models.families import read_spec
 from weft.models.generation import GenerationDefaults, read_generation_defaults
-from weft.models.hub import resolve_model
+from weft.models.hub import BUILTIN, resolve_model
 from weft.models.layout import num_parameters
 from weft.models.loader import load_model
 from weft.models.spec import ModelSpec
@@ -95,7 +98,12 @@ def find_model(config: EngineConfig, returning_bytes: int = 0) -> Model:
     spec = read_spec(folder, config.max_model_len)
     dtype = _choose_dtype(config.dtype, spec.dtype)
     try:
-        ops = select_ops(torch.device("cpu"), getattr(torch, dtype), config.attention)
+        ops = select_ops(
+            torch.device("cpu"),
+            getattr(torch, dtype),
+            config.attention,
+            batch_invariant=_wants_invariance(config),
+        )
     except KernelUnavailable as error:
         raise KernelError(str(error)) from error
     element = DTYPE_BYTES[dtype]
@@ -156,6 +164,7 @@ def build_engine(config: EngineConfig, returning_bytes: int = 0) -> Engine:
         max_model_len=resolved.max_model_len,
         ops=model.ops,
     )
+    _try(decoder)
     groups = model.spec.kv_groups
     store = KVStore(groups, resolved.group_blocks, resolved.block_size, dtype, device)
     blocks_per_row = -(-resolved.max_model_len // resolved.block_size)
@@ -180,6 +189,30 @@ def _grammar_tokenizer(config: EngineConfig, model: Model) -> LLTokenizer:
     tokenizer = Tokenizer.load(Path(config.tokenizer or model.folder))
     text = tokenizer.reference.to_str()
     return grammar_tokenizer(text, model.spec.vocab_size, model.eos_token_ids)
+
+
+def _try(decoder: Decoder) -> None:
+    """Run every kernel but attention once, so that one that cannot do its task fails now.
+
+    Raises:
+        KernelError: a matrix product is not batch-invariant, but should be.
+    """
+
+    def no_attention(
+        layer: int,  # noqa: ARG001
+        q: Tensor,
+        k: Tensor | None,  # noqa: ARG001
+        v: Tensor | None,  # noqa: ARG001
+        residual: Tensor,
+        positions: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.zeros_like(q), residual, positions
+
+    try:
+        tokens = torch.zeros(1, dtype=torch.int64)
+        decoder.logits(decoder.forward(tokens, tokens, no_attention))
+    except KernelUnavailable as error:
+        raise KernelError(str(error)) from error
 
 
 def _scheduler(config: EngineConfig, resolved: ResolvedConfig, model: Model) -> FCFSScheduler:
@@ -211,6 +244,7 @@ def describe_served(config: EngineConfig, engine: Engine) -> ServedModel:
         dtype=model.dtype,
         eos_token_ids=model.eos_token_ids,
         sampling_defaults=model.sampling_defaults,
+        batch_invariant=model.ops.batch_invariant,
         kernels=model.ops.describe(),
         kv_blocks={group.name: blocks for group, blocks in groups},
         weight_bytes=model.facts.weight_bytes,
@@ -230,6 +264,13 @@ def set_threads(threads: int, ops: OpTable) -> None:
         from weft.kernels.cpu import attention
 
         attention.set_threads(threads)
+
+
+def _wants_invariance(config: EngineConfig) -> bool:
+    """What is set, else on for the packaged model, unless it is to use reference kernels."""
+    if config.batch_invariant is None:
+        return config.model == BUILTIN and config.attention != "reference"
+    return config.batch_invariant
 
 
 def _choose_dtype(wish: str, stored: str | None) -> str:

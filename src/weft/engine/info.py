@@ -37,6 +37,7 @@ def collect_info(config: EngineConfig) -> dict[str, Any]:
         },
         "model": _model_facts(config, model),
         "memory": _memory_facts(config, model),
+        "batch_invariant": model.ops.batch_invariant,
         "kernels": model.ops.describe(),
     }
 
@@ -119,6 +120,8 @@ def format_info(info: dict[str, Any]) -> str:
     rows.append(
         ("context", f"{memory['largest_context']} of {model['positions']} tokens at the most")
     )
+    alike = "are the same in any batch" if info["batch_invariant"] else "may differ by the batch"
+    rows.append(("results", alike))
     rows += [
         ("kernels" if index == 0 else "", f"{op:16} {name}")
         for index, (op, name) in enumerate(info["kernels"].items())

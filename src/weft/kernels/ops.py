@@ -15,13 +15,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from weft.kernels import reference
+from weft.kernels.invariant import InvariantLinear
+from weft.kernels.unavailable import KernelUnavailable
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ATTENTION_CHOICES = ("auto", "cpu", "reference")
-
-
-class KernelUnavailable(RuntimeError):  # noqa: N818 - reads as the state it names
-    """No implementation of an op for this device and dtype."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +99,7 @@ class OpTable:
     linear: Linear
     moe: Moe
     paged_attention: PagedAttention
+    batch_invariant: bool
     names: dict[str, str] = field(repr=False)
 
     def describe(self) -> dict[str, str]:
@@ -108,11 +107,18 @@ class OpTable:
         return dict(self.names)
 
 
-def select_ops(device: torch.device, dtype: torch.dtype, attention: str = "auto") -> OpTable:
+def select_ops(
+    device: torch.device,
+    dtype: torch.dtype,
+    attention: str = "auto",
+    *,
+    batch_invariant: bool = False,
+) -> OpTable:
     """Choose the implementation of every op for one device and dtype.
 
     Args:
         attention: ``auto`` (the native kernel of the device), or an implementation by name.
+        batch_invariant: whether a token's result may depend on nothing but its own context.
 
     Raises:
         KernelUnavailable: the device, the dtype or the wished attention cannot be served.
@@ -121,19 +127,27 @@ def select_ops(device: torch.device, dtype: torch.dtype, attention: str = "auto"
         known = ", ".join(str(d).removeprefix("torch.") for d in FLOAT_DTYPES)
         raise KernelUnavailable(f"no kernels compute in {dtype}; choose one of: {known}")
     attention_name, paged_attention = _select_attention(device, attention)
+    if batch_invariant and attention_name == "reference":
+        raise KernelUnavailable(
+            "the reference attention is not batch-invariant; set attention='cpu', or turn "
+            "batch_invariant off"
+        )
+    linear: Linear = InvariantLinear() if batch_invariant else functional.linear
+    linear_name = "torch, batch-invariant" if batch_invariant else "torch"
     return OpTable(
         rms_norm=reference.rms_norm,
         rope=reference.rope,
         act_mul=reference.act_mul,
-        linear=functional.linear,
-        moe=partial(reference.moe, linear=functional.linear),
+        linear=linear,
+        moe=partial(reference.moe, linear=linear),
         paged_attention=paged_attention,
+        batch_invariant=batch_invariant,
         names={
             "rms_norm": "reference",
             "rope": "reference",
             "act_mul": "reference",
-            "linear": "torch",
-            "moe": "torch",
+            "linear": linear_name,
+            "moe": linear_name,
             "paged_attention": attention_name,
         },
     )

@@ -1,0 +1,147 @@
+"""Results that depend on the sequence alone: the same bits in any batch and any chunks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from checkpoints import build, prompt, save
+from paged import PagedRunner, run_chunks
+from torch.nn import functional
+
+from weft import LLM, SamplingParams
+from weft.kernels.invariant import ROW_COUNTS, InvariantLinear
+from weft.kernels.ops import KernelUnavailable, select_ops
+from weft.models.hub import resolve_model
+from weft.models.loader import load_model
+
+DTYPES = [torch.bfloat16, torch.float32]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    made = {"builtin": resolve_model("builtin")}
+    for name in FAMILIES[1:]:
+        made[name] = save(build(name), tmp_path_factory.mktemp(name))
+    return made
+
+
+def decoder(folder, dtype, *, invariant=True):
+    ops = select_ops(CPU, dtype, batch_invariant=invariant)
+    return load_model(folder, dtype=dtype, device=CPU, max_model_len=256, ops=ops)
+
+
+FAMILIES = ["builtin", "gemma3", "qwen3-moe"]
+
+
+CASES = [(family, dtype, 1) for family in FAMILIES for dtype in DTYPES]
+
+
+@pytest.mark.parametrize(("family", "dtype", "threads"), [*CASES, ("builtin", torch.bfloat16, 2)])
+def test_logits_are_the_same_bits_in_any_batch_and_any_chunks(folders, family, dtype, threads):
+    torch.set_num_threads(threads)
+    model = decoder(folders[family], dtype)
+    tokens = prompt(90, 3)
+    whole = PagedRunner(model).step([("a", tokens)])[0]  # [n, V]
+    for chunk in (1, 7, 64):
+        assert torch.equal(run_chunks(PagedRunner(model), "a", tokens, chunk), whole)
+    for others in (*range(1, 8), 13, 31, 39) if threads == 1 else (1, 7, 39):
+        runner = PagedRunner(model, blocks=6 + 2 * others)
+        company = [(f"b{i}", prompt(1 + i % 5, i)) for i in range(others)]
+        first = runner.step([*company, ("a", tokens[:80])])[-1]
+        assert torch.equal(first, whole[:80])
+        for position in range(80, 84):
+            last = [("a", [tokens[position]]), *((f"b{i}", [i]) for i in range(others))]
+            assert torch.equal(runner.step(last)[0], whole[position : position + 1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(97, 33), (512, 256), (256, 704), (1, 64)])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_a_row_of_a_product_depends_on_no_other(dtype, shape, with_bias):
+    linear = InvariantLinear()
+    draw = torch.Generator().manual_seed(1)
+    weight = torch.randn(shape, generator=draw).to(dtype)
+    bias = torch.randn(shape[0], generator=draw).to(dtype) if with_bias else None
+    x = torch.randn(150, shape[1], generator=draw).to(dtype)
+    whole = linear(x, weight, bias)
+    torch.testing.assert_close(whole, functional.linear(x, weight, bias))
+    for rows in (*range(1, 41), 63, 64, 65, 128, 149):
+        for start in (0, 1, 150 - rows):
+            part = linear(x[start : start + rows], weight, bias)
+            assert torch.equal(part, whole[start : start + rows])
+    assert linear(x[:0], weight, bias).shape == (0, shape[0])
+
+
+def gap(model, tokens, chunk, whole):
+    return float((run_chunks(PagedRunner(model), "a", tokens, chunk) - whole).abs().max())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_without_it_a_continued_stream_stays_within_the_gap_of_another_chunking(folders, dtype):
+    """What is computed again after a crash is a prompt that once was single tokens.
+
+    The gap is of rounding: some steps of the dtype at the size of the logits.
+    """
+    model = decoder(folders["gemma3"], dtype, invariant=False)
+    tokens = prompt(90, 3)
+    undisturbed = run_chunks(PagedRunner(model), "a", tokens, 1)
+    largest = float(undisturbed.abs().max())
+    chunkings = [gap(model, tokens, chunk, undisturbed) for chunk in (2, 3, 7, 16, 64)]
+    recovered = PagedRunner(model)
+    again = recovered.step([("a", tokens[:60])])[0]  # prompt and what was published
+    rest = torch.cat([recovered.step([("a", [token])])[0] for token in tokens[60:]])
+    error = float((torch.cat((again, rest)) - undisturbed).abs().max())
+    assert error <= max(*chunkings, 8 * torch.finfo(dtype).eps * largest)
+    assert max(chunkings) <= 64 * torch.finfo(dtype).eps * largest
+
+
+def test_row_counts_that_disagree_are_not_computed(monkeypatch):
+    """A library that sums one row in another order, as those for vectors do."""
+    real, seen = functional.linear, set()
+
+    def other_order(x, weight, bias):
+        seen.add(len(x))
+        return real(x, weight, bias) * (1 + 1e-3 * (len(x) < 4))
+
+    monkeypatch.setattr("weft.kernels.invariant.functional.linear", other_order)
+    linear, weight = InvariantLinear(), torch.randn(8, 16)
+    assert linear.row_counts(weight, None) == tuple(n for n in ROW_COUNTS if n >= 4)
+    seen.clear()
+    for rows in range(1, 70):
+        linear(torch.randn(rows, 16), weight, None)
+    assert min(seen) == 4
+
+
+def test_a_library_that_treats_rows_differently_is_refused(monkeypatch):
+    real = functional.linear
+
+    def uneven(x, weight, bias):
+        return real(x, weight, bias) * torch.linspace(1, 2, len(x)).unsqueeze(1)
+
+    monkeypatch.setattr("weft.kernels.invariant.functional.linear", uneven)
+    with pytest.raises(KernelUnavailable, match="turn batch_invariant off"):
+        InvariantLinear()(torch.randn(3, 16), torch.randn(8, 16), None)
+
+
+def test_the_reference_attention_is_refused():
+    with pytest.raises(KernelUnavailable, match="attention='cpu'"):
+        select_ops(CPU, torch.float32, "reference", batch_invariant=True)
+
+
+def test_tokens_and_log_probabilities_of_the_engine_are_the_same_in_any_company():
+    """On by default for the packaged model; seeded draws and penalties included."""
+    params = SamplingParams(
+        temperature=1.0, seed=5, max_tokens=20, logprobs=3, frequency_penalty=0.5, ignore_eos=True
+    )
+    settings = {"threads": 1, "kv_memory": "16MiB", "max_model_len": 256}
+    tokens, crowd = prompt(70, 1), [prompt(3 + 5 * i, i) for i in range(2, 10)]
+    seen = []
+    for chunk, company in ((256, []), (11, []), (16, crowd)):
+        with LLM.in_process(
+            "builtin", max_num_batched_tokens=chunk, max_num_seqs=10, **settings
+        ) as engine:
+            assert engine.engine.built.model.ops.batch_invariant
+            result = engine.generate([*company, tokens], params, progress=False)[-1]
+        seen.append((result.token_ids, result.logprobs))
+    assert seen[0] == seen[1] == seen[2]
