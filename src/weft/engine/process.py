@@ -19,7 +19,6 @@ import signal
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +59,9 @@ def main() -> None:
     try:
         config = EngineConfig.from_mapping(orders.settings)
         set_up_logs("engine", log_level(config.log_level), config.log_format)
-        engine, served = _build(config, options.returning_bytes, options.background)
+        if options.background:
+            _import_in_background()
+        engine, served = _build(config, options.returning_bytes)
         _tell(report, {"served": served})
         orders.go.wait()
         set_process_title("weft-engine")
@@ -101,24 +102,28 @@ class _Orders:
         self.inbox.stop()
 
 
-def _build(config: EngineConfig, returning_bytes: int, background: bool) -> tuple[Engine, str]:
-    """Import and build, in the background on a thread that leaves the cores to everybody else.
+def _import_in_background() -> None:
+    """Import torch and what needs it on a thread that leaves the cores to everybody else.
 
-    A thread's priority cannot be raised again; those that compute are started later, by others.
+    Its priority cannot be raised again, nor can that of threads that it starts; so numpy, which
+    starts some, comes first, and those that compute are started by the engine.
     """
+    import numpy  # noqa: F401, ICN001
 
-    def work() -> tuple[Engine, str]:
-        if background:
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
-        from weft.engine.build import build_engine, describe_served
+    def work() -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
+        import weft.engine.build  # noqa: F401
 
-        engine = build_engine(config, returning_bytes)
-        return engine, describe_served(config, engine).to_json()
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
 
-    if not background:
-        return work()
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(work).result()
+
+def _build(config: EngineConfig, returning_bytes: int) -> tuple[Engine, str]:
+    from weft.engine.build import build_engine, describe_served
+
+    engine = build_engine(config, returning_bytes)
+    return engine, describe_served(config, engine).to_json()
 
 
 def _serve(engine: Engine, inbox: RingInbox) -> int:

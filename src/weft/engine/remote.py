@@ -47,7 +47,7 @@ class EngineProcess:
         """Start it; it builds the engine, and touches the rings in ``wait_until_ready``.
 
         Args:
-            background: build at the lowest priority.
+            background: be ready later, but take no time from others.
             returning_bytes: memory that another engine gives back before this one is used.
         """
         read_end, write_end = os.pipe()

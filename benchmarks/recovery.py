@@ -1,0 +1,152 @@
+"""From SIGKILL of the engine to the next token of 16 streams, with and without a standby engine.
+
+    python benchmarks/recovery.py [--kills 12] [--out benchmarks/results/recovery.json]
+
+Each stream asks for more as soon as it has ended. The pause of a stream is the time from the signal
+to the end of the longest gap between two of its pieces that the signal falls into or that follows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import random
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import orjson
+import psutil
+
+import report
+from serve import wait_until_bound
+
+STREAMS, PROMPT_TOKENS, OUTPUT_TOKENS = 16, 64, 1500
+QUIET_S = 11.0  # between kills: longer than the back-off remembers
+PORT = 8217
+
+
+class Stream:
+    """One client that reads stream after stream and remembers when pieces came."""
+
+    def __init__(self, number: int) -> None:
+        self._draw = random.Random(number)
+        self.arrivals: list[float] = []
+        self.errors = 0
+
+    async def run(self) -> None:
+        while True:
+            await self._one()
+
+    async def _one(self) -> None:
+        prompt = [self._draw.randrange(100, 3900) for _ in range(PROMPT_TOKENS)]
+        body = orjson.dumps(
+            {"model": "builtin", "prompt": prompt, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True,
+             "temperature": 0, "stream": True}
+        )  # fmt: skip
+        reader, writer = await asyncio.open_connection("127.0.0.1", PORT)
+        head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        head += f"connection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+        writer.write(head.encode() + body)
+        while data := await reader.read(2**16):
+            if b'"text"' in data:
+                self.arrivals.append(time.monotonic())
+            self.errors += b'"error"' in data
+        writer.close()
+
+    def pause_s(self, killed: float) -> float:
+        """How long after the kill this stream went on."""
+        at = next(i for i, moment in enumerate(self.arrivals) if moment >= killed)
+        times = self.arrivals[max(0, at - 1) :]
+        gaps = [(after - before, after) for before, after in itertools.pairwise(times)]
+        return max(gaps)[1] - killed
+
+
+def child(server: subprocess.Popen[bytes], title: str) -> psutil.Process | None:
+    for process in psutil.Process(server.pid).children():
+        if process.cmdline()[:1] == [title]:
+            return process
+    return None
+
+
+async def standby(server: subprocess.Popen[bytes]) -> psutil.Process:
+    """Wait until there is a standby that has nothing left to do."""
+    while True:
+        process = child(server, "weft-standby")
+        if process is not None:
+            before = process.cpu_times()
+            await asyncio.sleep(1)
+            if process.cpu_times() == before and process.memory_info().rss > 100 * 2**20:
+                return process
+        await asyncio.sleep(0.2)
+
+
+async def measure(server: subprocess.Popen[bytes], kills: int, waiting: bool) -> dict[str, Any]:
+    streams = [Stream(number) for number in range(STREAMS)]
+    tasks = [asyncio.create_task(stream.run()) for stream in streams]
+    pauses: list[float] = []
+    memory = 0
+    for number in range(kills):
+        await asyncio.sleep(QUIET_S)
+        if waiting:
+            memory = (await standby(server)).memory_full_info().uss
+        engine = child(server, "weft-engine")
+        assert engine is not None
+        for stream in streams:
+            del stream.arrivals[:-1]
+        killed = time.monotonic()
+        engine.kill()
+        while not all(stream.arrivals[-1] > killed + 5 for stream in streams):
+            await asyncio.sleep(0.2)
+        of_this = [stream.pause_s(killed) for stream in streams]
+        print(f"kill {number}: {min(of_this):.2f} to {max(of_this):.2f} s", flush=True)
+        pauses += of_this
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    return {
+        "standby": waiting,
+        "kills": kills,
+        "streams": STREAMS,
+        "errors": sum(stream.errors for stream in streams),
+        "median_s": round(statistics.median(pauses), 3),
+        "max_s": round(max(pauses), 3),
+        "standby_uss_bytes": memory,
+        "pauses_s": [round(pause, 3) for pause in pauses],
+    }
+
+
+def run(kills: int, waiting: bool) -> dict[str, Any]:
+    command = [sys.executable, "-m", "weft.cli", "serve", "--port", str(PORT)]
+    command += ["--kv-memory", "256MiB", "--max-num-seqs", "64"]
+    command += ["--standby" if waiting else "--no-standby"]
+    server = subprocess.Popen(command)
+    try:
+        wait_until_bound(PORT)
+        return asyncio.run(measure(server, kills, waiting))
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=12)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    rows = [run(options.kills, waiting) for waiting in (True, False)]
+    for row in rows:
+        print(
+            f"{'with' if row['standby'] else 'without'} a standby: median {row['median_s']:.2f} s, "
+            f"maximum {row['max_s']:.2f} s, {row['errors']} errors"
+        )
+    if options.out:
+        report.save(options.out, rows=rows)
+
+
+if __name__ == "__main__":
+    main()
