@@ -115,6 +115,8 @@ def test_killed_engines_are_no_more_than_a_pause(tmp_path, standby):
         for moment in (0, *sorted(draw.sample(range(1, STREAMS * TOKENS * 3 // 4), 3))):
             eventually(lambda moment=moment: said(streams) >= moment, START_S)
             victim = engine(server)
+            if standby == "--standby":
+                eventually(lambda: "weft-standby" in server.children(), START_S)
             victim.kill()
             eventually(lambda victim=victim: not victim.is_running(), START_S)
         assert [stream.outcome() for stream in streams] == undisturbed

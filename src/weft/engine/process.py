@@ -108,7 +108,7 @@ def _import_in_background() -> None:
     Its priority cannot be raised again, nor can that of threads that it starts; so numpy, which
     starts some, comes first, and those that compute are started by the engine.
     """
-    import numpy  # noqa: F401, ICN001
+    import numpy  # noqa: F401
 
     def work() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
