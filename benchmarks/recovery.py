@@ -25,7 +25,7 @@ import psutil
 import report
 from serve import wait_until_bound
 
-STREAMS, PROMPT_TOKENS, OUTPUT_TOKENS = 16, 64, 1500
+STREAMS, PROMPT_TOKENS, OUTPUT_TOKENS = 16, 64, 400
 QUIET_S = 11.0  # between kills: longer than the back-off remembers
 PORT = 8217
 
@@ -96,6 +96,8 @@ async def measure(server: subprocess.Popen[bytes], kills: int, waiting: bool) ->
             memory = (await standby(server)).memory_full_info().uss
         engine = child(server, "weft-engine")
         assert engine is not None
+        while not all(stream.arrivals for stream in streams):
+            await asyncio.sleep(0.2)
         for stream in streams:
             del stream.arrivals[:-1]
         killed = time.monotonic()
