@@ -183,6 +183,33 @@ def test_responses_outlive_the_server(text, tmp_path):
         assert "hi" in prompt_of(running, running.client.submitted.get())
 
 
+def test_several_request_planes_share_a_file_or_store_nothing(text, tmp_path):
+    """Each of the two servers stands for one request plane of the same server."""
+    with (
+        serving(ScriptedClient([700]), text, frontends=2) as alone,
+        client_of(alone) as asking,
+    ):
+        response = asking.responses.create(**HELLO)
+        with pytest.raises(NotFoundError):
+            asking.responses.retrieve(response.id)
+        for wish in ({"store": True}, {"previous_response_id": response.id}):
+            with pytest.raises(BadRequestError, match="--responses-db"):
+                asking.responses.create(**HELLO, **wish)
+    shared = {"frontends": 2, "responses_db": str(tmp_path / "responses.db")}
+    with (
+        serving(ScriptedClient([700]), text, **shared) as one,
+        serving(ScriptedClient([700]), text, **shared) as other,
+        client_of(one) as asking_one,
+        client_of(other) as asking_other,
+    ):
+        response = asking_one.responses.create(**HELLO)
+        assert asking_other.responses.retrieve(response.id) == response
+        more = asking_other.responses.create(**HELLO, previous_response_id=response.id)
+        asking_one.responses.delete(more.id)
+        with pytest.raises(NotFoundError):
+            asking_other.responses.retrieve(more.id)
+
+
 def test_errors_name_the_parameter(answering):
     def error(answer: httpx.Response, status: int, param: str | None) -> None:
         assert answer.status_code == status, answer.text

@@ -183,13 +183,23 @@ def message_job(body: MessageBody, builder: Builder) -> Job:
         "top_p": body.top_p,
         "stream": body.stream,
     }
-    job = job_of_chat(fields, builder, NAMES)
+    job = _job(body, fields, builder)
     return replace(job, endpoint="message", id=new_id("msg", "_"))
+
+
+def _job(body: PromptBody, fields: dict[str, Any], builder: Builder) -> Job:
+    """The job of the chat; a model that marks its thinking is asked not to think if so wished."""
+    names = NAMES
+    config = body.thinking
+    if config is not None and config.type == "disabled" and builder.dialect.reasoning is not None:
+        fields["reasoning_effort"] = "none"
+        names = {**NAMES, "reasoning_effort": "thinking"}
+    return job_of_chat(fields, builder, names)
 
 
 def count_tokens(body: PromptBody, builder: Builder) -> int:
     """Tokens of the prompt that a message would be answered from. Raises as `message_job`."""
-    return job_of_chat(chat_fields(body), builder, NAMES).prompt_tokens
+    return _job(body, chat_fields(body), builder).prompt_tokens
 
 
 def chat_fields(body: PromptBody) -> dict[str, Any]:

@@ -204,8 +204,8 @@ class ResponseWriter(ResponseAnswer):
             done += self._event("content_part.done", part=self._part(part), **inner)
         return done + self._event("output_item.done", item=self._item(part), **at)
 
-    def _event(self, name: str, **content: Any) -> bytes:
-        kind = f"response.{name}"
+    def _event(self, event: str, /, **content: Any) -> bytes:
+        kind = f"response.{event}"
         data = orjson.dumps({"type": kind, "sequence_number": self._count, **content})
         self._count += 1
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)

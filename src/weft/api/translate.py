@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -27,9 +28,11 @@ def job_of_chat(fields: Mapping[str, Any], builder: Builder, names: Mapping[str,
     """
     given = {name: value for name, value in fields.items() if value is not None}
     try:
-        return chat_job(decode_body(ChatBody, _encoded(given)), builder)
+        job = chat_job(decode_body(ChatBody, _encoded(given)), builder)
     except WeftError as error:
         raise renamed(error, names) from None
+    param = job.constrained_by
+    return job if param is None else replace(job, constrained_by=endpoint_name(param, names))
 
 
 def endpoint_name(param: str, names: Mapping[str, str]) -> str:

@@ -77,6 +77,7 @@ class _Handlers:
             return body, read_items(body.input)
 
         body, items = await service.prepare(len(data), decode)
+        self._check_store(body)
         before: list[Item] = []
         if body.previous_response_id is not None:
             before = await self._store.conversation(_owner(), body.previous_response_id)
@@ -86,11 +87,25 @@ class _Handlers:
         )
         return _Asked(body, items, job)
 
+    @property
+    def _stores(self) -> bool:
+        """Whether a response that is stored here is found by every request plane."""
+        options = self._service.options
+        return options.responses_db is not None or options.frontends == 1
+
+    def _check_store(self, body: ResponseBody) -> None:
+        """Refuse what asks for a store that is not there; if nobody asks, nothing is stored."""
+        for name in ("store", "previous_response_id"):
+            if getattr(body, name) and not self._stores:
+                raise UnsupportedParameterError(
+                    name, " With several request planes it needs the server's --responses-db FILE."
+                )
+
     def _form(self, asked: _Asked, owner: bytes) -> Form:
         tokenizer, texts = self._service.builder.tokenizer, self._service.texts
 
         async def keep(answer: ResponseAnswer) -> None:
-            if asked.body.store is not False:
+            if asked.body.store is not False and self._stores:
                 items, previous = orjson.dumps(asked.items), asked.body.previous_response_id
                 await self._store.save(Stored(answer.id, owner, previous, items, answer.body()))
 
