@@ -50,11 +50,6 @@ class Step(BaseModel):
     seconds: int
 
 
-class Plan(BaseModel):
-    name: Literal["plan"]
-    steps: list[Step]
-
-
 def test_the_client_parses_what_a_model_of_pydantic_asks_for(client):
     answer = client.chat.completions.parse(**CHAT, response_format=Step, temperature=1.5, seed=1)
     assert answer.choices[0].finish_reason == "stop"

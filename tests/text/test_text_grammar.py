@@ -94,6 +94,13 @@ def test_each_kind_takes_what_it_says_and_nothing_else(takes):
     assert takes(lark_grammar('start: "a" b+\nb: /[0-9]/ | "(" b ")"'), "a1((2))")
 
 
+def test_bounds_of_numbers(takes):
+    above = schema({"type": "number", "exclusiveMinimum": 0})
+    assert [takes(above, text) for text in ("0", "0.0", "0.01", "5")] == [False, False, True, True]
+    half = schema({"type": "number", "minimum": 0.5, "exclusiveMaximum": 2})
+    assert [takes(half, text) for text in ("0.4", "0.5", "1.99", "2")] == [False, True, True, False]
+
+
 def test_a_key_has_one_spelling_and_white_space_is_bounded(takes):
     flags = schema({"type": "object", "properties": {"a": {"type": "integer"}}})
     assert takes(flags, '{"a": 1}')
@@ -116,6 +123,11 @@ def test_a_key_has_one_spelling_and_white_space_is_bounded(takes):
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),
         ({"type": "integer", "minimum": 3, "maximum": 1}, "minimum"),
         ({"const": "\u0001"}, "control characters"),
+        ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, "0 cannot be excluded"),
+        (
+            {"allOf": [{"type": "number", "exclusiveMaximum": 0}, {"minimum": -0.5}]},
+            "0 cannot be excluded",
+        ),
         ({"type": "made-up"}, "made-up"),
         ({"$ref": "http://localhost/schema"}, "localhost"),
         ({"x-guidance": {"lenient": True}, "format": "made-up", "type": "string"}, "made-up"),

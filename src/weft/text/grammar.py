@@ -45,6 +45,7 @@ _COMPILE_OPTIONS: JsonCompileOptions = {
     "json_allowed_escapes": 'nrbtf\\"',
 }
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _DATA = ("enum", "const", "default", "examples")
 # Characters that JSON can only write as \u00NN, which the output does not use.
 _CONTROL = re.compile(r"(?<!\\)(?:\\\\)*\\u00(?:0[0-7bBeEfF]|1[0-9a-fA-F])")
@@ -180,7 +181,11 @@ def _json_grammar(schema: str) -> str:
 
 def _check_schema(schema: Any) -> None:
     properties = values = 0
-    for node, path in _schemas(schema, "", 0):
+    nodes = list(_schemas(schema, "", 0))
+    merged = any(_merges(node) for node, _ in nodes)
+    bounds = [_bounds(node) for node, _ in nodes]
+    _check_bounds([bound for some in bounds for bound in some] if merged else [])
+    for node, path in nodes:
         properties += len(_mapping(node, "properties"))
         values += len(node["enum"]) if isinstance(node.get("enum"), list) else 0
         if properties > MAX_PROPERTIES:
@@ -200,11 +205,36 @@ def _check_node(node: Mapping[str, Any]) -> None:
     for pattern in [node.get("pattern"), *_mapping(node, "patternProperties")]:
         if isinstance(pattern, str):
             check_pattern(pattern)
+    _check_bounds(_bounds(node))
     least, required = node.get("minProperties", 0), node.get("required")
     certain = len(required) if isinstance(required, list) else 0
     # Keys that no schema names can be written twice, and then count once.
     if isinstance(least, (int, float)) and least > certain + 1:
         raise GrammarError("minProperties cannot be guaranteed beyond one key that is not required")
+
+
+def _bounds(node: Mapping[str, Any]) -> list[tuple[bool, float]]:
+    """Whether each bound of a number is exclusive, and the bound."""
+    if node.get("type") == "integer":
+        return []
+    return [
+        (name.startswith("exclusive"), value)
+        for name in _BOUNDS
+        if isinstance(value := node.get(name), (int, float)) and not isinstance(value, bool)
+    ]
+
+
+def _merges(node: Mapping[str, Any]) -> bool:
+    """Whether bounds of several schemas may hold for one value."""
+    return "allOf" in node or (
+        bool(_bounds(node)) and any(name in node for name in ("$ref", "anyOf", "oneOf"))
+    )
+
+
+def _check_bounds(bounds: Sequence[tuple[bool, float]]) -> None:
+    """Refuse what llguidance gets wrong: above 0 and below 0.3 it takes 0 itself."""
+    if (True, 0) in bounds and any(0 < abs(bound) < 1 for _, bound in bounds):
+        raise GrammarError("0 cannot be excluded beside a bound between -1 and 1; name a small one")
 
 
 def _schemas(node: Any, path: str, depth: int) -> Iterator[tuple[Mapping[str, Any], str]]:
