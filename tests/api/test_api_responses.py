@@ -196,6 +196,18 @@ def test_instructions_and_a_first_system_message_are_one(builder):
     assert prompt.count("<|system|>") == 1
 
 
+def test_extensions_of_chats_are_extensions_here(builder):
+    fields = {"top_k": 3, "seed": 5, "stop": ["x"], "stop_token_ids": [9], "timeout": 2.5}
+    fields |= {"structured_outputs": {"regex": "[ab]+"}, "cache_salt": "s"}
+    job, _ = answer_of(builder, ResponseCollector, **fields)
+    [request] = job.requests
+    sampling = request.sampling
+    assert (sampling.top_k, sampling.seed, sampling.stop) == (3, 5, ("x",))
+    assert sampling.stop_token_ids == (9,)
+    assert sampling.grammar
+    assert (job.timeout_s, request.cache_salt) == (2.5, b"s")
+
+
 # -- bodies ---------------------------------------------------------------------------------------
 
 

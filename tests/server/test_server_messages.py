@@ -184,3 +184,22 @@ def test_tokens_are_counted_like_a_prompt(scripted, asking):
         scripted.client.send(request, 700, finish="stop")
         future.result(10)
     assert count.input_tokens == len(request.prompt)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("messages", HELLO),
+        ("responses", {"model": "builtin", "input": "hi"}),
+        ("embeddings", {"model": "builtin", "input": ["a", "b"]}),
+    ],
+)
+def test_deadlines_hold_for_every_endpoint(scripted, path, body):
+    with scripted.http(headers={"X-Request-Timeout": "0.2"}) as http:
+        answer = http.post(f"/v1/{path}", json=body)
+    assert answer.status_code == 504
+    if path == "messages":
+        error_of(answer, 504, "timeout_error")
+    cancelled, _ = scripted.client.cancelled.get(timeout=10)
+    assert cancelled == scripted.client.submitted.get(timeout=10).id
+    wait_until(lambda: scripted.service.num_open == 0)

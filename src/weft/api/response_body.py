@@ -55,13 +55,17 @@ SAME = (
     "chat_template_kwargs",
     "frequency_penalty",
     "ignore_eos",
+    "include_stop_str_in_output",
     "logit_bias",
     "min_p",
     "min_tokens",
     "presence_penalty",
     "repetition_penalty",
     "seed",
+    "skip_special_tokens",
     "stop",
+    "stop_token_ids",
+    "structured_outputs",
     "timeout",
     "top_k",
 )
@@ -164,13 +168,17 @@ class ResponseBody(Struct, forbid_unknown_fields=True, kw_only=True):
     chat_template_kwargs: Raw = NULL
     frequency_penalty: Raw = NULL
     ignore_eos: Raw = NULL
+    include_stop_str_in_output: Raw = NULL
     logit_bias: Raw = NULL
     min_p: Raw = NULL
     min_tokens: Raw = NULL
     presence_penalty: Raw = NULL
     repetition_penalty: Raw = NULL
     seed: Raw = NULL
+    skip_special_tokens: Raw = NULL
     stop: Raw = NULL
+    stop_token_ids: Raw = NULL
+    structured_outputs: Raw = NULL
     timeout: Raw = NULL
     top_k: Raw = NULL
     # Not supported.
