@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import orjson
@@ -41,6 +43,7 @@ from weft.supervise import _start_frontend
 
 CLIENTS, TOKENS, VOCAB, MAX_LEN = 64, 1500, 4096, 2048
 GOAL_TOKENS_PER_S = 60_000
+STREAM = str(Path(__file__))
 
 
 # -- the engine that computes nothing -----------------------------------------------------------
@@ -159,13 +162,12 @@ def served() -> ServedModel:
     )  # fmt: skip
 
 
-def measure(rate: float) -> dict[str, float]:
-    """One round of all clients against fresh processes."""
-    options = ServerOptions(port=0)
+@contextlib.contextmanager
+def request_plane(options: ServerOptions, rate: float) -> Iterator[tuple[int, int]]:
+    """Fresh processes before an engine that computes nothing: (pid of the request plane, port)."""
     with listen(options) as listener:
-        port = listener.getsockname()[1]
         ring = create_ring()
-        command = [sys.executable, __file__, "--engine", str(ring), "--rate", str(rate)]
+        command = [sys.executable, STREAM, "--engine", str(ring), "--rate", str(rate)]
         engine = subprocess.Popen(command, pass_fds=ring.pass_fds)
         frontend, card = _start_frontend(
             EngineConfig(), options, ring, listener, EngineProcess(engine, sys.stdin)
@@ -173,16 +175,22 @@ def measure(rate: float) -> dict[str, float]:
         card.write(served().to_json() + "\n")
         card.close()
         try:
-            warm_up(port)
-            before, started = cpu_seconds(frontend.pid), time.monotonic()
-            line = subprocess.run(
-                [sys.executable, __file__, "--clients", str(port)],
-                capture_output=True, text=True, check=True,
-            ).stdout  # fmt: skip
-            seconds, spent = time.monotonic() - started, cpu_seconds(frontend.pid) - before
+            yield frontend.pid, listener.getsockname()[1]
         finally:
             frontend.kill()
             engine.kill()
+
+
+def measure(rate: float) -> dict[str, float]:
+    """One round of all clients against fresh processes."""
+    with request_plane(ServerOptions(port=0), rate) as (pid, port):
+        warm_up(port)
+        before, started = cpu_seconds(pid), time.monotonic()
+        line = subprocess.run(
+            [sys.executable, STREAM, "--clients", str(port)],
+            capture_output=True, text=True, check=True,
+        ).stdout  # fmt: skip
+        seconds, spent = time.monotonic() - started, cpu_seconds(pid) - before
     tokens = CLIENTS * TOKENS
     chunks = json.loads(line)["chunks"]
     return {
