@@ -578,6 +578,20 @@ class TestErrorsTellNothing:
         while not server.client.submitted.empty():
             server.client.submitted.get()
 
+    def test_of_stored_responses_of_another_key(self, text):
+        with serving(ScriptedClient([700]), text, api_key=("alice", "mallory")) as running:
+            alice, mallory = ({"authorization": f"Bearer {key}"} for key in ("alice", "mallory"))
+            with running.http() as http:
+                body = {"model": "builtin", "input": "x"}
+                made = http.post("/v1/responses", json=body, headers=alice).json()["id"]
+                path = f"/v1/responses/{made}"
+                refused(http.get(path, headers=mallory), 404)
+                refused(http.get(f"{path}/input_items", headers=mallory), 404)
+                refused(http.delete(path, headers=mallory), 404)
+                again = {**body, "previous_response_id": made}
+                refused(http.post("/v1/responses", json=again, headers=mallory), 404)
+                assert http.get(path, headers=alice).status_code == 200
+
     def test_of_what_was_sent_when_it_is_long(self, server):
         long = "q" * 100_000
         asks = (

@@ -52,6 +52,27 @@ def test_a_deadline_before_the_first_token(text, way, stream):
         assert running.service.metrics.waiting == 0
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+        ("/v1/responses", {"input": "x"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4}),
+        ("/v1/embeddings", {"input": "x"}),
+    ],
+)
+def test_a_deadline_at_every_endpoint(scripted, path, body):
+    headers = {"X-Request-Timeout": "0.2"}
+    with scripted.http() as http:
+        answer = http.post(path, json={"model": "builtin", **body}, headers=headers)
+        assert answer.status_code == 504, answer.text
+        wrong = {"X-Request-Timeout": "soon"}
+        answer = http.post(path, json={"model": "builtin", **body}, headers=wrong)
+        assert answer.status_code == 400, answer.text
+    assert scripted.client.cancelled.get(timeout=5)[1] is FinishReason.CANCELLED
+    assert scripted.service.num_open == 0
+
+
 def test_a_deadline_in_the_middle_of_a_stream(scripted):
     with Asking(scripted, {**BODY, "stream": True, "timeout": 0.5}) as asking:
         scripted.client.send(scripted.client.submitted.get(timeout=10), 700)

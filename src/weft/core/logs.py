@@ -14,6 +14,8 @@ from weft.core.errors import ConfigError
 LEVELS = ("debug", "info", "warning", "error", "critical")
 FORMATS = ("text", "json")
 
+NOTICES = "weft.notices"  # what a user should see at any level
+
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
 
 
@@ -40,6 +42,12 @@ def set_up_logs(process: str, level: str, form: str) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines(process) if form == "json" else TextLines(process))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    logging.getLogger(NOTICES).setLevel(logging.INFO)
+
+
+def notice(message: str) -> None:
+    """Tell the user something, whatever the log level: ``weft: message``, or a line of JSON."""
+    logging.getLogger(NOTICES).info("%s", message)
 
 
 class JsonLines(logging.Formatter):
@@ -72,6 +80,8 @@ class TextLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         message = record.getMessage().replace("\r", "\\r").replace("\n", "\\n")
+        if record.name == NOTICES:
+            return f"weft: {message}"
         head = f"{_time(record)} {record.levelname.lower()} weft {self._process}: {message}"
         fields = [f"{name}={_word(value)}" for name, value in _fields(record).items()]
         line = " ".join([head, *fields])

@@ -25,7 +25,7 @@ from typing import Any
 from weft import __version__
 from weft.api import ModelCard
 from weft.core.errors import TokenizerError, WeftError
-from weft.core.logs import log_level, set_up_logs
+from weft.core.logs import log_level, notice, set_up_logs
 from weft.core.process import die_with, set_process_title
 from weft.core.served import ServedModel
 from weft.ring.client import RingClient
@@ -70,7 +70,7 @@ def _serve(arguments: argparse.Namespace, settings: Mapping[str, Any], served: S
     def on_listening(address: str) -> None:
         client.attach(asyncio.get_running_loop())
         if arguments.announce:
-            print(f"weft: serving {served.name} on {address}", file=sys.stderr, flush=True)
+            notice(f"serving {served.name} on {address}")
 
     run_server(
         client,
@@ -91,7 +91,7 @@ def _chat_template(served: ServedModel, file: str | None) -> ChatTemplate | None
     except TokenizerError as error:
         if file is not None:
             raise
-        print(f"weft: chat is off. {error.message}", file=sys.stderr)
+        notice(f"chat is off. {error.message}")
         return None
 
 
