@@ -31,15 +31,15 @@ from weft.core.config import EngineConfig
 from weft.core.plan import StepPlan, StepResult
 from weft.core.served import ServedModel
 from weft.engine.loop import EngineLoop
-from weft.engine.remote import EngineProcess
 from weft.kv.cache import GroupSpec, KVCache
 from weft.ring.inbox import RingInbox
 from weft.ring.layout import EngineInfo
 from weft.ring.segment import RingFds, create_ring
 from weft.sched.fcfs import FCFSScheduler, Limits
+from weft.server.keeper import FrontendKeeper
 from weft.server.listen import listen
 from weft.server.options import ServerOptions
-from weft.supervise import _start_frontend
+from weft.supervise import _frontend_settings
 
 CLIENTS, TOKENS, VOCAB, MAX_LEN = 64, 1500, 4096, 2048
 GOAL_TOKENS_PER_S = 60_000
@@ -158,7 +158,8 @@ def served() -> ServedModel:
     return ServedModel(
         name="null", folder=str(folder), family="null", parameters=0, vocab_size=VOCAB,
         hidden_size=1, max_model_len=MAX_LEN, max_num_seqs=CLIENTS, block_size=16, dtype="none",
-        eos_token_ids=(), sampling_defaults={}, kernels={}, kv_blocks={},
+        eos_token_ids=(), sampling_defaults={}, batch_invariant=True, kernels={}, kv_blocks={},
+        weight_bytes=0, kv_memory=0,
     )  # fmt: skip
 
 
@@ -169,12 +170,12 @@ def request_plane(options: ServerOptions, rate: float) -> Iterator[tuple[int, in
         ring = create_ring()
         command = [sys.executable, STREAM, "--engine", str(ring), "--rate", str(rate)]
         engine = subprocess.Popen(command, pass_fds=ring.pass_fds)
-        frontend, card = _start_frontend(
-            EngineConfig(), options, ring, listener, EngineProcess(engine, sys.stdin)
-        )
-        card.write(served().to_json() + "\n")
-        card.close()
+        settings = _frontend_settings(EngineConfig(), options)
+        card, write_end = os.pipe()
+        frontend = FrontendKeeper(0, settings, ring, listener, None)._start(card, announce=False)
         try:
+            with os.fdopen(write_end, "w") as pipe:
+                pipe.write(served().to_json() + "\n")
             yield frontend.pid, listener.getsockname()[1]
         finally:
             frontend.kill()
