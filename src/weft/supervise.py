@@ -50,15 +50,17 @@ async def _supervise(
 ) -> int:
     from weft.engine.keeper import EngineKeeper
     from weft.ring.segment import create_ring
+    from weft.server.counts import create_board
     from weft.server.keeper import FrontendKeeper
 
     signals = _signals()
     rings = [create_ring() for _ in range(options.frontends)]
     engines = EngineKeeper(settings, rings, standby=options.standby, watchdog_s=options.watchdog_s)
     card: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    given = _frontend_settings(config, options)
+    given, board = _frontend_settings(config, options), create_board(options.frontends)
     frontends = [
-        FrontendKeeper(number, given, ring, listener, card) for number, ring in enumerate(rings)
+        FrontendKeeper(number, given, ring, listener, board, card)
+        for number, ring in enumerate(rings)
     ]
     engine = asyncio.create_task(_keep_engine(engines, card))
     serving = [asyncio.create_task(frontend.run()) for frontend in frontends]

@@ -98,11 +98,15 @@ def frontends(server: Server) -> list[psutil.Process]:
     return [child for child in found if child.cmdline()[:1] == ["weft-frontend"]]
 
 
+def metric(server: Server, *names: str) -> float:
+    """The sum of metrics of these names; any request plane may answer."""
+    lines = httpx.get(f"{server.url}/metrics", timeout=START_S).text.splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(names))
+
+
 def idle(server: Server) -> bool:
     """Whether no sequence runs or waits and no block is held."""
-    gauges = ("weft:num_requests", "weft:kv_cache")
-    lines = httpx.get(f"{server.url}/metrics").text.splitlines()
-    return not any(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(gauges))
+    return not metric(server, "weft:num_requests", "weft:kv_cache")
 
 
 @pytest.mark.parametrize("standby", ["--standby", "--no-standby"])
@@ -128,6 +132,8 @@ def test_a_killed_request_plane_disturbs_no_other(tmp_path):
         undisturbed = [stream.outcome() for stream in start(server)]
         eventually(lambda: len(frontends(server)) == 2)
         before = engine(server).pid
+        for _ in range(10):  # whoever answers knows what all have done
+            eventually(lambda: metric(server, "weft:generation_tokens_total") == STREAMS * TOKENS)
         streams = start(server)
         eventually(lambda: all(stream.tokens for stream in streams), START_S)
         victim = max(frontends(server), key=lambda plane: len(plane.net_connections()))
@@ -144,6 +150,11 @@ def test_a_killed_request_plane_disturbs_no_other(tmp_path):
             assert tokens == right[: len(tokens)]
         eventually(lambda: len(frontends(server)) == 2 and idle(server), START_S)
         assert engine(server).pid == before
+        completed = STREAMS * TOKENS + sum(
+            len(tokens) for tokens, *_, problem in ends if not problem
+        )
+        for _ in range(10):
+            assert metric(server, "weft:generation_tokens_total") >= completed
 
 
 def test_everything_may_be_killed_at_once_but_the_supervisor(tmp_path):

@@ -155,6 +155,11 @@ class RingClient:
         return self._info
 
     @property
+    def engines(self) -> int:
+        """Engines that have served the ring so far, with the one that does."""
+        return self._ring.engines()
+
+    @property
     def in_flight(self) -> int:
         """Requests that have not ended."""
         return len(self._sinks)

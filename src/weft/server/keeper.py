@@ -26,7 +26,9 @@ class FrontendKeeper:
     """One request plane, and its successors on the same ring and listening socket.
 
     Args:
+        number: of this request plane, from 0.
         settings: what the process reads from standard input.
+        board: descriptor of the memory in which all show what they have counted.
         card: the engine's facts as JSON, once there is an engine.
     """
 
@@ -36,12 +38,14 @@ class FrontendKeeper:
         settings: Mapping[str, Any],
         ring: RingFds,
         listener: socket.socket,
+        board: int,
         card: asyncio.Future[str],
     ) -> None:
         self._number = number
         self._settings = settings
         self._ring = ring
         self._listener = listener
+        self._board = board
         self._card = card
         self._process: subprocess.Popen[bytes] | None = None
         self._ending = asyncio.Event()
@@ -97,12 +101,13 @@ class FrontendKeeper:
     def _start(self, card: int, announce: bool) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "weft.server.process", "--parent", str(os.getpid())]
         command += ["--ring", str(self._ring), "--card", str(card)]
-        command += ["--socket", str(self._listener.fileno())]
+        command += ["--socket", str(self._listener.fileno()), "--board", str(self._board)]
+        command += ["--number", str(self._number)]
         command += ["--announce"] * announce
         process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
-            pass_fds=[card, self._listener.fileno(), *self._ring.pass_fds],
+            pass_fds=[card, self._listener.fileno(), self._board, *self._ring.pass_fds],
             start_new_session=True,
         )
         assert process.stdin is not None

@@ -20,6 +20,7 @@ from starlette.applications import Starlette
 from weft.api import ModelCard
 from weft.core.ports import EngineClient
 from weft.server.app import create_app
+from weft.server.counts import Board
 from weft.server.exchange import REQUESTS
 from weft.server.listen import address_of, listen, tls_context
 from weft.server.options import ServerOptions
@@ -30,6 +31,7 @@ from weft.text import ChatTemplate, Tokenizer
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SAME_SIGNAL_S = 1.0
+SHOW_EVERY_TICKS = 5
 GRACE_S = 2  # for answers of aborted requests to reach their clients
 
 
@@ -43,6 +45,7 @@ def run_server(
     probe: EngineProbe | None = None,
     sockets: Seq[socket.socket] | None = None,
     on_listening: Callable[[str], None] | None = None,
+    board: Board | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT (unless ignored), then finish what is open and return.
 
@@ -53,6 +56,7 @@ def run_server(
         sockets: listening sockets, which are closed at the end; by default one is made from
             ``options``, and a Unix socket's path removed at the end.
         on_listening: called with the address once requests are answered.
+        board: where all request planes of one server show what they have counted.
 
     Raises:
         ConfigError: the address is in use.
@@ -60,6 +64,8 @@ def run_server(
     own = None if sockets else listen(options)
     listeners = [own] if own is not None else list(sockets or ())
     app = create_app(client, tokenizer, chat_template, card, options, probe=probe)
+    if board is not None:
+        app.state.service.metrics.share(board)
     server = DrainingServer(app, options, on_listening)
     try:
         server.run(listeners)
@@ -128,6 +134,9 @@ class DrainingServer(uvicorn.Server):
             self._on_listening(address_of(sockets[0], "https" if self.config.ssl else "http"))
 
     async def on_tick(self, counter: int) -> bool:
+        """Ten times a second."""
+        if counter % SHOW_EVERY_TICKS == 0:
+            self._service.metrics.show()
         if self._deadline is not None:
             late = time.monotonic() >= self._deadline
             if late:

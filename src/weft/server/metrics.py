@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from bisect import bisect_left
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
-from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
@@ -23,30 +20,17 @@ from prometheus_client.core import (
 
 from weft.core.errors import WeftError
 from weft.core.plan import Update
+from weft.server.counts import Board, Counts
 from weft.server.probe import EngineProbe
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
-# fmt: off
-TTFT_BUCKETS = (
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
-    20.0, 40.0, 80.0, 160.0,
-)
-ITL_BUCKETS = (
-    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5,
-    5.0, 10.0,
-)
-LATENCY_BUCKETS = (
-    0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0,
-    240.0, 480.0, 960.0,
-)
-# fmt: on
 
 # What an engine may tell: name -> (kind, help).
 ENGINE_METRICS: Mapping[str, tuple[str, str]] = {
     "num_requests_running": ("gauge", "Sequences that the engine computes now"),
     "num_requests_waiting": ("gauge", "Sequences that wait for their first computation"),
     "kv_cache_usage_perc": ("gauge", "Share of the KV cache in use, from 0 to 1"),
+    "engine_restarts": ("counter", "Engine processes that took over from one that had died"),
     "num_preemptions": ("counter", "Times that a sequence lost its memory to another"),
     "prefix_cache_queries": ("counter", "Prompt tokens looked up in the prefix cache"),
     "prefix_cache_hits": ("counter", "Prompt tokens found in the prefix cache"),
@@ -55,45 +39,34 @@ ENGINE_METRICS: Mapping[str, tuple[str, str]] = {
 }
 
 
-class Histogram:
-    """Counts of observations in buckets."""
-
-    def __init__(self, bounds: Seq[float]) -> None:
-        self.bounds = tuple(bounds)
-        self.counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
-
-    def observe(self, value: float, times: int = 1) -> None:
-        self.counts[bisect_left(self.bounds, value)] += times
-        self.total += value * times
-
-    def buckets(self) -> list[tuple[str, float]]:
-        """(upper bound, observations up to it), as Prometheus has them."""
-        names = [*map(str, self.bounds), "+Inf"]
-        return list(zip(names, map(float, accumulate(self.counts)), strict=True))
-
-
-class Metrics:
-    """Counts of one request plane."""
+class Metrics(Counts):
+    """Counts of one request plane, and their page for Prometheus, with those of all others."""
 
     def __init__(self, model: str, probe: EngineProbe, prefixes: Seq[str] = ("weft",)) -> None:
-        self.prompt_tokens = 0
-        self.generation_tokens = 0
-        self.waiting = 0
-        self.running = 0
-        self.finished: Counter[str] = Counter()
-        self.rejected: Counter[str] = Counter()
-        self.time_to_first_token = Histogram(TTFT_BUCKETS)
-        self.inter_token_latency = Histogram(ITL_BUCKETS)
-        self.e2e_latency = Histogram(LATENCY_BUCKETS)
-        self.queue_time = Histogram(LATENCY_BUCKETS)
-        self.prefill_time = Histogram(LATENCY_BUCKETS)
-        self.decode_time = Histogram(LATENCY_BUCKETS)
+        super().__init__()
         self._model = model
         self._probe = probe
         self._prefixes = tuple(prefixes)
+        self._board: Board | None = None
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
+
+    def share(self, board: Board) -> None:
+        """Go on from what a predecessor has counted, and count with the others from now on."""
+        self._board = board
+        self.add(board.read_own(), gauges=False)
+
+    def show(self) -> None:
+        """Let the others see these counts."""
+        if self._board is not None:
+            self._board.write(self)
+
+    def total(self) -> Counts:
+        """The sum over all request planes; the others are as they have last shown themselves."""
+        total = Counts()
+        for counts in (self.dump(), *(self._board.read_others() if self._board else ())):
+            total.add(counts)
+        return total
 
     def render(self) -> bytes:
         """The page for Prometheus."""
@@ -110,40 +83,41 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         """All families, for each name prefix."""
+        total = self.total()
         for prefix in self._prefixes:
-            yield from self._gauges_and_counters(prefix)
-            yield from self._histograms(prefix)
-        yield self._refusals()
+            yield from self._gauges_and_counters(prefix, total)
+            yield from self._histograms(prefix, total)
+        yield self._refusals(total)
 
-    def _gauges_and_counters(self, prefix: str) -> Iterator[Metric]:
+    def _gauges_and_counters(self, prefix: str, total: Counts) -> Iterator[Metric]:
         values: dict[str, float] = {
-            "num_requests_running": self.running,
-            "num_requests_waiting": self.waiting,
+            "num_requests_running": total.running,
+            "num_requests_waiting": total.waiting,
         }
         values |= self._probe.gauges()
         for name, (kind, text) in ENGINE_METRICS.items():
             if name in values:
                 yield self._plain(f"{prefix}:{name}", kind, text, values[name])
         text = "Prompt tokens of accepted requests"
-        yield self._plain(f"{prefix}:prompt_tokens", "counter", text, self.prompt_tokens)
+        yield self._plain(f"{prefix}:prompt_tokens", "counter", text, total.prompt_tokens)
         text = "Tokens generated"
-        yield self._plain(f"{prefix}:generation_tokens", "counter", text, self.generation_tokens)
+        yield self._plain(f"{prefix}:generation_tokens", "counter", text, total.generation_tokens)
         family = CounterMetricFamily(
             f"{prefix}:request_success",
             "Sequences that have ended",
             labels=["model_name", "finished_reason"],
         )
         for reason in ("stop", "length", "cancelled", "error"):
-            family.add_metric([self._model, reason], self.finished[reason])
+            family.add_metric([self._model, reason], total.finished[reason])
         yield family
 
-    def _refusals(self) -> Metric:
+    def _refusals(self, total: Counts) -> Metric:
         family = CounterMetricFamily(
             "weft:request_rejected",
             "Generation requests refused before the engine took them, by code of the error",
             labels=["model_name", "reason"],
         )
-        for reason, count in sorted(self.rejected.items()):
+        for reason, count in sorted(total.rejected.items()):
             family.add_metric([self._model, reason], count)
         return family
 
@@ -153,14 +127,14 @@ class Metrics:
         family.add_metric([self._model], value)
         return family
 
-    def _histograms(self, prefix: str) -> Iterator[Metric]:
+    def _histograms(self, prefix: str, total: Counts) -> Iterator[Metric]:
         for name, text, histogram in (
-            ("time_to_first_token", "From request to first token", self.time_to_first_token),
-            ("inter_token_latency", "Between two tokens", self.inter_token_latency),
-            ("e2e_request_latency", "From request to last token", self.e2e_latency),
-            ("request_queue_time", "Until the engine began to compute", self.queue_time),
-            ("request_prefill_time", "From there until the prompt was read", self.prefill_time),
-            ("request_decode_time", "From first to last token", self.decode_time),
+            ("time_to_first_token", "From request to first token", total.time_to_first_token),
+            ("inter_token_latency", "Between two tokens", total.inter_token_latency),
+            ("e2e_request_latency", "From request to last token", total.e2e_latency),
+            ("request_queue_time", "Until the engine began to compute", total.queue_time),
+            ("request_prefill_time", "From there until the prompt was read", total.prefill_time),
+            ("request_decode_time", "From first to last token", total.decode_time),
         ):
             family = HistogramMetricFamily(
                 f"{prefix}:{name}_seconds", f"{text}, in seconds", labels=["model_name"]

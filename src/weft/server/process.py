@@ -1,6 +1,7 @@
 """The request-plane process: tokenises, serves HTTP, and speaks with the engine through a ring.
 
-    python -m weft.server.process --ring FDS --socket FD --card FD --parent PID [--announce]
+    python -m weft.server.process --number N --ring FDS --socket FD --card FD --board FD
+                                  --parent PID [--announce]
 
 Settings come as JSON on standard input, the model's facts as one JSON line on the card descriptor
 once the engine is ready. The parent keeps an engine at the ring: while there is none, requests
@@ -30,6 +31,7 @@ from weft.core.process import die_with, set_process_title
 from weft.core.served import ServedModel
 from weft.ring.client import RingClient
 from weft.ring.segment import RingFds
+from weft.server.counts import Board
 from weft.server.keeper import EXIT_REFUSED
 from weft.server.main import run_server
 from weft.server.options import ServerOptions
@@ -41,7 +43,7 @@ def main() -> None:
     """Serve until SIGTERM; exit code 0 then."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--ring", required=True)
-    for name in ("--socket", "--card", "--parent"):
+    for name in ("--socket", "--card", "--parent", "--board", "--number"):
         parser.add_argument(name, type=int, required=True)
     parser.add_argument("--announce", action="store_true")
     arguments = parser.parse_args()
@@ -81,6 +83,7 @@ def _serve(arguments: argparse.Namespace, settings: Mapping[str, Any], served: S
         probe=RingProbe(client, served),
         sockets=[socket.socket(fileno=arguments.socket)],
         on_listening=on_listening,
+        board=Board(arguments.board, arguments.number),
     )
 
 
@@ -126,6 +129,7 @@ class RingProbe:
             "num_requests_running": info.running,
             "num_requests_waiting": info.waiting,
             "kv_cache_usage_perc": used,
+            "engine_restarts": self._client.engines - 1,
             "num_preemptions": info.preemptions,
             "prefix_cache_queries": info.prompt_tokens,
             "prefix_cache_hits": info.cached_tokens,

@@ -1,0 +1,158 @@
+"""What a request plane counts, and a board in shared memory on which several show it each other.
+
+A cell of the board has two halves, of which one is written while the other is valid, so that a
+process that dies while it writes takes nothing along. Its successor goes on from there.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from itertools import accumulate
+from typing import Any
+
+import orjson
+
+HEAD_BYTES, HALF_BYTES = 64, 32 * 2**10
+CELL_BYTES = HEAD_BYTES + 2 * HALF_BYTES
+_LENGTH = struct.Struct("<Q")
+
+# fmt: off
+TTFT_BUCKETS = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+    20.0, 40.0, 80.0, 160.0,
+)
+ITL_BUCKETS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5,
+    5.0, 10.0,
+)
+LATENCY_BUCKETS = (
+    0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0,
+    240.0, 480.0, 960.0,
+)
+# fmt: on
+
+
+class Histogram:
+    """Counts of observations in buckets."""
+
+    def __init__(self, bounds: Seq[float]) -> None:
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """(upper bound, observations up to it), as Prometheus has them."""
+        names = [*map(str, self.bounds), "+Inf"]
+        return list(zip(names, map(float, accumulate(self.counts)), strict=True))
+
+
+class Counts:
+    """Plain numbers of one request plane, or the sum of several.
+
+    Attributes:
+        waiting, running: sequences at present; all else only grows.
+    """
+
+    def __init__(self) -> None:
+        self.prompt_tokens = 0
+        self.generation_tokens = 0
+        self.waiting = 0
+        self.running = 0
+        self.finished: Counter[str] = Counter()
+        self.rejected: Counter[str] = Counter()
+        self.time_to_first_token = Histogram(TTFT_BUCKETS)
+        self.inter_token_latency = Histogram(ITL_BUCKETS)
+        self.e2e_latency = Histogram(LATENCY_BUCKETS)
+        self.queue_time = Histogram(LATENCY_BUCKETS)
+        self.prefill_time = Histogram(LATENCY_BUCKETS)
+        self.decode_time = Histogram(LATENCY_BUCKETS)
+
+    def dump(self) -> dict[str, Any]:
+        """As JSON values."""
+        values: dict[str, Any] = {}
+        for name in _NAMES:
+            value = getattr(self, name)
+            values[name] = [value.counts, value.total] if isinstance(value, Histogram) else value
+        return values
+
+    def add(self, dumped: dict[str, Any], *, gauges: bool = True) -> None:
+        """Add what another one has dumped.
+
+        Args:
+            gauges: add what is so at present, too.
+        """
+        for name, value in dumped.items():
+            own = getattr(self, name)
+            if isinstance(own, Histogram):
+                own.counts = [a + b for a, b in zip(own.counts, value[0], strict=True)]
+                own.total += value[1]
+            elif isinstance(own, Counter):
+                own.update(value)
+            elif gauges or name not in ("waiting", "running"):
+                setattr(self, name, own + value)
+
+
+_NAMES = tuple(vars(Counts()))
+
+
+class Board:
+    """Cells in shared memory, one for each request plane; each writes its own and reads all.
+
+    Args:
+        memory: of ``create_board``.
+        own: number of the cell of this process.
+    """
+
+    def __init__(self, memory: int, own: int) -> None:
+        self._map = mmap.mmap(memory, 0)
+        self._own = own
+
+    def write(self, counts: Counts) -> None:
+        """Show these to the others."""
+        data = orjson.dumps(counts.dump())
+        at = self._own * CELL_BYTES
+        turn = self._turn(self._own) + 1
+        half = at + HEAD_BYTES + turn % 2 * HALF_BYTES
+        self._map[half : half + _LENGTH.size + len(data)] = _LENGTH.pack(len(data)) + data
+        self._map[at : at + _LENGTH.size] = _LENGTH.pack(turn)
+
+    def read_own(self) -> dict[str, Any]:
+        """What a predecessor of this process has shown last; empty if there was none."""
+        return self._read(self._own)
+
+    def read_others(self) -> Iterable[dict[str, Any]]:
+        """What the others have shown last."""
+        cells = range(len(self._map) // CELL_BYTES)
+        return [self._read(cell) for cell in cells if cell != self._own]
+
+    def _read(self, cell: int) -> dict[str, Any]:
+        while True:
+            turn = self._turn(cell)
+            half = cell * CELL_BYTES + HEAD_BYTES + turn % 2 * HALF_BYTES
+            data = self._map[half : half + HALF_BYTES]
+            if self._turn(cell) == turn:
+                break  # the half was valid all the while
+        (length,) = _LENGTH.unpack_from(data)
+        found: dict[str, Any] = orjson.loads(data[_LENGTH.size :][:length] or b"{}")
+        return found
+
+    def _turn(self, cell: int) -> int:
+        """How often the cell was written; its last bit tells the valid half."""
+        return int(_LENGTH.unpack_from(self._map, cell * CELL_BYTES)[0])
+
+
+def create_board(cells: int) -> int:
+    """A descriptor of memory for so many request planes."""
+    memory = os.memfd_create("weft-board", os.MFD_CLOEXEC)
+    os.ftruncate(memory, cells * CELL_BYTES)
+    return memory

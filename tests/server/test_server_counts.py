@@ -1,0 +1,102 @@
+"""Counts of several request planes: summed on every page, and kept when one of them dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from weft.server.counts import Board, Counts, create_board
+from weft.server.metrics import Metrics
+from weft.server.probe import NoProbe
+
+
+@pytest.fixture
+def memory():
+    fd = create_board(3)
+    yield fd
+    os.close(fd)
+
+
+def plane(memory: int, number: int) -> Metrics:
+    metrics = Metrics("m", NoProbe())
+    metrics.share(Board(memory, number))
+    return metrics
+
+
+def busy(metrics: Metrics, times: int) -> None:
+    metrics.prompt_tokens += 10 * times
+    metrics.running += times
+    metrics.finished["stop"] += times
+    metrics.rejected["engine_busy"] += times
+    metrics.time_to_first_token.observe(0.03, times)
+
+
+def lines(metrics: Metrics) -> dict[str, float]:
+    page = metrics.render().decode().splitlines()
+    pairs = (line.rsplit(" ", 1) for line in page if not line.startswith("#"))
+    return {name: float(value) for name, value in pairs}
+
+
+def test_every_page_has_the_sum(memory):
+    planes = [plane(memory, number) for number in range(3)]
+    for times, metrics in enumerate(planes, 1):
+        busy(metrics, times)
+        metrics.show()
+    pages = [lines(metrics) for metrics in planes]
+    assert pages[0] == pages[1] == pages[2]
+    one = pages[0]
+    assert one['weft:prompt_tokens_total{model_name="m"}'] == 60
+    assert one['weft:num_requests_running{model_name="m"}'] == 6
+    assert one['weft:request_success_total{finished_reason="stop",model_name="m"}'] == 6
+    assert one['weft:request_rejected_total{model_name="m",reason="engine_busy"}'] == 6
+    bucket = 'weft:time_to_first_token_seconds_bucket{le="%s",model_name="m"}'
+    assert (one[bucket % 0.02], one[bucket % 0.04]) == (0, 6)
+    assert one['weft:time_to_first_token_seconds_sum{model_name="m"}'] == pytest.approx(0.18)
+
+
+def test_a_page_counts_its_own_at_once(memory):
+    first, second = plane(memory, 0), plane(memory, 1)
+    busy(first, 2)
+    assert lines(first)['weft:prompt_tokens_total{model_name="m"}'] == 20
+    assert lines(second)['weft:prompt_tokens_total{model_name="m"}'] == 0
+
+
+def test_a_successor_goes_on_but_has_nothing_running(memory):
+    dead, other = plane(memory, 0), plane(memory, 1)
+    busy(dead, 2)
+    dead.show()
+    successor = plane(memory, 0)
+    successor.show()
+    for metrics in (successor, other):
+        assert lines(metrics)['weft:prompt_tokens_total{model_name="m"}'] == 20
+        assert lines(metrics)['weft:num_requests_running{model_name="m"}'] == 0
+
+
+def test_a_writer_that_is_killed_leaves_what_was_valid(memory):
+    """A child shows ever more tokens until it is killed: what is read always makes sense."""
+    for _ in range(20):
+        read_end, write_end = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            board, counts = Board(memory, 1), Counts()
+            while True:
+                counts.prompt_tokens += 1
+                counts.generation_tokens += 1
+                board.write(counts)
+                os.write(write_end, b".")
+        os.read(read_end, 1)
+        reader = Board(memory, 0)
+        before = 0
+        for _ in range(50):
+            (found, _) = reader.read_others()
+            assert found["prompt_tokens"] == found["generation_tokens"] >= before
+            before = found["prompt_tokens"]
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(read_end)
+        os.close(write_end)
+        (found, nothing) = reader.read_others()
+        assert found["prompt_tokens"] == found["generation_tokens"] >= before
+        assert nothing == {}
