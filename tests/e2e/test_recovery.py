@@ -113,14 +113,19 @@ def idle(server: Server) -> bool:
 def test_killed_engines_are_no_more_than_a_pause(tmp_path, standby):
     draw = random.Random(standby)
     with serving(tmp_path, standby) as server:
+
+        def complete() -> bool:
+            return standby == "--no-standby" or "weft-standby" in server.children()
+
         undisturbed = [stream.outcome() for stream in start(server)]
+        eventually(complete, START_S)
+        descriptors = psutil.Process(server.process.pid).num_fds()
         assert all(finish == "length" for _, _, finish, _ in undisturbed)
         streams = start(server)
         for moment in (0, *sorted(draw.sample(range(1, STREAMS * TOKENS * 3 // 4), 3))):
             eventually(lambda moment=moment: said(streams) >= moment, START_S)
             victim = engine(server)
-            if standby == "--standby":
-                eventually(lambda: "weft-standby" in server.children(), START_S)
+            eventually(complete, START_S)
             victim.kill()
             eventually(lambda victim=victim: not victim.is_running(), START_S)
         assert [stream.outcome() for stream in streams] == undisturbed

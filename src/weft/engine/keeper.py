@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import psutil
-
 from weft.core.errors import WeftError
 from weft.core.process import Backoff, describe_exit, exited
 from weft.core.served import ServedModel
-from weft.engine.machine import available_memory
+from weft.engine.machine import available_memory, resident_bytes
 from weft.engine.remote import EngineProcess
 from weft.ring._native import Page
 from weft.ring.segment import RingFds
@@ -78,10 +75,10 @@ class EngineKeeper:
             WeftError: what keeps engines from starting again.
         """
         while True:
-            code = await self._death()
+            why = describe_exit(await self._death())
             for page in self._pages:
                 page.not_ready()
-            await self._replace(describe_exit(code))
+            await self._replace(why)
 
     async def _death(self) -> int:
         """Wait for the end of the active engine; meanwhile keep a standby, and an eye on both."""
@@ -93,7 +90,7 @@ class EngineKeeper:
             if time.monotonic() - self._last_sign() > self._watchdog_s:
                 logger.error("The engine gives no sign of life; it is killed and replaced.")
                 self._active.process.kill()
-        return death.result()
+        return self._active.stop()
 
     def _last_sign(self) -> float:
         """When the active engine last said something, in monotonic seconds."""
@@ -101,22 +98,22 @@ class EngineKeeper:
         return max(info.get("updated_ns", 0) / 1e9, self._since)
 
     def _keep_standby(self) -> None:
-        if self._next is not None and self._next.process.poll() is not None:
-            try:
-                self._next.wait_until_ready()
-            except WeftError as error:
-                logger.warning("There is no standby engine at present. %s", error.message)
-            self._next.stop()
-            self._next, self._standby_at = None, time.monotonic() + STANDBY_PAUSE_S
-        if self._next is None and time.monotonic() >= self._standby_at:
-            assert self._active is not None
-            with contextlib.suppress(psutil.NoSuchProcess):
+        assert self._active is not None
+        try:
+            if self._next is not None and self._next.process.poll() is not None:
+                self._next.wait_until_ready()  # says why it has ended
+            if self._next is None and time.monotonic() >= self._standby_at:
                 self._next = EngineProcess.start(
                     self._settings,
                     self._rings,
                     background=True,
-                    returning_bytes=psutil.Process(self._active.process.pid).memory_info().rss,
+                    returning_bytes=resident_bytes(self._active.process.pid),
                 )
+        except WeftError as error:
+            logger.warning("There is no standby engine at present. %s", error.message)
+            if self._next is not None:
+                self._next.stop()
+            self._next, self._standby_at = None, time.monotonic() + STANDBY_PAUSE_S
 
     async def _replace(self, why: str) -> None:
         """Let the next engine take over that starts; wait longer after each failure."""
@@ -125,13 +122,14 @@ class EngineKeeper:
             delay_s = self._backoff.delay_s(time.monotonic() - self._since, why)
             logger.warning("The engine ended (%s); the next one takes over.", why)
             await asyncio.sleep(delay_s)
-            self._active, self._next = self._next or self._start(), None
             self._since = time.monotonic()
             try:
+                self._active, self._next = self._next or self._start(), None
                 await asyncio.to_thread(self._active.wait_until_ready)
             except WeftError as error:
-                self._active.process.kill()
-                self._active.stop()
+                if self._active is not None:
+                    self._active.process.kill()
+                    self._active.stop()
                 why, failures = error.message, failures + 1
                 if failures == MOST_FAILURES:
                     raise

@@ -46,6 +46,14 @@ def available_memory(cgroups: Path = Path("/sys/fs/cgroup")) -> int:
     return available
 
 
+def resident_bytes(pid: int) -> int:
+    """Memory that a process occupies; 0 if there is none."""
+    try:
+        return int(psutil.Process(pid).memory_info().rss)
+    except psutil.NoSuchProcess:
+        return 0
+
+
 def has_fast_bfloat16() -> bool:
     """Whether the CPU multiplies bfloat16 numbers in hardware."""
     try:

@@ -49,6 +49,9 @@ class EngineProcess:
         Args:
             background: be ready later, but take no time from others.
             returning_bytes: memory that another engine gives back before this one is used.
+
+        Raises:
+            EngineDeadError: there can be no other process.
         """
         read_end, write_end = os.pipe()
         command = [sys.executable, "-m", "weft.engine.process", "--report", str(write_end)]
@@ -57,14 +60,19 @@ class EngineProcess:
         for ring in rings:
             command += ["--ring", str(ring)]
         inherited = [write_end, *(fd for ring in rings for fd in ring.pass_fds)]
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            pass_fds=inherited,
-            start_new_session=True,
-            env={**MEMORY_SETTINGS, **os.environ},
-        )
-        os.close(write_end)
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                pass_fds=inherited,
+                start_new_session=True,
+                env={**MEMORY_SETTINGS, **os.environ},
+            )
+        except OSError as error:
+            os.close(read_end)
+            raise EngineDeadError(f"The engine cannot be started: {error.strerror}.") from None
+        finally:
+            os.close(write_end)
         engine = cls(process, os.fdopen(read_end))
         engine._say(json.dumps(dict(settings)))
         return engine
@@ -105,7 +113,9 @@ class EngineProcess:
                 self.process.wait(STOP_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 self.process.kill()
-        return self.process.wait()
+        code = self.process.wait()
+        self.report.close()
+        return code
 
 
 def read_report(line: str) -> ServedModel:

@@ -89,8 +89,14 @@ class FrontendKeeper:
     async def _live(self, announce: bool) -> int:
         """One request plane from its start to its end; its exit code."""
         read_end, write_end = os.pipe()
-        process = self._process = self._start(read_end, announce)
-        os.close(read_end)
+        try:
+            process = self._process = self._start(read_end, announce)
+        except OSError as error:
+            os.close(write_end)
+            logger.error("Request plane %d cannot be started: %s.", self._number, error.strerror)
+            return 1
+        finally:
+            os.close(read_end)
         feeding = asyncio.create_task(self._feed(write_end))
         try:
             return await exited(process)

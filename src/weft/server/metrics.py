@@ -30,7 +30,6 @@ ENGINE_METRICS: Mapping[str, tuple[str, str]] = {
     "num_requests_running": ("gauge", "Sequences that the engine computes now"),
     "num_requests_waiting": ("gauge", "Sequences that wait for their first computation"),
     "kv_cache_usage_perc": ("gauge", "Share of the KV cache in use, from 0 to 1"),
-    "engine_restarts": ("counter", "Engine processes that took over from one that had died"),
     "num_preemptions": ("counter", "Times that a sequence lost its memory to another"),
     "prefix_cache_queries": ("counter", "Prompt tokens looked up in the prefix cache"),
     "prefix_cache_hits": ("counter", "Prompt tokens found in the prefix cache"),
@@ -88,6 +87,9 @@ class Metrics(Counts):
             yield from self._gauges_and_counters(prefix, total)
             yield from self._histograms(prefix, total)
         yield self._refusals(total)
+        if (restarts := self._probe.gauges().get("engine_restarts")) is not None:
+            text = "Engine processes that took over from one that had died"
+            yield self._plain("weft:engine_restarts", "counter", text, restarts)
 
     def _gauges_and_counters(self, prefix: str, total: Counts) -> Iterator[Metric]:
         values: dict[str, float] = {
