@@ -130,6 +130,15 @@ def test_killed_engines_are_no_more_than_a_pause(tmp_path, standby):
             eventually(lambda victim=victim: not victim.is_running(), START_S)
         assert [stream.outcome() for stream in streams] == undisturbed
         eventually(lambda: idle(server))
+        assert metric(server, "weft:engine_restarts_total") == 4
+        assert priorities(engine(server)) == {0}
+        eventually(complete, START_S)
+        assert psutil.Process(server.process.pid).num_fds() == descriptors
+
+
+def priorities(process: psutil.Process) -> set[int]:
+    """Of its threads: none that computes may be left from the quiet start of a standby."""
+    return {os.getpriority(os.PRIO_PROCESS, thread.id) for thread in process.threads()}
 
 
 def test_a_killed_request_plane_disturbs_no_other(tmp_path):
