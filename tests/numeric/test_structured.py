@@ -122,6 +122,14 @@ def test_a_grammar_that_cannot_go_on_ends_its_own_sequence_alone(runner):
     assert isinstance(wrong[-1].error, GrammarError)
 
 
+def test_a_grammar_in_long_use_does_not_wear_out(runner):
+    """All copies of a grammar share a bounded memory: this one fills it after some 3000 tokens."""
+    grammar = regex_grammar("(?s:.*)a.{30}z")
+    many = [params(grammar, seed, temperature=1.5, max_tokens=300) for seed in range(16)]
+    for updates in runner.run(many):
+        assert updates[-1].error is None
+
+
 def test_the_end_of_a_grammar_comes_before_the_minimum_length(runner):
     grammar = regex_grammar("yes|no")
     [updates] = runner.run([params(grammar, min_tokens=40, temperature=0)])

@@ -195,3 +195,14 @@ def test_a_continuation_keeps_the_space_that_starts_it(llama2, unigram):
             assert tokenizer.decode(whole[:cut]) + text == tokenizer.decode(whole)
         fresh = Detokenizer(tokenizer)
         assert fresh.push(whole) + fresh.flush() == tokenizer.decode(whole)
+
+
+def test_some_special_tokens_can_be_shown_while_others_are_hidden(tokenizer):
+    shown, hidden = sorted(tokenizer.special_ids - {tokenizer.bos_id})[:2]
+    words = tokenizer.encode("a word", add_special_tokens=False)
+    ids = [hidden, *words, shown, hidden, *words, shown]
+    expected = tokenizer.decode([i for i in ids if i != hidden], skip_special_tokens=False)
+    for cut in range(len(ids)):
+        detokenizer = Detokenizer(tokenizer, shown=frozenset({shown}))
+        pieces = [detokenizer.push(ids[:cut]), detokenizer.push(ids[cut:]), detokenizer.flush()]
+        assert "".join(pieces) == expected

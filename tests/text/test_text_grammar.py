@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer as Reference
 
 import weft
 from weft.core.errors import GrammarError
@@ -29,26 +30,30 @@ EOS = (1, 6)
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
+def builtin() -> Tokenizer:
     return Tokenizer.load(Path(weft.__file__).parent / "builtin")
 
 
 @pytest.fixture(scope="module")
-def checker(tokenizer) -> GrammarChecker:
-    return GrammarChecker(tokenizer, 4096, EOS)
+def checker(builtin) -> GrammarChecker:
+    return GrammarChecker(builtin, 4096, EOS)
 
 
-@pytest.fixture(scope="module")
-def takes(tokenizer):
+def taker(tokenizer: Tokenizer, vocab_size: int, eos: tuple[int, ...] = EOS):
     """Whether a grammar takes a text, and may end after it."""
-    grammar_view = grammar_tokenizer(tokenizer.reference.to_str(), 4096, EOS)
+    view = grammar_tokenizer(tokenizer.reference.to_str(), vocab_size, eos)
 
     def check(grammar: str, text: str) -> bool:
-        matcher = compile_grammar(grammar_view, grammar).deep_copy()
-        ids = tokenizer.encode(text, add_special_tokens=False)
+        matcher = compile_grammar(view, grammar).deep_copy()
+        ids = tokenizer.encode(text, add_special_tokens=False, parse_special=True)
         return matcher.consume_tokens(ids) and matcher.is_accepting()
 
     return check
+
+
+@pytest.fixture(scope="module")
+def takes(builtin):
+    return taker(builtin, 4096)
 
 
 def schema(value) -> str:
@@ -182,9 +187,9 @@ COSTLY = {
 
 
 @pytest.mark.parametrize("name", COSTLY)
-def test_what_may_be_asked_costs_little_or_is_refused(tokenizer, name):
+def test_what_may_be_asked_costs_little_or_is_refused(builtin, name):
     """CPU time, not elapsed: compiling and eight tokens take less than 3 s on any machine."""
-    view = grammar_tokenizer(tokenizer.reference.to_str(), 4096, EOS)
+    view = grammar_tokenizer(builtin.reference.to_str(), 4096, EOS)
     before = time.process_time()
     matcher = None
     with contextlib.suppress(GrammarError):
@@ -198,6 +203,44 @@ def test_what_may_be_asked_costs_little_or_is_refused(tokenizer, name):
     assert time.process_time() - before < 3
 
 
+def test_every_kind_of_tokeniser_gives_json(tokenizer):
+    size = tokenizer.vocab_size + 40  # models have ids that their tokenisers lack
+    if tokenizer.decode_table is None:
+        with pytest.raises(GrammarError, match="tokeniser of this model"):
+            GrammarChecker(tokenizer, size, (tokenizer.eos_id,)).check(json_object_grammar())
+        return
+    view = grammar_tokenizer(tokenizer.reference.to_str(), size, (tokenizer.eos_id,))
+    names = compile_grammar(view, schema({"type": "array", "items": {"type": "string"}}))
+    text = '["a b", "é日", "😀\\n"]'
+    matcher = names.deep_copy()
+    assert matcher.consume_tokens(view.greedy_tokenize(text))
+    assert matcher.is_accepting()
+    ids = view.greedy_tokenize(text)
+    assert tokenizer.decode(ids) == text
+    for wrong in ([*ids[:2], tokenizer.eos_id], [*ids[:2], size - 1]):
+        assert not names.deep_copy().consume_tokens(wrong)
+
+
+def test_markers_that_are_control_tokens(builtin):
+    reference = Reference.from_str(builtin.reference.to_str())
+    reference.add_special_tokens(["[TOOL_CALLS]", "[ARGS]", "[THINK]", "[/THINK]"])
+    mistral = Tokenizer(reference, {})
+    checks = taker(mistral, mistral.vocab_size)
+    dialect = Dialect("mistral", "mistral")
+    assert len(dialect.marker_ids(mistral, calls=True)) == 4
+    assert len(dialect.marker_ids(mistral, calls=False)) == 2
+    call = '[TOOL_CALLS]add[ARGS]{"a": 1}'
+    forced = turn_grammar(dialect, mistral, [ADD, NOW], forced=True)
+    for text in (call, f"[THINK]Hm[/THINK]{call}", f"{call}[TOOL_CALLS]now[ARGS]{{}}"):
+        assert checks(forced, text)
+    assert not checks(forced, '[TOOL_CALLS]add[ARGS]{"a": 3}')
+    assert not checks(forced, "Hm")
+    free = turn_grammar(dialect, mistral, [ADD, NOW])
+    assert checks(free, f"Let me see.{call}")
+    assert checks(free, "Let me see.")
+    assert not checks(free, "Let me see.[TOOL_CALLS]sub[ARGS]{}")
+
+
 def test_a_checker_remembers_both_answers(checker):
     good, bad = schema({"type": "null"}), schema({"not": {}})
     assert not checker.knows(good)
@@ -209,9 +252,9 @@ def test_a_checker_remembers_both_answers(checker):
     assert checker.knows(bad)
 
 
-def test_a_model_without_an_end_has_no_structured_output(tokenizer):
+def test_a_model_without_an_end_has_no_structured_output(builtin):
     with pytest.raises(GrammarError, match="end-of-sequence"):
-        GrammarChecker(tokenizer, 4096, ()).check(json_object_grammar())
+        GrammarChecker(builtin, 4096, ()).check(json_object_grammar())
 
 
 ADD = Function(
@@ -239,12 +282,12 @@ CALLS = {
 
 
 @pytest.mark.parametrize("family", CALLS)
-def test_turns_of_calls(tokenizer, takes, family):
+def test_turns_of_calls(builtin, takes, family):
     one, two, wrong = CALLS[family]
     prose = "Let me see."
 
     def allowed(**settings) -> list[bool]:
-        grammar = turn_grammar(Dialect(family), tokenizer, [ADD, NOW], **settings)
+        grammar = turn_grammar(Dialect(family), builtin, [ADD, NOW], **settings)
         return [takes(grammar, text) for text in (one, two, wrong, prose, "7")]
 
     assert allowed(forced=True) == [True, True, False, False, False]
@@ -252,20 +295,20 @@ def test_turns_of_calls(tokenizer, takes, family):
     assert allowed() == [True, True, False, True, True]
     assert allowed(body=schema({"const": 7})) == [True, True, False, False, True]
     if family != "llama3":
-        assert takes(turn_grammar(Dialect(family), tokenizer, [ADD, NOW]), prose + one)
+        assert takes(turn_grammar(Dialect(family), builtin, [ADD, NOW]), prose + one)
 
 
-def test_reasoning_may_come_before_what_is_asked_for(tokenizer, takes):
+def test_reasoning_may_come_before_what_is_asked_for(builtin, takes):
     body = schema({"const": 7})
-    grammar = turn_grammar(Dialect(None, "think"), tokenizer, body=body)
+    grammar = turn_grammar(Dialect(None, "think"), builtin, body=body)
     assert takes(grammar, "7")
     assert takes(grammar, "<think>Well, {8?}</think>\n\n7")
     assert not takes(grammar, "<think>Well</think>\n\n8")
-    opened = turn_grammar(Dialect(None, "think"), tokenizer, body=body, opened=True)
+    opened = turn_grammar(Dialect(None, "think"), builtin, body=body, opened=True)
     assert takes(opened, "Well</think>7")
     assert not takes(opened, "7")
 
 
-def test_calls_of_a_model_without_a_form_are_refused(tokenizer):
+def test_calls_of_a_model_without_a_form_are_refused(builtin):
     with pytest.raises(GrammarError, match="no form of tool calls"):
-        turn_grammar(Dialect(), tokenizer, [ADD], forced=True)
+        turn_grammar(Dialect(), builtin, [ADD], forced=True)

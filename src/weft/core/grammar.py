@@ -28,11 +28,18 @@ def grammar_tokenizer(tokenizer_json: str, vocab_size: int, eos_token_ids: Seq[i
         tokenizer_json: text of tokenizer.json.
         vocab_size: of the model; ids that only the model has are never allowed.
         eos_token_ids: at least one; allowed exactly where a grammar is satisfied.
+
+    Raises:
+        GrammarError: the tokeniser is of a kind that the library does not know.
     """
-    plain = LLTokenizer(tokenizer_json, eos_token=list(eos_token_ids))
-    if plain.vocab_size >= vocab_size:
-        return plain
-    return LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids))
+    try:
+        plain = LLTokenizer(tokenizer_json, eos_token=list(eos_token_ids))
+        if plain.vocab_size >= vocab_size:
+            return plain
+        return LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids))
+    except ValueError as error:
+        detail = explain(str(error))
+        raise GrammarError(f"the tokeniser of this model cannot follow one ({detail})") from None
 
 
 def compile_grammar(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:

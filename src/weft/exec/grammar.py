@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -23,8 +24,9 @@ from weft.core.errors import GrammarError, WeftError
 from weft.core.grammar import compile_grammar, explain
 from weft.core.plan import RowAdd
 
-KEPT = 64  # compiled grammars, used ones too
+KEPT = 32  # compiled grammars, used ones too; a costly one grows to some 20 MB
 THREADS = 2
+RENEW_TOKENS = 64
 
 
 class Grammars:
@@ -40,11 +42,17 @@ class Grammars:
         self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def compile(self, grammar: str) -> Future[LLMatcher]:
-        """Return the matcher at the start of a grammar, or a GrammarError, once it is compiled."""
+    def compile(
+        self, grammar: str, *, instead_of: Future[LLMatcher] | None = None
+    ) -> Future[LLMatcher]:
+        """Return the matcher at the start of a grammar, or a GrammarError, once it is compiled.
+
+        Args:
+            instead_of: an earlier result that is of no use any more.
+        """
         with self._lock:
             future = self._compiled.pop(grammar, None)
-            if future is None:
+            if future is None or future is instead_of:
                 future = self._pool.submit(lambda: compile_grammar(self._tokenizer, grammar))
             self._compiled[grammar] = future
             if len(self._compiled) > KEPT:
@@ -56,33 +64,44 @@ class Grammars:
         return self._load_tokenizer()
 
 
+@dataclass(slots=True)
+class _Row:
+    """Where one row stands in its grammar; ``error`` says why it cannot go on."""
+
+    grammar: str
+    output: list[int]
+    compiled: Future[LLMatcher]
+    matcher: LLMatcher | None = None
+    error: WeftError | None = None
+    renew_from: int = 0  # tokens of output from which a grammar may be compiled anew
+
+
 class GrammarRows:
     """The matchers of the rows that have a grammar."""
 
     def __init__(self, grammars: Grammars) -> None:
         self._grammars = grammars
-        self._matchers: dict[int, LLMatcher | WeftError] = {}
-
-    def __contains__(self, row: object) -> bool:
-        return row in self._matchers
+        self._rows: dict[int, _Row] = {}
 
     def add(self, add: RowAdd) -> None:
         """Start a row: at the start of its grammar, or after the output that it has already."""
         grammar = add.sampling.grammar
-        if grammar is None:
-            return
+        if grammar is not None:
+            output = list(add.tokens[add.num_prompt :])
+            row = self._rows[add.row] = _Row(grammar, output, self._grammars.compile(grammar))
+            self._start(row)
+
+    def _start(self, row: _Row) -> None:
         try:
-            matcher = self._grammars.compile(grammar).result().deep_copy()
+            row.matcher = row.compiled.result().deep_copy()
         except WeftError as error:
-            self._matchers[add.row] = error
+            row.error = error
             return
-        self._matchers[add.row] = matcher
-        output = list(add.tokens[add.num_prompt :])
-        if output and not matcher.consume_tokens(output):
-            self._matchers[add.row] = _failure(matcher)
+        if row.output and not row.matcher.consume_tokens(row.output):
+            row.error = _failure(row.matcher)
 
     def drop(self, row: int) -> None:
-        self._matchers.pop(row, None)
+        self._rows.pop(row, None)
 
     def forbid(self, logits: Tensor, rows: Seq[int]) -> dict[int, WeftError]:
         """Make what the grammars do not allow impossible.
@@ -99,7 +118,7 @@ class GrammarRows:
             the rows whose grammar cannot go on, and why.
         """
         faults: dict[int, WeftError] = {}
-        at = [i for i, row in enumerate(rows) if row in self._matchers]
+        at = [i for i, row in enumerate(rows) if row in self._rows]
         masks = np.zeros((len(at), -(-logits.shape[1] // 8)), np.uint8)  # [G, bytes of V bits]
         for mask, i in zip(masks, at, strict=True):
             fault = self._fill(rows[i], mask)
@@ -115,23 +134,44 @@ class GrammarRows:
 
     def advance(self, rows: Seq[int], tokens: NDArray[np.int64]) -> None:
         """Take in the token [S] that each row got."""
-        for row, token in zip(rows, tokens.tolist(), strict=True):
-            matcher = self._matchers.get(row)
-            if isinstance(matcher, LLMatcher):
-                matcher.consume_token(token)
+        for number, token in zip(rows, tokens.tolist(), strict=True):
+            row = self._rows.get(number)
+            if row is not None and row.matcher is not None and row.error is None:
+                row.output.append(token)
+                row.matcher.consume_token(token)
 
-    def _fill(self, row: int, mask: NDArray[np.uint8]) -> WeftError | None:
+    def _fill(self, number: int, mask: NDArray[np.uint8]) -> WeftError | None:
         """Write the bits of a row's allowed tokens; return why there are none."""
-        matcher = self._matchers[row]
-        if isinstance(matcher, WeftError):
-            return matcher
-        bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)[: len(mask)]
-        mask[: len(bits)] = bits
-        if matcher.is_error() or not mask.any():
-            return _failure(matcher)
-        return None
+        row = self._rows[number]
+        if row.error is None and not _allowed(row.matcher, mask):
+            self._renew(row)
+            if row.error is None and not _allowed(row.matcher, mask):
+                row.error = _failure(row.matcher)
+        return row.error
+
+    def _renew(self, row: _Row) -> None:
+        """Start a row again on a grammar compiled anew, unless that was tried just before.
+
+        All copies of a grammar share what they have learnt, and that is bounded: a grammar in long
+        use can fill it up.
+        """
+        if len(row.output) < row.renew_from or row.matcher is None:
+            return
+        row.renew_from = len(row.output) + RENEW_TOKENS
+        row.compiled = self._grammars.compile(row.grammar, instead_of=row.compiled)
+        self._start(row)
 
 
-def _failure(matcher: LLMatcher) -> GrammarError:
-    detail = explain(matcher.get_error()) if matcher.is_error() else "no token may follow"
+def _allowed(matcher: LLMatcher | None, mask: NDArray[np.uint8]) -> bool:
+    """Write the bits of the tokens that may follow; whether there are any."""
+    if matcher is None:
+        return False
+    bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)[: len(mask)]
+    mask[: len(bits)] = bits
+    return not matcher.is_error() and bool(mask.any())
+
+
+def _failure(matcher: LLMatcher | None) -> GrammarError:
+    failed = matcher is not None and matcher.is_error()
+    detail = explain(matcher.get_error()) if failed and matcher else "no token may follow"
     return GrammarError(f"The output cannot follow its grammar further: {detail}.")
