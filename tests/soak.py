@@ -26,12 +26,12 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import quantiles
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import psutil
 
-from family import Family, rings
+from family import Family, own_memory, rings
 from live import SMALL, Server, eventually, serving
 from plainhttp import BrokenError, Exchange, events
 
@@ -43,7 +43,7 @@ ARRIVALS_PER_S = 12.0
 HANG_S = 120.0
 SAMPLE_S = 1.0
 RECOVERY_S = 60.0
-MEMORY_BOUND = 64 << 20  # that the own memory of a process may grow after the first quarter
+MEMORY_BOUND = 64 << 20  # of any process beyond its like before the traffic
 RING_BOUND = 16 << 20
 WORDS = (
     "def",
@@ -332,42 +332,56 @@ def idle(server: Server) -> bool:
     return len(values) >= 3 and not any(values)
 
 
-def held(family: Family) -> dict[str, tuple[int, int]]:
-    """Title -> number of processes, and most descriptors of one of them."""
-    found: dict[str, tuple[int, int]] = {}
+class Held(NamedTuple):
+    """The processes of one title: how many, and the most that one of them has."""
+
+    processes: int = 0
+    descriptors: int = 0
+    memory_bytes: int = 0
+
+
+def held(family: Family) -> dict[str, Held]:
+    """What the server's processes hold now, by title."""
+    found: dict[str, Held] = {}
     for title, process in family.members():
-        count, most = found.get(title, (0, 0))
-        found[title] = (count + 1, max(most, process.num_fds()))
+        one = found.get(title, Held())
+        descriptors = max(one.descriptors, process.num_fds())
+        memory = max(one.memory_bytes, own_memory(process.pid))
+        found[title] = Held(one.processes + 1, descriptors, memory)
     return found
 
 
-def what_is_left(server: Server, family: Family, before: dict[str, tuple[int, int]]) -> list[str]:
+def what_is_left(server: Server, family: Family, before: dict[str, Held]) -> list[str]:
     """Wait until the server is as idle as before; what has not become so in time."""
     faults = []
     checks = {
         "sequences or KV blocks": lambda: idle(server),
         "ring slots": lambda: ring_state(family)[1] == 0,
         "processes": lambda: (
-            {t: n for t, (n, _) in held(family).items()} == {t: n for t, (n, _) in before.items()}
+            {title: one.processes for title, one in held(family).items()}
+            == {title: one.processes for title, one in before.items()}
         ),
         "descriptors": lambda: all(
-            most <= before.get(title, (0, 0))[1] + 2 for title, (_, most) in held(family).items()
+            one.descriptors <= before[title].descriptors + 2 for title, one in held(family).items()
         ),
     }
     for name, check in checks.items():
         try:
             eventually(check, RECOVERY_S)
-        except (AssertionError, httpx.HTTPError, psutil.Error) as error:
+        except (AssertionError, OSError, httpx.HTTPError, psutil.Error) as error:
             faults.append(f"left over: {name}: {held(family)}, before {before} ({error!r})")
     return faults
 
 
-def growth_faults(rows: list[dict[str, Any]], ring_memory: list[int]) -> list[str]:
-    faults = [
-        f"memory of {row['process']} grew by {row['memory_bytes_more'] / 2**20:.0f} MiB"
-        for row in rows
-        if row["memory_bytes_more"] > MEMORY_BOUND
-    ]
+def growth_faults(
+    rows: list[dict[str, Any]], before: dict[str, Held], ring_memory: list[int]
+) -> list[str]:
+    """Memory beyond what the largest process of the same title had before the traffic."""
+    faults = []
+    for row in rows:
+        like = before.get(row["process"])  # None: it did not live to get its title
+        if like is not None and (more := row["memory_bytes"] - like.memory_bytes) > MEMORY_BOUND:
+            faults.append(f"{row['process']} {row['pid']} grew by {more / 2**20:.0f} MiB")
     quarter = len(ring_memory) // 4
     if quarter and max(ring_memory[-quarter:]) - max(ring_memory[: 2 * quarter]) > RING_BOUND:
         faults.append("the rings' memory grew")
@@ -396,6 +410,7 @@ async def traffic(
         faults.append("no right answer since the last kill")
     faults += what_is_left(server, family, before)
     family.sample()
+    faults += tally.faults + growth_faults(family.growth(), before, memory)
     return tally, family, memory, faults
 
 
@@ -425,8 +440,6 @@ def soak(
         faults.append(f"shared memory that outlives the server: {sorted(new)}")
     if "Traceback" in log:
         faults.append(f"a traceback in the log: {log[log.index('Traceback') :][:2000]}")
-    rows = family.growth()
-    faults += tally.faults + growth_faults(rows, memory)
     cuts = quantiles(tally.pauses_s, n=100) if len(tally.pauses_s) > 1 else [0.0] * 99
     return {
         "minutes": minutes,
@@ -436,7 +449,7 @@ def soak(
         "output_tokens": tally.tokens,
         "kills": dict(Counter(kind for _, kind in tally.kills)),
         "longest_silence_s": {"p50": cuts[49], "p99": cuts[98], "max": max(tally.pauses_s or [0])},
-        "processes": rows,
+        "processes": family.growth(),
         "ring_mib": {"start": memory[0] / 2**20, "end": memory[-1] / 2**20} if memory else {},
         "faults": faults,
     }
