@@ -235,6 +235,40 @@ class TestParameterBombs:
                 )
 
 
+# -- schemas and expressions --------------------------------------------------------------------
+
+
+class TestSchemaAndRegexBombs:
+    """What compiling costs is bounded; `tests/text/test_text_grammar.py` has many more."""
+
+    DEEP: Any = "bottom"
+    for _ in range(200):
+        DEEP = {"type": "array", "items": DEEP} if DEEP != "bottom" else {"type": "null"}
+    ATTACKS = (
+        {"structured_outputs": {"regex": "((a{99}){99}){99}"}},
+        {"structured_outputs": {"regex": "a" * 100_000}},
+        {"structured_outputs": {"regex": "(" * 5000}},
+        {"structured_outputs": {"choice": ["x"] * 20_000}},
+        {"structured_outputs": {"choice": []}},
+        {"structured_outputs": {"json": DEEP}},
+        {"structured_outputs": {"json": {"properties": {str(i): {} for i in range(5000)}}}},
+        {"structured_outputs": {"json": {"enum": list(range(20_000))}}},
+        {"structured_outputs": {"json": {"pattern": "x(((y{99}){99}){99}){99}"}}},
+        {"structured_outputs": {"json": {"$ref": "http://127.0.0.1:9/schema"}}},
+        {"structured_outputs": {"json": {"$ref": "file:///etc/passwd"}}},
+        {"structured_outputs": {"json": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#"}}}}},
+        {"structured_outputs": {"grammar": "start: " + '"a" ' * 50_000}},
+        {"structured_outputs": {"grammar": "start: start"}},
+    )
+
+    @pytest.mark.parametrize("attack", ATTACKS, ids=lambda a: next(iter(a["structured_outputs"])))
+    def test_refused_before_anything_is_computed(self, server, attack):
+        with server.http() as http:
+            refused(http.post("/v1/completions", json={**PROMPT, **attack}))
+            assert http.get("/health").status_code == 200
+        assert server.client.submitted.empty()
+
+
 # -- input --------------------------------------------------------------------------------------
 
 

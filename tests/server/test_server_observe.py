@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from scripted import ScriptedClient
 from serving import serving, wait_until
 
-from weft.core.errors import ConfigError, InvariantError, WeftError
+from weft.core.errors import ConfigError, InvariantError, RequestCrashedError, WeftError
 from weft.core.logs import JsonLines, TextLines, log_level
 from weft.core.plan import Update
 from weft.core.types import FinishReason
@@ -220,6 +220,18 @@ def test_a_failure_of_ours_shows_its_request_id_and_nothing_else(text, lines, er
     (line,) = [line for line in lines() if "secret/path" in line["message"]]
     assert line["request_id"] == "mine"
     assert "trace" in line
+
+
+def test_a_failure_of_one_request_alone_says_why(text):
+    class Broken(ScriptedClient):
+        def submit(self, requests: Any, sink: Any) -> None:  # noqa: ARG002
+            raise RequestCrashedError("The engine has stopped 3 times.")
+
+    with serving(Broken(), text) as running, running.http() as http:
+        answer = http.post("/v1/completions", json=BODY)
+    assert answer.status_code == 500
+    assert answer.json()["error"]["code"] == "request_crashed"
+    assert "3 times" in answer.json()["error"]["message"]
 
 
 def test_a_bug_shows_its_request_id_and_nothing_else(text, lines):
