@@ -6,6 +6,8 @@ import json
 import os
 import socket
 import ssl
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 from typing import Any
@@ -394,3 +396,12 @@ def test_more_connections_than_there_may_be(text):
             wait_until(lambda: len(server.connections) <= 1)
             with running.http() as http:
                 assert http.get("/health").status_code == 200
+
+
+def test_a_process_may_open_as_many_files_as_the_system_allows():
+    script = (
+        "import resource as r; from weft.core.process import raise_file_limit\n"
+        "most = r.getrlimit(r.RLIMIT_NOFILE)[1]; r.setrlimit(r.RLIMIT_NOFILE, (64, most))\n"
+        "raise_file_limit(); assert r.getrlimit(r.RLIMIT_NOFILE) == (most, most)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)

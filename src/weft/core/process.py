@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -23,6 +24,12 @@ MOST_DEATHS = 16
 def set_process_title(title: str) -> None:
     """Show ``title`` in ps and top."""
     setproctitle(title)
+
+
+def raise_file_limit() -> None:
+    """Let this process open as many files as the system allows; most start with 1024."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def die_with(parent_pid: int) -> None:

@@ -27,7 +27,7 @@ from weft import __version__
 from weft.api import ModelCard
 from weft.core.errors import TokenizerError, WeftError
 from weft.core.logs import log_level, notice, set_up_logs
-from weft.core.process import die_with, set_process_title
+from weft.core.process import die_with, raise_file_limit, set_process_title
 from weft.core.served import ServedModel
 from weft.ring.client import RingClient
 from weft.ring.segment import RingFds
@@ -48,6 +48,7 @@ def main() -> None:
     parser.add_argument("--announce", action="store_true")
     arguments = parser.parse_args()
     set_process_title("weft-frontend")
+    raise_file_limit()
     die_with(arguments.parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when Ctrl-C ends the server
     settings = json.load(sys.stdin)
