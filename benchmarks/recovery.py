@@ -2,8 +2,9 @@
 
     python benchmarks/recovery.py [--kills 12] [--out benchmarks/results/recovery.json]
 
-Each stream asks for more as soon as it has ended. The pause of a stream is the time from the signal
-to the end of the longest gap between two of its pieces that the signal falls into or that follows.
+The engine is killed at a random moment of the first 4 seconds of 16 streams. The pause of a stream
+is the time from the signal to the end of the longest gap between two of its pieces that the signal
+falls into or that follows: what the dead engine had published may still arrive after the signal.
 """
 
 from __future__ import annotations
@@ -25,38 +26,36 @@ import psutil
 import report
 from serve import wait_until_bound
 
-STREAMS, PROMPT_TOKENS, OUTPUT_TOKENS = 16, 64, 400
-QUIET_S = 11.0  # between kills: longer than the back-off remembers
+STREAMS, PROMPT_TOKENS, OUTPUT_TOKENS = 16, 64, 1900
+QUIET_S = 11.0  # before each kill: longer than the back-off remembers
 PORT = 8217
 
 
 class Stream:
-    """One client that reads stream after stream and remembers when pieces came."""
+    """One client that reads a stream and remembers when pieces came."""
 
     def __init__(self, number: int) -> None:
-        self._draw = random.Random(number)
+        draw = random.Random(number)
+        self._prompt = [draw.randrange(100, 3900) for _ in range(PROMPT_TOKENS)]
         self.arrivals: list[float] = []
         self.errors = 0
 
     async def run(self) -> None:
-        while True:
-            await self._one()
-
-    async def _one(self) -> None:
-        prompt = [self._draw.randrange(100, 3900) for _ in range(PROMPT_TOKENS)]
         body = orjson.dumps(
-            {"model": "builtin", "prompt": prompt, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True,
-             "temperature": 0, "stream": True}
+            {"model": "builtin", "prompt": self._prompt, "max_tokens": OUTPUT_TOKENS,
+             "ignore_eos": True, "temperature": 0, "stream": True}
         )  # fmt: skip
         reader, writer = await asyncio.open_connection("127.0.0.1", PORT)
         head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
         head += f"connection: close\r\ncontent-length: {len(body)}\r\n\r\n"
-        writer.write(head.encode() + body)
-        while data := await reader.read(2**16):
-            if b'"text"' in data:
-                self.arrivals.append(time.monotonic())
-            self.errors += b'"error"' in data
-        writer.close()
+        try:
+            writer.write(head.encode() + body)
+            while data := await reader.read(2**16):
+                if b'"text"' in data:
+                    self.arrivals.append(time.monotonic())
+                self.errors += b'"error"' in data
+        finally:
+            writer.close()
 
     def pause_s(self, killed: float) -> float:
         """How long after the kill this stream went on."""
@@ -85,36 +84,41 @@ async def standby(server: subprocess.Popen[bytes]) -> psutil.Process:
         await asyncio.sleep(0.2)
 
 
-async def measure(server: subprocess.Popen[bytes], kills: int, waiting: bool) -> dict[str, Any]:
-    streams = [Stream(number) for number in range(STREAMS)]
+async def one_kill(server: subprocess.Popen[bytes], number: int) -> tuple[list[float], int]:
+    """The pauses of 16 streams, and how many errors they saw."""
+    streams = [Stream(number * STREAMS + i) for i in range(STREAMS)]
     tasks = [asyncio.create_task(stream.run()) for stream in streams]
+    while not all(stream.arrivals for stream in streams):
+        await asyncio.sleep(0.05)
+    await asyncio.sleep(random.Random(number).uniform(0, 4))
+    engine = child(server, "weft-engine")
+    assert engine is not None
+    killed = time.monotonic()
+    engine.kill()
+    while not all(sum(t > killed for t in stream.arrivals) > 20 for stream in streams):
+        await asyncio.sleep(0.1)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    return [stream.pause_s(killed) for stream in streams], sum(s.errors for s in streams)
+
+
+async def measure(server: subprocess.Popen[bytes], kills: int, waiting: bool) -> dict[str, Any]:
     pauses: list[float] = []
-    memory = 0
+    memory = errors = 0
     for number in range(kills):
         await asyncio.sleep(QUIET_S)
         if waiting:
             memory = (await standby(server)).memory_full_info().uss
-        engine = child(server, "weft-engine")
-        assert engine is not None
-        while not all(stream.arrivals for stream in streams):
-            await asyncio.sleep(0.2)
-        for stream in streams:
-            del stream.arrivals[:-1]
-        killed = time.monotonic()
-        engine.kill()
-        while not all(stream.arrivals[-1] > killed + 5 for stream in streams):
-            await asyncio.sleep(0.2)
-        of_this = [stream.pause_s(killed) for stream in streams]
+        of_this, seen = await one_kill(server, number)
         print(f"kill {number}: {min(of_this):.2f} to {max(of_this):.2f} s", flush=True)
         pauses += of_this
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+        errors += seen
     return {
         "standby": waiting,
         "kills": kills,
         "streams": STREAMS,
-        "errors": sum(stream.errors for stream in streams),
+        "errors": errors,
         "median_s": round(statistics.median(pauses), 3),
         "max_s": round(max(pauses), 3),
         "standby_uss_bytes": memory,
