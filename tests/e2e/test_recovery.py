@@ -25,8 +25,9 @@ POISON = 3999  # first token of a prompt that kills the engine of `poisoned`
 
 
 def body(number: int, tokens: int = TOKENS) -> dict:
-    """Every other one greedy, every other one sampled."""
+    """Every other one greedy, every other one sampled; every third one follows a grammar."""
     draw = random.Random(number)
+    grammar = {"structured_outputs": {"regex": "([a-z]{3}[0-9]{2}; ){99}"}, "ignore_eos": False}
     return {
         "model": "builtin",
         "prompt": [draw.randrange(100, 3900) for _ in range(8 + 5 * number)],
@@ -36,6 +37,7 @@ def body(number: int, tokens: int = TOKENS) -> dict:
         "ignore_eos": True,
         "stream": True,
         "return_token_ids": True,
+        **(grammar if number % 3 == 2 else {}),
     }
 
 
