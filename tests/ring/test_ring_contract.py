@@ -82,6 +82,12 @@ def request(number: int, tokens: int = 3, sampling: SamplingParams = NEUTRAL) ->
 
 
 def sampling_params():
+    """A grammar does not go with ``ignore_eos``."""
+    ends = {"ignore_eos": st.booleans()}, {"grammar": st.text(min_size=1, max_size=40)}
+    return st.one_of(*(params_with(**end) for end in ends))
+
+
+def params_with(**more):
     floats = st.floats(0, 100, exclude_min=True)
     token = st.integers(0, 2**31 - 1)
     return st.builds(
@@ -97,12 +103,11 @@ def sampling_params():
         logit_bias=st.dictionaries(token, st.floats(-100, 100), max_size=20),
         min_tokens=st.integers(0, 100),
         stop_token_ids=st.lists(token, max_size=20).map(tuple),
-        ignore_eos=st.booleans(),
         seed=st.none() | st.integers(0, 2**63 - 1),
         logprobs=st.none() | st.integers(0, 20),
         prompt_logprobs=st.none() | st.integers(0, 20),
-        grammar=st.none() | st.text(min_size=1, max_size=40),
         speculation=st.none() | st.integers(0, 16),
+        **more,
     )
 
 
