@@ -57,6 +57,8 @@ class EngineSide {
   // The attached request plane: its process, and which one it is (odd; even: none is attached).
   uint32_t client_pid() const { return load(segment_.header().client_pid); }
   uint32_t client_epoch() const { return load(segment_.header().client_epoch); }
+  // Whether an engine has attached after this one.
+  bool superseded() const { return static_cast<uint16_t>(load(segment_.header().epoch)) != epoch_; }
   uint64_t in_flight() const { return in_flight_; }
   uint64_t refused() const { return refused_; }
 
@@ -242,7 +244,8 @@ class EngineSide {
     if (!word.valid_state()) return;
     Held& held = held_[index];
     if (word.state() == State::PrefillPending) {
-      pending.emplace_back(slot.input.arrival, index);
+      // One that is held cannot be pending: it is corrupt, and not taken a second time.
+      if (!held.live) pending.emplace_back(slot.input.arrival, index);
     } else if (gone(client) && owner(word.state()) == Side::Request) {
       reclaim(slot, segment_.header().client_epoch, client);
     } else if (held.live && !held.cancelling) {

@@ -11,6 +11,7 @@ inbox.close()
 
 from __future__ import annotations
 
+import errno
 import os
 import select
 import threading
@@ -29,6 +30,7 @@ from weft.ring.segment import RingFds, attached
 
 # A signal that comes between looking and sleeping is seen after so long at the latest.
 _LONGEST_SLEEP_S = 0.5
+_NO_PROCESS = (errno.ESRCH, errno.EINVAL)  # it has ended, or its number is corrupt
 
 
 class RingInbox:
@@ -104,6 +106,8 @@ class RingInbox:
     def publish(self, news: Commit) -> None:
         """Write tokens and ends where the request planes find them, and wake those who sleep.
 
+        What a slot can no longer take, because its words are corrupt, is lost with that slot alone.
+
         Raises:
             InvariantError: another engine holds the rings now; this one must end.
         """
@@ -111,7 +115,7 @@ class RingInbox:
         for update in news.updates:
             held &= self._say(update)
         self._engine.flush()
-        if not held:
+        if not held and self._engine.superseded:
             raise InvariantError("Another engine has taken over the ring.")
 
     def _say(self, update: Update) -> bool:
@@ -232,13 +236,14 @@ class _DeathWatch:
                 continue
             try:
                 self.add(ring, os.pidfd_open(pid))
-            except ProcessLookupError:
+            except (OSError, OverflowError) as error:
+                if isinstance(error, OSError) and error.errno not in _NO_PROCESS:
+                    raise ParameterError(
+                        f"The request plane of ring {ring} (process {pid}) cannot be watched: "
+                        f"{error}"
+                    ) from None
                 self._known[ring] = epoch
                 self._engine.client_died(ring, epoch)
-            except OSError as error:
-                raise ParameterError(
-                    f"The request plane of ring {ring} (process {pid}) cannot be watched: {error}"
-                ) from None
 
     def add(self, ring: int, pidfd: int) -> None:
         epoch = self._engine.clients()[ring][0]

@@ -291,6 +291,11 @@ class Engine {
     return sum;
   }
   uint32_t epoch() { return sides_[0].epoch(); }
+  // A successor has all rings; the word of a single one may be corrupt.
+  bool superseded() {
+    return std::all_of(sides_.begin(), sides_.end(),
+                       [](const EngineSide& side) { return side.superseded(); });
+  }
 
  private:
   EngineSide& side(uint64_t id) {
@@ -473,5 +478,6 @@ NB_MODULE(_native, m) {
       .def("open_ids", &Engine::open_ids)
       .def("write_info", &Engine::write_info, "values"_a)
       .def_prop_ro("refused", &Engine::refused)
+      .def_prop_ro("superseded", &Engine::superseded)
       .def_prop_ro("epoch", &Engine::epoch);
 }

@@ -79,6 +79,7 @@ class Segment {
     header.info_bytes = sizeof(InfoPage);
     header.slot_bytes = sizeof(Slot);
     header.slots = slots;
+    header.not_slots = ~slots;
     header.info_offset = kPage;
     header.slots_offset = 2 * kPage;
     header.arena_offset = round_up(header.slots_offset + slots * sizeof(Slot), kPage);
