@@ -90,13 +90,8 @@ def sampling_params():
 def params_with(**more):
     floats = st.floats(0, 100, exclude_min=True)
     token = st.integers(0, 2**31 - 1)
-    # Structured output says itself where the output ends.
-    ends = st.booleans().map(lambda ignore: {"ignore_eos": ignore}) | st.text(
-        min_size=1, max_size=40
-    ).map(lambda grammar: {"grammar": grammar})
     return st.builds(
-        lambda end, **values: SamplingParams(**values, **end),
-        end=ends,
+        SamplingParams,
         temperature=st.none() | st.floats(0, 100),
         top_k=st.none() | st.integers(0, 2**31 - 1),
         top_p=st.none() | st.floats(0, 1, exclude_min=True),
