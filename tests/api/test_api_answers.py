@@ -301,3 +301,56 @@ def test_tokenize_and_back(builder):
         tokenize(TokenizeBody(), builder, texts)
     with pytest.raises(WeftError):
         detokenize(DetokenizeBody(tokens=[4096]), builder)
+
+
+TOOLS = [{"type": "function", "function": {"name": name}} for name in ("add", "now")]
+CALLS = (
+    'Well.\n<tool_call>\n{"name": "add", "arguments": {"a": "é🙂"}}\n</tool_call>\n'
+    '<tool_call>{"name": "now"}</tool_call>'
+)
+
+
+def test_a_chat_that_calls_tools(builder, valid):
+    job = job_of(builder, "chat", tools=TOOLS, logprobs=True)
+    updates = updates_of(job.requests[0].id, ids_of(builder, CALLS))
+    whole = collect(builder, job, updates)
+    valid("CreateChatCompletionResponse", whole)
+    [choice] = whole["choices"]
+    message = choice["message"]
+    assert (message["content"], choice["finish_reason"]) == ("Well.", "tool_calls")
+    functions = [call["function"] for call in message["tool_calls"]]
+    assert functions == [
+        {"name": "add", "arguments": '{"a": "é🙂"}'},
+        {"name": "now", "arguments": "{}"},
+    ]
+    assert len(choice["logprobs"]["content"]) == len(updates)
+
+    chunks = stream(builder, job, *([update] for update in updates))
+    for chunk in chunks:
+        valid("CreateChatCompletionStreamResponse", chunk)
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+    assert "".join(delta.get("content") or "" for delta in deltas) == "Well."
+    assert [call["index"] for call in calls] == sorted(call["index"] for call in calls)
+    assert [c["function"].get("name") for c in calls if "id" in c] == ["add", "now"]
+    pieces = [c["function"]["arguments"] for c in calls if c["index"] == 0]
+    assert "".join(pieces) == '{"a": "é🙂"}'
+    assert len(pieces) > 3
+    assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+    scores = [c["choices"][0]["logprobs"] for c in chunks if c["choices"][0]["logprobs"]]
+    assert sum(len(score["content"]) for score in scores) == len(updates)
+
+
+def test_a_call_that_the_length_cuts_off_is_not_complete(builder):
+    job = job_of(builder, "chat", tools=TOOLS)
+    ids = ids_of(builder, '<tool_call>{"name": "add", "arguments": {"a": [1, ')
+    [choice] = collect(builder, job, updates_of(job.requests[0].id, ids, "length"))["choices"]
+    assert choice["finish_reason"] == "length"
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"].startswith('{"a": [1,')
+
+
+def test_without_tools_a_call_is_text(builder):
+    job = job_of(builder, "chat", tools=TOOLS, tool_choice="none")
+    updates = updates_of(job.requests[0].id, ids_of(builder, CALLS))
+    message = collect(builder, job, updates)["choices"][0]["message"]
+    assert message == {"role": "assistant", "content": CALLS, "refusal": None}
