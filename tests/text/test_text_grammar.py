@@ -241,6 +241,37 @@ def test_markers_that_are_control_tokens(builtin):
     assert not checks(free, "Let me see.[TOOL_CALLS]sub[ARGS]{}")
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"const": "\\ud800"}',
+        '{"description": "\\ud800"}',
+        '{"const": "\ud800"}',
+        '{"minimum": NaN}',
+        '{"minimum": 1e999}',
+        '{"minLength": -1}',
+        '{"minLength": 1.5}',
+        '{"minLength": "1"}',
+        '{"required": 3}',
+        '{"properties": []}',
+        '{"enum": {}}',
+        '{"enum": []}',
+        '{"pattern": 3}',
+        '{"items": 3}',
+        '{"$ref": 3}',
+        '{"$ref": "#/$defs/missing"}',
+        '{"type": ["string", 3]}',
+        '{"minimum": "a"}',
+        '{"a": 1}}',
+        "",
+        '"a"',
+    ],
+)
+def test_malformed_schemas_are_errors_of_the_schema(checker, text):
+    with pytest.raises(GrammarError):
+        checker.check(json_schema_grammar(text))
+
+
 def test_a_checker_remembers_both_answers(checker):
     good, bad = schema({"type": "null"}), schema({"not": {}})
     assert not checker.knows(good)

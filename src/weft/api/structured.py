@@ -65,9 +65,12 @@ def find_constraint(body: GenerationBody) -> Constraint | None:
 
 
 def raw_text(raw: Raw) -> str:
-    """JSON as text; a string that holds JSON stands for it."""
-    text = bytes(raw).decode()
-    return str(json.loads(text)) if text.lstrip().startswith('"') else text
+    """JSON as text; a string that holds JSON stands for it. Raises GrammarError for neither."""
+    try:
+        text = bytes(raw).decode()
+        return str(json.loads(text)) if text.lstrip().startswith('"') else text
+    except ValueError:
+        raise GrammarError("it is not valid JSON") from None
 
 
 def _given(value: object) -> bool:

@@ -145,8 +145,11 @@ def _function(tool: Any, index: int) -> Function:
     if tool.function is None:
         raise MissingParameterError(f"tools[{index}].function")
     function: Function = tool.function
-    parameters = bytes(function.parameters).strip()
-    if parameters != b"null" and not parameters.startswith(b"{"):
+    try:
+        parameters = msgspec.json.decode(function.parameters)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        parameters = ""
+    if parameters is not None and not isinstance(parameters, dict):
         path = f"tools[{index}].function.parameters"
         raise ParameterError(f"'{path}' must be a JSON Schema.", param=path)
     return function

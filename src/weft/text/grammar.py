@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 from llguidance import LLMatcher, LLTokenizer
 
 from weft.core.errors import GrammarError
-from weft.core.grammar import compile_grammar, grammar_tokenizer
+from weft.core.grammar import compile_grammar, explain, grammar_tokenizer
 from weft.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-MAX_SCHEMA_BYTES = 128 * 2**10
+MAX_SCHEMA_CHARS = 128 * 2**10
 MAX_SCHEMA_DEPTH = 64
 MAX_PROPERTIES = 1000  # of all objects of a schema; compiling takes the square of it
 MAX_ENUM_VALUES = 10_000
@@ -64,8 +64,8 @@ def json_schema_grammar(text: str) -> str:
         GrammarError: the text is no schema, is too large, or asks for something that cannot be
             guaranteed.
     """
-    if len(text.encode()) > MAX_SCHEMA_BYTES:
-        raise GrammarError(f"it has more than {MAX_SCHEMA_BYTES} bytes")
+    if len(text) > MAX_SCHEMA_CHARS:
+        raise GrammarError(f"it has more than {MAX_SCHEMA_CHARS} characters")
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError):
@@ -90,8 +90,8 @@ def choice_grammar(choices: Sequence[str]) -> str:
         raise GrammarError(f"there must be 1 to {MAX_CHOICES} choices")
     if not all(choices):
         raise GrammarError("a choice must not be empty")
-    if sum(len(choice.encode()) for choice in choices) > MAX_SCHEMA_BYTES:
-        raise GrammarError(f"the choices have more than {MAX_SCHEMA_BYTES} bytes together")
+    if sum(map(len, choices)) > MAX_SCHEMA_CHARS:
+        raise GrammarError(f"the choices have more than {MAX_SCHEMA_CHARS} characters together")
     # An upper-case name: matched as one expression, not tried as one rule a choice.
     texts = " | ".join(quote(choice) for choice in choices)
     return _lark(f"start: CHOICE\nCHOICE: {texts}\n")
@@ -173,7 +173,10 @@ def _lark(text: str) -> str:
 
 
 def _json_grammar(schema: str) -> str:
-    return str(LLMatcher.grammar_from_json_schema(schema, overrides=_COMPILE_OPTIONS))
+    try:
+        return str(LLMatcher.grammar_from_json_schema(schema, overrides=_COMPILE_OPTIONS))
+    except ValueError as error:
+        raise GrammarError(explain(str(error))) from None
 
 
 # -- what a schema may ask for --------------------------------------------------------------------
