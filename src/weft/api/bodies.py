@@ -280,6 +280,7 @@ def decode_body(body: type[Body], data: bytes | Raw, at: str = "") -> Body:
     """
     refuse_many_parts(data)
     try:
+        str(data, "utf-8")  # the decoder does not look into what is left as JSON
         decoded: Body = _decoder(body).decode(data)
     except msgspec.ValidationError as error:
         raise _explained(body, str(error), at) from None
