@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections import deque
 from dataclasses import dataclass, field, replace
 
@@ -14,6 +15,7 @@ from weft.core.plan import Update
 from weft.core.types import FinishReason, Request, SamplingParams
 from weft.engine.loop import EngineLoop
 from weft.kv.cache import GroupSpec, KVCache
+from weft.sched.draft import REMEMBERED, NgramDrafter
 from weft.sched.fcfs import FCFSScheduler, Limits
 from weft.sim.clock import VirtualClock
 from weft.sim.executor import ModelledExecutor, next_token
@@ -54,6 +56,7 @@ class World:
     limits: Limits
     depth: int
     prefix_caching: bool = True
+    vocab: int = VOCAB
 
 
 def expected_output(request: Request, world: World) -> tuple[list[int], FinishReason]:
@@ -61,9 +64,9 @@ def expected_output(request: Request, world: World) -> tuple[list[int], FinishRe
     end = min(world.limits.max_model_len, len(tokens) + (request.sampling.max_tokens or 10**9))
     stop_ids = request.stop_ids()
     while True:
-        token = next_token(tokens, world.groups, VOCAB)
+        token = next_token(tokens, world.groups, world.vocab)
         while len(tokens) < len(request.prompt) + request.sampling.min_tokens and token in stop_ids:
-            token = (token + 1) % VOCAB
+            token = (token + 1) % world.vocab
         tokens.append(token)
         if token in stop_ids:
             return tokens[len(request.prompt) :], FinishReason.STOP
@@ -75,7 +78,7 @@ def run(world: World, arrivals, cancels, faulty=None):
     """Run the script to its end, checking every invariant after every round."""
     cache = KVCache(world.groups, prefix_caching=world.prefix_caching)
     scheduler = FCFSScheduler(cache, world.limits)
-    executor = ModelledExecutor(world.groups, VOCAB, depth=world.depth, faulty=faulty)
+    executor = ModelledExecutor(world.groups, world.vocab, depth=world.depth, faulty=faulty)
     requests = {r.id: r for batch in arrivals.values() for r in batch}
     inbox = ScriptedInbox(dict(arrivals), dict(cancels))
     loop = EngineLoop(scheduler, executor, inbox, VirtualClock())
@@ -109,6 +112,10 @@ def assert_answers(world: World, requests, inbox, cancelled: set[int], faulted: 
         tokens = [u.token for u in updates if u.token is not None]
         wanted, reason = expected_output(request, world)
         wanted = wanted[len(request.output) :]
+        if request.embed:  # the modelled vector is what would be the first token
+            vector = struct.pack("<f", wanted[0])
+            wanted, reason = [], FinishReason.STOP
+            assert updates[-1].embedding == (vector if ends[0] is reason else None)
         if ends[0] is FinishReason.CANCELLED:
             assert request_id in cancelled
             assert tokens == wanted[: len(tokens)]
@@ -136,7 +143,8 @@ def worlds(draw, tight: bool = False):
         groups.append(draw(sliding_groups("sliding", block_size, tight)))
     if layout in ("three", "two sliding"):
         groups.append(draw(sliding_groups("other", max(1, block_size // 2), tight)))
-    return World(tuple(groups), limits, draw(st.integers(0, 2)), draw(st.booleans()))
+    vocab = draw(st.sampled_from([VOCAB, 2, 3]))  # with few tokens drafts come out right
+    return World(tuple(groups), limits, draw(st.integers(0, 2)), draw(st.booleans()), vocab)
 
 
 @st.composite
@@ -168,6 +176,7 @@ def traffic(draw, world: World):
                 min_tokens=draw(st.integers(0, sampling.max_tokens)),
                 stop_token_ids=sampling.stop_token_ids,
             )
+        sampling = replace(sampling, speculation=draw(st.sampled_from([0, 0, 1, 3, 9])))
         if draw(st.integers(0, 2)) == 0:
             sampling = replace(sampling, grammar="any: it only puts the sequence in lockstep")
         request = Request(
@@ -177,7 +186,9 @@ def traffic(draw, world: World):
             service_class=draw(st.sampled_from(["priority", "interactive", "batch"])),
             cache_salt=draw(st.sampled_from([b"", b"other"])),
         )
-        if draw(st.integers(0, 3)) == 0:  # an engine died after it had given out some of it
+        if draw(st.integers(0, 7)) == 0:
+            request = replace(request, embed=True)
+        elif draw(st.integers(0, 3)) == 0:  # an engine died after it had given out some of it
             output, _ = expected_output(request, world)
             request = replace(request, output=tuple(output[: draw(st.integers(0, len(output)))]))
         arrival = draw(st.integers(0, 25))
@@ -237,7 +248,7 @@ def test_equal_inputs_give_equal_plans(data):
     def plans():
         cache = KVCache(world.groups, prefix_caching=world.prefix_caching)
         scheduler = FCFSScheduler(cache, world.limits)
-        executor = ModelledExecutor(world.groups, VOCAB, depth=world.depth)
+        executor = ModelledExecutor(world.groups, world.vocab, depth=world.depth)
         seen: list[str] = []
         inbox = ScriptedInbox(dict(arrivals), dict(cancels))
         tickets: deque = deque()
@@ -275,6 +286,49 @@ def test_lower_classes_do_not_take_the_blocks_that_come_back_for_a_higher_one():
 def run_rounds(loop: EngineLoop, rounds: int) -> None:
     for _ in range(rounds):
         loop.step()
+
+
+def test_drafts_are_taken_where_they_come_out_right():
+    """A text of one token repeats for ever: each step gives as many tokens as were drafted."""
+    world = World((GroupSpec("full", 4, 40),), Limits(4, 32, 150), 1, vocab=1)
+    request = Request(0, (0,) * 8, SamplingParams(max_tokens=100, speculation=8))
+    requests, inbox, scheduler = run(world, {0: [request]}, {})
+    assert_answers(world, requests, inbox, set(), set())
+    totals = scheduler.totals
+    assert totals.drafted_tokens == totals.accepted_tokens > 80
+    assert totals.output_tokens == 100
+    assert totals.steps < 20
+
+
+def test_drafts_that_fail_become_rare():
+    """Text in which short runs repeat and go on differently each time."""
+    drafter, tokens, drafted = NgramDrafter(8), [], []
+    for i in range(4000):
+        tokens += [1, 2, 3, 4, 100 + i]
+    at = 50
+    while at < len(tokens):
+        draft = drafter.propose(tokens[:at], 8)
+        at += 1
+        if draft:
+            taken = next((j for j, t in enumerate(draft) if t != tokens[at - 1 + j]), len(draft))
+            drafted.append(at)
+            at += taken + drafter.learn(len(draft), taken)
+        else:
+            at += drafter.searched_in_vain()
+    late = [at for at in drafted if at > len(tokens) // 2]
+    assert drafted
+    assert len(late) < len(tokens) / 2 / 5
+
+
+def test_the_index_of_drafts_is_bounded_and_filled_bit_by_bit():
+    drafter, tokens = NgramDrafter(4), [i % 50_000 for i in range(100_000)] + [7, 8, 9, 10]
+    calls = 0
+    while not (draft := drafter.propose(tokens, 4)):
+        calls += 1
+        assert len(drafter._after) <= 2 * 1024 * calls
+        assert calls < 40
+    assert calls >= REMEMBERED // 1024 - 1
+    assert draft
 
 
 def test_the_property_test_can_fail():

@@ -22,7 +22,13 @@ from weft.api.errors import (
     UnsupportedParameterError,
 )
 from weft.core.errors import ParameterError
-from weft.core.types import MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+from weft.core.types import (
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_SPECULATION,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+)
 
 MAX_N = 128
 MAX_COMPLETION_LOGPROBS = 5
@@ -171,6 +177,7 @@ class GenerationBody(Struct, forbid_unknown_fields=True, kw_only=True):
     return_token_ids: bool | None = None
     skip_special_tokens: bool | None = None
     structured_outputs: StructuredOutputs | None = None
+    speculation: Annotated[int, Meta(ge=0, le=MAX_SPECULATION)] | None = None
     timeout: Annotated[float, Meta(gt=0)] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     top_k: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None

@@ -33,6 +33,7 @@ _SAME_NAME = (
     "presence_penalty",
     "repetition_penalty",
     "skip_special_tokens",
+    "speculation",
     "temperature",
     "top_k",
 )

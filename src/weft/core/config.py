@@ -16,7 +16,7 @@ import yaml
 from weft.core.errors import ConfigError, OutOfMemoryError, ParameterError, suggest
 from weft.core.logs import FORMATS, LEVELS
 from weft.core.settings import check_settings, format_bytes, setting, settings_of
-from weft.core.types import DEFAULT_CLASSES, MAX_SEED, ServiceClass
+from weft.core.types import DEFAULT_CLASSES, MAX_SEED, MAX_SPECULATION, ServiceClass
 
 DTYPES = ("float32", "bfloat16", "float16")
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -82,6 +82,13 @@ class EngineConfig:
         "that nothing else can have killed",
         low=1,
         high=100,
+    )
+    speculation: int = setting(
+        "int",
+        0,
+        "tokens to guess ahead from the text so far, for requests that do not say; 0 is off",
+        low=0,
+        high=MAX_SPECULATION,
     )
     base_seed: int | None = setting(
         "int", None, "makes the seeds of requests without one repeatable", low=0, high=MAX_SEED

@@ -26,6 +26,7 @@ class RowAdd:
         tokens: prompt and output so far (a resumed sequence brings its output along).
         num_prompt: how many of them are prompt.
         tables: block ids for each KV group; -1 where a sliding group holds no block.
+        embed: the hidden state after the last token is wanted instead of a next token.
         stop_ids: ids that are masked while fewer than ``sampling.min_tokens`` are generated.
     """
 
@@ -36,6 +37,7 @@ class RowAdd:
     sampling: SamplingParams
     stop_ids: frozenset[int]
     tables: tuple[tuple[int, ...], ...]
+    embed: bool = False
 
 
 class RowExtend(NamedTuple):
@@ -52,6 +54,10 @@ class SubBatch:
 
     Row ``rows[i]`` computes tokens ``[starts[i], starts[i] + counts[i])``; where ``samples[i]``,
     its last logits give the next token.
+
+    Attributes:
+        drafts: by row, guesses of the tokens after the last one that it computes. They are computed
+            as well, and those that come out as guessed are kept.
     """
 
     rows: tuple[int, ...]
@@ -59,10 +65,11 @@ class SubBatch:
     counts: tuple[int, ...]
     samples: tuple[bool, ...]
     tier: Tier = Tier.DEVICE
+    drafts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
-        return sum(self.counts)
+        return sum(self.counts) + sum(len(draft) for draft in self.drafts.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +106,12 @@ class StepResult:
 
     The sequences that sample come in the order of the plan.
 
-    A sequence named in ``faults`` got no token; the others are not affected.
+    A sequence named in ``faults`` or ``embeddings`` got no token; the others are not affected.
+
+    Attributes:
+        accepted: by sequence with drafts, the tokens after its first one that this step gave too,
+            with their log probabilities where they are wanted.
+        embeddings: by sequence, its normalised vector as float32 bytes.
     """
 
     step_id: int
@@ -108,6 +120,10 @@ class StepResult:
     logprobs: Mapping[int, TokenLogprob] = field(default_factory=dict)
     prompt_logprobs: Mapping[int, PromptLogprobs] = field(default_factory=dict)
     faults: Mapping[int, WeftError] = field(default_factory=dict)
+    accepted: Mapping[int, tuple[tuple[int, TokenLogprob | None], ...]] = field(
+        default_factory=dict
+    )
+    embeddings: Mapping[int, bytes] = field(default_factory=dict)
 
 
 class Update(NamedTuple):

@@ -8,9 +8,10 @@ chunk, decode, resume after preemption and prefix hit are all "compute the next 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from enum import Enum, StrEnum
-from typing import Any
+from typing import Any, Protocol
 
 from weft.core.errors import InvariantError, ParameterError, WeftError
 from weft.core.settings import Kind, Setting, check_settings, setting
@@ -258,6 +259,19 @@ class Request:
         return frozenset((*eos, *self.sampling.stop_token_ids))
 
 
+class Drafter(Protocol):
+    """Guesses the next tokens of one sequence."""
+
+    def propose(self, tokens: Seq[int], most: int) -> tuple[int, ...]:
+        """Return up to ``most`` tokens that may follow, or none."""
+
+    def searched_in_vain(self) -> int:
+        """Return how many tokens to go on without drafts when nothing was found."""
+
+    def learn(self, drafted: int, accepted: int) -> int:
+        """Take in how a draft fared; return how many tokens to go on without one."""
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """A live request: its tokens and how far they are computed.
@@ -275,6 +289,7 @@ class Sequence:
             ``lockstep_at``.
         lockstep_at: from this length on a token is planned only when the one before it is on the
             host, as a grammar or drafts demand.
+        drafter: of a sequence with speculation.
         seal_at: ``computed`` value at which the next KV block is full.
         row: the executor's row while running, else -1.
         cached: prompt tokens found in the prefix cache at first admission; -1 before it.
@@ -297,6 +312,7 @@ class Sequence:
     planned: int = 0
     capacity: int = 0
     lockstep_at: int = NEVER
+    drafter: Drafter | None = None
     seal_at: int = 0
     row: int = -1
     cached: int = -1

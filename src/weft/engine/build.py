@@ -223,7 +223,12 @@ def _scheduler(config: EngineConfig, resolved: ResolvedConfig, model: Model) -> 
         ],
         prefix_caching=config.prefix_caching,
     )
-    limits = Limits(resolved.max_num_seqs, resolved.max_num_batched_tokens, resolved.max_model_len)
+    limits = Limits(
+        resolved.max_num_seqs,
+        resolved.max_num_batched_tokens,
+        resolved.max_model_len,
+        config.speculation,
+    )
     return FCFSScheduler(cache, limits, config.service_classes())
 
 

@@ -18,6 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+import numpy as np
+from numpy.typing import NDArray
 from tqdm import tqdm
 
 from weft.core.config import EngineConfig
@@ -282,6 +284,28 @@ class LLM:
             file = Path(named) if named else None
             self._chat_template = ChatTemplate.load(Path(self.served.folder), file=file)
         return self._chat_template
+
+    def embed(self, prompts: Prompt | Seq[Prompt]) -> list[NDArray[np.float32]]:
+        """Return a vector [hidden size] of length one for each prompt.
+
+        It is the hidden state of the last token after the final norm, which has seen all others.
+
+        Raises:
+            ParameterError: a prompt is wrong; nothing was started.
+            WeftError: the engine could not compute a prompt.
+        """
+        sampling = SamplingParams(max_tokens=1, seed=0).with_defaults({})
+        requests = [
+            Request(next(self._ids), tuple(self.check_prompt(prompt)), sampling, embed=True)
+            for prompt in _prompt_list(prompts)
+        ]
+        vectors: dict[int, NDArray[np.float32]] = {}
+        for update in self._updates(requests):
+            if update.error is not None:
+                raise update.error
+            if update.embedding is not None:
+                vectors[update.sequence_id] = np.frombuffer(update.embedding, np.float32)
+        return [vectors[request.id] for request in requests]
 
     # -- life cycle ---------------------------------------------------------------------------
 

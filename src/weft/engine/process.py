@@ -167,6 +167,7 @@ def _info(engine: Engine, ready: bool) -> EngineInfo:
         max_num_seqs=resolved.max_num_seqs,
         max_num_batched_tokens=resolved.max_num_batched_tokens,
         vocab_size=engine.model.spec.vocab_size,
+        hidden_size=engine.model.spec.hidden_size,
         block_size=resolved.block_size,
         blocks=sum(pool.num_blocks for pool in pools),
         free_blocks=sum(pool.available for pool in pools),

@@ -13,7 +13,7 @@ from weft.core.plan import PromptLogprobs, StepPlan, StepResult, SubBatch
 from weft.core.types import TokenLogprob
 from weft.exec.pack import StepInputs, pack
 from weft.exec.rows import RowTable
-from weft.exec.sample import sample, token_logprobs
+from weft.exec.sample import count_taken, sample, token_logprobs
 from weft.exec.store import KVStore
 from weft.models.decoder import Decoder
 
@@ -48,6 +48,8 @@ class _Collected:
         self.logprobs: dict[int, TokenLogprob] = {}
         self.prompt_logprobs: dict[int, PromptLogprobs] = {}
         self.faults: dict[int, WeftError] = {}
+        self.accepted: dict[int, tuple[tuple[int, TokenLogprob | None], ...]] = {}
+        self.embeddings: dict[int, bytes] = {}
 
 
 class EagerExecutor:
@@ -84,19 +86,22 @@ class EagerExecutor:
             collected.logprobs,
             collected.prompt_logprobs,
             collected.faults,
+            collected.accepted,
+            collected.embeddings,
         )
 
     def _run_batch(self, batch: SubBatch, collected: _Collected) -> None:
         """Run a sub-batch; if memory runs out, run its rows one by one to find who is to blame.
 
-        Computing a row again is safe: it writes the same KV to the same slots.
+        Computing a row again is safe: it writes the same KV to the same slots. Drafts are left out
+        then, so that they cannot be to blame.
         """
         try:
             self._forward(batch, collected)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            if len(batch.rows) > 1:
+            if len(batch.rows) > 1 or batch.drafts:
                 for single in split_rows(batch):
                     self._run_batch(single, collected)
                 return
@@ -113,20 +118,44 @@ class EagerExecutor:
         hidden = self._decoder.forward(inputs.input_ids, inputs.positions, self._attend(inputs))
         scores = self._score_prompts(inputs, hidden)
         if len(inputs.sample_rows):
-            logits = self._decoder.logits(hidden[inputs.sample_at])  # [S, V]
-            with torch.inference_mode():
-                sampled = sample(logits, inputs.sample_rows, self._table)
-            for i, row in enumerate(inputs.sample_rows.tolist()):
-                self._deliver(row, int(sampled.tokens[i]), collected)
-                if not sampled.finite[i]:
-                    collected.faults[self._table.sequence_ids[row]] = NonFiniteLogitsError(
-                        "The model produced logits that are not finite for this request."
-                    )
-            for row, error in sampled.faults.items():
-                collected.faults[self._table.sequence_ids[row]] = error
-            for row, logprob in sampled.logprobs.items():
-                collected.logprobs[self._table.sequence_ids[row]] = logprob
+            self._sample(batch, inputs, hidden, collected)
         collected.prompt_logprobs.update(scores)
+
+    def _sample(
+        self, batch: SubBatch, inputs: StepInputs, hidden: Tensor, collected: _Collected
+    ) -> None:
+        """Choose the next tokens, and keep those of drafts that came out as guessed."""
+        table, states = self._table, hidden[inputs.sample_at]  # [S, C]
+        with torch.inference_mode():
+            logits = self._decoder.logits(states)  # [S, V]
+            sampled = sample(logits, inputs.sample_rows, table, inputs.sample_lengths)
+        tokens, finite = sampled.tokens.tolist(), sampled.finite.tolist()
+        first = 0
+        for row, samples in zip(batch.rows, batch.samples, strict=True):
+            if not samples:
+                continue
+            sequence_id, draft = table.sequence_ids[row], batch.drafts.get(row, ())
+            here = slice(first, first + len(draft) + 1)
+            self._deliver(row, tokens[first], collected)
+            if first in sampled.logprobs:
+                collected.logprobs[sequence_id] = sampled.logprobs[first]
+            if not finite[first]:
+                collected.faults[sequence_id] = NonFiniteLogitsError(
+                    "The model produced logits that are not finite for this request."
+                )
+            elif row in sampled.faults:
+                collected.faults[sequence_id] = sampled.faults[row]
+            elif row in table.embedding:
+                collected.embeddings[sequence_id] = normalised(states[first])
+            elif draft:
+                taken = count_taken(tokens[here], finite[here], draft)
+                more = range(first + 1, first + taken)
+                for i in more:
+                    table.append_token(row, tokens[i])
+                collected.accepted[sequence_id] = tuple(
+                    (tokens[i], sampled.logprobs.get(i)) for i in more
+                )
+            first = here.stop
 
     def _deliver(self, row: int, token: int, collected: _Collected) -> None:
         self._table.append_token(row, token)
@@ -183,6 +212,13 @@ class EagerExecutor:
                 )
             scores[self._table.sequence_ids[row]] = PromptLogprobs(start + 1, tuple(entries))
         return scores
+
+
+def normalised(state: Tensor) -> bytes:
+    """Return a hidden state [C] at length one, as float32 bytes."""
+    vector = state.double()
+    unit = vector / vector.norm().clamp(min=1e-30)
+    return bytes(unit.float().numpy().tobytes())
 
 
 def split_rows(batch: SubBatch) -> list[SubBatch]:

@@ -22,9 +22,10 @@ class StepInputs:
         input_ids, positions: [T] int64.
         groups: attention metadata of each KV group.
         rows: [R] the executor rows, in batch order.
-        starts, counts: [R] first token and number of tokens of each row.
-        sample_rows: [S] rows whose next token is wanted.
-        sample_at: [S] int64 index of their last token within T.
+        starts, counts: [R] first token and number of tokens of each row, drafts included.
+        sample_rows: [S] rows whose next token is wanted; one with d drafts stands d + 1 times.
+        sample_at: [S] int64 index within T of the token after which it is wanted.
+        sample_lengths: [S] tokens of the row up to there.
     """
 
     input_ids: Tensor
@@ -35,19 +36,25 @@ class StepInputs:
     counts: NDArray[np.int64]
     sample_rows: NDArray[np.int64]
     sample_at: Tensor
+    sample_lengths: NDArray[np.int64]
 
 
 def pack(batch: SubBatch, table: RowTable, block_size: int) -> StepInputs:
     """Gather tokens, positions, write slots and block tables of a sub-batch."""
     rows = np.array(batch.rows, np.int64)
     starts = np.array(batch.starts, np.int64)
-    counts = np.array(batch.counts, np.int64)
+    drafted = np.array([len(batch.drafts.get(row, ())) for row in batch.rows], np.int64)
+    for row, draft in batch.drafts.items():
+        table.guess(row, draft)
+    counts = np.array(batch.counts, np.int64) + drafted
     query_start = np.zeros(len(rows) + 1, np.int64)
     np.cumsum(counts, out=query_start[1:])
     row_of_token = np.repeat(rows, counts)  # [T]
     positions = np.arange(query_start[-1]) + np.repeat(starts - query_start[:-1], counts)  # [T]
     context_len = starts + counts
-    sampled = np.array(batch.samples, bool)
+    sampled = np.where(np.array(batch.samples, bool), drafted + 1, 0)  # [R] next tokens wanted
+    last = np.repeat(query_start[1:] - 1, sampled)  # [S]
+    back = _countdown(sampled)  # [S]
     groups = tuple(
         AttentionBatch(
             block_tables=torch.from_numpy(_tables(tables, rows, context_len, block_size)),
@@ -68,9 +75,15 @@ def pack(batch: SubBatch, table: RowTable, block_size: int) -> StepInputs:
         rows=rows,
         starts=starts,
         counts=counts,
-        sample_rows=rows[sampled],
-        sample_at=torch.from_numpy(query_start[1:][sampled] - 1),
+        sample_rows=np.repeat(rows, sampled),
+        sample_at=torch.from_numpy(last - back),
+        sample_lengths=np.repeat(context_len, sampled) - back,
     )
+
+
+def _countdown(counts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """For each count n the numbers n - 1 to 0, one after the other."""
+    return np.repeat(np.cumsum(counts), counts) - np.arange(int(counts.sum())) - 1
 
 
 def _tables(

@@ -60,6 +60,7 @@ class RowTable:
 
     Args:
         max_blocks: entries of a row's block table, for each group.
+        embedding: rows whose hidden state is wanted instead of a next token.
         grammars: matchers of rows; None where no request has a grammar.
 
     Attributes:
@@ -89,6 +90,7 @@ class RowTable:
         self.params: list[SamplingParams | None] = [None] * rows
         self.sequence_ids = [-1] * rows
         self.penalised: set[int] = set()
+        self.embedding: set[int] = set()
         self.scored: dict[int, int] = {}
         self.bias: dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}
         self.delayed: dict[int, tuple[NDArray[np.int64], int]] = {}
@@ -108,12 +110,18 @@ class RowTable:
             self.tokens[row, self.length[row]] = token
             self.length[row] += 1
 
+    def guess(self, row: int, draft: Seq[int]) -> None:
+        """Store tokens beyond those that the row knows, to be computed but not counted."""
+        length = self.length[row]
+        self.tokens[row, length : length + len(draft)] = draft
+
     def _drop(self, row: int) -> None:
         if self.sequence_ids[row] < 0:
             raise InvariantError(f"row {row} was dropped but is empty")
         self.sequence_ids[row] = -1
         self.params[row] = None
         self.penalised.discard(row)
+        self.embedding.discard(row)
         for special in (self.scored, self.bias, self.delayed):
             special.pop(row, None)
         if self.grammars is not None:
@@ -133,6 +141,8 @@ class RowTable:
             self.table_length[group][row] = 0
             self._append(row, group, blocks)
         self._mark(row, params, add.stop_ids)
+        if add.embed:
+            self.embedding.add(row)
         if self.grammars is not None:
             self.grammars.add(add)
         elif params.grammar is not None:

@@ -37,35 +37,61 @@ class Sampled:
 
     tokens: NDArray[np.int64]
     finite: NDArray[np.bool_]
-    logprobs: dict[int, TokenLogprob]  # by row
+    logprobs: dict[int, TokenLogprob]  # by index within S
     faults: dict[int, WeftError]  # by row
 
 
-def sample(logits: Tensor, rows: NDArray[np.int64], table: RowTable) -> Sampled:
+def sample(
+    logits: Tensor,
+    rows: NDArray[np.int64],
+    table: RowTable,
+    lengths: NDArray[np.int64] | None = None,
+) -> Sampled:
     """Choose the next token of each row.
 
     Args:
         logits: [S, V] float32 of the model; changed in place.
-        rows: [S] executor rows.
+        rows: [S] executor rows; a row may stand several times, each time with another length.
+        lengths: [S] tokens of the row that come before; None for all that it knows.
     """
+    if lengths is None:
+        lengths = table.length[rows]
     finite = _finite_rows(logits)
     if not finite.all():
         logits[torch.from_numpy(~finite)] = 0.0
     scored = [i for i in _which(rows, table.scored) if finite[i]]
     raw = torch.log_softmax(logits[scored], dim=-1) if scored else None
-    _penalise(logits, rows, table)
-    _bias(logits, rows, table)
+    _penalise(logits, rows, lengths, table)
+    _bias(logits, rows, lengths, table)
     grammars, which = table.grammars, rows.tolist()
     faults = grammars.forbid(logits, which) if grammars is not None else {}
-    tokens = _choose(logits, rows, table)
+    tokens = _choose(logits, rows, lengths, table)
     logprobs: dict[int, TokenLogprob] = {}
     if raw is not None:
         chosen = rows[scored].tolist()
         entries = token_logprobs(raw, tokens[scored], [table.scored[row] for row in chosen])
-        logprobs = dict(zip(chosen, entries, strict=True))
+        logprobs = dict(zip(scored, entries, strict=True))
     if grammars is not None:
         grammars.advance(which, tokens)
     return Sampled(tokens, finite, logprobs, faults)
+
+
+def count_taken(tokens: Seq[int], finite: Seq[bool], draft: Seq[int]) -> int:
+    """Return how many of the tokens sampled along a draft are kept: at least the first.
+
+    Each token was sampled from what the target model says after the draft so far; it is kept if
+    that is what came out so far. So the output has the model's own distribution, and with the same
+    random numbers it is the very output of one token at a time. For a draft that is certain this
+    keeps each guess with its probability, as rejection sampling does (Leviathan et al. 2023).
+
+    Args:
+        tokens, finite: [d + 1] what was sampled after 0 to d tokens of the draft.
+        draft: [d].
+    """
+    taken = 1
+    while taken <= len(draft) and tokens[taken - 1] == draft[taken - 1] and finite[taken]:
+        taken += 1
+    return taken
 
 
 def token_logprobs(
@@ -111,13 +137,15 @@ def _finite_rows(logits: Tensor) -> NDArray[np.bool_]:
 # -- changes to the logits ----------------------------------------------------------------------
 
 
-def _penalise(logits: Tensor, rows: NDArray[np.int64], table: RowTable) -> None:
+def _penalise(
+    logits: Tensor, rows: NDArray[np.int64], lengths: NDArray[np.int64], table: RowTable
+) -> None:
     """Apply repetition, presence and frequency penalties where a row's tokens [P, L] point."""
     at = _which(rows, table.penalised)
     if not at:
         return
     which = rows[at]
-    length, columns = table.length[which, None], table.columns
+    length, columns = lengths[at, None], table.columns
     place = np.arange(int(length.max()))
     known = table.tokens[which, : len(place)]
     # Beyond its length a row repeats its first token, which is penalised once however often met.
@@ -138,7 +166,9 @@ def _penalise(logits: Tensor, rows: NDArray[np.int64], table: RowTable) -> None:
     logits[index, ids] = torch.nan_to_num_(scores)  # a tiny repetition penalty may overflow
 
 
-def _bias(logits: Tensor, rows: NDArray[np.int64], table: RowTable) -> None:
+def _bias(
+    logits: Tensor, rows: NDArray[np.int64], lengths: NDArray[np.int64], table: RowTable
+) -> None:
     """Apply logit bias, and forbid stop ids before the minimum length."""
     if not table.bias and not table.delayed:
         return
@@ -149,7 +179,7 @@ def _bias(logits: Tensor, rows: NDArray[np.int64], table: RowTable) -> None:
             logits[i, torch.from_numpy(ids)] += torch.from_numpy(values)
         if row in table.delayed:
             stop_ids, min_tokens = table.delayed[row]
-            if table.length[row] - table.num_prompt[row] < min_tokens:
+            if lengths[i] - table.num_prompt[row] < min_tokens:
                 # A model may name end ids that its vocabulary lacks; they never come anyway.
                 logits[i, torch.from_numpy(stop_ids[stop_ids < size])] = LOWEST
 
@@ -157,7 +187,9 @@ def _bias(logits: Tensor, rows: NDArray[np.int64], table: RowTable) -> None:
 # -- the choice ---------------------------------------------------------------------------------
 
 
-def _choose(logits: Tensor, rows: NDArray[np.int64], table: RowTable) -> NDArray[np.int64]:
+def _choose(
+    logits: Tensor, rows: NDArray[np.int64], lengths: NDArray[np.int64], table: RowTable
+) -> NDArray[np.int64]:
     columns = table.columns
     drawn = columns.temperature[rows] > 0  # [S]
     if not drawn.any():
@@ -168,7 +200,7 @@ def _choose(logits: Tensor, rows: NDArray[np.int64], table: RowTable) -> NDArray
     else:
         tokens = np.empty(len(rows), np.int64)
     which = rows[drawn]
-    draws = uniform(columns.seed[which], table.length[which] - table.num_prompt[which])
+    draws = uniform(columns.seed[which], lengths[drawn] - table.num_prompt[which])
     probabilities = _softmax(logits, torch.from_numpy(columns.temperature[which])).numpy()
     tokens[drawn] = [
         _draw(probabilities[i], draws[i], _Filters.of(table, row))

@@ -17,6 +17,7 @@ import logging
 import os
 import select
 import threading
+from array import array
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 
@@ -57,6 +58,7 @@ class RingClient:
         with attached():
             self._ring = _native.Client(fds.memory)
         self._sinks: dict[int, Sink] = {}
+        self._vectors: dict[int, array[int]] = {}  # words of embeddings so far
         self._lock = threading.Lock()
         self._failure: WeftError | None = None
         self._info = EngineInfo()
@@ -90,6 +92,8 @@ class RingClient:
                 raise
             for request in requests:
                 self._sinks[request.id] = sink
+                if request.embed:
+                    self._vectors[request.id] = array("I")
             self._ring.submit(slots)
 
     def _check_ids(self, requests: Seq[Request]) -> None:
@@ -178,6 +182,8 @@ class RingClient:
                 return False
             for news in self._ring.poll(self._auto_credit):
                 updates = unpack_news(news)
+                if news[0] in self._vectors:
+                    updates = self._gather(news[0], updates)
                 sink = self._sinks.get(news[0])
                 if sink is None:
                     continue
@@ -186,6 +192,16 @@ class RingClient:
                     del self._sinks[news[0]]
         self._deliver(batches)
         return bool(batches)
+
+    def _gather(self, request_id: int, updates: list[Update]) -> list[Update]:
+        """Keep the words of an embedding until its end, which then brings them."""
+        words = self._vectors[request_id]
+        words.extend(update.token for update in updates if update.token is not None)
+        if not updates or updates[-1].finish is None:
+            return []
+        del self._vectors[request_id]
+        whole = updates[-1].finish is FinishReason.STOP
+        return [updates[-1]._replace(token=None, embedding=words.tobytes() if whole else None)]
 
     def _deliver(self, batches: Mapping[Sink, list[Update]]) -> None:
         """Call the sinks; one that fails loses its requests, and nobody else is concerned."""
@@ -286,6 +302,7 @@ class RingClient:
                 end = Update(request_id, None, finish=FinishReason.ERROR, error=error)
                 batches.setdefault(sink, []).append(end)
             self._sinks.clear()
+            self._vectors.clear()
         self._deliver(batches)
 
     def close(self) -> None:

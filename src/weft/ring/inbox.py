@@ -15,6 +15,7 @@ import errno
 import os
 import select
 import threading
+from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
@@ -124,6 +125,9 @@ class RingInbox:
         if scores is not None:
             entries = [pack_logprob(entry) for entry in scores.entries]
             held = self._engine.publish_prompt(sequence_id, scores.start, entries)
+        if update.embedding is not None:
+            words = array("I", update.embedding)
+            held &= self._engine.publish([(sequence_id, word) for word in words])
         if update.finish is not None:
             return self._finish(update) and held
         if update.logprob is not None:

@@ -6,7 +6,7 @@ from weft.core.errors import InvariantError
 from weft.core.plan import Commit, PromptLogprobs, StepResult, Update
 from weft.core.types import FinishReason, Sequence
 from weft.sched.lifecycle import Lifecycle
-from weft.sched.step import Launched, news_of, spread
+from weft.sched.step import Launched, end_after, news_of, spread
 
 
 class Committer:
@@ -20,9 +20,12 @@ class Committer:
         if step.step_id != result.step_id:
             raise InvariantError(f"step {result.step_id} committed, {step.step_id} expected")
         updates = self._fault(result)
+        self._embed(result, updates, now_ns)
         self._deliver_prompt_logprobs(result, updates)
         tokens, due = self._advance(step, result, updates, now_ns)
-        self._live.totals.output_tokens += len(result.tokens)
+        self._live.totals.output_tokens += len(result.tokens) - len(result.embeddings)
+        for sequence, draft in step.drafts:
+            self._accept(sequence, draft, result, Commit(tokens, updates), due)
         self._seal(due)
         self._live.close()
         return Commit(tokens, updates)
@@ -66,6 +69,51 @@ class Committer:
         if special:
             plain = [pair for pair in plain if pair[0] not in special]
         return plain, due
+
+    def _accept(
+        self,
+        sequence: Sequence,
+        draft: tuple[int, ...],
+        result: StepResult,
+        news: Commit,
+        due: list[Sequence],
+    ) -> None:
+        """Append the tokens that came out as they were guessed, up to the end of the sequence.
+
+        The KV of the others lies beyond what counts as computed, and is written again.
+        """
+        totals, accepted = self._live.totals, result.accepted.get(sequence.id, ())
+        totals.drafted_tokens += len(draft)
+        if sequence.finish is not None:
+            return
+        totals.accepted_tokens += len(accepted)
+        totals.output_tokens += len(accepted)
+        for token, logprob in accepted:
+            sequence.computed += 1
+            sequence.planned += 1
+            sequence.known += 1
+            sequence.tokens.append(token)
+            if (end := end_after(sequence, token)) is not None:
+                self._live.finish(sequence, end)
+            if end is not None or logprob is not None:
+                news.updates.append(news_of(sequence, token, logprob))
+            else:
+                news.tokens.append((sequence.id, token))
+            if end is not None:
+                break
+        if sequence.computed >= sequence.seal_at and sequence not in due:
+            due.append(sequence)
+        assert sequence.drafter is not None
+        sequence.lockstep_at = sequence.known + sequence.drafter.learn(len(draft), len(accepted))
+
+    def _embed(self, result: StepResult, updates: list[Update], now_ns: int) -> None:
+        """End sequences whose embedding is there."""
+        for sequence_id, vector in result.embeddings.items():
+            sequence = self._live.find(sequence_id)
+            if sequence is not None:
+                sequence.prefilled_ns = sequence.prefilled_ns or now_ns
+                self._live.finish(sequence, FinishReason.STOP)
+                updates.append(news_of(sequence)._replace(embedding=vector))
 
     def _fault(self, result: StepResult) -> list[Update]:
         """End faulty sequences, each with its own error; nothing they computed is shared on."""

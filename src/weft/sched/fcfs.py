@@ -34,10 +34,13 @@ from weft.core.types import (
 )
 from weft.kv.cache import KVCache
 from weft.sched.commit import Committer
+from weft.sched.draft import NgramDrafter
+from weft.sched.invariants import check_drafts
 from weft.sched.lifecycle import Lifecycle, by_order
 from weft.sched.preempt import choose_victim
 from weft.sched.step import Launched, OpenStep, end_after, news_of
 
+Grown = list[tuple[int, tuple[int, ...]]]  # (group, new blocks)
 LOOK_UPS_A_STEP = 64  # waiting prompts that one step hashes and looks up at most
 
 
@@ -49,11 +52,13 @@ class Limits:
         max_num_seqs: executor rows, so sequences that run at once.
         max_num_batched_tokens: tokens in one step, at least ``max_num_seqs``.
         max_model_len: tokens in one sequence, prompt and output.
+        speculation: tokens of the longest draft of a request that does not say; 0 for none.
     """
 
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
+    speculation: int = 0
 
 
 class FCFSScheduler:
@@ -110,6 +115,8 @@ class FCFSScheduler:
                 param="prompt",
             )
         wanted = request.sampling.max_tokens
+        if request.embed:
+            wanted = 1  # never sampled: what would be the first token is the vector
         end = limit if wanted is None else min(limit, prompt + wanted)
         if end > self.cache.max_tokens():
             raise OutOfMemoryError(
@@ -119,6 +126,8 @@ class FCFSScheduler:
         self._arrivals += 1
         order = (self._ranks[request.service_class], self._arrivals)
         tokens = [*request.prompt, *request.output]
+        drafter = self._drafter(request)
+        lockstep = drafter is not None or request.sampling.grammar is not None
         return Sequence(
             request,
             request.id,
@@ -127,8 +136,17 @@ class FCFSScheduler:
             order,
             request.stop_ids(),
             known=len(tokens),
-            lockstep_at=NEVER if request.sampling.grammar is None else 0,
+            lockstep_at=0 if lockstep else NEVER,
+            drafter=drafter,
         )
+
+    def _drafter(self, request: Request) -> NgramDrafter | None:
+        """Of a request with speculation; a grammar must see each token before the next."""
+        wish = request.sampling.speculation
+        most = self.limits.speculation if wish is None else wish
+        if most == 0 or request.sampling.grammar is not None or request.embed:
+            return None
+        return NgramDrafter(most)
 
     def cancel(self, sequence_id: int, reason: FinishReason) -> list[Update]:
         """End a sequence; unknown or ended ones are ignored, since they may just have finished."""
@@ -195,7 +213,9 @@ class FCFSScheduler:
             sequence.planned = known
             sequence.known = known + 1
         step.put_single(chosen, starts)
-        return lockstep + more
+        if lockstep:
+            self._plan_lockstep(step, lockstep)
+        return more
 
     def _go_on(self, step: OpenStep, sequence: Sequence, lockstep: list[Sequence]) -> bool:
         """Whether a sequence that has come to its capacity may compute one token more.
@@ -208,6 +228,35 @@ class FCFSScheduler:
         if len(sequence.tokens) == sequence.known:
             lockstep.append(sequence)
         return False
+
+    def _plan_lockstep(self, step: OpenStep, sequences: list[Sequence]) -> None:
+        """Add sequences whose last token is on the host, with drafts where there are some."""
+        spare = step.budget - len(sequences)
+        for sequence in sequences:
+            if sequence.state is not SequenceState.RUNNING:
+                continue
+            draft = self._draft(step, sequence, spare)
+            if not draft and not self._grow(step, sequence, sequence.known):
+                continue
+            step.put(sequence, 1)
+            if draft:
+                step.guess(sequence, draft)
+                spare -= len(draft)
+
+    def _draft(self, step: OpenStep, sequence: Sequence, spare: int) -> tuple[int, ...]:
+        """Guess tokens and reserve their blocks, unless that would be at the cost of others."""
+        if sequence.drafter is None:
+            return ()
+        most = min(spare, sequence.end - sequence.known - 1)
+        draft = sequence.drafter.propose(sequence.tokens, most) if most > 0 else ()
+        if not draft:
+            sequence.lockstep_at = sequence.known + sequence.drafter.searched_in_vain()
+            return ()
+        grown = self.cache.extend(sequence.id, sequence.known + len(draft))
+        if grown is None:
+            return ()
+        self._extend(step, sequence, grown)
+        return draft
 
     def _plan_chunks(self, step: OpenStep, sequences: list[Sequence]) -> None:
         for sequence in sequences:
@@ -226,10 +275,13 @@ class FCFSScheduler:
         while (grown := self.cache.extend(sequence.id, upto)) is None:
             if not self._make_room(sequence.order):
                 return False
+        self._extend(step, sequence, grown)
+        return True
+
+    def _extend(self, step: OpenStep, sequence: Sequence, grown: Grown) -> None:
         for group, blocks in grown:
             step.extends.append(RowExtend(sequence.row, group, blocks))
         sequence.capacity = min(self.cache.capacity(sequence.id), sequence.lockstep_at)
-        return True
 
     def _make_room(self, after: tuple[int, int]) -> bool:
         """Preempt one sequence that comes after ``after``; whether its blocks are free now."""
@@ -329,14 +381,21 @@ class FCFSScheduler:
                 sampling=sequence.request.sampling,
                 stop_ids=sequence.stop_ids,
                 tables=self.cache.tables(sequence.id),
+                embed=sequence.request.embed,
             )
         )
 
     def _launch(self, step: OpenStep) -> StepPlan:
         step_id = self.totals.steps = self.totals.steps + 1
-        self._launched.append(Launched(step_id, step.sequences, step.counts, step.samples))
+        self._launched.append(
+            Launched(step_id, step.sequences, step.counts, step.samples, step.drafts)
+        )
         batch = SubBatch(
-            tuple(step.rows), tuple(step.starts), tuple(step.counts), tuple(step.samples)
+            tuple(step.rows),
+            tuple(step.starts),
+            tuple(step.counts),
+            tuple(step.samples),
+            drafts={sequence.row: draft for sequence, draft in step.drafts},
         )
         return StepPlan(
             step_id,
@@ -356,3 +415,5 @@ class FCFSScheduler:
     def check(self) -> None:
         """Raise InvariantError if sequences, rows, queue or blocks do not agree."""
         self.live.check()
+        for launched in self._launched:
+            check_drafts(launched.drafts, self.cache)

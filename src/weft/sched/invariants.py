@@ -9,6 +9,16 @@ from weft.core.types import Sequence
 from weft.kv.cache import KVCache
 
 
+def check_drafts(drafts: Seq[tuple[Sequence, tuple[int, ...]]], cache: KVCache) -> None:
+    """Raise InvariantError unless launched drafts have blocks and stay within their sequence."""
+    for sequence, draft in drafts:
+        if sequence.pending == 0:
+            raise InvariantError(f"sequence {sequence.id} has drafts in flight and nothing else")
+        upto = sequence.planned + len(draft)
+        if upto > cache.capacity(sequence.id) or upto >= sequence.end:
+            raise InvariantError(f"drafts of sequence {sequence.id} go beyond its blocks or end")
+
+
 def check_rows(
     running: Seq[Sequence],
     closing: Seq[Sequence],

@@ -23,6 +23,8 @@ class Totals:
     output_tokens: int = 0
     cached_tokens: int = 0
     preemptions: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
     def count_end(self, reason: FinishReason) -> None:
         """Count a sequence that has ended."""
@@ -51,6 +53,7 @@ class OpenStep:
     samples: list[bool] = field(default_factory=list)
     adds: list[RowAdd] = field(default_factory=list)
     extends: list[RowExtend] = field(default_factory=list)
+    drafts: list[tuple[Sequence, tuple[int, ...]]] = field(default_factory=list)
 
     def put_single(self, sequences: list[Sequence], starts: list[int]) -> None:
         """Compute one token of each of these sequences, which count it already."""
@@ -75,6 +78,11 @@ class OpenStep:
         sequence.planned = start + count
         sequence.known += samples
 
+    def guess(self, sequence: Sequence, draft: tuple[int, ...]) -> None:
+        """Compute these tokens too, after the ones that were put last for the sequence."""
+        self.drafts.append((sequence, draft))
+        self.budget -= len(draft)
+
 
 @dataclass(frozen=True, slots=True)
 class Launched:
@@ -84,6 +92,7 @@ class Launched:
     sequences: list[Sequence]
     counts: list[int]
     samples: list[bool]
+    drafts: list[tuple[Sequence, tuple[int, ...]]] = field(default_factory=list)
 
 
 def end_after(sequence: Sequence, token: int) -> FinishReason | None:

@@ -10,6 +10,7 @@ so a token is right only if every block that it needs was kept, shared and grown
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -47,6 +48,7 @@ class _Row:
     tables: list[list[int]]
     stop_ids: frozenset[int] = field(default_factory=frozenset)
     min_length: int = 0
+    embed: bool = False
 
 
 class ModelledTicket:
@@ -104,7 +106,8 @@ class ModelledExecutor:
             raise InvariantError(f"{len(self._outstanding)} steps are outstanding already")
         self._lockstep.difference_update(plan.drop)
         self._lockstep.update(add.row for add in plan.add if add.sampling.grammar is not None)
-        early = self._lockstep & _sampled(plan)
+        drafted = {row for batch in plan.batches for row in batch.drafts}
+        early = (self._lockstep & _sampled(plan)) | drafted
         if any(early & _sampled(ticket.plan) for ticket in self._outstanding):
             raise InvariantError(f"of rows {early} one is planned while its token is in flight")
         ticket = ModelledTicket(self, plan)
@@ -125,25 +128,57 @@ class ModelledExecutor:
         ids: list[int] = []
         tokens: list[int] = []
         faults: dict[int, WeftError] = {}
+        accepted: dict[int, tuple[tuple[int, None], ...]] = {}
+        embeddings: dict[int, bytes] = {}
         for batch in ticket.plan.batches:
             for index, start, count, samples in zip(
                 batch.rows, batch.starts, batch.counts, batch.samples, strict=True
             ):
-                row = self._rows[index]
-                self._write(row, start, count)
+                row, draft = self._rows[index], batch.drafts.get(index, ())
+                self._write(row, start, [*row.tokens[start : start + count], *draft])
                 if not samples:
                     continue
                 token = self._sample(row, start + count, faults)
-                row.tokens.append(token)
                 ids.append(row.sequence_id)
                 tokens.append(token)
-        return self._result(ticket.plan.step_id, ids, tokens, faults)
+                row.tokens.append(token)
+                if row.embed and row.sequence_id not in faults:
+                    embeddings[row.sequence_id] = struct.pack("<f", token)
+                if draft:
+                    accepted[row.sequence_id] = self._verify(row, draft, token)
+        return self._result(ticket.plan.step_id, ids, tokens, faults, accepted, embeddings)
 
     @staticmethod
     def _result(
-        step_id: int, ids: list[int], tokens: list[int], faults: Mapping[int, WeftError]
+        step_id: int,
+        ids: list[int],
+        tokens: list[int],
+        faults: Mapping[int, WeftError],
+        accepted: Mapping[int, tuple[tuple[int, None], ...]],
+        embeddings: Mapping[int, bytes],
     ) -> StepResult:
-        return StepResult(step_id, tuple(ids), tuple(tokens), faults=faults)
+        return StepResult(
+            step_id,
+            tuple(ids),
+            tuple(tokens),
+            faults=faults,
+            accepted=accepted,
+            embeddings=embeddings,
+        )
+
+    def _verify(self, row: _Row, draft: Seq[int], token: int) -> tuple[tuple[int, None], ...]:
+        """Tokens that follow as long as each one before was guessed; ``token`` is the first."""
+        more: list[tuple[int, None]] = []
+        for guess in draft:
+            faults: dict[int, WeftError] = {}
+            if guess != token:
+                break
+            token = self._sample(row, len(row.tokens), faults)
+            if faults:
+                break
+            row.tokens.append(token)
+            more.append((token, None))
+        return tuple(more)
 
     def _apply(self, plan: StepPlan) -> None:
         for group, block in plan.zero:
@@ -161,15 +196,16 @@ class ModelledExecutor:
     def _row(add: RowAdd) -> _Row:
         tables = [list(table) for table in add.tables]
         min_length = add.num_prompt + add.sampling.min_tokens
-        return _Row(add.sequence_id, list(add.tokens), tables, add.stop_ids, min_length)
+        tokens = list(add.tokens)
+        return _Row(add.sequence_id, tokens, tables, add.stop_ids, min_length, add.embed)
 
-    def _write(self, row: _Row, start: int, count: int) -> None:
+    def _write(self, row: _Row, start: int, tokens: Seq[int]) -> None:
         for group, blocks, table in zip(self._groups, self._kv, row.tables, strict=True):
-            for position in range(start, start + count):
+            for position, token in enumerate(tokens, start):
                 block = table[position // group.block_size]
                 if block < 0:
                     raise InvariantError(f"sequence {row.sequence_id} writes where it has no block")
-                blocks[block][position % group.block_size] = (position, row.tokens[position])
+                blocks[block][position % group.block_size] = (position, token)
 
     def _sample(self, row: _Row, length: int, faults: dict[int, WeftError]) -> int:
         if self._faulty is not None and self._faulty(row.sequence_id, length):
@@ -204,6 +240,7 @@ class ModelledExecutor:
                 tables[row][group_index].extend(blocks)
             for batch in ticket.plan.batches:
                 for index, start, count in zip(batch.rows, batch.starts, batch.counts, strict=True):
+                    count += len(batch.drafts.get(index, ()))
                     for group_index, group in enumerate(self._groups):
                         first = group.first_block(start + 1)
                         last = -(-(start + count) // group.block_size)

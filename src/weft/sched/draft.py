@@ -1,0 +1,77 @@
+"""Drafts by prompt lookup: what followed the last tokens when they stood in the text before.
+
+Saxena 2023, "Prompt lookup decoding". A draft costs compute and pays only where text repeats, so a
+drafter that is wrong, or finds nothing, goes to sleep for longer and longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+SIZES = (4, 3)  # tokens that must have stood in the text before; the longest match counts
+INDEXED_A_STEP = 1024  # tokens that one call takes into the index at most
+REMEMBERED = 16384  # tokens of a text that are looked at, the last ones
+SHORTEST_REST, LONGEST_REST = 8, 1024  # tokens without drafts after one that was wrong
+LONGEST_SEARCH_REST = 32  # tokens without drafts after nothing was found
+
+
+class NgramDrafter:
+    """The drafts of one sequence.
+
+    Args:
+        most: tokens of the longest draft.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._length = min(2, most)  # of the next draft
+        self._after: dict[tuple[int, ...], int] = {}  # n-gram -> position after its last place
+        self._indexed = 0
+        self._rest = SHORTEST_REST
+        self._search_rest = 1
+
+    def propose(self, tokens: Seq[int], most: int) -> tuple[int, ...]:
+        """Return up to ``most`` tokens that may follow, or none."""
+        if not self._catch_up(tokens):
+            return ()
+        known = len(tokens)
+        for size in SIZES:
+            after = self._after.get(tuple(tokens[known - size :]))
+            if after is not None:
+                self._search_rest = 1
+                draft: list[int] = []
+                for position in range(after, after + min(self._length, most)):
+                    draft.append(tokens[position] if position < known else draft[position - known])
+                return tuple(draft)
+        return ()
+
+    def _catch_up(self, tokens: Seq[int]) -> bool:
+        """Take new tokens into the index; whether it is up to date. The last n-gram stays out."""
+        known = len(tokens)
+        if known - self._indexed > REMEMBERED or len(self._after) > 4 * REMEMBERED:
+            self._after.clear()
+            self._indexed = max(0, known - REMEMBERED)
+        upto = min(known, self._indexed + INDEXED_A_STEP)
+        for position in range(self._indexed, upto):
+            for size in SIZES:
+                if position >= size:
+                    self._after[tuple(tokens[position - size : position])] = position
+        self._indexed = upto
+        return upto == known
+
+    def searched_in_vain(self) -> int:
+        """Return how many tokens to go on without drafts when nothing was found."""
+        rest, self._search_rest = self._search_rest, min(2 * self._search_rest, LONGEST_SEARCH_REST)
+        return rest
+
+    def learn(self, drafted: int, accepted: int) -> int:
+        """Take in how a draft fared; return how many tokens to go on without one."""
+        if accepted == drafted:
+            self._length = min(2 * self._length, self._most)
+            self._rest = SHORTEST_REST
+            return 0
+        self._length = max(1, min(2, self._most, accepted))
+        if 2 * accepted >= drafted:
+            return 0
+        rest, self._rest = self._rest, min(2 * self._rest, LONGEST_REST)
+        return rest
