@@ -295,9 +295,9 @@ def test_drafts_are_taken_where_they_come_out_right():
     requests, inbox, scheduler = run(world, {0: [request]}, {})
     assert_answers(world, requests, inbox, set(), set())
     totals = scheduler.totals
-    assert totals.drafted_tokens == totals.accepted_tokens > 80
+    assert totals.drafted_tokens == totals.accepted_tokens > 70
     assert totals.output_tokens == 100
-    assert totals.steps < 20
+    assert totals.steps < 25
 
 
 def test_drafts_that_fail_become_rare():
@@ -321,14 +321,17 @@ def test_drafts_that_fail_become_rare():
 
 
 def test_the_index_of_drafts_is_bounded_and_filled_bit_by_bit():
-    drafter, tokens = NgramDrafter(4), [i % 50_000 for i in range(100_000)] + [7, 8, 9, 10]
+    drafter, tokens = (
+        NgramDrafter(4),
+        [i % 50_000 for i in range(100_000)] + [40_000, 40_001, 40_002, 40_003],
+    )
     calls = 0
     while not (draft := drafter.propose(tokens, 4)):
         calls += 1
         assert len(drafter._after) <= 2 * 1024 * calls
         assert calls < 40
     assert calls >= REMEMBERED // 1024 - 1
-    assert draft
+    assert draft == (40_004, 40_005)
 
 
 def test_the_property_test_can_fail():
