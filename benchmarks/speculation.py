@@ -4,8 +4,9 @@
 
 One engine with the built-in model; runs with and without drafts interleaved, the order turned from
 pair to pair. Given is the median of time with / time without over the pairs, with the 95% interval
-of the median by order statistics, which bursts of other load do not widen. Text that cannot help: tokens drawn at a high temperature, alone and
-eight at once. Text that repeats: a bias makes the output go round in a few tokens.
+of the median by order statistics, which bursts of other load do not widen. Text that cannot help:
+tokens drawn at a high temperature. Text that repeats: a bias makes the output go round in a few
+tokens.
 """
 
 from __future__ import annotations
