@@ -262,6 +262,9 @@ class Request:
 class Drafter(Protocol):
     """Guesses the next tokens of one sequence."""
 
+    def promising(self, tokens: Seq[int]) -> bool:
+        """Whether there may be a draft now or soon, so that waiting for the last token pays."""
+
     def propose(self, tokens: Seq[int], most: int) -> tuple[int, ...]:
         """Return up to ``most`` tokens that may follow, or none."""
 

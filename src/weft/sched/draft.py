@@ -30,20 +30,31 @@ class NgramDrafter:
         self._rest = SHORTEST_REST
         self._search_rest = 1
 
+    def promising(self, tokens: Seq[int]) -> bool:
+        """Whether the last tokens on the host stood in the text before."""
+        return self._find(tokens) is not None
+
     def propose(self, tokens: Seq[int], most: int) -> tuple[int, ...]:
         """Return up to ``most`` tokens that may follow, or none."""
-        if not self._catch_up(tokens):
+        after = self._find(tokens)
+        if after is None:
             return ()
+        self._search_rest = 1
         known = len(tokens)
+        draft: list[int] = []
+        for position in range(after, after + min(self._length, most)):
+            draft.append(tokens[position] if position < known else draft[position - known])
+        return tuple(draft)
+
+    def _find(self, tokens: Seq[int]) -> int | None:
+        """Where the text went on after the last place of its last tokens, the most that match."""
+        if not self._catch_up(tokens):
+            return None
         for size in SIZES:
-            after = self._after.get(tuple(tokens[known - size :]))
+            after = self._after.get(tuple(tokens[len(tokens) - size :]))
             if after is not None:
-                self._search_rest = 1
-                draft: list[int] = []
-                for position in range(after, after + min(self._length, most)):
-                    draft.append(tokens[position] if position < known else draft[position - known])
-                return tuple(draft)
-        return ()
+                return after
+        return None
 
     def _catch_up(self, tokens: Seq[int]) -> bool:
         """Take new tokens into the index; whether it is up to date. The last n-gram stays out."""

@@ -225,6 +225,10 @@ class FCFSScheduler:
         """
         if sequence.planned < sequence.lockstep_at:
             return self._grow(step, sequence, sequence.known)
+        drafter = sequence.drafter
+        if drafter is not None and not drafter.promising(sequence.tokens):
+            sequence.lockstep_at = sequence.known + drafter.searched_in_vain()
+            return self._grow(step, sequence, sequence.known)
         if len(sequence.tokens) == sequence.known:
             lockstep.append(sequence)
         return False
