@@ -50,6 +50,14 @@ def test_a_conversation_goes_on(answering):
     assert second.previous_response_id == first.id
 
 
+@pytest.mark.parametrize("limit", ["0", "101", "-1", "x", "000000001" + "0" * 5000])
+def test_pages_of_items_are_bounded(answering, limit):
+    with client_of(answering) as asking, httpx.Client(base_url=answering.url) as http:
+        number = asking.responses.create(**HELLO).id
+        answer = http.get(f"{PATH}/{number}/input_items", params={"limit": limit})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "limit")
+
+
 def test_what_is_stored_can_be_looked_at_and_deleted(answering):
     with client_of(answering) as asking:
         response = asking.responses.create(**HELLO)

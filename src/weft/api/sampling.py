@@ -137,7 +137,7 @@ def usage_in_chunks(body: CompletionBody | ChatBody) -> bool:
 def check_max_tokens(value: int | None, name: str, low: int) -> None:
     """Raise ParameterError for a limit on output tokens that makes no sense."""
     if value is not None and not low <= value < 2**31:
-        raise ParameterError(f"{name} must be at least {low}, not {value}.", param=name)
+        raise ParameterError(f"{name} must be from {low} to {2**31 - 1}, not {value}.", param=name)
 
 
 def check_context(prompt_tokens: int, max_tokens: int | None, card: ModelCard, param: str) -> None:

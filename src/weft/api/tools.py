@@ -49,7 +49,10 @@ class Tools:
 
     def shown(self) -> list[dict[str, Any]]:
         """The tools as templates take them."""
-        return [{"type": "function", "function": _plain(function)} for function in self.functions]
+        return [
+            {"type": "function", "function": _plain(function, i)}
+            for i, function in enumerate(self.functions)
+        ]
 
 
 def read_tools(body: ChatBody, builder: Builder) -> Tools | None:
@@ -182,10 +185,14 @@ def _chosen(choice: ToolChoice) -> tuple[list[str], bool]:
     raise UnsupportedParameterError("tool_choice.type", " Choose a function, or allowed_tools.")
 
 
-def _plain(function: Function) -> dict[str, Any]:
+def _plain(function: Function, index: int) -> dict[str, Any]:
     plain: dict[str, Any] = {"name": function.name}
     if function.description is not None:
         plain["description"] = function.description
     if function.parameters is not NULL:
-        plain["parameters"] = msgspec.json.decode(function.parameters)
+        try:
+            plain["parameters"] = msgspec.json.decode(function.parameters)
+        except msgspec.DecodeError as error:  # numbers beyond float64, which the body may have
+            path = f"tools[{index}].function.parameters"
+            raise ParameterError(f"'{path}' cannot be read: {error}.", param=path) from None
     return plain

@@ -173,7 +173,8 @@ def _owner() -> bytes:
 def _limit(given: str | None) -> int:
     if given is None:
         return DEFAULT_ITEMS
-    if not (given.isascii() and given.isdecimal() and 1 <= int(given[:9]) <= MOST_ITEMS):
+    short = given.isascii() and given.isdecimal() and len(given) <= len(str(MOST_ITEMS))
+    if not short or not 1 <= int(given) <= MOST_ITEMS:
         raise ParameterError(f"limit must be from 1 to {MOST_ITEMS}.", param="limit")
     return int(given)
 
