@@ -12,7 +12,7 @@ try:
     import re
     import sys
     import time
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Container, Iterator, Mapping
     from collections.abc import Sequence as Seq
     from typing import Any, NamedTuple, NoReturn
 
@@ -105,7 +105,7 @@ def _parser() -> _Parser:
     for command in (generate, info):
         command.add_argument("--config", metavar="FILE", help="YAML file with the same names")
         _add_settings(command, "engine", EngineConfig)
-    _add_settings(generate, "sampling", SamplingParams)
+    _add_settings(generate, "sampling", SamplingParams, there=settings_of(EngineConfig))
     return parser
 
 
@@ -137,10 +137,13 @@ def _chat_parser(commands: Any) -> None:
         _add_setting(group, settings_of(SamplingParams)[name])
 
 
-def _add_settings(parser: argparse.ArgumentParser, title: str, declared_by: Any) -> None:
+def _add_settings(
+    parser: argparse.ArgumentParser, title: str, declared_by: Any, there: Container[str] = ()
+) -> None:
+    """Add a flag for each setting; one that is ``there`` by the same name serves for both."""
     group = parser.add_argument_group(f"{title} settings")
     for declared in settings_of(declared_by).values():
-        if declared.name not in NOT_ON_COMMAND_LINE:
+        if declared.name not in NOT_ON_COMMAND_LINE and declared.name not in there:
             _add_setting(group, declared)
 
 

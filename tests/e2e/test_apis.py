@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import httpx
+import numpy as np
 import pytest
 from anthropic import Anthropic
 
@@ -95,6 +96,23 @@ def idle(server: Server) -> bool:
         if line.startswith(("weft:num_requests_running{", "weft:num_requests_waiting{"))
     ]
     return len(lines) == 2 and all(line.endswith(" 0.0") for line in lines)
+
+
+def test_embeddings_cross_whole_and_many(server):
+    with server.client() as openai:
+        texts = [f"text number {i}" for i in range(100)]
+        answer = openai.embeddings.create(model="builtin", input=texts)
+        assert unknown_fields(answer) == []
+        assert [row.index for row in answer.data] == list(range(100))
+        vectors = np.array([row.embedding for row in answer.data])
+        assert np.allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
+        assert len({vector.tobytes() for vector in vectors}) == 100
+        alone = openai.embeddings.create(
+            model="builtin", input=texts[7], encoding_format="float", dimensions=16
+        )
+    short = vectors[7][:16] / np.linalg.norm(vectors[7][:16])
+    assert np.allclose(alone.data[0].embedding, short, atol=1e-4)
+    eventually(lambda: idle(server))
 
 
 def test_stored_responses_outlive_the_server(tmp_path):

@@ -668,3 +668,27 @@ def test_a_sink_that_fails_loses_its_own_requests_only(pair, caplog):
     assert [update.token for update in pair.updates[2]] == [6]
     assert "its requests are cancelled" in caplog.text
     assert [i for i, _ in pair.inbox.receive()[1]] == [first.id]
+
+
+def test_an_embedding_is_one_update(pair):
+    """However often the client looks while its words come."""
+    pair.inbox.write_info(info(hidden_size=4))
+    vector = struct.pack("=4f", 0.5, -1.0, 0.0, 2.0)
+    for number in (1, 2, 3):
+        pair.submit(Request(number, (1, 2), SamplingParams(max_tokens=1), embed=True))
+    one, two, three = (request.id for request in pair.receive() if request.embed)
+    words = [(two, word) for word in struct.unpack("=4I", vector)]
+    pair.inbox._engine.publish(words[:3])
+    pair.inbox._engine.flush()
+    pair.client.poll()
+    assert 2 not in pair.updates
+    pair.inbox._engine.publish(words[3:])
+    pair.publish(
+        Update(one, None, finish=FinishReason.STOP, embedding=vector),
+        Update(two, None, finish=FinishReason.STOP),
+        Update(three, None, finish=FinishReason.ERROR, error=OutOfMemoryError("full")),
+    )
+    (first,), (second,), (third,) = (pair.updates[number] for number in (1, 2, 3))
+    assert first.embedding == second.embedding == vector
+    assert (third.embedding, third.finish) == (None, FinishReason.ERROR)
+    assert first.token is second.token is third.token is None

@@ -63,6 +63,7 @@ SAME = (
     "repetition_penalty",
     "seed",
     "skip_special_tokens",
+    "speculation",
     "stop",
     "stop_token_ids",
     "structured_outputs",
@@ -176,6 +177,7 @@ class ResponseBody(Struct, forbid_unknown_fields=True, kw_only=True):
     repetition_penalty: Raw = NULL
     seed: Raw = NULL
     skip_special_tokens: Raw = NULL
+    speculation: Raw = NULL
     stop: Raw = NULL
     stop_token_ids: Raw = NULL
     structured_outputs: Raw = NULL
