@@ -113,9 +113,7 @@ class EngineProcess:
                 self.process.wait(STOP_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 self.process.kill()
-        code = self.process.wait()
-        self.report.close()
-        return code
+        return self.process.wait()
 
 
 def read_report(line: str) -> ServedModel:
