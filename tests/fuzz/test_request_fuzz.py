@@ -27,7 +27,38 @@ from weft.text import ChatTemplate, Tokenizer
 
 FOLDER = Path(weft.__file__).parent / "builtin"
 MOST_CPU_S = 1.0
+FUNCTION = {
+    "name": "look_up",
+    "description": "Looks something up.",
+    "parameters": {
+        "type": "object",
+        "properties": {"word": {"type": "string"}, "count": {"type": "integer", "minimum": 0}},
+        "required": ["word", "count"],
+        "additionalProperties": False,
+    },
+    "strict": True,
+}
+CALL = {"id": "call_1", "type": "function", "function": {"name": "look_up", "arguments": "{}"}}
 CHATS = [
+    {
+        "model": "builtin",
+        "messages": [
+            {"role": "user", "content": "What is a list?"},
+            {"role": "assistant", "content": None, "tool_calls": [CALL]},
+            {"role": "tool", "tool_call_id": "call_1", "content": "found"},
+        ],
+        "tools": [{"type": "function", "function": FUNCTION}],
+        "tool_choice": {"type": "function", "function": {"name": "look_up"}},
+        "parallel_tool_calls": False,
+    },
+    {
+        "model": "builtin",
+        "messages": [{"role": "user", "content": "hi"}],
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "x", "strict": True, "schema": FUNCTION["parameters"]},
+        },
+    },
     {
         "model": "builtin",
         "messages": [
@@ -75,6 +106,7 @@ RESPONSE = {
     "reasoning": None,
 }
 TEXT = {"format": {"type": "text"}}
+TOOL = {"name": "look_up", "input_schema": FUNCTION["parameters"]}
 BODIES: dict[str, list[Any]] = {
     "/v1/chat/completions": CHATS,
     "/v1/completions": [
@@ -103,12 +135,14 @@ BODIES: dict[str, list[Any]] = {
     "/v1/responses": [
         RESPONSE | {"stream": True, "max_output_tokens": 5, "temperature": 0.5, "store": False},
         {"model": "builtin", "input": "hi", "previous_response_id": None, "text": TEXT},
+        RESPONSE | {"tools": [{"type": "function", **FUNCTION}], "tool_choice": "required"},
     ],
     "/v1/responses/input_tokens": [RESPONSE],
     "/v1/responses/{response_id}/cancel": [{}],
     "/v1/messages": [
         MESSAGES | {"max_tokens": 5, "stop_sequences": ["x"], "top_k": 3, "stream": True},
         MESSAGES | {"max_tokens": 5, "temperature": 0.5, "metadata": {"user_id": "me"}},
+        MESSAGES | {"max_tokens": 5, "tools": [TOOL], "tool_choice": {"type": "any"}},
     ],
     "/v1/messages/count_tokens": [MESSAGES],
     "/tokenize": [
