@@ -95,6 +95,7 @@ OPERATIONS = (
         {"input": st.text(min_size=1)},
         "ResponseStreamEvent",
     ),
+    Operation("POST", "/embeddings", 0.1, ("model", "input"), "", {"input": st.text(min_size=1)}),
     Operation("GET", "/responses/{response_id}", 0.05),
     Operation("GET", "/responses/{response_id}/input_items", 0.05),
     Operation("POST", "/responses/{response_id}/cancel", 0.03),
