@@ -31,10 +31,17 @@ class Server:
 
     def children(self) -> dict[str, psutil.Process]:
         found = psutil.Process(self.process.pid).children(recursive=True)
-        return {child.cmdline()[0].split()[0]: child for child in found}
+        return {words[0].split()[0]: child for child in found if (words := command_of(child))}
 
     def client(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+
+
+def command_of(process: psutil.Process) -> list[str]:
+    """The command line of a process, or its title; empty if it has just ended."""
+    with contextlib.suppress(psutil.Error):
+        return process.cmdline()
+    return []
 
 
 def free_port() -> int:

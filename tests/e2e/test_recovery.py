@@ -17,7 +17,7 @@ import httpx
 import psutil
 import pytest
 
-from live import SMALL, START_S, WEFT, Server, eventually, serving, wait_until_ready
+from live import SMALL, START_S, WEFT, Server, command_of, eventually, serving, wait_until_ready
 
 STREAMS = 16
 TOKENS = 100
@@ -97,7 +97,7 @@ def engine(server: Server) -> psutil.Process:
 
 def frontends(server: Server) -> list[psutil.Process]:
     found = psutil.Process(server.process.pid).children()
-    return [child for child in found if child.cmdline()[:1] == ["weft-frontend"]]
+    return [child for child in found if command_of(child)[:1] == ["weft-frontend"]]
 
 
 def metric(server: Server, *names: str) -> float:
@@ -190,7 +190,7 @@ def test_requests_wait_for_the_next_engine(tmp_path):
 
         def starting() -> list[psutil.Process]:
             children = supervisor.children()
-            return [child for child in children if "weft.engine.process" in child.cmdline()]
+            return [child for child in children if "weft.engine.process" in command_of(child)]
 
         eventually(starting)
         (successor,) = starting()
