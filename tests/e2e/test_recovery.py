@@ -218,6 +218,44 @@ def test_a_stopped_engine_is_replaced(tmp_path):
         assert "no sign of life" in server.errors.read_text()
 
 
+def test_a_standby_that_hangs_is_replaced(tmp_path):
+    with serving(tmp_path, "--standby", "--watchdog-s", "2") as server:
+        eventually(lambda: "weft-standby" in server.children(), START_S)
+        standby = server.children()["weft-standby"]
+        standby.suspend()
+        engine(server).kill()
+        (stream,) = start(server, 1, 5)
+        assert stream.outcome()[2:] == ("length", "")
+        assert not standby.is_running()
+        assert "does not get ready" in server.errors.read_text()
+
+
+def test_engines_may_be_killed_as_soon_as_they_start(tmp_path):
+    with serving(tmp_path) as server:
+        undisturbed = [stream.outcome() for stream in start(server, 4)]
+        streams = start(server, 4)
+        eventually(lambda: said(streams) > 20, START_S)
+        killed: set[psutil.Process] = set()
+        for _ in range(6):
+            eventually(lambda: bool(engines(server) - killed), START_S)
+            for victim in engines(server) - killed:
+                victim.kill()
+                killed.add(victim)
+        assert [stream.outcome() for stream in streams] == undisturbed
+
+
+def engines(server: Server) -> set[psutil.Process]:
+    """Engines that serve or start."""
+    children = psutil.Process(server.process.pid).children()
+    return {child for child in children if is_engine(child)}
+
+
+def is_engine(child: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+        return child.cmdline()[0] == "weft-engine" or "weft.engine.process" in child.cmdline()
+    return False
+
+
 POISONED = textwrap.dedent("""
     # Run by every Python process with this folder on its path; concerns engines only.
     import os, signal, sys

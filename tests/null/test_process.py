@@ -66,6 +66,13 @@ def test_patience_grows_and_ends():
         backoff.delay_s(0.5, "signal SIGSEGV")
 
 
+def test_who_has_worked_once_is_restarted_for_ever():
+    backoff = Backoff("engine")
+    backoff.delay_s(STABLE_S, "")
+    assert [backoff.delay_s(0.5, "") for _ in range(2000)][-1] == LONGEST_DELAY_S
+    assert Backoff("engine", proven=True).delay_s(0.5, "") == 0.0
+
+
 def test_who_has_lived_long_starts_afresh():
     backoff = Backoff("engine")
     for _ in range(5):

@@ -77,19 +77,31 @@ class Backoff:
     """Delays before restarts: none after a first death, then 0.1 s doubling up to 5 s.
 
     Who has lived for ``STABLE_S`` starts afresh.
+
+    Args:
+        proven: whether one has worked. From then on there is no end of patience: whatever kills
+            them comes from outside, or from requests that will be found out.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, proven: bool = False) -> None:
         self._name = name
+        self._proven = proven
         self._deaths = 0
 
     def delay_s(self, lived_s: float, why: str) -> float:
-        """How long to wait after this death. Raises EngineDeadError at the 16th in a row."""
-        self._deaths = 1 if lived_s >= STABLE_S else self._deaths + 1
-        if self._deaths >= MOST_DEATHS:
+        """How long to wait after this death.
+
+        Raises:
+            EngineDeadError: it is the 16th in a row, and none has ever lived for ``STABLE_S``.
+        """
+        stable = lived_s >= STABLE_S
+        self._proven |= stable
+        self._deaths = 1 if stable else self._deaths + 1
+        if self._deaths >= MOST_DEATHS and not self._proven:
             raise EngineDeadError(
                 f"The {self._name} ended {self._deaths} times in a row, at last by {why}."
             )
         if self._deaths == 1:
             return 0.0
-        return float(min(FIRST_DELAY_S * 2 ** (self._deaths - 2), LONGEST_DELAY_S))
+        doublings = min(self._deaths - 2, 10)
+        return float(min(FIRST_DELAY_S * 2**doublings, LONGEST_DELAY_S))

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from weft.core.errors import WeftError
+from weft.core.errors import EngineDeadError, WeftError
 from weft.core.process import Backoff, describe_exit, exited
 from weft.core.served import ServedModel
 from weft.engine.machine import available_memory, resident_bytes
@@ -17,7 +17,7 @@ from weft.ring._native import Page
 from weft.ring.segment import RingFds
 
 TICK_S = 0.5
-MOST_FAILURES = 4  # engines that cannot start, one after the other
+MOST_FAILURES = 4  # engines that say why they cannot start, until nobody is started any more
 STANDBY_PAUSE_S = 30.0  # after one that has died while it waited
 STANDBY_BYTES = 512 * 2**20  # of a standby beside its weights
 STANDBY_SHARE = 0.25  # of the free memory, up to which a standby is kept without being asked for
@@ -33,7 +33,8 @@ class EngineKeeper:
 
     Args:
         standby: None keeps one if it takes little of the free memory.
-        watchdog_s: seconds without a sign of life after which an engine is killed.
+        watchdog_s: seconds without a sign of life after which an engine is killed; one that starts
+            has the time that the first one took on top.
     """
 
     def __init__(
@@ -49,17 +50,20 @@ class EngineKeeper:
         self._pages = [Page(ring.memory) for ring in rings]
         self._standby = standby
         self._watchdog_s = watchdog_s
-        self._backoff = Backoff("engine")
+        self._backoff = Backoff("engine", proven=True)  # once there is one to replace
         self._active: EngineProcess | None = None
         self._next: EngineProcess | None = None
         self._since = 0.0
+        self._start_s = 0.0  # that the first engine took
         self._standby_at = 0.0
 
     async def start(self) -> ServedModel:
         """Start the first engine. Raises the error with which it failed."""
+        began = time.monotonic()
         self._active = EngineProcess.start(self._settings, self._rings)
         served = await asyncio.to_thread(self._active.wait_until_ready)
         self._since = time.monotonic()
+        self._start_s = self._since - began
         # What follows from the free memory must not change with the engine.
         self._settings |= {"kv_memory": served.kv_memory, "max_model_len": served.max_model_len}
         if self._standby is None:
@@ -68,11 +72,9 @@ class EngineKeeper:
         return served
 
     async def run(self) -> None:
-        """Keep an engine at the rings; returns only by an error.
+        """Keep an engine at the rings; returns only by the error that keeps engines from starting.
 
-        Raises:
-            EngineDeadError: one engine after the other has died.
-            WeftError: what keeps engines from starting again.
+        However many die or are killed, also while they start, there will be a next one.
         """
         while True:
             why = describe_exit(await self._death())
@@ -125,12 +127,13 @@ class EngineKeeper:
             self._since = time.monotonic()
             try:
                 self._active, self._next = self._next or self._start(), None
-                await asyncio.to_thread(self._active.wait_until_ready)
+                await self._take_over(self._active)
             except WeftError as error:
                 if self._active is not None:
                     self._active.process.kill()
                     self._active.stop()
-                why, failures = error.message, failures + 1
+                why = error.message
+                failures += not isinstance(error, EngineDeadError)
                 if failures == MOST_FAILURES:
                     raise
             else:
@@ -141,6 +144,20 @@ class EngineKeeper:
                 )
                 self._since = time.monotonic()
                 return
+
+    async def _take_over(self, engine: EngineProcess) -> None:
+        """Wait until it serves the rings; one that hangs is killed. Raises why it does not."""
+
+        def give_up() -> None:
+            logger.error("The engine does not get ready; it is killed and replaced.")
+            engine.process.kill()
+
+        patience_s = self._watchdog_s + self._start_s
+        alarm = asyncio.get_running_loop().call_later(patience_s, give_up)
+        try:
+            await asyncio.to_thread(engine.wait_until_ready)
+        finally:
+            alarm.cancel()
 
     def _start(self) -> EngineProcess:
         return EngineProcess.start(self._settings, self._rings)
