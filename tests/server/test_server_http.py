@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 from scripted import ScriptedClient
-from serving import Asking, serving
+from serving import Asking, serving, wait_until
 
 from weft.core.errors import ConfigError, EngineBusyError, EngineDeadError, WeftError
 from weft.core.types import FinishReason
@@ -331,6 +331,20 @@ def test_drain_ends_what_takes_too_long(text):
             running.server.drain()
         assert json.loads(asking.events[-1])["error"]["code"] == "shutting_down"
         assert running.client.cancelled.get(timeout=5)[0] == request.id
+
+
+def test_the_end_answers_a_body_that_is_not_there_yet(text):
+    with serving(ScriptedClient(), text) as running:
+        address = ("127.0.0.1", int(running.url.rpartition(":")[2]))
+        with socket.create_connection(address) as sock:
+            head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99\r\n\r\n"
+            sock.sendall(head + b"{")
+            wait_until(lambda: running.server.server_state.tasks)
+            running.server.drain()
+            sock.settimeout(20)
+            answer = b"".join(iter(lambda: sock.recv(65536), b""))
+    assert answer.startswith(b"HTTP/1.1 503 ")
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "shutting_down"
 
 
 SCRIPT = """

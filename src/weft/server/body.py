@@ -8,7 +8,7 @@ import logging
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 
-from weft.server.errors import BodyTooLargeError, BodyTooSlowError
+from weft.server.errors import BodyTooLargeError, BodyTooSlowError, ShuttingDownError
 from weft.server.options import ServerOptions
 
 logger = logging.getLogger("weft.requests")
@@ -22,6 +22,7 @@ async def read_body(request: Request, options: ServerOptions) -> bytes:
     Raises:
         BodyTooLargeError: it is longer than ``max_body_bytes``; never more than that is held.
         BodyTooSlowError: it was not there after ``body_timeout_s``.
+        ShuttingDownError: it was not there when the server ended.
     """
     try:
         async with asyncio.timeout(options.body_timeout_s):
@@ -29,6 +30,9 @@ async def read_body(request: Request, options: ServerOptions) -> bytes:
     except TimeoutError:
         message = f"The body of the request was not there after {options.body_timeout_s:g} s."
         raise BodyTooSlowError(message) from None
+    except asyncio.CancelledError:  # uvicorn's last word to what is open
+        message = "The server was shut down before the body of the request was there."
+        raise ShuttingDownError(message) from None
     if options.log_requests:
         logger.info("body", extra={"fields": {"body": body.decode(errors="replace")}})
     return body

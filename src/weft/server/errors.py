@@ -33,6 +33,14 @@ class BodyTooSlowError(WeftError):
     code = "request_timeout"
 
 
+class ShuttingDownError(WeftError):
+    """The server takes no more requests, or gave up waiting for this one."""
+
+    http_status = 503
+    code = "shutting_down"
+    retry_after_s = 1
+
+
 def json_response(
     content: Any, status: int = 200, headers: dict[str, str] | None = None
 ) -> Response:

@@ -21,12 +21,13 @@ from weft.api import ModelCard
 from weft.core.ports import EngineClient
 from weft.server.app import create_app
 from weft.server.counts import Board
+from weft.server.errors import ShuttingDownError
 from weft.server.exchange import REQUESTS
 from weft.server.listen import address_of, listen, tls_context
 from weft.server.options import ServerOptions
 from weft.server.probe import EngineProbe
 from weft.server.protocol import bounded_protocol
-from weft.server.service import Service, ShuttingDownError
+from weft.server.service import Service
 from weft.text import ChatTemplate, Tokenizer
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)

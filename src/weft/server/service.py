@@ -26,6 +26,7 @@ from weft.core.plan import Update
 from weft.core.ports import EngineClient
 from weft.core.types import FinishReason, Request
 from weft.server.bridge import Bridge, Mailbox
+from weft.server.errors import ShuttingDownError
 from weft.server.exchange import EXCHANGE
 from weft.server.metrics import JobTimer, Metrics
 from weft.server.options import ServerOptions
@@ -39,14 +40,6 @@ INLINE_BYTES = 16 * 1024  # bodies up to here are tokenised on the event loop: s
 
 Result = TypeVar("Result")
 Prepared = TypeVar("Prepared")
-
-
-class ShuttingDownError(WeftError):
-    """The server takes no more requests, or gave up waiting for this one."""
-
-    http_status = 503
-    code = "shutting_down"
-    retry_after_s = 1
 
 
 class DeadlineExceededError(WeftError):
