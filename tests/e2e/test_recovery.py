@@ -270,19 +270,33 @@ POISONED = textwrap.dedent("""
             return launch(self, plan)
         EagerExecutor.launch = deadly
 """)
+BROKEN = textwrap.dedent("""
+    # As above, by an error where the request is taken in, before it is computed.
+    import sys
+    if "weft.engine.process" in sys.orig_argv:
+        from weft.sched.fcfs import FCFSScheduler
+        add = FCFSScheduler.add
+        def broken(self, request):
+            assert request.prompt[0] != {POISON}
+            return add(self, request)
+        FCFSScheduler.add = broken
+""")
 
 
-def test_a_poison_request_fails_alone(tmp_path, monkeypatch):
-    (tmp_path / "sitecustomize.py").write_text(POISONED.replace("{POISON}", str(POISON)))
+@pytest.mark.parametrize(
+    ("poison", "death"), [(POISONED, "signal SIGSEGV"), (BROKEN, "exit code 1")]
+)
+def test_a_poison_request_fails_alone(tmp_path, monkeypatch, poison, death):
+    (tmp_path / "sitecustomize.py").write_text(poison.replace("{POISON}", str(POISON)))
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ['PYTHONPATH']}")
     with serving(tmp_path, "--standby", "--max-crashes", "1") as server:
         undisturbed = [stream.outcome() for stream in start(server, 8)]
         streams = start(server, 8)
         eventually(lambda: all(stream.tokens for stream in streams), START_S)
-        poison = Stream(server.url, body(0) | {"prompt": [POISON, 200, 300]})
+        poisonous = Stream(server.url, body(0) | {"prompt": [POISON, 200, 300]})
         assert [stream.outcome() for stream in streams] == undisturbed
-        assert poison.outcome() == ([], "", "", "request_crashed")
-        assert server.errors.read_text().count("SIGSEGV") == 3  # two in company, one alone
+        assert poisonous.outcome() == ([], "", "", "request_crashed")
+        assert server.errors.read_text().count(f"({death})") == 3  # two in company, one alone
         (stream,) = start(server, 1, 5)
         assert stream.outcome()[2:] == ("length", "")
 

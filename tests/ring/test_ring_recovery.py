@@ -240,6 +240,17 @@ def test_what_a_crash_counts(pair, blame, counts):
         assert held.crashes == count
 
 
+def test_an_error_of_the_engine_concerns_all_that_it_took_in_but_who_is_held_back(pair):
+    for number in range(3):
+        pair.submit(request(number))
+    engine = pair.inbox
+    for expected in ([1, 1, 1], [2, 2, 2], [3, 2, 2]):  # at last only the first one is tried
+        engine.receive()
+        engine.blame()
+        engine = successor(pair)
+        assert [pair.client._ring.look(slot)["crashes"] for slot in range(3)] == expected
+
+
 def test_getting_ahead_clears_a_sequence(pair):
     pair.submit(request(1))
     pair.inbox.computing([pair.receive()[0].id])

@@ -49,6 +49,7 @@ class CompilingInbox:
         """Hold a request back if its grammar takes time."""
         if request.sampling.grammar is None:
             return False
+        self._inbox.computing([request.id])  # if it is this grammar that kills the engine
         future = self._compile(request.sampling.grammar)
         if future.done():
             return False

@@ -146,6 +146,7 @@ def _serve(engine: Engine, inbox: RingInbox) -> int:
         loop.drain()
     except Exception:
         loop.abandon()  # what is open stays open, for the next engine
+        inbox.blame()
         raise
     finally:
         inbox.write_info(_info(engine, ready=False))

@@ -104,6 +104,15 @@ class RingInbox:
         """Remember who is concerned if the engine dies in the steps to come."""
         self._quarantine.computing(sequence_ids)
 
+    def blame(self) -> None:
+        """Remember that this engine ends by an error of its own: all that it took in is concerned.
+
+        Other than one that is killed it may fail before a sequence is computed, or amid planning.
+        """
+        if not self._engine.superseded:
+            held = self._quarantine.held
+            self.computing([i for i in self._engine.open_ids() if i not in held])
+
     def publish(self, news: Commit) -> None:
         """Write tokens and ends where the request planes find them, and wake those who sleep.
 

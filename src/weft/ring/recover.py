@@ -73,6 +73,11 @@ class Quarantine:
         return False
 
     @property
+    def held(self) -> set[int]:
+        """Requests that wait for admission."""
+        return {request.id for request in (*self._suspects, *self._others)}
+
+    @property
     def idle(self) -> bool:
         """Whether nobody waits for admission."""
         return not (self._suspects or self._others)
