@@ -42,7 +42,7 @@ class Family:
         found = []
         for process in (self._root, *self._root.children(recursive=True)):
             with contextlib.suppress(psutil.NoSuchProcess, IndexError):
-                found.append((process.cmdline()[0].split()[0], process))
+                found.append((Path(process.cmdline()[0].split()[0]).name, process))
         return found
 
     def sample(self) -> None:

@@ -59,6 +59,7 @@ WORDS = (
     "if",
     "=",
 )
+SCHEMA = {"name": "x", "schema": {"type": "array", "items": {"enum": [1, "two", None]}}}
 MANNERS = {"whole": 30, "stream": 35, "slow": 10, "leave": 12, "reset": 8, "rubbish": 5}
 RUBBISH = (
     b"",
@@ -108,12 +109,16 @@ def catalogue(draw: random.Random, size: int) -> list[Ask]:
         body["seed"] = number
         if number % 4 == 0:
             body["n"] = draw.randint(2, 3)
+        if number % 5 == 2:
+            body["speculation"] = 4
         if number % 5 == 0:
             body["stop"] = [" the", "\n\n"]
         if number % 3:
             scores = {"logprobs": 2} if number % 7 == 0 else {}
             return Ask("/v1/completions", {**body, **scores, "prompt": text(400)})
         scores = {"logprobs": True, "top_logprobs": 2} if number % 2 == 0 else {}
+        if number % 9 == 0:
+            body["response_format"] = {"type": "json_schema", "json_schema": SCHEMA}
         messages = [{"role": "user", "content": text(200)}]
         return Ask("/v1/chat/completions", {**body, **scores, "messages": messages})
 
