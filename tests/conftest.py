@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hypothesis import settings
 
-sys.path.insert(0, str(Path(__file__).parent))  # for live.py
+sys.path.insert(0, str(Path(__file__).parent))  # for the modules beside this one
 
 settings.register_profile("ci", derandomize=True, deadline=None)
 if os.environ.get("CI"):

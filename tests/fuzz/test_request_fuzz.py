@@ -217,7 +217,7 @@ def check(app: App, path: str, data: bytes) -> None:
 
 
 FUZZ = settings(
-    max_examples=250, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
 
 

@@ -10,8 +10,7 @@ import pytest
 
 from live import Server, serving
 
-HERE = Path(__file__).parent
-sys.path.extend([str(HERE), str(HERE.parent / "server")])
+sys.path.insert(0, str(Path(__file__).parent))
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,8 @@ from typing import Any
 
 import openai
 import pytest
-from serving import unknown_fields
+
+from typed import unknown_fields
 
 PROMPT = {"model": "builtin", "prompt": "def f(", "max_tokens": 6, "temperature": 0}
 CHAT: dict[str, Any] = {

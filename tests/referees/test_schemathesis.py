@@ -12,8 +12,8 @@ def test_generated_requests_are_answered_as_described(server):
         pytest.skip(description.MISSING)
     import schemathesis_run
 
-    referee = schemathesis_run.run(server.url, 200, 1)
-    assert referee.sent >= 150
+    referee = schemathesis_run.run(server.url, 120, 1)
+    assert referee.sent >= 90
     answered = sum(counter[200] for counter in referee.statuses.values())
-    assert answered >= 20
+    assert answered >= 10
     assert referee.streams > 0
