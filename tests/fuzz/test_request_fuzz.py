@@ -248,5 +248,17 @@ def test_changed_values(app, path):
     one()
 
 
+def test_long_parts_of_bodies_are_taken(app):
+    text = "a list " * 20_000
+    item = {"role": "user", "content": [{"type": "input_text", "text": text}]}
+    block = {"role": "user", "content": [{"type": "text", "text": text}]}
+    response = {"model": "builtin", "input": [item]}
+    message = {"model": "builtin", "max_tokens": 1, "messages": [block]}
+    for path, body in (("/v1/responses", response), ("/v1/messages", message)):
+        answer = app.post(path, json.dumps(body).encode())
+        assert answer.status_code == 400
+        assert "context" in answer.text  # far too long, and nothing else is wrong
+
+
 def test_every_route_that_takes_a_body_is_fuzzed(app):
     assert post_routes(app) == set(BODIES)

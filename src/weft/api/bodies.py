@@ -285,7 +285,8 @@ def decode_body(body: type[Body], data: bytes | Raw, at: str = "") -> Body:
         ParameterError: the body is not JSON, or a field is malformed, out of bounds, unknown or
             not supported; the error names it.
     """
-    refuse_many_parts(data)
+    if isinstance(data, bytes):  # a part has been counted with the whole
+        refuse_many_parts(data)
     try:
         str(data, "utf-8")  # the decoder does not look into what is left as JSON
         decoded: Body = _decoder(body).decode(data)
