@@ -215,7 +215,34 @@ def test_a_stopped_engine_is_replaced(tmp_path):
         stopped.suspend()
         assert [stream.outcome() for stream in streams] == undisturbed
         assert not stopped.is_running()
-        assert "no sign of life" in server.errors.read_text()
+        assert "no steps any more" in server.errors.read_text()
+
+
+STALLED = textwrap.dedent("""
+    # As POISONED below: the first engine that has work plans nothing, but goes on otherwise.
+    import os, sys
+    if "weft.engine.process" in sys.orig_argv:
+        from weft.sched.fcfs import FCFSScheduler
+        plan, stalled = FCFSScheduler.plan, []
+        def stall(self, now):
+            if not self.idle and not stalled:
+                try:
+                    os.close(os.open("{MARK}", os.O_CREAT | os.O_EXCL))
+                    stalled.append(True)
+                except FileExistsError:
+                    stalled.append(False)
+            return None if any(stalled) else plan(self, now)
+        FCFSScheduler.plan = stall
+""")
+
+
+def test_an_engine_that_plans_nothing_is_replaced(tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text(STALLED.replace("{MARK}", str(tmp_path / "mark")))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ['PYTHONPATH']}")
+    with serving(tmp_path, "--watchdog-s", "2") as server:
+        (stream,) = start(server, 1, 5)
+        assert stream.outcome()[2:] == ("length", "")
+        assert "no steps any more" in server.errors.read_text()
 
 
 def test_a_standby_that_hangs_is_replaced(tmp_path):

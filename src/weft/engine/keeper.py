@@ -33,7 +33,7 @@ class EngineKeeper:
 
     Args:
         standby: None keeps one if it takes little of the free memory.
-        watchdog_s: seconds without a sign of life after which an engine is killed; one that starts
+        watchdog_s: seconds without a step, or a sign that there is none to make, after which an engine is killed; one that starts
             has the time that the first one took on top.
     """
 
@@ -56,6 +56,8 @@ class EngineKeeper:
         self._since = 0.0
         self._start_s = 0.0  # that the first engine took
         self._standby_at = 0.0
+        self._steps = 0  # that the active engine had made when we last saw it go on
+        self._stepped = 0.0
 
     async def start(self) -> ServedModel:
         """Start the first engine. Raises the error with which it failed."""
@@ -89,15 +91,17 @@ class EngineKeeper:
         while not (await asyncio.wait([death], timeout=TICK_S))[0]:
             if self._standby:
                 self._keep_standby()
-            if time.monotonic() - self._last_sign() > self._watchdog_s:
-                logger.error("The engine gives no sign of life; it is killed and replaced.")
+            if time.monotonic() - self._last_step() > self._watchdog_s:
+                logger.error("The engine makes no steps any more; it is killed and replaced.")
                 self._active.process.kill()
         return self._active.stop()
 
-    def _last_sign(self) -> float:
-        """When the active engine last said something, in monotonic seconds."""
+    def _last_step(self) -> float:
+        """When the active engine last made a step or had nothing to do, in monotonic seconds."""
         info = self._pages[0].info()
-        return max(info.get("updated_ns", 0) / 1e9, self._since)
+        if info and (info["steps"] != self._steps or not info["waiting"] + info["running"]):
+            self._steps, self._stepped = info["steps"], info["updated_ns"] / 1e9
+        return max(self._stepped, self._since)
 
     def _keep_standby(self) -> None:
         assert self._active is not None

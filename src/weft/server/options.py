@@ -132,8 +132,8 @@ class ServerOptions:
     watchdog_s: float = setting(
         "float",
         300.0,
-        "seconds without a sign of life, which must be more than the longest step takes, after "
-        "which an engine is killed and replaced",
+        "seconds without a step, which must be more than the longest step takes, after which an "
+        "engine that has work is killed and replaced; also one that says nothing for so long",
         low=1,
         high=86400,
     )
