@@ -33,8 +33,8 @@ class EngineKeeper:
 
     Args:
         standby: None keeps one if it takes little of the free memory.
-        watchdog_s: seconds without a step, or a sign that there is none to make, after which an engine is killed; one that starts
-            has the time that the first one took on top.
+        watchdog_s: seconds without a step, or a sign that there is none to make, after which an
+            engine is killed; one that starts has the time that the first one took on top.
     """
 
     def __init__(
