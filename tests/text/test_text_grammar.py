@@ -272,6 +272,22 @@ def test_malformed_schemas_are_errors_of_the_schema(checker, text):
         checker.check(json_schema_grammar(text))
 
 
+@pytest.mark.parametrize(
+    "rules", ['s s | s s s | /[a-z ]/ | ""', "s s | s s s | s s s s | /./"], ids=["empty", "four"]
+)
+def test_ambiguous_grammars_end_before_they_cost_much(builtin, rules):
+    view = grammar_tokenizer(builtin.reference.to_str(), 4096, EOS)
+    matcher = compile_grammar(view, lark_grammar(f"start: s\ns: {rules}"))
+    draw = np.random.default_rng(0)
+    for _ in range(25):  # then a mask takes 0.1 s; with twice the items it would be seconds
+        bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
+        if matcher.is_error():
+            break
+        matcher.consume_token(int(draw.choice(np.setdiff1d(allowed, EOS))))
+    assert "items" in matcher.get_error()
+
+
 def test_a_checker_remembers_both_answers(checker):
     good, bad = schema({"type": "null"}), schema({"not": {}})
     assert not checker.knows(good)

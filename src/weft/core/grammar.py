@@ -10,11 +10,14 @@ from weft.core.errors import GrammarError
 
 _SHOWN_CHARS = 300
 
-# Bounds of one grammar: at most some 0.2 s to compile, 0.1 s and 100 MB for a token's mask.
+# Bounds of one grammar: at most some 0.2 s to compile, 0.1 s and 100 MB for a token's mask. A mask
+# takes items times items in a row: with the library's bounds an ambiguous grammar (a: a a | /./)
+# takes seconds a token, in which no other sequence goes on.
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=200_000,
     step_lexer_fuel=100_000,
-    step_max_items=50_000,
+    step_max_items=20_000,
+    max_items_in_row=500,
     max_lexer_states=50_000,
     max_grammar_size=200_000,
     verbose_errors=False,
