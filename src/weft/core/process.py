@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import os
 import resource
 import select
@@ -18,6 +19,7 @@ from weft.core.errors import EngineDeadError
 STABLE_S = 10.0
 FIRST_DELAY_S = 0.1
 LONGEST_DELAY_S = 5.0
+PR_SET_PDEATHSIG = 1
 MOST_DEATHS = 16
 
 
@@ -32,12 +34,17 @@ def raise_file_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def die_with(parent_pid: int) -> None:
-    """End this process at once when another one ends, however it ends.
+def die_with(parent_pid: int, *, by_main_thread: bool) -> None:
+    """End this process at once when its parent ends, however it ends.
 
-    A thread waits on a pidfd: unlike PR_SET_PDEATHSIG this does not fire when the thread that
-    started this process ends before its process does.
+    A thread waits on a pidfd. It cannot act while this process is stopped or stuck in native code;
+    the kernel can, but does so when the *thread* ends that started this process.
+
+    Args:
+        by_main_thread: that thread lives as long as the parent, so the kernel may do it.
     """
+    if by_main_thread:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     try:
         parent = os.pidfd_open(parent_pid)
     except ProcessLookupError:

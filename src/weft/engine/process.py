@@ -47,11 +47,12 @@ def main() -> None:
     parser.add_argument("--ring", action="append", required=True)
     parser.add_argument("--report", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--by-main-thread", action="store_true")
     parser.add_argument("--background", action="store_true")
     parser.add_argument("--returning-bytes", type=int, default=0)
     options = parser.parse_args()
     set_process_title("weft-standby" if options.background else "weft-engine")
-    die_with(options.parent)
+    die_with(options.parent, by_main_thread=options.by_main_thread)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     report = os.fdopen(options.report, "w")

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
@@ -57,6 +58,8 @@ class EngineProcess:
         command = [sys.executable, "-m", "weft.engine.process", "--report", str(write_end)]
         command += ["--parent", str(os.getpid()), "--returning-bytes", str(returning_bytes)]
         command += ["--background"] * background
+        if threading.current_thread() is threading.main_thread():
+            command.append("--by-main-thread")
         for ring in rings:
             command += ["--ring", str(ring)]
         inherited = [write_end, *(fd for ring in rings for fd in ring.pass_fds)]
