@@ -170,7 +170,7 @@ def test_a_killed_request_plane_disturbs_no_other(tmp_path):
             len(tokens) for tokens, *_, problem in ends if not problem
         )
         for _ in range(10):
-            assert metric(server, "weft:generation_tokens_total") >= completed
+            eventually(lambda: metric(server, "weft:generation_tokens_total") >= completed)
 
 
 def test_everything_may_be_killed_at_once_but_the_supervisor(tmp_path):
