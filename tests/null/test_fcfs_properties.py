@@ -18,7 +18,7 @@ from weft.kv.cache import GroupSpec, KVCache
 from weft.sched.draft import REMEMBERED, NgramDrafter
 from weft.sched.fcfs import FCFSScheduler, Limits
 from weft.sim.clock import VirtualClock
-from weft.sim.executor import ModelledExecutor, next_token
+from weft.sim.executor import ModelledExecutor, first_allowed, next_token
 
 VOCAB = 97
 
@@ -65,8 +65,8 @@ def expected_output(request: Request, world: World) -> tuple[list[int], FinishRe
     stop_ids = request.stop_ids()
     while True:
         token = next_token(tokens, world.groups, world.vocab)
-        while len(tokens) < len(request.prompt) + request.sampling.min_tokens and token in stop_ids:
-            token = (token + 1) % world.vocab
+        if len(tokens) < len(request.prompt) + request.sampling.min_tokens:
+            token = first_allowed(token, stop_ids, world.vocab)
         tokens.append(token)
         if token in stop_ids:
             return tokens[len(request.prompt) :], FinishReason.STOP

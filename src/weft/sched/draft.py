@@ -11,7 +11,8 @@ from collections.abc import Sequence as Seq
 SIZES = (4, 3)  # tokens that must have stood in the text before; the longest match counts
 INDEXED_A_STEP = 1024  # tokens that one call takes into the index at most
 REMEMBERED = 16384  # tokens of a text that are looked at, the last ones
-SHORTEST_REST, LONGEST_REST = 8, 1024  # tokens without drafts after one that was wrong
+SHORTEST_REST, LONGEST_REST = 32, 1024  # tokens without drafts after one that was wrong
+COST = 1  # tokens that a draft must gain: its sequence waits for a step before it
 LONGEST_SEARCH_REST = 32  # tokens without drafts after nothing was found
 
 
@@ -79,10 +80,11 @@ class NgramDrafter:
         """Take in how a draft fared; return how many tokens to go on without one."""
         if accepted == drafted:
             self._length = min(2 * self._length, self._most)
-            self._rest = SHORTEST_REST
-            return 0
-        self._length = max(1, min(2, self._most, accepted))
-        if 2 * accepted >= drafted:
+        else:
+            self._length = max(1, min(2, self._most, accepted))
+        if accepted > COST:
+            self._rest = max(SHORTEST_REST, self._rest // 2)
+        if accepted >= COST:
             return 0
         rest, self._rest = self._rest, min(2 * self._rest, LONGEST_REST)
         return rest

@@ -11,7 +11,7 @@ so a token is right only if every block that it needs was kept, shared and grown
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -64,6 +64,12 @@ class ModelledTicket:
             raise InvariantError(f"step {self.plan.step_id} was collected twice")
         self._collected = True
         return self._executor.collect(self)
+
+
+def first_allowed(token: int, stop_ids: Set[int], vocab_size: int) -> int:
+    """The first token from this one on, in a circle, that is no stop id; this one if all are."""
+    circle = ((token + step) % vocab_size for step in range(vocab_size))
+    return next((other for other in circle if other not in stop_ids), token)
 
 
 class ModelledExecutor:
@@ -212,8 +218,8 @@ class ModelledExecutor:
             faults[row.sequence_id] = NonFiniteLogitsError("The modelled row is faulty.")
             return 0
         token = self._attend(row, length) % self._vocab_size
-        while length < row.min_length and token in row.stop_ids:
-            token = (token + 1) % self._vocab_size
+        if length < row.min_length:
+            token = first_allowed(token, row.stop_ids, self._vocab_size)
         return token
 
     def _attend(self, row: _Row, length: int) -> int:
