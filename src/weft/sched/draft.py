@@ -1,7 +1,10 @@
 """Drafts by prompt lookup: what followed the last tokens when they stood in the text before.
 
-Saxena 2023, "Prompt lookup decoding". A draft costs compute and pays only where text repeats, so a
-drafter that is wrong, or finds nothing, goes to sleep for longer and longer.
+Saxena 2023, "Prompt lookup decoding". A draft pays only where text repeats, and costs its sequence a
+step before and one after it, in which it waits. What a draft would have been worth shows without one,
+too: the output tells whether looking up would have found its next token. So after a first draft
+others follow only where that went well of late; and a drafter that is wrong, or finds nothing, goes
+to sleep for longer and longer.
 """
 
 from __future__ import annotations
@@ -12,7 +15,9 @@ SIZES = (4, 3)  # tokens that must have stood in the text before; the longest ma
 INDEXED_A_STEP = 1024  # tokens that one call takes into the index at most
 REMEMBERED = 16384  # tokens of a text that are looked at, the last ones
 SHORTEST_REST, LONGEST_REST = 32, 1024  # tokens without drafts after one that was wrong
-COST = 1  # tokens that a draft must gain: its sequence waits for a step before it
+COST = 1  # tokens that a draft must gain
+WORTH = 0.6  # share of tokens looked up of late that was right, from which drafts are made
+MEMORY = 4  # tokens looked up in which that share is mostly renewed
 LONGEST_SEARCH_REST = 32  # tokens without drafts after nothing was found
 
 
@@ -21,10 +26,13 @@ class NgramDrafter:
 
     Args:
         most: tokens of the longest draft.
+        start: where the output begins; what goes before it says nothing about drafts.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, start: int = 0) -> None:
         self._most = most
+        self._start = start
+        self._right = 1.0  # share of tokens looked up of late that was right; one draft is free
         self._length = min(2, most)  # of the next draft
         self._after: dict[tuple[int, ...], int] = {}  # n-gram -> position after its last place
         self._indexed = 0
@@ -49,7 +57,7 @@ class NgramDrafter:
 
     def _find(self, tokens: Seq[int]) -> int | None:
         """Where the text went on after the last place of its last tokens, the most that match."""
-        if not self._catch_up(tokens):
+        if not self._catch_up(tokens) or self._right < WORTH:
             return None
         for size in SIZES:
             after = self._after.get(tuple(tokens[len(tokens) - size :]))
@@ -65,11 +73,21 @@ class NgramDrafter:
             self._indexed = max(0, known - REMEMBERED)
         upto = min(known, self._indexed + INDEXED_A_STEP)
         for position in range(self._indexed, upto):
+            if position >= self._start:
+                self._judge(tokens, position)
             for size in SIZES:
                 if position >= size:
                     self._after[tuple(tokens[position - size : position])] = position
         self._indexed = upto
         return upto == known
+
+    def _judge(self, tokens: Seq[int], position: int) -> None:
+        """Take in whether looking up would have found the token at this position."""
+        for size in SIZES:
+            after = self._after.get(tuple(tokens[position - size : position]))
+            if after is not None:
+                self._right += (float(tokens[after] == tokens[position]) - self._right) / MEMORY
+                return
 
     def searched_in_vain(self) -> int:
         """Return how many tokens to go on without drafts when nothing was found."""

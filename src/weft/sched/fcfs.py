@@ -146,7 +146,7 @@ class FCFSScheduler:
         most = self.limits.speculation if wish is None else wish
         if most == 0 or request.sampling.grammar is not None or request.embed:
             return None
-        return NgramDrafter(most)
+        return NgramDrafter(most, len(request.prompt))
 
     def cancel(self, sequence_id: int, reason: FinishReason) -> list[Update]:
         """End a sequence; unknown or ended ones are ignored, since they may just have finished."""
