@@ -1,10 +1,10 @@
 """Drafts by prompt lookup: what followed the last tokens when they stood in the text before.
 
 Saxena 2023, "Prompt lookup decoding". A draft pays only where text repeats, and its sequence waits
-for a step before it and one after it. What a draft would have been worth shows without one, too: the
-output tells whether looking up would have found its next token. So after a first draft others follow
-only where that went well of late; and a drafter that is wrong, or finds nothing, goes to sleep for
-longer and longer.
+for a step before it and one after it. What a draft would have been worth shows without one, too:
+the output tells whether looking up would have found its next token. So after a first draft others
+follow only where that went well of late; and a drafter that is wrong, or finds nothing, goes to
+sleep for longer and longer.
 """
 
 from __future__ import annotations
