@@ -278,9 +278,8 @@ def engines(server: Server) -> set[psutil.Process]:
 
 
 def is_engine(child: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-        return child.cmdline()[0] == "weft-engine" or "weft.engine.process" in child.cmdline()
-    return False
+    command = command_of(child)
+    return command[:1] == ["weft-engine"] or "weft.engine.process" in command
 
 
 POISONED = textwrap.dedent("""

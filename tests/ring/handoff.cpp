@@ -94,8 +94,9 @@ class Requests {
 
   Tally run(double seconds, uint64_t requests) {
     const int64_t until = now_ns() + static_cast<int64_t>(seconds * 1e9);
+    send(~0u);  // until the ring is full
     while (tally_.requests < requests && now_ns() < until) {
-      send();
+      send(next() % 8);
       take_news();
     }
     while (side_.in_flight()) take_news();
@@ -127,9 +128,9 @@ class Requests {
     return request;
   }
 
-  void send() {
+  void send(uint32_t count) {
     std::vector<uint32_t> slots;
-    for (uint32_t i = 0, count = next() % 8; i < count; ++i) {
+    for (uint32_t i = 0; i < count; ++i) {
       const Submission request = request_of(++last_id_);
       uint32_t slot = 0;
       if (side_.prepare(request, slot) != Refusal::None) {
@@ -145,7 +146,7 @@ class Requests {
       slots.pop_back();
     }
     submit(slots);
-    if (next() % 32 == 0 && !sent_.empty()) cancel(sent_.begin()->first);
+    if (next() % 32 == 0 && !sent_.empty()) cancel(sent_.rbegin()->first);
   }
 
   void cancel(uint64_t id) {
