@@ -307,15 +307,33 @@ BROKEN = textwrap.dedent("""
             return add(self, request)
         FCFSScheduler.add = broken
 """)
+STALLING = textwrap.dedent("""
+    # As above, by planning that does not end while the request waits; it must be found out, too.
+    import sys
+    if "weft.engine.process" in sys.orig_argv:
+        from weft.sched.fcfs import FCFSScheduler
+        add, plan, poisoned = FCFSScheduler.add, FCFSScheduler.plan, []
+        def note(self, request):
+            poisoned.extend(request.prompt[:1].count({POISON}) * [True])
+            return add(self, request)
+        def stall(self, now):
+            while poisoned:
+                pass
+            return plan(self, now)
+        FCFSScheduler.add, FCFSScheduler.plan = note, stall
+""")
 
 
 @pytest.mark.parametrize(
-    ("poison", "death"), [(POISONED, "signal SIGSEGV"), (BROKEN, "exit code 1")]
+    ("poison", "death"),
+    [(POISONED, "signal SIGSEGV"), (BROKEN, "exit code 1"), (STALLING, "exit code 1")],
+    ids=["kills", "breaks", "stalls"],
 )
 def test_a_poison_request_fails_alone(tmp_path, monkeypatch, poison, death):
     (tmp_path / "sitecustomize.py").write_text(poison.replace("{POISON}", str(POISON)))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    with serving(tmp_path, "--standby", "--max-crashes", "1") as server:
+    patience = ("--watchdog-s", "2") if poison is STALLING else ()
+    with serving(tmp_path, "--standby", "--max-crashes", "1", *patience) as server:
         undisturbed = [stream.outcome() for stream in start(server, 8)]
         streams = start(server, 8)
         eventually(lambda: all(stream.tokens for stream in streams), START_S)

@@ -19,6 +19,7 @@ from weft.core.errors import EngineDeadError
 STABLE_S = 10.0
 FIRST_DELAY_S = 0.1
 LONGEST_DELAY_S = 5.0
+STALLED = signal.SIGUSR1  # to an engine: it makes no steps, and should say who is concerned
 PR_SET_PDEATHSIG = 1
 MOST_DEATHS = 16
 
@@ -81,17 +82,21 @@ def describe_exit(code: int) -> str:
 
 
 class Backoff:
-    """Delays before restarts: none after a first death, then 0.1 s doubling up to 5 s.
+    """Delays before restarts: none after a first death, then 0.1 s doubling up to the longest.
 
     Who has lived for ``STABLE_S`` starts afresh.
 
     Args:
+        longest_s: of the delays.
         proven: whether one has worked. From then on there is no end of patience: whatever kills
             them comes from outside, or from requests that will be found out.
     """
 
-    def __init__(self, name: str, *, proven: bool = False) -> None:
+    def __init__(
+        self, name: str, *, proven: bool = False, longest_s: float = LONGEST_DELAY_S
+    ) -> None:
         self._name = name
+        self._longest_s = longest_s
         self._proven = proven
         self._deaths = 0
 
@@ -111,4 +116,4 @@ class Backoff:
         if self._deaths == 1:
             return 0.0
         doublings = min(self._deaths - 2, 10)
-        return float(min(FIRST_DELAY_S * 2**doublings, LONGEST_DELAY_S))
+        return float(min(FIRST_DELAY_S * 2**doublings, self._longest_s))

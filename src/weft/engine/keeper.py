@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from weft.core.errors import EngineDeadError, WeftError
-from weft.core.process import Backoff, describe_exit, exited
+from weft.core.process import STALLED, Backoff, describe_exit, exited
 from weft.core.served import ServedModel
 from weft.engine.machine import available_memory, resident_bytes
 from weft.engine.remote import EngineProcess
@@ -17,6 +17,8 @@ from weft.ring._native import Page
 from weft.ring.segment import RingFds
 
 TICK_S = 0.5
+LONGEST_DELAY_S = 0.5
+STALLED_GRACE_S = 2.0  # for an engine without steps to say who is concerned
 MOST_FAILURES = 4  # engines that say why they cannot start, until nobody is started any more
 STANDBY_PAUSE_S = 30.0  # after one that has died while it waited
 STANDBY_BYTES = 512 * 2**20  # of a standby beside its weights
@@ -50,7 +52,8 @@ class EngineKeeper:
         self._pages = [Page(ring.memory) for ring in rings]
         self._standby = standby
         self._watchdog_s = watchdog_s
-        self._backoff = Backoff("engine", proven=True)  # once there is one to replace
+        # Proven once there is one to replace. Streams wait meanwhile, so it does not get slow.
+        self._backoff = Backoff("engine", proven=True, longest_s=LONGEST_DELAY_S)
         self._active: EngineProcess | None = None
         self._next: EngineProcess | None = None
         self._since = 0.0
@@ -93,6 +96,8 @@ class EngineKeeper:
                 self._keep_standby()
             if time.monotonic() - self._last_step() > self._watchdog_s:
                 logger.error("The engine makes no steps any more; it is killed and replaced.")
+                self._active.process.send_signal(STALLED)
+                await asyncio.wait([death], timeout=STALLED_GRACE_S)
                 self._active.process.kill()
         return self._active.stop()
 

@@ -23,9 +23,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from weft.core.config import EngineConfig
-from weft.core.errors import WeftError
+from weft.core.errors import InvariantError, WeftError
 from weft.core.logs import log_level, set_up_logs
-from weft.core.process import die_with, set_process_title
+from weft.core.process import STALLED, die_with, set_process_title
 from weft.engine.compiling import CompilingInbox
 from weft.engine.loop import EngineLoop
 from weft.engine.machine import WallClock
@@ -55,6 +55,7 @@ def main() -> None:
     die_with(options.parent, by_main_thread=options.by_main_thread)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    signal.signal(STALLED, signal.SIG_IGN)
     report = os.fdopen(options.report, "w")
     orders = _Orders()
     try:
@@ -133,6 +134,7 @@ def _serve(engine: Engine, inbox: RingInbox) -> int:
     gc.collect()
     gc.freeze()  # weights and modules live as long as the process: never scan them again
     told = checked = 0.0
+    signal.signal(STALLED, _raise_stalled)
     try:
         while not inbox.closed:
             busy = loop.step()
@@ -154,6 +156,10 @@ def _serve(engine: Engine, inbox: RingInbox) -> int:
         engine.executor.close()
     inbox.close()
     return 0
+
+
+def _raise_stalled(*_: object) -> None:
+    raise InvariantError("The engine has sequences to compute, but plans no steps any more.")
 
 
 def _info(engine: Engine, ready: bool) -> EngineInfo:
