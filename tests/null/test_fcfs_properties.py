@@ -297,14 +297,14 @@ def test_drafts_are_taken_where_they_come_out_right():
     totals = scheduler.totals
     assert totals.drafted_tokens == totals.accepted_tokens > 70
     assert totals.output_tokens == 100
-    assert totals.steps < 25
+    assert totals.steps < 28  # seven of them until it has shown that it pays
 
 
 def test_drafts_that_fail_become_rare():
-    """Text in which short runs repeat and go on differently each time."""
+    """Text in which runs repeat that are long enough for a draft, and go on differently."""
     drafter, tokens, drafted = NgramDrafter(8, start=50), [], []
     for i in range(4000):
-        tokens += [1, 2, 3, 4, 100 + i]
+        tokens += [1, 2, 3, 4, 5, 6, 7, 100 + i]
     at = 50
     while at < len(tokens):
         draft = drafter.propose(tokens[:at], 8)
@@ -323,7 +323,7 @@ def test_drafts_that_fail_become_rare():
 def test_the_index_of_drafts_is_bounded_and_filled_bit_by_bit():
     drafter, tokens = (
         NgramDrafter(4),
-        [i % 50_000 for i in range(100_000)] + [40_000, 40_001, 40_002, 40_003],
+        [i % 50_000 for i in range(100_000)] + list(range(40_000, 40_008)),
     )
     calls = 0
     while not (draft := drafter.propose(tokens, 4)):
@@ -331,7 +331,7 @@ def test_the_index_of_drafts_is_bounded_and_filled_bit_by_bit():
         assert len(drafter._after) <= 2 * 1024 * calls
         assert calls < 40
     assert calls >= REMEMBERED // 1024 - 1
-    assert draft == (40_004, 40_005)
+    assert draft == (40_008, 40_009)
 
 
 def test_the_property_test_can_fail():

@@ -2,9 +2,9 @@
 
 Saxena 2023, "Prompt lookup decoding". A draft pays only where text repeats, and its sequence waits
 for a step before it and one after it. What a draft would have been worth shows without one, too:
-the output tells whether looking up would have found its next token. So after a first draft others
-follow only where that went well of late; and a drafter that is wrong, or finds nothing, goes to
-sleep for longer and longer.
+the output tells whether looking up would have found its next token. So drafts are made only where
+that has gone well of late, at first three times in a row; and a drafter that is wrong, or finds
+nothing, goes to sleep for longer and longer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ INDEXED_A_STEP = 1024  # tokens that one call takes into the index at most
 REMEMBERED = 16384  # tokens of a text that are looked at, the last ones
 SHORTEST_REST, LONGEST_REST = 32, 1024  # tokens without drafts after one that was wrong
 COST = 1  # tokens that a draft must gain
-WORTH = 0.6  # share of tokens looked up of late that was right, from which drafts are made
+WORTH = 0.7  # share of tokens looked up of late that was right, from which drafts are made
 MEMORY = 4  # tokens looked up in which that share is mostly renewed
 LONGEST_SEARCH_REST = 32  # tokens without drafts after nothing was found
 
@@ -32,7 +32,7 @@ class NgramDrafter:
     def __init__(self, most: int, start: int = 0) -> None:
         self._most = most
         self._start = start
-        self._right = 1.0  # share of tokens looked up of late that was right; one draft is free
+        self._right = 0.3  # share of tokens looked up of late that was right
         self._length = min(2, most)  # of the next draft
         self._after: dict[tuple[int, ...], int] = {}  # n-gram -> position after its last place
         self._indexed = 0
