@@ -103,7 +103,7 @@ def threads() -> int:
 
 
 def isa() -> str:
-    """Return the instruction set that the inner loops were compiled for: baseline, avx2, avx512."""
+    """Return the instruction set of the inner loops: baseline, avx2, avx512 or avx512bf16."""
     return _native.isa()
 
 

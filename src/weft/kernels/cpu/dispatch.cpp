@@ -10,6 +10,7 @@ extern const Kernels kernels_baseline;
 #ifdef WEFT_X86
 extern const Kernels kernels_avx2;
 extern const Kernels kernels_avx512;
+extern const Kernels kernels_avx512bf16;
 #endif
 
 namespace {
@@ -24,10 +25,12 @@ std::atomic<const Kernels*>& chosen() {
 std::vector<const Kernels*> runnable_kernels() {
   std::vector<const Kernels*> result;
 #ifdef WEFT_X86
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
-    result.push_back(&kernels_avx512);
+  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  if (avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni")) {
+    result.push_back(&kernels_avx512bf16);
   }
+  if (avx512) result.push_back(&kernels_avx512);
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
     result.push_back(&kernels_avx2);
   }
