@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+import mmap
 from collections.abc import Sequence as Seq
 
 import torch
@@ -31,11 +34,24 @@ class KVStore:
         for group, blocks in zip(groups, num_blocks, strict=True):
             shape = (blocks, group.num_kv_heads, block_size, group.head_dim)
             for tensors in (self.keys, self.values):
-                tensors.append(
-                    [torch.zeros(shape, dtype=dtype, device=device) for _ in group.layers]
-                )
+                tensors.append([_zeros(shape, dtype, device) for _ in group.layers])
 
     def zero(self, group: int, block: int) -> None:
         """Overwrite one block in every layer of the group."""
         for tensor in (*self.keys[group], *self.values[group]):
             tensor[block].zero_()
+
+
+def _zeros(shape: Seq[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on the host their pages are taken when they are first written, large ones if possible.
+
+    Writing zeros to all of the memory took most of the start.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(
+        -1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    )
+    with contextlib.suppress(OSError):  # a kernel without large pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
