@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from weft.bench.options import ServeBench, ThroughputBench
 from weft.core.config import EngineConfig
 from weft.core.settings import Setting, settings_of
 from weft.core.types import DEFAULT_CLASSES, SamplingParams
@@ -66,6 +67,8 @@ def page() -> str:
         + table("Sampling", SamplingParams)
         + CLASSES
         + classes
+        + table("`weft bench serve`", ServeBench)
+        + table("`weft bench throughput` (beside those of the engine)", ThroughputBench)
     )
 
 

@@ -1,4 +1,4 @@
-"""The command line: ``weft serve``, ``generate``, ``chat``, ``info`` and ``--version``."""
+"""The command line: ``weft serve``, ``generate``, ``chat``, ``info``, ``bench``, ``--version``."""
 
 from __future__ import annotations
 
@@ -82,6 +82,7 @@ def _parser() -> _Parser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _serve_parser(commands)
     _chat_parser(commands)
+    _bench_parser(commands)
     generate = commands.add_parser(
         "generate",
         help="generate text from a prompt or a file",
@@ -135,6 +136,23 @@ def _chat_parser(commands: Any) -> None:
     group = chat.add_argument_group("sampling settings")
     for name in CHAT_SAMPLING:
         _add_setting(group, settings_of(SamplingParams)[name])
+
+
+def _bench_parser(commands: Any) -> None:
+    from weft.bench.options import ServeBench, ThroughputBench
+
+    bench = commands.add_parser("bench", help="measure a server or an engine")
+    kinds = bench.add_subparsers(dest="kind", required=True, metavar="serve|throughput")
+    for name, declared_by, run, text in (
+        ("serve", ServeBench, _bench_serve, "put load on any server with OpenAI's API"),
+        ("throughput", ThroughputBench, _bench_throughput, "tokens a second of an engine"),
+    ):
+        parser = kinds.add_parser(name, help=text, usage=f"weft bench {name} [settings]")
+        parser.set_defaults(run=run, parser=parser)
+        parser.add_argument("--config", metavar="FILE", help="YAML file with the same names")
+        _add_settings(parser, "benchmark", declared_by)
+        if name == "throughput":
+            _add_settings(parser, "engine", EngineConfig)
 
 
 def _add_settings(
@@ -382,6 +400,47 @@ def _chat(options: dict[str, Any]) -> int:
     settings = {name: options[name] for name in CHAT_SAMPLING if name in options}
     client = ChatClient(options["url"], options["model"], options["api_key"], settings)
     return run_chat(client, options["system"])
+
+
+# -- bench --------------------------------------------------------------------------------------
+
+
+def _bench_serve(options: dict[str, Any]) -> int:
+    from weft.bench.options import ServeBench
+    from weft.bench.plots import check_plots, plot_serve
+    from weft.bench.report import check_output, format_serve, write_json
+    from weft.bench.serve import bench_serve
+
+    (settings,) = _settings(options, ServeBench)
+    bench = ServeBench(**settings)
+    check_output(bench.output)
+    check_plots(bench.plots)
+    result = bench_serve(bench)
+    print(format_serve(result))
+    if bench.output is not None:
+        write_json(bench.output, result)
+    if bench.plots is not None:
+        plot_serve(result, bench.plots)
+    return 0 if all(run["completed"] for run in result["runs"]) else EXIT_ERROR
+
+
+def _bench_throughput(options: dict[str, Any]) -> int:
+    from weft.bench.options import ThroughputBench
+    from weft.bench.report import check_output, format_throughput, write_json
+    from weft.bench.throughput import bench_throughput
+
+    bench_settings, engine_settings = _settings(options, ThroughputBench, EngineConfig)
+    bench = ThroughputBench(**bench_settings)
+    check_output(bench.output)
+    EngineConfig.from_mapping(engine_settings)
+    from weft.engine.llm import LLM
+
+    with LLM(**engine_settings) as llm:
+        result = bench_throughput(llm, llm.config.model, llm.served.vocab_size, bench)
+    print(format_throughput(result))
+    if bench.output is not None:
+        write_json(bench.output, result)
+    return 0
 
 
 # -- info ---------------------------------------------------------------------------------------

@@ -225,6 +225,25 @@ class LLM:
             if work[index].done:
                 yield index, work[index].result
 
+    def token_iter(
+        self, prompts: Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None = None
+    ) -> Iterator[tuple[int, int]]:
+        """Generate from all prompts at once, yielding (index, token id) as tokens come.
+
+        No text is made, so stop strings end nothing.
+
+        Raises:
+            ParameterError: a prompt or parameter is wrong; nothing was started.
+            WeftError: the engine could not compute a prompt.
+        """
+        work = self._assemblies(prompts, _params_list(params, len(prompts)))
+        index_of = {assembly.request.id: index for index, assembly in enumerate(work)}
+        for update in self._updates([assembly.request for assembly in work]):
+            if update.error is not None:
+                raise update.error
+            if update.token is not None:
+                yield index_of[update.sequence_id], update.token
+
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Delta]:
         """Generate from one prompt, yielding text as soon as it is certain.
 

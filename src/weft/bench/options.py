@@ -1,0 +1,169 @@
+"""Every setting of ``weft bench``, declared once; flags and the page of settings derive from it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from weft.bench.lengths import parse_lengths
+from weft.core.errors import ConfigError, ParameterError
+from weft.core.settings import check_settings, setting, shortened
+
+ARRIVALS = ("poisson", "gamma", "closed", "trace")
+DEFAULT_REQUESTS = 100
+MOST_RATES = 1000
+_RANGE = re.compile(r"([0-9.]+)\.\.([0-9.]+):([0-9]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class ServeBench:
+    """What a user may set about ``weft bench serve``.
+
+    Raises:
+        ConfigError: a value is malformed, out of bounds, or contradicts another one.
+    """
+
+    url: str = setting("str", "http://127.0.0.1:8000", "address of the server")
+    model: str | None = setting("str", None, "name of the model; unset takes the server's first")
+    api_key: str | None = setting("str", None, "the server's key; unset takes OPENAI_API_KEY")
+    endpoint: str = setting(
+        "str", "completions", "what is asked for", choices=("completions", "chat")
+    )
+    arrivals: str = setting(
+        "str",
+        "poisson",
+        "when requests are sent: at random by a rate (gamma: with burstiness), by clients that "
+        "wait for their answer, or as a trace says",
+        choices=ARRIVALS,
+    )
+    rate: str = setting(
+        "str", "1", "requests a second; several for a sweep, as 1,2,4 or 1..32:13 (13 even steps)"
+    )
+    burstiness: float = setting(
+        "float",
+        0.5,
+        "shape of gamma's intervals: 1 is Poisson, less comes in bursts, more evenly",
+        low=0,
+        high=1000,
+        above=True,
+    )
+    clients: tuple[int, ...] = setting(
+        "ints", (1,), "clients of a closed loop; several for a sweep", low=1, high=100
+    )
+    trace: str | None = setting(
+        "path", None, "CSV of Azure, JSON lines of Mooncake, or JSON lines of your own"
+    )
+    speed: float = setting(
+        "float", 1.0, "how much faster than recorded a trace is replayed", low=0, above=True
+    )
+    requests: int | None = setting(
+        "int",
+        None,
+        f"requests after which a run ends; unset is {DEFAULT_REQUESTS}, a whole trace, or what "
+        "duration_s has room for",
+        low=1,
+        high=10**7,
+    )
+    duration_s: float | None = setting(
+        "float", None, "seconds in which a run sends requests", low=0, above=True
+    )
+    warmup: int = setting("int", 2, "requests sent before, not counted", low=0, high=10**4)
+    input_tokens: str = setting(
+        "str", "128", "length of prompts: 128, or evenly from 64..256, or lognormal:MEAN:DEVIATION"
+    )
+    output_tokens: str = setting("str", "128", "length of answers, in the same words")
+    shared_prefix_tokens: int = setting(
+        "int", 0, "tokens with which all prompts begin, on top of the rest", low=0, high=2**20
+    )
+    prompts: str = setting(
+        "str",
+        "text",
+        "prompts of common words (any server), or of random token ids (completions only)",
+        choices=("text", "ids"),
+    )
+    token_ids: int = setting(
+        "int", 1000, "random token ids are below this number", low=200, high=2**24
+    )
+    ignore_eos: bool = setting(
+        "bool", True, "ask for answers of full length; not every server knows the parameter"
+    )
+    temperature: float = setting("float", 0.0, "randomness of the answers", low=0, high=2)
+    slo_ttft_ms: float | None = setting(
+        "float", None, "a good request's time to its first token", low=0, above=True
+    )
+    slo_tpot_ms: float | None = setting(
+        "float", None, "a good request's mean time for each further token", low=0, above=True
+    )
+    slo_e2e_ms: float | None = setting(
+        "float", None, "a good request's time to its end", low=0, above=True
+    )
+    timeout_s: float = setting(
+        "float", 600.0, "time after which a request has failed", low=0, above=True
+    )
+    seed: int = setting("int", 0, "of arrivals, lengths and prompts", low=0, high=2**63 - 1)
+    output: str | None = setting("path", None, "file for the result as JSON")
+    samples: bool = setting("bool", False, "write every request's figures into the JSON, too")
+    plots: str | None = setting("path", None, "folder for plots; needs weft[bench]")
+
+    def __post_init__(self) -> None:
+        try:
+            check_settings(self)
+            self.rates()
+            parse_lengths(self.input_tokens, "input_tokens")
+            parse_lengths(self.output_tokens, "output_tokens")
+        except ParameterError as error:
+            raise ConfigError(error.message, param=error.param) from None
+        if (self.arrivals == "trace") != (self.trace is not None):
+            raise ConfigError(
+                "A trace is replayed with both --arrivals trace and --trace FILE.", param="trace"
+            )
+        if min(self.clients) < 1:
+            raise ConfigError("clients must be whole numbers above 0.", param="clients")
+        if self.prompts == "ids" and self.endpoint != "completions":
+            raise ConfigError("Prompts of token ids go to completions only.", param="prompts")
+
+    def rates(self) -> list[float]:
+        """The offered rates, ascending. Raises ParameterError if they cannot be understood."""
+        match = _RANGE.fullmatch(self.rate)
+        try:
+            if match:
+                low, high, steps = float(match[1]), float(match[2]), int(match[3])
+                width = (high - low) / (steps - 1)
+                rates = [low + width * i for i in range(min(steps, MOST_RATES + 1))]
+            else:
+                rates = sorted(float(word) for word in self.rate.split(","))
+        except (ValueError, ZeroDivisionError):
+            rates = []
+        if not rates or len(rates) > MOST_RATES or not 0 < rates[0] <= rates[-1] < 1e6:
+            raise ParameterError(
+                f"rate must be numbers above 0, such as 4 or 1,2,4 or 1..32:13, "
+                f"not {shortened(self.rate)}.",
+                param="rate",
+            )
+        return rates
+
+    @property
+    def has_slo(self) -> bool:
+        return any((self.slo_ttft_ms, self.slo_tpot_ms, self.slo_e2e_ms))
+
+
+@dataclass(frozen=True, slots=True)
+class ThroughputBench:
+    """What a user may set about ``weft bench throughput``, beside the engine's own settings."""
+
+    prompts: int = setting("int", 16, "prompts that are computed at once", low=1, high=10**6)
+    input_tokens: str = setting(
+        "str", "128", "length of prompts: 128, or evenly from 64..256, or lognormal:MEAN:DEVIATION"
+    )
+    output_tokens: str = setting("str", "128", "length of answers, in the same words")
+    repeats: int = setting("int", 3, "runs that count, after one to warm up", low=1, high=1000)
+    seed: int = setting("int", 0, "of lengths and prompts", low=0, high=2**63 - 1)
+    output: str | None = setting("path", None, "file for the result as JSON")
+
+    def __post_init__(self) -> None:
+        try:
+            check_settings(self)
+            parse_lengths(self.input_tokens, "input_tokens")
+            parse_lengths(self.output_tokens, "output_tokens")
+        except ParameterError as error:
+            raise ConfigError(error.message, param=error.param) from None

@@ -1,0 +1,71 @@
+"""``weft bench`` as a user runs it: on a real server, and on a real engine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from live import serving
+
+WEFT = [sys.executable, "-m", "weft.cli"]
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*WEFT, "bench", *arguments], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_serve_measures_a_real_server(tmp_path):
+    loads = {
+        "completions": ["--rate", "20,40", "--slo-e2e-ms", "60000"],
+        "chat": ["--endpoint", "chat", "--arrivals", "closed", "--clients", "1,4"],
+        "ids": ["--prompts", "ids", "--arrivals", "gamma", "--rate", "40"],
+    }
+    common = ["--requests", "8", "--input-tokens", "40..60", "--output-tokens", "6"]
+    with serving(tmp_path) as server:
+        for name, arguments in loads.items():
+            file = tmp_path / f"{name}.json"
+            done = bench("serve", "--url", server.url, *arguments, *common, "--output", str(file))
+            assert done.returncode == 0, done.stderr
+            result = json.loads(file.read_text())
+            for run in result["runs"]:
+                assert run["failures"] == {}
+                assert run["completed"] == 8
+                assert run["output_tokens"] == 48
+                # texts have about the length that was asked for, ids exactly
+                assert 8 * 34 <= run["input_tokens"] <= 8 * 66
+    assert "TTFT" in done.stdout
+
+
+def test_throughput_measures_an_engine(tmp_path):
+    file = tmp_path / "result.json"
+    done = bench(
+        "throughput", "--prompts", "3", "--input-tokens", "20", "--output-tokens", "8",
+        "--repeats", "1", "--threads", "1", "--kv-memory", "16MiB", "--max-num-seqs", "8",
+        "--output", str(file),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    result = json.loads(file.read_text())
+    assert result["decode_tokens_per_s"]["median"] > 0
+    assert "decode tokens/s" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["throughput", "--prompts", "0"], "prompts must be"),
+        (["throughput", "--input-tokens", "long"], "input_tokens must be a length"),
+        (["throughput", "--model", "/nowhere"], "/nowhere"),
+        (["everything"], "everything"),
+        ([], "serve|throughput"),
+    ],
+)
+def test_wrong_uses(arguments, word):
+    done = bench(*arguments)
+    assert done.returncode in (1, 2)
+    assert word in done.stderr
+    assert "Traceback" not in done.stderr
