@@ -64,6 +64,7 @@ Prompts = Annotated[list[str | int | Ids], Meta(max_length=MAX_IDS)]
 Variables = Annotated[dict[str, Raw], Meta(max_length=32)]
 FunctionName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,128}$")]
 Objects = Annotated[list[dict[str, Any]], Meta(max_length=MAX_MESSAGES)]
+Parts = Annotated[list[Raw], Meta(max_length=MAX_MESSAGES)]  # each is decoded by its ``type``
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -297,6 +298,19 @@ def decode_body(body: type[Body], data: bytes | Raw, at: str = "") -> Body:
         raise InvalidJSONError(f"The body of the request is not valid JSON{detail}.") from None
     refuse_unsupported(decoded, at and f"{at}.")
     return decoded
+
+
+class _Kind(Struct):
+    type: str | None = None
+
+
+def kind_of(raw: Raw, path: str, default: str | None = None) -> str:
+    """The ``type`` of an object. Raises MissingParameterError if it and a default are missing."""
+    kind = decode_body(_Kind, raw, path).type
+    kind = default if kind is None else kind
+    if kind is None:
+        raise MissingParameterError(f"{path}.type")
+    return kind
 
 
 def refuse_many_parts(data: bytes) -> None:

@@ -10,17 +10,14 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from weft.api.bodies import MAX_MESSAGES, NULL, Name, decode_body
+from weft.api.bodies import MAX_MESSAGES, MAX_TOOLS, NULL, Name, Parts, decode_body, kind_of
 from weft.api.errors import MissingParameterError, UnsupportedParameterError
 from weft.api.jobs import Builder, Job, new_id
 from weft.api.translate import job_of_chat
 from weft.core.errors import ParameterError
 from weft.core.types import MAX_STOP_STRINGS
 
-Parts = Annotated[list[Raw], Meta(max_length=MAX_MESSAGES)]
 Content = str | Parts
-
-MAX_TOOLS = 1024
 
 # Fields of the chat body -> fields of this one.
 NAMES = {
@@ -322,18 +319,6 @@ def _blocks(content: Parts, path: str, allowed: Seq[type[Block]]) -> list[tuple[
             )
         found.append((decode_body(kinds[kind], raw, where), where))
     return found
-
-
-class _Kind(Struct):
-    type: str | None = None
-
-
-def kind_of(raw: Raw, path: str) -> str:
-    """The ``type`` of an object. Raises a ParameterError if it has none."""
-    kind = decode_body(_Kind, raw, path).type
-    if kind is None:
-        raise MissingParameterError(f"{path}.type")
-    return kind
 
 
 def _tool_fields(tools: Seq[Tool] | None, choice: ToolChoice | None) -> dict[str, Any]:

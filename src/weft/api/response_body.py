@@ -9,16 +9,15 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Raw, Struct
 
-from weft.api.bodies import MAX_MESSAGES, NULL, Name, decode_body
+from weft.api.bodies import MAX_TOOLS, NULL, Name, Parts, decode_body, kind_of
 from weft.api.errors import MissingParameterError, UnsupportedParameterError
 from weft.api.jobs import Builder, Job, new_id
-from weft.api.response_items import Item, Kind, messages_of
+from weft.api.response_items import Item, messages_of
 from weft.api.sampling import check_model
 from weft.api.translate import job_of_chat
 from weft.core.errors import PromptTooLongError
 from weft.core.types import MAX_LOGPROBS
 
-MAX_TOOLS = 1024
 SYSTEM = ("system", "developer")
 LOGPROBS = "message.output_text.logprobs"
 
@@ -136,7 +135,7 @@ class ResponseBody(Struct, forbid_unknown_fields=True, kw_only=True):
     """Body of ``POST /v1/responses``."""
 
     model: Name | None = None
-    input: str | Annotated[list[Raw], Meta(max_length=MAX_MESSAGES)]
+    input: str | Parts
     include: Annotated[list[Include], Meta(max_length=16)] | None = None
     instructions: str | None = None
     max_output_tokens: int | None = None
@@ -296,9 +295,7 @@ def read_tools(body: ResponseBody) -> list[FunctionTool]:
     tools = []
     for index, raw in enumerate(body.tools or ()):
         path = f"tools[{index}]"
-        kind = decode_body(Kind, raw, path).type
-        if kind is None:
-            raise MissingParameterError(f"{path}.type")
+        kind = kind_of(raw, path)
         if kind != "function":
             raise UnsupportedParameterError(
                 f"{path}.type", f" There are no tools of type {kind[:100]!r}; describe functions."

@@ -8,24 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from msgspec import Meta, Raw, Struct
+from msgspec import Raw, Struct
 
-from weft.api.bodies import MAX_MESSAGES, NULL, Name, decode_body
-from weft.api.errors import MissingParameterError, UnsupportedParameterError
+from weft.api.bodies import NULL, Name, Parts, decode_body, kind_of
+from weft.api.errors import UnsupportedParameterError
 from weft.api.jobs import new_id
 from weft.core.errors import ParameterError
 
 Item = dict[str, Any]
-Parts = Annotated[list[Raw], Meta(max_length=MAX_MESSAGES)]
 Status = Literal["in_progress", "completed", "incomplete"]
-
-
-class Kind(Struct):
-    """The field that says what an object is."""
-
-    type: str | None = None
 
 
 class MessageItem(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -103,7 +96,7 @@ def read_items(given: str | Seq[Raw], at: str = "input") -> list[Item]:
 
 
 def _item(raw: Raw, path: str) -> Item:
-    kind = decode_body(Kind, raw, path).type or "message"
+    kind = kind_of(raw, path, "message")
     if kind == "message":
         return _message(decode_body(MessageItem, raw, path), path)
     if kind == "function_call":
@@ -165,9 +158,7 @@ def _texts(parts: Iterable[Raw], path: str, kinds: Seq[str]) -> list[str]:
     texts = []
     for index, raw in enumerate(parts):
         where = f"{path}[{index}]"
-        kind = decode_body(Kind, raw, where).type
-        if kind is None:
-            raise MissingParameterError(f"{where}.type")
+        kind = kind_of(raw, where)
         if kind not in kinds:
             raise UnsupportedParameterError(
                 f"{where}.type",
