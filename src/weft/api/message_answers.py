@@ -26,8 +26,8 @@ _ERROR_TYPES = {
 }
 
 
-class MessageCollector:
-    """Gathers the updates of a job until its message is whole."""
+class _MessageAnswer:
+    """The message of one job, while it is made and when it is whole."""
 
     def __init__(self, job: Job, tokenizer: Tokenizer) -> None:
         self._job = job
@@ -36,6 +36,10 @@ class MessageCollector:
     @property
     def done(self) -> bool:
         return self._turn.done
+
+
+class MessageCollector(_MessageAnswer):
+    """Gathers the updates of a job until its message is whole."""
 
     def push(self, updates: Seq[Update]) -> list[int]:
         """Take updates in; return ids that a stop string has ended. Raises as `Turn.push`."""
@@ -53,17 +57,10 @@ class MessageCollector:
         return orjson.dumps(message)
 
 
-class MessageWriter:
+class MessageWriter(_MessageAnswer):
     """Writes the events of one message."""
 
-    def __init__(self, job: Job, tokenizer: Tokenizer) -> None:
-        self._job = job
-        self._turn = Turn(job, tokenizer)
-        self._started = False
-
-    @property
-    def done(self) -> bool:
-        return self._turn.done
+    _started = False
 
     def push(self, updates: Seq[Update]) -> tuple[bytes, list[int]]:
         """Take updates in; return events, and ids that a stop string has ended.
