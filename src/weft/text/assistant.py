@@ -88,17 +88,12 @@ class AssistantParser:
         return out
 
 
-class ReasoningParser:
-    """Reasoning that stands at the start of a turn between two markers.
+class Stepwise:
+    """Text that is read by one step after the other, however it is cut into pieces."""
 
-    Args:
-        opened: the prompt has ended with the opening marker, so that the turn starts inside.
-    """
-
-    def __init__(self, markers: tuple[str, str], *, opened: bool = False) -> None:
-        self._open, self._close = markers
+    def __init__(self, start: Step) -> None:
         self._buffer = ""
-        self._step: Step = self._after_open if opened else self._before
+        self._step = start
 
     def push(self, text: str) -> list[Event]:
         """Append text; return what is certain now."""
@@ -107,6 +102,24 @@ class ReasoningParser:
         while self._buffer and self._step(events):
             pass
         return events
+
+    def _skip_space(self, then: Step) -> bool:
+        """Drop white space, however much comes, before a step."""
+        self._buffer = self._buffer.lstrip()
+        self._step = then if self._buffer else self._step
+        return True
+
+
+class ReasoningParser(Stepwise):
+    """Reasoning that stands at the start of a turn between two markers.
+
+    Args:
+        opened: the prompt has ended with the opening marker, so that the turn starts inside.
+    """
+
+    def __init__(self, markers: tuple[str, str], *, opened: bool = False) -> None:
+        self._open, self._close = markers
+        super().__init__(self._after_open if opened else self._before)
 
     def flush(self) -> list[Event]:
         """Return the text held back: it was no marker."""
@@ -128,9 +141,7 @@ class ReasoningParser:
         return True
 
     def _after_open(self, _: list[Event]) -> bool:
-        self._buffer = self._buffer.lstrip()
-        self._step = self._inside if self._buffer else self._step
-        return True
+        return self._skip_space(self._inside)
 
     def _inside(self, events: list[Event]) -> bool:
         before, marker, self._buffer = split_at(self._buffer, (self._close,))
@@ -141,9 +152,7 @@ class ReasoningParser:
         return bool(marker)
 
     def _after_close(self, _: list[Event]) -> bool:
-        self._buffer = self._buffer.lstrip()
-        self._step = self._outside if self._buffer else self._step
-        return True
+        return self._skip_space(self._outside)
 
     def _outside(self, events: list[Event]) -> bool:
         events.append(Content(self._buffer))

@@ -13,7 +13,7 @@ import secrets
 import string
 from collections.abc import Collection
 
-from weft.text.assistant import Content, Event, Step, ToolArguments, ToolCall, split_at
+from weft.text.assistant import Content, Event, Step, Stepwise, ToolArguments, ToolCall, split_at
 
 _STRUCTURE = re.compile(r'["{}\[\]]')
 _STRING = re.compile(r'["\\]')
@@ -208,7 +208,7 @@ def _string(text: str) -> str | None:
     return value if isinstance(value, str) else None
 
 
-class CallParser:
+class CallParser(Stepwise):
     """What the parsers of all families share: text, then calls that a marker opens.
 
     Args:
@@ -220,20 +220,11 @@ class CallParser:
     new_id = staticmethod(new_call_id)
 
     def __init__(self, names: Collection[str] = ()) -> None:
+        super().__init__(self._in_text)
         self._names = names
-        self._buffer = ""
         self._lead = ""  # what stands before a call and becomes content if it is none
         self._count = 0
         self._call: _Call | None = None
-        self._step: Step = self._in_text
-
-    def push(self, text: str) -> list[Event]:
-        """Append text; return what is certain now."""
-        self._buffer += text
-        events: list[Event] = []
-        while self._buffer and self._step(events):
-            pass
-        return events
 
     def flush(self) -> list[Event]:
         """Return the text held back: no call came of it."""
@@ -295,10 +286,9 @@ class CallParser:
         self._step = self._in_text
         return True
 
-    def _skip_space(self, _: list[Event]) -> bool:
-        self._buffer = self._buffer.lstrip()
-        self._step = self._in_text if self._buffer else self._step
-        return True
+    def _between(self, _: list[Event]) -> bool:
+        """After a call and its end."""
+        return self._skip_space(self._in_text)
 
 
 class HermesParser(CallParser):
@@ -313,7 +303,7 @@ class HermesParser(CallParser):
         if close.startswith(text) and text != close:
             return False
         self._buffer = text.removeprefix(close)
-        self._step = self._skip_space
+        self._step = self._between
         return True
 
 
@@ -336,7 +326,7 @@ class Llama3Parser(CallParser):
         return self._begin() if text.startswith("{") else self._no_call()
 
     def _closed(self, _: list[Event]) -> bool:
-        return self._object_or(self._skip_space, r"[\s;]*")
+        return self._object_or(self._between, r"[\s;]*")
 
     def _object_or(self, otherwise: Step, before: str) -> bool:
         """Take an unmarked object for a call; text that is none is read by ``otherwise``."""
@@ -391,10 +381,10 @@ class MistralParser(CallParser):
             return self._begin()
         if text[0] == "]" and not self._lead:
             self._buffer = text[1:]
-            self._step = self._skip_space
+            self._step = self._between
             return True
         return self._no_call()
 
     def _closed(self, _: list[Event]) -> bool:
-        self._step = self._in_list if self._listed else self._skip_space
+        self._step = self._in_list if self._listed else self._between
         return True
