@@ -300,6 +300,14 @@ def decode_body(body: type[Body], data: bytes | Raw, at: str = "") -> Body:
     return decoded
 
 
+def encode_json(value: Any) -> bytes:
+    """JSON of a value from a body. Raises ParameterError if it is nested too deeply."""
+    try:
+        return msgspec.json.encode(value)
+    except RecursionError:
+        raise ParameterError("The body of the request is nested too deeply.") from None
+
+
 class _Kind(Struct):
     type: str | None = None
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from weft.api.bodies import ChatBody, Message
+from weft.api.bodies import ChatBody, Message, encode_json
 from weft.api.errors import MissingParameterError, UnsupportedParameterError
 from weft.api.jobs import Builder, Job, new_id, now
 from weft.api.sampling import (
@@ -153,7 +153,7 @@ def encode_messages(
     knows_developer = any("developer" in source for source in template.sources.values())
     plain = [_message(message, i, knows_developer) for i, message in enumerate(messages)]
     num_bytes = sum(map(_num_bytes, messages, plain))
-    builder.check_size(num_bytes + (_json_bytes(tools) if tools else 0), "messages")
+    builder.check_size(num_bytes + (len(encode_json(tools)) if tools else 0), "messages")
     template.check_variables(variables)
     return encode_chat(
         builder.tokenizer,
@@ -168,14 +168,7 @@ def encode_messages(
 def _num_bytes(message: Message, plain: Mapping[str, Any]) -> int:
     """Bytes of everything in a message that a template may show."""
     texts = sum(len(value.encode()) for value in plain.values() if isinstance(value, str))
-    return texts + (_json_bytes(message.tool_calls) if message.tool_calls else 0)
-
-
-def _json_bytes(value: Any) -> int:
-    try:
-        return len(msgspec.json.encode(value))
-    except RecursionError:
-        raise ParameterError("The body of the request is nested too deeply.") from None
+    return texts + (len(encode_json(message.tool_calls)) if message.tool_calls else 0)
 
 
 def read_variables(given: Mapping[str, msgspec.Raw]) -> dict[str, Any]:

@@ -7,12 +7,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import msgspec
-
-from weft.api.bodies import ChatBody, decode_body
+from weft.api.bodies import ChatBody, decode_body, encode_json
 from weft.api.chat import chat_job
 from weft.api.jobs import Builder, Job
-from weft.core.errors import ParameterError, WeftError
+from weft.core.errors import WeftError
 
 
 def job_of_chat(fields: Mapping[str, Any], builder: Builder, names: Mapping[str, str]) -> Job:
@@ -28,7 +26,7 @@ def job_of_chat(fields: Mapping[str, Any], builder: Builder, names: Mapping[str,
     """
     given = {name: value for name, value in fields.items() if value is not None}
     try:
-        job = chat_job(decode_body(ChatBody, _encoded(given)), builder)
+        job = chat_job(decode_body(ChatBody, encode_json(given)), builder)
     except WeftError as error:
         raise renamed(error, names) from None
     param = job.constrained_by
@@ -59,10 +57,3 @@ def renamed(error: WeftError, names: Mapping[str, str]) -> WeftError:
         message = new + message.removeprefix(old)
     error.param, error.message, error.args = new, message, (message,)
     return error
-
-
-def _encoded(fields: Mapping[str, Any]) -> bytes:
-    try:
-        return msgspec.json.encode(fields)
-    except RecursionError:
-        raise ParameterError("The body of the request is nested too deeply.") from None
