@@ -16,11 +16,9 @@ from starlette.routing import Route
 
 from weft import __version__
 from weft.api import (
-    Builder,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
-    Job,
     ModelCard,
     TokenizeBody,
     chat_job,
@@ -31,7 +29,7 @@ from weft.api import (
     model_object,
     tokenize,
 )
-from weft.api.bodies import FIXED_LIMITS, Body
+from weft.api.bodies import FIXED_LIMITS
 from weft.api.sampling import check_model
 from weft.core.errors import WeftError
 from weft.core.ports import EngineClient
@@ -41,7 +39,7 @@ from weft.server.body import read_body
 from weft.server.embeddings import embedding_routes
 from weft.server.errors import handle_bug, handle_http_error, handle_weft_error, json_response
 from weft.server.exchange import Observe, log_exchange
-from weft.server.generation import Generation, chunked_form
+from weft.server.generation import chunked_form, generate
 from weft.server.messages import AnthropicErrors, message_routes
 from weft.server.metrics import CONTENT_TYPE
 from weft.server.options import ServerOptions
@@ -171,21 +169,12 @@ class _Handlers:
         self._service = service
 
     async def completions(self, request: Request) -> Response:
-        return await self._generate(request, CompletionBody, completion_job)
+        form = chunked_form(self._service)
+        return await generate(self._service, request, CompletionBody, completion_job, form)
 
     async def chat(self, request: Request) -> Response:
-        return await self._generate(request, ChatBody, chat_job)
-
-    async def _generate(
-        self, request: Request, body: type[Body], job_of: Callable[[Body, Builder], Job]
-    ) -> Response:
-        service = self._service
-        with service.metrics.counting_refusals():
-            data = await read_body(request, service.options)
-            job = await service.prepare(
-                len(data), lambda: job_of(decode_body(body, data), service.builder)
-            )
-            return Generation(service, job, chunked_form(service))
+        form = chunked_form(self._service)
+        return await generate(self._service, request, ChatBody, chat_job, form)
 
     async def models(self, _: Request) -> Response:
         return json_response(model_list(self._service.builder.card))

@@ -10,12 +10,15 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import orjson
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from weft.api import ChunkWriter, Collector, Job, describe_error
+from weft.api import Builder, ChunkWriter, Collector, Job, decode_body, describe_error
+from weft.api.bodies import Body
 from weft.core.errors import WeftError
 from weft.core.plan import Update
+from weft.server.body import read_body
 from weft.server.errors import log_failure
 from weft.server.exchange import BARE_SEND
 from weft.server.service import DisconnectedError, OpenJob, Service
@@ -90,6 +93,22 @@ class _EventStream(ChunkWriter):
 
     def failed(self, error: WeftError) -> bytes:
         return FRAME[0] + orjson.dumps(describe_error(error)[1]) + FRAME[1]
+
+
+async def generate(
+    service: Service,
+    request: Request,
+    body: type[Body],
+    job_of: Callable[[Body, Builder], Job],
+    form: Form,
+) -> Response:
+    """Read the body of a request and answer the job that it asks for. Raises what is wrong."""
+    with service.metrics.counting_refusals():
+        data = await read_body(request, service.options)
+        job = await service.prepare(
+            len(data), lambda: job_of(decode_body(body, data), service.builder)
+        )
+        return Generation(service, job, form)
 
 
 class Generation(Response):

@@ -16,7 +16,7 @@ from weft.api.messages import MessageBody, PromptBody, count_tokens, message_job
 from weft.core.logs import REQUEST_ID
 from weft.server.body import read_body
 from weft.server.errors import handle_bug, json_response
-from weft.server.generation import Form, Generation
+from weft.server.generation import Form, generate
 from weft.server.service import Service
 
 PATH = "/v1/messages"
@@ -31,12 +31,7 @@ def message_routes(service: Service) -> list[Route]:
     )
 
     async def create(request: Request) -> Response:
-        with service.metrics.counting_refusals():
-            data = await read_body(request, service.options)
-            job = await service.prepare(
-                len(data), lambda: message_job(decode_body(MessageBody, data), service.builder)
-            )
-            return Generation(service, job, form)
+        return await generate(service, request, MessageBody, message_job, form)
 
     async def count(request: Request) -> Response:
         data = await read_body(request, service.options)
