@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
 from weft.core.plan import Commit, StepPlan, StepResult, Update
+from weft.core.sinks import Sink
 from weft.core.types import FinishReason, Request
 
 
@@ -69,7 +69,7 @@ class Executor(Protocol):
 class EngineClient(Protocol):
     """The request plane's side of the meeting point with the engine."""
 
-    def submit(self, requests: Seq[Request], sink: Callable[[Seq[Update]], None]) -> None:
+    def submit(self, requests: Seq[Request], sink: Sink) -> None:
         """Hand over requests whose updates ``sink`` gets, in order, until each has ended.
 
         The sink must not block. Raises a typed error if the engine cannot take the requests.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -12,6 +12,7 @@ from weft.core.config import EngineConfig
 from weft.core.errors import InvariantError, WeftError
 from weft.core.plan import Commit, Update
 from weft.core.ports import Executor, Inbox, Scheduler
+from weft.core.sinks import Sink, deliver
 from weft.core.types import FinishReason, Request
 from weft.engine.build import build_engine, describe_served
 from weft.engine.compiling import CompilingInbox
@@ -19,14 +20,7 @@ from weft.engine.loop import EngineLoop
 from weft.engine.machine import WallClock
 from weft.exec.grammar import Grammars
 
-Sink = Callable[[Seq[Update]], None]
-
-
 logger = logging.getLogger("weft")
-
-
-def _ignore(updates: Seq[Update]) -> None:
-    """Takes the updates of requests whose sink has failed."""
 
 
 class LocalInbox:
@@ -84,18 +78,7 @@ class LocalInbox:
             by_sink.setdefault(self._sinks[update.sequence_id], []).append(update)
             if update.finish is not None:
                 del self._sinks[update.sequence_id]
-        for sink, own in by_sink.items():
-            self._give(sink, own)
-
-    def _give(self, sink: Sink, updates: list[Update]) -> None:
-        """Call a sink; one that fails loses its requests, and nobody else is concerned."""
-        try:
-            sink(updates)
-        except Exception:
-            logger.exception("A sink failed; its requests are cancelled.")
-            for sequence_id in [i for i, owner in self._sinks.items() if owner is sink]:
-                self._sinks[sequence_id] = _ignore
-                self.cancel(sequence_id)
+        deliver(by_sink, self._sinks, self.cancel)
 
     def wait(self) -> None:
         """Block until there is something to receive, ``poke`` was called, or it is closed."""

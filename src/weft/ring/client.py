@@ -13,29 +13,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import select
 import threading
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 from weft.core.errors import EngineBusyError, EngineDeadError, ParameterError, WeftError
 from weft.core.plan import Update
+from weft.core.sinks import Sink, deliver
 from weft.core.types import FinishReason, Request
 from weft.ring import _native
 from weft.ring.codec import pack_sampling, unpack_news
 from weft.ring.layout import REASON_OF, SIZES, EngineInfo, Refusal
 from weft.ring.segment import RingFds, attached
-
-Sink = Callable[[Seq[Update]], None]
-
-logger = logging.getLogger("weft")
-
-
-def _ignore(updates: Seq[Update]) -> None:
-    """Takes the updates of requests whose sink has failed."""
 
 
 class RingClient:
@@ -190,7 +182,7 @@ class RingClient:
                 batches.setdefault(sink, []).extend(updates)
                 if news[-1] is not None:
                     del self._sinks[news[0]]
-        self._deliver(batches)
+        deliver(batches, self._sinks, self.cancel)
         return bool(batches)
 
     def _gather(self, request_id: int, updates: list[Update]) -> list[Update]:
@@ -202,17 +194,6 @@ class RingClient:
         del self._vectors[request_id]
         whole = updates[-1].finish is FinishReason.STOP
         return [updates[-1]._replace(token=None, embedding=words.tobytes() if whole else None)]
-
-    def _deliver(self, batches: Mapping[Sink, list[Update]]) -> None:
-        """Call the sinks; one that fails loses its requests, and nobody else is concerned."""
-        for sink, updates in batches.items():
-            try:
-                sink(updates)
-            except Exception:
-                logger.exception("A sink failed; its requests are cancelled.")
-                for request_id in [i for i, owner in self._sinks.items() if owner is sink]:
-                    self._sinks[request_id] = _ignore
-                    self.cancel(request_id)
 
     def arm(self) -> bool:
         """Ask to be woken through ``fileno``; False if there is news already."""
@@ -303,7 +284,7 @@ class RingClient:
                 batches.setdefault(sink, []).append(end)
             self._sinks.clear()
             self._vectors.clear()
-        self._deliver(batches)
+        deliver(batches, self._sinks, self.cancel)
 
     def close(self) -> None:
         """End what is open and give the ring up. May be called twice."""
