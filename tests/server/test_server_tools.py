@@ -121,7 +121,7 @@ def test_an_answer_by_a_schema(openai, anthropic):
         model="builtin",
         max_tokens=60,
         messages=SAID,
-        temperature=0,
+        extra_body={"temperature": 0},
         output_config={"format": {"type": "json_schema", "schema": schema}},
     )
     assert message.stop_reason == "end_turn"
