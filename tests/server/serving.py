@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import threading
 import time
@@ -33,6 +34,34 @@ class Running:
 
     def http(self, **options: Any) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=30, **options)
+
+    def connect(self) -> socket.socket:
+        """A bare connection."""
+        host, port = self.url.removeprefix("http://").split(":")
+        return socket.create_connection((host, int(port)), timeout=30)
+
+    def ask(self, body: Any, path: str = "/v1/completions") -> socket.socket:
+        """A bare connection with a request whose answer nobody reads."""
+        data, raw = json.dumps(body).encode(), self.connect()
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+        raw.sendall(head.encode() + data)
+        return raw
+
+    def talk(self, *parts: bytes) -> bytes:
+        """What a bare connection gets for these bytes, until the server closes it."""
+        with self.connect() as raw:
+            with contextlib.suppress(OSError):  # it has closed; what it said can be read still
+                for part in parts:
+                    raw.sendall(part)
+            return read_all(raw)
+
+
+def read_all(raw: socket.socket) -> bytes:
+    """What comes until the server closes the connection."""
+    answer = b""
+    while part := raw.recv(65536):
+        answer += part
+    return answer
 
 
 @contextlib.contextmanager

@@ -63,18 +63,6 @@ def refused(answer: httpx.Response, status: int = 400) -> dict[str, Any]:
     return error
 
 
-def exchange(running: Running, *parts: bytes) -> bytes:
-    """What a bare connection gets for these bytes, until the server closes it."""
-    host, port = running.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=30) as raw:
-        for part in parts:
-            raw.sendall(part)
-        answer = b""
-        while part := raw.recv(65536):
-            answer += part
-        return answer
-
-
 # -- code that comes with data, and sockets between processes ------------------------------------
 
 
@@ -357,7 +345,7 @@ class TestInputBombs:
         ],
     )
     def test_headers(self, server, head):
-        assert exchange(server, head).startswith(b"HTTP/1.1 431")
+        assert server.talk(head).startswith(b"HTTP/1.1 431")
 
 
 class TestControlTokens:
@@ -530,13 +518,13 @@ class TestKeys:
     )  # fmt: skip
     def test_no_spelling_of_a_path_gets_around_it(self, guarded, target):
         head = f"GET {target} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
-        status = exchange(guarded, head.encode()).split(b"\r\n")[0]
+        status = guarded.talk(head.encode()).split(b"\r\n")[0]
         assert status.split(b" ")[1] in (b"401", b"400"), status
 
     @pytest.mark.parametrize("target", ["/health", "/%68ealth", "/health?x=1", "/ready"])
     def test_the_open_paths_are_open(self, guarded, target):
         head = f"GET {target} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
-        assert exchange(guarded, head.encode()).startswith(b"HTTP/1.1 200")
+        assert guarded.talk(head.encode()).startswith(b"HTTP/1.1 200")
 
     @pytest.mark.parametrize(
         "headers",
@@ -694,8 +682,7 @@ class TestCacheTiming:
 class TestOverload:
     def test_slow_clients_do_not_hold_up_others(self, server):
         """A hundred connections that never finish a request, and one that does."""
-        host, port = server.url.removeprefix("http://").split(":")
-        slow = [socket.create_connection((host, int(port))) for _ in range(100)]
+        slow = [server.connect() for _ in range(100)]
         for raw in slow:
             raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
         with server.http() as http:
@@ -724,4 +711,4 @@ class TestOverload:
     def test_pipelined_requests(self, server):
         ask = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
         last = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
-        assert exchange(server, ask * 500 + last).count(b"HTTP/1.1 200") == 501
+        assert server.talk(ask * 500 + last).count(b"HTTP/1.1 200") == 501

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -44,10 +42,7 @@ def test_the_openai_client_in_both_formats(scripted):
 
 def test_a_client_that_leaves_ends_all_waves(scripted):
     client = scripted.client
-    data = json.dumps({"model": "builtin", "input": ["a"] * (WAVE + 1)}).encode()
-    with socket.create_connection(scripted.url.removeprefix("http://").split(":")) as raw:
-        head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
-        raw.sendall(head.encode() + data)
+    with scripted.ask({"model": "builtin", "input": ["a"] * (WAVE + 1)}, PATH):
         wait_until(lambda: client.submitted.qsize() == WAVE)
     cancelled = {client.cancelled.get(timeout=10) for _ in range(WAVE)}
     assert {reason for _, reason in cancelled} == {FinishReason.CANCELLED}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import threading
 from typing import Any
 
@@ -155,10 +154,7 @@ def test_many_streams_at_once(real):
 def test_a_disconnect_frees_everything(real, engine, stream):
     body = {**COMPLETION, "max_tokens": 200, "ignore_eos": True, "stream": stream, "n": 8}
     before = real.service.metrics.finished["cancelled"]
-    data = json.dumps(body).encode()
-    with socket.create_connection(real.url.removeprefix("http://").split(":")) as raw:
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
-        raw.sendall(head.encode() + data)
+    with real.ask(body) as raw:
         wait_until(lambda: real.service.metrics.running == 8)
         if stream:
             assert raw.recv(64).startswith(b"HTTP/1.1 200")

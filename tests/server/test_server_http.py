@@ -86,14 +86,14 @@ def test_large_bodies(http, scripted):
 
     error_of(http.post("/v1/completions", content=endless()), 413, "request_too_large")
     expecting = {"content-length": str(limit + 1), "expect": "100-continue"}
-    with socket.create_connection(scripted.url.removeprefix("http://").split(":")) as raw:
+    with scripted.connect() as raw:
         head = "".join(f"{name}: {value}\r\n" for name, value in expecting.items())
         raw.sendall(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{head}\r\n".encode())
         assert raw.recv(64).startswith(b"HTTP/1.1 413")
 
 
 def test_a_client_that_leaves_while_sending(scripted):
-    with socket.create_connection(scripted.url.removeprefix("http://").split(":")) as raw:
+    with scripted.connect() as raw:
         raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
     with scripted.http() as http:
         assert http.get("/health").status_code == 200

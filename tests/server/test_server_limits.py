@@ -363,21 +363,17 @@ def test_files_for_https_that_cannot_be_used(certificate, tmp_path):
 
 def test_a_body_that_does_not_come(text):
     with serving(ScriptedClient(), text, body_timeout_s=0.2) as running:
-        address = running.url.removeprefix("http://").split(":")
-        with socket.create_connection(address, timeout=30) as raw:
-            raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
-            answer = b""
-            while part := raw.recv(4096):  # the connection is closed after it
-                answer += part
+        answer = running.talk(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{"
+        )
         assert answer.startswith(b"HTTP/1.1 408 ")
         assert b"request_timeout" in answer
 
 
 def test_more_connections_than_there_may_be(text):
     with serving(ScriptedClient(), text, max_connections=2) as running:
-        address = running.url.removeprefix("http://").split(":")
         ask = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
-        with socket.create_connection(address) as first, socket.create_connection(address) as two:
+        with running.connect() as first, running.connect() as two:
 
             def served(raw: socket.socket) -> bool:
                 raw.sendall(ask)
@@ -388,7 +384,7 @@ def test_more_connections_than_there_may_be(text):
 
             assert served(first)
             assert served(two)
-            with socket.create_connection(address) as third:
+            with running.connect() as third:
                 assert third.recv(4096).startswith(b"HTTP/1.1 503")
             assert served(first)
             two.close()

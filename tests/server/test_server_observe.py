@@ -7,7 +7,6 @@ import io
 import json
 import logging
 import re
-import socket
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -170,18 +169,14 @@ def test_one_line_for_each_request(text, lines):
 
 def test_clients_that_leave(text, lines):
     with serving(ScriptedClient(), text, access_log=True) as running:
-        address = running.url.removeprefix("http://").split(":")
-        body = json.dumps({**BODY, "stream": True}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
-        with socket.create_connection(address, timeout=30) as raw:  # in the middle of a stream
-            raw.sendall(head.encode() + body)
+        body = {**BODY, "stream": True}
+        with running.ask(body) as raw:  # in the middle of a stream
             running.client.send(running.client.submitted.get(timeout=10), 700)
             answer = b""
             while b"data: " not in answer:
                 answer += raw.recv(4096)
         wait_until(lambda: len(lines()) == 1)
-        with socket.create_connection(address) as raw:  # before anything came
-            raw.sendall(head.encode() + body)
+        with running.ask(body):  # before anything came
             running.client.submitted.get(timeout=10)
         wait_until(lambda: len(lines()) == 2)
     first, second = lines()

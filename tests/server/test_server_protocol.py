@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import socket
 from typing import Any
 
 import pytest
 from scripted import ScriptedClient
-from serving import Running, serving
+from serving import read_all, serving
 
 LIMIT = 4096
 
@@ -18,29 +17,6 @@ def server(text: Any):
     options = {"max_header_bytes": LIMIT, "header_timeout_s": 0.5}
     with serving(ScriptedClient([700]), text, **options) as running:
         yield running
-
-
-def connect(running: Running) -> socket.socket:
-    host, port = running.url.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=30)
-
-
-def talk(running: Running, *parts: bytes) -> bytes:
-    """Send parts; return all that comes until the server closes."""
-    with connect(running) as raw:
-        for part in parts:
-            try:
-                raw.sendall(part)
-            except OSError:  # it has closed; what it said can be read still
-                break
-        return read_all(raw)
-
-
-def read_all(raw: socket.socket) -> bytes:
-    answer = b""
-    while part := raw.recv(65536):
-        answer += part
-    return answer
 
 
 def check_refusal(answer: bytes, status: int, code: str) -> None:
@@ -77,7 +53,7 @@ FILL = b"x" * (3 * LIMIT)
     ids=["value", "pieces", "many", "url", "query", "empty", "second", "trailer", "extension"],
 )
 def test_long_headers_are_refused(server, parts):
-    answer = talk(server, *parts)
+    answer = server.talk(*parts)
     check_refusal(answer[answer.rindex(b"HTTP/1.1") :], 431, "headers_too_large")
     with server.http() as http:
         assert http.get("/health").status_code == 200
@@ -94,13 +70,13 @@ def test_headers_within_the_limit_and_long_bodies_pass(server):
 
 
 def test_many_requests_sent_at_once_pass(server):
-    answer = talk(server, (GET + b"\r\n") * 300 + LAST)
+    answer = server.talk((GET + b"\r\n") * 300 + LAST)
     assert answer.count(b"HTTP/1.1 200 OK") == 301
 
 
 @pytest.mark.parametrize("start", [b"", b"GET /health HT", GET, GET + b"\r\n" + b"\r\n"])
 def test_headers_that_do_not_come_end_the_connection(server, start):
-    with connect(server) as raw:
+    with server.connect() as raw:
         raw.sendall(start)
         if start.endswith(b"\r\n\r\n"):  # a partial second request after an answered one
             assert raw.recv(4096).startswith(b"HTTP/1.1 200")
@@ -114,7 +90,7 @@ def test_a_slow_answer_outlives_the_time_for_headers(text):
     """Also if something of a next request has come already."""
     body = json.dumps({"model": "builtin", "prompt": "x"}).encode()
     head = POST + f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-    with serving(ScriptedClient(), text, header_timeout_s=0.1) as running, connect(running) as raw:
+    with serving(ScriptedClient(), text, header_timeout_s=0.1) as running, running.connect() as raw:
         raw.sendall(head + body)
         request = running.client.submitted.get(timeout=10)
         raw.sendall(b"\r\n")
@@ -139,13 +115,13 @@ def test_a_slow_answer_outlives_the_time_for_headers(text):
     ],
 )
 def test_malformed_http_is_refused_in_openai_s_form(server, data):
-    check_refusal(talk(server, data), 400, "invalid_http")
+    check_refusal(server.talk(data), 400, "invalid_http")
 
 
 def test_rubbish_behind_a_request_does_not_get_into_its_answer(text):
     body = json.dumps({"model": "builtin", "prompt": "x", "stream": True}).encode()
     head = POST + f"Content-Length: {len(body)}\r\n\r\n".encode()
-    with serving(ScriptedClient(), text) as running, connect(running) as raw:
+    with serving(ScriptedClient(), text) as running, running.connect() as raw:
         raw.sendall(head + body)
         request = running.client.submitted.get(timeout=10)
         running.client.send(request, 700)

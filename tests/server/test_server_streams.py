@@ -64,10 +64,7 @@ def test_a_reader_that_does_not_read_is_waited_for(scripted):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_before_the_first_token(scripted, stream):
-    data = json.dumps({**BODY, "stream": stream}).encode()
-    with socket.create_connection(scripted.url.removeprefix("http://").split(":")) as raw:
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
-        raw.sendall(head.encode() + data)
+    with scripted.ask({**BODY, "stream": stream}):
         request = scripted.client.submitted.get(timeout=10)
         assert scripted.client.cancelled.empty()
     assert scripted.client.cancelled.get(timeout=2) == (request.id, FinishReason.CANCELLED)
