@@ -40,6 +40,17 @@ def updates_of(job: Any, builder: Any, text: str, cut: int, finish: str) -> list
     return [updates[i : i + cut] for i in range(0, len(updates), cut)]
 
 
+def both(collector: Any, writer: Any, batches: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The whole answer, and the events of its stream."""
+    data = b""
+    for batch in batches:
+        collector.push(batch)
+        data += writer.push(batch)[0]
+    lines = (data + writer.last()).decode().splitlines()
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
+    return json.loads(collector.body()), events
+
+
 def answer_message(
     builder: Any, turn: str = TURN, cut: int = 1, finish: str = "stop", **more: Any
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -50,13 +61,7 @@ def answer_message(
     job = message_job(decode_body(MessageBody, json.dumps(fields).encode()), builder)
     collector = MessageCollector(job, builder.tokenizer)
     writer = MessageWriter(job, builder.tokenizer)
-    data = b""
-    for batch in updates_of(job, builder, turn, cut, finish):
-        collector.push(batch)
-        data += writer.push(batch)[0]
-    lines = (data + writer.last()).decode().splitlines()
-    events = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
-    return json.loads(collector.body()), events
+    return both(collector, writer, updates_of(job, builder, turn, cut, finish))
 
 
 def answer_response(
@@ -70,13 +75,7 @@ def answer_response(
     texts = TokenTexts(builder.tokenizer)
     collector = ResponseCollector(job, body, builder.tokenizer, texts)
     writer = ResponseWriter(job, body, builder.tokenizer, texts)
-    data = b""
-    for batch in updates_of(job, builder, turn, cut, finish):
-        collector.push(batch)
-        data += writer.push(batch)[0]
-    lines = (data + writer.last()).decode().splitlines()
-    events = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
-    return json.loads(collector.body()), events
+    return both(collector, writer, updates_of(job, builder, turn, cut, finish))
 
 
 @pytest.mark.parametrize("cut", [1, 3, 1000])

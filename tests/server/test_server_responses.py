@@ -58,6 +58,18 @@ def test_pages_of_items_are_bounded(answering, limit):
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "limit")
 
 
+def check_not_found(asking: OpenAI, number: str) -> None:
+    for look in (
+        asking.responses.retrieve,
+        asking.responses.delete,
+        asking.responses.input_items.list,
+        asking.responses.cancel,
+        lambda number: asking.responses.create(**HELLO, previous_response_id=number),
+    ):
+        with pytest.raises(NotFoundError):
+            look(number)
+
+
 def test_what_is_stored_can_be_looked_at_and_deleted(answering):
     with client_of(answering) as asking:
         response = asking.responses.create(**HELLO)
@@ -66,15 +78,7 @@ def test_what_is_stored_can_be_looked_at_and_deleted(answering):
         assert unknown_fields(list(items)) == []
         assert [item.content[0].text for item in items] == ["hi"]
         asking.responses.delete(response.id)
-        for look in (
-            asking.responses.retrieve,
-            asking.responses.delete,
-            asking.responses.input_items.list,
-            asking.responses.cancel,
-            lambda number: asking.responses.create(**HELLO, previous_response_id=number),
-        ):
-            with pytest.raises(NotFoundError):
-                look(response.id)
+        check_not_found(asking, response.id)
         unstored = asking.responses.create(**HELLO, store=False)
         with pytest.raises(NotFoundError):
             asking.responses.retrieve(unstored.id)
@@ -163,15 +167,7 @@ def test_one_key_cannot_find_what_is_another_s(text):
     ):
         response = mine.responses.create(**HELLO)
         assert mine.responses.retrieve(response.id).id == response.id
-        for look in (
-            yours.responses.retrieve,
-            yours.responses.delete,
-            yours.responses.input_items.list,
-            yours.responses.cancel,
-            lambda number: yours.responses.create(**HELLO, previous_response_id=number),
-        ):
-            with pytest.raises(NotFoundError):
-                look(response.id)
+        check_not_found(yours, response.id)
         mine.responses.delete(response.id)
 
 
