@@ -1,4 +1,4 @@
-"""Compiles the C++ programs of the ring tests."""
+"""A ring for each test that wants one, and the C++ programs of the ring tests."""
 
 from __future__ import annotations
 
@@ -9,9 +9,18 @@ from pathlib import Path
 
 import pytest
 
+from weft.ring.segment import create_ring
+
 HERE = Path(__file__).parent
 HEADERS = HERE.parents[1] / "src" / "weft" / "ring"
 sys.path.insert(0, str(HERE))
+
+
+@pytest.fixture
+def ring():
+    fds = create_ring(64, 1 << 20)
+    yield fds
+    fds.close()
 
 
 @pytest.fixture(scope="session")

@@ -63,13 +63,6 @@ def threaded(fds: RingFds, process: subprocess.Popen[str] | None = None):
         client.close()
 
 
-@pytest.fixture
-def ring():
-    fds = create_ring(64, 1 << 20)
-    yield fds
-    fds.close()
-
-
 class Collector:
     """A sink that can be waited for."""
 

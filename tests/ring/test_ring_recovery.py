@@ -26,16 +26,8 @@ from weft.core.types import FinishReason, Request, SamplingParams, TokenLogprob
 from weft.ring import _native
 from weft.ring.inbox import RingInbox
 from weft.ring.recover import Quarantine
-from weft.ring.segment import create_ring
 
 POISON = VOCAB - 1
-
-
-@pytest.fixture
-def ring():
-    fds = create_ring(64, 1 << 20)
-    yield fds
-    fds.close()
 
 
 @pytest.fixture
