@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -54,6 +55,12 @@ def real(engine: tuple[Engine, EngineThread], text: Any) -> Iterator[Running]:
     """A server before the packaged model."""
     with serving(engine[1].inbox, text) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def client(real: Running) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{real.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import time
 from typing import Any, Literal
 
 import jsonschema
-import openai
 import pytest
 from pydantic import BaseModel
 from serving import serving
@@ -33,12 +32,6 @@ WEATHER: Any = {
 }
 TIME: Any = {"type": "function", "function": {"name": "get_time"}}
 NAMED: Any = {"type": "function", "function": {"name": "get_weather"}}
-
-
-@pytest.fixture(scope="module")
-def client(real):
-    with openai.OpenAI(base_url=f"{real.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 def of_schema(schema: dict[str, Any]) -> dict[str, Any]:

@@ -3,38 +3,16 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Literal
+from typing import Any
 
 import jsonschema
 import pytest
 from anthropic import Anthropic
-from openai import OpenAI
-from pydantic import BaseModel
+from test_server_structured import MESSAGES, PARAMETERS, Step
 
 from typed import unknown_fields
 
-PARAMETERS: Any = {
-    "type": "object",
-    "properties": {
-        "city": {"enum": ["Paris", "Rome"]},
-        "days": {"type": "integer", "minimum": 1, "maximum": 9},
-    },
-    "required": ["city", "days"],
-    "additionalProperties": False,
-}
-ASKED = "What is the weather in Paris?"
-SAID: Any = [{"role": "user", "content": ASKED}]
-
-
-class Step(BaseModel):
-    action: Literal["go", "stop"]
-    seconds: int
-
-
-@pytest.fixture(scope="module")
-def openai(real):
-    with OpenAI(base_url=f"{real.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
+ASKED = MESSAGES[0]["content"]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +22,7 @@ def anthropic(real):
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "get_weather"}])
-def test_a_forced_call_of_a_response(openai, choice):
+def test_a_forced_call_of_a_response(client, choice):
     tool = {"type": "function", "name": "get_weather", "parameters": PARAMETERS, "strict": True}
     options: Any = {
         "model": "builtin",
@@ -54,11 +32,11 @@ def test_a_forced_call_of_a_response(openai, choice):
         "parallel_tool_calls": False,
         "extra_body": {"seed": 4},
     }
-    whole = openai.responses.create(**options)
+    whole = client.responses.create(**options)
     [call] = whole.output
     jsonschema.validate(json.loads(call.arguments), PARAMETERS)
     assert (whole.status, call.status, call.name) == ("completed", "completed", "get_weather")
-    with openai.responses.stream(**options) as stream:
+    with client.responses.stream(**options) as stream:
         events = list(stream)
         final = stream.get_final_response()
     # The description requires a name in the event of complete arguments; the client has none there.
@@ -70,7 +48,7 @@ def test_a_forced_call_of_a_response(openai, choice):
     assert "".join(deltas) == call.arguments
 
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
-    more = openai.responses.create(
+    more = client.responses.create(
         model="builtin", input=[result], previous_response_id=whole.id, max_output_tokens=4
     )
     assert more.incomplete_details.reason == "max_output_tokens"
@@ -82,7 +60,7 @@ def test_a_forced_call_of_a_message(anthropic, choice):
     options: Any = {
         "model": "builtin",
         "max_tokens": 100,
-        "messages": SAID,
+        "messages": MESSAGES,
         "tools": [tool],
         "tool_choice": {**choice, "disable_parallel_tool_use": True},
         "extra_body": {"temperature": 0},
@@ -103,7 +81,7 @@ def test_a_forced_call_of_a_message(anthropic, choice):
         max_tokens=4,
         tools=[tool],
         messages=[
-            *SAID,
+            *MESSAGES,
             {"role": "assistant", "content": [block.model_dump()]},
             {"role": "user", "content": [result]},
         ],
@@ -111,8 +89,8 @@ def test_a_forced_call_of_a_message(anthropic, choice):
     assert more.stop_reason == "max_tokens"
 
 
-def test_an_answer_by_a_schema(openai, anthropic):
-    response = openai.responses.parse(
+def test_an_answer_by_a_schema(client, anthropic):
+    response = client.responses.parse(
         model="builtin", input=ASKED, text_format=Step, temperature=1.5, extra_body={"seed": 1}
     )
     assert response.output_parsed.action in ("go", "stop")
@@ -120,7 +98,7 @@ def test_an_answer_by_a_schema(openai, anthropic):
     message = anthropic.messages.create(
         model="builtin",
         max_tokens=60,
-        messages=SAID,
+        messages=MESSAGES,
         extra_body={"temperature": 0},
         output_config={"format": {"type": "json_schema", "schema": schema}},
     )
@@ -155,7 +133,7 @@ FUNCTION: Any = {"type": "function", "name": "f", "parameters": BAD}
     ],
 )
 def test_what_cannot_be_honoured_is_named_as_the_endpoint_does(real, path, fields, param, stream):
-    base = {"input": ASKED} if path == "responses" else {"messages": SAID, "max_tokens": 9}
+    base = {"input": ASKED} if path == "responses" else {"messages": MESSAGES, "max_tokens": 9}
     body = {"model": "builtin", **base, **fields, "stream": stream}
     with real.http() as http:
         answer = http.post(f"/v1/{path}", json=body)
