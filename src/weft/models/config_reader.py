@@ -184,8 +184,6 @@ class ConfigReader:
                 continue
             if value is None or value in NO_OP.get(key, ()):
                 continue
-            if key == "quantization_config":
-                self.refuse(key, value, "use a checkpoint in bfloat16, float16 or float32")
             self.refuse(key, value, "weft does not know this key, which may change the result")
 
 

@@ -20,6 +20,7 @@ from weft.models.family_common import (
     read_window,
 )
 from weft.models.gemma import gemma2, gemma3, gemma3_multimodal, gemma4, gemma4_multimodal
+from weft.models.quant_config import read_stored_weights
 from weft.models.rope_config import read_rope
 from weft.models.spec import CheckpointLayout, LayerSpec, ModelSpec, MoeSpec
 
@@ -60,6 +61,7 @@ def spec_from_config(config: Mapping[str, Any], max_model_len: int | None = None
         )
     reader = ConfigReader(config)
     spec = family(reader, max_model_len)
+    spec = replace(spec, stored_weights=read_stored_weights(reader))
     reader.finish()
     return _without_idle_windows(spec, max(spec.max_position_embeddings, max_model_len or 0))
 

@@ -20,14 +20,15 @@ from torch import Tensor
 
 from weft.core.errors import CheckpointError
 from weft.kernels.ops import OpTable
+from weft.kernels.quantized import Quantized
 from weft.models.decoder import Decoder
 from weft.models.families import read_spec
 from weft.models.layout import Parameter, Piece, parameters
+from weft.models.quant import FLOATS, Part, parts_of, unpack
 from weft.models.spec import ModelSpec
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-FLOATS = {"F32", "F16", "BF16"}
 LISTED = 8  # names shown in an error that concerns many tensors
 
 
@@ -113,12 +114,11 @@ class Checkpoint:
         return nested if nested in self._stored else piece.tensor
 
     def _check(self) -> None:
-        needed = {
-            self._full_name(piece): piece
-            for parameter in self._parameters
-            for piece in parameter.pieces
-        }
-        missing = [name for name in needed if name not in self._stored]
+        needed: dict[str, Part] = {}
+        for parameter in self._parameters:
+            for piece in parameter.pieces:
+                needed |= self._parts(piece) or {self._full_name(piece): Part(piece.shape, FLOATS)}
+        missing = [n for n, part in needed.items() if n not in self._stored and not part.optional]
         ignored = [re.compile(pattern) for pattern in self._ignored()]
         extra = [
             name
@@ -162,20 +162,34 @@ class Checkpoint:
             "config.json says tie_word_embeddings; set it to false or remove the tensor"
         )
 
-    def _misfits(self, needed: dict[str, Piece]) -> Iterator[str]:
-        for name, piece in needed.items():
+    def _parts(self, piece: Piece) -> dict[str, Part]:
+        """Return the tensors of a weight that is stored quantised, none for another one."""
+        name, stored = self._full_name(piece), self._spec.stored_weights
+        if stored is None or len(piece.shape) != 2 or not name.endswith(".weight"):
+            return {}
+        module = name.removesuffix("weight")
+        if not {module + "scales", module + "weight_scale"} & self._stored.keys():
+            return {}
+        try:
+            parts = parts_of(stored, *piece.shape)
+        except CheckpointError as error:
+            raise CheckpointError(f"tensor '{name}' in {self._folder}: {error.message}") from error
+        return {module + suffix: part for suffix, part in parts.items()}
+
+    def _misfits(self, needed: dict[str, Part]) -> Iterator[str]:
+        for name, part in needed.items():
             stored = self._stored.get(name)
             if stored is None:
                 continue
-            if stored.shape != piece.shape:
+            if stored.shape != part.shape:
                 yield (
                     f"tensor '{name}' in {stored.file.name} has shape {list(stored.shape)}, "
-                    f"config.json makes it {list(piece.shape)}"
+                    f"config.json makes it {list(part.shape)}"
                 )
-            if stored.dtype not in FLOATS:
+            if stored.dtype not in part.dtypes:
                 yield (
                     f"tensor '{name}' in {stored.file.name} has dtype {stored.dtype}, "
-                    f"supported: {', '.join(sorted(FLOATS))}"
+                    f"supported: {', '.join(sorted(part.dtypes))}"
                 )
 
     def _fill(self, parameter: Parameter, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -183,13 +197,26 @@ class Checkpoint:
         for piece in parameter.pieces:
             name = self._full_name(piece)
             part = target[piece.index] if piece.index else target
-            part.copy_(self._read(name))
+            quantized = self._quantized(piece)
+            part.copy_(self._read(name) if quantized is None else quantized.dequantize())
             if dtype == torch.float16 and not part.isfinite().all():
                 raise CheckpointError(
                     f"{self._stored[name].file}: tensor '{name}' does not fit into float16; "
                     "use dtype bfloat16 or float32"
                 )
         return target
+
+    def _quantized(self, piece: Piece) -> Quantized | None:
+        """Return a weight that is stored quantised, None for another one."""
+        parts, name = self._parts(piece), self._full_name(piece)
+        if not parts or self._spec.stored_weights is None:
+            return None
+        module = name.removesuffix("weight")
+        found = {n.removeprefix(module): self._read(n) for n in parts if n in self._stored}
+        try:
+            return unpack(self._spec.stored_weights, found, *piece.shape)
+        except CheckpointError as error:
+            raise CheckpointError(f"tensor '{name}' in {self._folder}: {error.message}") from error
 
     def _read(self, name: str) -> Tensor:
         path = self._stored[name].file if name in self._stored else self._folder

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from weft.models.quant_config import StoredWeights
+
 
 @dataclass(frozen=True)
 class RopeSpec:
@@ -126,6 +128,7 @@ class ModelSpec:
     bos_token_id: int | None = None
     dtype: str | None = None  # the dtype that the checkpoint states, such as "bfloat16"
     layout: CheckpointLayout = field(default_factory=CheckpointLayout)
+    stored_weights: StoredWeights | None = None  # how quantised weights lie in the checkpoint
 
     @property
     def num_layers(self) -> int:

@@ -1,0 +1,64 @@
+"""A weight as integers with scales: what every quantised checkpoint is read into."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A weight w[n, k] = scales[n, g] * (values[n, k] - zeros[n, g]) with g = k // group.
+
+    Attributes:
+        values: [N, K] uint8, each below 2 ** bits.
+        scales: [N, G] of a float dtype, G = K / group rounded up.
+        zeros: [N, G] uint8; None: all are 2 ** (bits - 1).
+        bits: 4 or 8.
+        group: inputs that share a scale; K for one scale a row.
+    """
+
+    values: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    bits: int
+    group: int
+
+    @property
+    def shape(self) -> torch.Size:
+        """N and K."""
+        return self.values.shape
+
+    def dequantize(self) -> Tensor:
+        """Return the weight [N, K] in float32."""
+        inputs = self.shape[1]
+        zeros = 2 ** (self.bits - 1) if self.zeros is None else self._spread(self.zeros.float())
+        return (self.values.float() - zeros) * self._spread(self.scales.float())[:, :inputs]
+
+    def _spread(self, numbers: Tensor) -> Tensor:
+        return numbers.repeat_interleave(self.group, dim=1)[:, : self.shape[1]]
+
+
+def stacked(parts: Sequence[Quantized]) -> Quantized:
+    """Return the rows of weights of one kind, one below the other.
+
+    Raises:
+        ValueError: they differ in bits, group or the dtype of their scales.
+    """
+    first = parts[0]
+    kinds = {(part.bits, part.group, part.scales.dtype, part.zeros is None) for part in parts}
+    if len(kinds) > 1:
+        raise ValueError("weights of different bits, groups or scales cannot be stacked")
+    zeros = (
+        None if first.zeros is None else torch.cat([p.zeros for p in parts if p.zeros is not None])
+    )
+    return Quantized(
+        torch.cat([part.values for part in parts]),
+        torch.cat([part.scales for part in parts]),
+        zeros,
+        first.bits,
+        first.group,
+    )

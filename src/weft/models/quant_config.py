@@ -1,0 +1,162 @@
+"""``quantization_config`` of ``config.json``: how a checkpoint's weights are stored. Torch-free.
+
+A key that may change the result and that nobody here reads is an error, as in the rest of the
+config.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weft.models.config_reader import ConfigReader
+
+METHODS = ("awq", "compressed-tensors", "gptq")
+GROUPS = (32, 64, 128)
+
+# Keys that steer how a checkpoint was made, or kernels of other engines.
+_AWQ_IGNORED = """
+backend checkpoint_format desc_act do_fuse exllama_config fuse_max_seq_len lm_head meta
+modules_to_fuse modules_to_not_convert pack_dtype sym
+"""
+_GPTQ_IGNORED = """
+backend batch_size block_name_to_quantize cache_block_outputs damp_auto_increment damp_percent
+dataset desc_act disable_exllama exllama_config lm_head max_input_length mse meta
+model_file_base_name model_name_or_path model_seqlen module_name_preceding_first_block
+modules_in_block_to_quantize offload_to_disk pad_token_id quant_method static_groups tokenizer
+true_sequential use_cuda_fp16 use_exllama v2
+"""
+_COMPRESSED_IGNORED = "global_compression_ratio ignore quantization_status version"
+
+
+@dataclass(frozen=True)
+class StoredWeights:
+    """How quantised weights lie in a checkpoint.
+
+    Which of its weights are quantised, the names of its tensors tell.
+    """
+
+    method: str  # awq, gptq, or a format of compressed-tensors
+    bits: int
+    group: int | None  # inputs that share a scale; None: all of a row
+    zeros: bool  # zero points are stored; else they are 2 ** (bits - 1)
+    zero_offset: int = 0  # what is added to a stored zero point
+
+    def __str__(self) -> str:
+        grouped = "a scale a channel" if self.group is None else f"groups of {self.group}"
+        return f"{self.method} int{self.bits}, {grouped}"
+
+
+def read_stored_weights(config: ConfigReader) -> StoredWeights | None:
+    """Read ``quantization_config``; None for a checkpoint whose weights are plain floats.
+
+    Raises:
+        UnsupportedModelError: a method, key or value that weft does not implement.
+    """
+    section = config.section("quantization_config")
+    if section is None:
+        return None
+    method = section.choice("quant_method", "", METHODS)
+    reader = {"awq": _awq, "gptq": _gptq, "compressed-tensors": _compressed}[method]
+    stored = reader(section)
+    section.finish()
+    return stored
+
+
+def _bits(config: ConfigReader, key: str, known: tuple[int, ...]) -> int:
+    bits = config.positive(key)
+    if bits not in known:
+        config.refuse(key, bits, f"supported: {', '.join(map(str, known))}")
+    return bits
+
+
+def _group(config: ConfigReader) -> int | None:
+    group = config.value("group_size", -1)
+    if group == -1:
+        return None
+    if group not in GROUPS:
+        config.refuse("group_size", group, f"supported: {', '.join(map(str, GROUPS))}, -1")
+    return int(group)
+
+
+def _awq(config: ConfigReader) -> StoredWeights:
+    version = config.value("version", config.value("format", "gemm"))
+    if str(version).lower() != "gemm":
+        config.refuse("version", version, "supported: gemm")
+    config.ignore(*_AWQ_IGNORED.split())
+    bits, zeros = _bits(config, "bits", (4,)), config.flag("zero_point", True)
+    if not zeros:
+        config.refuse("zero_point", zeros, "supported: true")
+    return StoredWeights("awq", bits, _group(config), zeros)
+
+
+def _gptq(config: ConfigReader) -> StoredWeights:
+    layout = config.choice("checkpoint_format", "gptq", ("gptq", "gptq_v2"))
+    config.choice("format", "gptq", ("gptq", "gptq_v2"))
+    config.flag("sym", True)  # zero points are stored either way
+    if config.value("pack_dtype", "int32") != "int32":
+        config.refuse("pack_dtype", config.value("pack_dtype"), "supported: int32")
+    if config.value("dynamic", {}):
+        config.refuse("dynamic", config.value("dynamic"), "one format for all weights is supported")
+    config.ignore(*_GPTQ_IGNORED.split())
+    offset = 1 if layout == "gptq" else 0
+    return StoredWeights("gptq", _bits(config, "bits", (4, 8)), _group(config), True, offset)
+
+
+def _compressed(config: ConfigReader) -> StoredWeights:
+    layout = config.choice("format", "", ("int-quantized", "pack-quantized"))
+    for key in ("kv_cache_scheme", "sparsity_config", "transform_config", "moe_sparsity_config"):
+        if config.value(key, {}):
+            config.refuse(key, config.value(key), "not supported")
+    config.ignore(*_COMPRESSED_IGNORED.split())
+    groups = config.section("config_groups")
+    names = list(config.value("config_groups", {}))
+    if groups is None or len(names) != 1:
+        config.refuse("config_groups", names, "exactly one group is supported")
+    scheme = groups.section(names[0])
+    if scheme is None:
+        groups.refuse(names[0], None, "an object is needed")
+    targets = scheme.value("targets", [])
+    if targets != ["Linear"]:
+        scheme.refuse("targets", targets, "supported: ['Linear']")
+    scheme.choice("format", layout, (layout,))
+    _check_activations(scheme)
+    weights = scheme.section("weights")
+    if weights is None:
+        scheme.refuse("weights", None, "an object is needed")
+    stored = _compressed_weights(weights, layout)
+    weights.finish()
+    scheme.finish()
+    return stored
+
+
+def _compressed_weights(config: ConfigReader, layout: str) -> StoredWeights:
+    config.choice("type", "int", ("int",))
+    bits = _bits(config, "num_bits", (8,) if layout == "int-quantized" else (4, 8))
+    strategy = config.choice("strategy", "group", ("channel", "group"))
+    config.ignore("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
+    if config.value("dynamic", False):
+        config.refuse("dynamic", True, "weights with stored scales are needed")
+    if config.value("block_structure", None):
+        config.refuse("block_structure", config.value("block_structure"), "not supported")
+    if config.value("actorder", None) not in (None, False, "weight", "static"):
+        config.refuse("actorder", config.value("actorder"), "supported: weight, static, null")
+    group = _group(config)
+    if (group is None) != (strategy == "channel"):
+        config.refuse("group_size", group, f"it contradicts the strategy '{strategy}'")
+    return StoredWeights(layout, bits, group, not config.flag("symmetric", True))
+
+
+def _check_activations(scheme: ConfigReader) -> None:
+    """Take activations that are rounded to 8 bits as they come, as the kernels do by themselves."""
+    if scheme.value("output_activations", None) is not None:
+        scheme.refuse("output_activations", scheme.value("output_activations"), "not supported")
+    given = scheme.section("input_activations")
+    if given is None:
+        return
+    given.choice("type", "int", ("int",))
+    _bits(given, "num_bits", (8,))
+    if not given.flag("dynamic", False):
+        given.refuse("dynamic", False, "scales of activations must be dynamic")
+    given.ignore("strategy", "symmetric", "observer", "observer_kwargs", "group_size")
+    given.ignore("scale_dtype", "zp_dtype", "block_structure", "actorder")
+    given.finish()
