@@ -147,7 +147,7 @@ def _plain(stored: StoredWeights, tensors: Mapping[str, Tensor], columns: int) -
 def _fields(packed: Tensor, bits: int) -> Tensor:
     """Return the values of words [..., n] as uint8 [..., n, 32 / bits], lowest bits first."""
     shifts = torch.arange(0, WORD, bits, dtype=torch.int32)
-    fields = (packed.unsqueeze(-1) >> shifts) & (2**bits - 1)
+    fields: Tensor = (packed.unsqueeze(-1) >> shifts) & (2**bits - 1)
     return fields.to(torch.uint8)
 
 
