@@ -1,4 +1,4 @@
-"""Memory that runs out in one request ends it alone: with drafts, grammars and embeddings."""
+"""What fails in one request ends it alone, memory or logits: with drafts, grammars, embeddings."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import shutil
 from dataclasses import replace
 
 import pytest
+import torch
 from checkpoints import build, prompt, save
 
 from weft import LLM, SamplingParams
@@ -78,3 +79,24 @@ def test_drafts_are_never_to_blame(folder, monkeypatch):
         results = llm.generate([GOOD] * 2, replace(DRAFTS, **one_token), progress=False)
     assert any(drafted)
     assert [r.token_ids for r in results] == [r.token_ids for r in expected]
+
+
+def test_logits_that_are_not_finite_end_a_request_with_a_grammar_alone(folder, monkeypatch):
+    """Before its first token and within its output."""
+    later = replace(DIGITS, grammar="start: /(?s:.*)/", logit_bias={HUNGRY: 100.0})
+    with open_llm(folder) as llm:
+        expected = llm.generate([GOOD] * 2, [FREE, DIGITS], progress=False)
+        forward = Decoder.forward
+
+        def breaking(self, input_ids, positions, attend):
+            hidden = forward(self, input_ids, positions, attend)  # [T, C]
+            return hidden.masked_fill((input_ids == HUNGRY).unsqueeze(-1), torch.nan)
+
+        monkeypatch.setattr(Decoder, "forward", breaking)
+        prompts = [GOOD, GOOD, [5, HUNGRY], GOOD]
+        *good, first, second = llm.generate(prompts, [FREE, DIGITS, DIGITS, later], progress=False)
+        llm.engine.built.scheduler.check()
+    assert [r.token_ids for r in good] == [r.token_ids for r in expected]
+    assert good[1].text.isdigit()
+    assert (first.error.code, list(first.token_ids)) == ("non_finite_logits", [])
+    assert (second.error.code, list(second.token_ids)) == ("non_finite_logits", [HUNGRY])

@@ -7,6 +7,7 @@ Compiling takes up to tenths of a second, so it is done on threads before a sequ
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -27,6 +28,11 @@ from weft.core.plan import RowAdd
 KEPT = 32  # compiled grammars, used ones too; a costly one grows to some 20 MB
 THREADS = 2
 RENEW_TOKENS = 64
+
+# What grammars may take of the executor's thread, in CPU time, as a busy machine must not matter.
+FREE_S = 0.002  # a mask, or a token taken in; ordinary schemas take some 0.1 ms
+BUDGET_S = 0.5  # of all grammars together beyond that
+STILL_COUNTED = 0.9  # of what was spent, after a step: 50 ms a step can go on for ever
 
 
 class Grammars:
@@ -76,12 +82,47 @@ class _Row:
     renew_from: int = 0  # tokens of output from which a grammar may be compiled anew
 
 
-class GrammarRows:
-    """The matchers of the rows that have a grammar."""
+class _Costs:
+    """Seconds that grammars have spent of late, which all of them together may do to a bound."""
 
-    def __init__(self, grammars: Grammars) -> None:
+    def __init__(self) -> None:
+        self._spent: dict[str, float] = {}
+
+    def charge(self, grammar: str, seconds: float) -> str | None:
+        """Count what a grammar took; return the costliest grammar if it has to end.
+
+        With the costliest gone the others are within the bound again, as they were before.
+        """
+        if seconds <= FREE_S:
+            return None
+        self._spent[grammar] = self._spent.get(grammar, 0.0) + seconds - FREE_S
+        if sum(self._spent.values()) <= BUDGET_S:
+            return None
+        costliest = max(self._spent, key=self._spent.__getitem__)
+        del self._spent[costliest]
+        return costliest
+
+    def forget(self) -> None:
+        """Count what was spent for less, as a step has passed; what is below 1 ms for nothing."""
+        counted = {grammar: STILL_COUNTED * spent for grammar, spent in self._spent.items()}
+        self._spent = {grammar: spent for grammar, spent in counted.items() if spent > 1e-3}
+
+
+class GrammarRows:
+    """The matchers of the rows that have a grammar.
+
+    While these work no sequence goes on. A row's mask is bounded by what it is compiled with, all
+    rows together by ``_Costs``: where they exceed it, every row of the costliest grammar ends.
+
+    Args:
+        clock: seconds that the calling thread has worked.
+    """
+
+    def __init__(self, grammars: Grammars, clock: Callable[[], float] = time.thread_time) -> None:
         self._grammars = grammars
+        self._clock = clock
         self._rows: dict[int, _Row] = {}
+        self._costs = _Costs()
 
     def add(self, add: RowAdd) -> None:
         """Start a row: at the start of its grammar, or after the output that it has already."""
@@ -89,7 +130,9 @@ class GrammarRows:
         if grammar is not None:
             output = list(add.tokens[add.num_prompt :])
             row = self._rows[add.row] = _Row(grammar, output, self._grammars.compile(grammar))
+            started = self._clock()
             self._start(row)
+            self._charge(row, started)
 
     def _start(self, row: _Row) -> None:
         try:
@@ -120,8 +163,11 @@ class GrammarRows:
         faults: dict[int, WeftError] = {}
         at = [i for i, row in enumerate(rows) if row in self._rows]
         masks = np.zeros((len(at), -(-logits.shape[1] // 8)), np.uint8)  # [G, bytes of V bits]
+        self._costs.forget()
+        since = self._clock()
         for mask, i in zip(masks, at, strict=True):
             fault = self._fill(rows[i], mask)
+            since = self._charge(self._rows[rows[i]], since)
             if fault is not None:
                 faults[rows[i]] = fault
                 mask[:] = 255
@@ -134,11 +180,26 @@ class GrammarRows:
 
     def advance(self, rows: Seq[int], tokens: NDArray[np.int64]) -> None:
         """Take in the token [S] that each row got."""
+        since = self._clock()
         for number, token in zip(rows, tokens.tolist(), strict=True):
             row = self._rows.get(number)
             if row is not None and row.matcher is not None and row.error is None:
                 row.output.append(token)
                 row.matcher.consume_token(token)
+                since = self._charge(row, since)
+
+    def _charge(self, row: _Row, since: float) -> float:
+        """Count what a row took since a time, end a grammar that is too costly; return the time."""
+        now = self._clock()
+        costly = self._costs.charge(row.grammar, now - since)
+        if costly is not None:
+            error = GrammarError(
+                "The grammar is too costly: finding the tokens that may follow takes too long."
+            )
+            for other in self._rows.values():
+                if other.grammar == costly and other.error is None:
+                    other.error = error
+        return now
 
     def _fill(self, number: int, mask: NDArray[np.uint8]) -> WeftError | None:
         """Write the bits of a row's allowed tokens; return why there are none."""
