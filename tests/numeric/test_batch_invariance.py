@@ -6,11 +6,11 @@ import pytest
 import torch
 from checkpoints import build, prompt, save
 from paged import PagedRunner, run_chunks
-from torch.nn import functional
 
 from weft import LLM, SamplingParams
-from weft.kernels.invariant import ROW_COUNTS, InvariantLinear
-from weft.kernels.ops import KernelUnavailable, select_ops
+from weft.core.errors import KernelError
+from weft.kernels.cpu import attention
+from weft.kernels.ops import select_ops
 from weft.models.hub import resolve_model
 from weft.models.loader import load_model
 
@@ -26,8 +26,15 @@ def folders(tmp_path_factory):
     return made
 
 
-def decoder(folder, dtype, *, invariant=True):
-    ops = select_ops(CPU, dtype, batch_invariant=invariant)
+@pytest.fixture(autouse=True)
+def _same_threads():
+    before = attention.threads()
+    yield
+    attention.set_threads(before)
+
+
+def decoder(folder, dtype, kernels="auto"):
+    ops = select_ops(CPU, dtype, kernels)
     return load_model(folder, dtype=dtype, device=CPU, max_model_len=256, ops=ops)
 
 
@@ -40,6 +47,7 @@ CASES = [(family, dtype, 1) for family in FAMILIES for dtype in DTYPES]
 @pytest.mark.parametrize(("family", "dtype", "threads"), [*CASES, ("builtin", torch.bfloat16, 2)])
 def test_logits_are_the_same_bits_in_any_batch_and_any_chunks(folders, family, dtype, threads):
     torch.set_num_threads(threads)
+    attention.set_threads(threads)
     model = decoder(folders[family], dtype)
     tokens = prompt(90, 3)
     whole = PagedRunner(model).step([("a", tokens)])[0]  # [n, V]
@@ -55,24 +63,6 @@ def test_logits_are_the_same_bits_in_any_batch_and_any_chunks(folders, family, d
             assert torch.equal(runner.step(last)[0], whole[position : position + 1])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(97, 33), (512, 256), (256, 704), (1, 64)])
-@pytest.mark.parametrize("with_bias", [False, True])
-def test_a_row_of_a_product_depends_on_no_other(dtype, shape, with_bias):
-    linear = InvariantLinear()
-    draw = torch.Generator().manual_seed(1)
-    weight = torch.randn(shape, generator=draw).to(dtype)
-    bias = torch.randn(shape[0], generator=draw).to(dtype) if with_bias else None
-    x = torch.randn(150, shape[1], generator=draw).to(dtype)
-    whole = linear(x, weight, bias)
-    torch.testing.assert_close(whole, functional.linear(x, weight, bias))
-    for rows in (*range(1, 41), 63, 64, 65, 128, 149):
-        for start in (0, 1, 150 - rows):
-            part = linear(x[start : start + rows], weight, bias)
-            assert torch.equal(part, whole[start : start + rows])
-    assert linear(x[:0], weight, bias).shape == (0, shape[0])
-
-
 def gap(model, tokens, chunk, whole):
     return float((run_chunks(PagedRunner(model), "a", tokens, chunk) - whole).abs().max())
 
@@ -83,7 +73,7 @@ def test_without_it_a_continued_stream_stays_within_the_gap_of_another_chunking(
 
     The gap is of rounding: some steps of the dtype at the size of the logits.
     """
-    model = decoder(folders["gemma3"], dtype, invariant=False)
+    model = decoder(folders["gemma3"], dtype, "reference")
     tokens = prompt(90, 3)
     undisturbed = run_chunks(PagedRunner(model), "a", tokens, 1)
     largest = float(undisturbed.abs().max())
@@ -96,41 +86,13 @@ def test_without_it_a_continued_stream_stays_within_the_gap_of_another_chunking(
     assert max(chunkings) <= 64 * torch.finfo(dtype).eps * largest
 
 
-def test_row_counts_that_disagree_are_not_computed(monkeypatch):
-    """A library that sums one row in another order, as those for vectors do."""
-    real, seen = functional.linear, set()
-
-    def other_order(x, weight, bias):
-        seen.add(len(x))
-        return real(x, weight, bias) * (1 + 1e-3 * (len(x) < 4))
-
-    monkeypatch.setattr("weft.kernels.invariant.functional.linear", other_order)
-    linear, weight = InvariantLinear(), torch.randn(8, 16)
-    assert linear.row_counts(weight, None) == tuple(n for n in ROW_COUNTS if n >= 4)
-    seen.clear()
-    for rows in range(1, 70):
-        linear(torch.randn(rows, 16), weight, None)
-    assert min(seen) == 4
-
-
-def test_a_library_that_treats_rows_differently_is_refused(monkeypatch):
-    real = functional.linear
-
-    def uneven(x, weight, bias):
-        return real(x, weight, bias) * torch.linspace(1, 2, len(x)).unsqueeze(1)
-
-    monkeypatch.setattr("weft.kernels.invariant.functional.linear", uneven)
-    with pytest.raises(KernelUnavailable, match="turn batch_invariant off"):
-        InvariantLinear()(torch.randn(3, 16), torch.randn(8, 16), None)
-
-
-def test_the_reference_attention_is_refused():
-    with pytest.raises(KernelUnavailable, match="attention='cpu'"):
-        select_ops(CPU, torch.float32, "reference", batch_invariant=True)
+def test_the_reference_kernels_are_refused_where_invariance_is_wanted():
+    with pytest.raises(KernelError, match="attention='cpu'"):
+        LLM.in_process("builtin", attention="reference", batch_invariant=True)
 
 
 def test_tokens_and_log_probabilities_of_the_engine_are_the_same_in_any_company():
-    """On by default for the packaged model; seeded draws and penalties included."""
+    """Seeded draws and penalties included."""
     params = SamplingParams(
         temperature=1.0, seed=5, max_tokens=20, logprobs=3, frequency_penalty=0.5, ignore_eos=True
     )

@@ -35,14 +35,16 @@ def prompt_length(name: str) -> int:
     return BOUNDARY + 10 if long > BOUNDARY else PROMPT
 
 
-@pytest.fixture(scope="module", params=list(CASES))
+@pytest.fixture(
+    scope="module", params=[(n, k) for n in CASES for k in ("cpu", "reference")], ids="-".join
+)
 def pair(request, tmp_path_factory) -> Pair:
-    name = request.param
+    name, kernels = request.param
     torch.set_num_threads(1)
     reference = build(name)
     folder = save(reference, tmp_path_factory.mktemp("model"))
     cpu = torch.device("cpu")
-    ops = select_ops(cpu, torch.float32, "reference")
+    ops = select_ops(cpu, torch.float32, kernels)
     decoder = load_model(folder, torch.float32, cpu, CASES[name].max_model_len, ops)
     tokens = prompt(prompt_length(name) + TAIL)
     return Pair(reference, decoder, tokens, reference_logits(reference, tokens))

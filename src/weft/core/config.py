@@ -47,11 +47,11 @@ class EngineConfig:
         "attention kernel; reference is slow and exact",
         choices=("auto", "cpu", "reference"),
     )
-    batch_invariant: bool | None = setting(
+    batch_invariant: bool = setting(
         "bool",
-        None,
-        "results do not depend on what else is computed, nor on the chunks of a prompt; unset: on "
-        "for the packaged model",
+        False,
+        "refuse to start where results depend on what else is computed or on the chunks of a "
+        "prompt, as with attention reference",
     )
     threads: int | None = setting(
         "int", None, "threads for compute; unset takes every core", low=1, high=1024

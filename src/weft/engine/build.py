@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from llguidance import LLTokenizer
-from torch import Tensor
 
 from weft import __version__
 from weft.core.config import (
@@ -34,10 +33,9 @@ from weft.exec.store import KVStore
 from weft.kernels.ops import OpTable, select_ops
 from weft.kernels.unavailable import KernelUnavailable
 from weft.kv.cache import GroupSpec, KVCache
-from weft.models.decoder import Decoder
 from weft.models.families import read_spec
 from weft.models.generation import GenerationDefaults, read_generation_defaults
-from weft.models.hub import BUILTIN, resolve_model
+from weft.models.hub import resolve_model
 from weft.models.layout import num_parameters
 from weft.models.loader import load_model
 from weft.models.spec import ModelSpec
@@ -98,14 +96,14 @@ def find_model(config: EngineConfig, returning_bytes: int = 0) -> Model:
     spec = read_spec(folder, config.max_model_len)
     dtype = _choose_dtype(config.dtype, spec.dtype)
     try:
-        ops = select_ops(
-            torch.device("cpu"),
-            getattr(torch, dtype),
-            config.attention,
-            batch_invariant=_wants_invariance(config),
-        )
+        ops = select_ops(torch.device("cpu"), getattr(torch, dtype), config.attention)
     except KernelUnavailable as error:
         raise KernelError(str(error)) from error
+    if config.batch_invariant and not ops.batch_invariant:
+        raise KernelError(
+            f"attention='{config.attention}' is not batch-invariant; set attention='cpu', or turn "
+            "batch_invariant off"
+        )
     element = DTYPE_BYTES[dtype]
     facts = Facts(
         max_position_embeddings=spec.max_position_embeddings,
@@ -164,7 +162,6 @@ def build_engine(config: EngineConfig, returning_bytes: int = 0) -> Engine:
         max_model_len=resolved.max_model_len,
         ops=model.ops,
     )
-    _try(decoder)
     groups = model.spec.kv_groups
     store = KVStore(groups, resolved.group_blocks, resolved.block_size, dtype, device)
     blocks_per_row = -(-resolved.max_model_len // resolved.block_size)
@@ -189,30 +186,6 @@ def _grammar_tokenizer(config: EngineConfig, model: Model) -> LLTokenizer:
     tokenizer = Tokenizer.load(Path(config.tokenizer or model.folder))
     text = tokenizer.reference.to_str()
     return grammar_tokenizer(text, model.spec.vocab_size, model.eos_token_ids)
-
-
-def _try(decoder: Decoder) -> None:
-    """Run every kernel but attention once, so that one that cannot do its task fails now.
-
-    Raises:
-        KernelError: a matrix product is not batch-invariant, but should be.
-    """
-
-    def no_attention(
-        layer: int,  # noqa: ARG001
-        q: Tensor,
-        k: Tensor | None,  # noqa: ARG001
-        v: Tensor | None,  # noqa: ARG001
-        residual: Tensor,
-        positions: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return torch.zeros_like(q), residual, positions
-
-    try:
-        tokens = torch.zeros(1, dtype=torch.int64)
-        decoder.logits(decoder.forward(tokens, tokens, no_attention))
-    except KernelUnavailable as error:
-        raise KernelError(str(error)) from error
 
 
 def _scheduler(config: EngineConfig, resolved: ResolvedConfig, model: Model) -> FCFSScheduler:
@@ -269,13 +242,6 @@ def set_threads(threads: int, ops: OpTable) -> None:
         from weft.kernels.cpu import attention
 
         attention.set_threads(threads)
-
-
-def _wants_invariance(config: EngineConfig) -> bool:
-    """What is set, else on for the packaged model, unless it is to use reference kernels."""
-    if config.batch_invariant is None:
-        return config.model == BUILTIN and config.attention != "reference"
-    return config.batch_invariant
 
 
 def _choose_dtype(wish: str, stored: str | None) -> str:

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from weft.kernels import reference
-from weft.kernels.invariant import InvariantLinear
 from weft.kernels.unavailable import KernelUnavailable
 
+if TYPE_CHECKING:
+    from weft.kernels.cpu.matrix import Matrix
+
+Weight: TypeAlias = "Tensor | Matrix"  # what ``linear`` multiplies with
+Experts: TypeAlias = "Tensor | tuple[Matrix, ...]"  # one matrix for each expert
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ATTENTION_CHOICES = ("auto", "cpu", "reference")
 
@@ -54,7 +58,29 @@ class ActMul(Protocol):
 class Linear(Protocol):
     """See ``reference.linear``."""
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, /) -> Tensor: ...
+    def __call__(self, x: Tensor, weight: Weight, bias: Tensor | None, /) -> Tensor: ...
+
+
+class Logits(Protocol):
+    """Product of hidden states [S, C] and the output head [V, C]: float32 [S, V]."""
+
+    def __call__(self, hidden: Tensor, weight: Weight, /) -> Tensor: ...
+
+
+class Embedding(Protocol):
+    """Rows [T, C] of a table [V, C], which may be the packed output head, by ids [T] int64."""
+
+    def __call__(self, ids: Tensor, table: Weight, /) -> Tensor: ...
+
+
+class Pack(Protocol):
+    """Turn a parameter into what the ops take, as soon as it is loaded; others stay as they are.
+
+    ``parameter`` is a name of ``layout.parameters``; the embedding of a model whose output head is
+    tied to it comes as ``lm_head``. A parameter of one matrix for each expert becomes a tuple.
+    """
+
+    def __call__(self, parameter: str, tensor: Tensor, /) -> Weight | Experts: ...
 
 
 class Moe(Protocol):
@@ -65,8 +91,8 @@ class Moe(Protocol):
         x: Tensor,
         weights: Tensor,
         experts: Tensor,
-        gate_up: Tensor,
-        down: Tensor,
+        gate_up: Experts,
+        down: Experts,
         activation: str,
     ) -> Tensor: ...
 
@@ -97,9 +123,12 @@ class OpTable:
     rope: Rope
     act_mul: ActMul
     linear: Linear
+    logits: Logits
+    embedding: Embedding
     moe: Moe
     paged_attention: PagedAttention
-    batch_invariant: bool
+    pack: Pack
+    batch_invariant: bool  # a token's result depends on nothing but its own context
     names: dict[str, str] = field(repr=False)
 
     def describe(self) -> dict[str, str]:
@@ -107,18 +136,12 @@ class OpTable:
         return dict(self.names)
 
 
-def select_ops(
-    device: torch.device,
-    dtype: torch.dtype,
-    attention: str = "auto",
-    *,
-    batch_invariant: bool = False,
-) -> OpTable:
+def select_ops(device: torch.device, dtype: torch.dtype, attention: str = "auto") -> OpTable:
     """Choose the implementation of every op for one device and dtype.
 
     Args:
-        attention: ``auto`` (the native kernel of the device), or an implementation by name.
-        batch_invariant: whether a token's result may depend on nothing but its own context.
+        attention: ``auto`` or ``cpu`` for the native kernels; ``reference`` for plain torch in
+            every op, which is slow and whose results may differ by the batch.
 
     Raises:
         KernelUnavailable: the device, the dtype or the wished attention cannot be served.
@@ -126,49 +149,77 @@ def select_ops(
     if dtype not in FLOAT_DTYPES:
         known = ", ".join(str(d).removeprefix("torch.") for d in FLOAT_DTYPES)
         raise KernelUnavailable(f"no kernels compute in {dtype}; choose one of: {known}")
-    attention_name, paged_attention = _select_attention(device, attention)
-    if batch_invariant and attention_name == "reference":
+    if attention not in ATTENTION_CHOICES:
+        known = ", ".join(ATTENTION_CHOICES)
+        raise KernelUnavailable(f"unknown attention kernel '{attention}'; choose one of: {known}")
+    if attention == "reference":
+        return _reference_ops()
+    if device.type != "cpu":
         raise KernelUnavailable(
-            "the reference attention is not batch-invariant; set attention='cpu', or turn "
-            "batch_invariant off"
+            f"attention '{attention}' has no kernel for device '{device}'; "
+            "run on the CPU, or set attention='reference' (slow)"
         )
-    linear: Linear = InvariantLinear() if batch_invariant else functional.linear
-    linear_name = "torch, batch-invariant" if batch_invariant else "torch"
+    if dtype == torch.float16:
+        raise KernelUnavailable(
+            "no CPU kernels compute in float16; choose bfloat16 or float32, or set "
+            "attention='reference' (slow)"
+        )
+    return _native_ops(str(dtype).removeprefix("torch."))
+
+
+def _reference_ops() -> OpTable:
     return OpTable(
         rms_norm=reference.rms_norm,
         rope=reference.rope,
         act_mul=reference.act_mul,
-        linear=linear,
-        moe=partial(reference.moe, linear=linear),
-        paged_attention=paged_attention,
-        batch_invariant=batch_invariant,
+        linear=functional.linear,
+        logits=reference.logits,
+        embedding=functional.embedding,
+        moe=partial(reference.moe, linear=functional.linear),
+        paged_attention=reference.paged_attention,
+        pack=reference.keep,
+        batch_invariant=False,
         names={
             "rms_norm": "reference",
             "rope": "reference",
             "act_mul": "reference",
-            "linear": linear_name,
-            "moe": linear_name,
-            "paged_attention": attention_name,
+            "linear": "torch",
+            "logits": "torch",
+            "embedding": "torch",
+            "moe": "torch",
+            "paged_attention": "reference",
         },
     )
 
 
-def _select_attention(device: torch.device, wish: str) -> tuple[str, PagedAttention]:
-    if wish not in ATTENTION_CHOICES:
-        known = ", ".join(ATTENTION_CHOICES)
-        raise KernelUnavailable(f"unknown attention kernel '{wish}'; choose one of: {known}")
-    if wish == "reference":
-        return "reference", reference.paged_attention
-    if device.type != "cpu":
-        raise KernelUnavailable(
-            f"attention '{wish}' has no kernel for device '{device}'; "
-            "run on the CPU, or set attention='reference' (slow)"
-        )
+def _native_ops(dtype: str) -> OpTable:
     try:
-        from weft.kernels.cpu import attention as native
+        from weft.kernels.cpu import attention, matrix
     except ImportError as error:
         raise KernelUnavailable(
-            "the native CPU attention kernel is not built; install weft with a C++ compiler "
+            "the native CPU kernels are not built; install weft with a C++ compiler "
             f"present, or set attention='reference' (slow): {error}"
         ) from error
-    return "cpu", native.paged_attention
+    weights = f"cpu, {dtype} weights"
+    return OpTable(
+        rms_norm=reference.rms_norm,
+        rope=reference.rope,
+        act_mul=reference.act_mul,
+        linear=matrix.linear,
+        logits=matrix.logits,
+        embedding=matrix.embedding,
+        moe=partial(reference.moe, linear=matrix.linear),
+        paged_attention=attention.paged_attention,
+        pack=matrix.pack,
+        batch_invariant=True,
+        names={
+            "rms_norm": "reference",
+            "rope": "reference",
+            "act_mul": "reference",
+            "linear": weights,
+            "logits": weights,
+            "embedding": weights,
+            "moe": weights,
+            "paged_attention": "cpu",
+        },
+    )

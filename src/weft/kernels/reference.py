@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 if TYPE_CHECKING:
-    from weft.kernels.ops import AttentionBatch, Linear
+    from weft.kernels.ops import AttentionBatch, Experts, Linear
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, plus_one: bool) -> Tensor:
@@ -65,12 +65,22 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return y.to(x.dtype)
 
 
+def logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """Return float32 logits [S, V] of hidden states [S, C] and the output head [V, C]."""
+    return functional.linear(hidden, weight).float()
+
+
+def keep(parameter: str, tensor: Tensor) -> Tensor:  # noqa: ARG001
+    """Leave a parameter as it is; see ``ops.Pack``."""
+    return tensor
+
+
 def moe(
     x: Tensor,
     weights: Tensor,
     experts: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: Experts,
+    down: Experts,
     activation: str,
     linear: Linear = linear,
 ) -> Tensor:
@@ -80,13 +90,13 @@ def moe(
         x: [T, D].
         weights: [T, K] float32, the share of each chosen expert.
         experts: [T, K] int64, the ids of the chosen experts.
-        gate_up: [E, 2I, D], gate rows first.
-        down: [E, D, I].
+        gate_up: E matrices [2I, D], gate rows first.
+        down: E matrices [D, I].
     """
     top_k = experts.shape[1]
     order = experts.flatten().argsort(stable=True)  # [T * K], pairs grouped by expert
     tokens = order // top_k  # [T * K], the token of each pair
-    counts = experts.flatten().bincount(minlength=gate_up.shape[0]).tolist()
+    counts = experts.flatten().bincount(minlength=len(gate_up)).tolist()
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)  # [T, D]
     start = 0
     for expert, count in enumerate(counts):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from weft.core.errors import InvariantError
 from weft.kernels.ops import OpTable
@@ -51,29 +50,29 @@ class Decoder:
     They call the parts under ``torch.inference_mode``.
     """
 
-    def __init__(self, spec: ModelSpec, tensors: Mapping[str, Tensor], ops: OpTable) -> None:
-        """Take the parameters by the names that ``layout.parameters`` gives them."""
+    def __init__(self, spec: ModelSpec, weights: Mapping[str, Any], ops: OpTable) -> None:
+        """Take the parameters, as ``ops`` packed them, by the names of ``layout.parameters``."""
         self.spec = spec
         self.ops = ops
-        self.embedding = tensors["embed"]  # [V, C]
-        self.final_norm = tensors["norm"]  # [C]
-        self.lm_head = tensors["embed" if spec.tied_embeddings else "lm_head"]  # [V, C]
-        self.layers = tuple(_layer_weights(number, tensors) for number in range(spec.num_layers))
-        self.per_layer_embedding = tensors.get("per_layer_embed")  # [V', L * P]
-        self.per_layer_projection = tensors.get("per_layer_projection")  # [L * P, C]
-        self.per_layer_norm = tensors.get("per_layer_norm")  # [P]
-        device = self.embedding.device
+        self.embedding = weights["embed"]  # [V, C]
+        self.final_norm: Tensor = weights["norm"]  # [C]
+        self.lm_head = weights["embed" if spec.tied_embeddings else "lm_head"]  # [V, C]
+        self.layers = tuple(_layer_weights(number, weights) for number in range(spec.num_layers))
+        self.per_layer_embedding = weights.get("per_layer_embed")  # [V', L * P]
+        self.per_layer_projection = weights.get("per_layer_projection")  # [L * P, C]
+        self.per_layer_norm = weights.get("per_layer_norm")  # [P]
+        device = self.final_norm.device
         self._frequencies = tuple(inverse_frequencies(rope).to(device) for rope in spec.ropes)
 
     @property
     def device(self) -> torch.device:
         """Where the weights lie."""
-        return self.embedding.device
+        return self.final_norm.device
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of weights and hidden states."""
-        return self.embedding.dtype
+        return self.final_norm.dtype
 
     def attention_params(self, layer: int) -> AttentionParams:
         """Return how this layer calls ``paged_attention`` and which group holds its cache."""
@@ -107,13 +106,13 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32 logits [S, V] of normalised hidden states [S, C]."""
-        logits = self.ops.linear(hidden, self.lm_head, None).float()
+        logits = self.ops.logits(hidden, self.lm_head)
         cap = self.spec.logit_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """Return the token embeddings [T, C], scaled where the family scales them."""
-        return _scaled(functional.embedding(input_ids, self.embedding), self.spec.embedding_scale)
+        return _scaled(self.ops.embedding(input_ids, self.embedding), self.spec.embedding_scale)
 
     def layer_inputs(self, input_ids: Tensor, embedded: Tensor) -> Tensor | None:
         """Return the per-layer inputs [L, T, P] of the tokens, None for a model without them."""
@@ -121,7 +120,7 @@ class Decoder:
             return None
         spec = self.spec
         shape = (len(input_ids), spec.num_layers, spec.per_layer_input_size)
-        tokens = functional.embedding(input_ids, self.per_layer_embedding).view(shape)  # [T, L, P]
+        tokens = self.ops.embedding(input_ids, self.per_layer_embedding).view(shape)  # [T, L, P]
         tokens = _scaled(tokens, spec.per_layer_input_size**0.5)
         context = self.ops.linear(embedded, self.per_layer_projection, None).view(shape)
         context = context * spec.hidden_size**-0.5
@@ -180,7 +179,7 @@ def _scaled(x: Tensor, factor: float) -> Tensor:
     return x if factor == 1.0 else x * torch.tensor(factor, dtype=x.dtype).item()
 
 
-def _layer_weights(number: int, tensors: Mapping[str, Tensor]) -> LayerWeights:
+def _layer_weights(number: int, weights: Mapping[str, Any]) -> LayerWeights:
     prefix = f"layers.{number}."
     names = [field.name for field in fields(LayerWeights)]
-    return LayerWeights(**{n: tensors[prefix + n] for n in names if prefix + n in tensors})
+    return LayerWeights(**{n: weights[prefix + n] for n in names if prefix + n in weights})

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from weft.core.errors import InvariantError
-from weft.kernels.ops import OpTable
+from weft.kernels.ops import Experts, OpTable, Weight
 from weft.models.spec import LayerSpec, ModelSpec, RopeSpec
 
 Angles = tuple[Tensor, Tensor]  # cos and sin, each [T, R] float32
@@ -23,28 +23,28 @@ class LayerWeights:
     """
 
     input_norm: Tensor  # [C]
-    qkv: Tensor  # [(H + 2 Hkv) * D, C]
-    output: Tensor  # [C, H * D]
+    qkv: Weight  # [(H + 2 Hkv) * D, C]
+    output: Weight  # [C, H * D]
     mlp_norm: Tensor  # [C]
     qkv_bias: Tensor | None = None
     output_bias: Tensor | None = None  # [C]
     qk_norm: Tensor | None = None  # [H + Hkv, D]
     post_attention_norm: Tensor | None = None  # [C]
     post_mlp_norm: Tensor | None = None  # [C]
-    gate_up: Tensor | None = None  # [2 I, C]
+    gate_up: Weight | None = None  # [2 I, C]
     gate_up_bias: Tensor | None = None  # [2 I]
-    down: Tensor | None = None  # [C, I]
+    down: Weight | None = None  # [C, I]
     down_bias: Tensor | None = None  # [C]
-    router: Tensor | None = None  # [E, C]
+    router: Weight | None = None  # [E, C]
     router_scale: Tensor | None = None  # [C]
     expert_scale: Tensor | None = None  # [E]
-    expert_gate_up: Tensor | None = None  # [E, 2 J, C]
-    expert_down: Tensor | None = None  # [E, C, J]
+    expert_gate_up: Experts | None = None  # [E, 2 J, C]
+    expert_down: Experts | None = None  # [E, C, J]
     dense_post_norm: Tensor | None = None  # [C]
     expert_norm: Tensor | None = None  # [C]
     expert_post_norm: Tensor | None = None  # [C]
-    input_gate: Tensor | None = None  # [P, C]
-    input_projection: Tensor | None = None  # [C, P]
+    input_gate: Weight | None = None  # [P, C]
+    input_projection: Weight | None = None  # [C, P]
     post_input_norm: Tensor | None = None  # [C]
     layer_scalar: Tensor | None = None  # [1]
 

@@ -1,7 +1,7 @@
 """Streams safetensors into a decoder: each parameter filled once, each tensor accounted for.
 
 All headers are read and checked before a byte of weights is; then every tensor is copied from the
-memory-mapped file into its place, so the peak is the model and one tensor.
+memory-mapped file into its place and packed, so the peak is the model and one tensor.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from weft.core.errors import CheckpointError
-from weft.kernels.ops import OpTable
+from weft.kernels.ops import OpTable, Pack
 from weft.kernels.quantized import Quantized
 from weft.models.decoder import Decoder
 from weft.models.families import read_spec
@@ -62,8 +62,8 @@ def load_model(
     spec = read_spec(path, max_model_len)
     with ExitStack() as files:
         checkpoint = Checkpoint(path, spec, files)
-        tensors = checkpoint.load(dtype, device)
-    return Decoder(spec, tensors, ops)
+        weights = checkpoint.load(dtype, device, ops.pack)
+    return Decoder(spec, weights, ops)
 
 
 class Checkpoint:
@@ -84,9 +84,15 @@ class Checkpoint:
         self._parameters = tuple(parameters(spec, stacked_experts=stacked))
         self._check()
 
-    def load(self, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-        """Return every parameter by name, converted to ``dtype`` on ``device``."""
-        return {p.name: self._fill(p, dtype, device) for p in self._parameters}
+    def load(self, dtype: torch.dtype, device: torch.device, pack: Pack) -> dict[str, Any]:
+        """Return every parameter by name, converted to ``dtype`` on ``device``, then packed."""
+        weights = {}
+        for parameter in self._parameters:
+            name = parameter.name
+            if name == "embed" and self._spec.tied_embeddings:
+                name = "lm_head"
+            weights[parameter.name] = pack(name, self._fill(parameter, dtype, device))
+        return weights
 
     def _read_headers(self) -> dict[str, StoredTensor]:
         stored: dict[str, StoredTensor] = {}

@@ -219,7 +219,7 @@ class Work {
 
 void paged_attention(const Attention& call) {
   check(call);
-  const Kernels& kernels = chosen_kernels();
+  const Kernels& kernels = *chosen_isa().attention;
   // All writes come before all reads: rows may share blocks.
   if (call.k) write_kv(kernels, call);
   Work(kernels, call).run();

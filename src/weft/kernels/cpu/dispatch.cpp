@@ -1,4 +1,4 @@
-// Chooses the widest compiled copy of tile.cpp that this CPU can run, or the one a test asks for.
+// Chooses the widest instruction set that this CPU can run, or the one a test asks for.
 
 #include "dispatch.hpp"
 
@@ -6,45 +6,50 @@
 
 namespace weft {
 
-extern const Kernels kernels_baseline;
+#define WEFT_DECLARE_ISA(isa)           \
+  extern const Kernels kernels_##isa;   \
+  extern const PanelKernels panel_kernels_##isa; \
+  static const Isa isa_##isa = {#isa, &kernels_##isa, &panel_kernels_##isa}
+
+WEFT_DECLARE_ISA(baseline);
 #ifdef WEFT_X86
-extern const Kernels kernels_avx2;
-extern const Kernels kernels_avx512;
-extern const Kernels kernels_avx512bf16;
+WEFT_DECLARE_ISA(avx2);
+WEFT_DECLARE_ISA(avx512);
+WEFT_DECLARE_ISA(avx512bf16);
 #endif
 
 namespace {
 
-std::atomic<const Kernels*>& chosen() {
-  static std::atomic<const Kernels*> kernels{runnable_kernels().front()};
-  return kernels;
+std::atomic<const Isa*>& chosen() {
+  static std::atomic<const Isa*> isa{runnable_isas().front()};
+  return isa;
 }
 
 }  // namespace
 
-std::vector<const Kernels*> runnable_kernels() {
-  std::vector<const Kernels*> result;
+std::vector<const Isa*> runnable_isas() {
+  std::vector<const Isa*> result;
 #ifdef WEFT_X86
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   if (avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni")) {
-    result.push_back(&kernels_avx512bf16);
+    result.push_back(&isa_avx512bf16);
   }
-  if (avx512) result.push_back(&kernels_avx512);
+  if (avx512) result.push_back(&isa_avx512);
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
-    result.push_back(&kernels_avx2);
+    result.push_back(&isa_avx2);
   }
 #endif
-  result.push_back(&kernels_baseline);
+  result.push_back(&isa_baseline);
   return result;
 }
 
-const Kernels& chosen_kernels() { return *chosen().load(); }
+const Isa& chosen_isa() { return *chosen().load(); }
 
-bool choose_kernels(std::string_view isa) {
-  for (const Kernels* kernels : runnable_kernels()) {
-    if (isa != kernels->isa) continue;
-    chosen().store(kernels);
+bool choose_isa(std::string_view name) {
+  for (const Isa* isa : runnable_isas()) {
+    if (name != isa->name) continue;
+    chosen().store(isa);
     return true;
   }
   return false;

@@ -1,18 +1,26 @@
-// Which of the compiled copies of tile.cpp runs.
+// Which of the compiled copies of the inner loops runs.
 #pragma once
 
 #include <string_view>
 #include <vector>
 
+#include "panel.hpp"
 #include "tile.hpp"
 
 namespace weft {
 
+// The copies that were compiled for one instruction set.
+struct Isa {
+  const char* name;
+  const Kernels* attention;
+  const PanelKernels* panel;
+};
+
 // Those that this machine can run, widest first.
-std::vector<const Kernels*> runnable_kernels();
+std::vector<const Isa*> runnable_isas();
 // The widest, unless another was chosen.
-const Kernels& chosen_kernels();
+const Isa& chosen_isa();
 // False if there is none of that name, or the machine cannot run it.
-bool choose_kernels(std::string_view isa);
+bool choose_isa(std::string_view name);
 
 }  // namespace weft

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "attention.hpp"
+#include "bind.hpp"
 #include "dispatch.hpp"
 
 namespace nb = nanobind;
@@ -71,14 +72,15 @@ NB_MODULE(_native, m) {
   m.def("threads", &weft::attention_threads);
   m.def("set_threads", &weft::set_attention_threads, nb::arg("threads"),
         nb::call_guard<nb::gil_scoped_release>());
-  m.def("isa", [] { return weft::chosen_kernels().isa; });
+  m.def("isa", [] { return weft::chosen_isa().name; });
   m.def("isas", [] {
     nb::list names;
-    for (const weft::Kernels* kernels : weft::runnable_kernels()) names.append(kernels->isa);
+    for (const weft::Isa* isa : weft::runnable_isas()) names.append(isa->name);
     return names;
   });
   m.def("use_isa", [](const std::string& isa) {
-    if (weft::choose_kernels(isa)) return;
+    if (weft::choose_isa(isa)) return;
     throw nb::value_error(("this machine cannot run instruction set '" + isa + "'").c_str());
   }, nb::arg("isa"));
+  bind_matrix(m);
 }

@@ -1,0 +1,6 @@
+// The parts of the Python binding; module.cpp calls them.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+void bind_matrix(nanobind::module_& m);

@@ -1,0 +1,54 @@
+// Python binding of packed matrices. Memory arrives as addresses: matrix.py checks the tensors and
+// keeps them alive during the call.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/unique_ptr.h>
+
+#include "bind.hpp"
+#include "matrix.hpp"
+
+namespace nb = nanobind;
+using weft::Matrix;
+
+namespace {
+
+std::unique_ptr<Matrix> pack(uintptr_t data, int type, int64_t outputs, int64_t inputs,
+                             int64_t stride, bool gated) {
+  weft::Tensor weight{"weight", reinterpret_cast<void*>(data), static_cast<weft::DType>(type), 2};
+  weight.shape = {outputs, inputs};
+  weight.stride = {stride, 1};
+  const nb::gil_scoped_release released;
+  return Matrix::pack(weight, gated);
+}
+
+void linear(const Matrix& matrix, uintptr_t x, int64_t x_stride, int64_t rows, uintptr_t bias,
+            uintptr_t out, int out_type) {
+  const auto type = static_cast<weft::DType>(out_type);
+  const int64_t x_bytes = x_stride * size_of(matrix.type());
+  const nb::gil_scoped_release released;
+  weft::multiply({.matrix = &matrix,
+                  .bias = reinterpret_cast<const void*>(bias),
+                  .x = {reinterpret_cast<char*>(x), x_bytes},
+                  .out = {reinterpret_cast<char*>(out), matrix.outputs() * size_of(type)},
+                  .rows = rows,
+                  .out_type = type});
+}
+
+void gather(const Matrix& matrix, uintptr_t outputs, int64_t count, uintptr_t to) {
+  const int64_t bytes = matrix.inputs() * size_of(matrix.type());
+  const nb::gil_scoped_release released;
+  weft::gather(matrix, reinterpret_cast<const int64_t*>(outputs), count,
+               {reinterpret_cast<char*>(to), bytes});
+}
+
+}  // namespace
+
+void bind_matrix(nb::module_& m) {
+  nb::class_<Matrix>(m, "Matrix")
+      .def_static("pack", &pack, nb::arg("data"), nb::arg("type"), nb::arg("outputs"),
+                  nb::arg("inputs"), nb::arg("stride"), nb::arg("gated"))
+      .def_prop_ro("bytes", &Matrix::bytes)
+      .def_prop_ro("format", [](const Matrix& matrix) { return static_cast<int>(matrix.format()); })
+      .def("linear", &linear, nb::arg("x"), nb::arg("x_stride"), nb::arg("rows"), nb::arg("bias"),
+           nb::arg("out"), nb::arg("out_type"))
+      .def("gather", &gather, nb::arg("outputs"), nb::arg("count"), nb::arg("to"));
+}

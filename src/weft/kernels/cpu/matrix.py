@@ -1,0 +1,129 @@
+"""Weights packed for the native CPU kernels, and products with them.
+
+A row of a product is the same bits whatever rows are computed with it: every number is one float32
+sum over the inputs in ascending order (``panel.hpp``).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from weft.kernels.cpu import _native
+
+FORMATS = {0: "float32", 1: "bfloat16"}  # by the numbers of `Format` in panel.hpp
+PACKED = {
+    *("qkv", "output", "gate_up", "down", "lm_head", "router", "expert_gate_up", "expert_down"),
+    *("input_gate", "input_projection", "per_layer_projection"),
+}  # by the names of ``layout.parameters``, without the layer
+_CODES = {torch.float32: 0, torch.bfloat16: 1}  # those of `DType` in tensor.hpp
+
+
+class Matrix:
+    """A weight [outputs, inputs] in the panels that ``panel.hpp`` describes.
+
+    Attributes:
+        shape: outputs and inputs.
+        dtype: the dtype of the activations that it is multiplied with.
+        native: the packed numbers.
+    """
+
+    __slots__ = ("dtype", "native", "shape")
+
+    def __init__(self, weight: Tensor, *, gated: bool = False) -> None:
+        """Pack a tensor [outputs, inputs] of float32 or bfloat16.
+
+        Args:
+            gated: the first half of the outputs are gates, the second half the values that they
+                multiply; a panel then holds both of its outputs. What ``linear`` returns does not
+                depend on it.
+
+        Raises:
+            ValueError: the tensor has another dtype, rank or device.
+        """
+        if weight.dtype not in _CODES or weight.dim() != 2 or not weight.is_cpu:
+            raise ValueError(f"cannot pack {list(weight.shape)} of {weight.dtype}")
+        weight = weight if weight.stride(1) == 1 else weight.contiguous()
+        self.shape = weight.shape
+        self.dtype = weight.dtype
+        self.native = _native.Matrix.pack(
+            weight.data_ptr(), _CODES[weight.dtype], *weight.shape, weight.stride(0), gated
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory, padding included."""
+        return self.native.bytes
+
+    @property
+    def format(self) -> str:
+        """How the numbers are stored: one of ``FORMATS``."""
+        return FORMATS[self.native.format]
+
+
+def linear(
+    x: Tensor, matrix: Matrix, bias: Tensor | None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """Return x [T, I] times the matrix [O, I], plus bias [O] -> [T, O].
+
+    Args:
+        x: of the matrix's dtype.
+        dtype: of the result; that of ``x`` if not given.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+    """
+    outputs, inputs = matrix.shape
+    if x.dim() != 2 or x.shape[1] != inputs or x.dtype != matrix.dtype:
+        raise ValueError(
+            f"x {list(x.shape)} of {x.dtype} does not fit a matrix {list(matrix.shape)} of "
+            f"{matrix.dtype}"
+        )
+    if bias is not None and (bias.shape != (outputs,) or bias.dtype != matrix.dtype):
+        raise ValueError(f"bias {list(bias.shape)} of {bias.dtype} does not fit {outputs} outputs")
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    rows = x.shape[0]
+    out = torch.empty((rows, outputs), dtype=dtype or x.dtype)
+    if bias is not None:
+        bias = bias.contiguous()
+    bias_at = 0 if bias is None else bias.data_ptr()
+    matrix.native.linear(
+        x.data_ptr(), x.stride(0), rows, bias_at, out.data_ptr(), _CODES[out.dtype]
+    )
+    return out
+
+
+def logits(hidden: Tensor, matrix: Matrix) -> Tensor:
+    """Return ``linear`` without a bias in float32: the sums as they are, not rounded."""
+    return linear(hidden, matrix, None, torch.float32)
+
+
+def embedding(ids: Tensor, table: Tensor | Matrix) -> Tensor:
+    """Return the rows [T, C] of the ids [T] int64; see ``gather``."""
+    return functional.embedding(ids, table) if isinstance(table, Tensor) else gather(table, ids)
+
+
+def pack(parameter: str, tensor: Tensor) -> Tensor | Matrix | tuple[Matrix, ...]:
+    """Pack the parameters that ``linear`` multiplies with; see ``ops.Pack``."""
+    name = parameter.rpartition(".")[2]
+    if name not in PACKED:
+        return tensor
+    if tensor.dim() == 3:
+        return tuple(Matrix(expert) for expert in tensor)
+    return Matrix(tensor, gated=name == "gate_up")
+
+
+def gather(matrix: Matrix, outputs: Tensor) -> Tensor:
+    """Return the weights [T, I] of some outputs [T] int64, such as the embeddings of tokens.
+
+    Raises:
+        IndexError: there is no such output.
+    """
+    outputs = outputs.contiguous()
+    if len(outputs) and not 0 <= int(outputs.min()) <= int(outputs.max()) < matrix.shape[0]:
+        raise IndexError(f"an output is outside [0, {matrix.shape[0]})")
+    found = torch.empty((len(outputs), matrix.shape[1]), dtype=matrix.dtype)
+    matrix.native.gather(outputs.data_ptr(), len(outputs), found.data_ptr())
+    return found

@@ -1,0 +1,73 @@
+// The arithmetic of a transformer layer that is not attention, for one piece of it: rows of
+// activations by one panel of a packed matrix, what becomes of the sums, norms and rotation.
+// panel.cpp is compiled once per instruction set; dispatch.hpp picks the one that runs.
+//
+// Exactness: every output is one float32 sum that runs over the inputs in ascending order, in steps
+// of one (float32) or two (bfloat16). It depends on its own row and column only: not on the rows
+// computed with it, on their place, or on how work was shared out to threads.
+#pragma once
+
+#include <cstdint>
+
+#include "tensor.hpp"
+
+namespace weft {
+
+// How the numbers of a packed matrix are stored; shared with `FORMATS` in matrix.py.
+//
+// A panel holds all inputs of 64 outputs (columns), one input (f32) or one pair of inputs (bf16)
+// after the other: [inputs][64] float32, or [inputs / 2][64][2] bfloat16. What is missing at the
+// ends is 0. A new format needs its number here, a size and a `pack` in matrix.cpp, and its
+// `multiply` in panel.cpp; sums, epilogues and everything above stay as they are.
+enum class Format : int { f32 = 0, bf16 = 1 };
+inline constexpr int num_formats = 2;
+
+inline constexpr int64_t panel_columns = 64;
+// A gated panel holds this many columns of the gate and then as many of the values ("up").
+inline constexpr int64_t gated_columns = panel_columns / 2;
+
+enum class Activation : int { silu = 0, gelu_tanh = 1 };
+
+// Rows of activations times one panel. Strides are in bytes.
+struct Product {
+  const char* panel;
+  const char* x;
+  int64_t x_stride;
+  int64_t rows;
+  int64_t inputs;
+  float* sums;  // [rows][panel_columns], written
+};
+
+// Where sums go: to `columns` columns of `rows` rows, with the bias and the residual added that are
+// there. A residual is added to what the sum is once rounded to the type, as separate ops would.
+struct Finish {
+  const float* sums;  // row stride panel_columns
+  const float* bias;
+  const char* residual;
+  int64_t residual_stride;
+  char* out;
+  int64_t out_stride;
+  int64_t rows, columns;
+};
+
+// One row or head to normalise: out = x / rms(x) * weight.
+struct Norm {
+  const float* weight;  // none: 1
+  float epsilon;
+};
+
+// The functions with a DType take activations of that type: f32 or bf16.
+struct PanelKernels {
+  const char* isa;
+  void (*multiply[num_formats])(const Product&);
+  void (*finish)(DType, const Finish&);
+  // Activation(gate) * value of sums of gated panels; `columns` counts the outputs.
+  void (*finish_gated)(DType, Activation, const Finish&);
+  // With a residual the result is added to it, once rounded to the type.
+  void (*norm)(DType, const Norm&, const char* x, const char* residual, char* out, int64_t count);
+  // In place: normalise one head (without a norm: not), then rotate its first 2 * half dimensions.
+  void (*rotate)(DType, const Norm* norm, const float* cos, const float* sin, int64_t half,
+                 char* head, int64_t count);
+};
+
+}  // namespace weft

@@ -1,0 +1,116 @@
+// Vectors as wide as the registers of one instruction set, numbers of 16 bits, exp: for sources that
+// are compiled once per instruction set. All of it has internal linkage: see panel.cpp.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "tensor.hpp"
+
+namespace weft {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int W = 16;
+#elif defined(__AVX__)
+constexpr int W = 8;
+#else
+constexpr int W = 4;
+#endif
+
+typedef float vec __attribute__((vector_size(4 * W)));
+typedef int32_t ivec __attribute__((vector_size(4 * W)));
+typedef uint32_t uvec __attribute__((vector_size(4 * W)));
+typedef uint16_t hvec __attribute__((vector_size(2 * W)));
+typedef vec vec_at __attribute__((aligned(4), may_alias));
+typedef uvec uvec_at __attribute__((aligned(4), may_alias));
+typedef hvec hvec_at __attribute__((aligned(2), may_alias));
+
+inline vec load(const float* p) { return *reinterpret_cast<const vec_at*>(p); }
+inline void store(float* p, vec v) { *reinterpret_cast<vec_at*>(p) = v; }
+inline vec splat(float x) { return x - vec{}; }
+inline vec pick(ivec condition, vec yes, vec no) {
+  return (vec)(((ivec)yes & condition) | ((ivec)no & ~condition));
+}
+
+inline vec widen_bf16(hvec x) { return (vec)(__builtin_convertvector(x, uvec) << 16); }
+
+inline hvec narrow_bf16(vec x) {
+  const uvec bits = (uvec)x;
+  const uvec rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+  const uvec nan = (uvec)(x != x);
+  return __builtin_convertvector((rounded & ~nan) | (nan & 0x7fc0u), hvec);
+}
+
+// W numbers of a row, or fewer at its end; what is missing is 0.
+template <DType type>
+inline vec read(const char* from, int64_t count = W) {
+  if constexpr (type == DType::f32) {
+    if (count >= W) return load(reinterpret_cast<const float*>(from));
+    vec x{};
+    __builtin_memcpy(&x, from, count * 4);
+    return x;
+  } else {
+    if (count >= W) return widen_bf16(*reinterpret_cast<const hvec_at*>(from));
+    hvec x{};
+    __builtin_memcpy(&x, from, count * 2);
+    return widen_bf16(x);
+  }
+}
+
+template <DType type>
+inline void write(char* to, vec x, int64_t count = W) {
+  if constexpr (type == DType::f32) {
+    if (count >= W) return store(reinterpret_cast<float*>(to), x);
+    __builtin_memcpy(to, &x, count * 4);
+  } else {
+    const hvec narrow = narrow_bf16(x);
+    if (count >= W) {
+      *reinterpret_cast<hvec_at*>(to) = narrow;
+    } else {
+      __builtin_memcpy(to, &narrow, count * 2);
+    }
+  }
+}
+
+// What is left of a number once it has been stored in this type.
+template <DType type>
+inline vec rounded(vec x) {
+  if constexpr (type == DType::f32) return x;
+  return widen_bf16(narrow_bf16(x));
+}
+
+inline float sum_of(vec x) {
+  float lanes[W];
+  store(lanes, x);
+  for (int half = W / 2; half > 0; half /= 2) {
+    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+  }
+  return lanes[0];
+}
+
+// exp(x) for x <= 0, to about 1 unit in the last place (the polynomial is that of Cephes' expf).
+// Below the smallest normal result it is 0; NaN stays NaN.
+inline vec exp_negative(vec x) {
+  const vec bias = splat(0x1.8p23f);  // adding it rounds to an integer in the low mantissa bits
+  const vec shifted = x * 0x1.715476p+0f + bias;
+  const vec n = shifted - bias;
+  const vec r = (x - n * 0x1.63p-1f) - n * -0x1.bd0106p-13f;
+  vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  const vec result = (p * (r * r) + r) + 1.0f;
+  const vec power = (vec)(((ivec)shifted << 23) + 0x3f800000);
+  return pick(x < -87.0f, vec{}, result * power);
+}
+
+// 1 / (1 + exp(-x))
+inline vec sigmoid(vec x) {
+  const vec e = exp_negative((vec)((ivec)x | (int32_t)0x80000000));  // of -|x|
+  return pick(x < 0.0f, e, splat(1.0f)) / (1.0f + e);
+}
+
+}  // namespace
+}  // namespace weft

@@ -1,0 +1,131 @@
+"""Packed matrices: exact to rounding, and the same bits for any rows, place and thread count."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from weft.kernels.cpu import attention
+from weft.kernels.cpu.matrix import Matrix, embedding, gather, linear, logits, pack
+
+DTYPES = [torch.bfloat16, torch.float32]
+SHAPES = [(1, 1), (64, 64), (97, 33), (130, 257), (256, 704), (2, 1), (66, 1000)]
+
+
+@pytest.fixture(autouse=True)
+def _kernels():
+    threads = attention.threads()
+    yield
+    attention.set_threads(threads)
+    attention.use_isa(attention.isas()[0])
+
+
+def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def assert_exact(found: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """The sums of float32 differ from the truth by some roundings of their largest part."""
+    x, weight = x.double(), weight.double()
+    truth = x @ weight.T + (0 if bias is None else bias.double())
+    size = x.abs() @ weight.abs().T + (0 if bias is None else bias.double().abs())
+    assert bool(((found.double() - truth).abs() <= 1e-6 * size + 1e-30).all())
+
+
+@pytest.mark.parametrize("isa", attention.isas())
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gated", [False, True])
+def test_fuzzed_products(isa, dtype, gated) -> None:
+    attention.use_isa(isa)
+    choose = random.Random(f"{isa}{dtype}{gated}")
+    fuzzed = [(choose.randint(1, 300), choose.randint(1, 300)) for _ in range(12)]
+    for outputs, inputs in [*SHAPES, *fuzzed]:
+        if gated:
+            outputs += outputs % 2
+        weight, bias = draw(1, outputs, inputs, dtype=dtype), draw(2, outputs, dtype=dtype)
+        matrix = Matrix(weight, gated=gated)
+        assert torch.equal(gather(matrix, torch.arange(outputs)), weight)
+        rows = choose.randint(1, 130)
+        x = draw(3, rows, inputs, dtype=dtype)
+        for given in (bias, None):
+            whole = linear(x, matrix, given, torch.float32)
+            assert_exact(whole, x, weight, given)
+            assert torch.equal(linear(x, matrix, given), whole.to(dtype))
+
+
+@pytest.mark.parametrize("isa", attention.isas())
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_depends_on_no_other_nor_on_threads(isa, dtype) -> None:
+    attention.use_isa(isa)
+    matrix, bias = Matrix(draw(1, 1000, 450, dtype=dtype)), draw(2, 1000, dtype=dtype)
+    x = draw(3, 200, 450, dtype=dtype)
+    attention.set_threads(1)
+    whole = linear(x, matrix, bias)
+    attention.set_threads(2)
+    for rows in (*range(1, 20), 63, 64, 65, 95, 96, 97, 128, 199, 200):
+        for start in {0, 1, 200 - rows} - {201 - rows}:
+            part = linear(x[start : start + rows], matrix, bias)
+            assert torch.equal(part, whole[start : start + rows])
+    assert linear(x[:0], matrix, bias).shape == (0, 1000)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_not_finite_stays_in_its_row_and_column(dtype) -> None:
+    weight, x = draw(1, 70, 40, dtype=dtype), draw(2, 9, 40, dtype=dtype)
+    whole = linear(x, Matrix(weight), None)
+    x[4, 7], weight[66, 3] = float("nan"), float("inf")
+    found = linear(x, Matrix(weight), None)
+    assert bool(found[4].isnan().all())
+    assert not bool(found[:, 66].isfinite().any())
+    found[4], found[:, 66] = whole[4], whole[:, 66]
+    assert torch.equal(found, whole)
+
+
+def test_strided_rows_and_weights() -> None:
+    x, weight = draw(1, 10, 90), draw(2, 50, 80)
+    expected = linear(x[:, 8:40].contiguous(), Matrix(weight[:, 4:36].contiguous()), None)
+    assert torch.equal(linear(x[:, 8:40], Matrix(weight[:, 4:36]), None), expected)
+    assert torch.equal(linear(x[:, 8:40], Matrix(weight.T[4:36].T), None), expected)
+
+
+def test_logits_are_not_rounded() -> None:
+    hidden, head = draw(1, 3, 64, dtype=torch.bfloat16), draw(2, 199, 64, dtype=torch.bfloat16)
+    found = logits(hidden, Matrix(head))
+    assert found.dtype == torch.float32
+    assert_exact(found, hidden, head, None)
+    assert not torch.equal(found, found.bfloat16().float())
+
+
+def test_embeddings_come_from_the_packed_head() -> None:
+    table = draw(1, 199, 33, dtype=torch.bfloat16)
+    ids = torch.tensor([198, 0, 7, 7])
+    assert torch.equal(embedding(ids, Matrix(table)), table[ids])
+    assert torch.equal(embedding(ids, table), table[ids])
+    with pytest.raises(IndexError, match="199"):
+        embedding(torch.tensor([199]), Matrix(table))
+
+
+def test_only_what_is_multiplied_is_packed() -> None:
+    weight = draw(1, 6, 8)
+    assert pack("embed", weight) is weight
+    assert pack("layers.0.qk_norm", weight) is weight
+    assert isinstance(pack("lm_head", weight), Matrix)
+    first, second = pack("layers.3.expert_gate_up", draw(2, 2, 6, 8))
+    assert first.shape == second.shape == (6, 8)
+
+
+def test_what_does_not_fit_is_an_error() -> None:
+    matrix = Matrix(draw(1, 6, 8))
+    with pytest.raises(ValueError, match=r"\[2, 7\].*\[6, 8\]"):
+        linear(draw(1, 2, 7), matrix, None)
+    with pytest.raises(ValueError, match="bfloat16"):
+        linear(draw(1, 2, 8, dtype=torch.bfloat16), matrix, None)
+    with pytest.raises(ValueError, match="bias"):
+        linear(draw(1, 2, 8), matrix, draw(1, 5))
+    with pytest.raises(ValueError, match="float16"):
+        Matrix(draw(1, 6, 8, dtype=torch.float16))
+    with pytest.raises(ValueError, match="even"):
+        Matrix(draw(1, 5, 8), gated=True)
