@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,11 +17,11 @@ from torch.nn import functional
 from weft.kernels import reference
 from weft.kernels.unavailable import KernelUnavailable
 
-if TYPE_CHECKING:
-    from weft.kernels.cpu.matrix import Matrix
+# What a table's ``pack`` made of a weight, for the ops of the same table: a tensor as it was, or a
+# ``Matrix`` of the native kernels. Experts: one tensor, or a tuple with a matrix for each.
+Weight: TypeAlias = Any
+Experts: TypeAlias = Any
 
-Weight: TypeAlias = "Tensor | Matrix"  # what ``linear`` multiplies with
-Experts: TypeAlias = "Tensor | tuple[Matrix, ...]"  # one matrix for each expert
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ATTENTION_CHOICES = ("auto", "cpu", "reference")
 

@@ -48,7 +48,12 @@ class Matrix:
         self.shape = weight.shape
         self.dtype = weight.dtype
         self.native = _native.Matrix.pack(
-            weight.data_ptr(), _CODES[weight.dtype], *weight.shape, weight.stride(0), gated
+            weight.data_ptr(),
+            _CODES[weight.dtype],
+            weight.shape[0],
+            weight.shape[1],
+            weight.stride(0),
+            gated,
         )
 
     @property

@@ -19,9 +19,10 @@ namespace {
 constexpr int tile_vectors = W == 16 ? 4 : 2;
 constexpr int tile_rows = 6;
 constexpr int tile_columns = tile_vectors * W;
-// Bytes of a panel that the row tiles of one chunk share; they stay in the first-level cache.
+// Bytes of a panel that the row tiles of one chunk share; they stay in the first-level cache, while
+// the tiles in turn prefetch the next chunk into the second.
 constexpr int64_t chunk_bytes = 16 << 10;
-constexpr int64_t prefetch_bytes = 2 << 10;
+constexpr int64_t prefetch_bytes = 4 << 10;  // of a single tile, which runs at the memory's pace
 
 template <Format format>
 constexpr int64_t step_inputs = format == Format::bf16 ? 2 : 1;
@@ -76,18 +77,24 @@ struct Step<Format::bf16> {
 };
 #endif
 
-// Steps [from, to) of `rows` rows by tile_columns columns. The sums rest in memory between chunks.
+// One row tile of a chunk: the steps [from, to), and its place among the chunk's tiles.
+struct Part {
+  int64_t row, from, to;
+  int64_t turn, turns;
+};
+
+// `rows` rows by tile_columns columns. The sums rest in memory between chunks.
 template <Format format, int rows>
-void tile(const Product& p, int64_t row, int64_t column, int64_t from, int64_t to) {
+void tile(const Product& p, const Part& part, int64_t column) {
   constexpr int64_t bytes = 4;  // of a row in one step, in both formats
   using S = Step<format>;
-  float* sums = p.sums + row * panel_columns + column;
-  const char* x = p.x + row * p.x_stride;
+  float* sums = p.sums + part.row * panel_columns + column;
+  const char* x = p.x + part.row * p.x_stride;
   const char* panel = p.panel + column * 4;
   vec acc[rows][tile_vectors];
   for (int r = 0; r < rows; ++r) {
     for (int v = 0; v < tile_vectors; ++v) {
-      acc[r][v] = from == 0 ? vec{} : load(sums + r * panel_columns + v * W);
+      acc[r][v] = part.from == 0 ? vec{} : load(sums + r * panel_columns + v * W);
     }
   }
   const auto step = [&](const char* weights, auto input) __attribute__((always_inline)) {
@@ -99,12 +106,22 @@ void tile(const Product& p, int64_t row, int64_t column, int64_t from, int64_t t
     }
   };
   const int64_t whole = p.inputs / step_inputs<format>;
-  for (int64_t k = from; k < (to < whole ? to : whole); ++k) {
+  const int64_t end = part.to < whole ? part.to : whole;
+  for (int64_t k = part.from, wait = part.turn; k < end; ++k, --wait) {
     const char* weights = panel + k * step_bytes;
-    for (int i = 0; i < tile_columns * 4; i += 64) __builtin_prefetch(weights + prefetch_bytes + i);
+    if (wait == 0) {
+      wait = part.turns;
+      for (int i = 0; i < tile_columns * 4; i += 64) {
+        if (part.turns == 1) {
+          __builtin_prefetch(weights + prefetch_bytes + i, 0, 3);
+        } else {
+          __builtin_prefetch(weights + chunk_bytes + i, 0, 2);
+        }
+      }
+    }
     step(weights, [&](int r) { return S::input(x + r * p.x_stride + k * bytes); });
   }
-  if (to > whole) {  // a last input without a partner
+  if (part.to > whole) {  // a last input without a partner
     step(panel + whole * step_bytes, [&](int r) {
       char pair[4] = {};
       __builtin_memcpy(pair, x + r * p.x_stride + whole * bytes, 2);
@@ -118,21 +135,22 @@ void tile(const Product& p, int64_t row, int64_t column, int64_t from, int64_t t
 
 template <Format format>
 void multiply(const Product& p) {
-  using Tile = void (*)(const Product&, int64_t, int64_t, int64_t, int64_t);
+  using Tile = void (*)(const Product&, const Part&, int64_t);
   static constexpr Tile tiles[] = {tile<format, 1>, tile<format, 2>, tile<format, 3>,
                                    tile<format, 4>, tile<format, 5>, tile<format, 6>};
   const int64_t steps = (p.inputs + step_inputs<format> - 1) / step_inputs<format>;
-  const int64_t count = (p.rows + tile_rows - 1) / tile_rows;
-  const bool once = count == 1 && tile_columns == panel_columns;
-  const int64_t chunk = once ? steps : chunk_bytes / step_bytes;
+  const int64_t turns = (p.rows + tile_rows - 1) / tile_rows;
+  const int64_t chunk = turns == 1 && tile_columns == panel_columns ? steps
+                                                                    : chunk_bytes / step_bytes;
   for (int64_t from = 0; from < steps; from += chunk) {
-    const int64_t to = from + chunk < steps ? from + chunk : steps;
-    for (int64_t i = 0, row = 0; i < count; ++i) {
-      const int64_t rows = (p.rows - row + count - i - 1) / (count - i);
+    Part part{0, from, from + chunk < steps ? from + chunk : steps, 0, turns};
+    for (; part.turn < turns; ++part.turn) {
+      const int64_t left = turns - part.turn;
+      const int64_t rows = (p.rows - part.row + left - 1) / left;
       for (int64_t column = 0; column < panel_columns; column += tile_columns) {
-        tiles[rows - 1](p, row, column, from, to);
+        tiles[rows - 1](p, part, column);
       }
-      row += rows;
+      part.row += rows;
     }
   }
 }

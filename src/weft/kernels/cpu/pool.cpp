@@ -6,18 +6,50 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <array>
+#include <chrono>
 #include <exception>
 
 namespace weft {
+namespace {
+
+constexpr auto patience = std::chrono::microseconds(100);
+constexpr int looks = 64;  // between two looks at the clock
+
+void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// Waits for what another thread is about to do; if it is not even running, makes room for it.
+template <typename Condition>
+void spin_until(const Condition& condition) {
+  for (int i = 0; !condition(); ++i) {
+    if (i < 2048) {
+      pause();
+    } else {
+      sched_yield();
+    }
+  }
+}
+
+struct Phase {
+  alignas(64) std::atomic<int64_t> next{0};
+  alignas(64) std::atomic<int64_t> done{0};
+};
+
+}  // namespace
 
 struct Pool::Job {
-  const std::function<void(int64_t)>& body;
-  const int64_t count;
-  std::atomic<int64_t> next{0};
-  int helpers = 0;  // guarded by the pool's mutex
-  std::condition_variable left{};
-  std::once_flag failed{};
-  std::exception_ptr error{};
+  std::span<const int64_t> counts;
+  const std::function<void(int, int64_t)>& body;
+  std::array<Phase, max_phases> phases{};
+  std::atomic<int> helpers{0};  // raised only with the pool's mutex held
+  std::atomic<bool> failed{false};
+  std::exception_ptr error{};   // of the thread that set `failed`
 };
 
 void Pool::resize(int threads) {
@@ -27,6 +59,7 @@ void Pool::resize(int threads) {
     const std::lock_guard lock(mutex_);
     threads_ = threads;
     stopping_ = true;
+    ++posted_;
     old.swap(helpers_);
   }
   wake_.notify_all();
@@ -36,22 +69,35 @@ void Pool::resize(int threads) {
 }
 
 void Pool::run(int64_t count, const std::function<void(int64_t)>& body) {
-  Job job{body, count};
-  std::unique_lock lock(mutex_);
-  const bool share = count > 1 && threads_ > 1 && !stopping_;
-  if (share) {
-    start_helpers();
-    jobs_.push_back(&job);
+  const std::array counts{count};
+  run_phases(counts, [&](int, int64_t item) { body(item); });
+}
+
+void Pool::run_phases(std::span<const int64_t> counts,
+                      const std::function<void(int, int64_t)>& body) {
+  Job job{counts, body};
+  const bool divisible = std::ranges::any_of(counts, [](int64_t count) { return count > 1; });
+  bool shared = false, wake = false;
+  if (divisible && threads_ > 1) {
+    const std::lock_guard lock(mutex_);
+    shared = !stopping_;
+    if (shared) {
+      start_helpers();
+      jobs_.push_back(&job);
+      ++posted_;
+      wake = sleeping_ > 0;
+    }
   }
-  lock.unlock();
-  if (share) wake_.notify_all();
+  if (wake) wake_.notify_all();
   work(job);
-  if (share) {
-    lock.lock();
-    jobs_.remove(&job);
-    job.left.wait(lock, [&] { return job.helpers == 0; });
+  if (shared) {
+    {
+      const std::lock_guard lock(mutex_);
+      jobs_.remove(&job);
+    }
+    spin_until([&] { return job.helpers.load(std::memory_order_acquire) == 0; });
   }
-  if (job.error) std::rethrow_exception(job.error);
+  if (job.failed) std::rethrow_exception(job.error);
 }
 
 void Pool::start_helpers() {
@@ -60,32 +106,61 @@ void Pool::start_helpers() {
   }
 }
 
+// Whether something was posted since `seen` while patience lasted.
+bool Pool::look_for_work(uint64_t seen) const {
+  const auto end = std::chrono::steady_clock::now() + patience;
+  do {
+    for (int i = 0; i < looks; ++i) {
+      if (posted_.load(std::memory_order_acquire) != seen) return true;
+      pause();
+    }
+  } while (std::chrono::steady_clock::now() < end);
+  return false;
+}
+
 void Pool::help() {
-  std::unique_lock lock(mutex_);
+  uint64_t seen = 0;
   while (true) {
-    wake_.wait(lock, [&] { return stopping_ || !jobs_.empty(); });
+    look_for_work(seen);
+    std::unique_lock lock(mutex_);
+    if (jobs_.empty() && seen == posted_) {
+      ++sleeping_;
+      wake_.wait(lock, [&] { return seen != posted_; });
+      --sleeping_;
+    }
+    seen = posted_;
     if (stopping_) return;
+    if (jobs_.empty()) continue;  // others were faster
     Job& job = *jobs_.front();
-    ++job.helpers;
+    job.helpers.fetch_add(1, std::memory_order_relaxed);
     lock.unlock();
     work(job);
     lock.lock();
     jobs_.remove(&job);  // it has no items left; it may be gone from the list already
-    // The caller sleeps on the job's own variable and frees the job as soon as it can take the
-    // mutex with no helper left, so it must be told while the mutex is held.
-    if (--job.helpers == 0) job.left.notify_one();
+    lock.unlock();
+    job.helpers.fetch_sub(1, std::memory_order_release);  // the caller may free the job now
   }
 }
 
 void Pool::work(Job& job) {
-  while (true) {
-    const int64_t item = job.next.fetch_add(1, std::memory_order_relaxed);
-    if (item >= job.count) return;
-    try {
-      job.body(item);
-    } catch (...) {
-      std::call_once(job.failed, [&] { job.error = std::current_exception(); });
+  const int last = static_cast<int>(job.counts.size()) - 1;
+  for (int phase = 0; phase <= last; ++phase) {
+    auto& [next, done] = job.phases[phase];
+    const int64_t count = job.counts[phase];
+    int64_t mine = 0;
+    while (true) {
+      const int64_t item = next.fetch_add(1, std::memory_order_relaxed);
+      if (item >= count) break;
+      ++mine;
+      if (job.failed.load(std::memory_order_relaxed)) continue;
+      try {
+        job.body(phase, item);
+      } catch (...) {
+        if (!job.failed.exchange(true)) job.error = std::current_exception();
+      }
     }
+    if (mine > 0) done.fetch_add(mine, std::memory_order_acq_rel);
+    spin_until([&] { return done.load(std::memory_order_acquire) >= count; });
   }
 }
 

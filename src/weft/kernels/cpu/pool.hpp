@@ -7,6 +7,7 @@
 #include <functional>
 #include <list>
 #include <mutex>
+#include <span>
 #include <thread>
 #include <vector>
 
@@ -14,8 +15,13 @@ namespace weft {
 
 // The pool's size counts the calling thread, which always takes part: a call makes progress even
 // if every other thread is busy with another call, so calls may come from many threads at once.
+//
+// A thread without work looks for more for some microseconds before it sleeps, since the calls of
+// a model's layers follow each other closely.
 class Pool {
  public:
+  static constexpr int max_phases = 8;
+
   explicit Pool(int threads) : threads_(threads) {}
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
@@ -26,12 +32,17 @@ class Pool {
   // Calls body(item) once for each item in [0, count) and returns when all are done. Throws the
   // first exception that a body threw.
   void run(int64_t count, const std::function<void(int64_t)>& body);
+  // The same for phases of counts[0], counts[1] ... items: body(phase, item). All items of a phase
+  // are done before the next begins. After an exception the items that are left are not run.
+  void run_phases(std::span<const int64_t> counts,
+                  const std::function<void(int, int64_t)>& body);
 
  private:
   struct Job;
 
   void start_helpers();
   void help();
+  bool look_for_work(uint64_t seen) const;
   static void work(Job& job);
 
   std::mutex mutex_;
@@ -39,6 +50,8 @@ class Pool {
   std::list<Job*> jobs_;              // those with items left to take
   std::vector<std::thread> helpers_;  // started by the first call that can use them
   std::atomic<int> threads_;
+  std::atomic<uint64_t> posted_{0};   // jobs and stops so far: changes are what helpers look for
+  int sleeping_ = 0;
   bool stopping_ = false;
   std::mutex resizing_;               // held by the one thread that stops helpers
 };
