@@ -186,6 +186,7 @@ def test_the_event_loop_answers_while_a_costly_schema_is_compiled(real):
             for i in range(4):
                 properties = {f"p{i}_{n}": {"type": "string"} for n in range(900)}
                 schema = {"type": "object", "properties": properties}
+                schema["required"] = list(properties)
                 answers.append(
                     http.post(
                         "/v1/completions",

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 MAX_SCHEMA_CHARS = 128 * 2**10
 MAX_SCHEMA_DEPTH = 64
+MAX_OPTIONAL = 100  # of one object: each may come next, which is bounded while text is followed
 MAX_PROPERTIES = 1000  # of all objects of a schema; compiling takes the square of it
 MAX_ENUM_VALUES = 10_000
 MAX_PATTERN_CHARS = 4096
@@ -211,9 +212,16 @@ def _check_node(node: Mapping[str, Any]) -> None:
     _check_bounds(_bounds(node))
     least, required = node.get("minProperties", 0), node.get("required")
     certain = len(required) if isinstance(required, list) else 0
+    if len(_mapping(node, "properties").keys() - _names(required)) > MAX_OPTIONAL:
+        raise GrammarError(f"more than {MAX_OPTIONAL} properties of one object are not required")
     # Keys that no schema names can be written twice, and then count once.
     if isinstance(least, (int, float)) and least > certain + 1:
         raise GrammarError("minProperties cannot be guaranteed beyond one key that is not required")
+
+
+def _names(required: Any) -> set[str]:
+    names = required if isinstance(required, list) else []
+    return {name for name in names if isinstance(name, str)}
 
 
 def _bounds(node: Mapping[str, Any]) -> list[tuple[bool, float]]:
