@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import philox
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,11 +13,14 @@ from hypothesis import strategies as st
 
 from weft.core.plan import RowAdd, StepPlan
 from weft.core.types import SamplingParams
-from weft.exec.philox import philox, uniform
 from weft.exec.rows import RowTable
-from weft.exec.sample import SORTED_AT_ONCE, _Filters, _last_kept, sample
+from weft.exec.sample import sample
+from weft.kernels import choice
+from weft.kernels.cpu import attention
+from weft.kernels.cpu.choose import choose, uniform
 
 VOCAB = 50
+WIDE = 4096  # candidates that the native code sorts at once
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -39,7 +43,7 @@ def params(**changes) -> SamplingParams:
 
 
 def run(logits: torch.Tensor, table: RowTable):
-    return sample(logits.clone(), np.arange(len(logits)), table)
+    return sample(logits.clone(), np.arange(len(logits)), table, choose)
 
 
 def reference_probabilities(logits: np.ndarray, p: SamplingParams) -> np.ndarray:
@@ -67,14 +71,20 @@ def test_philox_gives_the_published_vectors():
     def words(*values):
         return tuple(np.array([v], np.uint64) for v in values)
 
-    zero = philox(words(0, 0, 0, 0), words(0, 0))
+    zero = philox.philox(words(0, 0, 0, 0), words(0, 0))
     assert [int(w[0]) for w in zero] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
-    ones = philox(words(*[0xFFFFFFFF] * 4), words(0xFFFFFFFF, 0xFFFFFFFF))
+    ones = philox.philox(words(*[0xFFFFFFFF] * 4), words(0xFFFFFFFF, 0xFFFFFFFF))
     assert [int(w[0]) for w in ones] == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
-    pi = philox(
+    pi = philox.philox(
         words(0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344), words(0xA4093822, 0x299F31D0)
     )
     assert [int(w[0]) for w in pi] == [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]
+
+
+def test_the_numbers_of_draws_are_those_of_philox():
+    seeds = np.random.default_rng(0).integers(-(2**63), 2**63 - 1, 1000)
+    counters = np.random.default_rng(1).integers(0, 2**40, 1000)
+    assert uniform(seeds, counters).tolist() == philox.uniform(seeds, counters).tolist()
 
 
 def test_uniform_numbers_are_uniform_and_do_not_repeat():
@@ -149,7 +159,7 @@ MIXED = (
 def test_a_row_is_the_same_alone_and_among_rows_with_other_parameters(scale, threads):
     """Bit for bit, log probabilities included; over-long rows, ties and all filters take part."""
     torch.set_num_threads(threads)
-    size, count = 3 * SORTED_AT_ONCE + 11, len(MIXED)
+    size, count = 3 * WIDE + 11, len(MIXED)
     logits = (scale * normal(count, size)).half().float()  # rounding makes ties
     rows = [([5, 7, 7 + i, 9, 9], 2 + i % 3, p) for i, p in enumerate(MIXED)]
     stop_ids = frozenset({3, 11})
@@ -159,7 +169,7 @@ def test_a_row_is_the_same_alone_and_among_rows_with_other_parameters(scale, thr
         assert alone.tokens[0] == together.tokens[i]
         assert alone.logprobs.get(0) == together.logprobs.get(i)
     order = np.arange(count)[::-1].copy()
-    turned = sample(logits[order.copy()].clone(), order, table_with(rows, stop_ids))
+    turned = sample(logits[order.copy()].clone(), order, table_with(rows, stop_ids), choose)
     assert turned.tokens.tolist() == together.tokens[order].tolist()
     assert turned.logprobs == {count - 1 - i: x for i, x in together.logprobs.items()}
 
@@ -167,33 +177,70 @@ def test_a_row_is_the_same_alone_and_among_rows_with_other_parameters(scale, thr
 def kept_tokens(logits: torch.Tensor, draws: int, **filters) -> list[int]:
     """The tokens that so many draws from one row [V] of logits give."""
     table = table_with([([1], 1, params(seed=i, **filters)) for i in range(draws)])
-    return sample(logits.expand(draws, len(logits)).clone(), np.arange(draws), table).tokens
+    return run(logits.expand(draws, len(logits)), table).tokens
 
 
 def test_top_p_of_a_flat_vocabulary_keeps_the_first_of_equally_likely_tokens():
-    size = 4 * SORTED_AT_ONCE
+    size = 4 * WIDE
     tokens = kept_tokens(torch.zeros(size), 300, top_p=0.9)
     assert tokens.max() < math.ceil(0.9 * size)
-    assert (tokens >= SORTED_AT_ONCE).sum() > 150
+    assert (tokens >= WIDE).sum() > 150
     assert len(set(tokens.tolist())) > 250
 
 
-@pytest.mark.parametrize("top_k", [0, 3 * SORTED_AT_ONCE])
+@pytest.mark.parametrize("isa", attention.isas())
+@pytest.mark.parametrize("size", [1, 7, 63, 64, 257, 1000, 4 * WIDE + 3])
+def test_native_choices_equal_the_reference(isa, size):
+    """With numbers in the middle of what a token has of the kept mass, where rounding is no matter.
+
+    Filters whose limit falls between two tokens that rounding could exchange are none of these.
+    """
+    draw = np.random.default_rng(size)
+    filters = [(0, 1, 0), (1, 1, 0), (5, 1, 0), (200, 0.9, 0), (0, 0.5, 0), (0, 0.97, 0.001),
+               (0, 1, 0.05), (3000, 0.999, 0), (0, 0.02, 0)]  # fmt: skip
+    logits, settings, numbers, expected = [], [], [], []
+    for scale in (0.05, 1.0, 9.0):
+        for temperature in (0.0, 0.5, 1.3):
+            for kept in filters:
+                row = (scale * draw.standard_normal(size)).astype(np.float32)
+                weights = choice.weights_kept(
+                    row.astype(float), np.array((temperature or 1.0, *kept))
+                )
+                if temperature:
+                    token = draw.choice(np.flatnonzero(weights > weights.max() * 1e-3))
+                else:
+                    token = row.argmax()
+                shares = weights / weights.sum()
+                logits.append(row)
+                settings.append((temperature, *kept))
+                numbers.append(shares[:token].sum() + shares[token] / 2)
+                expected.append(token)
+    arrays = np.array(settings, float), np.array(numbers)
+    reference, _ = choice.choose(torch.from_numpy(np.array(logits)), *arrays)
+    assert reference.tolist() == expected
+    attention.use_isa(isa)
+    try:
+        tokens, finite = choose(torch.from_numpy(np.array(logits)), *arrays)
+    finally:
+        attention.use_isa(attention.isas()[0])
+    assert finite.all()
+    assert tokens.tolist() == expected
+
+
+@pytest.mark.parametrize("top_k", [0, 3 * WIDE])
 @pytest.mark.parametrize("top_p", [0.02, 0.3, 0.77, 0.98])
 @pytest.mark.parametrize("scale", [0.1, 2.0, 8.0])
 def test_top_p_of_a_wide_vocabulary_is_exact(scale, top_p, top_k):
-    """Against the definition; halves of a wide row are set aside before the rest is sorted."""
-    size = 4 * SORTED_AT_ONCE
-    logits = scale * normal(size, seed=3)
+    """The last token kept, by a number just below 1 where the others come in descending order."""
+    size = 4 * WIDE
+    logits = (scale * normal(size, seed=3)).sort(descending=True).values
     p = params(top_p=top_p, top_k=top_k).with_defaults({})
     expected = reference_probabilities(logits.numpy(), p)
     kept = int((expected > 0).sum())
-    probabilities = torch.softmax(logits, -1).numpy()
-    least, count = _last_kept(probabilities, _Filters(top_k, top_p, 0.0))
-    assert abs(count - kept) <= max(1, kept // 10_000)  # float32 against float64
-    assert abs(int((probabilities >= least).sum()) - count) <= 1
-    tokens = kept_tokens(logits, 50, top_p=top_p, top_k=top_k)
-    assert (np.argsort(np.argsort(-logits.numpy()))[tokens] <= count).all()
+    settings = np.array([[1.0, top_k, top_p, 0.0]])
+    (last,), _ = choose(logits.unsqueeze(0).clone(), settings, np.array([1 - 2**-53]))
+    assert abs(last + 1 - kept) <= max(1, kept // 10_000)  # float32 against float64
+    assert (kept_tokens(logits, 50, top_p=top_p, top_k=top_k) <= last).all()
 
 
 @pytest.mark.parametrize("temperature", [1e-5, 1e-30, 1e-38, 1e-44, 1e-45])
@@ -238,7 +285,7 @@ def test_penalties_match_the_formulas():
     changed = both.clone()
     longer = ([1] * 9, 3, params(temperature=0, frequency_penalty=1.0))
     table = table_with([([2], 1, params(temperature=0)), (tokens, prompt, p), longer])
-    result = sample(changed, np.arange(3), table)
+    result = sample(changed, np.arange(3), table, choose)
     torch.testing.assert_close(changed[1], expected)
     torch.testing.assert_close(changed[0], both[0])
     assert math.isclose(float(changed[2, 1]), float(logits[0, 1]) - 6, rel_tol=1e-6)

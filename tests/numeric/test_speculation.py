@@ -14,6 +14,7 @@ from weft import LLM, SamplingParams
 from weft.core.plan import RowAdd
 from weft.exec.rows import RowTable
 from weft.exec.sample import count_taken, sample
+from weft.kernels.cpu.choose import choose
 
 REPEATING = prompt(12, 1) * 4
 PROMPTS = [REPEATING, prompt(40, 2), prompt(9, 3) * 3, prompt(5, 4) * 9 + prompt(20, 5)]
@@ -95,12 +96,13 @@ def test_the_distribution_is_that_of_the_model():
             table._add(RowAdd(row, row, (0,), 1, params, frozenset(), ((0,),)))
         rows, lengths = np.repeat(np.arange(500), 2), np.tile([1, 2], 500)
         logits = torch.stack((first, second[draft[0]])).repeat(500, 1)
-        sampled = sample(logits, rows, table, lengths)
+        sampled = sample(logits, rows, table, choose, lengths)
         tokens = sampled.tokens.reshape(500, 2).tolist()
         again = sample(
             torch.stack([second[pair[0]] for pair in tokens]),
             np.arange(500),
             table,
+            choose,
             np.full(500, 2),
         ).tokens
         for row, pair in enumerate(tokens):

@@ -6,12 +6,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from weft.core.errors import InvariantError, NonFiniteLogitsError, OutOfMemoryError, WeftError
 from weft.core.plan import PromptLogprobs, StepPlan, StepResult, SubBatch
 from weft.core.types import TokenLogprob
-from weft.exec.pack import StepInputs, pack
+from weft.exec.pack import Packer, StepInputs
 from weft.exec.rows import RowTable
 from weft.exec.sample import count_taken, sample, token_logprobs
 from weft.exec.store import KVStore
@@ -64,6 +65,7 @@ class EagerExecutor:
         self._decoder = decoder
         self._store = store
         self._table = table
+        self._packer = Packer(table, store.block_size)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="weft-executor")
 
     def launch(self, plan: StepPlan) -> EagerTicket:
@@ -114,7 +116,7 @@ class EagerExecutor:
                 self._deliver(row, 0, collected)
 
     def _forward(self, batch: SubBatch, collected: _Collected) -> None:
-        inputs = pack(batch, self._table, self._store.block_size)
+        inputs = self._packer.pack(batch)
         hidden = self._decoder.forward(inputs.input_ids, inputs.positions, self._attend(inputs))
         scores = self._score_prompts(inputs, hidden)
         if len(inputs.sample_rows):
@@ -125,10 +127,15 @@ class EagerExecutor:
         self, batch: SubBatch, inputs: StepInputs, hidden: Tensor, collected: _Collected
     ) -> None:
         """Choose the next tokens, and keep those of drafts that came out as guessed."""
-        table, states = self._table, hidden[inputs.sample_at]  # [S, C]
+        table, decoder, rows = self._table, self._decoder, inputs.sample_rows
         with torch.inference_mode():
-            logits = self._decoder.logits(states)  # [S, V]
-            sampled = sample(logits, inputs.sample_rows, table, inputs.sample_lengths)
+            states = hidden if len(rows) == len(hidden) else hidden[inputs.sample_at]  # [S, C]
+            logits = decoder.logits(states)  # [S, V]
+            sampled = sample(logits, rows, table, decoder.ops.choose, inputs.sample_lengths)
+        special = batch.drafts or table.embedding or sampled.logprobs or sampled.faults
+        if not special and sampled.finite.all():
+            self._deliver_all(rows, sampled.tokens, collected)
+            return
         tokens, finite = sampled.tokens.tolist(), sampled.finite.tolist()
         first = 0
         for row, samples in zip(batch.rows, batch.samples, strict=True):
@@ -156,6 +163,15 @@ class EagerExecutor:
                     (tokens[i], sampled.logprobs.get(i)) for i in more
                 )
             first = here.stop
+
+    def _deliver_all(
+        self, rows: NDArray[np.int64], tokens: NDArray[np.int64], collected: _Collected
+    ) -> None:
+        """``_deliver`` for rows of which there is nothing else to say."""
+        self._table.append_tokens(rows, tokens)
+        ids = self._table.sequence_ids
+        collected.ids += [ids[row] for row in rows.tolist()]
+        collected.tokens += tokens.tolist()
 
     def _deliver(self, row: int, token: int, collected: _Collected) -> None:
         self._table.append_token(row, token)
@@ -192,7 +208,9 @@ class EagerExecutor:
 
     def _score_prompts(self, inputs: StepInputs, hidden: Tensor) -> dict[int, PromptLogprobs]:
         """Log probabilities of the prompt tokens that follow each computed prompt token."""
-        scores = {}
+        scores: dict[int, PromptLogprobs] = {}
+        if not self._table.prompt_scored:
+            return scores
         ends = np.cumsum(inputs.counts)
         for i, row in enumerate(inputs.rows.tolist()):
             params = self._table.params[row]

@@ -146,6 +146,11 @@ class GrammarRows:
     def drop(self, row: int) -> None:
         self._rows.pop(row, None)
 
+    @property
+    def empty(self) -> bool:
+        """Whether no row has a grammar."""
+        return not self._rows
+
     def forbid(self, logits: Tensor, rows: Seq[int]) -> dict[int, WeftError]:
         """Make what the grammars do not allow impossible.
 

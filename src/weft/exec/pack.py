@@ -11,7 +11,10 @@ from torch import Tensor
 
 from weft.core.plan import SubBatch
 from weft.exec.rows import RowTable
+from weft.kernels.cpu import _native
 from weft.kernels.ops import AttentionBatch
+
+VIEWS = 256  # shapes of steps whose views are remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,59 +42,71 @@ class StepInputs:
     sample_lengths: NDArray[np.int64]
 
 
-def pack(batch: SubBatch, table: RowTable, block_size: int) -> StepInputs:
-    """Gather tokens, positions, write slots and block tables of a sub-batch."""
-    rows = np.array(batch.rows, np.int64)
-    starts = np.array(batch.starts, np.int64)
-    drafted = np.array([len(batch.drafts.get(row, ())) for row in batch.rows], np.int64)
-    for row, draft in batch.drafts.items():
-        table.guess(row, draft)
-    counts = np.array(batch.counts, np.int64) + drafted
-    query_start = np.zeros(len(rows) + 1, np.int64)
-    np.cumsum(counts, out=query_start[1:])
-    row_of_token = np.repeat(rows, counts)  # [T]
-    positions = np.arange(query_start[-1]) + np.repeat(starts - query_start[:-1], counts)  # [T]
-    context_len = starts + counts
-    sampled = np.where(np.array(batch.samples, bool), drafted + 1, 0)  # [R] next tokens wanted
-    last = np.repeat(query_start[1:] - 1, sampled)  # [S]
-    back = _countdown(sampled)  # [S]
-    groups = tuple(
-        AttentionBatch(
-            block_tables=torch.from_numpy(_tables(tables, rows, context_len, block_size)),
-            query_start=torch.from_numpy(query_start.astype(np.int32)),
-            context_len=torch.from_numpy(context_len.astype(np.int32)),
-            slots=torch.from_numpy(
-                tables[row_of_token, positions // block_size].astype(np.int64) * block_size
-                + positions % block_size
-            ),
-            block_size=block_size,
+class Packer:
+    """Gathers tokens, positions, write slots and block tables of sub-batches, in one native call.
+
+    All steps use the same memory, and steps of the same shape the same views of it: what ``pack``
+    returned is overwritten by the next call.
+    """
+
+    def __init__(self, table: RowTable, block_size: int) -> None:
+        self._table = table
+        self._block_size = block_size
+        self._native = _native.Packer(table.tokens, table.tables, block_size)
+        self._capacity = 0
+        self._reserve(1)
+
+    def pack(self, batch: SubBatch) -> StepInputs:
+        """Write the inputs of a sub-batch. Raises IndexError for a plan beyond the rows."""
+        guessed: tuple[int, ...] = ()
+        if batch.drafts:
+            guessed = tuple(len(batch.drafts.get(row, ())) for row in batch.rows)
+            for row, draft in batch.drafts.items():
+                self._table.guess(row, draft)
+        tokens = sum(batch.counts) + sum(guessed)
+        if tokens > self._capacity:
+            self._reserve(tokens)
+        shape = self._native.pack(batch.rows, batch.starts, batch.counts, batch.samples, guessed)
+        inputs = self._views.get(shape)
+        if inputs is None:
+            if len(self._views) == VIEWS:
+                self._views.clear()
+            inputs = self._views[shape] = self._view(*shape)
+        return inputs
+
+    def _reserve(self, tokens: int) -> None:
+        table = self._table
+        max_rows = len(table.sequence_ids)
+        self._capacity = max(2 * self._capacity, tokens, max_rows)
+        self._numbers = np.zeros((8, self._capacity), np.int64)
+        self._bounds = np.zeros((2, max_rows + 1), np.int32)
+        self._slots = [np.zeros(self._capacity, np.int64) for _ in table.tables]
+        self._block_tables = [np.zeros_like(blocks) for blocks in table.tables]
+        self._native.write_to(self._numbers, self._bounds, self._slots, self._block_tables)
+        self._views: dict[tuple[int, int, int, int], StepInputs] = {}
+
+    def _view(self, rows: int, tokens: int, samples: int, blocks: int) -> StepInputs:
+        """The views of R rows, T tokens, S samples, and block tables so wide."""
+        input_ids, positions, row, start, count, sample_row, sample_at, length = self._numbers
+        query_start, context_len = self._bounds
+        groups = tuple(
+            AttentionBatch(
+                block_tables=torch.from_numpy(block_tables[:rows, :blocks]),
+                query_start=torch.from_numpy(query_start[: rows + 1]),
+                context_len=torch.from_numpy(context_len[:rows]),
+                slots=torch.from_numpy(slots[:tokens]),
+                block_size=self._block_size,
+            )
+            for block_tables, slots in zip(self._block_tables, self._slots, strict=True)
         )
-        for tables in table.tables
-    )
-    return StepInputs(
-        input_ids=torch.from_numpy(table.tokens[row_of_token, positions].astype(np.int64)),
-        positions=torch.from_numpy(positions),
-        groups=groups,
-        rows=rows,
-        starts=starts,
-        counts=counts,
-        sample_rows=np.repeat(rows, sampled),
-        sample_at=torch.from_numpy(last - back),
-        sample_lengths=np.repeat(context_len, sampled) - back,
-    )
-
-
-def _countdown(counts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """For each count n the numbers n - 1 to 0, one after the other."""
-    return np.repeat(np.cumsum(counts), counts) - np.arange(int(counts.sum())) - 1
-
-
-def _tables(
-    tables: NDArray[np.int32],
-    rows: NDArray[np.int64],
-    context_len: NDArray[np.int64],
-    block_size: int,
-) -> NDArray[np.int32]:
-    """Block tables [R, B] of the rows, as wide as the longest context."""
-    width = -(-int(context_len.max()) // block_size)
-    return np.ascontiguousarray(tables[rows, :width])
+        return StepInputs(
+            input_ids=torch.from_numpy(input_ids[:tokens]),
+            positions=torch.from_numpy(positions[:tokens]),
+            groups=groups,
+            rows=row[:rows],
+            starts=start[:rows],
+            counts=count[:rows],
+            sample_rows=sample_row[:samples],
+            sample_at=torch.from_numpy(sample_at[:samples]),
+            sample_lengths=length[:samples],
+        )

@@ -16,12 +16,13 @@ from weft.exec.grammar import GrammarRows
 
 @dataclass(slots=True)
 class SamplingColumns:
-    """Sampling parameters of all rows as arrays of length R, so that they can be gathered."""
+    """Sampling parameters of all rows as arrays of length R, so that they can be gathered.
 
-    temperature: NDArray[np.float32]
-    top_k: NDArray[np.int64]
-    top_p: NDArray[np.float64]
-    min_p: NDArray[np.float64]
+    Attributes:
+        choice: [R, 4] temperature, top-k, top-p and min-p; see ``kernels.choice``.
+    """
+
+    choice: NDArray[np.float64]
     repetition: NDArray[np.float32]
     presence: NDArray[np.float32]
     frequency: NDArray[np.float32]
@@ -30,10 +31,7 @@ class SamplingColumns:
     @classmethod
     def empty(cls, rows: int) -> SamplingColumns:
         return cls(
-            temperature=np.zeros(rows, np.float32),
-            top_k=np.zeros(rows, np.int64),
-            top_p=np.ones(rows, np.float64),
-            min_p=np.zeros(rows, np.float64),
+            choice=np.zeros((rows, 4), np.float64),
             repetition=np.ones(rows, np.float32),
             presence=np.zeros(rows, np.float32),
             frequency=np.zeros(rows, np.float32),
@@ -45,10 +43,7 @@ class SamplingColumns:
         for name in ("seed", *NEUTRAL):
             if getattr(params, name) is None:
                 raise InvariantError(f"a request reached the executor with open {name}")
-        self.temperature[row] = params.temperature
-        self.top_k[row] = params.top_k or 0
-        self.top_p[row] = params.top_p
-        self.min_p[row] = params.min_p
+        self.choice[row] = params.temperature, params.top_k or 0, params.top_p, params.min_p
         self.repetition[row] = params.repetition_penalty
         self.presence[row] = params.presence_penalty
         self.frequency[row] = params.frequency_penalty
@@ -71,6 +66,7 @@ class RowTable:
         scored: rows that want log probabilities, with the number of alternatives.
         bias: rows with a logit bias, as ids [B] and values [B].
         delayed: rows with a minimum length, as the stop ids [I] and that length.
+        prompt_scored: rows that want log probabilities of their prompts.
     """
 
     def __init__(
@@ -94,6 +90,13 @@ class RowTable:
         self.scored: dict[int, int] = {}
         self.bias: dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}
         self.delayed: dict[int, tuple[NDArray[np.int64], int]] = {}
+        self.prompt_scored: set[int] = set()
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether a row needs more of its logits than the choice of a token from them."""
+        plain = self.grammars is None or self.grammars.empty
+        return not plain or bool(self.penalised or self.scored or self.bias or self.delayed)
 
     def apply(self, plan: StepPlan) -> None:
         """Bring the rows up to the plan: drop, add, extend, in this order."""
@@ -110,6 +113,15 @@ class RowTable:
             self.tokens[row, self.length[row]] = token
             self.length[row] += 1
 
+    def append_tokens(self, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
+        """``append_token`` for different rows at once."""
+        length = self.length[rows]
+        fits = length < self.tokens.shape[1]
+        if not fits.all():
+            rows, length, tokens = rows[fits], length[fits], tokens[fits]
+        self.tokens[rows, length] = tokens
+        self.length[rows] = length + 1
+
     def guess(self, row: int, draft: Seq[int]) -> None:
         """Store tokens beyond those that the row knows, to be computed but not counted."""
         length = self.length[row]
@@ -120,8 +132,8 @@ class RowTable:
             raise InvariantError(f"row {row} was dropped but is empty")
         self.sequence_ids[row] = -1
         self.params[row] = None
-        self.penalised.discard(row)
-        self.embedding.discard(row)
+        for marked in (self.penalised, self.embedding, self.prompt_scored):
+            marked.discard(row)
         for special in (self.scored, self.bias, self.delayed):
             special.pop(row, None)
         if self.grammars is not None:
@@ -152,6 +164,8 @@ class RowTable:
         """Note what few rows want, so that the others cost nothing."""
         if params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty:
             self.penalised.add(row)
+        if params.prompt_logprobs is not None:
+            self.prompt_scored.add(row)
         if params.logprobs is not None:
             self.scored[row] = params.logprobs
         if params.logit_bias:

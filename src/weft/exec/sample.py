@@ -4,9 +4,8 @@ Order: penalties, bias, minimum length, grammar, then greedy choice, or temperat
 min-p and a draw. One random number a token, a function of the row's seed and its count of output
 tokens.
 
-What is done to all rows at once are operations that treat each row alike whatever the others are;
-filters and draws go row by row, as they differ in how much of a row they must look at. So a row's
-result depends on this row alone.
+What is done to all rows at once are operations that treat each row alike whatever the others are,
+and the choice is made row by row. So a row's result depends on this row alone.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from torch import Tensor
 
 from weft.core.errors import WeftError
 from weft.core.types import MAX_LOGPROBS, TokenLogprob
-from weft.exec.philox import uniform
 from weft.exec.rows import RowTable
+from weft.kernels.cpu.choose import uniform
+from weft.kernels.ops import Choose
 
-SORTED_AT_ONCE = 4096  # candidates; where top-p has more, halves are set aside unsorted first
 LOWEST = torch.finfo(torch.float32).min  # of a forbidden token; infinity could breed NaN
 
 
@@ -45,6 +44,7 @@ def sample(
     logits: Tensor,
     rows: NDArray[np.int64],
     table: RowTable,
+    choose: Choose,
     lengths: NDArray[np.int64] | None = None,
 ) -> Sampled:
     """Choose the next token of each row.
@@ -52,10 +52,15 @@ def sample(
     Args:
         logits: [S, V] float32 of the model; changed in place.
         rows: [S] executor rows; a row may stand several times, each time with another length.
+        choose: how a token comes of logits that nothing changes any more.
         lengths: [S] tokens of the row that come before; None for all that it knows.
     """
     if lengths is None:
         lengths = table.length[rows]
+    settings = table.columns.choice[rows]  # [S, 4]
+    draws = uniform(table.columns.seed[rows], lengths - table.num_prompt[rows])
+    if not table.changes_logits:
+        return Sampled(*choose(logits, settings, draws), {}, {})
     finite = _finite_rows(logits)
     if not finite.all():
         logits[torch.from_numpy(~finite)] = 0.0
@@ -65,7 +70,7 @@ def sample(
     _bias(logits, rows, lengths, table)
     grammars, which = table.grammars, rows.tolist()
     faults = grammars.forbid(logits, which) if grammars is not None else {}
-    tokens = _choose(logits, rows, lengths, table)
+    tokens, _ = choose(logits, settings, draws)
     logprobs: dict[int, TokenLogprob] = {}
     if raw is not None:
         chosen = rows[scored].tolist()
@@ -182,104 +187,3 @@ def _bias(
             if lengths[i] - table.num_prompt[row] < min_tokens:
                 # A model may name end ids that its vocabulary lacks; they never come anyway.
                 logits[i, torch.from_numpy(stop_ids[stop_ids < size])] = LOWEST
-
-
-# -- the choice ---------------------------------------------------------------------------------
-
-
-def _choose(
-    logits: Tensor, rows: NDArray[np.int64], lengths: NDArray[np.int64], table: RowTable
-) -> NDArray[np.int64]:
-    columns = table.columns
-    drawn = columns.temperature[rows] > 0  # [S]
-    if not drawn.any():
-        return logits.argmax(dim=-1).numpy()
-    if not drawn.all():
-        tokens = logits.argmax(dim=-1).numpy()
-        logits = logits[torch.from_numpy(drawn)]
-    else:
-        tokens = np.empty(len(rows), np.int64)
-    which = rows[drawn]
-    draws = uniform(columns.seed[which], lengths[drawn] - table.num_prompt[which])
-    probabilities = _softmax(logits, torch.from_numpy(columns.temperature[which])).numpy()
-    tokens[drawn] = [
-        _draw(probabilities[i], draws[i], _Filters.of(table, row))
-        for i, row in enumerate(which.tolist())
-    ]
-    return tokens
-
-
-def _softmax(logits: Tensor, temperature: Tensor) -> Tensor:
-    """Softmax [N, V] at temperatures [N]; changes ``logits``.
-
-    The likeliest becomes 0 before the division, so that the smallest temperature overflows
-    nothing: it leaves the likeliest token, or draws among equally likely ones.
-    """
-    logits -= logits.amax(dim=-1, keepdim=True)
-    logits /= temperature.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(1)
-    return torch.softmax(logits, dim=-1)
-
-
-@dataclass(frozen=True, slots=True)
-class _Filters:
-    """Filters of one row: ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 keep every token."""
-
-    top_k: int
-    top_p: float
-    min_p: float
-
-    @classmethod
-    def of(cls, table: RowTable, row: int) -> _Filters:
-        columns = table.columns
-        return cls(int(columns.top_k[row]), float(columns.top_p[row]), float(columns.min_p[row]))
-
-
-def _draw(weights: NDArray[np.float32], draw: float, filters: _Filters) -> int:
-    """Return the token of probabilities [V] on which a number in [0, 1) falls."""
-    size = len(weights)
-    ranked = filters.top_p < 1 or 0 < filters.top_k < size
-    if not ranked and filters.min_p <= 0:
-        return _inverse(weights, draw)
-    least, count = _last_kept(weights, filters) if ranked else (np.float32(0), size)
-    limit = np.float32(filters.min_p) * weights.max()
-    ids = np.flatnonzero(weights >= max(least, limit))
-    surplus = len(ids) - count
-    if surplus > 0:  # of equally likely tokens the first ones are kept
-        equal = np.flatnonzero(weights[ids] == least)
-        ids = np.delete(ids, equal[-surplus:])
-    return int(ids[_inverse(weights[ids], draw)])
-
-
-def _inverse(weights: NDArray[np.float32], draw: float) -> int:
-    """Return the index of weights [W], not all zero, on which a number in [0, 1) falls."""
-    cumulative = np.cumsum(weights, dtype=np.float64)
-    total = cumulative[-1]
-    target = min(draw * total, np.nextafter(total, 0))  # below the total, whatever rounding does
-    return int(np.searchsorted(cumulative, target, side="right"))
-
-
-def _last_kept(weights: NDArray[np.float32], filters: _Filters) -> tuple[np.float32, int]:
-    """Return the smallest probability that top-k and top-p keep, and how many tokens they keep."""
-    size, top_k = len(weights), filters.top_k
-    rest = weights  # candidates for the last one kept
-    if 0 < top_k < size:
-        rest = np.partition(weights, size - top_k)[size - top_k :]
-        if filters.top_p >= 1:
-            return rest.min(), top_k
-    total = float(rest.sum(dtype=np.float64))
-    share = filters.top_p * total
-    # Tokens below (1 - top_p) / V of the mass are less than 1 - top_p together; half, to be safe.
-    rest = rest[rest >= np.float32((1 - filters.top_p) * total / len(rest) / 2)]
-    mass, count = 0.0, 0  # of tokens likelier than all of the rest
-    while len(rest) > SORTED_AT_ONCE:
-        half = len(rest) // 2
-        rest = np.partition(rest, half)
-        upper = float(rest[half:].sum(dtype=np.float64))
-        if mass + upper >= share:
-            rest = rest[half:]
-        else:
-            mass, count, rest = mass + upper, count + len(rest) - half, rest[:half]
-    rest = np.sort(rest)[::-1]
-    before = mass + np.cumsum(rest, dtype=np.float64) - rest
-    kept = max(1, int(np.count_nonzero(before < share)))
-    return rest[kept - 1], count + kept

@@ -10,11 +10,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from weft.kernels import reference
+from weft.kernels import choice, reference
 from weft.kernels.unavailable import KernelUnavailable
 
 # What a table's ``pack`` made of a weight, for the ops of the same table: a tensor as it was, or a
@@ -97,6 +99,14 @@ class Moe(Protocol):
     ) -> Tensor: ...
 
 
+class Choose(Protocol):
+    """See ``choice.choose``."""
+
+    def __call__(
+        self, logits: Tensor, settings: NDArray[np.float64], draws: NDArray[np.float64], /
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]: ...
+
+
 class PagedAttention(Protocol):
     """See ``reference.paged_attention``."""
 
@@ -127,6 +137,7 @@ class OpTable:
     embedding: Embedding
     moe: Moe
     paged_attention: PagedAttention
+    choose: Choose
     pack: Pack
     batch_invariant: bool  # a token's result depends on nothing but its own context
     names: dict[str, str] = field(repr=False)
@@ -177,6 +188,7 @@ def _reference_ops() -> OpTable:
         embedding=functional.embedding,
         moe=partial(reference.moe, linear=functional.linear),
         paged_attention=reference.paged_attention,
+        choose=choice.choose,
         pack=reference.keep,
         batch_invariant=False,
         names={
@@ -188,13 +200,14 @@ def _reference_ops() -> OpTable:
             "embedding": "torch",
             "moe": "torch",
             "paged_attention": "reference",
+            "choose": "reference",
         },
     )
 
 
 def _native_ops(dtype: str) -> OpTable:
     try:
-        from weft.kernels.cpu import attention, matrix
+        from weft.kernels.cpu import attention, choose, matrix
     except ImportError as error:
         raise KernelUnavailable(
             "the native CPU kernels are not built; install weft with a C++ compiler "
@@ -210,6 +223,7 @@ def _native_ops(dtype: str) -> OpTable:
         embedding=matrix.embedding,
         moe=partial(reference.moe, linear=matrix.linear),
         paged_attention=attention.paged_attention,
+        choose=choose.choose,
         pack=matrix.pack,
         batch_invariant=True,
         names={
@@ -221,5 +235,6 @@ def _native_ops(dtype: str) -> OpTable:
             "embedding": weights,
             "moe": weights,
             "paged_attention": "cpu",
+            "choose": "cpu",
         },
     )

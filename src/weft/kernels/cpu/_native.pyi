@@ -1,5 +1,8 @@
 """Types of the native extension."""
 
+import numpy as np
+from numpy.typing import NDArray
+
 _View = tuple[int, int, tuple[int, ...], tuple[int, ...]]
 
 def paged_attention(
@@ -37,3 +40,35 @@ class Matrix:
         self, x: int, x_stride: int, rows: int, bias: int, out: int, out_type: int
     ) -> None: ...
     def gather(self, outputs: int, count: int, to: int) -> None: ...
+
+class Packer:
+    def __init__(
+        self, tokens: NDArray[np.int32], tables: list[NDArray[np.int32]], block_size: int
+    ) -> None: ...
+    def write_to(
+        self,
+        numbers: NDArray[np.int64],
+        bounds: NDArray[np.int32],
+        slots: list[NDArray[np.int64]],
+        block_tables: list[NDArray[np.int32]],
+    ) -> None: ...
+    def pack(
+        self,
+        rows: tuple[int, ...],
+        starts: tuple[int, ...],
+        counts: tuple[int, ...],
+        samples: tuple[bool, ...],
+        guessed: tuple[int, ...],
+    ) -> tuple[int, int, int, int]: ...
+
+def choose(
+    logits: int,
+    size: int,
+    settings: NDArray[np.float64],
+    draws: NDArray[np.float64],
+    tokens: NDArray[np.int64],
+    finite: NDArray[np.bool_],
+) -> None: ...
+def uniform(
+    seeds: NDArray[np.int64], counters: NDArray[np.int64], numbers: NDArray[np.float64]
+) -> None: ...

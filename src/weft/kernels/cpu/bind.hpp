@@ -4,3 +4,4 @@
 #include <nanobind/nanobind.h>
 
 void bind_matrix(nanobind::module_& m);
+void bind_step(nanobind::module_& m);

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "panel.hpp"
+#include "scan.hpp"
 #include "tile.hpp"
 
 namespace weft {
@@ -14,6 +15,7 @@ struct Isa {
   const char* name;
   const Kernels* attention;
   const PanelKernels* panel;
+  const ScanKernels* scan;
 };
 
 // Those that this machine can run, widest first.

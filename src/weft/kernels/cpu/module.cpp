@@ -83,4 +83,5 @@ NB_MODULE(_native, m) {
     throw nb::value_error(("this machine cannot run instruction set '" + isa + "'").c_str());
   }, nb::arg("isa"));
   bind_matrix(m);
+  bind_step(m);
 }

@@ -1,7 +1,8 @@
-"""Philox4x32-10, the counter-based generator (Salmon et al. 2011, "Parallel random numbers").
+"""Philox4x32-10 in plain numpy: the truth for the numbers that draws are made with.
 
-A random number is a pure function of (seed, counter), so a sequence draws the same numbers
-whatever else is in the batch, after a preemption, and on any device.
+Salmon et al. 2011, "Parallel random numbers". A random number is a pure function of
+(seed, counter), so a sequence draws the same numbers whatever else is in the batch, after a
+preemption, and on any device.
 """
 
 from __future__ import annotations

@@ -1,0 +1,126 @@
+// Python binding of what surrounds a forward pass: packing its inputs, choosing tokens.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/vector.h>
+
+#include <vector>
+
+#include "bind.hpp"
+#include "choose.hpp"
+#include "pack.hpp"
+
+namespace nb = nanobind;
+
+namespace {
+
+template <typename T, int rank>
+using Array = nb::ndarray<T, nb::ndim<rank>, nb::c_contig, nb::device::cpu>;
+
+// Holds on to the arrays that it reads and writes.
+class Packer {
+ public:
+  Packer(Array<int32_t, 2> tokens, std::vector<Array<int32_t, 2>> tables, int64_t block_size)
+      : tokens_(tokens), tables_(tables) {
+    memory_.tokens = tokens.data();
+    memory_.max_rows = static_cast<int64_t>(tokens.shape(0));
+    memory_.max_tokens = static_cast<int64_t>(tokens.shape(1));
+    memory_.block_size = block_size;
+  }
+
+  // int64 [8, capacity], int32 [2, max_rows + 1], and for each group int64 [capacity] and int32
+  // [max_rows, max_blocks]; see pack.py.
+  void write_to(Array<int64_t, 2> numbers, Array<int32_t, 2> bounds,
+                std::vector<Array<int64_t, 1>> slots, std::vector<Array<int32_t, 2>> block_tables) {
+    const auto capacity = static_cast<int64_t>(numbers.shape(1));
+    bool fits = numbers.shape(0) == 8 && bounds.shape(0) == 2 && capacity >= memory_.max_rows &&
+                static_cast<int64_t>(bounds.shape(1)) == memory_.max_rows + 1 &&
+                slots.size() == tables_.size() && block_tables.size() == tables_.size();
+    for (size_t i = 0; fits && i < tables_.size(); ++i) {
+      fits = static_cast<int64_t>(slots[i].shape(0)) == capacity &&
+             block_tables[i].shape(0) == tables_[i].shape(0) &&
+             block_tables[i].shape(1) == tables_[i].shape(1);
+    }
+    if (!fits) throw nb::value_error("the memory of a step does not fit the rows");
+    numbers_ = numbers;
+    bounds_ = bounds;
+    slots_ = slots;
+    block_tables_ = block_tables;
+    memory_.capacity = capacity;
+    int64_t** parts[] = {&memory_.input_ids, &memory_.positions,   &memory_.rows,
+                         &memory_.starts,    &memory_.counts,      &memory_.sample_rows,
+                         &memory_.sample_at, &memory_.sample_lengths};
+    for (int i = 0; i < 8; ++i) *parts[i] = numbers.data() + i * capacity;
+    memory_.query_start = bounds.data();
+    memory_.context_len = bounds.data() + memory_.max_rows + 1;
+    memory_.groups.clear();
+    for (size_t i = 0; i < tables_.size(); ++i) {
+      memory_.groups.push_back({tables_[i].data(), static_cast<int64_t>(tables_[i].shape(1)),
+                                block_tables[i].data(), slots[i].data()});
+    }
+  }
+
+  nb::tuple pack(nb::tuple rows, nb::tuple starts, nb::tuple counts, nb::tuple samples,
+                 nb::tuple guessed) {
+    const size_t size = rows.size();
+    if (starts.size() != size || counts.size() != size || samples.size() != size ||
+        (guessed.size() != size && guessed.size() != 0) || block_tables_.size() != tables_.size()) {
+      throw nb::value_error("the parts of a sub-batch differ in length");
+    }
+    planned_.clear();
+    for (size_t i = 0; i < size; ++i) {
+      const auto drafted = guessed.size() == 0 ? 0 : nb::cast<int64_t>(guessed[i]);
+      planned_.push_back({nb::cast<int64_t>(rows[i]), nb::cast<int64_t>(starts[i]),
+                          nb::cast<int64_t>(counts[i]) + drafted, drafted,
+                          nb::cast<bool>(samples[i])});
+    }
+    const weft::StepSize filled = weft::pack(planned_, memory_);
+    return nb::make_tuple(size, filled.tokens, filled.samples, filled.blocks);
+  }
+
+ private:
+  weft::StepMemory memory_{};
+  std::vector<weft::PlannedRow> planned_;
+  Array<int32_t, 2> tokens_;
+  std::vector<Array<int32_t, 2>> tables_;
+  Array<int64_t, 2> numbers_;
+  Array<int32_t, 2> bounds_;
+  std::vector<Array<int64_t, 1>> slots_;
+  std::vector<Array<int32_t, 2>> block_tables_;
+};
+
+void choose(uintptr_t logits, int64_t size, Array<const double, 2> settings,
+            Array<const double, 1> draws, Array<int64_t, 1> tokens, Array<bool, 1> finite) {
+  const size_t rows = tokens.shape(0);
+  if (settings.shape(0) != rows || settings.shape(1) != 4 || draws.shape(0) != rows ||
+      finite.shape(0) != rows) {
+    throw nb::value_error("settings, draws, tokens and finite differ in their rows");
+  }
+  const weft::Choice choice{reinterpret_cast<float*>(logits), static_cast<int64_t>(rows), size,
+                            settings.data(), draws.data(), tokens.data(), finite.data()};
+  const nb::gil_scoped_release released;
+  weft::choose(choice);
+}
+
+void uniform(Array<const int64_t, 1> seeds, Array<const int64_t, 1> counters,
+             Array<double, 1> numbers) {
+  if (seeds.shape(0) != numbers.shape(0) || counters.shape(0) != numbers.shape(0)) {
+    throw nb::value_error("seeds, counters and numbers differ in length");
+  }
+  weft::uniform(seeds.data(), counters.data(), static_cast<int64_t>(numbers.shape(0)),
+                numbers.data());
+}
+
+}  // namespace
+
+void bind_step(nb::module_& m) {
+  nb::class_<Packer>(m, "Packer")
+      .def(nb::init<Array<int32_t, 2>, std::vector<Array<int32_t, 2>>, int64_t>(),
+           nb::arg("tokens"), nb::arg("tables"), nb::arg("block_size"))
+      .def("write_to", &Packer::write_to, nb::arg("numbers"), nb::arg("bounds"), nb::arg("slots"),
+           nb::arg("block_tables"))
+      .def("pack", &Packer::pack, nb::arg("rows"), nb::arg("starts"), nb::arg("counts"),
+           nb::arg("samples"), nb::arg("guessed"));
+  m.def("choose", &choose, nb::arg("logits"), nb::arg("size"), nb::arg("settings"),
+        nb::arg("draws"), nb::arg("tokens"), nb::arg("finite"));
+  m.def("uniform", &uniform, nb::arg("seeds"), nb::arg("counters"), nb::arg("numbers"));
+}
