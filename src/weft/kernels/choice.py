@@ -43,7 +43,9 @@ def _choose(logits: NDArray[np.float64], settings: NDArray[np.float64], draw: fl
 def weights_kept(logits: NDArray[np.float64], settings: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the weights [V] that the tokens of a row [V] are drawn with, 0 for those left out."""
     temperature, top_k, top_p, min_p = settings
-    weights = np.exp((logits - logits.max()) / max(temperature, np.finfo(np.float32).tiny))
+    weights: NDArray[np.float64] = np.exp(
+        (logits - logits.max()) / max(temperature, np.finfo(np.float32).tiny)
+    )
     order = np.argsort(-weights, kind="stable")
     if top_k > 0:
         weights[order[int(top_k) :]] = 0
