@@ -34,6 +34,7 @@ from weft.kernels.ops import OpTable, select_ops
 from weft.kernels.unavailable import KernelUnavailable
 from weft.kv.cache import GroupSpec, KVCache
 from weft.models.families import read_spec
+from weft.models.fused import describe_layers
 from weft.models.generation import GenerationDefaults, read_generation_defaults
 from weft.models.hub import resolve_model
 from weft.models.layout import num_parameters
@@ -223,7 +224,7 @@ def describe_served(config: EngineConfig, engine: Engine) -> ServedModel:
         eos_token_ids=model.eos_token_ids,
         sampling_defaults=model.sampling_defaults,
         batch_invariant=model.ops.batch_invariant,
-        kernels=model.ops.describe(),
+        kernels=model.ops.describe() | {"layers": describe_layers(model.spec, model.ops)},
         kv_blocks={group.name: blocks for group, blocks in groups},
         weight_bytes=model.facts.weight_bytes,
         kv_memory=resolved.kv_memory,

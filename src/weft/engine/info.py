@@ -14,6 +14,7 @@ from weft.core.errors import OutOfMemoryError, TokenizerError
 from weft.core.settings import format_bytes
 from weft.engine.build import Model, find_model
 from weft.engine.machine import available_memory, cpu_name, has_fast_bfloat16, usable_cores
+from weft.models.fused import describe_layers
 from weft.models.layout import num_parameters
 from weft.text.tokenizer import Tokenizer
 
@@ -38,7 +39,7 @@ def collect_info(config: EngineConfig) -> dict[str, Any]:
         "model": _model_facts(config, model),
         "memory": _memory_facts(config, model),
         "batch_invariant": model.ops.batch_invariant,
-        "kernels": model.ops.describe(),
+        "kernels": model.ops.describe() | {"layers": describe_layers(model.spec, model.ops)},
     }
 
 

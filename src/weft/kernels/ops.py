@@ -139,6 +139,7 @@ class OpTable:
     paged_attention: PagedAttention
     choose: Choose
     pack: Pack
+    fused_layers: bool  # packed matrices may be bound by ``cpu.layer``
     batch_invariant: bool  # a token's result depends on nothing but its own context
     names: dict[str, str] = field(repr=False)
 
@@ -190,6 +191,7 @@ def _reference_ops() -> OpTable:
         paged_attention=reference.paged_attention,
         choose=choice.choose,
         pack=reference.keep,
+        fused_layers=False,
         batch_invariant=False,
         names={
             "rms_norm": "reference",
@@ -225,6 +227,7 @@ def _native_ops(dtype: str) -> OpTable:
         paged_attention=attention.paged_attention,
         choose=choose.choose,
         pack=matrix.pack,
+        fused_layers=True,
         batch_invariant=True,
         names={
             "rms_norm": "reference",

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from weft.core.errors import InvariantError
 from weft.kernels.ops import OpTable
+from weft.models.fused import fuse
 from weft.models.layers import (
     Angles,
     LayerWeights,
@@ -61,6 +62,10 @@ class Decoder:
         self.per_layer_embedding = weights.get("per_layer_embed")  # [V', L * P]
         self.per_layer_projection = weights.get("per_layer_projection")  # [L * P, C]
         self.per_layer_norm = weights.get("per_layer_norm")  # [P]
+        self._fused = tuple(
+            fuse(spec, layer, layer_weights, ops)
+            for layer, layer_weights in zip(spec.layers, self.layers, strict=True)
+        )
         device = self.final_norm.device
         self._frequencies = tuple(inverse_frequencies(rope).to(device) for rope in spec.ropes)
 
@@ -141,9 +146,13 @@ class Decoder:
         self, layer: int, residual: Tensor, angles: tuple[Angles, ...]
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Norm, QKV, QK norm and rotation: q [T, H, D], k and v [T, Hkv, D] or None."""
-        spec, weights = self.spec, self.layers[layer]
+        spec, weights, kind = self.spec, self.layers[layer], self.spec.layers[layer]
+        fused = self._fused[layer]
+        if fused is not None:
+            qkv = fused.pre(residual, *angles[kind.rope])  # [T, H + 2 Hkv, D]
+            q, k, v = qkv.split_with_sizes((spec.num_heads, *[kind.num_kv_heads] * 2), 1)
+            return q, k, v
         x = self.ops.rms_norm(residual, weights.input_norm, spec.norm_eps, spec.norm_plus_one)
-        kind = spec.layers[layer]
         return project_qkv(spec, kind, weights, x, angles[kind.rope], self.ops)
 
     def post(
@@ -155,6 +164,9 @@ class Decoder:
             attended: [T, H, D].
             inputs: [T, P], the layer's own inputs of a model with per-layer inputs.
         """
+        fused = self._fused[layer]
+        if fused is not None:
+            return fused.post(attended, residual)
         spec, ops, weights = self.spec, self.ops, self.layers[layer]
         y = ops.linear(attended.flatten(1), weights.output, weights.output_bias)  # [T, C]
         if weights.post_attention_norm is not None:

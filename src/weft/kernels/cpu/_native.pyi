@@ -72,3 +72,27 @@ def choose(
 def uniform(
     seeds: NDArray[np.int64], counters: NDArray[np.int64], numbers: NDArray[np.float64]
 ) -> None: ...
+
+class Layer:
+    qkv: Matrix
+    output: Matrix
+    gate_up: Matrix
+    down: Matrix
+    heads: int
+    kv_heads: int
+    head_size: int
+    epsilon: float
+    activation: int
+    qkv_bias: int
+    output_bias: int
+    gate_up_bias: int
+    down_bias: int
+    input_norm: int
+    qk_norm: int
+    post_attention_norm: int
+    mlp_norm: int
+    post_mlp_norm: int
+    def pre(
+        self, residual: int, tokens: int, cos: int, sin: int, half: int, qkv: int, /
+    ) -> None: ...
+    def post(self, attended: int, residual: int, tokens: int, out: int, /) -> None: ...

@@ -26,10 +26,11 @@ class Matrix:
     Attributes:
         shape: outputs and inputs.
         dtype: the dtype of the activations that it is multiplied with.
+        gated: whether gates and the values that they multiply share panels.
         native: the packed numbers.
     """
 
-    __slots__ = ("dtype", "native", "shape")
+    __slots__ = ("dtype", "gated", "native", "shape")
 
     def __init__(self, weight: Tensor, *, gated: bool = False) -> None:
         """Pack a tensor [outputs, inputs] of float32 or bfloat16.
@@ -47,6 +48,7 @@ class Matrix:
         weight = weight if weight.stride(1) == 1 else weight.contiguous()
         self.shape = weight.shape
         self.dtype = weight.dtype
+        self.gated = gated
         self.native = _native.Matrix.pack(
             weight.data_ptr(),
             _CODES[weight.dtype],

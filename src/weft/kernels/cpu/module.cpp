@@ -84,4 +84,5 @@ NB_MODULE(_native, m) {
   }, nb::arg("isa"));
   bind_matrix(m);
   bind_step(m);
+  bind_layer(m);
 }

@@ -1,0 +1,165 @@
+"""The two parts of a layer that are not attention, each as one native call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from weft.kernels.cpu import _native
+from weft.kernels.cpu.matrix import Matrix
+
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}  # the numbers of `Activation` in panel.hpp
+
+
+@dataclass(frozen=True)
+class Norms:
+    """Weights of the norms of a layer of hidden size C, None where it has none.
+
+    ``qk_norm`` has one weight per head: [H + Hkv, D].
+    """
+
+    input_norm: Tensor  # [C]
+    mlp_norm: Tensor  # [C]
+    qk_norm: Tensor | None
+    post_attention_norm: Tensor | None  # [C]
+    post_mlp_norm: Tensor | None  # [C]
+
+
+@dataclass(frozen=True)
+class Biases:
+    """Biases of the products of a layer, None where it has none."""
+
+    qkv_bias: Tensor | None
+    output_bias: Tensor | None
+    gate_up_bias: Tensor | None
+    down_bias: Tensor | None
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a layer is beside its weights."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    norm_eps: float
+    norm_plus_one: bool  # norms multiply by 1 + weight
+    activation: str  # one of ``ACTIVATIONS``
+
+
+class Layer:
+    """Native ``pre`` and ``post`` of one layer, bound to its weights."""
+
+    def __init__(
+        self, shape: Shape, matrices: dict[str, Matrix], norms: Norms, biases: Biases
+    ) -> None:
+        """Bind the matrices ``qkv``, ``output``, ``gate_up`` (gated) and ``down``.
+
+        Raises:
+            ValueError: shapes or dtypes do not fit together.
+        """
+        _check(shape, matrices, norms, biases)
+        self._shape = shape
+        self._hidden = matrices["qkv"].shape[1]
+        self._dtype = matrices["qkv"].dtype
+        native = _native.Layer()
+        kept: list[object] = []  # what the native side points to
+        for name, matrix in matrices.items():
+            setattr(native, name, matrix.native)
+            kept.append(matrix)
+        for part in (norms, biases):
+            for field in fields(part):
+                tensor = getattr(part, field.name)
+                if tensor is None:
+                    continue
+                tensor = tensor.contiguous()
+                if part is norms:
+                    tensor = 1.0 + tensor.float() if shape.norm_plus_one else tensor.float()
+                setattr(native, field.name, tensor.data_ptr())
+                kept.append(tensor)
+        native.heads = shape.heads
+        native.kv_heads = shape.kv_heads
+        native.head_size = shape.head_dim
+        native.epsilon = shape.norm_eps
+        native.activation = ACTIVATIONS[shape.activation]
+        self._native, self._kept = native, kept
+
+    def pre(self, residual: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Norm, QKV, QK norm and rotation: [T, H + 2 Hkv, D], the heads of Q, of K, of V.
+
+        Args:
+            residual: [T, C].
+            cos, sin: [T, R] float32; the first 2R dimensions of a head are rotated.
+
+        Raises:
+            ValueError: shapes or dtypes do not fit.
+        """
+        tokens, shape = self._rows(residual), self._shape
+        half = cos.shape[1]
+        if cos.shape != (tokens, half) or sin.shape != cos.shape or 2 * half > shape.head_dim:
+            raise ValueError(f"angles {list(cos.shape)} do not fit {tokens} tokens")
+        residual, cos, sin = residual.contiguous(), cos.contiguous(), sin.contiguous()
+        heads = shape.heads + 2 * shape.kv_heads
+        qkv = torch.empty((tokens, heads, shape.head_dim), dtype=self._dtype)
+        self._native.pre(
+            residual.data_ptr(), tokens, cos.data_ptr(), sin.data_ptr(), half, qkv.data_ptr()
+        )
+        return qkv
+
+    def post(self, attended: Tensor, residual: Tensor) -> Tensor:
+        """Output projection, MLP, norms and both residual sums: the new residual [T, C].
+
+        Args:
+            attended: [T, H, D].
+            residual: [T, C].
+
+        Raises:
+            ValueError: shapes or dtypes do not fit.
+        """
+        tokens, shape = self._rows(residual), self._shape
+        if attended.shape != (tokens, shape.heads, shape.head_dim) or attended.dtype != self._dtype:
+            raise ValueError(f"attended {list(attended.shape)} does not fit {tokens} tokens")
+        attended, residual = attended.contiguous(), residual.contiguous()
+        out = torch.empty_like(residual)
+        self._native.post(attended.data_ptr(), residual.data_ptr(), tokens, out.data_ptr())
+        return out
+
+    def _rows(self, residual: Tensor) -> int:
+        tokens = residual.shape[0]
+        if residual.shape != (tokens, self._hidden) or residual.dtype != self._dtype:
+            raise ValueError(
+                f"residual {list(residual.shape)} of {residual.dtype} does not fit a layer of "
+                f"{self._hidden} in {self._dtype}"
+            )
+        return tokens
+
+
+def _check(shape: Shape, matrices: dict[str, Matrix], norms: Norms, biases: Biases) -> None:
+    hidden, size = matrices["qkv"].shape[1], matrices["down"].shape[1]
+    dtype = matrices["qkv"].dtype
+    heads, dim = shape.heads, shape.head_dim
+    qkv = (heads + 2 * shape.kv_heads) * dim
+    wanted = {
+        "qkv": (qkv, hidden),
+        "output": (hidden, heads * dim),
+        "gate_up": (2 * size, hidden),
+        "down": (hidden, size),
+        "qkv_bias": (qkv,),
+        "output_bias": (hidden,),
+        "gate_up_bias": (2 * size,),
+        "down_bias": (hidden,),
+        "qk_norm": (heads + shape.kv_heads, dim),
+        **dict.fromkeys(
+            ("input_norm", "mlp_norm", "post_attention_norm", "post_mlp_norm"), (hidden,)
+        ),
+    }
+    for name, given in {**matrices, **vars(norms), **vars(biases)}.items():
+        if given is not None and (tuple(given.shape) != wanted[name] or given.dtype != dtype):
+            raise ValueError(
+                f"{name} {list(given.shape)} of {given.dtype}: expected {list(wanted[name])} of "
+                f"{dtype}"
+            )
+    if not matrices["gate_up"].gated:
+        raise ValueError("gate_up must be packed as a gated matrix")

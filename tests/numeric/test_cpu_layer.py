@@ -1,0 +1,162 @@
+"""Fused layers: what the ops give one by one, on every instruction set, whatever the threads."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from weft.kernels import reference
+from weft.kernels.cpu import attention
+from weft.kernels.cpu.layer import Biases, Layer, Norms, Shape
+from weft.kernels.cpu.matrix import Matrix, linear
+
+DTYPES = [torch.bfloat16, torch.float32]
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}  # of the largest number of the truth
+
+
+@pytest.fixture(autouse=True)
+def _kernels():
+    threads = attention.threads()
+    yield
+    attention.set_threads(threads)
+    attention.use_isa(attention.isas()[0])
+
+
+class Weights:
+    """Random weights of one layer, with or without each of its optional parts."""
+
+    def __init__(self, choose: random.Random, dtype: torch.dtype, **fixed: int) -> None:
+        self._draw = torch.Generator().manual_seed(choose.randrange(1000))
+        self.dtype = dtype
+        kv_heads, dim = choose.choice([1, 2]), choose.choice([8, 24, 64])
+        self.hidden = fixed.get("hidden", choose.choice([31, 64, 130]))
+        self.size = fixed.get("size", choose.choice([33, 70, 128]))
+        self.shape = Shape(
+            heads=kv_heads * choose.choice([1, 3]),
+            kv_heads=kv_heads,
+            head_dim=dim,
+            norm_eps=1e-5,
+            norm_plus_one=choose.random() < 0.5,
+            activation=choose.choice(["silu", "gelu_tanh"]),
+        )
+        self.half = choose.choice([dim // 2, dim // 4])
+        q, kv = self.shape.heads * dim, kv_heads * dim
+        self.matrices = {
+            "qkv": self.matrix(q + 2 * kv, self.hidden),
+            "output": self.matrix(self.hidden, q),
+            "gate_up": self.matrix(2 * self.size, self.hidden),
+            "down": self.matrix(self.hidden, self.size),
+        }
+        post = choose.random() < 0.5
+        heads = self.shape.heads + kv_heads
+        self.norms = Norms(
+            input_norm=self.random(self.hidden),
+            mlp_norm=self.random(self.hidden),
+            qk_norm=self.random(heads, dim) if choose.random() < 0.5 else None,
+            post_attention_norm=self.random(self.hidden) if post else None,
+            post_mlp_norm=self.random(self.hidden) if post else None,
+        )
+        widths = (q + 2 * kv, self.hidden, 2 * self.size, self.hidden)
+        bias = choose.random() < 0.5
+        self.biases = Biases(*(self.random(width) if bias else None for width in widths))
+
+    def random(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self._draw).to(self.dtype)
+
+    def matrix(self, outputs: int, inputs: int) -> Tensor:
+        return (self.random(outputs, inputs).float() / inputs**0.5).to(self.dtype)
+
+    def layer(self) -> Layer:
+        packed = {n: Matrix(w, gated=n == "gate_up") for n, w in self.matrices.items()}
+        return Layer(self.shape, packed, self.norms, self.biases)
+
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return reference.rms_norm(x, weight, self.shape.norm_eps, self.shape.norm_plus_one)
+
+    def linear(self, x: Tensor, name: str) -> Tensor:
+        bias = getattr(self.biases, f"{name}_bias")
+        return linear(x, Matrix(self.matrices[name]), bias)
+
+    def pre(self, residual: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        qkv = self.linear(self.norm(residual, self.norms.input_norm), "qkv")
+        qkv = qkv.view(len(residual), -1, self.shape.head_dim)
+        rotated = self.shape.heads + self.shape.kv_heads
+        qk = qkv[:, :rotated]
+        if self.norms.qk_norm is not None:
+            qk = self.norm(qk, self.norms.qk_norm)
+        return torch.cat((reference.rope(qk, cos, sin), qkv[:, rotated:]), dim=1)
+
+    def post(self, attended: Tensor, residual: Tensor) -> Tensor:
+        y = self.linear(attended.flatten(1), "output")
+        if self.norms.post_attention_norm is not None:
+            y = self.norm(y, self.norms.post_attention_norm)
+        residual = residual + y
+        y = self.linear(self.norm(residual, self.norms.mlp_norm), "gate_up")
+        y = self.linear(reference.act_mul(y, self.shape.activation), "down")
+        if self.norms.post_mlp_norm is not None:
+            y = self.norm(y, self.norms.post_mlp_norm)
+        return residual + y
+
+    def inputs(self, tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        angles = self.random(tokens, self.half).float()
+        attended = self.random(tokens, self.shape.heads, self.shape.head_dim)
+        return self.random(tokens, self.hidden), angles.cos(), angles.sin(), attended
+
+
+def assert_close(found: Tensor, expected: Tensor) -> None:
+    assert found.dtype == expected.dtype
+    gap = (found.float() - expected.float()).abs().max()
+    assert gap <= TOLERANCE[found.dtype] * expected.float().abs().max()
+
+
+@pytest.mark.parametrize("isa", attention.isas())
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fuzzed_layers(isa, dtype) -> None:
+    attention.use_isa(isa)
+    choose = random.Random(f"{isa}{dtype}")
+    for _ in range(15):
+        weights = Weights(choose, dtype)
+        residual, cos, sin, attended = weights.inputs(choose.randint(1, 40))
+        layer = weights.layer()
+        assert_close(layer.pre(residual, cos, sin), weights.pre(residual, cos, sin))
+        assert_close(layer.post(attended, residual), weights.post(attended, residual))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_token_depends_on_no_other_nor_on_threads(dtype) -> None:
+    weights = Weights(random.Random(3), dtype, hidden=512, size=700)
+    layer = weights.layer()
+    residual, cos, sin, attended = weights.inputs(130)
+    attention.set_threads(1)
+    qkv, out = layer.pre(residual, cos, sin), layer.post(attended, residual)
+    attention.set_threads(3)
+    for first, last in ((0, 1), (5, 12), (60, 130), (129, 130), (0, 130)):
+        part = slice(first, last)
+        assert torch.equal(layer.pre(residual[part], cos[part], sin[part]), qkv[part])
+        assert torch.equal(layer.post(attended[part], residual[part]), out[part])
+    assert layer.post(attended[:0], residual[:0]).shape == (0, 512)
+
+
+def test_what_does_not_fit_is_an_error() -> None:
+    weights = Weights(random.Random(1), torch.float32)
+    layer = weights.layer()
+    residual, cos, sin, attended = weights.inputs(3)
+    with pytest.raises(ValueError, match="residual"):
+        layer.pre(residual[:, 1:], cos, sin)
+    with pytest.raises(ValueError, match="residual"):
+        layer.post(attended.bfloat16(), residual.bfloat16())
+    with pytest.raises(ValueError, match="attended"):
+        layer.post(attended[:2], residual)
+    with pytest.raises(ValueError, match="angles"):
+        layer.pre(residual, cos[:2], sin[:2])
+    weights.norms = dataclasses.replace(weights.norms, mlp_norm=torch.ones(7))
+    with pytest.raises(ValueError, match="mlp_norm"):
+        weights.layer()
+    weights = Weights(random.Random(1), torch.float32)
+    weights.matrices["down"] = weights.matrices["down"][1:]
+    with pytest.raises(ValueError, match="down"):
+        weights.layer()
