@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from weft.api.errors import error_object
 from weft.core.errors import ConfigError, WeftError
 from weft.server.errors import error_response, json_response
-from weft.server.exchange import EXCHANGE
+from weft.server.exchange import EXCHANGE, inner_path
 
 logger = logging.getLogger("weft.server")
 
@@ -183,7 +183,8 @@ class RequireKey:
         self._limit = limit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not self._keys.demanded or self._open(scope):
+        http = scope["type"] == "http"
+        if not http or not self._keys.demanded or inner_path(scope) in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
         given = _given_key(Headers(scope=scope))
@@ -203,12 +204,6 @@ class RequireKey:
             return
         with _counted(key):
             await self._app(scope, receive, send)
-
-    @staticmethod
-    def _open(scope: Scope) -> bool:
-        path, root = scope["path"], scope.get("root_path", "")
-        inner = path[len(root) :] if root and path.startswith(root) else path
-        return inner in OPEN_PATHS
 
 
 def _given_key(headers: Headers) -> str:

@@ -87,6 +87,12 @@ class Exchange:
         return {name: value for name, value in facts.items() if value is not None}
 
 
+def inner_path(scope: Scope) -> str:
+    """The path of a request as routes have it, without the prefix of a proxy."""
+    path, root = scope["path"], scope.get("root_path", "")
+    return str(path[len(root) :] if root and path.startswith(root) else path)
+
+
 EXCHANGE: ContextVar[Exchange | None] = ContextVar("exchange", default=None)
 
 

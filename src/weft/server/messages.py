@@ -16,6 +16,7 @@ from weft.api.messages import MessageBody, PromptBody, count_tokens, message_job
 from weft.core.logs import REQUEST_ID
 from weft.server.body import read_body
 from weft.server.errors import handle_bug, json_response
+from weft.server.exchange import inner_path
 from weft.server.generation import Form, generate
 from weft.server.service import Service
 
@@ -54,7 +55,7 @@ class AnthropicErrors:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not _concerns(scope):
+        if scope["type"] != "http" or not f"{inner_path(scope)}/".startswith(f"{PATH}/"):
             await self._app(scope, receive, send)
             return
         rewriter = _Rewriter(send)
@@ -65,12 +66,6 @@ class AnthropicErrors:
                 response = await handle_bug(Request(scope), error)
                 await response(scope, receive, rewriter.send)
             raise  # the server logs it
-
-
-def _concerns(scope: Scope) -> bool:
-    path, root = scope["path"], scope.get("root_path", "")
-    inner = path[len(root) :] if root and path.startswith(root) else path
-    return bool(inner == PATH or inner.startswith(f"{PATH}/"))
 
 
 class _Rewriter:
