@@ -14,6 +14,7 @@ from typing import IO, Any
 
 from weft.core import errors
 from weft.core.errors import EngineDeadError, WeftError
+from weft.core.process import describe_exit
 from weft.core.served import ServedModel
 from weft.ring.client import RingClient
 from weft.ring.segment import RingFds, create_ring
@@ -101,8 +102,8 @@ class EngineProcess:
     def _hear(self) -> str:
         line = self.report.readline()
         if not line:
-            code = self.process.wait()
-            raise EngineDeadError(f"The engine ended while it was starting (exit code {code}).")
+            why = describe_exit(self.process.wait())
+            raise EngineDeadError(f"The engine ended while it was starting ({why}).")
         return line
 
     def stop(self) -> int:
