@@ -33,6 +33,17 @@ class Server:
         found = psutil.Process(self.process.pid).children(recursive=True)
         return {words[0].split()[0]: child for child in found if (words := command_of(child))}
 
+    def metrics(self, *names: str, headers: dict[str, str] | None = None) -> list[float]:
+        """Values of the metrics whose names begin so; any request plane may answer."""
+        page = httpx.get(f"{self.url}/metrics", headers=headers, timeout=START_S).text
+        lines = [line for line in page.splitlines() if line.startswith(names)]
+        return [float(line.rsplit(" ", 1)[1]) for line in lines]
+
+    def idle(self) -> bool:
+        """Whether no sequence runs or waits and no block is held."""
+        values = self.metrics("weft:num_requests", "weft:kv_cache_usage")
+        return len(values) >= 3 and not any(values)
+
     def client(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
 

@@ -329,14 +329,6 @@ def ring_state(family: Family) -> tuple[int, int]:
     return sum(ring.memory_bytes for ring in found), sum(ring.busy for ring in found)
 
 
-def idle(server: Server) -> bool:
-    """Whether the metrics say that nothing runs, waits or holds a block."""
-    text = httpx.get(f"{server.url}/metrics", timeout=30).text
-    names = ("weft:num_requests", "weft:kv_cache_usage")
-    values = [float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(names)]
-    return len(values) >= 3 and not any(values)
-
-
 class Held(NamedTuple):
     """The processes of one title: how many, and the most that one of them has."""
 
@@ -360,7 +352,7 @@ def what_is_left(server: Server, family: Family, before: dict[str, Held]) -> lis
     """Wait until the server is as idle as before; what has not become so in time."""
     faults = []
     checks = {
-        "sequences or KV blocks": lambda: idle(server),
+        "sequences or KV blocks": server.idle,
         "ring slots": lambda: ring_state(family)[1] == 0,
         "processes": lambda: (
             {title: one.processes for title, one in held(family).items()}

@@ -82,20 +82,7 @@ def test_a_client_that_leaves_frees_its_sequence(server):
     ):
         with httpx.stream("POST", f"{server.url}/v1/{path}", json=fields, timeout=30) as answer:
             next(answer.iter_lines())
-    eventually(lambda: "weft:num_requests_running{" in metrics(server) and idle(server))
-
-
-def metrics(server: Server) -> str:
-    return httpx.get(f"{server.url}/metrics", timeout=10).text
-
-
-def idle(server: Server) -> bool:
-    lines = [
-        line
-        for line in metrics(server).splitlines()
-        if line.startswith(("weft:num_requests_running{", "weft:num_requests_waiting{"))
-    ]
-    return len(lines) == 2 and all(line.endswith(" 0.0") for line in lines)
+    eventually(server.idle)
 
 
 def test_embeddings_cross_whole_and_many(server):
@@ -112,7 +99,7 @@ def test_embeddings_cross_whole_and_many(server):
         )
     short = vectors[7][:16] / np.linalg.norm(vectors[7][:16])
     assert np.allclose(alone.data[0].embedding, short, atol=1e-4)
-    eventually(lambda: idle(server))
+    eventually(server.idle)
 
 
 def test_stored_responses_outlive_the_server(tmp_path):

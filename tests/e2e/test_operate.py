@@ -31,8 +31,8 @@ def lines(server: Server) -> list[dict]:
 
 
 def gauge(server: Server, name: str) -> float:
-    page = httpx.get(f"{server.url}/metrics", headers=KEY).text
-    return float(next(line for line in page.splitlines() if line.startswith(name)).split()[-1])
+    (value,) = server.metrics(name, headers=KEY)
+    return value
 
 
 def test_every_line_is_json_and_bears_its_request(server):

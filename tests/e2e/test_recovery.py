@@ -100,15 +100,9 @@ def frontends(server: Server) -> list[psutil.Process]:
     return [child for child in found if command_of(child)[:1] == ["weft-frontend"]]
 
 
-def metric(server: Server, *names: str) -> float:
-    """The sum of metrics of these names; any request plane may answer."""
-    lines = httpx.get(f"{server.url}/metrics", timeout=START_S).text.splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(names))
-
-
-def idle(server: Server) -> bool:
-    """Whether no sequence runs or waits and no block is held."""
-    return not metric(server, "weft:num_requests", "weft:kv_cache")
+def metric(server: Server, name: str) -> float:
+    (value,) = server.metrics(name)
+    return value
 
 
 @pytest.mark.parametrize("standby", ["--standby", "--no-standby"])
@@ -131,7 +125,7 @@ def test_killed_engines_are_no_more_than_a_pause(tmp_path, standby):
             victim.kill()
             eventually(lambda victim=victim: not victim.is_running(), START_S)
         assert [stream.outcome() for stream in streams] == undisturbed
-        eventually(lambda: idle(server))
+        eventually(server.idle)
         eventually(lambda: metric(server, "weft:engine_restarts_total") == 4, START_S)
         assert priorities(engine(server)) == {0}
         eventually(complete, START_S)
@@ -164,7 +158,7 @@ def test_a_killed_request_plane_disturbs_no_other(tmp_path):
         ]
         for (tokens, *_), (right, *_) in zip(ends, undisturbed, strict=True):
             assert tokens == right[: len(tokens)]
-        eventually(lambda: len(frontends(server)) == 2 and idle(server), START_S)
+        eventually(lambda: len(frontends(server)) == 2 and server.idle(), START_S)
         assert engine(server).pid == before
         completed = STREAMS * TOKENS + sum(
             len(tokens) for tokens, *_, problem in ends if not problem
