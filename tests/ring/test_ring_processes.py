@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from modelled import VOCAB, ScoringExecutor, scheduler
 
+from live import eventually
 from weft.core.errors import EngineDeadError, ParameterError
 from weft.core.plan import Update
 from weft.core.types import FinishReason, Request, SamplingParams
@@ -325,12 +326,12 @@ def test_nothing_is_left_behind_after_sigkill(victims):
     killed = [pids[victim] for victim in pids if victims in (victim, "both")]
     for pid in killed:
         os.kill(pid, signal.SIGKILL)
-    eventually(lambda: not holders(inode) & set(killed))
+    eventually(lambda: not holders(inode) & set(killed), PATIENCE_S)
     for pid in set(pids.values()) - set(killed):
         os.kill(pid, signal.SIGKILL)
     client.wait()
     client.stdout.close()
-    eventually(lambda: not holders(inode))
+    eventually(lambda: not holders(inode), PATIENCE_S)
     assert leftovers() == before
 
 
@@ -351,13 +352,6 @@ def holders(inode: int) -> set[int]:
                 if fields[4] == str(inode) and "memfd:weft-ring" in line:
                     found.add(int(maps.parent.name))
     return found
-
-
-def eventually(condition) -> None:
-    give_up = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < give_up, "it did not happen"
-        time.sleep(0.02)
 
 
 def test_clients_and_inboxes_close_their_descriptors(ring):

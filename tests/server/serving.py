@@ -6,13 +6,13 @@ import contextlib
 import json
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 
+from live import eventually
 from weft.core.ports import EngineClient
 from weft.server.app import create_app
 from weft.server.listen import address_of, listen
@@ -87,14 +87,6 @@ def serving(
     assert not thread.is_alive()
 
 
-def wait_until(condition: Any, seconds: float = 10) -> None:
-    """Wait for something that another thread does."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.01)
-
-
 class Asking:
     """Reads a stream on a thread, so that the test can play the engine meanwhile."""
 
@@ -111,7 +103,7 @@ class Asking:
                     self.events.append(line.removeprefix("data: "))
 
     def wait_for(self, count: int) -> None:
-        wait_until(lambda: len(self.events) >= count)
+        eventually(lambda: len(self.events) >= count)
 
     def join(self) -> None:
         self._thread.join(10)

@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from openai import OpenAI
-from serving import wait_until
 
+from live import eventually
 from typed import unknown_fields
 from weft.api.embeddings import WAVE
 from weft.core.types import FinishReason
@@ -43,10 +43,10 @@ def test_the_openai_client_in_both_formats(scripted):
 def test_a_client_that_leaves_ends_all_waves(scripted):
     client = scripted.client
     with scripted.ask({"model": "builtin", "input": ["a"] * (WAVE + 1)}, PATH):
-        wait_until(lambda: client.submitted.qsize() == WAVE)
+        eventually(lambda: client.submitted.qsize() == WAVE)
     cancelled = {client.cancelled.get(timeout=10) for _ in range(WAVE)}
     assert {reason for _, reason in cancelled} == {FinishReason.CANCELLED}
-    wait_until(lambda: scripted.service.num_open == 0)
+    eventually(lambda: scripted.service.num_open == 0)
     assert client.submitted.qsize() == WAVE
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import httpx
 import pytest
-from serving import wait_until
 
+from live import eventually
 from typed import unknown_fields
 
 MESSAGES: Any = [
@@ -140,15 +140,15 @@ def test_a_disconnect_frees_everything(real, engine, stream):
     body = {**COMPLETION, "max_tokens": 200, "ignore_eos": True, "stream": stream, "n": 8}
     before = real.service.metrics.finished["cancelled"]
     with real.ask(body) as raw:
-        wait_until(lambda: real.service.metrics.running == 8)
+        eventually(lambda: real.service.metrics.running == 8)
         if stream:
             assert raw.recv(64).startswith(b"HTTP/1.1 200")
-    wait_until(lambda: engine[0].scheduler.idle, seconds=2)
-    wait_until(lambda: real.service.num_open == 0)
+    eventually(lambda: engine[0].scheduler.idle, seconds=2)
+    eventually(lambda: real.service.num_open == 0)
     assert real.service.metrics.finished["cancelled"] == before + 8
 
 
 def test_the_engine_is_idle_and_whole_at_the_end(real, engine):
-    wait_until(lambda: engine[0].scheduler.idle and real.service.num_open == 0)
+    eventually(lambda: engine[0].scheduler.idle and real.service.num_open == 0)
     engine[0].scheduler.check()
     assert (real.service.metrics.running, real.service.metrics.waiting) == (0, 0)

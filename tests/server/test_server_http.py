@@ -16,8 +16,9 @@ from typing import Any
 import httpx
 import pytest
 from scripted import ScriptedClient
-from serving import Asking, serving, wait_until
+from serving import Asking, serving
 
+from live import eventually
 from weft.core.errors import ConfigError, EngineBusyError, EngineDeadError, WeftError
 from weft.core.types import FinishReason
 from weft.server.listen import listen
@@ -339,7 +340,7 @@ def test_the_end_answers_a_body_that_is_not_there_yet(text):
         with socket.create_connection(address) as sock:
             head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99\r\n\r\n"
             sock.sendall(head + b"{")
-            wait_until(lambda: running.server.server_state.tasks)
+            eventually(lambda: running.server.server_state.tasks)
             running.server.drain()
             sock.settimeout(20)
             answer = b"".join(iter(lambda: sock.recv(65536), b""))

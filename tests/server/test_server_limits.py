@@ -16,8 +16,9 @@ import httpx
 import pytest
 import trustme
 from scripted import ScriptedClient
-from serving import Asking, serving, wait_until
+from serving import Asking, serving
 
+from live import eventually
 from weft.core.errors import ConfigError
 from weft.core.types import FinishReason
 from weft.server import auth
@@ -88,7 +89,7 @@ def test_a_deadline_in_the_middle_of_a_stream(scripted):
 def test_a_request_that_is_done_in_time_is_not_disturbed(text):
     with serving(ScriptedClient([700]), text) as running, running.http() as http:
         assert http.post("/v1/completions", json={**BODY, "timeout": 30}).status_code == 200
-        wait_until(lambda: running.service.num_open == 0)
+        eventually(lambda: running.service.num_open == 0)
         assert running.client.cancelled.empty()
 
 
@@ -389,7 +390,7 @@ def test_more_connections_than_there_may_be(text):
             assert served(first)
             two.close()
             server = running.server.server_state
-            wait_until(lambda: len(server.connections) <= 1)
+            eventually(lambda: len(server.connections) <= 1)
             with running.http() as http:
                 assert http.get("/health").status_code == 200
 

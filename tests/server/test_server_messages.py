@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from anthropic import Anthropic, APIStatusError, AuthenticationError, BadRequestError
 from scripted import ScriptedClient
-from serving import serving, wait_until
+from serving import serving
 
+from live import eventually
 from typed import unknown_fields
 from weft.core.errors import EngineBusyError
 from weft.core.types import FinishReason
@@ -110,7 +111,7 @@ def test_an_error_in_a_stream_is_an_event(scripted, asking):
         future = pool.submit(lambda: list(asking.messages.create(**HELLO, stream=True)))
         request = scripted.client.submitted.get(timeout=10)
         scripted.client.send(request, *ids_of(scripted, "Hello"))
-        wait_until(lambda: scripted.service.metrics.generation_tokens > 0)
+        eventually(lambda: scripted.service.metrics.generation_tokens > 0)
         scripted.client.send(request, finish="cancelled")
         with pytest.raises(APIStatusError) as caught:
             future.result(10)
@@ -202,4 +203,4 @@ def test_deadlines_hold_for_every_endpoint(scripted, path, body):
         error_of(answer, 504, "timeout_error")
     cancelled, _ = scripted.client.cancelled.get(timeout=10)
     assert cancelled == scripted.client.submitted.get(timeout=10).id
-    wait_until(lambda: scripted.service.num_open == 0)
+    eventually(lambda: scripted.service.num_open == 0)

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from scripted import ScriptedClient
-from serving import serving, wait_until
+from serving import serving
 
+from live import eventually
 from weft.core.errors import ConfigError, InvariantError, RequestCrashedError, WeftError
 from weft.core.logs import JsonLines, TextLines, log_level
 from weft.core.plan import Update
@@ -153,7 +154,7 @@ def test_one_line_for_each_request(text, lines):
         assert http.post("/v1/completions", json=BODY, headers=headers).status_code == 200
         assert http.post("/v1/completions", content=b"{", headers=headers).status_code == 400
         assert http.get("/metrics").status_code == 401
-        wait_until(lambda: len(lines()) >= 3)
+        eventually(lambda: len(lines()) >= 3)
     good, bad, stranger = lines()
     assert good["request_id"] == "mine"
     assert (good["key"], good["model"], good["status"]) == ("api_key-1", "builtin", 200)
@@ -175,10 +176,10 @@ def test_clients_that_leave(text, lines):
             answer = b""
             while b"data: " not in answer:
                 answer += raw.recv(4096)
-        wait_until(lambda: len(lines()) == 1)
+        eventually(lambda: len(lines()) == 1)
         with running.ask(body):  # before anything came
             running.client.submitted.get(timeout=10)
-        wait_until(lambda: len(lines()) == 2)
+        eventually(lambda: len(lines()) == 2)
     first, second = lines()
     assert (first["status"], first["finish"], first["output_tokens"]) == (200, "cancelled", 1)
     assert (second["status"], second["finish"], second["output_tokens"]) == (499, "cancelled", 0)

@@ -10,8 +10,9 @@ import httpx
 import pytest
 from openai import BadRequestError, NotFoundError, OpenAI
 from scripted import ScriptedClient
-from serving import serving, wait_until
+from serving import serving
 
+from live import eventually
 from typed import unknown_fields
 from weft.core.types import FinishReason
 
@@ -130,7 +131,7 @@ def test_a_client_that_leaves_frees_everything_and_nothing_is_stored(scripted):
         number = future.result(10)
         cancelled = scripted.client.cancelled.get(timeout=10)
         assert cancelled == (request.id, FinishReason.CANCELLED)
-        wait_until(lambda: scripted.service.num_open == 0)
+        eventually(lambda: scripted.service.num_open == 0)
         assert http.get(f"{PATH}/{number}").status_code == 404
 
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 from scripted import ScriptedClient
-from serving import Asking, serving, wait_until
+from serving import Asking, serving
 
+from live import eventually
 from weft.core.types import FinishReason
 from weft.server.service import INLINE_BYTES
 
@@ -68,7 +69,7 @@ def test_a_client_that_leaves_before_the_first_token(scripted, stream):
         request = scripted.client.submitted.get(timeout=10)
         assert scripted.client.cancelled.empty()
     assert scripted.client.cancelled.get(timeout=2) == (request.id, FinishReason.CANCELLED)
-    wait_until(lambda: scripted.service.num_open == 0)
+    eventually(lambda: scripted.service.num_open == 0)
     scripted.client.send(request, 700, finish="cancelled")  # news of the dead harm nobody
 
 
