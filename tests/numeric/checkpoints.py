@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
+
+from weft.models.hub import resolve_model
 
 VOCAB = 199
 
@@ -265,6 +268,12 @@ def build(name: str, seed: int = 0) -> Any:
 def save(model: Any, folder: Path, **options: Any) -> Path:
     """Write a reference model as a checkpoint folder."""
     model.save_pretrained(folder, **options)
+    return folder
+
+
+def save_with_tokenizer(model: Any, folder: Path) -> Path:
+    """The same with the tokenizer of the built-in model."""
+    shutil.copy(resolve_model("builtin") / "tokenizer.json", save(model, folder))
     return folder
 
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 
 import pytest
 import torch
-from checkpoints import build, prompt, save
+from checkpoints import build, prompt, save_with_tokenizer
 
 from weft import LLM, SamplingParams
 from weft.core.errors import OutOfMemoryError
 from weft.models.decoder import Decoder
-from weft.models.hub import resolve_model
 
 HUNGRY = 77  # a token that no forward pass has memory for
 GOOD = [t for t in prompt(20, 1) * 2 if t != HUNGRY]
@@ -23,9 +21,7 @@ DIGITS = SamplingParams(temperature=0, max_tokens=30, grammar="start: /[0-9]{12}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    made = save(build("llama-gqa"), tmp_path_factory.mktemp("llama"))
-    shutil.copy(resolve_model("builtin") / "tokenizer.json", made)
-    return made
+    return save_with_tokenizer(build("llama-gqa"), tmp_path_factory.mktemp("llama"))
 
 
 def open_llm(folder, **more) -> LLM:

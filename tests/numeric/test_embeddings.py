@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
-
 import numpy as np
 import pytest
 import torch
-from checkpoints import build, prompt, save
+from checkpoints import build, prompt, save_with_tokenizer
 
 from weft import LLM, SamplingParams
 from weft.core.errors import NonFiniteLogitsError
-from weft.models.hub import resolve_model
 
 PROMPTS = [prompt(90, 1), prompt(7, 2), prompt(90, 1)[:70] + prompt(5, 3), prompt(33, 4), [5]]
 INFINITE = 77  # a token whose embedding is not finite
@@ -24,9 +21,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def folder(model, tmp_path_factory):
-    made = save(model, tmp_path_factory.mktemp("gemma3"))
-    shutil.copy(resolve_model("builtin") / "tokenizer.json", made)
-    return made
+    return save_with_tokenizer(model, tmp_path_factory.mktemp("gemma3"))
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +29,7 @@ def broken(tmp_path_factory):
     model = build("llama-gqa")
     with torch.no_grad():
         model.get_input_embeddings().weight[INFINITE] = float("inf")
-    made = save(model, tmp_path_factory.mktemp("broken"))
-    shutil.copy(resolve_model("builtin") / "tokenizer.json", made)
-    return made
+    return save_with_tokenizer(model, tmp_path_factory.mktemp("broken"))
 
 
 def expected(model, tokens: list[int]) -> np.ndarray:

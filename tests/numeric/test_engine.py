@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from checkpoints import build, prompt, save
+from checkpoints import build, prompt, save_with_tokenizer
 
 from weft import LLM, SamplingParams
 from weft.core.errors import ParameterError, PromptTooLongError
-from weft.models.hub import resolve_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 FAMILIES = ["llama-gqa", "mistral-window", "gemma3"]
@@ -23,12 +21,9 @@ FAMILIES = ["llama-gqa", "mistral-window", "gemma3"]
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
     """A checkpoint of each family with the built-in model's tokenizer beside it."""
-    made = {}
-    for name in FAMILIES:
-        folder = save(build(name), tmp_path_factory.mktemp(name))
-        shutil.copy(resolve_model("builtin") / "tokenizer.json", folder)
-        made[name] = folder
-    return made
+    return {
+        name: save_with_tokenizer(build(name), tmp_path_factory.mktemp(name)) for name in FAMILIES
+    }
 
 
 def llm(folder: Path, **settings) -> LLM:
