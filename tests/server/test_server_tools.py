@@ -142,3 +142,101 @@ def test_what_cannot_be_honoured_is_named_as_the_endpoint_does(real, path, field
     assert f"'{param}" in error["message"]
     if path == "responses":
         assert error["param"].startswith(param)
+
+
+ONE: Any = {
+    "type": "object",
+    "properties": {"a": {"const": 1}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+CHAT_TOOL: Any = {"type": "function", "function": {"name": "f", "parameters": ONE}}
+PATHS: Any = {
+    "chat/completions": {
+        "messages": MESSAGES,
+        "tools": [CHAT_TOOL],
+        "tool_choice": {"type": "function", "function": {"name": "f"}},
+    },
+    "responses": {
+        "input": ASKED,
+        "tools": [{"type": "function", "name": "f", "parameters": ONE}],
+        "tool_choice": "required",
+    },
+    "messages": {
+        "messages": MESSAGES,
+        "tools": [{"name": "f", "input_schema": ONE}],
+        "tool_choice": {"type": "any"},
+    },
+}
+LIMITS = {"chat/completions": "max_tokens", "responses": "max_output_tokens"}
+
+
+def shown_whole(path: str, answer: Any) -> tuple[str, list[tuple[str, str]]]:
+    """The text of an answer, and its calls with their arguments as they were written."""
+    if path == "chat/completions":
+        message = answer["choices"][0]["message"]
+        functions = [call["function"] for call in message.get("tool_calls", ())]
+        return message["content"] or "", [(f["name"], f["arguments"]) for f in functions]
+    if path == "responses":
+        calls = [item for item in answer["output"] if item["type"] == "function_call"]
+        texts = [part["text"] for item in answer["output"] for part in item.get("content", ())]
+        return "".join(texts), [(call["name"], call["arguments"]) for call in calls]
+    calls = [block for block in answer["content"] if block["type"] == "tool_use"]
+    texts = [block["text"] for block in answer["content"] if block["type"] == "text"]
+    return "".join(texts), [(call["name"], written(call["input"])) for call in calls]
+
+
+def written(given: dict[str, Any]) -> str:
+    return given["partial_json"] if "partial_json" in given else json.dumps(given)
+
+
+def shown_streamed(path: str, data: str) -> tuple[str, list[tuple[str, str]]]:
+    """The same of the events of a stream."""
+    lines = [line.removeprefix("data: ") for line in data.splitlines() if line.startswith("data: ")]
+    text, calls = "", []
+    for event in [json.loads(line) for line in lines if line != "[DONE]"]:
+        if path == "responses":
+            if event["type"] == "response.output_text.delta":
+                text += event["delta"]
+            elif event["type"] == "response.function_call_arguments.done":
+                calls.append([event["name"], event["arguments"]])
+        elif path == "messages":
+            delta = event.get("delta", {})
+            text += delta.get("text", "")
+            if event.get("content_block", {}).get("type") == "tool_use":
+                calls.append([event["content_block"]["name"], ""])
+            elif "partial_json" in delta:
+                calls[-1][1] += delta["partial_json"]
+        else:
+            delta = event["choices"][0]["delta"]
+            text += delta.get("content") or ""
+            for call in delta.get("tool_calls", ()):
+                if "id" in call:
+                    calls.append([call["function"]["name"], ""])
+                calls[call["index"]][1] += call["function"]["arguments"]
+    return text, [(name, arguments) for name, arguments in calls]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_forced_call_that_is_cut_shows_no_form_of_it(real, path):
+    """Wherever the tokens end: no text, and of calls only what has come of name and arguments."""
+    seen = set()
+    with real.http() as http:
+        for limit in range(2, 62, 6):
+            body = {"model": "builtin", "temperature": 0, **PATHS[path]}
+            body[LIMITS.get(path, "max_tokens")] = limit
+            answer = http.post(f"/v1/{path}", json=body)
+            assert answer.status_code == 200, answer.text
+            text, calls = shown_whole(path, answer.json())
+            stream = http.post(f"/v1/{path}", json={**body, "stream": True}).text
+            streamed, calls_streamed = shown_streamed(path, stream)
+            assert (text, streamed) == ("", "")
+            assert [name for name, _ in calls] == ["f"] * len(calls)
+            if path != "messages":  # which shows whole arguments as an object
+                assert calls_streamed == calls
+            assert len(calls_streamed) == len(calls)
+            for _, arguments in calls_streamed:
+                assert '{"a": 1}'.startswith(arguments.replace(" ", "").replace(":", ": "))
+                seen.add(arguments)
+            seen.add(len(calls))
+    assert seen >= {0, 1, '{"a": 1}'}

@@ -22,10 +22,17 @@ NAMES = frozenset({"get_weather", "add"})
 WEATHER = '{"city": "P\\"a}r{is", "days": [1, 2, {"x": "]"}]}'
 
 
-def read(dialect: Dialect, pieces: list[str], opened: bool = False) -> list[Event]:
+def read(
+    dialect: Dialect,
+    pieces: list[str],
+    opened: bool = False,
+    *,
+    cut: bool = False,
+    forced: bool = False,
+) -> list[Event]:
     """The events of a turn that comes in these pieces."""
-    parser = Reading(dialect, NAMES, opened).parser()
-    return [event for piece in pieces for event in parser.push(piece)] + parser.flush()
+    parser = Reading(dialect, NAMES, opened, forced=forced).parser()
+    return [event for piece in pieces for event in parser.push(piece)] + parser.flush(cut=cut)
 
 
 def joined(events: list[Event]) -> list[tuple[str, ...]]:
@@ -130,6 +137,71 @@ def test_a_turn_is_read_alike_however_it_is_cut(dialect, text, expected):
     assert joined(read(dialect, list(text))) == expected
     for at in range(len(text)):
         assert joined(read(dialect, [text[:at], text[at:]])) == expected
+
+
+CUT = [
+    (HERMES, "a <tool_ca", [("Content", "a <tool_ca")]),
+    (HERMES, "a <tool_call>", [("Content", "a")]),
+    (HERMES, '<tool_call>{"name": "f', []),
+    (HERMES, '<tool_call>{"name": "f"', [("call", "0", "f")]),
+    (HERMES, '<tool_call>{"name": "f", "arguments": "{\\"a', [("call", "0", "f")]),
+    (HERMES, '<tool_call>{"arguments": {"a": 1}, "name": "f', []),
+    (HERMES, '<tool_call>{"name": 3,', [("Content", '<tool_call>{"name": 3,')]),
+    (HERMES, '<tool_call>{"name": "f", "arguments": {"a": [1', call(0, "f", '{"a": [1')),
+    (HERMES, '<tool_call>{"name": "f"}\n</tool_call', call(0, "f", "{}")),
+    (HERMES, '<tool_call>{"name": "f"}\n</tool_call>\n<t', call(0, "f", "{}")),
+    (
+        HERMES,
+        '<tool_call>{"name": "f"}</tool_call>\n<tool_call>\n{"name": "g",',
+        [*call(0, "f", "{}"), ("call", "1", "g")],
+    ),
+    (
+        HERMES,
+        '<tool_call>{"name": "f"}</tool_call> so <tool_call>x',
+        [*call(0, "f", "{}"), ("Content", "so <tool_call>x")],
+    ),
+    (LLAMA, '{"name": "ad', [("Content", '{"name": "ad')]),
+    (LLAMA, '{"name": "add", "para', [("call", "0", "add")]),
+    (LLAMA, '<|python_tag|>{"na', []),
+    (LLAMA, '{"name": "add", "parameters": {}}; {"na', call(0, "add", "{}")),
+    (MISTRAL, "[TOOL_CALLS]get_wea", []),
+    (MISTRAL, "[TOOL_CALLS]add[ARGS]", [("call", "0", "add")]),
+    (MISTRAL, "[TOOL_CALLS]add[ARGS]{}[TOOL_CALLS]a", call(0, "add", "{}")),
+    (MISTRAL, '[TOOL_CALLS][{"name": "add", ', [("call", "0", "add")]),
+]
+
+
+@pytest.mark.parametrize(("dialect", "text", "expected"), CUT)
+def test_a_turn_that_is_cut_shows_a_call_that_has_begun_and_no_form_of_it(dialect, text, expected):
+    for pieces in ([text], list(text)):
+        assert joined(read(dialect, pieces, cut=True)) == expected
+
+
+FORCED = [
+    (HERMES, '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'),
+    (LLAMA, '{"name": "add", "parameters": {"a": 1}}; '),
+    (MISTRAL, '[TOOL_CALLS]add[ARGS]{"a": 1}'),
+    (Dialect("mistral"), '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]'),
+]
+
+
+@pytest.mark.parametrize("cut", [True, False])
+@pytest.mark.parametrize(("dialect", "one"), FORCED)
+def test_a_forced_turn_shows_calls_and_nothing_else_wherever_it_ends(dialect, one, cut):
+    text = one + one
+    seen = set()
+    for at in range(len(text) + 1):
+        events = read(dialect, list(text[:at]), cut=cut, forced=True)
+        assert not [event for event in events if isinstance(event, Content)]
+        names = [event.name for event in events if isinstance(event, ToolCall)]
+        assert set(names) <= {"add"}
+        for index in range(len(names)):
+            written = "".join(
+                e.text for e in events if isinstance(e, ToolArguments) and e.index == index
+            )
+            assert '{"a": 1}'.startswith(written)
+            seen.add(written)
+    assert {"", '{"a', '{"a": 1}'} <= seen
 
 
 @given(

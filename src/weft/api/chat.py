@@ -122,6 +122,7 @@ def _reading(body: ChatBody, tools: Tools | None, prompt: Seq[int], builder: Bui
         opened=dialect.opens_reasoning(prompt, builder.tokenizer),
         markers=dialect.marker_ids(builder.tokenizer, calls=names is not None),
         with_reasoning=body.include_reasoning is not False,
+        forced=tools is not None and tools.forced,
     )
 
 
@@ -140,7 +141,7 @@ def encode_messages(
         tools: functions as the template shows them.
 
     Raises:
-        ParameterError: a message is malformed, or has content that is not text.
+        ParameterError: a message is malformed, has content that is not text, or answers no call.
         TemplateError: the model has no chat template, or its template refused the conversation.
     """
     template = builder.chat_template
@@ -152,6 +153,7 @@ def encode_messages(
         )
     knows_developer = any("developer" in source for source in template.sources.values())
     plain = [_message(message, i, knows_developer) for i, message in enumerate(messages)]
+    _check_results(plain)
     num_bytes = sum(map(_num_bytes, messages, plain))
     builder.check_size(num_bytes + (len(encode_json(tools)) if tools else 0), "messages")
     template.check_variables(variables)
@@ -163,6 +165,19 @@ def encode_messages(
         tools=tools,
         **variables,
     )
+
+
+def _check_results(messages: Seq[Mapping[str, Any]]) -> None:
+    """Every result of a tool must answer a call that an earlier message has."""
+    called: set[str] = set()
+    for index, message in enumerate(messages):
+        called |= {call["id"] for call in message.get("tool_calls", ()) if "id" in call}
+        if message["role"] == "tool" and message["tool_call_id"] not in called:
+            path, number = f"messages[{index}].tool_call_id", message["tool_call_id"][:100]
+            raise ParameterError(
+                f"'{path}' is '{number}', but no message before it has a call with that id.",
+                param=path,
+            )
 
 
 def _num_bytes(message: Message, plain: Mapping[str, Any]) -> int:

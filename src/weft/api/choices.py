@@ -160,15 +160,15 @@ class Choice:
         if not (text or tokens or finish):
             return None
         first, self.started = not self.started, True
-        events = self._events(text, finish is not None)
+        events = self._events(text, finish)
         return Delta(self, text, events, tokens, logprobs, first, finish)
 
-    def _events(self, text: str, ended: bool) -> list[Event]:
+    def _events(self, text: str, finish: str | None) -> list[Event]:
         if self._parser is None:
             return [Content(text)] if text else []
         events = self._parser.push(text)
-        if ended:
-            events += self._parser.flush()
+        if finish is not None:
+            events += self._parser.flush(cut=finish == "length")
         if not self._with_reasoning:
             events = [event for event in events if not isinstance(event, Reasoning)]
         self.called = self.called or any(isinstance(event, ToolCall) for event in events)

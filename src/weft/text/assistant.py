@@ -52,7 +52,7 @@ class TurnParser(Protocol):
     """Text of a turn in, events out, however the text is cut into pieces."""
 
     def push(self, text: str) -> list[Event]: ...
-    def flush(self) -> list[Event]: ...
+    def flush(self, *, cut: bool = False) -> list[Event]: ...
 
 
 class AssistantParser:
@@ -60,13 +60,21 @@ class AssistantParser:
 
     White space beside a marker belongs to the marker and is dropped. Text that may be the start of
     a marker is held back until that is known.
+
+    Args:
+        forced: the turn is calls and nothing else, so that no other text of it is shown.
     """
 
     def __init__(
-        self, reasoning: ReasoningParser | None = None, calls: TurnParser | None = None
+        self,
+        reasoning: ReasoningParser | None = None,
+        calls: TurnParser | None = None,
+        *,
+        forced: bool = False,
     ) -> None:
         self._reasoning = reasoning
         self._calls = calls
+        self._forced = forced
 
     def push(self, text: str) -> list[Event]:
         """Append text; return what is certain now."""
@@ -74,10 +82,12 @@ class AssistantParser:
             return self._pass_on(self._reasoning.push(text))
         return self._pass_on([Content(text)] if text else [])
 
-    def flush(self) -> list[Event]:
-        """Return the rest when the turn has ended."""
+    def flush(self, *, cut: bool = False) -> list[Event]:
+        """Return the rest when the turn has ended, or was ``cut`` before its end."""
         events = self._pass_on(self._reasoning.flush()) if self._reasoning is not None else []
-        return events + self._calls.flush() if self._calls is not None else events
+        if self._calls is None:
+            return events
+        return events + self._shown(self._calls.flush(cut=cut or self._forced))
 
     def _pass_on(self, events: list[Event]) -> list[Event]:
         if self._calls is None:
@@ -85,7 +95,12 @@ class AssistantParser:
         out: list[Event] = []
         for event in events:
             out += self._calls.push(event.text) if isinstance(event, Content) else [event]
-        return out
+        return self._shown(out)
+
+    def _shown(self, events: list[Event]) -> list[Event]:
+        if not self._forced:
+            return events
+        return [event for event in events if not isinstance(event, Content)]
 
 
 class Stepwise:

@@ -60,6 +60,7 @@ class Reading:
         opened: the prompt has opened the reasoning, so that the turn starts inside.
         markers: control tokens that the text has to show.
         with_reasoning: whether reasoning is part of the answer.
+        forced: the answer is calls and nothing else.
     """
 
     dialect: Dialect
@@ -67,6 +68,7 @@ class Reading:
     opened: bool = False
     markers: frozenset[int] = frozenset()
     with_reasoning: bool = True
+    forced: bool = False
 
     @property
     def reads(self) -> bool:
@@ -81,7 +83,7 @@ class Reading:
             reasoning = ReasoningParser(markers, opened=self.opened)
         if self.dialect.tools is not None and self.tools is not None:
             calls = TOOL_PARSERS[self.dialect.tools](self.tools)
-        return AssistantParser(reasoning, calls)
+        return AssistantParser(reasoning, calls, forced=self.forced)
 
 
 def choose_dialect(

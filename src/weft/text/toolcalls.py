@@ -2,7 +2,9 @@
 
 What is not a call in the family's form stays content, markers included: nothing is lost. Once the
 arguments of a call have begun it is given out and cannot be taken back; where such a call breaks
-off, its arguments stay incomplete and the text after it is content.
+off, its arguments stay incomplete and the text after it is content. Where the turn itself was cut
+short, what has begun is taken for a call: it is given out if its name is complete, and nothing of
+its form is content.
 """
 
 from __future__ import annotations
@@ -138,6 +140,11 @@ class _Call:
             self.raw += text[:at]
         return self._give_out(), text[at:]
 
+    def cut(self) -> list[Event]:
+        """Give the call out as far as it has come, if its name is complete."""
+        self._arguments = self._arguments or ""
+        return self._give_out()
+
     def _give_out(self) -> list[Event]:
         if self._name is None or self._arguments is None:
             return []
@@ -226,14 +233,27 @@ class CallParser(Stepwise):
         self._count = 0
         self._call: _Call | None = None
 
-    def flush(self) -> list[Event]:
-        """Return the text held back: no call came of it."""
-        call = self._call
+    def flush(self, *, cut: bool = False) -> list[Event]:
+        """Return what is held back when the turn has ended.
+
+        It is content, as no call came of it; where the turn was ``cut``, only what may be no call.
+        """
+        call, begun = self._call, self._begun
+        events = self._cut_call() if cut else []
         held = "" if call is not None and call.started else self._lead + (call.raw if call else "")
         held += self._buffer
         self._buffer = self._lead = ""
         self._call = None
-        return [Content(held)] if held else []
+        return events if events or not held or (cut and begun) else [Content(held)]
+
+    @property
+    def _begun(self) -> bool:
+        """Whether what is held back belongs to calls: one came before it, or a marker opens it."""
+        return self._step != self._rejected and (self._count > 0 or bool(self._lead.strip()))
+
+    def _cut_call(self) -> list[Event]:
+        """The call that is not complete, as far as it has come."""
+        return [] if self._call is None else self._call.cut()
 
     def _in_text(self, events: list[Event]) -> bool:
         before, marker, self._buffer = split_at(self._buffer, self.markers)
@@ -370,6 +390,12 @@ class MistralParser(CallParser):
             return self._no_call()
         self._lead, self._buffer = self._lead + text[:at], text[at:]
         return self._begin(head[1] if head else None)
+
+    def _cut_call(self) -> list[Event]:
+        head = _MISTRAL_HEAD.fullmatch(self._buffer) if self._step == self._opened else None
+        if head is not None and "[" in head[0]:
+            return [ToolCall(self._count, self.new_id(), head[1])]
+        return super()._cut_call()
 
     def _in_list(self, _: list[Event]) -> bool:
         text = self._buffer.lstrip(", \t\r\n")
