@@ -169,6 +169,8 @@ COMMON_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
         "unsupported_parameter",
     ),
     ({"user": "x" * 5000}, "user", "invalid_parameter"),
+    ({"structured_outputs": {}}, "structured_outputs", "invalid_parameter"),
+    ({"structured_outputs": {"json": None}}, "structured_outputs", "invalid_parameter"),
 ]
 COMPLETION_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"best_of": 2}, "best_of", "unsupported_parameter"),
@@ -222,6 +224,21 @@ CHAT_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
         {"messages": [{"role": "tool", "content": "x"}]},
         "messages[0].tool_call_id",
         "missing_required_parameter",
+    ),
+    (
+        {"messages": [*HELLO, {"role": "tool", "content": "x", "tool_call_id": "c"}]},
+        "messages[1].tool_call_id",
+        "invalid_parameter",
+    ),
+    (
+        {
+            "messages": [
+                {"role": "tool", "content": "x", "tool_call_id": "c"},
+                {"role": "assistant", "tool_calls": [{"id": "c", "function": {"name": "f"}}]},
+            ]
+        },
+        "messages[0].tool_call_id",
+        "invalid_parameter",
     ),
     (
         {"messages": [{"role": "assistant", "refusal": "no"}]},
@@ -400,6 +417,25 @@ def test_calls_and_results_reach_the_template(builder):
     assert '{"name": "f", "description": "A function.", "parameters": {"type": "object"}}' in text
     assert '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call><|end|>' in text
     assert "<tool_response>\n4\n</tool_response>" in text
+
+
+def test_arguments_that_are_no_json_reach_templates_that_can_show_them(builder):
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": <'}}
+    messages = [
+        *HELLO,
+        {"role": "assistant", "tool_calls": [call]},
+        *({"role": "tool", "content": text, "tool_call_id": "c"} for text in ("one", "two")),
+    ]
+    job = chat(builder, messages=messages)
+    text = builder.tokenizer.decode(job.requests[0].prompt, skip_special_tokens=False)
+    assert json.dumps('{"a": <') in text
+    source = "{% for m in messages %}{% for c in m.tool_calls %}{% for k, v in c.function.arguments"
+    strict = ChatTemplate(
+        {"default": source + ".items() %}{{ k }}{% endfor %}{% endfor %}{% endfor %}"}
+    )
+    with pytest.raises(WeftError) as caught:
+        chat(Builder(builder.tokenizer, strict, builder.card), messages=messages)
+    assert (caught.value.http_status, caught.value.code) == (400, "chat_template_error")
 
 
 def test_what_a_turn_must_follow(builder):

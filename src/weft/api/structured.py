@@ -43,7 +43,7 @@ def find_constraint(body: GenerationBody) -> Constraint | None:
 
     Raises:
         GrammarError: the parameter asks for something that cannot be guaranteed.
-        ParameterError: there are several constraints.
+        ParameterError: there are several constraints, or none where one is announced.
     """
     wanted = [*_of_format(body.response_format), *_of_outputs(body.structured_outputs)]
     guided = {
@@ -100,11 +100,18 @@ def _of_format(given: ResponseFormat | None) -> list[tuple[str, Callable[[], str
 def _of_outputs(given: StructuredOutputs | None) -> list[tuple[str, Callable[[], str]]]:
     if given is None:
         return []
-    return [
+    wanted = [
         (f"structured_outputs.{kind}", _makers(kind, value))
         for kind in given.__struct_fields__
         if _given(value := getattr(given, kind))
     ]
+    if not wanted:
+        kinds = ", ".join(given.__struct_fields__)
+        raise ParameterError(
+            f"structured_outputs asks for nothing; it may have one of {kinds}.",
+            param="structured_outputs",
+        )
+    return wanted
 
 
 def _makers(kind: str, value: object) -> Callable[[], str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence as Seq
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -9,6 +10,16 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from weft.core.errors import GrammarError
 
 _SHOWN_CHARS = 300
+# What the library says in words that mean nothing to a client -> what that means.
+_OWN_WORDS = (
+    ("NoExtension.*", "no text satisfies it"),
+    ("oneOf constraints .*", "the options of a oneOf may overlap; use anyOf"),
+    (
+        r"Failed to generate regex for \w+ range.*",
+        "a bound of a number is too far from 0; those within 10^17 can be followed",
+    ),
+    (r"Expected f64\b", "expected a number"),
+)
 
 # Bounds of one grammar: at most some 0.2 s to compile, 0.1 s and 100 MB for a token's mask. A mask
 # takes items times items in a row: with the library's bounds an ambiguous grammar (a: a a | /./)
@@ -60,8 +71,8 @@ def compile_grammar(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
 
 
 def explain(message: str) -> str:
-    """The library's own words in one short line."""
-    if message.startswith("NoExtension"):
-        return "no text satisfies it"
+    """What the library says, in one short line."""
+    for theirs, ours in _OWN_WORDS:
+        message = re.sub(f"^{theirs}", ours, message, flags=re.DOTALL)
     text = " ".join(message.split("<state>")[0].split("<non-verbose/>")[0].split())
     return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."

@@ -32,6 +32,7 @@ MAX_PATTERN_CHARS = 4096
 MAX_NESTED_REPETITIONS = 10_000
 MAX_CHOICES = 10_000
 MAX_LARK_CHARS = 32 * 2**10
+MIN_BOUND = 1e-60  # of numbers, but for 0; each zero after the point is a group of an expression
 MAX_WHITESPACE = 16  # characters between two parts of JSON: a model cannot fill the output with it
 REMEMBERED = 256  # grammars that need not be checked again
 
@@ -49,7 +50,8 @@ _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _DATA = ("enum", "const", "default", "examples")
 # Characters that JSON can only write as \u00NN, which the output does not use.
-_CONTROL = re.compile(r"(?<!\\)(?:\\\\)*\\u00(?:0[0-7bBeEfF]|1[0-9a-fA-F])")
+_CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f]")
+_OUTPUT = ("const", "enum", "pattern", "required")  # their strings are text of the output
 _OTHER_DRAFTS = ("additionalItems", "disallow", "divisibleBy", "extends", "nullable")
 
 
@@ -73,8 +75,6 @@ def json_schema_grammar(text: str) -> str:
         raise GrammarError("it cannot be read as JSON, or is nested too deeply") from None
     if not isinstance(schema, dict):
         raise GrammarError("a schema must be an object")
-    if _CONTROL.search(text):
-        raise GrammarError("it has control characters, which the output cannot have")
     _check_schema(schema)
     return _json_grammar(text)
 
@@ -203,9 +203,9 @@ def _check_schema(schema: Any) -> None:
 
 
 def _check_node(node: Mapping[str, Any]) -> None:
-    for keyword in _OTHER_DRAFTS:
-        if keyword in node and node[keyword] is not False:
-            raise GrammarError(f"the keyword '{keyword}' is not of JSON Schema 2020-12")
+    _check_draft(node)
+    if any(map(_CONTROL.search, _output_strings(node))):
+        raise GrammarError("it has control characters, which the output cannot have")
     for pattern in [node.get("pattern"), *_mapping(node, "patternProperties")]:
         if isinstance(pattern, str):
             check_pattern(pattern)
@@ -219,9 +219,35 @@ def _check_node(node: Mapping[str, Any]) -> None:
         raise GrammarError("minProperties cannot be guaranteed beyond one key that is not required")
 
 
+def _check_draft(node: Mapping[str, Any]) -> None:
+    """Refuse what other drafts of JSON Schema have, and llguidance would pass over."""
+    for keyword in _OTHER_DRAFTS:
+        if keyword in node and node[keyword] is not False:
+            raise GrammarError(f"the keyword '{keyword}' is not of JSON Schema 2020-12")
+    for keyword in ("exclusiveMinimum", "exclusiveMaximum"):
+        if node.get(keyword) is True:
+            raise GrammarError(f"'{keyword}' must be the bound itself, as in JSON Schema 2020-12")
+    if isinstance(node.get("items"), list):
+        raise GrammarError("'items' must be one schema; a list of them is 'prefixItems'")
+
+
 def _names(required: Any) -> set[str]:
     names = required if isinstance(required, list) else []
     return {name for name in names if isinstance(name, str)}
+
+
+def _output_strings(node: Mapping[str, Any]) -> Iterator[str]:
+    """Strings of a schema that the output may have to have, those of schemas within left out."""
+    rest: list[Any] = [node.get(keyword) for keyword in _OUTPUT]
+    rest += [list(_mapping(node, keyword)) for keyword in ("properties", "patternProperties")]
+    while rest:
+        value = rest.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, dict):
+            rest += [*value, *value.values()]
+        elif isinstance(value, list):
+            rest += value
 
 
 def _bounds(node: Mapping[str, Any]) -> list[tuple[bool, float]]:
@@ -243,7 +269,9 @@ def _merges(node: Mapping[str, Any]) -> bool:
 
 
 def _check_bounds(bounds: Sequence[tuple[bool, float]]) -> None:
-    """Refuse what llguidance gets wrong: above 0 and below 0.3 it takes 0 itself."""
+    """Refuse what llguidance cannot follow, or gets wrong: above 0 and below 0.3 it takes 0."""
+    if any(0 < abs(bound) < MIN_BOUND for _, bound in bounds):
+        raise GrammarError(f"a bound of a number is closer to 0 than {MIN_BOUND:g}")
     if (True, 0) in bounds and any(0 < abs(bound) < 1 for _, bound in bounds):
         raise GrammarError("0 cannot be excluded beside a bound between -1 and 1; name a small one")
 
