@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <memory>
+#include <new>
 #include <stdexcept>
 #include <vector>
 
@@ -55,164 +56,298 @@ void write_kv(const Kernels& kernels, const Attention& call) {
 
 // ---- attention ----
 
-// Split sums of one tile that several items compute; the last of them to finish merges.
-struct Shared {
-  float* sums;  // one Partial for each split
-  int64_t first_split, splits;
-  std::atomic<int64_t> left;
+// A row of so few query vectors (decode) is cut along its keys; more tiles are work enough.
+constexpr int64_t split_queries = 32;
+
+// A row that is cut along its keys.
+struct Row {
+  int64_t row, vectors, context;
+  int64_t first_split, last_split;
+  int64_t same_splits;  // that its table has in common with the table of the next row in order
 };
 
+// The sums of one such row; the last of its items to finish merges them.
+struct Shared {
+  float* sums;                // for each split a Partial for each KV head
+  std::atomic<int64_t> left;  // KV heads of splits
+};
+
+// A tile over a run of splits: some query vectors of one row; or all vectors of some neighbours in
+// the order of rows, whose tables begin with the same blocks, so that these are read once for all.
 struct Item {
-  int64_t row, kv_head, first, count;  // query vectors of the row
+  int64_t row;             // of the batch, or if it is cut, the place in order
+  int64_t rows;            // neighbours; 0: a row that is not cut
+  int64_t kv_head, heads;
+  int64_t first, count;    // query vectors of a head
   int64_t first_split, last_split;
-  Shared* shared;                      // none: the item alone computes its tile
   int64_t keys;
 };
 
-KVHead head_of(const Tensor& cache, int64_t kv_head) {
+Cache cache_of(const Tensor& cache, int64_t kv_head) {
   const int64_t bytes = size_of(cache.type);
-  return {at(cache, 0, kv_head), cache.type, cache.stride[0] * bytes, cache.stride[2] * bytes};
+  return {at(cache, 0, kv_head), cache.type, cache.stride[0] * bytes, cache.stride[1] * bytes,
+          cache.stride[2] * bytes};
 }
 
-Tile tile_of(const Attention& call, const Item& item) {
-  const int64_t group = call.q.shape[1] / call.k_cache.shape[1];
-  const int32_t* start = call.query_start.as<int32_t>() + item.row;
-  const int64_t bytes = size_of(call.q.type);
-  return {
-      .q = at(call.q, start[0], item.kv_head * group),
-      .out = at(call.out, start[0], item.kv_head * group),
-      .type = call.q.type,
-      .q_token_bytes = call.q.stride[0] * bytes,
-      .q_head_bytes = call.q.stride[1] * bytes,
-      .out_token_bytes = call.out.stride[0] * bytes,
-      .out_head_bytes = call.out.stride[1] * bytes,
-      .first = item.first,
-      .count = item.count,
-      .group = group,
-      .head_size = call.q.shape[2],
-      .past = call.context_len.as<int32_t>()[item.row] - (start[1] - start[0]),
-      .window = call.window,
-      .scale = call.scale,
-      .softcap = call.softcap,
-      .table = call.block_tables.as<int32_t>() + item.row * call.block_tables.stride[0],
-      .block_size = call.block_size,
-      .key = head_of(call.k_cache, item.kv_head),
-      .value = head_of(call.v_cache, item.kv_head),
-  };
-}
-
-float* thread_memory(int64_t floats) {
-  thread_local std::unique_ptr<float[]> memory;
-  thread_local int64_t size = 0;
-  if (size < floats) {
-    memory.reset();
-    size = 0;
-    memory.reset(new float[floats]);
-    size = floats;
+// Memory of a thread that stays until it needs more.
+class ThreadMemory {
+ public:
+  float* floats(int64_t count) {
+    if (size_ < count) {
+      memory_.reset();
+      size_ = 0;
+      memory_.reset(static_cast<float*>(::operator new(count * sizeof(float), line)));
+      size_ = count;
+    }
+    return memory_.get();
   }
-  return memory.get();
-}
+
+ private:
+  static constexpr std::align_val_t line{64};
+  struct Delete {
+    void operator()(float* memory) const { ::operator delete(memory, line); }
+  };
+  std::unique_ptr<float, Delete> memory_;
+  int64_t size_ = 0;
+};
 
 // The work of one call, cut into items that may run in any order on any thread.
 class Work {
  public:
   Work(const Kernels& kernels, const Attention& call)
-      : kernels_(kernels), call_(call), width_(padded(call.q.shape[2], kernels.lanes)) {
+      : kernels_(kernels),
+        call_(call),
+        kv_heads_(call.k_cache.shape[1]),
+        group_(call.q.shape[1] / kv_heads_),
+        width_(padded(call.q.shape[2], kernels.lanes)) {
     for (int64_t row = 0; row < call.context_len.shape[0]; ++row) add_row(row);
-    place_shared_sums();
-    // The largest first, so that no thread is left alone with a large one at the end.
-    std::stable_sort(items_.begin(), items_.end(), [](const Item& a, const Item& b) {
-      return a.count * a.keys > b.count * b.keys;
-    });
+    if (!items_.empty()) {
+      // The largest first, so that no thread is left alone with a large one at the end.
+      std::stable_sort(items_.begin(), items_.end(), [](const Item& a, const Item& b) {
+        return a.count * a.keys > b.count * b.keys;
+      });
+    }
+    if (rows_.empty()) return;
+    order_rows();
+    place_sums();
+    add_run(0, static_cast<int64_t>(rows_.size()), 0);
   }
 
   void run() {
     int64_t work = 0;
-    for (const Item& item : items_) work += 2 * item.count * item.keys * width_;
+    for (const Item& item : items_) {
+      work += 2 * item.heads * item.count * item.keys * width_;
+    }
     run_items(static_cast<int64_t>(items_.size()), work,
               [this](int64_t i) { run_item(items_[i]); });
   }
 
  private:
-  // One tile of a few queries (decode) is cut along its keys; more tiles are work enough.
-  void add_row(int64_t row) {
+  int64_t tokens_of(int64_t row) const {
     const int32_t* start = call_.query_start.as<int32_t>() + row;
-    const int64_t group = call_.q.shape[1] / call_.k_cache.shape[1];
-    const int64_t vectors = (start[1] - start[0]) * group;
-    for (int64_t kv_head = 0; kv_head < call_.k_cache.shape[1]; ++kv_head) {
+    return start[1] - start[0];
+  }
+  const int32_t* table_of(int64_t row) const {
+    return call_.block_tables.as<int32_t>() + row * call_.block_tables.stride[0];
+  }
+
+  void add_row(int64_t row) {
+    const int64_t tokens = tokens_of(row), vectors = tokens * group_;
+    const int64_t context = call_.context_len.as<int32_t>()[row], past = context - tokens;
+    const auto first_seen = [&](int64_t position) {
+      return call_.window == 0 ? 0 : std::max<int64_t>(0, position + 1 - call_.window);
+    };
+    if (vectors == 0) return;
+    if (vectors <= split_queries) {
+      const int64_t last_split = (context - 1) / split_keys + 1;
+      rows_.push_back({row, vectors, context, first_seen(past) / split_keys, last_split, 0});
+      return;
+    }
+    for (int64_t kv_head = 0; kv_head < kv_heads_; ++kv_head) {
       for (int64_t first = 0; first < vectors; first += tile_queries) {
-        Item item{row, kv_head, first, std::min(tile_queries, vectors - first), 0, 0, nullptr, 0};
-        const Tile tile = tile_of(call_, item);
-        const int64_t lo = first_seen(tile, first);
-        const int64_t hi = last_seen(tile, first + item.count - 1) + 1;
-        item.first_split = lo / split_keys;
-        item.last_split = (hi - 1) / split_keys + 1;
-        item.keys = hi - lo;
-        if (vectors <= tile_queries && item.last_split - item.first_split > 1) {
-          add_splits(item);
-        } else {
-          items_.push_back(item);
-        }
+        const int64_t count = std::min(tile_queries, vectors - first);
+        const int64_t lo = first_seen(past + first / group_);
+        const int64_t hi = past + (first + count - 1) / group_ + 1;
+        items_.push_back({row, 0, kv_head, 1, first, count, lo / split_keys,
+                          (hi - 1) / split_keys + 1, hi - lo});
       }
     }
   }
 
-  void add_splits(Item item) {
-    const int64_t first = item.first_split, last = item.last_split;
-    item.shared = new Shared{nullptr, first, last - first, last - first};
-    shared_.emplace_back(item.shared);
-    shared_floats_ += (last - first) * partial_floats(item.count, width_);
-    item.keys = split_keys;
-    for (int64_t split = first; split < last; ++split) {
-      item.first_split = split;
-      item.last_split = split + 1;
-      items_.push_back(item);
+  // Rows whose tables begin alike become neighbours. With a window, what a row has given back of
+  // the prefix may be anything, so there each row reads its own.
+  void order_rows() {
+    if (call_.window > 0) return;
+    const auto blocks = [&](const Row& row) { return row.context / call_.block_size; };
+    std::stable_sort(rows_.begin(), rows_.end(), [&](const Row& a, const Row& b) {
+      const int32_t *left = table_of(a.row), *right = table_of(b.row);
+      return std::lexicographical_compare(left, left + blocks(a), right, right + blocks(b));
+    });
+    for (size_t i = 0; i + 1 < rows_.size(); ++i) {
+      const int32_t* table = table_of(rows_[i].row);
+      const int64_t most = std::min(blocks(rows_[i]), blocks(rows_[i + 1]));
+      const int32_t* end = std::mismatch(table, table + most, table_of(rows_[i + 1].row)).first;
+      rows_[i].same_splits = (end - table) * call_.block_size / split_keys;
     }
   }
 
-  void place_shared_sums() {
-    if (shared_.empty()) return;
-    memory_.reset(new float[shared_floats_]);
-    float* next = memory_.get();
-    const Shared* placed = nullptr;
-    for (const Item& item : items_) {
-      if (item.shared == nullptr || item.shared == placed) continue;
-      item.shared->sums = next;
-      next += item.shared->splits * partial_floats(item.count, width_);
-      placed = item.shared;
+  void place_sums() {
+    static thread_local ThreadMemory memory;
+    int64_t floats = 0;
+    for (const Row& row : rows_) floats += row_floats(row);
+    float* next = memory.floats(floats);
+    shared_.reset(new Shared[rows_.size()]);
+    for (size_t i = 0; i < rows_.size(); ++i) {
+      shared_[i].sums = next;
+      shared_[i].left.store(kv_heads_ * (rows_[i].last_split - rows_[i].first_split),
+                            std::memory_order_relaxed);
+      next += row_floats(rows_[i]);
     }
+  }
+  int64_t row_floats(const Row& row) const {
+    return (row.last_split - row.first_split) * kv_heads_ * partial_floats(row.vectors, width_);
+  }
+  Partial split_sums(int64_t place, int64_t split, int64_t kv_head) const {
+    const Row& row = rows_[place];
+    const int64_t number = (split - row.first_split) * kv_heads_ + kv_head;
+    return partial_at(shared_[place].sums + number * partial_floats(row.vectors, width_),
+                      row.vectors, width_);
+  }
+
+  // The rows at [first, last) in order have all splits before `split` in common, and these are
+  // dealt with. Items for each further one that they share, then the same for each part that goes
+  // on together.
+  void add_run(int64_t first, int64_t last, int64_t split) {
+    if (last - first == 1) {
+      const Row& row = rows_[first];
+      split = std::max(split, row.first_split);
+      for (; split < row.last_split; ++split) add_split(first, split);
+      return;
+    }
+    int64_t common = rows_[first].same_splits;
+    for (int64_t i = first; i + 1 < last; ++i) common = std::min(common, rows_[i].same_splits);
+    for (; split < common; ++split) add_shared_split(first, last, split);
+    for (int64_t i = first + 1; i <= last; ++i) {
+      if (i < last && rows_[i - 1].same_splits > common) continue;
+      add_run(first, i, split);
+      first = i;
+    }
+  }
+
+  // Blocks are read fastest from front to back, that is all heads of a block together.
+  void add_split(int64_t place, int64_t split) {
+    const int64_t vectors = rows_[place].vectors;
+    const int64_t most = std::min(kv_heads_, std::max<int64_t>(1, tile_queries / vectors));
+    for (int64_t kv_head = 0; kv_head < kv_heads_; kv_head += most) {
+      const int64_t heads = std::min(most, kv_heads_ - kv_head);
+      items_.push_back({place, 1, kv_head, heads, 0, vectors, split, split + 1, split_keys});
+    }
+  }
+
+  // As many rows at a time as a tile takes.
+  void add_shared_split(int64_t first, int64_t last, int64_t split) {
+    while (first < last) {
+      Item item{first, 0, 0, 1, 0, 0, split, split + 1, split_keys};
+      while (first < last && item.count + rows_[first].vectors <= tile_queries) {
+        item.count += rows_[first++].vectors;
+        ++item.rows;
+      }
+      for (; item.kv_head < kv_heads_; ++item.kv_head) items_.push_back(item);
+    }
+  }
+
+  // Fill in the query vectors [first, first + count) of a row.
+  void add_queries(int64_t row, int64_t kv_head, int64_t first, int64_t count, Query* to) const {
+    const int64_t start = call_.query_start.as<int32_t>()[row];
+    const int64_t past = call_.context_len.as<int32_t>()[row] - tokens_of(row);
+    for (int64_t i = first; i < first + count; ++i) {
+      const int64_t token = i / group_, head = kv_head * group_ + i % group_;
+      *to++ = {at(call_.q, start + token, head), at(call_.out, start + token, head), past + token};
+    }
+  }
+
+  Tile tile_of(int64_t row, int64_t kv_head, int64_t heads, int64_t count,
+               const Query* queries) const {
+    return {
+        .queries = queries,
+        .heads = heads,
+        .count = count,
+        .type = call_.q.type,
+        .head_size = call_.q.shape[2],
+        .window = call_.window,
+        .scale = call_.scale,
+        .softcap = call_.softcap,
+        .table = table_of(row),
+        .block_size = call_.block_size,
+        .key = cache_of(call_.k_cache, kv_head),
+        .value = cache_of(call_.v_cache, kv_head),
+    };
   }
 
   void run_item(const Item& item) const {
-    const Tile tile = tile_of(call_, item);
-    const int64_t sums_floats = partial_floats(item.count, width_);
-    float* own = thread_memory(scratch_floats(width_) + partial_floats(tile_queries, width_));
-    float* scratch = own + partial_floats(tile_queries, width_);
-    Partial sums = partial_at(own, item.count);
-    if (item.shared == nullptr) {
-      kernels_.attend(tile, item.first_split, item.last_split, scratch, sums);
-      return kernels_.finish(tile, sums);
+    static thread_local ThreadMemory memory;
+    const int64_t own = padded(partial_floats(tile_queries, width_), 16);
+    float* sums = memory.floats(own + scratch_floats(width_));
+    const Partial all = partial_at(sums, item.heads * item.count, width_);
+    Query queries[tile_queries], *next = queries;
+    if (item.rows == 0) {
+      add_queries(item.row, item.kv_head, item.first, item.count, queries);
+      const Tile tile = tile_of(item.row, item.kv_head, 1, item.count, queries);
+      kernels_.attend(tile, item.first_split, item.last_split, sums + own, all);
+      return kernels_.finish(tile, all);
     }
-    Shared& shared = *item.shared;
-    float* mine = shared.sums + (item.first_split - shared.first_split) * sums_floats;
-    kernels_.attend(tile, item.first_split, item.last_split, scratch,
-                    partial_at(mine, item.count));
-    if (shared.left.fetch_sub(1, std::memory_order_acq_rel) > 1) return;
-    kernels_.clear(sums, item.count, width_);
-    for (int64_t i = 0; i < shared.splits; ++i) {
-      kernels_.merge(sums, partial_at(shared.sums + i * sums_floats, item.count), item.count,
-                     width_);
+    for (int64_t head = item.kv_head; head < item.kv_head + item.heads; ++head) {
+      for (int64_t i = item.row; i < item.row + item.rows; ++i) {
+        add_queries(rows_[i].row, head, 0, rows_[i].vectors, next);
+        next += rows_[i].vectors;
+      }
     }
-    kernels_.finish(tile, sums);
+    const Tile tile = tile_of(rows_[item.row].row, item.kv_head, item.heads, item.count, queries);
+    kernels_.attend(tile, item.first_split, item.last_split, sums + own, all);
+    keep(item, all);
+    for (int64_t i = item.row; i < item.row + item.rows; ++i) {
+      const int64_t left = shared_[i].left.fetch_sub(item.heads, std::memory_order_acq_rel);
+      if (left == item.heads) merge_row(i, sums);
+    }
+  }
+
+  // Copy each row's part of an item's sums to the row.
+  void keep(const Item& item, const Partial& from) const {
+    int64_t first = 0;
+    for (int64_t head = item.kv_head; head < item.kv_head + item.heads; ++head) {
+      for (int64_t i = item.row; i < item.row + item.rows; ++i) {
+        const int64_t vectors = rows_[i].vectors;
+        const Partial to = split_sums(i, item.first_split, head);
+        std::copy_n(from.largest + first, vectors, to.largest);
+        std::copy_n(from.total + first, vectors, to.total);
+        std::copy_n(from.values + first * width_, vectors * width_, to.values);
+        first += vectors;
+      }
+    }
+  }
+
+  void merge_row(int64_t place, float* memory) const {
+    const Row& row = rows_[place];
+    const Partial all = partial_at(memory, row.vectors, width_);
+    Query queries[split_queries];
+    for (int64_t head = 0; head < kv_heads_; ++head) {
+      kernels_.clear(all, row.vectors, width_);
+      for (int64_t split = row.first_split; split < row.last_split; ++split) {
+        kernels_.merge(all, split_sums(place, split, head), row.vectors, width_);
+      }
+      add_queries(row.row, head, 0, row.vectors, queries);
+      kernels_.finish(tile_of(row.row, head, 1, row.vectors, queries), all);
+    }
   }
 
   const Kernels& kernels_;
   const Attention& call_;
+  const int64_t kv_heads_;
+  const int64_t group_;  // query heads of a KV head
   const int64_t width_;  // head size, padded to whole vectors
   std::vector<Item> items_;
-  std::vector<std::unique_ptr<Shared>> shared_;
-  int64_t shared_floats_ = 0;
-  std::unique_ptr<float[]> memory_;
+  std::vector<Row> rows_;
+  std::unique_ptr<Shared[]> shared_;
 };
 
 }  // namespace

@@ -44,9 +44,12 @@ def paged_attention(
 ) -> Tensor:
     """Write ``k`` and ``v`` at their slots, then attend causally; returns ``[T, H, D]`` like ``q``.
 
-    The queries of row r are the last tokens of its context. All arithmetic is float32, and the
-    result of a token depends on its own row's context only: the same bits come out whatever else is
-    in the batch, however the prompt was cut into chunks, and whatever the number of threads.
+    The queries of row r are the last tokens of its context. Sums are float32; where queries and
+    cache are bfloat16 and the machine multiplies pairs of them, so are the products' factors, the
+    weights of the values included. The result of a token depends on its own row's context only: the
+    same bits come out whatever else is in the batch, however the prompt was cut into chunks, and
+    whatever the number of threads. What rows of few queries have in common at the start of their
+    tables is read once for all of them.
 
     Args:
         q: ``[T, H, D]``. Like ``k`` and ``v``, it may be a view into a fused matrix: only the last

@@ -1,0 +1,104 @@
+// What attention in any arithmetic shares: rows of a paged head, softmax, and merging of splits.
+// Included by tile.cpp alone.
+#pragma once
+
+#include "tile.hpp"
+#include "vectors.hpp"
+
+namespace weft {
+namespace {
+
+// Where the rows of a head at positions start .. start + count lie; `nothing` where no query of the
+// tile looks, since anything may stand there.
+void find_rows(const Tile& tile, const Cache& cache, int64_t head, int64_t start, int64_t count,
+               Span span, const char* nothing, const char** rows) {
+  const Span seen = both(span, {start, start + count});
+  for (int64_t i = start; i < seen.first; ++i) *rows++ = nothing;
+  int64_t position = seen.first < seen.end ? seen.first : start;
+  while (position < seen.end) {
+    const int64_t block = position / tile.block_size, offset = position % tile.block_size;
+    const char* row = cache.data + tile.table[block] * cache.block_bytes +
+                      head * cache.head_bytes + offset * cache.offset_bytes;
+    const int64_t end = (block + 1) * tile.block_size;
+    for (; position < end && position < seen.end; ++position, row += cache.offset_bytes) {
+      *rows++ = row;
+    }
+  }
+  for (; position < start + count; ++position) *rows++ = nothing;
+}
+
+inline Partial rows_of(const Partial& sums, int64_t first, int64_t width) {
+  return {sums.largest + first, sums.total + first, sums.values + first * width};
+}
+
+void clear(const Partial& sums, int64_t count, int64_t width) {
+  for (int64_t i = 0; i < count; ++i) sums.largest[i] = -infinity;
+  __builtin_memset(sums.total, 0, count * sizeof(float));
+  __builtin_memset(sums.values, 0, count * width * sizeof(float));
+}
+
+inline float exp_one(float x) { return exp_negative(splat(x))[0]; }
+
+void merge(const Partial& into, const Partial& from, int64_t count, int64_t width) {
+  for (int64_t i = 0; i < count; ++i) {
+    if (from.total[i] == 0.0f) continue;  // saw no key
+    const bool larger = from.largest[i] > into.largest[i];
+    const float largest = larger ? from.largest[i] : into.largest[i];
+    const float old_scale = exp_one(into.largest[i] - largest);
+    const float new_scale = exp_one(from.largest[i] - largest);
+    into.largest[i] = largest;
+    into.total[i] = into.total[i] * old_scale + from.total[i] * new_scale;
+    float* sums = into.values + i * width;
+    const float* add = from.values + i * width;
+    for (int64_t d = 0; d < width; d += W) {
+      store(sums + d, load(sums + d) * old_scale + load(add + d) * new_scale);
+    }
+  }
+}
+
+void finish(const Tile& tile, const Partial& sums, int64_t width) {
+  for (int64_t i = 0; i < tile.heads * tile.count; ++i) {
+    float* values = sums.values + i * width;
+    for (int64_t d = 0; d < width; d += W) store(values + d, load(values + d) / sums.total[i]);
+    write_row(values, tile.queries[i].out, tile.type, tile.head_size);
+  }
+}
+
+// Turn the raw dot products of one query into weights exp(score - largest). Outside what the query
+// sees the weight is 0. `scores` and `span` count from the start of the split; only the vectors
+// that [begin, end) touches are read and written. Calls put(j, weights) for each of them.
+template <typename Put>
+inline void weigh(const Tile& tile, float* scores, Span span, int64_t begin, int64_t end,
+                  const float* key_scales, float* largest, float* total, const Put& put) {
+  begin = begin / W * W;
+  ivec lane;
+  for (int i = 0; i < W; ++i) lane[i] = i;
+  const auto first = static_cast<int32_t>(span.first), last = static_cast<int32_t>(span.end - 1);
+  vec top = splat(-infinity);
+  for (int64_t j = begin; j < end; j += W) {
+    vec score = load(scores + j) * tile.scale;
+    if (key_scales != nullptr) score *= load(key_scales + j);
+    if (tile.softcap != 0.0f) score = tile.softcap * tanh_of(score / tile.softcap);
+    if (j < first || j + W - 1 > last) {
+      const ivec at = lane + static_cast<int32_t>(j);
+      score = pick((at >= first) & (at <= last), score, splat(-infinity));
+    }
+    store(scores + j, score);
+    top = max(score, top);
+  }
+  float most = top[0];
+  for (int i = 1; i < W; ++i) most = top[i] > most ? top[i] : most;
+  // With no finite score every weight is exp(-inf) = 0, and a NaN stays one.
+  const float base = most == -infinity ? 0.0f : most;
+  vec sums{};
+  for (int64_t j = begin; j < end; j += W) {
+    const vec weight = exp_negative(load(scores + j) - base);
+    put(j, weight);
+    sums += weight;
+  }
+  *largest = most;
+  *total = sum(sums);
+}
+
+}  // namespace
+}  // namespace weft

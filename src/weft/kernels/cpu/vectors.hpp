@@ -1,0 +1,209 @@
+// Vectors as wide as the instruction set's registers, numbers of 8 and 16 bits, exp and tanh.
+//
+// GCC/Clang vector extensions. Included by tile.cpp alone, which is compiled once per instruction
+// set: everything here has internal linkage, so that the linker never shares a copy of it.
+#pragma once
+
+#include <utility>
+
+#include "tensor.hpp"
+
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#include <arm_neon.h>
+#endif
+
+namespace weft {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int W = 16;
+#elif defined(__AVX__)
+constexpr int W = 8;
+#else
+constexpr int W = 4;
+#endif
+
+typedef float vec __attribute__((vector_size(4 * W)));
+typedef int32_t ivec __attribute__((vector_size(4 * W)));
+typedef uint32_t uvec __attribute__((vector_size(4 * W)));
+typedef uint16_t hvec __attribute__((vector_size(2 * W)));
+typedef int8_t bvec __attribute__((vector_size(W)));
+typedef vec vec_at __attribute__((aligned(4), may_alias));
+typedef uvec uvec_at __attribute__((aligned(2), may_alias));
+typedef hvec hvec_at __attribute__((aligned(2), may_alias));
+typedef bvec bvec_at __attribute__((aligned(1), may_alias));
+
+constexpr float infinity = __builtin_inff();
+
+inline vec load(const float* p) { return *reinterpret_cast<const vec_at*>(p); }
+inline void store(float* p, vec v) { *reinterpret_cast<vec_at*>(p) = v; }
+inline vec splat(float x) { return x - vec{}; }
+inline vec pick(ivec condition, vec yes, vec no) {
+  return (vec)(((ivec)yes & condition) | ((ivec)no & ~condition));
+}
+inline vec max(vec a, vec b) { return pick(a > b, a, b); }  // a NaN in a is passed over
+
+// ---- numbers of 16 bits ----
+
+inline uint32_t bits_of(float x) { return __builtin_bit_cast(uint32_t, x); }
+inline float float_of(uint32_t x) { return __builtin_bit_cast(float, x); }
+
+inline float widen_bf16(uint16_t x) { return float_of(uint32_t{x} << 16); }
+
+// Exponent and mantissa are shifted into place and the bias is corrected by a multiplication,
+// which also normalises subnormals; infinity and NaN keep the largest exponent.
+inline float widen_f16(uint16_t x) {
+  const uint32_t magnitude = uint32_t{x} & 0x7fffu;
+  const uint32_t scaled = bits_of(float_of(magnitude << 13) * 0x1p112f);
+  const uint32_t special = magnitude >= 0x7c00u ? 0x7f800000u : 0u;
+  return float_of(scaled | special | (uint32_t{x} & 0x8000u) << 16);
+}
+
+inline uint16_t narrow_bf16(float x) {
+  const uint32_t bits = bits_of(x);
+  const uint32_t rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
+  return static_cast<uint16_t>(x != x ? 0x7fc0u : rounded);
+}
+
+inline uint16_t narrow_f16(float x) {
+  const uint32_t sign = bits_of(x) >> 16 & 0x8000u;
+  const uint32_t bits = bits_of(x) & 0x7fffffffu;
+  // Below 2^-14 the sum aligns the mantissa to the subnormal step, so the addition rounds it.
+  const uint32_t subnormal = bits_of(float_of(bits) + 0.5f) - bits_of(0.5f);
+  const uint32_t normal = (bits + 0xc8000fffu + (bits >> 13 & 1u)) >> 13;
+  const uint32_t special = bits > 0x7f800000u ? 0x7e00u : 0x7c00u;
+  const uint32_t finite = bits < 0x38800000u ? subnormal : normal;
+  return static_cast<uint16_t>(sign | (bits >= 0x477ff000u ? special : finite));
+}
+
+inline vec widen(hvec x, DType type) {
+  const uvec wide = __builtin_convertvector(x, uvec);
+  if (type == DType::bf16) return (vec)(wide << 16);
+  const uvec magnitude = wide & 0x7fffu;
+  const uvec scaled = (uvec)((vec)(magnitude << 13) * 0x1p112f);
+  const uvec special = (uvec)(magnitude >= 0x7c00u) & 0x7f800000u;
+  return (vec)(scaled | special | (wide & 0x8000u) << 16);
+}
+
+template <DType type>
+void widen_row(const char* from, float* to, int64_t count) {
+  const auto* half = reinterpret_cast<const uint16_t*>(from);
+  int64_t i = 0;
+  for (; i + W <= count; i += W) {
+    store(to + i, widen(*reinterpret_cast<const hvec_at*>(half + i), type));
+  }
+  for (; i < count; ++i) to[i] = type == DType::bf16 ? widen_bf16(half[i]) : widen_f16(half[i]);
+}
+
+// `count` numbers as floats, then zeros up to `width`.
+void read_row(const char* from, DType type, float* to, int64_t count, int64_t width) {
+  if (type == DType::f32) {
+    __builtin_memcpy(to, from, count * sizeof(float));
+  } else if (type == DType::bf16) {
+    widen_row<DType::bf16>(from, to, count);
+  } else {
+    widen_row<DType::f16>(from, to, count);
+  }
+  for (int64_t i = count; i < width; ++i) to[i] = 0.0f;
+}
+
+void write_row(const float* from, char* to, DType type, int64_t count) {
+  auto* half = reinterpret_cast<uint16_t*>(to);
+  if (type == DType::f32) {
+    __builtin_memcpy(to, from, count * sizeof(float));
+  } else if (type == DType::bf16) {
+    for (int64_t i = 0; i < count; ++i) half[i] = narrow_bf16(from[i]);
+  } else {
+    for (int64_t i = 0; i < count; ++i) half[i] = narrow_f16(from[i]);
+  }
+}
+
+void convert(char* to, DType to_type, const char* from, DType from_type, int64_t count) {
+  constexpr int64_t piece = 256;
+  float row[piece];
+  for (int64_t done = 0; done < count; done += piece) {
+    const int64_t n = count - done < piece ? count - done : piece;
+    read_row(from + done * size_of(from_type), from_type, row, n, n);
+    write_row(row, to + done * size_of(to_type), to_type, n);
+  }
+}
+
+// ---- sums over lanes ----
+
+template <int... I>
+inline vec shuffle(vec a, vec b, std::integer_sequence<int, I...>) {
+#if __has_builtin(__builtin_shufflevector)
+  return __builtin_shufflevector(a, b, I...);
+#else
+  return __builtin_shuffle(a, b, ivec{I...});
+#endif
+}
+
+// Halve `segments` equal runs of lanes, those of a and then those of b: each run's lower half comes
+// from `offset` 0, its upper half from `offset` run / 2.
+template <int segments, int offset, int... I>
+inline auto halves(std::integer_sequence<int, I...>) {
+  constexpr int run = W / segments, half = run / 2;
+  return std::integer_sequence<int, (I / half * run + I % half + offset)...>{};
+}
+
+template <int segments>
+inline vec fold(vec a, vec b) {
+  constexpr std::make_integer_sequence<int, W> lanes{};
+  constexpr int half = W / segments / 2;
+  return shuffle(a, b, halves<segments, 0>(lanes)) + shuffle(a, b, halves<segments, half>(lanes));
+}
+
+// The sums of four vectors, always added up in the same tree: halves, quarters, ...
+inline void sum_four(const vec* v, float* out) {
+  vec sums = fold<2>(fold<1>(v[0], v[1]), fold<1>(v[2], v[3]));  // W / 4 lanes for each of the four
+  if constexpr (W >= 8) sums = fold<4>(sums, sums);              // then twice W / 8 lanes for each
+  if constexpr (W >= 16) sums = fold<8>(sums, sums);             // then four times one lane
+  for (int i = 0; i < 4; ++i) out[i] = sums[i];
+}
+
+inline float sum(vec v) {
+  const vec four[4] = {v, v, v, v};
+  float sums[4];
+  sum_four(four, sums);
+  return sums[0];
+}
+
+// ---- functions ----
+
+// exp(x) for x <= 0, to about 1 unit in the last place (the polynomial is that of Cephes' expf).
+// Below the smallest normal result it is 0; NaN stays NaN.
+inline vec exp_negative(vec x) {
+  const vec bias = splat(0x1.8p23f);  // adding it rounds to an integer in the low mantissa bits
+  const vec shifted = x * 0x1.715476p+0f + bias;
+  const vec n = shifted - bias;
+  const vec r = (x - n * 0x1.63p-1f) - n * -0x1.bd0106p-13f;
+  vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  const vec result = (p * (r * r) + r) + 1.0f;
+  const vec power = (vec)(((ivec)shifted << 23) + 0x3f800000);
+  return pick(x < -87.0f, vec{}, result * power);
+}
+
+// tanh(x); an odd polynomial near zero (Cephes' tanhf), where 1 - 2 / (exp(2x) + 1) would cancel.
+inline vec tanh_of(vec x) {
+  const vec magnitude = (vec)((ivec)x & 0x7fffffff);
+  const vec e = exp_negative(magnitude * -2.0f);
+  const vec far = (1.0f - e) / (1.0f + e);
+  const vec square = x * x;
+  vec p = square * -5.70498872745e-3f + 2.06390887954e-2f;
+  p = p * square - 5.37397155531e-2f;
+  p = p * square + 1.33314422036e-1f;
+  p = p * square - 3.33332819422e-1f;
+  const vec near = p * square * magnitude + magnitude;
+  const vec result = pick(magnitude < 0.625f, near, far);
+  return (vec)((ivec)result | ((ivec)x & (int32_t)0x80000000));
+}
+
+}  // namespace
+}  // namespace weft
