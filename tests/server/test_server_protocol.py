@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -19,15 +20,17 @@ def server(text: Any):
         yield running
 
 
-def check_refusal(answer: bytes, status: int, code: str) -> None:
+def check_refusal(answer: bytes, status: int, code: str) -> str:
     head, _, body = answer.partition(b"\r\n\r\n")
     assert head.startswith(f"HTTP/1.1 {status} ".encode())
     assert b"content-type: application/json" in head
     assert b"connection: close" in head
     assert f"content-length: {len(body)}".encode() in head
+    assert re.search(rb"\r\nx-request-id: [0-9a-f]{32}\r\n", head)
     error = json.loads(body)["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert (error["code"], error["type"]) == (code, "invalid_request_error")
+    return str(error["message"])
 
 
 GET = b"GET /health HTTP/1.1\r\nHost: x\r\n"
@@ -103,19 +106,25 @@ def test_a_slow_answer_outlives_the_time_for_headers(text):
 
 
 @pytest.mark.parametrize(
-    "data",
+    ("data", "reason"),
     [
-        b"hello\r\n\r\n",
-        b"GET /health\xff HTTP/1.1\r\n\r\n",
-        b"GET / HTTP/9.9\r\n\r\n",
-        GET + b"no colon\r\n\r\n",
-        POST + b"Content-Length: x\r\n\r\n",
-        CHUNKED + b"zz\r\n",
-        b"\x16\x03\x01\x02\x00\x01\x00",
+        (b"hello\r\n\r\n", "method"),
+        (b"GET /health\xff HTTP/1.1\r\n\r\n", "url"),
+        (b"GET / HTTP/9.9\r\n\r\n", "HTTP version"),
+        (GET + b"no colon\r\n\r\n", "header token"),
+        (POST + b"Content-Length: x\r\n\r\n", "Content-Length"),
+        (CHUNKED + b"zz\r\n", "chunk size"),
+        (b"\x16\x03\x01\x02\x00\x01\x00", "method"),
+        (b"GET /health HTTP/1.1\r\n\r\n", "one Host header"),
+        (GET + b"Host: y\r\n\r\n", "one Host header"),
     ],
 )
-def test_malformed_http_is_refused_in_openai_s_form(server, data):
-    check_refusal(server.talk(data), 400, "invalid_http")
+def test_malformed_http_is_refused_in_openai_s_form(server, data, reason):
+    assert reason in check_refusal(server.talk(data), 400, "invalid_http")
+
+
+def test_old_http_needs_no_host(server):
+    assert server.talk(b"GET /health HTTP/1.0\r\n\r\n").startswith(b"HTTP/1.1 200")
 
 
 def test_rubbish_behind_a_request_does_not_get_into_its_answer(text):

@@ -60,7 +60,7 @@ class Exchange:
         """The exchange that a request begins."""
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
-        number = given if _ID.fullmatch(given) else secrets.token_hex(16)
+        number = given if _ID.fullmatch(given) else new_request_id()
         return cls(number, scope["method"], scope["path"][:_SHOWN_CHARS], headers)
 
     def facts(self) -> dict[str, Any]:
@@ -85,6 +85,11 @@ class Exchange:
                 "finish": ",".join(sorted(set(timer.ends))) or "cancelled",
             }
         return {name: value for name, value in facts.items() if value is not None}
+
+
+def new_request_id() -> str:
+    """An id for a request that bears none."""
+    return secrets.token_hex(16)
 
 
 def inner_path(scope: Scope) -> str:

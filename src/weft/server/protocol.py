@@ -9,16 +9,20 @@ from __future__ import annotations
 import asyncio
 import http
 import logging
+import sys
 from typing import Any
 
+import httptools
 import orjson
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from weft.api.errors import error_object
+from weft.server.exchange import REQUESTS, new_request_id
 from weft.server.options import ServerOptions
 
 logger = logging.getLogger("weft.server")
 
+RETRY_AFTER_S = 1  # for clients of a server with too many connections
 LINGER_S = 2  # a refused client may finish writing: a reset could overtake our answer
 
 
@@ -31,6 +35,10 @@ def bounded_protocol(options: ServerOptions) -> type[BoundedProtocol]:
         header_timeout_s = options.header_timeout_s
 
     return Protocol
+
+
+class HostError(Exception):
+    """A request of HTTP/1.1 does not name exactly one host."""
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -94,6 +102,9 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._progressed, self._in_headers = True, False
         self._disarm()
+        hosts = sum(name == b"host" for name, _ in self.headers)
+        if hosts > 1 or (not hosts and self.parser.get_http_version() == "1.1"):
+            raise HostError("A request needs one Host header.")
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -104,8 +115,14 @@ class BoundedProtocol(HttpToolsProtocol):
         self._progressed, self._in_headers = True, True
         super().on_message_complete()
 
+    def abort_if_unread(self) -> None:
+        """Break the connection if its client leaves too much of an answer unread."""
+        if self.flow.write_paused:
+            self.transport.abort()
+
     def send_400_response(self, msg: str) -> None:
-        self._refuse(400, msg, "invalid_http")
+        """Called while the parser's error is handled."""
+        self._refuse(400, _reason(sys.exception()) or msg, "invalid_http")
 
     def _refuse(self, status: int, message: str, code: str) -> None:
         """Answer without the application, and read no more requests from the connection."""
@@ -117,12 +134,17 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._answering() and self.cycle.response_started:
             self.transport.close()  # an answer inside another one would be read as part of it
             return
+        request_id = new_request_id()
+        facts = {"request_id": request_id, "status": status, "error": code}
+        REQUESTS.info("request", extra={"fields": facts})
         body = orjson.dumps(error_object(message, status=status, code=code))
         head = (
             f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}\r\n"
             "content-type: application/json\r\n"
             f"content-length: {len(body)}\r\n"
-            "connection: close\r\n\r\n"
+            f"x-request-id: {request_id}\r\n"
+            + (f"retry-after: {RETRY_AFTER_S}\r\n" if status == 503 else "")
+            + "connection: close\r\n\r\n"
         )
         self.transport.write(head.encode() + body)
         if self._answering():
@@ -153,3 +175,14 @@ class BoundedProtocol(HttpToolsProtocol):
         elif self.timeout_keep_alive_task is None and not self.transport.is_closing():
             logger.info("A connection was closed: no complete headers in time.")
             self.transport.close()
+
+
+def _reason(error: BaseException | None) -> str | None:
+    """What is wrong with a request that could not be parsed, if the parser says it."""
+    if isinstance(error, httptools.HttpParserCallbackError):
+        error = error.__context__  # what one of our own methods has raised
+    if isinstance(error, HostError):
+        return str(error)
+    if isinstance(error, httptools.HttpParserError) and str(error):
+        return f"The request is no valid HTTP: {str(error).rstrip('.')}."
+    return None
