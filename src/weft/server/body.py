@@ -5,10 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 
-from weft.server.errors import BodyTooLargeError, BodyTooSlowError, ShuttingDownError
+from weft.server.errors import (
+    BodyTooLargeError,
+    BodyTooSlowError,
+    ShuttingDownError,
+    UnsupportedMediaError,
+)
 from weft.server.options import ServerOptions
 
 logger = logging.getLogger("weft.requests")
@@ -20,10 +26,12 @@ async def read_body(request: Request, options: ServerOptions) -> bytes:
     """Return the body.
 
     Raises:
+        UnsupportedMediaError: the headers say that it is something else than plain JSON.
         BodyTooLargeError: it is longer than ``max_body_bytes``; never more than that is held.
         BodyTooSlowError: it was not there after ``body_timeout_s``.
         ShuttingDownError: it was not there when the server ended.
     """
+    _check_media(request.headers)
     try:
         async with asyncio.timeout(options.body_timeout_s):
             body = await _read(request, options.max_body_bytes)
@@ -36,6 +44,24 @@ async def read_body(request: Request, options: ServerOptions) -> bytes:
     if options.log_requests:
         logger.info("body", extra={"fields": {"body": body.decode(errors="replace")}})
     return body
+
+
+def _check_media(headers: Headers) -> None:
+    """Raise UnsupportedMediaError for what is not JSON.
+
+    Pages of other sites can make a browser post to any address as long as the type is that of a
+    form, plain text or unknown, so a server without keys must not take those for JSON. Browsers say
+    where such a page comes from; other clients may leave the type out.
+    """
+    given = headers.get("content-type", "")
+    kind = given.partition(";")[0].strip().lower()
+    if kind != "application/json" and (given or "origin" in headers):
+        said = f"not '{given[:100]}'" if given else "and a web page has to say so"
+        raise UnsupportedMediaError(f"The Content-Type must be application/json, {said}.")
+    encoding = headers.get("content-encoding", "identity")
+    if encoding.strip().lower() != "identity":
+        message = f"The body must not be compressed; its Content-Encoding is '{encoding[:100]}'."
+        raise UnsupportedMediaError(message)
 
 
 async def _read(request: Request, limit: int) -> bytes:

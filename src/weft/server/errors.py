@@ -26,6 +26,13 @@ class BodyTooLargeError(WeftError):
     code = "request_too_large"
 
 
+class UnsupportedMediaError(WeftError):
+    """The body is not JSON, or it is compressed."""
+
+    http_status = 415
+    code = "unsupported_media_type"
+
+
 class BodyTooSlowError(WeftError):
     """The body did not arrive in time."""
 
