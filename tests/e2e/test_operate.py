@@ -57,7 +57,9 @@ def test_server_info_has_kernels_limits_and_versions(server):
         "kernel": "cpu",
         "dtype": info["engine"]["dtype"],
     }
-    assert set(info["engine"]["versions"]) == {"weft", "python", "torch"}
+    versions = info["engine"]["versions"]
+    assert set(versions) == {"weft", "python", "torch", "llguidance", "tokenizers"}
+    assert all(versions.values())
     assert info["limits"]["max_queued_requests"] == 1
     assert "folder" not in answer.text
     assert "keys" not in answer.text

@@ -6,6 +6,7 @@ import logging
 import platform
 import time
 from dataclasses import dataclass, field, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +233,8 @@ def describe_served(config: EngineConfig, engine: Engine) -> ServedModel:
             "weft": __version__,
             "python": platform.python_version(),
             "torch": torch.__version__,
+            "llguidance": version("llguidance"),
+            "tokenizers": version("tokenizers"),
         },
     )
 
