@@ -38,6 +38,5 @@ def builder(tokenizer: Tokenizer) -> Builder:
 @pytest.fixture(scope="session")
 def valid() -> Callable[[str, Any], None]:
     """Checks an object against a schema of OpenAI's API description."""
-    if not description.FILE.is_file():
-        pytest.skip(description.MISSING)
+    description.need()
     return lambda name, instance: description.validator(name).validate(instance)

@@ -1,4 +1,4 @@
-"""The `openai` client against a real server: every endpoint, typed, and nothing that it lacks."""
+"""The `openai` client against a real server: models, completions, chats, all typed."""
 
 from __future__ import annotations
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
-
 import description
 
 
 def test_generated_requests_are_answered_as_described(server):
-    if not description.FILE.is_file():
-        pytest.skip(description.MISSING)
+    description.need()
     import schemathesis_run
 
     referee = schemathesis_run.run(server.url, 120, 1)
