@@ -1,6 +1,6 @@
 """Lets random clients loose on a server for minutes, kills its processes, and looks what is left.
 
-    python tests/soak.py --minutes 10 [--seed 1] [--kill engine,frontend] [--out soak.json]
+    python tests/soak.py --minutes 10 [--seed 1] [--kill engine,standby,frontend] [--out soak.json]
 
 Every request is one of a catalogue whose answers were computed one by one on the undisturbed
 server. Clients ask for it whole or streamed, read slowly, stop in the middle, reset the connection,
@@ -32,7 +32,7 @@ import httpx
 import psutil
 
 from family import Family, own_memory, rings
-from live import SMALL, Server, eventually, serving
+from live import SMALL, START_S, Server, eventually, serving
 from plainhttp import BrokenError, Exchange, events
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
@@ -291,15 +291,18 @@ class Killer:
         self._family, self._port, self._tally, self._draw = family, port, tally, draw
 
     async def run(self, kinds: list[str], every_s: float) -> None:
+        """Kill one of each kind in any order, then again, for ever."""
         while True:
-            await asyncio.sleep(every_s * self._draw.uniform(0.5, 1.5))
-            self._kill(self._draw.choice(kinds))
+            for kind in self._draw.sample(kinds, len(kinds)):
+                await asyncio.sleep(every_s * self._draw.uniform(0.5, 1.5))
+                while not (members := self._members(kind)):
+                    await asyncio.sleep(0.1)  # it is being started
+                self._kill(kind, self._draw.choice(members))
 
-    def _kill(self, kind: str) -> None:
-        members = [process for title, process in self._family.members() if title == f"weft-{kind}"]
-        if not members:
-            return  # it is being started
-        victim = self._draw.choice(members)
+    def _members(self, kind: str) -> list[psutil.Process]:
+        return [process for title, process in self._family.members() if title == f"weft-{kind}"]
+
+    def _kill(self, kind: str, victim: psutil.Process) -> None:
         victim.suspend()  # so that it accepts nothing between the look and the kill
         if kind == "frontend":
             held = victim.net_connections("tcp")
@@ -392,6 +395,8 @@ async def traffic(
     draw, tally, family = random.Random(seed), Tally(), Family(server.process.pid)
     clients = Clients(server.url, catalogue(draw, size), draw, tally)
     await clients.learn()
+    if "standby" in kinds:
+        eventually(lambda: "weft-standby" in held(family), START_S)
     before, memory = held(family), []
     jobs = [asyncio.create_task(watch(family, memory))]
     killer = Killer(family, int(server.url.rsplit(":", 1)[1]), tally, random.Random(seed + 1))
@@ -472,13 +477,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kill", default="", help="engine, frontend, or both with a comma")
+    parser.add_argument("--kill", default="", help="engine,standby,frontend or some of them")
     parser.add_argument("--kill-every", type=float, default=15.0, help="seconds, on average")
     parser.add_argument("--out", type=Path)
     parser.add_argument("serve", nargs="*", help="arguments for weft serve, after --")
     given = parser.parse_args()
     kinds = [kind for kind in given.kill.split(",") if kind]
-    arguments = tuple(given.serve)
+    arguments = (*given.serve, *["--standby"] * ("standby" in kinds))
     result = soak(
         given.minutes, seed=given.seed, kinds=kinds, every_s=given.kill_every, arguments=arguments
     )

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from soak import soak
 
+KINDS = ["engine", "standby", "frontend"]
+
 
 def test_a_minute_of_random_clients_and_kills():
-    result = soak(1.0, seed=1, kinds=["engine", "frontend"], arguments=("--frontends", "2"))
+    served = ("--frontends", "2", "--standby")
+    result = soak(1.0, seed=1, kinds=KINDS, every_s=8.0, arguments=served)
     assert result["faults"] == []
-    assert result["kills"]
+    assert set(result["kills"]) == set(KINDS)
     assert min(result["requests"].get(kind, 0) for kind in ("whole", "stream", "slow")) > 0
