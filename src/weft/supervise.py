@@ -59,7 +59,7 @@ async def _supervise(
     card: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     given, board = _frontend_settings(config, options), create_board(options.frontends)
     frontends = [
-        FrontendKeeper(number, given, ring, listener, board, card)
+        FrontendKeeper(number, given, ring, listener, board, card, options.watchdog_s)
         for number, ring in enumerate(rings)
     ]
     engine = asyncio.create_task(_keep_engine(engines, card))

@@ -201,15 +201,37 @@ def test_requests_wait_for_the_next_engine(tmp_path):
 
 
 def test_a_stopped_engine_is_replaced(tmp_path):
-    with serving(tmp_path, "--watchdog-s", "2") as server:
+    with serving(tmp_path, "--watchdog-s", "6", "--stalled-s", "1") as server:
         undisturbed = [stream.outcome() for stream in start(server, 4)]
         streams = start(server, 4)
         eventually(lambda: said(streams) > 20, START_S)
+        assert ready(server) == "ready"
         stopped = engine(server)
         stopped.suspend()
+        eventually(lambda: ready(server) == "stalled")
+        assert stopped.is_running()
         assert [stream.outcome() for stream in streams] == undisturbed
+        assert ready(server) == "ready"
         assert not stopped.is_running()
         assert "no steps any more" in server.errors.read_text()
+
+
+def ready(server: Server) -> str:
+    return str(httpx.get(f"{server.url}/ready", timeout=START_S).json()["status"])
+
+
+def test_a_stopped_request_plane_is_replaced(tmp_path):
+    with serving(tmp_path, "--frontends", "2", "--watchdog-s", "3") as server:
+        eventually(lambda: len(frontends(server)) == 2, START_S)
+        streams = start(server)
+        eventually(lambda: all(stream.tokens for stream in streams), START_S)
+        stopped = max(frontends(server), key=lambda plane: len(plane.net_connections()))
+        stopped.suspend()
+        assert any(problem for *_, problem in [stream.outcome() for stream in streams])
+        eventually(lambda: not stopped.is_running(), START_S)
+        eventually(lambda: len(frontends(server)) == 2 and server.idle(), START_S)
+        assert server.errors.read_text().count("does nothing any more; it is killed") == 1
+        assert engine(server).is_running()
 
 
 STALLED = textwrap.dedent("""

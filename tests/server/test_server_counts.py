@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 import pytest
 
@@ -72,6 +73,17 @@ def test_a_successor_goes_on_but_has_nothing_running(memory):
     for metrics in (successor, other):
         assert lines(metrics)['weft:prompt_tokens_total{model_name="m"}'] == 20
         assert lines(metrics)['weft:num_requests_running{model_name="m"}'] == 0
+
+
+def test_who_writes_signs(memory):
+    metrics, supervisor = plane(memory, 1), Board(memory, 1)
+    supervisor.sign(0)  # nobody has begun
+    before = time.monotonic_ns()
+    metrics.show()
+    assert before <= supervisor.signed_ns() <= time.monotonic_ns()
+    assert Board(memory, 0).signed_ns() == 0
+    supervisor.sign(0)
+    assert supervisor.read_own()["prompt_tokens"] == 0
 
 
 def test_a_writer_that_is_killed_leaves_what_was_valid(memory):

@@ -14,6 +14,7 @@ from weft.core.served import ServedModel
 from weft.engine.machine import available_memory, resident_bytes
 from weft.engine.remote import EngineProcess
 from weft.ring._native import Page
+from weft.ring.progress import Progress
 from weft.ring.segment import RingFds
 
 TICK_S = 0.5
@@ -59,8 +60,7 @@ class EngineKeeper:
         self._since = 0.0
         self._start_s = 0.0  # that the first engine took
         self._standby_at = 0.0
-        self._steps = 0  # that the active engine had made when we last saw it go on
-        self._stepped = 0.0
+        self._progress = Progress()
 
     async def start(self) -> ServedModel:
         """Start the first engine. Raises the error with which it failed."""
@@ -104,9 +104,7 @@ class EngineKeeper:
     def _last_step(self) -> float:
         """When the active engine last made a step or had nothing to do, in monotonic seconds."""
         info = self._pages[0].info()
-        if info and (info["steps"] != self._steps or not info["waiting"] + info["running"]):
-            self._steps, self._stepped = info["steps"], info["updated_ns"] / 1e9
-        return max(self._stepped, self._since)
+        return max(self._progress.look(info) if info else 0.0, self._since)
 
     def _keep_standby(self) -> None:
         assert self._active is not None

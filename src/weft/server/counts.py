@@ -1,7 +1,8 @@
 """What a request plane counts, and a board in shared memory on which several show it each other.
 
 A cell of the board has two halves, of which one is written while the other is valid, so that a
-process that dies while it writes takes nothing along. Its successor goes on from there.
+process that dies while it writes takes nothing along. Its successor goes on from there. The head of
+a cell also says when it was last written, by which the supervisor knows who hangs.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable
@@ -125,6 +127,16 @@ class Board:
         half = at + HEAD_BYTES + turn % 2 * HALF_BYTES
         self._map[half : half + _LENGTH.size + len(data)] = _LENGTH.pack(len(data)) + data
         self._map[at : at + _LENGTH.size] = _LENGTH.pack(turn)
+        self.sign(time.monotonic_ns())
+
+    def sign(self, now_ns: int) -> None:
+        """Say when this process was last seen alive, on the monotonic clock; 0 for not yet."""
+        at = self._own * CELL_BYTES + _LENGTH.size
+        self._map[at : at + _LENGTH.size] = _LENGTH.pack(now_ns)
+
+    def signed_ns(self) -> int:
+        """What ``sign`` has said last."""
+        return int(_LENGTH.unpack_from(self._map, self._own * CELL_BYTES + _LENGTH.size)[0])
 
     def read_own(self) -> dict[str, Any]:
         """What a predecessor of this process has shown last; empty if there was none."""

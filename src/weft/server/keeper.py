@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import os
 import socket
 import subprocess
@@ -16,8 +17,11 @@ from typing import Any
 from weft.core.errors import EngineDeadError
 from weft.core.process import Backoff, describe_exit, exited
 from weft.ring.segment import RingFds
+from weft.server.counts import Board
 
 EXIT_REFUSED = 3  # of a request plane that cannot work with these settings
+TICK_S = 0.5
+START_S = 60.0  # more patience with one that has still to begin
 
 logger = logging.getLogger("weft")
 
@@ -30,6 +34,7 @@ class FrontendKeeper:
         settings: what the process reads from standard input.
         board: descriptor of the memory in which all show what they have counted.
         card: the engine's facts as JSON, once there is an engine.
+        watchdog_s: seconds without a sign after which a request plane is killed and replaced.
     """
 
     def __init__(
@@ -40,6 +45,7 @@ class FrontendKeeper:
         listener: socket.socket,
         board: int,
         card: asyncio.Future[str],
+        watchdog_s: float,
     ) -> None:
         self._number = number
         self._settings = settings
@@ -47,6 +53,9 @@ class FrontendKeeper:
         self._listener = listener
         self._board = board
         self._card = card
+        self._watchdog_s = watchdog_s
+        self._signs = Board(board, number)
+        self._fed_s = math.inf  # when the current one got the card, on the monotonic clock
         self._process: subprocess.Popen[bytes] | None = None
         self._ending = asyncio.Event()
 
@@ -65,7 +74,7 @@ class FrontendKeeper:
                 return
             why = describe_exit(code)
             if code == EXIT_REFUSED:
-                raise EngineDeadError(f"The request plane ended ({why}).")
+                raise EngineDeadError("The request plane cannot work with these settings.")
             delay_s = backoff.delay_s(time.monotonic() - started, why)
             logger.warning("Request plane %d ended (%s); it is restarted.", self._number, why)
             first = False
@@ -88,6 +97,8 @@ class FrontendKeeper:
 
     async def _live(self, announce: bool) -> int:
         """One request plane from its start to its end; its exit code."""
+        self._fed_s = math.inf
+        self._signs.sign(0)
         read_end, write_end = os.pipe()
         try:
             process = self._process = self._start(read_end, announce)
@@ -98,11 +109,26 @@ class FrontendKeeper:
         finally:
             os.close(read_end)
         feeding = asyncio.create_task(self._feed(write_end))
+        death = asyncio.create_task(exited(process))
         try:
-            return await exited(process)
+            while not (await asyncio.wait([death], timeout=TICK_S))[0]:
+                if self._hangs():
+                    logger.error(
+                        "Request plane %d does nothing any more; it is killed.", self._number
+                    )
+                    process.kill()
+            return await death
         finally:
+            death.cancel()
             feeding.cancel()
-            await asyncio.wait([feeding])
+            await asyncio.wait([death, feeding])
+
+    def _hangs(self) -> bool:
+        """Whether nothing has been heard of it for too long; while it ends, others wait for it."""
+        signed_s = self._signs.signed_ns() / 1e9
+        patience_s = self._watchdog_s if signed_s else self._watchdog_s + START_S
+        late = time.monotonic() - (signed_s or self._fed_s) > patience_s
+        return late and not self._ending.is_set()
 
     def _start(self, card: int, announce: bool) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "weft.server.process", "--parent", str(os.getpid())]
@@ -128,3 +154,4 @@ class FrontendKeeper:
         """Hand over the engine's facts as soon as they are known."""
         with os.fdopen(card, "w") as pipe:
             pipe.write(await asyncio.shield(self._card) + "\n")
+            self._fed_s = time.monotonic()

@@ -34,6 +34,9 @@ class EngineProbe(Protocol):
     def ready(self) -> bool:
         """Whether the engine takes requests."""
 
+    def idle_s(self) -> float:
+        """Seconds since the engine made a step or had nothing to do; ask several times a second."""
+
     def gauges(self) -> Mapping[str, float]:
         """Current values and totals by metric name without prefix.
 
@@ -53,6 +56,9 @@ class NoProbe:
 
     def ready(self) -> bool:
         return True
+
+    def idle_s(self) -> float:
+        return 0.0
 
     def gauges(self) -> Mapping[str, float]:
         return {}

@@ -30,6 +30,7 @@ from weft.core.logs import log_level, notice, set_up_logs
 from weft.core.process import die_with, raise_file_limit, set_process_title
 from weft.core.served import ServedModel
 from weft.ring.client import RingClient
+from weft.ring.progress import Progress
 from weft.ring.segment import RingFds
 from weft.server.counts import Board
 from weft.server.keeper import EXIT_REFUSED
@@ -119,9 +120,13 @@ class RingProbe:
     def __init__(self, client: RingClient, served: ServedModel) -> None:
         self._client = client
         self._served = served
+        self._progress = Progress()
 
     def ready(self) -> bool:
         return bool(self._client.info().ready)
+
+    def idle_s(self) -> float:
+        return time.monotonic() - self._progress.look(asdict(self._client.info()))
 
     def gauges(self) -> Mapping[str, float]:
         info = self._client.info()

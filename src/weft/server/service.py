@@ -85,9 +85,18 @@ class Service:
         self._pool = ThreadPoolExecutor(options.tokenizer_threads, thread_name_prefix="weft-text")
 
     @property
-    def ready(self) -> bool:
-        """Whether requests are taken."""
-        return not self.draining and self.probe.ready()
+    def state(self) -> str:
+        """What ``/ready`` says; requests are taken at once where it is "ready"."""
+        if self.draining:
+            return "draining"
+        if not self.probe.ready():
+            return "recovering"
+        return "stalled" if self.probe.idle_s() > self.options.stalled_s else "ready"
+
+    def look(self) -> None:
+        """Keep what is known of other processes up to date; called twice a second."""
+        self.metrics.show()
+        self.probe.idle_s()
 
     @property
     def num_open(self) -> int:
