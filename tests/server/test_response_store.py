@@ -14,6 +14,8 @@ import pytest
 
 from weft.core.errors import ConfigError, PromptTooLongError
 from weft.server import response_store
+from weft.server.listen import listen
+from weft.server.options import ServerOptions
 from weft.server.response_store import (
     TIDY_EVERY,
     ResponseNotFoundError,
@@ -182,8 +184,12 @@ def test_wrong_files_are_refused_at_the_start(tmp_path):
     base.close()
     for path in (text, foreign, tmp_path, tmp_path / "no" / "folder.db"):
         with pytest.raises(ConfigError) as caught:
-            ResponseStore(str(path), 2**20, 60)
+            listen(ServerOptions(port=0, responses_db=str(path)))
         assert caught.value.param == "responses_db"
+        assert caught.value.message.count(str(path)) == 1
+        assert "Errno" not in caught.value.message
+    with pytest.raises(ConfigError, match="name a file that all request planes share"):
+        ServerOptions(responses_db=":memory:")
 
 
 def test_a_file_that_goes_bad_is_a_clear_error(tmp_path):

@@ -23,6 +23,7 @@ from weft.core.errors import ConfigError, EngineBusyError, EngineDeadError, Weft
 from weft.core.types import FinishReason
 from weft.server.listen import listen
 from weft.server.options import ServerOptions
+from weft.server.probe import NoProbe
 
 BODY = {"model": "builtin", "prompt": "x", "max_tokens": 100}
 CHAT = {"model": "builtin", "messages": [{"role": "user", "content": "x"}]}
@@ -73,6 +74,40 @@ def test_every_error_has_openai_s_form(http):
     long = {**BODY, "prompt": [5] * 300}
     error_of(post("/v1/completions", json=long), 400, "context_length_exceeded")
     error_of(post("/tokenize", json={"text": "x"}), 400, "unknown_parameter")
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"content-type": "text/plain"},
+        {"content-type": "text/plain; charset=application/json"},
+        {"content-type": "application/x-www-form-urlencoded"},
+        {"content-type": "multipart/form-data; boundary=x"},
+        {"content-type": "application/jsonp"},
+        {"origin": "https://evil.example"},
+        {"content-type": "application/json", "content-encoding": "gzip"},
+        {"content-encoding": "br, identity"},
+    ],
+)
+def test_bodies_that_are_no_plain_json_are_not_taken(scripted, http, headers):
+    for path in ("/v1/completions", "/v1/embeddings", "/v1/responses", "/tokenize", "/v1/messages"):
+        answer = http.post(path, content=json.dumps(BODY).encode(), headers=headers)
+        assert answer.status_code == 415, path
+        assert answer.json()["error"]["type"] == "invalid_request_error"
+    assert scripted.client.submitted.empty()
+
+
+def test_ways_to_say_that_a_body_is_json(text):
+    ways = [
+        {},
+        {"content-type": "application/json"},
+        {"content-type": "Application/JSON; charset=utf-8", "content-encoding": "Identity"},
+        {"content-type": "application/json", "origin": "https://good.example"},
+    ]
+    with serving(ScriptedClient([700]), text) as running, running.http() as http:
+        for headers in ways:
+            answer = http.post("/v1/completions", content=json.dumps(BODY), headers=headers)
+            assert answer.status_code == 200, headers
 
 
 def test_large_bodies(http, scripted):
@@ -192,6 +227,9 @@ class StuckProbe:
     def ready(self) -> bool:
         return False
 
+    def idle_s(self) -> float:
+        return 0.0
+
     def gauges(self) -> dict[str, float]:
         return {"num_requests_running": 7, "kv_cache_usage_perc": 0.25, "num_preemptions": 3}
 
@@ -212,6 +250,23 @@ def test_what_the_engine_tells(text):
         assert f'{prefix}:num_requests_running{{model_name="builtin"}} 7.0' in page
         assert f'{prefix}:num_preemptions_total{{model_name="builtin"}} 3.0' in page
         assert f'{prefix}:kv_cache_usage_perc{{model_name="builtin"}} 0.25' in page
+
+
+class StalledProbe(NoProbe):
+    silent_s = 11.0
+
+    def idle_s(self) -> float:
+        return self.silent_s
+
+
+def test_an_engine_that_stalls_is_not_ready(text):
+    probe = StalledProbe()
+    with serving(ScriptedClient(), text, probe) as running, running.http() as http:
+        answer = http.get("/ready")
+        assert (answer.status_code, answer.json()) == (503, {"status": "stalled"})
+        assert http.get("/health").status_code == 200
+        probe.silent_s = 9.0
+        assert http.get("/ready").status_code == 200
 
 
 def test_metrics_count_what_happened(text):
@@ -332,6 +387,22 @@ def test_drain_ends_what_takes_too_long(text):
             running.server.drain()
         assert json.loads(asking.events[-1])["error"]["code"] == "shutting_down"
         assert running.client.cancelled.get(timeout=5)[0] == request.id
+
+
+def test_drain_does_not_wait_for_a_client_that_does_not_read(text, caplog):
+    with serving(ScriptedClient(), text, drain_timeout_s=0.1) as running:
+        with running.ask({**BODY, "stream": True, "logprobs": 5}):
+            request = running.client.submitted.get(timeout=10)
+
+            def stuck() -> bool:
+                running.client.send(request, *[700] * 1000)
+                return any(c.flow.write_paused for c in running.server.server_state.connections)
+
+            eventually(stuck)
+            running.server.drain()
+            running.thread.join(20)
+        assert not running.thread.is_alive()
+    assert "Cancel" not in caplog.text  # uvicorn's last word, which leaves a trace in the log
 
 
 def test_the_end_answers_a_body_that_is_not_there_yet(text):

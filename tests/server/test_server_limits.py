@@ -222,8 +222,39 @@ def test_keys_come_from_a_file_and_change_with_it(text, tmp_path, monkeypatch):
         assert [status(k) for k in ("second", "third", "fourth")] == [401, 200, 200]
         file.write_text("two words and a tab\there\x07")
         assert status("fourth") == 200  # a malformed file changes nothing
-        file.unlink()
-        assert status("fourth") == 200
+        for empty in (b"", b"# nobody\n", None):
+            file.write_text("fourth\n")
+            assert [status(k) for k in ("third", "fourth")] == [200, 200]
+            file.unlink() if empty is None else file.write_bytes(empty)
+            assert [status(k) for k in ("third", "fourth")] == [200, 401]
+
+
+def test_a_file_without_keys_revokes_all(text, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(auth, "LOOK_EVERY_S", 0.0)
+    file = tmp_path / "keys"
+    file.write_text("only\n")
+    with (
+        serving(ScriptedClient(), text, api_key_file=str(file)) as running,
+        running.http(headers=bearer("only")) as http,
+    ):
+        assert http.get("/v1/models").status_code == 200
+        file.write_text("")
+        eventually(lambda: "No key of a file is valid now" in caplog.text)  # before any request
+        for path in ("/v1/models", "/metrics", "/nope"):
+            assert http.get(path).status_code == 401
+        assert http.get("/health").status_code == 200
+        assert http.get("/ready").status_code == 200
+
+
+def test_a_process_that_restarts_finds_a_file_without_keys(text, tmp_path):
+    """Those that were valid are not known any more, so none is."""
+    file = tmp_path / "keys"
+    for content in ("", "mal\x07formed"):
+        file.write_text(content)
+        with serving(ScriptedClient(), text, checked=False, api_key_file=str(file)) as running:
+            for key in ("", "mal"):
+                answer = httpx.get(f"{running.url}/metrics", headers={"x-api-key": key})
+                assert answer.status_code == 401
 
 
 @pytest.mark.parametrize("content", [b"", b"# nothing\n", b"\xff\xfe\n", b"name:\n", b"a\na\n"])
@@ -231,9 +262,9 @@ def test_key_files_that_cannot_be_used(tmp_path, content):
     file = tmp_path / "keys"
     file.write_bytes(content)
     with pytest.raises(ConfigError):
-        ServerOptions(api_key_file=str(file))
+        listen(ServerOptions(port=0, api_key_file=str(file)))
     with pytest.raises(ConfigError, match="Cannot read"):
-        ServerOptions(api_key_file=str(tmp_path / "none"))
+        listen(ServerOptions(port=0, api_key_file=str(tmp_path / "none")))
 
 
 def test_one_key_cannot_take_every_place(text):
@@ -386,7 +417,9 @@ def test_more_connections_than_there_may_be(text):
             assert served(first)
             assert served(two)
             with running.connect() as third:
-                assert third.recv(4096).startswith(b"HTTP/1.1 503")
+                refused = third.recv(4096)
+                assert refused.startswith(b"HTTP/1.1 503")
+                assert b"\r\nretry-after: 1\r\n" in refused
             assert served(first)
             two.close()
             server = running.server.server_state

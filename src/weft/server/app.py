@@ -69,9 +69,9 @@ def create_app(
         probe: live facts of the engine for ``/ready``, ``/metrics`` and ``/server_info``.
 
     Raises:
-        ConfigError: keys or stored responses cannot be read.
+        ConfigError: stored responses cannot be read.
 
-    ``app.state.service`` is the `Service`.
+    ``app.state.service`` is the `Service`, ``app.state.keys`` the `KeyRing`.
     """
     service = Service(client, tokenizer, chat_template, card, options, probe or NoProbe())
     endpoint = options.otlp_endpoint
@@ -89,6 +89,7 @@ def create_app(
             tracer.close()
         store.close()
 
+    keys = KeyRing(options.api_key, options.api_key_file)
     app = Starlette(
         routes=[
             *_routes(_Handlers(service)),
@@ -96,7 +97,7 @@ def create_app(
             *message_routes(service),
             *response_routes(service, store),
         ],
-        middleware=_middleware(options, tracer),
+        middleware=_middleware(options, keys, tracer),
         exception_handlers={
             WeftError: handle_weft_error,
             HTTPException: handle_http_error,
@@ -105,13 +106,12 @@ def create_app(
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False
-    app.state.service = service
+    app.state.service, app.state.keys = service, keys
     return app
 
 
-def _middleware(options: ServerOptions, tracer: Tracer | None) -> list[Middleware]:
+def _middleware(options: ServerOptions, keys: KeyRing, tracer: Tracer | None) -> list[Middleware]:
     """CORS stands before the keys: a browser's preflight request cannot bear one."""
-    keys = KeyRing(options.api_key, options.api_key_file)
     middleware = [
         Middleware(AnthropicErrors),
         Middleware(RequireKey, keys=keys, limit=options.max_requests_per_key),
@@ -206,10 +206,8 @@ class _Handlers:
         return json_response({"status": "ok"})
 
     async def ready(self, _: Request) -> Response:
-        if self._service.ready:
-            return json_response({"status": "ready"})
-        status = "draining" if self._service.draining else "recovering"
-        return json_response({"status": status}, 503)
+        state = self._service.state
+        return json_response({"status": state}, 200 if state == "ready" else 503)
 
     async def metrics(self, _: Request) -> Response:
         return Response(self._service.metrics.render(), media_type=CONTENT_TYPE)

@@ -58,11 +58,16 @@ class Key:
         return sha256(b"weft cache salt" + self.digest + more).digest()[:16]
 
 
+class NoKeysError(ConfigError):
+    """The API key file is not there, or has no keys."""
+
+
 def read_keys(given: Seq[str], path: str | None) -> list[Key]:
     """The keys of the command line and of a file: one a line, ``key`` or ``name:key``.
 
     Raises:
-        ConfigError: the file cannot be read, has no keys, or a line is malformed.
+        NoKeysError: the file is not there, or has no keys.
+        ConfigError: the file cannot be read, or a line is malformed.
     """
     keys = [_key(f"api_key-{i}", key, "api_key") for i, key in enumerate(given, 1)]
     if path is not None:
@@ -72,7 +77,7 @@ def read_keys(given: Seq[str], path: str | None) -> list[Key]:
             if line.strip() and not line.lstrip().startswith("#")
         ]
         if not found:
-            raise ConfigError("The API key file has no keys.", param="api_key_file")
+            raise NoKeysError("The API key file has no keys.", param="api_key_file")
         keys += found
     if len({key.digest for key in keys}) < len(keys):
         raise ConfigError("An API key is given twice.", param="api_key_file")
@@ -85,7 +90,8 @@ def _lines(path: str) -> list[str]:
             return file.read(MAX_FILE_BYTES).splitlines()
     except OSError as error:
         message = f"Cannot read the API key file '{path}': {error.strerror}."
-        raise ConfigError(message, param="api_key_file") from None
+        gone = isinstance(error, (FileNotFoundError, NotADirectoryError))
+        raise (NoKeysError if gone else ConfigError)(message, param="api_key_file") from None
     except UnicodeDecodeError:
         message = f"The API key file '{path}' is not text."
         raise ConfigError(message, param="api_key_file") from None
@@ -109,10 +115,9 @@ def _key(name: str, key: str, where: str) -> Key:
 class KeyRing:
     """The keys that are valid now. A changed file counts within a second, without a restart.
 
-    A file that has become unreadable or malformed changes nothing; the log says so.
-
-    Raises:
-        ConfigError: see `read_keys`.
+    A file that is gone or empty has no keys any more; one that is unreadable or malformed changes
+    nothing. The log says so. Whoever starts a server checks the file by `read_keys` before: where
+    it cannot be used from the beginning, because a process was restarted, it has no keys.
     """
 
     def __init__(self, given: Seq[str] = (), path: str | None = None) -> None:
@@ -120,7 +125,8 @@ class KeyRing:
         self._path = path
         self._stamp = self._look()
         self._next_look = 0.0
-        self._keys = read_keys(given, path)
+        self._keys = read_keys(given, None)
+        self._read()
 
     @property
     def demanded(self) -> bool:
@@ -129,7 +135,7 @@ class KeyRing:
 
     def find(self, given: str) -> Key | None:
         """The key that was given. All digests are compared, each in constant time."""
-        self._reload()
+        self.refresh()
         digest = sha256(given.encode("utf-8", "surrogateescape")).digest()
         found = None
         for key in self._keys:
@@ -137,7 +143,8 @@ class KeyRing:
                 found = key
         return found
 
-    def _reload(self) -> None:
+    def refresh(self) -> None:
+        """Read the file again if it has changed; looks at most once a second."""
         now = time.monotonic()
         if self._path is None or now < self._next_look:
             return
@@ -146,17 +153,23 @@ class KeyRing:
         if stamp == self._stamp:
             return
         self._stamp = stamp
+        self._read()
+        logger.warning("The API key file has changed; %d keys are valid.", len(self._keys))
+
+    def _read(self) -> None:
         try:
             fresh = read_keys(self._given, self._path)
+        except NoKeysError as error:
+            logger.warning("No key of a file is valid now. %s", error.message)
+            fresh = read_keys(self._given, None)
         except ConfigError as error:
-            logger.error("The API keys were not read again; the old ones hold. %s", error.message)
+            logger.error("The API keys were not read; no key has changed. %s", error.message)
             return
         known = {key.digest: key for key in self._keys}
         for key in fresh:
             if key.digest in known:
                 known[key.digest].name = key.name
         self._keys = [known.get(key.digest, key) for key in fresh]
-        logger.warning("The API keys were read again: there are %d.", len(fresh))
 
     def _look(self) -> tuple[int, ...] | None:
         if self._path is None:

@@ -9,7 +9,9 @@ import ssl
 import stat
 
 from weft.core.errors import ConfigError
+from weft.server.auth import read_keys
 from weft.server.options import ServerOptions
+from weft.server.response_store import check_store
 
 BACKLOG = 2048
 
@@ -18,10 +20,18 @@ def listen(options: ServerOptions) -> socket.socket:
     """Return a socket that is bound and listens.
 
     Raises:
-        ConfigError: the address is in use, or cannot be had; or the files for TLS cannot be used.
+        ConfigError: the address is in use, or cannot be had; or a file that the options name (of
+            keys, of TLS, of stored responses) cannot be used.
     """
-    tls_context(options)  # before anything slow starts
+    _check_files(options)  # before anything slow starts
     return _unix(options.uds) if options.uds is not None else _tcp(options.host, options.port)
+
+
+def _check_files(options: ServerOptions) -> None:
+    tls_context(options)
+    read_keys(options.api_key, options.api_key_file)
+    if options.responses_db is not None:
+        check_store(options.responses_db)
 
 
 def tls_context(options: ServerOptions) -> ssl.SSLContext | None:

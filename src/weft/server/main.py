@@ -20,20 +20,22 @@ from starlette.applications import Starlette
 from weft.api import ModelCard
 from weft.core.ports import EngineClient
 from weft.server.app import create_app
+from weft.server.auth import KeyRing
 from weft.server.counts import Board
 from weft.server.errors import ShuttingDownError
 from weft.server.exchange import REQUESTS
 from weft.server.listen import address_of, listen, tls_context
 from weft.server.options import ServerOptions
 from weft.server.probe import EngineProbe
-from weft.server.protocol import bounded_protocol
+from weft.server.protocol import BoundedProtocol, bounded_protocol
 from weft.server.service import Service
 from weft.text import ChatTemplate, Tokenizer
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SAME_SIGNAL_S = 1.0
-SHOW_EVERY_TICKS = 5
-GRACE_S = 2  # for answers of aborted requests to reach their clients
+LOOK_EVERY_TICKS = 5
+UNREAD_S = 0.3  # for answers of aborted requests to reach their clients
+GRACE_S = 1  # for requests that are not even read
 
 
 def run_server(
@@ -92,6 +94,7 @@ class DrainingServer(uvicorn.Server):
         if options.access_log or options.log_requests:
             REQUESTS.setLevel(logging.INFO)
         self._service: Service = app.state.service
+        self._keys: KeyRing = app.state.keys
         self._timeout_s = options.drain_timeout_s
         self._deadline: float | None = None
         self._signalled = 0.0
@@ -134,10 +137,21 @@ class DrainingServer(uvicorn.Server):
         if self._on_listening is not None and sockets and self.started:
             self._on_listening(address_of(sockets[0], "https" if self.config.ssl else "http"))
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Uvicorn's, but a client that does not read its answer is not waited for."""
+        asyncio.get_running_loop().call_later(UNREAD_S, self._cut_off)
+        await super().shutdown(sockets)
+
+    def _cut_off(self) -> None:
+        for connection in list(self.server_state.connections):
+            if isinstance(connection, BoundedProtocol):
+                connection.abort_if_unread()
+
     async def on_tick(self, counter: int) -> bool:
         """Ten times a second."""
-        if counter % SHOW_EVERY_TICKS == 0:
-            self._service.metrics.show()
+        if counter % LOOK_EVERY_TICKS == 0:
+            self._service.look()
+            self._keys.refresh()
         if self._deadline is not None:
             late = time.monotonic() >= self._deadline
             if late:

@@ -133,7 +133,15 @@ class ServerOptions:
         "float",
         300.0,
         "seconds without a step, which must be more than the longest step takes, after which an "
-        "engine that has work is killed and replaced; also one that says nothing for so long",
+        "engine that has work is killed and replaced; also one that says nothing for so long, "
+        "and a request plane that does",
+        low=1,
+        high=86400,
+    )
+    stalled_s: float = setting(
+        "float",
+        10.0,
+        "the same, but after which /ready says no and nothing is killed",
         low=1,
         high=86400,
     )
@@ -155,9 +163,15 @@ class ServerOptions:
             check_settings(self)
         except ParameterError as error:
             raise ConfigError(error.message, param=error.param) from None
-        read_keys(self.api_key, self.api_key_file)
+        read_keys(self.api_key, None)
         if "" in self.served_model_name:
             raise ConfigError("served_model_name must not be empty.", param="served_model_name")
+        if self.responses_db == ":memory:":
+            raise ConfigError(
+                "responses_db cannot be ':memory:': leave it unset, with one request plane, "
+                "or name a file that all request planes share.",
+                param="responses_db",
+            )
         if self.root_path and not self.root_path.startswith("/"):
             raise ConfigError("root_path must start with '/'.", param="root_path")
         if self.otlp_endpoint is not None:

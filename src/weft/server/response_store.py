@@ -200,6 +200,11 @@ class ResponseStore:
             )
 
 
+def check_store(path: str) -> None:
+    """Open the file and close it again. Raises ConfigError as `ResponseStore`."""
+    _open(path).close()
+
+
 def _open(path: str | None) -> sqlite3.Connection:
     """The data base; a file is only for its owner to read."""
     try:
@@ -211,7 +216,8 @@ def _open(path: str | None) -> sqlite3.Connection:
             base.execute("PRAGMA secure_delete = ON")
         _prepare(base)
     except (OSError, sqlite3.Error) as error:
-        message = f"Cannot open the stored responses in '{path}': {error}."
+        reason = error.strerror if isinstance(error, OSError) else error
+        message = f"Cannot open the stored responses in '{path}': {reason}."
         raise ConfigError(message, param="responses_db") from None
     return base
 
