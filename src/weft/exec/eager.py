@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
+import threading
+from queue import SimpleQueue
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -20,23 +22,28 @@ from weft.models.decoder import Decoder
 
 SCORED_TOKENS_AT_ONCE = 64
 
+Answer: TypeAlias = "SimpleQueue[StepResult | BaseException]"
+
 
 class EagerTicket:
     """A launched step; ``result`` waits for it."""
 
-    def __init__(self, step_id: int, future: Future[StepResult]) -> None:
+    def __init__(self, step_id: int, answer: Answer) -> None:
         self.step_id = step_id
-        self._future: Future[StepResult] | None = future
+        self._answer: Answer | None = answer
 
     def result(self) -> StepResult:
         """Return what the step gave. Raises InvariantError when called a second time."""
-        if self._future is None:
+        if self._answer is None:
             raise InvariantError(f"step {self.step_id} was collected twice")
-        future, self._future = self._future, None
-        return future.result()
+        answer, self._answer = self._answer, None
+        result = answer.get()
+        if isinstance(result, BaseException):
+            raise result
+        return result
 
     def __del__(self) -> None:
-        if self._future is not None and not self._future.cancelled():
+        if self._answer is not None:
             raise InvariantError(f"step {self.step_id} was never collected")
 
 
@@ -66,13 +73,27 @@ class EagerExecutor:
         self._store = store
         self._table = table
         self._packer = Packer(table, store.block_size)
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="weft-executor")
+        self._launched: SimpleQueue[tuple[StepPlan, Answer] | None] = SimpleQueue()
+        self._worker = threading.Thread(target=self._work, name="weft-executor", daemon=True)
+        self._worker.start()
 
     def launch(self, plan: StepPlan) -> EagerTicket:
-        return EagerTicket(plan.step_id, self._worker.submit(self._run, plan))
+        answer: Answer = SimpleQueue()
+        self._launched.put((plan, answer))
+        return EagerTicket(plan.step_id, answer)
 
     def close(self) -> None:
-        self._worker.shutdown(wait=True, cancel_futures=True)
+        """End the worker after the steps that are launched. May be called twice."""
+        self._launched.put(None)
+        self._worker.join()
+
+    def _work(self) -> None:
+        while (step := self._launched.get()) is not None:
+            plan, answer = step
+            try:
+                answer.put(self._run(plan))
+            except BaseException as error:
+                answer.put(error)
 
     def _run(self, plan: StepPlan) -> StepResult:
         for group, block in plan.zero:
