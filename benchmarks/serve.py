@@ -1,6 +1,6 @@
-"""The built-in model over HTTP: requests a second, TTFT and TPOT with 1, 8 and 32 clients.
+"""A model over HTTP: requests a second, TTFT and TPOT with 1, 8, 16 and 32 clients.
 
-    python benchmarks/serve.py [--out benchmarks/results/serve.json]
+    python benchmarks/serve.py [--model FOLDER] [--out benchmarks/results/serve.json]
 
 Closed loop: every client sends its next request when the last one has ended. 64-token prompts, 64
 tokens each, streamed. ``ratio`` is the output rate over HTTP divided by the rate of the same
@@ -52,7 +52,7 @@ def prompt(draw: random.Random) -> list[int]:
 async def one_request(port: int, ids: list[int]) -> Timing:
     """Stream one completion over a connection of its own."""
     body = orjson.dumps(
-        {"model": "builtin", "prompt": ids, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True,
+        {"model": "model", "prompt": ids, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True,
          "temperature": 0, "stream": True}
     )  # fmt: skip
     started = time.perf_counter()
@@ -106,17 +106,18 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
     return {f"p{p}_ms": cuts[p - 1] * 1e3 for p in (50, 95, 99)}
 
 
-def start_server() -> tuple[subprocess.Popen[bytes], int]:
+def start_server(model: str) -> tuple[subprocess.Popen[bytes], int]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "weft.cli", "serve", "--port", str(port)]
+    command += ["--model", model, "--served-model-name", "model"]
     command += ["--kv-memory", "256MiB", "--max-num-seqs", "64", "--no-prefix-caching"]
     command += ["--no-standby"]  # which would take time from what is measured while it starts
     started = time.perf_counter()
     process = subprocess.Popen(command)
     wait_until_bound(port)
-    body = {"model": "builtin", "prompt": "x", "max_tokens": 1}
+    body = {"model": "model", "prompt": "x", "max_tokens": 1}
     httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=60)
     print(f"first token {time.perf_counter() - started:.2f} s after the start of the server")
     return process, port
@@ -161,15 +162,17 @@ def measure(port: int, llm: LLM, clients: int, rounds: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--model", default="builtin")
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 16, 32])
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    server, port = start_server()
+    server, port = start_server(options.model)
     rows = []
     try:
-        with LLM("builtin", **SETTINGS) as llm:
+        with LLM(options.model, **SETTINGS) as llm:
             print(f"{'clients':>7} {'req/s':>7} {'tok/s':>7} {'ratio':>6}   TTFT p50/p95/p99 ms"
                   "      TPOT p50/p95/p99 ms")  # fmt: skip
-            for clients in (1, 8, 32):
+            for clients in options.clients:
                 row = measure(port, llm, clients, options.rounds)
                 ttft, tpot = (
                     "/".join(f"{v:.1f}" for v in row[name].values()) for name in ("ttft", "tpot")
