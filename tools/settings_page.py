@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from weft.bench.options import ServeBench, ThroughputBench
+from weft.bench.options import KernelsBench, ServeBench, ThroughputBench
 from weft.core.config import EngineConfig
 from weft.core.settings import Setting, settings_of
 from weft.core.types import DEFAULT_CLASSES, SamplingParams
@@ -69,6 +69,7 @@ def page() -> str:
         + classes
         + table("`weft bench serve`", ServeBench)
         + table("`weft bench throughput` (beside those of the engine)", ThroughputBench)
+        + table("`weft bench kernels`", KernelsBench)
     )
 
 

@@ -139,13 +139,14 @@ def _chat_parser(commands: Any) -> None:
 
 
 def _bench_parser(commands: Any) -> None:
-    from weft.bench.options import ServeBench, ThroughputBench
+    from weft.bench.options import KernelsBench, ServeBench, ThroughputBench
 
-    bench = commands.add_parser("bench", help="measure a server or an engine")
-    kinds = bench.add_subparsers(dest="kind", required=True, metavar="serve|throughput")
+    bench = commands.add_parser("bench", help="measure a server, an engine or its kernels")
+    kinds = bench.add_subparsers(dest="kind", required=True, metavar="serve|throughput|kernels")
     for name, declared_by, run, text in (
         ("serve", ServeBench, _bench_serve, "put load on any server with OpenAI's API"),
         ("throughput", ThroughputBench, _bench_throughput, "tokens a second of an engine"),
+        ("kernels", KernelsBench, _bench_kernels, "each kernel against what the machine can do"),
     ):
         parser = kinds.add_parser(name, help=text, usage=f"weft bench {name} [settings]")
         parser.set_defaults(run=run, parser=parser)
@@ -438,6 +439,23 @@ def _bench_throughput(options: dict[str, Any]) -> int:
     with LLM(**engine_settings) as llm:
         result = bench_throughput(llm, llm.config.model, llm.served.vocab_size, bench)
     print(format_throughput(result))
+    if bench.output is not None:
+        write_json(bench.output, result)
+    return 0
+
+
+def _bench_kernels(options: dict[str, Any]) -> int:
+    from weft.bench.kernels import bench_kernels, format_kernels
+    from weft.bench.options import KernelsBench
+    from weft.bench.report import check_output, write_json
+
+    (settings,) = _settings(options, KernelsBench)
+    bench = KernelsBench(**settings)
+    check_output(bench.output)
+    from weft.kernels import measure
+
+    result = bench_kernels(measure, bench)
+    print(format_kernels(result))
     if bench.output is not None:
         write_json(bench.output, result)
     return 0

@@ -14,15 +14,17 @@ from fakeserver import chunk
 
 from weft.bench.asking import _Reading
 from weft.bench.client import Answer, BrokenError
+from weft.bench.kernels import bench_kernels
 from weft.bench.lengths import parse_lengths
 from weft.bench.load import Load, Stop, gamma_times
-from weft.bench.options import ServeBench, ThroughputBench
+from weft.bench.options import KernelsBench, ServeBench, ThroughputBench
 from weft.bench.prompts import PromptMaker
 from weft.bench.stats import Outcome, Slo, percentiles_ms, summarise
 from weft.bench.sweep import fit_saturation, serviceable
 from weft.bench.throughput import bench_throughput
 from weft.bench.trace import read_trace
 from weft.core.errors import ConfigError, ParameterError, WeftError
+from weft.kernels.measure import Case
 
 
 def done(sent: float, *events: float, tokens: int | None = None) -> Outcome:
@@ -340,6 +342,46 @@ def test_rates():
 def test_settings_that_make_no_sense_are_refused(settings, words):
     with pytest.raises(ConfigError, match=words):
         ServeBench(**settings)
+
+
+# -- kernels ------------------------------------------------------------------------------------
+
+
+class TwoKernels:
+    """One bound by memory, one by products; each notes how often it ran."""
+
+    def __init__(self) -> None:
+        self.ran = [0, 0]
+        self.threads = 0
+
+    def set_threads(self, count):
+        self.threads = count
+
+    def read_rate(self):
+        return 1e9
+
+    def matmul_rate(self, dtype):
+        return {"bfloat16": 4e9, "float32": 1e9}[dtype]
+
+    def cases(self):
+        for index, (name, read, flops) in enumerate((("copy", 1e6, 1e6), ("mul", 1e3, 8e6))):
+            yield Case(name, read, flops, "bfloat16", lambda i=index: self.ran.__setitem__(i, 1))
+
+
+def test_shares_of_the_roofline_follow_from_the_times():
+    kernels = TwoKernels()
+    result = bench_kernels(kernels, KernelsBench(seconds=0.001, threads=3))
+    copy, mul = result["kernels"]
+    assert (kernels.threads, kernels.ran) == (3, [1, 1])
+    assert (copy["bound"], mul["bound"]) == ("memory", "compute")
+    # a megabyte takes 1 ms at 1 GB/s, 8 million operations 2 ms at 4 GFLOP/s
+    assert copy["share"] * copy["median_us"] == pytest.approx(1e3)
+    assert mul["share"] * mul["median_us"] == pytest.approx(2e3)
+    assert mul["best_us"] <= mul["median_us"]
+    only = bench_kernels(kernels, KernelsBench(seconds=0.001, only="mu"))
+    assert [row["name"] for row in only["kernels"]] == ["mul"]
+    with pytest.raises(ConfigError, match="No kernel has 'x'"):
+        bench_kernels(kernels, KernelsBench(only="x"))
 
 
 # -- throughput ---------------------------------------------------------------------------------

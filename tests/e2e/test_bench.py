@@ -1,4 +1,4 @@
-"""``weft bench`` as a user runs it: on a real server, and on a real engine."""
+"""``weft bench`` as a user runs it: on a real server, a real engine, and the kernels."""
 
 from __future__ import annotations
 
@@ -54,14 +54,26 @@ def test_throughput_measures_an_engine(tmp_path):
     assert "decode tokens/s" in done.stdout
 
 
+def test_kernels_are_measured(tmp_path):
+    file = tmp_path / "result.json"
+    arguments = ["--only", "decode bfloat16 1 x", "--seconds", "0.01", "--threads", "1"]
+    done = bench("kernels", *arguments, "--output", str(file))
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(file.read_text())["kernels"]
+    assert row["bound"] == "memory"
+    assert row["read_bytes_per_s"] > 0
+    assert "attention decode bfloat16" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
         (["throughput", "--prompts", "0"], "prompts must be"),
         (["throughput", "--input-tokens", "long"], "input_tokens must be a length"),
         (["throughput", "--model", "/nowhere"], "/nowhere"),
+        (["kernels", "--only", "nothing of this name"], "nothing of this name"),
         (["everything"], "everything"),
-        ([], "serve|throughput"),
+        ([], "serve|throughput|kernels"),
     ],
 )
 def test_wrong_uses(arguments, word):

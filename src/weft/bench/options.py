@@ -148,6 +148,30 @@ class ServeBench:
 
 
 @dataclass(frozen=True, slots=True)
+class KernelsBench:
+    """What a user may set about ``weft bench kernels``.
+
+    Raises:
+        ConfigError: a value is malformed or out of bounds.
+    """
+
+    threads: int | None = setting(
+        "int", None, "threads for compute; unset takes every core", low=1, high=1024
+    )
+    only: str | None = setting("str", None, "only kernels whose name has this in it")
+    seconds: float = setting(
+        "float", 0.5, "time for which each kernel is repeated", low=0, high=3600, above=True
+    )
+    output: str | None = setting("path", None, "file for the result as JSON")
+
+    def __post_init__(self) -> None:
+        try:
+            check_settings(self)
+        except ParameterError as error:
+            raise ConfigError(error.message, param=error.param) from None
+
+
+@dataclass(frozen=True, slots=True)
 class ThroughputBench:
     """What a user may set about ``weft bench throughput``, beside the engine's own settings."""
 

@@ -10,6 +10,7 @@
 #include "attention.hpp"
 #include "bind.hpp"
 #include "dispatch.hpp"
+#include "reader.hpp"
 
 namespace nb = nanobind;
 
@@ -69,6 +70,9 @@ NB_MODULE(_native, m) {
         nb::arg("v").none(), nb::arg("k_cache"), nb::arg("v_cache"), nb::arg("block_tables"),
         nb::arg("query_start"), nb::arg("context_len"), nb::arg("slots"), nb::arg("block_size"),
         nb::arg("scale"), nb::arg("window"), nb::arg("softcap"));
+  m.def("read_all", [](uintptr_t data, int64_t words) {
+    return weft::read_all({reinterpret_cast<const uint64_t*>(data), static_cast<size_t>(words)});
+  }, nb::arg("data"), nb::arg("words"), nb::call_guard<nb::gil_scoped_release>());
   m.def("threads", &weft::attention_threads);
   m.def("set_threads", &weft::set_attention_threads, nb::arg("threads"),
         nb::call_guard<nb::gil_scoped_release>());
