@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
+#include <mutex>
 #include <new>
 #include <stdexcept>
 #include <string>
@@ -30,9 +31,50 @@ float number_at(const void* data, DType type, int64_t i) {
 
 int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-}  // namespace
+// Zeroed memory for matrices, cut one after the other from large runs of huge pages: most matrices
+// are smaller than a few of these. A run goes back when its last matrix is gone. Memory beyond the
+// last panel of a matrix is prefetched, but never read.
+class Arena {
+ public:
+  std::shared_ptr<char> take(int64_t size) {
+    const std::lock_guard lock(mutex_);
+    size = round_up(std::max<int64_t>(size, 1), alignment);
+    if (run_ == nullptr || size > left_) start(std::max(size, run_bytes));
+    std::shared_ptr<char> piece(run_, next_);
+    next_ += size;
+    left_ -= size;
+    return piece;
+  }
 
-void Matrix::Free::operator()(char* data) const { munmap(data, size); }
+ private:
+  static constexpr int64_t alignment = 4096, run_bytes = 64 << 20;
+
+  void start(int64_t size) {
+    size = round_up(size, huge_page);
+    const int64_t whole = size + huge_page;  // so that there is an aligned start
+    void* data = mmap(nullptr, whole, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (data == MAP_FAILED) throw std::bad_alloc();
+    run_ = std::shared_ptr<char>(static_cast<char*>(data), [whole](char* p) { munmap(p, whole); });
+    const auto address = reinterpret_cast<intptr_t>(data);
+    next_ = run_.get() + (round_up(address, huge_page) - address);
+    left_ = size;
+#ifdef MADV_HUGEPAGE
+    madvise(next_, size, MADV_HUGEPAGE);
+#endif
+  }
+
+  std::mutex mutex_;
+  std::shared_ptr<char> run_;
+  char* next_ = nullptr;
+  int64_t left_ = 0;
+};
+
+Arena& arena() {
+  static Arena* const one = new Arena;  // never destroyed: matrices may be freed at any time
+  return *one;
+}
+
+}  // namespace
 
 Matrix::Matrix(Format format, int64_t outputs, int64_t inputs, bool gated)
     : format_(format), outputs_(outputs), inputs_(inputs), gated_(gated) {
@@ -40,14 +82,7 @@ Matrix::Matrix(Format format, int64_t outputs, int64_t inputs, bool gated)
   panels_ = round_up(half, gated ? gated_columns : panel_columns) /
             (gated ? gated_columns : panel_columns);
   panel_bytes_ = panel_columns * (format == Format::bf16 ? 2 * round_up(inputs, 2) : 4 * inputs);
-  // Memory beyond the last panel is prefetched but never read.
-  const int64_t size = round_up(std::max<int64_t>(bytes(), 1), huge_page);
-  void* data = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (data == MAP_FAILED) throw std::bad_alloc();
-  data_ = {static_cast<char*>(data), Free{size}};
-#ifdef MADV_HUGEPAGE
-  madvise(data, size, MADV_HUGEPAGE);
-#endif
+  data_ = arena().take(bytes());
 }
 
 std::unique_ptr<Matrix> Matrix::pack(const Tensor& weight, bool gated) {

@@ -29,11 +29,6 @@ class Matrix {
   void copy_row(int64_t output, char* to) const;
 
  private:
-  struct Free {
-    int64_t size;
-    void operator()(char* data) const;
-  };
-
   Matrix(Format format, int64_t outputs, int64_t inputs, bool gated);
   // Which output stands in a column of a panel; -1: none.
   int64_t output_at(int64_t panel, int64_t column) const;
@@ -43,7 +38,7 @@ class Matrix {
   int64_t outputs_, inputs_;
   bool gated_;
   int64_t panels_, panel_bytes_;
-  std::unique_ptr<char, Free> data_;
+  std::shared_ptr<char> data_;
 };
 
 // Rows of numbers in memory, each row contiguous.
