@@ -44,9 +44,15 @@ class _Group:
 
 
 class PagedRunner:
-    """Runs ragged steps through a decoder with shuffled blocks; unwritten cache is NaN."""
+    """Runs ragged steps through a decoder with shuffled blocks; unwritten cache is NaN.
 
-    def __init__(self, decoder: Decoder, *, blocks: int = 64, block_size: int = 16) -> None:
+    Args:
+        bound: run the whole pass as one native call.
+    """
+
+    def __init__(
+        self, decoder: Decoder, *, blocks: int = 64, block_size: int = 16, bound: bool = False
+    ) -> None:
         self.decoder = decoder
         self.lengths: dict[str, int] = {}
         self.groups = []
@@ -60,6 +66,12 @@ class PagedRunner:
                 for _ in range(2)
             )
             self.groups.append(_Group(group.window, block_size, keys, values, free))
+        self._stack = None
+        if bound:
+            self._stack = decoder.bind(
+                [g.keys for g in self.groups], [g.values for g in self.groups]
+            )
+            assert self._stack is not None
 
     def step(self, rows: Rows) -> list[Tensor]:
         """Compute the next tokens of each row; return the float32 logits [n, V] of each."""
@@ -74,7 +86,11 @@ class PagedRunner:
             ]
         )
         device = self.decoder.device
-        hidden = self.decoder.forward(ids.to(device), positions.to(device), self._attend(batches))
+        if self._stack is None:
+            attend = self._attend(batches)
+            hidden = self.decoder.forward(ids.to(device), positions.to(device), attend)
+        else:
+            hidden = self._stack.run(ids, positions, batches)
         for start, (name, tokens) in zip(starts, rows, strict=True):
             self.lengths[name] = start + len(tokens)
             for group in self.groups:

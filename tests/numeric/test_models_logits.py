@@ -13,6 +13,7 @@ from torch import Tensor
 
 from weft.kernels.ops import select_ops
 from weft.models.decoder import Decoder
+from weft.models.fused import fusable
 from weft.models.loader import load_model
 
 TOLERANCE = 1e-4  # absolute, on float32 logits
@@ -110,3 +111,19 @@ def test_ragged_batch_equals_one_by_one(pair: Pair) -> None:
             found[name].append(logits)
     for name, expected in alone.items():
         assert_close(torch.cat(found[name]), expected)
+
+
+def test_one_native_call_gives_the_bits_of_its_parts(pair: Pair) -> None:
+    spec, fused = pair.decoder.spec, pair.decoder.ops.fused_layers
+    if not fused or not all(fusable(spec, layer) for layer in spec.layers):
+        assert pair.decoder.bind([], []) is None
+        return
+    others = [prompt(5 + 3 * i, i) for i in range(3)]
+    bound, parts = PagedRunner(pair.decoder, bound=True), PagedRunner(pair.decoder)
+    for first, last in ((0, 30), (30, 31), (31, 90)):
+        rows = [("a", pair.tokens[first:last])]
+        rows += [(f"{first}-{i}", tokens) for i, tokens in enumerate(others)]
+        for found, expected in zip(bound.step(rows), parts.step(rows), strict=True):
+            assert torch.equal(found, expected)
+    with pytest.raises(IndexError, match="outside the vocabulary"):
+        bound.step([("z", [spec.vocab_size])])

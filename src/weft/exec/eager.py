@@ -71,6 +71,7 @@ class EagerExecutor:
         self.depth = depth
         self._decoder = decoder
         self._store = store
+        self._stack = decoder.bind(store.keys, store.values)
         self._table = table
         self._packer = Packer(table, store.block_size)
         self._launched: SimpleQueue[tuple[StepPlan, Answer] | None] = SimpleQueue()
@@ -138,7 +139,11 @@ class EagerExecutor:
 
     def _forward(self, batch: SubBatch, collected: _Collected) -> None:
         inputs = self._packer.pack(batch)
-        hidden = self._decoder.forward(inputs.input_ids, inputs.positions, self._attend(inputs))
+        decoder, ids, positions = self._decoder, inputs.input_ids, inputs.positions
+        if self._stack is None:
+            hidden = decoder.forward(ids, positions, self._attend(inputs))
+        else:
+            hidden = self._stack.run(ids, positions, inputs.groups)
         scores = self._score_prompts(inputs, hidden)
         if len(inputs.sample_rows):
             self._sample(batch, inputs, hidden, collected)

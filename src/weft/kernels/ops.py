@@ -51,6 +51,14 @@ class Rope(Protocol):
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor: ...
 
 
+class Angles(Protocol):
+    """See ``reference.angles``."""
+
+    def __call__(
+        self, positions: Tensor, frequencies: Tensor, scale: float, /
+    ) -> tuple[Tensor, Tensor]: ...
+
+
 class ActMul(Protocol):
     """See ``reference.act_mul``."""
 
@@ -131,6 +139,7 @@ class OpTable:
 
     rms_norm: RmsNorm
     rope: Rope
+    angles: Angles
     act_mul: ActMul
     linear: Linear
     logits: Logits
@@ -183,6 +192,7 @@ def _reference_ops() -> OpTable:
     return OpTable(
         rms_norm=reference.rms_norm,
         rope=reference.rope,
+        angles=reference.angles,
         act_mul=reference.act_mul,
         linear=functional.linear,
         logits=reference.logits,
@@ -196,6 +206,7 @@ def _reference_ops() -> OpTable:
         names={
             "rms_norm": "reference",
             "rope": "reference",
+            "angles": "reference",
             "act_mul": "reference",
             "linear": "torch",
             "logits": "torch",
@@ -209,7 +220,7 @@ def _reference_ops() -> OpTable:
 
 def _native_ops(dtype: str) -> OpTable:
     try:
-        from weft.kernels.cpu import attention, choose, matrix
+        from weft.kernels.cpu import attention, choose, matrix, stack
     except ImportError as error:
         raise KernelUnavailable(
             "the native CPU kernels are not built; install weft with a C++ compiler "
@@ -217,8 +228,9 @@ def _native_ops(dtype: str) -> OpTable:
         ) from error
     weights = f"cpu, {dtype} weights"
     return OpTable(
-        rms_norm=reference.rms_norm,
+        rms_norm=stack.rms_norm,
         rope=reference.rope,
+        angles=stack.angles,
         act_mul=reference.act_mul,
         linear=matrix.linear,
         logits=matrix.logits,
@@ -230,8 +242,9 @@ def _native_ops(dtype: str) -> OpTable:
         fused_layers=True,
         batch_invariant=True,
         names={
-            "rms_norm": "reference",
+            "rms_norm": "cpu",
             "rope": "reference",
+            "angles": "cpu",
             "act_mul": "reference",
             "linear": weights,
             "logits": weights,

@@ -44,6 +44,12 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((rotated, x[..., 2 * half :]), dim=-1)
 
 
+def angles(positions: Tensor, frequencies: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Return cos and sin [T, R] of positions [T] times frequencies [R], both times ``scale``."""
+    turns = positions.float().unsqueeze(1) * frequencies  # [T, R]
+    return turns.cos() * scale, turns.sin() * scale
+
+
 def activate(x: Tensor, activation: str) -> Tensor:
     """Apply ``silu`` or ``gelu_tanh`` in float32, handing back the dtype of ``x``."""
     if activation == "silu":

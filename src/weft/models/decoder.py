@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import fields
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +22,11 @@ from weft.models.layers import (
     project_qkv,
 )
 from weft.models.spec import AttentionParams, ModelSpec
+
+if TYPE_CHECKING:
+    from weft.kernels.cpu.stack import Stack
+
+Caches = Seq[Seq[Tensor]]
 
 
 class Attend(Protocol):
@@ -108,6 +114,36 @@ class Decoder:
             residual = self.post(number, out, residual, inputs)
         return self.finish(residual)
 
+    def bind(self, keys: Caches, values: Caches) -> Stack | None:
+        """Bind the model to an executor's caches, by KV group and layer of the group.
+
+        The result's ``run`` is ``forward`` with nothing but paged attention between the layers, and
+        gives the very same bits. None if there is a layer that does not run as two fused calls.
+        """
+        if None in self._fused:
+            return None
+        from weft.kernels.cpu.stack import Stack
+
+        spec = self.spec
+        stack = Stack(
+            self.embedding, spec.embedding_scale, self.final_norm, spec.norm_eps, spec.norm_plus_one
+        )
+        for rope, frequencies in zip(spec.ropes, self._frequencies, strict=True):
+            stack.add_rope(frequencies, rope.attention_factor)
+        for number, (kind, layer) in enumerate(zip(spec.layers, self._fused, strict=True)):
+            assert layer is not None
+            at = spec.attention(number)
+            caches = (keys[at.group][at.index], values[at.group][at.index])
+            stack.add_layer(
+                layer,
+                (kind.rope, at.group),
+                caches,
+                scale=at.scale,
+                window=at.window,
+                softcap=at.softcap,
+            )
+        return stack
+
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32 logits [S, V] of normalised hidden states [S, C]."""
@@ -135,12 +171,10 @@ class Decoder:
 
     def angles(self, positions: Tensor) -> tuple[Angles, ...]:
         """Return cos and sin [T, R] float32 of the positions [T], for each rope of the spec."""
-        result = []
-        for rope, frequencies in zip(self.spec.ropes, self._frequencies, strict=True):
-            turns = positions.float().unsqueeze(1) * frequencies  # [T, R]
-            scale = rope.attention_factor
-            result.append((turns.cos() * scale, turns.sin() * scale))
-        return tuple(result)
+        return tuple(
+            self.ops.angles(positions, frequencies, rope.attention_factor)
+            for rope, frequencies in zip(self.spec.ropes, self._frequencies, strict=True)
+        )
 
     def pre(
         self, layer: int, residual: Tensor, angles: tuple[Angles, ...]

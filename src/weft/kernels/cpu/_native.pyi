@@ -97,3 +97,44 @@ class Layer:
         self, residual: int, tokens: int, cos: int, sin: int, half: int, qkv: int, /
     ) -> None: ...
     def post(self, attended: int, residual: int, tokens: int, out: int, /) -> None: ...
+
+class Stack:
+    packed: Matrix | None
+    table: _View
+    embedding_scale: float
+    final_norm: int
+    epsilon: float
+    def add_rope(self, frequencies: int, half: int, scale: float, /) -> None: ...
+    def add_layer(
+        self,
+        layer: Layer,
+        rope: int,
+        group: int,
+        k_cache: _View,
+        v_cache: _View,
+        scale: float,
+        window: int,
+        softcap: float,
+        /,
+    ) -> None: ...
+    def run(
+        self,
+        ids: int,
+        positions: int,
+        tokens: int,
+        groups: list[tuple[_View, _View, _View, _View, int]],
+        hidden: int,
+        /,
+    ) -> None: ...
+
+def angles(
+    positions: int,
+    tokens: int,
+    frequencies: int,
+    half: int,
+    scale: float,
+    cos: int,
+    sin: int,
+    /,
+) -> None: ...
+def normalise(x: _View, weight: _View | None, plus_one: bool, epsilon: float, out: int) -> None: ...

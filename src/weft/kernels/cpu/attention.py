@@ -71,19 +71,19 @@ def paged_attention(
         raise ValueError(f"window is {window}; it must be at least 1, or None")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap is {softcap}; it must be positive, or None")
-    q_view = _view("q", q)
+    q_view = view("q", q)
     out = torch.empty(q.shape, dtype=q.dtype)
     _native.paged_attention(
-        _view("out", out),
+        view("out", out),
         q_view,
-        None if k is None else _view("k", k),
-        None if v is None else _view("v", v),
-        _view("k_cache", k_cache),
-        _view("v_cache", v_cache),
-        _view("block_tables", batch.block_tables),
-        _view("query_start", batch.query_start),
-        _view("context_len", batch.context_len),
-        _view("slots", batch.slots),
+        None if k is None else view("k", k),
+        None if v is None else view("v", v),
+        view("k_cache", k_cache),
+        view("v_cache", v_cache),
+        view("block_tables", batch.block_tables),
+        view("query_start", batch.query_start),
+        view("context_len", batch.context_len),
+        view("slots", batch.slots),
         batch.block_size,
         scale,
         window or 0,
@@ -120,7 +120,8 @@ def use_isa(name: str) -> None:
     _native.use_isa(name)
 
 
-def _view(name: str, tensor: Tensor) -> _View:
+def view(name: str, tensor: Tensor) -> _View:
+    """Return address, type code, shape and strides; ValueError for a type without a code."""
     code = _CODES.get(tensor.dtype)
     if code is None or not tensor.is_cpu:
         shape = list(tensor.shape)

@@ -3,6 +3,12 @@
 
 #include <nanobind/nanobind.h>
 
+#include "tensor.hpp"
+
+// A tensor from (address, type code, shape, strides).
+weft::Tensor tensor_of(const char* name, nanobind::tuple view);
+
 void bind_layer(nanobind::module_& m);
 void bind_matrix(nanobind::module_& m);
+void bind_stack(nanobind::module_& m);
 void bind_step(nanobind::module_& m);

@@ -35,7 +35,8 @@ struct Layer {
 // Norm, QKV, norm of Q and K, rotation of their first 2 * half dimensions: qkv [tokens, ...].
 void layer_pre(const Layer& layer, const char* residual, int64_t tokens, const float* cos,
                const float* sin, int64_t half, char* qkv);
-// Output projection, MLP, norms and both sums: out [tokens, hidden] is the new residual.
+// Output projection, MLP, norms and both sums: out [tokens, hidden] is the new residual. It may be
+// the old one's memory.
 void layer_post(const Layer& layer, const char* attended, const char* residual, int64_t tokens,
                 char* out);
 

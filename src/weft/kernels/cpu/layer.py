@@ -84,7 +84,7 @@ class Layer:
         native.head_size = shape.head_dim
         native.epsilon = shape.norm_eps
         native.activation = ACTIVATIONS[shape.activation]
-        self._native, self._kept = native, kept
+        self.native, self._kept = native, kept
 
     def pre(self, residual: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Norm, QKV, QK norm and rotation: [T, H + 2 Hkv, D], the heads of Q, of K, of V.
@@ -96,14 +96,12 @@ class Layer:
         Raises:
             ValueError: shapes or dtypes do not fit.
         """
-        tokens, shape = self._rows(residual), self._shape
-        half = cos.shape[1]
-        if cos.shape != (tokens, half) or sin.shape != cos.shape or 2 * half > shape.head_dim:
-            raise ValueError(f"angles {list(cos.shape)} do not fit {tokens} tokens")
+        self.check(residual, cos, sin)
+        tokens, shape, half = residual.shape[0], self._shape, cos.shape[1]
         residual, cos, sin = residual.contiguous(), cos.contiguous(), sin.contiguous()
         heads = shape.heads + 2 * shape.kv_heads
         qkv = torch.empty((tokens, heads, shape.head_dim), dtype=self._dtype)
-        self._native.pre(
+        self.native.pre(
             residual.data_ptr(), tokens, cos.data_ptr(), sin.data_ptr(), half, qkv.data_ptr()
         )
         return qkv
@@ -123,8 +121,19 @@ class Layer:
             raise ValueError(f"attended {list(attended.shape)} does not fit {tokens} tokens")
         attended, residual = attended.contiguous(), residual.contiguous()
         out = torch.empty_like(residual)
-        self._native.post(attended.data_ptr(), residual.data_ptr(), tokens, out.data_ptr())
+        self.native.post(attended.data_ptr(), residual.data_ptr(), tokens, out.data_ptr())
         return out
+
+    def check(self, residual: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """Raise ValueError if ``pre`` cannot take these."""
+        tokens, half = self._rows(residual), cos.shape[1]
+        if (
+            cos.shape != (tokens, half)
+            or sin.shape != cos.shape
+            or not cos.dtype == sin.dtype == torch.float32
+            or 2 * half > self._shape.head_dim
+        ):
+            raise ValueError(f"angles {list(cos.shape)} do not fit {tokens} tokens")
 
     def _rows(self, residual: Tensor) -> int:
         tokens = residual.shape[0]

@@ -24,11 +24,6 @@ constexpr int64_t item_rows = 96;
 // Less work than this is not worth another thread: bytes of weights, for each six rows.
 constexpr int64_t min_shared_work = 64 << 10;
 
-float number_at(const void* data, DType type, int64_t i) {
-  if (type == DType::f32) return static_cast<const float*>(data)[i];
-  return std::bit_cast<float>(uint32_t{static_cast<const uint16_t*>(data)[i]} << 16);
-}
-
 int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 // Zeroed memory for matrices, cut one after the other from large runs of huge pages: most matrices

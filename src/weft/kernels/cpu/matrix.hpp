@@ -1,6 +1,7 @@
 // A weight [outputs, inputs], packed into panels when it is loaded, and products with it.
 #pragma once
 
+#include <bit>
 #include <cstdint>
 #include <memory>
 
@@ -8,6 +9,12 @@
 #include "tensor.hpp"
 
 namespace weft {
+
+// One number of float32 or bfloat16 memory.
+inline float number_at(const void* data, DType type, int64_t i) {
+  if (type == DType::f32) return static_cast<const float*>(data)[i];
+  return std::bit_cast<float>(uint32_t{static_cast<const uint16_t*>(data)[i]} << 16);
+}
 
 class Matrix {
  public:

@@ -14,8 +14,6 @@
 
 namespace nb = nanobind;
 
-namespace {
-
 weft::Tensor tensor_of(const char* name, nb::tuple view) {
   weft::Tensor tensor;
   const auto shape = nb::cast<nb::tuple>(view[2]), stride = nb::cast<nb::tuple>(view[3]);
@@ -32,6 +30,8 @@ weft::Tensor tensor_of(const char* name, nb::tuple view) {
   }
   return tensor;
 }
+
+namespace {
 
 std::optional<weft::Tensor> maybe_tensor_of(const char* name, std::optional<nb::tuple> view) {
   if (!view) return std::nullopt;
@@ -89,4 +89,5 @@ NB_MODULE(_native, m) {
   bind_matrix(m);
   bind_step(m);
   bind_layer(m);
+  bind_stack(m);
 }

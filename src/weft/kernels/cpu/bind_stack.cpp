@@ -1,0 +1,87 @@
+// Python binding of stacks of layers. Addresses, as in bind_matrix.cpp; stack.py checks and keeps
+// alive.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+
+#include <vector>
+
+#include "bind.hpp"
+#include "stack.hpp"
+
+namespace nb = nanobind;
+
+namespace {
+
+using weft::Stack;
+
+void add_rope(Stack& stack, uintptr_t frequencies, int64_t half, double scale) {
+  stack.ropes.push_back(
+      {reinterpret_cast<const float*>(frequencies), half, static_cast<float>(scale)});
+}
+
+void add_layer(Stack& stack, const weft::Layer& layer, int64_t rope, int64_t group,
+               nb::tuple k_cache, nb::tuple v_cache, double scale, int64_t window,
+               double softcap) {
+  stack.layers.push_back({&layer, rope, group, tensor_of("k_cache", k_cache),
+                          tensor_of("v_cache", v_cache), static_cast<float>(scale), window,
+                          static_cast<float>(softcap)});
+}
+
+void run(const Stack& stack, uintptr_t ids, uintptr_t positions, int64_t tokens, nb::list groups,
+         uintptr_t hidden) {
+  std::vector<weft::GroupBatch> batches;
+  for (const auto item : groups) {
+    const auto views = nb::cast<nb::tuple>(item);
+    batches.push_back({tensor_of("block_tables", nb::cast<nb::tuple>(views[0])),
+                       tensor_of("query_start", nb::cast<nb::tuple>(views[1])),
+                       tensor_of("context_len", nb::cast<nb::tuple>(views[2])),
+                       tensor_of("slots", nb::cast<nb::tuple>(views[3])),
+                       nb::cast<int64_t>(views[4])});
+  }
+  const nb::gil_scoped_release released;
+  weft::run_stack(stack, reinterpret_cast<const int64_t*>(ids),
+                  reinterpret_cast<const int64_t*>(positions), tokens, batches,
+                  reinterpret_cast<char*>(hidden));
+}
+
+void angles(uintptr_t positions, int64_t tokens, uintptr_t frequencies, int64_t half, double scale,
+            uintptr_t cos, uintptr_t sin) {
+  const nb::gil_scoped_release released;
+  weft::compute_angles(reinterpret_cast<const int64_t*>(positions), tokens,
+                       reinterpret_cast<const float*>(frequencies), half,
+                       static_cast<float>(scale), reinterpret_cast<float*>(cos),
+                       reinterpret_cast<float*>(sin));
+}
+
+void normalise(nb::tuple x, std::optional<nb::tuple> weight, bool plus_one, double epsilon,
+               uintptr_t out) {
+  const weft::Tensor rows = tensor_of("x", x);
+  weft::Tensor numbers;
+  if (weight) numbers = tensor_of("weight", *weight);
+  const nb::gil_scoped_release released;
+  weft::normalise(rows, weight ? &numbers : nullptr, plus_one, static_cast<float>(epsilon),
+                  reinterpret_cast<char*>(out));
+}
+
+}  // namespace
+
+void bind_stack(nb::module_& m) {
+  nb::class_<Stack>(m, "Stack")
+      .def(nb::init<>())
+      .def_rw("packed", &Stack::packed, nb::arg("packed").none())
+      .def_prop_rw(
+          "table", [](const Stack& stack) { return reinterpret_cast<uintptr_t>(stack.table.data); },
+          [](Stack& stack, nb::tuple view) { stack.table = tensor_of("table", view); })
+      .def_rw("embedding_scale", &Stack::embedding_scale)
+      .def_prop_rw(
+          "final_norm",
+          [](const Stack& stack) { return reinterpret_cast<uintptr_t>(stack.final_norm); },
+          [](Stack& stack, uintptr_t at) { stack.final_norm = reinterpret_cast<const float*>(at); })
+      .def_rw("epsilon", &Stack::epsilon)
+      .def("add_rope", &add_rope)
+      .def("add_layer", &add_layer)
+      .def("run", &run);
+  m.def("angles", &angles);
+  m.def("normalise", &normalise, nb::arg("x"), nb::arg("weight").none(), nb::arg("plus_one"),
+        nb::arg("epsilon"), nb::arg("out"));
+}
