@@ -6,10 +6,6 @@
 
 #include "simd.hpp"
 
-#if defined(__AVX512BF16__)
-#include <immintrin.h>
-#endif
-
 namespace weft {
 namespace {
 

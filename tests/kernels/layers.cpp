@@ -1,0 +1,181 @@
+// The pool, packed matrices and layers under a sanitizer: several callers at once, a pool that is
+// resized meanwhile, bodies that throw, and memory of exactly the size that a call may touch.
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <stdexcept>
+#include <thread>
+#include <vector>
+
+#include "dispatch.hpp"
+#include "layer.hpp"
+#include "pool.hpp"
+
+namespace weft {
+// dispatch.cpp names the tables of sources that have no part in this.
+extern const Kernels kernels_baseline;
+extern const ScanKernels scan_kernels_baseline;
+const Kernels kernels_baseline{};
+const ScanKernels scan_kernels_baseline{};
+}  // namespace weft
+
+using namespace weft;
+
+namespace {
+
+void require(bool good, const char* what) {
+  if (good) return;
+  std::fprintf(stderr, "failed: %s\n", what);
+  std::exit(1);
+}
+
+// Numbers of a type in memory of exactly their size.
+struct Numbers {
+  std::unique_ptr<char[]> data;
+  Numbers(std::mt19937& draw, DType type, int64_t count) : data(new char[count * size_of(type)]) {
+    std::uniform_real_distribution<float> uniform(-1, 1);
+    for (int64_t i = 0; i < count; ++i) {
+      const float x = uniform(draw) * 0.1f;
+      if (type == DType::f32) {
+        std::memcpy(data.get() + 4 * i, &x, 4);
+      } else {
+        std::memcpy(data.get() + 2 * i, reinterpret_cast<const char*>(&x) + 2, 2);
+      }
+    }
+  }
+};
+
+struct Model {
+  static constexpr int64_t hidden = 130, size = 333, heads = 3, kv_heads = 1, head_size = 24;
+  static constexpr int64_t columns = (heads + 2 * kv_heads) * head_size, half = 5, tokens = 21;
+  DType type;
+  std::mt19937 draw{7};
+  std::vector<Numbers> kept;
+  std::vector<std::unique_ptr<Matrix>> matrices;
+  Layer layer;
+  const char *residual, *attended;
+  const float *cos, *sin;
+
+  explicit Model(DType type) : type(type) {
+    layer.qkv = matrix(columns, hidden, false);
+    layer.output = matrix(hidden, heads * head_size, false);
+    layer.gate_up = matrix(2 * size, hidden, true);
+    layer.down = matrix(hidden, size, false);
+    layer.qkv_bias = numbers(type, columns);
+    layer.gate_up_bias = numbers(type, 2 * size);
+    layer.input_norm = floats(hidden);
+    layer.qk_norm = floats((heads + kv_heads) * head_size);
+    layer.post_attention_norm = floats(hidden);
+    layer.mlp_norm = floats(hidden);
+    layer.post_mlp_norm = floats(hidden);
+    layer.heads = heads;
+    layer.kv_heads = kv_heads;
+    layer.head_size = head_size;
+    layer.epsilon = 1e-5f;
+    residual = numbers(type, tokens * hidden);
+    attended = numbers(type, tokens * heads * head_size);
+    cos = floats(tokens * half);
+    sin = floats(tokens * half);
+  }
+
+  const char* numbers(DType kind, int64_t count) {
+    kept.emplace_back(draw, kind, count);
+    return kept.back().data.get();
+  }
+  const float* floats(int64_t count) {
+    return reinterpret_cast<const float*>(numbers(DType::f32, count));
+  }
+  const Matrix* matrix(int64_t outputs, int64_t inputs, bool gated) {
+    Tensor weight{"weight", const_cast<char*>(numbers(type, outputs * inputs)), type, 2};
+    weight.shape = {outputs, inputs};
+    weight.stride = {inputs, 1};
+    matrices.push_back(Matrix::pack(weight, gated));
+    return matrices.back().get();
+  }
+
+  // What the layer makes of the tokens [first, first + count).
+  std::vector<char> run(int64_t first, int64_t count) const {
+    const int64_t bytes = size_of(type);
+    std::vector<char> qkv(count * columns * bytes), out(count * hidden * bytes);
+    const char* rows = residual + first * hidden * bytes;
+    layer_pre(layer, rows, count, cos + first * half, sin + first * half, half, qkv.data());
+    layer_post(layer, attended + first * heads * head_size * bytes, rows, count, out.data());
+    qkv.insert(qkv.end(), out.begin(), out.end());
+    return qkv;
+  }
+
+  std::vector<char> expected(const std::vector<char>& whole, int64_t first, int64_t count) const {
+    const int64_t wide = columns * size_of(type), narrow = hidden * size_of(type);
+    const auto qkv = whole.begin() + first * wide;
+    const auto out = whole.begin() + tokens * wide + first * narrow;
+    std::vector<char> part(qkv, qkv + count * wide);
+    part.insert(part.end(), out, out + count * narrow);
+    return part;
+  }
+};
+
+void check_phases() {
+  constexpr int64_t counts[] = {5, 1, 0, 17, 3};
+  std::atomic<int64_t> done[5] = {};
+  shared_pool().run_phases(counts, [&](int phase, int64_t) {
+    for (int before = 0; before < phase; ++before) {
+      require(done[before] == counts[before], "a phase begins when the one before is done");
+    }
+    ++done[phase];
+  });
+  for (int phase = 0; phase < 5; ++phase) require(done[phase] == counts[phase], "all items ran");
+}
+
+void check_throwing() {
+  bool thrown = false;
+  try {
+    shared_pool().run(40, [](int64_t item) {
+      if (item % 7 == 3) throw std::runtime_error("as wished");
+    });
+  } catch (const std::runtime_error&) {
+    thrown = true;
+  }
+  require(thrown, "an exception of a body reaches the caller");
+}
+
+}  // namespace
+
+int main(int, char** words) {
+  const int rounds = std::atoi(words[1]);
+  const Model models[] = {Model(DType::f32), Model(DType::bf16)};
+  shared_pool().resize(1);
+  const std::vector<char> wholes[] = {models[0].run(0, Model::tokens),
+                                      models[1].run(0, Model::tokens)};
+  shared_pool().resize(3);
+  std::atomic<bool> over{false};
+  std::thread resizer([&] {
+    for (int i = 0; !over; ++i) {
+      shared_pool().resize(1 + i % 4);
+      std::this_thread::yield();
+    }
+  });
+  std::vector<std::thread> callers;
+  for (int caller = 0; caller < 3; ++caller) {
+    callers.emplace_back([&, caller] {
+      std::mt19937 draw(caller);
+      for (int i = 0; i < rounds; ++i) {
+        const int which = static_cast<int>(draw() % 2);
+        const int64_t first = draw() % Model::tokens;
+        const int64_t count = 1 + draw() % (Model::tokens - first);
+        const Model& model = models[which];
+        require(model.run(first, count) == model.expected(wholes[which], first, count),
+                "the same bits for any rows, callers and threads");
+        check_phases();
+        if (i % 8 == 0) check_throwing();
+      }
+    });
+  }
+  for (std::thread& caller : callers) caller.join();
+  over = true;
+  resizer.join();
+  shared_pool().resize(1);
+  std::puts("good");
+}
