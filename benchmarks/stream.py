@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -36,6 +37,7 @@ from weft.ring.inbox import RingInbox
 from weft.ring.layout import EngineInfo
 from weft.ring.segment import RingFds, create_ring
 from weft.sched.fcfs import FCFSScheduler, Limits
+from weft.server.counts import create_board
 from weft.server.keeper import FrontendKeeper
 from weft.server.listen import listen
 from weft.server.options import ServerOptions
@@ -172,7 +174,8 @@ def request_plane(options: ServerOptions, rate: float) -> Iterator[tuple[int, in
         engine = subprocess.Popen(command, pass_fds=ring.pass_fds)
         settings = _frontend_settings(EngineConfig(), options)
         card, write_end = os.pipe()
-        frontend = FrontendKeeper(0, settings, ring, listener, None)._start(card, announce=False)
+        keeper = FrontendKeeper(0, settings, ring, listener, create_board(1), None, math.inf)
+        frontend = keeper._start(card, announce=False)
         try:
             with os.fdopen(write_end, "w") as pipe:
                 pipe.write(served().to_json() + "\n")

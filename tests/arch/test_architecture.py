@@ -164,6 +164,33 @@ def test_the_torch_block_can_fail():
     assert "torch is blocked" in run_without_torch("weft.exec.store").stderr
 
 
+def loaded_by(code: str) -> set[str]:
+    """The modules that a fresh interpreter has loaded after some code."""
+    code += "\nimport sys\nprint(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+def test_nothing_heavy_is_imported_before_it_is_needed():
+    heavy = {"torch", "numpy", "jinja2", "tokenizers", "llguidance", "yaml", "tqdm", "asyncio"}
+    assert not loaded_by("import weft") & (heavy | {"weft.core.types"})
+    assert not loaded_by("import weft.cli") & heavy
+    assert not loaded_by("from weft import SamplingParams") & heavy
+    assert not loaded_by("from weft import LLM") & (heavy - {"asyncio"})
+    in_engines = loaded_by("import weft.engine.process, weft.engine.build")
+    assert {"torch", "numpy"} <= in_engines
+    assert not in_engines & {"jinja2", "tokenizers", "yaml", "transformers"}
+
+
+def test_engines_import_torch_without_what_compilers_need():
+    start = "from weft.engine.postpone import postpone\npostpone('torch._meta_registrations')\n"
+    start += "import torch\nassert torch.ones(2).sum() == 2\n"
+    without = loaded_by(start)
+    asked = loaded_by(start + "assert torch._meta_registrations.register_meta")
+    assert "torch._meta_registrations" in without
+    assert "torch._decomp" in asked - without  # which that module imports
+
+
 def test_files_stay_readable(capsys):
     """Prints lines per package; a file that outgrows the limit wants to be two files."""
     lines: dict[str, int] = {}

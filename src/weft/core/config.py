@@ -11,8 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from weft.core.errors import ConfigError, OutOfMemoryError, ParameterError, suggest
 from weft.core.logs import FORMATS, LEVELS
 from weft.core.settings import check_settings, format_bytes, setting, settings_of
@@ -166,6 +164,8 @@ def load_config_file(path: str) -> dict[str, Any]:
     Raises:
         ConfigError: the file cannot be read, is not YAML, or is not a mapping.
     """
+    import yaml  # most starts need none
+
     try:
         loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:

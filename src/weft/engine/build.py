@@ -42,7 +42,6 @@ from weft.models.layout import num_parameters
 from weft.models.loader import load_model
 from weft.models.spec import ModelSpec
 from weft.sched.fcfs import FCFSScheduler, Limits
-from weft.text.tokenizer import Tokenizer
 
 logger = logging.getLogger("weft")
 
@@ -185,6 +184,8 @@ def build_engine(config: EngineConfig, returning_bytes: int = 0) -> Engine:
 
 def _grammar_tokenizer(config: EngineConfig, model: Model) -> LLTokenizer:
     """The tokeniser that the request plane checks grammars with."""
+    from weft.text.tokenizer import Tokenizer  # few engines ever need it
+
     tokenizer = Tokenizer.load(Path(config.tokenizer or model.folder))
     text = tokenizer.reference.to_str()
     return grammar_tokenizer(text, model.spec.vocab_size, model.eos_token_ids)

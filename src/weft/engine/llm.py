@@ -18,10 +18,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-import numpy as np
-from numpy.typing import NDArray
-from tqdm import tqdm
-
 from weft.core.config import EngineConfig
 from weft.core.errors import (
     ConfigError,
@@ -33,12 +29,15 @@ from weft.core.errors import (
 from weft.core.plan import Update
 from weft.core.types import MAX_SEED, FinishReason, Request, SamplingParams, TokenLogprob
 from weft.engine.remote import RemoteEngine
-from weft.text.stream import TextStream
-from weft.text.template import ChatTemplate, encode_chat
-from weft.text.tokenizer import Tokenizer
 
+# What takes long to import is imported where it is used, or while the engine starts.
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from weft.engine.local import LocalEngine
+    from weft.text.template import ChatTemplate
+    from weft.text.tokenizer import Tokenizer
 
 Prompt = str | Seq[int]
 
@@ -91,6 +90,8 @@ class _Assembly:
     """Collects the updates of one request into text and a result."""
 
     def __init__(self, request: Request, prompt: str | None, tokenizer: Tokenizer) -> None:
+        from weft.text.stream import TextStream
+
         sampling = request.sampling
         self.request = request
         self.result = GenerationResult(prompt, request.prompt)
@@ -151,7 +152,8 @@ class LLM:
 
     def __init__(self, model: str | Path = "builtin", **settings: Any) -> None:
         given = {"model": str(model), **settings}
-        self._open(EngineConfig.from_mapping(given, "LLM"), RemoteEngine(given))
+        config = EngineConfig.from_mapping(given, "LLM")
+        self._open(config, RemoteEngine(given, meanwhile=_import_text))
 
     @classmethod
     def in_process(cls, model: str | Path = "builtin", **settings: Any) -> LLM:
@@ -164,6 +166,8 @@ class LLM:
         return made
 
     def _open(self, config: EngineConfig, engine: RemoteEngine | LocalEngine) -> None:
+        from weft.text.tokenizer import Tokenizer
+
         self.config = config
         self.engine = engine
         self._pid = os.getpid()
@@ -196,6 +200,8 @@ class LLM:
         Raises:
             ParameterError: a prompt or parameter is wrong; nothing was started.
         """
+        from tqdm import tqdm
+
         listed = _prompt_list(prompts)
         results: list[GenerationResult | None] = [None] * len(listed)
         hidden = not progress or not sys.stderr.isatty()
@@ -293,12 +299,16 @@ class LLM:
 
     def encode_chat(self, messages: Seq[Mapping[str, Any]], **arguments: Any) -> list[int]:
         """Token ids of a conversation by the model's chat template."""
+        from weft.text.template import encode_chat
+
         return encode_chat(self.tokenizer, self.chat_template, messages, **arguments)
 
     @property
     def chat_template(self) -> ChatTemplate:
         """The model's chat template, or the one that the settings name; loaded on first use."""
         if self._chat_template is None:
+            from weft.text.template import ChatTemplate
+
             named = self.config.chat_template
             file = Path(named) if named else None
             self._chat_template = ChatTemplate.load(Path(self.served.folder), file=file)
@@ -313,6 +323,8 @@ class LLM:
             ParameterError: a prompt is wrong; nothing was started.
             WeftError: the engine could not compute a prompt.
         """
+        import numpy as np
+
         sampling = SamplingParams(max_tokens=1, seed=0).with_defaults({})
         requests = [
             Request(next(self._ids), tuple(self.check_prompt(prompt)), sampling, embed=True)
@@ -425,6 +437,10 @@ class LLM:
             raise EngineDeadError(
                 "This LLM belongs to the process that made it; make one after the fork."
             )
+
+
+def _import_text() -> None:
+    import weft.text  # noqa: F401
 
 
 def _token_ids(prompt: Any) -> list[int]:

@@ -29,6 +29,7 @@ from weft.core.process import STALLED, die_with, set_process_title
 from weft.engine.compiling import CompilingInbox
 from weft.engine.loop import EngineLoop
 from weft.engine.machine import WallClock
+from weft.engine.postpone import postpone
 from weft.ring.inbox import RingInbox
 from weft.ring.layout import EngineInfo
 from weft.ring.segment import RingFds
@@ -57,6 +58,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     signal.signal(STALLED, signal.SIG_IGN)
     report = os.fdopen(options.report, "w")
+    postpone("torch._meta_registrations")  # a fourth of the import of torch; for compilers
     orders = _Orders()
     try:
         config = EngineConfig.from_mapping(orders.settings)

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -132,16 +132,20 @@ def read_report(line: str) -> ServedModel:
 class RemoteEngine:
     """An engine in a process of its own, for one Python program.
 
+    Args:
+        meanwhile: is called while the engine starts.
+
     Attributes:
         client: takes requests; its sinks are called on a thread of its own.
         served: facts of the model.
     """
 
-    def __init__(self, settings: Mapping[str, Any]) -> None:
+    def __init__(self, settings: Mapping[str, Any], meanwhile: Callable[[], None]) -> None:
         self._pid = os.getpid()
         ring = self._ring = create_ring()
         self._process = EngineProcess.start(settings, [ring])
         try:
+            meanwhile()
             self.served = self._process.wait_until_ready()
             self.client = RingClient(ring)
         except BaseException:

@@ -1,0 +1,27 @@
+"""Puts off the import of a module until something of it is used."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import Any
+
+
+def postpone(name: str) -> None:
+    """Let imports of this module, if it is not there yet, give a place holder.
+
+    What is asked of the place holder comes from the module, which is imported then. Other than with
+    ``importlib.util.LazyLoader`` those who look through all modules for a file do not load it.
+    """
+    if name not in sys.modules:
+        sys.modules[name] = _Postponed(name)
+
+
+class _Postponed(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(f"module '{self.__name__}' has not been imported yet")
+        if sys.modules.get(self.__name__) is self:
+            del sys.modules[self.__name__]
+        return getattr(importlib.import_module(self.__name__), name)
