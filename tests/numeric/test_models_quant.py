@@ -11,11 +11,13 @@ import torch
 from checkpoints import edit_config, save
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from paged import PagedRunner
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from weft.core.errors import CheckpointError, UnsupportedModelError
+from weft.kernels.cpu.matrix import gather
 from weft.kernels.ops import select_ops
 from weft.models.decoder import Decoder
 from weft.models.families import read_spec
@@ -62,8 +64,8 @@ def words(values: Tensor, bits: int) -> Tensor:
 def drawn(rows: int, columns: int, bits: int, group: int) -> tuple[Tensor, Tensor, Tensor]:
     """Random values [N, K], zero points [N, G] and float16 scales [N, G]."""
     values = torch.randint(0, 2**bits, (rows, columns))
-    zeros = torch.randint(1, 2**bits, (rows, columns // group))
-    return values, zeros, (torch.rand(rows, columns // group) * 0.02 + 1e-3).half()
+    zeros = torch.randint(3 * 2**bits // 8, 5 * 2**bits // 8, (rows, columns // group))
+    return values, zeros, ((torch.rand(rows, columns // group) * 0.02 + 1e-3) * 16 / 2**bits).half()
 
 
 def formula(values: Tensor, zeros: Tensor, scales: Tensor, group: int) -> Tensor:
@@ -284,3 +286,24 @@ def test_unknown_compression_is_refused(original, tmp_path, name) -> None:
     (tmp_path / "config.json").write_text(json.dumps(values | {"quantization_config": config}))
     with pytest.raises(UnsupportedModelError, match=next(iter(CONTRADICTIONS[name]))):
         read_spec(tmp_path)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_native_kernels_compute_with_the_stored_integers(original, tmp_path, name) -> None:
+    pack, bits, group, config = FORMATS[name]
+
+    def store(module: str, weight: Tensor):
+        numbers = drawn(*weight.shape, bits, group)
+        return pack(module, *numbers, bits), formula(*numbers, group)
+
+    rewritten(original, tmp_path, {**config, "bits": bits, "group_size": group}, store)
+    ops = select_ops(CPU, torch.float32, "cpu")
+    native = load_model(tmp_path, torch.float32, CPU, None, ops)
+    assert native.layers[0].down.format == f"int{bits}"
+    rows = torch.arange(INNER)
+    assert torch.equal(
+        gather(native.layers[0].gate_up, rows), load(tmp_path).layers[0].gate_up[:INNER]
+    )
+    tokens = torch.randint(0, 96, (50,)).tolist()
+    exact, found = (PagedRunner(d).step([("a", tokens)])[0] for d in (load(tmp_path), native))
+    assert 0 < (found - exact).norm() / exact.norm() < 0.05

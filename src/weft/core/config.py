@@ -17,6 +17,7 @@ from weft.core.settings import check_settings, format_bytes, setting, settings_o
 from weft.core.types import DEFAULT_CLASSES, MAX_SEED, MAX_SPECULATION, ServiceClass
 
 DTYPES = ("float32", "bfloat16", "float16")
+QUANTIZE_GROUPS = (32, 64, 128)
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -50,6 +51,15 @@ class EngineConfig:
         False,
         "refuse to start where results depend on what else is computed or on the chunks of a "
         "prompt, as with attention reference",
+    )
+    quantize: str = setting(
+        "str",
+        "none",
+        "round weights at load: int8 with a scale an output, int4 with one a group of inputs",
+        choices=("none", "int8", "int4"),
+    )
+    quantize_group: int = setting(
+        "int", 64, "inputs that share a scale of int4: 32, 64 or 128", low=32, high=128
     )
     threads: int | None = setting(
         "int", None, "threads for compute; unset takes every core", low=1, high=1024
@@ -109,6 +119,11 @@ class EngineConfig:
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) is below max_num_seqs "
                 f"({self.max_num_seqs}); each running sequence needs one token a step.",
                 param="max_num_batched_tokens",
+            )
+        if self.quantize_group not in QUANTIZE_GROUPS:
+            raise ConfigError(
+                f"quantize_group must be 32, 64 or 128, not {self.quantize_group}.",
+                param="quantize_group",
             )
         for name in ("tokenizer", "chat_template"):
             path = getattr(self, name)

@@ -6,6 +6,7 @@ import logging
 import platform
 import time
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ from weft.models.families import read_spec
 from weft.models.fused import describe_layers
 from weft.models.generation import GenerationDefaults, read_generation_defaults
 from weft.models.hub import resolve_model
-from weft.models.layout import num_parameters
+from weft.models.layout import num_parameters, storage_of, weight_bytes
 from weft.models.loader import load_model
 from weft.models.spec import ModelSpec
 from weft.sched.fcfs import FCFSScheduler, Limits
@@ -96,8 +97,9 @@ def find_model(config: EngineConfig, returning_bytes: int = 0) -> Model:
     folder = resolve_model(config.model, revision=config.revision, offline=config.offline)
     spec = read_spec(folder, config.max_model_len)
     dtype = _choose_dtype(config.dtype, spec.dtype)
+    storage = _check_quantize(config, spec)
     try:
-        ops = select_ops(torch.device("cpu"), getattr(torch, dtype), config.attention)
+        ops = select_ops(torch.device("cpu"), getattr(torch, dtype), config.attention, storage)
     except KernelUnavailable as error:
         raise KernelError(str(error)) from error
     if config.batch_invariant and not ops.batch_invariant:
@@ -105,10 +107,15 @@ def find_model(config: EngineConfig, returning_bytes: int = 0) -> Model:
             f"attention='{config.attention}' is not batch-invariant; set attention='cpu', or turn "
             "batch_invariant off"
         )
+    if config.quantize != "none" and ops.quantise is None:
+        raise KernelError(
+            f"attention='{config.attention}' computes with floats only; set quantize='none', or "
+            "attention='cpu'"
+        )
     element = DTYPE_BYTES[dtype]
     facts = Facts(
         max_position_embeddings=spec.max_position_embeddings,
-        weight_bytes=num_parameters(spec) * element,
+        weight_bytes=weight_bytes(spec, dtype, config.quantize, config.quantize_group),
         available_bytes=available_memory() + returning_bytes,
         groups=tuple(
             GroupFacts(group.name, group.window, group.bytes_per_token(element))
@@ -116,6 +123,28 @@ def find_model(config: EngineConfig, returning_bytes: int = 0) -> Model:
         ),
     )
     return Model(folder, spec, read_generation_defaults(folder), dtype, facts, ops)
+
+
+def _check_quantize(config: EngineConfig, spec: ModelSpec) -> dict[str, str]:
+    """How the weights of ops are stored that are not floats.
+
+    Raises:
+        ConfigError: the weights are to be rounded, but are stored as integers already.
+    """
+    if spec.stored_weights is not None:
+        if config.quantize != "none":
+            raise ConfigError(
+                f"The checkpoint is quantised already ({spec.stored_weights}); leave quantize out.",
+                param="quantize",
+            )
+        return {"linear": str(spec.stored_weights)}
+    layer, head = (
+        storage_of(name, config.quantize, config.quantize_group) for name in ("down", "lm_head")
+    )
+    if layer is None:
+        return {}
+    stored = {"linear": str(layer), "moe": str(layer), "logits": str(head)}
+    return stored | ({"embedding": str(head)} if spec.tied_embeddings else {})
 
 
 def settle(config: EngineConfig, returning_bytes: int = 0) -> tuple[Model, ResolvedConfig]:
@@ -162,6 +191,7 @@ def build_engine(config: EngineConfig, returning_bytes: int = 0) -> Engine:
         device=device,
         max_model_len=resolved.max_model_len,
         ops=model.ops,
+        rounding=partial(storage_of, quantize=config.quantize, group=config.quantize_group),
     )
     groups = model.spec.kv_groups
     store = KVStore(groups, resolved.group_blocks, resolved.block_size, dtype, device)

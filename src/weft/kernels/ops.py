@@ -6,6 +6,7 @@ the table is built, with a sentence that says what to do.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeAlias
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from weft.kernels import choice, reference
+from weft.kernels.storage import Storage
 from weft.kernels.unavailable import KernelUnavailable
 
 # What a table's ``pack`` made of a weight, for the ops of the same table: a tensor as it was, or a
@@ -26,6 +28,7 @@ Experts: TypeAlias = Any
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ATTENTION_CHOICES = ("auto", "cpu", "reference")
+WEIGHTED = ("linear", "logits", "embedding", "moe")
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,17 @@ class Pack(Protocol):
     def __call__(self, parameter: str, tensor: Tensor, /) -> Weight | Experts: ...
 
 
+class Quantise(Protocol):
+    """Return an empty matrix of integers for a parameter, to be written output by output.
+
+    A parameter of one matrix for each expert becomes a tuple.
+    """
+
+    def __call__(
+        self, parameter: str, shape: torch.Size, dtype: torch.dtype, storage: Storage, /
+    ) -> Weight | Experts: ...
+
+
 class Moe(Protocol):
     """See ``reference.moe``."""
 
@@ -148,6 +162,7 @@ class OpTable:
     paged_attention: PagedAttention
     choose: Choose
     pack: Pack
+    quantise: Quantise | None  # None: only floats are computed with
     fused_layers: bool  # packed matrices may be bound by ``cpu.layer``
     batch_invariant: bool  # a token's result depends on nothing but its own context
     names: dict[str, str] = field(repr=False)
@@ -157,12 +172,18 @@ class OpTable:
         return dict(self.names)
 
 
-def select_ops(device: torch.device, dtype: torch.dtype, attention: str = "auto") -> OpTable:
+def select_ops(
+    device: torch.device,
+    dtype: torch.dtype,
+    attention: str = "auto",
+    weights: Mapping[str, str] | None = None,
+) -> OpTable:
     """Choose the implementation of every op for one device and dtype.
 
     Args:
         attention: ``auto`` or ``cpu`` for the native kernels; ``reference`` for plain torch in
             every op, which is slow and whose results may differ by the batch.
+        weights: how the weights of an op are stored, where it is not in ``dtype``.
 
     Raises:
         KernelUnavailable: the device, the dtype or the wished attention cannot be served.
@@ -185,7 +206,7 @@ def select_ops(device: torch.device, dtype: torch.dtype, attention: str = "auto"
             "no CPU kernels compute in float16; choose bfloat16 or float32, or set "
             "attention='reference' (slow)"
         )
-    return _native_ops(str(dtype).removeprefix("torch."))
+    return _native_ops(str(dtype).removeprefix("torch."), weights or {})
 
 
 def _reference_ops() -> OpTable:
@@ -201,6 +222,7 @@ def _reference_ops() -> OpTable:
         paged_attention=reference.paged_attention,
         choose=choice.choose,
         pack=reference.keep,
+        quantise=None,
         fused_layers=False,
         batch_invariant=False,
         names={
@@ -218,7 +240,7 @@ def _reference_ops() -> OpTable:
     )
 
 
-def _native_ops(dtype: str) -> OpTable:
+def _native_ops(dtype: str, weights: Mapping[str, str]) -> OpTable:
     try:
         from weft.kernels.cpu import attention, choose, matrix, stack
     except ImportError as error:
@@ -226,7 +248,7 @@ def _native_ops(dtype: str) -> OpTable:
             "the native CPU kernels are not built; install weft with a C++ compiler "
             f"present, or set attention='reference' (slow): {error}"
         ) from error
-    weights = f"cpu, {dtype} weights"
+    stored = {op: f"cpu, {weights.get(op, dtype)} weights" for op in WEIGHTED}
     return OpTable(
         rms_norm=stack.rms_norm,
         rope=reference.rope,
@@ -239,6 +261,7 @@ def _native_ops(dtype: str) -> OpTable:
         paged_attention=attention.paged_attention,
         choose=choose.choose,
         pack=matrix.pack,
+        quantise=matrix.quantised,
         fused_layers=True,
         batch_invariant=True,
         names={
@@ -246,10 +269,7 @@ def _native_ops(dtype: str) -> OpTable:
             "rope": "reference",
             "angles": "cpu",
             "act_mul": "reference",
-            "linear": weights,
-            "logits": weights,
-            "embedding": weights,
-            "moe": weights,
+            **stored,
             "paged_attention": "cpu",
             "choose": "cpu",
         },

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from weft.kernels.storage import Storage
+
 
 @dataclass(frozen=True)
 class Quantized:
@@ -32,11 +34,23 @@ class Quantized:
         """N and K."""
         return self.values.shape
 
+    @property
+    def storage(self) -> Storage:
+        """How the native kernels store it."""
+        grouped = self.scales.shape[1] > 1
+        dtype = str(self.scales.dtype).removeprefix("torch.")
+        group = self.group if grouped else None
+        return Storage(self.bits, group, dtype, self.zeros is not None)
+
     def dequantize(self) -> Tensor:
         """Return the weight [N, K] in float32."""
-        inputs = self.shape[1]
-        zeros = 2 ** (self.bits - 1) if self.zeros is None else self._spread(self.zeros.float())
-        return (self.values.float() - zeros) * self._spread(self.scales.float())[:, :inputs]
+        zeros = self._spread(self._all_zeros().float())
+        return (self.values.float() - zeros) * self._spread(self.scales.float())
+
+    def _all_zeros(self) -> Tensor:
+        if self.zeros is not None:
+            return self.zeros
+        return torch.full(self.scales.shape, 2 ** (self.bits - 1), dtype=torch.uint8)
 
     def _spread(self, numbers: Tensor) -> Tensor:
         return numbers.repeat_interleave(self.group, dim=1)[:, : self.shape[1]]
@@ -49,12 +63,12 @@ def stacked(parts: Sequence[Quantized]) -> Quantized:
         ValueError: they differ in bits, group or the dtype of their scales.
     """
     first = parts[0]
-    kinds = {(part.bits, part.group, part.scales.dtype, part.zeros is None) for part in parts}
+    kinds = {(part.bits, part.group, part.scales.dtype) for part in parts}
     if len(kinds) > 1:
         raise ValueError("weights of different bits, groups or scales cannot be stacked")
-    zeros = (
-        None if first.zeros is None else torch.cat([p.zeros for p in parts if p.zeros is not None])
-    )
+    zeros = None
+    if any(part.zeros is not None for part in parts):
+        zeros = torch.cat([part._all_zeros() for part in parts])
     return Quantized(
         torch.cat([part.values for part in parts]),
         torch.cat([part.scales for part in parts]),

@@ -9,11 +9,18 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from weft.kernels.storage import Storage
+from weft.models.quant_config import StoredWeights
 from weft.models.spec import LayerSpec, ModelSpec
 
 Shape = tuple[int, ...]
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+# What ``quantize`` rounds. The output head, and with it a tied embedding, gets 8 bits in any case:
+# an error in it goes straight into the logits. Everything else stays in floats: it is small (norms,
+# biases, routers), or only looked up (an embedding that is not tied).
+ROUNDED = {"qkv", "output", "gate_up", "down", "expert_gate_up", "expert_down"}
 
 
 @dataclass(frozen=True)
@@ -75,9 +82,47 @@ def num_parameters(spec: ModelSpec) -> int:
     return sum(math.prod(piece.shape) for piece in pieces)
 
 
-def weight_bytes(spec: ModelSpec, dtype: str) -> int:
-    """Return the bytes of all weights in memory for a dtype name such as ``bfloat16``."""
-    return DTYPE_BYTES[dtype] * sum(math.prod(p.shape) for p in parameters(spec))
+def storage_of(parameter: str, quantize: str, group: int) -> Storage | None:
+    """Return how a parameter is rounded at load, None for one that stays in floats.
+
+    Args:
+        parameter: its name; ``lm_head`` for an embedding that the output head is tied to.
+        quantize: ``none``, ``int8`` (a scale an output), ``int4`` (one for ``group`` inputs).
+    """
+    name = parameter.rpartition(".")[2]
+    if quantize == "none" or name not in ROUNDED | {"lm_head"}:
+        return None
+    return Storage(4, group) if quantize == "int4" and name in ROUNDED else Storage(8, None)
+
+
+def weight_bytes(spec: ModelSpec, dtype: str, quantize: str = "none", group: int = 0) -> int:
+    """Return the bytes of all weights in memory for a dtype name such as ``bfloat16``.
+
+    Args:
+        quantize, group: see ``storage_of``. Of a checkpoint whose weights are stored quantised, all
+            those of layers are taken to be.
+    """
+    total = 0
+    for parameter in parameters(spec):
+        tied = parameter.name == "embed" and spec.tied_embeddings
+        storage = storage_of("lm_head" if tied else parameter.name, quantize, group)
+        if spec.stored_weights is not None and len(parameter.shape) == 2:
+            storage = _stored(spec.stored_weights, parameter)
+        if storage is None:
+            total += DTYPE_BYTES[dtype] * math.prod(parameter.shape)
+        else:
+            *experts, rows, columns = parameter.shape
+            gated = parameter.name.endswith(".gate_up")
+            total += math.prod(experts) * storage.nbytes(rows, columns, gated=gated)
+    return total
+
+
+def _stored(stored: StoredWeights, parameter: Parameter) -> Storage | None:
+    if parameter.name.rpartition(".")[2] not in ROUNDED:
+        return None
+    scales = "float16" if stored.method in ("awq", "gptq") else "bfloat16"
+    whole = stored.group is None or stored.group >= parameter.shape[1]
+    return Storage(stored.bits, None if whole else stored.group, scales, stored.zeros)
 
 
 def _whole(name: str, tensor: str, shape: Shape) -> Parameter:

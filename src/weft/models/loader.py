@@ -1,14 +1,15 @@
 """Streams safetensors into a decoder: each parameter filled once, each tensor accounted for.
 
 All headers are read and checked before a byte of weights is; then every tensor is copied from the
-memory-mapped file into its place and packed, so the peak is the model and one tensor.
+memory-mapped file into its place and packed, so the peak is the model and one tensor. Weights that
+are rounded to integers come a few rows at a time, so there the peak is the rounded model.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +20,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from weft.core.errors import CheckpointError
-from weft.kernels.ops import OpTable, Pack
-from weft.kernels.quantized import Quantized
+from weft.kernels.ops import OpTable
+from weft.kernels.quantized import Quantized, stacked
+from weft.kernels.storage import Storage
 from weft.models.decoder import Decoder
 from weft.models.families import read_spec
 from weft.models.layout import Parameter, Piece, parameters
@@ -29,6 +31,8 @@ from weft.models.spec import ModelSpec
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+CHUNK_BYTES = 1 << 20  # of a tensor that is rounded, read at a time
+FLOAT_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 LISTED = 8  # names shown in an error that concerns many tensors
 
 
@@ -40,6 +44,7 @@ class StoredTensor:
     file: Path
     shape: tuple[int, ...]
     dtype: str
+    offset: int  # bytes from the start of the file
 
 
 def load_model(
@@ -48,12 +53,15 @@ def load_model(
     device: torch.device,
     max_model_len: int | None,
     ops: OpTable,
+    rounding: Callable[[str], Storage | None] = lambda _: None,
 ) -> Decoder:
     """Load a model folder.
 
     Args:
         dtype: what the weights are converted to.
         max_model_len: the longest sequence that will be served, in tokens.
+        rounding: how a parameter is rounded to integers, by its name; None: it is not. An embedding
+            that the output head is tied to is asked for as ``lm_head``.
 
     Raises:
         UnsupportedModelError: the config asks for something that weft does not implement.
@@ -62,7 +70,7 @@ def load_model(
     spec = read_spec(path, max_model_len)
     with ExitStack() as files:
         checkpoint = Checkpoint(path, spec, files)
-        weights = checkpoint.load(dtype, device, ops.pack)
+        weights = checkpoint.load(dtype, device, ops, rounding)
     return Decoder(spec, weights, ops)
 
 
@@ -84,19 +92,83 @@ class Checkpoint:
         self._parameters = tuple(parameters(spec, stacked_experts=stacked))
         self._check()
 
-    def load(self, dtype: torch.dtype, device: torch.device, pack: Pack) -> dict[str, Any]:
+    def load(
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        ops: OpTable,
+        rounding: Callable[[str], Storage | None],
+    ) -> dict[str, Any]:
         """Return every parameter by name, converted to ``dtype`` on ``device``, then packed."""
         weights = {}
         for parameter in self._parameters:
             name = parameter.name
             if name == "embed" and self._spec.tied_embeddings:
                 name = "lm_head"
-            weights[parameter.name] = pack(name, self._fill(parameter, dtype, device))
+            storage = rounding(name)
+            if storage is not None and ops.quantise is not None:
+                found = ops.quantise(name, torch.Size(parameter.shape), dtype, storage)
+                self._round(parameter, found)
+            elif ops.quantise is not None and self._is_stored_quantised(parameter):
+                whole = stacked([self._quantized(piece) for piece in parameter.pieces])
+                found = ops.quantise(name, whole.shape, dtype, whole.storage)
+                found.write(0, whole)
+            else:
+                found = ops.pack(name, self._fill(parameter, dtype, device))
+            weights[parameter.name] = found
         return weights
+
+    def _is_stored_quantised(self, parameter: Parameter) -> bool:
+        """Return whether the integers of a parameter are computed with as they are stored.
+
+        Weights of experts are not: they become floats.
+        """
+        kinds = {bool(self._parts(piece)) for piece in parameter.pieces}
+        if len(kinds) > 1:
+            names = ", ".join(self._full_name(piece) for piece in parameter.pieces)
+            raise CheckpointError(f"{self._folder}: only some of {names} are quantised")
+        return kinds == {True} and len(parameter.shape) == 2
+
+    def _round(self, parameter: Parameter, weight: Any) -> None:
+        """Write the pieces of a parameter into the matrix, or the experts' matrices, it becomes."""
+        for piece in parameter.pieces:
+            first = next((part.start for part in piece.index if isinstance(part, slice)), 0)
+            number = [part for part in piece.index if isinstance(part, int)]
+            stack = list(weight) if len(piece.shape) == 3 else [weight]
+            matrices = [weight[number[0]]] if number else stack
+            height = piece.shape[-2]
+            for place, matrix in enumerate(matrices):
+                for start, rows in self._rows(piece, place * height, (place + 1) * height):
+                    try:
+                        matrix.write(first + start, rows)
+                    except ValueError as error:
+                        name = self._full_name(piece)
+                        raise CheckpointError(
+                            f"{self._stored[name].file}: tensor '{name}': {error}"
+                        ) from error
+
+    def _rows(self, piece: Piece, first: int, last: int) -> Iterator[tuple[int, Tensor]]:
+        """Yield rows of a tensor [..., n] with their places after ``first``, a few at a time.
+
+        They are read and not mapped: pages of a map would stay with the process.
+        """
+        name, columns = self._full_name(piece), piece.shape[-1]
+        stored = self._stored[name]
+        dtype = FLOAT_DTYPES[stored.dtype]
+        row_bytes = columns * dtype.itemsize
+        count = max(1, CHUNK_BYTES // row_bytes)
+        with stored.file.open("rb", buffering=0) as file:
+            file.seek(stored.offset + first * row_bytes)
+            for start in range(0, last - first, count):
+                data = bytearray(min(count, last - first - start) * row_bytes)
+                if file.readinto(data) != len(data):
+                    raise CheckpointError(f"cannot read tensor '{name}' of {stored.file}")
+                yield start, torch.frombuffer(data, dtype=dtype).view(-1, columns)
 
     def _read_headers(self) -> dict[str, StoredTensor]:
         stored: dict[str, StoredTensor] = {}
         for path, handle in self._open.items():
+            offsets = _offsets(path)
             for name in handle.keys():  # noqa: SIM118 - not a dict
                 if name in stored:
                     raise CheckpointError(
@@ -104,7 +176,8 @@ class Checkpoint:
                         f"{path.name}; remove one of them"
                     )
                 view = handle.get_slice(name)
-                stored[name] = StoredTensor(name, path, tuple(view.get_shape()), view.get_dtype())
+                shape, dtype = tuple(view.get_shape()), view.get_dtype()
+                stored[name] = StoredTensor(name, path, shape, dtype, offsets[name])
         return stored
 
     def _find_prefix(self) -> str:
@@ -203,8 +276,8 @@ class Checkpoint:
         for piece in parameter.pieces:
             name = self._full_name(piece)
             part = target[piece.index] if piece.index else target
-            quantized = self._quantized(piece)
-            part.copy_(self._read(name) if quantized is None else quantized.dequantize())
+            stored = self._parts(piece)
+            part.copy_(self._quantized(piece).dequantize() if stored else self._read(name))
             if dtype == torch.float16 and not part.isfinite().all():
                 raise CheckpointError(
                     f"{self._stored[name].file}: tensor '{name}' does not fit into float16; "
@@ -212,11 +285,10 @@ class Checkpoint:
                 )
         return target
 
-    def _quantized(self, piece: Piece) -> Quantized | None:
-        """Return a weight that is stored quantised, None for another one."""
+    def _quantized(self, piece: Piece) -> Quantized:
+        """Return a weight that is stored quantised."""
         parts, name = self._parts(piece), self._full_name(piece)
-        if not parts or self._spec.stored_weights is None:
-            return None
+        assert self._spec.stored_weights is not None
         module = name.removesuffix("weight")
         found = {n.removeprefix(module): self._read(n) for n in parts if n in self._stored}
         try:
@@ -240,6 +312,18 @@ def _open(path: Path, files: ExitStack) -> Any:
         raise CheckpointError(
             f"cannot read {path}: {error}; the file is damaged or incomplete, fetch it again"
         ) from error
+
+
+def _offsets(path: Path) -> dict[str, int]:
+    """Return where the tensors of a safetensors file begin, which has been opened before."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+    return {
+        name: 8 + size + entry["data_offsets"][0]
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
 
 
 def _weight_files(folder: Path) -> list[Path]:

@@ -154,6 +154,8 @@ def _fields(packed: Tensor, bits: int) -> Tensor:
 def _quantized(
     stored: StoredWeights, values: Tensor, scales: Tensor, zeros: Tensor | None, columns: int
 ) -> Quantized:
+    if zeros is not None and bool((zeros == 2 ** (stored.bits - 1)).all()):
+        zeros = None
     return Quantized(
         values.contiguous(),
         scales.contiguous(),

@@ -33,6 +33,19 @@ class Matrix:
     def pack(
         data: int, type: int, outputs: int, inputs: int, stride: int, gated: bool
     ) -> Matrix: ...
+    @staticmethod
+    def quantised(
+        format: int,
+        outputs: int,
+        inputs: int,
+        gated: bool,
+        type: int,
+        group: int,
+        scale_type: int,
+        zeros: bool,
+    ) -> Matrix: ...
+    def write(self, first: int, rows: int, values: int, scales: int, zeros: int) -> None: ...
+    def write_rounded(self, first: int, rows: int, data: int, type: int, stride: int) -> None: ...
     @property
     def bytes(self) -> int: ...
     @property

@@ -20,6 +20,29 @@ std::unique_ptr<Matrix> pack(uintptr_t data, int type, int64_t outputs, int64_t 
   return Matrix::pack(weight, gated);
 }
 
+std::unique_ptr<Matrix> quantised(int format, int64_t outputs, int64_t inputs, bool gated,
+                                  int type, int64_t group, int scale_type, bool zeros) {
+  return Matrix::quantised(static_cast<weft::Format>(format), outputs, inputs, gated,
+                           static_cast<weft::DType>(type), group,
+                           static_cast<weft::DType>(scale_type), zeros);
+}
+
+void write_values(Matrix& matrix, int64_t first, int64_t rows, uintptr_t values, uintptr_t scales,
+                  uintptr_t zeros) {
+  const nb::gil_scoped_release released;
+  matrix.write(first, rows, reinterpret_cast<const uint8_t*>(values),
+               reinterpret_cast<const char*>(scales), reinterpret_cast<const uint8_t*>(zeros));
+}
+
+void write_rounded(Matrix& matrix, int64_t first, int64_t rows, uintptr_t data, int type,
+                   int64_t stride) {
+  weft::Tensor weight{"weight", reinterpret_cast<void*>(data), static_cast<weft::DType>(type), 2};
+  weight.shape = {rows, matrix.inputs()};
+  weight.stride = {stride, 1};
+  const nb::gil_scoped_release released;
+  matrix.write_rounded(first, weight);
+}
+
 void linear(const Matrix& matrix, uintptr_t x, int64_t x_stride, int64_t rows, uintptr_t bias,
             uintptr_t out, int out_type) {
   const auto type = static_cast<weft::DType>(out_type);
@@ -46,6 +69,13 @@ void bind_matrix(nb::module_& m) {
   nb::class_<Matrix>(m, "Matrix")
       .def_static("pack", &pack, nb::arg("data"), nb::arg("type"), nb::arg("outputs"),
                   nb::arg("inputs"), nb::arg("stride"), nb::arg("gated"))
+      .def_static("quantised", &quantised, nb::arg("format"), nb::arg("outputs"),
+                  nb::arg("inputs"), nb::arg("gated"), nb::arg("type"), nb::arg("group"),
+                  nb::arg("scale_type"), nb::arg("zeros"))
+      .def("write", &write_values, nb::arg("first"), nb::arg("rows"), nb::arg("values"),
+           nb::arg("scales"), nb::arg("zeros"))
+      .def("write_rounded", &write_rounded, nb::arg("first"), nb::arg("rows"), nb::arg("data"),
+           nb::arg("type"), nb::arg("stride"))
       .def_prop_ro("bytes", &Matrix::bytes)
       .def_prop_ro("format", [](const Matrix& matrix) { return static_cast<int>(matrix.format()); })
       .def("linear", &linear, nb::arg("x"), nb::arg("x_stride"), nb::arg("rows"), nb::arg("bias"),

@@ -9,8 +9,10 @@ namespace weft {
 #define WEFT_DECLARE_ISA(isa)           \
   extern const Kernels kernels_##isa;   \
   extern const PanelKernels panel_kernels_##isa; \
+  extern const QuantKernels quant_kernels_##isa; \
   extern const ScanKernels scan_kernels_##isa;   \
-  static const Isa isa_##isa = {#isa, &kernels_##isa, &panel_kernels_##isa, &scan_kernels_##isa}
+  static const Isa isa_##isa = {#isa, &kernels_##isa, &panel_kernels_##isa, &quant_kernels_##isa, \
+                                &scan_kernels_##isa}
 
 WEFT_DECLARE_ISA(baseline);
 #ifdef WEFT_X86

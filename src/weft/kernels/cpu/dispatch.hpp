@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "panel.hpp"
+#include "quant.hpp"
 #include "scan.hpp"
 #include "tile.hpp"
 
@@ -15,6 +16,7 @@ struct Isa {
   const char* name;
   const Kernels* attention;
   const PanelKernels* panel;
+  const QuantKernels* quant;
   const ScanKernels* scan;
 };
 

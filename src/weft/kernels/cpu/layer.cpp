@@ -55,9 +55,11 @@ void layer_pre(const Layer& layer, const char* residual, int64_t tokens, const f
   const DType type = layer.type();
   const int64_t hidden = layer.qkv->inputs(), head_bytes = layer.head_size * size_of(type);
   const Rows in = rows_of(residual, hidden, type), out = rows_of(qkv, layer.qkv->outputs(), type);
-  const Rows x = rows_of(thread_memory(tokens * in.stride), hidden, type);
-  const Multiplication project{.matrix = layer.qkv, .bias = layer.qkv_bias, .x = x, .residual = {},
-                               .out = out, .rows = tokens, .out_type = type};
+  Multiplication project{.matrix = layer.qkv, .bias = layer.qkv_bias, .x = {}, .residual = {},
+                         .out = out, .rows = tokens, .out_type = type};
+  char* memory = thread_memory(tokens * in.stride + project.round_bytes());
+  project.round_into(memory);
+  const Rows x = project.x = rows_of(memory + project.round_bytes(), hidden, type);
   const auto rotate = [&](int64_t token) {
     for (int64_t head = 0; head < layer.heads + layer.kv_heads; ++head) {
       const float* weight = layer.qk_norm == nullptr ? nullptr : layer.qk_norm + head * layer.head_size;
@@ -73,6 +75,7 @@ void layer_pre(const Layer& layer, const char* residual, int64_t tokens, const f
       if (phase == 2) return rotate(token);
       kernels.norm(type, {layer.input_norm, layer.epsilon}, in.row(token), nullptr, x.row(token),
                    hidden);
+      project.round_row(token);
     });
   });
 }
@@ -83,7 +86,12 @@ void layer_post(const Layer& layer, const char* attended, const char* residual, 
   const DType type = layer.type();
   const int64_t hidden = layer.output->outputs(), size = layer.down->inputs();
   const Rows in = rows_of(residual, hidden, type), result = rows_of(out, hidden, type);
-  char* memory = thread_memory(tokens * (3 * hidden + size) * size_of(type));
+  int64_t round_bytes = 0;
+  for (const Matrix* matrix : {layer.output, layer.gate_up, layer.down}) {
+    round_bytes += matrix->round_bytes(tokens);
+  }
+  char* rounded = thread_memory(round_bytes + tokens * (3 * hidden + size) * size_of(type));
+  char* memory = rounded + round_bytes;
   const auto take = [&](int64_t columns) {
     const Rows rows = rows_of(memory, columns, type);
     memory += tokens * rows.stride;
@@ -92,14 +100,14 @@ void layer_post(const Layer& layer, const char* attended, const char* residual, 
   const Rows middle = take(hidden), x = take(hidden), y = take(hidden), gated = take(size);
   const bool norm_attention = layer.post_attention_norm != nullptr;
   const bool norm_mlp = layer.post_mlp_norm != nullptr;
-  const Multiplication output{
+  Multiplication output{
       .matrix = layer.output, .bias = layer.output_bias,
       .x = rows_of(attended, layer.output->inputs(), type), .residual = norm_attention ? Rows{} : in,
       .out = norm_attention ? y : middle, .rows = tokens, .out_type = type};
-  const Multiplication gate_up{
+  Multiplication gate_up{
       .matrix = layer.gate_up, .bias = layer.gate_up_bias, .x = x, .residual = {}, .out = gated,
       .rows = tokens, .out_type = type, .activated = true, .activation = layer.activation};
-  const Multiplication down{
+  Multiplication down{
       .matrix = layer.down, .bias = layer.down_bias, .x = gated,
       .residual = norm_mlp ? Rows{} : middle, .out = norm_mlp ? y : result, .rows = tokens,
       .out_type = type};
@@ -107,16 +115,24 @@ void layer_post(const Layer& layer, const char* attended, const char* residual, 
     kernels.norm(type, {weight, layer.epsilon}, from.row(token),
                  add.data == nullptr ? nullptr : add.row(token), to.row(token), hidden);
   };
-  const std::array counts{output.items(), pieces(tokens), gate_up.items(), down.items(),
+  for (Multiplication* product : {&output, &gate_up, &down}) {
+    product->round_into(rounded);
+    rounded += product->round_bytes();
+  }
+  const std::array counts{output.rounds() ? pieces(tokens) : 0, output.items(), pieces(tokens),
+                          gate_up.items(), down.rounds() ? pieces(tokens) : 0, down.items(),
                           norm_mlp ? pieces(tokens) : 0};
   run(worth_sharing(*layer.gate_up, tokens), counts, [&](int phase, int64_t item) {
-    if (phase == 0) return output.run(kernels, item);
-    if (phase == 2) return gate_up.run(kernels, item);
-    if (phase == 3) return down.run(kernels, item);
+    if (phase == 1) return output.run(kernels, item);
+    if (phase == 3) return gate_up.run(kernels, item);
+    if (phase == 5) return down.run(kernels, item);
     each_token(item, tokens, [&](int64_t token) {
-      if (phase == 4) return norm(layer.post_mlp_norm, y, middle, result, token);
+      if (phase == 0) return output.round_row(token);
+      if (phase == 4) return down.round_row(token);
+      if (phase == 6) return norm(layer.post_mlp_norm, y, middle, result, token);
       if (norm_attention) norm(layer.post_attention_norm, y, in, middle, token);
       norm(layer.mlp_norm, middle, {}, x, token);
+      gate_up.round_row(token);
     });
   });
 }

@@ -71,13 +71,94 @@ Arena& arena() {
 
 }  // namespace
 
-Matrix::Matrix(Format format, int64_t outputs, int64_t inputs, bool gated)
-    : format_(format), outputs_(outputs), inputs_(inputs), gated_(gated) {
+Matrix::Matrix(Format format, int64_t outputs, int64_t inputs, bool gated, DType type,
+               const QuantWeight& quant, bool column_scales)
+    : format_(format), outputs_(outputs), inputs_(inputs), gated_(gated), type_(type),
+      quant_(quant) {
   const int64_t half = gated ? outputs / 2 : outputs;
   panels_ = round_up(half, gated ? gated_columns : panel_columns) /
             (gated ? gated_columns : panel_columns);
-  panel_bytes_ = panel_columns * (format == Format::bf16 ? 2 * round_up(inputs, 2) : 4 * inputs);
-  data_ = arena().take(bytes());
+  if (is_quantised(format)) {
+    if (column_scales) column_scales_.resize(panels_ * panel_columns);
+    quant_.column_scales = column_scales ? column_scales_.data() : nullptr;
+    panel_bytes_ = quant_.panel_bytes();
+  } else {
+    panel_bytes_ = panel_columns * (format == Format::bf16 ? 2 * round_up(inputs, 2) : 4 * inputs);
+  }
+  data_ = arena().take(panels_ * panel_bytes_);
+  quant_.blocks = reinterpret_cast<uint8_t*>(data_.get());
+}
+
+std::unique_ptr<Matrix> Matrix::quantised(Format format, int64_t outputs, int64_t inputs,
+                                          bool gated, DType type, int64_t group,
+                                          DType scale_type, bool zeros) {
+  constexpr int64_t activation_group = 128;  // where a whole row of weights has one scale
+  const QuantWeight quant{.depth = inputs,
+                          .group = group == 0 ? activation_group : group,
+                          .bits = format == Format::int8 ? 8 : 4,
+                          .scale_type = scale_type,
+                          .zeros = zeros};
+  if (!is_quantised(format) || quant.group % 16 != 0 || quant.group > 256) {
+    throw std::invalid_argument("a quantised matrix has int8 or int4 and groups of 16 to 256");
+  }
+  if (gated && outputs % 2 != 0) {
+    throw std::invalid_argument("a gated matrix has an even number of outputs");
+  }
+  return std::unique_ptr<Matrix>(
+      new Matrix(format, outputs, inputs, gated, type, quant, group == 0));
+}
+
+namespace {
+
+// So many rows of weights are an item for the thread pool.
+constexpr int64_t packed_rows = 16;
+
+void each_row(int64_t rows, const auto& body) {
+  shared_pool().run((rows + packed_rows - 1) / packed_rows, [&](int64_t item) {
+    const int64_t end = std::min(rows, (item + 1) * packed_rows);
+    for (int64_t row = item * packed_rows; row < end; ++row) body(row);
+  });
+}
+
+}  // namespace
+
+void Matrix::write(int64_t first, int64_t rows, const uint8_t* values, const char* scales,
+                   const uint8_t* zeros) {
+  const int64_t groups = quant_.column_scales == nullptr ? quant_.groups() : 1;
+  const int64_t scale_bytes = quant_.column_scales == nullptr ? size_of(quant_.scale_type) : 4;
+  each_row(rows, [&](int64_t row) {
+    const auto [panel, column] = place_of(first + row);
+    quant_.write_column(panel, column,
+                        {values + row * inputs_, scales + row * groups * scale_bytes,
+                         zeros == nullptr ? nullptr : zeros + row * groups});
+  });
+}
+
+void Matrix::write_rounded(int64_t first, const Tensor& weight) {
+  const bool whole = quant_.column_scales != nullptr;
+  const int64_t group = whole ? inputs_ : quant_.group;
+  const int64_t padded = round_up(inputs_, 16), row_bytes = weight.stride[0] * size_of(weight.type);
+  each_row(weight.shape[0], [&](int64_t row) {
+    std::vector<float> numbers(padded), scales(whole ? 1 : quant_.groups());
+    std::vector<uint8_t> values(padded);
+    const char* from = weight.as<char>() + row * row_bytes;
+    float poison = 0.0f;
+    for (int64_t i = 0; i < inputs_; ++i) {
+      numbers[i] = number_at(from, weight.type, i);
+      poison += numbers[i] * 0.0f;
+    }
+    if (poison != 0.0f) throw std::invalid_argument("only finite numbers can be rounded");
+    chosen_isa().quant->round_weights(numbers.data(), inputs_, group, quant_.bits, values.data(),
+                                      scales.data());
+    std::vector<uint16_t> halves;
+    const void* scales_here = scales.data();
+    if (!whole) {  // they are such that bf16 holds them
+      for (const float scale : scales) halves.push_back(std::bit_cast<uint32_t>(scale) >> 16);
+      scales_here = halves.data();
+    }
+    const auto [panel, column] = place_of(first + row);
+    quant_.write_column(panel, column, {values.data(), scales_here, nullptr});
+  });
 }
 
 std::unique_ptr<Matrix> Matrix::pack(const Tensor& weight, bool gated) {
@@ -91,7 +172,8 @@ std::unique_ptr<Matrix> Matrix::pack(const Tensor& weight, bool gated) {
     throw std::invalid_argument("a gated matrix has an even number of outputs");
   }
   const Format format = weight.type == DType::f32 ? Format::f32 : Format::bf16;
-  std::unique_ptr<Matrix> matrix(new Matrix(format, weight.shape[0], weight.shape[1], gated));
+  std::unique_ptr<Matrix> matrix(
+      new Matrix(format, weight.shape[0], weight.shape[1], gated, weight.type, {}, false));
   shared_pool().run(matrix->panels(), [&](int64_t i) { matrix->pack_panel(weight, i); });
   return matrix;
 }
@@ -128,18 +210,34 @@ void Matrix::pack_panel(const Tensor& weight, int64_t panel) {
   }
 }
 
+Matrix::Place Matrix::place_of(int64_t output) const {
+  if (!gated_) return {output / panel_columns, output % panel_columns};
+  const int64_t half = outputs_ / 2, place = output % half;
+  return {place / gated_columns, place % gated_columns + (output < half ? 0 : gated_columns)};
+}
+
 void Matrix::copy_row(int64_t output, char* to) const {
-  int64_t panel = output / panel_columns, column = output % panel_columns;
-  if (gated_) {
-    const int64_t half = outputs_ / 2, place = output % half;
-    panel = place / gated_columns;
-    column = place % gated_columns + (output < half ? 0 : gated_columns);
+  const auto [panel, column] = place_of(output);
+  if (is_quantised(format_)) {
+    std::vector<float> numbers(inputs_);
+    quant_.read_column(panel, column, numbers.data());
+    for (int64_t i = 0; i < inputs_; ++i) write_number(numbers[i], to, type_, i);
+    return;
   }
   const char* from = this->panel(panel) + column * 4;
   const int64_t bytes = inputs_ * size_of(type());
   int64_t done = 0;
   for (; done + 4 <= bytes; done += 4) std::memcpy(to + done, from + done * panel_columns, 4);
   std::memcpy(to + done, from + done * panel_columns, bytes - done);
+}
+
+void Multiplication::round_into(char* memory) {
+  if (rounds()) rounded = QuantRows::at(memory, matrix->quant(), rows);
+}
+
+void Multiplication::round_row(int64_t row) const {
+  if (!rounds()) return;
+  chosen_isa().quant->round_row(matrix->quant(), x.row(row), matrix->type(), row, rounded);
 }
 
 int64_t Multiplication::items() const {
@@ -153,8 +251,13 @@ void Multiplication::run(const PanelKernels& kernels, int64_t item) const {
   const int64_t blocks = (rows + item_rows - 1) / item_rows;
   const int64_t panel = item / blocks, first = item % blocks * item_rows;
   const int64_t count = std::min(item_rows, rows - first);
-  kernels.multiply[static_cast<int>(matrix->format())](
-      {matrix->panel(panel), x.row(first), x.stride, count, matrix->inputs(), sums});
+  if (is_quantised(matrix->format())) {
+    chosen_isa().quant->multiply(matrix->quant(), panel, rounded, first, count, sums,
+                                 panel_columns);
+  } else {
+    kernels.multiply[static_cast<int>(matrix->format())](
+        {matrix->panel(panel), x.row(first), x.stride, count, matrix->inputs(), sums});
+  }
   const int64_t half = matrix->gated() ? gated_columns : panel_columns;
   const int64_t start = panel * half;
   const int64_t end = matrix->gated() ? matrix->outputs() / 2 : matrix->outputs();
@@ -186,11 +289,22 @@ bool worth_sharing(const Matrix& matrix, int64_t rows) {
   return matrix.bytes() * ((rows + 5) / 6) >= min_shared_work;
 }
 
-void multiply(const Multiplication& call) {
+void multiply(const Multiplication& given) {
+  constexpr int64_t piece = 4;  // rows that are rounded by one item
+  Multiplication call = given;
+  std::vector<char> memory(call.round_bytes());
+  call.round_into(memory.data());
   const PanelKernels& kernels = *chosen_isa().panel;
-  const auto body = [&](int64_t item) { call.run(kernels, item); };
-  if (worth_sharing(*call.matrix, call.rows)) return shared_pool().run(call.items(), body);
-  for (int64_t i = 0; i < call.items(); ++i) body(i);
+  const int64_t counts[] = {call.rounds() ? (call.rows + piece - 1) / piece : 0, call.items()};
+  const auto body = [&](int phase, int64_t item) {
+    if (phase == 1) return call.run(kernels, item);
+    const int64_t end = std::min(call.rows, (item + 1) * piece);
+    for (int64_t row = item * piece; row < end; ++row) call.round_row(row);
+  };
+  if (worth_sharing(*call.matrix, call.rows)) return shared_pool().run_phases(counts, body);
+  for (int phase = 0; phase < 2; ++phase) {
+    for (int64_t i = 0; i < counts[phase]; ++i) body(phase, i);
+  }
 }
 
 void gather(const Matrix& matrix, const int64_t* outputs, int64_t count, Rows to) {

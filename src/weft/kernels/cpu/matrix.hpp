@@ -4,16 +4,28 @@
 #include <bit>
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 #include "panel.hpp"
+#include "quant.hpp"
 #include "tensor.hpp"
 
 namespace weft {
 
-// One number of float32 or bfloat16 memory.
+// Read and write one number of float32 or bfloat16 memory.
 inline float number_at(const void* data, DType type, int64_t i) {
   if (type == DType::f32) return static_cast<const float*>(data)[i];
   return std::bit_cast<float>(uint32_t{static_cast<const uint16_t*>(data)[i]} << 16);
+}
+
+inline void write_number(float x, void* data, DType type, int64_t i) {
+  const auto bits = std::bit_cast<uint32_t>(x);
+  if (type == DType::f32) {
+    static_cast<float*>(data)[i] = x;
+  } else {
+    static_cast<uint16_t*>(data)[i] =
+        static_cast<uint16_t>(x != x ? 0x7fc0u : (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+  }
 }
 
 class Matrix {
@@ -22,21 +34,44 @@ class Matrix {
   // outputs are gates, the second half the values they multiply; both halves share panels. Throws
   // std::invalid_argument.
   static std::unique_ptr<Matrix> pack(const Tensor& weight, bool gated);
+  // An int8 or int4 matrix for activations of `type`, whose outputs are written next, in any
+  // order. `group` inputs share a scale of `scale_type`; 0: all of them, a float32 one.
+  static std::unique_ptr<Matrix> quantised(Format format, int64_t outputs, int64_t inputs,
+                                           bool gated, DType type, int64_t group,
+                                           DType scale_type, bool zeros);
+  // Writes the outputs from `first` on: rows of values [rows, inputs], scales and zeros [rows,
+  // groups], each contiguous.
+  void write(int64_t first, int64_t rows, const uint8_t* values, const char* scales,
+             const uint8_t* zeros);
+  // The same from a float32 or bfloat16 tensor, rounded to the nearest. Throws
+  // std::invalid_argument for numbers that are not finite.
+  void write_rounded(int64_t first, const Tensor& weight);
 
   Format format() const { return format_; }
   int64_t outputs() const { return outputs_; }
   int64_t inputs() const { return inputs_; }
   bool gated() const { return gated_; }
-  int64_t bytes() const { return panels() * panel_bytes_; }
+  int64_t bytes() const { return panels() * panel_bytes_ + column_scales_.size() * sizeof(float); }
   int64_t panels() const { return panels_; }
   const char* panel(int64_t i) const { return data_.get() + i * panel_bytes_; }
   // The type of activations that it is multiplied with.
-  DType type() const { return format_ == Format::f32 ? DType::f32 : DType::bf16; }
+  DType type() const { return type_; }
+  // How an int8 or int4 matrix is packed.
+  const QuantWeight& quant() const { return quant_; }
+  // Memory for so many rows of rounded activations; a multiple of 8, 0 for a matrix of floats.
+  int64_t round_bytes(int64_t rows) const {
+    return is_quantised(format_) ? QuantRows::bytes(quant_, rows) : 0;
+  }
   // Copies the weights of one output, in the matrix's own type.
   void copy_row(int64_t output, char* to) const;
 
  private:
-  Matrix(Format format, int64_t outputs, int64_t inputs, bool gated);
+  Matrix(Format format, int64_t outputs, int64_t inputs, bool gated, DType type,
+         const QuantWeight& quant, bool column_scales);
+  struct Place {
+    int64_t panel, column;
+  };
+  Place place_of(int64_t output) const;
   // Which output stands in a column of a panel; -1: none.
   int64_t output_at(int64_t panel, int64_t column) const;
   void pack_panel(const Tensor& weight, int64_t panel);
@@ -44,6 +79,9 @@ class Matrix {
   Format format_;
   int64_t outputs_, inputs_;
   bool gated_;
+  DType type_;
+  QuantWeight quant_;
+  std::vector<float> column_scales_;
   int64_t panels_, panel_bytes_;
   std::shared_ptr<char> data_;
 };
@@ -67,7 +105,14 @@ struct Multiplication {
   DType out_type = DType::f32;
   bool activated = false;
   Activation activation = Activation::silu;
+  QuantRows rounded{};  // what an int8 or int4 matrix is multiplied with
 
+  // Whether `rounded` must be filled before the items run: row by row in any order, in memory of
+  // `round_bytes` that is aligned for floats.
+  bool rounds() const { return is_quantised(matrix->format()); }
+  int64_t round_bytes() const { return matrix->round_bytes(rows); }
+  void round_into(char* memory);
+  void round_row(int64_t row) const;
   int64_t items() const;
   void run(const PanelKernels& kernels, int64_t item) const;
 };

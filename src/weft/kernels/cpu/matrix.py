@@ -6,18 +6,23 @@ sum over the inputs in ascending order (``panel.hpp``).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from weft.kernels.cpu import _native
+from weft.kernels.quantized import Quantized
+from weft.kernels.storage import Storage
 
-FORMATS = {0: "float32", 1: "bfloat16"}  # by the numbers of `Format` in panel.hpp
+FORMATS = {0: "float32", 1: "bfloat16", 2: "int8", 3: "int4"}  # by `Format` in panel.hpp
 PACKED = {
     *("qkv", "output", "gate_up", "down", "lm_head", "router", "expert_gate_up", "expert_down"),
     *("input_gate", "input_projection", "per_layer_projection"),
 }  # by the names of ``layout.parameters``, without the layer
 _CODES = {torch.float32: 0, torch.bfloat16: 1}  # those of `DType` in tensor.hpp
+_SCALE_CODES = {"float32": 0, "bfloat16": 1, "float16": 2}
 
 
 class Matrix:
@@ -57,6 +62,57 @@ class Matrix:
             weight.stride(0),
             gated,
         )
+
+    @classmethod
+    def quantised(
+        cls, shape: Sequence[int], dtype: torch.dtype, storage: Storage, *, gated: bool = False
+    ) -> Matrix:
+        """Return a matrix of integers [outputs, inputs] that ``write`` fills.
+
+        Its products round the activations to 8 bits, a group of inputs at a time (``quant.hpp``).
+
+        Args:
+            dtype: of the activations: float32 or bfloat16.
+
+        Raises:
+            ValueError: the sizes or the storage cannot be packed.
+        """
+        outputs, inputs = shape
+        matrix = cls.__new__(cls)
+        matrix.shape, matrix.dtype, matrix.gated = torch.Size(shape), dtype, gated
+        matrix.native = _native.Matrix.quantised(
+            {8: 2, 4: 3}[storage.bits],
+            outputs,
+            inputs,
+            gated,
+            _CODES[dtype],
+            storage.group or 0,
+            _SCALE_CODES[storage.scales],
+            storage.zeros,
+        )
+        return matrix
+
+    def write(self, first: int, rows: Tensor | Quantized) -> None:
+        """Write the outputs from ``first`` on: integers as they are, floats [n, I] rounded.
+
+        Raises:
+            ValueError: the rows do not fit, or have numbers that are not finite.
+        """
+        outputs, inputs = self.shape
+        count = rows.shape[0]
+        if rows.shape[1] != inputs or not 0 <= first <= first + count <= outputs:
+            raise ValueError(f"rows {list(rows.shape)} from {first} do not fit {list(self.shape)}")
+        if isinstance(rows, Quantized):
+            scales = rows.scales.float() if rows.storage.group is None else rows.scales
+            values, scales = rows.values.contiguous(), scales.contiguous()
+            zeros = None if rows.zeros is None else rows.zeros.contiguous()
+            zeros_at = 0 if zeros is None else zeros.data_ptr()
+            self.native.write(first, count, values.data_ptr(), scales.data_ptr(), zeros_at)
+            return
+        rows = rows if rows.dtype in _CODES else rows.float()
+        rows = rows if rows.stride(1) == 1 else rows.contiguous()
+        code = _CODES[rows.dtype]
+        self.native.write_rounded(first, count, rows.data_ptr(), code, rows.stride(0))
 
     @property
     def nbytes(self) -> int:
@@ -120,6 +176,16 @@ def pack(parameter: str, tensor: Tensor) -> Tensor | Matrix | tuple[Matrix, ...]
     if tensor.dim() == 3:
         return tuple(Matrix(expert) for expert in tensor)
     return Matrix(tensor, gated=name == "gate_up")
+
+
+def quantised(
+    parameter: str, shape: torch.Size, dtype: torch.dtype, storage: Storage
+) -> Matrix | tuple[Matrix, ...]:
+    """Return what a parameter is written into that is stored as integers; see ``ops.Quantise``."""
+    gated = parameter.rpartition(".")[2] == "gate_up"
+    if len(shape) == 3:
+        return tuple(Matrix.quantised(shape[1:], dtype, storage) for _ in range(shape[0]))
+    return Matrix.quantised(shape, dtype, storage, gated=gated)
 
 
 def gather(matrix: Matrix, outputs: Tensor) -> Tensor:

@@ -19,8 +19,11 @@ namespace weft {
 // after the other: [inputs][64] float32, or [inputs / 2][64][2] bfloat16. What is missing at the
 // ends is 0. A new format needs its number here, a size and a `pack` in matrix.cpp, and its
 // `multiply` in panel.cpp; sums, epilogues and everything above stay as they are.
-enum class Format : int { f32 = 0, bf16 = 1 };
-inline constexpr int num_formats = 2;
+//
+// The formats of integers are packed and multiplied as quant.hpp says.
+enum class Format : int { f32 = 0, bf16 = 1, int8 = 2, int4 = 3 };
+inline constexpr int num_formats = 2;  // of floats
+static inline bool is_quantised(Format format) { return static_cast<int>(format) >= num_formats; }
 
 inline constexpr int64_t panel_columns = 64;
 // A gated panel holds this many columns of the gate and then as many of the values ("up").

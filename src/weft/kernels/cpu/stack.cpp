@@ -40,16 +40,8 @@ struct Kept {
 };
 
 void scale_row(char* row, DType type, int64_t count, float factor) {
-  auto* floats = reinterpret_cast<float*>(row);
-  auto* halves = reinterpret_cast<uint16_t*>(row);
   for (int64_t i = 0; i < count; ++i) {
-    const float x = number_at(row, type, i) * factor;
-    if (type == DType::f32) {
-      floats[i] = x;
-    } else {
-      const auto bits = std::bit_cast<uint32_t>(x);
-      halves[i] = static_cast<uint16_t>(x != x ? 0x7fc0u : (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
-    }
+    write_number(number_at(row, type, i) * factor, row, type, i);
   }
 }
 

@@ -1,0 +1,159 @@
+"""Matrices of integers: the very bits of their definition, on every instruction set."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from weft.kernels.cpu import attention
+from weft.kernels.cpu.matrix import Matrix, gather, linear
+from weft.kernels.quantized import Quantized
+from weft.kernels.storage import ACTIVATION_GROUP, Storage
+
+KINDS = [(8, None), (8, 32), (4, 32), (4, 64), (4, 128), (4, None)]
+SHAPES = [(1, 1), (64, 64), (97, 33), (130, 257), (256, 704), (66, 1000)]
+
+
+@pytest.fixture(autouse=True)
+def _kernels():
+    threads = attention.threads()
+    yield
+    attention.set_threads(threads)
+    attention.use_isa(attention.isas()[0])
+
+
+def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def drawn(
+    seed: int, outputs: int, inputs: int, bits: int, group: int | None, *, zeros: bool
+) -> Quantized:
+    draws = torch.Generator().manual_seed(seed)
+    groups = -(-inputs // group) if group else 1
+    scales = torch.rand(outputs, groups, generator=draws) * 0.02 + 1e-3
+    return Quantized(
+        torch.randint(0, 2**bits, (outputs, inputs), generator=draws, dtype=torch.uint8),
+        scales if group is None else scales.to([torch.bfloat16, torch.float16][seed % 2]),
+        torch.randint(0, 2**bits, (outputs, groups), generator=draws, dtype=torch.uint8)
+        if zeros
+        else None,
+        bits,
+        group or inputs,
+    )
+
+
+def packed(weight: Quantized, dtype: torch.dtype, *, gated: bool = False) -> Matrix:
+    matrix = Matrix.quantised(weight.shape, dtype, weight.storage, gated=gated)
+    matrix.write(0, weight)
+    return matrix
+
+
+def truth(x: Tensor, weight: Quantized) -> Tensor:
+    """The definition: integers summed by group, the groups' sums scaled and added in order."""
+    whole = weight.storage.group is None
+    group = ACTIVATION_GROUP if whole else weight.group
+    zeros = 2 ** (weight.bits - 1) if weight.zeros is None else weight.zeros.long()
+    if not isinstance(zeros, int):
+        zeros = zeros.repeat_interleave(weight.group, 1)[:, : weight.shape[1]]
+    q = weight.values.long() - zeros
+    sums = torch.zeros(len(x), weight.shape[0])
+    for number, start in enumerate(range(0, weight.shape[1], group)):
+        part = x[:, start : start + group].float()
+        most = part.abs().amax(1, keepdim=True).clamp(min=1e-20)
+        rounded = (part * (torch.tensor(127.0) / most)).round().nan_to_num(0.0)
+        dots = rounded.double() @ q[:, start : start + group].double().T
+        scale = torch.ones(()) if whole else weight.scales[:, number].float()
+        sums = sums + dots.float() * (scale * (most / 127.0))
+    return sums * weight.scales[:, 0] if whole else sums
+
+
+@pytest.mark.parametrize("isa", attention.isas())
+@pytest.mark.parametrize(("bits", "group"), KINDS)
+def test_every_bit_is_that_of_the_definition(isa, bits, group) -> None:
+    attention.use_isa(isa)
+    choose = random.Random(f"{isa}{bits}{group}")
+    fuzzed = [(choose.randint(1, 300), choose.randint(1, 300)) for _ in range(8)]
+    for seed, (outputs, inputs) in enumerate([*SHAPES, *fuzzed]):
+        gated = outputs % 2 == 0 and seed % 3 > 0
+        weight = drawn(seed, outputs, inputs, bits, group, zeros=seed % 4 > 1)
+        dtype = [torch.bfloat16, torch.float32][seed % 2]
+        matrix = packed(weight, dtype, gated=gated)
+        assert matrix.nbytes == weight.storage.nbytes(outputs, inputs, gated=gated)
+        assert torch.equal(gather(matrix, torch.arange(outputs)), weight.dequantize().to(dtype))
+        x, bias = draw(3, choose.randint(1, 40), inputs, dtype=dtype), draw(4, outputs).to(dtype)
+        x[0, : inputs // 2] = 0.0
+        found = linear(x, matrix, bias, torch.float32)
+        assert torch.equal(found, truth(x, weight) + bias.float())
+
+
+@pytest.mark.parametrize(("bits", "group"), KINDS)
+def test_rounded_activations_stay_near(bits, group) -> None:
+    weight, x = drawn(1, 200, 1024, bits, group, zeros=False), draw(2, 30, 1024)
+    found, exact = linear(x, packed(weight, x.dtype), None), x @ weight.dequantize().T
+    assert 0 < (found - exact).norm() / exact.norm() < 0.01
+
+
+@pytest.mark.parametrize(("bits", "group"), [(8, None), (4, 64)])
+def test_a_row_depends_on_no_other_nor_on_threads(bits, group) -> None:
+    matrix = packed(drawn(1, 1000, 450, bits, group, zeros=True), torch.bfloat16)
+    x = draw(3, 200, 450, dtype=torch.bfloat16)
+    attention.set_threads(1)
+    whole = linear(x, matrix, None)
+    attention.set_threads(2)
+    for rows in (*range(1, 14), 95, 96, 97, 199, 200):
+        for start in {0, 1, 200 - rows} - {201 - rows}:
+            part = linear(x[start : start + rows], matrix, None)
+            assert torch.equal(part, whole[start : start + rows])
+    assert linear(x[:0], matrix, None).shape == (0, 1000)
+
+
+def test_what_is_not_finite_stays_in_its_row() -> None:
+    matrix, x = packed(drawn(1, 70, 300, 8, None, zeros=False), torch.float32), draw(2, 9, 300)
+    whole = linear(x, matrix, None)
+    x[4, 7], x[6, 299] = float("nan"), float("inf")
+    found = linear(x, matrix, None)
+    bad = torch.tensor([4, 6])
+    assert found[bad].isnan().all()
+    good = torch.tensor([i for i in range(9) if i not in (4, 6)])
+    assert torch.equal(found[good], whole[good])
+
+
+STORAGES = [Storage(8, None), Storage(4, 32), Storage(4, 64), Storage(4, 128)]
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_rounding_weights(storage) -> None:
+    """Alike on every instruction set and in any parts; within what the steps allow."""
+    weight = draw(5, 130, 300)
+    weight[3] = 0.0
+    found = []
+    for isa in attention.isas():
+        attention.use_isa(isa)
+        matrix = Matrix.quantised(weight.shape, torch.float32, storage)
+        for first, last in ((100, 130), (0, 7), (7, 100)):
+            matrix.write(first, weight[first:last])
+        found.append(gather(matrix, torch.arange(130)))
+    for other in found[1:]:
+        assert torch.equal(found[0], other)
+    group = storage.group or 300
+    for start in range(0, 300, group):
+        part, near = weight[:, start : start + group], found[0][:, start : start + group]
+        most = part.abs().amax(1, keepdim=True).clamp(min=1e-20)
+        if storage.bits == 8:
+            assert ((part - near).abs() <= most / 254 * 1.001).all()
+        else:
+            plain = (part / (most / 7)).round() * (most / 7)
+            assert (part - near).norm() < (part - plain).norm()
+    assert (found[0][3] == 0).all()
+
+
+def test_rows_that_do_not_fit_are_refused() -> None:
+    matrix = Matrix.quantised(torch.Size((8, 32)), torch.float32, Storage(8, None))
+    with pytest.raises(ValueError, match="do not fit"):
+        matrix.write(7, torch.zeros(2, 32))
+    with pytest.raises(ValueError, match="groups of"):
+        Matrix.quantised(torch.Size((8, 32)), torch.float32, Storage(4, 24))
