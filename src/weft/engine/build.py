@@ -52,15 +52,21 @@ class Model:
     """A model on disk and what it takes to serve it; nothing is loaded yet.
 
     Attributes:
+        source: a model folder, or a GGUF file.
         dtype: name of the dtype of weights and KV.
     """
 
-    folder: Path
+    source: Path
     spec: ModelSpec
     generation: GenerationDefaults
     dtype: str
     facts: Facts
     ops: OpTable
+
+    @property
+    def folder(self) -> Path:
+        """Where tokeniser, template and sampling defaults are looked for."""
+        return self.source.parent if self.source.is_file() else self.source
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -94,8 +100,8 @@ def find_model(config: EngineConfig, returning_bytes: int = 0) -> Model:
     Raises:
         ModelNotFoundError, UnsupportedModelError, ConfigError, KernelError.
     """
-    folder = resolve_model(config.model, revision=config.revision, offline=config.offline)
-    spec = read_spec(folder, config.max_model_len)
+    source = resolve_model(config.model, revision=config.revision, offline=config.offline)
+    spec = read_spec(source, config.max_model_len)
     dtype = _choose_dtype(config.dtype, spec.dtype)
     storage = _check_quantize(config, spec)
     try:
@@ -122,7 +128,8 @@ def find_model(config: EngineConfig, returning_bytes: int = 0) -> Model:
             for group in spec.kv_groups
         ),
     )
-    return Model(folder, spec, read_generation_defaults(folder), dtype, facts, ops)
+    folder = source.parent if source.is_file() else source
+    return Model(source, spec, read_generation_defaults(folder), dtype, facts, ops)
 
 
 def _check_quantize(config: EngineConfig, spec: ModelSpec) -> dict[str, str]:
@@ -186,7 +193,7 @@ def build_engine(config: EngineConfig, returning_bytes: int = 0) -> Engine:
     set_threads(config.threads or usable_cores(), model.ops)
     dtype, device = getattr(torch, model.dtype), torch.device("cpu")
     decoder = load_model(
-        model.folder,
+        model.source,
         dtype=dtype,
         device=device,
         max_model_len=resolved.max_model_len,

@@ -20,6 +20,8 @@ from weft.models.family_common import (
     read_window,
 )
 from weft.models.gemma import gemma2, gemma3, gemma3_multimodal, gemma4, gemma4_multimodal
+from weft.models.gguf import GgufFile
+from weft.models.hub import SUFFIX
 from weft.models.quant_config import read_stored_weights
 from weft.models.rope_config import read_rope
 from weft.models.spec import CheckpointLayout, LayerSpec, ModelSpec, MoeSpec
@@ -28,7 +30,9 @@ Family = Callable[[ConfigReader, int | None], ModelSpec]
 
 
 def read_spec(folder: Path, max_model_len: int | None = None) -> ModelSpec:
-    """Read ``config.json`` of a model folder; see ``spec_from_config``."""
+    """Read ``config.json`` of a model folder, or a GGUF file; see ``spec_from_config``."""
+    if folder.suffix == SUFFIX and folder.is_file():
+        return spec_from_config(GgufFile(folder).config(), max_model_len)
     path = folder / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))

@@ -9,6 +9,7 @@ from typing import Any
 from weft.core.errors import ModelNotFoundError
 
 BUILTIN = "builtin"
+SUFFIX = ".gguf"
 ALLOWED = ["*.json", "*.safetensors", "tokenizer*", "vocab*", "merges.txt", "*.jinja"]
 IGNORED = ["*/*", "consolidated*"]  # other formats beside the one that is read
 
@@ -21,7 +22,7 @@ def resolve_model(
     cache_dir: Path | None = None,
     endpoint: str | None = None,
 ) -> Path:
-    """Return the local folder of a model, downloading it if it is a hub id.
+    """Return the local folder of a model, or its GGUF file, downloading it if it is a hub id.
 
     A name that looks like a path (it starts with ``.``, ``/`` or ``~``, has more than one slash, or
     exists) is never sent to the hub. ``builtin`` is the model that ships with weft.
@@ -55,17 +56,19 @@ def _is_path(name: str) -> bool:
 
 
 def _existing(folder: Path, name: str) -> Path:
-    if folder.is_file():
+    if folder.is_file() and folder.suffix != SUFFIX:
         raise ModelNotFoundError(
-            f"model '{name}' is a file; give the folder that holds config.json"
+            f"model '{name}' is a file; give the folder that holds config.json, or a .gguf file"
         )
+    if folder.is_file():
+        return folder
     if not folder.is_dir():
         raise ModelNotFoundError(f"model folder '{name}' does not exist; check the path")
     return folder
 
 
 def _with_config(folder: Path, name: str) -> Path:
-    if not (folder / "config.json").is_file():
+    if not folder.is_file() and not (folder / "config.json").is_file():
         raise ModelNotFoundError(
             f"model '{name}' has no config.json; give a Hugging Face model folder: config.json, "
             "safetensors weights and tokenizer.json"

@@ -25,6 +25,8 @@ from weft.kernels.quantized import Quantized, stacked
 from weft.kernels.storage import Storage
 from weft.models.decoder import Decoder
 from weft.models.families import read_spec
+from weft.models.gguf import GgufFile
+from weft.models.hub import SUFFIX
 from weft.models.layout import Parameter, Piece, parameters
 from weft.models.quant import FLOATS, Part, parts_of, unpack
 from weft.models.spec import ModelSpec
@@ -157,6 +159,11 @@ class Checkpoint:
         dtype = FLOAT_DTYPES[stored.dtype]
         row_bytes = columns * dtype.itemsize
         count = max(1, CHUNK_BYTES // row_bytes)
+        handle = self._open[stored.file]
+        if isinstance(handle, GgufFile):
+            for start in range(first, last, count):
+                yield start - first, handle.rows(name, start, min(last, start + count))
+            return
         with stored.file.open("rb", buffering=0) as file:
             file.seek(stored.offset + first * row_bytes)
             for start in range(0, last - first, count):
@@ -168,16 +175,13 @@ class Checkpoint:
     def _read_headers(self) -> dict[str, StoredTensor]:
         stored: dict[str, StoredTensor] = {}
         for path, handle in self._open.items():
-            offsets = _offsets(path)
-            for name in handle.keys():  # noqa: SIM118 - not a dict
-                if name in stored:
+            for tensor in _tensors(path, handle):
+                if tensor.name in stored:
                     raise CheckpointError(
-                        f"tensor '{name}' is in two files: {stored[name].file.name} and "
-                        f"{path.name}; remove one of them"
+                        f"tensor '{tensor.name}' is in two files: "
+                        f"{stored[tensor.name].file.name} and {path.name}; remove one of them"
                     )
-                view = handle.get_slice(name)
-                shape, dtype = tuple(view.get_shape()), view.get_dtype()
-                stored[name] = StoredTensor(name, path, shape, dtype, offsets[name])
+                stored[tensor.name] = tensor
         return stored
 
     def _find_prefix(self) -> str:
@@ -306,12 +310,25 @@ class Checkpoint:
 
 
 def _open(path: Path, files: ExitStack) -> Any:
+    if path.suffix == SUFFIX:
+        return GgufFile(path)
     try:
         return files.enter_context(safe_open(path, framework="pt", device="cpu"))
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"cannot read {path}: {error}; the file is damaged or incomplete, fetch it again"
         ) from error
+
+
+def _tensors(path: Path, handle: Any) -> Iterator[StoredTensor]:
+    if isinstance(handle, GgufFile):
+        for name in handle.keys():  # noqa: SIM118 - not a dict
+            yield StoredTensor(name, path, handle.shape(name), "F32", 0)
+        return
+    offsets = _offsets(path)
+    for name in handle.keys():  # noqa: SIM118 - not a dict
+        view = handle.get_slice(name)
+        yield StoredTensor(name, path, tuple(view.get_shape()), view.get_dtype(), offsets[name])
 
 
 def _offsets(path: Path) -> dict[str, int]:
@@ -327,7 +344,12 @@ def _offsets(path: Path) -> dict[str, int]:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a folder: those of the index, or the single one."""
+    """Return the safetensors files of a folder: those of the index, or the single one.
+
+    A GGUF file stands for itself.
+    """
+    if folder.is_file():
+        return [folder]
     if (folder / INDEX).is_file():
         return _indexed_files(folder)
     if (folder / SINGLE).is_file():
