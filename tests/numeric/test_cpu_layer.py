@@ -13,6 +13,7 @@ from weft.kernels import reference
 from weft.kernels.cpu import attention
 from weft.kernels.cpu.layer import Biases, Layer, Norms, Shape
 from weft.kernels.cpu.matrix import Matrix, linear
+from weft.kernels.cpu.stack import angles, rms_norm
 
 DTYPES = [torch.bfloat16, torch.float32]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}  # of the largest number of the truth
@@ -160,3 +161,34 @@ def test_what_does_not_fit_is_an_error() -> None:
     weights.matrices["down"] = weights.matrices["down"][1:]
     with pytest.raises(ValueError, match="down"):
         weights.layer()
+
+
+@pytest.mark.parametrize("isa", attention.isas())
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_and_angles_are_those_of_the_reference(isa, dtype) -> None:
+    attention.use_isa(isa)
+    draw = torch.Generator().manual_seed(1)
+    heads = torch.randn(5, 7, 37, generator=draw).to(dtype)
+    weights = [torch.randn(shape, generator=draw).to(dtype) for shape in ((37,), (3, 37))]
+    for x, weight in (
+        (heads[:, 0], weights[0]),
+        (heads[:, 2:5], weights[0]),
+        (heads[:, 2:5], weights[1]),
+        (heads[:, 4:], None),
+        (heads[:0, 0], weights[0]),
+    ):
+        for plus_one in (False, True):
+            found = rms_norm(x, weight, 1e-6, plus_one)
+            expected = reference.rms_norm(x, weight, 1e-6, plus_one)
+            assert found.shape == x.shape
+            torch.testing.assert_close(found, expected)
+    with pytest.raises(ValueError, match="weight"):
+        rms_norm(heads, weights[1], 1e-6, False)
+    positions = torch.tensor([0, 1, 17, 4095, 131071] * 20)
+    frequencies = 10000.0 ** -(torch.arange(24) / 24)
+    for found, expected in zip(
+        angles(positions, frequencies, 1.25),
+        reference.angles(positions, frequencies, 1.25),
+        strict=True,
+    ):
+        torch.testing.assert_close(found, expected, atol=2e-7, rtol=0)

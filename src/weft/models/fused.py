@@ -25,7 +25,7 @@ def describe_layers(spec: ModelSpec, ops: OpTable) -> str:
     """Say how the layers of a model run, for people."""
     fused = sum(fusable(spec, layer) for layer in spec.layers) if ops.fused_layers else 0
     if fused == spec.num_layers:
-        return "two fused calls around attention"
+        return "all in one native call"
     return f"op by op, {fused} of {spec.num_layers} fused" if fused else "op by op"
 
 

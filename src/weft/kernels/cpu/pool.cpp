@@ -36,9 +36,17 @@ void spin_until(const Condition& condition) {
   }
 }
 
+// A phase's items are cut into as many shares as there are threads, up to a few. Each thread takes
+// those of its own share in order, then helps with the others: so it reads what lies together, and
+// the same from call to call.
+constexpr int max_shares = 8;
+
 struct Phase {
-  alignas(64) std::atomic<int64_t> next{0};
-  alignas(64) std::atomic<int64_t> done{0};
+  struct alignas(64) Count {
+    std::atomic<int64_t> value{0};
+  };
+  std::array<Count, max_shares> taken{};
+  Count done{};
 };
 
 }  // namespace
@@ -46,6 +54,7 @@ struct Phase {
 struct Pool::Job {
   std::span<const int64_t> counts;
   const std::function<void(int, int64_t)>& body;
+  const int shares;
   std::array<Phase, max_phases> phases{};
   std::atomic<int> helpers{0};  // raised only with the pool's mutex held
   std::atomic<bool> failed{false};
@@ -70,12 +79,17 @@ void Pool::resize(int threads) {
 
 void Pool::run(int64_t count, const std::function<void(int64_t)>& body) {
   const std::array counts{count};
-  run_phases(counts, [&](int, int64_t item) { body(item); });
+  run_job(counts, [&](int, int64_t item) { body(item); }, 1);
 }
 
 void Pool::run_phases(std::span<const int64_t> counts,
                       const std::function<void(int, int64_t)>& body) {
-  Job job{counts, body};
+  run_job(counts, body, std::min<int>(threads_, max_shares));
+}
+
+void Pool::run_job(std::span<const int64_t> counts,
+                   const std::function<void(int, int64_t)>& body, int shares) {
+  Job job{counts, body, shares};
   const bool divisible = std::ranges::any_of(counts, [](int64_t count) { return count > 1; });
   bool shared = false, wake = false;
   if (divisible && threads_ > 1) {
@@ -89,7 +103,7 @@ void Pool::run_phases(std::span<const int64_t> counts,
     }
   }
   if (wake) wake_.notify_all();
-  work(job);
+  work(job, 0);
   if (shared) {
     {
       const std::lock_guard lock(mutex_);
@@ -102,7 +116,8 @@ void Pool::run_phases(std::span<const int64_t> counts,
 
 void Pool::start_helpers() {
   while (static_cast<int>(helpers_.size()) < threads_ - 1) {
-    helpers_.emplace_back([this] { help(); });
+    const int place = static_cast<int>(helpers_.size()) + 1;
+    helpers_.emplace_back([this, place] { help(place); });
   }
 }
 
@@ -118,7 +133,7 @@ bool Pool::look_for_work(uint64_t seen) const {
   return false;
 }
 
-void Pool::help() {
+void Pool::help(int place) {
   uint64_t seen = 0;
   while (true) {
     look_for_work(seen);
@@ -134,7 +149,7 @@ void Pool::help() {
     Job& job = *jobs_.front();
     job.helpers.fetch_add(1, std::memory_order_relaxed);
     lock.unlock();
-    work(job);
+    work(job, place);
     lock.lock();
     jobs_.remove(&job);  // it has no items left; it may be gone from the list already
     lock.unlock();
@@ -142,25 +157,36 @@ void Pool::help() {
   }
 }
 
-void Pool::work(Job& job) {
+void Pool::work(Job& job, int place) {
   const int last = static_cast<int>(job.counts.size()) - 1;
   for (int phase = 0; phase <= last; ++phase) {
-    auto& [next, done] = job.phases[phase];
+    Phase& state = job.phases[phase];
     const int64_t count = job.counts[phase];
     int64_t mine = 0;
-    while (true) {
-      const int64_t item = next.fetch_add(1, std::memory_order_relaxed);
-      if (item >= count) break;
-      ++mine;
-      if (job.failed.load(std::memory_order_relaxed)) continue;
-      try {
-        job.body(phase, item);
-      } catch (...) {
-        if (!job.failed.exchange(true)) job.error = std::current_exception();
-      }
+    for (int i = 0; i < job.shares; ++i) {
+      const int64_t share = (place + i) % job.shares;
+      const int64_t begin = count * share / job.shares, end = count * (share + 1) / job.shares;
+      mine += take(job, phase, begin, end, state.taken[share].value);
     }
+    std::atomic<int64_t>& done = state.done.value;
     if (mine > 0) done.fetch_add(mine, std::memory_order_acq_rel);
     spin_until([&] { return done.load(std::memory_order_acquire) >= count; });
+  }
+}
+
+// Runs items of a share until none is left; returns how many.
+int64_t Pool::take(Job& job, int phase, int64_t begin, int64_t end, std::atomic<int64_t>& taken) {
+  int64_t mine = 0;
+  while (true) {
+    const int64_t item = begin + taken.fetch_add(1, std::memory_order_relaxed);
+    if (item >= end) return mine;
+    ++mine;
+    if (job.failed.load(std::memory_order_relaxed)) continue;
+    try {
+      job.body(phase, item);
+    } catch (...) {
+      if (!job.failed.exchange(true)) job.error = std::current_exception();
+    }
   }
 }
 

@@ -33,17 +33,22 @@ class Pool {
   // first exception that a body threw.
   void run(int64_t count, const std::function<void(int64_t)>& body);
   // The same for phases of counts[0], counts[1] ... items: body(phase, item). All items of a phase
-  // are done before the next begins. After an exception the items that are left are not run.
+  // are done before the next begins. After an exception the items that are left are not run. Here
+  // neighbouring items are mostly run by one thread; those of `run` begin in their order.
   void run_phases(std::span<const int64_t> counts,
                   const std::function<void(int, int64_t)>& body);
 
  private:
   struct Job;
 
+  void run_job(std::span<const int64_t> counts, const std::function<void(int, int64_t)>& body,
+               int shares);
   void start_helpers();
-  void help();
+  void help(int place);
   bool look_for_work(uint64_t seen) const;
-  static void work(Job& job);
+  static void work(Job& job, int place);
+  static int64_t take(Job& job, int phase, int64_t begin, int64_t end,
+                      std::atomic<int64_t>& taken);
 
   std::mutex mutex_;
   std::condition_variable wake_;
