@@ -66,6 +66,7 @@ void paged_attention(nb::tuple out, nb::tuple q, std::optional<nb::tuple> k,
 }  // namespace
 
 NB_MODULE(_native, m) {
+  nb::set_leak_warnings(false);  // a process that ends by a signal has no time to tidy up
   m.def("paged_attention", &paged_attention, nb::arg("out"), nb::arg("q"), nb::arg("k").none(),
         nb::arg("v").none(), nb::arg("k_cache"), nb::arg("v_cache"), nb::arg("block_tables"),
         nb::arg("query_start"), nb::arg("context_len"), nb::arg("slots"), nb::arg("block_size"),
