@@ -22,12 +22,12 @@ def test_the_files_are_those_of_the_card():
     assert (FOLDER / "model.safetensors").stat().st_size <= MAX_WEIGHT_BYTES
 
 
-def test_the_perplexity_is_that_of_the_card():
+def perplexity(**settings: object) -> float:
     """By the method that the card states, through the whole engine: prompt log probabilities."""
     evaluation = CARD["heldout"]
     text = (FOLDER / "heldout.txt").read_bytes().decode()
-    settings = {"dtype": "float32", "threads": 2, "kv_memory": "256MiB", "max_num_seqs": 8}
-    with LLM.in_process("builtin", **settings) as llm:
+    common = {"threads": 2, "kv_memory": "256MiB", "max_num_seqs": 8}
+    with LLM.in_process("builtin", **common, **settings) as llm:
         ids = llm.tokenizer.encode(text, add_special_tokens=False)
         window = evaluation["window"]
         prompts = [
@@ -37,8 +37,17 @@ def test_the_perplexity_is_that_of_the_card():
         results = llm.generate(prompts, params, progress=False)
     scores = [entry.logprob for r in results for entry in r.prompt_logprobs[1:]]
     assert len(scores) == len(ids) == evaluation["tokens"]
-    perplexity = math.exp(-sum(scores) / len(scores))
-    assert perplexity == pytest.approx(evaluation["perplexity"], rel=1e-4)
+    return math.exp(-sum(scores) / len(scores))
+
+
+def test_the_perplexity_is_that_of_the_card():
+    assert perplexity(dtype="float32") == pytest.approx(CARD["heldout"]["perplexity"], rel=1e-4)
+
+
+@pytest.mark.parametrize(("kv_dtype", "limit"), [("int8", 1.005), ("fp8", 1.02)])
+def test_kv_in_8_bits_costs_little_perplexity(kv_dtype, limit):
+    worse = perplexity(dtype="float32", kv_dtype=kv_dtype) / CARD["heldout"]["perplexity"]
+    assert 1 - 1e-4 < worse < limit
 
 
 def test_the_card_in_words_says_the_same():

@@ -19,6 +19,7 @@ from weft.core.types import DEFAULT_CLASSES, MAX_SEED, MAX_SPECULATION, ServiceC
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZE_GROUPS = (32, 64, 128)
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+KV_SCALE_BYTES = {"int8": 4, "fp8": 4}  # beside each row of codes of one byte
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,13 @@ class EngineConfig:
         "auto",
         "type of weights and KV; auto follows checkpoint and machine",
         choices=("auto", *DTYPES),
+    )
+    kv_dtype: str = setting(
+        "str",
+        "auto",
+        "how KV is kept: int8 and fp8 (E4M3) take half of bfloat16, with a scale for each token "
+        "and head; auto is the type of the weights",
+        choices=("auto", *KV_SCALE_BYTES),
     )
     attention: str = setting(
         "str",

@@ -17,6 +17,7 @@ from llguidance import LLTokenizer
 from weft import __version__
 from weft.core.config import (
     DTYPE_BYTES,
+    KV_SCALE_BYTES,
     EngineConfig,
     Facts,
     GroupFacts,
@@ -33,6 +34,7 @@ from weft.exec.grammar import GrammarRows, Grammars
 from weft.exec.rows import RowTable
 from weft.exec.store import KVStore
 from weft.kernels.ops import OpTable, select_ops
+from weft.kernels.kv_storage import KV_TYPES
 from weft.kernels.unavailable import KernelUnavailable
 from weft.kv.cache import GroupSpec, KVCache
 from weft.models.families import read_spec
@@ -119,12 +121,15 @@ def find_model(config: EngineConfig, returning_bytes: int = 0) -> Model:
             "attention='cpu'"
         )
     element = DTYPE_BYTES[dtype]
+    scale = KV_SCALE_BYTES.get(config.kv_dtype, 0)
     facts = Facts(
         max_position_embeddings=spec.max_position_embeddings,
         weight_bytes=weight_bytes(spec, dtype, config.quantize, config.quantize_group),
         available_bytes=available_memory() + returning_bytes,
         groups=tuple(
-            GroupFacts(group.name, group.window, group.bytes_per_token(element))
+            GroupFacts(
+                group.name, group.window, group.bytes_per_token(1 if scale else element, scale)
+            )
             for group in spec.kv_groups
         ),
     )
@@ -201,7 +206,8 @@ def build_engine(config: EngineConfig, returning_bytes: int = 0) -> Engine:
         rounding=partial(storage_of, quantize=config.quantize, group=config.quantize_group),
     )
     groups = model.spec.kv_groups
-    store = KVStore(groups, resolved.group_blocks, resolved.block_size, dtype, device)
+    kv_dtype = KV_TYPES.get(config.kv_dtype, dtype)
+    store = KVStore(groups, resolved.group_blocks, resolved.block_size, kv_dtype, device)
     blocks_per_row = -(-resolved.max_model_len // resolved.block_size)
     grammars = Grammars(lambda: _grammar_tokenizer(config, model))
     table = RowTable(

@@ -79,6 +79,7 @@ def _memory_facts(config: EngineConfig, model: Model) -> dict[str, Any]:
     facts = model.facts
     memory: dict[str, Any] = {
         "weight_bytes": facts.weight_bytes,
+        "kv_dtype": model.dtype if config.kv_dtype == "auto" else config.kv_dtype,
         "kv_bytes_per_token": sum(group.bytes_per_token for group in facts.groups),
         "largest_context": largest_context(config, facts),
     }
@@ -111,7 +112,10 @@ def format_info(info: dict[str, Any]) -> str:
         ("", f"stored as {model['stored_dtype']}, computed in {model['dtype']}"),
         ("tokenizer", model["tokenizer"]),
         ("weights", format_bytes(memory["weight_bytes"])),
-        ("KV cache", f"{format_bytes(memory['kv_bytes_per_token'])} a token"),
+        (
+            "KV cache",
+            f"{format_bytes(memory['kv_bytes_per_token'])} a token in {memory['kv_dtype']}",
+        ),
     ]
     if memory["fits"]:
         rows[-1] = ("KV cache", f"{rows[-1][1]}, {format_bytes(memory['kv_bytes'])} in all")

@@ -10,6 +10,7 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
+from weft.kernels.kv_storage import row_size
 from weft.models.spec import KVGroup
 
 
@@ -17,7 +18,8 @@ class KVStore:
     """Memory for the KV blocks of every group.
 
     ``keys[group][i]`` and ``values[group][i]`` are [num_blocks, Hkv, block_size, D] tensors of the
-    group's i-th layer.
+    group's i-th layer; of 8-bit types [num_blocks, Hkv, block_size, D + 4], a block's scales
+    included (``kernels.kv_storage``).
     """
 
     def __init__(
@@ -32,7 +34,8 @@ class KVStore:
         self.keys: list[list[Tensor]] = []
         self.values: list[list[Tensor]] = []
         for group, blocks in zip(groups, num_blocks, strict=True):
-            shape = (blocks, group.num_kv_heads, block_size, group.head_dim)
+            row = row_size(dtype, group.head_dim)
+            shape = (blocks, group.num_kv_heads, block_size, row)
             for tensors in (self.keys, self.values):
                 tensors.append([_zeros(shape, dtype, device) for _ in group.layers])
 

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from weft.kernels.kv_storage import read_rows, write_rows
+
 if TYPE_CHECKING:
     from weft.kernels.ops import AttentionBatch, Experts, Linear
 
@@ -136,7 +138,8 @@ def paged_attention(
     Args:
         q: [T, H, D]; H is a multiple of Hkv, query head h reads KV head h // (H / Hkv).
         k, v: [T, Hkv, D], or None for a layer that reads KV which another layer has written.
-        k_cache, v_cache: [num_blocks, Hkv, block_size, D], written in place.
+        k_cache, v_cache: [num_blocks, Hkv, block_size, D], written in place; with 8-bit types
+            [num_blocks, Hkv, block_size, D + 4], laid out as ``kv_storage`` says.
         scale: factor on the scores; ``softcap`` c then maps a score s to c * tanh(s / c).
 
     Returns:
@@ -144,8 +147,8 @@ def paged_attention(
     """
     if k is not None and v is not None:
         blocks, offsets = batch.slots // batch.block_size, batch.slots % batch.block_size  # [T]
-        k_cache[blocks, :, offsets] = k.to(k_cache.dtype)
-        v_cache[blocks, :, offsets] = v.to(v_cache.dtype)
+        write_rows(k_cache, blocks, offsets, k)
+        write_rows(v_cache, blocks, offsets, v)
     out = torch.empty_like(q)
     bounds, contexts = batch.query_start.tolist(), batch.context_len.tolist()
     for row, context in enumerate(contexts):
@@ -165,9 +168,9 @@ def _gather(cache: Tensor, table: Tensor, block_size: int, first: int, stop: int
     """Return positions [first, stop) of one row as float32 [Hkv, stop - first, D]."""
     first_block = first // block_size
     blocks = table[first_block : -(-stop // block_size)].long()  # [n]
-    rows = cache[blocks].transpose(0, 1).flatten(1, 2)  # [Hkv, n * block_size, D]
+    rows = read_rows(cache, blocks).transpose(0, 1).flatten(1, 2)  # [Hkv, n * block_size, D]
     base = first_block * block_size
-    return rows[:, first - base : stop - base].float()
+    return rows[:, first - base : stop - base]
 
 
 def _attend_row(

@@ -66,9 +66,10 @@ class KVGroup:
     num_kv_heads: int
     head_dim: int
 
-    def bytes_per_token(self, element_bytes: int) -> int:
-        """Return the KV bytes of one token over all layers of the group."""
-        return 2 * len(self.layers) * self.num_kv_heads * self.head_dim * element_bytes
+    def bytes_per_token(self, element_bytes: int, scale_bytes: int = 0) -> int:
+        """Return the KV bytes of one token over all layers; each row of a head may have a scale."""
+        row = self.head_dim * element_bytes + scale_bytes
+        return 2 * len(self.layers) * self.num_kv_heads * row
 
 
 @dataclass(frozen=True)

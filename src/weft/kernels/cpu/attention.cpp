@@ -36,8 +36,15 @@ void write_token(const Kernels& kernels, const Attention& call, int64_t token) {
   const int64_t block = slot / call.block_size, offset = slot % call.block_size;
   const auto write = [&](const Tensor& fresh, const Tensor& cache) {
     for (int64_t head = 0; head < cache.shape[1]; ++head) {
-      char* to = at(cache, block, head) + offset * cache.stride[2] * size_of(cache.type);
-      kernels.convert(to, cache.type, at(fresh, token, head), fresh.type, cache.shape[3]);
+      const int64_t size = fresh.shape[2];
+      char *block_head = at(cache, block, head), *from = at(fresh, token, head);
+      if (is_scaled(cache.type)) {
+        auto* scale = reinterpret_cast<float*>(block_head + call.block_size * size) + offset;
+        kernels.quantise(block_head + offset * size, scale, cache.type, from, fresh.type, size);
+        continue;
+      }
+      char* to = block_head + offset * cache.stride[2] * size_of(cache.type);
+      kernels.convert(to, cache.type, from, fresh.type, size);
     }
   };
   write(*call.k, call.k_cache);
@@ -83,10 +90,16 @@ struct Item {
   int64_t keys;
 };
 
-Cache cache_of(const Tensor& cache, int64_t kv_head) {
+Cache cache_of(const Tensor& cache, int64_t head_size, int64_t kv_head) {
   const int64_t bytes = size_of(cache.type);
-  return {at(cache, 0, kv_head), cache.type, cache.stride[0] * bytes, cache.stride[1] * bytes,
-          cache.stride[2] * bytes};
+  return {
+      .data = at(cache, 0, kv_head),
+      .type = cache.type,
+      .block_bytes = cache.stride[0] * bytes,
+      .head_bytes = cache.stride[1] * bytes,
+      .offset_bytes = is_scaled(cache.type) ? head_size : cache.stride[2] * bytes,
+      .scales_bytes = cache.shape[2] * head_size,
+  };
 }
 
 // Memory of a thread that stays until it needs more.
@@ -279,8 +292,8 @@ class Work {
         .softcap = call_.softcap,
         .table = table_of(row),
         .block_size = call_.block_size,
-        .key = cache_of(call_.k_cache, kv_head),
-        .value = cache_of(call_.v_cache, kv_head),
+        .key = cache_of(call_.k_cache, call_.q.shape[2], kv_head),
+        .value = cache_of(call_.v_cache, call_.q.shape[2], kv_head),
     };
   }
 

@@ -25,6 +25,8 @@ _CODES = {
     torch.float16: 2,
     torch.int32: 3,
     torch.int64: 4,
+    torch.int8: 5,
+    torch.float8_e4m3fn: 6,
 }
 
 _View = tuple[int, int, tuple[int, ...], tuple[int, ...]]
@@ -56,7 +58,8 @@ def paged_attention(
             dimension must be contiguous.
         k: ``[T, Hkv, D]``, or None if the cache holds these tokens already.
         v: like ``k``; None exactly if ``k`` is.
-        k_cache: ``[num_blocks, Hkv, block_size, D]``; its type may differ from that of ``q``.
+        k_cache: ``[num_blocks, Hkv, block_size, D]``; its type may differ from that of ``q``. With
+            8-bit types ``[num_blocks, Hkv, block_size, D + 4]``, laid out as ``kv_storage`` says.
         v_cache: like ``k_cache``.
         batch: block tables and lengths. Table entries before the sliding window of a row's first
             query are never read and may be anything.

@@ -56,6 +56,19 @@ void check_floats(const Tensor& tensor) {
   }
 }
 
+Axis row_of(const Tensor& cache, int64_t head_size) {
+  if (is_scaled(cache.type)) return {"head_size+4", head_size + 4};
+  return {"head_size", head_size};
+}
+
+void check_cache(const Tensor& cache) {
+  if (!is_scaled(cache.type)) return check_floats(cache);
+  if (cache.stride[3] != 1 || (cache.shape[2] > 1 && cache.stride[2] != cache.shape[3])) {
+    fail(std::string(cache.name) + " of shape " + shape_text(cache) +
+         " must be contiguous in its last two dimensions");
+  }
+}
+
 void check_indices(const Tensor& tensor, DType type) {
   const int last = tensor.rank - 1;
   if (tensor.type != type) {
@@ -71,15 +84,14 @@ void check_indices(const Tensor& tensor, DType type) {
 void check_tensors(const Attention& call) {
   check_shape(call.q, {{"tokens", -1}, {"heads", -1}, {"head_size", -1}});
   const int64_t tokens = call.q.shape[0], heads = call.q.shape[1], size = call.q.shape[2];
-  check_shape(call.k_cache, {{"blocks", -1},
-                             {"kv_heads", -1},
-                             {"block_size", call.block_size},
-                             {"head_size", size}});
+  const Axis key_row = row_of(call.k_cache, size), value_row = row_of(call.v_cache, size);
+  check_shape(call.k_cache,
+              {{"blocks", -1}, {"kv_heads", -1}, {"block_size", call.block_size}, key_row});
   const int64_t blocks = call.k_cache.shape[0], kv_heads = call.k_cache.shape[1];
   check_shape(call.v_cache, {{"blocks", blocks},
                              {"kv_heads", kv_heads},
                              {"block_size", call.block_size},
-                             {"head_size", size}});
+                             value_row});
   check_shape(call.out, {{"tokens", tokens}, {"heads", heads}, {"head_size", size}});
   if (call.block_size < 1 || size < 1 || kv_heads < 1 || heads < 1 || heads % kv_heads != 0) {
     fail("q of shape " + shape_text(call.q) + " does not go with k_cache of shape " +
@@ -92,9 +104,8 @@ void check_tensors(const Attention& call) {
     check_shape(**fresh, {{"tokens", tokens}, {"kv_heads", kv_heads}, {"head_size", size}});
     check_floats(**fresh);
   }
-  for (const Tensor* tensor : {&call.q, &call.out, &call.k_cache, &call.v_cache}) {
-    check_floats(*tensor);
-  }
+  for (const Tensor* tensor : {&call.q, &call.out}) check_floats(*tensor);
+  for (const Tensor* tensor : {&call.k_cache, &call.v_cache}) check_cache(*tensor);
 }
 
 void check_metadata(const Attention& call) {

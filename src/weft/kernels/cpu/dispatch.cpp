@@ -2,6 +2,11 @@
 
 #include "dispatch.hpp"
 
+#ifdef WEFT_ARM
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
+
 #include <atomic>
 
 namespace weft {
@@ -19,6 +24,8 @@ WEFT_DECLARE_ISA(baseline);
 WEFT_DECLARE_ISA(avx2);
 WEFT_DECLARE_ISA(avx512);
 WEFT_DECLARE_ISA(avx512bf16);
+#elif defined(WEFT_ARM)
+WEFT_DECLARE_ISA(neonbf16);
 #endif
 
 namespace {
@@ -42,6 +49,8 @@ std::vector<const Isa*> runnable_isas() {
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
     result.push_back(&isa_avx2);
   }
+#elif defined(WEFT_ARM)
+  if (getauxval(AT_HWCAP2) & HWCAP2_BF16) result.push_back(&isa_neonbf16);
 #endif
   result.push_back(&isa_baseline);
   return result;

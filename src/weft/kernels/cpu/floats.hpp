@@ -13,6 +13,7 @@ struct Scratch {
   float* scores;   // [tile_queries][split_keys]
   float* rows;     // [group_keys][width]
   float* zeros;    // [width]
+  float* scales;   // [split_keys]
   Partial split;
 };
 
@@ -20,13 +21,16 @@ Scratch divide(float* memory, int64_t width) {
   float* scores = memory + tile_queries * width;
   float* rows = scores + tile_queries * split_keys;
   float* zeros = rows + group_keys * width;
+  float* scales = zeros + width;
   for (int64_t i = 0; i < width; ++i) zeros[i] = 0.0f;
-  return {memory, scores, rows, zeros, partial_at(zeros + width, tile_queries, width)};
+  const Partial split = partial_at(scales + split_keys, tile_queries, width);
+  return {memory, scores, rows, zeros, scales, split};
 }
 
-// Float rows of the keys (or values) at positions start .. start + group_keys.
+// Float rows of the keys (or values) at positions start .. start + group_keys, and the `scales` that
+// they have, if any.
 void read_group(const Tile& tile, const Cache& cache, int64_t head, int64_t start, Span span,
-                int64_t width, const Scratch& scratch, const float** rows) {
+                int64_t width, const Scratch& scratch, const float* scales, const float** rows) {
   const char* found[group_keys];
   const auto* zeros = reinterpret_cast<const char*>(scratch.zeros);
   find_rows(tile, cache, head, start, group_keys, span, zeros, found);
@@ -34,8 +38,11 @@ void read_group(const Tile& tile, const Cache& cache, int64_t head, int64_t star
   for (int64_t j = 0; j < group_keys; ++j) {
     rows[j] = reinterpret_cast<const float*>(found[j]);
     if (found[j] == zeros || in_place) continue;
-    read_row(found[j], cache.type, scratch.rows + j * width, tile.head_size, width);
-    rows[j] = scratch.rows + j * width;
+    float* row = scratch.rows + j * width;
+    read_row(found[j], cache.type, row, tile.head_size, width);
+    rows[j] = row;
+    if (scales == nullptr) continue;
+    for (int64_t d = 0; d < width; d += W) store(row + d, load(row + d) * scales[j]);
   }
 }
 
@@ -87,8 +94,13 @@ void attend_split(const Tile& tile, int64_t head, int64_t start, Span span, int6
   const int64_t count = tile.count;
   const int64_t begin = span.first / group_keys * group_keys;
   const float* rows[group_keys];
+  const auto read = [&](const Cache& cache, int64_t at) {
+    const float* scales = is_scaled(cache.type) ? scratch.scales + (at - start) : nullptr;
+    read_group(tile, cache, head, at, span, width, scratch, scales, rows);
+  };
+  if (is_scaled(tile.key.type)) find_scales(tile, tile.key, head, start, span, scratch.scales);
   for (int64_t at = begin; at < span.end; at += group_keys) {
-    read_group(tile, tile.key, head, at, span, width, scratch, rows);
+    read(tile.key, at);
     float* scores = scratch.scores + (at - start);
     int64_t i = 0;
     for (; i + 2 <= count; i += 2) {
@@ -104,8 +116,9 @@ void attend_split(const Tile& tile, int64_t head, int64_t start, Span span, int6
           [&](int64_t j, vec weight) { store(scores + j, weight); });
   }
   __builtin_memset(sums.values, 0, count * width * sizeof(float));
+  if (is_scaled(tile.value.type)) find_scales(tile, tile.value, head, start, span, scratch.scales);
   for (int64_t at = begin; at < span.end; at += group_keys) {
-    read_group(tile, tile.value, head, at, span, width, scratch, rows);
+    read(tile.value, at);
     const float* weights = scratch.scores + (at - start);
     int64_t i = 0;
     for (; i + 2 <= count; i += 2) {

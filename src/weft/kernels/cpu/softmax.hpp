@@ -27,6 +27,22 @@ void find_rows(const Tile& tile, const Cache& cache, int64_t head, int64_t start
   for (; position < start + count; ++position) *rows++ = nothing;
 }
 
+// The scales of a head's rows at the positions of the split that starts at `start`; 0 where no query
+// of the tile looks.
+void find_scales(const Tile& tile, const Cache& cache, int64_t head, int64_t start, Span span,
+                 float* scales) {
+  for (int64_t i = 0; i < split_keys; ++i) scales[i] = 0.0f;
+  for (int64_t position = span.first; position < span.end;) {
+    const int64_t block = position / tile.block_size, offset = position % tile.block_size;
+    const char* from = cache.data + tile.table[block] * cache.block_bytes +
+                       head * cache.head_bytes + cache.scales_bytes + 4 * offset;
+    int64_t count = tile.block_size - offset;
+    if (count > span.end - position) count = span.end - position;
+    __builtin_memcpy(scales + (position - start), from, 4 * count);
+    position += count;
+  }
+}
+
 inline Partial rows_of(const Partial& sums, int64_t first, int64_t width) {
   return {sums.largest + first, sums.total + first, sums.values + first * width};
 }

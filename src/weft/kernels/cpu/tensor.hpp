@@ -7,10 +7,14 @@
 namespace weft {
 
 // The numbers are shared with `_CODES` in attention.py.
-enum class DType : int { f32 = 0, bf16 = 1, f16 = 2, i32 = 3, i64 = 4 };
+enum class DType : int { f32 = 0, bf16 = 1, f16 = 2, i32 = 3, i64 = 4, i8 = 5, f8 = 6 };
 
 static inline bool is_float(DType type) { return type <= DType::f16; }
+// Numbers of 8 bits that mean something only with their row's scale: a cache of them holds for each
+// head of a block its rows, then a float32 scale for each of them (kernels/kv_storage.py).
+static inline bool is_scaled(DType type) { return type >= DType::i8; }
 static inline int64_t size_of(DType type) {
+  if (is_scaled(type)) return 1;
   return type == DType::i64 ? 8 : type == DType::f32 || type == DType::i32 ? 4 : 2;
 }
 

@@ -20,7 +20,7 @@ void attend(const Tile& tile, int64_t first_split, int64_t last_split, float* sc
             const Partial& sums) {
   const int64_t width = padded(tile.head_size, lanes);
 #ifdef WEFT_PAIRS
-  if (tile.type == DType::bf16 && tile.key.type == DType::bf16 && tile.value.type == DType::bf16) {
+  if (tile.type == DType::bf16 && in_pairs(tile.key.type) && in_pairs(tile.value.type)) {
     return attend_pairs(tile, first_split, last_split, scratch, sums, width);
   }
 #endif
@@ -40,6 +40,6 @@ void finish_tile(const Tile& tile, const Partial& sums) {
 
 extern const Kernels WEFT_TABLE(WEFT_ISA);
 const Kernels WEFT_TABLE(WEFT_ISA) = {WEFT_NAME(WEFT_ISA), lanes,       attend, clear,
-                                      merge,               finish_tile, convert};
+                                      merge,               finish_tile, convert, quantise};
 
 }  // namespace weft

@@ -27,6 +27,7 @@ struct Cache {
   int64_t block_bytes;    // from one block to the next
   int64_t head_bytes;
   int64_t offset_bytes;   // from one position to the next inside a block
+  int64_t scales_bytes;   // from a head of a block to its scales, if the type is scaled
 };
 
 // One head of one token: where it lies, and its position in the sequence.
@@ -93,6 +94,9 @@ struct Kernels {
   // Normalise and write to the queries' outputs. `sums` is destroyed.
   void (*finish)(const Tile&, const Partial& sums);
   void (*convert)(char* to, DType to_type, const char* from, DType from_type, int64_t count);
+  // To a scaled type.
+  void (*quantise)(char* to, float* scale, DType to_type, const char* from, DType from_type,
+                   int64_t count);
 };
 
 static inline int64_t padded(int64_t n, int64_t multiple) {

@@ -29,6 +29,7 @@ typedef float vec __attribute__((vector_size(4 * W)));
 typedef int32_t ivec __attribute__((vector_size(4 * W)));
 typedef uint32_t uvec __attribute__((vector_size(4 * W)));
 typedef uint16_t hvec __attribute__((vector_size(2 * W)));
+typedef int16_t svec __attribute__((vector_size(2 * W)));
 typedef int8_t bvec __attribute__((vector_size(W)));
 typedef vec vec_at __attribute__((aligned(4), may_alias));
 typedef uvec uvec_at __attribute__((aligned(2), may_alias));
@@ -97,14 +98,43 @@ void widen_row(const char* from, float* to, int64_t count) {
   for (; i < count; ++i) to[i] = type == DType::bf16 ? widen_bf16(half[i]) : widen_f16(half[i]);
 }
 
+// The numbers of a scaled row, without the scale; bfloat16 holds them exactly. Those of type f8 are
+// E4M3: sign, 4 bits of exponent with bias 7, 3 of mantissa, no infinities.
+inline vec widen(bvec x, DType type) {
+  // In two steps: in one the compiler goes number by number.
+  const ivec code = __builtin_convertvector(__builtin_convertvector(x, svec), ivec);
+  if (type == DType::i8) return __builtin_convertvector(code, vec);
+  const uvec magnitude = (uvec)code & 0x7fu;
+  const uvec scaled = (uvec)((vec)(magnitude << 20) * 0x1p120f);
+  const uvec special = (uvec)(magnitude == 0x7fu) & 0x7fc00000u;
+  return (vec)(scaled | special | ((uvec)code & 0x80u) << 24);
+}
+
+template <DType type>
+void widen_codes(const char* from, float* to, int64_t count) {
+  bvec last{};
+  int64_t i = 0;
+  for (; i + W <= count; i += W) {
+    store(to + i, widen(*reinterpret_cast<const bvec_at*>(from + i), type));
+  }
+  if (i == count) return;
+  __builtin_memcpy(&last, from + i, count - i);
+  const vec wide = widen(last, type);
+  __builtin_memcpy(to + i, &wide, (count - i) * sizeof(float));
+}
+
 // `count` numbers as floats, then zeros up to `width`.
 void read_row(const char* from, DType type, float* to, int64_t count, int64_t width) {
   if (type == DType::f32) {
     __builtin_memcpy(to, from, count * sizeof(float));
   } else if (type == DType::bf16) {
     widen_row<DType::bf16>(from, to, count);
-  } else {
+  } else if (type == DType::f16) {
     widen_row<DType::f16>(from, to, count);
+  } else if (type == DType::i8) {
+    widen_codes<DType::i8>(from, to, count);
+  } else {
+    widen_codes<DType::f8>(from, to, count);
   }
   for (int64_t i = count; i < width; ++i) to[i] = 0.0f;
 }
@@ -128,6 +158,48 @@ void convert(char* to, DType to_type, const char* from, DType from_type, int64_t
     read_row(from + done * size_of(from_type), from_type, row, n, n);
     write_row(row, to + done * size_of(to_type), to_type, n);
   }
+}
+
+// Not by adding a large number: that would be fused with the product that x is.
+inline int8_t narrow_i8(float x) { return static_cast<int8_t>(__builtin_rintf(x)); }
+
+inline int8_t narrow_f8(float x) {
+  const uint32_t sign = bits_of(x) >> 24 & 0x80u;
+  const uint32_t bits = bits_of(x) & 0x7fffffffu;
+  // Below 2^-6 the sum aligns the mantissa to the subnormal step, so the addition rounds it.
+  const uint32_t subnormal = bits_of(float_of(bits) + 0x1p14f) - bits_of(0x1p14f);
+  const uint32_t normal = (bits + 0xc407ffffu + (bits >> 20 & 1u)) >> 20;
+  return static_cast<int8_t>(sign | (bits < 0x3c800000u ? subnormal : normal));
+}
+
+// Codes are numbers / scale, the largest being 127 or 448. A row of numbers below 2^-100 becomes
+// zeros, one that holds an infinity or a NaN gets the scale NaN.
+void quantise(char* to, float* scale, DType to_type, const char* from, DType from_type,
+              int64_t count) {
+  constexpr int64_t piece = 256;
+  float row[piece], largest = 0.0f, odd = 0.0f;
+  for (int64_t done = 0; done < count; done += piece) {
+    const int64_t n = count - done < piece ? count - done : piece;
+    read_row(from + done * size_of(from_type), from_type, row, n, n);
+    for (int64_t i = 0; i < n; ++i) {
+      const float magnitude = __builtin_fabsf(row[i]);
+      largest = magnitude > largest ? magnitude : largest;
+      odd += row[i] * 0.0f;
+    }
+  }
+  const bool zero = !(largest >= 0x1p-100f);
+  const float most = to_type == DType::i8 ? 127.0f : 448.0f;
+  const float step = odd != 0.0f || odd != odd ? __builtin_nanf("") : zero ? 0.0f : largest / most;
+  const float factor = zero || step != step ? 0.0f : most / largest;
+  for (int64_t done = 0; done < count; done += piece) {
+    const int64_t n = count - done < piece ? count - done : piece;
+    read_row(from + done * size_of(from_type), from_type, row, n, n);
+    for (int64_t i = 0; i < n; ++i) {
+      const float x = factor == 0.0f ? 0.0f : row[i] * factor;
+      to[done + i] = to_type == DType::i8 ? narrow_i8(x) : narrow_f8(x);
+    }
+  }
+  __builtin_memcpy(scale, &step, sizeof step);
 }
 
 // ---- sums over lanes ----
