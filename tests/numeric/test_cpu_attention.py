@@ -16,8 +16,8 @@ from torch import Tensor
 
 from weft.kernels import reference
 from weft.kernels.cpu import attention as native
-from weft.kernels.ops import AttentionBatch
 from weft.kernels.kv_storage import SCALED, read_rows, row_size, write_rows
+from weft.kernels.ops import AttentionBatch
 
 # Largest difference from the float32 reference on the same inputs, relative to max(1, |value|).
 # Both sides sum in float32, so a 16-bit result may differ by one rounding step of its type; of

@@ -33,8 +33,8 @@ from weft.exec.eager import EagerExecutor
 from weft.exec.grammar import GrammarRows, Grammars
 from weft.exec.rows import RowTable
 from weft.exec.store import KVStore
-from weft.kernels.ops import OpTable, select_ops
 from weft.kernels.kv_storage import KV_TYPES
+from weft.kernels.ops import OpTable, select_ops
 from weft.kernels.unavailable import KernelUnavailable
 from weft.kv.cache import GroupSpec, KVCache
 from weft.models.families import read_spec
