@@ -21,6 +21,7 @@ from live import SMALL, START_S, WEFT, Server, command_of, eventually, serving, 
 
 STREAMS = 16
 TOKENS = 100
+RESTARTS = "weft:engine_restarts_total"
 POISON = 3999  # first token of a prompt that kills the engine of `poisoned`
 
 
@@ -118,15 +119,17 @@ def test_killed_engines_are_no_more_than_a_pause(tmp_path, standby):
         descriptors = psutil.Process(server.process.pid).num_fds()
         assert all(finish == "length" for _, _, finish, _ in undisturbed)
         streams = start(server)
-        for moment in (0, *sorted(draw.sample(range(1, STREAMS * TOKENS * 3 // 4), 3))):
+        moments = (0, *sorted(draw.sample(range(1, STREAMS * TOKENS * 3 // 4), 3)))
+        for kills, moment in enumerate(moments):
             eventually(lambda moment=moment: said(streams) >= moment, START_S)
+            eventually(lambda kills=kills: metric(server, RESTARTS) == kills, START_S)
             victim = engine(server)
             eventually(complete, START_S)
             victim.kill()
             eventually(lambda victim=victim: not victim.is_running(), START_S)
         assert [stream.outcome() for stream in streams] == undisturbed
         eventually(server.idle)
-        eventually(lambda: metric(server, "weft:engine_restarts_total") == 4, START_S)
+        eventually(lambda: metric(server, RESTARTS) == 4, START_S)
         assert priorities(engine(server)) == {0}
         eventually(complete, START_S)
         assert psutil.Process(server.process.pid).num_fds() == descriptors
@@ -201,7 +204,7 @@ def test_requests_wait_for_the_next_engine(tmp_path):
 
 
 def test_a_stopped_engine_is_replaced(tmp_path):
-    with serving(tmp_path, "--watchdog-s", "6", "--stalled-s", "1") as server:
+    with serving(tmp_path, "--watchdog-s", "12", "--stalled-s", "1") as server:
         undisturbed = [stream.outcome() for stream in start(server, 4)]
         streams = start(server, 4)
         eventually(lambda: said(streams) > 20, START_S)
@@ -221,7 +224,7 @@ def ready(server: Server) -> str:
 
 
 def test_a_stopped_request_plane_is_replaced(tmp_path):
-    with serving(tmp_path, "--frontends", "2", "--watchdog-s", "3") as server:
+    with serving(tmp_path, "--frontends", "2", "--watchdog-s", "10") as server:
         eventually(lambda: len(frontends(server)) == 2, START_S)
         streams = start(server)
         eventually(lambda: all(stream.tokens for stream in streams), START_S)
