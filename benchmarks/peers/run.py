@@ -154,20 +154,30 @@ class Comparison:
             self._drop(key)
         engines = cell.engines(self._peers)
         result = Result()
+        read_rates = [read_rate(self._setup.threads)]
         for number in range(self._pairs + 1):
             turn = number % len(engines)
             for engine in engines[turn:] + engines[:turn]:
                 if engine not in result.failed:
                     self._one(cell, engine, number, result)
+        read_rates.append(read_rate(self._setup.threads))
         runs = {engine: rows for engine, rows in result.runs.items() if engine not in result.failed}
         figures = {engine: [figures_of(cell, row) for row in rows] for engine, rows in runs.items()}
+        wanted = METRICS[cell.scenario].items()
+        metrics = {name: compare(figures, name, more, cell) for name, more in wanted}
+        if cell.scenario == "a" and cell.weights == "bf16" and "weft" in figures:
+            weights = (self._setup.model(cell.model) / "model.safetensors").stat().st_size
+            decode = metrics["decode_tok_s"]
+            decode["ceiling_tok_s"] = max(read_rates) / weights
+            rate = decode["spread"]["weft"]["median"]
+            decode["share_of_ceiling"] = rate / decode["ceiling_tok_s"]
         return {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "pairs": self._pairs,
+            "read_bytes_per_s": max(read_rates),
             **asdict(result),
-            "metrics": {name: compare(figures, name, more, cell) for name, more in
-                        METRICS[cell.scenario].items()},
-        }  # fmt: skip
+            "metrics": metrics,
+        }
 
     def _one(self, cell: Cell, engine: str, number: int, result: Result) -> None:
         """A run; the first one warms up and is not kept."""
@@ -275,9 +285,23 @@ def _ratios(found: dict[str, Any]) -> str:
         parts.append(f"{found['ratio']:.2f} to {found['best']}")
     if "ratio_to_bf16" in found:
         parts.append(f"{found['ratio_to_bf16']:.2f} to bf16")
+    if "share_of_ceiling" in found:
+        ceiling = found["ceiling_tok_s"]
+        parts.append(f"{found['share_of_ceiling']:.0%} of the ceiling of {ceiling:.0f}")
     if "http_share" in found:
         parts.append(f"{found['http_share']:.2f} of in process")
     return ", ".join(parts)
+
+
+def read_rate(threads: int) -> float:
+    """The rate in bytes a second at which the machine's memory can be read just now."""
+    script = f"""
+from weft.kernels import measure
+measure.set_threads({threads})
+print(measure.read_rate())
+"""
+    command = [sys.executable, "-c", script]
+    return float(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
 
 
 def machine() -> dict[str, Any]:
