@@ -13,6 +13,7 @@ from torch import Tensor
 from weft.kernels.cpu import _native
 from weft.kernels.cpu import attention as cpu_attention
 from weft.kernels.ops import AttentionBatch, OpTable, select_ops
+from weft.kernels.storage import Storage
 
 LARGER_THAN_CACHES = 192 * 2**20  # bytes; what is read again comes from memory
 YARDSTICK_S = 0.4
@@ -74,6 +75,8 @@ def cases() -> Iterator[Case]:
         ops = select_ops(torch.device("cpu"), dtype)
         name = str(dtype).removeprefix("torch.")
         yield from _products(ops, dtype, name)
+        if dtype == torch.bfloat16:
+            yield from _quantised_products(ops)
         yield from _attention(ops, dtype, name)
         yield from _head(ops, dtype, name)
 
@@ -95,6 +98,29 @@ def _products(ops: OpTable, dtype: torch.dtype, name: str) -> Iterator[Case]:
             name,
             _product(lambda x, weight: ops.linear(x, weight, None), x, turn),
         )
+
+
+def _quantised_products(ops: OpTable) -> Iterator[Case]:
+    """The same with weights of 8 bits, a scale an output, and of 4, a scale for 128 inputs."""
+    assert ops.quantise is not None, "the native kernels compute with integers"
+    for storage in (Storage(8, None), Storage(4, 128)):
+        shape = torch.Size((2 * MLP, HIDDEN))
+        weight = torch.randn(shape, dtype=torch.bfloat16)
+        one = storage.nbytes(2 * MLP, HIDDEN, gated=True)
+        weights = []
+        for _ in range(-(-LARGER_THAN_CACHES // one)):
+            matrix: Any = ops.quantise("layers.0.gate_up", shape, torch.bfloat16, storage)
+            matrix.write(0, weight)
+            weights.append(matrix)
+        for rows in (1, 4, 16, 64):
+            x = torch.randn(rows, HIDDEN, dtype=torch.bfloat16)
+            yield Case(
+                f"linear int{storage.bits} {rows} x {HIDDEN} x {2 * MLP}",
+                one,
+                2.0 * rows * 2 * MLP * HIDDEN,
+                "bfloat16",
+                _product(lambda x, w: ops.linear(x, w, None), x, iter_forever(weights)),
+            )
 
 
 def _product(
