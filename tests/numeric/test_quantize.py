@@ -156,7 +156,7 @@ def test_peak_memory_of_loading(large, quantize) -> None:
     command = [sys.executable, "-c", MEASURE, str(large), quantize]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     grown, weights = map(int, done.stdout.split())
-    assert weights < (large / SINGLE).stat().st_size * (0.52 if quantize == "int8" else 0.4)
+    assert weights < (large / SINGLE).stat().st_size * (0.52 if quantize == "int8" else 0.3)
     assert weights * 0.9 < grown <= 1.3 * weights
 
 
@@ -169,13 +169,13 @@ def test_numbers_that_are_not_finite_are_refused(tmp_path) -> None:
 
 
 def test_what_is_told() -> None:
-    config = EngineConfig(quantize="int4", quantize_group=32, dtype="bfloat16")
+    config = EngineConfig(quantize="int4", quantize_group=64, dtype="bfloat16")
     info = collect_info(config)
-    assert info["kernels"]["linear"] == "cpu, int4 (groups of 32) weights"
-    assert info["kernels"]["logits"] == "cpu, int8 (a scale an output) weights"
+    assert info["kernels"]["linear"] == "cpu, int4 (groups of 64) weights"
+    assert info["kernels"]["logits"] == "cpu, int4 (groups of 32) weights"
     assert info["memory"]["weight_bytes"] == find_model(config).facts.weight_bytes
     assert info["memory"]["weight_bytes"] < 0.4 * 2 * info["model"]["parameters"]
-    assert "int4 (groups of 32)" in format_info(info)
+    assert "int4 (groups of 64)" in format_info(info)
 
 
 def test_what_contradicts_itself_is_refused(tmp_path) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -211,7 +212,8 @@ class GgufFile:
         from gguf.quants import dequantize
 
         try:
-            return torch.from_numpy(dequantize(data, self._tensors[name].tensor_type))
+            floats = dequantize(data, self._tensors[name].tensor_type)
+            return torch.from_numpy(np.require(floats, requirements="W"))
         except NotImplementedError as error:
             kind = self._tensors[name].tensor_type.name
             raise CheckpointError(

@@ -17,10 +17,11 @@ Shape = tuple[int, ...]
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
-# What ``quantize`` rounds. The output head, and with it a tied embedding, gets 8 bits in any case:
-# an error in it goes straight into the logits. Everything else stays in floats: it is small (norms,
-# biases, routers), or only looked up (an embedding that is not tied).
+# What ``quantize`` rounds, beside the output head and with it a tied embedding. Everything else
+# stays in floats: it is small (norms, biases, routers), or only looked up (an embedding that is not
+# tied). With int4 the head has the smallest groups: an error in it goes straight into the logits.
 ROUNDED = {"qkv", "output", "gate_up", "down", "expert_gate_up", "expert_down"}
+HEAD_GROUP = 32
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,9 @@ def storage_of(parameter: str, quantize: str, group: int) -> Storage | None:
     name = parameter.rpartition(".")[2]
     if quantize == "none" or name not in ROUNDED | {"lm_head"}:
         return None
-    return Storage(4, group) if quantize == "int4" and name in ROUNDED else Storage(8, None)
+    if quantize == "int8":
+        return Storage(8, None)
+    return Storage(4, HEAD_GROUP if name == "lm_head" else group)
 
 
 def weight_bytes(spec: ModelSpec, dtype: str, quantize: str = "none", group: int = 0) -> int:
