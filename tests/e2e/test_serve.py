@@ -200,8 +200,8 @@ def test_ctrl_c_lets_running_streams_finish(tmp_path):
         assert running.process.wait(30) == 0
 
 
-def streaming(server: Server, tokens: int):
-    body = {"model": "builtin", "prompt": "x", "max_tokens": tokens, "stream": True}
+def streaming(server: Server, tokens: int, choices: int = 1):
+    body = {"model": "builtin", "prompt": "x", "max_tokens": tokens, "n": choices, "stream": True}
     body |= {"ignore_eos": True, "temperature": 1.0}
     return httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60)
 
@@ -219,7 +219,7 @@ def test_a_signal_to_every_process_lets_streams_finish(tmp_path):
 
 
 def test_a_second_ctrl_c_ends_streams_with_an_error(tmp_path):
-    with serving(tmp_path) as running, streaming(running, 1900) as answer:
+    with serving(tmp_path) as running, streaming(running, 1900, choices=16) as answer:
         lines = answer.iter_lines()
         next(lines)
         running.process.send_signal(signal.SIGINT)
