@@ -10,7 +10,7 @@ from checkpoints import build, prompt, save_with_tokenizer
 
 from weft import LLM, SamplingParams
 from weft.core.errors import OutOfMemoryError
-from weft.models.decoder import Decoder
+from weft.exec.eager import EagerExecutor
 
 HUNGRY = 77  # a token that no forward pass has memory for
 GOOD = [t for t in prompt(20, 1) * 2 if t != HUNGRY]
@@ -30,14 +30,14 @@ def open_llm(folder, **more) -> LLM:
 
 
 def starve(monkeypatch, when):
-    forward = Decoder.forward
+    compute = EagerExecutor._compute
 
-    def starving(self, input_ids, positions, attend):
-        if when(input_ids):
+    def starving(self, inputs):
+        if when(inputs.input_ids):
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried ...")
-        return forward(self, input_ids, positions, attend)
+        return compute(self, inputs)
 
-    monkeypatch.setattr(Decoder, "forward", starving)
+    monkeypatch.setattr(EagerExecutor, "_compute", starving)
 
 
 def test_a_hungry_request_of_any_kind_ends_alone(folder, monkeypatch):
@@ -82,13 +82,13 @@ def test_logits_that_are_not_finite_end_a_request_with_a_grammar_alone(folder, m
     later = replace(DIGITS, grammar="start: /(?s:.*)/", logit_bias={HUNGRY: 100.0})
     with open_llm(folder) as llm:
         expected = llm.generate([GOOD] * 2, [FREE, DIGITS], progress=False)
-        forward = Decoder.forward
+        compute = EagerExecutor._compute
 
-        def breaking(self, input_ids, positions, attend):
-            hidden = forward(self, input_ids, positions, attend)  # [T, C]
-            return hidden.masked_fill((input_ids == HUNGRY).unsqueeze(-1), torch.nan)
+        def breaking(self, inputs):
+            hidden = compute(self, inputs)  # [T, C]
+            return hidden.masked_fill((inputs.input_ids == HUNGRY).unsqueeze(-1), torch.nan)
 
-        monkeypatch.setattr(Decoder, "forward", breaking)
+        monkeypatch.setattr(EagerExecutor, "_compute", breaking)
         prompts = [GOOD, GOOD, [5, HUNGRY], GOOD]
         *good, first, second = llm.generate(prompts, [FREE, DIGITS, DIGITS, later], progress=False)
         llm.engine.built.scheduler.check()

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from checkpoints import build, prompt, save_with_tokenizer
+from safetensors.torch import load_file, save_file
 
 from weft import LLM, SamplingParams
 from weft.core.errors import ParameterError, PromptTooLongError
+from weft.exec.eager import EagerExecutor
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 FAMILIES = ["llama-gqa", "mistral-window", "gemma3"]
@@ -145,15 +148,15 @@ def test_prompt_logprobs_survive_preemption(folders):
         assert result.token_ids == wanted.token_ids
 
 
-def test_a_row_with_nan_weights_ends_alone(folders):
+def test_a_row_with_nan_weights_ends_alone(folders, tmp_path):
     """One embedding row is NaN: the prompt that has this token faults, the others go on."""
     with llm(folders["llama-gqa"]) as engine:
         expected = engine.generate([PROMPTS[3]], GREEDY, progress=False)[0]
-    with llm(folders["llama-gqa"]) as engine:
-        decoder = engine.engine.built.executor._decoder
-        table = decoder.ops.embedding(torch.arange(199), decoder.embedding)
-        table[198] = float("nan")
-        decoder.embedding = table
+    broken = shutil.copytree(folders["llama-gqa"], tmp_path / "broken")
+    tensors = load_file(broken / "model.safetensors")
+    tensors["model.embed_tokens.weight"][198] = torch.nan
+    save_file(tensors, broken / "model.safetensors")
+    with llm(broken) as engine:
         good = [t for t in PROMPTS[3] if t != 198]
         assert good == PROMPTS[3], "the healthy prompt must not use the broken token"
         bad, result = engine.generate([[7, 198, 9] * 12, good], GREEDY, progress=False)
@@ -168,15 +171,14 @@ def test_a_row_with_nan_weights_ends_alone(folders):
 def test_a_row_that_runs_out_of_memory_ends_alone(folders, monkeypatch):
     with llm(folders["llama-gqa"]) as engine:
         expected = engine.generate([PROMPTS[3]], GREEDY, progress=False)[0]
-        decoder = engine.engine.built.executor._decoder
-        forward = type(decoder).forward
+        compute = EagerExecutor._compute
 
-        def starving(self, input_ids, positions, attend):
-            if 77 in input_ids.tolist():
+        def starving(self, inputs):
+            if 77 in inputs.input_ids.tolist():
                 raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried ...")
-            return forward(self, input_ids, positions, attend)
+            return compute(self, inputs)
 
-        monkeypatch.setattr(type(decoder), "forward", starving)
+        monkeypatch.setattr(EagerExecutor, "_compute", starving)
         assert 77 not in PROMPTS[3] + expected.token_ids
         bad, good = engine.generate([[77, 3, 4], PROMPTS[3]], GREEDY, progress=False)
         assert bad.error.code == "out_of_memory"
@@ -185,9 +187,8 @@ def test_a_row_that_runs_out_of_memory_ends_alone(folders, monkeypatch):
 
 def test_an_engine_that_breaks_answers_everybody(folders, monkeypatch):
     with llm(folders["llama-gqa"]) as engine:
-        decoder = engine.engine.built.executor._decoder
         monkeypatch.setattr(
-            type(decoder), "forward", lambda *_: (_ for _ in ()).throw(ValueError("boom"))
+            EagerExecutor, "_compute", lambda *_: (_ for _ in ()).throw(ValueError("boom"))
         )
         results = engine.generate([[1, 2], [3]], GREEDY, progress=False)
         assert {r.finish_reason for r in results} == {"error"}

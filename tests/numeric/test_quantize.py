@@ -157,7 +157,7 @@ def test_peak_memory_of_loading(large, quantize) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     grown, weights = map(int, done.stdout.split())
     assert weights < (large / SINGLE).stat().st_size * (0.52 if quantize == "int8" else 0.3)
-    assert weights * 0.9 < grown <= 1.3 * weights
+    assert weights * 0.9 < grown <= 1.3 * weights + 2**23  # threads and what they allocate
 
 
 def test_numbers_that_are_not_finite_are_refused(tmp_path) -> None:

@@ -139,15 +139,18 @@ class EagerExecutor:
 
     def _forward(self, batch: SubBatch, collected: _Collected) -> None:
         inputs = self._packer.pack(batch)
-        decoder, ids, positions = self._decoder, inputs.input_ids, inputs.positions
-        if self._stack is None:
-            hidden = decoder.forward(ids, positions, self._attend(inputs))
-        else:
-            hidden = self._stack.run(ids, positions, inputs.groups)
+        hidden = self._compute(inputs)
         scores = self._score_prompts(inputs, hidden)
         if len(inputs.sample_rows):
             self._sample(batch, inputs, hidden, collected)
         collected.prompt_logprobs.update(scores)
+
+    def _compute(self, inputs: StepInputs) -> Tensor:
+        """Return the normalised hidden states [T, C]."""
+        if self._stack is None:
+            attend = self._attend(inputs)
+            return self._decoder.forward(inputs.input_ids, inputs.positions, attend)
+        return self._stack.run(inputs.input_ids, inputs.positions, inputs.groups)
 
     def _sample(
         self, batch: SubBatch, inputs: StepInputs, hidden: Tensor, collected: _Collected

@@ -9,14 +9,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from weft.core.errors import CheckpointError, UnsupportedModelError
 from weft.models.config_reader import ConfigReader
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -193,7 +195,7 @@ class GgufFile:
         heads = self._permuted_heads(name)
         if heads:
             order = _rotated_by_halves(self.shape(name)[0], heads)[first:last]
-            return self._floats(name, tensor.data[order.numpy()])
+            return self._floats(name, tensor.data[order])
         found = self._floats(name, tensor.data[first:last])
         if self._arch in NORMS_PLUS_ONE and name.endswith("norm.weight"):
             found = found - 1.0
@@ -209,6 +211,7 @@ class GgufFile:
         return int(heads or self._fields[f"{self._arch}.attention.head_count"])
 
     def _floats(self, name: str, data: Any) -> Tensor:
+        import torch  # the config is read without it
         from gguf.quants import dequantize
 
         try:
@@ -222,6 +225,6 @@ class GgufFile:
             ) from error
 
 
-def _rotated_by_halves(rows: int, heads: int) -> Tensor:
+def _rotated_by_halves(rows: int, heads: int) -> NDArray[np.int64]:
     """Return where each row of Q or K stands in a file that rotates neighbouring dimensions."""
-    return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()
+    return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).ravel()
