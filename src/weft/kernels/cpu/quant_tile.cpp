@@ -1,6 +1,7 @@
 // The inner loops of products with quantised weights. Compiled once per instruction set, by the
 // rules of tile.cpp.
 #include "quant.hpp"
+#include "simd.hpp"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -9,26 +10,10 @@
 namespace weft {
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int W = 16;
-#elif defined(__AVX2__)
-constexpr int W = 8;
-#else
-constexpr int W = 4;
-#endif
-
-typedef float vec __attribute__((vector_size(4 * W)));
-typedef int32_t ivec __attribute__((vector_size(4 * W)));
-typedef uint32_t uvec __attribute__((vector_size(4 * W)));
-typedef uint16_t hvec __attribute__((vector_size(2 * W)));
 typedef uint8_t bvec __attribute__((vector_size(W)));
-typedef vec vec_at __attribute__((aligned(4), may_alias));
 typedef ivec ivec_at __attribute__((aligned(4), may_alias));
-typedef hvec hvec_at __attribute__((aligned(2), may_alias));
 typedef bvec bvec_at __attribute__((aligned(1), may_alias));
 
-inline vec load(const float* p) { return *reinterpret_cast<const vec_at*>(p); }
-inline void store(float* p, vec v) { *reinterpret_cast<vec_at*>(p) = v; }
 inline ivec load_bytes(const uint8_t* p) { return *reinterpret_cast<const ivec_at*>(p); }
 inline vec to_float(ivec v) { return __builtin_convertvector(v, vec); }
 
@@ -59,16 +44,6 @@ inline ivec dot(ivec sums, ivec w, int32_t x) {
          (ivec)((uvec)w >> 16 & 255) * x2 + (ivec)((uvec)w >> 24) * x3;
 #endif
 #endif
-}
-
-// As widen in tile.cpp.
-inline vec widen(hvec x, DType type) {
-  const uvec wide = __builtin_convertvector(x, uvec);
-  if (type == DType::bf16) return (vec)(wide << 16);
-  const uvec magnitude = wide & 0x7fffu;
-  const uvec scaled = (uvec)((vec)(magnitude << 13) * 0x1p112f);
-  const uvec special = (uvec)(magnitude >= 0x7c00u) & 0x7f800000u;
-  return (vec)(scaled | special | (wide & 0x8000u) << 16);
 }
 
 inline vec load_scales(const uint8_t* block, DType type, int64_t column) {

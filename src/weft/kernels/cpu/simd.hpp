@@ -27,7 +27,7 @@ typedef int32_t ivec __attribute__((vector_size(4 * W)));
 typedef uint32_t uvec __attribute__((vector_size(4 * W)));
 typedef uint16_t hvec __attribute__((vector_size(2 * W)));
 typedef vec vec_at __attribute__((aligned(4), may_alias));
-typedef uvec uvec_at __attribute__((aligned(4), may_alias));
+typedef uvec uvec_at __attribute__((aligned(2), may_alias));
 typedef hvec hvec_at __attribute__((aligned(2), may_alias));
 
 inline vec load(const float* p) { return *reinterpret_cast<const vec_at*>(p); }
@@ -35,6 +35,17 @@ inline void store(float* p, vec v) { *reinterpret_cast<vec_at*>(p) = v; }
 inline vec splat(float x) { return x - vec{}; }
 inline vec pick(ivec condition, vec yes, vec no) {
   return (vec)(((ivec)yes & condition) | ((ivec)no & ~condition));
+}
+
+// Of float16, exponent and mantissa are shifted into place and the bias is corrected by a
+// multiplication, which also normalises subnormals; infinity and NaN keep the largest exponent.
+inline vec widen(hvec x, DType type) {
+  const uvec wide = __builtin_convertvector(x, uvec);
+  if (type == DType::bf16) return (vec)(wide << 16);
+  const uvec magnitude = wide & 0x7fffu;
+  const uvec scaled = (uvec)((vec)(magnitude << 13) * 0x1p112f);
+  const uvec special = (uvec)(magnitude >= 0x7c00u) & 0x7f800000u;
+  return (vec)(scaled | special | (wide & 0x8000u) << 16);
 }
 
 inline vec widen_bf16(hvec x) { return (vec)(__builtin_convertvector(x, uvec) << 16); }

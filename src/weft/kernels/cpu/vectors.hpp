@@ -1,4 +1,4 @@
-// Vectors as wide as the instruction set's registers, numbers of 8 and 16 bits, exp and tanh.
+// What attention does with vectors: rows of numbers of 8 and 16 bits, sums over lanes, tanh.
 //
 // GCC/Clang vector extensions. Included by tile.cpp alone, which is compiled once per instruction
 // set: everything here has internal linkage, so that the linker never shares a copy of it.
@@ -6,7 +6,7 @@
 
 #include <utility>
 
-#include "tensor.hpp"
+#include "simd.hpp"
 
 #if defined(__AVX512BF16__)
 #include <immintrin.h>
@@ -17,33 +17,12 @@
 namespace weft {
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int W = 16;
-#elif defined(__AVX__)
-constexpr int W = 8;
-#else
-constexpr int W = 4;
-#endif
-
-typedef float vec __attribute__((vector_size(4 * W)));
-typedef int32_t ivec __attribute__((vector_size(4 * W)));
-typedef uint32_t uvec __attribute__((vector_size(4 * W)));
-typedef uint16_t hvec __attribute__((vector_size(2 * W)));
 typedef int16_t svec __attribute__((vector_size(2 * W)));
 typedef int8_t bvec __attribute__((vector_size(W)));
-typedef vec vec_at __attribute__((aligned(4), may_alias));
-typedef uvec uvec_at __attribute__((aligned(2), may_alias));
-typedef hvec hvec_at __attribute__((aligned(2), may_alias));
 typedef bvec bvec_at __attribute__((aligned(1), may_alias));
 
 constexpr float infinity = __builtin_inff();
 
-inline vec load(const float* p) { return *reinterpret_cast<const vec_at*>(p); }
-inline void store(float* p, vec v) { *reinterpret_cast<vec_at*>(p) = v; }
-inline vec splat(float x) { return x - vec{}; }
-inline vec pick(ivec condition, vec yes, vec no) {
-  return (vec)(((ivec)yes & condition) | ((ivec)no & ~condition));
-}
 inline vec max(vec a, vec b) { return pick(a > b, a, b); }  // a NaN in a is passed over
 
 // ---- numbers of 16 bits ----
@@ -53,8 +32,6 @@ inline float float_of(uint32_t x) { return __builtin_bit_cast(float, x); }
 
 inline float widen_bf16(uint16_t x) { return float_of(uint32_t{x} << 16); }
 
-// Exponent and mantissa are shifted into place and the bias is corrected by a multiplication,
-// which also normalises subnormals; infinity and NaN keep the largest exponent.
 inline float widen_f16(uint16_t x) {
   const uint32_t magnitude = uint32_t{x} & 0x7fffu;
   const uint32_t scaled = bits_of(float_of(magnitude << 13) * 0x1p112f);
@@ -77,15 +54,6 @@ inline uint16_t narrow_f16(float x) {
   const uint32_t special = bits > 0x7f800000u ? 0x7e00u : 0x7c00u;
   const uint32_t finite = bits < 0x38800000u ? subnormal : normal;
   return static_cast<uint16_t>(sign | (bits >= 0x477ff000u ? special : finite));
-}
-
-inline vec widen(hvec x, DType type) {
-  const uvec wide = __builtin_convertvector(x, uvec);
-  if (type == DType::bf16) return (vec)(wide << 16);
-  const uvec magnitude = wide & 0x7fffu;
-  const uvec scaled = (uvec)((vec)(magnitude << 13) * 0x1p112f);
-  const uvec special = (uvec)(magnitude >= 0x7c00u) & 0x7f800000u;
-  return (vec)(scaled | special | (wide & 0x8000u) << 16);
 }
 
 template <DType type>
@@ -244,23 +212,6 @@ inline float sum(vec v) {
 }
 
 // ---- functions ----
-
-// exp(x) for x <= 0, to about 1 unit in the last place (the polynomial is that of Cephes' expf).
-// Below the smallest normal result it is 0; NaN stays NaN.
-inline vec exp_negative(vec x) {
-  const vec bias = splat(0x1.8p23f);  // adding it rounds to an integer in the low mantissa bits
-  const vec shifted = x * 0x1.715476p+0f + bias;
-  const vec n = shifted - bias;
-  const vec r = (x - n * 0x1.63p-1f) - n * -0x1.bd0106p-13f;
-  vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  const vec result = (p * (r * r) + r) + 1.0f;
-  const vec power = (vec)(((ivec)shifted << 23) + 0x3f800000);
-  return pick(x < -87.0f, vec{}, result * power);
-}
 
 // tanh(x); an odd polynomial near zero (Cephes' tanhf), where 1 - 2 / (exp(2x) + 1) would cancel.
 inline vec tanh_of(vec x) {
