@@ -12,7 +12,7 @@ from weft.core.types import FinishReason, SamplingParams, TokenLogprob
 
 
 class Tier(StrEnum):
-    """Where KV lies."""
+    """Where KV lies; at commit boundaries all of a sequence's KV lies in one tier."""
 
     DEVICE = "device"
     HOST = "host"
@@ -26,6 +26,7 @@ class RowAdd:
         tokens: prompt and output so far (a resumed sequence brings its output along).
         num_prompt: how many of them are prompt.
         tables: block ids for each KV group; -1 where a sliding group holds no block.
+        tier: the tier of those blocks.
         embed: the hidden state after the last token is wanted instead of a next token.
         stop_ids: ids that are masked while fewer than ``sampling.min_tokens`` are generated.
     """
@@ -38,14 +39,34 @@ class RowAdd:
     stop_ids: frozenset[int]
     tables: tuple[tuple[int, ...], ...]
     embed: bool = False
+    tier: Tier = Tier.DEVICE
 
 
 class RowExtend(NamedTuple):
-    """Append block ids to the row's table of one KV group."""
+    """Append block ids to the row's table of one KV group, in the tier where the row's KV lies."""
 
     row: int
     group: int
     blocks: tuple[int, ...]
+
+
+class KVMove(NamedTuple):
+    """Copy the KV of a row into the other tier, where its table is ``target`` from then on.
+
+    Attributes:
+        to: the tier that the KV goes to.
+        source, target: tables of the row for each KV group, old and new; they are equally long and
+            have -1 at the same places, where a sliding group holds no block.
+        after_layer: the KV of each layer goes as soon as this step has computed that layer, with
+            what the step has written (NEO section 3.1, layer-wise swapping); else all of it goes
+            before the step computes, and the row computes in the tier that it has come to.
+    """
+
+    row: int
+    to: Tier
+    source: tuple[tuple[int, ...], ...]
+    target: tuple[tuple[int, ...], ...]
+    after_layer: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +77,10 @@ class SubBatch:
     its last logits give the next token.
 
     Attributes:
+        tiers: by row, where its KV lies; empty if all of it is on the device. On the device
+            attention is computed there. On the host a single token's attention is computed by the
+            CPU; that of more tokens by the device, to which the KV before them is brought layer by
+            layer, and from which each layer's new KV leaves as soon as it is computed.
         drafts: by row, guesses of the tokens after the last one that it computes. They are computed
             as well, and those that come out as guessed are kept.
     """
@@ -64,7 +89,7 @@ class SubBatch:
     starts: tuple[int, ...]
     counts: tuple[int, ...]
     samples: tuple[bool, ...]
-    tier: Tier = Tier.DEVICE
+    tiers: tuple[Tier, ...] = ()
     drafts: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     @property
@@ -74,10 +99,15 @@ class SubBatch:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step. The executor applies zero, drop, add and extend in this order, then computes.
+    """One step. The executor applies zero, drop, add, extend, moves in this order, then computes.
 
     Attributes:
-        zero: (group, block) pairs to fill with zeros before anything is written.
+        batches: one, or two whose layers take turns on the device, so that the attention of one on
+            the host overlaps with what the other does on the device (NEO section 3.1).
+        zero: (group, block) pairs of the device to fill with zeros before anything is written.
+        zero_host: the same of the host.
+        rider_caps: for each layer, how many results of attention that the host has finished may
+            ride along through that layer (OmniServe, piggybacking); empty if none may.
     """
 
     step_id: int
@@ -86,10 +116,24 @@ class StepPlan:
     add: tuple[RowAdd, ...] = ()
     extend: tuple[RowExtend, ...] = ()
     zero: tuple[tuple[int, int], ...] = ()
+    moves: tuple[KVMove, ...] = ()
+    zero_host: tuple[tuple[int, int], ...] = ()
+    rider_caps: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:
         return sum(batch.num_tokens for batch in self.batches)
+
+    @property
+    def needs_host(self) -> bool:
+        """Whether only an executor with a host tier can compute the step."""
+        return bool(
+            self.moves
+            or self.zero_host
+            or self.rider_caps
+            or any(batch.tiers for batch in self.batches)
+            or any(add.tier is Tier.HOST for add in self.add)
+        )
 
 
 @dataclass(frozen=True, slots=True)

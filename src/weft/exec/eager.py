@@ -97,6 +97,8 @@ class EagerExecutor:
                 answer.put(error)
 
     def _run(self, plan: StepPlan) -> StepResult:
+        if plan.needs_host:
+            raise InvariantError(f"step {plan.step_id} needs a host tier, which is not here")
         for group, block in plan.zero:
             self._store.zero(group, block)
         self._table.apply(plan)
@@ -271,7 +273,7 @@ def normalised(state: Tensor) -> bytes:
 def split_rows(batch: SubBatch) -> list[SubBatch]:
     """Return one sub-batch for each row of the batch."""
     return [
-        SubBatch((row,), (start,), (count,), (samples,), batch.tier)
+        SubBatch((row,), (start,), (count,), (samples,))
         for row, start, count, samples in zip(
             batch.rows, batch.starts, batch.counts, batch.samples, strict=True
         )
