@@ -19,7 +19,8 @@ import report
 from weft.core.plan import StepPlan, StepResult
 from weft.core.types import Request, SamplingParams
 from weft.kv.cache import GroupSpec, KVCache
-from weft.sched.fcfs import FCFSScheduler, Limits
+from weft.sched.fcfs import FCFSScheduler
+from weft.sched.planner import Limits
 
 GOALS_US = {256: 300.0, 1024: 1000.0}
 PROMPT_TOKENS, BLOCK_SIZE = 512, 16

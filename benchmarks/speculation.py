@@ -36,7 +36,8 @@ from weft.engine.build import Engine, build_engine
 from weft.engine.loop import EngineLoop
 from weft.engine.machine import WallClock
 from weft.kv.cache import GroupSpec, KVCache
-from weft.sched.fcfs import FCFSScheduler, Limits
+from weft.sched.fcfs import FCFSScheduler
+from weft.sched.planner import Limits
 
 NEW_TOKENS, DRAFT = 128, 8
 PROMPT_TOKENS, BLOCK_SIZE, VOCAB_SIZE = 64, 16, 4096  # where only planning is measured

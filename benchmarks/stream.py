@@ -36,7 +36,8 @@ from weft.kv.cache import GroupSpec, KVCache
 from weft.ring.inbox import RingInbox
 from weft.ring.layout import EngineInfo
 from weft.ring.segment import RingFds, create_ring
-from weft.sched.fcfs import FCFSScheduler, Limits
+from weft.sched.fcfs import FCFSScheduler
+from weft.sched.planner import Limits
 from weft.server.counts import create_board
 from weft.server.keeper import FrontendKeeper
 from weft.server.listen import listen

@@ -16,7 +16,8 @@ from weft.core.types import FinishReason, Request, SamplingParams
 from weft.engine.loop import EngineLoop
 from weft.kv.cache import GroupSpec, KVCache
 from weft.sched.draft import REMEMBERED, NgramDrafter
-from weft.sched.fcfs import FCFSScheduler, Limits
+from weft.sched.fcfs import FCFSScheduler
+from weft.sched.planner import Limits
 from weft.sim.clock import VirtualClock
 from weft.sim.executor import ModelledExecutor, first_allowed, next_token
 

@@ -16,7 +16,8 @@ from weft.core.types import FinishReason, Request, SamplingParams
 from weft.engine.loop import EngineLoop
 from weft.engine.machine import available_memory
 from weft.kv.cache import GroupSpec, KVCache
-from weft.sched.fcfs import LOOK_UPS_A_STEP, FCFSScheduler, Limits
+from weft.sched.fcfs import FCFSScheduler
+from weft.sched.planner import LOOK_UPS_A_STEP, Limits
 from weft.sim.clock import VirtualClock
 from weft.sim.executor import ModelledExecutor
 

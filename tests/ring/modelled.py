@@ -9,7 +9,8 @@ from weft.core.plan import PromptLogprobs, StepPlan, StepResult
 from weft.core.types import SamplingParams, TokenLogprob
 from weft.kv.cache import GroupSpec, KVCache
 from weft.ring.layout import EngineInfo
-from weft.sched.fcfs import FCFSScheduler, Limits
+from weft.sched.fcfs import FCFSScheduler
+from weft.sched.planner import Limits
 from weft.sim.executor import ModelledExecutor
 
 VOCAB = 997

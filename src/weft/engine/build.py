@@ -44,7 +44,8 @@ from weft.models.hub import resolve_model
 from weft.models.layout import num_parameters, storage_of, weight_bytes
 from weft.models.loader import load_model
 from weft.models.spec import ModelSpec
-from weft.sched.fcfs import FCFSScheduler, Limits
+from weft.sched.fcfs import FCFSScheduler
+from weft.sched.planner import Limits
 
 logger = logging.getLogger("weft")
 

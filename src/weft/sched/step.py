@@ -55,6 +55,10 @@ class OpenStep:
     extends: list[RowExtend] = field(default_factory=list)
     drafts: list[tuple[Sequence, tuple[int, ...]]] = field(default_factory=list)
 
+    def room(self, start: int, most: int) -> int:  # noqa: ARG002 - some steps ask where
+        """How many of the next ``most`` tokens of a sequence, from ``start`` on, fit as well."""
+        return min(most, self.budget)
+
     def put_single(self, sequences: list[Sequence], starts: list[int]) -> None:
         """Compute one token of each of these sequences, which count it already."""
         count = len(sequences)
