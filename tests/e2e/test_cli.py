@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import weft
-from weft import SamplingParams, cli
+from weft import SamplingParams, generate
 from weft.core.errors import OutOfMemoryError
 from weft.engine.llm import GenerationResult
 from weft.models.hub import resolve_model
@@ -129,15 +129,15 @@ class ScriptedLLM:
             yield end, GenerationResult(None, (1,), text=f"é{end}", error=error)
 
 
-def file_jobs(count: int) -> list[cli._Job]:
-    return [cli._Job(f"x:{i}", f"prompt {i}", SamplingParams()) for i in range(count)]
+def file_jobs(count: int) -> list[generate.Job]:
+    return [generate.Job(f"x:{i}", f"prompt {i}", SamplingParams()) for i in range(count)]
 
 
 QUIET, LOUD = {"quiet": True, "chat": False}, {"quiet": False, "chat": False}
 
 
 def test_lines_keep_the_order_of_the_file(capsys):
-    code = cli._generate_file(ScriptedLLM(2, 0, 1, 3), file_jobs(4), QUIET)
+    code = generate.generate_file(ScriptedLLM(2, 0, 1, 3), file_jobs(4), QUIET)
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert code == 1
     assert [line["index"] for line in lines] == [0, 1, 2, 3]
@@ -146,16 +146,16 @@ def test_lines_keep_the_order_of_the_file(capsys):
 
 def test_what_is_done_is_printed_when_something_ends_the_run(capsys):
     with pytest.raises(KeyboardInterrupt):
-        cli._generate_file(ScriptedLLM(0, 3, 2, KeyboardInterrupt()), file_jobs(4), QUIET)
+        generate.generate_file(ScriptedLLM(0, 3, 2, KeyboardInterrupt()), file_jobs(4), QUIET)
     lines = capsys.readouterr().out.splitlines()
     assert [json.loads(line)["index"] for line in lines] == [0, 2, 3]
 
 
 def test_progress_is_shown_to_a_terminal_only(capsys, monkeypatch):
-    cli._generate_file(ScriptedLLM(0, 1), file_jobs(2), LOUD)
+    generate.generate_file(ScriptedLLM(0, 1), file_jobs(2), LOUD)
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    cli._generate_file(ScriptedLLM(0, 1), file_jobs(2), LOUD)
+    generate.generate_file(ScriptedLLM(0, 1), file_jobs(2), LOUD)
     assert "2/2" in capsys.readouterr().err
 
 
