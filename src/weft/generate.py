@@ -1,4 +1,4 @@
-"""``weft generate``: a stream of text in the terminal, or a result line for each prompt of a file."""
+"""``weft generate``: text as it is made, or a result line for each prompt of a file."""
 
 from __future__ import annotations
 
