@@ -1,0 +1,86 @@
+"""The one interface of cost models: named terms of a sub-batch, and the time of a whole step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import NamedTuple, Protocol
+
+from weft.core.errors import InvariantError
+from weft.cost.work import Work
+
+
+class Terms(NamedTuple):
+    """Seconds that each part of a step takes, over all layers."""
+
+    embedding: float = 0.0
+    dense: float = 0.0
+    prefill_attention: float = 0.0
+    decode_attention: float = 0.0
+    cpu_attention: float = 0.0
+    kv_move: float = 0.0
+    collectives: float = 0.0
+    head: float = 0.0
+    sampling: float = 0.0
+    host: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """All in a row, nothing overlapped."""
+        return sum(self)
+
+    @property
+    def linear(self) -> float:
+        """What the layers do besides attention: T_l of NEO, summed over the layers."""
+        return self.dense + self.collectives
+
+    @property
+    def attention(self) -> float:
+        """Attention on the device: T_ga of NEO, summed over the layers."""
+        return self.prefill_attention + self.decode_attention
+
+    @property
+    def outside(self) -> float:
+        """What does not lie within the layers."""
+        return self.embedding + self.head + self.sampling + self.host
+
+
+class CostModel(Protocol):
+    """Predicts what work costs.
+
+    Attributes:
+        layers: layers of the model; ``terms`` are sums over them.
+    """
+
+    layers: int
+
+    def terms(self, work: Work) -> Terms:
+        """Seconds of each part; all zero for work without tokens and moves."""
+
+
+def step_time(cost: CostModel, works: Seq[Work]) -> float:
+    """Seconds of a step of one or two sub-batches.
+
+    Within each layer (NEO section 3.1), the attention of one sub-batch on the host's CPU overlaps
+    with the device's work on the other one:
+
+        T = max(T_l0 + T_ga1, T_ca1) + max(T_l1 + T_ga0, T_ca0)
+
+    (NEO's batch 1 has no attention on the device: T_ga1 = 0). With one sub-batch, T_l1 and T_ca1
+    are 0. KV moves overlap with all that is computed in the layers. Embedding, head, sampling and
+    host overhead are done once for both sub-batches, with nothing overlapped.
+
+    Raises:
+        InvariantError: neither one nor two sub-batches.
+    """
+    if len(works) == 1:
+        first = cost.terms(works[0])
+        layers = first.linear + max(first.attention, first.cpu_attention)
+        return max(layers, first.kv_move) + first.outside
+    if len(works) != 2:
+        raise InvariantError(f"a step has one or two sub-batches, not {len(works)}")
+    first, second = cost.terms(works[0]), cost.terms(works[1])
+    outside = cost.terms(works[0].joined(works[1])).outside
+    layers = max(first.linear + second.attention, second.cpu_attention) + max(
+        second.linear + first.attention, first.cpu_attention
+    )
+    return max(layers, first.kv_move + second.kv_move) + outside

@@ -1,0 +1,191 @@
+"""Costs from a hardware sheet: each part takes the longer of its arithmetic and its memory time."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from weft.core.errors import ConfigError, OutOfMemoryError
+from weft.cost.hardware import Hardware
+from weft.cost.model import Terms
+from weft.cost.shape import ModelShape
+from weft.cost.work import Work
+
+BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0}
+
+
+class Overhead(NamedTuple):
+    """Seconds that the host holds a step up: a fixed part, and one for each sequence in it."""
+
+    step_s: float
+    row_s: float
+
+
+# A CPU-driven engine in Python on an A100: the sum of the medians of scheduling, preparing inputs,
+# sampling and processing outputs for Llama-2-7B over batch sizes 8 to 128, by least squares
+# (microsoft/vidur, cpu_overheads of a100, the file a100_cpu_overheads_a.csv).
+CPU_DRIVEN = Overhead(0.790e-3, 42.6e-6)
+NO_OVERHEAD = Overhead(0.0, 0.0)
+
+# What one all-reduce takes before any byte moves: the measured time of the smallest message.
+ALL_REDUCE_S = 10e-6
+
+
+class Roofline:
+    """A cost model that needs no measurement. Times are lower bounds, except the host's overhead.
+
+    - dense: ``max(2 * P * tokens / C, weight bytes / B)``, the weights read once a step. Of the
+      experts of a mixture, those are read that at least one token goes to, the choice taken as
+      uniform.
+    - prefill attention: ``4 * D * area`` FLOPs a layer (pairs that causality masks are skipped, so
+      for a whole prompt half of BlendServe's 4 p^2 D), or reading the KV before each chunk.
+    - decode attention: the KV of every context read once, ``2 b H_kv L * sum n / B`` (BlendServe
+      section 4.1), or its arithmetic.
+    - CPU attention: the same with the host's bandwidth and arithmetic.
+    - KV moves: KV each way over the link (both ways at once), with the queries and outputs of host
+      attention.
+    - collectives: two all-reduces a layer, ``alpha + 2 (tp - 1) / tp * bytes / bandwidth`` (ring).
+    - head: as dense, over the sampled rows; sampling reads and writes its float32 logits once.
+
+    A sliding layer reads at most its window of each context; of several contexts only the sum is
+    known, so the bound is taken on their mean.
+
+    Args:
+        dtype: of weights and arithmetic.
+        kv_dtype: of KV; by default ``dtype``, but bf16 where weights are fp8 or int8.
+        tp: devices over which every layer is split.
+        overhead: what the host adds to each step.
+
+    Raises:
+        ConfigError: the hardware does not compute in ``dtype``, or has no links for ``tp``.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        hardware: Hardware,
+        dtype: str = "bf16",
+        kv_dtype: str | None = None,
+        tp: int = 1,
+        overhead: Overhead = CPU_DRIVEN,
+    ) -> None:
+        if tp > 1 and not hardware.collective:
+            raise ConfigError(f"{hardware.name} has no links between devices for tp={tp}")
+        flops = hardware.peak(dtype) * tp
+        size = BYTES[dtype]
+        kv_dtype = kv_dtype or ("bf16" if size < 2 else dtype)
+        if kv_dtype not in BYTES:
+            raise ConfigError(f"unknown KV dtype '{kv_dtype}'; known: {', '.join(BYTES)}")
+        bandwidth = hardware.bandwidth * tp
+        self.shape, self.hardware, self.tp = shape, hardware, tp
+        self.dtype, self.kv_dtype = dtype, kv_dtype
+        self.layers = shape.layers
+        self.overhead = overhead
+
+        active = shape.layers * shape.active_layer_parameters
+        self._dense_token_s = 2 * active / flops
+        always = shape.attention_parameters + (0 if shape.experts else shape.expert_parameters)
+        self._dense_read_s = shape.layers * always * size / bandwidth
+        self._expert_read_s = (
+            shape.layers * shape.experts * shape.expert_parameters * size / bandwidth
+        )
+        self._miss = 1 - shape.experts_per_token / shape.experts if shape.experts else 1.0
+
+        pair_flops = 4 * shape.attention_width
+        kv_layer_bytes = 2 * shape.kv_width * BYTES[kv_dtype]
+        self._pair_s = pair_flops * shape.layers / flops
+        self._context_s = kv_layer_bytes * shape.layers / bandwidth
+        self._full_layers = (shape.layers - shape.window_layers) / shape.layers
+        self._window = float("inf") if shape.window is None else float(shape.window)
+
+        host = hardware.host
+        self._host_context_s = (
+            0.0
+            if host is None
+            else shape.layers * max(kv_layer_bytes / host.bandwidth, pair_flops / host.flops)
+        )
+        link = hardware.link * tp
+        self._move_s = kv_layer_bytes * shape.layers / link if link else 0.0
+        self._query_s = shape.attention_width * size * shape.layers / link if link else 0.0
+
+        wire = 2 * (tp - 1) / tp * shape.hidden * max(size, 2.0)
+        self._collective_s = 0.0 if tp == 1 else 2 * shape.layers * ALL_REDUCE_S
+        self._collective_token_s = 0.0 if tp == 1 else 2 * shape.layers * wire / hardware.collective
+        self._embedding_s = 2 * shape.hidden * max(size, 2.0) / hardware.bandwidth
+        self._head_read_s = shape.head_parameters * size / bandwidth
+        self._head_token_s = 2 * shape.head_parameters / flops
+        self._sampling_s = 2 * 4 * shape.vocab / hardware.bandwidth
+
+    def terms(self, work: Work) -> Terms:
+        """Seconds of each part.
+
+        Raises:
+            ConfigError: work for the host or moves where the hardware has no host.
+        """
+        tokens = work.tokens
+        moved = work.out_tokens or work.in_tokens or work.host_decodes
+        if moved and self.hardware.host is None:
+            raise ConfigError(f"{self.hardware.name} has no host to keep KV")
+        move = 0.0
+        if moved:
+            queries = work.host_decodes * self._query_s  # out: queries; in: what attention gave
+            move = max(work.out_tokens, work.in_tokens) * self._move_s + queries
+        if not tokens:
+            return Terms(kv_move=move)
+        read = self._dense_read_s
+        if self._expert_read_s:
+            read += self._expert_read_s * (1 - self._miss**tokens)
+        compute = tokens * self._dense_token_s
+        prefill = decode = 0.0
+        if work.prefills:
+            prefill = max(
+                work.prefill_area * self._share(work.prefill_context, work.prefills) * self._pair_s,
+                self._kept(work.prefill_context, work.prefills) * self._context_s,
+            )
+        if work.decodes:
+            kept = self._kept(work.decode_context, work.decodes)
+            decode = kept * max(self._context_s, self._pair_s)
+        sampled = work.sampled
+        return Terms(
+            tokens * self._embedding_s,
+            compute if compute > read else read,
+            prefill,
+            decode,
+            self._kept(work.host_context, work.host_decodes) * self._host_context_s
+            if work.host_decodes
+            else 0.0,
+            move,
+            self._collective_s + tokens * self._collective_token_s,
+            max(self._head_read_s, sampled * self._head_token_s) if sampled else 0.0,
+            sampled * self._sampling_s,
+            self.overhead.step_s
+            + (work.prefills + work.decodes + work.host_decodes) * self.overhead.row_s,
+        )
+
+    def _kept(self, context: int, rows: int) -> float:
+        """Tokens read of ``rows`` contexts, averaged over full and sliding layers."""
+        seen = rows * self._window
+        if context <= seen:
+            return context
+        return self._full_layers * context + (1 - self._full_layers) * seen
+
+    def _share(self, context: int, rows: int) -> float:
+        """The share of pairs of query and key that lie within the windows."""
+        return self._kept(context, rows) / context
+
+    def kv_room(self, usable: float = 0.9) -> int:
+        """Tokens of KV that fit beside the weights, all devices together.
+
+        Args:
+            usable: the share of memory that may be filled; vLLM's default, too.
+
+        Raises:
+            OutOfMemoryError: the weights alone do not fit; says by how many bytes.
+        """
+        weights = self.shape.parameters * BYTES[self.dtype]
+        room = usable * self.hardware.memory * self.tp - weights
+        if room < 0:
+            raise OutOfMemoryError(
+                f"{self.shape.name} in {self.dtype} needs {weights:.0f} bytes for its weights; "
+                f"{usable:.0%} of {self.tp} x {self.hardware.name} is {-room:.0f} bytes short"
+            )
+        return int(room / (self.shape.kv_values_per_token * BYTES[self.kv_dtype]))

@@ -1,0 +1,191 @@
+"""Model shapes: the numbers of a decoder that costs depend on, and a catalogue of known models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from weft.core.errors import ConfigError, UnsupportedModelError, suggest
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The sizes of a decoder with gated MLPs and grouped-query attention.
+
+    Attributes:
+        intermediate: width of the MLP; of one expert where there are experts.
+        experts, experts_per_token: 0 for a dense model.
+        tied: the head uses the embedding's matrix.
+        window: tokens that a sliding layer looks back; None without such layers.
+        window_layers: how many layers slide.
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    intermediate: int
+    vocab: int
+    experts: int = 0
+    experts_per_token: int = 0
+    tied: bool = False
+    window: int | None = None
+    window_layers: int = 0
+
+    @property
+    def attention_width(self) -> int:
+        """Query values of a token in one layer."""
+        return self.heads * self.head_size
+
+    @property
+    def kv_width(self) -> int:
+        """Key values of a token in one layer (as many are values)."""
+        return self.kv_heads * self.head_size
+
+    @property
+    def attention_parameters(self) -> int:
+        """Weights of the Q, K, V and O projections of one layer, and the router's."""
+        projections = self.hidden * (2 * self.attention_width + 2 * self.kv_width)
+        return projections + self.hidden * self.experts
+
+    @property
+    def expert_parameters(self) -> int:
+        """Weights of one MLP: gate, up and down."""
+        return 3 * self.hidden * self.intermediate
+
+    @property
+    def layer_parameters(self) -> int:
+        """Weights of one layer; norms and biases, far below 0.1 %, are left out."""
+        return self.attention_parameters + max(1, self.experts) * self.expert_parameters
+
+    @property
+    def active_layer_parameters(self) -> int:
+        """Weights of one layer that multiply a token."""
+        return self.attention_parameters + max(1, self.experts_per_token) * self.expert_parameters
+
+    @property
+    def head_parameters(self) -> int:
+        return self.hidden * self.vocab
+
+    @property
+    def parameters(self) -> int:
+        """Weights in all, as they lie in memory."""
+        tables = self.head_parameters * (1 if self.tied else 2)
+        return self.layers * self.layer_parameters + tables
+
+    @property
+    def active_parameters(self) -> int:
+        """Weights that multiply a token whose logits are wanted: P of BlendServe section 4.1."""
+        return self.layers * self.active_layer_parameters + self.head_parameters
+
+    @property
+    def kv_values_per_token(self) -> int:
+        """Values of K and V that one token keeps in all layers; sliding layers count in full."""
+        return 2 * self.kv_width * self.layers
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], name: str = "") -> ModelShape:
+        """Read the shape from a checkpoint's ``config.json``.
+
+        Raises:
+            UnsupportedModelError: a field that the shape needs is missing.
+        """
+        config = config.get("text_config", config)
+        name = name or str(config.get("_name_or_path") or config.get("model_type", "unnamed"))
+
+        def need(*keys: str) -> int:
+            for key in keys:
+                if config.get(key) is not None:
+                    return int(config[key])
+            raise UnsupportedModelError(f"the config of {name} has no '{keys[0]}'")
+
+        def may(*keys: str) -> int:
+            return next((int(config[key]) for key in keys if config.get(key) is not None), 0)
+
+        layers, hidden, heads = (
+            need("num_hidden_layers"),
+            need("hidden_size"),
+            need("num_attention_heads"),
+        )
+        experts = may("num_experts", "num_local_experts")
+        inner = ("moe_intermediate_size",) if experts and "moe_intermediate_size" in config else ()
+        window, window_layers = _window(config, layers)
+        return cls(
+            name=name,
+            layers=layers,
+            hidden=hidden,
+            heads=heads,
+            kv_heads=may("num_key_value_heads") or heads,
+            head_size=may("head_dim") or hidden // heads,
+            intermediate=need(*inner, "intermediate_size"),
+            vocab=need("vocab_size"),
+            experts=experts,
+            experts_per_token=need("num_experts_per_tok") if experts else 0,
+            tied=bool(config.get("tie_word_embeddings", False)),
+            window=window,
+            window_layers=window_layers,
+        )
+
+
+def _window(config: Mapping[str, Any], layers: int) -> tuple[int | None, int]:
+    """The window and how many layers have it."""
+    window = config.get("sliding_window")
+    if not window or config.get("use_sliding_window") is False:
+        return None, 0
+    types = config.get("layer_types")
+    sliding = layers if types is None else sum(kind == "sliding_attention" for kind in types)
+    return (int(window), sliding) if sliding else (None, 0)
+
+
+def _shapes() -> dict[str, ModelShape]:
+    """The catalogue, from each model's config.json on the Hugging Face hub."""
+    llama_7b = ModelShape("llama-2-7b", 32, 4096, 32, 32, 128, 11008, 32000)
+    llama_8b = ModelShape("llama-3-8b", 32, 4096, 32, 8, 128, 14336, 128256)
+    llama_70b = ModelShape("llama-2-70b", 80, 8192, 64, 8, 128, 28672, 32000)
+    shapes = [
+        llama_7b,
+        ModelShape("llama-2-13b", 40, 5120, 40, 40, 128, 13824, 32000),
+        llama_70b,
+        llama_8b,
+        replace(llama_8b, name="llama-3.1-8b"),
+        replace(llama_70b, name="llama-3-70b", vocab=128256),
+        replace(llama_70b, name="llama-3.1-70b", vocab=128256),
+        ModelShape("llama-3.2-1b", 16, 2048, 32, 8, 64, 8192, 128256, tied=True),
+        ModelShape("yi-34b", 60, 7168, 56, 8, 128, 20480, 64000),
+        ModelShape("mistral-7b", 32, 4096, 32, 8, 128, 14336, 32000, window=4096, window_layers=32),
+        ModelShape("qwen2.5-0.5b", 24, 896, 14, 2, 64, 4864, 151936, tied=True),
+        ModelShape("qwen2.5-7b", 28, 3584, 28, 4, 128, 18944, 152064),
+        ModelShape("qwen2.5-72b", 80, 8192, 64, 8, 128, 29568, 152064),
+        ModelShape("qwen3-0.6b", 28, 1024, 16, 8, 128, 3072, 151936, tied=True),
+        ModelShape("qwen3-8b", 36, 4096, 32, 8, 128, 12288, 151936),
+        ModelShape("qwen3-32b", 64, 5120, 64, 8, 128, 25600, 151936),
+        ModelShape(
+            "qwen3-30b-a3b", 48, 2048, 32, 4, 128, 768, 151936, experts=128, experts_per_token=8
+        ),
+        ModelShape("deepseek-67b", 95, 8192, 64, 8, 128, 22016, 102400),
+        ModelShape("phi-4", 40, 5120, 40, 10, 128, 17920, 100352),
+        ModelShape("weft-builtin", 6, 256, 4, 2, 64, 704, 4096, tied=True),
+    ]
+    return {shape.name: shape for shape in shapes}
+
+
+SHAPES: Mapping[str, ModelShape] = _shapes()
+
+
+def model_shape(name: str) -> ModelShape:
+    """The shape of a catalogued model.
+
+    Raises:
+        ConfigError: no such name; the message lists the known ones.
+    """
+    shape = SHAPES.get(name.lower())
+    if shape is None:
+        known = ", ".join(sorted(SHAPES))
+        raise ConfigError(
+            f"unknown model '{name}'.{suggest(name.lower(), SHAPES)} Known models: {known}",
+            param="model",
+        )
+    return shape
