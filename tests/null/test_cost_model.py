@@ -144,7 +144,7 @@ def test_the_tally_of_a_planned_batch():
         decodes=1,
         decode_context=101,
     )
-    host = SubBatch((0, 1), (100, 64), (1, 64), (True, False), Tier.HOST)
+    host = SubBatch((0, 1), (100, 64), (1, 64), (True, False), (Tier.HOST, Tier.HOST))
     tally = Work.of(host)
     assert (tally.host_decodes, tally.host_context, tally.decodes) == (1, 101, 0)
     assert (tally.prefills, tally.out_tokens, tally.in_tokens) == (1, 65, 64)

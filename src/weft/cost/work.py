@@ -43,9 +43,9 @@ class Work:
     def of(cls, batch: SubBatch) -> Work:
         """The tally of a planned sub-batch; drafts are computed and verified like its tokens."""
         work = cls()
-        tier, drafts = batch.tier, batch.drafts
-        for row, start, count, samples in zip(
-            batch.rows, batch.starts, batch.counts, batch.samples, strict=True
+        drafts, tiers = batch.drafts, batch.tiers or (Tier.DEVICE,) * len(batch.rows)
+        for row, start, count, samples, tier in zip(
+            batch.rows, batch.starts, batch.counts, batch.samples, tiers, strict=True
         ):
             drafted = len(drafts.get(row, ()))
             work.add(start, count + drafted, samples + drafted, tier)
