@@ -257,8 +257,9 @@ def _chat(options: dict[str, Any]) -> int:
 def _bench_serve(options: dict[str, Any]) -> int:
     from weft.bench.options import ServeBench
     from weft.bench.plots import check_plots, plot_serve
-    from weft.bench.report import check_output, format_serve, write_json
+    from weft.bench.report import format_serve
     from weft.bench.serve import bench_serve
+    from weft.core.results import check_output, write_json
 
     (settings,) = _settings(options, ServeBench)
     bench = ServeBench(**settings)
@@ -275,8 +276,9 @@ def _bench_serve(options: dict[str, Any]) -> int:
 
 def _bench_throughput(options: dict[str, Any]) -> int:
     from weft.bench.options import ThroughputBench
-    from weft.bench.report import check_output, format_throughput, write_json
+    from weft.bench.report import format_throughput
     from weft.bench.throughput import bench_throughput
+    from weft.core.results import check_output, write_json
 
     bench_settings, engine_settings = _settings(options, ThroughputBench, EngineConfig)
     bench = ThroughputBench(**bench_settings)
@@ -295,7 +297,7 @@ def _bench_throughput(options: dict[str, Any]) -> int:
 def _bench_kernels(options: dict[str, Any]) -> int:
     from weft.bench.kernels import bench_kernels, format_kernels
     from weft.bench.options import KernelsBench
-    from weft.bench.report import check_output, write_json
+    from weft.core.results import check_output, write_json
 
     (settings,) = _settings(options, KernelsBench)
     bench = KernelsBench(**settings)

@@ -15,16 +15,18 @@ from fakeserver import chunk
 from weft.bench.asking import _Reading
 from weft.bench.client import Answer, BrokenError
 from weft.bench.kernels import bench_kernels
-from weft.bench.lengths import parse_lengths
-from weft.bench.load import Load, Stop, gamma_times
+from weft.bench.load import Load, Stop
 from weft.bench.options import KernelsBench, ServeBench, ThroughputBench
 from weft.bench.prompts import PromptMaker
-from weft.bench.stats import Outcome, Slo, percentiles_ms, summarise
-from weft.bench.sweep import fit_saturation, serviceable
+from weft.bench.stats import Outcome, Slo, summarise
 from weft.bench.throughput import bench_throughput
-from weft.bench.trace import read_trace
 from weft.core.errors import ConfigError, ParameterError, WeftError
 from weft.kernels.measure import Case
+from weft.sim.arrivals import gamma_times
+from weft.sim.lengths import parse_lengths
+from weft.sim.percentiles import percentiles_ms
+from weft.sim.sweep import fit_saturation, serviceable
+from weft.sim.trace import read_trace
 
 
 def done(sent: float, *events: float, tokens: int | None = None) -> Outcome:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
@@ -25,19 +24,6 @@ class Stop:
         return (self.requests is not None and sent >= self.requests) or (
             self.seconds is not None and now_s >= self.seconds
         )
-
-
-def gamma_times(rate: float, burstiness: float, seed: int) -> Iterator[float]:
-    """Times of arrivals at ``rate`` a second; intervals are gamma distributed.
-
-    Args:
-        burstiness: the shape; 1 is a Poisson process, less comes in bursts.
-    """
-    draw = random.Random(seed)
-    now = 0.0
-    while True:
-        yield now
-        now += draw.gammavariate(burstiness, 1 / (rate * burstiness))
 
 
 class Load:

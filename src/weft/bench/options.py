@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
-from weft.bench.lengths import parse_lengths
 from weft.core.errors import ConfigError, ParameterError
-from weft.core.settings import check_settings, setting, shortened
+from weft.core.settings import check_settings, setting
+from weft.sim.arrivals import parse_rates
+from weft.sim.lengths import parse_lengths
 
 ARRIVALS = ("poisson", "gamma", "closed", "trace")
 DEFAULT_REQUESTS = 100
-MOST_RATES = 1000
-_RANGE = re.compile(r"([0-9.]+)\.\.([0-9.]+):([0-9]+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +67,9 @@ class ServeBench:
     )
     warmup: int = setting("int", 2, "requests sent before, not counted", low=0, high=10**4)
     input_tokens: str = setting(
-        "str", "128", "length of prompts: 128, or evenly from 64..256, or lognormal:MEAN:DEVIATION"
+        "str",
+        "128",
+        "length of prompts: 128, or evenly from 64..256 or 100+-10%, or lognormal:MEAN:DEVIATION",
     )
     output_tokens: str = setting("str", "128", "length of answers, in the same words")
     shared_prefix_tokens: int = setting(
@@ -124,23 +124,7 @@ class ServeBench:
 
     def rates(self) -> list[float]:
         """The offered rates, ascending. Raises ParameterError if they cannot be understood."""
-        match = _RANGE.fullmatch(self.rate)
-        try:
-            if match:
-                low, high, steps = float(match[1]), float(match[2]), int(match[3])
-                width = (high - low) / (steps - 1)
-                rates = [low + width * i for i in range(min(steps, MOST_RATES + 1))]
-            else:
-                rates = sorted(float(word) for word in self.rate.split(","))
-        except (ValueError, ZeroDivisionError):
-            rates = []
-        if not rates or len(rates) > MOST_RATES or not 0 < rates[0] <= rates[-1] < 1e6:
-            raise ParameterError(
-                f"rate must be numbers above 0, such as 4 or 1,2,4 or 1..32:13, "
-                f"not {shortened(self.rate)}.",
-                param="rate",
-            )
-        return rates
+        return parse_rates(self.rate)
 
     @property
     def has_slo(self) -> bool:
@@ -177,7 +161,9 @@ class ThroughputBench:
 
     prompts: int = setting("int", 16, "prompts that are computed at once", low=1, high=10**6)
     input_tokens: str = setting(
-        "str", "128", "length of prompts: 128, or evenly from 64..256, or lognormal:MEAN:DEVIATION"
+        "str",
+        "128",
+        "length of prompts: 128, or evenly from 64..256 or 100+-10%, or lognormal:MEAN:DEVIATION",
     )
     output_tokens: str = setting("str", "128", "length of answers, in the same words")
     repeats: int = setting("int", 3, "runs that count, after one to warm up", low=1, high=1000)

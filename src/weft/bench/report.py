@@ -1,35 +1,13 @@
-"""Results as text for a terminal and as JSON for a file."""
+"""Results of benchmarks as text for a terminal."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
-
-from weft import __version__
-from weft.core.errors import ConfigError
 
 NAMES = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "itl_ms": "ITL", "e2e_ms": "E2E"}
 COLUMNS = ("mean", "p50", "p90", "p95", "p99", "p99.9", "max")
 BUSY, LATE_MS = 0.7, 20.0  # from here on the client may be what is measured
-
-
-def check_output(path: str | None) -> None:
-    """Find out before the work that its result can be written. Raises ConfigError."""
-    if path is None:
-        return
-    try:
-        with open(path, "a", encoding="utf-8"):
-            pass
-    except OSError as error:
-        raise ConfigError(f"Cannot write '{path}': {error.strerror}.", param="output") from None
-
-
-def write_json(path: str, result: Mapping[str, Any]) -> None:
-    head = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "weft": __version__}
-    Path(path).write_text(json.dumps({**head, **result}, indent=2) + "\n", encoding="utf-8")
 
 
 def format_serve(result: Mapping[str, Any]) -> str:

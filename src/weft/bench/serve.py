@@ -15,14 +15,16 @@ from tqdm import tqdm
 
 from weft.bench.asking import ask
 from weft.bench.client import Client, first_model
-from weft.bench.lengths import parse_lengths
-from weft.bench.load import Load, Stop, gamma_times
+from weft.bench.load import Load, Stop
 from weft.bench.options import DEFAULT_REQUESTS, ServeBench
 from weft.bench.prompts import PromptMaker
-from weft.bench.stats import Outcome, Slo, percentiles_ms, summarise
-from weft.bench.sweep import FEWEST_RATES, fit_saturation, serviceable
-from weft.bench.trace import Arrival, read_trace
+from weft.bench.stats import Outcome, Slo, summarise
 from weft.core.errors import WeftError
+from weft.sim.arrivals import gamma_times
+from weft.sim.lengths import parse_lengths
+from weft.sim.percentiles import percentiles_ms
+from weft.sim.sweep import FEWEST_RATES, fit_saturation, serviceable
+from weft.sim.trace import Arrival, read_trace
 
 CALIBRATION_WORDS = (64, 192)
 

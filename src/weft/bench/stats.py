@@ -7,9 +7,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
-PERCENTILES = (50, 90, 95, 99, 99.9)
+from weft.sim.percentiles import percentiles_ms
 
 
 @dataclass(slots=True)
@@ -75,19 +73,6 @@ class Slo:
             (self.e2e_ms, outcome.e2e_s),
         )
         return all(bound is None or taken * 1e3 <= bound for bound, taken in pairs)
-
-
-def percentiles_ms(values_s: Seq[float]) -> dict[str, float] | None:
-    """Mean, percentiles (linear between neighbours) and maximum in ms; None without values."""
-    if not values_s:
-        return None
-    values = np.asarray(values_s) * 1e3
-    found = {f"p{p:g}": float(v) for p, v in zip(PERCENTILES, _at(values), strict=True)}
-    return {"mean": float(values.mean()), **found, "max": float(values.max())}
-
-
-def _at(values: np.ndarray[Any, Any]) -> Any:
-    return np.percentile(values, PERCENTILES)
 
 
 def summarise(outcomes: Seq[Outcome], slo: Slo | None = None) -> dict[str, Any]:

@@ -12,11 +12,11 @@ from typing import Any, Protocol
 
 from tqdm import tqdm
 
-from weft.bench.lengths import parse_lengths
 from weft.bench.options import ThroughputBench
 from weft.bench.prompts import FIRST_ID
 from weft.core.errors import ConfigError
 from weft.core.types import SamplingParams
+from weft.sim.lengths import parse_lengths
 
 
 class Engine(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class VirtualClock:
-    """Seconds that advance by ``advance`` alone."""
+    """Seconds that go on by ``advance`` and ``reach`` alone."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -16,3 +16,7 @@ class VirtualClock:
         if seconds < 0:
             raise ValueError("time does not go back")
         self._now += seconds
+
+    def reach(self, at_s: float) -> None:
+        """Go on to a time, unless it is past already."""
+        self._now = max(self._now, at_s)

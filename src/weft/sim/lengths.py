@@ -1,4 +1,4 @@
-"""Lengths of prompts and answers: fixed, even, or log-normal."""
+"""Lengths of prompts and answers: fixed, even, about a middle, or log-normal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from weft.core.settings import shortened
 
 Draw = Callable[[random.Random], int]
 LONGEST = 2**24
+LENGTH_WORDS = "128, or evenly from 64..256 or 100+-10%, or lognormal:MEAN:DEVIATION"
 _EVEN = re.compile(r"([0-9]{1,9})\.\.([0-9]{1,9})")
+_ABOUT = re.compile(r"([0-9]{1,9})\+-([0-9]{1,2})%")
 _LOGNORMAL = re.compile(r"lognormal:([0-9.]{1,9}):([0-9.]{1,9})")
 
 
@@ -25,15 +27,23 @@ def parse_lengths(words: str, param: str) -> Draw:
         if (match := _EVEN.fullmatch(words)) and 1 <= int(match[1]) <= int(match[2]) <= LONGEST:
             low, high = int(match[1]), int(match[2])
             return lambda draw: draw.randint(low, high)
+        if (match := _ABOUT.fullmatch(words)) and 1 <= int(match[1]) <= LONGEST // 2:
+            return _about(int(match[1]), int(match[2]) / 100)
         if (match := _LOGNORMAL.fullmatch(words)) and 1 <= float(match[1]) <= LONGEST:
             return _lognormal(float(match[1]), float(match[2]))
     except ValueError:
         pass
     raise ParameterError(
-        f"{param} must be a length such as 128, a range such as 64..256, or "
+        f"{param} must be a length such as 128, a range such as 64..256, 1000+-10%, or "
         f"lognormal:MEAN:DEVIATION, not {shortened(words)}.",
         param=param,
     )
+
+
+def _about(middle: int, share: float) -> Draw:
+    """Evenly from a share below the middle to as much above it (NEO, section 5.1)."""
+    low, high = math.ceil(middle * (1 - share)), math.floor(middle * (1 + share))
+    return lambda draw: draw.randint(max(1, low), high)
 
 
 def _lognormal(mean: float, deviation: float) -> Draw:

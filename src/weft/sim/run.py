@@ -1,0 +1,86 @@
+"""Runs a real scheduler through the engine's own loop on the simulated executor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from weft.core.types import DEFAULT_CLASSES, ServiceClass
+from weft.cost.model import CostModel
+from weft.engine.loop import EngineLoop
+from weft.sched.planner import Planner
+from weft.sched.step import Totals
+from weft.sim.clock import VirtualClock
+from weft.sim.inbox import SimulatedInbox
+from weft.sim.jobs import Job
+from weft.sim.record import Record, StepLog
+from weft.sim.simulated import Errors, SimulatedExecutor
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Who asks: jobs that come by the clock, and a backlog of which ``keep`` are always open."""
+
+    arrivals: Iterator[Job]
+    backlog: Iterator[Job] | None = None
+    keep: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """What came of a simulation; times are virtual seconds from its start."""
+
+    record: Record
+    log: StepLog
+    totals: Totals
+    seconds: float
+
+
+def simulate(
+    scheduler: Planner,
+    cost: CostModel,
+    traffic: Traffic,
+    errors: Errors | None = None,
+    classes: Seq[ServiceClass] = DEFAULT_CLASSES,
+    done: Callable[[int], None] | None = None,
+) -> Simulated:
+    """Serve the traffic until every request has ended.
+
+    Args:
+        scheduler: a new one; its invariants are checked at the end.
+        cost: what steps really take: another source than the scheduler's own costs.
+        errors: by how much they differ from that.
+        done: hears the number of each request that has ended.
+
+    Raises:
+        InvariantError: the scheduler got stuck or lost something.
+    """
+    clock, log = VirtualClock(), StepLog()
+    record = Record([row.name for row in classes], done)
+    inbox = SimulatedInbox(traffic.arrivals, clock, record, traffic.backlog, traffic.keep)
+    pools = scheduler.cache.pools
+    blocks = sum(pool.num_blocks for pool in pools)
+
+    def gauges() -> tuple[float, float, float]:
+        held = sum(pool.held for pool in pools)
+        return held / blocks, 0.0, float(len(scheduler.waiting))
+
+    executor = SimulatedExecutor(
+        cost,
+        clock,
+        inbox.ends,
+        errors=errors or Errors(),
+        log=log,
+        gauges=gauges,
+        block_size=scheduler.cache.groups[0].block_size,
+    )
+    loop = EngineLoop(scheduler, executor, inbox, clock)
+    while True:
+        if not loop.step():
+            if inbox.done:
+                break
+            inbox.wait()
+    scheduler.check()
+    executor.close()
+    return Simulated(record, log, scheduler.totals, clock.now())

@@ -1,0 +1,196 @@
+"""The simulated executor: a virtual clock goes on by what a cost model says of each step.
+
+Unlike the modelled executor of the tests it computes no tokens: an answer repeats one token and
+ends at its traced length. Its times come from another cost model than the one that a scheduler
+plans with, and from a seeded error on top, since predictions are never right (DESIGN, costs).
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from weft.core.errors import InvariantError
+from weft.core.plan import KVMove, StepPlan, StepResult, SubBatch, Tier
+from weft.cost.model import CostModel, step_time
+from weft.cost.work import Work
+from weft.sim.clock import VirtualClock
+from weft.sim.jobs import END_TOKEN, answer_token
+from weft.sim.record import StepLog
+
+
+@dataclass(slots=True)
+class Errors:
+    """By how much steps take another time than their cost model says.
+
+    Attributes:
+        deviation: of the logarithm of a step's time.
+        long_share: how many of all steps are long.
+        long_factor: how much longer they take.
+    """
+
+    deviation: float = 0.03
+    long_share: float = 0.001
+    long_factor: float = 5.0
+    seed: int = 0
+    _draw: random.Random = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._draw = random.Random(f"errors {self.seed}")
+
+    def factor(self) -> float:
+        """What the next step's time is multiplied with; the median is 1."""
+        long = self.long_factor if self._draw.random() < self.long_share else 1.0
+        return long * math.exp(self._draw.gauss(0.0, self.deviation))
+
+
+@dataclass(slots=True)
+class _Row:
+    """Attributes:
+    end: length at which the answer is complete.
+    """
+
+    sequence_id: int
+    end: int
+    token: int
+
+
+class SimulatedTicket:
+    """A step that is over at a time of the virtual clock."""
+
+    def __init__(self, executor: SimulatedExecutor, end_s: float, result: StepResult) -> None:
+        self._executor = executor
+        self._end_s = end_s
+        self._result: StepResult | None = result
+
+    def result(self) -> StepResult:
+        if self._result is None:
+            raise InvariantError("a step was collected twice")
+        result, self._result = self._result, None
+        self._executor.collected(self, self._end_s)
+        return result
+
+
+class SimulatedExecutor:
+    """Implements ``weft.core.ports.Executor`` in virtual time, with one device.
+
+    Args:
+        cost: what steps really take, up to the errors.
+        ends: by sequence id, the length at which its answer is complete.
+        log: gets a line for each step.
+        gauges: shares of device and host KV memory in use, and requests that wait.
+        block_size: tokens of a block, for KV that moves.
+        depth: steps that may be in flight while another one is launched, as with real devices.
+    """
+
+    def __init__(
+        self,
+        cost: CostModel,
+        clock: VirtualClock,
+        ends: Mapping[int, int],
+        *,
+        errors: Errors,
+        log: StepLog,
+        gauges: Callable[[], tuple[float, float, float]],
+        block_size: int = 16,
+        depth: int = 1,
+    ) -> None:
+        self.depth = depth
+        self._cost = cost
+        self._clock = clock
+        self._ends = ends
+        self._errors = errors
+        self._log = log
+        self._gauges = gauges
+        self._block_size = block_size
+        self._rows: dict[int, _Row] = {}
+        self._free_at = 0.0
+        self._outstanding: deque[SimulatedTicket] = deque()
+
+    def launch(self, plan: StepPlan) -> SimulatedTicket:
+        """Queue a step behind those that run.
+
+        Raises:
+            InvariantError: more than ``depth`` steps are outstanding, or the plan has drafts.
+        """
+        if len(self._outstanding) > self.depth:
+            raise InvariantError(f"{len(self._outstanding)} steps are outstanding already")
+        for row in plan.drop:
+            del self._rows[row]
+        for add in plan.add:
+            number = add.sequence_id
+            self._rows[add.row] = _Row(number, self._ends[number], answer_token(number))
+        works = [Work.of(batch) for batch in plan.batches]
+        works[0].out_tokens += self._moved(plan.moves, Tier.HOST)
+        works[0].in_tokens += self._moved(plan.moves, Tier.DEVICE)
+        start_s = max(self._clock.now(), self._free_at)
+        seconds = step_time(self._cost, works) * self._errors.factor()
+        self._free_at = start_s + seconds
+        self._write(works, start_s, seconds)
+        ticket = SimulatedTicket(self, self._free_at, self._result(plan))
+        self._outstanding.append(ticket)
+        return ticket
+
+    def collected(self, ticket: SimulatedTicket, end_s: float) -> None:
+        """Go on to the end of the oldest outstanding step."""
+        if self._outstanding.popleft() is not ticket:
+            raise InvariantError("steps must be collected in the order of their launch")
+        self._clock.reach(end_s)
+
+    def close(self) -> None:
+        """Raises InvariantError if a launched step was never collected."""
+        if self._outstanding:
+            raise InvariantError(f"{len(self._outstanding)} steps were never collected")
+
+    def _result(self, plan: StepPlan) -> StepResult:
+        ids: list[int] = []
+        tokens: list[int] = []
+        for batch in plan.batches:
+            rows = [self._rows[row] for row in batch.rows]
+            if batch.drafts:
+                raise InvariantError("simulated answers cannot be guessed: plan without drafts")
+            if all(batch.samples):
+                chosen: Iterable[tuple[_Row, int, int]] = zip(
+                    rows, batch.starts, batch.counts, strict=True
+                )
+            else:
+                chosen = _sampled(rows, batch)
+            for row, start, count in chosen:
+                ids.append(row.sequence_id)
+                tokens.append(row.token if start + count + 1 < row.end else END_TOKEN)
+        return StepResult(plan.step_id, tuple(ids), tuple(tokens))
+
+    def _moved(self, moves: Iterable[KVMove], to: Tier) -> int:
+        """Tokens of the full group whose KV moves there; whole blocks are copied."""
+        blocks = sum(len(move.source[0]) for move in moves if move.to is to)
+        return blocks * self._block_size
+
+    def _write(self, works: list[Work], start_s: float, seconds: float) -> None:
+        work = works[0] if len(works) == 1 else works[0].joined(works[1])
+        cpu_s = move_s = 0.0
+        if work.host_decodes or work.out_tokens or work.in_tokens:
+            terms = [self._cost.terms(each) for each in works]
+            cpu_s = sum(term.cpu_attention for term in terms)
+            move_s = sum(term.kv_move for term in terms)
+        self._log.add(
+            (
+                start_s, seconds, work.tokens, work.sampled, work.prefills, work.prefill_area,
+                work.prefill_context, work.decodes, work.decode_context, work.host_decodes,
+                work.host_context, work.out_tokens, work.in_tokens, len(works), cpu_s, move_s,
+                *self._gauges(),
+            )
+        )  # fmt: skip
+
+
+def _sampled(rows: list[_Row], batch: SubBatch) -> list[tuple[_Row, int, int]]:
+    """Rows whose next token the step gives."""
+    return [
+        (row, start, count)
+        for row, start, count, samples in zip(
+            rows, batch.starts, batch.counts, batch.samples, strict=True
+        )
+        if samples
+    ]

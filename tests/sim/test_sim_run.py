@@ -1,0 +1,194 @@
+"""Simulations by hand: virtual time, arrivals, sharing, conversations, backlogs, determinism."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from weft.core.errors import InvariantError
+from weft.core.plan import RowAdd, StepPlan, SubBatch
+from weft.cost.model import Terms
+from weft.cost.work import Work
+from weft.kv.cache import GroupSpec, KVCache
+from weft.sched.fcfs import FCFSScheduler
+from weft.sched.planner import Limits
+from weft.sim.clock import VirtualClock
+from weft.sim.inbox import SAMPLING
+from weft.sim.jobs import Job, answer_text, own_text, shared_text
+from weft.sim.record import CANCELLED, COMPLETED, FAILED, StepLog
+from weft.sim.run import Simulated, Traffic, simulate
+from weft.sim.simulated import Errors, SimulatedExecutor
+
+EXACT = Errors(0.0, 0.0)
+
+
+@dataclass
+class SecondAStep:
+    """A step takes a second, and a further one for each hundred tokens."""
+
+    layers: int = 1
+
+    def terms(self, work: Work) -> Terms:
+        return Terms(dense=work.tokens // 100, host=1.0)
+
+
+def fcfs(tokens: int = 4096, seqs: int = 8, budget: int = 1024) -> FCFSScheduler:
+    cache = KVCache([GroupSpec("full", 16, tokens // 16)])
+    return FCFSScheduler(cache, Limits(seqs, budget, cache.max_tokens()))
+
+
+def job(at_s: float, given: int, asked: int, index: int = 0, name: str = "interactive") -> Job:
+    return Job(at_s, (own_text(index, given),), asked, name)
+
+
+def run(*jobs: Job, errors: Errors = EXACT, **limits: int) -> Simulated:
+    return simulate(fcfs(**limits), SecondAStep(), Traffic(iter(jobs)), errors)
+
+
+def test_one_request_by_hand():
+    result = run(job(2.5, 100, 4))
+    record = result.record
+    # the clock goes on to its arrival; the prompt takes 2 s, each further token 1 s
+    assert list(record.arrival_s) == [2.5]
+    assert list(record.scheduled_s) == [2.5]
+    assert list(record.first_s) == [4.5]
+    assert list(record.end_s) == [7.5]
+    assert list(record.by_class[1].gaps) == [1.0, 1.0, 1.0]
+    assert list(record.ended) == [COMPLETED]
+    # with a step in flight, one more was launched before the end was known
+    assert result.log.column("start_s").tolist() == [2.5, 4.5, 5.5, 6.5, 7.5]
+    assert result.log.column("tokens").tolist() == [100, 1, 1, 1, 1]
+    assert result.seconds == 8.5
+
+
+def test_who_comes_during_a_step_waits_for_those_in_flight():
+    result = run(job(0.0, 50, 6, 0), job(0.5, 50, 2, 1))
+    record = result.record
+    assert record.first_s[0] == 1.0
+    # at 1.0 the step of 1.0 to 2.0 is in flight already: planned at 1.0, computed from 2.0 on
+    assert (record.scheduled_s[1], record.first_s[1]) == (1.0, 3.0)
+    assert record.end_s[1] == 4.0
+    assert sum(record.by_class[1].counts) == 5 + 1
+
+
+def test_a_batch_shares_its_steps():
+    result = run(*(job(0.0, 10, 5, i) for i in range(8)))
+    assert set(result.record.end_s) == {5.0}
+    assert list(result.record.by_class[1].counts) == [8, 8, 8, 8]
+
+
+def test_prefixes_in_the_cache_cost_nothing():
+    system = shared_text(0, 320)
+    jobs = [
+        Job(at, (system, own_text(i, 64)), 2, "interactive") for i, at in enumerate((0.0, 50.0))
+    ]
+    result = simulate(fcfs(), SecondAStep(), Traffic(iter(jobs)), EXACT)
+    assert list(result.record.cached) == [0, 320]
+    assert result.log.column("tokens").tolist()[0] == 384
+    assert 64.0 in result.log.column("tokens")
+
+
+def test_a_conversation_finds_what_was_said():
+    said = []
+
+    def follow(number: int, now: float) -> Job | None:
+        said.append((number, now))
+        prompt = (own_text(0, 100), answer_text(number, 41), own_text(1, 20))
+        return Job(now + 10.0, prompt, 3, "interactive")
+
+    first = Job(0.0, (own_text(0, 100),), 41, "interactive", follow)
+    result = simulate(fcfs(), SecondAStep(), Traffic(iter([first])), EXACT)
+    record = result.record
+    assert said == [(0, record.end_s[0])]
+    assert record.arrival_s[1] == record.end_s[0] + 10.0
+    assert list(record.input) == [100, 100 + 40 + 20]
+    assert record.cached[1] == 128  # whole blocks of 16 of the 140 tokens that were computed
+
+
+def test_a_backlog_ends_with_the_others():
+    backlog = (job(0.0, 10, 30, 1 + i, "batch") for i in itertools.count())
+    arrivals = iter([job(0.0, 10, 5), job(20.0, 10, 5, 10**6)])
+    result = simulate(fcfs(), SecondAStep(), Traffic(arrivals, backlog, keep=3), EXACT)
+    record = result.record
+    batch = [n for n in range(len(record)) if record.kind[n] == 3]
+    ends = [record.ended[number] for number in batch]
+    assert set(ends) == {CANCELLED}
+    assert len(batch) == 3  # 25 steps are not enough for one of them
+    assert all(record.ended[n] == COMPLETED for n in range(len(record)) if n not in batch)
+    alone = (job(0.0, 10, 4, i, "batch") for i in range(7))
+    offline = simulate(fcfs(), SecondAStep(), Traffic(iter(()), alone, keep=2), EXACT)
+    assert list(offline.record.ended) == [COMPLETED] * 7
+    assert offline.log.column("decodes").max() == 2
+
+
+def test_what_can_never_run_fails_and_the_rest_goes_on():
+    result = run(job(0.0, 5000, 2), job(0.0, 10, 2, 1))
+    assert list(result.record.ended) == [FAILED, COMPLETED]
+    assert result.record.failures == {"invalid_parameter": 1}
+    assert "5000 tokens" in result.record.examples["invalid_parameter"]
+
+
+def test_answers_have_their_length_under_preemption():
+    jobs = [job(0.0, 60, 40 + i, i) for i in range(12)]
+    result = run(*jobs, tokens=512, seqs=12)
+    assert result.totals.preemptions > 0
+    record = result.record
+    assert list(record.ended) == [COMPLETED] * 12
+    assert sum(record.by_class[1].counts) == sum(each.output_tokens - 1 for each in jobs)
+    assert result.log.column("device_kv").max() <= 1.0
+
+
+def random_jobs(seed: int) -> list[Job]:
+    draw = np.random.default_rng(seed)
+    times = np.cumsum(draw.exponential(3.0, 60))
+    names = ("priority", "interactive", "batch")
+    return [
+        job(float(at), int(draw.integers(1, 300)), int(draw.integers(1, 60)), i, names[i % 3])
+        for i, at in enumerate(times)
+    ]
+
+
+def test_equal_seeds_give_equal_runs():
+    def figures(seed: int) -> tuple[list[float], list[float]]:
+        result = run(*random_jobs(0), errors=Errors(seed=seed), tokens=1024)
+        return list(result.record.end_s), result.log.column("seconds").tolist()
+
+    assert figures(1) == figures(1)
+    assert figures(1) != figures(2)
+
+
+def test_errors_are_small_and_rarely_large():
+    errors = Errors(0.03, 0.01, 5.0, seed=3)
+    drawn = np.array([errors.factor() for _ in range(40000)])
+    assert np.median(drawn) == pytest.approx(1.0, abs=0.005)
+    assert np.mean(drawn > 3) == pytest.approx(0.01, rel=0.2)
+    assert np.std(np.log(drawn[drawn < 3])) == pytest.approx(0.03, rel=0.05)
+
+
+def executor(log: StepLog) -> SimulatedExecutor:
+    return SimulatedExecutor(
+        SecondAStep(), VirtualClock(), {0: 20}, errors=EXACT, log=log, gauges=lambda: (0, 0, 0)
+    )
+
+
+def plan(step: int, add: bool = False) -> StepPlan:
+    adds = (RowAdd(0, 0, (1, 2, 3), 3, SAMPLING, frozenset(), ((0,),)),) if add else ()
+    return StepPlan(step, (SubBatch((0,), (step,), (1,), (True,)),), add=adds)
+
+
+def test_tickets_are_collected_once_and_in_order():
+    sim = executor(StepLog())
+    first = sim.launch(plan(1, add=True))
+    second = sim.launch(plan(2))
+    with pytest.raises(InvariantError, match="outstanding already"):
+        sim.launch(plan(3))
+    with pytest.raises(InvariantError, match="never collected"):
+        sim.close()
+    first.result()
+    with pytest.raises(InvariantError, match="twice"):
+        first.result()
+    assert second.result().step_id == 2
+    sim.close()
