@@ -79,15 +79,15 @@ def test_blocks_of_a_trace_are_shared_exactly():
 
 def prompt_tokens(arrival: Arrival, index: int) -> list[int]:
     found = []
-    for first, count, same in prompt_of(arrival, index):
-        found += [first] * count if same else range(first, first + count)
+    for first, length, same in prompt_of(arrival, index):
+        found += [first] * length if same else range(first, first + length)
     return found
 
 
 def test_texts_of_each_kind_are_apart_and_fit_64_bits():
     far = 2**34 - 1
     texts = (own_text(far, 2**24), shared_text(far, 2**24), answer_text(2**40, 5))
-    ends = sorted((text.first, text.first + text.count) for text in texts)
+    ends = sorted((text.first, text.first + text.length) for text in texts)
     assert all(before[1] <= after[0] for before, after in pairwise(ends))
     assert 0 < ends[0][0] < ends[-1][1] < 2**63
 

@@ -21,10 +21,10 @@ _ROOM = 24  # bits for the tokens of one text
 
 
 class Segment(NamedTuple):
-    """``count`` token ids from ``first`` on: counting up, or all the same."""
+    """``length`` token ids from ``first`` on: counting up, or all the same."""
 
     first: int
-    count: int
+    length: int
     same: bool = False
 
 
@@ -46,14 +46,14 @@ class Job:
 
     @property
     def input_tokens(self) -> int:
-        return sum(segment.count for segment in self.prompt)
+        return sum(segment.length for segment in self.prompt)
 
     def tokens(self) -> tuple[int, ...]:
         """The token ids of the prompt."""
         return tuple(
             chain.from_iterable(
-                repeat(first, count) if same else range(first, first + count)
-                for first, count, same in self.prompt
+                repeat(first, length) if same else range(first, first + length)
+                for first, length, same in self.prompt
             )
         )
 
