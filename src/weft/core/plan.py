@@ -96,10 +96,17 @@ class SubBatch:
     def num_tokens(self) -> int:
         return sum(self.counts) + sum(len(draft) for draft in self.drafts.values())
 
+    @property
+    def row_tiers(self) -> tuple[Tier, ...]:
+        """Where the KV of each row lies."""
+        return self.tiers or (Tier.DEVICE,) * len(self.rows)
+
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step. The executor applies zero, drop, add, extend, moves in this order, then computes.
+    """One step. The executor applies zero, drop, add, moves, extend in this order, then computes.
+
+    Layer-wise moves take place while it computes, so their rows are extended before they move.
 
     Attributes:
         batches: one, or two whose layers take turns on the device, so that the attention of one on

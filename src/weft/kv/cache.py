@@ -64,9 +64,19 @@ class Table:
 
 
 class KVCache:
-    """Reserves, seals, shares and releases the KV blocks of all sequences in one tier."""
+    """Reserves, seals, shares and releases the KV blocks of all sequences in one tier.
 
-    def __init__(self, groups: Seq[GroupSpec], *, prefix_caching: bool = True) -> None:
+    Args:
+        chains: hashes by sequence, where the cache of another tier keeps them too.
+    """
+
+    def __init__(
+        self,
+        groups: Seq[GroupSpec],
+        *,
+        prefix_caching: bool = True,
+        chains: dict[int, dict[int, HashChain]] | None = None,
+    ) -> None:
         if not groups:
             raise InvariantError("a KV cache needs at least one group")
         self.groups = tuple(groups)
@@ -74,7 +84,7 @@ class KVCache:
         self.prefix_caching = prefix_caching
         self.alignment = lcm(*(group.block_size for group in groups))
         self._tables: dict[int, Table] = {}
-        self._chains: dict[int, dict[int, HashChain]] = {}
+        self._chains: dict[int, dict[int, HashChain]] = {} if chains is None else chains
         self._zero: list[tuple[int, int]] = []
         self._block_sizes = tuple((i, group.block_size) for i, group in enumerate(groups))
 
@@ -278,7 +288,14 @@ class KVCache:
             faulty_from: first token that a faulty sequence computed itself; its block and all
                 after it can no longer be found, and are zeroed before they are used again.
         """
-        table = self._tables.pop(sequence_id)
+        self.free(self.detach(sequence_id), faulty_from=faulty_from)
+
+    def detach(self, sequence_id: int) -> Table:
+        """Take the table away from the sequence; whoever has it now gives its blocks up."""
+        return self._tables.pop(sequence_id)
+
+    def free(self, table: Table, *, faulty_from: int | None = None) -> None:
+        """Give up all blocks of a detached table; see ``release``."""
         for group, pool, blocks, index in self._by_group(table):
             if faulty_from is not None:
                 for block in blocks[faulty_from // group.block_size :]:
@@ -293,14 +310,45 @@ class KVCache:
         zero, self._zero = tuple(self._zero), []
         return zero
 
+    # -- moving ---------------------------------------------------------------------------------
+
+    def table(self, sequence_id: int) -> Table | None:
+        """The table of the sequence, if it has one here."""
+        return self._tables.get(sequence_id)
+
+    def sequences(self) -> list[int]:
+        """Ids of the sequences that have a table here."""
+        return list(self._tables)
+
+    def open_like(self, sequence_id: int, other: Table, upto: int) -> Table | None:
+        """Make a table that can take in the KV of tokens [0, upto) of ``other``, of another tier.
+
+        Its blocks are all new and none is sealed. None, with nothing taken, if there is no room.
+        """
+        table = Table([], list(other.heads), [0] * len(self.groups))
+        for group, pool, blocks in zip(self.groups, self.pools, other.blocks, strict=True):
+            kept = blocks[: -(-upto // group.block_size)]
+            new = pool.allocate(sum(block >= 0 for block in kept))
+            if new is None:
+                self.free(table)
+                return None
+            fresh = iter(new)
+            table.blocks.append([next(fresh) if block >= 0 else -1 for block in kept])
+        self._tables[sequence_id] = table
+        return table
+
     # -- looking ------------------------------------------------------------------------------
 
     def tables(self, sequence_id: int) -> tuple[tuple[int, ...], ...]:
         """Block ids of the sequence for each group."""
         return tuple(tuple(blocks) for blocks in self._tables[sequence_id].blocks)
 
-    def check(self) -> None:
-        """Raise InvariantError if a block is lost, owned twice, or wrongly shared."""
+    def check(self, leased: Seq[Table] = ()) -> None:
+        """Raise InvariantError if a block is lost, owned twice, or wrongly shared.
+
+        Args:
+            leased: detached tables whose blocks are not given up yet.
+        """
         for index, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
             references: Counter[int] = Counter()
             for sequence_id, table in self._tables.items():
@@ -310,6 +358,8 @@ class KVCache:
                 if any(block >= 0 for block in table.blocks[index][: table.heads[index]]):
                     raise InvariantError(f"sequence {sequence_id} holds a dropped head")
                 references.update(held)
+            for table in leased:
+                references.update(block for block in table.blocks[index] if block >= 0)
             pool.check(references)
             self._check_writers(index, group)
 
@@ -322,8 +372,8 @@ class KVCache:
 
     def _by_group(self, table: Table) -> list[tuple[GroupSpec, BlockPool, list[int], int]]:
         return [
-            (group, self.pools[index], table.blocks[index], index)
-            for index, group in enumerate(self.groups)
+            (group, self.pools[index], blocks, index)
+            for index, (group, blocks) in enumerate(zip(self.groups, table.blocks, strict=False))
         ]
 
 

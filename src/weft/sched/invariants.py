@@ -6,10 +6,10 @@ from collections.abc import Sequence as Seq
 
 from weft.core.errors import InvariantError
 from weft.core.types import Sequence
-from weft.kv.cache import KVCache
+from weft.kv.tiers import AnyCache
 
 
-def check_drafts(drafts: Seq[tuple[Sequence, tuple[int, ...]]], cache: KVCache) -> None:
+def check_drafts(drafts: Seq[tuple[Sequence, tuple[int, ...]]], cache: AnyCache) -> None:
     """Raise InvariantError unless launched drafts have blocks and stay within their sequence."""
     for sequence, draft in drafts:
         if sequence.pending == 0:
@@ -24,7 +24,7 @@ def check_rows(
     closing: Seq[Sequence],
     free_rows: Seq[int],
     num_rows: int,
-    cache: KVCache,
+    cache: AnyCache,
 ) -> None:
     """Raise InvariantError unless every row has one holder or none, and no count is beyond it.
 

@@ -6,7 +6,7 @@ from bisect import insort
 
 from weft.core.errors import InvariantError
 from weft.core.types import FinishReason, Sequence, SequenceState
-from weft.kv.cache import KVCache
+from weft.kv.tiers import AnyCache
 from weft.sched.invariants import check_rows
 from weft.sched.queues import WaitingQueue
 from weft.sched.sharing import SharedPrefixes
@@ -29,7 +29,7 @@ class Lifecycle:
         dropped: rows given back since the last launched step.
     """
 
-    def __init__(self, cache: KVCache, num_rows: int) -> None:
+    def __init__(self, cache: AnyCache, num_rows: int) -> None:
         self.cache = cache
         self.shared = SharedPrefixes(cache.groups[0].block_size)
         self.totals = Totals()

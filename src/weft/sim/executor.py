@@ -5,7 +5,9 @@ Its "KV cache" stores (position, token) in each block, and the next token is
     next = (sum over all positions p of (p + 1) * token[p], read through the full groups' tables,
             + the same sum over the window of each sliding group) mod vocabulary
 
-so a token is right only if every block that it needs was kept, shared and grown correctly.
+so a token is right only if every block that it needs was kept, shared, grown and moved correctly.
+Each tier has such a cache; a row reads and writes where the plan has put its KV, and the
+sub-batches must say the same.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from weft.core.errors import InvariantError, NonFiniteLogitsError, WeftError
-from weft.core.plan import RowAdd, StepPlan, StepResult
+from weft.core.plan import KVMove, RowAdd, StepPlan, StepResult, Tier
 from weft.kv.cache import GroupSpec
 
 Slot = tuple[int, int] | None
@@ -49,6 +51,7 @@ class _Row:
     stop_ids: frozenset[int] = field(default_factory=frozenset)
     min_length: int = 0
     embed: bool = False
+    tier: Tier = Tier.DEVICE
 
 
 class ModelledTicket:
@@ -80,6 +83,7 @@ class ModelledExecutor:
         vocab_size: tokens are below it.
         depth: how many launched steps may be outstanding.
         faulty: called with (sequence id, number of known tokens); True makes that row fault.
+        host_blocks: for each group, the blocks of the host tier; none if there is no such tier.
     """
 
     def __init__(
@@ -89,6 +93,7 @@ class ModelledExecutor:
         *,
         depth: int = 0,
         faulty: Callable[[int, int], bool] | None = None,
+        host_blocks: Seq[int] = (),
     ) -> None:
         self.depth = depth
         self._groups = tuple(groups)
@@ -97,9 +102,14 @@ class ModelledExecutor:
         self._rows: dict[int, _Row] = {}
         self._outstanding: list[ModelledTicket] = []
         self._lockstep: set[int] = set()
-        self._kv: list[list[list[Slot]]] = [
-            [[None] * group.block_size for _ in range(group.num_blocks)] for group in groups
-        ]
+        counts = {Tier.DEVICE: [group.num_blocks for group in groups], Tier.HOST: host_blocks}
+        self._kv: dict[Tier, list[list[list[Slot]]]] = {
+            tier: [
+                [[None] * group.block_size for _ in range(count)]
+                for group, count in zip(groups, counts[tier], strict=False)
+            ]
+            for tier in Tier
+        }
 
     def launch(self, plan: StepPlan) -> ModelledTicket:
         """Queue a step.
@@ -137,10 +147,15 @@ class ModelledExecutor:
         accepted: dict[int, tuple[tuple[int, None], ...]] = {}
         embeddings: dict[int, bytes] = {}
         for batch in ticket.plan.batches:
-            for index, start, count, samples in zip(
-                batch.rows, batch.starts, batch.counts, batch.samples, strict=True
+            for index, start, count, samples, tier in zip(
+                batch.rows, batch.starts, batch.counts, batch.samples, batch.row_tiers, strict=True
             ):
                 row, draft = self._rows[index], batch.drafts.get(index, ())
+                if row.tier is not tier:
+                    raise InvariantError(
+                        f"sequence {row.sequence_id} computes in the {tier} tier, but its KV lies "
+                        f"in the {row.tier} tier"
+                    )
                 self._write(row, start, [*row.tokens[start : start + count], *draft])
                 if not samples:
                     continue
@@ -152,6 +167,9 @@ class ModelledExecutor:
                     embeddings[row.sequence_id] = struct.pack("<f", token)
                 if draft:
                     accepted[row.sequence_id] = self._verify(row, draft, token)
+        for move in ticket.plan.moves:
+            if move.after_layer:
+                self._move(move)
         return self._result(ticket.plan.step_id, ids, tokens, faults, accepted, embeddings)
 
     @staticmethod
@@ -187,26 +205,54 @@ class ModelledExecutor:
         return tuple(more)
 
     def _apply(self, plan: StepPlan) -> None:
-        for group, block in plan.zero:
-            self._kv[group][block] = [None] * self._groups[group].block_size
+        for tier, pairs in ((Tier.DEVICE, plan.zero), (Tier.HOST, plan.zero_host)):
+            for group, block in pairs:
+                self._kv[tier][group][block] = [None] * self._groups[group].block_size
         for index in plan.drop:
             del self._rows[index]
         for add in plan.add:
             if add.row in self._rows:
                 raise InvariantError(f"row {add.row} is taken already")
+            self._require(add.tier)
             self._rows[add.row] = self._row(add)
+        for move in plan.moves:
+            if not move.after_layer:
+                self._move(move)
         for row, group, blocks in plan.extend:
             self._rows[row].tables[group].extend(blocks)
+
+    def _require(self, tier: Tier) -> None:
+        if not self._kv[tier]:
+            raise InvariantError(f"the modelled executor has no {tier} tier")
+
+    def _move(self, move: KVMove) -> None:
+        """Copy the blocks of a row into the other tier and go on with the new table.
+
+        Raises:
+            InvariantError: the row is in that tier already or its table is not the move's source.
+        """
+        self._require(move.to)
+        row = self._rows[move.row]
+        if row.tier is move.to:
+            raise InvariantError(f"sequence {row.sequence_id} is in the {move.to} tier already")
+        for group, (source, target) in enumerate(zip(move.source, move.target, strict=True)):
+            for index, (old, new) in enumerate(zip(source, target, strict=True)):
+                if old < 0:
+                    continue
+                if row.tables[group][index] != old:
+                    raise InvariantError(f"sequence {row.sequence_id} moves what is not its own")
+                self._kv[move.to][group][new] = list(self._kv[row.tier][group][old])
+        row.tier, row.tables = move.to, [list(table) for table in move.target]
 
     @staticmethod
     def _row(add: RowAdd) -> _Row:
         tables = [list(table) for table in add.tables]
         min_length = add.num_prompt + add.sampling.min_tokens
         tokens = list(add.tokens)
-        return _Row(add.sequence_id, tokens, tables, add.stop_ids, min_length, add.embed)
+        return _Row(add.sequence_id, tokens, tables, add.stop_ids, min_length, add.embed, add.tier)
 
     def _write(self, row: _Row, start: int, tokens: Seq[int]) -> None:
-        for group, blocks, table in zip(self._groups, self._kv, row.tables, strict=True):
+        for group, blocks, table in zip(self._groups, self._kv[row.tier], row.tables, strict=True):
             for position, token in enumerate(tokens, start):
                 block = table[position // group.block_size]
                 if block < 0:
@@ -224,7 +270,7 @@ class ModelledExecutor:
 
     def _attend(self, row: _Row, length: int) -> int:
         total = 0
-        for group, blocks, table in zip(self._groups, self._kv, row.tables, strict=True):
+        for group, blocks, table in zip(self._groups, self._kv[row.tier], row.tables, strict=True):
             first = 0 if group.window is None else max(0, length - group.window)
             for position in range(first, length):
                 slot = blocks[table[position // group.block_size]][position % group.block_size]
@@ -235,20 +281,37 @@ class ModelledExecutor:
                 total += (position + 1) * slot[1]
         return total
 
-    def touched_blocks(self) -> list[set[int]]:
-        """For each group the blocks that outstanding steps read or write."""
+    def touched_blocks(self, tier: Tier = Tier.DEVICE) -> list[set[int]]:
+        """For each group the blocks of the tier that outstanding steps read or write."""
         touched: list[set[int]] = [set() for _ in self._groups]
+        where = {index: row.tier for index, row in self._rows.items()}
         tables = {index: [list(t) for t in row.tables] for index, row in self._rows.items()}
+
+        def move(moves: Seq[KVMove]) -> None:
+            for change in moves:
+                for blocks, source, target in zip(
+                    touched, change.source, change.target, strict=True
+                ):
+                    blocks.update(target if change.to is tier else source)
+                where[change.row] = change.to
+                tables[change.row] = [list(table) for table in change.target]
+
         for ticket in self._outstanding:
-            for add in ticket.plan.add:
+            plan = ticket.plan
+            for add in plan.add:
+                where[add.row] = add.tier
                 tables[add.row] = [list(table) for table in add.tables]
-            for row, group_index, blocks in ticket.plan.extend:
+            move([change for change in plan.moves if not change.after_layer])
+            for row, group_index, blocks in plan.extend:
                 tables[row][group_index].extend(blocks)
-            for batch in ticket.plan.batches:
+            for batch in plan.batches:
                 for index, start, count in zip(batch.rows, batch.starts, batch.counts, strict=True):
+                    if where[index] is not tier:
+                        continue
                     count += len(batch.drafts.get(index, ()))
                     for group_index, group in enumerate(self._groups):
                         first = group.first_block(start + 1)
                         last = -(-(start + count) // group.block_size)
                         touched[group_index].update(tables[index][group_index][first:last])
+            move([change for change in plan.moves if change.after_layer])
         return touched
