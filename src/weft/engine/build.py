@@ -36,7 +36,7 @@ from weft.exec.store import KVStore
 from weft.kernels.kv_storage import KV_TYPES
 from weft.kernels.ops import OpTable, select_ops
 from weft.kernels.unavailable import KernelUnavailable
-from weft.kv.cache import GroupSpec, KVCache
+from weft.kv.cache import GroupSpec
 from weft.models.families import read_spec
 from weft.models.fused import describe_layers
 from weft.models.generation import GenerationDefaults, read_generation_defaults
@@ -44,8 +44,8 @@ from weft.models.hub import resolve_model
 from weft.models.layout import num_parameters, storage_of, weight_bytes
 from weft.models.loader import load_model
 from weft.models.spec import ModelSpec
-from weft.sched.fcfs import FCFSScheduler
-from weft.sched.planner import Limits
+from weft.sched.choose import Resources, make_scheduler
+from weft.sched.planner import Limits, Planner
 
 logger = logging.getLogger("weft")
 
@@ -91,7 +91,7 @@ class Engine:
 
     model: Model
     resolved: ResolvedConfig
-    scheduler: FCFSScheduler
+    scheduler: Planner
     executor: EagerExecutor
     grammars: Grammars
     started_ns: int = field(default_factory=time.monotonic_ns)
@@ -235,21 +235,21 @@ def _grammar_tokenizer(config: EngineConfig, model: Model) -> LLTokenizer:
     return grammar_tokenizer(text, model.spec.vocab_size, model.eos_token_ids)
 
 
-def _scheduler(config: EngineConfig, resolved: ResolvedConfig, model: Model) -> FCFSScheduler:
-    cache = KVCache(
-        [
-            GroupSpec(group.name, resolved.block_size, blocks, group.window)
-            for group, blocks in zip(model.facts.groups, resolved.group_blocks, strict=True)
-        ],
-        prefix_caching=config.prefix_caching,
-    )
+def _scheduler(config: EngineConfig, resolved: ResolvedConfig, model: Model) -> Planner:
+    groups = [
+        GroupSpec(group.name, resolved.block_size, blocks, group.window)
+        for group, blocks in zip(model.facts.groups, resolved.group_blocks, strict=True)
+    ]
     limits = Limits(
         resolved.max_num_seqs,
         resolved.max_num_batched_tokens,
         resolved.max_model_len,
         config.speculation,
     )
-    return FCFSScheduler(cache, limits, config.service_classes())
+    resources = Resources(
+        groups, limits, config.service_classes(), prefix_caching=config.prefix_caching
+    )
+    return make_scheduler("fcfs", resources)
 
 
 def describe_served(config: EngineConfig, engine: Engine) -> ServedModel:

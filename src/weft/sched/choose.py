@@ -1,0 +1,58 @@
+"""Schedulers by name, alike for the engine and for simulations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from weft.core.errors import ConfigError, suggest
+from weft.core.types import DEFAULT_CLASSES, ServiceClass
+from weft.cost.model import CostModel
+from weft.kv.cache import GroupSpec, KVCache
+from weft.sched.fcfs import FCFSScheduler
+from weft.sched.planner import Limits, Planner
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What a scheduler is made of; each takes what it needs.
+
+    Attributes:
+        groups: KV groups of the device.
+        host_blocks: for each group, blocks that the host has; empty without a host tier.
+        cost: what the scheduler predicts step times with; None where nothing was profiled.
+    """
+
+    groups: Seq[GroupSpec]
+    limits: Limits
+    classes: Seq[ServiceClass] = DEFAULT_CLASSES
+    prefix_caching: bool = True
+    host_blocks: Seq[int] = ()
+    cost: CostModel | None = None
+
+    def cache(self) -> KVCache:
+        """A KV cache of the device alone."""
+        return KVCache(self.groups, prefix_caching=self.prefix_caching)
+
+
+def _fcfs(given: Resources) -> Planner:
+    return FCFSScheduler(given.cache(), given.limits, given.classes)
+
+
+SCHEDULERS: Mapping[str, Callable[[Resources], Planner]] = {"fcfs": _fcfs}
+
+
+def make_scheduler(name: str, given: Resources) -> Planner:
+    """Make a scheduler.
+
+    Raises:
+        ConfigError: no scheduler has this name, or it lacks something that it needs.
+    """
+    if name not in SCHEDULERS:
+        raise ConfigError(
+            f"Unknown scheduler '{name}'.{suggest(name, SCHEDULERS)} "
+            f"Known schedulers: {', '.join(SCHEDULERS)}.",
+            param="scheduler",
+        )
+    return SCHEDULERS[name](given)
