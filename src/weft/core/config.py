@@ -109,6 +109,12 @@ class EngineConfig:
     base_seed: int | None = setting(
         "int", None, "makes the seeds of requests without one repeatable", low=0, high=MAX_SEED
     )
+    profile: str | None = setting(
+        "path",
+        None,
+        "file of measured step costs, made by weft profile; unset takes the one of this machine "
+        "and model in the cache folder",
+    )
     log_level: str | None = setting(
         "str", None, "what is logged; unset follows WEFT_LOG_LEVEL, else warning", choices=LEVELS
     )

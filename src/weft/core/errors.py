@@ -109,6 +109,12 @@ class NonFiniteLogitsError(WeftError):
     code = "non_finite_logits"
 
 
+class ProfileError(WeftError):
+    """A profile of costs is missing, damaged, or of another machine or model."""
+
+    code = "bad_profile"
+
+
 class EngineBusyError(WeftError):
     """No room for another request at present; it may be sent again later."""
 

@@ -74,13 +74,18 @@ def step_time(cost: CostModel, works: Seq[Work]) -> float:
     """
     if len(works) == 1:
         first = cost.terms(works[0])
-        layers = first.linear + max(first.attention, first.cpu_attention)
+        layers = first.linear + _slower(first.attention, first.cpu_attention)
         return max(layers, first.kv_move) + first.outside
     if len(works) != 2:
         raise InvariantError(f"a step has one or two sub-batches, not {len(works)}")
     first, second = cost.terms(works[0]), cost.terms(works[1])
     outside = cost.terms(works[0].joined(works[1])).outside
-    layers = max(first.linear + second.attention, second.cpu_attention) + max(
+    layers = _slower(first.linear + second.attention, second.cpu_attention) + _slower(
         second.linear + first.attention, first.cpu_attention
     )
     return max(layers, first.kv_move + second.kv_move) + outside
+
+
+def _slower(device: float, cpu: float) -> float:
+    """The longer one; a fitted term of the device may be negative, and is kept without a CPU's."""
+    return max(device, cpu) if cpu else device

@@ -1,0 +1,292 @@
+"""Costs fitted to measured steps: weft's own profile, kept in a JSON file.
+
+A profile file is one JSON object:
+
+- ``version``: 1.
+- ``key``: ``hardware``, ``model``, ``dtype``, ``parallelism``, ``kernels``: what was measured.
+- ``layers``: layers of the model.
+- ``dense``: ``tokens`` and ``seconds``, the knots of the dense curve of whole steps.
+- ``coefficients``: seconds for each feature of ``FEATURES``.
+- ``cpu_attention``: ``decodes``, ``contexts``, ``seconds`` (rows by decodes), or null.
+- ``kv_move``: ``step_s`` and ``token_s``, or null.
+- ``report``: what was measured and how well it is predicted, for people; not read back.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import asdict, dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from weft.core.errors import ConfigError, ProfileError
+from weft.cost.curves import Curve, Grid
+from weft.cost.model import Terms, step_time
+from weft.cost.work import Work
+
+VERSION = 1
+FEATURES = (
+    "prefill",  # a step with any prefill: b1 of OmniServe
+    "prefill_area",  # a1
+    "prefill_row",
+    "decode",  # a step with any decode: b2
+    "decode_context",  # a2
+    "decode_row",  # a3; may be negative: equal KV in more requests is read faster
+    "sampled",  # a row of the head
+)
+
+
+class Point(NamedTuple):
+    """A measured step: what it computed, and how long it took (a median)."""
+
+    work: Work
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ProfileKey:
+    """What a profile is valid for.
+
+    Attributes:
+        hardware: the machine, with the threads or devices used.
+        parallelism: such as ``tp1``.
+        kernels: the kernel behind each op, in one line.
+    """
+
+    hardware: str
+    model: str
+    dtype: str
+    parallelism: str
+    kernels: str
+
+    @property
+    def file_name(self) -> str:
+        """A name that is readable and differs where any part of the key does."""
+        digest = blake2b("\n".join(asdict(self).values()).encode(), digest_size=4).hexdigest()
+        model = re.sub(r"[^\w.-]+", "-", Path(self.model).name)
+        return f"{model}-{self.dtype}-{self.parallelism}-{digest}.json"
+
+
+def profile_path(key: ProfileKey, setting: str | None = None) -> Path:
+    """Where a profile lies: where the setting says, else in weft's cache folder."""
+    if setting is not None:
+        return Path(setting)
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "weft" / "profiles" / key.file_name
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A cost model fitted to whole steps of an executor.
+
+    ``dense`` has what a step costs by its tokens alone: layers, embedding, and what every step
+    costs; collectives are within it, as they grow linearly with tokens (OmniServe section 3.3.1).
+    Attention is linear in the features that OmniServe's section 3.3.1 names. ``host`` has what each
+    prefilling row adds; what each decoding row adds is within ``decode_attention``. Terms may be
+    negative, since coefficients are not constrained; their sum is what is fitted.
+
+    Attributes:
+        coefficients: seconds by feature.
+        move: seconds for any move of KV, and for each token of it.
+    """
+
+    key: ProfileKey
+    layers: int
+    dense: Curve
+    coefficients: Mapping[str, float]
+    cpu_attention: Grid | None = None
+    move: tuple[float, float] | None = None
+    _flat: tuple[float, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if set(self.coefficients) != set(FEATURES):
+            raise ProfileError(f"coefficients must be those of {', '.join(FEATURES)}")
+        object.__setattr__(self, "_flat", tuple(self.coefficients[name] for name in FEATURES))
+
+    def terms(self, work: Work) -> Terms:
+        """Seconds of each part.
+
+        Raises:
+            ConfigError: work for the host or moves, which this profile does not have.
+        """
+        prefill, area, prefill_row, decode, context, decode_row, sampled = self._flat
+        moved = max(work.out_tokens, work.in_tokens)
+        cpu = move = 0.0
+        if work.host_decodes:
+            if self.cpu_attention is None:
+                raise ConfigError("the profile has no CPU attention")
+            cpu = self.cpu_attention.at(work.host_decodes, work.host_context)
+        if moved:
+            if self.move is None:
+                raise ConfigError("the profile has no moves of KV")
+            move = self.move[0] + moved * self.move[1]
+        if not work.tokens:
+            return Terms(kv_move=move)
+        return Terms(
+            0.0,
+            self.dense.at(work.tokens),
+            prefill + area * work.prefill_area if work.prefills else 0.0,
+            decode + context * work.decode_context + decode_row * work.decodes
+            if work.decodes
+            else 0.0,
+            cpu,
+            move,
+            0.0,
+            sampled * work.sampled,
+            0.0,
+            prefill_row * work.prefills,
+        )
+
+    def save(self, path: Path, report: Mapping[str, Any] | None = None) -> None:
+        """Write the file as the module says; the folder is made, and an old file replaced whole."""
+        grid = self.cpu_attention
+        written = {
+            "version": VERSION,
+            "key": asdict(self.key),
+            "layers": self.layers,
+            "dense": {"tokens": self.dense.tokens, "seconds": self.dense.seconds},
+            "coefficients": dict(self.coefficients),
+            "cpu_attention": None if grid is None else asdict(grid),
+            "kv_move": None
+            if self.move is None
+            else {"step_s": self.move[0], "token_s": self.move[1]},
+            "report": report or {},
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f"{path.name}.{os.getpid()}")
+        partial.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+        partial.replace(path)
+
+    @classmethod
+    def load(cls, path: Path, key: ProfileKey | None = None) -> Fitted:
+        """Read a profile.
+
+        Args:
+            key: what is to be served; None takes the profile of whatever it is.
+
+        Raises:
+            ProfileError: there is no such file, it is damaged, or it was measured with something
+                else; the message names the command that makes one.
+        """
+        command = "weft profile" + (f" --model {key.model}" if key else "")
+        make = f"Make one with: {command} --profile {path}"
+        try:
+            read = json.loads(path.read_text(encoding="utf-8"))
+            if read["version"] != VERSION:
+                raise ProfileError(f"{path} has version {read['version']}, not {VERSION}. {make}")
+            found = ProfileKey(**read["key"])
+            grid, move = read["cpu_attention"], read["kv_move"]
+            fitted = cls(
+                found,
+                int(read["layers"]),
+                Curve(tuple(read["dense"]["tokens"]), tuple(read["dense"]["seconds"])),
+                {name: float(value) for name, value in read["coefficients"].items()},
+                grid
+                and Grid(
+                    tuple(grid["decodes"]),
+                    tuple(grid["contexts"]),
+                    tuple(tuple(row) for row in grid["seconds"]),
+                ),
+                move and (float(move["step_s"]), float(move["token_s"])),
+            )
+        except FileNotFoundError:
+            raise ProfileError(f"There is no profile of costs at {path}. {make}") from None
+        except OSError as error:
+            raise ProfileError(f"Cannot read {path}: {error.strerror}.") from None
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ProfileError(f"{path} is not a profile of costs ({error}). {make}") from None
+        if key is not None and found != key:
+            differs = ", ".join(
+                f"{name} is '{was}', not '{asdict(key)[name]}'"
+                for name, was in asdict(found).items()
+                if was != asdict(key)[name]
+            )
+            raise ProfileError(f"{path} was measured with something else: {differs}. {make}")
+        return fitted
+
+
+def features(work: Work) -> list[float]:
+    """The features of a sub-batch, in the order of ``FEATURES``."""
+    return [
+        work.prefills > 0,
+        work.prefill_area,
+        work.prefills,
+        work.decodes > 0,
+        work.decode_context,
+        work.decodes,
+        work.sampled,
+    ]
+
+
+def fit(
+    key: ProfileKey,
+    layers: int,
+    points: Seq[Point],
+    knots: Iterable[int],
+    cpu_attention: Grid | None = None,
+    move: tuple[float, float] | None = None,
+) -> Fitted:
+    """Fit a dense curve through ``knots`` and the coefficients, all at once.
+
+    Ordinary least squares on relative errors: every point weighs 1 / seconds, so that short steps
+    count as much as long ones. Steps with two sub-batches are not fitted.
+
+    Raises:
+        ProfileError: fewer points than unknowns, a knot at whose tokens nothing was measured, or a
+            point that took no time.
+    """
+    import numpy as np
+
+    tokens = tuple(knots)
+    shape = Curve(tokens, (0.0,) * len(tokens))
+    unknown = len(shape.tokens) + len(FEATURES)
+    if len(points) < unknown:
+        raise ProfileError(f"{unknown} unknowns cannot be fitted to {len(points)} points")
+    unmeasured = set(tokens) - {point.work.tokens for point in points}
+    if unmeasured:
+        raise ProfileError(f"no step of {min(unmeasured)} tokens was measured")
+    if min(point.seconds for point in points) <= 0:
+        raise ProfileError("a measured step took no time")
+    rows = np.zeros((len(points), unknown))
+    for row, (work, seconds) in zip(rows, points, strict=True):
+        for knot, share in shape.weights(work.tokens):
+            row[knot] = share
+        row[len(shape.tokens) :] = features(work)
+        row /= seconds
+    scale = np.abs(rows).max(axis=0)  # areas are millions of times larger than flags
+    scale[scale == 0] = 1.0
+    solved, *_ = np.linalg.lstsq(rows / scale, np.ones(len(points)), rcond=None)
+    values = [float(value) for value in solved / scale]
+    curve = Curve(shape.tokens, tuple(values[: len(shape.tokens)]))
+    coefficients = dict(zip(FEATURES, values[len(shape.tokens) :], strict=True))
+    return Fitted(key, layers, curve, coefficients, cpu_attention, move)
+
+
+class Accuracy(NamedTuple):
+    """How well steps are predicted: the mean of 1 - |error|, and what 90 % of the points reach."""
+
+    average: float
+    p90: float
+
+
+def accuracy(fitted: Fitted, points: Seq[Point]) -> Accuracy:
+    """The accuracy on measured points, as OmniServe's table 2 gives it."""
+    pairs = [(step_time(fitted, [point.work]), point.seconds) for point in points]
+    return agreement(pairs)
+
+
+def agreement(pairs: Iterable[tuple[float, float]]) -> Accuracy:
+    """The accuracy of predicted against measured seconds; the latter are the reference.
+
+    Raises:
+        ProfileError: there are no pairs.
+    """
+    kept = sorted((1 - abs(guess - truth) / truth for guess, truth in pairs), reverse=True)
+    if not kept:
+        raise ProfileError("no points to compare")
+    return Accuracy(sum(kept) / len(kept), kept[(9 * len(kept) + 9) // 10 - 1])
