@@ -45,13 +45,11 @@ class Terms(NamedTuple):
 
 
 class CostModel(Protocol):
-    """Predicts what work costs.
+    """Predicts what work costs."""
 
-    Attributes:
-        layers: layers of the model; ``terms`` are sums over them.
-    """
-
-    layers: int
+    @property
+    def layers(self) -> int:
+        """Layers of the model; ``terms`` are sums over them."""
 
     def terms(self, work: Work) -> Terms:
         """Seconds of each part; all zero for work without tokens and moves."""
