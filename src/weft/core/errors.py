@@ -123,6 +123,21 @@ class EngineBusyError(WeftError):
     retry_after_s = 1
 
 
+class TargetError(EngineBusyError):
+    """The request would miss the latency target of its class, as is predicted.
+
+    ``retry_after_s`` says when it would meet it, as far as is known; None if it never would.
+    """
+
+    code = "target_unattainable"
+
+    def __init__(
+        self, message: str, *, param: str | None = None, retry_after_s: int | None = 1
+    ) -> None:
+        super().__init__(message, param=param)
+        self.retry_after_s = retry_after_s
+
+
 class EngineDeadError(WeftError):
     """The engine process has ended or cannot be reached."""
 

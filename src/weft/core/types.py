@@ -7,6 +7,7 @@ chunk, decode, resume after preemption and prefix hit are all "compute the next 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
@@ -300,6 +301,7 @@ class Sequence:
         reused: tokens that the prefix cache gave at the latest admission.
         scheduled_ns, prefilled_ns: when it first got a row, and when its prompt was computed; on
             the scheduler's clock, 0 for not yet.
+        due_s: when its first token is promised, on the scheduler's clock; infinity for no promise.
         waiting_on: content hash of a block that another sequence is about to compute, or b"".
     """
 
@@ -321,6 +323,7 @@ class Sequence:
     cached: int = -1
     prompt_scored: int = 0
     reused: int = 0
+    due_s: float = math.inf
     waiting_on: bytes = b""
     preemptions: int = 0
     scheduled_ns: int = 0

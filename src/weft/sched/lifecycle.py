@@ -101,6 +101,22 @@ class Lifecycle:
         self.closing.append(sequence)
         self.close()
 
+    def reorder(self, sequence: Sequence, rank: int) -> None:
+        """Serve a waiting or running sequence with another rank from now on."""
+        order = (rank, sequence.order[1])
+        if sequence.state is SequenceState.RUNNING:
+            self.running.remove(sequence)
+            sequence.order = order
+            insort(self.running, sequence, key=by_order)
+            return
+        self.waiting.remove(sequence)
+        sequence.order = order
+        sequence.waiting_on = b""
+        if sequence.state is SequenceState.WAITING:
+            self.waiting.add(sequence)
+        else:
+            self.waiting.resume(sequence)
+
     def close(self) -> None:
         """Take rows and blocks back from ended and preempted sequences with nothing in flight."""
         if not self.closing:

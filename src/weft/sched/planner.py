@@ -102,8 +102,12 @@ class Planner(ABC):
         if request.output and (end := end_after(sequence, request.output[-1])) is not None:
             sequence.finish = end
             return [news_of(sequence)]
+        self._consider(sequence)
         self.live.arrive(sequence)
         return []
+
+    def _consider(self, sequence: Sequence) -> None:  # noqa: B027 - most schedulers take all
+        """Look at a sequence before it is queued; a typed error refuses it."""
 
     def _sequence(self, request: Request) -> Sequence:
         prompt, limit = len(request.prompt), self.limits.max_model_len

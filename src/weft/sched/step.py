@@ -12,7 +12,12 @@ from weft.core.types import FinishReason, Sequence, TokenLogprob
 
 @dataclass(slots=True)
 class Totals:
-    """Counts since the start."""
+    """Counts since the start.
+
+    Attributes:
+        refused, demoted: requests that would have missed the target of their class, as was
+            predicted: answered with an error, or served as best effort.
+    """
 
     requests: int = 0
     finished: int = 0
@@ -25,6 +30,8 @@ class Totals:
     preemptions: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    refused: int = 0
+    demoted: int = 0
 
     def count_end(self, reason: FinishReason) -> None:
         """Count a sequence that has ended."""

@@ -1,0 +1,387 @@
+"""Latency targets first, best effort in what is left (OmniServe section 3.3).
+
+Classes with a target are latency-sensitive, the others are best effort. Every step: one token of
+each latency-sensitive sequence that decodes, then chunks of latency-sensitive prompts, then
+best-effort prompts, then best-effort decodes; all of it only as far as the step is predicted to
+keep the tightest target for the time between tokens. Within a class it is first come, first served.
+
+What the paper leaves open: predictions are corrected by what steps really take and kept below the
+target by a margin; a class with a laxer target skips steps that are too full, as long as its own
+target allows; and one best-effort sequence at a time, of a class that got nothing for too long,
+advances by a least piece in every step, so none waits for ever.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+
+from weft.core.errors import ConfigError, InvariantError, TargetError
+from weft.core.plan import Commit, StepPlan, StepResult
+from weft.core.types import DEFAULT_CLASSES, Sequence, SequenceState, ServiceClass
+from weft.cost.model import CostModel, step_time
+from weft.cost.work import Work
+from weft.kv.cache import KVCache
+from weft.sched.admission import first_token_s
+from weft.sched.pace import Pace
+from weft.sched.planner import Limits, Planner
+from weft.sched.timed import TimedStep
+
+AGED = -1  # rank of the best-effort sequence that has waited for too long
+LEAST_PIECE = 16  # tokens that cost hardly more than one (OmniServe section 3.3.1, flat region)
+LONGEST_RETRY_S = 60
+PRIOR_STEPS = 10  # steps at the tightest target that predictions count as exact for, at the start
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How targets are kept.
+
+    Attributes:
+        admission: what becomes of a request that would miss its target for the first token, as is
+            predicted: "demote" serves it as best effort, "reject" refuses it with the time after
+            which it may come again, "off" takes it and lets it be late.
+        margin: share of the target between tokens that predictions leave unused.
+        patience_s: seconds without progress after which a best-effort class is helped.
+    """
+
+    admission: str = "demote"
+    margin: float = 0.1
+    patience_s: float = 30.0
+
+
+def rank_by_target(classes: Seq[ServiceClass]) -> list[ServiceClass]:
+    """The table with new ranks: first the classes with targets, each with a rank of its own."""
+    urgent = [row for row in classes if row.ttft_s is not None or row.tpot_s is not None]
+    others = [row for row in classes if row not in urgent]
+    urgent.sort(key=lambda row: (row.rank, row.tpot_s or math.inf, row.ttft_s or math.inf))
+    levels = sorted({row.rank for row in others})
+    return [replace(row, rank=rank) for rank, row in enumerate(urgent)] + [
+        replace(row, rank=len(urgent) + levels.index(row.rank)) for row in others
+    ]
+
+
+def check_targets(
+    classes: Seq[ServiceClass], cost: CostModel, policy: Policy, budget: int = 1
+) -> None:
+    """Raise ConfigError if a target would be missed by a server that has nothing else to do."""
+    if not any(row.ttft_s or row.tpot_s for row in classes):
+        raise ConfigError(
+            "No service class has a target, so scheduler slo has nothing to keep; give one a "
+            "ttft_s or tpot_s, or take scheduler fcfs.",
+            param="classes",
+        )
+    decode, prompt = Work(), Work()
+    decode.add(1, 1)
+    prompt.add(0, 1)
+    for row in classes:
+        for name, target, work in (("tpot_s", row.tpot_s, decode), ("ttft_s", row.ttft_s, prompt)):
+            least = step_time(cost, [work])
+            share = 1 - policy.margin if work is decode else 1.0
+            if target is not None and least > target * share:
+                raise ConfigError(
+                    f"Class '{row.name}' has {name} {target:g}, but a step with a single token "
+                    f"takes {least:.4g} s as predicted, and the target is to be kept with a "
+                    f"margin of {1 - share:.0%}: no load can meet it. Raise it to at least "
+                    f"{least / share:.4g}.",
+                    param="classes",
+                )
+
+
+class SLOScheduler(Planner):
+    """See the module docstring; implements ``weft.core.ports.Scheduler``."""
+
+    def __init__(
+        self,
+        cache: KVCache,
+        limits: Limits,
+        cost: CostModel,
+        classes: Seq[ServiceClass] = DEFAULT_CLASSES,
+        policy: Policy | None = None,
+    ) -> None:
+        """Raises ConfigError if no class has a target, or no load can meet one."""
+        table = rank_by_target(classes)
+        super().__init__(cache, limits, table)
+        self.cost = cost
+        self.policy = policy or Policy()
+        check_targets(table, cost, self.policy)
+        self._targets = [row for row in table if row.ttft_s is not None or row.tpot_s is not None]
+        self._num_urgent = len(self._targets)
+        top = max([row.rank for row in table[self._num_urgent :]], default=self._num_urgent)
+        self._best_effort = range(self._num_urgent, top + 1)
+        tpots = [row.tpot_s for row in self._targets if row.tpot_s is not None]
+        self._tightest_s = min(tpots, default=math.inf)
+        ttfts = [row.ttft_s for row in self._targets if row.ttft_s is not None]
+        self._tightest_ttft_s = min(ttfts, default=math.inf)
+        steady = min(self._tightest_s, self._tightest_ttft_s)
+        self.pace = Pace(prior_s=PRIOR_STEPS * steady)
+        self._now = self._looked_at = 0.0
+        self._undated: list[Sequence] = []
+        self._aged: Sequence | None = None
+        self._served_at: dict[int, float] = {}
+        self._token_at = [0.0] * self._num_urgent
+
+    # -- arrivals -----------------------------------------------------------------------------
+
+    def _consider(self, sequence: Sequence) -> None:
+        """Refuse or demote a request whose first token would come too late.
+
+        Raises:
+            TargetError: it would, and ``Policy.admission`` is "reject".
+        """
+        rank = sequence.order[0]
+        if rank >= self._num_urgent:
+            return
+        target = self._targets[rank].ttft_s
+        known = sequence.request.output or sequence.request.crashes  # a promise was made before
+        if target is not None and self.policy.admission != "off" and not known:
+            seconds = self._predict_first_token(sequence, target)
+            if seconds > target:
+                self._turn_away(sequence, seconds, target)
+                return
+        self._undated.append(sequence)
+
+    def _predict_first_token(self, sequence: Sequence, target: float) -> float:
+        """Seconds from the arrival of a new request to its first token.
+
+        It may have arrived since the last look at the inbox, and nothing happens to it before the
+        launched steps have ended.
+        """
+        sequence.reused = self._cached_tokens(sequence)
+        prompts, decodes, tokens, count = [], Work(), sequence.known, 1
+        for rank in range(self._num_urgent):
+            for other in self._running_of(rank):
+                tokens, count = tokens + other.known, count + 1
+                if other.known - other.planned <= 1:
+                    decodes.add(other.known, 1)
+                elif other.order < sequence.order:
+                    prompts.append((other.planned, other.known - other.planned))
+            for other in self.waiting.of_rank(rank):
+                tokens, count = tokens + other.known, count + 1
+                if other.order < sequence.order:
+                    prompts.append((other.reused, other.known - other.reused))
+        if count > self.limits.max_num_seqs or tokens > self.cache.max_tokens():
+            return math.inf  # it waits for the end of others, and nobody knows when that is
+        prompts.append((sequence.reused, sequence.known - sequence.reused))
+        waits = self.pace.ends_at(self._now) - self._looked_at
+        seconds = first_token_s(
+            self.cost,
+            prompts,
+            decodes,
+            limit_s=self._in_predictions(self._tpot_of({sequence.order[0]})),
+            budget=self.limits.max_num_batched_tokens,
+            patience_s=target / self.pace.correction,
+        )
+        return waits + seconds * self.pace.correction
+
+    def _cached_tokens(self, sequence: Sequence) -> int:
+        if sequence.request.sampling.prompt_logprobs is not None:
+            return 0
+        self.cache.register(sequence.id, sequence.request.cache_salt)
+        hit = self.cache.find_prefix(sequence.id, sequence.tokens)
+        self.cache.forget(sequence.id)
+        return hit
+
+    def _turn_away(self, sequence: Sequence, seconds: float, target: float) -> None:
+        if self.policy.admission == "demote":
+            self.totals.demoted += 1
+            sequence.order = (self._best_effort[0], sequence.order[1])
+            return
+        self.totals.refused += 1
+        name = sequence.request.service_class
+        alone = [(sequence.reused, sequence.known - sequence.reused)]
+        least = self.pace.correction * first_token_s(
+            self.cost,
+            alone,
+            Work(),
+            limit_s=self._in_predictions(self._tpot_of({sequence.order[0]})),
+            budget=self.limits.max_num_batched_tokens,
+        )
+        if least > target:
+            raise TargetError(
+                f"The prompt of {sequence.num_prompt} tokens takes {least:.3g} s by itself, longer "
+                f"than the {target:g} s in which class '{name}' promises the first token; choose "
+                "another service tier.",
+                retry_after_s=None,
+            )
+        retry = 1 if math.isinf(seconds) else min(LONGEST_RETRY_S, math.ceil(seconds - target))
+        when = "not foreseeable" if math.isinf(seconds) else f"{seconds:.3g} s from now"
+        raise TargetError(
+            f"The first token would come too late: class '{name}' promises it within {target:g} s, "
+            f"and it is {when}, as predicted; try again in {retry} s.",
+            retry_after_s=retry,
+        )
+
+    # -- planning -----------------------------------------------------------------------------
+
+    def plan(self, now: float) -> StepPlan | None:
+        """Return the next step, or None if nothing can be computed at present."""
+        self._open_plan(now)
+        self._date_arrivals(now)
+        begin = self.pace.ends_at(now)
+        step = self._fill(begin, self._in_predictions(self._limit_s()), now)
+        if not step.rows and self.pace.idle:
+            # Not even one token keeps the limit, so it is kept as well as it can be.
+            step = self._fill(begin, math.inf, now, LEAST_PIECE)
+        if not step.rows:
+            return None
+        self.pace.launched(step.seconds(), now)
+        return self._launch(step)
+
+    def _fill(self, begin: float, limit_s: float, now: float, most: int = 2**31) -> TimedStep:
+        budget = min(most, self.limits.max_num_batched_tokens)
+        step = TimedStep(budget, cost=self.cost, limit_s=limit_s)
+        self._choose_aged(now)
+        self._admit_aged(step)
+        prompts = self._plan_urgent_decodes(step, begin)
+        first_tokens_by = self._plan_urgent_prompts(step, prompts)
+        self._plan_aged(step)
+        in_time = (first_tokens_by - begin) / self.pace.correction
+        step.limit_s = min(step.limit_s, in_time)
+        self._plan_best_effort(step, now)
+        return step
+
+    def _date_arrivals(self, now: float) -> None:
+        """Set when first tokens are due; a request may have waited since the last look."""
+        since = self._looked_at if self._looked_at and not self.pace.idle else now
+        for sequence in self._undated:
+            target = self._targets[sequence.order[0]].ttft_s
+            sequence.due_s = math.inf if target is None else since + target
+        self._undated.clear()
+        self._now = self._looked_at = now
+
+    def _in_predictions(self, seconds: float) -> float:
+        """Seconds as the cost model counts them, with the margin taken off."""
+        return seconds * (1 - self.policy.margin) / self.pace.correction
+
+    def _limit_s(self) -> float:
+        """Seconds that the next step may take.
+
+        With no latency-sensitive sequence here, one may arrive at any time and wait for two steps
+        (the launched one and the next): half of the tightest first-token target is left for them.
+        """
+        present = {rank for rank in range(self._num_urgent) if self._is_present(rank)}
+        if present:
+            return self._tpot_of(present)
+        idle = self._tightest_ttft_s / 4
+        return self._tightest_s if math.isinf(idle) else max(self._tightest_s, idle)
+
+    def _is_present(self, rank: int) -> bool:
+        return rank in self.waiting.ranks() or bool(self._running_of(rank))
+
+    def _tpot_of(self, ranks: set[int]) -> float:
+        """The tightest target between tokens of these ranks; of all, if they have none."""
+        tpots = [self._targets[rank].tpot_s for rank in ranks]
+        return min([tpot for tpot in tpots if tpot is not None], default=self._tightest_s)
+
+    def _plan_urgent_decodes(self, step: TimedStep, begin: float) -> list[list[Sequence]]:
+        """Add latency-sensitive sequences that decode; return, by rank, those that do not."""
+        rest = []
+        for rank, target in enumerate(self._targets):
+            running = self._running_of(rank)
+            if step.rows and running and self._can_skip(step, running, target, begin):
+                rest.append([s for s in running if s.known - s.planned > 1])
+                continue
+            rest.append(self._plan_single_tokens(step, running))
+            self._token_at[rank] = begin + step.seconds() * self.pace.correction
+        return rest
+
+    def _can_skip(
+        self, step: TimedStep, running: list[Sequence], target: ServiceClass, begin: float
+    ) -> bool:
+        """Whether a class would make the step too long, and may well decode in the next one."""
+        if target.tpot_s is None or target.tpot_s < 2 * self._tightest_s:
+            return False
+        contexts = [s.planned for s in running if s.known - s.planned == 1]
+        if step.decodes_that_fit(contexts) == len(contexts):
+            return False
+        next_token_at = begin + 2 * step.limit_s * self.pace.correction
+        kept = target.tpot_s * (1 - self.policy.margin)
+        return next_token_at - self._token_at[target.rank] <= kept
+
+    def _plan_urgent_prompts(self, step: TimedStep, running: list[list[Sequence]]) -> float:
+        """Add chunks of latency-sensitive prompts; return when the first of them is due.
+
+        Minus infinity if some are not done after this step: then nothing may hold them up.
+        """
+        first, admitted = len(step.sequences), len(step.adds)
+        for rank, sequences in enumerate(running):
+            self._plan_chunks(step, sequences)
+            self._admit(step, rank)
+        wanted = sum(map(len, running)) + len(step.adds) - admitted
+        waiting = self.waiting.ranks()
+        held = bool(waiting) and waiting[0] < self._num_urgent and waiting[0] != AGED
+        if held or sum(step.samples[first:]) < wanted:
+            return -math.inf
+        return min((sequence.due_s for sequence in step.sequences[first:]), default=math.inf)
+
+    def _plan_best_effort(self, step: TimedStep, now: float) -> None:
+        """Add best-effort prompts, then best-effort decodes, one class after the other.
+
+        No prompt is begun while the step cannot even hold the decodes of those that were: it would
+        take memory and give no token.
+        """
+        for rank in self._best_effort:
+            before, running = len(step.rows), self._running_of(rank)
+            decodes = [s for s in running if s.known - s.planned == 1]
+            contexts = [s.planned for s in decodes]
+            if step.room(0, 1):
+                flows = step.decodes_that_fit(contexts) == len(contexts)
+                self._plan_chunks(step, [s for s in running if s.known - s.planned > 1])
+                if flows:
+                    self._admit(step, rank)
+                self._plan_single_tokens(step, decodes[: step.decodes_that_fit(contexts)])
+            if len(step.rows) > before or not (running or rank in self.waiting.ranks()):
+                self._served_at[rank] = now
+
+    # -- best effort that has waited for too long ---------------------------------------------
+
+    def _choose_aged(self, now: float) -> None:
+        if self._aged is not None and self.live.find(self._aged.id) is None:
+            self._aged = None
+        if self._aged is not None:
+            return
+        for rank in self._best_effort:
+            if now - self._served_at.setdefault(rank, now) <= self.policy.patience_s:
+                continue
+            first = next(iter([*self._running_of(rank), *self.waiting.of_rank(rank)]), None)
+            if first is not None:
+                self._served_at[rank] = now
+                self._aged = first
+                self.live.reorder(first, AGED)
+                return
+
+    def _admit_aged(self, step: TimedStep) -> None:
+        """Start the aged sequence before all others, which would take its memory, and for ever."""
+        if self._aged is not None and self._aged.state is not SequenceState.RUNNING:
+            limit, budget = step.limit_s, step.budget
+            step.limit_s, step.budget = math.inf, min(budget, LEAST_PIECE)
+            self._admit(step, AGED)
+            step.limit_s, step.budget = limit, budget - step.work.tokens
+
+    def _plan_aged(self, step: TimedStep) -> None:
+        """Advance the aged sequence by what fits, but at least by the least piece."""
+        running = self._running_of(AGED)
+        if not running or running[0] in step.sequences[:1]:
+            return
+        limit, budget, tokens = step.limit_s, step.budget, step.work.tokens
+        if step.room(running[0].planned, LEAST_PIECE) < LEAST_PIECE:
+            step.limit_s, step.budget = math.inf, min(budget, LEAST_PIECE)
+        self._plan_chunks(step, self._plan_single_tokens(step, running))
+        step.limit_s, step.budget = limit, budget - (step.work.tokens - tokens)
+
+    # -- committing ---------------------------------------------------------------------------
+
+    def commit(self, result: StepResult, now: float = 0.0) -> Commit:
+        """Take in the oldest launched step and return what is new."""
+        self.pace.collected(now)
+        self._now = max(self._now, now)
+        return Planner.commit(self, result, now)
+
+    def check(self) -> None:
+        """Raise InvariantError if sequences, rows, queue or blocks do not agree."""
+        Planner.check(self)
+        aged = [*self._running_of(AGED), *self.waiting.of_rank(AGED)]
+        if len(aged) > 1 or any(sequence is not self._aged for sequence in aged):
+            raise InvariantError("more than one best-effort sequence is served out of its turn")
