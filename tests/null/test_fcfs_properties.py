@@ -2,211 +2,31 @@
 
 from __future__ import annotations
 
-import struct
-from collections import deque
-from dataclasses import dataclass, field, replace
-
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from traffic import (
+    COMMON,
+    VOCAB,
+    ScriptedInbox,
+    World,
+    assert_answers,
+    ids,
+    plans,
+    run,
+    traffic,
+    worlds,
+)
 
 from weft.core.errors import InvariantError
-from weft.core.plan import Update
-from weft.core.types import FinishReason, Request, SamplingParams
+from weft.core.types import Request, SamplingParams
 from weft.engine.loop import EngineLoop
 from weft.kv.cache import GroupSpec, KVCache
 from weft.sched.draft import REMEMBERED, NgramDrafter
 from weft.sched.fcfs import FCFSScheduler
 from weft.sched.planner import Limits
 from weft.sim.clock import VirtualClock
-from weft.sim.executor import ModelledExecutor, first_allowed, next_token
-
-VOCAB = 97
-
-
-@dataclass
-class ScriptedInbox:
-    """Delivers arrivals and cancellations at given rounds and keeps everything published."""
-
-    arrivals: dict[int, list[Request]]
-    cancels: dict[int, list[int]]
-    round: int = 0
-    updates: dict[int, list[Update]] = field(default_factory=dict)
-
-    def receive(self):
-        requests = self.arrivals.pop(self.round, [])
-        cancels = [(i, FinishReason.CANCELLED) for i in self.cancels.pop(self.round, [])]
-        self.round += 1
-        return requests, cancels
-
-    def computing(self, sequence_ids) -> None:
-        """Nothing here outlives an engine."""
-
-    def publish(self, news):
-        plain = [Update(sequence_id, token) for sequence_id, token in news.tokens]
-        for update in (*plain, *news.updates):
-            self.updates.setdefault(update.sequence_id, []).append(update)
-
-    def wait(self):
-        raise AssertionError("the loop must not wait under a script")
-
-
-@dataclass(frozen=True)
-class World:
-    groups: tuple[GroupSpec, ...]
-    limits: Limits
-    depth: int
-    prefix_caching: bool = True
-    vocab: int = VOCAB
-
-
-def expected_output(request: Request, world: World) -> tuple[list[int], FinishReason]:
-    tokens = list(request.prompt)
-    end = min(world.limits.max_model_len, len(tokens) + (request.sampling.max_tokens or 10**9))
-    stop_ids = request.stop_ids()
-    while True:
-        token = next_token(tokens, world.groups, world.vocab)
-        if len(tokens) < len(request.prompt) + request.sampling.min_tokens:
-            token = first_allowed(token, stop_ids, world.vocab)
-        tokens.append(token)
-        if token in stop_ids:
-            return tokens[len(request.prompt) :], FinishReason.STOP
-        if len(tokens) >= end:
-            return tokens[len(request.prompt) :], FinishReason.LENGTH
-
-
-def run(world: World, arrivals, cancels, faulty=None):
-    """Run the script to its end, checking every invariant after every round."""
-    cache = KVCache(world.groups, prefix_caching=world.prefix_caching)
-    scheduler = FCFSScheduler(cache, world.limits)
-    executor = ModelledExecutor(world.groups, world.vocab, depth=world.depth, faulty=faulty)
-    requests = {r.id: r for batch in arrivals.values() for r in batch}
-    inbox = ScriptedInbox(dict(arrivals), dict(cancels))
-    loop = EngineLoop(scheduler, executor, inbox, VirtualClock())
-    last = max([*arrivals, *cancels], default=0)
-    idle_rounds = 0
-    for _ in range(200_000):
-        busy = loop.step()
-        scheduler.check()
-        assert_leases(executor, cache)
-        idle_rounds = 0 if busy else idle_rounds + 1
-        if idle_rounds and inbox.round > last:
-            break
-    assert scheduler.idle, "the scheduler stopped with unanswered sequences"
-    assert all(pool.held == 0 for pool in cache.pools)
-    executor.close()
-    return requests, inbox, scheduler
-
-
-def assert_leases(executor: ModelledExecutor, cache: KVCache) -> None:
-    """No block that an outstanding step touches may be free."""
-    for pool, touched in zip(cache.pools, executor.touched_blocks(), strict=True):
-        assert all(pool._references[block] > 0 for block in touched if block >= 0)
-
-
-def assert_answers(world: World, requests, inbox, cancelled: set[int], faulted: set[int]) -> None:
-    for request_id, request in requests.items():
-        updates = inbox.updates.get(request_id, [])
-        ends = [u.finish for u in updates if u.finish is not None]
-        assert len(ends) == 1, f"request {request_id} ended {len(ends)} times"
-        assert updates[-1].finish is not None
-        tokens = [u.token for u in updates if u.token is not None]
-        wanted, reason = expected_output(request, world)
-        wanted = wanted[len(request.output) :]
-        if request.embed:  # the modelled vector is what would be the first token
-            vector = struct.pack("<f", wanted[0])
-            wanted, reason = [], FinishReason.STOP
-            assert updates[-1].embedding == (vector if ends[0] is reason else None)
-        if ends[0] is FinishReason.CANCELLED:
-            assert request_id in cancelled
-            assert tokens == wanted[: len(tokens)]
-        elif ends[0] is FinishReason.ERROR:
-            assert request_id in faulted
-            assert tokens == wanted[: len(tokens)]
-        else:
-            assert (tokens, ends[0]) == (wanted, reason)
-
-
-@st.composite
-def worlds(draw, tight: bool = False):
-    """Groups, limits and depth; with ``tight`` one longest sequence just fits."""
-    block_size = draw(st.sampled_from([1, 2, 3, 4, 5, 7]))
-    max_model_len = draw(st.integers(8, 60))
-    seqs = draw(st.integers(1, 6))
-    limits = Limits(seqs, draw(st.integers(seqs, 24)), max_model_len)
-    groups = []
-    layout = draw(st.sampled_from(["full", "sliding", "both", "three", "two sliding"]))
-    if layout in ("full", "both", "three"):
-        least = -(-max_model_len // block_size)
-        most = least if tight else 4 * least
-        groups.append(GroupSpec("full", block_size, draw(st.integers(least, most))))
-    if layout != "full":
-        groups.append(draw(sliding_groups("sliding", block_size, tight)))
-    if layout in ("three", "two sliding"):
-        groups.append(draw(sliding_groups("other", max(1, block_size // 2), tight)))
-    vocab = draw(st.sampled_from([VOCAB, 2, 3]))  # with few tokens drafts come out right
-    return World(tuple(groups), limits, draw(st.integers(0, 2)), draw(st.booleans()), vocab)
-
-
-@st.composite
-def sliding_groups(draw, name: str, block_size: int, tight: bool) -> GroupSpec:
-    """From the fewest blocks with which one sequence can advance to more than all can use."""
-    window = draw(st.integers(1, 20))
-    least = GroupSpec(name, block_size, 0, window).blocks_to_hold(0, window + 2 * block_size)
-    num_blocks = least if tight else draw(st.integers(least, least + 60))
-    return GroupSpec(name, block_size, num_blocks, window)
-
-
-@st.composite
-def traffic(draw, world: World):
-    """Arrivals and cancellations by round; many prompts share a prefix."""
-    stems = draw(st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=40), max_size=3))
-    arrivals: dict[int, list[Request]] = {}
-    cancels: dict[int, list[int]] = {}
-    for request_id in range(draw(st.integers(1, 14))):
-        stem = draw(st.sampled_from([[], *stems]))
-        tail = draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=12))
-        prompt = tuple([*stem, *tail][: world.limits.max_model_len - 1])
-        sampling = SamplingParams(
-            max_tokens=draw(st.one_of(st.none(), st.integers(1, 30))),
-            stop_token_ids=tuple(draw(st.lists(st.integers(0, VOCAB - 1), max_size=8))),
-        )
-        if draw(st.booleans()) and sampling.max_tokens is not None:
-            sampling = SamplingParams(
-                max_tokens=sampling.max_tokens,
-                min_tokens=draw(st.integers(0, sampling.max_tokens)),
-                stop_token_ids=sampling.stop_token_ids,
-            )
-        sampling = replace(sampling, speculation=draw(st.sampled_from([0, 0, 1, 3, 9])))
-        if draw(st.integers(0, 2)) == 0:
-            sampling = replace(sampling, grammar="any: it only puts the sequence in lockstep")
-        request = Request(
-            request_id,
-            prompt,
-            sampling,
-            service_class=draw(st.sampled_from(["priority", "interactive", "batch"])),
-            cache_salt=draw(st.sampled_from([b"", b"other"])),
-        )
-        if draw(st.integers(0, 7)) == 0:
-            request = replace(request, embed=True)
-        elif draw(st.integers(0, 3)) == 0:  # an engine died after it had given out some of it
-            output, _ = expected_output(request, world)
-            request = replace(request, output=tuple(output[: draw(st.integers(0, len(output)))]))
-        arrival = draw(st.integers(0, 25))
-        arrivals.setdefault(arrival, []).append(request)
-        if draw(st.integers(0, 3)) == 0:
-            cancels.setdefault(arrival + draw(st.integers(0, 25)), []).append(request_id)
-    return arrivals, cancels
-
-
-def ids(cancels) -> set[int]:
-    return {request_id for batch in cancels.values() for request_id in batch}
-
-
-COMMON = {
-    "deadline": None,
-    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large],
-}
+from weft.sim.executor import ModelledExecutor
 
 
 @settings(max_examples=600, **COMMON)
@@ -245,29 +65,7 @@ def test_a_faulty_row_ends_alone(data):
 def test_equal_inputs_give_equal_plans(data):
     world = data.draw(worlds())
     arrivals, cancels = data.draw(traffic(world))
-
-    def plans():
-        cache = KVCache(world.groups, prefix_caching=world.prefix_caching)
-        scheduler = FCFSScheduler(cache, world.limits)
-        executor = ModelledExecutor(world.groups, world.vocab, depth=world.depth)
-        seen: list[str] = []
-        inbox = ScriptedInbox(dict(arrivals), dict(cancels))
-        tickets: deque = deque()
-        for _ in range(60):
-            requests, cancelled = inbox.receive()
-            for request in requests:
-                scheduler.add(request)
-            for sequence_id, reason in cancelled:
-                scheduler.cancel(sequence_id, reason)
-            plan = scheduler.plan(0.0)
-            seen.append(repr(plan))
-            if plan is not None:
-                tickets.append(executor.launch(plan))
-            if tickets and (plan is None or len(tickets) > world.depth):
-                scheduler.commit(tickets.popleft().result())
-        return seen
-
-    assert plans() == plans()
+    assert plans(world, arrivals, cancels) == plans(world, arrivals, cancels)
 
 
 def test_lower_classes_do_not_take_the_blocks_that_come_back_for_a_higher_one():

@@ -123,12 +123,13 @@ class EngineBusyError(WeftError):
     retry_after_s = 1
 
 
-class TargetError(EngineBusyError):
+class TargetError(WeftError):
     """The request would miss the latency target of its class, as is predicted.
 
     ``retry_after_s`` says when it would meet it, as far as is known; None if it never would.
     """
 
+    http_status = 429
     code = "target_unattainable"
 
     def __init__(

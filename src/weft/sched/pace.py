@@ -1,4 +1,4 @@
-"""How long launched steps really take, beside what was predicted, and when the last one will end."""
+"""How long steps really take beside what was predicted, and when the launched ones will end."""
 
 from __future__ import annotations
 
@@ -24,6 +24,11 @@ class Pace:
         self._predicted_s = self._real_s = prior_s
         self._launched: deque[tuple[float, float]] = deque()  # launch, prediction
         self._collected_at = 0.0
+
+    @property
+    def idle(self) -> bool:
+        """Whether no launched step is open."""
+        return not self._launched
 
     def launched(self, predicted_s: float, now: float) -> None:
         """A step starts now, or when those that were launched before it have ended."""

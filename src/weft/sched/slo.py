@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from weft.core.errors import ConfigError, InvariantError, TargetError
 from weft.core.plan import Commit, StepPlan, StepResult
-from weft.core.types import DEFAULT_CLASSES, Sequence, SequenceState, ServiceClass
+from weft.core.types import DEFAULT_CLASSES, Sequence, ServiceClass
 from weft.cost.model import CostModel, step_time
 from weft.cost.work import Work
 from weft.kv.cache import KVCache
@@ -31,7 +31,7 @@ from weft.sched.timed import TimedStep
 AGED = -1  # rank of the best-effort sequence that has waited for too long
 LEAST_PIECE = 16  # tokens that cost hardly more than one (OmniServe section 3.3.1, flat region)
 LONGEST_RETRY_S = 60
-PRIOR_STEPS = 10  # steps at the tightest target that predictions count as exact for, at the start
+PRIOR_STEPS = 3  # steps at the tightest target that predictions count as exact for, at the start
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +62,7 @@ def rank_by_target(classes: Seq[ServiceClass]) -> list[ServiceClass]:
     ]
 
 
-def check_targets(
-    classes: Seq[ServiceClass], cost: CostModel, policy: Policy, budget: int = 1
-) -> None:
+def check_targets(classes: Seq[ServiceClass], cost: CostModel, policy: Policy) -> None:
     """Raise ConfigError if a target would be missed by a server that has nothing else to do."""
     if not any(row.ttft_s or row.tpot_s for row in classes):
         raise ConfigError(
@@ -72,19 +70,17 @@ def check_targets(
             "ttft_s or tpot_s, or take scheduler fcfs.",
             param="classes",
         )
-    decode, prompt = Work(), Work()
+    decode = Work()
     decode.add(1, 1)
-    prompt.add(0, 1)
+    takes = step_time(cost, [decode])
+    least = takes / (1 - policy.margin)
     for row in classes:
-        for name, target, work in (("tpot_s", row.tpot_s, decode), ("ttft_s", row.ttft_s, prompt)):
-            least = step_time(cost, [work])
-            share = 1 - policy.margin if work is decode else 1.0
-            if target is not None and least > target * share:
+        for name, target in (("tpot_s", row.tpot_s), ("ttft_s", row.ttft_s)):
+            if target is not None and target < least:
                 raise ConfigError(
                     f"Class '{row.name}' has {name} {target:g}, but a step with a single token "
-                    f"takes {least:.4g} s as predicted, and the target is to be kept with a "
-                    f"margin of {1 - share:.0%}: no load can meet it. Raise it to at least "
-                    f"{least / share:.4g}.",
+                    f"takes {takes:.4g} s as predicted, and a margin of {policy.margin:.0%} is "
+                    f"kept: no load can meet it. Raise it to {least:.4g} at least.",
                     param="classes",
                 )
 
@@ -169,7 +165,7 @@ class SLOScheduler(Planner):
             self.cost,
             prompts,
             decodes,
-            limit_s=self._in_predictions(self._tpot_of({sequence.order[0]})),
+            limit_s=self._in_predictions(self._tpot_of(self._present() | {sequence.order[0]})),
             budget=self.limits.max_num_batched_tokens,
             patience_s=target / self.pace.correction,
         )
@@ -233,13 +229,12 @@ class SLOScheduler(Planner):
         budget = min(most, self.limits.max_num_batched_tokens)
         step = TimedStep(budget, cost=self.cost, limit_s=limit_s)
         self._choose_aged(now)
-        self._admit_aged(step)
+        kept = self._begin_aged(step)
         prompts = self._plan_urgent_decodes(step, begin)
-        first_tokens_by = self._plan_urgent_prompts(step, prompts)
-        self._plan_aged(step)
-        in_time = (first_tokens_by - begin) / self.pace.correction
-        step.limit_s = min(step.limit_s, in_time)
-        self._plan_best_effort(step, now)
+        due, done = self._plan_urgent_prompts(step, prompts)
+        self._advance_aged(step, kept)
+        step.limit_s = min(step.limit_s, (due - begin) / self.pace.correction)
+        self._plan_best_effort(step, now, prompts=done)
         return step
 
     def _date_arrivals(self, now: float) -> None:
@@ -261,14 +256,15 @@ class SLOScheduler(Planner):
         With no latency-sensitive sequence here, one may arrive at any time and wait for two steps
         (the launched one and the next): half of the tightest first-token target is left for them.
         """
-        present = {rank for rank in range(self._num_urgent) if self._is_present(rank)}
-        if present:
+        if present := self._present():
             return self._tpot_of(present)
         idle = self._tightest_ttft_s / 4
         return self._tightest_s if math.isinf(idle) else max(self._tightest_s, idle)
 
-    def _is_present(self, rank: int) -> bool:
-        return rank in self.waiting.ranks() or bool(self._running_of(rank))
+    def _present(self) -> set[int]:
+        """Ranks of latency-sensitive classes that have sequences."""
+        ranks = {rank for rank in range(self._num_urgent) if self._running_of(rank)}
+        return ranks | {rank for rank in self.waiting.ranks() if 0 <= rank < self._num_urgent}
 
     def _tpot_of(self, ranks: set[int]) -> float:
         """The tightest target between tokens of these ranks; of all, if they have none."""
@@ -300,24 +296,24 @@ class SLOScheduler(Planner):
         kept = target.tpot_s * (1 - self.policy.margin)
         return next_token_at - self._token_at[target.rank] <= kept
 
-    def _plan_urgent_prompts(self, step: TimedStep, running: list[list[Sequence]]) -> float:
+    def _plan_urgent_prompts(
+        self, step: TimedStep, running: list[list[Sequence]]
+    ) -> tuple[float, bool]:
         """Add chunks of latency-sensitive prompts; return when the first of them is due.
 
-        Minus infinity if some are not done after this step: then nothing may hold them up.
+        Also whether no latency-sensitive prompt is left after this step.
         """
         first, admitted = len(step.sequences), len(step.adds)
         for rank, sequences in enumerate(running):
             self._plan_chunks(step, sequences)
             self._admit(step, rank)
         wanted = sum(map(len, running)) + len(step.adds) - admitted
-        waiting = self.waiting.ranks()
-        held = bool(waiting) and waiting[0] < self._num_urgent and waiting[0] != AGED
-        if held or sum(step.samples[first:]) < wanted:
-            return -math.inf
-        return min((sequence.due_s for sequence in step.sequences[first:]), default=math.inf)
+        waits = any(0 <= rank < self._num_urgent for rank in self.waiting.ranks())
+        due = min((sequence.due_s for sequence in step.sequences[first:]), default=math.inf)
+        return due, not waits and sum(step.samples[first:]) == wanted
 
-    def _plan_best_effort(self, step: TimedStep, now: float) -> None:
-        """Add best-effort prompts, then best-effort decodes, one class after the other.
+    def _plan_best_effort(self, step: TimedStep, now: float, *, prompts: bool) -> None:
+        """Add best-effort prompts, if they may, and decodes, one class after the other.
 
         No prompt is begun while the step cannot even hold the decodes of those that were: it would
         take memory and give no token.
@@ -326,12 +322,12 @@ class SLOScheduler(Planner):
             before, running = len(step.rows), self._running_of(rank)
             decodes = [s for s in running if s.known - s.planned == 1]
             contexts = [s.planned for s in decodes]
-            if step.room(0, 1):
+            if prompts:
                 flows = step.decodes_that_fit(contexts) == len(contexts)
                 self._plan_chunks(step, [s for s in running if s.known - s.planned > 1])
                 if flows:
                     self._admit(step, rank)
-                self._plan_single_tokens(step, decodes[: step.decodes_that_fit(contexts)])
+            self._plan_single_tokens(step, decodes[: step.decodes_that_fit(contexts)])
             if len(step.rows) > before or not (running or rank in self.waiting.ranks()):
                 self._served_at[rank] = now
 
@@ -352,24 +348,31 @@ class SLOScheduler(Planner):
                 self.live.reorder(first, AGED)
                 return
 
-    def _admit_aged(self, step: TimedStep) -> None:
-        """Start the aged sequence before all others, which would take its memory, and for ever."""
-        if self._aged is not None and self._aged.state is not SequenceState.RUNNING:
-            limit, budget = step.limit_s, step.budget
-            step.limit_s, step.budget = math.inf, min(budget, LEAST_PIECE)
-            self._admit(step, AGED)
-            step.limit_s, step.budget = limit, budget - step.work.tokens
+    def _begin_aged(self, step: TimedStep) -> int:
+        """Keep a piece of the step for the aged sequence; start it before those that would take
+        its memory again and again. Returns the tokens that are kept for it.
+        """
+        if self._aged is None:
+            return 0
+        kept = max(1, min(LEAST_PIECE, step.budget // 2))
+        limit, budget = step.limit_s, step.budget - kept
+        step.limit_s, step.budget = math.inf, kept
+        self._admit(step, AGED)
+        kept = step.budget
+        step.limit_s, step.budget = limit, budget
+        return kept
 
-    def _plan_aged(self, step: TimedStep) -> None:
-        """Advance the aged sequence by what fits, but at least by the least piece."""
-        running = self._running_of(AGED)
-        if not running or running[0] in step.sequences[:1]:
-            return
-        limit, budget, tokens = step.limit_s, step.budget, step.work.tokens
-        if step.room(running[0].planned, LEAST_PIECE) < LEAST_PIECE:
-            step.limit_s, step.budget = math.inf, min(budget, LEAST_PIECE)
-        self._plan_chunks(step, self._plan_single_tokens(step, running))
-        step.limit_s, step.budget = limit, budget - (step.work.tokens - tokens)
+    def _advance_aged(self, step: TimedStep, kept: int) -> None:
+        """Compute of the aged sequence what fits, but at least the piece kept for it."""
+        step.budget += kept
+        for sequence in self._running_of(AGED):
+            if sequence in step.sequences[:1]:
+                return  # it has just begun
+            limit, budget, tokens = step.limit_s, step.budget, step.work.tokens
+            if step.room(sequence.planned, kept) < kept:
+                step.limit_s, step.budget = math.inf, kept
+            self._plan_chunks(step, self._plan_single_tokens(step, [sequence]))
+            step.limit_s, step.budget = limit, budget - (step.work.tokens - tokens)
 
     # -- committing ---------------------------------------------------------------------------
 

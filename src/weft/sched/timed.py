@@ -35,6 +35,8 @@ class TimedStep(OpenStep):
         Found by halving, since more tokens never take less time (OmniServe section 3.3.4).
         """
         most = min(most, self.budget)
+        if self.limit_s <= 0:
+            return 0
         if most <= 0 or self._seconds_with(start, most) <= self.limit_s:
             return most
         fits, too_many = 0, most
@@ -58,7 +60,7 @@ class TimedStep(OpenStep):
         Args:
             contexts: tokens of each sequence whose KV is there.
         """
-        most = min(len(contexts), self.budget)
+        most = min(len(contexts), self.budget) if self.limit_s > 0 else 0
         sums = [0, *accumulate(contexts[:most])]
         if self._seconds_with_decodes(most, sums[most]) <= self.limit_s:
             return most

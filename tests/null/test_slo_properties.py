@@ -1,0 +1,73 @@
+"""Random traffic through the SLO-aware scheduler on the modelled executor: exact, nothing lost."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from costs import LinearCost
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from traffic import COMMON, assert_answers, ids, plans, run, traffic, worlds
+
+from weft.core.types import ServiceClass
+from weft.sched.slo import Policy, SLOScheduler
+
+CLASSES = [
+    ServiceClass("priority", 0, ttft_s=0.5, tpot_s=0.05),
+    ServiceClass("interactive", 1, ttft_s=2.0, tpot_s=0.2),
+    ServiceClass("batch", 3),
+]
+
+
+@st.composite
+def makers(draw):
+    """Schedulers with fast and slow machines, patience and impatience, and all admissions."""
+    cost = LinearCost(
+        draw(st.sampled_from([0.001, 0.01, 0.03])), draw(st.sampled_from([1e-5, 1e-3, 0.01]))
+    )
+    policy = Policy(
+        draw(st.sampled_from(["demote", "off"])),
+        draw(st.sampled_from([0.0, 0.1])),
+        draw(st.sampled_from([0.0, 0.05, 1e9])),
+    )
+    step_s = draw(st.sampled_from([0.0, 0.001, 0.3]))
+    return partial(SLOScheduler, cost=cost, classes=CLASSES, policy=policy), step_s
+
+
+@settings(max_examples=400, **COMMON)
+@given(st.data())
+def test_random_traffic_is_answered_exactly(data):
+    world = data.draw(worlds(tight=data.draw(st.booleans())))
+    arrivals, cancels = data.draw(traffic(world))
+    make, step_s = data.draw(makers())
+    requests, inbox, _ = run(world, arrivals, cancels, make=make, step_s=step_s)
+    assert_answers(world, requests, inbox, ids(cancels), set())
+
+
+@settings(max_examples=120, **COMMON)
+@given(st.data())
+def test_a_faulty_row_ends_alone(data):
+    world = data.draw(worlds(tight=data.draw(st.booleans())))
+    arrivals, cancels = data.draw(traffic(world))
+    make, step_s = data.draw(makers())
+    bad = data.draw(st.sets(st.integers(0, 13), max_size=4))
+    at = data.draw(st.integers(1, 40))
+    requests, inbox, _ = run(
+        world,
+        arrivals,
+        cancels,
+        faulty=lambda sequence, length: sequence in bad and length >= at,
+        make=make,
+        step_s=step_s,
+    )
+    assert_answers(world, requests, inbox, ids(cancels), bad)
+
+
+@settings(max_examples=100, **COMMON)
+@given(st.data())
+def test_equal_inputs_give_equal_plans(data):
+    world = data.draw(worlds())
+    arrivals, cancels = data.draw(traffic(world))
+    make, step_s = data.draw(makers())
+    first = plans(world, arrivals, cancels, make, step_s)
+    assert first == plans(world, arrivals, cancels, make, step_s)
