@@ -8,6 +8,7 @@ from weft.bench.options import KernelsBench, ServeBench, ThroughputBench
 from weft.core.config import EngineConfig
 from weft.core.settings import Setting, settings_of
 from weft.core.types import DEFAULT_CLASSES, SamplingParams
+from weft.cost.options import ProfileOptions
 from weft.server.options import ServerOptions
 
 HEAD = """# Settings
@@ -70,6 +71,7 @@ def page() -> str:
         + table("`weft bench serve`", ServeBench)
         + table("`weft bench throughput` (beside those of the engine)", ThroughputBench)
         + table("`weft bench kernels`", KernelsBench)
+        + table("`weft profile` (beside those of the engine)", ProfileOptions)
     )
 
 

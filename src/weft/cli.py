@@ -94,6 +94,7 @@ def _parser() -> _Parser:
     generate.add_argument("--chat", action="store_true", help="put the prompt into the chat form")
     generate.add_argument("--echo", action="store_true", help="print the prompt, too")
     generate.add_argument("--quiet", action="store_true", help="no progress and no statistics")
+    _profile_parser(commands)
     info = commands.add_parser(
         "info",
         help="show model, memory and the kernel behind each op",
@@ -152,6 +153,20 @@ def _bench_parser(commands: Any) -> None:
         _add_settings(parser, "benchmark", declared_by)
         if name == "throughput":
             _add_settings(parser, "engine", EngineConfig)
+
+
+def _profile_parser(commands: Any) -> None:
+    from weft.cost.options import ProfileOptions
+
+    profile = commands.add_parser(
+        "profile",
+        help="measure what steps cost here, for schedulers that plan by time",
+        usage="weft profile [--profile FILE] [settings]",
+    )
+    profile.set_defaults(run=_profile, parser=profile)
+    profile.add_argument("--config", metavar="FILE", help="YAML file with the same names")
+    _add_settings(profile, "profile", ProfileOptions)
+    _add_settings(profile, "engine", EngineConfig)
 
 
 def _add_settings(
@@ -308,6 +323,30 @@ def _bench_kernels(options: dict[str, Any]) -> int:
     print(format_kernels(result))
     if bench.output is not None:
         write_json(bench.output, result)
+    return 0
+
+
+# -- profile ------------------------------------------------------------------------------------
+
+
+def _profile(options: dict[str, Any]) -> int:
+    from weft.core.results import check_output
+    from weft.cost.fit import profile_path
+    from weft.cost.options import ProfileOptions
+    from weft.cost.profiler import format_report
+
+    profile_settings, engine_settings = _settings(options, ProfileOptions, EngineConfig)
+    chosen = ProfileOptions(**profile_settings)
+    config = EngineConfig.from_mapping(engine_settings)
+    check_output(config.profile)
+    from weft.engine.profiling import profile_engine
+
+    key, fitted, report = profile_engine(config, chosen)
+    path = profile_path(key, config.profile)
+    fitted.save(path, report)
+    print(json.dumps(report, indent=2) if chosen.json else format_report(report, key))
+    if not chosen.json:
+        print(f"written to {path}")
     return 0
 
 

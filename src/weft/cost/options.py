@@ -1,0 +1,26 @@
+"""What a user may set about ``weft profile``, declared once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weft.core.errors import ConfigError, ParameterError
+from weft.core.settings import check_settings, setting
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileOptions:
+    """What a user may set about ``weft profile``, beside the engine's own settings."""
+
+    repeats: int = setting("int", 24, "times that each step is measured", low=20, high=10**6)
+    steps: int = setting(
+        "int", 60, "random steps to fit to; half as many are held out", low=10, high=10**5
+    )
+    seed: int = setting("int", 0, "of the random steps", low=0, high=2**63 - 1)
+    json: bool = setting("bool", False, "print the report as JSON")
+
+    def __post_init__(self) -> None:
+        try:
+            check_settings(self)
+        except ParameterError as error:
+            raise ConfigError(error.message, param=error.param) from None

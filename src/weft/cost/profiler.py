@@ -1,0 +1,157 @@
+"""Measures steps through an executor, fits costs to them, and says how well they are predicted."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import sys
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+from tqdm import tqdm
+
+from weft.core.errors import ConfigError
+from weft.cost.curves import divide
+from weft.cost.fit import Accuracy, Fitted, Point, ProfileKey, accuracy, agreement, fit
+from weft.cost.options import ProfileOptions
+from weft.cost.steps import Room, Row, Run, Stage, Step, mixed, structured, work_of
+
+PASSES = 4
+LOOKS = 5  # repetitions that say where the dense curve bends
+SMALL = (1, 2, 4, 8, 16)
+GOAL = Accuracy(0.94, 0.91)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds of a step by pass."""
+
+    step: Step
+    passes: tuple[list[float], ...]
+
+    def point(self, first: int = 0, last: int = PASSES) -> Point:
+        """The median over some of the passes."""
+        times = [seconds for part in self.passes[first:last] for seconds in part]
+        return Point(work_of(self.step), statistics.median(times))
+
+
+def profile(
+    run: Run, room: Room, key: ProfileKey, layers: int, options: ProfileOptions
+) -> tuple[Fitted, dict[str, Any]]:
+    """Measure and fit.
+
+    First the dense curve is looked at with whole prompts, to find its knots. Then all steps, those
+    to fit to and those held out, are measured in ``PASSES`` passes, each in another order, so that
+    a slow phase of the machine does not fall on a few of them. Held-out steps are measured twice
+    as often: how the median of the later half agrees with that of the earlier half is what the
+    machine itself repeats.
+
+    Returns:
+        The fit, and a report: its accuracy on the held-out steps, the machine's repeatability, and
+        every point.
+
+    Raises:
+        ProfileError: too few steps to fit to.
+        ConfigError: the engine has no room for them.
+    """
+    if room.longest < 64 or room.tokens < 32 or room.rows < 2:
+        raise ConfigError("a profile needs 64 tokens in a sequence, 32 in a step, and two rows")
+    stage = Stage(run, room)
+    stage.fill()
+    bar = tqdm(desc="dense curve", unit="step", disable=not sys.stderr.isatty())
+
+    def look(tokens: int) -> float:
+        bar.update()
+        return statistics.median(stage.measure(_prompt(room, tokens), LOOKS))
+
+    last = min(room.tokens, room.kv_tokens, room.rows * room.longest)
+    knots = sorted({*divide(look, 1, last), *(small for small in SMALL if small < last)})
+    bar.close()
+    fitted_to = [_prompt(room, tokens) for tokens in knots]
+    fitted_to += structured(room) + mixed(room, options.steps, options.seed)
+    held_out = mixed(room, options.steps // 2, options.seed + 1)
+    times = _measure(stage, [*fitted_to, *held_out], len(fitted_to), options)
+    stage.close()
+    fitted = fit(key, layers, [one.point() for one in times[: len(fitted_to)]], knots)
+    return fitted, _report(fitted, times[: len(fitted_to)], times[len(fitted_to) :], options)
+
+
+def _prompt(room: Room, tokens: int) -> Step:
+    """Whole prompts of so many tokens in all, without logits; one if the context allows."""
+    full, rest = divmod(tokens, room.longest)
+    return (Row(0, room.longest, False),) * full + ((Row(0, rest, False),) if rest else ())
+
+
+def _measure(
+    stage: Stage, steps: Seq[Step], fitted: int, options: ProfileOptions
+) -> list[Measured]:
+    """Measure all steps in passes; those after ``fitted`` twice as often."""
+    parts: list[list[list[float]]] = [[] for _ in steps]
+    share = -(-options.repeats // PASSES)
+    with tqdm(
+        total=PASSES * len(steps), desc="steps", unit="step", disable=not sys.stderr.isatty()
+    ) as bar:
+        for number in range(PASSES):
+            order = list(range(len(steps)))
+            random.Random(f"pass {options.seed} {number}").shuffle(order)
+            for index in order:
+                repeats = share if index < fitted else 2 * share
+                parts[index].append(stage.measure(steps[index], repeats))
+                bar.update()
+    return [Measured(step, tuple(part)) for step, part in zip(steps, parts, strict=True)]
+
+
+def _report(
+    fitted: Fitted, fitted_to: Seq[Measured], held_out: Seq[Measured], options: ProfileOptions
+) -> dict[str, Any]:
+    points = [one.point() for one in held_out]
+    half = PASSES // 2
+    again = agreement((one.point(half).seconds, one.point(0, half).seconds) for one in held_out)
+    return {
+        "repeats": options.repeats,
+        "fitted_steps": len(fitted_to),
+        "knots": len(fitted.dense.tokens),
+        "held_out": accuracy(fitted, points)._asdict(),
+        "fitted": accuracy(fitted, [one.point() for one in fitted_to])._asdict(),
+        "repeatability": again._asdict(),
+        "points": [_shown(fitted, one, "fitted") for one in fitted_to]
+        + [_shown(fitted, one, "held out") for one in held_out],
+    }
+
+
+def _shown(fitted: Fitted, one: Measured, use: str) -> dict[str, Any]:
+    """A point for the file: what it computed, measured and predicted."""
+    work, seconds = one.point()
+    return {
+        "use": use,
+        "tokens": work.tokens,
+        "sampled": work.sampled,
+        "prefills": work.prefills,
+        "prefill_area": work.prefill_area,
+        "decodes": work.decodes,
+        "decode_context": work.decode_context,
+        "seconds": seconds,
+        "predicted": fitted.terms(work).total,
+    }
+
+
+def format_report(report: Mapping[str, Any], key: ProfileKey) -> str:
+    """The report in a few lines, with the goal of OmniServe's table 2."""
+    lines = [
+        f"{key.model} in {key.dtype} on {key.hardware} ({key.parallelism})",
+        f"{report['fitted_steps']} steps fitted, {report['knots']} knots, "
+        f"medians of {report['repeats']} or more",
+        "",
+        f"{'':24}{'average':>9}{'P90':>9}",
+    ]
+    for name, text in (
+        ("held_out", "accuracy, held out"),
+        ("fitted", "accuracy, fitted to"),
+        ("repeatability", "machine repeats itself"),
+    ):
+        lines.append(f"{text:24}{report[name]['average']:>9.1%}{report[name]['p90']:>9.1%}")
+    lines.append(f"{'goal':24}{GOAL.average:>9.1%}{GOAL.p90:>9.1%}")
+    met = all(got >= goal for got, goal in zip(report["held_out"].values(), GOAL, strict=True))
+    return "\n".join([*lines, "", f"the goal is {'met' if met else 'NOT met'} on held-out steps"])

@@ -1,0 +1,210 @@
+"""Steps made by hand for measuring: rows over KV blocks that are filled once, as plans."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from itertools import count
+from typing import NamedTuple, TypeAlias
+
+from weft.core.plan import RowAdd, StepPlan, SubBatch
+from weft.core.types import NEUTRAL, SamplingParams
+from weft.cost.work import Work
+
+Run: TypeAlias = Callable[[Seq[StepPlan]], list[float]]
+"""Computes plans one after the other, as an engine does; gives the seconds that each took."""
+
+
+class Row(NamedTuple):
+    """One row of a step: ``count`` tokens after ``start``, with or without logits."""
+
+    start: int
+    count: int
+    sampled: bool = True
+
+
+Step: TypeAlias = tuple[Row, ...]
+
+
+class Group(NamedTuple):
+    """A KV group: its blocks, and its window (None for all tokens)."""
+
+    num_blocks: int
+    window: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What steps may use, as the engine was built.
+
+    Attributes:
+        rows: sequences at once.
+        longest: tokens of a sequence.
+        tokens: tokens of a step.
+    """
+
+    rows: int
+    longest: int
+    tokens: int
+    block_size: int
+    vocab_size: int
+    groups: tuple[Group, ...]
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens that fit into the smallest group without a window."""
+        full = [group.num_blocks for group in self.groups if group.window is None]
+        return min(full or [group.num_blocks for group in self.groups]) * self.block_size
+
+    def holds(self, step: Step) -> bool:
+        """Whether the step's rows, tokens and contexts fit."""
+        blocks = sum(-(-(row.start + row.count) // self.block_size) for row in step)
+        return (
+            0 < len(step) <= self.rows
+            and sum(row.count for row in step) <= self.tokens
+            and all(row.start + row.count <= self.longest for row in step)
+            and blocks * self.block_size <= self.kv_tokens
+            and all(self._windows_fit(step, group) for group in self.groups)
+        )
+
+    def _windows_fit(self, step: Step, group: Group) -> bool:
+        return sum(len(_held(row, group, self.block_size)) for row in step) <= group.num_blocks
+
+
+def work_of(step: Step) -> Work:
+    """The tally of a step."""
+    work = Work()
+    for row in step:
+        work.add(*row)
+    return work
+
+
+class Stage:
+    """Brings rows into an executor and repeats steps on them.
+
+    The same step may be computed again and again: it writes the same KV to the same places. What
+    KV holds does not change what attention costs, so blocks are filled once and then belong to
+    whichever row is measured.
+    """
+
+    def __init__(self, run: Run, room: Room) -> None:
+        self._run = run
+        self._room = room
+        self._draw = random.Random(0)
+        self._ids = count(1)
+        self._rows: tuple[int, ...] = ()
+        self._sampling = SamplingParams(temperature=0, seed=0).with_defaults(NEUTRAL)
+
+    def fill(self) -> None:
+        """Compute tokens into every block, so that no page is untouched and no number wild."""
+        room = self._room
+        length = min(room.longest, room.kv_tokens)
+        filled = 0
+        while filled < max(group.num_blocks for group in room.groups):
+            tables = tuple(
+                tuple(
+                    (filled + block) % group.num_blocks
+                    for block in range(-(-length // room.block_size))
+                )
+                for group in room.groups
+            )
+            self._seat([Row(0, length)], [tables])
+            for start in range(0, length, room.tokens):
+                step = (Row(start, min(room.tokens, length - start), False),)
+                self._run([self._plan(step)])
+            filled += len(tables[0])
+
+    def measure(self, step: Step, repeats: int) -> list[float]:
+        """Seconds of each repetition, after one that is not counted."""
+        self._seat(step, self._tables(step))
+        return self._run([self._plan(step) for _ in range(repeats + 1)])[1:]
+
+    def close(self) -> None:
+        """Leave no row behind."""
+        self._seat((), [])
+
+    def _seat(self, step: Seq[Row], tables: Seq[tuple[tuple[int, ...], ...]]) -> None:
+        """Replace all rows."""
+        added = tuple(
+            RowAdd(
+                index,
+                next(self._ids),
+                tuple(self._draw.choices(range(self._room.vocab_size), k=row.start + row.count)),
+                row.start + row.count,
+                self._sampling,
+                frozenset(),
+                table,
+            )
+            for index, (row, table) in enumerate(zip(step, tables, strict=True))
+        )
+        self._run([StepPlan(next(self._ids), (), drop=self._rows, add=added)])
+        self._rows = tuple(add.row for add in added)
+
+    def _plan(self, step: Step) -> StepPlan:
+        starts, counts, samples = zip(*step, strict=True)
+        return StepPlan(
+            next(self._ids), (SubBatch(tuple(range(len(step))), starts, counts, samples),)
+        )
+
+    def _tables(self, step: Step) -> list[tuple[tuple[int, ...], ...]]:
+        """Blocks for each row and group, scattered as in a cache that has served for a while."""
+        size = self._room.block_size
+        free = [
+            iter(self._draw.sample(range(group.num_blocks), group.num_blocks))
+            for group in self._room.groups
+        ]
+        return [
+            tuple(
+                tuple(_table(row, group, size, blocks))
+                for group, blocks in zip(self._room.groups, free, strict=True)
+            )
+            for row in step
+        ]
+
+
+def _held(row: Row, group: Group, block_size: int) -> range:
+    """The places of a row's table that hold a block: all, or those that a window still sees."""
+    first = 0 if group.window is None else max(0, row.start + 1 - group.window) // block_size
+    return range(first, -(-(row.start + row.count) // block_size))
+
+
+def _table(row: Row, group: Group, block_size: int, free: Iterator[int]) -> Iterator[int]:
+    held = _held(row, group, block_size)
+    yield from (-1 for _ in range(held.start))
+    yield from (next(free) for _ in held)
+
+
+def structured(room: Room) -> list[Step]:
+    """Steps in which one thing varies at a time: decodes by number and context, chunks by size and
+    start, short prompts by number, each with and without logits."""
+    some = [n for n in (1, 2, 4, 8, 16, 32, 64, 128, 256) if n <= room.rows]
+    contexts = sorted({16, room.longest // 16, room.longest // 4, room.longest - 1})
+    steps: list[Step] = [(Row(context, 1),) * number for number in some for context in contexts]
+    chunks = [c for c in (16, 64, 256, 1024) if c < room.longest]
+    for chunk in chunks:
+        starts = {0, room.longest // 4, room.longest - chunk}
+        steps += [(Row(start, chunk, bool(start % 2)),) for start in sorted(starts)]
+        steps += [(Row(0, chunk, True),), (Row(0, chunk), *(Row(64, 1),) * min(8, room.rows - 1))]
+    for number in some:
+        steps += [(Row(0, 16, True),) * number, (Row(0, 16, False),) * number]
+    return [step for step in dict.fromkeys(steps) if room.holds(step)]
+
+
+def mixed(room: Room, number: int, seed: int) -> list[Step]:
+    """Steps as schedulers make them: decodes of random contexts, and in half of the steps chunks of
+    one to three prompts."""
+    draw = random.Random(f"steps {seed}")
+    made: list[Step] = []
+    while len(made) < number:
+        rows: list[Row] = []
+        for _ in range(draw.choice((0, 0, 0, 1, 1, 2, 3))):
+            start = draw.choice((0, draw.randrange(room.longest // 2)))
+            rows.append(Row(start, draw.randint(2, room.tokens), draw.random() < 0.5))
+        most = draw.choice((0, 4, 16, room.rows))
+        for _ in range(draw.randint(0, most)):
+            rows.append(Row(int(room.longest ** draw.uniform(0.2, 1)) - 1, 1))
+        if room.holds(tuple(rows)):
+            made.append(tuple(rows))
+    return made

@@ -1,0 +1,61 @@
+"""``weft profile`` on the built-in model: real steps, the real executor, a file that loads."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from weft.core.config import EngineConfig
+from weft.core.errors import ProfileError
+from weft.cost.fit import Fitted, profile_path
+from weft.cost.work import Work
+from weft.engine.build import find_model
+from weft.engine.profiling import profile_key
+
+SMALL = ["--threads", "1", "--max-model-len", "128", "--max-num-seqs", "4"]
+SMALL += ["--max-num-batched-tokens", "64", "--repeats", "20", "--steps", "20"]
+
+
+def weft(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "weft.cli", *arguments],
+        capture_output=True, text=True, timeout=120, check=False,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", **variables},
+    )  # fmt: skip
+
+
+def test_a_profile_is_measured_kept_and_found_again(tmp_path, monkeypatch):
+    done = weft("profile", *SMALL, XDG_CACHE_HOME=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    for words in ("accuracy, held out", "machine repeats itself", "goal", "written to"):
+        assert words in done.stdout
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    config = EngineConfig(threads=1)
+    key = profile_key(config, find_model(config))
+    path = profile_path(key)
+    fitted = Fitted.load(path, key)
+    assert fitted.layers == 6
+    small, large = Work(), Work()
+    small.add(10, 1)
+    large.add(0, 60)
+    assert 0 < fitted.terms(small).total < fitted.terms(large).total < 1
+    report = json.loads(path.read_text())["report"]
+    assert report["held_out"]["average"] > 0.5  # a machine under test is no quiet one
+    assert len([p for p in report["points"] if p["use"] == "held out"]) == 10
+
+    other = EngineConfig(threads=1, quantize="int8")
+    with pytest.raises(ProfileError, match=r"dtype is '\w+', not '\w+ int8/64'"):
+        Fitted.load(path, profile_key(other, find_model(other)))
+
+
+def test_a_profile_that_cannot_be_written_is_refused_before_the_work(tmp_path):
+    done = weft("profile", "--profile", str(tmp_path / "no" / "folder.json"))
+    assert done.returncode == 2
+    assert "Cannot write" in done.stderr
+    done = weft("profile", "--repeats", "3")
+    assert done.returncode == 2
+    assert "repeats" in done.stderr
