@@ -105,7 +105,7 @@ def test_what_the_model_has_no_term_for_is_reported_as_missed():
 def test_steps_fit_the_room_and_differ():
     for step in [*structured(ROOM), *mixed(ROOM, 200, 1)]:
         assert ROOM.holds(step)
-        assert work_of(step).tokens == sum(row.count for row in step)
+        assert work_of(step).tokens == sum(row.tokens for row in step)
     assert len(set(structured(ROOM))) == len(structured(ROOM))
     assert mixed(ROOM, 20, 1) == mixed(ROOM, 20, 1) != mixed(ROOM, 20, 2)
     assert not ROOM.holds(())

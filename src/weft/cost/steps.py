@@ -18,10 +18,10 @@ Run: TypeAlias = Callable[[Seq[StepPlan]], list[float]]
 
 
 class Row(NamedTuple):
-    """One row of a step: ``count`` tokens after ``start``, with or without logits."""
+    """One row of a step: ``tokens`` after ``start``, with or without logits."""
 
     start: int
-    count: int
+    tokens: int
     sampled: bool = True
 
 
@@ -60,11 +60,11 @@ class Room:
 
     def holds(self, step: Step) -> bool:
         """Whether the step's rows, tokens and contexts fit."""
-        blocks = sum(-(-(row.start + row.count) // self.block_size) for row in step)
+        blocks = sum(-(-(row.start + row.tokens) // self.block_size) for row in step)
         return (
             0 < len(step) <= self.rows
-            and sum(row.count for row in step) <= self.tokens
-            and all(row.start + row.count <= self.longest for row in step)
+            and sum(row.tokens for row in step) <= self.tokens
+            and all(row.start + row.tokens <= self.longest for row in step)
             and blocks * self.block_size <= self.kv_tokens
             and all(self._windows_fit(step, group) for group in self.groups)
         )
@@ -131,8 +131,8 @@ class Stage:
             RowAdd(
                 index,
                 next(self._ids),
-                tuple(self._draw.choices(range(self._room.vocab_size), k=row.start + row.count)),
-                row.start + row.count,
+                tuple(self._draw.choices(range(self._room.vocab_size), k=row.start + row.tokens)),
+                row.start + row.tokens,
                 self._sampling,
                 frozenset(),
                 table,
@@ -167,7 +167,7 @@ class Stage:
 def _held(row: Row, group: Group, block_size: int) -> range:
     """The places of a row's table that hold a block: all, or those that a window still sees."""
     first = 0 if group.window is None else max(0, row.start + 1 - group.window) // block_size
-    return range(first, -(-(row.start + row.count) // block_size))
+    return range(first, -(-(row.start + row.tokens) // block_size))
 
 
 def _table(row: Row, group: Group, block_size: int, free: Iterator[int]) -> Iterator[int]:
