@@ -1,0 +1,32 @@
+"""Order of offline requests: compute-heavy and memory-heavy ones blended, shared prefixes together.
+
+BlendServe: requests that stress arithmetic (long prompts) and requests that stress memory bandwidth
+(long outputs) run side by side, so that each step can overlap the two, while prompts with a common
+prefix still follow each other, so that the prefix is computed once. This package decides the order
+in which requests are submitted and nothing else: it needs the engine's KV capacity and hears of ends,
+so it can stand in front of any engine:
+
+    from weft.blend.density import Rates
+    from weft.blend.order import Jobs, Room, make_order
+    from weft.cost.hardware import hardware
+    from weft.cost.shape import model_shape
+
+    rates = Rates.of(model_shape("llama-3.1-8b"), hardware("a100"))
+    order = make_order("blend", Jobs(prompts, longest), Room(kv_tokens=420_000, requests=1024), rates)
+    while order.remaining or running:
+        while (number := order.next()) is not None:
+            submit(number)                      # prompts[number]
+        number, output_tokens = wait_for_an_end()
+        order.ended(number, output_tokens)      # None: it failed
+
+``Jobs(..., done={number: output_tokens})`` resumes: those are not handed out again, and their lengths
+tell about the others. ``order.progress(number, output_tokens)`` may be called as tokens come, and
+makes the forecast of the memory more exact; nothing depends on it.
+
+Steps, one module each: ``tree`` (prefix tree), ``estimate`` (output lengths from a sample of 1 %),
+``density`` (compute over memory time), ``sort`` (children by falling density, outliers moved to the
+root while 99 % of the sharing is kept), ``dual_scan`` (from both ends, memory shared out so that
+each batch has the density of the whole), ``forecast`` (what will be held of the memory), ``order``
+(the front), ``partition`` (parts of equal load for data parallel engines), ``windows`` (pools of
+requests under a deadline).
+"""

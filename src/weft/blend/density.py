@@ -1,0 +1,71 @@
+"""What a request asks of arithmetic and of memory bandwidth, and the ratio of the two."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from weft.cost.hardware import Hardware
+    from weft.cost.shape import ModelShape
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Seconds of one model on one machine, from which every density is made.
+
+    Attributes:
+        token_s: arithmetic of the weights on one token, ``2 P / C``.
+        square_s: arithmetic of prefill attention per squared prompt token, ``4 D L / C``.
+        read_s: reading the KV of one token once, ``2 b H_kv L / B``.
+    """
+
+    token_s: float
+    square_s: float
+    read_s: float
+
+    @classmethod
+    def of(
+        cls, shape: ModelShape, hardware: Hardware, dtype: str | None = None, kv_bytes: float = 2.0
+    ) -> Rates:
+        """The rates of a model on a device by its data sheet (BlendServe section 4.1).
+
+        Args:
+            dtype: of the arithmetic; by default the device's usual one.
+            kv_bytes: of one value of KV.
+
+        Raises:
+            ConfigError: the device does not compute in this dtype.
+        """
+        flops = hardware.peak(dtype or hardware.dtype)
+        return cls(
+            2 * shape.active_parameters / flops,
+            4 * shape.hidden * shape.layers / flops,
+            shape.kv_values_per_token * kv_bytes / hardware.bandwidth,
+        )
+
+    def compute_s(self, prompt: Any, output: Any) -> Any:
+        """Seconds of arithmetic, ``T_comp``: scalars or arrays of tokens (BlendServe 4.1)."""
+        return self.token_s * (prompt + output) + self.square_s * prompt * prompt
+
+    def memory_s(self, prompt: Any, output: Any) -> Any:
+        """Seconds of reading KV, ``T_mem``: each output token reads all before it."""
+        return self.read_s * (prompt * output + output * output / 2)
+
+
+def density(compute_s: Any, memory_s: Any, saved_s: Any = 0.0) -> Any:
+    """Arithmetic over memory time of a set of requests, ``rho(S)`` (BlendServe section 5.1).
+
+    Args:
+        compute_s, memory_s: sums over the requests, each as if it ran alone.
+        saved_s: arithmetic that sharing prefixes saves, ``s(S) * sum T_comp``. Sharing saves no
+            reads of KV.
+    """
+    return (compute_s - saved_s) / memory_s

@@ -1,0 +1,175 @@
+"""Scans the sorted leaves from both ends at once, so that every batch is blended.
+
+Each side gets the part of the KV memory with which the density of what runs is that of all that
+remains (BlendServe section 5.3). It is derived again whenever a side comes to its next node, and the
+sides adapt to what really happens: what ends is replaced at once, and a request that outgrows its
+estimate counts with the memory-heavy side from then on (section 5.4).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from weft.blend.density import Floats, Rates
+from weft.blend.forecast import Forecast
+from weft.blend.sort import LeafOrder
+from weft.blend.tree import PrefixTree
+
+NODES_A_MEMORY = 16  # merged nodes whose requests fill the memory once
+LEFT, RIGHT = 0, 1
+
+
+class Node(NamedTuple):
+    """Neighbouring leaves merged into one, which changes neither order nor sharing (A.2).
+
+    Attributes:
+        density: of the leaves together.
+        reads: tokens read for each token held; above 1 where prefixes are shared.
+    """
+
+    density: float
+    reads: float
+
+
+def shares(left: Node, right: Node, density: float, capacity: float) -> tuple[float, float]:
+    """KV tokens for each side so that what runs has this density (BlendServe section 5.3).
+
+    ``M_L + M_R = M`` and ``M_L rho_L + M_R rho_R = M rho``, so ``M_L = M (rho - rho_R) / (rho_L -
+    rho_R)``, clamped. The paper counts each token held as read once a step; a shared one is read
+    for every request that shares it, so the second equation has the reads here: ``M_L a_L (rho_L -
+    rho) = M_R a_R (rho - rho_R)``.
+    """
+    if left.density == right.density:
+        return capacity / 2, capacity / 2
+    surplus = max(0.0, left.reads * (left.density - density))
+    deficit = max(0.0, right.reads * (density - right.density))
+    if surplus + deficit == 0:
+        return capacity / 2, capacity / 2
+    part = deficit / (surplus + deficit) * capacity
+    return part, capacity - part
+
+
+class DualScan:
+    """Hands out the leaves of an order from both ends.
+
+    Args:
+        outputs: (n,) expected output tokens of each leaf of the tree.
+        forecast: what is live; leaves that this scan did not hand out may be, too.
+    """
+
+    def __init__(
+        self,
+        tree: PrefixTree,
+        order: LeafOrder,
+        outputs: Floats,
+        rates: Rates,
+        forecast: Forecast,
+    ) -> None:
+        self._forecast = forecast
+        positions = order.positions
+        lengths, output = tree.lengths[positions].astype(float), outputs[positions]
+        self._leaves = positions.tolist()
+        self._outputs = np.ceil(output).astype(np.int64).tolist()
+        # What a request holds on average while it runs: its own prompt and half of its output.
+        holds = lengths - order.shared + output / 2
+        self._holds = holds.tolist()
+        self._compute = _running(
+            rates.compute_s(lengths, output) - order.shared * rates.token_s
+        )
+        self._memory = _running(rates.memory_s(lengths, output))
+        self._steps = _running(holds * output)
+        self._read_s = rates.read_s
+        self.density = self._compute[-1] / self._memory[-1]
+        self._node_of, self._bounds = _merge(holds, forecast.capacity / NODES_A_MEMORY)
+        self._next = [0, len(positions)]  # left: the next leaf; right: the end of the rest
+        self._at = (-1, -1)
+        self.share = (0.0, 0.0)
+        self.used = [0.0, 0.0]
+        self._counts = [0, 0]
+        self._live: dict[int, tuple[int, float]] = {}  # leaf -> side, tokens it counts with
+
+    def __len__(self) -> int:
+        return self._next[RIGHT] - self._next[LEFT]
+
+    def adopt(self, leaf: int, side: int, holds: float) -> None:
+        """Count a live leaf that an earlier scan handed out."""
+        self._live[leaf] = side, holds
+        self._count(side, holds, 1)
+
+    def live(self) -> dict[int, tuple[int, float]]:
+        """Live leaves with their side and the tokens they count with."""
+        return dict(self._live)
+
+    def take(self) -> int | None:
+        """The next leaf to start, counted as live from now on; None if none fits now.
+
+        If nothing is live, one is handed out whatever it needs: only the engine knows better.
+        """
+        if not len(self):
+            return None
+        self._derive()
+        room = [self.share[side] - self.used[side] for side in (LEFT, RIGHT)]
+        sides = (LEFT, RIGHT) if room[LEFT] >= room[RIGHT] else (RIGHT, LEFT)
+        for side in sides:
+            at = self._next[LEFT] if side == LEFT else self._next[RIGHT] - 1
+            if self._counts[side] and self._holds[at] > room[side]:
+                continue
+            if self._forecast.fits(self._leaves[at], self._outputs[at]):
+                return self._start(side, at)
+        if not len(self._forecast):
+            return self._start(sides[0], self._next[LEFT] if sides[0] == LEFT else self._next[RIGHT] - 1)
+        return None
+
+    def ended(self, leaf: int) -> None:
+        """A live leaf has ended: its room is free."""
+        side, holds = self._live.pop(leaf)
+        self._count(side, -holds, -1)
+
+    def outgrown(self, leaf: int, more: float) -> None:
+        """A live leaf will hold so many tokens more: it belongs to the memory-heavy side."""
+        side, holds = self._live[leaf]
+        self._count(side, -holds, -1)
+        self.adopt(leaf, RIGHT, holds + more)
+
+    def _count(self, side: int, holds: float, leaves: int) -> None:
+        self._counts[side] += leaves
+        self.used[side] = self.used[side] + holds if self._counts[side] else 0.0
+
+    def _start(self, side: int, at: int) -> int:
+        leaf = self._leaves[at]
+        self._next[side] = at + 1 if side == LEFT else at
+        self._forecast.admit(leaf, self._outputs[at])
+        self.adopt(leaf, side, self._holds[at])
+        return leaf
+
+    def _derive(self) -> None:
+        """Share the memory out anew if a side has come to its next node."""
+        first, last = self._next
+        at = (self._node_of[first], self._node_of[last - 1])
+        if at == self._at:
+            return
+        self._at = at
+        left, right = (self._node(*self._bounds[node : node + 2]) for node in at)
+        rest = self._node(first, last)
+        self.share = shares(left, right, rest.density, self._forecast.capacity)
+
+    def _node(self, first: int, last: int) -> Node:
+        """Density and reads of the leaves from ``first`` up to ``last``."""
+        compute = self._compute[last] - self._compute[first]
+        memory = self._memory[last] - self._memory[first]
+        steps = self._steps[last] - self._steps[first]
+        return Node(compute / memory, memory / self._read_s / steps)
+
+
+def _running(values: Floats) -> list[float]:
+    """Sums of the first 0, 1, ..., n values."""
+    return [0.0, *np.cumsum(values).tolist()]
+
+
+def _merge(holds: Floats, size: float) -> tuple[list[int], list[int]]:
+    """Cut the order into nodes that hold about ``size`` tokens: node of each leaf, and bounds."""
+    numbers = (np.cumsum(holds) - holds) // size
+    opens = np.append(True, numbers[1:] != numbers[:-1])
+    return (np.cumsum(opens) - 1).tolist(), [*np.flatnonzero(opens).tolist(), len(holds)]

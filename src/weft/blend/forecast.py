@@ -1,0 +1,184 @@
+"""What submitted requests will hold of the KV memory, step by step, until they end.
+
+The peak of what they will hold decides whether another one fits: requests that started at different
+times do not need their longest at once, so far more run than if each had its whole length set aside
+(Gong et al. 2025, "Past-Future Scheduler"; NanoFlow section 4.2). Nothing but completions is needed:
+every running request gains one token a step, so a request that ends says how late it is.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from weft.blend.density import Ints
+from weft.blend.tree import PrefixTree
+from weft.core.errors import InvariantError
+
+
+class Forecast:
+    """Live requests against a capacity.
+
+    Args:
+        tree: the prompts; what live leaves share is held once.
+        capacity: tokens that the KV memory holds.
+        block_size: tokens are held in blocks; on average half of one stays empty.
+    """
+
+    def __init__(self, tree: PrefixTree, capacity: int, block_size: int = 1) -> None:
+        self.capacity = capacity
+        self.now = 0
+        self._slack = block_size // 2
+        self._depth = tree.depth.tolist()
+        self._parent = tree.parent.tolist()
+        self._above = tree.leaf_parent.tolist()
+        self._lengths = tree.lengths.tolist()
+        self._references = [0] * len(self._depth)
+        self._prefixes = 0  # tokens of shared segments in use
+        self._start: dict[int, int] = {}
+        self._end: dict[int, int] = {}
+        # Live leaves by end: (end, own tokens - start, leaf).
+        self._ends = np.zeros(64, np.int64)
+        self._base = np.zeros(64, np.int64)
+        self._leaf = np.zeros(64, np.int64)
+        self._usage: tuple[Ints, Ints] | None = None
+
+    def __len__(self) -> int:
+        return len(self._start)
+
+    def __contains__(self, leaf: int) -> bool:
+        return leaf in self._start
+
+    def live(self) -> list[int]:
+        """Leaves that run, in the order in which they started."""
+        return list(self._start)
+
+    def held(self) -> int:
+        """Tokens that are held about now."""
+        live = len(self)
+        return int(self._base[:live].sum()) + live * self.now + self._prefixes
+
+    def expected(self, leaf: int) -> int:
+        """Output tokens that a live leaf is taken to reach."""
+        return self._end[leaf] - self._start[leaf]
+
+    def age(self, leaf: int) -> int:
+        """Output tokens that a live leaf has about now."""
+        return self.now - self._start[leaf]
+
+    def fits(self, leaf: int, output: int) -> bool:
+        """Whether the memory never overflows if this leaf starts now."""
+        ends, later = self._future()
+        own = self._own(leaf) + self._slack
+        end = self.now + output
+        cut = int(np.searchsorted(ends, end, side="right"))
+        peak = own + output
+        if cut < len(ends):
+            # Those that outlive the leaf, when it ends: later[cut] is what they hold at ends[cut].
+            peak += int(later[cut]) - (len(ends) - cut) * int(ends[cut] - end)
+        if cut:
+            peak = max(peak, int((later[:cut] + ends[:cut]).max()) + own - self.now)
+        return peak + self._prefixes + self._new_prefix(leaf) <= self.capacity
+
+    def admit(self, leaf: int, output: int) -> None:
+        """Count a leaf that starts now."""
+        if leaf in self._start:
+            raise InvariantError(f"leaf {leaf} is live already")
+        self._prefixes += self._new_prefix(leaf)
+        node = self._above[leaf]
+        while node >= 0:
+            self._references[node] += 1
+            if self._references[node] > 1:
+                break
+            node = self._parent[node]
+        self._start[leaf] = self.now
+        self._insert(leaf, self.now + output)
+
+    def tick(self, leaf: int, output: int) -> None:
+        """A live leaf has so many output tokens: it is at least so late."""
+        self.now = max(self.now, self._start[leaf] + output)
+
+    def extend(self, leaf: int, output: int) -> None:
+        """A live leaf will have so many output tokens after all."""
+        self._take_out(leaf)
+        self._insert(leaf, self._start[leaf] + output)
+
+    def overdue(self) -> list[int]:
+        """Live leaves that should have ended by now."""
+        count = int(np.searchsorted(self._ends[: len(self)], self.now, side="right"))
+        return [int(leaf) for leaf in self._leaf[:count]]
+
+    def release(self, leaf: int) -> None:
+        """A live leaf has ended."""
+        self._take_out(leaf)
+        del self._start[leaf], self._end[leaf]
+        node = self._above[leaf]
+        while node >= 0:
+            self._references[node] -= 1
+            if self._references[node] > 0:
+                break
+            above = self._parent[node]
+            self._prefixes -= self._depth[node] - (self._depth[above] if above >= 0 else 0)
+            node = above
+
+    def _own(self, leaf: int) -> int:
+        """Prompt tokens that no other leaf can share."""
+        return int(self._lengths[leaf] - self._depth[self._above[leaf]])
+
+    def _new_prefix(self, leaf: int) -> int:
+        """Tokens of shared segments that no live leaf uses yet."""
+        node = self._above[leaf]
+        deepest = self._depth[node]
+        while node >= 0 and not self._references[node]:
+            node = self._parent[node]
+        return int(deepest - (self._depth[node] if node >= 0 else 0))
+
+    def _future(self) -> tuple[Ints, Ints]:
+        """Ends in rising order, and what is held (without prefixes) just before each."""
+        if self._usage is None:
+            live = len(self)
+            ends = self._ends[:live]
+            base = self._base[:live][::-1].cumsum()[::-1]
+            self._usage = ends, base + np.arange(live, 0, -1) * ends
+        return self._usage
+
+    def _insert(self, leaf: int, end: int) -> None:
+        live = len(self._end)
+        if live == len(self._ends):
+            self._ends, self._base, self._leaf = (
+                np.append(array, np.zeros(live, np.int64))
+                for array in (self._ends, self._base, self._leaf)
+            )
+        at = int(np.searchsorted(self._ends[:live], end, side="right"))
+        base = self._own(leaf) + self._slack - self._start[leaf]
+        for array, value in ((self._ends, end), (self._base, base), (self._leaf, leaf)):
+            array[at + 1 : live + 1] = array[at:live]
+            array[at] = value
+        self._end[leaf] = end
+        self._usage = None
+
+    def _take_out(self, leaf: int) -> None:
+        live, end = len(self._end), self._end[leaf]
+        low = int(np.searchsorted(self._ends[:live], end, side="left"))
+        high = int(np.searchsorted(self._ends[:live], end, side="right"))
+        at = low + int(np.flatnonzero(self._leaf[low:high] == leaf)[0])
+        for array in (self._ends, self._base, self._leaf):
+            array[at : live - 1] = array[at + 1 : live]
+        del self._end[leaf]
+        self._usage = None
+
+    def check(self) -> None:
+        """Raise InvariantError if what is counted is not what the live leaves hold."""
+        live = set(self._start)
+        if live != set(self._end) or live != set(self._leaf[: len(live)].tolist()):
+            raise InvariantError("live leaves differ between the lists")
+        nodes = set()
+        for leaf in live:
+            node = self._above[leaf]
+            while node >= 0:
+                nodes.add(node)
+                node = self._parent[node]
+        held = sum(
+            self._depth[node] - self._depth[max(self._parent[node], 0)] for node in sorted(nodes)
+        )
+        if held != self._prefixes:
+            raise InvariantError(f"{self._prefixes} prefix tokens are counted, {held} are held")

@@ -1,0 +1,58 @@
+"""Cuts a set of requests into parts of equal load, one for each data-parallel engine."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from weft.blend.density import Floats, Rates
+from weft.blend.sort import LeafOrder, sort_tree
+from weft.blend.tree import PrefixTree
+from weft.core.errors import ParameterError
+
+
+def partition(tree: PrefixTree, outputs: Floats, rates: Rates, parts: int) -> list[list[int]]:
+    """Prompt numbers of each part: all parts have about the same arithmetic and the same reads.
+
+    The sorted leaves are taken from both ends, from the side that brings a part nearer to the
+    density of the whole, until it has its share of the load; so each part is two runs of
+    neighbours, and few prefixes are computed in more than one part (BlendServe section 5.5).
+
+    Args:
+        outputs: (n,) expected output tokens of each leaf.
+        parts: at most as many as there are prompts.
+
+    Raises:
+        ParameterError: more parts than prompts, or less than one.
+    """
+    count = len(tree.leaves)
+    if not 1 <= parts <= count:
+        raise ParameterError(f"{count} prompts cannot be cut into {parts} parts.", param="parts")
+    order: LeafOrder = sort_tree(tree, outputs, rates)
+    lengths, output = tree.lengths[order.positions], outputs[order.positions]
+    compute = (rates.compute_s(lengths, output) - rates.token_s * order.shared).tolist()
+    memory = rates.memory_s(lengths, output).tolist()
+    whole = sum(compute), sum(memory)
+    numbers = tree.leaves[order.positions].tolist()
+    found: list[list[int]] = []
+    left, right, taken = 0, count, [0.0, 0.0]
+    for part in range(1, parts + 1):
+        goal = [part / parts * total for total in whole]
+        mine: list[int] = []
+        while left < right and right - left > parts - part:
+            lacks = goal[0] - taken[0], goal[1] - taken[1]
+            if part < parts and lacks[0] / whole[0] + lacks[1] / whole[1] <= 0 and mine:
+                break
+            # The side that keeps what is still lacking at the density of the whole.
+            at = left if lacks[0] * whole[1] >= lacks[1] * whole[0] else right - 1
+            left, right = (left + 1, right) if at == left else (left, right - 1)
+            taken[0] += compute[at]
+            taken[1] += memory[at]
+            mine.append(numbers[at])
+        found.append(mine)
+    return found
+
+
+def spread_of(parts: list[list[int]], loads: Floats) -> float:
+    """Largest load of a part over the average one."""
+    sums = [float(np.sum(loads[part])) for part in parts]
+    return max(sums) * len(sums) / sum(sums)
