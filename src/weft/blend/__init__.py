@@ -3,8 +3,8 @@
 BlendServe: requests that stress arithmetic (long prompts) and requests that stress memory bandwidth
 (long outputs) run side by side, so that each step can overlap the two, while prompts with a common
 prefix still follow each other, so that the prefix is computed once. This package decides the order
-in which requests are submitted and nothing else: it needs the engine's KV capacity and hears of ends,
-so it can stand in front of any engine:
+in which requests are submitted and nothing else: it needs the engine's KV capacity and hears of
+ends, so it can stand in front of any engine:
 
     from weft.blend.density import Rates
     from weft.blend.order import Jobs, Room, make_order
@@ -12,16 +12,17 @@ so it can stand in front of any engine:
     from weft.cost.shape import model_shape
 
     rates = Rates.of(model_shape("llama-3.1-8b"), hardware("a100"))
-    order = make_order("blend", Jobs(prompts, longest), Room(kv_tokens=420_000, requests=1024), rates)
+    room = Room(kv_tokens=420_000, requests=1024)
+    order = make_order("blend", Jobs(prompts, longest), room, rates)
     while order.remaining or running:
         while (number := order.next()) is not None:
             submit(number)                      # prompts[number]
         number, output_tokens = wait_for_an_end()
         order.ended(number, output_tokens)      # None: it failed
 
-``Jobs(..., done={number: output_tokens})`` resumes: those are not handed out again, and their lengths
-tell about the others. ``order.progress(number, output_tokens)`` may be called as tokens come, and
-makes the forecast of the memory more exact; nothing depends on it.
+``Jobs(..., done={number: output_tokens})`` resumes: those are not handed out again, and their
+lengths tell about the others. ``order.progress(number, output_tokens)``, called now and then for
+one request that runs, tells how many steps have passed: starts are then spread evenly over time.
 
 Steps, one module each: ``tree`` (prefix tree), ``estimate`` (output lengths from a sample of 1 %),
 ``density`` (compute over memory time), ``sort`` (children by falling density, outliers moved to the

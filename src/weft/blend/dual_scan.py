@@ -1,9 +1,13 @@
 """Scans the sorted leaves from both ends at once, so that every batch is blended.
 
 Each side gets the part of the KV memory with which the density of what runs is that of all that
-remains (BlendServe section 5.3). It is derived again whenever a side comes to its next node, and the
-sides adapt to what really happens: what ends is replaced at once, and a request that outgrows its
-estimate counts with the memory-heavy side from then on (section 5.4).
+remains (BlendServe section 5.3). It is derived again whenever a side comes to its next node, and
+the sides adapt to what really happens: what ends is replaced at once, and a request that outgrows
+its estimate counts with the memory-heavy side from then on (section 5.4).
+
+Where the steps are heard of, a side starts its requests evenly over time, as fast as its memory
+serves them: all at once they would also end at once, and half of the memory would be empty on
+average until their lengths have spread them.
 """
 
 from __future__ import annotations
@@ -12,12 +16,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from weft.blend.density import Floats, Rates
+from weft.blend.density import Floats, Ints, Rates
 from weft.blend.forecast import Forecast
 from weft.blend.sort import LeafOrder
 from weft.blend.tree import PrefixTree
 
 NODES_A_MEMORY = 16  # merged nodes whose requests fill the memory once
+BURST = 1 / 4  # of the requests that a side's memory holds, those that may start at once
 LEFT, RIGHT = 0, 1
 
 
@@ -51,11 +56,35 @@ def shares(left: Node, right: Node, density: float, capacity: float) -> tuple[fl
     return part, capacity - part
 
 
+class Live(NamedTuple):
+    """A request that runs: its side, prompt tokens of its own, and expected output.
+
+    Attributes:
+        charged: token-steps that its side paid for it.
+    """
+
+    side: int
+    own: float
+    output: float
+    charged: float = 0.0
+
+    @property
+    def holds(self) -> float:
+        """Tokens that it holds on average while it runs."""
+        return self.own + self.output / 2
+
+    @property
+    def work(self) -> float:
+        """Tokens held times steps."""
+        return self.holds * self.output
+
+
 class DualScan:
     """Hands out the leaves of an order from both ends.
 
     Args:
         outputs: (n,) expected output tokens of each leaf of the tree.
+        reserves: (n,) output tokens that must fit when it starts; more, where nothing is known.
         forecast: what is live; leaves that this scan did not hand out may be, too.
     """
 
@@ -64,6 +93,7 @@ class DualScan:
         tree: PrefixTree,
         order: LeafOrder,
         outputs: Floats,
+        reserves: Ints,
         rates: Rates,
         forecast: Forecast,
     ) -> None:
@@ -71,13 +101,11 @@ class DualScan:
         positions = order.positions
         lengths, output = tree.lengths[positions].astype(float), outputs[positions]
         self._leaves = positions.tolist()
-        self._outputs = np.ceil(output).astype(np.int64).tolist()
-        # What a request holds on average while it runs: its own prompt and half of its output.
-        holds = lengths - order.shared + output / 2
-        self._holds = holds.tolist()
-        self._compute = _running(
-            rates.compute_s(lengths, output) - order.shared * rates.token_s
-        )
+        self._reserves = reserves[positions].tolist()
+        own = lengths - order.shared
+        holds = own + output / 2
+        self._own, self._output = own.tolist(), output.tolist()
+        self._compute = _running(rates.compute_s(lengths, output) - order.shared * rates.token_s)
         self._memory = _running(rates.memory_s(lengths, output))
         self._steps = _running(holds * output)
         self._read_s = rates.read_s
@@ -88,19 +116,21 @@ class DualScan:
         self.share = (0.0, 0.0)
         self.used = [0.0, 0.0]
         self._counts = [0, 0]
-        self._live: dict[int, tuple[int, float]] = {}  # leaf -> side, tokens it counts with
+        self._credit = [0.0, 0.0]  # token-steps that each side's memory has to give
+        self._earned_at = forecast.now
+        self._live: dict[int, Live] = {}
 
     def __len__(self) -> int:
         return self._next[RIGHT] - self._next[LEFT]
 
-    def adopt(self, leaf: int, side: int, holds: float) -> None:
-        """Count a live leaf that an earlier scan handed out."""
-        self._live[leaf] = side, holds
-        self._count(side, holds, 1)
+    def adopt(self, leaf: int, live: Live) -> None:
+        """Count a leaf that runs."""
+        self._live[leaf] = live
+        self._count(live.side, live.holds, 1)
 
-    def live(self) -> dict[int, tuple[int, float]]:
-        """Live leaves with their side and the tokens they count with."""
-        return dict(self._live)
+    def side(self, leaf: int) -> int:
+        """On which side a live leaf counts."""
+        return self._live[leaf].side
 
     def take(self) -> int | None:
         """The next leaf to start, counted as live from now on; None if none fits now.
@@ -110,38 +140,60 @@ class DualScan:
         if not len(self):
             return None
         self._derive()
+        self._earn()
         room = [self.share[side] - self.used[side] for side in (LEFT, RIGHT)]
         sides = (LEFT, RIGHT) if room[LEFT] >= room[RIGHT] else (RIGHT, LEFT)
         for side in sides:
             at = self._next[LEFT] if side == LEFT else self._next[RIGHT] - 1
-            if self._counts[side] and self._holds[at] > room[side]:
+            early = self._forecast.timed and self._credit[side] < 0
+            holds = self._own[at] + self._output[at] / 2
+            if self._counts[side] and (early or holds > room[side]):
                 continue
-            if self._forecast.fits(self._leaves[at], self._outputs[at]):
+            if self._forecast.fits(self._leaves[at], self._reserves[at]):
                 return self._start(side, at)
         if not len(self._forecast):
-            return self._start(sides[0], self._next[LEFT] if sides[0] == LEFT else self._next[RIGHT] - 1)
+            return self._start(
+                sides[0], self._next[LEFT] if sides[0] == LEFT else self._next[RIGHT] - 1
+            )
         return None
 
-    def ended(self, leaf: int) -> None:
-        """A live leaf has ended: its room is free."""
-        side, holds = self._live.pop(leaf)
-        self._count(side, -holds, -1)
+    def ended(self, leaf: int, output: int) -> None:
+        """A live leaf has ended; what it left of its memory and time goes to the next one."""
+        live = self._live.pop(leaf)
+        self._count(live.side, -live.holds, -1)
+        spared = live.charged - live._replace(output=output).work
+        self._credit[live.side] += max(0.0, spared)
 
-    def outgrown(self, leaf: int, more: float) -> None:
-        """A live leaf will hold so many tokens more: it belongs to the memory-heavy side."""
-        side, holds = self._live[leaf]
-        self._count(side, -holds, -1)
-        self.adopt(leaf, RIGHT, holds + more)
+    def outgrown(self, leaf: int, output: int) -> None:
+        """A live leaf will have so many output tokens: it belongs to the memory-heavy side."""
+        live = self._live[leaf]
+        self._count(live.side, -live.holds, -1)
+        if live.side == LEFT:
+            self._credit[LEFT] += live.charged
+            live = live._replace(charged=0.0)
+        self.adopt(leaf, live._replace(side=RIGHT, output=output))
+
+    def _earn(self) -> None:
+        """Give each side the token-steps that its memory offered since the last time."""
+        steps = self._forecast.now - self._earned_at
+        self._earned_at += steps
+        for side, at in ((LEFT, self._next[LEFT]), (RIGHT, self._next[RIGHT] - 1)):
+            most = BURST * self._output[at] * self.share[side]
+            earned = self._credit[side] + steps * self.share[side]
+            self._credit[side] = min(earned, most)
 
     def _count(self, side: int, holds: float, leaves: int) -> None:
         self._counts[side] += leaves
         self.used[side] = self.used[side] + holds if self._counts[side] else 0.0
 
     def _start(self, side: int, at: int) -> int:
-        leaf = self._leaves[at]
+        leaf: int = self._leaves[at]
         self._next[side] = at + 1 if side == LEFT else at
-        self._forecast.admit(leaf, self._outputs[at])
-        self.adopt(leaf, side, self._holds[at])
+        self._forecast.admit(leaf, self._reserves[at])
+        live = Live(side, self._own[at], self._output[at])
+        live = live._replace(charged=live.work)
+        self.adopt(leaf, live)
+        self._credit[side] -= live.work
         return leaf
 
     def _derive(self) -> None:

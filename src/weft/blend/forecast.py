@@ -2,8 +2,8 @@
 
 The peak of what they will hold decides whether another one fits: requests that started at different
 times do not need their longest at once, so far more run than if each had its whole length set aside
-(Gong et al. 2025, "Past-Future Scheduler"; NanoFlow section 4.2). Nothing but completions is needed:
-every running request gains one token a step, so a request that ends says how late it is.
+(Gong et al. 2025, "Past-Future Scheduler"; NanoFlow predicts its peak likewise). Nothing but
+completions is needed: every running request gains one token a step, so an end says how late it is.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class Forecast:
     def __init__(self, tree: PrefixTree, capacity: int, block_size: int = 1) -> None:
         self.capacity = capacity
         self.now = 0
+        self.timed = False  # whether steps are heard of, not only ends
         self._slack = block_size // 2
         self._depth = tree.depth.tolist()
         self._parent = tree.parent.tolist()
@@ -110,7 +111,7 @@ class Forecast:
     def release(self, leaf: int) -> None:
         """A live leaf has ended."""
         self._take_out(leaf)
-        del self._start[leaf], self._end[leaf]
+        del self._start[leaf]
         node = self._above[leaf]
         while node >= 0:
             self._references[node] -= 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -10,16 +11,17 @@ from typing import Protocol
 import numpy as np
 
 from weft.blend.density import Rates
-from weft.blend.dual_scan import LEFT, RIGHT, DualScan
-from weft.blend.estimate import choose_samples, estimate_outputs
+from weft.blend.dual_scan import LEFT, RIGHT, DualScan, Live
+from weft.blend.estimate import choose_samples, estimate_outputs, mostly_known
 from weft.blend.forecast import Forecast
 from weft.blend.sort import sort_tree
 from weft.blend.tree import PrefixTree, build_tree
 from weft.core.errors import ParameterError
 
 ORDERS = ("blend", "dfs", "fcfs", "random")
-TOLD = 0.9  # share of the samples that must have ended before the rest is ordered
-OUTGROWN = 2  # a request that outlives its estimate is taken to be half way at each age
+FIRST_SORT = 32  # steps after which samples have told something; then after twice as many, ...
+HALFWAY = 2  # a request that outlives what is known of it is taken to be half way
+NEVER = 2**40  # output tokens for which no memory has room
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +85,11 @@ class Order(Protocol):
         """
 
     def progress(self, number: int, output: int) -> None:
-        """A running request has so many output tokens. May be left out; it makes ends known
-        earlier."""
+        """A running request has so many output tokens: tells how many steps have passed.
+
+        May be left out, and one request that runs, say the oldest, speaks for all. With it requests
+        start evenly over time, and those that outgrow their estimate are seen at once.
+        """
 
     def ended(self, number: int, output: int | None) -> None:
         """A request has ended with so many output tokens; None if its length tells nothing, since
@@ -146,9 +151,10 @@ class ListedOrder:
 class BlendOrder:
     """BlendServe's order: see the package's docstring.
 
-    Samples go first; while they run, half of the memory is filled depth first, since nothing is
-    known of lengths. When nearly all samples have ended the rest is sorted, and once more when all
-    have; a sample that still runs counts as being half way.
+    Samples go first. As they tell more of the lengths, the rest is sorted again: whenever they have
+    run twice as long as at the last sort, and when all have ended. A sample that still runs counts
+    as being half way, and what is like samples of which most still run waits, unless there is room
+    for it at its longest.
     """
 
     def __init__(self, jobs: Jobs, room: Room, rates: Rates, seed: int = 0) -> None:
@@ -159,21 +165,17 @@ class BlendOrder:
         self._leaf = [0] * count
         for leaf, number in enumerate(self._numbers):
             self._leaf[number] = leaf
-        self._longest = None
-        if jobs.longest is not None:
-            bounds = [2**62 if bound is None else bound for bound in jobs.longest]
-            self._longest = np.asarray(bounds, np.int64)[self.tree.leaves]
+        bounds = jobs.longest or [None] * count
+        longest = np.asarray([NEVER if bound is None else bound for bound in bounds], np.int64)
+        self._longest = longest[self.tree.leaves]
         self.forecast = Forecast(self.tree, room.kv_tokens, room.block_size)
         self._known: dict[int, float] = {number: float(n) for number, n in jobs.done.items()}
         self._waiting = np.ones(count, bool)  # leaves that were not handed out
         self._waiting[[self._leaf[number] for number in jobs.done]] = False
         self._left = count - len(jobs.done)
-        self._told = 0
-        self._depth_first = self.tree.depth_first()
-        self._filled = 0  # leaves of the depth-first order that need no look any more
         self._samples = self._choose(jobs, seed)
-        self._sampled = set(self._samples)
-        self._outputs = estimate_outputs(self.tree, self._known, self._longest)
+        self._untold = set(self._samples)  # samples that have not ended
+        self._sort_at = FIRST_SORT
         self.scan: DualScan | None = None
         if not self._samples:
             self._sort()
@@ -183,7 +185,7 @@ class BlendOrder:
         chosen = set(choose_samples(len(jobs.prompts), seed=seed).tolist())
         if len(jobs.done) >= len(chosen):
             return []
-        order = reversed(self._depth_first.tolist())
+        order = reversed(self.tree.depth_first().tolist())
         return [number for number in order if number in chosen and number not in jobs.done]
 
     @property
@@ -194,91 +196,83 @@ class BlendOrder:
         if not self._left or len(self.forecast) >= self._room.requests:
             return None
         self._adapt()
-        if self._samples:
-            leaf = self._take_listed(self._leaf[self._samples[-1]])
-            if leaf is not None:
-                self._samples.pop()
-        elif self.scan is not None:
-            leaf = self.scan.take()
-        else:
-            leaf = self._fill()
+        leaf = self._next_sample() if self._samples else self._next_of_rest()
         if leaf is None:
             return None
         self._waiting[leaf] = False
         self._left -= 1
         return int(self._numbers[leaf])
 
+    def _next_sample(self) -> int | None:
+        """The next sample, while half of the memory is free: nothing is known of its length."""
+        if len(self.forecast) and self.forecast.held() > self._room.kv_tokens / 2:
+            return None
+        leaf = self._leaf[self._samples.pop()]
+        self.forecast.admit(leaf, 1)
+        return leaf
+
+    def _next_of_rest(self) -> int | None:
+        told = not self._untold or self.forecast.now >= self._sort_at
+        if self.scan is None or (told and self._sort_at < NEVER):
+            if not told and len(self.forecast):
+                return None
+            self._sort()
+        assert self.scan is not None
+        return self.scan.take()
+
     def progress(self, number: int, output: int) -> None:
         leaf = self._leaf[number]
         if leaf in self.forecast:
+            self.forecast.timed = True
             self.forecast.tick(leaf, output)
 
     def ended(self, number: int, output: int | None) -> None:
         leaf = self._leaf[number]
         if leaf not in self.forecast:
             raise ParameterError(f"Request {number} does not run.", param="number")
-        if output is not None:
+        if output is None:
+            output = max(0, self.forecast.age(leaf))
+        else:
             self.forecast.tick(leaf, output)
-            self._known[number] = float(output)
+            if number in self._untold:
+                self._known[number] = float(output)
+        self._untold.discard(number)
         self.forecast.release(leaf)
         if self.scan is not None:
-            self.scan.ended(leaf)
-        if number in self._sampled:
-            self._sampled.discard(number)
-            self._told += 1
-            if not self._samples:
-                self._learn()
-
-    def _learn(self) -> None:
-        """Order the rest when the samples tell enough of it."""
-        everyone = self._told + len(self._sampled)
-        enough = self._told >= TOLD * everyone
-        if (enough and self.scan is None) or not self._sampled:
-            self._sort()
+            self.scan.ended(leaf, output)
 
     def _sort(self) -> None:
-        if not self._left:
-            return
-        known = dict(self._known)
-        for number in self._sampled:
-            known[number] = float(max(1, OUTGROWN * self.forecast.age(self._leaf[number])))
-        self._outputs = estimate_outputs(self.tree, known, self._longest)
-        order = sort_tree(self.tree, self._outputs, self._rates, present=self._waiting)
-        before = {} if self.scan is None else self.scan.live()
-        self.scan = DualScan(self.tree, order, self._outputs, self._rates, self.forecast)
-        middle = self.scan.density
-        for leaf in self.forecast.live():
-            if leaf in before:
-                self.scan.adopt(leaf, *before[leaf])
-                continue
-            length, output = int(self.tree.lengths[leaf]), float(self._outputs[leaf])
-            own = self._rates.compute_s(length, output) / self._rates.memory_s(length, output)
-            self.scan.adopt(leaf, LEFT if own > middle else RIGHT, length + output / 2)
+        """Order what waits by what is known by now."""
+        forecast = self.forecast
+        self._sort_at = max(self._sort_at, HALFWAY * forecast.now) if self._untold else NEVER
+        running = {n: HALFWAY * forecast.age(self._leaf[n]) for n in sorted(self._untold)}
+        outputs = estimate_outputs(self.tree, {**self._known, **running}, self._longest)
+        reserves = np.ceil(outputs).astype(np.int64)
+        unknown = ~mostly_known(self.tree, self._known, running)
+        reserves[unknown] = self._longest[unknown]
+        order = sort_tree(self.tree, outputs, self._rates, present=self._waiting)
+        self.scan = DualScan(self.tree, order, outputs, reserves, self._rates, forecast)
+        for leaf in forecast.live():
+            expected = max(math.ceil(outputs[leaf]), forecast.age(leaf) + 1)
+            forecast.extend(leaf, expected)
+            self.scan.adopt(leaf, self._place(leaf, expected))
 
-    def _take_listed(self, leaf: int) -> int | None:
-        """Start this leaf if it fits or nothing else runs."""
-        output = int(self._outputs[leaf])
-        if len(self.forecast) and not self.forecast.fits(leaf, output):
-            return None
-        self.forecast.admit(leaf, output)
-        return leaf
-
-    def _fill(self) -> int | None:
-        """The next leaf depth first, while half of the memory is free."""
-        if len(self.forecast) and self.forecast.held() > self._room.kv_tokens / 2:
-            return None
-        while not self._waiting[leaf := self._leaf[self._depth_first[self._filled]]]:
-            self._filled += 1
-        return self._take_listed(leaf)
+    def _place(self, leaf: int, output: int) -> Live:
+        """How a leaf that runs counts."""
+        assert self.scan is not None
+        length = int(self.tree.lengths[leaf])
+        own = self._rates.compute_s(length, output) / self._rates.memory_s(length, output)
+        side = LEFT if own > self.scan.density else RIGHT
+        live = Live(side, length - int(self.tree.depth[self.tree.leaf_parent[leaf]]), output)
+        return live._replace(charged=live.work)
 
     def _adapt(self) -> None:
         """Expect more of requests that should have ended."""
         forecast = self.forecast
         for leaf in forecast.overdue():
             expected = forecast.expected(leaf)
-            longer = max(expected + 1, OUTGROWN * forecast.age(leaf))
-            if self._longest is not None:
-                longer = max(expected + 1, min(longer, int(self._longest[leaf])))
+            longer = min(HALFWAY * forecast.age(leaf), int(self._longest[leaf]))
+            longer = max(expected + 1, longer)
             forecast.extend(leaf, longer)
             if self.scan is not None:
-                self.scan.outgrown(leaf, (longer - expected) / 2)
+                self.scan.outgrown(leaf, longer)

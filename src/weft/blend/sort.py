@@ -7,7 +7,6 @@ is kept (BlendServe sections 5.2 and 5.4).
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from dataclasses import dataclass
 
 import numpy as np
@@ -120,7 +119,9 @@ class _Sorting:
             total_saved -= shared[opening]
         memory = over(self.memory)
         empty = memory <= 0
-        rho = density(over(self.compute), np.where(empty, 1.0, memory), total_saved * self.rates.token_s)
+        rho = density(
+            over(self.compute), np.where(empty, 1.0, memory), total_saved * self.rates.token_s
+        )
         return arrange(tree, np.where(empty, 0.0, -rho), -self.density, self.hangs)
 
     def split(self) -> bool:
@@ -144,11 +145,14 @@ class _Sorting:
         return True
 
     def _out_of_order(self) -> Ints:
-        """The fewest leaves without which the density falls from left to right."""
+        """Leaves with a lower density before them, or a higher one after them."""
         position = self.arranged[0]
         here = np.flatnonzero(position >= 0)
         order = here[np.argsort(position[here])]
-        return order[~longest_rising(-self.density[order])]
+        own = self.density[order]
+        lowest_before = np.minimum.accumulate(own)
+        highest_after = np.maximum.accumulate(own[::-1])[::-1]
+        return np.asarray(order[(lowest_before < own) | (highest_after > own)])
 
     def _mismatch(self) -> Floats:
         """Seconds of each leaf that its neighbours cannot overlap, where it stands now.
@@ -165,24 +169,3 @@ class _Sorting:
         found = np.zeros(len(self.hangs))
         found[order] = np.abs(self.compute[order] - rho * self.memory[order]) / (1 + rho)
         return found
-
-
-def longest_rising(values: Floats) -> Bools:
-    """(n,) which values make up a longest subsequence that never falls."""
-    ends: list[float] = []  # smallest value that a subsequence of each length ends with
-    length = np.empty(len(values), np.int64)
-    for index, value in enumerate(values.tolist()):
-        at = bisect_right(ends, value)
-        length[index] = at
-        if at == len(ends):
-            ends.append(value)
-        else:
-            ends[at] = value
-    chosen = np.zeros(len(values), bool)
-    want, most = len(ends) - 1, np.inf
-    for index in range(len(values) - 1, -1, -1):
-        if length[index] == want and values[index] <= most:
-            chosen[index] = True
-            most = values[index]
-            want -= 1
-    return chosen

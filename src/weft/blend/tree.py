@@ -56,7 +56,10 @@ class PrefixTree:
         return self.leaves[np.argsort(self.positions(first_came, self.leaves))]
 
     def positions(
-        self, node_key: Seq[float] | Ints, leaf_key: Seq[float] | Ints, leaf_parent: Ints | None = None
+        self,
+        node_key: Seq[float] | Ints,
+        leaf_key: Seq[float] | Ints,
+        leaf_parent: Ints | None = None,
     ) -> Ints:
         """(n,) position of each leaf once all siblings are in rising order of their keys.
 
@@ -68,9 +71,7 @@ class PrefixTree:
         return arrange(self, np.asarray(node_key), np.asarray(leaf_key), hangs)[0]
 
 
-def arrange(
-    tree: PrefixTree, node_key: Ints, leaf_key: Ints, hangs: Ints
-) -> tuple[Ints, Ints]:
+def arrange(tree: PrefixTree, node_key: Ints, leaf_key: Ints, hangs: Ints) -> tuple[Ints, Ints]:
     """Sort the children of every node by rising key, then by first leaf.
 
     Returns:
@@ -149,9 +150,9 @@ def build_tree(prompts: Seq[Seq[int]], block_size: int = 16) -> PrefixTree:
 def _key(prompt: Seq[int], number: int) -> bytes:
     try:
         tokens = np.asarray(prompt)
-        if tokens.ndim == 1 and len(tokens) and tokens.dtype.kind in "iu":
-            if tokens.min() >= 0 and tokens.max() < 2**32:
-                return tokens.astype(">u4").tobytes()
+        whole = tokens.ndim == 1 and len(tokens) > 0 and tokens.dtype.kind in "iu"
+        if whole and tokens.min() >= 0 and tokens.max() < 2**32:
+            return tokens.astype(">u4").tobytes()
     except (TypeError, ValueError, OverflowError):
         pass
     what = "has no tokens" if len(prompt) == 0 else "holds something that is no token id"

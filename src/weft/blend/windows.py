@@ -1,7 +1,7 @@
 """Time windows: which of the waiting requests are blended next, so that each meets its deadline.
 
-Blending across all that waits may put off a request until the very end of its pool, so a pool is only
-as large as can end before the deadline of its oldest request (BlendServe section 7).
+Blending across all that waits may put off a request until the very end of its pool, so a pool is
+only as large as can end before the deadline of its oldest request (BlendServe section 7).
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class Windows:
         """
         if not self._waiting:
             return []
-        due, end, pool = self._waiting[0].due_s, now_s, []
+        due, end = self._waiting[0].due_s, now_s
+        pool: list[int] = []
         while self._waiting and (not pool or end + self._waiting[0].work_s <= due):
             taken = self._waiting.popleft()
             end += taken.work_s
@@ -64,7 +65,7 @@ class Windows:
         return pool
 
     def late(self, now_s: float) -> list[int]:
-        """Requests that cannot end in time even if all that wait are worked off in order from now."""
+        """Requests that cannot end in time even if all that wait run in order from now."""
         end, found = now_s, []
         for waiting in self._waiting:
             end += waiting.work_s

@@ -1,0 +1,480 @@
+"""Offline order: every request once, sharing kept, leaves in falling order, memory shared out."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.blend.density import Rates, density
+from weft.blend.dual_scan import RIGHT, Node, shares
+from weft.blend.estimate import choose_samples, estimate_outputs, mostly_known
+from weft.blend.forecast import Forecast
+from weft.blend.order import ORDERS, Jobs, Room, make_order
+from weft.blend.partition import partition
+from weft.blend.sort import _Sorting, sort_tree
+from weft.blend.tree import build_tree
+from weft.blend.windows import Windows
+from weft.core.errors import ParameterError
+from weft.cost.hardware import hardware
+from weft.cost.shape import model_shape
+
+RATES = Rates.of(model_shape("llama-3.1-8b"), hardware("a100"))
+HEAD_HEAVY = Rates(1.0, 0.0, 0.1)  # figures that can be followed by hand
+
+prompt_lists = st.lists(
+    st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=24
+)
+
+
+@st.composite
+def workloads(draw):
+    """Prompts with shared prefixes, and an output length for each."""
+    prompts = draw(prompt_lists)
+    outputs = draw(st.lists(st.integers(1, 60), min_size=len(prompts), max_size=len(prompts)))
+    return prompts, outputs
+
+
+def common(a, b, block: int) -> int:
+    """Tokens in whole blocks that both have, short of the last token of either."""
+    same = next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
+    return min(same, len(a) - 1, len(b) - 1) // block * block
+
+
+# -- densities ------------------------------------------------------------------------------------
+
+
+def test_times_of_a_request_by_hand():
+    rates = Rates(2.0, 0.5, 3.0)
+    assert rates.compute_s(4, 6) == 2 * 10 + 0.5 * 16
+    assert rates.memory_s(4, 6) == 3 * (24 + 18)
+    assert density(20.0, 5.0, 10.0) == 2.0
+
+
+def test_rates_of_llama_on_an_a100():
+    """2 P / C with P = 7.5e9 and C = 312e12; 128 KiB of KV a token over 2.039e12 B/s."""
+    assert RATES.token_s == pytest.approx(2 * 7.505e9 / 312e12, rel=1e-3)
+    assert RATES.read_s == pytest.approx(131072 / 2.039e12)
+
+
+# -- tree -----------------------------------------------------------------------------------------
+
+
+@given(prompt_lists, st.integers(1, 3))
+def test_the_tree_knows_what_prompts_share(prompts, block):
+    tree = build_tree(prompts, block)
+    ordered = [prompts[leaf] for leaf in tree.leaves]
+    assert ordered == sorted(prompts)
+    wanted = [0] + [common(a, b, block) for a, b in itertools.pairwise(ordered)]
+    assert tree.shared.tolist() == wanted
+    for node, above in enumerate(tree.parent.tolist()):
+        first, last = tree.first[node], tree.last[node]
+        depth = tree.depth[node]
+        if node:
+            assert above < node
+            assert tree.first[above] <= first < last <= tree.last[above]
+            assert depth > tree.depth[above]
+            assert min(wanted[first + 1 : last]) == depth, "a node is as deep as its range allows"
+            assert wanted[first] < depth
+            assert last == len(wanted) or wanted[last] < depth
+    for leaf in range(len(ordered)):
+        nodes = [n for n in range(len(tree.parent)) if tree.first[n] <= leaf < tree.last[n]]
+        assert tree.leaf_parent[leaf] == max(nodes, key=lambda n: tree.depth[n])
+
+
+@given(prompt_lists, st.integers(1, 3))
+def test_depth_first_order_shares_most_and_keeps_arrival_between_siblings(prompts, block):
+    tree = build_tree(prompts, block)
+    order = tree.depth_first().tolist()
+    assert sorted(order) == list(range(len(prompts)))
+    saved = sum(common(prompts[a], prompts[b], block) for a, b in itertools.pairwise(order))
+    assert saved <= tree.shared.sum()
+    if (
+        block == 1
+        and all(len(p) > 1 for p in prompts)
+        and len(set(map(tuple, prompts))) == len(order)
+    ):
+        without_prefixes = not any(
+            a != b and p[: len(q)] == q
+            for a, p in enumerate(prompts)
+            for b, q in enumerate(prompts)
+        )
+        if without_prefixes:
+            assert saved == tree.shared.sum()
+    assert order[0] == 0
+
+
+@pytest.mark.parametrize(
+    "bad", [[[1], []], [[1], [-1]], [[1], [2**32]], [[1], ["a"]], [[1], [1.5]]]
+)
+def test_a_bad_prompt_is_named(bad):
+    with pytest.raises(ParameterError, match="Prompt 1"):
+        build_tree(bad)
+    with pytest.raises(ParameterError, match="no prompts"):
+        build_tree([])
+
+
+# -- estimates ------------------------------------------------------------------------------------
+
+
+def test_estimates_follow_the_nearest_relatives():
+    prompts = [[1, 1, 1, 5], [1, 1, 1, 6], [1, 1, 2, 5], [1, 1, 2, 6], [3, 3], [3, 4]]
+    tree = build_tree(prompts, 1)
+    found = dict(
+        zip(tree.leaves.tolist(), estimate_outputs(tree, {0: 10, 4: 2}).tolist(), strict=True)
+    )
+    assert found[1] == 10, "the average of its own subtree"
+    assert found[2] == found[3] == 10, "their subtree has no sample: that of the sibling"
+    assert found[5] == 2
+    assert (estimate_outputs(tree, {}) == np.mean([4, 4, 4, 4, 2, 2])).all()
+    told = mostly_known(tree, {0: 10.0}, {1: 9.0, 4: 2.0, 5: 2.0})
+    known = dict(zip(tree.leaves.tolist(), told.tolist(), strict=True))
+    assert known == {0: True, 1: True, 2: True, 3: True, 4: False, 5: False}
+    bound = np.full(6, 3)
+    assert estimate_outputs(tree, {0: 10}, bound).max() == 10, "what is known is not bounded"
+    assert sorted(estimate_outputs(tree, {0: 10}, bound).tolist()) == [3] * 5 + [10]
+
+
+def test_samples_are_a_share_of_the_whole_and_the_same_for_the_same_seed():
+    chosen = choose_samples(10_000, 0.01, seed=3)
+    assert len(set(chosen.tolist())) == 100
+    assert (chosen == choose_samples(10_000, 0.01, seed=3)).all()
+    assert (chosen != choose_samples(10_000, 0.01, seed=4)).any()
+    assert choose_samples(5).tolist() == [0, 1, 2, 3, 4]
+
+
+# -- sort and split -------------------------------------------------------------------------------
+
+
+@given(workloads(), st.sampled_from([0.0, 0.5, 0.9, 0.99, 1.0]), st.integers(1, 2))
+@settings(deadline=None)
+def test_sorting_keeps_the_sharing_and_splits_only_what_pays(workload, keep, block):
+    prompts, outputs = workload
+    tree = build_tree(prompts, block)
+    lengths = np.asarray(outputs, float)[tree.leaves]
+    order = sort_tree(tree, lengths, HEAD_HEAVY, keep=keep)
+    assert sorted(order.positions.tolist()) == list(range(len(prompts)))
+    saved = int(order.shared.sum())
+    assert saved >= keep * tree.shared.sum()
+    numbers = tree.leaves[order.positions].tolist()
+    really = sum(common(prompts[a], prompts[b], block) for a, b in itertools.pairwise(numbers))
+    assert really >= saved, "moved leaves may still happen to share"
+    assert order.split <= len(prompts)
+    # Monotone, or every split is too dear.
+    state = _Sorting(tree, lengths, HEAD_HEAVY, None, keep)
+    while state.split():
+        pass
+    assert state.moved == order.split
+    own = state.density[order.positions]
+    if (own[1:] > own[:-1]).any():
+        home, shared = state._shared_at_home()
+        spare = int(shared.sum()) - state.least
+        worth = state._mismatch()
+        cost = dict(zip(home.tolist(), np.maximum(shared, np.append(shared[1:], 0)), strict=True))
+        for leaf in state._out_of_order().tolist():
+            dear = state.hangs[leaf] == 0 or cost[leaf] > spare or worth[leaf] <= cost[leaf]
+            assert dear, f"leaf {leaf} stands out and could move"
+
+
+def test_an_outlier_moves_to_its_place_at_the_root():
+    """Figure 5 of the paper: request 2, memory-heavy among compute-heavy siblings."""
+    long = list(range(20, 220))
+    prompts = [[1, 10, *long], [1, 11], [1, 12, *long], [4, *long[:49]], [2, 5], [3, 5]]
+    outputs = np.asarray([1.0, 30.0, 1.0, 5.0, 60.0, 100.0])
+    tree = build_tree(prompts, 1)
+    strict = sort_tree(tree, outputs[tree.leaves], HEAD_HEAVY, keep=1.0)
+    assert strict.split == 0
+    assert tree.leaves[strict.positions].tolist() == [0, 2, 1, 3, 4, 5]
+    loose = sort_tree(tree, outputs[tree.leaves], HEAD_HEAVY, keep=0.5)
+    assert loose.split == 1
+    assert tree.leaves[loose.positions].tolist() == [0, 2, 3, 1, 4, 5]
+
+
+@given(workloads())
+@settings(deadline=None)
+def test_absent_leaves_are_left_out(workload):
+    prompts, outputs = workload
+    tree = build_tree(prompts, 1)
+    present = np.arange(len(prompts)) % 3 != 1
+    lengths = np.asarray(outputs, float)[tree.leaves]
+    order = sort_tree(tree, lengths, HEAD_HEAVY, present=present)
+    assert sorted(order.positions.tolist()) == np.flatnonzero(present).tolist()
+
+
+# -- dual scan ------------------------------------------------------------------------------------
+
+
+def test_memory_is_shared_out_by_density():
+    """The two equations of section 5.3."""
+    left, right = Node(20.0, 1.0), Node(0.1, 1.0)
+    for rho in (0.5, 1.4, 10.0):
+        ours, theirs = shares(left, right, rho, 1000.0)
+        assert ours + theirs == 1000
+        assert (ours * 20.0 + theirs * 0.1) == pytest.approx(1000 * rho)
+    assert shares(left, right, 30.0, 1000.0) == (1000, 0)
+    assert shares(left, right, 0.05, 1000.0) == (0, 1000)
+    assert shares(right, right, 0.7, 1000.0) == (500, 500)
+
+
+@given(
+    st.floats(1.5, 50), st.floats(0.01, 1), st.floats(0.01, 50), st.floats(1, 9), st.floats(1, 9)
+)
+def test_shares_add_up_and_balance_what_is_read(high, low, rho, reads_left, reads_right):
+    ours, theirs = shares(Node(high, reads_left), Node(low, reads_right), rho, 1000.0)
+    assert ours + theirs == pytest.approx(1000)
+    assert min(ours, theirs) >= 0
+    if low < rho < high:
+        read = ours * reads_left + theirs * reads_right
+        assert ours * reads_left * high + theirs * reads_right * low == pytest.approx(rho * read)
+
+
+# -- forecast -------------------------------------------------------------------------------------
+
+
+@given(workloads(), st.data())
+@settings(deadline=None)
+def test_the_forecast_is_the_peak_of_what_is_held(workload, data):
+    prompts, outputs = workload
+    tree = build_tree(prompts, 1)
+    capacity = data.draw(st.integers(20, 150))
+    forecast = Forecast(tree, capacity)
+    live: dict[int, tuple[int, int]] = {}
+
+    def held(at: int, of: dict[int, tuple[int, int]]) -> int:
+        running = {leaf: start for leaf, (start, end) in of.items() if end > at}
+        return sum(
+            int(tree.lengths[leaf] - tree.depth[tree.leaf_parent[leaf]]) + at - start
+            for leaf, start in running.items()
+        )
+
+    def prefixes(leaves) -> int:
+        nodes: set[int] = set()
+        for leaf in leaves:
+            node = int(tree.leaf_parent[leaf])
+            while node > 0:
+                nodes.add(node)
+                node = int(tree.parent[node])
+        return sum(int(tree.depth[node] - tree.depth[tree.parent[node]]) for node in nodes)
+
+    for leaf in data.draw(st.permutations(range(len(prompts)))):
+        for other in [o for o, (_, end) in live.items() if end <= forecast.now]:
+            forecast.release(other)
+            del live[other]
+        with_it = {**live, leaf: (forecast.now, forecast.now + outputs[leaf])}
+        ends = [end for _, end in with_it.values()]
+        # Just before an end its sequence is held in full: held(end - 1) and one token for each.
+        peak = max(
+            held(end - 1, with_it) + sum(1 for e in ends if e >= end)
+            for end in ends
+            if end <= forecast.now + outputs[leaf]
+        )
+        assert forecast.fits(leaf, outputs[leaf]) == (peak + prefixes(with_it) <= capacity)
+        if forecast.fits(leaf, outputs[leaf]):
+            forecast.admit(leaf, outputs[leaf])
+            live = with_it
+            assert forecast.held() == held(forecast.now, live) + prefixes(live)
+        forecast.check()
+        if live and data.draw(st.booleans()):
+            some = data.draw(st.sampled_from(sorted(live)))
+            forecast.tick(some, data.draw(st.integers(0, live[some][1] - live[some][0])))
+
+
+# -- the front ------------------------------------------------------------------------------------
+
+
+def serve(order, outputs, *, progress: bool = False, fail=()) -> list[tuple[int, int]]:
+    """A null engine: every running request gains a token a step. (step, request) at each start."""
+    running: dict[int, int] = {}
+    started: list[tuple[int, int]] = []
+    for step in itertools.count():
+        while (number := order.next()) is not None:
+            running[number] = 0
+            started.append((step, number))
+        if not running:
+            assert order.remaining == 0, "nothing runs and nothing comes"
+            return started
+        for number in list(running):
+            running[number] += 1
+            if progress:
+                order.progress(number, running[number])
+            if running[number] >= outputs[number]:
+                del running[number]
+                order.ended(number, None if number in fail else outputs[number])
+    raise AssertionError("unreachable")
+
+
+@given(
+    workloads(),
+    st.sampled_from(ORDERS),
+    st.integers(1, 300),
+    st.integers(1, 20),
+    st.integers(0, 3),
+    st.booleans(),
+)
+@settings(deadline=None, max_examples=150)
+def test_every_request_is_handed_out_exactly_once(workload, kind, kv, most, seed, progress):
+    prompts, outputs = workload
+    done = {number: outputs[number] for number in range(len(prompts)) if number % 5 == 4}
+    room = Room(kv, most, block_size=2)
+
+    def once():
+        order = make_order(kind, Jobs(prompts, outputs, done), room, RATES, seed)
+        found = serve(order, outputs, progress=progress, fail={0, 3})
+        assert order.remaining == 0
+        return found
+
+    found = once()
+    assert found == once(), "equal calls, equal answers"
+    counts = Counter(number for _, number in found)
+    assert counts == Counter(set(range(len(prompts))) - set(done))
+
+
+def blended(count: int, seed: int = 0):
+    """Short prompts with long answers and long prompts with short ones, shuffled."""
+    rng = np.random.default_rng(seed)
+    prompts, outputs = [], []
+    for number in range(count):
+        long_prompt = rng.random() < 0.7
+        head = [7] * 16 if long_prompt else [8] * 16
+        size = int(rng.integers(300, 500)) if long_prompt else 8
+        prompts.append([*head, *rng.integers(10, 30_000, size).tolist(), number])
+        outputs.append(int(rng.integers(4, 12)) if long_prompt else int(rng.integers(600, 1400)))
+    return prompts, outputs
+
+
+def side_by_side(prompts, outputs, kind) -> float:
+    """Share of the steps in which requests of both kinds run."""
+    order = make_order(kind, Jobs(prompts), Room(40_000, 512), Rates(1e-4, 0.0, 2e-8))
+    started = serve(order, outputs)
+    ends = [step + outputs[number] for step, number in started]
+    kinds = np.zeros((2, max(ends)), bool)
+    for (step, number), end in zip(started, ends, strict=True):
+        kinds[int(outputs[number] > 100), step:end] = True
+    return float(kinds.all(0).mean())
+
+
+def test_compute_and_memory_heavy_requests_run_side_by_side():
+    workload = blended(2000)
+    assert side_by_side(*workload, "dfs") < 0.3
+    assert side_by_side(*workload, "blend") > 0.6
+
+
+@pytest.mark.parametrize("progress", [False, True])
+def test_blend_fills_the_memory_and_does_not_overflow_it(progress):
+    prompts, outputs = blended(2000, 1)
+    kv = 40_000
+    room = Room(kv, 512, block_size=1)
+    order = make_order("blend", Jobs(prompts), room, Rates(1e-4, 0.0, 2e-8))
+    started = serve(order, outputs, progress=progress)
+    spans = [(step, step + outputs[n], len(prompts[n])) for step, n in started]
+    end = max(last for _, last, _ in spans)
+    held = [
+        sum(size - 16 + step - first for first, last, size in spans if first <= step < last) + 32
+        for step in range(0, end, 100)
+    ]
+    filled = held[len(held) // 4 : -len(held) // 10]  # lengths are known, and work is left
+    assert max(held) < 1.2 * kv, "lengths are averages: a little above may happen"
+    assert sum(filled) / len(filled) > 0.75 * kv
+
+
+def test_a_request_that_outgrows_its_estimate_moves_to_the_heavy_side():
+    prompts, outputs = blended(400, 2)
+    order = make_order(
+        "blend", Jobs(prompts, done={n: outputs[n] for n in range(40)}), Room(9000, 99), RATES
+    )
+    number = order.next()
+    while order.scan.side(order._leaf[number]) == RIGHT:
+        number = order.next()
+    leaf = order._leaf[number]
+    expected, used = order.forecast.expected(leaf), order.scan.used[RIGHT]
+    order.progress(number, expected + 5)
+    order.next()
+    assert order.scan.side(leaf) == RIGHT
+    assert order.scan.used[RIGHT] > used
+    assert order.forecast.expected(leaf) > expected + 5
+
+
+def test_bad_input_of_the_front():
+    with pytest.raises(ParameterError, match="known: blend, dfs, fcfs, random"):
+        make_order("lifo", Jobs([[1]]), Room(10, 1), RATES)
+    with pytest.raises(ParameterError, match="2 bounds"):
+        Jobs([[1]], [1, 2])
+    with pytest.raises(ParameterError, match="no prompt 4"):
+        Jobs([[1]], done={4: 1})
+    with pytest.raises(ParameterError, match="kv_tokens"):
+        Room(0, 1)
+    order = make_order("blend", Jobs([[1]]), Room(10, 1), RATES)
+    with pytest.raises(ParameterError, match="does not run"):
+        order.ended(0, 3)
+
+
+# -- partition and windows ------------------------------------------------------------------------
+
+
+@given(workloads(), st.integers(1, 4))
+@settings(deadline=None)
+def test_parts_hold_every_request_once(workload, parts):
+    prompts, outputs = workload
+    tree = build_tree(prompts, 1)
+    lengths = np.asarray(outputs, float)[tree.leaves]
+    if parts > len(prompts):
+        with pytest.raises(ParameterError, match="cannot be cut"):
+            partition(tree, lengths, RATES, parts)
+        return
+    found = partition(tree, lengths, RATES, parts)
+    assert sorted(itertools.chain(*found)) == list(range(len(prompts)))
+    assert all(found)
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_parts_have_equal_loads_and_little_lost_sharing(parts):
+    prompts, outputs = blended(4000, 3)
+    tree = build_tree(prompts)
+    lengths = np.asarray(outputs, float)[tree.leaves]
+    found = partition(tree, lengths, RATES, parts)
+    sizes = np.asarray([len(prompt) for prompt in prompts], float)
+    outs = np.asarray(outputs, float)
+    for load in (RATES.compute_s(sizes, outs), RATES.memory_s(sizes, outs)):
+        sums = [load[part].sum() for part in found]
+        assert max(sums) < 1.02 * min(sums)
+    shared = sum(build_tree([prompts[n] for n in part]).shared.sum() for part in found)
+    assert shared > 0.99 * tree.shared.sum()
+
+
+@given(st.lists(st.tuples(st.floats(0, 50), st.floats(0, 30)), max_size=30), st.floats(0, 20))
+def test_a_pool_ends_before_its_oldest_request_is_due(requests, deadline):
+    windows = Windows(deadline + 1)
+    arrivals = sorted(arrival for arrival, _ in requests)
+    work = [seconds for _, seconds in requests]
+    for number, arrival in enumerate(arrivals):
+        windows.add(number, arrival, work[number])
+    now, seen = (arrivals[0] if arrivals else 0.0), []
+    while pool := windows.take(now):
+        first_late = now + work[pool[0]] > arrivals[pool[0]] + deadline + 1
+        now += math.fsum(work[number] for number in pool)
+        if not first_late:
+            assert now <= arrivals[pool[0]] + deadline + 1 + 1e-9
+        else:
+            assert len(pool) == 1
+        seen += pool
+    assert seen == list(range(len(requests)))
+
+
+def test_windows_name_what_comes_late():
+    windows = Windows(10.0)
+    for number, work in enumerate((4.0, 4.0, 4.0, 1.0)):
+        windows.add(number, 0.0, work)
+    assert windows.late(0.0) == [2, 3]
+    assert windows.take(0.0) == [0, 1]
+    assert windows.take(8.0) == [2]
+    with pytest.raises(ParameterError, match="out of order"):
+        windows.add(9, -1.0, 1.0)
+    with pytest.raises(ParameterError, match="lie ahead"):
+        Windows(0)
