@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import os
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import jsonschema
-import pytest
 import yaml
 
-FILE = Path(__file__).parents[2] / "shared" / "data" / "openai" / "openapi.yaml"
+import shareddata
+
+NAME = "openai/openapi.yaml"
+FILE = shareddata.SHARED / NAME
 
 
 def need() -> None:
     """Skip the test if the file is not there; fail it if ``WEFT_TEST_DATA`` says "required"."""
-    if FILE.is_file():
-        return
-    message = "OpenAI's API description does not lie beside the repository"
-    if os.environ.get("WEFT_TEST_DATA") == "required":
-        pytest.fail(message)
-    pytest.skip(message)
+    shareddata.need(NAME)
 
 
 @cache

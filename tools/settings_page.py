@@ -10,6 +10,7 @@ from weft.core.settings import Setting, settings_of
 from weft.core.types import DEFAULT_CLASSES, SamplingParams
 from weft.cost.options import ProfileOptions
 from weft.server.options import ServerOptions
+from weft.sim.options import SimOptions
 
 HEAD = """# Settings
 
@@ -72,6 +73,7 @@ def page() -> str:
         + table("`weft bench throughput` (beside those of the engine)", ThroughputBench)
         + table("`weft bench kernels`", KernelsBench)
         + table("`weft profile` (beside those of the engine)", ProfileOptions)
+        + table("`weft sim`", SimOptions)
     )
 
 

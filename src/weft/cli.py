@@ -1,4 +1,4 @@
-"""The command line: ``weft serve``, ``generate``, ``chat``, ``info``, ``bench``, ``--version``."""
+"""The command line: ``weft serve``, ``generate``, ``chat``, ``info``, ``bench``, ``sim``."""
 
 from __future__ import annotations
 
@@ -81,6 +81,7 @@ def _parser() -> _Parser:
     _serve_parser(commands)
     _chat_parser(commands)
     _bench_parser(commands)
+    _sim_parser(commands)
     generate = commands.add_parser(
         "generate",
         help="generate text from a prompt or a file",
@@ -167,6 +168,17 @@ def _profile_parser(commands: Any) -> None:
     profile.add_argument("--config", metavar="FILE", help="YAML file with the same names")
     _add_settings(profile, "profile", ProfileOptions)
     _add_settings(profile, "engine", EngineConfig)
+
+
+def _sim_parser(commands: Any) -> None:
+    sim = commands.add_parser(
+        "sim", help="run a scheduler on simulated hardware", usage="weft sim [settings]"
+    )
+    sim.set_defaults(run=_sim, parser=sim)
+    sim.add_argument("--config", metavar="FILE", help="YAML file with the same names")
+    from weft.sim.options import SimOptions
+
+    _add_settings(sim, "simulation", SimOptions)
 
 
 def _add_settings(
@@ -271,10 +283,10 @@ def _chat(options: dict[str, Any]) -> int:
 
 def _bench_serve(options: dict[str, Any]) -> int:
     from weft.bench.options import ServeBench
-    from weft.bench.plots import check_plots, plot_serve
     from weft.bench.report import format_serve
     from weft.bench.serve import bench_serve
     from weft.core.results import check_output, write_json
+    from weft.sim.plots import check_plots, plot_loads
 
     (settings,) = _settings(options, ServeBench)
     bench = ServeBench(**settings)
@@ -285,7 +297,7 @@ def _bench_serve(options: dict[str, Any]) -> int:
     if bench.output is not None:
         write_json(bench.output, result)
     if bench.plots is not None:
-        plot_serve(result, bench.plots)
+        plot_loads(result, bench.plots)
     return 0 if all(run["completed"] for run in result["runs"]) else EXIT_ERROR
 
 
@@ -348,6 +360,20 @@ def _profile(options: dict[str, Any]) -> int:
     if not chosen.json:
         print(f"written to {path}")
     return 0
+
+
+# -- sim ----------------------------------------------------------------------------------------
+
+
+def _sim(options: dict[str, Any]) -> int:
+    from weft.sim.command import run_sim
+    from weft.sim.options import SimOptions
+    from weft.sim.report import format_sim
+
+    (settings,) = _settings(options, SimOptions)
+    result = run_sim(SimOptions(**settings))
+    print(format_sim(result))
+    return 0 if all(run["completed"] for run in result["runs"]) else EXIT_ERROR
 
 
 # -- info ---------------------------------------------------------------------------------------

@@ -147,10 +147,7 @@ class EngineConfig:
 
     def service_classes(self) -> tuple[ServiceClass, ...]:
         """The class table: the defaults, changed and extended by ``classes``."""
-        table = {row.name: row for row in DEFAULT_CLASSES}
-        for name, given in self.classes.items():
-            table[name] = _service_class(name, given, table.get(name))
-        return tuple(sorted(table.values(), key=lambda row: row.rank))
+        return class_table(self.classes)
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], source: str = "config") -> EngineConfig:
@@ -163,6 +160,14 @@ class EngineConfig:
                     param=str(name),
                 )
         return cls(**values)
+
+
+def class_table(changes: Mapping[str, Any]) -> tuple[ServiceClass, ...]:
+    """The default classes, changed and extended by name. Raises ConfigError."""
+    table = {row.name: row for row in DEFAULT_CLASSES}
+    for name, given in changes.items():
+        table[name] = _service_class(name, given, table.get(name))
+    return tuple(sorted(table.values(), key=lambda row: row.rank))
 
 
 def _service_class(name: str, given: Any, default: ServiceClass | None) -> ServiceClass:

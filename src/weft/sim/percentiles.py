@@ -6,11 +6,13 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+Values = Seq[float] | NDArray[Any]
 PERCENTILES = (50, 90, 95, 99, 99.9)
 
 
-def percentiles_ms(values_s: Seq[float], counts: Seq[int] | None = None) -> dict[str, float] | None:
+def percentiles_ms(values_s: Values, counts: Values | None = None) -> dict[str, float] | None:
     """Mean, percentiles (linear between neighbours) and maximum in ms; None without values.
 
     Args:

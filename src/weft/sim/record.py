@@ -10,15 +10,15 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
-from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from weft.core.plan import Commit
 from weft.core.types import FinishReason
 from weft.sim.jobs import Job
 
-Array = np.ndarray[Any, Any]
+Floats = NDArray[np.float64]
 NEVER_S = -1.0
 OPEN, COMPLETED, CANCELLED, FAILED = range(4)
 _ENDS = {
@@ -150,5 +150,5 @@ class StepLog:
         for append, value in zip(self._appends, values, strict=True):
             append(value)
 
-    def column(self, name: str) -> Array:
-        return np.frombuffer(self.columns[name], float) if len(self) else np.zeros(0)
+    def column(self, name: str) -> Floats:
+        return np.frombuffer(self.columns[name], np.float64) if len(self) else np.zeros(0)

@@ -1,4 +1,4 @@
-"""Plots of a result of ``weft bench serve``, by matplotlib, which ``weft[bench]`` brings."""
+"""Plots of loads and of a run over time, by matplotlib, which weft[bench] and weft[sim] bring."""
 
 from __future__ import annotations
 
@@ -6,30 +6,32 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from weft.bench.report import NAMES
 from weft.core.errors import ConfigError
+from weft.core.results import check_folder
+from weft.sim.report import NAMES, RESOURCES
 
 SHOWN = ("p50", "p90", "p99", "p99.9")
 
 
-def check_plots(folder: str | None) -> None:
-    """Find out before the work that plots can be made. Raises ConfigError."""
+def check_plots(folder: str | None, extra: str = "bench", param: str = "plots") -> None:
+    """Find out before the work that plots can be made, by an extra's matplotlib.
+
+    Raises:
+        ConfigError: matplotlib is missing, or the folder cannot be made.
+    """
     if folder is None:
         return
     try:
         import matplotlib  # noqa: F401
     except ImportError:
         raise ConfigError(
-            "Plots need matplotlib; install it by: pip install 'weft[bench]'", param="plots"
+            f"Plots need matplotlib; install it by: pip install 'weft[{extra}]'", param=param
         ) from None
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"Cannot make '{folder}': {error.strerror}.", param="plots") from None
+    check_folder(folder, param)
 
 
-def plot_serve(result: Mapping[str, Any], folder: str) -> list[Path]:
-    """Write the plots of a result and return their paths."""
+def plot_loads(result: Mapping[str, Any], folder: str) -> list[Path]:
+    """Write the plots of one or several loads and return their paths."""
     runs = result["runs"]
     made = [_latencies(runs, Path(folder))]
     if len(runs) > 1:
@@ -76,6 +78,31 @@ def _throughput(result: Mapping[str, Any], folder: Path) -> Path:
     axes.set(xlabel=f"offered, {runs[0]['unit']}", ylabel="requests/s")
     axes.legend()
     return _save(figure, folder / "throughput.png")
+
+
+def plot_run(run: Mapping[str, Any], path: Path) -> Path:
+    """Throughput, use of the machine, KV and queues of a simulated run over its time."""
+    from matplotlib.figure import Figure
+
+    line = run["timeline"]
+    seconds = line["seconds"]
+    figure = Figure(figsize=(10, 9), layout="constrained")
+    tokens, use, kept = figure.subplots(3, 1, sharex=True)
+    tokens.step(seconds, line["tokens_per_s"], where="post", label="computed")
+    tokens.step(seconds, line["output_tokens_per_s"], where="post", label="generated")
+    tokens.set(ylabel="tokens/s")
+    for name, words in RESOURCES.items():
+        if any(line[name]):
+            use.step(seconds, line[name], where="post", label=words)
+    use.set(ylabel="share", ylim=(0, 1.05))
+    for name in ("running", "waiting"):
+        kept.step(seconds, line[name], where="post", label=name)
+    kept.set(ylabel="requests", xlabel="s")
+    for axes in (tokens, use, kept):
+        axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=7, frameon=False)
+        axes.grid(alpha=0.3)
+    figure.suptitle(f"{run['load']:g} {run['unit']}")
+    return _save(figure, path)
 
 
 def _save(figure: Any, path: Path) -> Path:
