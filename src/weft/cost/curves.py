@@ -84,7 +84,7 @@ class Grid:
     """
 
     decodes: tuple[int, ...]
-    contexts: tuple[int, ...]
+    contexts: tuple[float, ...]
     seconds: tuple[tuple[float, ...], ...]
 
     def __post_init__(self) -> None:
@@ -108,7 +108,7 @@ class Grid:
         rows = tuple(tuple(measured[n, c] for c in contexts) for n in decodes)
         return cls(decodes, contexts, rows)
 
-    def at(self, decodes: int, context: int) -> float:
+    def at(self, decodes: int, context: float) -> float:
         """Seconds for so many decodes whose contexts sum up to ``context`` tokens."""
         low, x = _cell(self.decodes, decodes)
         left, y = _cell(self.contexts, context / decodes)
@@ -118,7 +118,7 @@ class Grid:
         return max(0.0, one + (two - one) * x)
 
 
-def _cell(edges: Seq[int], value: float) -> tuple[int, float]:
+def _cell(edges: Seq[float], value: float) -> tuple[int, float]:
     """The cell that a value lies in, and how far along it lies."""
     left = min(max(bisect_right(edges, value) - 1, 0), len(edges) - 2)
     return left, (value - edges[left]) / (edges[left + 1] - edges[left])
