@@ -62,7 +62,7 @@ class Tables:
                 f"aiconfigurator-core has no {family} of {self.backend} {self.version} on "
                 f"{self.system}"
             )
-        import pyarrow.parquet  # type: ignore[import-untyped]
+        import pyarrow.parquet
 
         schema = pyarrow.parquet.read_schema(path).names
         where = {name: value for name, value in where.items() if name in schema}
