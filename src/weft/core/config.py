@@ -19,6 +19,8 @@ from weft.core.types import DEFAULT_CLASSES, MAX_SEED, MAX_SPECULATION, ServiceC
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZE_GROUPS = (32, 64, 128)
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+SCHEDULERS = ("fcfs", "slo")  # those that need no host tier
+ADMISSIONS = ("demote", "reject", "off")
 KV_SCALE_BYTES = {"int8": 4, "fp8": 4}  # beside each row of codes of one byte
 
 
@@ -108,6 +110,34 @@ class EngineConfig:
     )
     base_seed: int | None = setting(
         "int", None, "makes the seeds of requests without one repeatable", low=0, high=MAX_SEED
+    )
+    scheduler: str = setting(
+        "str",
+        "fcfs",
+        "what comes first: fcfs is class ranks, then arrival; slo keeps the targets of the "
+        "classes, by the costs that weft profile has measured, and fills the rest with best effort",
+        choices=SCHEDULERS,
+    )
+    slo_admission: str = setting(
+        "str",
+        "demote",
+        "scheduler slo, what becomes of a request whose first token would come too late: it is "
+        "served as best effort, refused with the time after which to retry, or late",
+        choices=ADMISSIONS,
+    )
+    slo_margin: float = setting(
+        "float",
+        0.1,
+        "scheduler slo, share of the target between tokens that predictions leave free",
+        low=0,
+        high=0.9,
+    )
+    slo_patience_s: float = setting(
+        "float",
+        30.0,
+        "scheduler slo, seconds without progress after which best effort is helped",
+        low=0,
+        high=1e9,
     )
     profile: str | None = setting(
         "path",

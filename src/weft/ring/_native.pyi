@@ -98,6 +98,7 @@ class Engine:
         code: str,
         param: str,
         message: str,
+        retry_after_s: int = 0,
         scheduled_ns: int = 0,
         prefilled_ns: int = 0,
     ) -> bool: ...

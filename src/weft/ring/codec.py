@@ -112,9 +112,9 @@ def unpack_news(news: tuple[Any, ...]) -> list[Update]:
             given = unpack_logprob(entry)
             updates.append(Update(request_id, token, given, 0 if given is None else cached))
     if final is not None:
-        reason, with_token, status, code, param, message, scheduled, prefilled = final
+        reason, with_token, status, code, param, message, retry, scheduled, prefilled = final
         last = updates.pop() if with_token and tokens else Update(request_id, None)
-        error = unpack_error(status, code, param, message) if code else None
+        error = unpack_error(status, code, param, message, retry) if code else None
         updates.append(
             last._replace(
                 cached_tokens=cached,
@@ -127,7 +127,9 @@ def unpack_news(news: tuple[Any, ...]) -> list[Update]:
     return updates
 
 
-def unpack_error(status: int, code: bytes, param: bytes, message: bytes) -> WeftError:
+def unpack_error(
+    status: int, code: bytes, param: bytes, message: bytes, retry_after_s: int = 0
+) -> WeftError:
     """An error of the type that has this code, else a plain one that looks the same."""
     name = code.decode(errors="replace")
     kind = _ERROR_TYPES.get(name, WeftError)
@@ -136,6 +138,7 @@ def unpack_error(status: int, code: bytes, param: bytes, message: bytes) -> Weft
         error.code = name
     if error.http_status != status:
         error.http_status = status
+    error.retry_after_s = retry_after_s or None
     return error
 
 

@@ -32,7 +32,7 @@ struct Received {
 struct End {
   Reason reason = Reason::Error;
   const Scored* last = nullptr;  // the token that came with the end
-  uint32_t cached_tokens = 0, http_status = 0;
+  uint32_t cached_tokens = 0, http_status = 0, retry_after_s = 0;
   uint64_t scheduled_ns = 0, prefilled_ns = 0;
   std::string code, param, message;
 };
@@ -382,6 +382,7 @@ class EngineSide {
     final.records = records;
     final.with_token = end.last != nullptr;
     final.http_status = end.http_status;
+    final.retry_after_s = end.retry_after_s;
     final.scheduled_ns = end.scheduled_ns;
     final.prefilled_ns = end.prefilled_ns;
     put_text(final.code, end.code);

@@ -159,6 +159,7 @@ class RingInbox:
             "" if error is None else error.code,
             "" if error is None else error.param or "",
             "" if error is None else error.message,
+            0 if error is None else error.retry_after_s or 0,
             update.scheduled_ns,
             update.prefilled_ns,
         )

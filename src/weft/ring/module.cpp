@@ -71,7 +71,8 @@ nb::object python_of(const Final& final, Reason reason) {
   const auto bytes = [](const std::string& text) { return nb::bytes(text.data(), text.size()); };
   return nb::make_tuple(static_cast<int>(reason), final.with_token != 0, final.http_status,
                         bytes(text_of(final.code)), bytes(text_of(final.param)),
-                        bytes(text_of(final.message)), final.scheduled_ns, final.prefilled_ns);
+                        bytes(text_of(final.message)), final.retry_after_s, final.scheduled_ns,
+                        final.prefilled_ns);
 }
 
 // -- the request plane ----------------------------------------------------------------------------
@@ -213,7 +214,7 @@ class Engine {
   // `last` is None, a token, or a scored one.
   bool finish(uint64_t id, int reason, nb::object last, uint32_t cached_tokens, uint32_t status,
               const std::string& code, const std::string& param, const std::string& message,
-              uint64_t scheduled_ns, uint64_t prefilled_ns) {
+              uint32_t retry_after_s, uint64_t scheduled_ns, uint64_t prefilled_ns) {
     Scored token;
     if (nb::isinstance<nb::tuple>(last)) {
       token = scored_of(last);
@@ -221,7 +222,7 @@ class Engine {
       token.head.token = nb::cast<uint32_t>(last);
     }
     End end{static_cast<Reason>(reason), last.is_none() ? nullptr : &token, cached_tokens, status,
-            scheduled_ns, prefilled_ns, code, param, message};
+            retry_after_s, scheduled_ns, prefilled_ns, code, param, message};
     return side(id).finish(id, end);
   }
 
@@ -466,7 +467,8 @@ NB_MODULE(_native, m) {
       .def("publish_scored", &Engine::publish_scored, "id"_a, "scored"_a, "cached_tokens"_a)
       .def("publish_prompt", &Engine::publish_prompt, "id"_a, "start"_a, "entries"_a)
       .def("finish", &Engine::finish, "id"_a, "reason"_a, "last"_a.none(), "cached_tokens"_a,
-           "status"_a, "code"_a, "param"_a, "message"_a, "scheduled_ns"_a = 0, "prefilled_ns"_a = 0)
+           "status"_a, "code"_a, "param"_a, "message"_a, "retry_after_s"_a = 0,
+           "scheduled_ns"_a = 0, "prefilled_ns"_a = 0)
       .def("flush", &Engine::flush)
       .def("wait", &Engine::wait, "spin_ns"_a, "timeout_ns"_a)
       .def("poke", &Engine::poke)

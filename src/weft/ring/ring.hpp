@@ -41,7 +41,7 @@ namespace order = std;
 #endif
 
 inline constexpr uint64_t kMagic = 0x676e697274666577;  // "weftring"
-inline constexpr uint32_t kVersion = 4;  // any change of layout or meaning
+inline constexpr uint32_t kVersion = 5;  // any change of layout or meaning
 inline constexpr uint64_t kPage = 4096;
 inline constexpr uint64_t kAlign = 64;  // of every extent in the arena, and of slots
 inline constexpr uint32_t kMaxSlots = 65535;
@@ -231,7 +231,7 @@ struct Input {
 struct Final {
   uint32_t records;        // output tokens in all
   uint32_t with_token;     // whether the last of them came with the end
-  uint32_t http_status, unused;
+  uint32_t http_status, retry_after_s;  // 0: no use in asking again
   uint64_t scheduled_ns, prefilled_ns;  // on the monotonic clock, 0: never
   char code[48], param[48];  // zero-terminated UTF-8
   char message[280];

@@ -12,6 +12,7 @@ from weft.cost.model import CostModel
 from weft.kv.cache import GroupSpec, KVCache
 from weft.sched.fcfs import FCFSScheduler
 from weft.sched.planner import Limits, Planner
+from weft.sched.slo import Policy, SLOScheduler
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,7 @@ class Resources:
         groups: KV groups of the device.
         host_blocks: for each group, blocks that the host has; empty without a host tier.
         cost: what the scheduler predicts step times with; None where nothing was profiled.
+        policy: how scheduler slo keeps the targets of the classes.
     """
 
     groups: Seq[GroupSpec]
@@ -30,6 +32,7 @@ class Resources:
     prefix_caching: bool = True
     host_blocks: Seq[int] = ()
     cost: CostModel | None = None
+    policy: Policy = Policy()
 
     def cache(self) -> KVCache:
         """A KV cache of the device alone."""
@@ -40,7 +43,18 @@ def _fcfs(given: Resources) -> Planner:
     return FCFSScheduler(given.cache(), given.limits, given.classes)
 
 
-SCHEDULERS: Mapping[str, Callable[[Resources], Planner]] = {"fcfs": _fcfs}
+def _slo(given: Resources) -> Planner:
+    cost = _needed(given.cost, "slo")
+    return SLOScheduler(given.cache(), given.limits, cost, given.classes, given.policy)
+
+
+def _needed(cost: CostModel | None, name: str) -> CostModel:
+    if cost is None:
+        raise ConfigError(f"Scheduler '{name}' predicts step times and got no costs to do so.")
+    return cost
+
+
+SCHEDULERS: Mapping[str, Callable[[Resources], Planner]] = {"fcfs": _fcfs, "slo": _slo}
 
 
 def make_scheduler(name: str, given: Resources) -> Planner:
