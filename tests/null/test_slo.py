@@ -15,7 +15,7 @@ from weft.cost.work import Work
 from weft.kv.cache import GroupSpec, KVCache
 from weft.sched.admission import first_token_s
 from weft.sched.planner import Limits
-from weft.sched.slo import Policy, SLOScheduler, rank_by_target
+from weft.sched.slo import DEFAULT_POLICY, Policy, SLOScheduler, rank_by_target
 from weft.sched.timed import TimedStep
 from weft.sim.executor import ModelledExecutor
 
@@ -34,9 +34,9 @@ def request(number: int, length: int, service_class: str = "interactive", most: 
     return Request(number, prompt, sampling, service_class=service_class)
 
 
-def scheduler(policy: Policy | None = None, rows: int = 64, blocks: int = 4096) -> SLOScheduler:
+def scheduler(policy: Policy = DEFAULT_POLICY, rows: int = 64, blocks: int = 4096) -> SLOScheduler:
     cache = KVCache([GroupSpec("full", 4, blocks)], prefix_caching=False)
-    return SLOScheduler(cache, Limits(rows, 1024, 2048), COST, CLASSES, policy or Policy())
+    return SLOScheduler(cache, Limits(rows, 1024, 2048), COST, CLASSES, policy)
 
 
 @dataclass

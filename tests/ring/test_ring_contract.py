@@ -176,19 +176,20 @@ def test_every_kind_of_update_crosses(pair):
     (end,) = got[3]
     assert type(end.error) is NonFiniteLogitsError
     assert (end.error.message, end.error.param) == (error.message, "prompt")
+    assert end.error.retry_after_s is None
     assert got[4] == [Update(4, None, finish=FinishReason.CANCELLED)]
     assert pair.client.in_flight == pair.inbox.in_flight == 0
 
 
 def test_long_and_unknown_errors_are_shortened_inside_no_character(pair):
     class OddError(WeftError):
-        http_status, code = 418, "odd"
+        http_status, code, retry_after_s = 418, "odd", 7
 
     pair.submit(request(1))
     (got,) = pair.receive()
     pair.publish(Update(got.id, None, finish=FinishReason.ERROR, error=OddError("ü" * 300)))
     error = pair.updates[1][0].error
-    assert (error.http_status, error.code) == (418, "odd")
+    assert (error.http_status, error.code, error.retry_after_s) == (418, "odd", 7)
     assert error.message.strip("ü") == ""
     assert 100 < len(error.message) < 150
 

@@ -28,6 +28,7 @@ from weft.core.errors import ConfigError, KernelError
 from weft.core.grammar import grammar_tokenizer
 from weft.core.served import ServedModel
 from weft.core.types import NEUTRAL
+from weft.cost.fit import Fitted, profile_path
 from weft.engine.machine import available_memory, has_fast_bfloat16, usable_cores
 from weft.exec.eager import EagerExecutor
 from weft.exec.grammar import GrammarRows, Grammars
@@ -46,6 +47,7 @@ from weft.models.loader import load_model
 from weft.models.spec import ModelSpec
 from weft.sched.choose import Resources, make_scheduler
 from weft.sched.planner import Limits, Planner
+from weft.sched.slo import Policy
 
 logger = logging.getLogger("weft")
 
@@ -197,6 +199,7 @@ def build_engine(config: EngineConfig, returning_bytes: int = 0) -> Engine:
     for key in model.generation.unhonoured:
         logger.warning("generation_config.json sets '%s', which weft does not apply.", key)
     set_threads(config.threads or usable_cores(), model.ops)
+    scheduler = _scheduler(config, resolved, model)
     dtype, device = getattr(torch, model.dtype), torch.device("cpu")
     decoder = load_model(
         model.source,
@@ -220,7 +223,7 @@ def build_engine(config: EngineConfig, returning_bytes: int = 0) -> Engine:
     return Engine(
         model,
         resolved,
-        _scheduler(config, resolved, model),
+        scheduler,
         EagerExecutor(decoder, store, table, config.steps_in_flight),
         grammars,
     )
@@ -247,9 +250,22 @@ def _scheduler(config: EngineConfig, resolved: ResolvedConfig, model: Model) -> 
         config.speculation,
     )
     resources = Resources(
-        groups, limits, config.service_classes(), prefix_caching=config.prefix_caching
+        groups,
+        limits,
+        config.service_classes(),
+        prefix_caching=config.prefix_caching,
+        cost=None if config.scheduler == "fcfs" else _measured_costs(config, model),
+        policy=Policy(config.slo_admission, config.slo_margin, config.slo_patience_s),
     )
-    return make_scheduler("fcfs", resources)
+    return make_scheduler(config.scheduler, resources)
+
+
+def _measured_costs(config: EngineConfig, model: Model) -> Fitted:
+    """The profile of what is to be served. Raises ProfileError, which says how to make one."""
+    from weft.engine.profiling import profile_key  # which builds engines itself
+
+    key = profile_key(config, model)
+    return Fitted.load(profile_path(key, config.profile), key)
 
 
 def describe_served(config: EngineConfig, engine: Engine) -> ServedModel:

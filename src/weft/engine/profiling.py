@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from itertools import pairwise
 
 from weft.core.config import EngineConfig
@@ -26,7 +27,7 @@ def profile_engine(
     Raises:
         WeftError: a typed error for everything that can be wrong with settings, model or memory.
     """
-    engine = build_engine(config)
+    engine = build_engine(replace(config, scheduler="fcfs"))  # the others need a profile
     key = profile_key(config, engine.model)
     try:
         fitted, report = profile(

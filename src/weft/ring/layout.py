@@ -45,6 +45,7 @@ class EngineInfo:
         requests, finished, failed, cancelled: since the start.
         steps, prompt_tokens, output_tokens, cached_tokens, preemptions: since the start.
         drafted_tokens, accepted_tokens: of speculation, since the start.
+        refused, demoted: requests that would have missed the target of their class.
         hidden_size: of the model, the length of an embedding.
     """
 
@@ -76,6 +77,8 @@ class EngineInfo:
     preemptions: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    refused: int = 0
+    demoted: int = 0
     hidden_size: int = 0
 
     def values(self) -> list[int]:

@@ -275,7 +275,8 @@ struct Header {
   X(max_num_batched_tokens) X(vocab_size) X(block_size) X(blocks) X(free_blocks) X(host_blocks) \
   X(free_host_blocks) X(waiting) X(running) X(paused) X(queued_prompt_tokens) X(requests)       \
   X(finished) X(failed) X(cancelled) X(steps) X(prompt_tokens) X(output_tokens)                 \
-  X(cached_tokens) X(preemptions) X(drafted_tokens) X(accepted_tokens) X(hidden_size)
+  X(cached_tokens) X(preemptions) X(drafted_tokens) X(accepted_tokens) X(refused)       \
+  X(demoted) X(hidden_size)
 #endif
 
 enum class Info : uint32_t {

@@ -12,7 +12,7 @@ from weft.cost.model import CostModel
 from weft.kv.cache import GroupSpec, KVCache
 from weft.sched.fcfs import FCFSScheduler
 from weft.sched.planner import Limits, Planner
-from weft.sched.slo import Policy, SLOScheduler
+from weft.sched.slo import DEFAULT_POLICY, Policy, SLOScheduler
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Resources:
     prefix_caching: bool = True
     host_blocks: Seq[int] = ()
     cost: CostModel | None = None
-    policy: Policy = Policy()
+    policy: Policy = DEFAULT_POLICY
 
     def cache(self) -> KVCache:
         """A KV cache of the device alone."""

@@ -51,6 +51,9 @@ class Policy:
     patience_s: float = 30.0
 
 
+DEFAULT_POLICY = Policy()
+
+
 def rank_by_target(classes: Seq[ServiceClass]) -> list[ServiceClass]:
     """The table with new ranks: first the classes with targets, each with a rank of its own."""
     urgent = [row for row in classes if row.ttft_s is not None or row.tpot_s is not None]
@@ -94,13 +97,13 @@ class SLOScheduler(Planner):
         limits: Limits,
         cost: CostModel,
         classes: Seq[ServiceClass] = DEFAULT_CLASSES,
-        policy: Policy | None = None,
+        policy: Policy = DEFAULT_POLICY,
     ) -> None:
         """Raises ConfigError if no class has a target, or no load can meet one."""
         table = rank_by_target(classes)
         super().__init__(cache, limits, table)
         self.cost = cost
-        self.policy = policy or Policy()
+        self.policy = policy
         check_targets(table, cost, self.policy)
         self._targets = [row for row in table if row.ttft_s is not None or row.tpot_s is not None]
         self._num_urgent = len(self._targets)

@@ -35,6 +35,8 @@ ENGINE_METRICS: Mapping[str, tuple[str, str]] = {
     "prefix_cache_hits": ("counter", "Prompt tokens found in the prefix cache"),
     "spec_decode_num_draft_tokens": ("counter", "Tokens proposed by speculation"),
     "spec_decode_num_accepted_tokens": ("counter", "Proposed tokens that were accepted"),
+    "slo_requests_refused": ("counter", "Refused, as their first token would come too late"),
+    "slo_requests_demoted": ("counter", "Served as best effort for the same reason"),
 }
 
 

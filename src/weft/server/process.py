@@ -141,6 +141,8 @@ class RingProbe:
             "prefix_cache_hits": info.cached_tokens,
             "spec_decode_num_draft_tokens": info.drafted_tokens,
             "spec_decode_num_accepted_tokens": info.accepted_tokens,
+            "slo_requests_refused": info.refused,
+            "slo_requests_demoted": info.demoted,
         }
 
     def load(self) -> Load:

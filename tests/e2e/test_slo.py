@@ -1,0 +1,50 @@
+"""Scheduler slo in a real engine: its profile, targets that cannot be met, and its answers."""
+
+from __future__ import annotations
+
+import pytest
+
+from weft import LLM
+from weft.core.config import EngineConfig
+from weft.core.errors import ConfigError, ProfileError
+from weft.cost.curves import Curve
+from weft.cost.fit import FEATURES, Fitted
+from weft.engine.build import build_engine, find_model
+from weft.engine.profiling import profile_key
+
+SETTINGS = {"model": "builtin", "threads": 1, "max_model_len": 256, "kv_memory": 2**24}
+
+
+@pytest.fixture
+def profile(tmp_path):
+    """A profile of the built-in model: 10 ms a step and 0.1 ms a token, measured nowhere."""
+    config = EngineConfig(**SETTINGS)
+    key = profile_key(config, find_model(config))
+    curve = Curve((1, 1024), (0.01, 0.11))
+    path = tmp_path / "profile.json"
+    Fitted(key, 4, curve, dict.fromkeys(FEATURES, 0.0)).save(path)
+    return str(path)
+
+
+def test_without_a_profile_the_error_names_the_command(tmp_path):
+    config = EngineConfig(**SETTINGS, scheduler="slo", profile=str(tmp_path / "none.json"))
+    with pytest.raises(ProfileError, match=r"weft profile --model builtin --profile .*none.json"):
+        build_engine(config)
+
+
+def test_a_target_that_no_load_can_meet_is_refused_at_start(profile):
+    classes = {"interactive": {"tpot_s": 0.01}}
+    config = EngineConfig(**SETTINGS, scheduler="slo", profile=profile, classes=classes)
+    with pytest.raises(ConfigError, match=r"'interactive' has tpot_s 0.01, .* takes 0.01 s"):
+        build_engine(config)
+
+
+def test_the_answers_are_those_of_fcfs(profile):
+    prompts = ["import os\n", "def add(a, b):\n", "class Stack:\n"]
+    answers = []
+    for more in ({}, {"scheduler": "slo", "profile": profile}):
+        with LLM(**SETTINGS, **more) as llm:
+            answers.append(
+                [one.text for one in llm.generate(prompts, temperature=0, max_tokens=12)]
+            )
+    assert answers[0] == answers[1]
