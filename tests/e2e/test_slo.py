@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from weft import LLM
+from weft import LLM, SamplingParams
 from weft.core.config import EngineConfig
 from weft.core.errors import ConfigError, ProfileError
 from weft.cost.curves import Curve
@@ -41,10 +41,8 @@ def test_a_target_that_no_load_can_meet_is_refused_at_start(profile):
 
 def test_the_answers_are_those_of_fcfs(profile):
     prompts = ["import os\n", "def add(a, b):\n", "class Stack:\n"]
-    answers = []
+    params, answers = SamplingParams(temperature=0, max_tokens=12), []
     for more in ({}, {"scheduler": "slo", "profile": profile}):
         with LLM(**SETTINGS, **more) as llm:
-            answers.append(
-                [one.text for one in llm.generate(prompts, temperature=0, max_tokens=12)]
-            )
+            answers.append([one.text for one in llm.generate(prompts, params)])
     assert answers[0] == answers[1]

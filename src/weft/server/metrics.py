@@ -35,8 +35,13 @@ ENGINE_METRICS: Mapping[str, tuple[str, str]] = {
     "prefix_cache_hits": ("counter", "Prompt tokens found in the prefix cache"),
     "spec_decode_num_draft_tokens": ("counter", "Tokens proposed by speculation"),
     "spec_decode_num_accepted_tokens": ("counter", "Proposed tokens that were accepted"),
-    "slo_requests_refused": ("counter", "Refused, as their first token would come too late"),
-    "slo_requests_demoted": ("counter", "Served as best effort for the same reason"),
+}
+
+# The same under weft's own name alone, as no dashboard knows them.
+OWN_METRICS: Mapping[str, str] = {
+    "engine_restarts": "Engine processes that took over from one that had died",
+    "slo_requests_refused": "Requests refused, as their first token would come too late",
+    "slo_requests_demoted": "Requests served as best effort for the same reason",
 }
 
 
@@ -89,9 +94,10 @@ class Metrics(Counts):
             yield from self._gauges_and_counters(prefix, total)
             yield from self._histograms(prefix, total)
         yield self._refusals(total)
-        if (restarts := self._probe.gauges().get("engine_restarts")) is not None:
-            text = "Engine processes that took over from one that had died"
-            yield self._plain("weft:engine_restarts", "counter", text, restarts)
+        gauges = self._probe.gauges()
+        for name, text in OWN_METRICS.items():
+            if name in gauges:
+                yield self._plain(f"weft:{name}", "counter", text, gauges[name])
 
     def _gauges_and_counters(self, prefix: str, total: Counts) -> Iterator[Metric]:
         values: dict[str, float] = {
