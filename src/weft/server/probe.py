@@ -41,7 +41,8 @@ class EngineProbe(Protocol):
         """Current values and totals by metric name without prefix.
 
         Names are those of ``metrics.ENGINE_METRICS`` and ``OWN_METRICS``, such as
-        ``num_requests_running``; others are ignored. What is missing is not exposed, or estimated from the request plane's own counts.
+        ``num_requests_running``; others are ignored. What is missing is not exposed, or estimated
+        from the request plane's own counts.
         """
 
     def load(self) -> Load | None:
