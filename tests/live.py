@@ -1,8 +1,9 @@
-"""A real ``weft serve`` for tests and referees: started, waited for, ended, nothing left over."""
+"""Real commands and a real ``weft serve`` for tests: started, waited for, ended, nothing left."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import socket
 import subprocess
@@ -48,6 +49,27 @@ class Server:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
 
 
+def run(
+    *arguments: str, timeout: float = 120, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a command of weft to its end."""
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", **variables}
+    return subprocess.run(
+        [*WEFT, *arguments], capture_output=True, text=True, timeout=timeout, check=False,
+        env=environment,
+    )  # fmt: skip
+
+
+def refused(done: subprocess.CompletedProcess[str], *words: str, code: int | None = None) -> None:
+    """The command failed with one sentence that has all the words, and without a trace."""
+    assert done.returncode in ((1, 2) if code is None else (code,)), done.stderr
+    assert "Traceback" not in done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    assert len(lines) == 1, done.stderr
+    for word in words:
+        assert word in lines[0], done.stderr
+
+
 def command_of(process: psutil.Process) -> list[str]:
     """The command line of a process, or its title; empty if it has just ended."""
     with contextlib.suppress(psutil.Error):
@@ -62,9 +84,9 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, *arguments: str) -> Iterator[Server]:
+def serving(folder: Path, *arguments: str, port: int | None = None) -> Iterator[Server]:
     """Run a server until the block ends; whatever it started must be gone then."""
-    port, errors = free_port(), folder / "stderr.txt"
+    port, errors = port or free_port(), folder / "stderr.txt"
     with errors.open("w") as log:
         command = [*WEFT, "serve", "--port", str(port), *SMALL, *arguments]
         process = subprocess.Popen(command, stderr=log, stdout=subprocess.PIPE, text=True)

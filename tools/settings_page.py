@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from weft.batch.options import BatchOptions
 from weft.bench.options import KernelsBench, ServeBench, ThroughputBench
 from weft.core.config import EngineConfig
 from weft.core.settings import Setting, settings_of
@@ -69,6 +70,7 @@ def page() -> str:
         + table("Sampling", SamplingParams)
         + CLASSES
         + classes
+        + table("`weft batch` (beside those of the engine)", BatchOptions)
         + table("`weft bench serve`", ServeBench)
         + table("`weft bench throughput` (beside those of the engine)", ThroughputBench)
         + table("`weft bench kernels`", KernelsBench)

@@ -1,4 +1,4 @@
-"""The command line: ``weft serve``, ``generate``, ``chat``, ``info``, ``bench``, ``sim``."""
+"""The command line: ``serve``, ``generate``, ``batch``, ``chat``, ``info``, ``bench``, ``sim``..."""
 
 from __future__ import annotations
 
@@ -46,7 +46,10 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Seq[str] | None = None) -> NoReturn:
-    """Run the command line and exit: 0 done, 1 error, 2 wrong usage, 130 interrupted."""
+    """Run the command line and exit.
+
+    0 done, 1 error, 2 wrong usage, 3 a batch is done but lines have errors, 130 interrupted.
+    """
     try:
         _set_up_output()
         options = vars(_parser().parse_args(arguments))
@@ -82,6 +85,7 @@ def _parser() -> _Parser:
     _chat_parser(commands)
     _bench_parser(commands)
     _sim_parser(commands)
+    _batch_parser(commands)
     generate = commands.add_parser(
         "generate",
         help="generate text from a prompt or a file",
@@ -136,6 +140,22 @@ def _chat_parser(commands: Any) -> None:
     group = chat.add_argument_group("sampling settings")
     for name in CHAT_SAMPLING:
         _add_setting(group, settings_of(SamplingParams)[name])
+
+
+def _batch_parser(commands: Any) -> None:
+    from weft.batch.options import BatchOptions
+
+    batch = commands.add_parser(
+        "batch",
+        help="answer a file of requests in OpenAI's batch format",
+        usage="weft batch INPUT -o OUTPUT [--url URL] [settings]",
+    )
+    batch.set_defaults(run=_batch, parser=batch)
+    batch.add_argument("input", help="JSON lines, each with custom_id, method, url and body")
+    batch.add_argument("-o", dest="output", metavar="FILE", help="file for the results")
+    batch.add_argument("--config", metavar="FILE", help="YAML file with the same names")
+    _add_settings(batch, "batch", BatchOptions)
+    _add_settings(batch, "engine", EngineConfig)
 
 
 def _bench_parser(commands: Any) -> None:
@@ -259,7 +279,7 @@ def _generate(options: dict[str, Any]) -> int:
         return generate_stream(llm, options["prompt"], params, options)
 
 
-# -- serve and chat -----------------------------------------------------------------------------
+# -- serve, batch and chat -------------------------------------------------------------------------
 
 
 def _serve(options: dict[str, Any]) -> int:
@@ -268,6 +288,14 @@ def _serve(options: dict[str, Any]) -> int:
 
     server_settings, engine_settings = _settings(options, ServerOptions, EngineConfig)
     return serve(engine_settings, ServerOptions(**server_settings))
+
+
+def _batch(options: dict[str, Any]) -> int:
+    from weft.batch.options import BatchOptions
+    from weft.offline import run_batch
+
+    batch_settings, engine_settings = _settings(options, BatchOptions, EngineConfig)
+    return run_batch(options["input"], BatchOptions(**batch_settings), engine_settings)
 
 
 def _chat(options: dict[str, Any]) -> int:

@@ -33,9 +33,12 @@ def answer_of(job: Job, body: EmbeddingBody, vectors: list[list[float]]) -> dict
     """The answer when the vectors come in the reverse order of the inputs."""
     collector = EmbeddingCollector(job, body)
     for request, vector in reversed(list(zip(job.requests, vectors, strict=True))):
+        left = collector.left
         data = np.array(vector, "<f4").tobytes()
         end = Update(request.id, None, finish=FinishReason.STOP, embedding=data)
-        assert collector.push([end]) == 1
+        assert collector.push([end]) == []
+        assert collector.left == left - 1
+    assert collector.done
     return json.loads(collector.body())
 
 

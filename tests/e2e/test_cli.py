@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -14,33 +13,13 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import weft
+from live import WEFT, refused, run
 from weft import SamplingParams, generate
 from weft.core.errors import OutOfMemoryError
 from weft.engine.llm import GenerationResult
 from weft.models.hub import resolve_model
 
-WEFT = [sys.executable, "-m", "weft.cli"]
 FAST = ["--threads", "1", "--kv-memory", "16MiB", "--max-num-seqs", "8", "--quiet"]
-
-
-def run(
-    *arguments: str, timeout: float = 120, **variables: str
-) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", **variables}
-    return subprocess.run(
-        [*WEFT, *arguments], capture_output=True, text=True, timeout=timeout, check=False,
-        env=environment,
-    )  # fmt: skip
-
-
-def refused(done: subprocess.CompletedProcess[str], *words: str, code: int | None = None) -> None:
-    """The command failed with one sentence that has all the words, and without a trace."""
-    assert done.returncode in ((1, 2) if code is None else (code,)), done.stderr
-    assert "Traceback" not in done.stderr
-    lines = [line for line in done.stderr.splitlines() if line.strip()]
-    assert len(lines) == 1, done.stderr
-    for word in words:
-        assert word in lines[0], done.stderr
 
 
 @pytest.fixture

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from weft import __version__
+from weft.core.served import ServedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +36,23 @@ class ModelCard:
     system_fingerprint: str = "weft"
     base_seed: int | None = None
     hidden_size: int = 0
+
+    @classmethod
+    def of(
+        cls, served: ServedModel, names: tuple[str, ...] = (), base_seed: int | None = None
+    ) -> ModelCard:
+        """The card of an engine's model, by other names if there are any."""
+        return cls(
+            served_names=names or (served.name,),
+            vocab_size=served.vocab_size,
+            max_model_len=served.max_model_len,
+            eos_token_ids=served.eos_token_ids,
+            sampling_defaults=served.sampling_defaults,
+            created=int(time.time()),
+            system_fingerprint=f"weft-{__version__}-{served.dtype}",
+            base_seed=base_seed,
+            hidden_size=served.hidden_size,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,21 +84,29 @@ def waves(job: Job) -> Iterator[Job]:
 
 
 class EmbeddingCollector:
-    """Gathers the vectors of a job until all are there."""
+    """Gathers the vectors of a job until all are there.
+
+    Attributes:
+        left: inputs whose vectors are missing.
+    """
 
     def __init__(self, job: Job, body: EmbeddingBody) -> None:
         self._job = job
         self._dimensions = body.dimensions
         self._base64 = body.encoding_format == "base64"
         self._vectors: dict[int, bytes] = {}
+        self.left = len(job.requests)
 
-    def push(self, updates: Seq[Update]) -> int:
-        """Take updates in; return how many inputs have ended with them.
+    @property
+    def done(self) -> bool:
+        return self.left == 0
+
+    def push(self, updates: Seq[Update]) -> list[int]:
+        """Take updates in; return no ids, as there are no stop strings.
 
         Raises:
             WeftError: an input failed; the answer cannot be completed.
         """
-        ended = 0
         for update in updates:
             if update.finish is None:
                 continue
@@ -107,8 +115,8 @@ class EmbeddingCollector:
             if update.embedding is None:
                 raise InvariantError(f"input {update.sequence_id} ended without its embedding")
             self._vectors[update.sequence_id] = update.embedding
-            ended += 1
-        return ended
+            self.left -= 1
+        return []
 
     def body(self) -> bytes:
         """The answer as JSON, once all inputs have ended."""

@@ -56,6 +56,16 @@ class UnknownModelError(WeftError):
     code = "model_not_found"
 
 
+class DeadlineExceededError(WeftError):
+    """The time that a request had is over."""
+
+    http_status = 504
+    code = "deadline_exceeded"
+
+    def __init__(self) -> None:
+        super().__init__("The time that this request had is over.")
+
+
 class CancelledError(WeftError):
     """The engine ended a request before it was complete."""
 

@@ -11,6 +11,7 @@ from msgspec import Raw
 
 from weft.api.bodies import NULL, GenerationBody, ResponseFormat, StructuredOutputs
 from weft.api.errors import MissingParameterError
+from weft.api.jobs import Builder, Job
 from weft.core.errors import GrammarError, ParameterError
 from weft.text.grammar import (
     choice_grammar,
@@ -36,6 +37,18 @@ def blaming(param: str) -> Iterator[None]:
     except GrammarError as error:
         message = f"'{param}' cannot be honoured: {error.message.rstrip('.')}."
         raise GrammarError(message, param=param) from None
+
+
+def check_grammar(job: Job, builder: Builder) -> None:
+    """Compile what a job's output has to follow; takes up to some tenths of a second.
+
+    Raises:
+        GrammarError: it cannot be compiled; it names the parameter that asked for it.
+    """
+    grammar, param = job.requests[0].sampling.grammar, job.constrained_by
+    if grammar is not None and param is not None:
+        with blaming(param):
+            builder.grammars.check(grammar)
 
 
 def find_constraint(body: GenerationBody) -> Constraint | None:

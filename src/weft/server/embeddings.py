@@ -43,10 +43,10 @@ class Embedding(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             for wave in waves(self._job):
-                missing = len(wave.requests)
+                left = self._collector.left - len(wave.requests)
                 async with running(self._service, wave, receive) as opened:
-                    while missing:
-                        missing -= self._collector.push(await opened.take())
+                    while self._collector.left > left:
+                        self._collector.push(await opened.take())
         except DisconnectedError:
             return
         answer = Response(self._collector.body(), media_type="application/json")

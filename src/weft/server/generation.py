@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from weft.api import Builder, ChunkWriter, Collector, Job, decode_body, describe_error
 from weft.api.bodies import Body
+from weft.api.whole import Whole
 from weft.core.errors import WeftError
 from weft.core.plan import Update
 from weft.server.body import read_body
@@ -30,17 +31,6 @@ STREAM_HEADERS = {
     "cache-control": "no-cache",
     "x-accel-buffering": "no",
 }
-
-
-class Whole(Protocol):
-    """Gathers the updates of a job; ``push`` returns ids that a stop string has ended."""
-
-    @property
-    def done(self) -> bool: ...
-
-    def push(self, updates: Seq[Update]) -> list[int]: ...
-
-    def body(self) -> bytes: ...
 
 
 class Streamed(Protocol):

@@ -23,9 +23,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from weft import __version__
 from weft.api import ModelCard
-from weft.core.errors import TokenizerError, WeftError
+from weft.core.errors import WeftError
 from weft.core.logs import log_level, notice, set_up_logs
 from weft.core.process import die_with, raise_file_limit, set_process_title
 from weft.core.served import ServedModel
@@ -37,7 +36,8 @@ from weft.server.keeper import EXIT_REFUSED
 from weft.server.main import run_server
 from weft.server.options import ServerOptions
 from weft.server.probe import Load
-from weft.text import ChatTemplate, Tokenizer
+from weft.text import Tokenizer
+from weft.text.template import find_template
 
 
 def main() -> None:
@@ -68,7 +68,7 @@ def _serve(arguments: argparse.Namespace, settings: Mapping[str, Any], served: S
     options = ServerOptions(**settings["options"])
     set_up_logs("frontend", log_level(settings["log_level"]), settings["log_format"])
     tokenizer = Tokenizer.load(Path(settings["tokenizer"] or served.folder))
-    template = _chat_template(served, settings["chat_template"])
+    template = find_template(Path(served.folder), settings["chat_template"])
     client = RingClient(RingFds.parse(arguments.ring))
 
     def on_listening(address: str) -> None:
@@ -80,37 +80,12 @@ def _serve(arguments: argparse.Namespace, settings: Mapping[str, Any], served: S
         client,
         tokenizer,
         template,
-        _card(served, options, settings["base_seed"]),
+        ModelCard.of(served, options.served_model_name, settings["base_seed"]),
         options,
         probe=RingProbe(client, served),
         sockets=[socket.socket(fileno=arguments.socket)],
         on_listening=on_listening,
         board=Board(arguments.board, arguments.number),
-    )
-
-
-def _chat_template(served: ServedModel, file: str | None) -> ChatTemplate | None:
-    """The model's chat template; a model without one serves completions only."""
-    try:
-        return ChatTemplate.load(Path(served.folder), file=None if file is None else Path(file))
-    except TokenizerError as error:
-        if file is not None:
-            raise
-        notice(f"chat is off. {error.message}")
-        return None
-
-
-def _card(served: ServedModel, options: ServerOptions, base_seed: int | None) -> ModelCard:
-    return ModelCard(
-        served_names=options.served_model_name or (served.name,),
-        vocab_size=served.vocab_size,
-        max_model_len=served.max_model_len,
-        eos_token_ids=served.eos_token_ids,
-        sampling_defaults=served.sampling_defaults,
-        created=int(time.time()),
-        system_fingerprint=f"weft-{__version__}-{served.dtype}",
-        base_seed=base_seed,
-        hidden_size=served.hidden_size,
     )
 
 

@@ -20,7 +20,8 @@ from weft.api import (
     ModelCard,
     TokenTexts,
 )
-from weft.api.structured import blaming
+from weft.api.errors import DeadlineExceededError
+from weft.api.structured import check_grammar
 from weft.core.errors import ParameterError, WeftError
 from weft.core.plan import Update
 from weft.core.ports import EngineClient
@@ -40,13 +41,6 @@ INLINE_BYTES = 16 * 1024  # bodies up to here are tokenised on the event loop: s
 
 Result = TypeVar("Result")
 Prepared = TypeVar("Prepared")
-
-
-class DeadlineExceededError(WeftError):
-    """The time that a request had is over."""
-
-    http_status = 504
-    code = "deadline_exceeded"
 
 
 class DisconnectedError(Exception):
@@ -132,13 +126,13 @@ class Service:
         Raises:
             GrammarError: it cannot be compiled.
         """
-        grammar, param = job.requests[0].sampling.grammar, job.constrained_by
-        if grammar is None or param is None:
+        grammar = job.requests[0].sampling.grammar
+        if grammar is None:
             return
 
         def check() -> None:
-            with self.metrics.counting_refusals(), blaming(param):
-                self.builder.grammars.check(grammar)
+            with self.metrics.counting_refusals():
+                check_grammar(job, self.builder)
 
         if self.builder.grammars.knows(grammar):
             check()
@@ -220,13 +214,13 @@ class OpenJob:
         with service.metrics.counting_refusals():
             left_s = service.time_left_s(job)
             if left_s is not None and left_s <= 0:
-                raise _late()
+                raise DeadlineExceededError()
             service.admit(job)
             service.client.submit(self._salted(), self._mailbox.sink)
         self._timer = JobTimer(service.metrics, len(job.requests), job.prompt_tokens)
         if left_s is not None:
             loop = asyncio.get_running_loop()
-            self._alarm = loop.call_later(left_s, lambda: self.interrupt(_late()))
+            self._alarm = loop.call_later(left_s, lambda: self.interrupt(DeadlineExceededError()))
         exchange = EXCHANGE.get()
         if exchange is not None:
             exchange.job, exchange.timer = job, self._timer
@@ -306,7 +300,3 @@ def _timeout(given: str | float, most: float, param: str) -> float:
             f"{param} must be a number of seconds above 0 and up to {most:g}.", param=param
         )
     return seconds
-
-
-def _late() -> DeadlineExceededError:
-    return DeadlineExceededError("The time that this request had is over.")

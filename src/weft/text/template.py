@@ -10,6 +10,7 @@ import jinja2
 import jinja2.meta
 
 from weft.core.errors import ParameterError, TemplateError, TokenizerError
+from weft.core.logs import notice
 from weft.text import sandbox
 from weft.text.assets import NAMED_TOKENS, named_tokens, read_config, read_text
 from weft.text.control import AddedToken, Piece
@@ -186,6 +187,23 @@ class ChatTemplate:
             entry = (tokenizer, _Controls(tokenizer, "\0".join(self.sources.values())))
             self._controls[id(tokenizer)] = entry
         return entry[1]
+
+
+def find_template(folder: Path, file: str | None) -> ChatTemplate | None:
+    """The chat template of a model, or the one of a file.
+
+    None, with a notice, if the model has none: it serves completions only.
+
+    Raises:
+        TokenizerError: the file is no template.
+    """
+    try:
+        return ChatTemplate.load(folder, file=None if file is None else Path(file))
+    except TokenizerError as error:
+        if file is not None:
+            raise
+        notice(f"chat is off. {error.message}")
+        return None
 
 
 def encode_chat(

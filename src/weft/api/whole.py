@@ -1,0 +1,89 @@
+"""Whole answers by path: what a request asks for, and what gathers its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Protocol
+
+from weft.api.bodies import ChatBody, CompletionBody, decode_body
+from weft.api.chat import chat_job
+from weft.api.completions import completion_job
+from weft.api.embeddings import EmbeddingBody, EmbeddingCollector, embedding_job, waves
+from weft.api.errors import UnsupportedParameterError
+from weft.api.jobs import Builder, Job
+from weft.api.logprobs import TokenTexts
+from weft.api.response_answers import ResponseCollector
+from weft.api.response_body import ResponseBody, response_job
+from weft.api.response_items import read_items
+from weft.api.responses import Collector
+from weft.core.plan import Update
+
+
+class Whole(Protocol):
+    """Gathers the updates of a job; ``push`` returns ids that a stop string has ended."""
+
+    @property
+    def done(self) -> bool: ...
+
+    def push(self, updates: Seq[Update]) -> list[int]: ...
+
+    def body(self) -> bytes: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A checked request: its job, and what its updates go into."""
+
+    job: Job
+    whole: Whole
+
+    def parts(self) -> Iterator[Job]:
+        """The job in pieces that are run one after the other; only embeddings have several."""
+        return waves(self.job) if self.job.endpoint == "embedding" else iter((self.job,))
+
+
+def read_request(path: str, data: bytes, builder: Builder, texts: TokenTexts) -> Asked:
+    """Check the body of a request to one of ``ENDPOINTS`` that is to be answered as a whole.
+
+    Raises:
+        WeftError: a typed error that names the parameter; nothing has been started.
+    """
+    asked = ENDPOINTS[path](data, builder, texts)
+    if asked.job.stream:
+        raise UnsupportedParameterError("stream", " There is nobody to stream to.")
+    return asked
+
+
+def _chat(data: bytes, builder: Builder, texts: TokenTexts) -> Asked:
+    job = chat_job(decode_body(ChatBody, data), builder)
+    return Asked(job, Collector(job, builder.tokenizer, texts))
+
+
+def _completion(data: bytes, builder: Builder, texts: TokenTexts) -> Asked:
+    job = completion_job(decode_body(CompletionBody, data), builder)
+    return Asked(job, Collector(job, builder.tokenizer, texts))
+
+
+def _embedding(data: bytes, builder: Builder, _: TokenTexts) -> Asked:
+    body = decode_body(EmbeddingBody, data)
+    job = embedding_job(body, builder)
+    return Asked(job, EmbeddingCollector(job, body))
+
+
+def _response(data: bytes, builder: Builder, texts: TokenTexts) -> Asked:
+    body = decode_body(ResponseBody, data)
+    for name in ("store", "previous_response_id"):
+        if getattr(body, name):
+            raise UnsupportedParameterError(name, " No responses are stored here.")
+    job = response_job(body, read_items(body.input), builder)
+    return Asked(job, ResponseCollector(job, body, builder.tokenizer, texts))
+
+
+ENDPOINTS: Mapping[str, Callable[[bytes, Builder, TokenTexts], Asked]] = {
+    "/v1/chat/completions": _chat,
+    "/v1/completions": _completion,
+    "/v1/embeddings": _embedding,
+    "/v1/responses": _response,
+}

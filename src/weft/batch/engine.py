@@ -1,0 +1,137 @@
+"""Lines answered by an engine at the other end of a ring."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from hashlib import blake2b
+
+import msgspec
+from msgspec import Raw, Struct
+
+from weft.api import Builder, Job, TokenTexts
+from weft.api.errors import DeadlineExceededError
+from weft.api.structured import check_grammar
+from weft.api.whole import Asked, Whole, read_request
+from weft.batch.ports import Answer, Line, NobodyAnswersError, new_request_id
+from weft.core.errors import EngineBusyError, EngineDeadError, ParameterError
+from weft.core.plan import Update
+from weft.core.ports import EngineClient
+from weft.core.types import MAX_SEED, FinishReason, Request
+
+SERVICE_CLASS = "batch"
+
+
+class EngineAsker:
+    """Asks an engine whose client is driven by the event loop.
+
+    Args:
+        base_seed: makes the seeds of requests without one repeatable, by the number of the line.
+    """
+
+    def __init__(
+        self, client: EngineClient, builder: Builder, base_seed: int | None = None
+    ) -> None:
+        self._client = client
+        self._builder = builder
+        self._texts = TokenTexts(builder.tokenizer)
+        self._base_seed = base_seed
+        self._running = 0
+        self._freed = asyncio.Event()
+
+    async def ask(self, number: int, line: Line) -> Answer:
+        asked = self.read(line)
+        if asked.job.constrained_by is not None:
+            await asyncio.to_thread(check_grammar, asked.job, self._builder)
+        try:
+            async with asyncio.timeout(asked.job.timeout_s):
+                for part in asked.parts():
+                    await self._run(self._requests(number, line, part), asked.whole)
+        except TimeoutError:
+            raise DeadlineExceededError from None
+        return Answer(200, new_request_id(), asked.whole.body())
+
+    def read(self, line: Line) -> Asked:
+        """Check the body of a line. Raises WeftError if the engine cannot be asked that."""
+        return read_request(line.url, bytes(line.body), self._builder, self._texts)
+
+    def _requests(self, number: int, line: Line, job: Job) -> list[Request]:
+        """The sequences of a job, in the class of batches, with seeds that others do not move."""
+        requests = [replace(request, service_class=SERVICE_CLASS) for request in job.requests]
+        if self._base_seed is None or msgspec.json.decode(line.body, type=_Seeded).seed is not None:
+            return requests
+        name = f"{self._base_seed} {number}".encode()
+        seed = int.from_bytes(blake2b(name, digest_size=8).digest()) % (MAX_SEED + 1)
+        return [
+            replace(request, sampling=replace(request.sampling, seed=(seed + i) % (MAX_SEED + 1)))
+            for i, request in enumerate(requests)
+        ]
+
+    async def _run(self, requests: Seq[Request], whole: Whole) -> None:
+        """Compute sequences into an answer. Raises what ended one of them."""
+        running = _Running(self._client, whole, requests)
+        await self._submit(requests, running)
+        self._running += 1
+        try:
+            await running.ended
+        finally:
+            running.cancel()
+            self._running -= 1
+            self._freed.set()
+
+    async def _submit(self, requests: Seq[Request], running: _Running) -> None:
+        """Hand sequences over as soon as the ring has room for all of them."""
+        while True:
+            try:
+                self._client.submit(requests, running.sink)
+                return
+            except EngineDeadError as error:
+                raise NobodyAnswersError(error.message) from None
+            except EngineBusyError:
+                if not self._running:
+                    raise ParameterError(
+                        f"The request's {len(requests)} sequences do not fit into the memory "
+                        "shared with the engine at once; lower n or the limit on output tokens."
+                    ) from None
+            self._freed.clear()
+            await self._freed.wait()
+
+
+class _Running:
+    """Sequences that the engine works on, and what their updates go into.
+
+    Attributes:
+        ended: done when all have ended, or one has failed.
+    """
+
+    def __init__(self, client: EngineClient, whole: Whole, requests: Seq[Request]) -> None:
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._client = client
+        self._whole = whole
+        self._open = {request.id for request in requests}
+
+    def sink(self, updates: Seq[Update]) -> None:
+        """Take news; on the thread of the event loop."""
+        self._open.difference_update(u.sequence_id for u in updates if u.finish is not None)
+        if self.ended.done():
+            return
+        try:
+            for sequence_id in self._whole.push(updates):
+                self._client.cancel(sequence_id, FinishReason.STOP)
+        except EngineDeadError as error:
+            self.ended.set_exception(NobodyAnswersError(error.message))
+        except Exception as error:
+            self.ended.set_exception(error)
+        else:
+            if not self._open:
+                self.ended.set_result(None)
+
+    def cancel(self) -> None:
+        """Let the engine forget what it still computes."""
+        for sequence_id in self._open:
+            self._client.cancel(sequence_id)
+
+
+class _Seeded(Struct):
+    seed: Raw | None = None

@@ -1,0 +1,193 @@
+"""Lines answered by any server with OpenAI's API, with patience for one that is busy or away."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
+
+import httpx
+import msgspec
+import orjson
+from msgspec import Raw
+
+from weft.batch.ports import Answer, Line, NobodyAnswersError, new_request_id
+from weft.core.errors import ConfigError, WeftError
+
+CONNECT_TIMEOUT_S = 10.0
+FIRST_DELAY_S, LONGEST_DELAY_S = 0.5, 30.0
+AWAY = (429, 503)  # the server says that it can answer nobody at present
+ASKED_AGAIN = (408, 409, 500, 502, 504)  # something went wrong with this request
+_SHOWN_CHARS = 300
+
+
+class NoAnswerError(WeftError):
+    """The server has not answered a request, however often it was asked."""
+
+    http_status = 504
+    code = "no_answer"
+
+
+class HttpAsker:
+    """Asks a server over HTTP.
+
+    What fails for a reason that may pass is asked again after a delay that doubles, or the one that
+    the server names. A request that fails by itself is asked ``retries`` more times. While the
+    server is away or busy nothing counts; it may be so for ``patience_s``.
+
+    Args:
+        url: of the server, with or without ``/v1``.
+        service_tier: put into bodies that have none.
+        timeout_s: for one answer.
+
+    Raises:
+        ConfigError: the URL is not one of a server, or the key cannot be sent.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        api_key: str | None,
+        *,
+        service_tier: str | None = None,
+        retries: int = 5,
+        timeout_s: float = 1800.0,
+        patience_s: float = 300.0,
+    ) -> None:
+        self.url = _base(url)
+        self._tier = service_tier
+        self._retries = retries
+        self._patience_s = patience_s
+        self._good = time.monotonic()  # when something was last heard that was an answer
+        headers = {"content-type": "application/json"}
+        if api_key:
+            headers["authorization"] = f"Bearer {api_key}"
+        try:
+            self._http = httpx.AsyncClient(
+                headers=headers,
+                timeout=httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S, pool=None),
+                limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            )
+        except ValueError:
+            raise ConfigError("The key must be printable ASCII.", param="api_key") from None
+
+    async def check(self) -> None:
+        """Ask for the list of models.
+
+        Raises:
+            NobodyAnswersError: there is no server, or it refuses the key.
+        """
+        where = f"{self.url}/v1/models"
+        try:
+            answer = await self._http.get(where)
+        except httpx.HTTPError as error:
+            raise NobodyAnswersError(
+                f"No server answers at {self.url} ({_why(error)}); start one with: weft serve"
+            ) from None
+        if answer.status_code in (401, 403) or answer.is_redirect:
+            raise NobodyAnswersError(f"{where} answered {answer.status_code}: {_said(answer)}")
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    async def ask(self, number: int, line: Line) -> Answer:  # noqa: ARG002
+        body = self._body(line)
+        failures, delay_s = 0, FIRST_DELAY_S
+        while True:
+            answer: httpx.Response | None = None
+            try:
+                answer = await self._http.post(self.url + line.url, content=body)
+                why = f"{answer.status_code}: {_said(answer)}"
+                away = answer.status_code in AWAY
+            except httpx.HTTPError as error:
+                why = _why(error)
+                away = isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout))
+            if answer is not None and answer.status_code not in AWAY + ASKED_AGAIN:
+                self._good = time.monotonic()
+                return _read(answer)
+            if away:
+                self._wait_no_longer(why)
+            elif failures == self._retries:
+                if answer is not None:
+                    return _read(answer)
+                raise NoAnswerError(f"The server was asked {failures + 1} times; at last: {why}.")
+            failures += not away
+            await asyncio.sleep(_delay_s(answer, delay_s, self._patience_s))
+            delay_s = min(2 * delay_s, LONGEST_DELAY_S)
+
+    def _wait_no_longer(self, why: str) -> None:
+        """Raise NobodyAnswersError if the server has been away for too long."""
+        if time.monotonic() - self._good > self._patience_s:
+            raise NobodyAnswersError(
+                f"{self.url} has answered nothing for {self._patience_s:g} s ({why}); what is done "
+                "is kept: give the same command again to go on."
+            )
+
+    def _body(self, line: Line) -> bytes:
+        if self._tier is None or line.url.endswith("/embeddings"):
+            return bytes(line.body)
+        fields = msgspec.json.decode(line.body, type=dict[str, Raw])
+        fields.setdefault("service_tier", Raw(msgspec.json.encode(self._tier)))
+        return msgspec.json.encode(fields)
+
+
+def _base(url: str) -> str:
+    """The address of a server without ``/v1``. Raises ConfigError."""
+    try:
+        parsed = httpx.URL(url)
+        good = parsed.scheme in ("http", "https") and bool(parsed.host)
+    except (httpx.InvalidURL, ValueError):
+        good = False
+    if not good:
+        raise ConfigError(
+            f"'{url}' is not a server's address, such as http://127.0.0.1:8000.", param="url"
+        )
+    return url.rstrip("/").removesuffix("/v1")
+
+
+def _read(answer: httpx.Response) -> Answer:
+    """An answer whose body is JSON; what is none becomes an error that shows it."""
+    status, body = answer.status_code, answer.content
+    request_id = answer.headers.get("x-request-id") or new_request_id()
+    try:
+        orjson.loads(body)
+    except ValueError:
+        message = f"The server answered {status}, but not with JSON: {_said(answer)}"
+        error = {"message": message, "type": "server_error", "param": None, "code": "no_json"}
+        return Answer(max(status, 502), request_id, orjson.dumps({"error": error}))
+    if status < 400 and status != 200:
+        status = 502
+    return Answer(status, request_id, body)
+
+
+def _delay_s(answer: httpx.Response | None, delay_s: float, most_s: float) -> float:
+    """How long to wait: as the server says, else somewhere around the usual delay."""
+    wished = None if answer is None else _retry_after_s(answer.headers.get("retry-after", ""))
+    if wished is None:
+        return delay_s * random.uniform(0.5, 1.5)
+    return min(wished, most_s) + random.uniform(0, 0.1 * FIRST_DELAY_S)
+
+
+def _retry_after_s(value: str) -> float | None:
+    """Seconds from the header, which has seconds or a date; None without a sensible one."""
+    with contextlib.suppress(ValueError, TypeError, OverflowError):
+        if value.strip().isdecimal():
+            return float(value)
+        date = parsedate_to_datetime(value)
+        return max(0.0, (date - datetime.now(UTC)).total_seconds())
+    return None
+
+
+def _said(answer: httpx.Response) -> str:
+    """The message of an error, or the beginning of the body."""
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        return str(orjson.loads(answer.content)["error"]["message"])[:_SHOWN_CHARS]
+    return answer.text[:_SHOWN_CHARS] or answer.reason_phrase
+
+
+def _why(error: Exception) -> str:
+    return str(error) or type(error).__name__

@@ -1,0 +1,100 @@
+"""Every setting of ``weft batch`` beside those of the engine, declared once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from weft.core.errors import ConfigError, ParameterError
+from weft.core.settings import check_settings, setting
+
+ORDERS = ("blend", "dfs", "fcfs")
+URL_CONCURRENCY = 64  # requests at once to a server that does not say how many it computes at once
+
+
+@dataclass(frozen=True, slots=True)
+class BatchOptions:
+    """What a user may set about ``weft batch``.
+
+    Raises:
+        ConfigError: a value is malformed, out of bounds, or does not go with another one.
+    """
+
+    output: str | None = setting("path", None, "file for the results; short: -o")
+    errors: str | None = setting(
+        "path", None, "file for lines without a result; unset is OUTPUT with .errors in it"
+    )
+    url: str | None = setting(
+        "str", None, "address of a server that is asked instead of an engine of its own"
+    )
+    api_key: str | None = setting("str", None, "the server's key; unset takes OPENAI_API_KEY")
+    order: str = setting(
+        "str",
+        "fcfs",
+        "which line goes next: as they come, depth first by shared prefixes, or mixed so that "
+        "compute and memory are busy together",
+        choices=ORDERS,
+    )
+    concurrency: int | None = setting(
+        "int",
+        None,
+        "requests that are open at once; unset is twice what the engine computes at once, "
+        f"and {URL_CONCURRENCY} for a server that does not say",
+        low=1,
+        high=2**20,
+    )
+    restart: bool = setting("bool", False, "begin anew, and delete results that are there")
+    retry_errors: bool = setting(
+        "bool", False, "ask the lines again that have an error from an earlier run"
+    )
+    served_model_name: tuple[str, ...] = setting(
+        "strings", (), "name of the engine's model in lines; may be given several times", high=64
+    )
+    service_tier: str | None = setting(
+        "str", None, "put into lines for a server that name none; flex lets others go first"
+    )
+    retries: int = setting(
+        "int", 5, "how often a server is asked again after an error that may pass", low=0, high=1000
+    )
+    timeout_s: float = setting(
+        "float", 1800.0, "seconds that a server has for one answer", low=0, above=True
+    )
+    patience_s: float = setting(
+        "float",
+        300.0,
+        "seconds that a server may be away or busy before the batch stops",
+        low=0,
+        above=True,
+    )
+
+    def __post_init__(self) -> None:
+        try:
+            check_settings(self)
+        except ParameterError as error:
+            raise ConfigError(error.message, param=error.param) from None
+        if self.output is None:
+            raise ConfigError(
+                "Name a file for the results, as in: weft batch requests.jsonl -o results.jsonl",
+                param="output",
+            )
+        for name in ("api_key", "service_tier"):
+            if self.url is None and getattr(self, name) is not None:
+                raise ConfigError(f"{name} is for a server; give its --url, too.", param=name)
+        if self.url is not None and self.served_model_name:
+            raise ConfigError(
+                "served_model_name is for an engine of one's own; a server has its own names.",
+                param="served_model_name",
+            )
+
+    @property
+    def output_path(self) -> Path:
+        assert self.output is not None, "checked above"
+        return Path(self.output)
+
+    @property
+    def errors_path(self) -> Path:
+        """Where lines without a result go."""
+        if self.errors is not None:
+            return Path(self.errors)
+        output = self.output_path
+        return output.with_name(f"{output.stem}.errors{output.suffix or '.jsonl'}")

@@ -1,0 +1,122 @@
+"""The seams of a batch: where lines come from, who answers, in which order, where results go."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from msgspec import Raw, Struct
+
+from weft.batch.usage import Usage
+from weft.core.errors import WeftError
+
+
+class Line(Struct, forbid_unknown_fields=True, kw_only=True):
+    """One request as it stands in a batch's input."""
+
+    custom_id: str
+    method: str
+    url: str
+    body: Raw
+
+
+def new_request_id() -> str:
+    """An id for an answer."""
+    return f"req_{secrets.token_hex(16)}"
+
+
+class NobodyAnswersError(WeftError):
+    """Whoever is asked is gone, so the batch cannot go on at present; what is done is kept."""
+
+    http_status = 503
+    code = "nobody_answers"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What an HTTP server says, or would say, to one request.
+
+    Attributes:
+        body: JSON.
+    """
+
+    status: int
+    request_id: str
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What came of a line.
+
+    Attributes:
+        custom_id: None if the line has none that can be read.
+        answer: None if the line was no request.
+        error: OpenAI's error object and the line's number; None if the line has its answer.
+        usage: tokens of the answer.
+    """
+
+    custom_id: str | None
+    answer: Answer | None = None
+    error: Mapping[str, Any] | None = None
+    usage: Usage = field(default_factory=Usage)
+
+
+class Source(Protocol):
+    """The lines of a batch, by index from 0."""
+
+    def __len__(self) -> int: ...
+
+    def number(self, index: int) -> int:
+        """The number of a line as a person counts, from 1."""
+
+    def line(self, index: int) -> Line:
+        """Read a line. Raises ParameterError if it is no request of this batch."""
+
+    def custom_id(self, index: int) -> str | None:
+        """The name of a line, also of one that is no request; None if it has none."""
+
+
+class Sink(Protocol):
+    """Takes results, each in one piece; whatever ends the program, none is lost or torn."""
+
+    def done(self, index: int) -> bool:
+        """Whether a line has its result."""
+
+    def put(self, index: int, result: Result) -> None:
+        """Take what came of a line. Raises WeftError if it cannot be kept."""
+
+    def sync(self) -> None:
+        """Let all that was taken outlive a loss of power; may be called on any thread."""
+
+
+class Asker(Protocol):
+    """Answers requests, many at once."""
+
+    async def ask(self, number: int, line: Line) -> Answer:
+        """Answer the request of line ``number``.
+
+        Raises:
+            NobodyAnswersError: nobody answers any more, this line or another.
+            WeftError: the request is refused, or has failed for good; the answer would have been
+                an error, as an answer with a status of 400 or more is.
+        """
+
+
+class Order(Protocol):
+    """Says which line goes next; each goes once."""
+
+    @property
+    def remaining(self) -> int:
+        """Lines that were not handed out yet."""
+
+    def next(self) -> int | None:
+        """The index of a line to ask now; None while it is better to wait for the end of one.
+
+        While none runs and some remain, it is never None.
+        """
+
+    def ended(self, index: int, output: int | None) -> None:
+        """A line that was handed out has its result of so many output tokens; None if it failed."""

@@ -1,0 +1,85 @@
+"""What a user sees of a batch: a bar while it runs, and a summary at the end."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from tqdm import tqdm
+
+from weft.batch.ports import Result
+from weft.batch.results import Results
+from weft.batch.usage import Usage
+
+
+class Progress:
+    """A bar with lines, time left and rates; hidden where standard error is no terminal."""
+
+    def __init__(self, results: Results, lines: int) -> None:
+        self._results = results
+        self._lines = lines
+        self._started = time.monotonic()
+        self._usage = Usage()
+        self._ended = self._failed = 0
+        self._bar: tqdm[Any] | None = None
+
+    def start(self, answering: str) -> None:
+        """Say who answers, and show the bar; the rates count from here."""
+        before = self._results.resumed
+        done = f", {before} of them done before" if before else ""
+        self.say(f"{self._lines} lines{done}; {answering}.")
+        self._started = time.monotonic()
+        self._bar = tqdm(
+            total=self._lines,
+            initial=before,
+            unit="req",
+            dynamic_ncols=True,
+            disable=not sys.stderr.isatty(),
+        )
+
+    def watch(self, result: Result) -> None:
+        """Count a result in."""
+        self._ended += 1
+        self._failed += result.error is not None
+        self._usage += result.usage
+        if self._bar is not None and not self._bar.disable:
+            failed = f", {self._failed} failed" if self._failed else ""
+            self._bar.set_postfix_str(f"{self._tokens()}{failed}", refresh=False)
+            self._bar.update()
+
+    def say(self, message: str) -> None:
+        """Write a line to standard error, above the bar if there is one."""
+        tqdm.write(f"weft: {message}", file=sys.stderr)
+
+    def close(self) -> None:
+        """End the bar."""
+        if self._bar is not None:
+            self._bar.close()
+
+    def summary(self) -> str:
+        """How it went: counts, rates of this run, and where the files are."""
+        results = self._results
+        left = self._lines - results.answered - results.refused
+        words = [f"{self._lines} lines: {results.answered} answered"]
+        words += [f"{results.refused} with an error"] if results.refused else []
+        words += [f"{left} left"] if left else []
+        text = [f"{', '.join(words)}."]
+        if results.resumed:
+            text.append(f"{results.resumed} of them were done before this run.")
+        if self._ended:
+            text.append(
+                f"This run: {self._ended} in {self._seconds():.1f} s, "
+                f"{self._ended / self._seconds():.1f} requests/s, {self._tokens()}."
+            )
+        text.append(f"Results: {results.output}")
+        if results.refused:
+            text.append(f"Errors: {results.errors}")
+        return "\n".join(text)
+
+    def _seconds(self) -> float:
+        return max(time.monotonic() - self._started, 1e-9)
+
+    def _tokens(self) -> str:
+        read, written = self._usage.input_tokens, self._usage.output_tokens
+        return f"tokens/s: {read / self._seconds():.0f} in, {written / self._seconds():.0f} out"

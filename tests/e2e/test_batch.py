@@ -1,0 +1,339 @@
+"""``weft batch`` as a user runs it: its own engine, a real server, kills, Ctrl-C, wrong uses."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from live import WEFT, Server, eventually, refused, run, serving
+
+SMALL = ["--threads", "1", "--kv-memory", "32MiB", "--max-num-seqs", "8"]
+OPEN = 16  # requests: twice what these engines compute at once
+
+
+def completion(name: str, **fields: Any) -> dict[str, Any]:
+    body = {"model": "builtin", "prompt": f"def {name}(x):", "max_tokens": 8, "temperature": 0}
+    return {
+        "custom_id": name,
+        "method": "POST",
+        "url": "/v1/completions",
+        "body": {**body, **fields},
+    }
+
+
+def write(path: Path, lines: list[Any]) -> Path:
+    path.write_text("".join(f"{x if isinstance(x, str) else json.dumps(x)}\n" for x in lines))
+    return path
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Results by custom_id, each of which must be there once."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len({line["custom_id"] for line in lines}) == len(lines)
+    return {line["custom_id"]: line for line in lines}
+
+
+def texts(path: Path) -> dict[str, str]:
+    """The text of each completion."""
+    return {
+        name: line["response"]["body"]["choices"][0]["text"] for name, line in read(path).items()
+    }
+
+
+def num_lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*WEFT, "batch", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory) -> Iterator[Server]:
+    with serving(tmp_path_factory.mktemp("server")) as running:
+        yield running
+
+
+def test_every_endpoint_and_every_wrong_line(tmp_path):
+    chat = {"model": "builtin", "messages": [{"role": "user", "content": "What is a list?"}]}
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    schema |= {"additionalProperties": False}
+    formed = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    lines = [
+        completion("plain"),
+        completion("many", n=3, temperature=1, seed=5),
+        completion("stopped", prompt="for i in range(", stop=[")"]),
+        {**completion("chat"), "url": "/v1/chat/completions", "body": {**chat, "max_tokens": 6}},
+        {
+            **completion("json"),
+            "url": "/v1/chat/completions",
+            "body": {**chat, "response_format": formed},
+        },
+        {
+            **completion("vectors"),
+            "url": "/v1/embeddings",
+            "body": {"model": "builtin", "input": [f"text {i}" for i in range(70)]},
+        },
+        {
+            **completion("response"),
+            "url": "/v1/responses",
+            "body": {"model": "builtin", "input": "Hi", "max_output_tokens": 4},
+        },
+        "",
+        "{not json",
+        completion("plain"),
+        completion("long", prompt="x " * 5000),
+        completion("hot", temperature="hot"),
+        completion("other", model="gpt-4"),
+        completion("streamed", stream=True),
+        {
+            **completion("stored"),
+            "url": "/v1/responses",
+            "body": {"model": "builtin", "input": "Hi", "store": True},
+        },
+        {**completion("where"), "url": "/v1/images"},
+        {"custom_id": "half"},
+    ]
+    source, out = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    done = run("batch", str(source), "-o", str(out), *SMALL)
+    assert done.returncode == 3, done.stderr
+    assert "16 lines: 7 answered, 9 with an error." in done.stdout
+    assert f"Results: {out}" in done.stdout
+    assert f"Errors: {tmp_path / 'out.errors.jsonl'}" in done.stdout
+    results = {name: line["response"]["body"] for name, line in read(out).items()}
+    assert set(results) == {
+        "plain", "many", "stopped", "chat", "json", "vectors", "response",
+    }  # fmt: skip
+    assert len({choice["text"] for choice in results["many"]["choices"]}) > 1
+    assert ")" not in results["stopped"]["choices"][0]["text"]
+    assert results["stopped"]["choices"][0]["finish_reason"] == "stop"
+    assert set(json.loads(results["json"]["choices"][0]["message"]["content"])) == {"a"}
+    assert len(results["vectors"]["data"]) == 70
+    assert results["response"]["usage"]["output_tokens"] == 4
+    errors = [json.loads(x) for x in (tmp_path / "out.errors.jsonl").read_text().splitlines()]
+    assert {line["error"]["line"]: line["error"]["code"] for line in errors} == {
+        9: "invalid_json",
+        10: "duplicate_custom_id",
+        11: "context_length_exceeded",
+        12: "invalid_parameter",
+        13: "model_not_found",
+        14: "unsupported_parameter",
+        15: "unsupported_parameter",
+        16: "unknown_url",
+        17: "missing_required_parameter",
+    }
+    again = run("batch", str(source), "-o", str(out), *SMALL)
+    assert again.returncode == 3
+    assert "16 of them were done before this run." in again.stdout
+    assert again.stderr == ""  # no engine was started
+
+
+def test_a_server_answers_the_same(tmp_path, server):
+    lines = [completion(f"f{i}") for i in range(12)] + [completion("hot", temperature=1000)]
+    source = write(tmp_path / "in.jsonl", lines)
+    own, asked = tmp_path / "own.jsonl", tmp_path / "asked.jsonl"
+    assert run("batch", str(source), "-o", str(own), *SMALL).returncode == 3
+    url = ["--url", f"{server.url}/v1", "--service-tier", "flex", "--concurrency", "4"]
+    done = run("batch", str(source), "-o", str(asked), *url)
+    assert done.returncode == 3, done.stderr
+    assert "13 lines: 12 answered, 1 with an error." in done.stdout
+    assert texts(own) == texts(asked)
+    assert all(r["response"]["body"]["service_tier"] == "flex" for r in read(asked).values())
+    [wrong] = read(tmp_path / "asked.errors.jsonl").values()
+    [own_wrong] = read(tmp_path / "own.errors.jsonl").values()
+    assert wrong["error"] == own_wrong["error"]
+    assert wrong["error"]["param"] == "temperature"
+    assert wrong["response"]["status_code"] == 400
+
+
+def test_killed_again_and_again_it_loses_and_repeats_nothing(tmp_path):
+    """Greedy and seeded lines, also by base_seed, end as those of a run that nobody disturbed."""
+    lines = [completion(f"f{i}", max_tokens=24, ignore_eos=True) for i in range(40)]
+    lines += [completion(f"g{i}", temperature=1, max_tokens=24) for i in range(10)]
+    source = write(tmp_path / "in.jsonl", [*lines, "{"])
+    calm, rough = tmp_path / "calm.jsonl", tmp_path / "rough.jsonl"
+    settings = [*SMALL, "--base-seed", "7"]
+    assert run("batch", str(source), "-o", str(calm), *settings).returncode == 3
+    before = 0
+    for _ in range(2):
+        process = start(str(source), "-o", str(rough), *settings)
+        eventually(lambda: num_lines(rough) >= before + 5, 60)  # noqa: B023
+        family = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+        process.communicate()
+        before = num_lines(rough)
+        assert not psutil.wait_procs(family, timeout=15)[1]
+    assert before < 50
+    with rough.open("a") as file:
+        file.write('{"id":"batch_req_')  # as a write that was cut short leaves it
+    done = run("batch", str(source), "-o", str(rough), *settings)
+    assert done.returncode == 3, done.stderr
+    assert texts(rough) == texts(calm)
+    assert len(texts(rough)) == 50
+    assert num_lines(tmp_path / "rough.errors.jsonl") == 1
+
+
+def test_an_engine_that_dies_is_replaced(tmp_path):
+    lines = [completion(f"f{i}", max_tokens=200, ignore_eos=True) for i in range(24)]
+    source, out = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    process = start(str(source), "-o", str(out), *SMALL)
+    eventually(lambda: num_lines(out) >= 1, 60)
+    [engine] = psutil.Process(process.pid).children()
+    engine.kill()
+    printed, told = process.communicate(timeout=120)
+    assert process.returncode == 0, told
+    assert "24 lines: 24 answered." in printed
+    assert "the next one takes over" in told
+    assert len(texts(out)) == 24
+
+
+def test_ctrl_c_finishes_what_is_open_and_the_second_leaves(tmp_path, server):
+    lines = [completion(f"f{i}", max_tokens=60, ignore_eos=True) for i in range(400)]
+    source = write(tmp_path / "in.jsonl", lines)
+    for name, asked in (("own", SMALL), ("server", ["--url", server.url, "--concurrency", "16"])):
+        out = tmp_path / f"{name}.jsonl"
+        process = start(str(source), "-o", str(out), *asked)
+        eventually(lambda: num_lines(out) >= 5, 60)  # noqa: B023
+        process.send_signal(signal.SIGINT)
+        printed, told = process.communicate(timeout=60)
+        assert process.returncode == 130, told
+        [open_now] = re.findall("finishing ([0-9]+) open requests; Ctrl-C again leaves", told)
+        assert 0 < int(open_now) <= OPEN
+        done = num_lines(out)
+        assert 5 + int(open_now) <= done < 400
+        assert f"400 lines: {done} answered, {400 - done} left." in printed
+        assert "Give the same command again to go on." in printed
+        process = start(str(source), "-o", str(out), *asked)
+        eventually(lambda: num_lines(out) >= done + 5, 60)  # noqa: B023
+        process.send_signal(signal.SIGINT)
+        told = process.stderr.readline()
+        while "finishing" not in told:
+            told = process.stderr.readline()
+        family = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 130
+        process.communicate()
+        assert not psutil.wait_procs(family, timeout=15)[1]
+        assert len(texts(out)) < 400
+    eventually(server.idle)
+
+
+def test_ctrl_c_while_the_engine_starts(tmp_path):
+    source = write(tmp_path / "in.jsonl", [completion("a")])
+    process = start(str(source), "-o", str(tmp_path / "out.jsonl"), *SMALL)
+    eventually(lambda: bool(psutil.Process(process.pid).children()), 60)
+    process.send_signal(signal.SIGINT)
+    printed, told = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Traceback" not in told
+    assert "1 lines: 0 answered, 1 left." in printed
+
+
+def test_only_one_writes_an_output(tmp_path):
+    lines = [completion(f"f{i}", max_tokens=200, ignore_eos=True) for i in range(50)]
+    source, out = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    process = start(str(source), "-o", str(out), *SMALL)
+    eventually(lambda: num_lines(out) >= 1, 60)
+    refused(run("batch", str(source), "-o", str(out)), "Another weft batch is writing", code=1)
+    process.kill()
+    process.communicate()
+
+
+def test_another_input_is_refused_until_restart(tmp_path):
+    source, out = write(tmp_path / "in.jsonl", [completion("a")]), tmp_path / "out.jsonl"
+    assert run("batch", str(source), "-o", str(out), *SMALL).returncode == 0
+    assert not (tmp_path / "out.errors.jsonl").exists()
+    write(source, [completion("b"), completion("c")])
+    done = run("batch", str(source), "-o", str(out), *SMALL)
+    refused(done, "is not the input that", "1 lines", "now 2 lines", "--restart", code=1)
+    assert set(texts(out)) == {"a"}
+    assert run("batch", str(source), "-o", str(out), "--restart", *SMALL).returncode == 0
+    assert set(texts(out)) == {"b", "c"}
+
+
+def test_names_that_lines_may_use(tmp_path):
+    source = write(tmp_path / "in.jsonl", [completion("a", model="gpt-4"), completion("b")])
+    out = tmp_path / "out.jsonl"
+    names = ["--served-model-name", "gpt-4", "--served-model-name", "builtin"]
+    assert run("batch", str(source), "-o", str(out), *names, *SMALL).returncode == 0
+    assert read(out)["a"]["response"]["body"]["model"] == "gpt-4"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words", "code"),
+    [
+        (["in.jsonl"], ["Name a file for the results", "-o results.jsonl"], 2),
+        (["no.jsonl", "-o", "x"], ["Cannot read 'no.jsonl'", "No such file"], 2),
+        (["empty.jsonl", "-o", "x"], ["'empty.jsonl' has no lines"], 2),
+        (["in.jsonl", "-o", "in.jsonl"], ["output is the input itself"], 2),
+        (["in.jsonl", "-o", "in.jsonl", "--restart"], ["output is the input itself"], 2),
+        (["in.jsonl", "-o", "empty.jsonl", "--errors", "empty.jsonl"], ["cannot go into one"], 2),
+        (["in.jsonl", "-o", "other"], ["'other' exists already", "--restart"], 2),
+        (["in.jsonl", "-o", "no/x"], ["Cannot write 'no/x", "No such file or directory"], 1),
+        (["in.jsonl", "-o", "x", "--order", "best"], ["order", "blend, dfs, fcfs"], 2),
+        (["in.jsonl", "-o", "x", "--url", "nowhere"], ["'nowhere' is not a server's address"], 2),
+        (["in.jsonl", "-o", "x", "--url", "http://127.0.0.1:9"], ["No server answers"], 1),
+        (["in.jsonl", "-o", "x", "--url", "http://a", "--model", "m"], ["model", "--url"], 2),
+        (["in.jsonl", "-o", "x", "--retries", "-1"], ["retries"], 2),
+        (["in.jsonl", "-o", "x", "--service-tier", "flex"], ["give its --url"], 2),
+        (["in.jsonl", "-o", "x", "--model", "./nothing"], ["nothing"], 1),
+        (["in.jsonl", "-o", "x", "--consurrency", "3"], ["Did you mean '--concurrency'"], 2),
+    ],
+)
+def test_wrong_uses_are_one_sentence(tmp_path, monkeypatch, arguments, words, code):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    write(tmp_path / "in.jsonl", [completion("a")])
+    (tmp_path / "empty.jsonl").write_text("\n\n")
+    (tmp_path / "other").write_text("precious")
+    refused(run("batch", *arguments), *words, code=code)
+    assert (tmp_path / "other").read_text() == "precious"
+    assert json.loads((tmp_path / "in.jsonl").read_text())["custom_id"] == "a"
+
+
+def test_a_server_without_the_key_is_told_at_once(tmp_path):
+    folder = tmp_path / "server"
+    folder.mkdir()
+    source = write(tmp_path / "in.jsonl", [completion("a")])
+    with serving(folder, "--api-key", "secret") as server:
+        url = ["--url", server.url, "-o", str(tmp_path / "out.jsonl")]
+        refused(
+            run("batch", str(source), *url, OPENAI_API_KEY=""), "/v1/models answered 401", code=1
+        )
+        assert run("batch", str(source), *url, "--api-key", "secret").returncode == 0
+
+
+def test_a_server_that_restarts_is_waited_for(tmp_path):
+    """Between two servers on one port nothing answers; the batch outlives that."""
+    lines = [completion(f"f{i}", max_tokens=100, ignore_eos=True) for i in range(60)]
+    source, out = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    with serving(tmp_path / "one") as server:
+        process = start(
+            str(source), "-o", str(out), "--url", server.url, "--concurrency", "4"
+        )  # fmt: skip
+        eventually(lambda: num_lines(out) >= 3, 60)
+        port = int(server.url.rsplit(":", 1)[1])
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+    with serving(tmp_path / "two", port=port):
+        printed, told = process.communicate(timeout=120)
+    assert process.returncode == 0, told
+    assert "60 lines: 60 answered." in printed
+    assert len(texts(out)) == 60
