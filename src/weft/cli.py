@@ -1,4 +1,4 @@
-"""The command line: ``serve``, ``generate``, ``batch``, ``chat``, ``info``, ``bench``, ``sim``..."""
+"""The command line: ``weft serve``, ``generate``, ``batch``, ``chat``, ``info``, ``bench``, ..."""
 
 from __future__ import annotations
 

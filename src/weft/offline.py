@@ -4,29 +4,41 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from weft.api import Builder, ModelCard
+from weft.batch.engine import EngineAsker
 from weft.batch.http import HttpAsker
 from weft.batch.lines import InputFile
 from weft.batch.options import URL_CONCURRENCY, BatchOptions
-from weft.batch.order import InOrder
-from weft.batch.ports import Asker
+from weft.batch.order import InOrder, Planned, Prompt, plan
+from weft.batch.ports import Line, Order
 from weft.batch.progress import Progress
+from weft.batch.prompts import guess_prompt
 from weft.batch.results import Results
 from weft.batch.runner import Runner
+from weft.blend.density import Rates
+from weft.blend.order import Room
 from weft.core.config import EngineConfig
 from weft.core.errors import ConfigError
+from weft.cost.hardware import hardware
+from weft.cost.shape import ModelShape, model_shape
+from weft.text import Tokenizer
+from weft.text.template import find_template
 
 EXIT_SOME_FAILED, EXIT_INTERRUPTED = 3, 130
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 WATCHDOG_S = 300.0  # as of a server
 WAITING_SHARE = 2  # requests that are open, for each that the engine computes at once
+BLOCK_TOKENS = 16  # in which servers that do not say it share prefixes, as most do
+UNWEIGHED = Rates(1.0, 0.0, 1.0)  # for orders that weigh nothing
 
 
 def run_batch(path: str, options: BatchOptions, engine_settings: Mapping[str, Any]) -> int:
@@ -74,16 +86,44 @@ def _check(options: BatchOptions, engine_settings: Mapping[str, Any]) -> EngineC
             f"{name} is a setting of the engine, but --url asks a server that has its own.",
             param=name,
         )
+    if options.hardware is not None:
+        hardware(options.hardware)
+    if options.shape is not None:
+        model_shape(options.shape)
     return EngineConfig.from_mapping(engine_settings)
+
+
+def _shape(folder: Path) -> ModelShape:
+    """The sizes of a model. Raises ConfigError if its folder does not say them."""
+    try:
+        return ModelShape.from_config(json.loads((folder / "config.json").read_bytes()))
+    except (OSError, ValueError):
+        raise ConfigError(
+            f"Order blend reads the model's sizes from '{folder / 'config.json'}', which cannot be "
+            "read.",
+            param="order",
+        ) from None
 
 
 @dataclass(frozen=True, slots=True)
 class _Answering:
-    """Who answers, how many at once, and what else has to go on meanwhile."""
+    """Who answers, and what an order has to know of that.
 
-    asker: Asker
-    at_once: int
+    Attributes:
+        at_once: requests that are open together.
+        prompt: reads the prompt of a line.
+        kv_tokens: that the KV memory holds; None if that is not known.
+        shape: of the model; None if it is not needed.
+        beside: what has to go on meanwhile.
+    """
+
     name: str
+    asker: EngineAsker | HttpAsker
+    at_once: int
+    prompt: Callable[[Line], Prompt | None]
+    kv_tokens: int | None
+    block_size: int
+    shape: ModelShape | None
     beside: asyncio.Task[None] | None = None
 
 
@@ -124,8 +164,14 @@ class _Batch:
         return self._results.answered + self._results.refused < len(self._source)
 
     async def _answer(self, found: _Answering) -> None:
-        self._progress.start(f"{found.name} answers up to {found.at_once} at once")
-        order = InOrder(len(self._source), self._results, found.at_once)
+        answering = f"{found.name} answers up to {found.at_once} at once"
+        order: Order = InOrder(len(self._source), self._results, found.at_once)
+        if self._options.order != "fcfs":
+            self._progress.say(f"reading all prompts to put them in order ({self._options.order})")
+            order = planned = await self._plan(found)
+            if isinstance(found.asker, EngineAsker):
+                found.asker.progress = lambda number, tokens: self._grown(planned, number, tokens)
+        self._progress.start(answering)
         self._runner = Runner(self._source, self._results, found.asker, order, self._progress.watch)
         running = asyncio.create_task(self._runner.run())
         both = {running} if found.beside is None else {running, found.beside}
@@ -137,6 +183,37 @@ class _Batch:
         finally:
             running.cancel()
             await asyncio.wait([running])
+
+    async def _plan(self, found: _Answering) -> Planned:
+        options, results = self._options, self._results
+        kv_tokens, rates = found.kv_tokens or 1, UNWEIGHED
+        if found.shape is not None:
+            rates = Rates.of(found.shape, hardware(options.hardware or ""))
+            if found.kv_tokens is None:
+                raise ConfigError(
+                    f"{found.name} does not say how much its KV memory holds; order blend needs "
+                    "--kv-tokens NUMBER.",
+                    param="kv_tokens",
+                )
+        room = Room(kv_tokens, found.at_once, found.block_size)
+        return await plan(
+            options.order, self._source, results, results.outputs(), found.prompt, room, rates
+        )
+
+    def _grown(self, order: Planned, number: int, tokens: int) -> None:
+        """Tell the order how far the oldest line has come; that may let another one go."""
+        order.progress(self._source.index(number), tokens)
+        assert self._runner is not None
+        self._runner.look()
+
+    def _at_once(self, computed: int | None) -> int:
+        """Requests to be open together, of an engine that computes so many at once."""
+        if self._options.concurrency is not None:
+            return self._options.concurrency
+        if computed is None:
+            return URL_CONCURRENCY
+        # What waits in the engine's queue is out of the hands of an order that weighs the memory.
+        return computed if self._options.order == "blend" else WAITING_SHARE * computed
 
     @contextlib.asynccontextmanager
     async def _server(self) -> AsyncIterator[_Answering]:
@@ -151,8 +228,17 @@ class _Batch:
             patience_s=options.patience_s,
         )
         try:
-            await asker.check()
-            yield _Answering(asker, options.concurrency or URL_CONCURRENCY, asker.url)
+            facts = await asker.check()
+            blocks, block_size = facts.get("kv_blocks"), facts.get("block_size", BLOCK_TOKENS)
+            yield _Answering(
+                asker.url,
+                asker,
+                self._at_once(facts.get("max_num_seqs")),
+                guess_prompt,
+                options.kv_tokens or (max(blocks.values()) * block_size if blocks else None),
+                block_size,
+                None if options.shape is None else model_shape(options.shape),
+            )
         finally:
             await asker.aclose()
 
@@ -168,14 +254,7 @@ class _Batch:
         client = RingClient(ring)
         keeping: asyncio.Task[None] | None = None
         try:
-            starting = asyncio.create_task(keeper.start())
-            await asyncio.sleep(0)  # the engine loads while the text part is imported
-            from weft.api import Builder, ModelCard
-            from weft.batch.engine import EngineAsker
-            from weft.text import Tokenizer
-            from weft.text.template import find_template
-
-            served = await starting
+            served = await keeper.start()
             config, folder = self._config, Path(served.folder)
             tokenizer = Tokenizer.load(Path(config.tokenizer) if config.tokenizer else folder)
             template = find_template(folder, config.chat_template)
@@ -183,8 +262,16 @@ class _Batch:
             client.attach(asyncio.get_running_loop())
             keeping = asyncio.create_task(keeper.run())
             asker = EngineAsker(client, Builder(tokenizer, template, card), config.base_seed)
-            at_once = self._options.concurrency or WAITING_SHARE * served.max_num_seqs
-            yield _Answering(asker, at_once, served.name, keeping)
+            yield _Answering(
+                served.name,
+                asker,
+                self._at_once(served.max_num_seqs),
+                asker.prompt,
+                max(served.kv_blocks.values()) * served.block_size,
+                served.block_size,
+                _shape(folder) if self._options.order == "blend" else None,
+                keeping,
+            )
         finally:
             if keeping is not None:
                 keeping.cancel()

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from hashlib import blake2b
 
 import msgspec
+import numpy as np
 from msgspec import Raw, Struct
 
 from weft.api import Builder, Job, TokenTexts
 from weft.api.errors import DeadlineExceededError
 from weft.api.structured import check_grammar
 from weft.api.whole import Asked, Whole, read_request
+from weft.batch.order import Prompt
 from weft.batch.ports import Answer, Line, NobodyAnswersError, new_request_id
 from weft.core.errors import EngineBusyError, EngineDeadError, ParameterError
 from weft.core.plan import Update
@@ -21,6 +24,7 @@ from weft.core.ports import EngineClient
 from weft.core.types import MAX_SEED, FinishReason, Request
 
 SERVICE_CLASS = "batch"
+TELL_EVERY = 8  # tokens
 
 
 class EngineAsker:
@@ -28,7 +32,12 @@ class EngineAsker:
 
     Args:
         base_seed: makes the seeds of requests without one repeatable, by the number of the line.
+
+    Attributes:
+        progress: called now and then with the number of the oldest line that runs and its tokens.
     """
+
+    progress: Callable[[int, int], None] | None = None
 
     def __init__(
         self, client: EngineClient, builder: Builder, base_seed: int | None = None
@@ -37,7 +46,7 @@ class EngineAsker:
         self._builder = builder
         self._texts = TokenTexts(builder.tokenizer)
         self._base_seed = base_seed
-        self._running = 0
+        self._running: dict[_Running, None] = {}  # a set that keeps the order
         self._freed = asyncio.Event()
 
     async def ask(self, number: int, line: Line) -> Answer:
@@ -47,7 +56,7 @@ class EngineAsker:
         try:
             async with asyncio.timeout(asked.job.timeout_s):
                 for part in asked.parts():
-                    await self._run(self._requests(number, line, part), asked.whole)
+                    await self._run(number, self._requests(number, line, part), asked.whole)
         except TimeoutError:
             raise DeadlineExceededError from None
         return Answer(200, new_request_id(), asked.whole.body())
@@ -55,6 +64,16 @@ class EngineAsker:
     def read(self, line: Line) -> Asked:
         """Check the body of a line. Raises WeftError if the engine cannot be asked that."""
         return read_request(line.url, bytes(line.body), self._builder, self._texts)
+
+    def prompt(self, line: Line) -> Prompt | None:
+        """What an order knows of a line. Raises WeftError if the engine cannot be asked that."""
+        job = self.read(line).job
+        if job.endpoint == "embedding":
+            return None
+        tokens = [token for request in job.requests[:: job.n] for token in request.prompt]
+        bounds = [request.sampling.max_tokens for request in job.requests]
+        longest = None if None in bounds else sum(bound or 0 for bound in bounds)
+        return Prompt(np.array(tokens, np.uint32), longest)
 
     def _requests(self, number: int, line: Line, job: Job) -> list[Request]:
         """The sequences of a job, in the class of batches, with seeds that others do not move."""
@@ -68,17 +87,23 @@ class EngineAsker:
             for i, request in enumerate(requests)
         ]
 
-    async def _run(self, requests: Seq[Request], whole: Whole) -> None:
+    async def _run(self, number: int, requests: Seq[Request], whole: Whole) -> None:
         """Compute sequences into an answer. Raises what ended one of them."""
         running = _Running(self._client, whole, requests)
         await self._submit(requests, running)
-        self._running += 1
+        self._running[running] = None
+        if self.progress is not None:
+            running.grown = lambda tokens: self._grown(running, number, tokens)
         try:
             await running.ended
         finally:
             running.cancel()
-            self._running -= 1
+            del self._running[running]
             self._freed.set()
+
+    def _grown(self, running: _Running, number: int, tokens: int) -> None:
+        if self.progress is not None and next(iter(self._running)) is running:
+            self.progress(number, tokens)
 
     async def _submit(self, requests: Seq[Request], running: _Running) -> None:
         """Hand sequences over as soon as the ring has room for all of them."""
@@ -103,19 +128,26 @@ class _Running:
 
     Attributes:
         ended: done when all have ended, or one has failed.
+        grown: called with the number of tokens so far, now and then.
     """
+
+    grown: Callable[[int], None] | None = None
 
     def __init__(self, client: EngineClient, whole: Whole, requests: Seq[Request]) -> None:
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._client = client
         self._whole = whole
         self._open = {request.id for request in requests}
+        self._tokens, self._choices = 0, len(requests)
 
     def sink(self, updates: Seq[Update]) -> None:
         """Take news; on the thread of the event loop."""
         self._open.difference_update(u.sequence_id for u in updates if u.finish is not None)
         if self.ended.done():
             return
+        before, self._tokens = self._tokens, self._tokens + len(updates)
+        if self.grown is not None and before // TELL_EVERY < self._tokens // TELL_EVERY:
+            self.grown(self._tokens // self._choices)
         try:
             for sequence_id in self._whole.push(updates):
                 self._client.cancel(sequence_id, FinishReason.STOP)

@@ -8,6 +8,7 @@ import random
 import time
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from typing import Any
 
 import httpx
 import msgspec
@@ -74,8 +75,8 @@ class HttpAsker:
         except ValueError:
             raise ConfigError("The key must be printable ASCII.", param="api_key") from None
 
-    async def check(self) -> None:
-        """Ask for the list of models.
+    async def check(self) -> dict[str, Any]:
+        """See whether the server answers; return what one of weft's says of its engine, else {}.
 
         Raises:
             NobodyAnswersError: there is no server, or it refuses the key.
@@ -89,6 +90,10 @@ class HttpAsker:
             ) from None
         if answer.status_code in (401, 403) or answer.is_redirect:
             raise NobodyAnswersError(f"{where} answered {answer.status_code}: {_said(answer)}")
+        with contextlib.suppress(httpx.HTTPError, ValueError, KeyError, TypeError):
+            told = (await self._http.get(f"{self.url}/server_info")).json()
+            return dict(told["engine"])
+        return {}
 
     async def aclose(self) -> None:
         """Close the connections."""

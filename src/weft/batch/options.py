@@ -31,9 +31,22 @@ class BatchOptions:
     order: str = setting(
         "str",
         "fcfs",
-        "which line goes next: as they come, depth first by shared prefixes, or mixed so that "
+        "which line goes next: as they come, depth first by shared prefixes, or blended so that "
         "compute and memory are busy together",
         choices=ORDERS,
+    )
+    hardware: str | None = setting(
+        "str", None, "for order blend: name of the machine's sheet, such as a100 or xeon-8462y"
+    )
+    shape: str | None = setting(
+        "str", None, "for order blend with url: the model's sizes by name, such as llama-3.1-8b"
+    )
+    kv_tokens: int | None = setting(
+        "int",
+        None,
+        "for order blend with url: tokens that the server's KV memory holds; weft's servers say it",
+        low=1,
+        high=2**40,
     )
     concurrency: int | None = setting(
         "int",
@@ -80,6 +93,19 @@ class BatchOptions:
         for name in ("api_key", "service_tier"):
             if self.url is None and getattr(self, name) is not None:
                 raise ConfigError(f"{name} is for a server; give its --url, too.", param=name)
+        if (self.order == "blend") != (self.hardware is not None):
+            raise ConfigError(
+                "Order blend weighs compute against memory: it needs --hardware NAME, and nothing "
+                "else does.",
+                param="hardware",
+            )
+        for name in ("shape", "kv_tokens"):
+            if getattr(self, name) is not None and (self.url is None or self.order != "blend"):
+                raise ConfigError(f"{name} is for order blend with a server.", param=name)
+        if self.order == "blend" and self.url is not None and self.shape is None:
+            raise ConfigError(
+                "Order blend needs --shape NAME for the model of a server.", param="shape"
+            )
         if self.url is not None and self.served_model_name:
             raise ConfigError(
                 "served_model_name is for an engine of one's own; a server has its own names.",

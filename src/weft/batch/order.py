@@ -2,7 +2,23 @@
 
 from __future__ import annotations
 
-from weft.batch.ports import Sink
+import asyncio
+from collections import deque
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.batch.ports import Line, Sink, Source
+from weft.blend.density import Rates
+from weft.blend.order import Jobs, Room, make_order
+from weft.blend.order import Order as BlendOrder
+from weft.core.errors import WeftError
+
+PAUSE_EVERY = 64  # lines, after which others may do something
 
 
 class InOrder:
@@ -22,3 +38,110 @@ class InOrder:
 
     def ended(self, index: int, output: int | None) -> None:  # noqa: ARG002
         self._room += 1
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What an order knows of a line.
+
+    Attributes:
+        tokens: of the prompt; any numbers will do that are equal where prompts are.
+        longest: bound of the output in tokens; None if there is none.
+    """
+
+    tokens: NDArray[np.uint32]
+    longest: int | None
+
+
+class Planned:
+    """Lines in an order of ``weft.blend``, after those that it has nothing to say about.
+
+    Args:
+        order: of the planned lines, by their place in ``planned``.
+        planned: indices in rising order.
+        others: indices of lines without a prompt, such as wrong ones.
+    """
+
+    def __init__(
+        self, order: BlendOrder, planned: Seq[int], others: Seq[int], at_once: int
+    ) -> None:
+        self._order = order
+        self._planned = np.asarray(planned, np.int64)
+        self._others = deque(others)
+        self._room = at_once
+
+    @property
+    def remaining(self) -> int:
+        return len(self._others) + self._order.remaining
+
+    def next(self) -> int | None:
+        if self._others:
+            if not self._room:
+                return None
+            self._room -= 1
+            return self._others.popleft()
+        place = self._order.next()
+        return None if place is None else int(self._planned[place])
+
+    def progress(self, index: int, output: int) -> None:
+        """A planned line that runs has so many output tokens."""
+        place = self._place(index)
+        if place is not None:
+            self._order.progress(place, output)
+
+    def ended(self, index: int, output: int | None) -> None:
+        place = self._place(index)
+        if place is None:
+            self._room += 1
+        else:
+            self._order.ended(place, output)
+
+    def _place(self, index: int) -> int | None:
+        place = int(np.searchsorted(self._planned, index))
+        found = place < len(self._planned) and self._planned[place] == index
+        return place if found else None
+
+
+async def plan(
+    kind: str,
+    source: Source,
+    sink: Sink,
+    outputs: Mapping[int, int],
+    prompt_of: Callable[[Line], Prompt | None],
+    room: Room,
+    rates: Rates,
+) -> Planned:
+    """Read all prompts and put them in order. All of them are in memory, 4 bytes a token.
+
+    Args:
+        kind: ``blend`` or ``dfs``.
+        outputs: output tokens by index of lines that have their answer.
+        prompt_of: reads a line; None if there is nothing to plan. Raises what is wrong with it.
+    """
+    prompts: list[NDArray[np.uint32]] = []
+    longest: list[int | None] = []
+    planned: list[int] = []
+    others: list[int] = []
+    done: dict[int, int] = {}
+    for index in range(len(source)):
+        if index % PAUSE_EVERY == 0:
+            await asyncio.sleep(0)
+        if sink.done(index) and index not in outputs:
+            continue
+        try:
+            prompt = prompt_of(source.line(index))
+        except WeftError:
+            prompt = None  # whoever asks it will hear why
+        if prompt is None or not len(prompt.tokens):
+            others += [] if sink.done(index) else [index]
+            continue
+        if sink.done(index):
+            done[len(planned)] = outputs[index]
+        planned.append(index)
+        prompts.append(prompt.tokens)
+        longest.append(prompt.longest)
+    jobs = Jobs(prompts, longest, done)
+    order = (
+        make_order(kind, jobs, room, rates) if prompts else make_order("fcfs", jobs, room, rates)
+    )
+    return Planned(order, planned, others, room.requests)

@@ -15,6 +15,7 @@ import contextlib
 import fcntl
 import os
 import re
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -83,6 +84,7 @@ class Results:
         self.usage = Usage()
         self._source = source
         self._done = bytearray(len(source))
+        self._outputs = array("I", bytes(4 * len(source)))  # tokens of answers
         self._prefix = source.digest[:_DIGEST_CHARS]
         self._files: dict[Path, int] = {}
         self._state_path = output.with_name(output.name + STATE_SUFFIX)
@@ -132,6 +134,10 @@ class Results:
         self._append(path, orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
         self._count(index, path, result.usage)
 
+    def outputs(self) -> dict[int, int]:
+        """Output tokens by index of the lines that have their answer with a count."""
+        return {index: count for index, count in enumerate(self._outputs) if count}
+
     def sync(self) -> None:
         """Let what was written outlive a loss of power. Raises ResultsError."""
         for path, fd in self._files.items():
@@ -158,6 +164,8 @@ class Results:
 
     def _count(self, index: int, path: Path, usage: Usage) -> None:
         self._done[index] = 1
+        if path == self.output:
+            self._outputs[index] = usage.output_tokens
         self.answered += path == self.output
         self.refused += path == self.errors
         self.usage += usage

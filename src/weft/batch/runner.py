@@ -64,6 +64,10 @@ class Runner:
         self._stopping = True
         self._changed.set()
 
+    def look(self) -> None:
+        """Ask the order again: it may have a line now."""
+        self._changed.set()
+
     async def run(self) -> None:
         """Run until every line has its result, or until those taken before ``stop`` have.
 
