@@ -163,7 +163,7 @@ def _read(answer: httpx.Response) -> Answer:
     except ValueError:
         message = f"The server answered {status}, but not with JSON: {_said(answer)}"
         error = {"message": message, "type": "server_error", "param": None, "code": "no_json"}
-        return Answer(max(status, 502), request_id, orjson.dumps({"error": error}))
+        return Answer(status if status >= 400 else 502, request_id, orjson.dumps({"error": error}))
     if status < 400 and status != 200:
         status = 502
     return Answer(status, request_id, body)

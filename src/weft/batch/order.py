@@ -140,8 +140,6 @@ async def plan(
         planned.append(index)
         prompts.append(prompt.tokens)
         longest.append(prompt.longest)
-    jobs = Jobs(prompts, longest, done)
-    order = (
-        make_order(kind, jobs, room, rates) if prompts else make_order("fcfs", jobs, room, rates)
-    )
+    jobs = Jobs(cast(Seq[Seq[int]], prompts), longest, done)
+    order = make_order(kind if prompts else "fcfs", jobs, room, rates)
     return Planned(order, planned, others, room.requests)
