@@ -75,13 +75,15 @@ class Planned:
         return len(self._others) + self._order.remaining
 
     def next(self) -> int | None:
+        if not self._room:
+            return None
         if self._others:
-            if not self._room:
-                return None
-            self._room -= 1
-            return self._others.popleft()
-        place = self._order.next()
-        return None if place is None else int(self._planned[place])
+            index: int | None = self._others.popleft()
+        else:
+            place = self._order.next()
+            index = None if place is None else int(self._planned[place])
+        self._room -= index is not None
+        return index
 
     def progress(self, index: int, output: int) -> None:
         """A planned line that runs has so many output tokens."""
@@ -90,10 +92,9 @@ class Planned:
             self._order.progress(place, output)
 
     def ended(self, index: int, output: int | None) -> None:
+        self._room += 1
         place = self._place(index)
-        if place is None:
-            self._room += 1
-        else:
+        if place is not None:
             self._order.ended(place, output)
 
     def _place(self, index: int) -> int | None:

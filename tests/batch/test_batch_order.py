@@ -1,0 +1,191 @@
+"""Orders of lines: each goes once, wrong ones too, and what is done tells about the rest."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+
+import msgspec
+import numpy as np
+import pytest
+from answering import Answering, read, request
+
+from weft.batch.order import InOrder, Planned, Prompt, plan
+from weft.batch.ports import Answer, Line, NobodyAnswersError, Result
+from weft.batch.prompts import guess_prompt
+from weft.batch.results import Results
+from weft.batch.runner import Runner
+from weft.blend.density import Rates
+from weft.blend.order import Room
+
+RATES = Rates(token_s=1e-4, square_s=1e-9, read_s=1e-7)
+ROOM = Room(kv_tokens=4000, requests=8)
+
+
+def lines(count: int, seed: int = 0) -> list[object]:
+    """Long prompts with short answers, prompts of one beginning with long answers, and others."""
+    draw = random.Random(seed)
+    made: list[object] = []
+    for i in range(count):
+        kind = draw.randrange(10)
+        if kind == 0:
+            made.append("{")
+        elif kind == 1:
+            made.append(request(f"r{i}", url="/v1/embeddings", body={"input": "x"}))
+        elif kind < 5:
+            prompt = "".join(draw.choices("abcdef", k=400))
+            made.append(request(f"r{i}", body={"prompt": prompt, "max_tokens": 2}))
+        else:
+            body = {"messages": [{"role": "user", "content": f"{'shared ' * 20}{i}"}]}
+            made.append(request(f"r{i}", url="/v1/chat/completions", body=body))
+    return made
+
+
+def opened(source, **options) -> Results:
+    folder = source.path.parent
+    return Results(folder / "out.jsonl", folder / "err.jsonl", source, "m", **options)
+
+
+def planned(kind: str, source, results: Results, room: Room = ROOM) -> Planned:
+    making = plan(kind, source, results, results.outputs(), guess_prompt, room, RATES)
+    return asyncio.run(making)
+
+
+def play(order, room: int, seed: int = 0) -> tuple[list[int], int]:
+    """The lines that an order hands out while they end at random, and how many ran at most."""
+    draw, taken, running, most = random.Random(seed), [], [], 0
+    while order.remaining or running:
+        while (index := order.next()) is not None:
+            taken.append(index)
+            running.append(index)
+        most = max(most, len(running))
+        assert 0 < len(running) <= room
+        ended = running.pop(draw.randrange(len(running)))
+        order.ended(ended, draw.choice([None, 1, 30]))
+    return taken, most
+
+
+@pytest.mark.parametrize("kind", ["fcfs", "dfs", "blend"])
+@pytest.mark.parametrize("count", [1, 7, 300])
+def test_every_line_goes_once_and_no_more_than_may_be_open(write, kind, count):
+    source = write(*lines(count))
+    results = opened(source)
+    order = InOrder(count, results, 8) if kind == "fcfs" else planned(kind, source, results)
+    assert order.remaining == count
+    taken, most = play(order, 8)
+    assert sorted(taken) == list(range(count))
+    assert most == min(8, count)
+    if kind == "fcfs":
+        assert taken == list(range(count))
+    results.close()
+
+
+def test_depth_first_puts_prompts_of_one_beginning_together(write):
+    bodies = [{"prompt": f"{'one ' if i % 2 else 'two '}{'of many ' * 20}{i}"} for i in range(20)]
+    source = write(*[request(f"r{i}", body=body) for i, body in enumerate(bodies)])
+    results = opened(source)
+    taken, _ = play(planned("dfs", source, results), 8)
+    assert sum(a % 2 != b % 2 for a, b in itertools.pairwise(taken)) == 1
+    results.close()
+
+
+def test_lines_with_a_result_are_left_out_and_their_lengths_known(write):
+    source = write(*lines(60))
+    results = opened(source)
+    usage = json.dumps({"usage": {"prompt_tokens": 3, "completion_tokens": 9}}).encode()
+    for index in range(0, 60, 3):
+        failed = index % 2 == 0
+        error = {"message": "no"} if failed else None
+        results.put(index, Result(f"r{index}", Answer(200, "x", usage), error))
+    results.close()
+    results = opened(source)
+    assert results.outputs() == dict.fromkeys(range(3, 60, 6), 9)
+    for kind in ("dfs", "blend"):
+        taken, _ = play(planned(kind, source, results), 8)
+        assert sorted(taken) == [i for i in range(60) if i % 3]
+    results.close()
+
+
+def test_samples_are_run_once_and_kept_when_the_run_is_cut_short(write):
+    """The results of blend's samples are results; the next run asks what is missing only."""
+    source = write(*lines(200))
+    gone = NobodyAnswersError("gone")
+
+    def run(most: int) -> None:
+        results = opened(source)
+        answers = Answering(lambda _: gone if len(answers.asked) > most else None)
+
+        async def go() -> None:
+            making = plan("blend", source, results, results.outputs(), guess_prompt, ROOM, RATES)
+            await Runner(source, results, answers, await making).run()
+
+        try:
+            asyncio.run(go())
+        finally:
+            results.close()
+
+    with pytest.raises(NobodyAnswersError):
+        run(90)
+    assert len(read(source.path.parent / "out.jsonl")) >= 60
+    run(200)
+    files = [read(source.path.parent / name) for name in ("out.jsonl", "err.jsonl")]
+    ids = [line["id"] for line in files[0] + files[1]]
+    assert len(ids) == len(set(ids)) == 200
+
+
+def test_progress_of_a_planned_line_is_passed_on(write):
+    source = write("{", *[request(f"r{i}") for i in range(3)])
+    results = opened(source)
+    seen: list[tuple[int, int]] = []
+
+    class Told:
+        remaining = 0
+
+        def progress(self, number: int, output: int) -> None:
+            seen.append((number, output))
+
+    order = Planned(Told(), [1, 2, 3], [0], 8)
+    for index in range(4):
+        order.progress(index, 5)
+    assert seen == [(0, 5), (1, 5), (2, 5)]
+    results.close()
+
+
+def guessed(url: str, **body: object) -> Prompt | None:
+    line = msgspec.json.decode(json.dumps(request("a", url=url, body=body)), type=Line)
+    return guess_prompt(line)
+
+
+def test_prompts_that_begin_alike_do_so_when_guessed():
+    first = guessed("/v1/chat/completions", messages=[{"role": "system", "content": "Be brief."}])
+    other = guessed("/v1/chat/completions", messages=[{"role": "system", "content": "Be long."}])
+    assert first is not None
+    assert other is not None
+    common = np.argmin(first.tokens[: len(other.tokens)] == other.tokens[: len(first.tokens)])
+    assert common * 4 >= len('[{"role": "system", "content": "Be ') - 4
+
+
+@pytest.mark.parametrize(
+    ("url", "body", "longest"),
+    [
+        ("/v1/completions", {"prompt": "x"}, 16),
+        ("/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 5, "n": 2}, 10),
+        ("/v1/chat/completions", {"messages": []}, None),
+        ("/v1/chat/completions", {"messages": [], "max_completion_tokens": 7}, 7),
+        ("/v1/responses", {"input": "x", "max_output_tokens": 3}, 3),
+    ],
+)
+def test_bounds_of_outputs_are_those_of_the_bodies(url, body, longest):
+    prompt = guessed(url, **body)
+    assert prompt is not None
+    assert prompt.longest == longest
+
+
+def test_token_ids_are_taken_as_they_are():
+    prompt = guessed("/v1/completions", prompt=[5, 6, 70000])
+    assert prompt is not None
+    assert prompt.tokens.tolist() == [5, 6, 70000]
+    assert guessed("/v1/embeddings", input="x") is None
+    assert guessed("/v1/completions", prompt="x", max_tokens="many") is None
