@@ -152,7 +152,9 @@ def _batch_parser(commands: Any) -> None:
     )
     batch.set_defaults(run=_batch, parser=batch)
     batch.add_argument("input", help="JSON lines, each with custom_id, method, url and body")
-    batch.add_argument("-o", dest="output", metavar="FILE", help="file for the results")
+    batch.add_argument(
+        "-o", dest="output", metavar="FILE", default=argparse.SUPPRESS, help="file for the results"
+    )
     batch.add_argument("--config", metavar="FILE", help="YAML file with the same names")
     _add_settings(batch, "batch", BatchOptions)
     _add_settings(batch, "engine", EngineConfig)

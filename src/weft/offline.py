@@ -27,7 +27,7 @@ from weft.batch.runner import Runner
 from weft.blend.density import Rates
 from weft.blend.order import Room
 from weft.core.config import EngineConfig
-from weft.core.errors import ConfigError
+from weft.core.errors import ConfigError, WeftError
 from weft.cost.hardware import hardware
 from weft.cost.shape import ModelShape, model_shape
 from weft.text import Tokenizer
@@ -70,6 +70,10 @@ def run_batch(path: str, options: BatchOptions, engine_settings: Mapping[str, An
             batch = _Batch(options, config, engine_settings, source, results, progress)
             try:
                 interrupted = asyncio.run(batch.run())
+            except WeftError:
+                if progress.ended:
+                    print(progress.summary())
+                raise
             finally:
                 progress.close()
         print(progress.summary())

@@ -188,13 +188,14 @@ def test_killed_again_and_again_it_loses_and_repeats_nothing(tmp_path):
     assert num_lines(tmp_path / "rough.errors.jsonl") == 1
 
 
-def test_an_engine_that_dies_is_replaced(tmp_path):
+def test_an_engine_that_dies_is_replaced_and_only_one_writes_an_output(tmp_path):
     lines = [completion(f"f{i}", max_tokens=200, ignore_eos=True) for i in range(24)]
     source, out = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     process = start(str(source), "-o", str(out), *SMALL)
     eventually(lambda: num_lines(out) >= 1, 60)
     [engine] = psutil.Process(process.pid).children()
     engine.kill()
+    refused(run("batch", str(source), "-o", str(out)), "Another weft batch is writing", code=1)
     printed, told = process.communicate(timeout=120)
     assert process.returncode == 0, told
     assert "24 lines: 24 answered." in printed
@@ -241,37 +242,23 @@ def test_ctrl_c_while_the_engine_starts(tmp_path):
     printed, told = process.communicate(timeout=30)
     assert process.returncode == 130
     assert "Traceback" not in told
-    assert "1 lines: 0 answered, 1 left." in printed
+    assert "1 line: 0 answered, 1 left." in printed
 
 
-def test_only_one_writes_an_output(tmp_path):
-    lines = [completion(f"f{i}", max_tokens=200, ignore_eos=True) for i in range(50)]
-    source, out = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
-    process = start(str(source), "-o", str(out), *SMALL)
-    eventually(lambda: num_lines(out) >= 1, 60)
-    refused(run("batch", str(source), "-o", str(out)), "Another weft batch is writing", code=1)
-    process.kill()
-    process.communicate()
-
-
-def test_another_input_is_refused_until_restart(tmp_path):
+def test_another_input_is_refused_until_restart_here_by_a_config_file(tmp_path):
     source, out = write(tmp_path / "in.jsonl", [completion("a")]), tmp_path / "out.jsonl"
     assert run("batch", str(source), "-o", str(out), *SMALL).returncode == 0
     assert not (tmp_path / "out.errors.jsonl").exists()
-    write(source, [completion("b"), completion("c")])
+    write(source, [completion("b"), completion("c", model="gpt-4")])
     done = run("batch", str(source), "-o", str(out), *SMALL)
     refused(done, "is not the input that", "1 lines", "now 2 lines", "--restart", code=1)
     assert set(texts(out)) == {"a"}
-    assert run("batch", str(source), "-o", str(out), "--restart", *SMALL).returncode == 0
+    names = "served_model_name: [gpt-4, builtin]\n"
+    (tmp_path / "batch.yaml").write_text(f"{names}output: {out}\nrestart: true\nthreads: 1\n")
+    done = run("batch", str(source), "--config", str(tmp_path / "batch.yaml"))
+    assert done.returncode == 0, done.stderr
     assert set(texts(out)) == {"b", "c"}
-
-
-def test_names_that_lines_may_use(tmp_path):
-    source = write(tmp_path / "in.jsonl", [completion("a", model="gpt-4"), completion("b")])
-    out = tmp_path / "out.jsonl"
-    names = ["--served-model-name", "gpt-4", "--served-model-name", "builtin"]
-    assert run("batch", str(source), "-o", str(out), *names, *SMALL).returncode == 0
-    assert read(out)["a"]["response"]["body"]["model"] == "gpt-4"
+    assert read(out)["c"]["response"]["body"]["model"] == "gpt-4"
 
 
 @pytest.mark.parametrize(

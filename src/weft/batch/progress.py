@@ -14,21 +14,25 @@ from weft.batch.usage import Usage
 
 
 class Progress:
-    """A bar with lines, time left and rates; hidden where standard error is no terminal."""
+    """A bar with lines, time left and rates; hidden where standard error is no terminal.
+
+    Attributes:
+        ended: lines that got their result in this run.
+    """
 
     def __init__(self, results: Results, lines: int) -> None:
         self._results = results
         self._lines = lines
         self._started = time.monotonic()
         self._usage = Usage()
-        self._ended = self._failed = 0
+        self.ended = self._failed = 0
         self._bar: tqdm[Any] | None = None
 
     def start(self, answering: str) -> None:
         """Say who answers, and show the bar; the rates count from here."""
         before = self._results.resumed
         done = f", {before} of them done before" if before else ""
-        self.say(f"{self._lines} lines{done}; {answering}.")
+        self.say(f"{self._count()}{done}; {answering}.")
         self._started = time.monotonic()
         self._bar = tqdm(
             total=self._lines,
@@ -40,7 +44,7 @@ class Progress:
 
     def watch(self, result: Result) -> None:
         """Count a result in."""
-        self._ended += 1
+        self.ended += 1
         self._failed += result.error is not None
         self._usage += result.usage
         if self._bar is not None and not self._bar.disable:
@@ -61,21 +65,24 @@ class Progress:
         """How it went: counts, rates of this run, and where the files are."""
         results = self._results
         left = self._lines - results.answered - results.refused
-        words = [f"{self._lines} lines: {results.answered} answered"]
+        words = [f"{self._count()}: {results.answered} answered"]
         words += [f"{results.refused} with an error"] if results.refused else []
         words += [f"{left} left"] if left else []
         text = [f"{', '.join(words)}."]
         if results.resumed:
             text.append(f"{results.resumed} of them were done before this run.")
-        if self._ended:
+        if self.ended:
             text.append(
-                f"This run: {self._ended} in {self._seconds():.1f} s, "
-                f"{self._ended / self._seconds():.1f} requests/s, {self._tokens()}."
+                f"This run: {self.ended} in {self._seconds():.1f} s, "
+                f"{self.ended / self._seconds():.1f} requests/s, {self._tokens()}."
             )
         text.append(f"Results: {results.output}")
         if results.refused:
             text.append(f"Errors: {results.errors}")
         return "\n".join(text)
+
+    def _count(self) -> str:
+        return f"{self._lines} line{'s' if self._lines != 1 else ''}"
 
     def _seconds(self) -> float:
         return max(time.monotonic() - self._started, 1e-9)

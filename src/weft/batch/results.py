@@ -102,6 +102,7 @@ class Results:
         except BaseException:
             self.close()
             raise
+        _sync_folder(output.parent)
         self.resumed = self.answered + self.refused
 
     # -- the sink -----------------------------------------------------------------------------
@@ -303,6 +304,15 @@ def _one_line(body: bytes) -> bytes:
 def _open(path: Path) -> int:
     with _explained(path):
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Let new files outlive a loss of power."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 @contextlib.contextmanager
