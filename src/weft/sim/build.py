@@ -16,8 +16,8 @@ from weft.core.errors import ConfigError, UnsupportedModelError
 from weft.core.types import ServiceClass
 from weft.cost.fit import ProfileKey
 from weft.cost.hardware import Hardware, hardware
-from weft.cost.model import step_time
-from weft.cost.roofline import BYTES, Roofline
+from weft.cost.model import CostModel, step_time
+from weft.cost.roofline import BYTES, CPU_DRIVEN, NO_OVERHEAD, Roofline
 from weft.cost.shape import ModelShape, model_shape
 from weft.cost.work import Work
 from weft.kv.cache import GroupSpec
@@ -42,6 +42,7 @@ class World:
 
     Attributes:
         cost: what steps really take.
+        sheet: what the hardware sheet says, for memory and for the use of the machine.
         planned: what schedulers are made of, with the costs that they plan with.
         main, best_effort: who asks; the second one may be None.
     """
@@ -49,7 +50,8 @@ class World:
     options: SimOptions
     shape: ModelShape
     hardware: Hardware
-    cost: Roofline
+    cost: CostModel
+    sheet: Roofline
     planned: Resources
     main: Source
     best_effort: Source | None
@@ -160,8 +162,8 @@ def build(options: SimOptions) -> World:
     if options.scheduler not in SCHEDULERS:
         make_scheduler(options.scheduler, Resources((), Limits(1, 1, 1)))  # which says so
     shape, machine = find_shape(options.model), hardware(options.hardware)
-    cost = Roofline(shape, machine, options.dtype or machine.dtype, options.kv_dtype, tp=options.tp)
-    room = cost.kv_room(options.memory_share) // options.block_size
+    cost, sheet = _costs(options, shape, machine)
+    room = sheet.kv_room(options.memory_share) // options.block_size
     longest = min(options.max_model_len or room * options.block_size, room * options.block_size)
     limits = Limits(options.max_num_seqs, options.max_num_batched_tokens, longest)
     main = _source(options, "trace", options.service_class, options.requests, 0)
@@ -182,13 +184,13 @@ def build(options: SimOptions) -> World:
         limits,
         classes,
         options.prefix_caching,
-        _host_blocks(options, cost, machine),
+        _host_blocks(options, sheet, machine),
     )
-    world = World(options, shape, machine, cost, resources, main, best_effort)
+    world = World(options, shape, machine, cost, sheet, resources, main, best_effort)
     check_targets(world, [options.service_class])
     if options.scheduler == "fcfs":
         return world
-    key = ProfileKey(machine.name, shape.name, cost.dtype, f"tp{options.tp}", "simulated")
+    key = ProfileKey(machine.name, shape.name, sheet.dtype, f"tp{options.tp}", "simulated")
     noise = Errors(options.error, 0.0, 1.0, options.seed)
     fitted = learn(cost, key, limits, noise, host=machine.host is not None)
     return replace(world, planned=replace(resources, cost=fitted))
@@ -237,11 +239,22 @@ def _targets(
     return (("ttft", row.ttft_s, prompt), ("tpot", row.tpot_s, decode))
 
 
-def _host_blocks(options: SimOptions, cost: Roofline, machine: Hardware) -> tuple[int, ...]:
+def _costs(options: SimOptions, shape: ModelShape, machine: Hardware) -> tuple[CostModel, Roofline]:
+    overhead = CPU_DRIVEN if options.host_overhead == "cpu-driven" else NO_OVERHEAD
+    dtype, kv_dtype, tp = options.dtype or machine.dtype, options.kv_dtype, options.tp
+    sheet = Roofline(shape, machine, dtype, kv_dtype, tp, overhead)
+    if options.step_times == "roofline":
+        return sheet, sheet
+    from weft.cost.table import Measured  # reads tables of an extra
+
+    return Measured(shape, machine, dtype, kv_dtype, tp, overhead), sheet
+
+
+def _host_blocks(options: SimOptions, sheet: Roofline, machine: Hardware) -> tuple[int, ...]:
     if machine.host is None:
         return ()
     given = machine.host.memory // 2 if options.host_kv is None else options.host_kv
-    block = cost.shape.kv_values_per_token * BYTES[cost.kv_dtype] * options.block_size
+    block = sheet.shape.kv_values_per_token * BYTES[sheet.kv_dtype] * options.block_size
     return (int(given // block),)
 
 

@@ -77,7 +77,7 @@ def _progress(world: World, load: float) -> Iterator[Any]:
 
 def _figures(world: World, result: Simulated, load: float) -> dict[str, Any]:
     machine = Machine(
-        world.shape, world.hardware, world.cost.dtype, world.cost.kv_dtype, world.options.tp
+        world.shape, world.hardware, world.sheet.dtype, world.sheet.kv_dtype, world.options.tp
     )
     workload = world.main.workload
     figures = summarise(

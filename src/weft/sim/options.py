@@ -36,6 +36,18 @@ class SimOptions:
     )
     kv_dtype: str | None = setting("str", None, "of KV; unset follows dtype")
     tp: int = setting("int", 1, "devices over which each layer is split", low=1, high=64)
+    step_times: str = setting(
+        "str",
+        "roofline",
+        "what steps take: by the hardware's data sheet, or by measured kernels (weft[sim])",
+        choices=("roofline", "measured"),
+    )
+    host_overhead: str = setting(
+        "str",
+        "cpu-driven",
+        "what the host adds to each step: as measured on an engine that a CPU drives, or nothing",
+        choices=("cpu-driven", "none"),
+    )
     scheduler: str = setting("str", "fcfs", "who decides what each step computes")
     trace: str = setting("str", SYNTHETIC, TRACES)
     rate: str | None = setting(

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from weft.core.types import DEFAULT_CLASSES, ServiceClass
 from weft.cost.model import CostModel
 from weft.engine.loop import EngineLoop
+from weft.kv.cache import KVCache
+from weft.kv.pool import BlockPool
+from weft.kv.tiers import TieredCache
 from weft.sched.planner import Planner
 from weft.sched.step import Totals
 from weft.sim.clock import VirtualClock
@@ -59,12 +62,10 @@ def simulate(
     clock, log = VirtualClock(), StepLog()
     record = Record([row.name for row in classes], done)
     inbox = SimulatedInbox(traffic.arrivals, clock, record, traffic.backlog, traffic.keep)
-    pools = scheduler.cache.pools
-    blocks = sum(pool.num_blocks for pool in pools)
+    device, host = _pools(scheduler.cache)
 
     def gauges() -> tuple[float, float, float]:
-        held = sum(pool.held for pool in pools)
-        return held / blocks, 0.0, float(len(scheduler.waiting))
+        return _held(device), _held(host), float(len(scheduler.waiting))
 
     executor = SimulatedExecutor(
         cost,
@@ -84,3 +85,16 @@ def simulate(
     scheduler.check()
     executor.close()
     return Simulated(record, log, scheduler.totals, clock.now())
+
+
+def _pools(cache: KVCache | TieredCache) -> tuple[Seq[BlockPool], Seq[BlockPool]]:
+    """The block pools of device and host."""
+    if isinstance(cache, TieredCache):
+        return cache.device.pools, cache.host.pools
+    return cache.pools, ()
+
+
+def _held(pools: Seq[BlockPool]) -> float:
+    """The share of blocks that sequences hold."""
+    blocks = sum(pool.num_blocks for pool in pools)
+    return sum(pool.held for pool in pools) / blocks if blocks else 0.0
