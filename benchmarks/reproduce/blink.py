@@ -24,7 +24,7 @@ from weft.sim.run import Simulated, simulate
 from weft.sim.sweep import ATTAINED, Fit, fit_saturation
 
 SECONDS = 60.0  # at each rate (section 6.1), longer where that is too short for
-REQUESTS = 2000  # so many, since chance would tell more of them than the load
+REQUESTS = 1000  # so many, since chance would tell more of them than the load
 RATES = [1 + 31 / 12 * step for step in range(13)]  # from 1 to 32 (section 6.1)
 LENGTHS = SHARED / "lengths" / "sharegpt_8k_filtered_stats_llama2_tokenizer.csv"
 KNEE_SHARE = 1.5  # loads beyond the paper's range go on to so many times of what is served at most
@@ -46,17 +46,43 @@ class Paper:
     ttft_p99: float
     tpot_p99: float
     tpot_p50: float
+    tpot_mean: float
     decode: float
     prefill: float
     host: tuple[float, float, float]
 
+    @property
+    def at_once(self) -> int:
+        """Sequences that decode at once at saturation, by Little's law: tokens/s times TPOT."""
+        return round(self.decode * self.tpot_mean / 1e3)
+
 
 MODELS = {
-    "llama-3-8b": Paper(12, 11.87, 11.96, 653.8, 15.1, 7.5, 3880, 595, (880.0, 17.7, 10.80)),
-    "phi-4": Paper(7, 6.72, 6.86, 1109.4, 25.0, 13.4, 2177, 465, (1453.8, 29.8, 6.42)),
-    "qwen3-32b": Paper(2, 2.00, 2.13, 9481.3, 113.4, 29.7, 537, 236, (9621.4, 115.2, 1.97)),
-    "qwen3-30b-a3b": Paper(4, 4.85, 5.07, 1397.5, 35.5, 11.9, 1437, 374, (4814.7, 65.8, 3.61)),
+    "llama-3-8b": Paper(12, 11.87, 11.96, 653.8, 15.1, 7.5, 8.2, 3880, 595, (880.0, 17.7, 10.80)),
+    "qwen3-30b-a3b": Paper(
+        4, 4.85, 5.07, 1397.5, 35.5, 11.9, 13.8, 1437, 374, (4814.7, 65.8, 3.61)
+    ),
 }
+
+
+@dataclass(frozen=True)
+class Case:
+    """How weft runs: with which overhead of the host, and with how many sequences at most.
+
+    Attributes:
+        as_paper: no more than the paper's engine had at once, instead of 256.
+    """
+
+    label: str
+    overhead: str
+    as_paper: bool = False
+
+
+CASES = (
+    Case("without host", "none"),
+    Case("with host", "cpu-driven"),
+    Case("without host, as many at once as the paper", "none", True),
+)
 
 
 @dataclass(frozen=True)
@@ -78,7 +104,7 @@ def spreads() -> tuple[float, float]:
     return given, asked
 
 
-def one(model: str, rate: float, overhead: str, times: float) -> Load:
+def one(model: str, rate: float, case: Case, times: float) -> Load:
     """A minute at a rate, or more at a low one."""
     paper, spread = MODELS[model], spreads()
     means = (paper.prefill / paper.served, paper.decode / paper.served)
@@ -88,7 +114,8 @@ def one(model: str, rate: float, overhead: str, times: float) -> Load:
         hardware="blink-h100",
         step_times="measured",
         dtype="fp16",
-        host_overhead=overhead,
+        host_overhead=case.overhead,
+        max_num_seqs=MODELS[model].at_once if case.as_paper else 256,
         rate=f"{rate:.6f}",
         requests=round(times * max(REQUESTS, rate * SECONDS)),
         input_tokens=words[0],
@@ -123,15 +150,15 @@ def load_of(result: Simulated, rate: float) -> Load:
     return Load(rate, float(served), ttft, each)
 
 
-def sweep(model: str, overhead: str, quick: bool) -> tuple[list[Load], Fit | None]:
-    """The paper's 13 rates, and 13 that go beyond what can be served."""
+def sweep(model: str, case: Case, quick: bool) -> tuple[list[Load], Fit | None]:
+    """The paper's 13 rates, and some more that go beyond what can be served."""
     times = 0.25 if quick else 1.0
-    loads = [one(model, rate, overhead, times) for rate in RATES[:: 4 if quick else 1]]
-    flood = one(model, 256.0, overhead, times)
-    for step in range(1, 14, 4 if quick else 1):
-        rate = KNEE_SHARE * flood.served * step / 13
+    loads = [one(model, rate, case, times) for rate in RATES[:: 4 if quick else 1]]
+    flood = one(model, 256.0, case, times)
+    for step in range(1, 8, 2 if quick else 1):
+        rate = KNEE_SHARE * flood.served * step / 7
         if rate > loads[-1].rate:
-            loads.append(one(model, rate, overhead, times))
+            loads.append(one(model, rate, case, times))
     fit = fit_saturation([load.rate for load in loads], [load.served for load in loads])
     return loads, fit
 
@@ -156,15 +183,15 @@ def main() -> None:
     found = Reproduction.start("blink", __doc__.splitlines()[0])
     rows, curves, drawn = [], {}, {}
     models = ["llama-3-8b"] if found.quick else list(MODELS)
+    offered = "offered, requests/s"
     for model in models:
         paper = MODELS[model]
-        both = {name: sweep(model, name, found.quick) for name in ("none", "cpu-driven")}
-        for name, label in (("none", "without host"), ("cpu-driven", "with host")):
-            loads, fit = both[name]
+        for case in CASES:
+            loads, fit = sweep(model, case, found.quick)
             rows.append(
                 [
                     model,
-                    label,
+                    case.label,
                     fit.knee if fit else float("nan"),
                     fit.plateau if fit else float("nan"),
                     serviceable(loads),
@@ -174,31 +201,28 @@ def main() -> None:
                 ]
             )
             points = ([load.rate for load in loads], [load.served for load in loads])
-            curves[f"{model}, {label}"] = points
+            curves[f"{model}, {case.label}"] = points
             if model == "llama-3-8b":
-                drawn[label] = loads
-        without, with_host = rows[-2], rows[-1]
-        compare(found, model, paper, without, with_host)
+                drawn[case.label] = loads
+        compare(found, model, paper, *rows[-3:])
     found.table(
         "weft, by model: rates in requests/s, latencies in ms over the paper's range of loads",
         ["model", "host", "knee", "plateau", "serviceable", "TTFT P99", "TPOT P99", "TPOT P50"],
         rows,
     )
-    found.curves(
-        "throughput", "Completed over offered", "offered, requests/s", "requests/s", curves
-    )
+    found.curves("throughput", "Completed over offered", offered, "requests/s", curves)
     for metric in ("ttft", "tpot"):
         found.curves(
             metric,
             f"llama-3-8b on H100: {metric.upper()}",
-            "offered, requests/s",
+            offered,
             "ms",
             {
                 f"{percentile.upper()}, {label}": (
                     [load.rate for load in loads],
                     [getattr(load, metric)[percentile] for load in loads],
                 )
-                for label, loads in drawn.items()
+                for label, loads in list(drawn.items())[:2]
                 for percentile in ("p50", "p99", "p99.9")
             },
             yscale="log",
@@ -207,7 +231,12 @@ def main() -> None:
 
 
 def compare(
-    found: Reproduction, model: str, paper: Paper, without: list[float], host: list[float]
+    found: Reproduction,
+    model: str,
+    paper: Paper,
+    without: list[float],
+    host: list[float],
+    as_many: list[float],
 ) -> None:
     """The paper's figures beside weft's."""
     for index, what, figure, unit, where in (
@@ -218,6 +247,9 @@ def compare(
         (7, "TPOT P50", paper.tpot_p50, "ms", "table B.1"),
     ):
         found.compare(f"{model}: {what}, without host", figure, without[index], unit, where)
+    found.compare(
+        f"{model}: saturates at, {paper.at_once} at once", paper.saturated, as_many[2], "req/s"
+    )
     ratios = [
         (5, "TTFT P99 with host / without", paper.host[0] / paper.ttft_p99),
         (6, "TPOT P99 with host / without", paper.host[1] / paper.tpot_p99),
