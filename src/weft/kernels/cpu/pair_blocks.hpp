@@ -31,64 +31,121 @@ inline uvec splat_pair(uint32_t x) { return x - uvec{}; }
 
 // ---- packing ----
 
-// Starts rows that will be needed next on their way, a few lines at a time between other work, in
-// the order in which they lie in memory. The loops below go over rows in columns, in which the
-// hardware does not see the stream, and many prefetches at once would wait for each other.
+// Starts the lines of blocks on their way, in the order in which they will be used, a few at a time
+// between other work. They go to the second cache: the first one waits for so few lines at once that
+// a core would read blocks in a random order at a third of its rate, and the hardware sees no stream
+// in them.
 class Ahead {
  public:
-  Ahead() = default;
-  Ahead(const char* const* rows, int64_t count, int64_t bytes)
-      : row_(rows), end_(rows + count), bytes_(bytes) {}
+  // Of the splits [first, last), the positions in `seen`: keys and then values of each, by pieces
+  // of `step` positions, in each the heads in turn.
+  Ahead(const Tile& tile, int64_t step, Span seen, int64_t first, int64_t last)
+      : tile_(tile), seen_(seen), blocks_(step > tile.block_size ? step / tile.block_size : 1),
+        last_split_(last), split_(first), cache_(&tile.key) {
+    begin();
+    lines(distance);
+  }
 
   void lines(int64_t count) {
-    for (; count > 0 && row_ != end_; --count) {
-      __builtin_prefetch(*row_ + at_);
+    for (; count > 0 && at_ < end_; --count) {
+      __builtin_prefetch(at_, 0, 2);
       at_ += 64;
-      if (at_ < bytes_) continue;
-      at_ = 0;
-      ++row_;
+      if (at_ >= end_) go_on();
     }
   }
 
  private:
-  const char* const* row_ = nullptr;
-  const char* const* end_ = nullptr;
-  int64_t bytes_ = 0, at_ = 0;
+  static constexpr int64_t distance = 192;
+
+  void begin() {
+    if (split_ >= last_split_) return;
+    const int64_t start = split_ * split_keys;
+    const Span span = both(seen_, {start, start + split_keys});
+    piece_ = block_ = span.first / tile_.block_size;
+    end_block_ = (span.end - 1) / tile_.block_size + 1;
+    head_ = 0;
+    place();
+  }
+  void place() {
+    at_ = cache_->data + tile_.table[block_] * cache_->block_bytes + head_ * cache_->head_bytes;
+    end_ = at_ + cache_->head_bytes;
+  }
+  void go_on() {
+    const int64_t most = piece_ + blocks_, end = most < end_block_ ? most : end_block_;
+    if (++block_ < end) return place();
+    block_ = piece_;
+    if (++head_ < tile_.heads) return place();
+    head_ = 0;
+    piece_ = block_ = end;
+    if (piece_ < end_block_) return place();
+    if (cache_ == &tile_.value) ++split_;
+    cache_ = cache_ == &tile_.key ? &tile_.value : &tile_.key;
+    begin();
+  }
+
+  const Tile& tile_;
+  const Span seen_;
+  const int64_t blocks_;  // of a piece
+  const int64_t last_split_;
+  int64_t split_, piece_, block_, end_block_, head_;
+  const Cache* cache_;
+  const char *at_ = nullptr, *end_ = nullptr;
 };
 
-template <int step, bool upper, int... I>
-inline uvec exchange(uvec a, uvec b, std::integer_sequence<int, I...>) {
-  if constexpr (upper) {
-    return __builtin_shufflevector(a, b, ((I & step) ? W + I : I + step)...);
-  } else {
-    return __builtin_shufflevector(a, b, ((I & step) ? W + I - step : I)...);
-  }
+#if defined(__AVX512F__)
+inline uvec low_words(uvec a, uvec b) {
+  return __builtin_shufflevector(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
 }
-
-template <int step>
-inline void transpose(uvec* rows) {
-  constexpr std::make_integer_sequence<int, W> lanes{};
-  for (int i = 0; i < W; ++i) {
-    if (i & step) continue;
-    const uvec a = rows[i], b = rows[i + step];
-    rows[i] = exchange<step, false>(a, b, lanes);
-    rows[i + step] = exchange<step, true>(a, b, lanes);
-  }
-  if constexpr (step > 1) transpose<step / 2>(rows);
+inline uvec high_words(uvec a, uvec b) {
+  return __builtin_shufflevector(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
 }
+inline uvec low_halves(uvec a, uvec b) {
+  return __builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
+}
+inline uvec high_halves(uvec a, uvec b) {
+  return __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+}
+// Four pairs of row i in the first quarter, then of rows 4 + i, 8 + i and 12 + i: put there by the
+// loads, since shuffles are dear.
+inline uvec quarters(const char* const* rows, int i, int64_t pair) {
+  const auto four = [&](int row) {
+    return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[row + i] + 4 * pair));
+  };
+  __m512i all = _mm512_zextsi128_si512(four(0));
+  all = _mm512_mask_broadcast_i32x4(all, 0x00f0, four(4));
+  all = _mm512_mask_broadcast_i32x4(all, 0x0f00, four(8));
+  return (uvec)_mm512_mask_broadcast_i32x4(all, 0xf000, four(12));
+}
+#else
+inline uvec low_words(uvec a, uvec b) { return __builtin_shufflevector(a, b, 0, 4, 1, 5); }
+inline uvec high_words(uvec a, uvec b) { return __builtin_shufflevector(a, b, 2, 6, 3, 7); }
+inline uvec low_halves(uvec a, uvec b) { return __builtin_shufflevector(a, b, 0, 1, 4, 5); }
+inline uvec high_halves(uvec a, uvec b) { return __builtin_shufflevector(a, b, 2, 3, 6, 7); }
+inline uvec quarters(const char* const* rows, int i, int64_t pair) {
+  return load_pairs(rows[i] + 4 * pair);
+}
+#endif
 
-// W pairs of W keys, a vector for each pair.
-inline void load_block(const char* const* rows, int64_t pair, uvec* block) {
-  for (int i = 0; i < W; ++i) block[i] = load_pairs(rows[i] + 4 * pair);
-  transpose<W / 2>(block);
+constexpr int fours = 4;  // pairs that are transposed at a time
+
+// Four pairs of W keys, a vector for each pair.
+inline void load_fours(const char* const* rows, int64_t pair, uvec* block) {
+  const uvec first = quarters(rows, 0, pair), second = quarters(rows, 1, pair);
+  const uvec third = quarters(rows, 2, pair), fourth = quarters(rows, 3, pair);
+  const uvec a = low_words(first, second), b = high_words(first, second);
+  const uvec c = low_words(third, fourth), d = high_words(third, fourth);
+  block[0] = low_halves(a, c);
+  block[1] = high_halves(a, c);
+  block[2] = low_halves(b, d);
+  block[3] = high_halves(b, d);
 }
 
 // W keys to a column of [pairs][panel_keys].
 void pack_keys(const char* const* rows, int64_t pairs, uint32_t* column) {
-  for (int64_t p = 0; p < pairs; p += W) {
-    uvec block[W];
-    load_block(rows, p, block);
-    for (int i = 0; i < W; ++i) store_pairs(column + (p + i) * panel_keys, block[i]);
+  for (int64_t p = 0; p < pairs; p += fours) {
+    uvec block[fours];
+    load_fours(rows, p, block);
+    for (int i = 0; i < fours; ++i) store_pairs(column + (p + i) * panel_keys, block[i]);
   }
 }
 
@@ -184,25 +241,36 @@ void value_panel(const uint32_t* weights, const uint32_t* panel, int64_t width, 
 
 // ---- the same from rows, for so few queries that a panel would not be used again ----
 
+// Scores of Q queries and C vectors of keys.
+template <int Q, int C>
+inline void score_keys(const uint32_t* queries, int64_t pairs, const char* const* rows,
+                       Ahead& ahead, float* scores) {
+  vec sums[Q][C] = {};
+  int64_t p = 0;
+  do {
+    uvec keys[C][fours];
+    for (int c = 0; c < C; ++c) load_fours(rows + c * W, p, keys[c]);
+    ahead.lines(C * W * fours / 16);
+    for (int k = 0; k < fours; ++k) {
+      for (int i = 0; i < Q; ++i) {
+        const uvec query = splat_pair(queries[i * pairs + p + k]);
+        for (int c = 0; c < C; ++c) sums[i][c] = dot(sums[i][c], query, keys[c][k]);
+      }
+    }
+  } while ((p += fours) < pairs);
+  for (int i = 0; i < Q; ++i) {
+    for (int c = 0; c < C; ++c) store(scores + i * split_keys + c * W, sums[i][c]);
+  }
+}
+
 template <int Q>
 void score_rows(const uint32_t* queries, int64_t pairs, const char* const* rows, Ahead& ahead,
                 int64_t from, int64_t to, float* scores) {
-  for (int64_t key = from; key < to; key += W) {
-    vec sums[Q] = {};
-    int64_t p = 0;
-    do {
-      uvec block[W];
-      load_block(rows + key, p, block);
-      ahead.lines(W);
-#pragma GCC unroll 16
-      for (int k = 0; k < W; ++k) {
-        for (int i = 0; i < Q; ++i) {
-          sums[i] = dot(sums[i], splat_pair(queries[i * pairs + p + k]), block[k]);
-        }
-      }
-    } while ((p += W) < pairs);
-    for (int i = 0; i < Q; ++i) store(scores + i * split_keys + key, sums[i]);
+  int64_t key = from;
+  for (; key + 2 * W <= to; key += 2 * W) {
+    score_keys<Q, 2>(queries, pairs, rows + key, ahead, scores + key);
   }
+  if (key < to) score_keys<Q, 1>(queries, pairs, rows + key, ahead, scores + key);
 }
 
 // C times two vectors of the sums of Q queries.
@@ -235,6 +303,10 @@ void value_rows(const uint32_t* weights, const char* const* rows, Ahead& ahead, 
   int64_t d = 0;
   for (; d + 2 * C * W <= width; d += 2 * C * W) {
     value_columns<Q, C>(weights, rows, ahead, width, from, to, d, into);
+  }
+  if (C > 2 && d + 4 * W <= width) {
+    value_columns<Q, 2>(weights, rows, ahead, width, from, to, d, into);
+    d += 4 * W;
   }
   for (; d < width; d += 2 * W) {
     value_columns<Q, 1>(weights, rows, ahead, width, from, to, d, into);

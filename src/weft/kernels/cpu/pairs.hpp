@@ -58,6 +58,7 @@ struct Split {
   const PairScratch& scratch;
   int64_t width, start;
   Span span;  // positions of the split that the tile sees
+  Ahead& ahead;
   Group groups[(tile_queries + max_group - 1) / max_group];
   int64_t group_count = 0;
 
@@ -100,34 +101,19 @@ void copy_rows(const Split& split, DType type, int64_t count, const char** rows)
   }
 }
 
-// Calls use(head, at, rows, ahead) for `step` positions at a time, `at` being their offset in the
-// split: positions outside, heads inside, so that blocks are read from front to back. `ahead` are
-// the rows of the next piece; after the last one that is the first of the cache `after`.
+// Calls use(head, at, rows) for `step` positions at a time, `at` being their offset in the split:
+// positions outside, heads inside, so that blocks are read from front to back.
 template <typename Use>
-inline void each_piece(const Split& split, int64_t step, const Cache& cache, const Cache* after,
-                       const Use& use) {
+inline void each_piece(const Split& split, int64_t step, const Cache& cache, const Use& use) {
   const Tile& tile = split.tile;
-  const char* buffers[2][panel_keys];
-  const char **rows = buffers[0], **ahead = buffers[1];
-  const auto find = [&](const Cache& from, int64_t head, int64_t at, const char** to) {
-    find_rows(tile, from, head, split.start + at, step, split.span, split.scratch.zeros, to);
-  };
+  const bool in_place = cache.type == DType::bf16 && split.width == tile.head_size;
+  const char* rows[panel_keys];
   const int64_t first = (split.span.first - split.start) / step * step;
-  const int64_t end = split.span.end - split.start;
-  find(cache, 0, first, rows);
-  for (int64_t at = first; at < end; at += step) {
+  for (int64_t at = first; at < split.span.end - split.start; at += step) {
     for (int64_t head = 0; head < tile.heads; ++head) {
-      const bool last_head = head + 1 == tile.heads, last = last_head && at + step >= end;
-      if (!last) find(cache, last_head ? 0 : head + 1, last_head ? at + step : at, ahead);
-      if (last && after != nullptr) find(*after, 0, first, ahead);
-      Ahead next;
-      if (!last || after != nullptr) next = {ahead, step, tile.head_size * size_of(cache.type)};
-      const bool in_place = cache.type == DType::bf16 && split.width == tile.head_size;
+      find_rows(tile, cache, head, split.start + at, step, split.span, split.scratch.zeros, rows);
       if (!in_place) copy_rows(split, cache.type, step, rows);
-      use(head, at, rows, next);
-      const char** used = rows;
-      rows = ahead;
-      ahead = used;
+      use(head, at, rows);
     }
   }
 }
@@ -145,17 +131,17 @@ void score_split(const Split& split) {
   const int64_t pairs = split.width / 2, count = split.tile.count;
   if (is_small(split.tile)) {
     const int64_t step = small_step(split.tile);
-    const auto use = [&](int64_t head, int64_t at, const char* const* rows, Ahead& ahead) {
+    const auto use = [&](int64_t head, int64_t at, const char* const* rows) {
       const Span seen = split.within(split.groups[0], at, step);
       const int64_t first = head * count;
-      scores_of_rows[count - 1](scratch.queries + first * pairs, pairs, rows, ahead, seen.first,
+      scores_of_rows[count - 1](scratch.queries + first * pairs, pairs, rows, split.ahead, seen.first,
                                 seen.end, scratch.scores + first * split_keys + at);
     };
-    return each_piece(split, step, split.tile.key, &split.tile.value, use);
+    return each_piece(split, step, split.tile.key, use);
   }
-  const auto use = [&](int64_t head, int64_t at, const char* const* rows, Ahead& ahead) {
+  const auto use = [&](int64_t head, int64_t at, const char* const* rows) {
     for (int64_t j = 0; j < panel_keys; j += W) {
-      ahead.lines(pairs);
+      split.ahead.lines(pairs);
       pack_keys(rows + j, pairs, scratch.panel + j);
     }
     for (int64_t g = 0; g < split.group_count; ++g) {
@@ -168,7 +154,7 @@ void score_split(const Split& split) {
                                     scratch.scores + first * split_keys + at);
     }
   };
-  each_piece(split, panel_keys, split.tile.key, &split.tile.value, use);
+  each_piece(split, panel_keys, split.tile.key, use);
 }
 
 void weigh_split(const Split& split) {
@@ -204,17 +190,17 @@ void value_split(const Split& split) {
   __builtin_memset(sums, 0, split.tile.heads * count * width * sizeof(float));
   if (is_small(split.tile)) {
     const int64_t step = small_step(split.tile);
-    const auto use = [&](int64_t head, int64_t at, const char* const* rows, Ahead& ahead) {
+    const auto use = [&](int64_t head, int64_t at, const char* const* rows) {
       const Span seen = split.within(split.groups[0], at, step);
       const int64_t first = head * count;
-      values_of_rows[count - 1](scratch.weights + first * stride + at / 2, rows, ahead, width,
+      values_of_rows[count - 1](scratch.weights + first * stride + at / 2, rows, split.ahead, width,
                                 seen.first / 2, seen.end / 2, sums + first * width);
     };
-    return each_piece(split, step, split.tile.value, nullptr, use);
+    return each_piece(split, step, split.tile.value, use);
   }
-  const auto use = [&](int64_t head, int64_t at, const char* const* rows, Ahead& ahead) {
+  const auto use = [&](int64_t head, int64_t at, const char* const* rows) {
     for (int64_t j = 0; j < panel_keys; j += 2) {
-      ahead.lines(width / W);
+      split.ahead.lines(width / W);
       pack_values(rows + j, width, scratch.panel + j / 2 * width);
     }
     for (int64_t g = 0; g < split.group_count; ++g) {
@@ -226,7 +212,7 @@ void value_split(const Split& split) {
                                     width, seen.first / 2, seen.end / 2, sums + first * width);
     }
   };
-  each_piece(split, panel_keys, split.tile.value, nullptr, use);
+  each_piece(split, panel_keys, split.tile.value, use);
 }
 
 void attend_pairs(const Tile& tile, int64_t first_split, int64_t last_split, float* memory,
@@ -234,6 +220,7 @@ void attend_pairs(const Tile& tile, int64_t first_split, int64_t last_split, flo
   const PairScratch scratch = divide_pairs(memory, width);
   const int64_t vectors = tile.heads * tile.count;
   const Span all = seen_by_any(tile, 0, tile.count);
+  Ahead ahead(tile, is_small(tile) ? small_step(tile) : panel_keys, all, first_split, last_split);
   clear(sums, vectors, width);
   for (int64_t i = 0; i < vectors; ++i) {
     auto* query = reinterpret_cast<char*>(scratch.queries + i * width / 2);
@@ -244,7 +231,7 @@ void attend_pairs(const Tile& tile, int64_t first_split, int64_t last_split, flo
     const int64_t start = number * split_keys;
     const Span span = both(all, {start, start + split_keys});
     if (span.first >= span.end) continue;
-    Split split{tile, scratch, width, start, span, {}};
+    Split split{tile, scratch, width, start, span, ahead, {}};
     for (int64_t i = 0; i < tile.count; i += max_group) {
       const int64_t count = tile.count - i < max_group ? tile.count - i : max_group;
       const Span seen = both(seen_by_any(tile, i, count), span);

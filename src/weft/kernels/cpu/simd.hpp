@@ -7,7 +7,7 @@
 
 #include "tensor.hpp"
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 
@@ -124,6 +124,30 @@ inline vec exp_negative(vec x) {
   const vec result = (p * (r * r) + r) + 1.0f;
   const vec power = (vec)(((ivec)shifted << 23) + 0x3f800000);
   return pick(x < -87.0f, vec{}, result * power);
+}
+
+// 2^x for x that is at most a rounding error above 0, to about 1 unit in the last place (a minimax
+// polynomial of degree 5 on [-1/2, 1/2]). Below the smallest normal result it is 0; NaN stays NaN.
+inline vec exp2_negative(vec x) {
+  x = x < -150.0f ? splat(-150.0f) : x;
+#if defined(__AVX512F__)
+  const vec n = (vec)_mm512_maskz_roundscale_ps(0xffff, (__m512)x, _MM_FROUND_TO_NEAREST_INT);
+#else
+  const vec bias = splat(0x1.8p23f);
+  const vec n = (x + bias) - bias;
+#endif
+  const vec r = x - n;
+  vec p = r * 1.3276471782e-03f + 9.6755413328e-03f;
+  p = p * r + 5.5507132741e-02f;
+  p = p * r + 2.4022119724e-01f;
+  p = p * r + 6.9314696706e-01f;
+  p = p * r + 1.0000000717e+00f;
+#if defined(__AVX512F__)
+  return (vec)_mm512_maskz_scalef_ps(0xffff, (__m512)p, (__m512)n);
+#else
+  const vec power = (vec)((__builtin_convertvector(n, ivec) + 127) << 23);
+  return x < -126.0f ? vec{} : p * power;
+#endif
 }
 
 // 1 / (1 + exp(-x))

@@ -90,29 +90,37 @@ inline void weigh(const Tile& tile, float* scores, Span span, int64_t begin, int
   ivec lane;
   for (int i = 0; i < W; ++i) lane[i] = i;
   const auto first = static_cast<int32_t>(span.first), last = static_cast<int32_t>(span.end - 1);
+  // Without more than the scale to apply, that is done on the way to the exponent.
+  const bool plain = key_scales == nullptr && tile.softcap == 0.0f && tile.scale > 0.0f;
+  const float factor = plain ? tile.scale : 1.0f;
   vec top = splat(-infinity);
   for (int64_t j = begin; j < end; j += W) {
-    vec score = load(scores + j) * tile.scale;
-    if (key_scales != nullptr) score *= load(key_scales + j);
-    if (tile.softcap != 0.0f) score = tile.softcap * tanh_of(score / tile.softcap);
-    if (j < first || j + W - 1 > last) {
+    vec score = load(scores + j);
+    const bool whole = j >= first && j + W - 1 <= last;
+    if (!plain) {
+      score *= tile.scale;
+      if (key_scales != nullptr) score *= load(key_scales + j);
+      if (tile.softcap != 0.0f) score = tile.softcap * tanh_of(score / tile.softcap);
+    }
+    if (!whole) {
       const ivec at = lane + static_cast<int32_t>(j);
       score = pick((at >= first) & (at <= last), score, splat(-infinity));
     }
-    store(scores + j, score);
+    if (!plain || !whole) store(scores + j, score);
     top = max(score, top);
   }
   float most = top[0];
   for (int i = 1; i < W; ++i) most = top[i] > most ? top[i] : most;
   // With no finite score every weight is exp(-inf) = 0, and a NaN stays one.
-  const float base = most == -infinity ? 0.0f : most;
+  const float to_power = factor * 0x1.715476p+0f;  // log2(e)
+  const float base = most == -infinity ? 0.0f : most * to_power;
   vec sums{};
   for (int64_t j = begin; j < end; j += W) {
-    const vec weight = exp_negative(load(scores + j) - base);
+    const vec weight = exp2_negative(load(scores + j) * to_power - base);
     put(j, weight);
     sums += weight;
   }
-  *largest = most;
+  *largest = most * factor;
   *total = sum(sums);
 }
 
