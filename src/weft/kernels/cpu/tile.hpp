@@ -18,7 +18,7 @@ enum class DType : int;
 
 inline constexpr int64_t tile_queries = 96;
 inline constexpr int64_t split_keys = 256;
-inline constexpr int64_t panel_keys = 64;  // converted and packed at a time
+inline constexpr int64_t panel_keys = 128;  // converted and packed at a time
 
 // Keys or values of one layer's cache, seen through the block table of one sequence.
 struct Cache {
