@@ -15,9 +15,11 @@ namespace {
 constexpr int tile_vectors = W == 16 ? 4 : 2;
 constexpr int tile_rows = 6;
 constexpr int tile_columns = tile_vectors * W;
-// Bytes of a panel that the row tiles of one chunk share; they stay in the first-level cache, while
-// the tiles in turn prefetch the next chunk into the second.
-constexpr int64_t chunk_bytes = 16 << 10;
+// Bytes of a panel that the row tiles of one chunk share; they stay in the second-level cache, where
+// the tiles in turn prefetch the next chunk, and each fetches them into the first again: with
+// chunks that fit there sums would be put down and taken up too often.
+constexpr int64_t chunk_bytes = 128 << 10;
+constexpr int64_t near_bytes = 1 << 10;
 constexpr int64_t prefetch_bytes = 4 << 10;  // of a single tile, which runs at the memory's pace
 
 template <Format format>
@@ -73,10 +75,12 @@ struct Step<Format::bf16> {
 };
 #endif
 
-// One row tile of a chunk: the steps [from, to), and its place among the chunk's tiles.
+// One row tile of a chunk: the steps [from, to), its place among the chunk's tiles, and how far the
+// next chunk is.
 struct Part {
   int64_t row, from, to;
   int64_t turn, turns;
+  int64_t next_bytes;
 };
 
 // `rows` rows by tile_columns columns. The sums rest in memory between chunks.
@@ -111,8 +115,13 @@ void tile(const Product& p, const Part& part, int64_t column) {
         if (part.turns == 1) {
           __builtin_prefetch(weights + prefetch_bytes + i, 0, 3);
         } else {
-          __builtin_prefetch(weights + chunk_bytes + i, 0, 2);
+          __builtin_prefetch(weights + part.next_bytes + i, 0, 2);
         }
+      }
+    }
+    if (part.turns > 1) {
+      for (int i = 0; i < tile_columns * 4; i += 64) {
+        __builtin_prefetch(weights + near_bytes + i, 0, 3);
       }
     }
     step(weights, [&](int r) { return S::input(x + r * p.x_stride + k * bytes); });
@@ -136,10 +145,12 @@ void multiply(const Product& p) {
                                    tile<format, 4>, tile<format, 5>, tile<format, 6>};
   const int64_t steps = (p.inputs + step_inputs<format> - 1) / step_inputs<format>;
   const int64_t turns = (p.rows + tile_rows - 1) / tile_rows;
-  const int64_t chunk = turns == 1 && tile_columns == panel_columns ? steps
-                                                                    : chunk_bytes / step_bytes;
+  const int64_t most = chunk_bytes / step_bytes;
+  const bool whole = steps <= most || (turns == 1 && tile_columns == panel_columns);
+  const int64_t chunk = whole ? steps : most;
   for (int64_t from = 0; from < steps; from += chunk) {
-    Part part{0, from, from + chunk < steps ? from + chunk : steps, 0, turns};
+    Part part{0, from, from + chunk < steps ? from + chunk : steps, 0, turns,
+              chunk * step_bytes};
     for (; part.turn < turns; ++part.turn) {
       const int64_t left = turns - part.turn;
       const int64_t rows = (p.rows - part.row + left - 1) / left;
