@@ -134,8 +134,8 @@ void score_split(const Split& split) {
     const auto use = [&](int64_t head, int64_t at, const char* const* rows) {
       const Span seen = split.within(split.groups[0], at, step);
       const int64_t first = head * count;
-      scores_of_rows[count - 1](scratch.queries + first * pairs, pairs, rows, split.ahead, seen.first,
-                                seen.end, scratch.scores + first * split_keys + at);
+      scores_of_rows[count - 1](scratch.queries + first * pairs, pairs, rows, split.ahead,
+                                seen.first, seen.end, scratch.scores + first * split_keys + at);
     };
     return each_piece(split, step, split.tile.key, use);
   }

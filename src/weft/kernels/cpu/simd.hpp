@@ -127,7 +127,8 @@ inline vec exp_negative(vec x) {
 }
 
 // 2^x for x that is at most a rounding error above 0, to about 1 unit in the last place (a minimax
-// polynomial of degree 5 on [-1/2, 1/2]). Results below the smallest normal one are 0 or subnormal; NaN stays NaN.
+// polynomial of degree 5 on [-1/2, 1/2]). Results below the smallest normal number are 0 or
+// subnormal; NaN stays NaN.
 inline vec exp2_negative(vec x) {
   x = x < -200.0f ? splat(-200.0f) : x;
 #if defined(__AVX512F__)
