@@ -59,6 +59,8 @@ class Paper:
 
 MODELS = {
     "llama-3-8b": Paper(12, 11.87, 11.96, 653.8, 15.1, 7.5, 8.2, 3880, 595, (880.0, 17.7, 10.80)),
+    "phi-4": Paper(7, 6.72, 6.86, 1109.4, 25.0, 13.4, 14.1, 2177, 465, (1453.8, 29.8, 6.42)),
+    "qwen3-32b": Paper(2, 2.00, 2.13, 9481.3, 113.4, 29.7, 35.9, 537, 236, (9621.4, 115.2, 1.97)),
     "qwen3-30b-a3b": Paper(
         4, 4.85, 5.07, 1397.5, 35.5, 11.9, 13.8, 1437, 374, (4814.7, 65.8, 3.61)
     ),
@@ -201,7 +203,8 @@ def main() -> None:
                 ]
             )
             points = ([load.rate for load in loads], [load.served for load in loads])
-            curves[f"{model}, {case.label}"] = points
+            if not case.as_paper:
+                curves[f"{model}, {case.label}"] = points
             if model == "llama-3-8b":
                 drawn[case.label] = loads
         compare(found, model, paper, *rows[-3:])

@@ -7,14 +7,18 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from weft.core.errors import InvariantError
 from weft.core.plan import RowAdd, StepPlan, SubBatch
+from weft.core.types import ServiceClass
 from weft.cost.model import Terms
 from weft.cost.work import Work
 from weft.kv.cache import GroupSpec, KVCache
+from weft.sched.choose import SCHEDULERS, Resources, make_scheduler
 from weft.sched.fcfs import FCFSScheduler
-from weft.sched.planner import Limits
+from weft.sched.planner import Limits, Planner
 from weft.sim.clock import VirtualClock
 from weft.sim.inbox import SAMPLING
 from weft.sim.jobs import Job, answer_text, own_text, shared_text
@@ -23,6 +27,8 @@ from weft.sim.run import Simulated, Traffic, simulate
 from weft.sim.simulated import Errors, SimulatedExecutor
 
 EXACT = Errors(0.0, 0.0)
+CLASSES = (ServiceClass("urgent", 0, 1e4, 1e4), ServiceClass("batch", 1))
+NAMES = [row.name for row in CLASSES]
 
 
 @dataclass
@@ -166,6 +172,43 @@ def test_errors_are_small_and_rarely_large():
     assert np.median(drawn) == pytest.approx(1.0, abs=0.005)
     assert np.mean(drawn > 3) == pytest.approx(0.01, rel=0.2)
     assert np.std(np.log(drawn[drawn < 3])) == pytest.approx(0.03, rel=0.05)
+
+
+def every_scheduler(limits: Limits) -> dict[str, Planner]:
+    groups = (GroupSpec("full", 16, 96),)
+    given = Resources(groups, limits, CLASSES, host_blocks=(200,), cost=SecondAStep())
+    return {name: make_scheduler(name, given) for name in SCHEDULERS}
+
+
+@settings(max_examples=30)
+@given(
+    st.lists(
+        st.tuples(
+            st.floats(0, 40), st.integers(1, 200), st.integers(1, 40), st.sampled_from(NAMES)
+        ),
+        min_size=1,
+        max_size=12,
+    ),
+    st.integers(0, 5),
+)
+def test_every_scheduler_answers_all_in_full(drawn, seed):
+    for name, scheduler in every_scheduler(Limits(8, 64, 1024)).items():
+        drawn = sorted(drawn)
+        jobs = [job(at, given, asked, i, n) for i, (at, given, asked, n) in enumerate(drawn)]
+        result = simulate(scheduler, SecondAStep(), Traffic(iter(jobs)), Errors(seed=seed), CLASSES)
+        record = result.record
+        assert list(record.ended) == [COMPLETED] * len(jobs), name
+        counted = [sum(each.counts) for each in record.by_class]
+        wanted = [
+            sum(asked - 1 for _, _, asked, own in drawn if own == row.name) for row in CLASSES
+        ]
+        assert counted == wanted, name
+        moments = zip(
+            record.arrival_s, record.scheduled_s, record.first_s, record.end_s, strict=True
+        )
+        assert all(a <= b < c <= d for a, b, c, d in moments), name
+        steps = result.log.column("start_s") + result.log.column("seconds")
+        assert np.all(result.log.column("start_s")[1:] >= steps[:-1] - 1e-9), name
 
 
 def executor(log: StepLog) -> SimulatedExecutor:

@@ -45,7 +45,7 @@ def run_sim(options: SimOptions) -> dict[str, Any]:
         "scheduler": options.scheduler,
         "kv_tokens": world.planned.groups[0].num_blocks * options.block_size,
         "runs": runs,
-        **_of_the_sweep(runs),
+        **_of_the_sweep(runs, options.service_class),
     }
     if options.out is not None:
         _write(found, Path(options.out))
@@ -91,10 +91,11 @@ def _figures(world: World, result: Simulated, load: float) -> dict[str, Any]:
     return {"load": load, "unit": "requests/s", **figures, "failures": failures}
 
 
-def _of_the_sweep(runs: list[dict[str, Any]]) -> dict[str, Any]:
+def _of_the_sweep(runs: list[dict[str, Any]], service_class: str) -> dict[str, Any]:
+    """Saturation by what the class was given whose rate is swept."""
     found: dict[str, Any] = {}
     if len(runs) >= FEWEST_RATES:
-        given = [run["requests_per_s"] for run in runs]
+        given = [run["classes"][service_class]["requests_per_s"] for run in runs]
         fit = fit_saturation([run["load"] for run in runs], given)
         found["saturation"] = None if fit is None else asdict(fit)
     if len(runs) > 1 and "attainment" in runs[0]:

@@ -27,7 +27,11 @@ def format_sim(result: Mapping[str, Any]) -> str:
         *table(result["runs"]),
     ]
     for run in result["runs"]:
-        lines += ["", *latencies(run), *_classes(run), *_targets(run), *_machine(run)]
+        lines += ["", *latencies(run)]
+        if len(run["classes"]) > 1:
+            for name, own in run["classes"].items():
+                lines += latencies(own, f"{name}, ms")
+        lines += [*_classes(run), *_targets(run), *_machine(run)]
     lines += ["", *sweep_lines(result)]
     return "\n".join(lines).rstrip()
 
@@ -87,9 +91,10 @@ def table(runs: list[Mapping[str, Any]]) -> Iterator[str]:
         yield line
 
 
-def latencies(run: Mapping[str, Any]) -> Iterator[str]:
-    """A line of percentiles for each latency of a run."""
-    yield f"ms at {run['load']:<6g}" + "".join(f"{name:>10}" for name in COLUMNS)
+def latencies(run: Mapping[str, Any], label: str = "") -> Iterator[str]:
+    """A line of percentiles for each latency of a run, or of the part of it that a label names."""
+    label = label or f"ms at {run['load']:<6g}"
+    yield f"{label:>12}" + "".join(f"{name:>10}" for name in COLUMNS)
     for key, name in NAMES.items():
         values = run[key]
         if values is not None:
