@@ -7,10 +7,12 @@ import asyncio
 import pytest
 from answering import Answering, read, request
 
+from weft.batch import progress
 from weft.batch.order import InOrder
 from weft.batch.ports import Answer, NobodyAnswersError, Result
 from weft.batch.results import Results
 from weft.batch.runner import Runner, error_of
+from weft.batch.usage import Usage
 from weft.core.errors import ParameterError, WeftError
 
 
@@ -143,3 +145,22 @@ def test_errors_of_strange_servers_have_openais_form(body, message):
     assert set(error) == {"message", "type", "param", "code"}
     assert error["message"] == message
     assert error_of(Answer(200, "x", body)) is None
+
+
+def test_a_log_gets_a_line_now_and_then(batch, monkeypatch, capsys):
+    monkeypatch.setattr(progress, "SAY_EVERY_S", 0.0)
+    results = Results(batch.output, batch.errors, batch.source, "m")
+    shown = progress.Progress(results, len(batch.source))
+    shown.start("somebody answers")
+    for index in range(2):
+        error = {"message": "no"} if index else None
+        result = Result("x", Answer(200, "x", b"{}"), error, Usage(30, 10))
+        results.put(index, result)
+        shown.watch(result)
+    shown.close()
+    told = capsys.readouterr().err.splitlines()
+    assert told[0] == "weft: 20 lines; somebody answers."
+    assert told[2].startswith("weft: 2 of 20 lines, about 0 min left, tokens/s: ")
+    assert told[2].endswith(" out, 1 failed")
+    assert "20 lines: 1 answered, 1 with an error, 18 left." in shown.summary()
+    results.close()

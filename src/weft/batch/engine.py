@@ -10,7 +10,7 @@ from hashlib import blake2b
 
 import msgspec
 import numpy as np
-from msgspec import Raw, Struct
+from msgspec import Struct
 
 from weft.api import Builder, Job, TokenTexts
 from weft.api.errors import DeadlineExceededError
@@ -166,4 +166,4 @@ class _Running:
 
 
 class _Seeded(Struct):
-    seed: Raw | None = None
+    seed: int | None = None

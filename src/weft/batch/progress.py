@@ -12,9 +12,11 @@ from weft.batch.ports import Result
 from weft.batch.results import Results
 from weft.batch.usage import Usage
 
+SAY_EVERY_S = 60.0
+
 
 class Progress:
-    """A bar with lines, time left and rates; hidden where standard error is no terminal.
+    """A bar with lines, time left and rates; where standard error is no terminal, a line a minute.
 
     Attributes:
         ended: lines that got their result in this run.
@@ -27,6 +29,7 @@ class Progress:
         self._usage = Usage()
         self.ended = self._failed = 0
         self._bar: tqdm[Any] | None = None
+        self._say_at = 0.0
 
     def start(self, answering: str) -> None:
         """Say who answers, and show the bar; the rates count from here."""
@@ -34,6 +37,7 @@ class Progress:
         done = f", {before} of them done before" if before else ""
         self.say(f"{self._count()}{done}; {answering}.")
         self._started = time.monotonic()
+        self._say_at = self._started + SAY_EVERY_S
         self._bar = tqdm(
             total=self._lines,
             initial=before,
@@ -47,10 +51,17 @@ class Progress:
         self.ended += 1
         self._failed += result.error is not None
         self._usage += result.usage
-        if self._bar is not None and not self._bar.disable:
-            failed = f", {self._failed} failed" if self._failed else ""
-            self._bar.set_postfix_str(f"{self._tokens()}{failed}", refresh=False)
+        if self._bar is None:
+            return
+        rates = self._tokens() + (f", {self._failed} failed" if self._failed else "")
+        if not self._bar.disable:
+            self._bar.set_postfix_str(rates, refresh=False)
             self._bar.update()
+        elif time.monotonic() >= self._say_at:
+            self._say_at = time.monotonic() + SAY_EVERY_S
+            done = self._results.answered + self._results.refused
+            left_s = (self._lines - done) * self._seconds() / self.ended
+            self.say(f"{done} of {self._count()}, about {left_s / 60:.0f} min left, {rates}")
 
     def say(self, message: str) -> None:
         """Write a line to standard error, above the bar if there is one."""
