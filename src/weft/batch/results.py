@@ -307,12 +307,11 @@ def _open(path: Path) -> int:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Let new files outlive a loss of power."""
+    """Let new files outlive a loss of power, where the file system can do that for a folder."""
     fd = os.open(folder, os.O_RDONLY)
-    try:
+    with contextlib.suppress(OSError):
         os.fsync(fd)
-    finally:
-        os.close(fd)
+    os.close(fd)
 
 
 @contextlib.contextmanager
