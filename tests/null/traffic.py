@@ -9,10 +9,11 @@ from dataclasses import dataclass, field, replace
 from hypothesis import HealthCheck
 from hypothesis import strategies as st
 
-from weft.core.plan import Update
+from weft.core.plan import Tier, Update
 from weft.core.types import FinishReason, Request, SamplingParams
 from weft.engine.loop import EngineLoop
 from weft.kv.cache import GroupSpec, KVCache
+from weft.kv.tiers import TieredCache
 from weft.sched.fcfs import FCFSScheduler
 from weft.sched.planner import Limits
 from weft.sim.clock import VirtualClock
@@ -55,6 +56,18 @@ class World:
     depth: int
     prefix_caching: bool = True
     vocab: int = VOCAB
+    host_blocks: tuple[int, ...] = ()
+
+    def cache(self):
+        """The KV that a scheduler gets, in two tiers if the world has a host."""
+        if self.host_blocks:
+            return TieredCache(self.groups, self.host_blocks, prefix_caching=self.prefix_caching)
+        return KVCache(self.groups, prefix_caching=self.prefix_caching)
+
+    def executor(self, faulty=None) -> ModelledExecutor:
+        return ModelledExecutor(
+            self.groups, self.vocab, depth=self.depth, faulty=faulty, host_blocks=self.host_blocks
+        )
 
 
 def expected_output(request: Request, world: World) -> tuple[list[int], FinishReason]:
@@ -79,9 +92,9 @@ def run(world: World, arrivals, cancels, faulty=None, make=FCFSScheduler, step_s
         make: makes the scheduler of a cache and limits.
         step_s: seconds that the clock advances in each round.
     """
-    cache = KVCache(world.groups, prefix_caching=world.prefix_caching)
+    cache = world.cache()
     scheduler = make(cache, world.limits)
-    executor = ModelledExecutor(world.groups, world.vocab, depth=world.depth, faulty=faulty)
+    executor = world.executor(faulty)
     clock = VirtualClock()
     requests = {r.id: r for batch in arrivals.values() for r in batch}
     inbox = ScriptedInbox(dict(arrivals), dict(cancels))
@@ -96,16 +109,26 @@ def run(world: World, arrivals, cancels, faulty=None, make=FCFSScheduler, step_s
         idle_rounds = 0 if busy else idle_rounds + 1
         if idle_rounds and inbox.round > last:
             break
-    assert scheduler.idle, "the scheduler stopped with unanswered sequences"
-    assert all(pool.held == 0 for pool in cache.pools)
+    stuck = [(s.id, s.state.name, s.known, s.planned) for s in scheduler.live.sequences.values()]
+    assert scheduler.idle, f"the scheduler stopped with unanswered sequences {stuck}"
+    for _, pools in tiers(cache):
+        assert all(pool.held == 0 for pool in pools)
     executor.close()
     return requests, inbox, scheduler
 
 
-def assert_leases(executor: ModelledExecutor, cache: KVCache) -> None:
+def tiers(cache):
+    """Each tier of a cache with its pools."""
+    if isinstance(cache, TieredCache):
+        return [(tier, cache.tier(tier).pools) for tier in Tier]
+    return [(Tier.DEVICE, cache.pools)]
+
+
+def assert_leases(executor: ModelledExecutor, cache) -> None:
     """No block that an outstanding step touches may be free."""
-    for pool, touched in zip(cache.pools, executor.touched_blocks(), strict=True):
-        assert all(pool._references[block] > 0 for block in touched if block >= 0)
+    for tier, pools in tiers(cache):
+        for pool, touched in zip(pools, executor.touched_blocks(tier), strict=True):
+            assert all(pool._references[block] > 0 for block in touched if block >= 0)
 
 
 def assert_answers(world: World, requests, inbox, cancelled: set[int], faulted: set[int]) -> None:
@@ -209,9 +232,8 @@ def ids(cancels) -> set[int]:
 
 def plans(world: World, arrivals, cancels, make=FCFSScheduler, step_s=0.0) -> list[str]:
     """What the scheduler plans in the first rounds."""
-    cache = KVCache(world.groups, prefix_caching=world.prefix_caching)
-    scheduler = make(cache, world.limits)
-    executor = ModelledExecutor(world.groups, world.vocab, depth=world.depth)
+    scheduler = make(world.cache(), world.limits)
+    executor = world.executor()
     seen: list[str] = []
     inbox = ScriptedInbox(dict(arrivals), dict(cancels))
     tickets: deque = deque()

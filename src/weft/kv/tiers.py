@@ -150,6 +150,15 @@ class TieredCache:
         """Whether a move of the sequence is in flight."""
         return sequence_id in self._leases
 
+    def coming(self) -> list[int]:
+        """Blocks of the device, by group, that moves in flight give up if nobody shares them."""
+        counts = [0] * len(self.groups)
+        for leases in self._leases.values():
+            for tier, table in (pair for lease in leases for pair in lease.tables):
+                for group, blocks in enumerate(table.blocks if tier is Tier.DEVICE else ()):
+                    counts[group] += sum(block >= 0 for block in blocks)
+        return counts
+
     def check(self) -> None:
         """Raise InvariantError if a tier is damaged or a sequence is in both."""
         for tier in Tier:

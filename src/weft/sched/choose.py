@@ -10,7 +10,9 @@ from weft.core.errors import ConfigError, suggest
 from weft.core.types import DEFAULT_CLASSES, ServiceClass
 from weft.cost.model import CostModel
 from weft.kv.cache import GroupSpec, KVCache
+from weft.kv.tiers import TieredCache
 from weft.sched.fcfs import FCFSScheduler
+from weft.sched.load_aware import LoadAwareScheduler
 from weft.sched.planner import Limits, Planner
 from weft.sched.slo import DEFAULT_POLICY, Policy, SLOScheduler
 
@@ -48,13 +50,25 @@ def _slo(given: Resources) -> Planner:
     return SLOScheduler(given.cache(), given.limits, cost, given.classes, given.policy)
 
 
+def _load_aware(given: Resources) -> Planner:
+    cost = _needed(given.cost, "load-aware")
+    if not given.host_blocks:
+        raise ConfigError("Scheduler 'load-aware' needs a host tier, and there is none.")
+    cache = TieredCache(given.groups, given.host_blocks, prefix_caching=given.prefix_caching)
+    return LoadAwareScheduler(cache, given.limits, cost, given.classes)
+
+
 def _needed(cost: CostModel | None, name: str) -> CostModel:
     if cost is None:
         raise ConfigError(f"Scheduler '{name}' predicts step times and got no costs to do so.")
     return cost
 
 
-SCHEDULERS: Mapping[str, Callable[[Resources], Planner]] = {"fcfs": _fcfs, "slo": _slo}
+SCHEDULERS: Mapping[str, Callable[[Resources], Planner]] = {
+    "fcfs": _fcfs,
+    "load-aware": _load_aware,
+    "slo": _slo,
+}
 
 
 def make_scheduler(name: str, given: Resources) -> Planner:

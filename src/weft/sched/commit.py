@@ -26,7 +26,7 @@ class Committer:
         self._live.totals.output_tokens += len(result.tokens) - len(result.embeddings)
         for sequence, draft in step.drafts:
             self._accept(sequence, draft, result, Commit(tokens, updates), due)
-        self._seal(due)
+        self.seal(due)
         self._live.close()
         return Commit(tokens, updates)
 
@@ -139,7 +139,8 @@ class Committer:
                 sequence.prompt_scored = end
                 updates.append(Update(sequence_id, None, prompt_logprobs=new))
 
-    def _seal(self, due: list[Sequence]) -> None:
+    def seal(self, due: list[Sequence]) -> None:
+        """Seal the blocks of these sequences that are full, and give up what they are done with."""
         for sequence in due:
             if sequence.error is not None:
                 continue

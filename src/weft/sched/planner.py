@@ -20,6 +20,7 @@ from weft.core.plan import (
     StepPlan,
     StepResult,
     SubBatch,
+    Tier,
     Update,
 )
 from weft.core.types import (
@@ -32,6 +33,7 @@ from weft.core.types import (
     ServiceClass,
 )
 from weft.kv.cache import KVCache
+from weft.kv.tiers import AnyCache, TieredCache
 from weft.sched.commit import Committer
 from weft.sched.draft import NgramDrafter
 from weft.sched.invariants import check_drafts
@@ -61,15 +63,19 @@ class Limits:
 
 
 class Planner(ABC):
-    """Implements all of ``weft.core.ports.Scheduler`` but ``plan``."""
+    """Implements all of ``weft.core.ports.Scheduler`` but ``plan``.
+
+    Attributes:
+        cache: the KV of the device.
+    """
 
     def __init__(
         self,
-        cache: KVCache,
+        cache: AnyCache,
         limits: Limits,
         classes: Seq[ServiceClass] = DEFAULT_CLASSES,
     ) -> None:
-        self.cache = cache
+        self.cache = cache.device if isinstance(cache, TieredCache) else cache
         self.limits = limits
         self.live = Lifecycle(cache, limits.max_num_seqs)
         self.totals = self.live.totals
@@ -238,7 +244,7 @@ class Planner(ABC):
         """Add sequences whose last token is on the host, with drafts where there are some."""
         spare = step.budget - len(sequences)
         for sequence in sequences:
-            if sequence.state is not SequenceState.RUNNING:
+            if not self._plannable(sequence):
                 continue
             draft = self._draft(step, sequence, spare)
             if not draft and not self._grow(step, sequence, sequence.known):
@@ -263,11 +269,15 @@ class Planner(ABC):
         self._extend(step, sequence, grown)
         return draft
 
+    def _plannable(self, sequence: Sequence) -> bool:
+        """Whether the sequence did not have to give way since this plan began."""
+        return sequence.state is SequenceState.RUNNING
+
     def _plan_chunks(self, step: OpenStep, sequences: list[Sequence]) -> None:
         for sequence in sequences:
             start = sequence.planned
             count = step.room(start, sequence.known - start)
-            if count <= 0 or sequence.state is not SequenceState.RUNNING:
+            if count <= 0 or not self._plannable(sequence):
                 continue
             if not self._grow(step, sequence, start + count):
                 count = min(count, self.cache.growable(sequence.id) - start)
@@ -278,7 +288,7 @@ class Planner(ABC):
     def _grow(self, step: OpenStep, sequence: Sequence, upto: int) -> bool:
         """Reserve blocks for the sequence's first ``upto`` tokens, preempting later ones."""
         while (grown := self.cache.extend(sequence.id, upto)) is None:
-            if not self._make_room(sequence.order):
+            if not self._make_room(step, sequence.order):
                 return False
         self._extend(step, sequence, grown)
         return True
@@ -288,7 +298,7 @@ class Planner(ABC):
             step.extends.append(RowExtend(sequence.row, group, blocks))
         sequence.capacity = min(self.cache.capacity(sequence.id), sequence.lockstep_at)
 
-    def _make_room(self, after: tuple[int, int]) -> bool:
+    def _make_room(self, step: OpenStep, after: tuple[int, int]) -> bool:  # noqa: ARG002
         """Preempt one sequence that comes after ``after``; whether its blocks are free now."""
         if self.live.closing:
             return False  # blocks will come back when the launched steps are committed
@@ -317,17 +327,17 @@ class Planner(ABC):
             looked_up += 1
             if sequence.waiting_on:
                 continue
-            if not self._find_row(sequence) or not self._open(step, sequence, hit):
+            if not self._find_row(step, sequence) or not self._open(step, sequence, hit):
                 step.held_back = bool(self.live.closing)
                 break
             admitted.append(sequence)
         for sequence in admitted:
             self.waiting.remove(sequence)
 
-    def _find_row(self, sequence: Sequence) -> bool:
+    def _find_row(self, step: OpenStep, sequence: Sequence) -> bool:
         """Whether a row is free, taking one from a lower class if need be."""
         return bool(self.live.free_rows) or (
-            self._make_room(self._below(sequence)) and bool(self.live.free_rows)
+            self._make_room(step, self._below(sequence)) and bool(self.live.free_rows)
         )
 
     def _below(self, sequence: Sequence) -> tuple[int, int]:
@@ -349,7 +359,7 @@ class Planner(ABC):
         self.cache.open(sequence.id, hit)
         upto = 0
         count = step.room(hit, len(sequence.tokens) - hit)
-        if count > 0 and self._make_fit(sequence):
+        if count > 0 and self._make_fit(step, sequence):
             upto = min(hit + count, self.cache.growable(sequence.id))
         if upto <= hit or self.cache.extend(sequence.id, upto) is None:
             self.cache.release(sequence.id)
@@ -358,7 +368,7 @@ class Planner(ABC):
         step.put(sequence, upto - hit)
         return True
 
-    def _make_fit(self, sequence: Sequence) -> bool:
+    def _make_fit(self, step: OpenStep, sequence: Sequence) -> bool:
         """Preempt lower classes until the sequence fits, but nobody if that would not be enough."""
         known, chunk = len(sequence.tokens), self.limits.max_num_batched_tokens
         after = self._below(sequence)
@@ -370,13 +380,22 @@ class Planner(ABC):
         if any(need > most for need, most in zip(needs, spare, strict=True)):
             return False
         while not self.cache.fits(sequence.id, known, chunk):
-            if not self._make_room(after):
+            if not self._make_room(step, after):
                 return False
         return True
 
-    def _start(self, step: OpenStep, sequence: Sequence, hit: int) -> None:
+    def _start(
+        self,
+        step: OpenStep,
+        sequence: Sequence,
+        hit: int,
+        cache: KVCache | None = None,
+        tier: Tier = Tier.DEVICE,
+    ) -> None:
+        """Give a row to a sequence that has its blocks in the cache of a tier."""
+        cache = cache or self.cache
         self.live.start(sequence, hit, self._planned_ns)
-        sequence.capacity = min(self.cache.capacity(sequence.id), sequence.lockstep_at)
+        sequence.capacity = min(cache.capacity(sequence.id), sequence.lockstep_at)
         step.adds.append(
             RowAdd(
                 row=sequence.row,
@@ -385,30 +404,37 @@ class Planner(ABC):
                 num_prompt=sequence.num_prompt,
                 sampling=sequence.request.sampling,
                 stop_ids=sequence.stop_ids,
-                tables=self.cache.tables(sequence.id),
+                tables=cache.tables(sequence.id),
                 embed=sequence.request.embed,
+                tier=tier,
             )
         )
 
     def _launch(self, step: OpenStep) -> StepPlan:
+        """Remember the step and return its plan, with all rows in one sub-batch on the device."""
         step_id = self.totals.steps = self.totals.steps + 1
         self._launched.append(
             Launched(step_id, step.sequences, step.counts, step.samples, step.drafts)
         )
-        batch = SubBatch(
-            tuple(step.rows),
-            tuple(step.starts),
-            tuple(step.counts),
-            tuple(step.samples),
-            drafts={sequence.row: draft for sequence, draft in step.drafts},
-        )
         return StepPlan(
             step_id,
-            (batch,),
+            (self._batch(step, 0, len(step.rows)),),
             drop=self.live.take_dropped(),
             add=tuple(step.adds),
             extend=tuple(step.extends),
             zero=self.cache.take_zero(),
+        )
+
+    @staticmethod
+    def _batch(step: OpenStep, first: int, end: int, tiers: tuple[Tier, ...] = ()) -> SubBatch:
+        """Rows [first, end) of a step; those with drafts are in the first sub-batch."""
+        return SubBatch(
+            tuple(step.rows[first:end]),
+            tuple(step.starts[first:end]),
+            tuple(step.counts[first:end]),
+            tuple(step.samples[first:end]),
+            tiers,
+            {} if first else {sequence.row: draft for sequence, draft in step.drafts},
         )
 
     # -- committing ---------------------------------------------------------------------------
@@ -421,4 +447,4 @@ class Planner(ABC):
         """Raise InvariantError if sequences, rows, queue or blocks do not agree."""
         self.live.check()
         for launched in self._launched:
-            check_drafts(launched.drafts, self.cache)
+            check_drafts(launched.drafts, self.live.cache)

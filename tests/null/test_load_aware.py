@@ -1,0 +1,240 @@
+"""Load-aware scheduling: what goes where, by hand."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+from costs import LinearCost
+from traffic import World, assert_answers, run
+
+from weft.core.errors import ConfigError
+from weft.core.plan import StepPlan, Tier
+from weft.core.types import Request, SamplingParams
+from weft.cost.work import Work
+from weft.kv.cache import GroupSpec, KVCache
+from weft.kv.tiers import TieredCache
+from weft.sched.balance import Balance, HostWork
+from weft.sched.choose import Resources, make_scheduler
+from weft.sched.fcfs import FCFSScheduler
+from weft.sched.load_aware import PATIENCE, LoadAwareScheduler
+from weft.sched.planner import Limits
+from weft.sim.executor import ModelledExecutor
+
+HALVES = LinearCost(10.0, 0.01, host_context_s=0.001)  # a second step of the weights pays soon
+SLOW_HOST = LinearCost(10.0, 0.01, host_context_s=1000.0)
+
+
+def requests(count: int, prompt: int = 12, output: int = 20, **more) -> list[Request]:
+    return [
+        Request(
+            i,
+            tuple((i * 31 + j) % 97 for j in range(prompt)),
+            SamplingParams(max_tokens=output),
+            **more,
+        )
+        for i in range(count)
+    ]
+
+
+def planned(scheduler, executor, after=repr) -> list[StepPlan]:
+    """Run until nothing is left, calling ``after`` with each committed plan; return the plans."""
+    seen, tickets = [], deque()
+    while (plan := scheduler.plan(0.0)) is not None or tickets:
+        if plan is not None:
+            seen.append(plan)
+            tickets.append(executor.launch(plan))
+        scheduler.commit(tickets.popleft().result())
+        scheduler.check()
+        after(seen[-1])
+    assert scheduler.idle
+    return seen
+
+
+def served(cost, blocks=16, host=200, count=8, budget=64, **more) -> list[StepPlan]:
+    """Plans for requests of which about two fit onto the device."""
+    groups = (GroupSpec("full", 4, blocks),)
+    scheduler = LoadAwareScheduler(TieredCache(groups, (host,)), Limits(16, budget, 64), cost)
+    for request in requests(count, **more):
+        scheduler.add(request)
+    return planned(scheduler, ModelledExecutor(groups, 97, host_blocks=(host,)))
+
+
+def host_rows(plan: StepPlan) -> int:
+    return sum(tier is Tier.HOST for batch in plan.batches for tier in batch.tiers)
+
+
+# -- the choice -------------------------------------------------------------------------------
+
+BASE = Work(tokens=4, sampled=4, decodes=4, decode_context=400)
+
+
+def chosen(cost, contexts, pieces=(), budget=100, base=BASE, least=(0, 0)):
+    return Balance(cost, 100).choose(base.copy(), HostWork(contexts, pieces, budget), least)
+
+
+def test_two_sub_batches_hide_the_host_behind_the_layers_of_the_other():
+    choice = chosen(LinearCost(10, 0, host_context_s=1e-2), [100] * 40)
+    # one decode takes 1 s: ten hide behind each sub-batch's ten seconds
+    assert (choice.first, choice.second) == (10, 10)
+    assert choice.seconds == pytest.approx(20)
+
+
+def test_one_sub_batch_is_better_where_the_host_is_fast():
+    choice = chosen(LinearCost(10, 0, host_context_s=1e-5), [100] * 40)
+    assert (choice.first, choice.second) == (40, 0)
+
+
+def test_what_the_device_can_do_faster_stays_out():
+    choice = chosen(LinearCost(10, 0, host_context_s=1.0), [100] * 40)
+    assert choice == (0, 0, 0, 10.0, 1.0)
+
+
+def test_what_must_go_along_does():
+    choice = chosen(LinearCost(10, 0, host_context_s=1.0), [100] * 40, least=(1, 0))
+    assert choice.first + choice.second == 1
+
+
+def test_prompts_for_the_host_are_cut_to_what_covers_batch_1():
+    """A chunk that costs time is worth it only as long as it hides attention on the host."""
+    cost = LinearCost(10, 1.0, host_context_s=1e-2)
+    with_all = chosen(cost, [100] * 20, pieces=[(0, 60)], budget=80)
+    assert with_all.second > 0
+    assert 14 + with_all.chunk >= with_all.second  # the linear part of batch 0 covers batch 1 ...
+    assert with_all.chunk < 60  # ... and not more
+    free = Balance(cost, 100).free_tokens
+    assert with_all.chunk in (free - 4, with_all.second - 14)
+
+
+def test_a_prompt_that_fits_beside_the_decodes_for_nothing_goes_along():
+    cost = LinearCost(0, 1e-3, context_s=0, host_context_s=1.0)
+
+    class Flat(LinearCost):
+        def terms(self, work):
+            terms = super().terms(work)
+            return terms._replace(dense=max(terms.dense, 0.05 if work.tokens else 0.0))
+
+    assert chosen(cost, [], pieces=[(0, 60)]).chunk == 0
+    flat = Flat(0, 1e-3, host_context_s=1.0)
+    assert Balance(flat, 100).free_tokens == pytest.approx(50, abs=1)
+    assert chosen(flat, [], pieces=[(0, 60)]).chunk == Balance(flat, 100).free_tokens - 4
+
+
+# -- the scheduler ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_sequences_beyond_the_device_decode_on_the_host(depth):
+    world = World((GroupSpec("full", 4, 16),), Limits(16, 64, 64), depth, host_blocks=(200,))
+
+    def make(cache, limits):
+        return LoadAwareScheduler(cache, limits, HALVES)
+
+    asked = {0: requests(8)}
+    requests_, inbox, scheduler = run(world, asked, {}, make=make)
+    assert_answers(world, requests_, inbox, set(), set())
+    assert scheduler.totals.preemptions == 0
+    steps = served(HALVES)
+    alone = planned(fcfs := queued_fcfs(), ModelledExecutor((GroupSpec("full", 4, 16),), 97))
+    assert fcfs.totals.steps == len(alone)
+    assert len(steps) < len(alone) * 2 / 3
+    assert any(host_rows(plan) > 1 for plan in steps)
+
+
+def queued_fcfs(blocks: int = 16, count: int = 8) -> FCFSScheduler:
+    scheduler = FCFSScheduler(KVCache((GroupSpec("full", 4, blocks),)), Limits(16, 64, 64))
+    for request in requests(count):
+        scheduler.add(request)
+    return scheduler
+
+
+def test_with_room_on_the_device_it_plans_as_first_come_first_served():
+    def without_host(plan: StepPlan):
+        return plan.batches, plan.add, plan.extend, plan.drop
+
+    alone = planned(queued_fcfs(200), ModelledExecutor((GroupSpec("full", 4, 200),), 97))
+    both = served(HALVES, blocks=200)
+    assert [without_host(plan) for plan in both] == [without_host(plan) for plan in alone]
+    assert not any(plan.needs_host for plan in both)
+
+
+def test_the_newest_leave_and_the_oldest_come_back():
+    """Three short prompts fit, their answers do not."""
+    steps = served(SLOW_HOST, blocks=15, count=3, output=30)
+    adds = {add.row: add.sequence_id for plan in steps for add in plan.add}
+    moves = [(adds[move.row], move.to) for plan in steps for move in plan.moves]
+    out = [sequence for sequence, to in moves if to is Tier.HOST]
+    back = [sequence for sequence, to in moves if to is Tier.DEVICE]
+    assert out[0] == 2
+    assert 0 not in out
+    assert back == sorted(back)
+    assert back
+
+
+def test_on_a_slow_host_the_oldest_goes_on_now_and_then_and_the_rest_waits():
+    steps = served(SLOW_HOST, blocks=15, count=3, output=30)
+    counts = [host_rows(plan) for plan in steps]
+    assert max(counts) == 1
+    assert 0 < sum(counts) <= len(steps) / PATIENCE + 1
+
+
+def test_lower_classes_leave_for_higher_ones_and_are_not_computed_again():
+    groups = (GroupSpec("full", 4, 16),)
+    scheduler = LoadAwareScheduler(TieredCache(groups, (99,)), Limits(16, 64, 64), SLOW_HOST)
+    executor = ModelledExecutor(groups, 97, host_blocks=(99,))
+    for request in requests(3, prompt=16, service_class="batch"):
+        scheduler.add(request)
+    late = [Request(9, tuple(range(20)), SamplingParams(max_tokens=20), service_class="priority")]
+
+    def arrive(plan: StepPlan) -> None:
+        if plan.step_id >= 3 and late:
+            scheduler.add(late.pop())
+
+    steps = planned(scheduler, executor, arrive)
+    first = next(plan.step_id for plan in steps for add in plan.add if add.sequence_id == 9)
+    assert first <= 6
+    assert any(move.to is Tier.HOST for plan in steps[: first + 1] for move in plan.moves)
+    assert scheduler.totals.preemptions == 0
+
+
+@pytest.mark.parametrize("cost", [HALVES, SLOW_HOST])
+def test_equal_requests_of_a_class_end_about_in_the_order_of_their_arrival(cost):
+    groups = (GroupSpec("full", 4, 24),)
+    scheduler = LoadAwareScheduler(TieredCache(groups, (400,)), Limits(32, 64, 64), cost)
+    for request in requests(24):
+        scheduler.add(request)
+    ended: list[int] = []
+    known = set(range(24))
+
+    def note(_: StepPlan) -> None:
+        gone = sorted(known - set(scheduler.live.sequences))
+        ended.extend(gone)
+        known.difference_update(gone)
+
+    planned(scheduler, ModelledExecutor(groups, 97, host_blocks=(400,)), note)
+    running_at_once = 16
+    assert all(abs(place - number) <= running_at_once for place, number in enumerate(ended))
+    assert sum(abs(place - number) for place, number in enumerate(ended)) / 24 < 4
+
+
+def test_host_only_computes_no_decode_attention_on_the_device():
+    groups = (GroupSpec("full", 4, 16),)
+    scheduler = LoadAwareScheduler(
+        TieredCache(groups, (200,)), Limits(16, 64, 64), HALVES, host_only=True
+    )
+    for request in requests(8):
+        scheduler.add(request)
+    steps = planned(scheduler, ModelledExecutor(groups, 97, host_blocks=(200,)))
+    assert all(host_rows(plan) == sum(len(b.rows) for b in plan.batches) for plan in steps)
+
+
+def test_it_is_made_by_name_and_says_what_it_lacks():
+    given = Resources((GroupSpec("full", 4, 16),), Limits(4, 16, 32), host_blocks=(8,), cost=HALVES)
+    assert isinstance(make_scheduler("load-aware", given), LoadAwareScheduler)
+    for lacking, word in (({"host_blocks": ()}, "host tier"), ({"cost": None}, "costs")):
+        with pytest.raises(ConfigError, match=word):
+            make_scheduler("load-aware", Resources(**{**vars_of(given), **lacking}))
+
+
+def vars_of(given: Resources) -> dict:
+    return {name: getattr(given, name) for name in given.__slots__}
