@@ -149,6 +149,52 @@ void pack_keys(const char* const* rows, int64_t pairs, uint32_t* column) {
   }
 }
 
+#if defined(__AVX512BF16__)
+// What each magnitude of a float of 8 bits (E4M3) is as bfloat16.
+struct Magnitudes {
+  alignas(64) uint16_t of[128];
+};
+constexpr Magnitudes magnitudes = [] {
+  Magnitudes all{};
+  for (int code = 0; code < 128; ++code) {
+    int exponent = code >> 3, mantissa = code & 7;
+    if (code == 0x7f) {
+      all.of[code] = 0x7fc0;
+    } else if (exponent > 0) {
+      all.of[code] = static_cast<uint16_t>((exponent + 120) << 7 | mantissa << 4);
+    } else if (mantissa > 0) {  // subnormal: shift until the leading one falls away
+      exponent = 121;
+      for (; mantissa < 8; mantissa *= 2) --exponent;
+      all.of[code] = static_cast<uint16_t>(exponent << 7 | (mantissa & 7) << 4);
+    }
+  }
+  return all;
+}();
+
+// 2 * W codes of 8 bits as bfloat16.
+template <DType type>
+inline void store_codes(const char* from, uint16_t* to) {
+  if constexpr (type == DType::i8) {
+    const auto widened = [&](int64_t at) {
+      const auto codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + at));
+      constexpr __mmask16 every = 0xffff;  // without a mask the compiler warns
+      return _mm512_maskz_cvtepi32_ps(every, _mm512_maskz_cvtepi8_epi32(every, codes));
+    };
+    _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(widened(W), widened(0)));
+  } else {
+    const auto bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+    const __m512i codes = _mm512_cvtepu8_epi16(bytes);
+    const auto quarter = [](int i) { return _mm512_load_si512(magnitudes.of + 32 * i); };
+    const __m512i small = _mm512_permutex2var_epi16(quarter(0), codes, quarter(1));
+    const __m512i large = _mm512_permutex2var_epi16(quarter(2), codes, quarter(3));
+    const __mmask32 is_large = _mm512_test_epi16_mask(codes, _mm512_set1_epi16(0x40));
+    const __m512i sign = _mm512_slli_epi16(_mm512_srli_epi16(codes, 7), 15);
+    _mm512_storeu_si512(
+        to, _mm512_or_si512(sign, _mm512_mask_blend_epi16(is_large, small, large)));
+  }
+}
+#endif
+
 template <bool upper, int... I>
 inline uvec interleave(uvec a, uvec b, std::integer_sequence<int, I...>) {
   typedef uint16_t halves __attribute__((vector_size(4 * W)));

@@ -75,7 +75,11 @@ inline bool in_pairs(DType type) { return type == DType::bf16 || is_scaled(type)
 template <DType type>
 inline void pair_row(const char* from, char* to, int64_t count) {
   auto* half = reinterpret_cast<uint16_t*>(to);
-  for (int64_t i = 0; i < count; i += W) {
+  int64_t i = 0;
+#if defined(__AVX512BF16__)
+  for (; i + 2 * W <= count; i += 2 * W) store_codes<type>(from + i, half + i);
+#endif
+  for (; i < count; i += W) {
     const vec wide = widen(*reinterpret_cast<const bvec_at*>(from + i), type);
     *reinterpret_cast<hvec_at*>(half + i) = narrow(wide);
   }
@@ -90,11 +94,13 @@ void copy_rows(const Split& split, DType type, int64_t count, const char** rows)
     if (type == DType::bf16) {
       __builtin_memcpy(copy, rows[j], 2 * size);
     } else {
-      char rest[W] = {};
-      __builtin_memcpy(rest, rows[j] + whole, size - whole);
       const auto convert = type == DType::i8 ? pair_row<DType::i8> : pair_row<DType::f8>;
       convert(rows[j], copy, whole);
-      if (whole < size) convert(rest, copy + 2 * whole, W);
+      if (whole < size) {
+        char rest[W] = {};
+        __builtin_memcpy(rest, rows[j] + whole, size - whole);
+        convert(rest, copy + 2 * whole, W);
+      }
     }
     __builtin_memset(copy + 2 * size, 0, 2 * (split.width - size));
     rows[j] = copy;
