@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shareddata import need
 from weft.core.errors import InvariantError
 from weft.core.plan import RowAdd, StepPlan, SubBatch
 from weft.core.types import ServiceClass
@@ -21,10 +22,11 @@ from weft.sched.fcfs import FCFSScheduler
 from weft.sched.planner import Limits, Planner
 from weft.sim.clock import VirtualClock
 from weft.sim.inbox import SAMPLING
-from weft.sim.jobs import Job, answer_text, own_text, shared_text
+from weft.sim.jobs import Job, answer_text, own_text, shared_text, trace_jobs
 from weft.sim.record import CANCELLED, COMPLETED, FAILED, StepLog
 from weft.sim.run import Simulated, Traffic, simulate
 from weft.sim.simulated import Errors, SimulatedExecutor
+from weft.sim.trace import BLOCK_TOKENS, read_trace
 
 EXACT = Errors(0.0, 0.0)
 CLASSES = (ServiceClass("urgent", 0, 1e4, 1e4), ServiceClass("batch", 1))
@@ -95,6 +97,26 @@ def test_prefixes_in_the_cache_cost_nothing():
     assert list(result.record.cached) == [0, 320]
     assert result.log.column("tokens").tolist()[0] == 384
     assert 64.0 in result.log.column("tokens")
+
+
+def test_recorded_prefixes_are_found_exactly():
+    arrivals = read_trace(str(need("mooncake/conversation_trace.jsonl")))[:40]
+    tokens = sum(each.input_tokens + each.output_tokens for each in arrivals)
+    cache = KVCache([GroupSpec("full", 16, tokens // 16 + 1000)])
+    scheduler = FCFSScheduler(cache, Limits(8, 2**17, cache.max_tokens()))
+    apart = iter([1e6 * index for index in range(len(arrivals))])  # each alone, nothing evicted
+    jobs = trace_jobs(arrivals, "interactive", apart)
+    result = simulate(scheduler, SecondAStep(), Traffic(jobs), EXACT)
+    wanted, seen = [], set()
+    for each in arrivals:
+        known = 0
+        while known < len(each.blocks) and each.blocks[: known + 1] in seen:
+            known += 1
+        most = min(known * BLOCK_TOKENS, each.input_tokens - 1)  # one token must be computed
+        wanted.append(most // 16 * 16)
+        seen.update(each.blocks[:n] for n in range(1, each.input_tokens // BLOCK_TOKENS + 1))
+    assert list(result.record.cached) == wanted
+    assert min(wanted[1:]) >= BLOCK_TOKENS  # all begin alike
 
 
 def test_a_conversation_finds_what_was_said():
