@@ -1,6 +1,6 @@
 """``weft batch`` beside ``LLM.generate`` in process: output tokens a second on the same prompts.
 
-    python benchmarks/batch.py [--model FOLDER] [--requests 192] [--out FILE.json]
+    python benchmarks/batch.py [--model FOLDER] [--requests 512] [--out FILE.json]
 
 Both answer the same prompts of token ids, greedy, with outputs of the same lengths, in turns; each
 round is a new command, whose rate is that of its summary, without the start of the engine. The
@@ -65,7 +65,7 @@ def llm_rate(llm: LLM, prompts: list[list[int]]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="builtin")
-    parser.add_argument("--requests", type=int, default=192)
+    parser.add_argument("--requests", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()

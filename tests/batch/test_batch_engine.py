@@ -217,3 +217,41 @@ def test_what_an_order_knows_of_a_line(builder):
     assert asker.prompt(msgspec.json.decode(json.dumps(vectors), type=Line)) is None
     with pytest.raises(WeftError):
         asker.prompt(line(temperature="hot"))
+
+
+@pytest.mark.parametrize("stop", [None, ["never"]])
+def test_text_is_the_same_however_many_tokens_it_is_made_of_at_once(builder, stop):
+    async def go() -> str:
+        engine = Engine()
+        fields = {"max_tokens": 200, "ignore_eos": True, "n": 2, "stop": stop}
+        asking = asyncio.create_task(EngineAsker(engine, builder).ask(1, line(**fields)))
+        await settle()
+        for number, count in ((0, 100), (1, 3), (0, 50), (1, 70)):
+            engine.say(number, count, finish=None)
+        name, other = engine.seen[0].id, engine.seen[1].id
+        sink = engine.live[name]
+        end = Update(name, None, finish=FinishReason.LENGTH)
+        sink([Update(name, 7), end, Update(other, 7)])  # an end amid the news of another choice
+        engine.say(1, 1)
+        whole = json.loads((await asking).body)
+        assert whole["usage"]["completion_tokens"] == 151 + 75
+        return str([choice["text"] for choice in whole["choices"]])
+
+    ids = [[*range(500, 600), *range(500, 550), 7], [*range(500, 503), *range(500, 570), 7, 500]]
+    assert asyncio.run(go()) == str([builder.tokenizer.decode(tokens) for tokens in ids])
+
+
+def test_a_stop_string_ends_the_engines_work_at_once(builder):
+    async def go() -> None:
+        engine = Engine()
+        asking = asyncio.create_task(EngineAsker(engine, builder).ask(1, line(stop=[")"])))
+        await settle()
+        name = engine.seen[0].id
+        for token in builder.tokenizer.encode("x)y"):
+            engine.live[name]([Update(name, token)])
+        assert (name, FinishReason.STOP) in engine.cancelled
+        engine.say(0, 0, finish="stop")
+        [choice] = json.loads((await asking).body)["choices"]
+        assert choice["text"].endswith("x")
+
+    asyncio.run(go())

@@ -25,6 +25,7 @@ from weft.core.types import MAX_SEED, FinishReason, Request
 
 SERVICE_CLASS = "batch"
 TELL_EVERY = 8  # tokens
+MOST_NEWS = 64  # tokens of a request that wait to become text
 
 
 class EngineAsker:
@@ -139,17 +140,25 @@ class _Running:
         self._whole = whole
         self._open = {request.id for request in requests}
         self._tokens, self._choices = 0, len(requests)
+        self._news: list[Update] = []
+        # Text is made of many tokens at once, unless it may say that the engine should stop.
+        self._most_news = 1 if any(r.sampling.stop for r in requests) else MOST_NEWS
 
     def sink(self, updates: Seq[Update]) -> None:
         """Take news; on the thread of the event loop."""
-        self._open.difference_update(u.sequence_id for u in updates if u.finish is not None)
+        ends = [update.sequence_id for update in updates if update.finish is not None]
+        self._open.difference_update(ends)
         if self.ended.done():
             return
         before, self._tokens = self._tokens, self._tokens + len(updates)
         if self.grown is not None and before // TELL_EVERY < self._tokens // TELL_EVERY:
             self.grown(self._tokens // self._choices)
+        self._news += updates
+        if len(self._news) < self._most_news and not ends:
+            return
+        news, self._news = self._news, []
         try:
-            for sequence_id in self._whole.push(updates):
+            for sequence_id in self._whole.push(news):
                 self._client.cancel(sequence_id, FinishReason.STOP)
         except EngineDeadError as error:
             self.ended.set_exception(NobodyAnswersError(error.message))

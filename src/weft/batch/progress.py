@@ -25,7 +25,7 @@ class Progress:
     def __init__(self, results: Results, lines: int) -> None:
         self._results = results
         self._lines = lines
-        self._started = time.monotonic()
+        self._started = self._latest = time.monotonic()
         self._usage = Usage()
         self.ended = self._failed = 0
         self._bar: tqdm[Any] | None = None
@@ -49,6 +49,7 @@ class Progress:
     def watch(self, result: Result) -> None:
         """Count a result in."""
         self.ended += 1
+        self._latest = time.monotonic()
         self._failed += result.error is not None
         self._usage += result.usage
         if self._bar is None:
@@ -96,7 +97,8 @@ class Progress:
         return f"{self._lines} line{'s' if self._lines != 1 else ''}"
 
     def _seconds(self) -> float:
-        return max(time.monotonic() - self._started, 1e-9)
+        """From the first request to the latest result."""
+        return max(self._latest - self._started, 1e-9)
 
     def _tokens(self) -> str:
         read, written = self._usage.input_tokens, self._usage.output_tokens
