@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -517,3 +518,19 @@ def test_wrong_settings_are_refused() -> None:
         native.set_threads(0)
     with pytest.raises(ValueError, match="cannot run instruction set 'sse9'"):
         native.use_isa("sse9")
+
+
+def test_pinned_threads_stay_on_cores_of_their_own() -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    native.set_threads(3, pinned=True)
+    try:
+        make_case([(40, 300), (40, 300)], Shape()).run()
+        bound = [
+            min(allowed)
+            for task in Path("/proc/self/task").iterdir()
+            if len(allowed := os.sched_getaffinity(int(task.name))) == 1
+        ]
+        assert {cores[1 % len(cores)], cores[2 % len(cores)]} <= set(bound)
+        assert os.sched_getaffinity(0) == set(cores)
+    finally:
+        native.set_threads(len(cores))

@@ -74,6 +74,12 @@ class EngineConfig:
     threads: int | None = setting(
         "int", None, "threads for compute; unset takes every core", low=1, high=1024
     )
+    pin_threads: bool = setting(
+        "bool",
+        False,
+        "keep each compute thread but the first on a core of its own; for machines that nothing "
+        "else uses",
+    )
     max_model_len: int | None = setting(
         "int",
         None,

@@ -198,7 +198,7 @@ def build_engine(config: EngineConfig, returning_bytes: int = 0) -> Engine:
         )
     for key in model.generation.unhonoured:
         logger.warning("generation_config.json sets '%s', which weft does not apply.", key)
-    set_threads(config.threads or usable_cores(), model.ops)
+    set_threads(config.threads or usable_cores(), model.ops, pinned=config.pin_threads)
     scheduler = _scheduler(config, resolved, model)
     dtype, device = getattr(torch, model.dtype), torch.device("cpu")
     decoder = load_model(
@@ -300,13 +300,13 @@ def describe_served(config: EngineConfig, engine: Engine) -> ServedModel:
     )
 
 
-def set_threads(threads: int, ops: OpTable) -> None:
-    """Give torch and the native kernels the same number of threads."""
+def set_threads(threads: int, ops: OpTable, *, pinned: bool = False) -> None:
+    """Give torch and the native kernels the same number of threads; torch does not pin its own."""
     torch.set_num_threads(threads)
     if ops.describe()["paged_attention"] == "cpu":
         from weft.kernels.cpu import attention
 
-        attention.set_threads(threads)
+        attention.set_threads(threads, pinned=pinned)
 
 
 def _choose_dtype(wish: str, stored: str | None) -> str:

@@ -375,9 +375,9 @@ void paged_attention(const Attention& call) {
 
 int attention_threads() { return shared_pool().threads(); }
 
-void set_attention_threads(int threads) {
+void set_attention_threads(int threads, bool pinned) {
   if (threads < 1) throw std::invalid_argument("threads must be at least 1");
-  shared_pool().resize(threads);
+  shared_pool().resize(threads, pinned);
 }
 
 }  // namespace weft

@@ -27,6 +27,6 @@ void paged_attention(const Attention& call);
 
 int attention_threads();
 // Throws std::invalid_argument if threads < 1.
-void set_attention_threads(int threads);
+void set_attention_threads(int threads, bool pinned = false);
 
 }  // namespace weft

@@ -95,12 +95,15 @@ def paged_attention(
     return out
 
 
-def set_threads(count: int) -> None:
+def set_threads(count: int, *, pinned: bool = False) -> None:
     """Use ``count`` threads for a call, the calling one included; ValueError if below 1.
 
     Safe while calls are in flight. The start value is the number of cores that the process may use.
+
+    Args:
+        pinned: each thread but the calling one stays on a core of its own.
     """
-    _native.set_threads(count)
+    _native.set_threads(count, pinned)
 
 
 def threads() -> int:

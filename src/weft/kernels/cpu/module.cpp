@@ -76,7 +76,7 @@ NB_MODULE(_native, m) {
   }, nb::arg("data"), nb::arg("words"), nb::call_guard<nb::gil_scoped_release>());
   m.def("threads", &weft::attention_threads);
   m.def("set_threads", &weft::set_attention_threads, nb::arg("threads"),
-        nb::call_guard<nb::gil_scoped_release>());
+        nb::arg("pinned") = false, nb::call_guard<nb::gil_scoped_release>());
   m.def("isa", [] { return weft::chosen_isa().name; });
   m.def("isas", [] {
     nb::list names;

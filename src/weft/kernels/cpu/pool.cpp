@@ -4,6 +4,7 @@
 
 #include <pthread.h>
 #include <sched.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -36,6 +37,19 @@ void spin_until(const Condition& condition) {
   }
 }
 
+// Binds the calling thread to one of the cores that the process may use. Where that is not allowed,
+// it runs where it may.
+void stay_on_core(int number) {
+  cpu_set_t all, one;
+  if (sched_getaffinity(getpid(), sizeof all, &all) != 0) return;
+  number %= std::max(1, CPU_COUNT(&all));
+  CPU_ZERO(&one);
+  for (int core = 0; core < CPU_SETSIZE; ++core) {
+    if (CPU_ISSET(core, &all) && number-- == 0) CPU_SET(core, &one);
+  }
+  sched_setaffinity(0, sizeof one, &one);
+}
+
 // A phase's items are cut into as many shares as there are threads, up to a few. Each thread takes
 // those of its own share in order, then helps with the others: so it reads what lies together, and
 // the same from call to call.
@@ -61,12 +75,13 @@ struct Pool::Job {
   std::exception_ptr error{};   // of the thread that set `failed`
 };
 
-void Pool::resize(int threads) {
+void Pool::resize(int threads, bool pinned) {
   const std::lock_guard resizing(resizing_);
   std::vector<std::thread> old;
   {
     const std::lock_guard lock(mutex_);
     threads_ = threads;
+    pinned_ = pinned;
     stopping_ = true;
     ++posted_;
     old.swap(helpers_);
@@ -134,6 +149,7 @@ bool Pool::look_for_work(uint64_t seen) const {
 }
 
 void Pool::help(int place) {
+  if (pinned_) stay_on_core(place);
   uint64_t seen = 0;
   while (true) {
     look_for_work(seen);

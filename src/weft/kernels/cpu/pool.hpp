@@ -27,8 +27,9 @@ class Pool {
   Pool& operator=(const Pool&) = delete;
 
   int threads() const { return threads_; }
-  // Calls in flight are finished by the threads that they have.
-  void resize(int threads);
+  // Calls in flight are finished by the threads that they have. If `pinned`, each thread but the
+  // calling one stays on a core of its own, and so near to the memory that it was first to write.
+  void resize(int threads, bool pinned = false);
   // Calls body(item) once for each item in [0, count) and returns when all are done. Throws the
   // first exception that a body threw.
   void run(int64_t count, const std::function<void(int64_t)>& body);
@@ -55,6 +56,7 @@ class Pool {
   std::list<Job*> jobs_;              // those with items left to take
   std::vector<std::thread> helpers_;  // started by the first call that can use them
   std::atomic<int> threads_;
+  std::atomic<bool> pinned_{false};
   std::atomic<uint64_t> posted_{0};   // jobs and stops so far: changes are what helpers look for
   int sleeping_ = 0;
   bool stopping_ = false;
