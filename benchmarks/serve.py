@@ -106,14 +106,17 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
     return {f"p{p}_ms": cuts[p - 1] * 1e3 for p in (50, 95, 99)}
 
 
-def start_server(model: str) -> tuple[subprocess.Popen[bytes], int]:
+def start_server(model: str, *more: str) -> tuple[subprocess.Popen[bytes], int]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "weft.cli", "serve", "--port", str(port)]
     command += ["--model", model, "--served-model-name", "model"]
     command += ["--kv-memory", "256MiB", "--max-num-seqs", "64", "--no-prefix-caching"]
-    command += ["--no-standby"]  # which would take time from what is measured while it starts
+    command += [
+        "--no-standby",
+        *more,
+    ]  # which would take time from what is measured while it starts
     started = time.perf_counter()
     process = subprocess.Popen(command)
     wait_until_bound(port)

@@ -8,11 +8,8 @@ MEMORY = 0.95  # weight of the past at each step: about the last 20 steps count
 OUTLIER = 3.0  # a step that takes longer than so many times its prediction counts as this
 
 
-class Pace:
-    """Corrects predictions by the steps of the recent past.
-
-    Attributes:
-        correction: seconds that pass for each second that was predicted.
+class Ratio:
+    """Seconds that pass for each second that was predicted, over the last steps.
 
     Args:
         prior_s: predicted seconds that count as exact at the start, so that the first steps, which
@@ -20,9 +17,31 @@ class Pace:
     """
 
     def __init__(self, prior_s: float) -> None:
-        self.correction = 1.0
+        self.value = 1.0
         self._predicted_s = self._real_s = prior_s
-        self._launched: deque[tuple[float, float]] = deque()  # launch, prediction
+
+    def learn(self, predicted_s: float, real_s: float) -> None:
+        """Take in a step."""
+        real_s = min(real_s, OUTLIER * predicted_s * self.value)
+        self._predicted_s = self._predicted_s * MEMORY + predicted_s
+        self._real_s = self._real_s * MEMORY + real_s
+        self.value = self._real_s / self._predicted_s
+
+
+class Pace:
+    """Corrects predictions by the steps of the recent past.
+
+    Steps with a target between tokens are short and others long, and what a profile does not know,
+    such as the time to publish tokens, weighs more in short ones. So each kind has its own ratio.
+
+    Attributes:
+        urgent: of which kind the steps are that are planned now.
+    """
+
+    def __init__(self, prior_s: float) -> None:
+        self.urgent = False
+        self._ratios = {True: Ratio(prior_s), False: Ratio(prior_s)}
+        self._launched: deque[tuple[float, float, bool]] = deque()  # launch, prediction, kind
         self._collected_at = 0.0
 
     @property
@@ -30,25 +49,25 @@ class Pace:
         """Whether no launched step is open."""
         return not self._launched
 
+    @property
+    def correction(self) -> float:
+        """Seconds that pass for each second that is predicted now."""
+        return self._ratios[self.urgent].value
+
     def launched(self, predicted_s: float, now: float) -> None:
         """A step starts now, or when those that were launched before it have ended."""
-        self._launched.append((now, predicted_s))
+        self._launched.append((now, predicted_s, self.urgent))
 
     def collected(self, now: float) -> None:
         """The oldest launched step has ended; ``now`` 0 leaves it undated, so nothing is learnt."""
-        launched, predicted = self._launched.popleft()
-        if not now:
-            return
-        real = now - max(launched, self._collected_at)
-        self._collected_at = now
-        expected = predicted * self.correction
-        self._predicted_s = self._predicted_s * MEMORY + predicted
-        self._real_s = self._real_s * MEMORY + min(real, OUTLIER * expected)
-        self.correction = self._real_s / self._predicted_s
+        launched, predicted, urgent = self._launched.popleft()
+        if now:
+            self._ratios[urgent].learn(predicted, now - max(launched, self._collected_at))
+            self._collected_at = now
 
     def ends_at(self, now: float) -> float:
         """When the launched steps will have ended, at ``now`` if there are none."""
         at = self._collected_at
-        for launched, predicted in self._launched:
-            at = max(at, launched) + predicted * self.correction
+        for launched, predicted, urgent in self._launched:
+            at = max(at, launched) + predicted * self._ratios[urgent].value
         return max(at, now)

@@ -147,6 +147,7 @@ class SLOScheduler(Planner):
         It may have arrived since the last look at the inbox, and nothing happens to it before the
         launched steps have ended.
         """
+        self.pace.urgent = True
         sequence.reused = self._cached_tokens(sequence)
         prompts, decodes, tokens, count = [], Work(), sequence.known, 1
         for rank in range(self._num_urgent):
@@ -219,6 +220,7 @@ class SLOScheduler(Planner):
         self._open_plan(now)
         self._date_arrivals(now)
         begin = self.pace.ends_at(now)
+        self.pace.urgent = bool(self._present())
         step = self._fill(begin, self._in_predictions(self._limit_s()), now)
         if not step.rows and self.pace.idle:
             # Not even one token keeps the limit, so it is kept as well as it can be.
