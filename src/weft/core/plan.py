@@ -113,6 +113,8 @@ class StepPlan:
             the host overlaps with what the other does on the device (NEO section 3.1).
         zero: (group, block) pairs of the device to fill with zeros before anything is written.
         zero_host: the same of the host.
+        riders: rows of the host tier whose next token begins: its embedding and the first layer's
+            QKV ride along; the token comes with the result of a later step.
         rider_caps: for each layer, how many results of attention that the host has finished may
             ride along through that layer (OmniServe, piggybacking); empty if none may.
     """
@@ -125,6 +127,7 @@ class StepPlan:
     zero: tuple[tuple[int, int], ...] = ()
     moves: tuple[KVMove, ...] = ()
     zero_host: tuple[tuple[int, int], ...] = ()
+    riders: tuple[int, ...] = ()
     rider_caps: tuple[int, ...] = ()
 
     @property
@@ -137,6 +140,7 @@ class StepPlan:
         return bool(
             self.moves
             or self.zero_host
+            or self.riders
             or self.rider_caps
             or any(batch.tiers for batch in self.batches)
             or any(add.tier is Tier.HOST for add in self.add)
@@ -163,6 +167,9 @@ class StepResult:
         accepted: by sequence with drafts, the tokens after its first one that this step gave too,
             with their log probabilities where they are wanted.
         embeddings: by sequence, its normalised vector as float32 bytes.
+        ridden: (sequence id, next token) of riders of earlier steps that came through the last
+            layer in this one.
+        rider_layers: for each layer, how many riders wait for it or for its attention.
     """
 
     step_id: int
@@ -175,6 +182,8 @@ class StepResult:
         default_factory=dict
     )
     embeddings: Mapping[int, bytes] = field(default_factory=dict)
+    ridden: tuple[tuple[int, int], ...] = ()
+    rider_layers: tuple[int, ...] = ()
 
 
 class Update(NamedTuple):

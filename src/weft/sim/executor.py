@@ -15,11 +15,12 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Mapping, Set
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from weft.core.errors import InvariantError, NonFiniteLogitsError, WeftError
 from weft.core.plan import KVMove, RowAdd, StepPlan, StepResult, Tier
 from weft.kv.cache import GroupSpec
+from weft.sim.piggyback import Piggyback
 
 Slot = tuple[int, int] | None
 
@@ -84,6 +85,7 @@ class ModelledExecutor:
         depth: how many launched steps may be outstanding.
         faulty: called with (sequence id, number of known tokens); True makes that row fault.
         host_blocks: for each group, the blocks of the host tier; none if there is no such tier.
+        piggyback: when results of the host come back, where each step takes a second.
     """
 
     def __init__(
@@ -94,8 +96,11 @@ class ModelledExecutor:
         depth: int = 0,
         faulty: Callable[[int, int], bool] | None = None,
         host_blocks: Seq[int] = (),
+        piggyback: Piggyback | None = None,
     ) -> None:
         self.depth = depth
+        self._piggyback = piggyback
+        self._steps = 0
         self._groups = tuple(groups)
         self._vocab_size = vocab_size
         self._faulty = faulty
@@ -167,10 +172,35 @@ class ModelledExecutor:
                     embeddings[row.sequence_id] = struct.pack("<f", token)
                 if draft:
                     accepted[row.sequence_id] = self._verify(row, draft, token)
+        ridden = self._ride(ticket.plan, faults)
         for move in ticket.plan.moves:
             if move.after_layer:
                 self._move(move)
-        return self._result(ticket.plan.step_id, ids, tokens, faults, accepted, embeddings)
+        result = self._result(ticket.plan.step_id, ids, tokens, faults, accepted, embeddings)
+        if self._piggyback is None:
+            return result
+        return replace(result, ridden=ridden, rider_layers=self._piggyback.in_layers)
+
+    def _ride(self, plan: StepPlan, faults: dict[int, WeftError]) -> tuple[tuple[int, int], ...]:
+        """Begin tokens of riders, and end those whose last result is back."""
+        if self._piggyback is None:
+            if plan.riders or plan.rider_caps:
+                raise InvariantError("the modelled executor carries no riders")
+            return ()
+        for index in plan.riders:
+            row = self._rows[index]
+            if row.tier is not Tier.HOST:
+                raise InvariantError(f"sequence {row.sequence_id} rides, but its KV is no host's")
+            self._write(row, len(row.tokens) - 1, row.tokens[-1:])
+            self._piggyback.begin(index, len(row.tokens), float(self._steps))
+        ended = []
+        for index in self._piggyback.ride(self._steps, 1.0, plan.rider_caps).finished:
+            row = self._rows[index]
+            token = self._sample(row, len(row.tokens), faults)
+            row.tokens.append(token)
+            ended.append((row.sequence_id, token))
+        self._steps += 1
+        return tuple(ended)
 
     @staticmethod
     def _result(
@@ -209,6 +239,8 @@ class ModelledExecutor:
             for group, block in pairs:
                 self._kv[tier][group][block] = [None] * self._groups[group].block_size
         for index in plan.drop:
+            if self._piggyback is not None:
+                self._piggyback.give_up(index)
             del self._rows[index]
         for add in plan.add:
             if add.row in self._rows:
@@ -243,6 +275,11 @@ class ModelledExecutor:
                     raise InvariantError(f"sequence {row.sequence_id} moves what is not its own")
                 self._kv[move.to][group][new] = list(self._kv[row.tier][group][old])
         row.tier, row.tables = move.to, [list(table) for table in move.target]
+        if self._piggyback is not None:
+            if move.to is Tier.HOST:
+                self._piggyback.keep(move.row, len(row.tokens))
+            else:
+                self._piggyback.give_up(move.row)
 
     @staticmethod
     def _row(add: RowAdd) -> _Row:
@@ -286,6 +323,7 @@ class ModelledExecutor:
         touched: list[set[int]] = [set() for _ in self._groups]
         where = {index: row.tier for index, row in self._rows.items()}
         tables = {index: [list(t) for t in row.tables] for index, row in self._rows.items()}
+        riding = set() if self._piggyback is None else {r for r in tables if r in self._piggyback}
 
         def move(moves: Seq[KVMove]) -> None:
             for change in moves:
@@ -314,4 +352,8 @@ class ModelledExecutor:
                         last = -(-(start + count) // group.block_size)
                         touched[group_index].update(tables[index][group_index][first:last])
             move([change for change in plan.moves if change.after_layer])
+            riding.update(plan.riders)
+        for index in riding if tier is Tier.HOST else ():
+            for blocks, table in zip(touched, tables[index], strict=True):
+                blocks.update(table)
         return touched

@@ -1,0 +1,141 @@
+"""Attention piggybacking in virtual time: the host attends, and results ride with later steps.
+
+OmniServe section 3.2, layer by layer. A rider's token begins with the embedding and the first QKV,
+which a step computes along with its own rows. Then q, k and v of layer i go to a host, whose CPUs
+attend in the order of arrival. The device never waits: the result rides with the first step that
+executes the rest of layer i after it is back, if the step's cap for the layer allows; that step
+also computes QKV of layer i + 1, and so on up to the token. So a rider usually comes one layer
+further with each step, and a token takes as many steps as there are layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+from weft.core.errors import InvariantError
+
+
+class Rider(NamedTuple):
+    """A token on its way: the context that its attention reads, and the host that has its KV."""
+
+    row: int
+    context: int
+    host: int
+
+
+class Ridden(NamedTuple):
+    """What a step did for riders.
+
+    Attributes:
+        finished: rows whose token is complete, in the order in which it happened.
+        by_layer: riders that each layer carried.
+    """
+
+    finished: list[int]
+    by_layer: list[int]
+
+
+class Piggyback:
+    """The riders of an executor.
+
+    Args:
+        attention_s: seconds for which one host attends for one layer to a context of so many
+            tokens.
+        hosts: hosts that keep KV and attend; a row goes to the one that has the fewest tokens.
+        latency_s: seconds that q, k, v and the result take on their way, both ways together.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        attention_s: Callable[[int], float],
+        hosts: int = 1,
+        latency_s: float = 0.0,
+    ) -> None:
+        self._layers = layers
+        self._attention_s = attention_s
+        self._latency_s = latency_s
+        self._free_at = [0.0] * hosts
+        self._held = [0] * hosts
+        self._kept: dict[int, tuple[int, int]] = {}  # row -> host, tokens
+        self._rows: set[int] = set()
+        self._count = 0
+        # For each layer, results by the time at which they are back.
+        self._back: list[list[tuple[float, int, Rider]]] = [[] for _ in range(layers)]
+
+    def __contains__(self, row: int) -> bool:
+        """Whether a token of the row is on its way."""
+        return row in self._rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def in_layers(self) -> tuple[int, ...]:
+        """How many riders wait for each layer or its attention."""
+        return tuple(len(results) for results in self._back)
+
+    def keep(self, row: int, tokens: int) -> None:
+        """A row's KV of so many tokens comes to the hosts."""
+        host = min(range(len(self._held)), key=self._held.__getitem__)
+        self._kept[row] = (host, tokens)
+        self._held[host] += tokens
+
+    def give_up(self, row: int) -> None:
+        """The KV of a row leaves the hosts; one that has none there is ignored.
+
+        Raises:
+            InvariantError: a token of the row is on its way.
+        """
+        if row in self._rows:
+            raise InvariantError(f"row {row} leaves the host while its token is on its way")
+        host, tokens = self._kept.pop(row, (0, 0))
+        self._held[host] -= tokens
+
+    def next_back_s(self) -> float:
+        """When the next result is back; infinity if there are no riders."""
+        return min((results[0][0] for results in self._back if results), default=float("inf"))
+
+    def begin(self, row: int, context: int, at_s: float) -> None:
+        """A token of a row begins; its q, k and v of the first layer leave at that time."""
+        if row in self._rows:
+            raise InvariantError(f"row {row} has a token on its way already")
+        host, tokens = self._kept[row]
+        self._kept[row] = (host, tokens + 1)
+        self._held[host] += 1
+        self._rows.add(row)
+        self._attend(Rider(row, context, host), 0, at_s)
+
+    def _attend(self, rider: Rider, layer: int, at_s: float) -> None:
+        arrives = at_s + self._latency_s / 2
+        done = max(arrives, self._free_at[rider.host]) + self._attention_s(rider.context)
+        self._free_at[rider.host] = done
+        self._count += 1  # equal times keep their order
+        heappush(self._back[layer], (done + self._latency_s / 2, self._count, rider))
+
+    def ride(self, start_s: float, seconds: float, caps: Seq[int]) -> Ridden:
+        """Let results ride with a step that executes its layers evenly over its time.
+
+        Args:
+            caps: for each layer, how many may ride; none may if it is empty.
+        """
+        finished: list[int] = []
+        by_layer = [0] * self._layers
+        if not caps:
+            return Ridden(finished, by_layer)
+        for layer, results in enumerate(self._back):
+            at_s = start_s + seconds * (layer + 1) / self._layers
+            carried = 0
+            while results and carried < caps[layer] and results[0][0] <= at_s:
+                rider = heappop(results)[2]
+                carried += 1
+                if layer + 1 < self._layers:
+                    self._attend(rider, layer + 1, at_s)
+                else:
+                    self._rows.remove(rider.row)
+                    finished.append(rider.row)
+            by_layer[layer] = carried
+        return Ridden(finished, by_layer)
