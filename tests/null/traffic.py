@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from hypothesis import HealthCheck
@@ -18,6 +19,7 @@ from weft.sched.fcfs import FCFSScheduler
 from weft.sched.planner import Limits
 from weft.sim.clock import VirtualClock
 from weft.sim.executor import ModelledExecutor, first_allowed, next_token
+from weft.sim.piggyback import Piggyback
 
 VOCAB = 97
 
@@ -57,6 +59,7 @@ class World:
     prefix_caching: bool = True
     vocab: int = VOCAB
     host_blocks: tuple[int, ...] = ()
+    piggyback: Callable[[], Piggyback] | None = None
 
     def cache(self):
         """The KV that a scheduler gets, in two tiers if the world has a host."""
@@ -66,7 +69,12 @@ class World:
 
     def executor(self, faulty=None) -> ModelledExecutor:
         return ModelledExecutor(
-            self.groups, self.vocab, depth=self.depth, faulty=faulty, host_blocks=self.host_blocks
+            self.groups,
+            self.vocab,
+            depth=self.depth,
+            faulty=faulty,
+            host_blocks=self.host_blocks,
+            piggyback=self.piggyback and self.piggyback(),
         )
 
 

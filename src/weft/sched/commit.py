@@ -70,6 +70,21 @@ class Committer:
             plain = [pair for pair in plain if pair[0] not in special]
         return plain, due
 
+    def ride(self, sequence: Sequence, token: int, news: Commit) -> None:
+        """Append the token of a rider, which an earlier step has begun."""
+        sequence.computed += 1
+        if sequence.finish is not None:
+            return
+        self._live.totals.output_tokens += 1
+        sequence.tokens.append(token)
+        if sequence.computed >= sequence.seal_at:
+            self.seal([sequence])
+        if (end := end_after(sequence, token)) is None:
+            news.tokens.append((sequence.id, token))
+            return
+        self._live.finish(sequence, end)
+        news.updates.append(news_of(sequence, token))
+
     def _accept(
         self,
         sequence: Sequence,

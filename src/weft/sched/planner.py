@@ -298,11 +298,15 @@ class Planner(ABC):
             step.extends.append(RowExtend(sequence.row, group, blocks))
         sequence.capacity = min(self.cache.capacity(sequence.id), sequence.lockstep_at)
 
+    def _victims(self) -> Seq[Sequence]:
+        """Running sequences whose memory others may get."""
+        return self.running
+
     def _make_room(self, step: OpenStep, after: tuple[int, int]) -> bool:  # noqa: ARG002
         """Preempt one sequence that comes after ``after``; whether its blocks are free now."""
         if self.live.closing:
             return False  # blocks will come back when the launched steps are committed
-        victim = choose_victim(self.running, after)
+        victim = choose_victim(self._victims(), after)
         if victim is None:
             return False
         self.live.preempt(victim)
@@ -374,7 +378,7 @@ class Planner(ABC):
         after = self._below(sequence)
         needs = self.cache.needs(sequence.id, known, chunk)
         spare = [pool.available for pool in self.cache.pools]
-        for victim in self.running:
+        for victim in self._victims():
             if victim.order > after:
                 spare = [a + b for a, b in zip(spare, self.cache.held(victim.id), strict=True)]
         if any(need > most for need, most in zip(needs, spare, strict=True)):

@@ -22,7 +22,7 @@ from weft.core.plan import Commit, StepPlan, StepResult
 from weft.core.types import DEFAULT_CLASSES, Sequence, ServiceClass
 from weft.cost.model import CostModel, step_time
 from weft.cost.work import Work
-from weft.kv.cache import KVCache
+from weft.kv.tiers import AnyCache
 from weft.sched.admission import first_token_s
 from weft.sched.pace import Pace
 from weft.sched.planner import Limits, Planner
@@ -93,7 +93,7 @@ class SLOScheduler(Planner):
 
     def __init__(
         self,
-        cache: KVCache,
+        cache: AnyCache,
         limits: Limits,
         cost: CostModel,
         classes: Seq[ServiceClass] = DEFAULT_CLASSES,
@@ -222,25 +222,30 @@ class SLOScheduler(Planner):
         begin = self.pace.ends_at(now)
         self.pace.urgent = bool(self._present())
         step = self._fill(begin, self._in_predictions(self._limit_s()), now)
-        if not step.rows and self.pace.idle:
+        if self._is_empty(step) and self.pace.idle:
             # Not even one token keeps the limit, so it is kept as well as it can be.
             step = self._fill(begin, math.inf, now, LEAST_PIECE)
-        if not step.rows:
+        if self._is_empty(step):
             return None
         self.pace.launched(step.seconds(), now)
         return self._launch(step)
 
     def _fill(self, begin: float, limit_s: float, now: float, most: int = 2**31) -> TimedStep:
         budget = min(most, self.limits.max_num_batched_tokens)
-        step = TimedStep(budget, cost=self.cost, limit_s=limit_s)
+        step = self._new_step(budget, limit_s)
         self._choose_aged(now)
-        kept = self._begin_aged(step)
+        self._plan_aged(step)
         prompts = self._plan_urgent_decodes(step, begin)
         due, done = self._plan_urgent_prompts(step, prompts)
-        self._advance_aged(step, kept)
         step.limit_s = min(step.limit_s, (due - begin) / self.pace.correction)
         self._plan_best_effort(step, now, prompts=done)
         return step
+
+    def _new_step(self, budget: int, limit_s: float) -> TimedStep:
+        return TimedStep(budget, cost=self.cost, limit_s=limit_s)
+
+    def _is_empty(self, step: TimedStep) -> bool:
+        return not step.rows
 
     def _date_arrivals(self, now: float) -> None:
         """Set when first tokens are due; a request may have waited since the last look."""
@@ -318,23 +323,26 @@ class SLOScheduler(Planner):
         return due, not waits and sum(step.samples[first:]) == wanted
 
     def _plan_best_effort(self, step: TimedStep, now: float, *, prompts: bool) -> None:
-        """Add best-effort prompts, if they may, and decodes, one class after the other.
-
-        No prompt is begun while the step cannot even hold the decodes of those that were: it would
-        take memory and give no token.
-        """
+        """Add best-effort prompts, if they may, and decodes, one class after the other."""
         for rank in self._best_effort:
             before, running = len(step.rows), self._running_of(rank)
             decodes = [s for s in running if s.known - s.planned == 1]
             contexts = [s.planned for s in decodes]
             if prompts:
-                flows = step.decodes_that_fit(contexts) == len(contexts)
+                may_begin = self._may_begin(step, contexts)
                 self._plan_chunks(step, [s for s in running if s.known - s.planned > 1])
-                if flows:
+                if may_begin:
                     self._admit(step, rank)
             self._plan_single_tokens(step, decodes[: step.decodes_that_fit(contexts)])
             if len(step.rows) > before or not (running or rank in self.waiting.ranks()):
                 self._served_at[rank] = now
+
+    def _may_begin(self, step: TimedStep, contexts: list[int]) -> bool:
+        """Whether best-effort prompts may begin, given the decodes of those that have.
+
+        Not while the step cannot even hold these: they would take memory and give no token.
+        """
+        return step.decodes_that_fit(contexts) == len(contexts)
 
     # -- best effort that has waited for too long ---------------------------------------------
 
@@ -353,31 +361,23 @@ class SLOScheduler(Planner):
                 self.live.reorder(first, AGED)
                 return
 
-    def _begin_aged(self, step: TimedStep) -> int:
-        """Keep a piece of the step for the aged sequence; start it before those that would take
-        its memory again and again. Returns the tokens that are kept for it.
+    def _plan_aged(self, step: TimedStep) -> None:
+        """Advance the aged sequence by a piece, before others take its memory.
+
+        Without targets to keep at present, by as much as fits.
         """
         if self._aged is None:
-            return 0
-        kept = max(1, min(LEAST_PIECE, step.budget // 2))
-        limit, budget = step.limit_s, step.budget - kept
-        step.limit_s, step.budget = math.inf, kept
+            return
+        limit, budget, tokens = step.limit_s, step.budget, step.work.tokens
+        if self.pace.urgent or step.room(self._aged.planned, LEAST_PIECE) < LEAST_PIECE:
+            step.limit_s = math.inf
+            step.budget = max(1, min(LEAST_PIECE, budget // 2))
+        running = self._running_of(AGED)
+        self._plan_chunks(step, self._plan_single_tokens(step, running))
         self._admit(step, AGED)
-        kept = step.budget
-        step.limit_s, step.budget = limit, budget
-        return kept
-
-    def _advance_aged(self, step: TimedStep, kept: int) -> None:
-        """Compute of the aged sequence what fits, but at least the piece kept for it."""
-        step.budget += kept
-        for sequence in self._running_of(AGED):
-            if sequence in step.sequences[:1]:
-                return  # it has just begun
-            limit, budget, tokens = step.limit_s, step.budget, step.work.tokens
-            if step.room(sequence.planned, kept) < kept:
-                step.limit_s, step.budget = math.inf, kept
-            self._plan_chunks(step, self._plan_single_tokens(step, [sequence]))
-            step.limit_s, step.budget = limit, budget - (step.work.tokens - tokens)
+        if running and not step.rows:
+            step.held_back = bool(self.live.closing)  # what comes back is for it
+        step.limit_s, step.budget = limit, budget - (step.work.tokens - tokens)
 
     # -- committing ---------------------------------------------------------------------------
 

@@ -19,15 +19,17 @@ class TimedStep(OpenStep):
     Attributes:
         limit_s: seconds of ``cost`` that the step may take; ``room`` keeps it.
         work: the tally of what the step computes.
+        beside_s: seconds for what the step does beside its own rows.
     """
 
     cost: CostModel
     limit_s: float
     work: Work = field(default_factory=Work)
+    beside_s: float = 0.0
 
     def seconds(self) -> float:
         """Predicted seconds of what is in the step."""
-        return step_time(self.cost, [self.work]) if self.work.tokens else 0.0
+        return self.beside_s + (step_time(self.cost, [self.work]) if self.work.tokens else 0.0)
 
     def room(self, start: int, most: int) -> int:
         """The largest number of tokens, up to ``most``, with which the step keeps its limit.
@@ -50,7 +52,7 @@ class TimedStep(OpenStep):
 
     def _seconds_with(self, start: int, count: int) -> float:
         self.work.add(start, count)
-        seconds = step_time(self.cost, [self.work])
+        seconds = self.seconds()
         self.work.remove(start, count)
         return seconds
 

@@ -323,7 +323,10 @@ class ModelledExecutor:
         touched: list[set[int]] = [set() for _ in self._groups]
         where = {index: row.tier for index, row in self._rows.items()}
         tables = {index: [list(t) for t in row.tables] for index, row in self._rows.items()}
-        riding = set() if self._piggyback is None else {r for r in tables if r in self._piggyback}
+        lengths = {index: len(row.tokens) for index, row in self._rows.items()}
+        riding: dict[int, int] = {}  # row -> tokens when its token began, at most
+        if self._piggyback is not None:
+            riding = {row: count for row, count in lengths.items() if row in self._piggyback}
 
         def move(moves: Seq[KVMove]) -> None:
             for change in moves:
@@ -352,8 +355,10 @@ class ModelledExecutor:
                         last = -(-(start + count) // group.block_size)
                         touched[group_index].update(tables[index][group_index][first:last])
             move([change for change in plan.moves if change.after_layer])
-            riding.update(plan.riders)
-        for index in riding if tier is Tier.HOST else ():
-            for blocks, table in zip(touched, tables[index], strict=True):
-                blocks.update(table)
+            lengths |= {add.row: len(add.tokens) for add in plan.add}
+            riding |= {row: lengths[row] + len(self._outstanding) for row in plan.riders}
+        for index, length in riding.items() if tier is Tier.HOST else ():
+            parts = zip(self._groups, touched, tables[index], strict=True)
+            for group, group_blocks, table in parts:
+                group_blocks.update(table[group.first_block(length) :])
         return touched

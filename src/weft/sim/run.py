@@ -17,6 +17,7 @@ from weft.sched.step import Totals
 from weft.sim.clock import VirtualClock
 from weft.sim.inbox import SimulatedInbox
 from weft.sim.jobs import Job
+from weft.sim.piggyback import Piggyback
 from weft.sim.record import Record, StepLog
 from weft.sim.simulated import Errors, SimulatedExecutor
 
@@ -47,6 +48,7 @@ def simulate(
     errors: Errors | None = None,
     classes: Seq[ServiceClass] = DEFAULT_CLASSES,
     done: Callable[[int], None] | None = None,
+    piggyback: Piggyback | None = None,
 ) -> Simulated:
     """Serve the traffic until every request has ended.
 
@@ -55,6 +57,7 @@ def simulate(
         cost: what steps really take: another source than the scheduler's own costs.
         errors: by how much they differ from that.
         done: hears the number of each request that has ended.
+        piggyback: the hosts of a scheduler that has riders.
 
     Raises:
         InvariantError: the scheduler got stuck or lost something.
@@ -75,6 +78,7 @@ def simulate(
         log=log,
         gauges=gauges,
         block_size=scheduler.cache.groups[0].block_size,
+        piggyback=piggyback,
     )
     loop = EngineLoop(scheduler, executor, inbox, clock)
     while True:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from weft.core.errors import InvariantError
 from weft.core.plan import KVMove, StepPlan, StepResult, SubBatch, Tier
@@ -19,7 +19,10 @@ from weft.cost.model import CostModel, step_time
 from weft.cost.work import Work
 from weft.sim.clock import VirtualClock
 from weft.sim.jobs import END_TOKEN, answer_token
+from weft.sim.piggyback import Piggyback
 from weft.sim.record import StepLog
+
+RIDER_S = (75e-6 + 0.5e-3) / 400  # see SimulatedExecutor._carried_s
 
 
 @dataclass(slots=True)
@@ -51,11 +54,13 @@ class Errors:
 class _Row:
     """Attributes:
     end: length at which the answer is complete.
+    length: tokens that there are, as far as steps with samples have told.
     """
 
     sequence_id: int
     end: int
     token: int
+    length: int = 0
 
 
 class SimulatedTicket:
@@ -84,6 +89,7 @@ class SimulatedExecutor:
         gauges: shares of device and host KV memory in use, and requests that wait.
         block_size: tokens of a block, for KV that moves.
         depth: steps that may be in flight while another one is launched, as with real devices.
+        piggyback: carries the riders of plans that have some.
     """
 
     def __init__(
@@ -97,6 +103,7 @@ class SimulatedExecutor:
         gauges: Callable[[], tuple[float, float, float]],
         block_size: int = 16,
         depth: int = 1,
+        piggyback: Piggyback | None = None,
     ) -> None:
         self.depth = depth
         self._cost = cost
@@ -108,6 +115,7 @@ class SimulatedExecutor:
         self._block_size = block_size
         self._rows: dict[int, _Row] = {}
         self._free_at = 0.0
+        self._piggyback = piggyback
         self._outstanding: deque[SimulatedTicket] = deque()
 
     def launch(self, plan: StepPlan) -> SimulatedTicket:
@@ -120,6 +128,8 @@ class SimulatedExecutor:
             raise InvariantError(f"{len(self._outstanding)} steps are outstanding already")
         for row in plan.drop:
             del self._rows[row]
+            if self._piggyback is not None:
+                self._piggyback.give_up(row)
         for add in plan.add:
             number = add.sequence_id
             self._rows[add.row] = _Row(number, self._ends[number], answer_token(number))
@@ -128,11 +138,64 @@ class SimulatedExecutor:
         works[0].in_tokens += self._moved(plan.moves, Tier.DEVICE)
         start_s = max(self._clock.now(), self._free_at)
         seconds = step_time(self._cost, works) * self._errors.factor()
+        result = self._result(plan)
+        if self._piggyback is not None:
+            start_s, carried_s, ridden = self._ride(plan, works, start_s, seconds)
+            seconds += carried_s
+            result = replace(result, ridden=ridden, rider_layers=self._piggyback.in_layers)
         self._free_at = start_s + seconds
         self._write(works, start_s, seconds)
-        ticket = SimulatedTicket(self, self._free_at, self._result(plan))
+        ticket = SimulatedTicket(self, self._free_at, result)
         self._outstanding.append(ticket)
         return ticket
+
+    def _ride(
+        self, plan: StepPlan, works: list[Work], start_s: float, seconds: float
+    ) -> tuple[float, float, tuple[tuple[int, int], ...]]:
+        """Carry riders; when the step starts, what they add to it, and tokens that they end.
+
+        A step that has nothing else to do starts when the first result is back.
+        """
+        riders = self._piggyback
+        assert riders is not None
+        for move in plan.moves:
+            if move.to is Tier.HOST:
+                riders.keep(move.row, len(move.source[0]) * self._block_size)
+            else:
+                riders.give_up(move.row)
+        for row in plan.riders:
+            riders.begin(row, self._rows[row].length, start_s)
+        tokens = sum(work.tokens for work in works)
+        if not tokens and plan.rider_caps and (back := riders.next_back_s()) != math.inf:
+            start_s = max(start_s, back)
+        ridden = riders.ride(start_s, seconds, plan.rider_caps)
+        ended = []
+        for number in ridden.finished:
+            row_of = self._rows[number]
+            row_of.length += 1
+            token = row_of.token if row_of.length < row_of.end else END_TOKEN
+            ended.append((row_of.sequence_id, token))
+        begun = len(plan.riders)
+        carried = [begun + ridden.by_layer[0], *ridden.by_layer[1:]]
+        return start_s, self._carried_s(tokens, carried), tuple(ended)
+
+    def _carried_s(self, tokens: int, by_layer: list[int]) -> float:
+        """What riders add to the dense part of each layer, and fetching their residuals.
+
+        OmniServe section 5.3: 75 us to write queues and residuals and 0.5 ms to load residuals, for
+        400 riders in all.
+        """
+
+        def dense_s(count: int) -> float:
+            terms = self._cost.terms(Work(tokens=count))
+            return terms.dense + terms.collectives
+
+        alone_s = dense_s(tokens) if tokens else 0.0
+        counts = Counter(by_layer)
+        carried_s = sum(
+            times * (dense_s(tokens + count) - alone_s) for count, times in counts.items() if count
+        )
+        return carried_s / len(by_layer) + sum(by_layer) * RIDER_S
 
     def collected(self, ticket: SimulatedTicket, end_s: float) -> None:
         """Go on to the end of the oldest outstanding step."""
@@ -160,7 +223,8 @@ class SimulatedExecutor:
                 chosen = _sampled(rows, batch)
             for row, start, count in chosen:
                 ids.append(row.sequence_id)
-                tokens.append(row.token if start + count + 1 < row.end else END_TOKEN)
+                row.length = start + count + 1
+                tokens.append(row.token if row.length < row.end else END_TOKEN)
         return StepResult(plan.step_id, tuple(ids), tuple(tokens))
 
     def _moved(self, moves: Iterable[KVMove], to: Tier) -> int:

@@ -1,0 +1,162 @@
+"""Riders: tokens that go through the layers with later steps, exactly and by nobody forgotten."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from functools import partial
+
+import pytest
+from costs import LinearCost
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from traffic import COMMON, World, assert_answers, ids, plans, run, traffic, worlds
+
+from weft.core.errors import InvariantError
+from weft.core.types import Request, SamplingParams, ServiceClass
+from weft.kv.cache import GroupSpec
+from weft.sched.planner import Limits
+from weft.sched.riders import RidingScheduler
+from weft.sched.slo import Policy
+from weft.sim.piggyback import Piggyback
+
+CLASSES = [ServiceClass("priority", 0, tpot_s=0.05), ServiceClass("interactive", 1),
+           ServiceClass("batch", 3)]  # fmt: skip
+LAYERS = 3
+
+
+def piggyback(slowest_s: float, seed: int, hosts: int) -> Piggyback:
+    """Results come back after random times, up to ``slowest_s`` steps."""
+    draw = random.Random(seed)
+    return Piggyback(LAYERS, lambda _: draw.uniform(0.0, slowest_s), hosts)
+
+
+@st.composite
+def cases(draw):
+    """A world with a host, its traffic, and a scheduler whose target leaves room or does not."""
+    world = draw(worlds(tight=draw(st.booleans())))
+    share = draw(st.sampled_from([0.3, 1, 4]))
+    speed = draw(st.sampled_from([0.0, 0.4, 3.0]))
+    riding = partial(piggyback, speed, draw(st.integers(0, 9)), draw(st.integers(1, 3)))
+    world = replace(
+        world,
+        host_blocks=tuple(max(1, int(share * group.num_blocks)) for group in world.groups),
+        piggyback=riding,
+    )
+    token_s = draw(st.sampled_from([0.001, 0.01, 0.02]))
+    move_s = draw(st.sampled_from([0.0, 0.001]))
+    cost = LinearCost(0.01, token_s, layers=LAYERS, move_s=move_s)
+    policy = Policy("off", 0.0, draw(st.sampled_from([0.0, 0.05, 1e9])))
+    make = partial(RidingScheduler, cost=cost, classes=CLASSES, policy=policy)
+    return world, draw(traffic(world)), make, draw(st.sampled_from([0.0, 0.02]))
+
+
+@settings(max_examples=400, **COMMON)
+@given(cases())
+def test_random_traffic_is_answered_exactly(case):
+    world, (arrivals, cancels), make, step_s = case
+    requests, inbox, _ = run(world, arrivals, cancels, make=make, step_s=step_s)
+    assert_answers(world, requests, inbox, ids(cancels), set())
+
+
+@settings(max_examples=120, **COMMON)
+@given(cases(), st.sets(st.integers(0, 13), max_size=4), st.integers(1, 40))
+def test_a_faulty_row_ends_alone(case, bad, at):
+    world, (arrivals, cancels), make, step_s = case
+
+    def faulty(sequence, length):
+        return sequence in bad and length >= at
+
+    requests, inbox, _ = run(world, arrivals, cancels, faulty, make, step_s)
+    assert_answers(world, requests, inbox, ids(cancels), bad)
+
+
+@settings(max_examples=60, **COMMON)
+@given(cases())
+def test_equal_inputs_give_equal_plans(case):
+    world, (arrivals, cancels), make, step_s = case
+    first = plans(world, arrivals, cancels, make, step_s)
+    assert first == plans(world, arrivals, cancels, make, step_s)
+
+
+def crowded(patience_s: float = 1e9):
+    """Prompts with a target fill every step, so that all best-effort decodes ride."""
+    groups = (GroupSpec("full", 4, 200),)
+    world = World(
+        groups, Limits(32, 64, 60), 1, host_blocks=(400,), piggyback=partial(piggyback, 0.4, 1, 2)
+    )
+    cost = LinearCost(0.01, 0.001, layers=LAYERS, move_s=1e-5)
+    make = partial(RidingScheduler, cost=cost, classes=CLASSES,
+                   policy=Policy("off", 0.0, patience_s))  # fmt: skip
+    arrivals = {0: [Request(i, tuple(range(i, i + 9)), SamplingParams(max_tokens=40), (), "batch")
+                    for i in range(6)]}  # fmt: skip
+    for turn in range(2, 60):
+        prompt = tuple((turn + i) % 50 for i in range(35))
+        sampling = SamplingParams(max_tokens=3)
+        arrivals[turn] = [Request(100 + turn, prompt, sampling, (), "priority")]
+    return world, arrivals, make
+
+
+def test_best_effort_rides_where_targets_fill_every_step():
+    world, arrivals, make = crowded()
+    seen = []
+
+    def watched(cache, limits):
+        scheduler = make(cache, limits)
+        plan = scheduler.plan
+
+        def note(now):
+            seen.append(plan(now))
+            return seen[-1]
+
+        scheduler.plan = note
+        return scheduler
+
+    requests, inbox, _ = run(world, arrivals, {}, make=watched, step_s=0.05)
+    assert_answers(world, requests, inbox, set(), set())
+    steps = [plan for plan in seen if plan is not None]
+    assert sum(len(plan.riders) for plan in steps) > 40
+    assert all(plan.rider_caps and min(plan.rider_caps) >= 1 for plan in steps if plan.riders)
+    assert {move.to for plan in steps for move in plan.moves} == {"host", "device"}
+
+
+def test_a_rider_comes_a_layer_further_with_each_step():
+    riders = Piggyback(4, lambda context: 0.001 * context)
+    riders.keep(7, 100)
+    riders.begin(7, 100, at_s=0.0)
+    carried = [riders.ride(float(step), 1.0, (1,) * 4) for step in range(4)]
+    # attention takes 100 ms and a layer 250 ms, so one step carries it through several layers
+    assert carried[0].by_layer == [1, 1, 1, 1]
+    assert carried[0].finished == [7]
+    riders.begin(7, 300, at_s=4.0)
+    carried = [riders.ride(4.0 + step, 1.0, (1,) * 4) for step in range(4)]
+    # 300 ms are longer than a layer: back too late for this step, in time for the next one
+    assert [each.by_layer for each in carried] == [
+        [0, 0, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0],
+    ]  # fmt: skip
+    assert riders.ride(8.0, 1.0, (1,) * 4).finished == [7]
+
+
+def test_caps_hold_results_back_in_their_order():
+    riders = Piggyback(2, lambda _: 0.01)
+    for row in range(4):
+        riders.keep(row, 10)
+        riders.begin(row, 10, at_s=0.0)
+    assert riders.ride(1.0, 1.0, (2, 9)).by_layer == [2, 2]
+    assert riders.ride(2.0, 1.0, ()).by_layer == [0, 0]
+    assert riders.ride(3.0, 1.0, (9, 1)).by_layer == [2, 1]
+    assert len(riders) == 1
+    assert riders.in_layers == (0, 1)
+
+
+def test_hosts_share_the_work_and_a_row_on_its_way_stays():
+    alone, many = (Piggyback(1, lambda _: 1.0, hosts, latency_s=0.5) for hosts in (1, 4))
+    for riders in (alone, many):
+        for row in range(4):
+            riders.keep(row, 10)
+            riders.begin(row, 10, at_s=0.0)
+    assert len(many.ride(1.0, 0.6, (9,)).finished) == 4
+    assert len(alone.ride(1.0, 0.6, (9,)).finished) == 1
+    with pytest.raises(InvariantError, match="on its way"):
+        alone.give_up(3)
+    many.give_up(3)
