@@ -14,6 +14,7 @@ from weft.kv.tiers import TieredCache
 from weft.sched.fcfs import FCFSScheduler
 from weft.sched.load_aware import LoadAwareScheduler
 from weft.sched.planner import Limits, Planner
+from weft.sched.riders import RidingScheduler
 from weft.sched.slo import DEFAULT_POLICY, Policy, SLOScheduler
 
 
@@ -52,10 +53,18 @@ def _slo(given: Resources) -> Planner:
 
 def _load_aware(given: Resources) -> Planner:
     cost = _needed(given.cost, "load-aware")
+    return LoadAwareScheduler(_tiers(given, "load-aware"), given.limits, cost, given.classes)
+
+
+def _riders(given: Resources) -> Planner:
+    cost, cache = _needed(given.cost, "slo-riders"), _tiers(given, "slo-riders")
+    return RidingScheduler(cache, given.limits, cost, given.classes, given.policy)
+
+
+def _tiers(given: Resources, name: str) -> TieredCache:
     if not given.host_blocks:
-        raise ConfigError("Scheduler 'load-aware' needs a host tier, and there is none.")
-    cache = TieredCache(given.groups, given.host_blocks, prefix_caching=given.prefix_caching)
-    return LoadAwareScheduler(cache, given.limits, cost, given.classes)
+        raise ConfigError(f"Scheduler '{name}' needs a host tier, and there is none.")
+    return TieredCache(given.groups, given.host_blocks, prefix_caching=given.prefix_caching)
 
 
 def _needed(cost: CostModel | None, name: str) -> CostModel:
@@ -68,6 +77,7 @@ SCHEDULERS: Mapping[str, Callable[[Resources], Planner]] = {
     "fcfs": _fcfs,
     "load-aware": _load_aware,
     "slo": _slo,
+    "slo-riders": _riders,
 }
 
 

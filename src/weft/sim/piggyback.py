@@ -16,6 +16,10 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 from weft.core.errors import InvariantError
+from weft.cost.model import CostModel
+from weft.cost.work import Work
+
+PROBE_TOKENS = 4096  # context of which the attention is costed
 
 
 class Rider(NamedTuple):
@@ -139,3 +143,10 @@ class Piggyback:
                     finished.append(rider.row)
             by_layer[layer] = carried
         return Ridden(finished, by_layer)
+
+
+def on_hosts(cost: CostModel, hosts: int = 1, latency_s: float = 0.0) -> Piggyback:
+    """Riders on hosts that each attend as fast as a cost model says of one."""
+    probe = Work(tokens=1, host_decodes=1, host_context=PROBE_TOKENS)
+    token_s = cost.terms(probe).cpu_attention / cost.layers / PROBE_TOKENS
+    return Piggyback(cost.layers, lambda context: context * token_s, hosts, latency_s)

@@ -13,11 +13,12 @@ from weft.kv.cache import KVCache
 from weft.kv.pool import BlockPool
 from weft.kv.tiers import TieredCache
 from weft.sched.planner import Planner
+from weft.sched.riders import RidingScheduler
 from weft.sched.step import Totals
 from weft.sim.clock import VirtualClock
 from weft.sim.inbox import SimulatedInbox
 from weft.sim.jobs import Job
-from weft.sim.piggyback import Piggyback
+from weft.sim.piggyback import Piggyback, on_hosts
 from weft.sim.record import Record, StepLog
 from weft.sim.simulated import Errors, SimulatedExecutor
 
@@ -57,7 +58,7 @@ def simulate(
         cost: what steps really take: another source than the scheduler's own costs.
         errors: by how much they differ from that.
         done: hears the number of each request that has ended.
-        piggyback: the hosts of a scheduler that has riders.
+        piggyback: the hosts of a scheduler that has riders; unset is one, as fast as ``cost`` says.
 
     Raises:
         InvariantError: the scheduler got stuck or lost something.
@@ -70,6 +71,8 @@ def simulate(
     def gauges() -> tuple[float, float, float]:
         return _held(device), _held(host), float(len(scheduler.waiting))
 
+    if piggyback is None and isinstance(scheduler, RidingScheduler):
+        piggyback = on_hosts(cost)
     executor = SimulatedExecutor(
         cost,
         clock,
