@@ -207,7 +207,7 @@ def measure(result: Simulated, model: Model) -> Cell:
         float(result.totals.output_tokens - output[served].sum()) / result.seconds,
         max(0.0, float(tokens - decodes - host - prompts) / result.seconds),
         float(1 - served.mean()),
-        float(np.median(np.repeat(gap_s, counts))) * 1e3 if len(gap_s) else 0.0,
+        float(np.median(np.repeat(gap_s, counts.astype(int)))) * 1e3 if len(gap_s) else 0.0,
     )
 
 
