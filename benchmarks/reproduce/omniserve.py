@@ -4,12 +4,13 @@
 
 Attainment of interactive requests (both targets) and best-effort tokens/s over the request rate,
 for Yi-34B on two devices and Llama-2-70B on four (section 5, figures 10, 11, 14 to 16, 18, 19).
-Interactive lengths are ShareGPT's; LongBench-v2 is replaced by lengths with the paper's means.
+ShareGPT and LongBench-v2 are replaced by lengths with the means that are published of them.
 """
 
 from __future__ import annotations
 
 import csv
+import math
 import random
 import statistics
 from collections.abc import Iterator, Sequence
@@ -43,6 +44,9 @@ BLOCK = 16
 ROWS = 512
 LONGEST = 12_288 + 512  # "a maximum length of 12K tokens" (section 5.1.1), and an answer
 LENGTHS = SHARED / "lengths" / "sharegpt_8k_filtered_stats_llama2_tokenizer.csv"
+# ShareGPT's mean prompt and answer (vLLM, SOSP 2023, figure 11); their spread is that of the file,
+# whose prompts have whole conversations and are 14 times as long.
+CHAT_INPUT, CHAT_OUTPUT = 161.31, 337.99
 BE_INPUT, BE_OUTPUT = 8952, 136  # LongBench-v2, means of section 5.1.1
 BE_SPREAD = 0.25  # deviation over mean: with a maximum of 12K little more is possible
 BE_OPEN = 192  # best-effort requests with the engine: the paper's 182.6 a minute are more than fit
@@ -127,13 +131,20 @@ def scheduler(name: str, model: Model, hosts: int, budget: int, admission: str) 
 
 
 @cache
-def chats() -> list[tuple[int, int]]:
+def spreads() -> tuple[float, float]:
+    """Deviation over mean of prompts and answers of chats."""
     with LENGTHS.open() as file:
         rows = list(csv.DictReader(file))
-    return [
-        (max(1, int(row["num_prefill_tokens"])), max(1, int(row["num_decode_tokens"])))
-        for row in rows
-    ]
+    columns = [[int(row[f"num_{part}_tokens"]) for row in rows] for part in ("prefill", "decode")]
+    given, asked = (statistics.pstdev(each) / statistics.fmean(each) for each in columns)
+    return given, asked
+
+
+def length(draw: random.Random, mean: float, spread: float) -> int:
+    """Of a log-normal distribution, cut at 2048 as vLLM does with ShareGPT."""
+    variance = math.log(1 + spread**2)
+    drawn = draw.lognormvariate(math.log(mean) - variance / 2, math.sqrt(variance))
+    return min(2048, max(1, round(drawn)))
 
 
 def interactive(times: Iterator[float], seconds: float, seed: int) -> Iterator[Job]:
@@ -141,7 +152,8 @@ def interactive(times: Iterator[float], seconds: float, seed: int) -> Iterator[J
     for number, at_s in enumerate(times):
         if at_s > seconds:
             return
-        given, asked = draw.choice(chats())
+        parts = zip((CHAT_INPUT, CHAT_OUTPUT), spreads(), strict=True)
+        given, asked = (length(draw, mean, spread) for mean, spread in parts)
         yield Job(at_s, (own_text(number, given),), asked, "interactive")
 
 
@@ -266,7 +278,7 @@ HEADER = ["model", "req/s", "hosts", "scheduler", "both kept", "TTFT kept", "TPO
 
 def main() -> None:
     made = Reproduction.start("omniserve", __doc__.splitlines()[0])
-    seconds = 40.0 if made.quick else 120.0
+    seconds = 30.0 if made.quick else 100.0
     models = [replace(m, rates=m.rates[1::2]) for m in MODELS] if made.quick else MODELS
     budgets: dict[str, int] = {}
     cells: dict[tuple[str, str, int], list[tuple[float, Cell]]] = {}

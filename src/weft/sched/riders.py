@@ -1,8 +1,8 @@
 """Best effort on the host's CPUs beside latency targets on the device (OmniServe section 3.2).
 
-What scheduler slo cannot hold on the device goes to the host with its KV: decodes that found no
-time, and the newest ones when memory runs short. There each token goes through the layers as a
-rider: the host attends, and results ride along with later steps, as many in each layer as the
+What scheduler slo cannot hold on the device goes to the host with its KV: decodes for which a step
+has no time, and the newest ones when memory runs short. There each token goes through the layers as
+a rider: the host attends, and results ride along with later steps, as many in each layer as the
 target allows, counted greedily from the first layer upward. A sequence comes back only between two
 tokens, when the step has time for it and the device has room (delayed swap-in). One whose token is
 on its way is neither moved nor preempted. One rider in each layer may always ride: within a tile of
@@ -101,8 +101,10 @@ class RidingScheduler(SLOScheduler):
         self._begin_tokens(step)
         self._cap_riders(step)
         self._make_headroom(step)
+        too_many = self._too_many(step)
+        self._send_away(step, too_many)
         super()._plan_best_effort(step, now, prompts=prompts)
-        self._wanted = self._count_wanted(step, self._send_skipped(step))
+        self._wanted = 0 if too_many else self._count_wanted(step)
         self._last_s = step.seconds()
         for sequence in self._riding.values():
             self._served_at[sequence.order[0]] = now
@@ -213,27 +215,29 @@ class RidingScheduler(SLOScheduler):
             if self._can_leave(sequence) and self._move(step, sequence):
                 free = [a + b for a, b in zip(free, held, strict=True)]
 
-    def _send_skipped(self, step: RidingStep) -> bool:
-        """Send away decodes that found no time, as many as the link takes; whether there are some.
+    def _too_many(self, step: RidingStep) -> list[Sequence]:
+        """Best-effort decodes that the step could not hold even without best-effort prompts.
 
-        Only where the step has prompts or targets to serve: with nothing but decodes, those that
-        were left out have their turn in the next steps.
+        One that only waits for the prompts of a few steps stays: on the device each of its tokens
+        takes one step, on the host as many as there are layers.
         """
-        planned = {sequence.id for sequence in step.sequences}
-        skipped = [
+        decodes = [
             sequence
             for rank in self._best_effort
             for sequence in self._running_of(rank)
-            if sequence.id not in planned and sequence.known - sequence.planned == 1
+            if sequence.known - sequence.planned == 1
         ]
+        return decodes[step.decodes_that_fit([s.planned for s in decodes]) :]
+
+    def _send_away(self, step: RidingStep, sequences: Seq[Sequence]) -> None:
+        """Send sequences to the host, as many as the link takes within the step."""
         room_s = step.seconds() - self._move_s * step.work.out_tokens
-        for sequence in skipped:
+        for sequence in sequences:
             room_s -= self._move_s * sequence.planned
             if room_s < 0:
-                break
+                return
             if self._can_leave(sequence):
                 self._move(step, sequence)
-        return bool(skipped)
 
     def _bring_back(self, step: RidingStep) -> None:
         """Bring sequences of the host back that are between two tokens, the oldest first.
@@ -254,9 +258,9 @@ class RidingScheduler(SLOScheduler):
                 return
             self._wanted -= 1
 
-    def _count_wanted(self, step: RidingStep, skipped: bool) -> int:
+    def _count_wanted(self, step: RidingStep) -> int:
         """How many more sequences the step would have had time for on the device."""
-        if skipped or any(self.tiers.coming()):
+        if any(self.tiers.coming()):
             return 0
         on_host = [s.planned for s in self.running if not self._is_on_device(s)]
         return step.decodes_that_fit(on_host)
