@@ -47,7 +47,8 @@ LENGTHS = SHARED / "lengths" / "sharegpt_8k_filtered_stats_llama2_tokenizer.csv"
 # ShareGPT's mean prompt and answer (vLLM, SOSP 2023, figure 11); their spread is that of the file,
 # whose prompts have whole conversations and are 14 times as long.
 CHAT_INPUT, CHAT_OUTPUT = 161.31, 337.99
-BE_INPUT, BE_OUTPUT = 8952, 136  # LongBench-v2, means of section 5.1.1
+# Mean prompt and answer of best effort (section 5.1.1).
+BEST_EFFORT = {"LongBench-v2": (8952, 136), "DailyMails": (1964, 397)}
 BE_SPREAD = 0.25  # deviation over mean: with a maximum of 12K little more is possible
 BE_OPEN = 192  # best-effort requests with the engine: the paper's 182.6 a minute are more than fit
 HOST_SHARE = 0.5  # of a host's memory for KV, as weft sim has it
@@ -157,14 +158,15 @@ def interactive(times: Iterator[float], seconds: float, seed: int) -> Iterator[J
         yield Job(at_s, (own_text(number, given),), asked, "interactive")
 
 
-def backlog(seed: int) -> Iterator[Job]:
+def backlog(name: str, seed: int) -> Iterator[Job]:
     draw = random.Random(f"backlog {seed}")
+    mean_input, mean_output = BEST_EFFORT[name]
     number = 2**33
     while True:
         number += 1
-        given = round(min(12_288, max(64, draw.gauss(BE_INPUT, BE_SPREAD * BE_INPUT))))
-        asked = max(1, round(draw.expovariate(1 / BE_OUTPUT)))
-        yield Job(0.0, (own_text(number, given),), min(asked, 500), "batch")
+        given = round(min(12_288, max(64, draw.gauss(mean_input, BE_SPREAD * mean_input))))
+        asked = max(1, round(draw.gauss(mean_output, BE_SPREAD * mean_output)))
+        yield Job(0.0, (own_text(number, given),), asked, "batch")
 
 
 def bursts(rates: Sequence[float], every_s: float, seed: int) -> Iterator[float]:
@@ -216,7 +218,7 @@ def measure(result: Simulated, model: Model) -> Cell:
         float((ttft_ok & tpot_ok).mean()),
         float(ttft_ok.mean()),
         float(tpot_ok.mean()),
-        float(result.totals.output_tokens - output[served].sum()) / result.seconds,
+        max(0.0, result.totals.output_tokens - float((output[served] + 1).sum())) / result.seconds,
         max(0.0, float(tokens - decodes - host - prompts) / result.seconds),
         float(1 - served.mean()),
         float(np.median(np.repeat(gap_s, counts.astype(int)))) * 1e3 if len(gap_s) else 0.0,
@@ -233,10 +235,13 @@ def run(
     budget: int = 2048,
     admission: str = "off",
     burst_s: float = 0.0,
+    best_effort: str = "LongBench-v2",
 ) -> Cell:
     times = bursts(model.rates, burst_s, 1) if burst_s else gamma_times(rate, 1.0, 1)
     given = interactive(times, seconds, 1)
-    traffic = Traffic(given) if name == "alone" else Traffic(given, backlog(1), BE_OPEN)
+    traffic = (
+        Traffic(given) if name == "alone" else Traffic(given, backlog(best_effort, 1), BE_OPEN)
+    )
     cost = true_cost(model)
     riding = None
     if name == "riders":
@@ -313,6 +318,7 @@ def main() -> None:
             )
     made.table("Over the request rate", HEADER, rows)
     compare(made, models, cells)
+    short_contexts(made, models, budgets, seconds)
     bursty(made, models, budgets, seconds)
     ablations(made, models, seconds)
     made.finish(budgets=budgets, seconds=seconds)
@@ -347,6 +353,23 @@ def compare(made: Reproduction, models: Sequence[Model], cells: Cells) -> None:
         made.compare(
             f"{model.name}: best-effort output over load-aware, at most", 9.85, gain, "x", "1"
         )
+
+
+def short_contexts(
+    made: Reproduction, models: Sequence[Model], budgets: dict[str, int], seconds: float
+) -> None:
+    rows = []
+    for model in models:
+        for name in LABELS:
+            for hosts in (1, 5) if name in ("riders", "load-aware") else (1,):
+                budget = budgets.get(f"{model.name} {name}", 2048)
+                for rate in model.rates[1::2]:
+                    cell = run(
+                        name, model, rate, seconds, hosts=hosts, budget=budget,
+                        best_effort="DailyMails",
+                    )  # fmt: skip
+                    rows.append(row(name, model, rate, hosts, cell))
+    made.table("Best effort with shorter contexts: DailyMails (figures 12, 17)", HEADER, rows)
 
 
 def bursty(
