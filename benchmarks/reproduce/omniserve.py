@@ -283,7 +283,7 @@ HEADER = ["model", "req/s", "hosts", "scheduler", "both kept", "TTFT kept", "TPO
 
 def main() -> None:
     made = Reproduction.start("omniserve", __doc__.splitlines()[0])
-    seconds = 30.0 if made.quick else 100.0
+    seconds = 20.0 if made.quick else 60.0
     models = [replace(m, rates=m.rates[1::2]) for m in MODELS] if made.quick else MODELS
     budgets: dict[str, int] = {}
     cells: dict[tuple[str, str, int], list[tuple[float, Cell]]] = {}
