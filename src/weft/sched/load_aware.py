@@ -87,6 +87,7 @@ class LoadAwareScheduler(Planner):
         self._host_only = host_only
         self._leases: deque[list[Lease]] = deque()
         self._coming = [0] * len(cache.groups)  # device blocks that launched moves will free
+        self._hosted: set[int] = set()  # whose KV lies with the host, while a plan is made
         self._left_out = 0  # steps since the oldest sequence on the host was computed
         self._step_s = 0.0  # predicted time of a step, averaged over the recent ones
 
@@ -95,6 +96,7 @@ class LoadAwareScheduler(Planner):
     def plan(self, now: float) -> StepPlan | None:
         """Return the next step, or None if nothing can be computed at present."""
         self._open_plan(now)
+        self._hosted = set(self.host.sequences())
         step = TieredStep(self.limits.max_num_batched_tokens, cost=self._cost, limit_s=float("inf"))
         self._swap_out_ahead(step)
         self._swap_in(step)
@@ -107,19 +109,18 @@ class LoadAwareScheduler(Planner):
         self._join_host(step)
         return self._launch(step) if step.rows or step.moves else None
 
-    def _is_on_device(self, sequence: Sequence) -> bool:
-        return self.host.table(sequence.id) is None
-
     def _on_device(self, sequences: Seq[Sequence]) -> list[Sequence]:
-        return [sequence for sequence in sequences if self._is_on_device(sequence)]
+        hosted = self._hosted
+        return [sequence for sequence in sequences if sequence.id not in hosted]
 
     def _on_host(self) -> list[Sequence]:
-        return [sequence for sequence in self.running if not self._is_on_device(sequence)]
+        hosted = self._hosted
+        return [sequence for sequence in self.running if sequence.id in hosted] if hosted else []
 
     def _first_comes_to_device(self, rank: int) -> bool:
         """Whether the next waiting sequence of the rank goes before all that the host has."""
         first = next(self.waiting.of_rank(rank), None)
-        on_host = next(iter(self._on_host()), None)
+        on_host = next(iter(self._on_host()), None) if first is not None else None
         return first is not None and (on_host is None or first.order < on_host.order)
 
     # -- between the tiers (step 2) -----------------------------------------------------------
@@ -181,14 +182,17 @@ class LoadAwareScheduler(Planner):
         step.leases.append(done[1])
         if done[0].to is Tier.HOST:
             step.work.out_tokens += sequence.planned
+            self._hosted.add(sequence.id)
         else:
             step.work.in_tokens += sequence.planned
+            self._hosted.discard(sequence.id)
         sequence.capacity = 0  # whoever plans it looks at its blocks first
         return True
 
     def _swap_in(self, step: TieredStep) -> None:
         """Bring the oldest back while there is ample room, as many as the link takes in a step."""
-        if self._host_only or any(self._coming) or step.moves:
+        on_host = self._on_host()
+        if not on_host or self._host_only or any(self._coming) or step.moves:
             return
         device = self._on_device(self.running)
         ranks = self.waiting.ranks()
@@ -199,7 +203,7 @@ class LoadAwareScheduler(Planner):
                 for need, group in zip(spare, self.cache.groups, strict=True)
             ]
         tokens = 0
-        for sequence in self._on_host():
+        for sequence in on_host:
             tokens += sequence.planned
             late = step.moves and self._balance.move_seconds(tokens) > self._step_s
             if late or self.tiers.moving(sequence.id) or (ranks and ranks[0] < sequence.order[0]):
@@ -220,10 +224,10 @@ class LoadAwareScheduler(Planner):
 
     def _go_on(self, step: OpenStep, sequence: Sequence, lockstep: list[Sequence]) -> bool:
         """Not for a sequence that was sent away in this very step."""
-        return self._is_on_device(sequence) and super()._go_on(step, sequence, lockstep)
+        return sequence.id not in self._hosted and super()._go_on(step, sequence, lockstep)
 
     def _plannable(self, sequence: Sequence) -> bool:
-        return super()._plannable(sequence) and self._is_on_device(sequence)
+        return super()._plannable(sequence) and sequence.id not in self._hosted
 
     def _make_room(self, step: OpenStep, after: tuple[int, int]) -> bool:
         """Send away one sequence that comes after ``after``; whether its blocks are free now."""
@@ -242,8 +246,13 @@ class LoadAwareScheduler(Planner):
             rest = [running for running in self.running if running.id not in step.kept]
             victim = choose_victim(rest, self._below(sequence))
             if victim is not None:
-                self.live.preempt(victim)
+                self._preempt(victim)
         return bool(self.live.free_rows)
+
+    def _preempt(self, victim: Sequence) -> None:
+        """Preempt a sequence of either tier; it may be resumed in the other one."""
+        self.live.preempt(victim)
+        self._hosted.discard(victim.id)
 
     def _make_fit(self, step: OpenStep, sequence: Sequence) -> bool:
         """Send lower classes away until the sequence fits, if that is enough; it waits for that."""
@@ -402,6 +411,7 @@ class LoadAwareScheduler(Planner):
                 break
             self.waiting.remove(sequence)
             self._start(step, sequence, hit, self.host, Tier.HOST)
+            self._hosted.add(sequence.id)
             step.put(sequence, upto - hit)
             chunk -= upto - hit
 
@@ -412,7 +422,7 @@ class LoadAwareScheduler(Planner):
             victim = None if self.live.closing else choose_victim(rest, sequence.order)
             if victim is None:
                 return False
-            self.live.preempt(victim)
+            self._preempt(victim)
             if victim.state is not SequenceState.PAUSED:
                 return False
         step.extends += [RowExtend(sequence.row, group, blocks) for group, blocks in grown]
