@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from weft.blend.density import Rates, density
 from weft.blend.dual_scan import RIGHT, Node, shares
-from weft.blend.estimate import choose_samples, estimate_outputs, mostly_known
+from weft.blend.estimate import NEVER, choose_samples, estimate_outputs, told
 from weft.blend.forecast import Forecast
 from weft.blend.order import ORDERS, Jobs, Room, make_order
 from weft.blend.partition import partition
@@ -134,12 +134,23 @@ def test_estimates_follow_the_nearest_relatives():
     assert found[2] == found[3] == 10, "their subtree has no sample: that of the sibling"
     assert found[5] == 2
     assert (estimate_outputs(tree, {}) == np.mean([4, 4, 4, 4, 2, 2])).all()
-    told = mostly_known(tree, {0: 10.0}, {1: 9.0, 4: 2.0, 5: 2.0})
-    known = dict(zip(tree.leaves.tolist(), told.tolist(), strict=True))
+    enough = told(tree, {0: 10.0}, {1: 9.0, 4: 2.0, 5: 2.0})
+    known = dict(zip(tree.leaves.tolist(), enough.tolist(), strict=True))
     assert known == {0: True, 1: True, 2: True, 3: True, 4: False, 5: False}
-    bound = np.full(6, 3)
-    assert estimate_outputs(tree, {0: 10}, bound).max() == 10, "what is known is not bounded"
-    assert sorted(estimate_outputs(tree, {0: 10}, bound).tolist()) == [3] * 5 + [10]
+
+
+def test_bounded_estimates_are_a_share_of_their_bounds():
+    prompts = [[1, 1], [1, 2], [1, 3], [2, 1], [2, 2]]
+    tree = build_tree(prompts, 1)
+
+    def estimates(known, longest):
+        found = estimate_outputs(tree, known, np.asarray(longest)[tree.leaves])
+        return dict(zip(tree.leaves.tolist(), found.tolist(), strict=True))
+
+    assert estimates({0: 30, 3: 5}, [60, 100, 8, NEVER, NEVER]) == {0: 30, 1: 50, 2: 4, 3: 5, 4: 5}
+    equal = estimates({0: 30, 1: 10}, [100] * 5)
+    assert equal == {0: 30, 1: 10, 2: 20, 3: 20, 4: 20}
+    assert estimates({3: 9}, [4, NEVER, 4, NEVER, 100]) == {0: 4, 1: 9, 2: 4, 3: 9, 4: 9}
 
 
 def test_samples_are_a_share_of_the_whole_and_the_same_for_the_same_seed():
@@ -399,6 +410,24 @@ def test_a_request_that_outgrows_its_estimate_moves_to_the_heavy_side():
     assert order.scan.side(leaf) == RIGHT
     assert order.scan.used[RIGHT] > used
     assert order.forecast.expected(leaf) > expected + 5
+
+
+def test_a_bound_lets_requests_start_before_samples_have_ended():
+    prompts = [[number, *range(20)] for number in range(200)]
+    room = Room(10_000, 512)
+
+    def started(longest) -> int:
+        order = make_order("blend", Jobs(prompts, longest), room, RATES)
+        first = order.next()
+        for step in range(70):
+            order.progress(first, step)
+            while order.next() is not None:
+                pass
+        return 200 - order.remaining
+
+    samples = len(choose_samples(200))
+    assert started(None) == samples
+    assert started([100] * 200) > 2 * samples
 
 
 def test_bad_input_of_the_front():

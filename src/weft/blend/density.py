@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -55,9 +56,21 @@ class Rates:
         """Seconds of arithmetic, ``T_comp``: scalars or arrays of tokens (BlendServe 4.1)."""
         return self.token_s * (prompt + output) + self.square_s * prompt * prompt
 
+    def balanced_tokens(self, density: float, kv_tokens: int) -> int:
+        """Tokens a step with which its arithmetic is to reading the full KV memory as the density.
+
+        The engine's largest batch that lets a blend stay one: with a larger one prompts come in
+        bursts. In whole multiples of 128 (BlendServe appendix A.2).
+        """
+        tokens = density * kv_tokens * self.read_s / self.token_s
+        return BATCH * max(1, math.ceil(tokens / BATCH))
+
     def memory_s(self, prompt: Any, output: Any) -> Any:
         """Seconds of reading KV, ``T_mem``: each output token reads all before it."""
         return self.read_s * (prompt * output + output * output / 2)
+
+
+BATCH = 128  # batches come in multiples of so many tokens (BlendServe appendix A.2)
 
 
 def density(compute_s: Any, memory_s: Any, saved_s: Any = 0.0) -> Any:

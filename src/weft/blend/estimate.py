@@ -10,6 +10,8 @@ from weft.blend.density import Bools, Floats, Ints
 from weft.blend.tree import PrefixTree
 
 SAMPLED = 0.01  # share of the requests that run first (BlendServe section 5.4)
+TOLD = 0.1  # share of the samples around a leaf that must have ended before it is estimated
+NEVER = 2**40  # a bound that is none, and more than any memory has room for
 FEWEST = 16  # requests of a small set that run first: one of 100 would say nothing of the others
 
 
@@ -29,42 +31,56 @@ def estimate_outputs(
     any is known, so a subtree without samples has the average of its siblings (BlendServe section
     5.1). With nothing known at all, an output is as long as the average prompt.
 
+    Where outputs are bounded, what counts is the share of their bounds that the known ones used:
+    the average itself if all bounds are equal, and exact for outputs whose length is given
+    (videos; section 5.4).
+
     Args:
         known: output tokens by prompt number.
-        longest: (n,) bound of each leaf's output, its ``max_tokens``.
+        longest: (n,) bound of each leaf's output, its ``max_tokens``; ``NEVER`` for none.
     """
     has, at = _by_leaf(tree, known)
-    inside, total = _over(tree, has), _over(tree, at)
-    mean = np.where(inside > 0, total / np.maximum(inside, 1), -1.0).tolist()
-    if mean[0] < 0:
-        mean[0] = float(tree.lengths.mean())
-    for node, above in enumerate(tree.parent.tolist()):
-        if mean[node] < 0:
-            mean[node] = mean[above]
-    found = np.where(has > 0, at, np.asarray(mean)[tree.leaf_parent])
+    mean = _nearest(tree, at, has, float(tree.lengths.mean()))
+    found = np.where(has > 0, at, mean)
     if longest is not None:
-        found = np.where(has > 0, found, np.minimum(found, longest))
+        bounded = longest < NEVER
+        bounds = np.where(bounded, longest, 0).astype(float)
+        used = _nearest(tree, at * bounded, has * bounds, -1.0)
+        guess = np.where(used >= 0, used * bounds, np.minimum(mean, bounds))
+        found = np.where((has == 0) & bounded, guess, found)
     return np.maximum(found, 1.0)
 
 
-def mostly_known(
-    tree: PrefixTree, known: Mapping[int, float], running: Mapping[int, float]
-) -> Bools:
-    """(n,) for which leaves at least half of the samples that their estimate rests on have ended.
+def _nearest(tree: PrefixTree, values: Floats, weights: Floats, nothing: float) -> Floats:
+    """(n,) values over weights of the smallest subtree around each leaf that has weights."""
+    total, weight = _over(tree, values), _over(tree, weights)
+    ratio = (total / np.where(weight > 0, weight, 1.0)).tolist()
+    for node, (has, above) in enumerate(
+        zip((weight > 0).tolist(), tree.parent.tolist(), strict=True)
+    ):
+        if not has:
+            ratio[node] = ratio[above] if above >= 0 else nothing
+    return np.asarray(ratio)[tree.leaf_parent]
+
+
+def told(tree: PrefixTree, known: Mapping[int, float], running: Mapping[int, float]) -> Bools:
+    """(n,) of which leaves enough is known: of the samples around them one in ten has ended.
+
+    The others are then at least as old as the shortest ones, so that twice their age is a fair
+    guess; before that it would be a guess from nothing.
 
     Args:
         known, running: samples that have ended and that have not, by prompt number.
     """
     ended = _over(tree, _by_leaf(tree, known)[0])
     every = ended + _over(tree, _by_leaf(tree, running)[0])
-    good = (every == 0) | (2 * ended >= every)
-    told = good.tolist()
+    good = ((every == 0) | ((ended > 0) & (ended >= TOLD * every))).tolist()
     for node, (sampled, above) in enumerate(
         zip((every > 0).tolist(), tree.parent.tolist(), strict=True)
     ):
         if not sampled and above >= 0:
-            told[node] = told[above]
-    return np.asarray(told, bool)[tree.leaf_parent]
+            good[node] = good[above]
+    return np.asarray(good, bool)[tree.leaf_parent]
 
 
 def _by_leaf(tree: PrefixTree, values: Mapping[int, float]) -> tuple[Floats, Floats]:

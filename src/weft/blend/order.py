@@ -12,7 +12,7 @@ import numpy as np
 
 from weft.blend.density import Rates
 from weft.blend.dual_scan import LEFT, RIGHT, DualScan, Live
-from weft.blend.estimate import choose_samples, estimate_outputs, mostly_known
+from weft.blend.estimate import NEVER, choose_samples, estimate_outputs, told
 from weft.blend.forecast import Forecast
 from weft.blend.sort import sort_tree
 from weft.blend.tree import PrefixTree, build_tree
@@ -21,7 +21,6 @@ from weft.core.errors import ParameterError
 ORDERS = ("blend", "dfs", "fcfs", "random")
 FIRST_SORT = 32  # steps after which samples have told something; then after twice as many, ...
 HALFWAY = 2  # a request that outlives what is known of it is taken to be half way
-NEVER = 2**40  # output tokens for which no memory has room
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +152,8 @@ class BlendOrder:
 
     Samples go first. As they tell more of the lengths, the rest is sorted again: whenever they have
     run twice as long as at the last sort, and when all have ended. A sample that still runs counts
-    as being half way, and what is like samples of which most still run waits, unless there is room
-    for it at its longest.
+    as being half way, and what is like samples of which hardly any has ended waits, unless there is
+    room for it at its longest.
     """
 
     def __init__(self, jobs: Jobs, room: Room, rates: Rates, seed: int = 0) -> None:
@@ -212,9 +211,9 @@ class BlendOrder:
         return leaf
 
     def _next_of_rest(self) -> int | None:
-        told = not self._untold or self.forecast.now >= self._sort_at
-        if self.scan is None or (told and self._sort_at < NEVER):
-            if not told and len(self.forecast):
+        due = not self._untold or self.forecast.now >= self._sort_at
+        if self.scan is None or (due and self._sort_at < NEVER):
+            if not due and len(self.forecast):
                 return None
             self._sort()
         assert self.scan is not None
@@ -247,8 +246,10 @@ class BlendOrder:
         self._sort_at = max(self._sort_at, HALFWAY * forecast.now) if self._untold else NEVER
         running = {n: HALFWAY * forecast.age(self._leaf[n]) for n in sorted(self._untold)}
         outputs = estimate_outputs(self.tree, {**self._known, **running}, self._longest)
+        unknown = ~told(self.tree, self._known, running)
+        bounded = unknown & (self._longest < NEVER)
+        outputs[bounded] = self._longest[bounded]  # the only thing that is known of them
         reserves = np.ceil(outputs).astype(np.int64)
-        unknown = ~mostly_known(self.tree, self._known, running)
         reserves[unknown] = self._longest[unknown]
         order = sort_tree(self.tree, outputs, self._rates, present=self._waiting)
         self.scan = DualScan(self.tree, order, outputs, reserves, self._rates, forecast)
