@@ -12,6 +12,7 @@ try:
     import sys
     from collections.abc import Container, Mapping
     from collections.abc import Sequence as Seq
+    from pathlib import Path
     from typing import Any, NoReturn
 
     from weft import __version__
@@ -372,7 +373,7 @@ def _bench_kernels(options: dict[str, Any]) -> int:
 
 
 def _profile(options: dict[str, Any]) -> int:
-    from weft.core.results import check_output
+    from weft.core.results import check_folder
     from weft.cost.fit import profile_path
     from weft.cost.options import ProfileOptions
     from weft.cost.profiler import format_report
@@ -380,7 +381,8 @@ def _profile(options: dict[str, Any]) -> int:
     profile_settings, engine_settings = _settings(options, ProfileOptions, EngineConfig)
     chosen = ProfileOptions(**profile_settings)
     config = EngineConfig.from_mapping(engine_settings)
-    check_output(config.profile)
+    if config.profile is not None:
+        check_folder(str(Path(config.profile).parent), "profile")
     from weft.engine.profiling import profile_engine
 
     key, fitted, report = profile_engine(config, chosen)

@@ -53,9 +53,10 @@ def test_a_profile_is_measured_kept_and_found_again(tmp_path, monkeypatch):
 
 
 def test_a_profile_that_cannot_be_written_is_refused_before_the_work(tmp_path):
-    done = weft("profile", "--profile", str(tmp_path / "no" / "folder.json"))
+    (tmp_path / "file").touch()
+    done = weft("profile", "--profile", str(tmp_path / "file" / "profile.json"))
     assert done.returncode == 2
-    assert "Cannot write" in done.stderr
+    assert "Cannot make" in done.stderr
     done = weft("profile", "--repeats", "3")
     assert done.returncode == 2
     assert "repeats" in done.stderr

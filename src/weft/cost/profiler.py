@@ -18,7 +18,7 @@ from weft.cost.fit import Accuracy, Fitted, Point, ProfileKey, accuracy, agreeme
 from weft.cost.options import ProfileOptions
 from weft.cost.steps import Room, Row, Run, Stage, Step, mixed, structured, work_of
 
-PASSES = 4
+PASSES = 5
 LOOKS = 5  # repetitions that say where the dense curve bends
 SMALL = (1, 2, 4, 8, 16)
 GOAL = Accuracy(0.94, 0.91)
@@ -26,14 +26,14 @@ GOAL = Accuracy(0.94, 0.91)
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds of a step by pass."""
+    """Seconds of a step, a list for each time that it was visited."""
 
     step: Step
-    passes: tuple[list[float], ...]
+    visits: tuple[list[float], ...]
 
-    def point(self, first: int = 0, last: int = PASSES) -> Point:
-        """The median over some of the passes."""
-        times = [seconds for part in self.passes[first:last] for seconds in part]
+    def point(self, visits: slice = slice(None)) -> Point:
+        """The median over some of the visits."""
+        times = [seconds for part in self.visits[visits] for seconds in part]
         return Point(work_of(self.step), statistics.median(times))
 
 
@@ -67,7 +67,9 @@ def profile(
         return statistics.median(stage.measure(_prompt(room, tokens), LOOKS))
 
     last = min(room.tokens, room.kv_tokens, room.rows * room.longest)
-    knots = sorted({*divide(look, 1, last), *(small for small in SMALL if small < last)})
+    knots = sorted(
+        {*divide(look, 1, last, max(16, last // 32)), *(small for small in SMALL if small < last)}
+    )
     bar.close()
     fitted_to = [_prompt(room, tokens) for tokens in knots]
     fitted_to += structured(room) + mixed(room, options.steps, options.seed)
@@ -87,18 +89,20 @@ def _prompt(room: Room, tokens: int) -> Step:
 def _measure(
     stage: Stage, steps: Seq[Step], fitted: int, options: ProfileOptions
 ) -> list[Measured]:
-    """Measure all steps in passes; those after ``fitted`` twice as often."""
+    """Measure all steps in passes; those after ``fitted`` twice in each."""
     parts: list[list[list[float]]] = [[] for _ in steps]
     share = -(-options.repeats // PASSES)
     with tqdm(
-        total=PASSES * len(steps), desc="steps", unit="step", disable=not sys.stderr.isatty()
+        total=PASSES * (2 * len(steps) - fitted),
+        desc="steps",
+        unit="step",
+        disable=not sys.stderr.isatty(),
     ) as bar:
         for number in range(PASSES):
-            order = list(range(len(steps)))
+            order = [*range(len(steps)), *range(fitted, len(steps))]
             random.Random(f"pass {options.seed} {number}").shuffle(order)
             for index in order:
-                repeats = share if index < fitted else 2 * share
-                parts[index].append(stage.measure(steps[index], repeats))
+                parts[index].append(stage.measure(steps[index], share))
                 bar.update()
     return [Measured(step, tuple(part)) for step, part in zip(steps, parts, strict=True)]
 
@@ -107,8 +111,8 @@ def _report(
     fitted: Fitted, fitted_to: Seq[Measured], held_out: Seq[Measured], options: ProfileOptions
 ) -> dict[str, Any]:
     points = [one.point() for one in held_out]
-    half = PASSES // 2
-    again = agreement((one.point(half).seconds, one.point(0, half).seconds) for one in held_out)
+    first, second = slice(PASSES), slice(PASSES, None)
+    again = agreement((one.point(second).seconds, one.point(first).seconds) for one in held_out)
     return {
         "repeats": options.repeats,
         "fitted_steps": len(fitted_to),

@@ -13,6 +13,10 @@ from weft.core.plan import RowAdd, StepPlan, SubBatch
 from weft.core.types import NEUTRAL, SamplingParams
 from weft.cost.work import Work
 
+WARM_S = 5e-3  # weights and KV of short steps are in caches then, as while serving
+MOST_WARM = 8
+SHORT = 64  # tokens of the prompts that fill the KV blocks
+
 Run: TypeAlias = Callable[[Seq[StepPlan]], list[float]]
 """Computes plans one after the other, as an engine does; gives the seconds that each took."""
 
@@ -95,43 +99,52 @@ class Stage:
         self._draw = random.Random(0)
         self._ids = count(1)
         self._rows: tuple[int, ...] = ()
+        self._added: dict[Step, tuple[RowAdd, ...]] = {}
         self._sampling = SamplingParams(temperature=0, seed=0).with_defaults(NEUTRAL)
 
     def fill(self) -> None:
         """Compute tokens into every block, so that no page is untouched and no number wild."""
         room = self._room
-        length = min(room.longest, room.kv_tokens)
-        filled = 0
-        while filled < max(group.num_blocks for group in room.groups):
-            tables = tuple(
+        blocks = -(-min(SHORT, room.longest) // room.block_size)
+        row = Row(0, min(blocks * room.block_size, room.longest), False)
+        step = (row,) * min(room.rows, max(1, room.tokens // row.tokens))
+        for first in range(0, max(group.num_blocks for group in room.groups), blocks * len(step)):
+            tables = [
                 tuple(
-                    (filled + block) % group.num_blocks
-                    for block in range(-(-length // room.block_size))
+                    tuple((first + index * blocks + i) % group.num_blocks for i in range(blocks))
+                    for group in room.groups
                 )
-                for group in room.groups
-            )
-            self._seat([Row(0, length)], [tables])
-            for start in range(0, length, room.tokens):
-                step = (Row(start, min(room.tokens, length - start), False),)
-                self._run([self._plan(step)])
-            filled += len(tables[0])
+                for index in range(len(step))
+            ]
+            self._seat(self._adds(step, tables))
+            self._run([self._plan(step)])
 
     def measure(self, step: Step, repeats: int) -> list[float]:
-        """Seconds of each repetition, after one that is not counted."""
-        self._seat(step, self._tables(step))
-        return self._run([self._plan(step) for _ in range(repeats + 1)])[1:]
+        """Seconds of each repetition, after some that do not count, until caches are warm."""
+        if step not in self._added:
+            self._added[step] = self._adds(step, self._tables(step))
+        self._seat(self._added[step])
+        (first,) = self._run([self._plan(step)])
+        warm = 1 + min(MOST_WARM, int(WARM_S / first))
+        return self._run([self._plan(step) for _ in range(warm + repeats)])[warm:]
 
     def close(self) -> None:
         """Leave no row behind."""
-        self._seat((), [])
+        self._seat(())
 
-    def _seat(self, step: Seq[Row], tables: Seq[tuple[tuple[int, ...], ...]]) -> None:
+    def _seat(self, added: tuple[RowAdd, ...]) -> None:
         """Replace all rows."""
-        added = tuple(
+        self._run([StepPlan(next(self._ids), (), drop=self._rows, add=added)])
+        self._rows = tuple(add.row for add in added)
+
+    def _adds(self, step: Step, tables: Seq[tuple[tuple[int, ...], ...]]) -> tuple[RowAdd, ...]:
+        """The rows of a step, with tokens at random."""
+        ids = range(self._room.vocab_size)
+        return tuple(
             RowAdd(
                 index,
                 next(self._ids),
-                tuple(self._draw.choices(range(self._room.vocab_size), k=row.start + row.tokens)),
+                tuple(self._draw.choices(ids, k=row.start + row.tokens)),
                 row.start + row.tokens,
                 self._sampling,
                 frozenset(),
@@ -139,8 +152,6 @@ class Stage:
             )
             for index, (row, table) in enumerate(zip(step, tables, strict=True))
         )
-        self._run([StepPlan(next(self._ids), (), drop=self._rows, add=added)])
-        self._rows = tuple(add.row for add in added)
 
     def _plan(self, step: Step) -> StepPlan:
         starts, counts, samples = zip(*step, strict=True)
@@ -201,7 +212,8 @@ def mixed(room: Room, number: int, seed: int) -> list[Step]:
         rows: list[Row] = []
         for _ in range(draw.choice((0, 0, 0, 1, 1, 2, 3))):
             start = draw.choice((0, draw.randrange(room.longest // 2)))
-            rows.append(Row(start, draw.randint(2, room.tokens), draw.random() < 0.5))
+            size = int(2 * (room.tokens / 2) ** draw.random())
+            rows.append(Row(start, size, draw.random() < 0.5))
         most = draw.choice((0, 4, 16, room.rows))
         for _ in range(draw.randint(0, most)):
             rows.append(Row(int(room.longest ** draw.uniform(0.2, 1)) - 1, 1))
