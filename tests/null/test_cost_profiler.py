@@ -108,6 +108,8 @@ def test_steps_fit_the_room_and_differ():
         assert work_of(step).tokens == sum(row.tokens for row in step)
     assert len(set(structured(ROOM))) == len(structured(ROOM))
     assert mixed(ROOM, 20, 1) == mixed(ROOM, 20, 1) != mixed(ROOM, 20, 2)
+    assert ROOM.share(0.25).groups == (Group(128, None), Group(120, 64))
+    assert ROOM.share(0).groups == (Group(32, None), Group(32, 64))
     assert not ROOM.holds(())
     assert not ROOM.holds((Row(500, 20),))
     assert not ROOM.holds((Row(0, 257),))

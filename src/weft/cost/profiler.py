@@ -21,6 +21,7 @@ from weft.cost.steps import Room, Row, Run, Stage, Step, mixed, structured, work
 PASSES = 5
 LOOKS = 5  # repetitions that say where the dense curve bends
 SMALL = (1, 2, 4, 8, 16)
+KV_SHARE = 0.25  # of what all rows could hold; beyond that, reading KV only goes on
 GOAL = Accuracy(0.94, 0.91)
 
 
@@ -58,6 +59,7 @@ def profile(
     """
     if room.longest < 64 or room.tokens < 32 or room.rows < 2:
         raise ConfigError("a profile needs 64 tokens in a sequence, 32 in a step, and two rows")
+    room = room.share(KV_SHARE)
     stage = Stage(run, room)
     stage.fill()
     bar = tqdm(desc="dense curve", unit="step", disable=not sys.stderr.isatty())

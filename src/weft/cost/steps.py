@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import NamedTuple, TypeAlias
 
@@ -72,6 +72,16 @@ class Room:
             and blocks * self.block_size <= self.kv_tokens
             and all(self._windows_fit(step, group) for group in self.groups)
         )
+
+    def share(self, part: float) -> Room:
+        """The same with KV for a part of what all rows can grow to, and for one such row at least.
+
+        Every block is filled before anything is measured, and large caches are mostly more of the
+        same.
+        """
+        most = -(-int(max(part * self.rows, 1) * self.longest) // self.block_size)
+        groups = tuple(Group(min(blocks, most), window) for blocks, window in self.groups)
+        return replace(self, groups=groups)
 
     def _windows_fit(self, step: Step, group: Group) -> bool:
         return sum(len(_held(row, group, self.block_size)) for row in step) <= group.num_blocks
