@@ -110,6 +110,7 @@ class Stage:
         self._ids = count(1)
         self._rows: tuple[int, ...] = ()
         self._added: dict[Step, tuple[RowAdd, ...]] = {}
+        self._text = tuple(self._draw.choices(range(room.vocab_size), k=8 * room.longest))
         self._sampling = SamplingParams(temperature=0, seed=0).with_defaults(NEUTRAL)
 
     def fill(self) -> None:
@@ -148,19 +149,20 @@ class Stage:
         self._rows = tuple(add.row for add in added)
 
     def _adds(self, step: Step, tables: Seq[tuple[tuple[int, ...], ...]]) -> tuple[RowAdd, ...]:
-        """The rows of a step, with tokens at random."""
-        ids = range(self._room.vocab_size)
+        """The rows of a step, each with another part of one random text."""
+        most = len(self._text) - self._room.longest
+        begins = [self._draw.randrange(most) for _ in step]
         return tuple(
             RowAdd(
                 index,
                 next(self._ids),
-                tuple(self._draw.choices(ids, k=row.start + row.tokens)),
+                self._text[begin : begin + row.start + row.tokens],
                 row.start + row.tokens,
                 self._sampling,
                 frozenset(),
                 table,
             )
-            for index, (row, table) in enumerate(zip(step, tables, strict=True))
+            for index, (row, table, begin) in enumerate(zip(step, tables, begins, strict=True))
         )
 
     def _plan(self, step: Step) -> StepPlan:
