@@ -16,6 +16,7 @@ BY_HAND = {
     "pyproject.toml": "Package, dependencies, and the settings of build, lint, types and tests.",
     "CMakeLists.txt": "Builds the native extensions.",
     "docs/map.md": "This page.",
+    "benchmarks/published.json": "Other systems' measurements, with where they are printed.",
     "src/weft/builtin/card.json": "The built-in model's facts, read by the test of its weights.",
     "src/weft/builtin/config.json": "Architecture of the built-in model.",
     "src/weft/builtin/generation_config.json": "Sampling defaults of the built-in model.",
