@@ -2,7 +2,7 @@
 
 A profile file is one JSON object:
 
-- ``version``: 1.
+- ``version``: 2.
 - ``key``: ``hardware``, ``model``, ``dtype``, ``parallelism``, ``kernels``: what was measured.
 - ``layers``: layers of the model.
 - ``dense``: ``tokens`` and ``seconds``, the knots of the dense curve of whole steps.
@@ -29,7 +29,7 @@ from weft.cost.curves import Curve, Grid
 from weft.cost.model import Terms, step_time
 from weft.cost.work import Work
 
-VERSION = 1
+VERSION = 2
 FEATURES = (
     "prefill",  # a step with any prefill: b1 of OmniServe
     "prefill_area",  # a1
@@ -37,8 +37,10 @@ FEATURES = (
     "decode",  # a step with any decode: b2
     "decode_context",  # a2
     "decode_row",  # a3; may be negative: equal KV in more requests is read faster
+    "decode_few",  # a decode among the first FEW: products of few rows have kernels of their own
     "sampled",  # a row of the head
 )
+FEW = 8
 
 
 class Point(NamedTuple):
@@ -114,7 +116,7 @@ class Fitted:
         Raises:
             ConfigError: work for the host or moves, which this profile does not have.
         """
-        prefill, area, prefill_row, decode, context, decode_row, sampled = self._flat
+        prefill, area, prefill_row, decode, context, decode_row, few, sampled = self._flat
         moved = max(work.out_tokens, work.in_tokens)
         cpu = move = 0.0
         if work.host_decodes:
@@ -131,7 +133,10 @@ class Fitted:
             0.0,
             self.dense.at(work.tokens),
             prefill + area * work.prefill_area if work.prefills else 0.0,
-            decode + context * work.decode_context + decode_row * work.decodes
+            decode
+            + context * work.decode_context
+            + decode_row * work.decodes
+            + few * min(work.decodes, FEW)
             if work.decodes
             else 0.0,
             cpu,
@@ -219,6 +224,7 @@ def features(work: Work) -> list[float]:
         work.decodes > 0,
         work.decode_context,
         work.decodes,
+        min(work.decodes, FEW),
         work.sampled,
     ]
 
