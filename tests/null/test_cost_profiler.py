@@ -100,6 +100,9 @@ def test_what_the_model_has_no_term_for_is_reported_as_missed():
     assert report["repeatability"]["average"] == 1
     assert report["held_out"]["average"] < 0.9
     assert "NOT met" in format_report(report, KEY)
+    assert "when it is quiet" not in format_report(report, KEY)
+    restless = report | {"repeatability": {"average": 0.9, "p90": 0.8}}
+    assert "when it is quiet" in format_report(restless, KEY)
 
 
 def test_steps_fit_the_room_and_differ():

@@ -160,4 +160,7 @@ def format_report(report: Mapping[str, Any], key: ProfileKey) -> str:
         lines.append(f"{text:24}{report[name]['average']:>9.1%}{report[name]['p90']:>9.1%}")
     lines.append(f"{'goal':24}{GOAL.average:>9.1%}{GOAL.p90:>9.1%}")
     met = all(got >= goal for got, goal in zip(report["held_out"].values(), GOAL, strict=True))
-    return "\n".join([*lines, "", f"the goal is {'met' if met else 'NOT met'} on held-out steps"])
+    lines += ["", f"the goal is {'met' if met else 'NOT met'} on held-out steps"]
+    if report["repeatability"]["p90"] < GOAL.p90:
+        lines.append("the machine repeats itself worse than that; measure again when it is quiet")
+    return "\n".join(lines)
