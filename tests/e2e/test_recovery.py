@@ -214,7 +214,7 @@ def test_a_stopped_engine_is_replaced(tmp_path):
         eventually(lambda: ready(server) == "stalled")
         assert stopped.is_running()
         assert [stream.outcome() for stream in streams] == undisturbed
-        eventually(lambda: ready(server) == "ready")
+        eventually(lambda: ready(server) == "ready", START_S)
         assert not stopped.is_running()
         assert "no steps any more" in server.errors.read_text()
 
