@@ -1,5 +1,6 @@
-// The pool, packed matrices and layers under a sanitizer: several callers at once, a pool that is
-// resized meanwhile, bodies that throw, and memory of exactly the size that a call may touch.
+// The pool, packed matrices, layers of floats and of integers, and the choice of tokens under a
+// sanitizer: several callers at once, a pool that is resized meanwhile, bodies that throw, and memory
+// of exactly the size that a call may touch.
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -10,16 +11,15 @@
 #include <thread>
 #include <vector>
 
+#include "choose.hpp"
 #include "dispatch.hpp"
 #include "layer.hpp"
 #include "pool.hpp"
 
 namespace weft {
-// dispatch.cpp names the tables of sources that have no part in this.
+// dispatch.cpp names the table of a source that has no part in this.
 extern const Kernels kernels_baseline;
-extern const ScanKernels scan_kernels_baseline;
 const Kernels kernels_baseline{};
-const ScanKernels scan_kernels_baseline{};
 }  // namespace weft
 
 using namespace weft;
@@ -48,10 +48,23 @@ struct Numbers {
   }
 };
 
+// How the matrices of a model are stored, and the type of its activations.
+struct Kind {
+  DType type;
+  Format format;
+  int64_t group = 0;  // of integers; 0: one scale an output
+};
+constexpr Kind kinds[] = {{DType::f32, Format::f32},
+                          {DType::bf16, Format::bf16},
+                          {DType::bf16, Format::int8},
+                          {DType::f32, Format::int4, 32},
+                          {DType::bf16, Format::int4, 128}};
+
 struct Model {
   static constexpr int64_t hidden = 130, size = 333, heads = 3, kv_heads = 1, head_size = 24;
   static constexpr int64_t columns = (heads + 2 * kv_heads) * head_size, half = 5, tokens = 21;
-  DType type;
+  const Kind kind;
+  const DType type = kind.type;
   std::mt19937 draw{7};
   std::vector<Numbers> kept;
   std::vector<std::unique_ptr<Matrix>> matrices;
@@ -59,7 +72,7 @@ struct Model {
   const char *residual, *attended;
   const float *cos, *sin;
 
-  explicit Model(DType type) : type(type) {
+  explicit Model(const Kind& kind) : kind(kind) {
     layer.qkv = matrix(columns, hidden, false);
     layer.output = matrix(hidden, heads * head_size, false);
     layer.gate_up = matrix(2 * size, hidden, true);
@@ -81,8 +94,8 @@ struct Model {
     sin = floats(tokens * half);
   }
 
-  const char* numbers(DType kind, int64_t count) {
-    kept.emplace_back(draw, kind, count);
+  const char* numbers(DType of, int64_t count) {
+    kept.emplace_back(draw, of, count);
     return kept.back().data.get();
   }
   const float* floats(int64_t count) {
@@ -92,7 +105,13 @@ struct Model {
     Tensor weight{"weight", const_cast<char*>(numbers(type, outputs * inputs)), type, 2};
     weight.shape = {outputs, inputs};
     weight.stride = {inputs, 1};
-    matrices.push_back(Matrix::pack(weight, gated));
+    if (is_quantised(kind.format)) {
+      matrices.push_back(Matrix::quantised(kind.format, outputs, inputs, gated, type, kind.group,
+                                           kind.group == 0 ? DType::f32 : DType::bf16, false));
+      matrices.back()->write_rounded(0, weight);
+    } else {
+      matrices.push_back(Matrix::pack(weight, gated));
+    }
     return matrices.back().get();
   }
 
@@ -129,6 +148,29 @@ void check_phases() {
   for (int phase = 0; phase < 5; ++phase) require(done[phase] == counts[phase], "all items ran");
 }
 
+// Rows of logits that fill no whole vectors, by every filter: the same tokens each time.
+void check_choice() {
+  constexpr int64_t rows = 5;
+  for (const int64_t size : {1, 3, 130, 5003}) {
+    const double settings[rows][4] = {
+        {0, 0, 1, 0}, {1, 0, 1, 0}, {0.7, 7, 1, 0}, {1.2, 0, 0.9, 0}, {1, 40, 0.8, 0.01}};
+    const double draws[rows] = {0, 0.999, 0.5, 0.1, 0.3};
+    int64_t tokens[2][rows];
+    for (auto& chosen : tokens) {
+      std::mt19937 draw(3);
+      const Numbers logits(draw, DType::f32, rows * size);
+      bool finite[rows];
+      choose({reinterpret_cast<float*>(logits.data.get()), rows, size, settings[0], draws, chosen,
+              finite});
+      for (const bool good : finite) require(good, "all logits are finite");
+    }
+    for (int64_t row = 0; row < rows; ++row) {
+      const int64_t token = tokens[0][row];
+      require(token >= 0 && token < size && token == tokens[1][row], "the same token each time");
+    }
+  }
+}
+
 void check_throwing() {
   bool thrown = false;
   try {
@@ -145,10 +187,13 @@ void check_throwing() {
 
 int main(int, char** words) {
   const int rounds = std::atoi(words[1]);
-  const Model models[] = {Model(DType::f32), Model(DType::bf16)};
   shared_pool().resize(1);
-  const std::vector<char> wholes[] = {models[0].run(0, Model::tokens),
-                                      models[1].run(0, Model::tokens)};
+  std::vector<std::unique_ptr<const Model>> models;
+  std::vector<std::vector<char>> wholes;
+  for (const Kind& kind : kinds) {
+    models.push_back(std::make_unique<const Model>(kind));
+    wholes.push_back(models.back()->run(0, Model::tokens));
+  }
   shared_pool().resize(3);
   std::atomic<bool> over{false};
   std::thread resizer([&] {
@@ -162,14 +207,15 @@ int main(int, char** words) {
     callers.emplace_back([&, caller] {
       std::mt19937 draw(caller);
       for (int i = 0; i < rounds; ++i) {
-        const int which = static_cast<int>(draw() % 2);
+        const size_t which = draw() % models.size();
         const int64_t first = draw() % Model::tokens;
         const int64_t count = 1 + draw() % (Model::tokens - first);
-        const Model& model = models[which];
+        const Model& model = *models[which];
         require(model.run(first, count) == model.expected(wholes[which], first, count),
                 "the same bits for any rows, callers and threads");
         check_phases();
         if (i % 8 == 0) check_throwing();
+        if (i % 8 == 4) check_choice();
       }
     });
   }

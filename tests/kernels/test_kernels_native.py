@@ -11,7 +11,7 @@ import pytest
 
 HERE = Path(__file__).parent
 SOURCES = HERE.parents[1] / "src" / "weft" / "kernels" / "cpu"
-NAMES = ("dispatch", "layer", "matrix", "panel", "pool", "quant", "quant_tile")
+NAMES = ("choose", "dispatch", "layer", "matrix", "panel", "pool", "quant", "quant_tile", "scan")
 FLAGS = ["-std=c++20", "-O1", "-g", "-ffp-contract=fast", "-Wall", "-Wextra", "-Wno-psabi"]
 
 

@@ -77,18 +77,19 @@ class PagedRunner:
         """Compute the next tokens of each row; return the float32 logits [n, V] of each."""
         starts = [self.lengths.get(name, 0) for name, _ in rows]
         batches = [self._batch(group, rows, starts) for group in self.groups]
-        ids = torch.tensor([token for _, tokens in rows for token in tokens])
+        device = self.decoder.device
+        ids = torch.tensor([token for _, tokens in rows for token in tokens], device=device)
         positions = torch.tensor(
             [
                 start + i
                 for start, (_, tokens) in zip(starts, rows, strict=True)
                 for i in range(len(tokens))
-            ]
+            ],
+            device=device,
         )
-        device = self.decoder.device
         if self._stack is None:
             attend = self._attend(batches)
-            hidden = self.decoder.forward(ids.to(device), positions.to(device), attend)
+            hidden = self.decoder.forward(ids, positions, attend)
         else:
             hidden = self._stack.run(ids, positions, batches)
         for start, (name, tokens) in zip(starts, rows, strict=True):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from attention_cases import Case, Shape, make_case, only_row, row_tokens, same_numbers
 from weft.kernels import reference
 from weft.kernels.cpu import attention as native
-from weft.kernels.kv_storage import SCALED, read_rows, row_size, write_rows
+from weft.kernels.kv_storage import SCALED, read_rows, row_size
 from weft.kernels.ops import AttentionBatch
 
 # Largest difference from the float32 reference on the same inputs, relative to max(1, |value|).
@@ -25,124 +27,6 @@ from weft.kernels.ops import AttentionBatch
 # bfloat16 by some more, since weights are rounded to it where the machine multiplies pairs of them.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1.25e-3}
 NAN = float("nan")
-
-
-@dataclass(frozen=True)
-class Shape:
-    heads: int = 4
-    kv_heads: int = 2
-    head_size: int = 64
-    block_size: int = 16
-    window: int | None = None
-    softcap: float | None = None
-    dtype: torch.dtype = torch.float32
-    cache_dtype: torch.dtype = torch.float32
-    fused: bool = False
-
-
-@dataclass(frozen=True)
-class Case:
-    q: Tensor
-    k: Tensor | None
-    v: Tensor | None
-    k_cache: Tensor
-    v_cache: Tensor
-    batch: AttentionBatch
-    shape: Shape
-
-    def run(self, kernel: object = native.paged_attention) -> Tensor:
-        """Run on copies of the caches, so that a case can be run again."""
-        return self.run_in_place(kernel, self.k_cache.clone(), self.v_cache.clone())
-
-    def run_in_place(self, kernel: object, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        assert callable(kernel)
-        out = kernel(
-            self.q,
-            self.k,
-            self.v,
-            k_cache,
-            v_cache,
-            self.batch,
-            scale=self.shape.head_size**-0.5,
-            window=self.shape.window,
-            softcap=self.shape.softcap,
-        )
-        assert isinstance(out, Tensor)
-        return out
-
-
-def make_case(rows: list[tuple[int, int]], shape: Shape, seed: int = 0) -> Case:
-    """Random inputs for rows of (query tokens, earlier tokens).
-
-    Whatever no query may see holds NaN: positions out of every window, and the ends of blocks.
-    """
-    random = torch.Generator().manual_seed(seed)
-    size, counts = shape.block_size, [-(-(n + past) // shape.block_size) for n, past in rows]
-    ids = torch.randperm(sum(counts) + 2, generator=random).int()  # two blocks belong to nobody
-    tables = torch.full((len(rows), max(counts)), -1, dtype=torch.int32)
-    row = row_size(shape.cache_dtype, shape.head_size)
-    cache_shape = (len(ids), shape.kv_heads, size, row)
-    k_cache, v_cache = (empty_cache(cache_shape, shape.cache_dtype) for _ in range(2))
-    slots = []
-    for row, (n, past) in enumerate(rows):
-        blocks = ids[sum(counts[:row]) :][: counts[row]].long()
-        first = 0 if shape.window is None else max(0, past + 1 - shape.window)
-        tables[row, first // size : counts[row]] = blocks[first // size :].int()
-        for position in range(first, past):
-            for cache in (k_cache, v_cache):
-                numbers = torch.randn(1, shape.kv_heads, shape.head_size, generator=random)
-                where = (blocks[position // size], torch.tensor(position % size))
-                write_rows(cache, *(index.view(1) for index in where), numbers)
-        slots += [int(blocks[p // size]) * size + p % size for p in range(past, past + n)]
-    q, k, v = fresh_tensors(len(slots), shape, random)
-    batch = AttentionBatch(
-        block_tables=tables,
-        query_start=torch.tensor([0, *(n for n, _ in rows)]).cumsum(0).int(),
-        context_len=torch.tensor([n + past for n, past in rows], dtype=torch.int32),
-        slots=torch.tensor(slots, dtype=torch.int64),
-        block_size=size,
-    )
-    return Case(q, k, v, k_cache, v_cache, batch, shape)
-
-
-def empty_cache(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """NaN wherever nothing is written later: bytes that are one as a number and as a scale."""
-    size = torch.empty(shape, dtype=dtype).nbytes
-    return torch.full((size,), 255, dtype=torch.uint8).view(dtype).view(shape)
-
-
-def same_numbers(a: Tensor, b: Tensor) -> bool:
-    every = torch.arange(len(a))
-    return torch.equal(read_rows(a, every).nan_to_num(9e9), read_rows(b, every).nan_to_num(9e9))
-
-
-def fresh_tensors(
-    tokens: int, shape: Shape, random: torch.Generator
-) -> tuple[Tensor, Tensor, Tensor]:
-    widths = (shape.heads, shape.kv_heads, shape.kv_heads)
-    fused = torch.randn(tokens, sum(widths) * shape.head_size, generator=random).to(shape.dtype)
-    parts = fused.split([n * shape.head_size for n in widths], dim=1)
-    q, k, v = (part.unflatten(1, (-1, shape.head_size)) for part in parts)
-    return (q, k, v) if shape.fused else (q.contiguous(), k.contiguous(), v.contiguous())
-
-
-def only_row(case: Case, row: int) -> Case:
-    """The same inputs with one row alone in the batch."""
-    batch, tokens = case.batch, row_tokens(case, row)
-    alone = replace(
-        batch,
-        block_tables=batch.block_tables[row : row + 1],
-        query_start=torch.tensor([0, tokens.stop - tokens.start], dtype=torch.int32),
-        context_len=batch.context_len[row : row + 1],
-        slots=batch.slots[tokens],
-    )
-    assert case.k is not None
-    assert case.v is not None
-    return replace(case, q=case.q[tokens], k=case.k[tokens], v=case.v[tokens], batch=alone)
-
-
-def row_tokens(case: Case, row: int) -> slice:
-    return slice(int(case.batch.query_start[row]), int(case.batch.query_start[row + 1]))
 
 
 def assert_close(actual: Tensor, expected: Tensor) -> None:
@@ -500,6 +384,10 @@ GOOD = make_case([(1, 20), (2, 3)], Shape())
             "row 0: block_tables entry 1 is 9",
         ),
         ({"block_tables": torch.tensor([[0, -1], [1, 2]]).int()}, "entry 1 is -1, outside k_cache"),
+        (
+            {"block_tables": torch.zeros(4).int(), "table_start": torch.tensor([0, 2]).int()},
+            r"block_tables has shape \[4\], expected \[rows=2, blocks_per_row\]",
+        ),
         ({"shape": Shape(window=0)}, "window is 0"),
         ({"shape": Shape(softcap=0.0)}, "softcap is 0.0"),
         ({"shape": Shape(softcap=NAN)}, "softcap is nan"),
@@ -522,15 +410,19 @@ def test_wrong_settings_are_refused() -> None:
 
 def test_pinned_threads_stay_on_cores_of_their_own() -> None:
     cores = sorted(os.sched_getaffinity(0))
+    wanted = {cores[1 % len(cores)], cores[2 % len(cores)]}
     native.set_threads(3, pinned=True)
     try:
         make_case([(40, 300), (40, 300)], Shape()).run()
-        bound = [
-            min(allowed)
-            for task in Path("/proc/self/task").iterdir()
-            if len(allowed := os.sched_getaffinity(int(task.name))) == 1
-        ]
-        assert {cores[1 % len(cores)], cores[2 % len(cores)]} <= set(bound)
-        assert os.sched_getaffinity(0) == set(cores)
+        deadline = time.monotonic() + 30  # threads pin themselves when they get to run
+        while not wanted <= cores_of_bound_threads() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert wanted <= cores_of_bound_threads()
+        assert set(cores) == os.sched_getaffinity(0)
     finally:
         native.set_threads(len(cores))
+
+
+def cores_of_bound_threads() -> set[int]:
+    every = [os.sched_getaffinity(int(task.name)) for task in Path("/proc/self/task").iterdir()]
+    return {min(allowed) for allowed in every if len(allowed) == 1}

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from weft.kernels import reference
 from weft.kernels.cpu import attention
-from weft.kernels.cpu.layer import Biases, Layer, Norms, Shape
+from weft.kernels.cpu.layer import Layer
 from weft.kernels.cpu.matrix import Matrix, linear
 from weft.kernels.cpu.stack import angles, rms_norm
+from weft.kernels.parts import Biases, Norms, Shape
 
 DTYPES = [torch.bfloat16, torch.float32]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}  # of the largest number of the truth

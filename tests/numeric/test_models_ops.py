@@ -26,7 +26,8 @@ def load(name: str, folder: Path, attention: str = "reference") -> Decoder:
 def test_describe_names_every_op() -> None:
     ops = select_ops(CPU, torch.float32, "reference")
     assert ops.describe()["paged_attention"] == "reference"
-    others = {"names", "batch_invariant", "pack", "quantise", "fused_layers"}
+    others = {"names", "batch_invariant", "fused", "ranks", "tuning"}
+    others |= {"pack", "quantise", "computes", "widens"}
     assert set(ops.describe()) == set(vars(ops)) - others
 
 

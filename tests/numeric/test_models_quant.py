@@ -274,7 +274,7 @@ CONTRADICTIONS = {
     "two groups": {"config_groups": {"a": {"targets": ["Linear"]}, "b": {"targets": ["Linear"]}}},
     "kv scheme": {"kv_cache_scheme": {"num_bits": 8}},
     "sparse": {"sparsity_config": {"format": "sparse-24-bitmask"}},
-    "float": {"format": "float-quantized"},
+    "float": {"format": "nvfp4-pack-quantized"},
     "unknown": {"twist": 3},
 }
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from weft import LLM, SamplingParams
 from weft.core.config import EngineConfig
-from weft.core.errors import CheckpointError, ConfigError, KernelError
+from weft.core.errors import CheckpointError, ConfigError
 from weft.engine.build import find_model
 from weft.engine.info import collect_info, format_info
 from weft.kernels.cpu.matrix import Matrix
@@ -171,16 +171,18 @@ def test_numbers_that_are_not_finite_are_refused(tmp_path) -> None:
 def test_what_is_told() -> None:
     config = EngineConfig(quantize="int4", quantize_group=64, dtype="bfloat16")
     info = collect_info(config)
-    assert info["kernels"]["linear"] == "cpu, int4 (groups of 64) weights"
-    assert info["kernels"]["logits"] == "cpu, int4 (groups of 32) weights"
+    assert info["kernels"]["linear"]["kernel"] == "cpu, int4 (groups of 64) weights"
+    assert info["kernels"]["logits"]["kernel"] == "cpu, int4 (groups of 32) weights"
     assert info["memory"]["weight_bytes"] == find_model(config).facts.weight_bytes
     assert info["memory"]["weight_bytes"] < 0.4 * 2 * info["model"]["parameters"]
     assert "int4 (groups of 64)" in format_info(info)
 
 
 def test_what_contradicts_itself_is_refused(tmp_path) -> None:
-    with pytest.raises(KernelError, match="floats only"):
+    with pytest.raises(ConfigError, match=r"is int8, but those .*reference' do not compute with"):
         find_model(EngineConfig(quantize="int8", attention="reference"))
+    with pytest.raises(ConfigError, match=r"is fp8, but the kernels of a CPU do not.*of a GPU"):
+        find_model(EngineConfig(quantize="fp8"))
     with pytest.raises(ConfigError, match="32, 64 or 128"):
         EngineConfig(quantize="int4", quantize_group=48)
     folder = save(build("llama-gqa"), tmp_path)

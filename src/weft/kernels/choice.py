@@ -9,6 +9,23 @@ from torch import Tensor
 
 
 def choose(
+    logits: Tensor,
+    settings: Tensor,
+    seeds: Tensor,
+    counters: Tensor,
+    tokens: Tensor,
+    finite: Tensor,
+) -> None:
+    """Write what ``choose_by`` chooses; see ``ops.Choose``. Tensors may be on any device."""
+    from weft.kernels.cpu.choose import uniform  # the table of ops says it if that is not built
+
+    numbers = uniform(seeds.cpu().numpy(), counters.cpu().numpy())
+    chosen, good = choose_by(logits.cpu(), settings.double().cpu().numpy(), numbers)
+    tokens.copy_(torch.from_numpy(chosen))
+    finite.copy_(torch.from_numpy(good))
+
+
+def choose_by(
     logits: Tensor, settings: NDArray[np.float64], draws: NDArray[np.float64]
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Choose a token for each row: the likeliest, or the one on which a number falls.

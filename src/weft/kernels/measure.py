@@ -102,7 +102,6 @@ def _products(ops: OpTable, dtype: torch.dtype, name: str) -> Iterator[Case]:
 
 def _quantised_products(ops: OpTable) -> Iterator[Case]:
     """The same with weights of 8 bits, a scale an output, and of 4, a scale for 128 inputs."""
-    assert ops.quantise is not None, "the native kernels compute with integers"
     for storage in (Storage(8, None), Storage(4, 128)):
         shape = torch.Size((2 * MLP, HIDDEN))
         weight = torch.randn(shape, dtype=torch.bfloat16)

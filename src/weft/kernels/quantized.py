@@ -42,6 +42,27 @@ class Quantized:
         group = self.group if grouped else None
         return Storage(self.bits, group, dtype, self.zeros is not None)
 
+    def part(self, rows: slice, columns: slice) -> Quantized:
+        """Return some rows and columns [low, high) of the weight.
+
+        Raises:
+            ValueError: the columns cut through a group.
+        """
+        low, high, _ = columns.indices(self.shape[1])
+        if low % self.group or (high % self.group and high != self.shape[1]):
+            if self.scales.shape[1] > 1:
+                raise ValueError(f"columns {low} to {high} cut through groups of {self.group}")
+            groups, group = slice(0, 1), high - low
+        else:
+            groups, group = slice(low // self.group, -(-high // self.group)), self.group
+        return Quantized(
+            self.values[rows, columns].contiguous(),
+            self.scales[rows, groups].contiguous(),
+            None if self.zeros is None else self.zeros[rows, groups].contiguous(),
+            self.bits,
+            group,
+        )
+
     def dequantize(self) -> Tensor:
         """Return the weight [N, K] in float32."""
         zeros = self._spread(self._all_zeros().float())

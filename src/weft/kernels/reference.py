@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from weft.kernels import float8
+from weft.kernels.float8 import Float8
 from weft.kernels.kv_storage import read_rows, write_rows
 
 if TYPE_CHECKING:
@@ -73,14 +75,45 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return y.to(x.dtype)
 
 
-def logits(hidden: Tensor, weight: Tensor) -> Tensor:
+def product(x: Tensor, weight: Tensor | Float8, bias: Tensor | None) -> Tensor:
+    """Return what ``linear`` does in the arithmetic of the dtype of x; with FP8 in float32."""
+    if isinstance(weight, Float8):
+        return float8.linear(x, weight, bias)
+    return functional.linear(x, weight, bias)
+
+
+def logits(hidden: Tensor, weight: Tensor | Float8) -> Tensor:
     """Return float32 logits [S, V] of hidden states [S, C] and the output head [V, C]."""
+    if isinstance(weight, Float8):
+        return float8.linear(hidden, weight, None, torch.float32)
     return functional.linear(hidden, weight).float()
+
+
+def embedding(ids: Tensor, table: Tensor | Float8) -> Tensor:
+    """Return the rows [T, C] of a table [V, C] by ids [T]."""
+    if isinstance(table, Float8):
+        codes = table.values.view(torch.uint8)[ids].view(float8.E4M3)
+        return (codes.float() * table.scales[ids].unsqueeze(1)).to(table.dtype)
+    return functional.embedding(ids, table)
 
 
 def keep(parameter: str, tensor: Tensor) -> Tensor:  # noqa: ARG001
     """Leave a parameter as it is; see ``ops.Pack``."""
     return tensor
+
+
+def route(scores: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
+    """Choose the experts of each token by the softmax of their scores.
+
+    Args:
+        scores: [T, E].
+        normalise: shares of a token sum to 1.
+
+    Returns:
+        shares [T, K] float32 and ids [T, K] int64, the largest share first.
+    """
+    shares, experts = scores.float().softmax(dim=-1).topk(top_k, dim=-1)
+    return (shares / shares.sum(dim=-1, keepdim=True) if normalise else shares), experts
 
 
 def moe(
@@ -133,7 +166,7 @@ def paged_attention(
     """Write K and V at the batch's slots, then attend causally over each row's context.
 
     The queries of row r are the last tokens of its context: the query at position p sees the
-    positions (p - window, p], or [0, p] without a window.
+    positions (p - window, p], or [0, p] without a window. Padding is as ``AttentionBatch`` says.
 
     Args:
         q: [T, H, D]; H is a multiple of Hkv, query head h reads KV head h // (H / Hkv).
@@ -146,10 +179,13 @@ def paged_attention(
         [T, H, D] in the dtype of q.
     """
     if k is not None and v is not None:
-        blocks, offsets = batch.slots // batch.block_size, batch.slots % batch.block_size  # [T]
-        write_rows(k_cache, blocks, offsets, k)
-        write_rows(v_cache, blocks, offsets, v)
-    out = torch.empty_like(q)
+        real = batch.slots >= 0  # [T]
+        slots = batch.slots[real]
+        blocks, offsets = slots // batch.block_size, slots % batch.block_size
+        write_rows(k_cache, blocks, offsets, k[real])
+        write_rows(v_cache, blocks, offsets, v[real])
+    out = torch.zeros_like(q)
+    tables = batch.block_tables
     bounds, contexts = batch.query_start.tolist(), batch.context_len.tolist()
     for row, context in enumerate(contexts):
         queries = slice(bounds[row], bounds[row + 1])
@@ -157,7 +193,7 @@ def paged_attention(
         if count == 0:
             continue
         first = 0 if window is None else max(0, context - count - window + 1)
-        table = batch.block_tables[row]
+        table = tables[row] if batch.table_start is None else tables[batch.table_start[row] :]
         keys = _gather(k_cache, table, batch.block_size, first, context)
         values = _gather(v_cache, table, batch.block_size, first, context)
         out[queries] = _attend_row(q[queries], keys, values, first, scale, window, softcap)

@@ -1,4 +1,4 @@
-"""How a matrix is stored as integers with scales, and the memory that it takes. Torch-free."""
+"""How a matrix is stored as codes with scales, and the memory that it takes. Torch-free."""
 
 from __future__ import annotations
 
@@ -7,31 +7,45 @@ from dataclasses import dataclass
 PANEL = 64  # outputs that are packed together, see quant.hpp
 GATED_PANEL = 32  # of each half of a gated matrix
 ACTIVATION_GROUP = 128  # inputs that are rounded together where a row of weights has one scale
+MULTIPLIED = {
+    *("qkv", "output", "gate_up", "down", "lm_head", "router", "expert_gate_up", "expert_down"),
+    *("input_gate", "input_projection", "per_layer_projection"),
+}  # the parameters of products, by the names of ``layout.parameters`` without the layer
 SCALE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
 class Storage:
-    """Integers of a matrix [outputs, inputs] for the native kernels.
+    """Codes of a matrix [outputs, inputs].
 
     Attributes:
         bits: 8 or 4.
         group: inputs that share a scale; None: all of them, and the scale is float32.
         scales: name of the dtype of grouped scales.
         zeros: zero points are stored, a byte for each scale.
+        format: ``int``, or ``e4m3`` for FP8 with a scale an output.
+        inputs: of FP8, how activations are rounded before a product: ``token`` (FP8, each row with
+            a scale of its own), ``tensor`` (FP8 with a stored scale), or ``float`` (not at all).
     """
 
     bits: int
     group: int | None
     scales: str = "bfloat16"
     zeros: bool = False
+    format: str = "int"
+    inputs: str = "token"
 
     def __str__(self) -> str:
         grouped = "a scale an output" if self.group is None else f"groups of {self.group}"
-        return f"int{self.bits} ({grouped})"
+        if self.format == "int":
+            return f"int{self.bits} ({grouped})"
+        rounded = {"token": "FP8 by token", "tensor": "FP8 by a stored scale", "float": "floats"}
+        return f"fp8 ({grouped}, activations in {rounded[self.inputs]})"
 
     def nbytes(self, outputs: int, inputs: int, *, gated: bool = False) -> int:
         """Return the bytes of a packed matrix, padding included."""
+        if self.format != "int":
+            return outputs * (inputs + SCALE_BYTES["float32"])
         panels = -(-(outputs // 2) // GATED_PANEL) if gated else -(-outputs // PANEL)
         group = self.group or ACTIVATION_GROUP
         scales = SCALE_BYTES[self.scales] if self.group else 0

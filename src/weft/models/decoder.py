@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from weft.core.errors import InvariantError
-from weft.kernels.ops import OpTable
+from weft.kernels.ops import FusedStack, OpTable, Weight
 from weft.models.fused import fuse
 from weft.models.layers import (
     Angles,
@@ -21,10 +22,8 @@ from weft.models.layers import (
     inverse_frequencies,
     project_qkv,
 )
+from weft.models.shard import Shard, part_of
 from weft.models.spec import AttentionParams, ModelSpec
-
-if TYPE_CHECKING:
-    from weft.kernels.cpu.stack import Stack
 
 Caches = Seq[Seq[Tensor]]
 
@@ -58,7 +57,10 @@ class Decoder:
     """
 
     def __init__(self, spec: ModelSpec, weights: Mapping[str, Any], ops: OpTable) -> None:
-        """Take the parameters, as ``ops`` packed them, by the names of ``layout.parameters``."""
+        """Take the parameters, as ``ops`` packed them, by the names of ``layout.parameters``.
+
+        Of a model that is cut, ``spec`` and weights are those of a rank, see ``shard.cut_spec``.
+        """
         self.spec = spec
         self.ops = ops
         self.embedding = weights["embed"]  # [V, C]
@@ -114,18 +116,17 @@ class Decoder:
             residual = self.post(number, out, residual, inputs)
         return self.finish(residual)
 
-    def bind(self, keys: Caches, values: Caches) -> Stack | None:
+    def bind(self, keys: Caches, values: Caches) -> FusedStack | None:
         """Bind the model to an executor's caches, by KV group and layer of the group.
 
         The result's ``run`` is ``forward`` with nothing but paged attention between the layers, and
-        gives the very same bits. None if there is a layer that does not run as two fused calls.
+        gives the very same bits on a CPU. None if there is a layer that does not run as two fused
+        calls, or the model is cut.
         """
-        if None in self._fused:
+        if self.ops.fused is None or None in self._fused or self.ops.ranks.size > 1:
             return None
-        from weft.kernels.cpu.stack import Stack
-
         spec = self.spec
-        stack = Stack(
+        stack = self.ops.fused.stack(
             self.embedding, spec.embedding_scale, self.final_norm, spec.norm_eps, spec.norm_plus_one
         )
         for rope, frequencies in zip(spec.ropes, self._frequencies, strict=True):
@@ -147,13 +148,29 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Return float32 logits [S, V] of normalised hidden states [S, C]."""
-        logits = self.ops.logits(hidden, self.lm_head)
+        logits, ranks = self.ops.logits(hidden, self.lm_head), self.ops.ranks
+        if ranks.size > 1:
+            vocabulary = self.spec.vocab_size
+            most = len(part_of(vocabulary, Shard(0, ranks.size)))
+            logits = functional.pad(logits, (0, most - logits.shape[1]))
+            logits = ranks.gather(logits)[:, :vocabulary]
         cap = self.spec.logit_softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """Return the token embeddings [T, C], scaled where the family scales them."""
-        return _scaled(self.ops.embedding(input_ids, self.embedding), self.spec.embedding_scale)
+        embedded = self._look_up(input_ids, self.embedding, self.spec.vocab_size)
+        return _scaled(embedded, self.spec.embedding_scale)
+
+    def _look_up(self, ids: Tensor, table: Weight, size: int) -> Tensor:
+        """Return the rows of ids [T] of a table of so many rows, each of which some rank has."""
+        ranks = self.ops.ranks
+        if ranks.size == 1:
+            return self.ops.embedding(ids, table)
+        here = part_of(size, Shard(ranks.rank, ranks.size))
+        missing = (ids < here.start) | (ids >= here.stop)
+        rows = self.ops.embedding((ids - here.start).masked_fill(missing, 0), table)
+        return ranks.sum(rows.masked_fill(missing.unsqueeze(1), 0.0))
 
     def layer_inputs(self, input_ids: Tensor, embedded: Tensor) -> Tensor | None:
         """Return the per-layer inputs [L, T, P] of the tokens, None for a model without them."""
@@ -161,7 +178,8 @@ class Decoder:
             return None
         spec = self.spec
         shape = (len(input_ids), spec.num_layers, spec.per_layer_input_size)
-        tokens = self.ops.embedding(input_ids, self.per_layer_embedding).view(shape)  # [T, L, P]
+        tokens = self._look_up(input_ids, self.per_layer_embedding, spec.per_layer_vocab_size)
+        tokens = tokens.view(shape)  # [T, L, P]
         tokens = _scaled(tokens, spec.per_layer_input_size**0.5)
         context = self.ops.linear(embedded, self.per_layer_projection, None).view(shape)
         context = context * spec.hidden_size**-0.5
@@ -199,10 +217,11 @@ class Decoder:
             inputs: [T, P], the layer's own inputs of a model with per-layer inputs.
         """
         fused = self._fused[layer]
-        if fused is not None:
+        if fused is not None and self.ops.ranks.size == 1:
             return fused.post(attended, residual)
         spec, ops, weights = self.spec, self.ops, self.layers[layer]
-        y = ops.linear(attended.flatten(1), weights.output, weights.output_bias)  # [T, C]
+        y = ops.linear(attended.flatten(1), weights.output, weights.output_bias)
+        y = ops.ranks.sum(y)  # [T, C]
         if weights.post_attention_norm is not None:
             y = ops.rms_norm(y, weights.post_attention_norm, spec.norm_eps, spec.norm_plus_one)
         residual = residual + y

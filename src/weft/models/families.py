@@ -28,6 +28,25 @@ from weft.models.spec import CheckpointLayout, LayerSpec, ModelSpec, MoeSpec
 
 Family = Callable[[ConfigReader, int | None], ModelSpec]
 
+_LARGE_KEYS = (
+    "biases make some keys so large that rounding them to 3 bits of mantissa drowns the scores "
+    "(QwenLM/Qwen3 issue 840, NVIDIA/TensorRT-LLM issue 4218, ggml-org/llama.cpp issue 21385)"
+)
+_GLOBAL_HEADS = "its attention loses its precision (Zheng et al. 2026, rvLLM, section 8.10)"
+# By family, the types of 8-bit KV, as the setting ``kv_dtype`` calls them, under which results do
+# not stay what they are, and why. All others are allowed.
+UNSOUND_KV: dict[str, dict[str, str]] = {
+    "llama": {},
+    "mistral": {},
+    "qwen2": {"fp8": _LARGE_KEYS},
+    "qwen3": {},
+    "qwen3_moe": {},
+    "phi3": {},
+    "gemma2": {},
+    "gemma3": {},
+    "gemma4": {"fp8": _GLOBAL_HEADS},
+}
+
 
 def read_spec(folder: Path, max_model_len: int | None = None) -> ModelSpec:
     """Read ``config.json`` of a model folder, or a GGUF file; see ``spec_from_config``."""

@@ -1,40 +1,47 @@
-"""Which layers run as two native calls around attention, and binding their weights to those."""
+"""Which layers run as two fused calls around attention, and binding their weights to those."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from weft.kernels.ops import OpTable
-from weft.models.layers import LayerWeights
+from weft.kernels.ops import FusedLayer, OpTable
+from weft.kernels.parts import Biases, Norms, Shape
+from weft.models.layers import LayerWeights, mixture
 from weft.models.spec import LayerSpec, ModelSpec
 
-if TYPE_CHECKING:
-    from weft.kernels.cpu.layer import Layer
 
-
-def fusable(spec: ModelSpec, layer: LayerSpec) -> bool:
+def fusable(spec: ModelSpec, layer: LayerSpec, mixtures: bool) -> bool:
     """Whether a layer has only the parts that the fused calls compute.
 
-    Experts, KV of another layer and the extras of Gemma 4 run op by op.
+    KV of another layer and the extras of Gemma 4 run op by op, experts if not ``mixtures``.
     """
-    plain = layer.kv_source is None and not layer.value_is_key and not layer.moe
+    if layer.moe and not (mixtures and spec.moe is not None and not spec.moe.beside_mlp):
+        return False
+    plain = layer.kv_source is None and not layer.value_is_key
     return plain and not (spec.value_norm or spec.per_layer_input_size or spec.layer_scalars)
 
 
-def describe_layers(spec: ModelSpec, ops: OpTable) -> str:
-    """Say how the layers of a model run, for people."""
-    fused = sum(fusable(spec, layer) for layer in spec.layers) if ops.fused_layers else 0
+def describe_layers(spec: ModelSpec, ops: OpTable, ranks: int = 1) -> str:
+    """Say how the layers of a model run, for people.
+
+    The sum over ranks lies in the middle of what follows attention, which so runs op by op.
+    """
+    if ops.fused is None:
+        return "op by op"
+    fused = sum(fusable(spec, layer, ops.fused.mixtures) for layer in spec.layers)
+    if not fused:
+        return "op by op"
+    if ranks > 1:
+        return f"op by op, but in {fused} of {spec.num_layers} one call before attention"
     if fused == spec.num_layers:
-        return "all in one native call"
-    return f"op by op, {fused} of {spec.num_layers} fused" if fused else "op by op"
+        return ops.fused.described
+    return f"op by op, {fused} of {spec.num_layers} fused"
 
 
-def fuse(spec: ModelSpec, layer: LayerSpec, weights: LayerWeights, ops: OpTable) -> Layer | None:
+def fuse(
+    spec: ModelSpec, layer: LayerSpec, weights: LayerWeights, ops: OpTable
+) -> FusedLayer | None:
     """Bind a layer's weights, as ``ops`` packed them; None if it runs op by op."""
-    if not ops.fused_layers or not fusable(spec, layer):
+    if ops.fused is None or not fusable(spec, layer, ops.fused.mixtures):
         return None
-    from weft.kernels.cpu.layer import Biases, Layer, Norms, Shape
-
     shape = Shape(
         spec.num_heads,
         layer.num_kv_heads,
@@ -43,7 +50,7 @@ def fuse(spec: ModelSpec, layer: LayerSpec, weights: LayerWeights, ops: OpTable)
         spec.norm_plus_one,
         spec.activation,
     )
-    names = ("qkv", "output", "gate_up", "down")
+    names = ("qkv", "output") if layer.moe else ("qkv", "output", "gate_up", "down")
     matrices = {name: getattr(weights, name) for name in names}
     norms = Norms(
         weights.input_norm,
@@ -53,4 +60,7 @@ def fuse(spec: ModelSpec, layer: LayerSpec, weights: LayerWeights, ops: OpTable)
         weights.post_mlp_norm,
     )
     biases = Biases(weights.qkv_bias, weights.output_bias, weights.gate_up_bias, weights.down_bias)
-    return Layer(shape, matrices, norms, biases)
+    if not layer.moe:
+        return ops.fused.layer(shape, matrices, norms, biases)
+    experts = lambda x: mixture(spec, weights, x, x, ops)  # noqa: E731
+    return ops.fused.layer(shape, matrices, norms, biases, experts)

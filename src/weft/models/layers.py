@@ -136,12 +136,12 @@ def feed_forward(
         return _mlp(spec, weights, x, ops)
     assert spec.moe is not None
     if not spec.moe.beside_mlp:
-        return _experts(spec, weights, x, x, ops)
+        return mixture(spec, weights, x, x, ops)
     dense = _norm(spec, _mlp(spec, weights, x, ops), weights.dense_post_norm, ops)
     routed = ops.rms_norm(hidden, weights.router_scale, spec.norm_eps, False)
     routed = routed * spec.hidden_size**-0.5
     x = _norm(spec, hidden, weights.expert_norm, ops)
-    sparse = _norm(spec, _experts(spec, weights, routed, x, ops), weights.expert_post_norm, ops)
+    sparse = _norm(spec, mixture(spec, weights, routed, x, ops), weights.expert_post_norm, ops)
     return dense + sparse
 
 
@@ -165,10 +165,11 @@ def _mlp(spec: ModelSpec, weights: LayerWeights, x: Tensor, ops: OpTable) -> Ten
     assert weights.gate_up is not None
     assert weights.down is not None
     gate_up = ops.linear(x, weights.gate_up, weights.gate_up_bias)  # [T, 2 I]
-    return ops.linear(ops.act_mul(gate_up, spec.activation), weights.down, weights.down_bias)
+    x = ops.act_mul(gate_up, spec.activation)  # [T, I]
+    return ops.ranks.sum(ops.linear(x, weights.down, weights.down_bias))
 
 
-def _experts(
+def mixture(
     spec: ModelSpec, weights: LayerWeights, routed: Tensor, x: Tensor, ops: OpTable
 ) -> Tensor:
     """Route by ``routed`` [T, C], compute on ``x`` [T, C]."""
@@ -176,11 +177,9 @@ def _experts(
     assert weights.router is not None
     assert weights.expert_gate_up is not None
     assert weights.expert_down is not None
-    scores = ops.linear(routed, weights.router, None).float().softmax(dim=-1)  # [T, E]
-    shares, experts = scores.topk(spec.moe.top_k, dim=-1)  # [T, K] each
-    if spec.moe.normalise:
-        shares = shares / shares.sum(dim=-1, keepdim=True)
+    scores = ops.linear(routed, weights.router, None)  # [T, E]
+    shares, experts = ops.route(scores, spec.moe.top_k, spec.moe.normalise)  # [T, K] each
     if weights.expert_scale is not None:
         shares = shares * weights.expert_scale[experts]
     gate_up, down = weights.expert_gate_up, weights.expert_down
-    return ops.moe(x, shares, experts, gate_up, down, spec.activation)
+    return ops.ranks.sum(ops.moe(x, shares, experts, gate_up, down, spec.activation))

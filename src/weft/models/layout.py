@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from weft.kernels.storage import Storage
 from weft.models.quant_config import StoredWeights
+from weft.models.shard import WHOLE, Shard, cut, has_mlp
 from weft.models.spec import LayerSpec, ModelSpec
 
 Shape = tuple[int, ...]
@@ -19,9 +20,11 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 # What ``quantize`` rounds, beside the output head and with it a tied embedding. Everything else
 # stays in floats: it is small (norms, biases, routers), or only looked up (an embedding that is not
-# tied). With int4 the head has the smallest groups: an error in it goes straight into the logits.
+# tied). An error in the head goes straight into the logits: with int4 it has the smallest groups,
+# with fp8 it stays in floats.
 ROUNDED = {"qkv", "output", "gate_up", "down", "expert_gate_up", "expert_down"}
 HEAD_GROUP = 32
+FP8 = Storage(8, None, "float32", format="e4m3")
 
 
 @dataclass(frozen=True)
@@ -29,12 +32,19 @@ class Piece:
     """One checkpoint tensor and the part of a parameter that it fills.
 
     ``index`` has a slice or an index for each leading dimension; a tensor with fewer dimensions
-    than the part is repeated over it.
+    than the part is repeated over it. ``part`` has a slice for each leading dimension of the
+    tensor, of which no more than that is taken.
     """
 
     tensor: str  # without the layout's prefix
     shape: Shape
     index: tuple[slice | int, ...] = ()
+    part: tuple[slice, ...] = ()
+
+    @property
+    def taken(self) -> tuple[slice, ...]:
+        """``part`` for all dimensions of the tensor."""
+        return self.part + (slice(None),) * (len(self.shape) - len(self.part))
 
 
 @dataclass(frozen=True)
@@ -88,29 +98,34 @@ def storage_of(parameter: str, quantize: str, group: int) -> Storage | None:
 
     Args:
         parameter: its name; ``lm_head`` for an embedding that the output head is tied to.
-        quantize: ``none``, ``int8`` (a scale an output), ``int4`` (one for ``group`` inputs).
+        quantize: ``none``, ``fp8`` and ``int8`` (a scale an output), ``int4`` (one for ``group``
+            inputs).
     """
     name = parameter.rpartition(".")[2]
     if quantize == "none" or name not in ROUNDED | {"lm_head"}:
         return None
+    if quantize == "fp8":
+        return FP8 if name != "lm_head" else None
     if quantize == "int8":
         return Storage(8, None)
     return Storage(4, HEAD_GROUP if name == "lm_head" else group)
 
 
-def weight_bytes(spec: ModelSpec, dtype: str, quantize: str = "none", group: int = 0) -> int:
-    """Return the bytes of all weights in memory for a dtype name such as ``bfloat16``.
+def weight_bytes(
+    spec: ModelSpec, dtype: str, quantize: str = "none", group: int = 0, shard: Shard = WHOLE
+) -> int:
+    """Return the bytes of all weights of a rank in memory for a dtype name such as ``bfloat16``.
 
     Args:
         quantize, group: see ``storage_of``. Of a checkpoint whose weights are stored quantised, all
             those of layers are taken to be.
     """
     total = 0
-    for parameter in parameters(spec):
+    for parameter in cut(parameters(spec), spec, shard):
         tied = parameter.name == "embed" and spec.tied_embeddings
         storage = storage_of("lm_head" if tied else parameter.name, quantize, group)
-        if spec.stored_weights is not None and len(parameter.shape) == 2:
-            storage = _stored(spec.stored_weights, parameter)
+        if spec.stored_weights is not None:
+            storage = stored_as(spec.stored_weights, parameter)
         if storage is None:
             total += DTYPE_BYTES[dtype] * math.prod(parameter.shape)
         else:
@@ -120,8 +135,16 @@ def weight_bytes(spec: ModelSpec, dtype: str, quantize: str = "none", group: int
     return total
 
 
-def _stored(stored: StoredWeights, parameter: Parameter) -> Storage | None:
+def stored_as(stored: StoredWeights, parameter: Parameter) -> Storage | None:
+    """Return how a parameter is kept whose pieces are stored quantised, None for one of floats.
+
+    Integers of experts become floats.
+    """
     if parameter.name.rpartition(".")[2] not in ROUNDED:
+        return None
+    if stored.is_float:
+        return replace(FP8, inputs=stored.inputs)
+    if len(parameter.shape) != 2:
         return None
     scales = "float16" if stored.method in ("awq", "gptq") else "bfloat16"
     whole = stored.group is None or stored.group >= parameter.shape[1]
@@ -134,8 +157,7 @@ def _whole(name: str, tensor: str, shape: Shape) -> Parameter:
 
 def _within_layer(number: int, parameter: Parameter) -> Parameter:
     pieces = tuple(
-        Piece(f"layers.{number}.{piece.tensor}", piece.shape, piece.index)
-        for piece in parameter.pieces
+        replace(piece, tensor=f"layers.{number}.{piece.tensor}") for piece in parameter.pieces
     )
     return Parameter(f"layers.{number}.{parameter.name}", parameter.shape, pieces)
 
@@ -194,7 +216,7 @@ def _norms(spec: ModelSpec) -> Iterator[Parameter]:
 
 
 def _mlp(spec: ModelSpec, layer: LayerSpec) -> Iterator[Parameter]:
-    if layer.moe and not (spec.moe and spec.moe.beside_mlp):
+    if not has_mlp(spec, layer):
         return
     hidden, size = spec.hidden_size, layer.intermediate_size
     parts = [("gate_proj", size), ("up_proj", size)]

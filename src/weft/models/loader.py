@@ -8,8 +8,9 @@ are rounded to integers come a few rows at a time, so there the peak is the roun
 from __future__ import annotations
 
 import json
+import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from weft.core.errors import CheckpointError
+from weft.kernels.float8 import Float8
 from weft.kernels.ops import OpTable
 from weft.kernels.quantized import Quantized, stacked
 from weft.kernels.storage import Storage
@@ -27,9 +29,12 @@ from weft.models.decoder import Decoder
 from weft.models.families import read_spec
 from weft.models.gguf import GgufFile
 from weft.models.hub import SUFFIX
-from weft.models.layout import Parameter, Piece, parameters
-from weft.models.quant import FLOATS, Part, parts_of, unpack
+from weft.models.layout import Parameter, Piece, parameters, stored_as
+from weft.models.quant import FLOATS, Limits, Part, parts_of, unpack
+from weft.models.shard import WHOLE, Shard, cut, cut_spec
 from weft.models.spec import ModelSpec
+
+logger = logging.getLogger("weft")
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -57,7 +62,7 @@ def load_model(
     ops: OpTable,
     rounding: Callable[[str], Storage | None] = lambda _: None,
 ) -> Decoder:
-    """Load a model folder.
+    """Load a model folder, or of a model that is cut the part of the rank of ``ops``.
 
     Args:
         dtype: what the weights are converted to.
@@ -68,19 +73,28 @@ def load_model(
     Raises:
         UnsupportedModelError: the config asks for something that weft does not implement.
         CheckpointError: a tensor is missing, unexpected, misshapen, unreadable or twice there.
+        ConfigError: the model cannot be cut into so many parts.
     """
     spec = read_spec(path, max_model_len)
+    shard = Shard(ops.ranks.rank, ops.ranks.size)
+    rank_spec = cut_spec(spec, shard.size)
     with ExitStack() as files:
-        checkpoint = Checkpoint(path, spec, files)
+        checkpoint = Checkpoint(path, spec, files, shard)
         weights = checkpoint.load(dtype, device, ops, rounding)
-    return Decoder(spec, weights, ops)
+    return Decoder(rank_spec, weights, ops)
 
 
 class Checkpoint:
     """The open safetensors files of a model folder, checked against what the spec needs."""
 
-    def __init__(self, folder: Path, spec: ModelSpec, files: ExitStack) -> None:
+    def __init__(
+        self, folder: Path, spec: ModelSpec, files: ExitStack, shard: Shard = WHOLE
+    ) -> None:
         """Open every file on ``files`` and check all headers.
+
+        Args:
+            spec: of the whole model.
+            shard: the part of it that ``load`` returns.
 
         Raises:
             CheckpointError: see ``load_model``.
@@ -91,8 +105,10 @@ class Checkpoint:
         self._stored = self._read_headers()
         self._prefix = self._find_prefix()
         stacked = any(name.endswith(".experts.down_proj") for name in self._stored)
-        self._parameters = tuple(parameters(spec, stacked_experts=stacked))
-        self._check()
+        whole = tuple(parameters(spec, stacked_experts=stacked))
+        self._check(whole)
+        self._parameters = tuple(cut(whole, spec, shard))
+        self._limits = Limits()
 
     def load(
         self,
@@ -108,41 +124,53 @@ class Checkpoint:
             if name == "embed" and self._spec.tied_embeddings:
                 name = "lm_head"
             storage = rounding(name)
-            if storage is not None and ops.quantise is not None:
+            stored = self._stored_as(parameter)
+            if storage is not None:
                 found = ops.quantise(name, torch.Size(parameter.shape), dtype, storage)
                 self._round(parameter, found)
-            elif ops.quantise is not None and self._is_stored_quantised(parameter):
-                whole = stacked([self._quantized(piece) for piece in parameter.pieces])
+            elif stored is None or (ops.widens and not ops.computes(stored)):
+                found = ops.pack(name, self._fill(parameter, dtype, device))
+            elif not ops.computes(stored):
+                raise CheckpointError(
+                    f"{self._folder}: '{parameter.name}' is stored as {stored}, with which the "
+                    f"kernels here ({ops.names['linear']}) do not compute"
+                )
+            elif stored.format == "int":
+                whole = stacked([self._integers(piece) for piece in parameter.pieces])
                 found = ops.quantise(name, whole.shape, dtype, whole.storage)
                 found.write(0, whole)
             else:
-                found = ops.pack(name, self._fill(parameter, dtype, device))
+                found = ops.quantise(name, torch.Size(parameter.shape), dtype, stored)
+                for piece in parameter.pieces:
+                    matrix, first = _place(piece, found)
+                    matrix.write(first, self._quantized(piece))
             weights[parameter.name] = found
+        self._warn_of_limits()
         return weights
 
-    def _is_stored_quantised(self, parameter: Parameter) -> bool:
-        """Return whether the integers of a parameter are computed with as they are stored.
-
-        Weights of experts are not: they become floats.
-        """
+    def _stored_as(self, parameter: Parameter) -> Storage | None:
+        """Return how the codes of a parameter are kept, None for one that is or becomes floats."""
         kinds = {bool(self._parts(piece)) for piece in parameter.pieces}
         if len(kinds) > 1:
             names = ", ".join(self._full_name(piece) for piece in parameter.pieces)
             raise CheckpointError(f"{self._folder}: only some of {names} are quantised")
-        return kinds == {True} and len(parameter.shape) == 2
+        if kinds != {True} or self._spec.stored_weights is None:
+            return None
+        return stored_as(self._spec.stored_weights, parameter)
 
     def _round(self, parameter: Parameter, weight: Any) -> None:
         """Write the pieces of a parameter into the matrix, or the experts' matrices, it becomes."""
         for piece in parameter.pieces:
-            first = next((part.start for part in piece.index if isinstance(part, slice)), 0)
-            number = [part for part in piece.index if isinstance(part, int)]
-            stack = list(weight) if len(piece.shape) == 3 else [weight]
-            matrices = [weight[number[0]]] if number else stack
+            matrix, first = _place(piece, weight)
+            matrices = list(matrix) if len(piece.shape) == 3 else [matrix]
             height = piece.shape[-2]
+            *_, taken_rows, taken_columns = piece.taken
+            low, high, _ = taken_rows.indices(height)
             for place, matrix in enumerate(matrices):
-                for start, rows in self._rows(piece, place * height, (place + 1) * height):
+                top = place * height
+                for start, rows in self._rows(piece, top + low, top + high):
                     try:
-                        matrix.write(first + start, rows)
+                        matrix.write(first + start, rows[:, taken_columns])
                     except ValueError as error:
                         name = self._full_name(piece)
                         raise CheckpointError(
@@ -196,9 +224,9 @@ class Checkpoint:
         nested = self._prefix.removesuffix("model.") + piece.tensor
         return nested if nested in self._stored else piece.tensor
 
-    def _check(self) -> None:
+    def _check(self, whole: Iterable[Parameter]) -> None:
         needed: dict[str, Part] = {}
-        for parameter in self._parameters:
+        for parameter in whole:
             for piece in parameter.pieces:
                 needed |= self._parts(piece) or {self._full_name(piece): Part(piece.shape, FLOATS)}
         missing = [n for n, part in needed.items() if n not in self._stored and not part.optional]
@@ -264,7 +292,7 @@ class Checkpoint:
             stored = self._stored.get(name)
             if stored is None:
                 continue
-            if stored.shape != part.shape:
+            if stored.shape not in (part.shape, part.also):
                 yield (
                     f"tensor '{name}' in {stored.file.name} has shape {list(stored.shape)}, "
                     f"config.json makes it {list(part.shape)}"
@@ -281,7 +309,9 @@ class Checkpoint:
             name = self._full_name(piece)
             part = target[piece.index] if piece.index else target
             stored = self._parts(piece)
-            part.copy_(self._quantized(piece).dequantize() if stored else self._read(name))
+            part.copy_(
+                self._quantized(piece).dequantize() if stored else self._read(name, piece.part)
+            )
             if dtype == torch.float16 and not part.isfinite().all():
                 raise CheckpointError(
                     f"{self._stored[name].file}: tensor '{name}' does not fit into float16; "
@@ -289,24 +319,47 @@ class Checkpoint:
                 )
         return target
 
-    def _quantized(self, piece: Piece) -> Quantized:
-        """Return a weight that is stored quantised."""
+    def _integers(self, piece: Piece) -> Quantized:
+        found = self._quantized(piece)
+        assert isinstance(found, Quantized)
+        return found
+
+    def _quantized(self, piece: Piece) -> Quantized | Float8:
+        """Return what is taken of a weight that is stored quantised."""
         parts, name = self._parts(piece), self._full_name(piece)
         assert self._spec.stored_weights is not None
         module = name.removesuffix("weight")
         found = {n.removeprefix(module): self._read(n) for n in parts if n in self._stored}
         try:
-            return unpack(self._spec.stored_weights, found, *piece.shape)
+            weight = unpack(self._spec.stored_weights, found, *piece.shape)
+            if isinstance(weight, Float8):
+                self._limits.add(name, weight)
+            return weight.part(*piece.taken) if piece.part else weight
         except CheckpointError as error:
             raise CheckpointError(f"tensor '{name}' in {self._folder}: {error.message}") from error
 
-    def _read(self, name: str) -> Tensor:
+    def _warn_of_limits(self) -> None:
+        if (words := self._limits.warning()) is not None:
+            logger.warning("%s: %s", self._folder, words)
+
+    def _read(self, name: str, part: tuple[slice, ...] = ()) -> Tensor:
         path = self._stored[name].file if name in self._stored else self._folder
         try:
-            tensor: Tensor = self._open[path].get_tensor(name)
+            handle = self._open[path]
+            if not part or isinstance(handle, GgufFile):
+                tensor: Tensor = handle.get_tensor(name)
+                return tensor[part]
+            tensor = handle.get_slice(name)[part]
         except (KeyError, OSError, SafetensorError) as error:
             raise CheckpointError(f"cannot read tensor '{name}' of {path}: {error}") from error
         return tensor
+
+
+def _place(piece: Piece, weight: Any) -> tuple[Any, int]:
+    """Return the matrix that a piece is part of, of experts one of them, and its first output."""
+    first = next((at.start for at in piece.index if isinstance(at, slice) and at.start), 0)
+    number = [part for part in piece.index if isinstance(part, int)]
+    return (weight[number[0]] if number else weight), first
 
 
 def _open(path: Path, files: ExitStack) -> Any:

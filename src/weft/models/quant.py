@@ -1,7 +1,7 @@
-"""Unpacks the weights of quantised checkpoints: AWQ, GPTQ and compressed-tensors.
+"""Unpacks the weights of quantised checkpoints: AWQ, GPTQ, compressed-tensors and FP8.
 
 Each format is a table of the tensors that stand for one weight, and a function from those tensors
-to ``Quantized``. Unpacking is exact: no integer, zero point or scale is changed.
+to ``Quantized`` or ``Float8``. Unpacking is exact: no code, zero point or scale is changed.
 """
 
 from __future__ import annotations
@@ -13,22 +13,59 @@ import torch
 from torch import Tensor
 
 from weft.core.errors import CheckpointError
+from weft.kernels.float8 import NOT_A_NUMBER, Float8
 from weft.kernels.quantized import Quantized
 from weft.models.quant_config import StoredWeights
 
 WORD = 32  # bits of the integers that values are packed into
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column that stands in each 4 bits of a word
 FLOATS = frozenset({"F16", "BF16", "F32"})
+FP8 = frozenset({"F8_E4M3"})
 INT32, INT8, INT64 = frozenset({"I32"}), frozenset({"I8"}), frozenset({"I64", "I32"})
+
+
+# A scale that maps the largest number of a row to the limit of FP8 leaves few others there: those
+# within rounding of it, 1.6 of 4096 normally distributed ones. More than these for each scale, in
+# more than so many of a million numbers, have been cut off.
+AT_LIMIT = 4
+CUT_OFF_PPM = 1000
+
+
+class Limits:
+    """Counts the numbers of FP8 weights that their scales have cut off."""
+
+    def __init__(self) -> None:
+        self._over: dict[str, float] = {}  # parts in a million, by the names of weights
+
+    def add(self, name: str, weight: Float8) -> None:
+        """Look at a weight that was read."""
+        extra = weight.saturated() - AT_LIMIT * int(torch.unique(weight.scales).numel())
+        ppm = 1e6 * extra / weight.values.numel()
+        if ppm > CUT_OFF_PPM:
+            self._over[name] = ppm
+
+    def warning(self) -> str | None:
+        """Say which weights have too many; None if none has."""
+        if not self._over:
+            return None
+        worst = max(self._over, key=lambda name: self._over[name])
+        return (
+            f"the scales of {len(self._over)} FP8 weights cut numbers off, most in '{worst}': "
+            f"{self._over[worst] / 1e4:.2g}% are at the limit, which may cost accuracy"
+        )
 
 
 @dataclass(frozen=True)
 class Part:
-    """One tensor of a stored weight; ``dtypes`` are those of safetensors that are taken."""
+    """One tensor of a stored weight; ``dtypes`` are those of safetensors that are taken.
+
+    ``also`` is another shape that is taken for the same numbers.
+    """
 
     shape: tuple[int, ...]
     dtypes: frozenset[str]
     optional: bool = False
+    also: tuple[int, ...] | None = None
 
 
 def parts_of(stored: StoredWeights, rows: int, columns: int) -> dict[str, Part]:
@@ -58,6 +95,11 @@ def parts_of(stored: StoredWeights, rows: int, columns: int) -> dict[str, Part]:
                 "scales": Part((groups, rows), FLOATS),
                 "g_idx": Part((columns,), INT32, optional=True),
             }
+        case "float-quantized" | "fp8":
+            one = Part((1,), FLOATS, also=())
+            scale = one if stored.one_scale else Part((rows, 1), FLOATS, also=(rows,))
+            parts = {"weight": Part((rows, columns), FP8), "weight_scale": scale}
+            return parts | ({"input_scale": one} if stored.inputs == "tensor" else {})
         case "pack-quantized":
             parts = {
                 "weight_packed": Part((rows, -(-columns // per_word)), INT32),
@@ -78,14 +120,16 @@ def _divides(unit: int, size: int, what: str) -> None:
 
 def unpack(
     stored: StoredWeights, tensors: Mapping[str, Tensor], rows: int, columns: int
-) -> Quantized:
+) -> Quantized | Float8:
     """Return the weight [rows, columns] that the tensors of ``parts_of`` hold.
 
     Raises:
-        CheckpointError: inputs are grouped in another order than their own, or a shape is stated
-            that is not the weight's.
+        CheckpointError: inputs are grouped in another order than their own, a shape is stated that
+            is not the weight's, or a number of FP8 or a scale of it is none.
     """
     match stored.method:
+        case "float-quantized" | "fp8":
+            return _float8(stored, tensors, rows)
         case "awq":
             return _awq(stored, tensors, columns)
         case "gptq":
@@ -142,6 +186,22 @@ def _plain(stored: StoredWeights, tensors: Mapping[str, Tensor], columns: int) -
         None if zeros is None else zeros.view(torch.uint8) ^ 128,
         columns,
     )
+
+
+def _float8(stored: StoredWeights, tensors: Mapping[str, Tensor], rows: int) -> Float8:
+    values, scales = tensors["weight"], tensors["weight_scale"].float().flatten().expand(rows)
+    wrong = int(((values.view(torch.uint8) & 0x7F) == NOT_A_NUMBER).sum())
+    if wrong:
+        raise CheckpointError(f"{wrong} numbers are NaN: they did not fit into FP8")
+    inputs: str | Tensor = stored.inputs
+    given = [scales]
+    if inputs == "tensor":
+        inputs = tensors["input_scale"].float().reshape(())
+        given.append(inputs.reshape(1))
+    for scale in given:
+        if not bool((scale.isfinite() & (scale >= 0)).all()) or not bool(scale.any()):
+            raise CheckpointError("a scale of FP8 is negative, zero or not finite")
+    return Float8(values, scales.contiguous(), inputs)
 
 
 def _fields(packed: Tensor, bits: int) -> Tensor:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from weft.models.config_reader import ConfigReader
 
-METHODS = ("awq", "compressed-tensors", "gptq")
+METHODS = ("awq", "compressed-tensors", "fp8", "gptq")
+FLOAT_METHODS = ("float-quantized", "fp8")
 GROUPS = (32, 64, 128)
 
 # Keys that steer how a checkpoint was made, or kernels of other engines.
@@ -25,6 +26,7 @@ model_file_base_name model_name_or_path model_seqlen module_name_preceding_first
 modules_in_block_to_quantize offload_to_disk pad_token_id quant_method static_groups tokenizer
 true_sequential use_cuda_fp16 use_exllama v2
 """
+_FP8_IGNORED = "ignored_layers modules_to_not_convert"
 _COMPRESSED_IGNORED = "global_compression_ratio ignore quantization_status version"
 
 
@@ -40,8 +42,18 @@ class StoredWeights:
     group: int | None  # inputs that share a scale; None: all of a row
     zeros: bool  # zero points are stored; else they are 2 ** (bits - 1)
     zero_offset: int = 0  # what is added to a stored zero point
+    one_scale: bool = False  # of FP8: one for all of a weight
+    inputs: str = "token"  # of FP8: how activations are rounded, see ``Storage``
+
+    @property
+    def is_float(self) -> bool:
+        """Whether the weights are FP8 and not integers."""
+        return self.method in FLOAT_METHODS
 
     def __str__(self) -> str:
+        if self.is_float:
+            name = "" if self.method == "fp8" else f"{self.method} "
+            return f"{name}fp8, a scale a {'weight' if self.one_scale else 'channel'}"
         grouped = "a scale a channel" if self.group is None else f"groups of {self.group}"
         return f"{self.method} int{self.bits}, {grouped}"
 
@@ -56,7 +68,8 @@ def read_stored_weights(config: ConfigReader) -> StoredWeights | None:
     if section is None:
         return None
     method = section.choice("quant_method", "", METHODS)
-    reader = {"awq": _awq, "gptq": _gptq, "compressed-tensors": _compressed}[method]
+    readers = {"awq": _awq, "gptq": _gptq, "fp8": _fp8, "compressed-tensors": _compressed}
+    reader = readers[method]
     stored = reader(section)
     section.finish()
     return stored
@@ -102,8 +115,21 @@ def _gptq(config: ConfigReader) -> StoredWeights:
     return StoredWeights("gptq", _bits(config, "bits", (4, 8)), _group(config), True, offset)
 
 
+def _fp8(config: ConfigReader) -> StoredWeights:
+    """FP8 with one scale a weight, as AutoFP8 writes it."""
+    if config.value("weight_block_size", None):
+        config.refuse("weight_block_size", config.value("weight_block_size"), "not supported")
+    if config.value("kv_cache_scheme", None):
+        config.refuse("kv_cache_scheme", config.value("kv_cache_scheme"), "not supported")
+    config.choice("fmt", "e4m3", ("e4m3",))
+    config.ignore(*_FP8_IGNORED.split())
+    scheme = config.choice("activation_scheme", "dynamic", ("dynamic", "static"))
+    inputs = "tensor" if scheme == "static" else "token"
+    return StoredWeights("fp8", 8, None, False, one_scale=True, inputs=inputs)
+
+
 def _compressed(config: ConfigReader) -> StoredWeights:
-    layout = config.choice("format", "", ("int-quantized", "pack-quantized"))
+    layout = config.choice("format", "", ("float-quantized", "int-quantized", "pack-quantized"))
     for key in ("kv_cache_scheme", "sparsity_config", "transform_config", "moe_sparsity_config"):
         if config.value(key, {}):
             config.refuse(key, config.value(key), "not supported")
@@ -119,25 +145,46 @@ def _compressed(config: ConfigReader) -> StoredWeights:
     if targets != ["Linear"]:
         scheme.refuse("targets", targets, "supported: ['Linear']")
     scheme.choice("format", layout, (layout,))
-    _check_activations(scheme)
     weights = scheme.section("weights")
     if weights is None:
         scheme.refuse("weights", None, "an object is needed")
-    stored = _compressed_weights(weights, layout)
+    if layout == "float-quantized":
+        stored = _compressed_floats(weights, _float_activations(scheme))
+    else:
+        _check_activations(scheme)
+        stored = _compressed_weights(weights, layout)
     weights.finish()
     scheme.finish()
     return stored
+
+
+def _compressed_floats(config: ConfigReader, inputs: str) -> StoredWeights:
+    config.choice("type", "int", ("float",))
+    bits = _bits(config, "num_bits", (8,))
+    strategy = config.choice("strategy", "tensor", ("tensor", "channel"))
+    _stored_scales(config)
+    for key in ("group_size", "actorder"):
+        if config.value(key, None) not in (None, False):
+            config.refuse(key, config.value(key), f"it contradicts the strategy '{strategy}'")
+    if not config.flag("symmetric", True):
+        config.refuse("symmetric", False, "supported: true")
+    one_scale = strategy == "tensor"
+    return StoredWeights("float-quantized", bits, None, False, one_scale=one_scale, inputs=inputs)
+
+
+def _stored_scales(config: ConfigReader) -> None:
+    config.ignore("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
+    if config.value("dynamic", False):
+        config.refuse("dynamic", True, "weights with stored scales are needed")
+    if config.value("block_structure", None):
+        config.refuse("block_structure", config.value("block_structure"), "not supported")
 
 
 def _compressed_weights(config: ConfigReader, layout: str) -> StoredWeights:
     config.choice("type", "int", ("int",))
     bits = _bits(config, "num_bits", (8,) if layout == "int-quantized" else (4, 8))
     strategy = config.choice("strategy", "group", ("channel", "group"))
-    config.ignore("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
-    if config.value("dynamic", False):
-        config.refuse("dynamic", True, "weights with stored scales are needed")
-    if config.value("block_structure", None):
-        config.refuse("block_structure", config.value("block_structure"), "not supported")
+    _stored_scales(config)
     if config.value("actorder", None) not in (None, False, "weight", "static"):
         config.refuse("actorder", config.value("actorder"), "supported: weight, static, null")
     group = _group(config)
@@ -146,17 +193,43 @@ def _compressed_weights(config: ConfigReader, layout: str) -> StoredWeights:
     return StoredWeights(layout, bits, group, not config.flag("symmetric", True))
 
 
-def _check_activations(scheme: ConfigReader) -> None:
-    """Take activations that are rounded to 8 bits as they come, as the kernels do by themselves."""
+def _float_activations(scheme: ConfigReader) -> str:
+    """Return ``Storage.inputs`` of weights in FP8."""
+    given = _input_activations(scheme)
+    if given is None:
+        return "float"
+    given.choice("type", "int", ("float",))
+    _bits(given, "num_bits", (8,))
+    dynamic = given.flag("dynamic", False)
+    strategy = given.choice("strategy", "tensor", ("token", "tensor"))
+    if (strategy == "token") != dynamic:
+        given.refuse("strategy", strategy, "supported: token if dynamic, else tensor")
+    if not given.flag("symmetric", True):
+        given.refuse("symmetric", False, "supported: true")
+    _finish_activations(given)
+    return "token" if dynamic else "tensor"
+
+
+def _input_activations(scheme: ConfigReader) -> ConfigReader | None:
     if scheme.value("output_activations", None) is not None:
         scheme.refuse("output_activations", scheme.value("output_activations"), "not supported")
-    given = scheme.section("input_activations")
+    return scheme.section("input_activations")
+
+
+def _finish_activations(given: ConfigReader) -> None:
+    given.ignore("observer", "observer_kwargs", "group_size")
+    given.ignore("scale_dtype", "zp_dtype", "block_structure", "actorder")
+    given.finish()
+
+
+def _check_activations(scheme: ConfigReader) -> None:
+    """Take activations that are rounded to 8 bits as they come, as the kernels do by themselves."""
+    given = _input_activations(scheme)
     if given is None:
         return
     given.choice("type", "int", ("int",))
     _bits(given, "num_bits", (8,))
     if not given.flag("dynamic", False):
         given.refuse("dynamic", False, "scales of activations must be dynamic")
-    given.ignore("strategy", "symmetric", "observer", "observer_kwargs", "group_size")
-    given.ignore("scale_dtype", "zp_dtype", "block_structure", "actorder")
-    given.finish()
+    given.ignore("strategy", "symmetric")
+    _finish_activations(given)

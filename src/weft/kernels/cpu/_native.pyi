@@ -74,6 +74,9 @@ class Packer:
         samples: tuple[bool, ...],
         guessed: tuple[int, ...],
     ) -> tuple[int, int, int, int]: ...
+    def pack_tables(
+        self, windows: list[int], blocks: NDArray[np.int32], starts: NDArray[np.int32]
+    ) -> int: ...
 
 def choose(
     logits: int,

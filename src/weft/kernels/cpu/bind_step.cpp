@@ -77,6 +77,17 @@ class Packer {
     return nb::make_tuple(size, filled.tokens, filled.samples, filled.blocks);
   }
 
+  // The tables of what was packed last: int32 [capacity] and [groups, rows]; see pack.hpp.
+  int64_t pack_tables(const std::vector<int64_t>& windows, Array<int32_t, 1> blocks,
+                      Array<int32_t, 2> starts) {
+    if (windows.size() != tables_.size() || starts.shape(0) != tables_.size()) {
+      throw nb::value_error("windows or places of tables differ from the groups in number");
+    }
+    return weft::pack_tables(planned_, memory_, windows,
+                             {blocks.data(), static_cast<int64_t>(blocks.shape(0)), starts.data(),
+                              static_cast<int64_t>(starts.shape(1))});
+  }
+
  private:
   weft::StepMemory memory_{};
   std::vector<weft::PlannedRow> planned_;
@@ -119,7 +130,9 @@ void bind_step(nb::module_& m) {
       .def("write_to", &Packer::write_to, nb::arg("numbers"), nb::arg("bounds"), nb::arg("slots"),
            nb::arg("block_tables"))
       .def("pack", &Packer::pack, nb::arg("rows"), nb::arg("starts"), nb::arg("counts"),
-           nb::arg("samples"), nb::arg("guessed"));
+           nb::arg("samples"), nb::arg("guessed"))
+      .def("pack_tables", &Packer::pack_tables, nb::arg("windows"), nb::arg("blocks"),
+           nb::arg("starts"));
   m.def("choose", &choose, nb::arg("logits"), nb::arg("size"), nb::arg("settings"),
         nb::arg("draws"), nb::arg("tokens"), nb::arg("finite"));
   m.def("uniform", &uniform, nb::arg("seeds"), nb::arg("counters"), nb::arg("numbers"));

@@ -11,19 +11,47 @@ from weft.kernels.cpu import _native
 
 
 def choose(
-    logits: Tensor, settings: NDArray[np.float64], draws: NDArray[np.float64]
-) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Return a token for each row, and whether its logits are finite; see ``choice.choose``.
+    logits: Tensor,
+    settings: Tensor,
+    seeds: Tensor,
+    counters: Tensor,
+    tokens: Tensor,
+    finite: Tensor,
+) -> None:
+    """Choose a token for each row; see ``ops.Choose``.
 
     Raises:
         ValueError: shapes or types do not fit.
     """
-    rows, size = logits.shape
+    draws = uniform(seeds.numpy(), counters.numpy())
+    _choose(logits, settings.numpy(), draws, tokens.numpy(), finite.numpy())
+
+
+def choose_by(
+    logits: Tensor, settings: NDArray[np.float64], draws: NDArray[np.float64]
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Return a token for each row, and whether its logits are finite; see ``choice.choose_by``.
+
+    Raises:
+        ValueError: shapes or types do not fit.
+    """
+    rows = len(logits)
+    tokens, finite = np.empty(rows, np.int64), np.empty(rows, np.bool_)
+    _choose(logits, settings, draws, tokens, finite)
+    return tokens, finite
+
+
+def _choose(
+    logits: Tensor,
+    settings: NDArray[np.float64],
+    draws: NDArray[np.float64],
+    tokens: NDArray[np.int64],
+    finite: NDArray[np.bool_],
+) -> None:
+    size = logits.shape[1]
     if logits.dtype != torch.float32 or not logits.is_contiguous() or not logits.is_cpu or not size:
         raise ValueError(f"cannot choose from {list(logits.shape)} of {logits.dtype}")
-    tokens, finite = np.empty(rows, np.int64), np.empty(rows, np.bool_)
     _native.choose(logits.data_ptr(), size, settings, draws, tokens, finite)
-    return tokens, finite
 
 
 def uniform(seeds: NDArray[np.int64], counters: NDArray[np.int64]) -> NDArray[np.float64]:

@@ -2,65 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
 
 import torch
 from torch import Tensor
 
 from weft.kernels.cpu import _native
 from weft.kernels.cpu.matrix import Matrix
+from weft.kernels.parts import Biases, Norms, Shape, check_parts
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}  # the numbers of `Activation` in panel.hpp
-
-
-@dataclass(frozen=True)
-class Norms:
-    """Weights of the norms of a layer of hidden size C, None where it has none.
-
-    ``qk_norm`` has one weight per head: [H + Hkv, D].
-    """
-
-    input_norm: Tensor  # [C]
-    mlp_norm: Tensor  # [C]
-    qk_norm: Tensor | None
-    post_attention_norm: Tensor | None  # [C]
-    post_mlp_norm: Tensor | None  # [C]
-
-
-@dataclass(frozen=True)
-class Biases:
-    """Biases of the products of a layer, None where it has none."""
-
-    qkv_bias: Tensor | None
-    output_bias: Tensor | None
-    gate_up_bias: Tensor | None
-    down_bias: Tensor | None
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What a layer is beside its weights."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    norm_eps: float
-    norm_plus_one: bool  # norms multiply by 1 + weight
-    activation: str  # one of ``ACTIVATIONS``
 
 
 class Layer:
     """Native ``pre`` and ``post`` of one layer, bound to its weights."""
 
     def __init__(
-        self, shape: Shape, matrices: dict[str, Matrix], norms: Norms, biases: Biases
+        self,
+        shape: Shape,
+        matrices: dict[str, Matrix],
+        norms: Norms,
+        biases: Biases,
+        mixture: object = None,
     ) -> None:
         """Bind the matrices ``qkv``, ``output``, ``gate_up`` (gated) and ``down``.
 
         Raises:
-            ValueError: shapes or dtypes do not fit together.
+            ValueError: shapes or dtypes do not fit together, or there is a ``mixture`` of experts.
         """
-        _check(shape, matrices, norms, biases)
+        if mixture is not None:
+            raise ValueError("layers of experts run op by op on a CPU")
+        check_parts(shape, matrices, norms, biases)
+        if not matrices["gate_up"].gated:
+            raise ValueError("gate_up must be packed as a gated matrix")
         self._shape = shape
         self._hidden = matrices["qkv"].shape[1]
         self._dtype = matrices["qkv"].dtype
@@ -143,32 +117,3 @@ class Layer:
                 f"{self._hidden} in {self._dtype}"
             )
         return tokens
-
-
-def _check(shape: Shape, matrices: dict[str, Matrix], norms: Norms, biases: Biases) -> None:
-    hidden, size = matrices["qkv"].shape[1], matrices["down"].shape[1]
-    dtype = matrices["qkv"].dtype
-    heads, dim = shape.heads, shape.head_dim
-    qkv = (heads + 2 * shape.kv_heads) * dim
-    wanted = {
-        "qkv": (qkv, hidden),
-        "output": (hidden, heads * dim),
-        "gate_up": (2 * size, hidden),
-        "down": (hidden, size),
-        "qkv_bias": (qkv,),
-        "output_bias": (hidden,),
-        "gate_up_bias": (2 * size,),
-        "down_bias": (hidden,),
-        "qk_norm": (heads + shape.kv_heads, dim),
-        **dict.fromkeys(
-            ("input_norm", "mlp_norm", "post_attention_norm", "post_mlp_norm"), (hidden,)
-        ),
-    }
-    for name, given in {**matrices, **vars(norms), **vars(biases)}.items():
-        if given is not None and (tuple(given.shape) != wanted[name] or given.dtype != dtype):
-            raise ValueError(
-                f"{name} {list(given.shape)} of {given.dtype}: expected {list(wanted[name])} of "
-                f"{dtype}"
-            )
-    if not matrices["gate_up"].gated:
-        raise ValueError("gate_up must be packed as a gated matrix")

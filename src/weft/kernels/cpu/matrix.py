@@ -14,13 +14,9 @@ from torch.nn import functional
 
 from weft.kernels.cpu import _native
 from weft.kernels.quantized import Quantized
-from weft.kernels.storage import Storage
+from weft.kernels.storage import MULTIPLIED, Storage
 
 FORMATS = {0: "float32", 1: "bfloat16", 2: "int8", 3: "int4"}  # by `Format` in panel.hpp
-PACKED = {
-    *("qkv", "output", "gate_up", "down", "lm_head", "router", "expert_gate_up", "expert_down"),
-    *("input_gate", "input_projection", "per_layer_projection"),
-}  # by the names of ``layout.parameters``, without the layer
 _CODES = {torch.float32: 0, torch.bfloat16: 1}  # those of `DType` in tensor.hpp
 _SCALE_CODES = {"float32": 0, "bfloat16": 1, "float16": 2}
 
@@ -171,11 +167,16 @@ def embedding(ids: Tensor, table: Tensor | Matrix) -> Tensor:
 def pack(parameter: str, tensor: Tensor) -> Tensor | Matrix | tuple[Matrix, ...]:
     """Pack the parameters that ``linear`` multiplies with; see ``ops.Pack``."""
     name = parameter.rpartition(".")[2]
-    if name not in PACKED:
+    if name not in MULTIPLIED:
         return tensor
     if tensor.dim() == 3:
         return tuple(Matrix(expert) for expert in tensor)
     return Matrix(tensor, gated=name == "gate_up")
+
+
+def computes(storage: Storage) -> bool:
+    """Whether there are kernels for weights that are stored so: there are for all integers."""
+    return storage.format == "int"
 
 
 def quantised(

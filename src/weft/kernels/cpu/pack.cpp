@@ -68,4 +68,28 @@ StepSize pack(const std::vector<PlannedRow>& planned, const StepMemory& memory) 
   return {token, sample, blocks};
 }
 
+int64_t pack_tables(const std::vector<PlannedRow>& planned, const StepMemory& memory,
+                    const std::vector<int64_t>& windows, const RaggedTables& to) {
+  if (static_cast<int64_t>(planned.size()) > to.rows) {
+    throw std::out_of_range("there are fewer places for tables than rows");
+  }
+  int64_t end = 0;
+  for (size_t g = 0; g < memory.groups.size(); ++g) {
+    const auto& group = memory.groups[g];
+    int32_t* starts = to.starts + static_cast<int64_t>(g) * to.rows;
+    for (const PlannedRow& part : planned) {
+      const int64_t tokens = part.start + part.count;
+      const int64_t used = (tokens + memory.block_size - 1) / memory.block_size;
+      if (end + used > to.capacity) throw std::out_of_range("block tables outgrow their memory");
+      *starts++ = static_cast<int32_t>(end);
+      std::copy_n(group.tables + part.row * group.max_blocks, used, to.blocks + end);
+      const int64_t unseen = std::max<int64_t>(0, part.start - windows[g] + 1) / memory.block_size;
+      if (windows[g] > 0) std::fill_n(to.blocks + end, unseen, -1);
+      end += used;
+    }
+    std::fill(starts, to.starts + static_cast<int64_t>(g + 1) * to.rows, 0);
+  }
+  return end;
+}
+
 }  // namespace weft

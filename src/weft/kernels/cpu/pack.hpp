@@ -39,4 +39,18 @@ struct StepSize {
 // Throws std::out_of_range where a plan does not fit the rows.
 StepSize pack(const std::vector<PlannedRow>& planned, const StepMemory& memory);
 
+// Block tables one behind the other, those of a group after those of the one before it.
+struct RaggedTables {
+  int32_t* blocks;  // [capacity]
+  int64_t capacity;
+  int32_t* starts;  // [groups, rows]: where a row's table begins
+  int64_t rows;     // of which those beyond the planned ones get 0
+};
+
+// Writes the tables up to the last block of each row; -1 for blocks that lie wholly before the
+// window of the row's first token. `windows` has one entry for each group, 0 for none. Returns the
+// number of entries; throws std::out_of_range if there is no room for them.
+int64_t pack_tables(const std::vector<PlannedRow>& planned, const StepMemory& memory,
+                    const std::vector<int64_t>& windows, const RaggedTables& to);
+
 }  // namespace weft

@@ -8,9 +8,7 @@
 
 #include "simd.hpp"
 
-#if defined(__AVX512BF16__)
-#include <immintrin.h>
-#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 #include <arm_neon.h>
 #endif
 

@@ -1,0 +1,108 @@
+"""Activated gates times the values beside them, and rounded for a product that follows."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.kernels.float8 import Rounded
+from weft.kernels.triton.fp8 import codes_dtype, row_scale, to_e4m3
+from weft.kernels.triton.launch import last_contiguous
+
+ACTIVATIONS = ("silu", "gelu_tanh")
+_BLOCK = 1024
+_ROW_BLOCK = 4096  # numbers that a program looks at at once which rounds a whole row
+
+
+@triton.jit
+def activated(gate, GELU: tl.constexpr):
+    """Return silu or gelu (by tanh) of float32 numbers; see ``reference.activate``."""
+    if GELU:
+        # (1 + tanh(z)) / 2 = 1 / (1 + exp(-2 z)), z = sqrt(2 / pi) (x + 0.044715 x^3)
+        turn = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    else:
+        turn = gate
+    return gate / (1.0 + tl.exp(-turn))
+
+
+@triton.jit
+def _product(gate_up, column, SIZE: tl.constexpr, GELU: tl.constexpr):
+    """Activated gates times values in float32; see ``reference.act_mul``."""
+    mask = column < SIZE
+    gate = tl.load(gate_up + column, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + SIZE + column, mask=mask, other=0.0).to(tl.float32)
+    return activated(gate, GELU) * up
+
+
+@triton.jit
+def _act_mul(
+    gate_up, out, stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    y = _product(gate_up + row * stride, column, SIZE, GELU)
+    tl.store(out + row * SIZE + column, y.to(out.dtype.element_ty), mask=column < SIZE)
+
+
+@triton.jit
+def _act_mul_round(
+    gate_up, static, out, scales, stride,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr, STATIC: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    most = tl.zeros([BLOCK], tl.float32)
+    wrong = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, SIZE, BLOCK):
+        y = _product(gate_up + row * stride, start + tl.arange(0, BLOCK), SIZE, GELU)
+        y = y.to(gate_up.dtype.element_ty).to(tl.float32)
+        most = tl.maximum(most, tl.abs(y))
+        wrong |= ((y - y) != 0.0).to(tl.int32)
+    finite = tl.max(wrong, axis=0) == 0
+    scale, factor = row_scale(tl.max(most, axis=0), finite, static, STATIC)
+    tl.store(scales + row, scale)
+    for start in range(0, SIZE, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        y = _product(gate_up + row * stride, column, SIZE, GELU)
+        y = y.to(gate_up.dtype.element_ty).to(tl.float32)
+        y = to_e4m3(tl.where(finite, y * factor, 0.0))
+        tl.store(out + row * SIZE + column, y.to(out.dtype.element_ty), mask=column < SIZE)
+
+
+def act_mul(gate_up: Tensor, activation: str) -> Tensor:
+    """Return activation(gate) * up of ``gate_up`` [T, 2I], gate first -> [T, I].
+
+    Raises:
+        ValueError: the activation is not known, or the shape does not fit.
+    """
+    gate_up, rows, size = _check(gate_up, activation)
+    out = torch.empty((rows, size), dtype=gate_up.dtype, device=gate_up.device)
+    if rows:
+        _act_mul[(rows, triton.cdiv(size, _BLOCK))](
+            gate_up, out, gate_up.stride(0), SIZE=size, BLOCK=_BLOCK,
+            GELU=activation == "gelu_tanh", num_warps=4, num_stages=1,
+        )  # fmt: skip
+    return out
+
+
+def act_mul_for(inputs: str | Tensor, gate_up: Tensor, activation: str) -> Tensor | Rounded:
+    """Return ``act_mul`` as a product with such ``inputs`` takes it; see ``float8.Float8``."""
+    if isinstance(inputs, str) and inputs == "float":
+        return act_mul(gate_up, activation)
+    gate_up, rows, size = _check(gate_up, activation)
+    out = torch.empty((rows, size), dtype=codes_dtype(gate_up.device), device=gate_up.device)
+    scales = torch.empty(rows, dtype=torch.float32, device=gate_up.device)
+    if rows:
+        _act_mul_round[(rows,)](
+            gate_up, inputs if isinstance(inputs, Tensor) else None, out, scales,
+            gate_up.stride(0), SIZE=size, BLOCK=_ROW_BLOCK, GELU=activation == "gelu_tanh",
+            STATIC=isinstance(inputs, Tensor), num_warps=8, num_stages=1,
+        )  # fmt: skip
+    return Rounded(out, scales)
+
+
+def _check(gate_up: Tensor, activation: str) -> tuple[Tensor, int, int]:
+    if activation not in ACTIVATIONS or gate_up.dim() != 2 or gate_up.shape[1] % 2:
+        raise ValueError(f"no kernel for {activation} of {list(gate_up.shape)}")
+    return last_contiguous(gate_up), gate_up.shape[0], gate_up.shape[1] // 2

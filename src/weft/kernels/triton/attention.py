@@ -1,0 +1,225 @@
+"""Paged attention on GPUs: K and V into the cache, rows of few tokens in splits, longer rows.
+
+Grids, workspace and the number of splits depend on shapes only; what differs from step to step is
+read from device memory. So one captured graph serves every step of its shapes. A token's result
+depends on its own context, and on whether its row has few tokens or more, but on no other row.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from weft.kernels.kv_storage import row_size
+from weft.kernels.triton import attend, kv_write
+from weft.kernels.triton.device import has_fp8, shared_bytes
+from weft.kernels.triton.launch import interpreted, power_of_2
+from weft.kernels.triton.storage import as_bytes, scales_of
+from weft.kernels.triton.tiles import Heads, Plan, padded, plan
+
+if TYPE_CHECKING:
+    from weft.kernels.ops import AttentionBatch
+    from weft.kernels.tuning import Tuning
+
+__all__ = ["paged_attention", "plan_for"]
+
+_FLOATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+# Programs that share the splits of all rows: more than a GPU runs at once. Results are the same.
+_PROGRAMS = 4 if interpreted() else 8192
+
+
+def paged_attention(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    tuning: Tuning | None = None,
+) -> Tensor:
+    """Write K and V, then attend; see ``reference.paged_attention``.
+
+    The factors of products are of the type of q, their sums float32. Slots, tables and lengths are
+    not checked, since they are in device memory.
+
+    Args:
+        q: like ``k`` and ``v``, it may be a view into a fused matrix: only the last dimension must
+            be contiguous.
+        k_cache, v_cache: heads and blocks may lie anywhere, the bytes of one head of one block must
+            lie together.
+        tuning: where tiles and splits come from; without one by rule.
+
+    Raises:
+        ValueError: shapes or types do not fit; nothing has been written then.
+        KernelUnavailable: the tuning is a file that has no launch for the shape; as above.
+    """
+    _check(q, k, v, k_cache, v_cache, batch)
+    if window is not None and window < 1:
+        raise ValueError(f"window is {window}; it must be at least 1, or None")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap is {softcap}; it must be positive, or None")
+    chosen = plan_for(q, k_cache, batch.most_queries, tuning)
+    tokens, heads, dim = q.shape
+    rows, out = len(batch.context_len), torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if rows == 0 or tokens == 0:
+        return out.zero_()
+    if k is not None and v is not None:
+        kv_write.write(k_cache, v_cache, k, v, batch.slots)
+    common = {
+        "q": q,
+        "keys": _numbers(k_cache),
+        "values": _numbers(v_cache),
+        "key_scales": scales_of(k_cache),
+        "value_scales": scales_of(v_cache),
+        "tables": batch.block_tables,
+        "table_start": batch.table_start,
+        "query_start": batch.query_start,
+        "context_len": batch.context_len,
+        "out": out,
+        "rows": rows,
+        "stride_qt": q.stride(0),
+        "stride_qh": q.stride(1),
+        "stride_kb": k_cache.stride(0),
+        "stride_kh": k_cache.stride(1),
+        "stride_vb": v_cache.stride(0),
+        "stride_vh": v_cache.stride(1),
+        "stride_table": batch.block_tables.stride(0),
+        "scale": scale,
+        "softcap": softcap or 1.0,
+        "HEADS": heads,
+        "GROUP": heads // k_cache.shape[1],
+        "DIM": dim,
+        "PADDED": padded(dim),
+        "BLOCK_SIZE": batch.block_size,
+        "WINDOW": window or 0,
+        "SOFTCAP": softcap is not None,
+        "TYPE": _factor_type(q.dtype),
+    }
+    _few(chosen, tokens, common)
+    if min(batch.most_queries or tokens, tokens) > chosen.few:
+        _more(chosen, tokens, common)
+    return out
+
+
+def plan_for(
+    q: Tensor, k_cache: Tensor, most_queries: int | None, tuning: Tuning | None = None
+) -> Plan:
+    """Return how queries q [T, H, D] over a cache are computed. Raises as ``tiles.plan``."""
+    heads, kv_heads = q.shape[1], k_cache.shape[1]
+    if heads == 0 or kv_heads == 0 or heads % kv_heads:
+        raise ValueError(
+            f"{heads} query heads are no multiple of the {kv_heads} heads of the cache"
+        )
+    found = Heads(kv_heads, heads // kv_heads, q.shape[2], q.dtype, k_cache.dtype)
+    return plan(found, most_queries, shared_bytes(q.device), tuning)
+
+
+def _few(chosen: Plan, tokens: int, common: dict[str, Any]) -> None:
+    """Compute rows of at most ``chosen.few`` tokens: their splits, then the sums of these."""
+    rows, heads, dim = common["rows"], common["HEADS"], common["DIM"]
+    kv_heads = heads // common["GROUP"]
+    programs = min(chosen.splits, max(1, _PROGRAMS // power_of_2(rows * kv_heads)))
+    places = min(tokens, rows * chosen.few)
+    device = common["q"].device
+    sums = torch.empty(places, heads, chosen.splits, dim, dtype=torch.float32, device=device)
+    stats = torch.empty(places, heads, chosen.splits, 2, dtype=torch.float32, device=device)
+    splitting = {
+        "partial_sums": sums,
+        "partial_stats": stats,
+        "BLOCK_N": chosen.decode.block_n,
+        "SPLITS": chosen.splits,
+        "LEAST": chosen.least,
+        "tokens": tokens,
+    }
+    attend.decode_kernel[(rows, kv_heads, programs)](
+        **common, **splitting, BLOCK_M=chosen.decode.block_m,
+        num_warps=chosen.decode.warps, num_stages=chosen.decode.stages,
+    )  # fmt: skip
+    names = ("query_start", "context_len", "out", "rows", "HEADS", "DIM", "PADDED", "WINDOW")
+    attend.merge_kernel[(rows, heads)](
+        **{name: common[name] for name in names}, **splitting, FEW=chosen.few,
+        num_warps=8 if common["PADDED"] > 256 else 4, num_stages=1,
+    )  # fmt: skip
+
+
+def _more(chosen: Plan, tokens: int, common: dict[str, Any]) -> None:
+    """Compute rows of more than ``chosen.few`` tokens."""
+    rows, group, tile = common["rows"], common["GROUP"], chosen.prefill
+    attend.prefill_kernel[(tokens // (tile.block_m // group) + rows, common["HEADS"] // group)](
+        **common, FEW=chosen.few, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+
+def _numbers(cache: Tensor) -> Tensor:
+    """Return what the kernels read codes from: E4M3 as bytes where the GPU has no such type."""
+    return cache if has_fp8(cache.device) else as_bytes(cache)
+
+
+def _factor_type(dtype: torch.dtype) -> tl.dtype:
+    """The type of products' factors; the interpreter cannot multiply bfloat16."""
+    return tl.float32 if interpreted() and dtype == torch.bfloat16 else _FLOATS[dtype]
+
+
+def _check(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    batch: AttentionBatch,
+) -> None:
+    """Raise ValueError unless shapes, types and strides fit."""
+    if (k is None) != (v is None):
+        raise ValueError("k and v must both be given, or neither")
+    if q.dtype not in _FLOATS:
+        raise ValueError(f"q of shape {list(q.shape)} has type {q.dtype}; it must be a float")
+    tokens, _, dim = q.shape
+    for name, fresh in (("q", q), ("k", k), ("v", v)):
+        if fresh is not None and fresh.stride(2) != 1:
+            raise ValueError(f"{name} must be contiguous in its last dimension")
+    row = row_size(k_cache.dtype, dim)
+    for name, cache_ in (("k_cache", k_cache), ("v_cache", v_cache)):
+        shape = (*k_cache.shape[:2], batch.block_size, row)
+        if cache_.shape != shape or cache_.dtype != k_cache.dtype:
+            raise ValueError(
+                f"{name} has shape {list(cache_.shape)} of {cache_.dtype}, expected {list(shape)} "
+                f"of {k_cache.dtype}"
+            )
+        if cache_.stride()[2:] != (row, 1):
+            raise ValueError(f"{name} must hold the rows of a head of a block one after another")
+    for name, fresh in (("k", k), ("v", v)):
+        if fresh is not None and fresh.shape != (tokens, k_cache.shape[1], dim):
+            raise ValueError(
+                f"{name} has shape {list(fresh.shape)}, expected {[tokens, k_cache.shape[1], dim]}"
+            )
+    _check_batch(batch, tokens)
+
+
+def _check_batch(batch: AttentionBatch, tokens: int) -> None:
+    rows = len(batch.context_len)
+    tables, flat = batch.block_tables, batch.table_start is not None
+    wanted = {
+        "context_len": (batch.context_len, (rows,), torch.int32),
+        "query_start": (batch.query_start, (rows + 1,), torch.int32),
+        "slots": (batch.slots, (tokens,), torch.int64),
+        "block_tables": (tables, tables.shape[:1] if flat else (rows, tables.shape[-1]), None),
+        "table_start": (batch.table_start, (rows,), torch.int32),
+    }
+    for name, (tensor, shape, dtype) in wanted.items():
+        if tensor is None:
+            continue
+        if tensor.shape != shape or tensor.dtype != (dtype or torch.int32):
+            raise ValueError(
+                f"{name} has shape {list(tensor.shape)} of {tensor.dtype}, expected {list(shape)} "
+                f"of {dtype or torch.int32}"
+            )
+        if tensor.numel() and tensor.stride(-1) != 1:
+            raise ValueError(f"{name} must be contiguous in its last dimension")

@@ -1,0 +1,140 @@
+"""The product of a few rows with a weight in Triton, split along the inputs in a fixed order.
+
+Weights are the left operand, tokens the right one: the tensor cores of Hopper want at least 64 rows
+on the left, and a decode step has fewer tokens than that. Sums are float32. A call splits the
+inputs into SPLITS parts, each summed in ascending order by one program, and a second kernel adds
+the parts in ascending order: the same bits every time, without atomics.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from weft.kernels.triton.fp8 import from_bits
+
+
+@triton.jit
+def operand(values, OPERAND: tl.constexpr, BITS: tl.constexpr):
+    """Turn loaded numbers into what ``tl.dot`` takes; BITS: they are the bits of E4M3."""
+    if BITS:
+        return from_bits(values).to(OPERAND)
+    return values.to(OPERAND)
+
+
+@triton.jit
+def finish(
+    acc, row_scale, scale, bias, residual, rows, columns, inside, stride, FLAGS: tl.constexpr
+):
+    """Return scales times sums, plus bias and residual, in float32.
+
+    Args:
+        acc: sums of any shape to which ``rows`` and ``columns`` broadcast.
+        FLAGS: 1: a scale for each row, 2: one for each output, 4: bias, 8: residual.
+    """
+    if FLAGS & 1:
+        acc *= tl.load(row_scale + rows, mask=inside, other=0.0)
+    if FLAGS & 2:
+        acc *= tl.load(scale + columns, mask=inside, other=0.0)
+    if FLAGS & 4:
+        acc += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+    if FLAGS & 8:
+        acc += tl.load(residual + rows * stride + columns, mask=inside, other=0.0).to(tl.float32)
+    return acc
+
+
+@triton.jit(do_not_specialize=["M"])
+def gemm(
+    x,  # [M, K]
+    w,  # [N, K]
+    row_scale,  # [M] float32
+    scale,  # [N] float32
+    bias,  # [N]
+    residual,  # [M, N]
+    out,  # [M, N], or parts [SPLITS, M, N] float32
+    M,
+    x_stride,
+    residual_stride,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    OPERAND: tl.constexpr,
+    BITS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EXACT: tl.constexpr,
+    FLAGS: tl.constexpr,
+):
+    """One block of outputs of one block of rows, summed over one part of the inputs.
+
+    EXACT: with FP8, inputs after which sums go on in float32 proper: the tensor cores of Hopper add
+    FP8 products with 14 bits of mantissa (DeepSeek-V3 2024, section 3.3.2). None: not FP8.
+
+    Grid: (blocks of rows * blocks of outputs, SPLITS); the blocks of rows that share a block of
+    weights are neighbours, so that it is read from memory once.
+    """
+    row_blocks = tl.cdiv(M, BLOCK_M)
+    block, part = tl.program_id(0), tl.program_id(1)
+    m = (block % row_blocks) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = (block // row_blocks) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m_in, n_in = m < M, n < N
+    STEPS: tl.constexpr = (K + BLOCK_K * SPLITS - 1) // (BLOCK_K * SPLITS)
+    EVEN: tl.constexpr = K % (BLOCK_K * SPLITS) == 0
+    first = part * (STEPS * BLOCK_K)
+    k = first + tl.arange(0, BLOCK_K)
+    w_at = w + n.to(tl.int64)[:, None] * K + k[None, :]
+    x_at = x + m.to(tl.int64)[None, :] * x_stride + k[:, None]
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for step in range(STEPS):
+        if EVEN:
+            weights = tl.load(w_at, mask=n_in[:, None], other=0.0)
+            rows = tl.load(x_at, mask=m_in[None, :], other=0.0)
+        else:
+            k_in = k + step * BLOCK_K < K
+            weights = tl.load(w_at, mask=n_in[:, None] & k_in[None, :], other=0.0)
+            rows = tl.load(x_at, mask=m_in[None, :] & k_in[:, None], other=0.0)
+        acc = tl.dot(
+            operand(weights, OPERAND, BITS),
+            rows.to(OPERAND),
+            acc,
+            input_precision=PRECISION,
+            max_num_imprecise_acc=EXACT,
+        )
+        w_at += BLOCK_K
+        x_at += BLOCK_K
+    rows, columns = m.to(tl.int64)[None, :], n[:, None]
+    inside = n_in[:, None] & m_in[None, :]
+    if SPLITS == 1:
+        acc = finish(
+            acc, row_scale, scale, bias, residual, rows, columns, inside, residual_stride, FLAGS
+        )
+    place = (part.to(tl.int64) * M + rows) * N + columns
+    tl.store(out + place, acc.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["M"])
+def add_parts(
+    parts,  # [SPLITS, M, N] float32
+    row_scale,
+    scale,
+    bias,
+    residual,
+    out,  # [M, N]
+    M,
+    residual_stride,
+    N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    FLAGS: tl.constexpr,
+):
+    """Add the parts of ``gemm`` in ascending order and finish. Grid: (M, blocks of outputs)."""
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64) + tl.zeros([BLOCK], tl.int64)
+    inside = n < N
+    acc = tl.zeros([BLOCK], tl.float32)
+    for part in tl.static_range(SPLITS):
+        acc += tl.load(parts + (part * M + row) * N + n, mask=inside, other=0.0)
+    acc = finish(acc, row_scale, scale, bias, residual, row, n, inside, residual_stride, FLAGS)
+    tl.store(out + row * N + n, acc.to(out.dtype.element_ty), mask=inside)

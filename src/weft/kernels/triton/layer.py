@@ -1,0 +1,132 @@
+"""The two parts of a layer that are not attention, made of fused kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from weft.kernels.float8 import Rounded
+from weft.kernels.parts import Biases, Norms, Shape, check_parts
+from weft.kernels.triton.activation import act_mul_for
+from weft.kernels.triton.matrix import Matrix, linear
+from weft.kernels.triton.norm import NormKind, add, add_norm, norm
+from weft.kernels.triton.rope import HeadNorm, Places, rotate
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A residual that the next norm adds up.
+
+    Attributes:
+        base: [T, C].
+        more: [T, C], what is still to be added; None for nothing.
+        post: [C], the weight of a norm of ``more`` before that; None for none.
+    """
+
+    base: Tensor
+    more: Tensor | None = None
+    post: Tensor | None = None
+
+
+class Layer:
+    """``pre`` and ``post`` of one layer, bound to its weights; or ``begin`` and ``end``.
+
+    These leave a sum to the norm that follows it, which is in the next layer, and write keys and
+    values where they belong: two passes over memory less for a layer.
+    """
+
+    def __init__(
+        self,
+        shape: Shape,
+        matrices: dict[str, Matrix],
+        norms: Norms,
+        biases: Biases,
+        mixture: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        """Bind the matrices ``qkv``, ``output``, ``gate_up`` and ``down``; see ``ops.BindLayer``.
+
+        Raises:
+            ValueError: shapes or dtypes do not fit together.
+        """
+        check_parts(shape, matrices, norms, biases)
+        self._shape = shape
+        self._norms = norms
+        self._biases = biases
+        self._qkv, self._output = matrices["qkv"], matrices["output"]
+        self._gate_up, self._down = matrices.get("gate_up"), matrices.get("down")
+        self._mixture = mixture
+        self._kind = NormKind(shape.norm_eps, shape.norm_plus_one)
+        weight = norms.qk_norm
+        self._head_norm = (
+            None if weight is None else HeadNorm(weight, shape.norm_eps, shape.norm_plus_one)
+        )
+
+    def pre(self, residual: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Norm, QKV, QK norm and rotation: [T, H + 2 Hkv, D], the heads of Q, of K, of V.
+
+        Args:
+            residual: [T, C].
+            cos, sin: [T, R] float32; the first 2R dimensions of a head are rotated.
+
+        Raises:
+            ValueError: shapes or dtypes do not fit.
+        """
+        x = norm(residual, self._norms.input_norm, self._kind, self._qkv.inputs)
+        return self._rotated(linear(x, self._qkv, self._biases.qkv_bias), cos, sin, None)
+
+    def post(self, attended: Tensor, residual: Tensor) -> Tensor:
+        """Output projection, MLP, norms and both residual sums: the new residual [T, C].
+
+        Args:
+            attended: [T, H, D].
+            residual: [T, C].
+
+        Raises:
+            ValueError: shapes or dtypes do not fit.
+        """
+        total = self.end(attended, residual)
+        assert total.more is not None
+        return add(total.more, total.base, total.post, self._kind)
+
+    def begin(self, total: Sum, cos: Tensor, sin: Tensor, places: Places) -> tuple[Tensor, Tensor]:
+        """Return the queries [T, H, D] and the residual [T, C]; keys and values are written."""
+        x, residual = add_up(total, self._norms.input_norm, self._kind, self._qkv)
+        qkv = linear(x, self._qkv, self._biases.qkv_bias)
+        return self._rotated(qkv, cos, sin, places), residual
+
+    def end(self, attended: Tensor, residual: Tensor) -> Sum:
+        """``post`` but for its last sum."""
+        norms, biases = self._norms, self._biases
+        y = linear(attended.flatten(1), self._output, biases.output_bias)  # [T, C]
+        inputs = "float" if self._gate_up is None else self._gate_up.inputs
+        x, residual = add_norm(
+            y, residual, norms.post_attention_norm, norms.mlp_norm, self._kind, inputs
+        )
+        return Sum(residual, self._feed_forward(x), norms.post_mlp_norm)
+
+    def _feed_forward(self, x: Tensor | Rounded) -> Tensor:
+        if self._mixture is not None:
+            assert isinstance(x, Tensor)
+            return self._mixture(x)
+        assert self._gate_up is not None
+        assert self._down is not None
+        y = linear(x, self._gate_up, self._biases.gate_up_bias)  # [T, 2 I]
+        gated = act_mul_for(self._down.inputs, y, self._shape.activation)  # [T, I]
+        return linear(gated, self._down, self._biases.down_bias)
+
+    def _rotated(self, qkv: Tensor, cos: Tensor, sin: Tensor, places: Places | None) -> Tensor:
+        shape = self._shape
+        heads = qkv.view(len(qkv), shape.heads + 2 * shape.kv_heads, shape.head_dim)
+        return rotate(heads, shape.heads, shape.kv_heads, cos, sin, self._head_norm, places)
+
+
+def add_up(
+    total: Sum, weight: Tensor, kind: NormKind, matrix: Matrix | None
+) -> tuple[Tensor | Rounded, Tensor]:
+    """Return the norm of a sum, as ``matrix`` takes it, and the sum [T, C]."""
+    inputs = "float" if matrix is None else matrix.inputs
+    if total.more is None:
+        return norm(total.base, weight, kind, inputs), total.base
+    return add_norm(total.more, total.base, total.post, weight, kind, inputs)

@@ -1,0 +1,357 @@
+"""Weights on a GPU, in floats, FP8 or int8, and products with them.
+
+Up to 64 rows every product is ``gemm.py``'s, whose epilogue scales and adds bias and residual; the
+sum over the inputs is split in a fixed order, so equal calls give equal bits. Above, floats and FP8
+with rounded activations go to torch's own products (cuBLAS, CUTLASS) where the device has them, all
+else stays with ``gemm.py``. In the interpreter everything does.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.kernels.float8 import E4M3, Float8, Rounded
+from weft.kernels.quantized import Quantized
+from weft.kernels.storage import MULTIPLIED, Storage
+from weft.kernels.triton.device import (
+    NONE,
+    ROWWISE_CAPABILITY,
+    capability,
+    has_fp8,
+)
+from weft.kernels.triton.embedding import embedding as rows_of
+from weft.kernels.triton.fp8 import round_rows
+from weft.kernels.triton.gemm import add_parts, gemm
+from weft.kernels.triton.launch import interpreted
+from weft.kernels.tuning import Launch, Shape, Tuning, kind_of, op_of
+from weft.kernels.unavailable import KernelUnavailable
+
+SMALL = 64  # rows up to which ``gemm.py`` computes every product
+EXACT = 128  # inputs of FP8 products that the tensor cores add by themselves
+_ADD_BLOCK = 1024  # outputs that a program of ``add_parts`` takes
+_TL = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+class Matrix:
+    """A weight [N, K], or of E experts [E, N, K], that ``linear`` or ``moe`` multiplies with.
+
+    Attributes:
+        values: the numbers, in a float dtype, E4M3 or int8.
+        scales: [N] or [E, N] float32, the factor of each output; None for floats.
+        inputs: how activations are rounded first; see ``float8.Float8``.
+        dtype: of the activations and of the results.
+        op: what the tuning calls it.
+    """
+
+    __slots__ = ("_shape", "_tuning", "dtype", "inputs", "op", "scales", "values")
+
+    def __init__(
+        self,
+        values: Tensor,
+        scales: Tensor | None,
+        dtype: torch.dtype,
+        tuning: Tuning,
+        *,
+        inputs: str | Tensor = "float",
+        op: str = "gemm",
+    ) -> None:
+        self.values = values
+        self.scales = scales
+        self.dtype = dtype
+        self.inputs = inputs
+        self.op = op
+        self._tuning = tuning
+        self._shape: Shape | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        """Outputs and inputs, of experts their number in front."""
+        return self.values.shape
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of values and scales."""
+        return self.values.nbytes + (0 if self.scales is None else self.scales.nbytes)
+
+    @property
+    def rounds(self) -> bool:
+        """Whether activations are rounded to FP8."""
+        return isinstance(self.inputs, Tensor) or self.inputs == "token"
+
+    @property
+    def kind(self) -> str:
+        """How it is stored and multiplied, as the tuning calls it."""
+        formats = {E4M3: "e4m3", torch.int8: "int"}
+        dtype = str(self.dtype).removeprefix("torch.")
+        return kind_of(dtype, formats.get(self.values.dtype), self.rounds)
+
+    def launch(self, rows: int) -> Launch:
+        """Return the launch configuration for so many rows. Raises KernelUnavailable."""
+        if self._shape is None:
+            self._shape = Shape(self.op, self.kind, tuple(self.shape))
+        return self._tuning.launch(self._shape, rows)
+
+    def __getitem__(self, expert: int) -> Matrix:
+        scales = None if self.scales is None else self.scales[expert]
+        values, tuning = self.values[expert], self._tuning
+        return Matrix(values, scales, self.dtype, tuning, inputs=self.inputs, op=self.op)
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def write(self, first: int, rows: Tensor | Float8 | Quantized) -> None:
+        """Write the outputs from ``first`` on: codes as they are, floats [n, K] rounded.
+
+        Raises:
+            ValueError: the rows do not fit, or have numbers that are not finite.
+        """
+        assert self.scales is not None
+        if self.values.dtype == E4M3:
+            assert not isinstance(rows, Quantized)
+            Float8(self.values, self.scales, self.inputs).write(first, rows)
+            return
+        assert not isinstance(rows, Float8)
+        outputs, inputs = self.shape
+        stop = first + rows.shape[0]
+        if rows.shape[1] != inputs or not 0 <= first <= stop <= outputs:
+            raise ValueError(f"rows {list(rows.shape)} from {first} do not fit {list(self.shape)}")
+        values, scales = _int8(rows)
+        self.values[first:stop] = values.to(self.values.device)
+        self.scales[first:stop] = scales.to(self.scales.device)
+
+    def dequantize(self) -> Tensor:
+        """Return the weight in float32."""
+        values = self.values.float()
+        return values if self.scales is None else values * self.scales.unsqueeze(-1)
+
+
+def linear(
+    x: Tensor | Rounded,
+    matrix: Matrix,
+    bias: Tensor | None,
+    residual: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return x [M, K] times the matrix [N, K], plus bias [N] and residual [M, N] -> [M, N].
+
+    Args:
+        x: of the matrix's dtype, or rounded already if the matrix rounds its inputs.
+        dtype: of the result; that of the matrix if not given.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+        KernelUnavailable: the tuning has no launch for the shape.
+    """
+    dtype = dtype or matrix.dtype
+    if isinstance(x, Tensor) and matrix.rounds:
+        _check(x, matrix)
+        x = round_rows(x, matrix.inputs if isinstance(matrix.inputs, Tensor) else None)
+    if isinstance(x, Rounded):
+        rows, row_scales = x.codes, x.scales
+    else:
+        rows, row_scales = x, None
+        _check(x, matrix)
+    if rows.stride(1) != 1:
+        rows = rows.contiguous()
+    if len(rows) > SMALL and _is_library(matrix, rows.device, dtype):
+        return _library(rows, row_scales, matrix, bias, residual, dtype)
+    return small_product(rows, row_scales, matrix, bias, residual, dtype)
+
+
+def logits(hidden: Tensor | Rounded, matrix: Matrix) -> Tensor:
+    """Return ``linear`` without a bias in float32: the sums as they are, not rounded."""
+    return linear(hidden, matrix, None, None, torch.float32)
+
+
+def gather(matrix: Matrix, outputs: Tensor) -> Tensor:
+    """Return the weights [T, K] of some outputs [T], such as the embeddings of tokens."""
+    if matrix.scales is None:
+        return rows_of(outputs, matrix.values)
+    codes = rows_of(outputs, matrix.values.view(torch.uint8)).view(matrix.values.dtype)
+    return (codes.float() * rows_of(outputs, matrix.scales.unsqueeze(1))).to(matrix.dtype)
+
+
+def embedding(ids: Tensor, table: Tensor | Matrix) -> Tensor:
+    """Return the rows [T, C] of the ids [T] int64, of a table or of the output head."""
+    return rows_of(ids, table) if isinstance(table, Tensor) else gather(table, ids)
+
+
+def pack(parameter: str, tensor: Tensor, tuning: Tuning) -> Tensor | Matrix:
+    """Wrap the parameters that are multiplied with; see ``ops.Pack``."""
+    name = parameter.rpartition(".")[2]
+    if name not in MULTIPLIED:
+        return tensor
+    return Matrix(tensor.contiguous(), None, tensor.dtype, tuning, op=op_of(name))
+
+
+def computes(storage: Storage) -> bool:
+    """Whether weights that are stored so are multiplied with as they are."""
+    whole = storage.group is None and not storage.zeros
+    return whole and storage.bits == 8
+
+
+def quantised(
+    parameter: str,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    storage: Storage,
+    *,
+    device: torch.device,
+    tuning: Tuning,
+) -> Matrix:
+    """Return what a parameter is written into that is stored in 8 bits; see ``ops.Quantise``."""
+    if not computes(storage):
+        raise KernelUnavailable(f"no GPU kernel multiplies with {storage}; use fp8 or int8")
+    op = op_of(parameter)
+    if storage.format == "e4m3":
+        empty = Float8.empty(shape, storage.inputs, device)
+        return Matrix(empty.values, empty.scales, dtype, tuning, inputs=empty.inputs, op=op)
+    scales = torch.zeros(shape[:-1], dtype=torch.float32, device=device)
+    values = torch.zeros(shape, dtype=torch.int8, device=device)
+    return Matrix(values, scales, dtype, tuning, op=op)
+
+
+def operand_of(matrix: Matrix, device: torch.device) -> tuple[object, bool]:
+    """Return the type in which ``tl.dot`` multiplies, and whether weights are read as bits of E4M3.
+
+    The interpreter multiplies in float32: its products of bfloat16 are those of the bit patterns.
+    """
+    fp8 = matrix.values.dtype == E4M3
+    if interpreted():
+        return tl.float32, False
+    if fp8 and has_fp8(device):
+        return (tl.float8e4nv if matrix.rounds else _TL[matrix.dtype]), False
+    return (tl.bfloat16 if matrix.rounds else _TL[matrix.dtype]), fp8
+
+
+def weight_of(matrix: Matrix, bits: bool) -> Tensor:
+    """Return the values as a kernel gets them, E4M3 as its bits if it is to read those."""
+    return matrix.values.view(torch.uint8) if bits else matrix.values
+
+
+def _check(x: Tensor, matrix: Matrix) -> None:
+    if x.dim() != 2 or x.shape[1] != matrix.shape[-1] or x.dtype != matrix.dtype:
+        raise ValueError(
+            f"x {list(x.shape)} of {x.dtype} does not fit a matrix {list(matrix.shape)} of "
+            f"{matrix.dtype}"
+        )
+
+
+def _int8(rows: Tensor | Quantized) -> tuple[Tensor, Tensor]:
+    """Return int8 values [n, K] and scales [n] float32."""
+    if isinstance(rows, Quantized):
+        return (rows.values ^ 128).view(torch.int8), rows.scales.float().flatten()
+    rows = rows.float()
+    if not rows.isfinite().all():
+        raise ValueError("only finite numbers can be rounded to int8")
+    scales = rows.abs().amax(-1) / 127.0
+    factors = torch.where(scales > 0, 1.0 / scales, 0.0)
+    values = (rows * factors.unsqueeze(1)).round().clamp(-127, 127)
+    return values.to(torch.int8), scales
+
+
+@cache
+def _rowwise(device: torch.device) -> bool:
+    return capability(device) >= ROWWISE_CAPABILITY
+
+
+def _is_library(matrix: Matrix, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch has the product: floats, and FP8 with a scale a row into bfloat16."""
+    if capability(device) == NONE:
+        return False
+    if matrix.scales is None:
+        return True
+    outputs, inputs = matrix.shape
+    aligned = outputs % 16 == 0 and inputs % 16 == 0
+    return matrix.rounds and aligned and dtype == torch.bfloat16 and _rowwise(device)
+
+
+def _library(
+    rows: Tensor,
+    row_scales: Tensor | None,
+    matrix: Matrix,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    weight = matrix.values.t()
+    if row_scales is not None:
+        assert matrix.scales is not None
+        scales = (row_scales.unsqueeze(1), matrix.scales.unsqueeze(0))
+        out = torch._scaled_mm(rows, weight, *scales, bias=bias, out_dtype=dtype)
+        return out if residual is None else out.add_(residual)
+    if dtype != matrix.dtype:
+        out = torch.mm(rows, weight, out_dtype=dtype)
+        out = out if bias is None else out.add_(bias)
+    elif residual is not None and bias is None:
+        return torch.addmm(residual, rows, weight)
+    else:
+        out = torch.mm(rows, weight) if bias is None else torch.addmm(bias, rows, weight)
+    return out if residual is None else out.add_(residual)
+
+
+def small_product(
+    rows: Tensor,
+    row_scales: Tensor | None,
+    matrix: Matrix,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return a product by ``gemm.py``, whatever the rows; see ``linear``.
+
+    Args:
+        rows: contiguous along the inputs, of the matrix's dtype or rounded.
+        row_scales: [M] float32 of rounded rows, else None.
+    """
+    count, (outputs, inputs) = len(rows), matrix.shape
+    out = torch.empty((count, outputs), dtype=dtype, device=rows.device)
+    if count == 0:
+        return out
+    launch = matrix.launch(count)
+    splits = launch["SPLITS"]
+    operand, bits = operand_of(matrix, rows.device)
+    parts = (row_scales, matrix.scales, bias, residual)
+    flags = sum(1 << place for place, part in enumerate(parts) if part is not None)
+    extras = [out if part is None else part for part in parts]
+    if splits > 1:
+        target = torch.empty((splits, count, outputs), dtype=torch.float32, device=rows.device)
+    else:
+        target = out
+    grid = (triton.cdiv(count, launch["BLOCK_M"]) * triton.cdiv(outputs, launch["BLOCK_N"]), splits)
+    gemm[grid](
+        rows,
+        weight_of(matrix, bits),
+        *extras,
+        target,
+        count,
+        rows.stride(0),
+        extras[3].stride(0),
+        N=outputs,
+        K=inputs,
+        OPERAND=operand,
+        BITS=bits,
+        PRECISION="ieee" if matrix.dtype == torch.float32 else "tf32",
+        EXACT=min(EXACT, launch["BLOCK_K"]) if operand == tl.float8e4nv else None,
+        FLAGS=flags,
+        **launch,
+    )
+    if splits > 1:
+        add_parts[count, triton.cdiv(outputs, _ADD_BLOCK)](
+            target,
+            *extras,
+            out,
+            count,
+            extras[3].stride(0),
+            N=outputs,
+            BLOCK=min(_ADD_BLOCK, triton.next_power_of_2(outputs)),
+            SPLITS=splits,
+            FLAGS=flags,
+            num_warps=4,
+        )
+    return out

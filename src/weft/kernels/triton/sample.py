@@ -1,0 +1,304 @@
+"""The choice of tokens on the device: ``choice.choose_by`` without a sort.
+
+Tokens are ranked by their logits, as integers in the order of the floats. What top-k and top-p keep
+is found by bisection over these integers, on the few tokens that can be kept where there are few.
+Weights are summed as integers, so that no sum depends on its order and equal masses are equal.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.kernels.triton.launch import power_of_2
+
+_SPAN = 8192  # logits of one program that looks for the largest
+_BLOCK = 4096  # logits that a program looks at at once
+_CANDIDATES = 8192  # tokens of a row that are written out to be ranked; if more, the row is read
+
+_ONE = tl.constexpr(2.0**42)  # a weight of 1: 2^20 of them do not overflow
+_ALL = tl.constexpr(2**62)  # more than any count or mass
+_LOWEST = tl.constexpr(-2139095041)  # the rank of minus infinity
+
+
+@triton.jit
+def _rank(x):
+    """int32 in the order of finite float32 numbers; the same for 0 and -0."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    return tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
+
+
+@triton.jit
+def _weight(x, top, temperature):
+    """exp of how far a logit is below the largest one, in float32."""
+    return tl.exp((x - top) / temperature)
+
+
+@triton.jit
+def _mass(weight):
+    """A weight as an integer."""
+    return (weight * _ONE).to(tl.int64)
+
+
+@triton.jit
+def _above(values, size, least, top, temperature, BLOCK: tl.constexpr):
+    """Count and mass of the logits of a rank of at least ``least``."""
+    offset = tl.arange(0, BLOCK)
+    count = tl.zeros([BLOCK], tl.int32)
+    mass = tl.zeros([BLOCK], tl.int64)
+    start = tl.zeros([], tl.int32)
+    while start < size:
+        at = start + offset
+        x = tl.load(values + at, mask=at < size, other=float("-inf"))
+        found = (at < size) & (_rank(x) >= least)
+        count += found.to(tl.int32)
+        mass += tl.where(found, _mass(_weight(x, top, temperature)), 0)
+        start += BLOCK
+    return tl.sum(count, axis=0).to(tl.int64), tl.sum(mass, axis=0)
+
+
+@triton.jit
+def _cut(values, size, low, high, wanted, share, top, temperature, BLOCK: tl.constexpr):
+    """Keep the likeliest tokens until they are ``wanted``, or their mass is ``share``.
+
+    All tokens together must be enough, ranks lie in [low, high). Returns (low, high, ties, kept,
+    mass): all ranks from ``high`` on are kept, and of the ``ties`` tokens in [low, high), which are
+    equally likely, the first ``kept``; ``mass`` is that of all these.
+    """
+    count_low, mass_low = _above(values, size, low, top, temperature, BLOCK)
+    count_high = tl.zeros([], tl.int64)
+    mass_high = tl.zeros([], tl.int64)
+    while (high - low > 1) & (count_low - count_high > 1):
+        middle = low + (high - low) // 2
+        count, mass = _above(values, size, middle, top, temperature, BLOCK)
+        enough = (count >= wanted) | (mass >= share)
+        low = tl.where(enough, middle, low)
+        count_low = tl.where(enough, count, count_low)
+        mass_low = tl.where(enough, mass, mass_low)
+        high = tl.where(enough, high, middle)
+        count_high = tl.where(enough, count_high, count)
+        mass_high = tl.where(enough, mass_high, mass)
+    ties = count_low - count_high
+    weight = tl.maximum((mass_low - mass_high) // ties, 1)
+    kept = tl.minimum(wanted - count_high, (share - mass_high + weight - 1) // weight)
+    kept = tl.minimum(tl.maximum(kept, 1), ties)
+    return low, high, ties, kept, mass_high + kept * ((mass_low - mass_high) // ties)
+
+
+@triton.jit
+def _last_tie(values, size, low, high, kept, BLOCK: tl.constexpr):
+    """The place of the last kept one of the tokens whose ranks are in [low, high)."""
+    offset = tl.arange(0, BLOCK)
+    seen = tl.zeros([], tl.int64)
+    before = tl.zeros([], tl.int64)
+    start = tl.zeros([], tl.int32)
+    while start < size:
+        at = start + offset
+        rank = _rank(tl.load(values + at, mask=at < size, other=float("-inf")))
+        met = ((at < size) & (rank >= low) & (rank < high)).to(tl.int64)
+        before += tl.sum(
+            ((at < size) & (seen + tl.cumsum(met, axis=0) < kept)).to(tl.int64), axis=0
+        )
+        seen += tl.sum(met, axis=0)
+        start += BLOCK
+    return before
+
+
+@triton.jit
+def _kept(values, start, size, low, high, last, min_p, top, temperature, BLOCK: tl.constexpr):
+    """Masses of a block of logits, 0 for those that are not kept."""
+    at = start + tl.arange(0, BLOCK)
+    x = tl.load(values + at, mask=at < size, other=float("-inf"))
+    rank, weight = _rank(x), _weight(x, top, temperature)
+    kept = (at < size) & (weight >= min_p) & ((rank >= high) | ((rank >= low) & (at <= last)))
+    return tl.where(kept, _mass(weight), 0)
+
+
+@triton.jit
+def _draw(values, size, low, high, last, min_p, top, temperature, number, BLOCK: tl.constexpr):
+    """The place on which a number in [0, 1) falls when every kept token has its weight."""
+    masses = tl.zeros([BLOCK], tl.int64)
+    start = tl.zeros([], tl.int32)
+    while start < size:
+        masses += _kept(values, start, size, low, high, last, min_p, top, temperature, BLOCK)
+        start += BLOCK
+    total = tl.sum(masses, axis=0)
+    target = tl.minimum((number * total.to(tl.float64)).to(tl.int64), total - 1)
+    before = tl.zeros([], tl.int64)
+    start = tl.zeros([], tl.int32)
+    place = tl.zeros([], tl.int32) - 1
+    while place < 0:
+        mass = _kept(values, start, size, low, high, last, min_p, top, temperature, BLOCK)
+        passed = before + tl.cumsum(mass, axis=0) <= target
+        here = tl.sum(passed.to(tl.int32), axis=0)
+        place = tl.where(here < BLOCK, start + here, place)
+        before += tl.sum(mass, axis=0)
+        start += BLOCK
+    return place
+
+
+@triton.jit
+def uniform(seed, counter):
+    """The float64 in [0, 1) of a seed and a counter, both int64; see ``choose.cpp``."""
+    low = (counter & 0xFFFFFFFF).to(tl.uint32)
+    high = ((counter >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    zero = low - low
+    first, second, _, _ = tl.philox(seed, low, high, zero, zero)
+    mantissa = (first.to(tl.int64) << 21) ^ (second >> 11).to(tl.int64)
+    return mantissa.to(tl.float64) * (2.0**-53)
+
+
+@triton.jit
+def _peaks(
+    logits, stride, peaks, places, finite,
+    SIZE: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The first of the largest logits of a span of a row, and whether all are finite."""
+    row, span, spans = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    offset = tl.arange(0, BLOCK)
+    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    place = tl.full([BLOCK], SIZE - 1, tl.int32)
+    usual = tl.full([BLOCK], 1, tl.int32)
+    for start in range(0, SPAN, BLOCK):
+        at = span * SPAN + start + offset
+        x = tl.load(logits + row * stride + at, mask=at < SIZE, other=float("-inf"))
+        better = x > best
+        best = tl.where(better, x, best)
+        place = tl.where(better, at, place)
+        usual &= ((at >= SIZE) | (tl.abs(x) < float("inf"))).to(tl.int32)
+    top = tl.max(best, axis=0)
+    to = row * spans + span
+    tl.store(peaks + to, top)
+    tl.store(places + to, tl.min(tl.where(best == top, place, SIZE - 1), axis=0))
+    tl.store(finite + to, tl.min(usual, axis=0))
+
+
+@triton.jit
+def _choose(
+    logits, stride, peaks, places, usual, settings, seeds, counters, values, ids, tokens, finite,
+    SIZE: tl.constexpr, SPANS: tl.constexpr, SPANS_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    offset = tl.arange(0, BLOCK)
+    span = tl.arange(0, SPANS_BLOCK)
+    part, there = row * SPANS + span, span < SPANS
+    best = tl.load(peaks + part, mask=there, other=float("-inf"))
+    top = tl.max(best, axis=0)
+    place = tl.load(places + part, mask=there, other=SIZE - 1)
+    token = tl.min(tl.where(best == top, place, SIZE - 1), axis=0)
+    is_finite = tl.min(tl.load(usual + part, mask=there, other=1), axis=0) > 0
+    tl.store(finite + row, is_finite)
+    temperature = tl.load(settings + 4 * row).to(tl.float32)
+    if (temperature > 0.0) & is_finite:
+        temperature = tl.maximum(temperature, 1.1754943508222875e-38)  # which is never denormal
+        top_k = tl.load(settings + 4 * row + 1).to(tl.int64)
+        top_p = tl.load(settings + 4 * row + 2).to(tl.float64)
+        min_p = tl.load(settings + 4 * row + 3).to(tl.float32)
+        top_k = tl.where(top_k < SIZE, top_k, 0)
+        values += row * CANDIDATES
+        ids += row * CANDIDATES
+        source = logits + row * stride
+        size = tl.full([], SIZE, tl.int32)
+        low = tl.full([], _LOWEST, tl.int64)  # all tokens are kept
+        high = tl.full([], _LOWEST, tl.int64)
+        last = tl.full([], SIZE, tl.int64)
+        listed = tl.full([], 0, tl.int32) > 0
+        if (top_k > 0) | (top_p < 1.0):
+            end = _rank(top).to(tl.int64) + 1
+            # Candidates: at least the k-th of the largest logits of some disjoint sets.
+            most = tl.full([BLOCK], float("-inf"), tl.float32)
+            masses = tl.zeros([BLOCK], tl.int64)
+            for start in range(0, SIZE, BLOCK):
+                x = tl.load(
+                    source + start + offset, mask=start + offset < SIZE, other=float("-inf")
+                )
+                most = tl.maximum(most, x)
+                masses += _mass(_weight(x, top, temperature))
+            total = tl.sum(masses, axis=0)
+            if (top_k > 0) & (top_k <= BLOCK):
+                tl.store(values + offset, most)
+                tl.debug_barrier()
+                low, high, _, _, _ = _cut(
+                    values, BLOCK, low, end, top_k, _ALL, top, temperature, BLOCK
+                )
+                tl.debug_barrier()
+            # With top-p alone those of more than the mean of half of what is left out.
+            left_out = ((1.0 - top_p) * total.to(tl.float64)).to(tl.int64)
+            least = tl.where(top_k > 0, -1, left_out // (2 * SIZE))
+            found = tl.zeros([], tl.int32)
+            for start in range(0, SIZE, BLOCK):
+                at = start + offset
+                x = tl.load(source + at, mask=at < SIZE, other=float("-inf"))
+                mass = _mass(_weight(x, top, temperature))
+                wanted = ((at < SIZE) & (_rank(x) >= low) & (mass > least)).to(tl.int32)
+                to = found + tl.cumsum(wanted, axis=0) - 1
+                fits = (wanted > 0) & (to < CANDIDATES)
+                tl.store(values + to, x, mask=fits)
+                tl.store(ids + to, at, mask=fits)
+                found += tl.sum(wanted, axis=0)
+            tl.debug_barrier()
+            listed = found <= CANDIDATES
+            source = tl.where(listed, values, source)
+            size = tl.where(listed, found, size)
+            ties = tl.zeros([], tl.int64)
+            kept = tl.zeros([], tl.int64)
+            high = end
+            if top_k > 0:
+                low, high, ties, kept, total = _cut(
+                    source, size, low, end, top_k, _ALL, top, temperature, BLOCK
+                )
+            if top_p < 1.0:
+                exact = top_p * total.to(tl.float64)
+                share = exact.to(tl.int64)
+                share = tl.maximum(share + (share.to(tl.float64) < exact).to(tl.int64), 1)
+                most_kept = tl.where(top_k > 0, top_k, _ALL)
+                low, high, ties, kept, total = _cut(
+                    source, size, low, end, most_kept, share, top, temperature, BLOCK
+                )
+            if kept < ties:
+                last = _last_tie(source, size, low, high, kept, BLOCK)
+        number = uniform(tl.load(seeds + row), tl.load(counters + row))
+        token = _draw(source, size, low, high, last, min_p, top, temperature, number, BLOCK)
+        if listed:
+            token = tl.load(ids + token)
+    tl.store(tokens + row, token.to(tl.int64))
+
+
+def choose(
+    logits: Tensor,
+    settings: Tensor,
+    seeds: Tensor,
+    counters: Tensor,
+    tokens: Tensor,
+    finite: Tensor,
+) -> None:
+    """Choose a token for each row; see ``ops.Choose``.
+
+    Raises:
+        ValueError: the shapes or types cannot be served.
+    """
+    rows, size = logits.shape
+    if logits.dtype != torch.float32 or logits.stride(1) != 1 or not 0 < size < 2**20:
+        raise ValueError(f"cannot choose from {list(logits.shape)} of {logits.dtype}")
+    if rows == 0:
+        return
+    spans = triton.cdiv(size, _SPAN)
+    device = logits.device
+    peaks = torch.empty((rows, spans), dtype=torch.float32, device=device)
+    places = torch.empty((rows, spans), dtype=torch.int32, device=device)
+    usual = torch.empty_like(places)
+    values = torch.empty((rows, _CANDIDATES), dtype=torch.float32, device=device)
+    ids = torch.empty((rows, _CANDIDATES), dtype=torch.int32, device=device)
+    _peaks[(rows, spans)](
+        logits, logits.stride(0), peaks, places, usual, SIZE=size, SPAN=_SPAN,
+        BLOCK=min(_BLOCK, _SPAN), num_warps=8, num_stages=2,
+    )  # fmt: skip
+    _choose[(rows,)](
+        logits, logits.stride(0), peaks, places, usual, settings.contiguous(), seeds.contiguous(),
+        counters.contiguous(), values, ids, tokens, finite, SIZE=size, SPANS=spans,
+        SPANS_BLOCK=power_of_2(spans), BLOCK=_BLOCK, CANDIDATES=_CANDIDATES, num_warps=16,
+        num_stages=2,
+    )  # fmt: skip

@@ -1,0 +1,117 @@
+"""A forward pass of fused layers, bound to the caches of an executor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from weft.kernels.triton.attention import paged_attention
+from weft.kernels.triton.layer import Layer, Sum, add_up
+from weft.kernels.triton.matrix import Matrix, embedding
+from weft.kernels.triton.norm import NormKind
+from weft.kernels.triton.rope import Places, angles
+
+if TYPE_CHECKING:
+    from weft.kernels.ops import AttentionBatch
+    from weft.kernels.tuning import Tuning
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """A layer, which rope and which KV group of a call it has, and its caches."""
+
+    layer: Layer
+    rope: int
+    group: int
+    keys: Tensor
+    values: Tensor
+    scale: float
+    window: int | None
+    softcap: float | None
+
+
+class Stack:
+    """Embedding, layers bound to their caches, and final norm; see ``cpu.stack.Stack``.
+
+    Every call depends on the shapes of its arguments alone, so that it can be captured.
+    """
+
+    def __init__(
+        self,
+        embedding: Tensor | Matrix,
+        embedding_scale: float,
+        norm: Tensor,
+        norm_eps: float,
+        norm_plus_one: bool,
+        *,
+        tuning: Tuning | None = None,
+    ) -> None:
+        """Bind what precedes and follows the layers.
+
+        Args:
+            embedding: [V, C].
+            embedding_scale: multiplies embeddings; rounded to their dtype before.
+            norm: [C], the weight of the final norm; ``norm_plus_one`` adds 1 to it.
+            tuning: where the launches of attention come from; without one by rule.
+        """
+        self._attention = partial(paged_attention, tuning=tuning)
+        self._table = embedding
+        self._scale = torch.tensor(embedding_scale, dtype=norm.dtype).item()
+        self._norm = norm
+        self._kind = NormKind(norm_eps, norm_plus_one)
+        self._ropes: list[tuple[Tensor, float]] = []
+        self._layers: list[_Bound] = []
+
+    def add_rope(self, frequencies: Tensor, scale: float) -> None:
+        """Append a rotary embedding: frequencies [R] float32, and the factor of cos and sin."""
+        self._ropes.append((frequencies, scale))
+
+    def add_layer(
+        self,
+        layer: Layer,
+        places: tuple[int, int],
+        caches: tuple[Tensor, Tensor],
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> None:
+        """Append a layer.
+
+        Args:
+            places: which rope, of those appended before, and which KV group of a call it has.
+            caches: keys and values; like ``scale``, ``window`` and ``softcap`` those of
+                ``paged_attention``.
+        """
+        self._layers.append(_Bound(layer, *places, *caches, scale, window, softcap))
+
+    def run(self, ids: Tensor, positions: Tensor, groups: Sequence[AttentionBatch]) -> Tensor:
+        """Return the normalised hidden states [T, C].
+
+        Args:
+            ids, positions: [T] int64; an id outside the vocabulary has an embedding of zeros.
+            groups: the attention metadata of each KV group.
+
+        Raises:
+            ValueError: shapes or dtypes do not fit.
+        """
+        embedded = embedding(ids, self._table)
+        total = Sum(embedded if self._scale == 1.0 else embedded * self._scale)
+        turns = [angles(positions, frequencies, scale) for frequencies, scale in self._ropes]
+        for at in self._layers:
+            batch = groups[at.group]
+            places = Places(at.keys, at.values, batch.slots, batch.block_size)
+            q, residual = at.layer.begin(total, *turns[at.rope], places)
+            attended = self._attention(
+                q, None, None, at.keys, at.values, batch,
+                scale=at.scale, window=at.window, softcap=at.softcap,
+            )  # fmt: skip
+            total = at.layer.end(attended, residual)
+        hidden, _ = add_up(total, self._norm, self._kind, None)
+        assert isinstance(hidden, Tensor)
+        return hidden

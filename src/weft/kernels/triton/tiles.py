@@ -1,0 +1,235 @@
+"""How the kernels of paged attention are launched for a shape: tiles, warps, stages, splits.
+
+By rule everything follows from shapes, types and the GPU's shared memory. A file of measured
+launches takes its place, but for the rows of a tile of decodes: they say which rows are few.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+
+from weft.kernels.kv_storage import KV_TYPES, SCALE_BYTES
+from weft.kernels.triton.launch import power_of_2
+from weft.kernels.tuning import DECODE, MOST_PARTS, PREFILL, Launch, Shape, Tuning, kv_kind
+
+MOST_FEW = 8  # tokens of a row, such as drafts to verify, up to which a row is cut into splits
+
+_MOST_BUFFERS = 2  # tiles of keys and values that are loaded ahead
+_WARP_ROWS = 16  # of a tile: more rows for a warp leave its registers
+_WIDEST_DECODE = 64  # rows of a tile of decodes, unless one KV head has more query heads
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Heads of attention: KV heads, query heads of each, their size, and the types of both."""
+
+    kv_heads: int
+    group: int
+    dim: int
+    dtype: torch.dtype
+    cache_dtype: torch.dtype
+
+    def shape(self, op: str) -> Shape:
+        """What the tuning knows of the heads."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        stored = str(self.cache_dtype).removeprefix("torch.")
+        kv = next((name for name, kind in KV_TYPES.items() if kind == self.cache_dtype), stored)
+        return Shape(op, kv_kind(dtype, kv), (self.kv_heads, self.group, self.dim))
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows (query heads times tokens) and keys of a tile, warps, and loads in flight."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How rows of at most ``few`` tokens and longer ones are computed.
+
+    A context is cut into at most ``splits`` parts of at least ``least`` tokens.
+    """
+
+    few: int
+    splits: int
+    least: int
+    decode: Tile
+    prefill: Tile
+
+
+# By the padded head size: keys of a tile of decodes and warps; rows and keys of prefills and warps;
+# so large that compiled kernels keep their tiles in registers.
+_Table = dict[int, tuple[tuple[int, int], tuple[int, int, int]]]
+_HALF: _Table = {
+    16: ((64, 4), (128, 64, 8)),
+    32: ((64, 4), (128, 64, 8)),
+    64: ((64, 4), (128, 64, 8)),
+    128: ((64, 4), (128, 64, 8)),
+    256: ((32, 4), (64, 32, 8)),
+    512: ((16, 8), (32, 16, 8)),
+}
+_BYTE: _Table = {  # converted keys and values are in registers, too
+    16: ((64, 4), (128, 32, 8)),
+    32: ((64, 4), (128, 32, 8)),
+    64: ((64, 4), (128, 32, 8)),
+    128: ((64, 4), (128, 32, 8)),
+    256: ((32, 8), (64, 32, 8)),
+    512: ((16, 8), (32, 16, 8)),
+}
+# Hopper multiplies what is in shared memory, 64 rows at a time.
+_HALF_HOPPER: _Table = _HALF | {256: ((32, 4), (128, 32, 8)), 512: ((16, 8), (64, 16, 8))}
+_BYTE_HOPPER: _Table = _BYTE | {
+    64: ((64, 4), (128, 64, 8)),
+    128: ((64, 4), (128, 64, 8)),
+}
+_FLOAT: _Table = {
+    16: ((32, 4), (32, 32, 4)),
+    32: ((32, 4), (32, 32, 4)),
+    64: ((32, 4), (32, 32, 4)),
+    128: ((32, 4), (16, 32, 4)),
+    256: ((16, 8), (16, 16, 8)),
+    512: ((16, 8), (16, 16, 16)),
+}
+_HOPPER_SHARED = 227 * 1024  # bytes; GPUs with less are older, or have the older products
+
+
+def _table(dtype: torch.dtype, cache_dtype: torch.dtype, shared_bytes: int) -> _Table:
+    if dtype == torch.float32:
+        return _FLOAT
+    hopper = shared_bytes >= _HOPPER_SHARED
+    if cache_dtype.itemsize == 1:
+        return _BYTE_HOPPER if hopper else _BYTE
+    return _HALF_HOPPER if hopper else _HALF
+
+
+def plan(
+    heads: Heads, most_queries: int | None, shared_bytes: int, tuning: Tuning | None = None
+) -> Plan:
+    """Return the plan for heads, by the tuning or, without one, by rule in so much shared memory.
+
+    Raises:
+        ValueError: no kernel fits the shape, or a launch of the tuning does not.
+        KernelUnavailable: the tuning is a file without the shape.
+    """
+    rule = by_rule(heads, most_queries, shared_bytes)
+    if tuning is None:
+        return rule
+    decode, prefill = (tuning.attention(heads.shape(op)) for op in (DECODE, PREFILL))
+    try:
+        return _with_prefill(_with_decode(rule, decode), prefill, heads.group)
+    except KeyError as error:
+        raise ValueError(
+            f"the tuned launches of {heads.shape(DECODE)} and {heads.shape(PREFILL)} lack {error}"
+        ) from error
+
+
+def launches(plan: Plan) -> dict[str, Launch]:
+    """Return what a tuning may change of a plan, by op."""
+    decode, prefill = plan.decode, plan.prefill
+    return {
+        DECODE: {"SPLITS": plan.splits, "LEAST": plan.least, **_launch(decode)},
+        PREFILL: {"BLOCK_M": prefill.block_m, **_launch(prefill)},
+    }
+
+
+def _launch(tile: Tile) -> Launch:
+    return {"BLOCK_N": tile.block_n, "num_warps": tile.warps, "num_stages": tile.stages}
+
+
+def _with_decode(rule: Plan, launch: Launch | None) -> Plan:
+    if launch is None:
+        return rule
+    splits, least = launch["SPLITS"], launch["LEAST"]
+    if not 0 < splits <= MOST_PARTS or splits != power_of_2(splits) or least % launch["BLOCK_N"]:
+        raise ValueError(
+            f"a tuned launch of decode attention has {splits} parts of at least {least} tokens; "
+            f"powers of 2 up to {MOST_PARTS} and multiples of its {launch['BLOCK_N']} keys are "
+            "computed"
+        )
+    tile = _tuned(rule.decode.block_m, launch)
+    return replace(rule, splits=splits, least=least, decode=tile)
+
+
+def _with_prefill(rule: Plan, launch: Launch | None, group: int) -> Plan:
+    if launch is None:
+        return rule
+    if launch["BLOCK_M"] < group:
+        raise ValueError(
+            f"a tuned launch of prefill attention has tiles of {launch['BLOCK_M']} rows for "
+            f"{group} query heads of each KV head"
+        )
+    return replace(rule, prefill=_tuned(launch["BLOCK_M"], launch))
+
+
+def _tuned(block_m: int, launch: Launch) -> Tile:
+    return Tile(block_m, launch["BLOCK_N"], launch["num_warps"], launch["num_stages"])
+
+
+@cache
+def by_rule(heads: Heads, most_queries: int | None, shared_bytes: int) -> Plan:
+    """Return the plan for heads in so much shared memory; nothing was measured for it.
+
+    Raises:
+        ValueError: no kernel fits the shape.
+    """
+    group, dim, dtype, cache_dtype = heads.group, heads.dim, heads.dtype, heads.cache_dtype
+    table = _table(dtype, cache_dtype, shared_bytes)
+    size = padded(dim)
+    if size not in table or group > 128:
+        raise ValueError(
+            f"no attention kernel for heads of size {dim} with {group} query heads for each KV "
+            f"head; sizes up to {max(table)} and 128 query heads are served"
+        )
+    if cache_dtype.itemsize == 1 and dim % SCALE_BYTES:
+        raise ValueError(
+            f"no attention kernel for heads of size {dim} with 8-bit KV: their scales lie behind "
+            f"them in the cache, so it must be a multiple of {SCALE_BYTES}"
+        )
+    (decode_n, decode_warps), (prefill_m, prefill_n, prefill_warps) = table[size]
+    wanted = power_of_2(group * min(most_queries or 1, MOST_FEW))
+    least_m = max(16, power_of_2(group))
+    decode_m = max(least_m, min(wanted, _WIDEST_DECODE))
+    sizes = (size, dtype.itemsize, cache_dtype.itemsize, shared_bytes)
+    return Plan(
+        few=decode_m // group,
+        splits=min(MOST_PARTS, max(8, power_of_2(256 // heads.kv_heads))),
+        least=_least(group, cache_dtype.itemsize),
+        decode=_tile(decode_m, decode_n, decode_warps, *sizes),
+        prefill=_tile(max(least_m, prefill_m), prefill_n, prefill_warps, *sizes),
+    )
+
+
+def padded(dim: int) -> int:
+    """Return the size that heads have in a tile."""
+    return max(16, power_of_2(dim))
+
+
+def _least(group: int, item: int) -> int:
+    """Tokens of a split so that writing and reading its sums takes an eighth of reading its KV.
+
+    Sums are 4 bytes a dimension and query head, written and read once; keys and values ``item``
+    bytes a dimension each.
+    """
+    return min(1024, max(128, power_of_2(-(-32 * group // item))))
+
+
+def _tile(
+    block_m: int, block_n: int, warps: int, size: int, item: int, stored: int, most: int
+) -> Tile:
+    """Return a tile with as many warps as its rows need and as many stages as fit.
+
+    There is one stage for the products, and for each buffer one for its table entries. Beside the
+    queries and the buffers lie a tile that is being multiplied and one converted.
+    """
+    loaded = 2 * block_n * size * stored
+    converted = 0 if stored == item else 2 * block_n * size * item
+    free = most - block_m * size * item - converted - loaded
+    stages = 1 + 2 * min(_MOST_BUFFERS, max(0, free // loaded))
+    return Tile(block_m, block_n, max(warps, block_m // _WARP_ROWS), stages)

@@ -1,0 +1,183 @@
+"""Launches for a device: those of its file, or by the rule; and measuring products on it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import triton
+
+from weft.kernels.storage import Storage
+from weft.kernels.triton.device import copies_beyond_caches, processors, shared_bytes
+from weft.kernels.triton.fp8 import round_rows
+from weft.kernels.triton.matrix import Matrix, pack, quantised, small_product
+from weft.kernels.triton.moe import moe
+from weft.kernels.tuning import Heuristic, Launch, Shape, Tuning, artefact_path, load, search
+from weft.kernels.unavailable import KernelUnavailable
+
+REPLAYS = 5  # of a graph of launches; the shortest counts
+CANNOT_RUN = (triton.runtime.errors.OutOfResources, triton.runtime.errors.PTXASError)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_PARAMETERS = {"gemm": "qkv", "moe_gate_up": "expert_gate_up", "moe_down": "expert_down"}
+
+
+def rule(device: torch.device, why: str) -> Heuristic:
+    """Return launches by the rule."""
+    return Heuristic(processors(device), shared_bytes(device), why)
+
+
+def find_tuning(wish: str, device: torch.device) -> Tuning:
+    """Return where launches come from, by the setting ``tuning``.
+
+    Raises:
+        KernelUnavailable: the file cannot be used.
+    """
+    if device.type != "cuda":
+        return rule(device, "kernels are interpreted")
+    if wish == "heuristic":
+        return rule(device, "as set")
+    name = torch.cuda.get_device_name(device)
+    path = artefact_path(name) if wish == "auto" else Path(wish)
+    if wish == "auto" and not path.exists():
+        return rule(device, f"weft has no measured launches for {name}")
+    return load(path, name, triton.__version__)
+
+
+class Trial:
+    """One launch for one op, those of the rule for all others."""
+
+    source = "trial"
+
+    def __init__(self, otherwise: Tuning) -> None:
+        self._otherwise = otherwise
+        self.chosen: dict[str, Launch] = {}
+
+    def launch(self, shape: Shape, rows: int) -> Launch:
+        """See ``Tuning``."""
+        return self.chosen.get(shape.op) or self._otherwise.launch(shape, rows)
+
+    def attention(self, shape: Shape) -> Launch | None:
+        """See ``Tuning``."""
+        return self.chosen.get(shape.op)
+
+
+def tune(
+    shape: Shape,
+    rows: int,
+    device: torch.device,
+    seconds: Callable[[Callable[[int], None], int], float],
+) -> tuple[Launch, float]:
+    """Return the best launch that is found for a shape and so many rows, and its seconds.
+
+    Args:
+        rows: of a product; of experts the pairs of each.
+        seconds: ``graph_seconds``, or another clock.
+
+    Raises:
+        KernelUnavailable: no launch runs.
+    """
+    trial = Trial(rule(device, "start"))
+    call, copies = _calls(shape, rows, device, trial)
+    start = trial.launch(shape, rows)
+
+    def cost(launch: Launch) -> float:
+        trial.chosen[shape.op] = launch
+        try:
+            return seconds(call, copies)
+        except CANNOT_RUN:
+            return math.inf
+
+    best, least = search(start, cost)
+    if math.isinf(least):
+        raise KernelUnavailable(f"no launch of {shape} with {rows} rows runs on {device}")
+    return best, least
+
+
+def graph_seconds(call: Callable[[int], None], copies: int) -> float:
+    """Return the seconds of a call in a captured graph of one call for each copy."""
+    for copy in range(copies):
+        call(copy)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for copy in range(copies):
+            call(copy)
+    times: list[float] = []
+    for _ in range(REPLAYS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3 / copies)
+    return min(times)
+
+
+def _calls(
+    shape: Shape, rows: int, device: torch.device, trial: Trial
+) -> tuple[Callable[[int], None], int]:
+    """Return a product with one of several copies of a weight, together larger than the caches."""
+    first = random_matrix(shape, device, trial)
+    copies = copies_beyond_caches(first.nbytes, device)
+    weights = [first, *(random_matrix(shape, device, trial) for _ in range(copies - 1))]
+    if shape.op == "gemm":
+        return _product(shape, rows, device, weights), copies
+    return _mixture(shape, rows, device, trial, weights), copies
+
+
+def _product(
+    shape: Shape, rows: int, device: torch.device, weights: Sequence[Matrix]
+) -> Callable[[int], None]:
+    dtype = weights[0].dtype
+    x = torch.randn(rows, shape.sizes[1], device=device, dtype=dtype)
+    rounded = round_rows(x) if weights[0].rounds else None
+    codes, scales = (x, None) if rounded is None else (rounded.codes, rounded.scales)
+
+    def call(copy: int) -> None:
+        small_product(codes, scales, weights[copy], None, None, dtype)
+
+    return call
+
+
+def _mixture(
+    shape: Shape, rows: int, device: torch.device, trial: Trial, weights: Sequence[Matrix]
+) -> Callable[[int], None]:
+    """A mixture in which every expert has as many pairs; what is not tuned is by the rule."""
+    count, *sizes = shape.sizes
+    gated = shape.op == "moe_gate_up"
+    inner = sizes[0] // 2 if gated else sizes[1]
+    hidden = sizes[1] if gated else sizes[0]
+    other = Shape("moe_down", shape.kind, (count, hidden, inner))
+    if not gated:
+        other = Shape("moe_gate_up", shape.kind, (count, 2 * inner, hidden))
+    partner = random_matrix(other, device, trial)
+    experts = torch.arange(count, device=device).repeat(rows).unsqueeze(1)  # [T, 1]
+    x = torch.randn(len(experts), hidden, device=device, dtype=partner.dtype)
+    shares = torch.ones(len(experts), 1, device=device)
+
+    def call(copy: int) -> None:
+        pair = (weights[copy], partner) if gated else (partner, weights[copy])
+        moe(x, shares, experts, *pair, "silu")
+
+    return call
+
+
+def random_matrix(shape: Shape, device: torch.device, tuning: Tuning) -> Matrix:
+    """Return a weight of a shape with random numbers."""
+    parameter, sizes = _PARAMETERS[shape.op], torch.Size(shape.sizes)
+    stored, _, name = shape.kind.rpartition(" ")
+    dtype = DTYPES[name]
+    if not stored:
+        made = pack(parameter, torch.randn(sizes, device=device, dtype=dtype), tuning=tuning)
+        assert isinstance(made, Matrix)
+        return made
+    inputs = "token" if stored == "fp8 to" else "float"
+    storage = Storage(8, None, format="int" if stored.startswith("int8") else "e4m3", inputs=inputs)
+    made = quantised(parameter, sizes, dtype, storage, device=device, tuning=tuning)
+    assert made.scales is not None
+    codes = torch.randint(0, 0x78, sizes, device=device, dtype=torch.uint8)  # none is NaN
+    made.values.view(torch.uint8).copy_(codes)
+    made.scales.fill_(0.01)
+    return made

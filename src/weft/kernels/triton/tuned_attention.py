@@ -1,0 +1,136 @@
+"""Measuring launches of paged attention on a device: tiles, warps, stages and splits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from weft.kernels.kv_storage import KV_TYPES, row_size, write_rows
+from weft.kernels.ops import AttentionBatch
+from weft.kernels.triton.attention import paged_attention
+from weft.kernels.triton.device import copies_beyond_caches, shared_bytes
+from weft.kernels.triton.tiles import Heads, launches, plan
+from weft.kernels.triton.tuned import CANNOT_RUN, DTYPES, Trial, rule
+from weft.kernels.tuning import ATTENTION_ALTERNATIVES, DECODE, Launch, Shape, Tuning, search
+from weft.kernels.unavailable import KernelUnavailable
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows alike: how many, their new tokens, and their tokens in all."""
+
+    count: int
+    queries: int
+    context: int
+
+
+# What a launch is chosen for, each counting as much as the others: one launch serves all steps, as
+# results would else depend on the batch.
+DECODES = (Rows(1, 1, 8192), Rows(32, 1, 4096), Rows(128, 1, 1024))
+PREFILLS = (Rows(1, 2048, 2048), Rows(2, 512, 4096))
+
+
+def tune_attention(
+    shape: Shape,
+    block_size: int,
+    device: torch.device,
+    seconds: Callable[[Callable[[int], None], int], float],
+) -> tuple[Launch, float]:
+    """Return the best launch that is found for a shape, and its time as a share of the rule's.
+
+    Args:
+        block_size: tokens of a block of KV.
+        seconds: ``tuned.graph_seconds``, or another clock.
+
+    Raises:
+        KernelUnavailable: the launch of the rule does not run, or nothing serves the shape.
+    """
+    heads, trial = heads_of(shape), Trial(rule(device, "start"))
+    cases = [
+        attention_calls(heads, rows, block_size, device, trial)
+        for rows in (DECODES if shape.op == DECODE else PREFILLS)
+    ]
+    try:
+        start = launches(plan(heads, None, shared_bytes(device)))[shape.op]
+        by_rule = [seconds(*case) for case in cases]
+    except (ValueError, *CANNOT_RUN) as error:
+        raise KernelUnavailable(f"no launch of {shape} runs on {device}: {error}") from error
+
+    def cost(launch: Launch) -> float:
+        trial.chosen[shape.op] = launch
+        try:
+            times = [seconds(*case) for case in cases]
+        except (ValueError, *CANNOT_RUN):
+            return math.inf
+        return sum(took / before for took, before in zip(times, by_rule, strict=True)) / len(times)
+
+    return search(start, cost, ATTENTION_ALTERNATIVES)
+
+
+def heads_of(shape: Shape) -> Heads:
+    """Return the heads of a shape of attention."""
+    stored, _, name = shape.kind.rpartition(" KV in ")
+    kv_heads, group, dim = shape.sizes
+    return Heads(kv_heads, group, dim, DTYPES[name], KV_TYPES[stored] if stored else DTYPES[name])
+
+
+def attention_calls(
+    heads: Heads, rows: Rows, block_size: int, device: torch.device, tuning: Tuning
+) -> tuple[Callable[[int], None], int]:
+    """Return attention with one of several copies of KV, and how many; they exceed the caches."""
+    blocks = -(-rows.context // block_size) * rows.count
+    width = row_size(heads.cache_dtype, heads.dim)
+    size = 2 * blocks * heads.kv_heads * block_size * width * heads.cache_dtype.itemsize
+    copies = copies_beyond_caches(size, device)
+    k_cache, v_cache = _caches(heads, copies * blocks, block_size, device)
+    tokens = rows.count * rows.queries
+    q = torch.randn(
+        tokens, heads.kv_heads * heads.group, heads.dim, device=device, dtype=heads.dtype
+    )
+    batches = list(_batches(rows, copies, blocks, block_size, device))
+    attend = partial(
+        paged_attention, scale=heads.dim**-0.5, window=None, softcap=None, tuning=tuning
+    )
+
+    def call(copy: int) -> None:
+        attend(q, None, None, k_cache, v_cache, batches[copy])
+
+    return call, copies
+
+
+def _caches(
+    heads: Heads, blocks: int, block_size: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return random keys and values, a block at a time the same in all blocks."""
+    width = row_size(heads.cache_dtype, heads.dim)
+    found = []
+    for _ in range(2):
+        one = torch.zeros(1, heads.kv_heads, block_size, width, dtype=heads.cache_dtype)
+        offsets = torch.arange(block_size)
+        numbers = torch.randn(block_size, heads.kv_heads, heads.dim)
+        write_rows(one, torch.zeros_like(offsets), offsets, numbers)
+        codes = one.to(device).view(torch.uint8) if heads.cache_dtype.itemsize == 1 else one
+        every = codes.to(device).expand(blocks, *codes.shape[1:]).contiguous()
+        found.append(every.view(heads.cache_dtype))
+    return found[0], found[1]
+
+
+def _batches(
+    rows: Rows, copies: int, blocks: int, block_size: int, device: torch.device
+) -> Iterator[AttentionBatch]:
+    """Yield a batch for each copy; each reads blocks of its own in no order."""
+    for copy in range(copies):
+        order = copy * blocks + torch.randperm(blocks, device=device)
+        yield AttentionBatch(
+            block_tables=order.int().view(rows.count, -1),
+            query_start=torch.arange(rows.count + 1, device=device, dtype=torch.int32)
+            * rows.queries,
+            context_len=torch.full((rows.count,), rows.context, device=device, dtype=torch.int32),
+            slots=torch.zeros(rows.count * rows.queries, device=device, dtype=torch.int64),
+            block_size=block_size,
+            most_queries=1 if rows.queries == 1 else None,
+        )

@@ -1,0 +1,34 @@
+"""Kernels for GPUs on a CPU: in Triton's interpreter, which is spared what it does too often."""
+
+from __future__ import annotations
+
+import os
+import types
+
+import where
+
+
+def prepare() -> None:
+    """Have kernels interpreted that are defined from now on, unless they run on a GPU."""
+    if not where.ON_GPU:
+        os.environ["TRITON_INTERPRET"] = "1"
+        _spare_the_interpreter()
+
+
+def _spare_the_interpreter() -> None:
+    """Swap the functions of the language once a kernel.
+
+    The interpreter does so at every call of a function within a kernel, which takes longer than
+    most of these functions.
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    swap = interpreter._patch_lang
+    if swap.__name__ == "<lambda>":  # done before
+        return
+    everything = types.FunctionType((lambda: None).__code__, {"tl": tl, "core": tl.core})
+    interpreter._patch_lang = lambda _kernel: swap(everything)
+    interpreter.InterpretedFunction.__call__ = lambda self, *args, **more: self.rewrite()(
+        *args, **more
+    )

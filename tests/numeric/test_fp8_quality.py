@@ -1,0 +1,92 @@
+"""What FP8 costs on the built-in model: perplexity of the held-out text with weights and KV in FP8.
+
+The text is run in one pass, in float32, by the reference's products, with activations rounded as on
+a GPU; attention is torch's own over rows that were rounded as the KV cache rounds them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+
+from weft.kernels.kv_storage import KV_TYPES, quantise
+from weft.kernels.ops import select_ops
+from weft.models.decoder import Decoder
+from weft.models.hub import resolve_model
+from weft.models.layout import storage_of
+from weft.models.loader import load_model
+from weft.text.tokenizer import Tokenizer
+
+FOLDER = resolve_model("builtin")
+CARD = json.loads((FOLDER / "card.json").read_text())["heldout"]
+CPU = torch.device("cpu")
+AT_ONCE = 2  # windows in one forward pass
+
+
+@cache
+def windows() -> tuple[list[int], ...]:
+    """The held-out text as the card cuts it, without the token that goes before each window."""
+    tokenizer = Tokenizer.load(FOLDER)
+    text = (FOLDER / "heldout.txt").read_bytes().decode()
+    ids, size = tokenizer.encode(text, add_special_tokens=False), CARD["window"]
+    return tuple(ids[at : at + size] for at in range(0, len(ids), size))
+
+
+def as_stored(rows: Tensor, kv_dtype: str | None) -> Tensor:
+    if kv_dtype is None:
+        return rows
+    codes, scales = quantise(rows, KV_TYPES[kv_dtype])
+    return codes.float() * scales
+
+
+@cache
+def model() -> Decoder:
+    """The built-in model with weights in FP8."""
+    rounding = partial(storage_of, quantize="fp8", group=64)
+    ops = select_ops(CPU, torch.float32, "reference")
+    return load_model(FOLDER, torch.float32, CPU, None, ops, rounding)
+
+
+def perplexity(kv_dtype: str | None) -> float:
+    decoder, bos, total = model(), Tokenizer.load(FOLDER).bos_id, 0.0
+    for group in range(0, len(windows()), AT_ONCE):
+        some = windows()[group : group + AT_ONCE]
+        sizes = [len(window) for window in some]
+        inputs = torch.tensor([token for window in some for token in [bos, *window[:-1]]])
+        positions = torch.cat([torch.arange(size) for size in sizes])
+        hidden = decoder.forward(inputs, positions, partial(attend, decoder, sizes, kv_dtype))
+        targets = torch.tensor([token for window in some for token in window])
+        total += cross_entropy(decoder.logits(hidden), targets, reduction="sum").item()
+    return math.exp(total / CARD["tokens"])
+
+
+def attend(
+    decoder: Decoder, sizes: list[int], kv_dtype: str | None, layer: int,
+    q: Tensor, k: Tensor, v: Tensor, residual: Tensor, positions: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Causal attention within each window."""
+    at = decoder.attention_params(layer)
+    assert at.window is None
+    assert at.softcap is None
+    rows = (x.transpose(0, 1) for x in (q, as_stored(k, kv_dtype), as_stored(v, kv_dtype)))
+    parts = zip(*(x.split(sizes, dim=1) for x in rows), strict=True)  # [H, window, D] each
+    found = [
+        scaled_dot_product_attention(*part, is_causal=True, scale=at.scale, enable_gqa=True)
+        for part in parts
+    ]
+    return torch.cat(found, dim=1).transpose(0, 1), residual, positions
+
+
+def test_perplexity_stays_near_that_of_floats() -> None:
+    """0.43% more, of which half is by the activations; 0.5% is the goal of FP8 weights."""
+    assert 1.001 < perplexity(None) / CARD["perplexity"] <= 1.005
+
+
+def test_with_kv_in_fp8_as_well_it_stays_within_1_percent() -> None:
+    """0.28% more. KV alone in FP8 or int8, through the whole engine: ``test_builtin_model``."""
+    assert 1.001 < perplexity("fp8") / CARD["perplexity"] <= 1.01

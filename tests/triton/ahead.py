@@ -1,0 +1,109 @@
+"""Compiles what the host functions of kernels launch, for a GPU that is not there.
+
+``python ahead.py MODULE.FUNCTION CAPABILITY [ARGUMENT ...]`` calls a function of a module of this
+folder with the capability (90 for sm_90) and the arguments. The function calls host functions with
+plain CPU tensors. For each kernel that these launch, what it needs of the GPU is printed as a line
+of JSON; nothing runs. Triton must not interpret then, so tests call ``compiled``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A kernel as one launch specialises it."""
+
+    kernel: str
+    constants: dict[str, str]
+    warps: int
+    stages: int
+    shared_bytes: int
+    registers: int  # of a thread
+    spilled_bytes: int  # of a thread
+    wgmma: bool  # Hopper's products of whole warp groups are used
+    mma: bool  # products of warps are used
+
+
+def compiled(function: str, capability: int, cache: Path, *arguments: str) -> list[Compiled]:
+    """Call ``module.function`` in a process of its own, without Triton's interpreter."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(cache)
+    command = [sys.executable, str(HERE / "ahead.py"), function, str(capability), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return [Compiled(**json.loads(line)) for line in done.stdout.splitlines()]
+
+
+class _Absent:
+    """As much of a driver as compiling asks for."""
+
+    def __init__(self, target: Any) -> None:
+        self.get_current_target = lambda: target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return device
+
+
+def _main(name: str, capability: int, *arguments: str) -> None:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.jit import JITFunction
+
+    assert not triton.knobs.runtime.interpret
+    triton.runtime.driver.set_active(_Absent(GPUTarget("cuda", capability, 32)))
+    triton.knobs.compilation.always_compile = True  # else there is no log
+    triton.knobs.nvidia.dump_ptxas_log = True
+    seen = set()
+
+    def getitem(self: Any, grid: Any) -> Any:
+        def launch(*args: Any, **kwargs: Any) -> None:
+            log = io.StringIO()
+            with contextlib.redirect_stdout(log):
+                kernel = self.run(*args, grid=grid, warmup=True, **kwargs)
+            if kernel.hash not in seen:
+                seen.add(kernel.hash)
+                print(json.dumps(asdict(_describe(self, kernel, kwargs, log.getvalue()))))
+
+        return launch
+
+    JITFunction.__getitem__ = getitem
+    module, function = name.split(".")
+    getattr(importlib.import_module(module), function)(capability, *arguments)
+
+
+def _describe(function: Any, kernel: Any, kwargs: dict[str, Any], log: str) -> Compiled:
+    found = re.search(r"Used (\d+) registers", log), re.search(r"(\d+) bytes spill stores", log)
+    registers, spilled = (int(match[1]) for match in found if match)
+    ptx = kernel.asm["ptx"]
+    return Compiled(
+        kernel=function.__name__,
+        constants={k: str(v) for k, v in kwargs.items() if k.isupper()},
+        warps=kernel.metadata.num_warps,
+        stages=kernel.metadata.num_stages,
+        shared_bytes=kernel.metadata.shared,
+        registers=registers,
+        spilled_bytes=spilled,
+        wgmma="wgmma" in ptx,
+        mma="mma.sync" in ptx,
+    )
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1], int(sys.argv[2]), *sys.argv[3:])

@@ -1,0 +1,73 @@
+"""Launches paged attention of some shapes, for ``ahead``."""
+
+from __future__ import annotations
+
+import torch
+
+from weft.kernels.kv_storage import KV_TYPES, row_size
+from weft.kernels.ops import AttentionBatch
+from weft.kernels.triton import attention
+
+SHARED = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}  # bytes of a block (CUDA guide, table 30)
+BLOCK = 16
+SIZES = ["4x64", "4x128", "4x256", "4x512", "1x80", "1x96", "7x128", "16x192", "71x64"]
+LIMITED = ["2x128/4096/50", "2x256/4096/50"]  # a window and a soft cap, as Gemma 2 has them
+EVERY = [
+    *(f"bfloat16/{cache}/{size}" for cache in ("bfloat16", "fp8") for size in SIZES),
+    *(f"bfloat16/{cache}/{size}" for cache in ("bfloat16", "fp8", "int8") for size in LIMITED),
+    *("float16/float16/2x256/4096/50", "float32/float32/2x256/4096/50"),
+    *("bfloat16/int8/4x128", "float16/float16/4x128", "float16/int8/4x128"),
+    *(f"float32/float32/{size}" for size in SIZES),
+]
+
+
+def launch(capability: int, *shapes: str, e4m3_from: int = 89) -> None:
+    """Launch all kernels for shapes such as ``bfloat16/fp8/4x128``: type, KV, group x head size.
+
+    ``bfloat16/fp8/4x128/4096/50`` has a window of 4096 tokens and scores capped at 50, too.
+
+    Args:
+        shapes: none for every shape that has tiles of its own.
+        e4m3_from: the first capability with this type.
+    """
+    attention.shared_bytes = lambda _: SHARED[capability]
+    attention.has_fp8 = lambda _: capability >= e4m3_from
+    for shape in shapes or EVERY:
+        launch_shape(*shape.split("/"))
+
+
+def launch_as_if_with_e4m3(capability: int) -> None:
+    """Launch kernels that read a type which GPUs before ``sm_89`` have not."""
+    launch(capability, "bfloat16/fp8/4x64", e4m3_from=0)
+
+
+def launch_shape(
+    dtype_name: str,
+    cache_name: str,
+    sizes: str,
+    window: str | None = None,
+    softcap: str | None = None,
+) -> None:
+    group, dim = map(int, sizes.split("x"))
+    dtype = getattr(torch, dtype_name)
+    cache_dtype = KV_TYPES.get(cache_name) or getattr(torch, cache_name)
+    tokens, rows, kv_heads = 64, 16, 8
+    fused = torch.empty(tokens, (group + 2) * kv_heads * dim, dtype=dtype)
+    q, k, v = fused.view(tokens, -1, dim).split([group * kv_heads, kv_heads, kv_heads], dim=1)
+    caches = [
+        torch.empty(4, kv_heads, BLOCK, row_size(cache_dtype, dim), dtype=cache_dtype)
+        for _ in range(2)
+    ]
+    batch = AttentionBatch(
+        block_tables=torch.empty(256, dtype=torch.int32),
+        query_start=torch.empty(rows + 1, dtype=torch.int32),
+        context_len=torch.empty(rows, dtype=torch.int32),
+        slots=torch.empty(tokens, dtype=torch.int64),
+        block_size=BLOCK,
+        table_start=torch.empty(rows, dtype=torch.int32),
+    )
+    attention.paged_attention(
+        q, k, v, *caches, batch, scale=0.1,
+        window=None if window is None else int(window),
+        softcap=None if softcap is None else float(softcap),
+    )  # fmt: skip

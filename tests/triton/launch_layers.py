@@ -1,0 +1,55 @@
+"""Launches the kernels beside attention in shapes of real models, for ``ahead``."""
+
+from __future__ import annotations
+
+import torch
+
+from weft.kernels.kv_storage import KV_TYPES, row_size
+from weft.kernels.sampling import RowState, SampleBatch
+from weft.kernels.triton import activation, adjust, embedding, norm, rope, route, sample
+
+TOKENS, HIDDEN, HEADS, KV_HEADS, DIM, BLOCK = 8, 3584, 28, 4, 128, 16
+VOCABULARY = 152_064
+CPU = torch.device("cpu")
+
+
+def launch(capability: int) -> None:
+    codes = torch.float8_e4m3fn if capability >= 89 else torch.bfloat16
+    norm.codes_dtype = activation.codes_dtype = lambda _: codes
+    launch_rows(torch.bfloat16)
+    launch_heads(torch.bfloat16)
+    launch_choice()
+
+
+def launch_rows(dtype: torch.dtype) -> None:
+    x, weight = torch.empty(TOKENS, HIDDEN, dtype=dtype), torch.empty(HIDDEN, dtype=dtype)
+    kind = norm.NormKind(1e-6, False)
+    norm.rms_norm(x, weight, 1e-6, False)
+    route.route(torch.empty(TOKENS, 128, dtype=dtype), 8, True)
+    embedding.embedding(torch.zeros(TOKENS, dtype=torch.int64), x)
+    for inputs in ("float", "token"):
+        norm.add_norm(x, x, weight, weight, kind, inputs)
+        activation.act_mul_for(inputs, torch.empty(TOKENS, 2 * 18_944, dtype=dtype), "gelu_tanh")
+
+
+def launch_heads(dtype: torch.dtype) -> None:
+    x = torch.empty(TOKENS, HEADS + 2 * KV_HEADS, DIM, dtype=dtype)
+    cos, sin = rope.angles(torch.zeros(TOKENS, dtype=torch.int64), torch.empty(DIM // 2), 1.0)
+    heads = rope.HeadNorm(torch.empty(HEADS + KV_HEADS, DIM, dtype=dtype), 1e-6, False)
+    rope.rope(x, cos, sin)
+    for kind in (dtype, *KV_TYPES.values()):
+        caches = [
+            torch.empty(4, KV_HEADS, BLOCK, row_size(kind, DIM), dtype=kind) for _ in range(2)
+        ]
+        places = rope.Places(*caches, torch.zeros(TOKENS, dtype=torch.int64), BLOCK)
+        rope.rotate(x, HEADS, KV_HEADS, cos, sin, heads, places)
+
+
+def launch_choice() -> None:
+    rows = torch.zeros(TOKENS, dtype=torch.int64)
+    settings, finite = torch.zeros(TOKENS, 4, dtype=torch.float64), torch.zeros(TOKENS).bool()
+    logits, words = torch.empty(TOKENS, VOCABULARY), torch.zeros(TOKENS, dtype=torch.int32)
+    samples, state = SampleBatch(rows, rows, words, words), RowState.empty(1, 1184, VOCABULARY, CPU)
+    adjust.adjust(logits, samples, state)
+    sample.choose(logits, settings, rows, rows, rows, finite)
+    adjust.accept(rows, finite, samples, state, torch.zeros(TOKENS, 2, dtype=torch.int64))

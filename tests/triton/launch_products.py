@@ -1,0 +1,49 @@
+"""Launches products and mixtures of experts in shapes of real models, for ``ahead``."""
+
+from __future__ import annotations
+
+import torch
+from launch_attention import SHARED
+from weights import make
+
+from weft.kernels.triton import fp8, matrix
+from weft.kernels.triton.matrix import Matrix
+from weft.kernels.triton.moe import moe
+from weft.kernels.tuning import Heuristic
+
+OUTPUTS, INPUTS = 4608, 3584  # projections of Qwen2.5-7B
+EXPERTS, TOP_K, HIDDEN, INNER = 128, 8, 2048, 768  # of Qwen3-30B-A3B
+KINDS = ("bfloat16", "float32", "fp8", "fp8 weights", "int8")
+EVERY = [f"{op}/{kind}/{rows}" for op in ("gemm", "moe") for kind in KINDS for rows in (8, 64, 300)]
+
+
+def launch(capability: int, *cases: str) -> None:
+    """Launch cases such as ``gemm/fp8/64``: op, kind of weights, rows; none for all of them."""
+    matrix.has_fp8 = fp8.has_fp8 = lambda _: capability >= 89
+    tuning = Heuristic(132, SHARED[capability])
+    for case in cases or EVERY:
+        op, kind, rows = case.split("/")
+        (gemm if op == "gemm" else experts)(kind, int(rows), tuning)
+
+
+def of_size(kind: str, shape: tuple[int, ...], tuning: Heuristic, parameter: str) -> Matrix:
+    """A matrix of one number, in a shape: more is not read."""
+    made = make(kind, torch.ones(*(1,) * (len(shape) - 2), 6, 8), tuning, parameter)
+    made.values = made.values.flatten()[:1].expand(shape)
+    return made
+
+
+def gemm(kind: str, rows: int, tuning: Heuristic) -> None:
+    made = of_size(kind, (OUTPUTS, INPUTS), tuning, "qkv")
+    x, bias = torch.ones(rows, INPUTS, dtype=made.dtype), torch.ones(OUTPUTS, dtype=made.dtype)
+    matrix.linear(x, made, bias, torch.ones(rows, OUTPUTS, dtype=made.dtype))
+
+
+def experts(kind: str, rows: int, tuning: Heuristic) -> None:
+    """``rows`` for each expert."""
+    gate_up = of_size(kind, (EXPERTS, 2 * INNER, HIDDEN), tuning, "expert_gate_up")
+    down = of_size(kind, (EXPERTS, HIDDEN, INNER), tuning, "expert_down")
+    tokens = rows * EXPERTS // TOP_K
+    chosen = torch.zeros(tokens, TOP_K, dtype=torch.int64)
+    x = torch.ones(tokens, HIDDEN, dtype=down.dtype)
+    moe(x, torch.ones(tokens, TOP_K), chosen, gate_up, down, "silu")

@@ -1,0 +1,90 @@
+"""Kernels compile for GPUs that are not here, in as much memory as these have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from ahead import Compiled, compiled
+from launch_attention import SHARED
+
+# Type, KV, query heads of a KV head x head size, and a window and a soft cap: the largest tiles of
+# each row of the launch tables and what models have. All others, which are
+# ``launch_attention.EVERY``: ``python tests/triton/ahead.py launch_attention.launch 90``.
+ATTENTION = {
+    90: [
+        "bfloat16/bfloat16/7x128",
+        "bfloat16/fp8/2x128/4096/50",
+        "float16/int8/16x64",
+        "bfloat16/bfloat16/2x256/4096/50",
+        "bfloat16/bfloat16/4x512",
+        "bfloat16/fp8/16x192",
+    ],
+    80: [
+        "bfloat16/bfloat16/1x96",
+        "bfloat16/fp8/2x128/4096/50",
+        "float16/int8/2x256/4096/50",
+        "float32/float32/1x80",
+    ],
+    86: ["bfloat16/bfloat16/4x512", "float32/float32/1x512"],
+}
+MOST_SPILLED = 64  # bytes of a thread; more say that a tile is too large for the registers
+
+
+@pytest.mark.parametrize("capability", list(ATTENTION))
+def test_paged_attention(capability: int, tmp_path: Path) -> None:
+    built = compiled("launch_attention.launch", capability, tmp_path, *ATTENTION[capability])
+    assert {"_write_kernel", "decode_kernel", "merge_kernel", "prefill_kernel"} == {
+        kernel.kernel for kernel in built
+    }
+    for kernel in built:
+        assert kernel.shared_bytes <= SHARED[capability], kernel
+        assert kernel.spilled_bytes <= MOST_SPILLED, kernel
+        assert uses_matrix_units(kernel) == multiplies_halves(kernel), kernel
+        if capability == 90 and kernel.kernel == "prefill_kernel":
+            assert kernel.wgmma, kernel
+
+
+def uses_matrix_units(kernel: Compiled) -> bool:
+    return kernel.wgmma or kernel.mma
+
+
+def multiplies_halves(kernel: Compiled) -> bool:
+    return kernel.constants.get("TYPE") in {"bf16", "fp16"}
+
+
+def test_a_kernel_that_does_not_compile_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="fp8e4nv not supported"):
+        compiled("launch_attention.launch_as_if_with_e4m3", 80, tmp_path)
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_kernels_beside_attention(capability: int, tmp_path: Path) -> None:
+    built = compiled("launch_layers.launch", capability, tmp_path)
+    assert {kernel.kernel for kernel in built} == {
+        "_rms_norm", "_add_norm", "_embedding", "_act_mul", "_act_mul_round", "_angles", "_rotate",
+        "_route", "_adjust", "_peaks", "_choose", "_accept",
+    }  # fmt: skip
+    for kernel in built:
+        assert kernel.shared_bytes <= SHARED[capability], kernel
+        assert kernel.spilled_bytes == 0, kernel
+
+
+# Small ones of every kind; all others: ``python tests/triton/ahead.py launch_products.launch 90``.
+PRODUCTS = {
+    90: ["gemm/fp8/8", "gemm/fp8/300", "gemm/bfloat16/64", "gemm/fp8 weights/8", "moe/fp8/8"],
+    80: ["gemm/fp8/8", "gemm/int8/64", "moe/bfloat16/8"],
+}
+
+
+@pytest.mark.parametrize("capability", list(PRODUCTS))
+def test_products(capability: int, tmp_path: Path) -> None:
+    built = compiled("launch_products.launch", capability, tmp_path, *PRODUCTS[capability])
+    names = {kernel.kernel for kernel in built}
+    assert names == {"gemm", "add_parts", "_round_rows", "_blocks", "_grouped", "_combine"}
+    for kernel in built:
+        assert kernel.shared_bytes <= SHARED[capability], kernel
+        assert kernel.spilled_bytes <= MOST_SPILLED, kernel
+        if kernel.kernel in ("gemm", "_grouped"):
+            assert uses_matrix_units(kernel), kernel
+            assert kernel.wgmma == (capability == 90), kernel

@@ -1,0 +1,94 @@
+"""Whole models of several families with the kernels of GPUs, interpreted, against plain torch."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from checkpoints import CASES, build, prompt, save
+from paged import PagedRunner, Rows
+
+import where
+from weft.kernels.ops import KernelUnavailable, select_ops
+from weft.models.fused import fusable
+from weft.models.layout import storage_of
+from weft.models.loader import load_model
+
+CPU, DEVICE = torch.device("cpu"), torch.device(where.NAME)
+TOLERANCE = 1e-4  # absolute, on float32 logits
+FAMILIES = ["qwen2-window", "qwen3-full", "phi4-partial", "gemma2"]
+FAMILIES += ["gemma4-shared-kv", "qwen3-moe"]
+# Two rows of other lengths, then one token for each of them beside the prompt of a third.
+STEPS: list[Rows] = [
+    [("a", prompt(9, 1)), ("b", prompt(2, 2))],
+    [("a", [5]), ("b", [7]), ("c", prompt(3, 3))],
+]
+
+
+@pytest.fixture(autouse=True)
+def _where_kernels_run():
+    """New tensors are on the CPU, as in an engine, whatever the device of the model."""
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_are_those_of_plain_torch(name, tmp_path) -> None:
+    folder = save(build(name), tmp_path)
+    decoders = [
+        load_model(
+            folder, torch.float32, device, CASES[name].max_model_len,
+            select_ops(device, torch.float32, kernels),
+        )
+        for device, kernels in ((CPU, "reference"), (DEVICE, "triton"))
+    ]  # fmt: skip
+    plain, decoder = decoders
+    whole = all(fusable(decoder.spec, layer, True) for layer in decoder.spec.layers)
+    expected, runners = PagedRunner(plain), [PagedRunner(decoder, bound=whole)]
+    if name == "qwen3-full":
+        runners.append(PagedRunner(decoder))
+    for rows in STEPS:
+        truth = torch.cat(expected.step(rows))
+        assert truth.std() > 0.3, "logits too flat to tell models apart"
+        for runner in runners:
+            gap = (torch.cat(runner.step(rows)) - truth).abs().max().item()
+            assert gap < TOLERANCE, f"logits differ by {gap:.2e}"
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "qwen3-moe"])
+def test_weights_in_fp8_are_those_of_plain_torch(name, tmp_path) -> None:
+    """Rounded at load and activations by token, with the same codes but where a tie falls."""
+    folder = save(build(name), tmp_path)
+    rounding = partial(storage_of, quantize="fp8", group=64)
+    plain, rounded, decoder = (
+        load_model(
+            folder, torch.float32, device, None, select_ops(device, torch.float32, kernels), way
+        )
+        for device, kernels, way in (
+            (CPU, "reference", lambda _: None),
+            (CPU, "reference", rounding),
+            (DEVICE, "triton", rounding),
+        )
+    )
+    whole = all(fusable(decoder.spec, layer, True) for layer in decoder.spec.layers)
+    runners = PagedRunner(plain), PagedRunner(rounded), PagedRunner(decoder, bound=whole)
+    for rows in STEPS:
+        exact, truth, found = (torch.cat(runner.step(rows)) for runner in runners)
+        lost = (truth - exact).abs().max().item()
+        assert (found - truth).abs().max().item() < 0.2 * lost
+
+
+def test_every_op_has_a_kernel_for_gpus() -> None:
+    names = select_ops(DEVICE, torch.bfloat16, "triton", {"linear": "int8"}).describe()
+    assert set(names) == set(select_ops(CPU, torch.bfloat16, "reference").describe())
+    assert all(name.startswith("triton") for name in names.values())
+    assert names["linear"] == "triton, int8 weights"
+    assert names["logits"] == "triton, bfloat16 weights"
+
+
+def test_only_tests_run_them_on_a_cpu(monkeypatch) -> None:
+    monkeypatch.setattr("weft.kernels.triton.launch.interpreted", lambda: False)
+    with pytest.raises(KernelUnavailable, match="TRITON_INTERPRET"):
+        select_ops(CPU, torch.float32, "triton")
+    for device, kernels in (("meta", "triton"), ("cuda", "cpu")):
+        with pytest.raises(KernelUnavailable, match=f"'{kernels}' has no kernel for device"):
+            select_ops(torch.device(device), torch.float32, kernels)

@@ -1,0 +1,79 @@
+"""Mixtures of experts against the reference, with experts nobody chose and rows of padding."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from weights import KINDS, Fixed, make
+
+from weft.kernels import float8, reference
+from weft.kernels.triton.moe import moe
+
+TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "fp8": 3e-2, "fp8 weights": 2e-2, "int8": 2e-2}
+
+
+def drawn(seed: int, kind: str):
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    count, top_k = rng.choice([(3, 2), (5, 1), (8, 3)])
+    tokens, hidden, inner = rng.choice([1, 4, 11]), rng.choice([40, 65]), rng.choice([24, 33])
+    heights = rng.choice([(16, 16), (16, 32)])
+    gate_up, down = (
+        make(kind, torch.randn(count, *shape) / shape[1] ** 0.5, Fixed(height, 32, 32, 1), name)
+        for name, shape, height in [
+            ("expert_gate_up", (2 * inner, hidden), heights[0]),
+            ("expert_down", (hidden, inner), heights[1]),
+        ]
+    )
+    x = torch.randn(tokens, hidden).to(down.dtype)
+    scores = torch.randn(tokens, count).softmax(-1)
+    scores[:, 0] = 0 if top_k < count else scores[:, 0]  # the first expert is chosen by nobody
+    shares, experts = scores.topk(top_k)
+    return x, shares, experts, gate_up, down
+
+
+def truth(x, shares, experts, gate_up, down, activation):
+    """The reference in float32, with activations rounded where the matrices round them."""
+
+    def linear(x, weight, bias):
+        rows = float8.rounded_inputs(x, gate_up.inputs)
+        return float8.linear(rows, weight, bias, torch.float32)
+
+    weights = gate_up.dequantize(), down.dequantize()
+    return reference.moe(x.float(), shares, experts, *weights, activation, linear)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(2))
+def test_sums_of_experts(kind, seed) -> None:
+    x, shares, experts, gate_up, down = drawn(seed, kind)
+    activation = ("silu", "gelu_tanh")[seed % 2]
+    found = moe(x, shares, experts, gate_up, down, activation)
+    expected = truth(x, shares, experts, gate_up, down, activation)
+    assert found.dtype == x.dtype
+    error = (found.float() - expected).abs().max()
+    assert error <= TOLERANCE[kind] * expected.abs().max()
+
+
+def test_padding_reads_no_expert() -> None:
+    """Rows whose experts are none give zeros, and change no bit of the others."""
+    x, shares, experts, gate_up, down = drawn(2, "bfloat16")
+    alone = moe(x, shares, experts, gate_up, down, "silu")
+    for none in (-1, len(down)):
+        padded = torch.cat((experts, torch.full_like(experts[:1].expand(3, -1), none)))
+        rows, weights = (torch.cat((part, part[:1].expand(3, -1))) for part in (x, shares))
+        found = moe(rows, weights, padded, gate_up, down, "silu")
+        assert torch.equal(found[:-3], alone)
+        assert not found[-3:].any()
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    x, shares, experts, gate_up, down = drawn(0, "bfloat16")
+    with pytest.raises(ValueError, match="does not fit experts"):
+        moe(x[:, 1:], shares, experts, gate_up, down, "silu")
+    with pytest.raises(ValueError, match="no kernel for relu"):
+        moe(x, shares, experts, gate_up, down, "relu")
+    empty = moe(x[:0], shares[:0], experts[:0], gate_up, down, "silu")
+    assert empty.shape == (0, x.shape[1])

@@ -1,0 +1,128 @@
+"""The plain Triton ops against their references, over fuzzed shapes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from closeness import DTYPES, assert_close
+
+from weft.kernels import reference
+from weft.kernels.triton.activation import ACTIVATIONS, act_mul
+from weft.kernels.triton.embedding import embedding
+from weft.kernels.triton.norm import rms_norm
+from weft.kernels.triton.rope import angles, rope
+from weft.kernels.triton.route import route
+
+FUZZED = 12
+
+
+@pytest.fixture(params=DTYPES, ids=str)
+def dtype(request) -> torch.dtype:
+    torch.manual_seed(1)
+    return request.param
+
+
+def test_rms_norm(dtype) -> None:
+    choose = random.Random(f"norm{dtype}")
+    for _ in range(FUZZED):
+        tokens, size = choose.randint(1, 9), choose.choice([1, 31, 64, 130, 1100])
+        x, weight = torch.randn(tokens, size).to(dtype), torch.randn(size).to(dtype)
+        arguments = (
+            choose.choice([weight, None]),
+            choose.choice([1e-6, 1e-5]),
+            choose.random() < 0.5,
+        )
+        assert_close(rms_norm(x, *arguments), reference.rms_norm(x, *arguments))
+
+
+def test_rms_norm_of_heads(dtype) -> None:
+    choose = random.Random(f"heads{dtype}")
+    for _ in range(FUZZED):
+        tokens, heads, size = (
+            choose.randint(1, 5),
+            choose.randint(1, 7),
+            choose.choice([8, 80, 256]),
+        )
+        x = torch.randn(tokens, heads + 3, size).to(dtype)[:, 2 : 2 + heads]
+        weight = choose.choice([None, torch.randn(size), torch.randn(heads, size)])
+        weight = None if weight is None else weight.to(dtype)
+        plus_one = choose.random() < 0.5
+        assert_close(
+            rms_norm(x, weight, 1e-6, plus_one), reference.rms_norm(x, weight, 1e-6, plus_one)
+        )
+
+
+@pytest.mark.parametrize("scale", [1.0, 1.19])
+def test_angles(scale) -> None:
+    for width in (1, 20, 64):
+        positions = torch.tensor([0, 1, 77, 4096, 131_071, 1_000_003])
+        frequencies = 1e4 ** (-torch.arange(width) / width)
+        found = angles(positions, frequencies, scale)
+        for one, expected in zip(
+            found, reference.angles(positions, frequencies, scale), strict=True
+        ):
+            assert_close(one, expected)
+
+
+def test_rope(dtype) -> None:
+    choose = random.Random(f"rope{dtype}")
+    for _ in range(FUZZED):
+        tokens, heads, size = (
+            choose.randint(1, 5),
+            choose.randint(1, 9),
+            choose.choice([8, 80, 96, 256]),
+        )
+        half = choose.choice([size // 2, size // 4, 3])
+        x = torch.randn(tokens, heads + 2, size).to(dtype)[:, :heads]
+        cos, sin = torch.randn(2, tokens, half)
+        assert_close(rope(x, cos, sin), reference.rope(x, cos, sin))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_act_mul(dtype, activation) -> None:
+    for tokens, size in ((1, 1), (3, 70), (2, 1025)):
+        gate_up = 4 * torch.randn(tokens, 2 * size).to(dtype)
+        gate_up[0, 0] = -60.0
+        assert_close(act_mul(gate_up, activation), reference.act_mul(gate_up, activation))
+
+
+def test_embedding(dtype) -> None:
+    table = torch.randn(11, 1030).to(dtype)
+    ids = torch.tensor([3, 0, 10, 3])
+    assert torch.equal(embedding(ids, table), table[ids])
+    assert torch.equal(embedding(torch.tensor([11, -1]), table), torch.zeros(2, 1030, dtype=dtype))
+
+
+@pytest.mark.parametrize("normalise", [False, True])
+def test_route(dtype, normalise) -> None:
+    for tokens, experts, top_k in ((1, 1, 1), (5, 6, 6), (4, 130, 8)):
+        scores = 3 * torch.randn(tokens, experts).to(dtype)
+        expected, ids = reference.route(scores, top_k, normalise)
+        shares, found = route(scores, top_k, normalise)
+        assert_close(shares, expected)
+        # Equal scores, which 16 bits make, may come in another order.
+        assert torch.equal(scores.gather(1, found), scores.gather(1, ids))
+        assert all(len(set(row)) == top_k for row in found.tolist())
+    equal, _ = route(torch.zeros(1, 5, dtype=dtype), 3, True)[::-1]
+    assert equal.tolist() == [[0, 1, 2]]
+
+
+def test_no_tokens_are_no_programs(dtype) -> None:
+    none = torch.empty(0, 4, 8, dtype=dtype)
+    assert rms_norm(none, None, 1e-6, False).shape == none.shape
+    assert rope(none, torch.empty(0, 4), torch.empty(0, 4)).shape == none.shape
+    assert act_mul(none.flatten(1), "silu").shape == (0, 16)
+
+
+def test_what_does_not_fit_is_an_error() -> None:
+    x = torch.randn(2, 3, 8)
+    with pytest.raises(ValueError, match="weight"):
+        rms_norm(x, torch.randn(7), 1e-6, False)
+    with pytest.raises(ValueError, match="angles"):
+        rope(x, torch.randn(2, 5), torch.randn(2, 5))
+    with pytest.raises(ValueError, match="relu"):
+        act_mul(x.flatten(1), "relu")
+    with pytest.raises(ValueError, match="experts"):
+        route(x.flatten(1), 25, True)

@@ -1,0 +1,318 @@
+"""Launches of products and attention: from a file for one GPU, by a rule, never by chance."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from attention_cases import Case, make_case
+from attention_cases import Shape as AttentionShape
+from weft.core.config import EngineConfig
+from weft.core.errors import ConfigError, KernelError
+from weft.engine.build import describe_kernels, find_model
+from weft.engine.tuning import tune_kernels
+from weft.engine.weights import check_heads, check_launches, launch_shapes
+from weft.kernels import reference, tuning
+from weft.kernels.ops import select_ops
+from weft.kernels.triton import tuned, tuned_attention
+from weft.kernels.triton.attention import paged_attention, plan_for
+from weft.kernels.triton.tiles import Heads, Tile, launches, plan
+from weft.kernels.tuning import (
+    DECODE,
+    EVERY,
+    PREFILL,
+    ROWS,
+    Heuristic,
+    Pinned,
+    Shape,
+    load,
+    save,
+    search,
+)
+from weft.kernels.unavailable import KernelUnavailable
+
+CPU = torch.device("cpu")
+H200 = Heuristic(132, 227 * 1024)
+GPU, COMPILER = "NVIDIA H200", "3.6.0"
+BUILTIN = EngineConfig(attention="triton", dtype="bfloat16", quantize="fp8", kv_dtype="int8")
+
+
+def by_rule(shape: Shape, rows: int):
+    if rows != EVERY:
+        return H200.launch(shape, rows)
+    return launches(plan(tuned_attention.heads_of(shape), None, H200.shared_bytes))[shape.op]
+
+
+def entries(shapes: list[Shape]):
+    return {(shape, rows): by_rule(shape, rows) for shape in shapes for rows in shape.buckets}
+
+
+def model_shapes() -> list[Shape]:
+    model = find_model(BUILTIN)
+    return launch_shapes(BUILTIN, model.spec, model.dtype)
+
+
+def test_a_file_gives_back_what_was_measured(tmp_path) -> None:
+    shapes = model_shapes()
+    kinds = {"fp8 to bfloat16", "bfloat16", "int8 KV in bfloat16"}
+    assert {shape.kind for shape in shapes} == kinds
+    save(tmp_path / "gpu.json", GPU, COMPILER, entries(shapes))
+    found = load(tmp_path / "gpu.json", GPU, COMPILER)
+    attention = [shape for shape in shapes if shape.op in (DECODE, PREFILL)]
+    assert [shape.op for shape in attention] == [DECODE, PREFILL]
+    for shape in attention:
+        assert found.attention(shape) == by_rule(shape, EVERY)
+    for shape in set(shapes) - set(attention):
+        for rows in (1, 16, 17, 64, 65, 4096):
+            assert found.launch(shape, rows) == H200.launch(shape, rows)
+    assert f"launches measured on {GPU}" in found.source
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"version": 0}, "version is 0, not 1"),
+        ({"hardware": "NVIDIA A100"}, "hardware is 'NVIDIA A100', not 'NVIDIA H200'"),
+        ({"triton": "3.5.0"}, "triton is '3.5.0'"),
+        ({"kernels": "1234"}, "kernels is '1234'"),
+        ({"entries": None}, "cannot read"),
+        ({"entries": [{"op": "gemm"}]}, "cannot read"),
+    ],
+)
+def test_a_file_for_something_else_is_refused(tmp_path, change, words) -> None:
+    path = tmp_path / "gpu.json"
+    save(path, GPU, COMPILER, entries(model_shapes()))
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(KernelUnavailable, match=words):
+        load(path, GPU, COMPILER)
+    with pytest.raises(KernelUnavailable, match="cannot read"):
+        load(tmp_path / "none.json", GPU, COMPILER)
+
+
+def test_changed_kernels_change_the_hash(tmp_path, monkeypatch) -> None:
+    before = tuning.source_hash()
+    for path in tuning.SOURCES.glob("*.py"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    monkeypatch.setattr(tuning, "SOURCES", tmp_path)
+    assert tuning.source_hash() == before
+    (tmp_path / "gemm.py").write_text("changed")
+    assert tuning.source_hash() != before
+
+
+def test_files_that_weft_brings_along_are_for_its_kernels() -> None:
+    for path in tuning.ARTEFACTS.glob("*.json"):
+        content = json.loads(path.read_text())
+        assert content["kernels"] == tuning.source_hash(), path
+        assert path == tuning.artefact_path(content["hardware"])
+
+
+@pytest.mark.parametrize(("at", "rows"), [(2, " with up to 16 rows"), (-1, ""), (-2, "")])
+def test_a_shape_without_a_launch_does_not_start(tmp_path, at, rows) -> None:
+    shapes, model = model_shapes(), find_model(BUILTIN)
+    missing = shapes[at]
+    pinned = Pinned(tmp_path / "gpu.json", GPU, entries([s for s in shapes if s != missing]))
+    config = replace(BUILTIN, tuning=str(pinned.path))
+    ops = replace(model.ops, tuning=pinned)
+    with pytest.raises(KernelError) as caught:
+        check_launches(config, model.spec, model.dtype, ops)
+    assert f"gpu.json has no tuned launch for {missing}{rows};" in str(caught.value)
+    assert "weft profile --tune" in str(caught.value)
+    look_up = pinned.attention if at < 0 else partial(pinned.launch, rows=3)
+    with pytest.raises(KernelUnavailable, match="no tuned launch"):
+        look_up(missing)
+    whole = replace(ops, tuning=replace(pinned, entries=entries(shapes)))
+    check_launches(config, model.spec, model.dtype, whole)
+
+
+def test_what_is_told_and_what_is_refused(tmp_path) -> None:
+    model = find_model(BUILTIN)
+    told = describe_kernels(BUILTIN, model)
+    rule = "heuristic (kernels are interpreted)"
+    assert told["paged_attention"] == {
+        "kernel": "triton",
+        "dtype": "bfloat16",
+        "kv_dtype": "int8",
+        "tuning": rule,
+    }
+    assert told["linear"]["tuning"] == rule
+    assert told["rms_norm"] == {"kernel": "triton", "dtype": "bfloat16", "tuning": "fixed"}
+    assert told["choose"]["dtype"] == "float32"
+    with pytest.raises(ConfigError, match="for the kernels of a GPU"):
+        find_model(EngineConfig(tuning=str(tmp_path / "gpu.json")))
+    with pytest.raises(ConfigError, match="--tuning FILE"):
+        tune_kernels(EngineConfig())
+    with pytest.raises(ConfigError, match=r"folder .* does not exist"):
+        tune_kernels(EngineConfig(tuning=str(tmp_path / "none" / "gpu.json")))
+    with pytest.raises(KernelError, match="measured on a GPU"):
+        tune_kernels(replace(BUILTIN, tuning=str(tmp_path / "gpu.json")))
+
+
+def test_heads_that_no_kernel_serves_do_not_start() -> None:
+    model = find_model(BUILTIN)
+    layers = tuple(replace(layer, head_dim=1024) for layer in model.spec.layers)
+    with pytest.raises(KernelError, match="no attention kernel for heads of size 1024"):
+        check_heads(BUILTIN, replace(model.spec, layers=layers), "bfloat16", model.ops, CPU)
+
+
+def test_the_rule_fills_a_device() -> None:
+    """One wave of programs at the least, blocks that the memory holds, no part without inputs."""
+    for outputs, inputs in ((4608, 3584), (3584, 18944), (152064, 3584), (64, 64)):
+        for kind in ("bfloat16", "float32", "fp8 to bfloat16", "int8 weights in bfloat16"):
+            for rows in ROWS:
+                launch = H200.launch(Shape("gemm", kind, (outputs, inputs)), rows)
+                programs = -(-outputs // launch["BLOCK_N"]) * launch["SPLITS"]
+                assert rows > 64 or programs >= 132 or launch["SPLITS"] in (1, 8)
+                assert launch["SPLITS"] == 1 or inputs >= 2 * launch["SPLITS"] * launch["BLOCK_K"]
+
+
+def test_the_search_finds_what_costs_least() -> None:
+    def cost(launch) -> float:
+        if launch["BLOCK_K"] * launch["num_stages"] > 512:
+            return math.inf
+        return abs(launch["BLOCK_N"] - 128) + abs(launch["SPLITS"] - 4) + 1 / launch["num_stages"]
+
+    start = H200.launch(Shape("gemm", "bfloat16", (4608, 3584)), 300)
+    best, least = search(start, cost)
+    assert (best["BLOCK_N"], best["SPLITS"], best["BLOCK_M"]) == (128, 4, start["BLOCK_M"])
+    assert least == cost(best) < cost(start)
+    assert "SPLITS" not in search({"BLOCK_N": 64, "num_stages": 2}, lambda _: 1.0)[0]
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape("gemm", "fp8 to bfloat16", (40, 64)),
+        Shape("moe_gate_up", "int8 weights in bfloat16", (3, 48, 32)),
+        Shape("moe_down", "bfloat16", (3, 32, 24)),
+    ],
+)
+def test_products_are_measured_with_each_launch(shape, monkeypatch) -> None:
+    """The clock is made up; the kernels run."""
+    monkeypatch.setattr(tuning, "ALTERNATIVES", {"BLOCK_N": (32, 64)})
+    tried = []
+
+    def seconds(call, copies) -> float:
+        for copy in range(copies):
+            call(copy)
+        tried.append(copies)
+        return 1.0 if len(tried) == 2 else 2.0
+
+    best, least = tuned.tune(shape, 16, CPU, seconds)
+    assert best["BLOCK_N"] == 32
+    assert least == 1.0
+    assert tried == [1, 1]  # the rule's 64, then 32
+
+
+# -- attention --------------------------------------------------------------------------------
+
+HEADS = Heads(2, 3, 16, torch.float32, torch.int8)
+SMALL = {
+    (HEADS.shape(DECODE), EVERY): {
+        "SPLITS": 4, "LEAST": 32, "BLOCK_N": 32, "num_warps": 4, "num_stages": 2,
+    },
+    (HEADS.shape(PREFILL), EVERY): {
+        "BLOCK_M": 64, "BLOCK_N": 16, "num_warps": 8, "num_stages": 3,
+    },
+}  # fmt: skip
+
+
+def case() -> Case:
+    shape = AttentionShape(6, 2, 16, cache_dtype=torch.int8)
+    return make_case([(1, 100), (40, 7), (1, 3)], shape)
+
+
+def test_attention_runs_as_the_file_says(tmp_path) -> None:
+    """Tiles and splits are those of the file, but for the rows of decodes; results stay right."""
+    pinned, some = Pinned(tmp_path / "gpu.json", GPU, SMALL), case()
+    rule = plan_for(some.q, some.k_cache, None)
+    found = plan_for(some.q, some.k_cache, None, pinned)
+    assert found.decode == Tile(rule.decode.block_m, 32, 4, 2)
+    assert found.prefill == Tile(64, 16, 8, 3)
+    assert (found.splits, found.least, found.few) == (4, 32, rule.few)
+    expected = some.run(reference.paged_attention)
+    actual = some.run(partial(paged_attention, tuning=pinned))
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    nothing = Pinned(tmp_path / "gpu.json", GPU, {})
+    caches = some.k_cache.clone(), some.v_cache.clone()
+    wanted = r"attention_decode int8 KV in float32 \[2, 3, 16\]"
+    with pytest.raises(KernelUnavailable, match=wanted):
+        some.run_in_place(partial(paged_attention, tuning=nothing), *caches)
+    assert torch.equal(caches[0].view(torch.uint8), some.k_cache.view(torch.uint8))
+
+
+def test_every_way_to_attention_has_the_file(tmp_path, monkeypatch) -> None:
+    """The op, and the fused forward pass that calls the kernel itself."""
+    nothing, some = Pinned(tmp_path / "gpu.json", GPU, {}), case()
+    monkeypatch.setattr(tuned, "find_tuning", lambda *_: nothing)
+    ops = select_ops(CPU, torch.float32, "triton")
+    with pytest.raises(KernelUnavailable, match="no tuned launch for attention_decode"):
+        some.run(ops.paged_attention)
+    assert ops.fused is not None
+    stack = ops.fused.stack(torch.zeros(8, 16), 1.0, torch.ones(16), 1e-5, False)
+    with pytest.raises(KernelUnavailable, match="no tuned launch for attention_decode"):
+        some.run(stack._attention)
+
+
+@pytest.mark.parametrize(
+    ("op", "change", "words"),
+    [
+        (DECODE, {"SPLITS": 64}, "64 parts"),
+        (DECODE, {"SPLITS": 3}, "3 parts"),
+        (DECODE, {"LEAST": 40}, "at least 40 tokens"),
+        (PREFILL, {"BLOCK_M": 2}, "tiles of 2 rows for 3 query heads"),
+        (PREFILL, {"BLOCK_N": None}, "lack 'BLOCK_N'"),
+    ],
+)
+def test_a_launch_that_attention_cannot_have_does_not_start(op, change, words, tmp_path) -> None:
+    key = (HEADS.shape(op), EVERY)
+    launch = {name: value for name, value in (SMALL[key] | change).items() if value is not None}
+    pinned = Pinned(tmp_path / "gpu.json", GPU, SMALL | {key: launch})
+    with pytest.raises(ValueError, match=words):
+        plan(HEADS, None, H200.shared_bytes, pinned)
+    model = find_model(BUILTIN)
+    layers = [replace(layer, num_kv_heads=2, head_dim=16) for layer in model.spec.layers]
+    spec = replace(model.spec, num_heads=6, layers=tuple(layers))
+    ops = replace(model.ops, tuning=pinned)
+    with pytest.raises(KernelError, match=words):
+        check_heads(BUILTIN, spec, "float32", ops, CPU)
+
+
+@pytest.mark.parametrize("kind", ["float32", "int8 KV in bfloat16", "fp8 KV in float16"])
+def test_the_heads_of_a_shape_are_its_own(kind) -> None:
+    shape = Shape(DECODE, kind, (2, 4, 64))
+    assert tuned_attention.heads_of(shape).shape(DECODE) == shape
+
+
+@pytest.mark.parametrize("op", [DECODE, PREFILL])
+@pytest.mark.parametrize("kind", ["float32", "fp8 KV in float32"])
+def test_attention_is_measured_with_each_launch(op, kind, monkeypatch) -> None:
+    """The clock is made up; the kernels run, and the launch that is faster in sum is taken."""
+    few = (tuned_attention.Rows(1, 1, 40), tuned_attention.Rows(3, 1, 20))
+    more = (tuned_attention.Rows(1, 40, 40), tuned_attention.Rows(2, 20, 50))
+    monkeypatch.setattr(tuned_attention, "DECODES", few)
+    monkeypatch.setattr(tuned_attention, "PREFILLS", more)
+    monkeypatch.setattr(tuned_attention, "ATTENTION_ALTERNATIVES", {"BLOCK_N": (16, 64)})
+    clock = iter([10.0, 1.0, 10.0, 1.0, 9.0, 0.5, 20.0, 0.1])  # the rule twice, 16, then 64
+    tried = []
+
+    def seconds(call, copies) -> float:
+        for copy in range(copies):
+            call(copy)
+        tried.append(copies)
+        return next(clock)
+
+    best, share = tuned_attention.tune_attention(Shape(op, kind, (2, 3, 16)), 16, CPU, seconds)
+    assert best["BLOCK_N"] == 16
+    assert share == pytest.approx((0.9 + 0.5) / 2)
+    assert tried == [1] * 8
+
+
+def test_heads_that_nothing_serves_are_not_measured() -> None:
+    shape = Shape(DECODE, "float32", (1, 1, 1024))
+    with pytest.raises(KernelUnavailable, match=r"no attention kernel for heads of size 1024"):
+        tuned_attention.tune_attention(shape, 16, CPU, lambda *_: 1.0)

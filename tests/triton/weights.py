@@ -1,0 +1,45 @@
+"""Matrices of every kind, and launches of any blocks, for the tests of products."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from weft.kernels.storage import Storage
+from weft.kernels.triton import matrix
+from weft.kernels.triton.matrix import Matrix
+from weft.kernels.tuning import Launch, Shape
+
+KINDS = ("float32", "bfloat16", "fp8", "fp8 weights", "int8")
+
+
+class Fixed:
+    """One launch for everything."""
+
+    source = "the test"
+
+    def __init__(self, block_m: int, block_n: int, block_k: int, splits: int) -> None:
+        self._launch = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k}
+        self._launch |= {"SPLITS": splits, "num_warps": 4, "num_stages": 3}
+
+    def launch(self, shape: Shape, rows: int) -> Launch:  # noqa: ARG002
+        return self._launch
+
+
+def make(kind: str, weight: Tensor, tuning, parameter: str = "down") -> Matrix:
+    dtype = torch.float32 if kind == "float32" else torch.bfloat16
+    if kind in ("float32", "bfloat16"):
+        return matrix.pack(parameter, weight.to(dtype), tuning)
+    storage = {
+        "fp8": Storage(8, None, format="e4m3"),
+        "fp8 weights": Storage(8, None, format="e4m3", inputs="float"),
+        "int8": Storage(8, None),
+    }[kind]
+    made = matrix.quantised(
+        parameter, weight.shape, dtype, storage, device=weight.device, tuning=tuning
+    )
+    places = zip(made, weight, strict=True) if weight.dim() == 3 else [(made, weight)]
+    for one, rows in places:
+        one.write(0, rows[:5])
+        one.write(5, rows[5:])
+    return made
