@@ -8,6 +8,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from graphed import use_graphs
+
 
 @pytest.fixture(autouse=True)
 def _one_thread():
@@ -15,3 +17,11 @@ def _one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(params=["eager", "graphs"])
+def executor(request, monkeypatch) -> str:
+    """Which executor the engines of a test have."""
+    if request.param == "graphs":
+        use_graphs(monkeypatch)
+    return request.param

@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import gc
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from checkpoints import build, prompt, save_with_tokenizer
+from graphed import around_forward
 from safetensors.torch import load_file, save_file
 
 from weft import LLM, SamplingParams
 from weft.core.errors import ParameterError, PromptTooLongError
-from weft.exec.eager import EagerExecutor
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 FAMILIES = ["llama-gqa", "mistral-window", "gemma3"]
@@ -45,9 +46,20 @@ def reference_tokens(model, tokens: list[int], count: int) -> list[int]:
 PROMPTS = [prompt(90, 1), prompt(7, 2), prompt(90, 1)[:70] + prompt(5, 3), prompt(33, 4), [5]]
 
 
+@pytest.mark.usefixtures("executor")
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("attention", ["cpu", "reference"])
+@pytest.mark.parametrize(
+    ("executor", "depth", "attention"),
+    [
+        ("eager", 0, "cpu"),
+        ("eager", 1, "cpu"),
+        ("eager", 0, "reference"),
+        ("eager", 1, "reference"),
+        ("graphs", 0, "cpu"),
+        ("graphs", 1, "reference"),
+    ],
+    indirect=["executor"],
+)
 def test_greedy_tokens_equal_the_reference(folders, family, depth, attention):
     model = build(family)
     with llm(folders[family], steps_in_flight=depth, attention=attention) as engine:
@@ -57,13 +69,16 @@ def test_greedy_tokens_equal_the_reference(folders, family, depth, attention):
         assert result.finish_reason == "length"
 
 
+@pytest.mark.usefixtures("executor")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_pool_that_is_too_small_for_all_changes_no_token(folders, family):
+    """Answers are longer than what admission leaves room for."""
+    long = replace(GREEDY, max_tokens=64)
     with llm(folders[family]) as roomy:
-        expected = roomy.generate(PROMPTS, GREEDY, progress=False)
+        expected = roomy.generate(PROMPTS, long, progress=False)
         bytes_per_token = sum(g.bytes_per_token for g in roomy.engine.built.model.facts.groups)
-    with llm(folders[family], kv_memory=160 * bytes_per_token, max_model_len=128) as tight:
-        results = tight.generate(PROMPTS, GREEDY, progress=False)
+    with llm(folders[family], kv_memory=176 * bytes_per_token, max_model_len=160) as tight:
+        results = tight.generate(PROMPTS, long, progress=False)
         assert tight.engine.built.scheduler.totals.preemptions > 0
     assert [r.token_ids for r in results] == [r.token_ids for r in expected]
 
@@ -84,6 +99,7 @@ def test_a_length_below_the_window_makes_every_layer_full(folders):
         assert by_setting.generate([tokens], params, progress=False)[0].token_ids == expected
 
 
+@pytest.mark.usefixtures("executor")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_prefix_cache_changes_no_token_and_is_reported(folders, family):
     with llm(folders[family], prefix_caching=False) as plain:
@@ -98,6 +114,7 @@ def test_the_prefix_cache_changes_no_token_and_is_reported(folders, family):
     assert first.token_ids == second.token_ids == expected.token_ids
 
 
+@pytest.mark.usefixtures("executor")
 def test_the_same_seed_gives_the_same_tokens_in_any_company(folders):
     params = SamplingParams(temperature=1.0, seed=11, max_tokens=20, ignore_eos=True)
     with llm(folders["llama-gqa"]) as engine:
@@ -111,6 +128,7 @@ def test_the_same_seed_gives_the_same_tokens_in_any_company(folders):
     assert alone.token_ids != other.token_ids
 
 
+@pytest.mark.usefixtures("executor")
 def test_logprobs_equal_the_reference(folders):
     model, tokens = build("llama-gqa"), PROMPTS[3]
     params = SamplingParams(
@@ -134,6 +152,7 @@ def test_logprobs_equal_the_reference(folders):
         assert entry.logprob == pytest.approx(float(expected[i - 1, tokens[i]]), abs=1e-4)
 
 
+@pytest.mark.usefixtures("executor")
 def test_prompt_logprobs_survive_preemption(folders):
     params = SamplingParams(temperature=0, max_tokens=24, prompt_logprobs=0, ignore_eos=True)
     with llm(folders["llama-gqa"]) as roomy:
@@ -148,6 +167,7 @@ def test_prompt_logprobs_survive_preemption(folders):
         assert result.token_ids == wanted.token_ids
 
 
+@pytest.mark.usefixtures("executor")
 def test_a_row_with_nan_weights_ends_alone(folders, tmp_path):
     """One embedding row is NaN: the prompt that has this token faults, the others go on."""
     with llm(folders["llama-gqa"]) as engine:
@@ -168,27 +188,30 @@ def test_a_row_with_nan_weights_ends_alone(folders, tmp_path):
         engine.engine.built.scheduler.check()
 
 
+@pytest.mark.usefixtures("executor")
 def test_a_row_that_runs_out_of_memory_ends_alone(folders, monkeypatch):
     with llm(folders["llama-gqa"]) as engine:
         expected = engine.generate([PROMPTS[3]], GREEDY, progress=False)[0]
-        compute = EagerExecutor._compute
 
-        def starving(self, inputs):
-            if 77 in inputs.input_ids.tolist():
+        def starving(ids, compute):
+            if 77 in ids.tolist():
                 raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried ...")
-            return compute(self, inputs)
+            return compute()
 
-        monkeypatch.setattr(EagerExecutor, "_compute", starving)
+        around_forward(monkeypatch, engine.engine.built.executor, starving)
         assert 77 not in PROMPTS[3] + expected.token_ids
         bad, good = engine.generate([[77, 3, 4], PROMPTS[3]], GREEDY, progress=False)
         assert bad.error.code == "out_of_memory"
         assert good.token_ids == expected.token_ids
 
 
+@pytest.mark.usefixtures("executor")
 def test_an_engine_that_breaks_answers_everybody(folders, monkeypatch):
     with llm(folders["llama-gqa"]) as engine:
-        monkeypatch.setattr(
-            EagerExecutor, "_compute", lambda *_: (_ for _ in ()).throw(ValueError("boom"))
+        around_forward(
+            monkeypatch,
+            engine.engine.built.executor,
+            lambda *_: (_ for _ in ()).throw(ValueError("boom")),
         )
         results = engine.generate([[1, 2], [3]], GREEDY, progress=False)
         assert {r.finish_reason for r in results} == {"error"}

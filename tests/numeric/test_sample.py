@@ -17,7 +17,7 @@ from weft.exec.rows import RowTable
 from weft.exec.sample import sample
 from weft.kernels import choice
 from weft.kernels.cpu import attention
-from weft.kernels.cpu.choose import choose, uniform
+from weft.kernels.cpu.choose import choose, choose_by, uniform
 
 VOCAB = 50
 WIDE = 4096  # candidates that the native code sorts at once
@@ -216,11 +216,11 @@ def test_native_choices_equal_the_reference(isa, size):
                 numbers.append(shares[:token].sum() + shares[token] / 2)
                 expected.append(token)
     arrays = np.array(settings, float), np.array(numbers)
-    reference, _ = choice.choose(torch.from_numpy(np.array(logits)), *arrays)
+    reference, _ = choice.choose_by(torch.from_numpy(np.array(logits)), *arrays)
     assert reference.tolist() == expected
     attention.use_isa(isa)
     try:
-        tokens, finite = choose(torch.from_numpy(np.array(logits)), *arrays)
+        tokens, finite = choose_by(torch.from_numpy(np.array(logits)), *arrays)
     finally:
         attention.use_isa(attention.isas()[0])
     assert finite.all()
@@ -238,7 +238,7 @@ def test_top_p_of_a_wide_vocabulary_is_exact(scale, top_p, top_k):
     expected = reference_probabilities(logits.numpy(), p)
     kept = int((expected > 0).sum())
     settings = np.array([[1.0, top_k, top_p, 0.0]])
-    (last,), _ = choose(logits.unsqueeze(0).clone(), settings, np.array([1 - 2**-53]))
+    (last,), _ = choose_by(logits.unsqueeze(0).clone(), settings, np.array([1 - 2**-53]))
     assert abs(last + 1 - kept) <= max(1, kept // 10_000)  # float32 against float64
     assert (kept_tokens(logits, 50, top_p=top_p, top_k=top_k) <= last).all()
 
@@ -261,7 +261,9 @@ def test_a_tiny_temperature_draws_among_equally_likely_tokens():
 @pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}])
 @pytest.mark.parametrize("draw", [0.0, 1 - 2**-53])
 def test_the_extreme_draws_fall_on_kept_tokens(monkeypatch, filters, draw):
-    monkeypatch.setattr("weft.exec.sample.uniform", lambda seeds, _: np.full(len(seeds), draw))
+    monkeypatch.setattr(
+        "weft.kernels.cpu.choose.uniform", lambda seeds, _: np.full(len(seeds), draw)
+    )
     logits = 4 * normal(VOCAB, seed=1)
     logits[[0, VOCAB - 1]] = -500.0  # their probability is exactly 0
     (token,) = kept_tokens(logits, 1, **filters)

@@ -13,8 +13,9 @@ from checkpoints import prompt
 from weft import LLM, SamplingParams
 from weft.core.plan import RowAdd
 from weft.exec.rows import RowTable
-from weft.exec.sample import count_taken, sample
+from weft.exec.sample import sample
 from weft.kernels.cpu.choose import choose
+from weft.kernels.sampling import count_taken
 
 REPEATING = prompt(12, 1) * 4
 PROMPTS = [REPEATING, prompt(40, 2), prompt(9, 3) * 3, prompt(5, 4) * 9 + prompt(20, 5)]

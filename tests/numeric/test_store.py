@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 
+import pytest
 import torch
 
+from weft.core.errors import OutOfMemoryError
 from weft.engine.machine import resident_bytes
+from weft.exec.memory import pinned_zeros
 from weft.exec.store import KVStore
 from weft.models.spec import KVGroup
 
@@ -25,3 +28,39 @@ def test_unwritten_blocks_take_no_memory_and_are_zero():
     keys[5] = 1.0
     store.zero(0, 5)
     assert not keys[5].any()
+
+
+class Runtime:
+    """What the CUDA runtime is asked to pin and to let go."""
+
+    def __init__(self, status: int = 0) -> None:
+        self._status = status
+        self.pinned: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
+        assert flags == 0
+        self.pinned[address] = nbytes
+        return self._status
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        del self.pinned[address]
+        return 0
+
+
+def test_memory_is_pinned_to_the_byte_and_let_go_with_its_last_view(monkeypatch):
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    numbers = pinned_zeros(3 * 2**20 + 8).view(torch.int64)
+    assert runtime.pinned == {numbers.data_ptr(): 3 * 2**20 + 8}
+    assert not numbers.any()
+    view = numbers[5:].view(-1, 2)
+    del numbers
+    assert runtime.pinned
+    del view
+    assert not runtime.pinned
+
+
+def test_memory_that_cannot_be_pinned_is_an_error(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Runtime(2))
+    with pytest.raises(OutOfMemoryError, match=r"does not pin 1.00 MiB .*CUDA error 2.*ulimit"):
+        pinned_zeros(2**20)

@@ -12,9 +12,9 @@ from weft import __version__
 from weft.core.config import EngineConfig, largest_context, resolve
 from weft.core.errors import OutOfMemoryError, TokenizerError
 from weft.core.settings import format_bytes
-from weft.engine.build import Model, find_model
-from weft.engine.machine import available_memory, cpu_name, has_fast_bfloat16, usable_cores
-from weft.models.fused import describe_layers
+from weft.engine.build import Model, describe_kernels, find_model
+from weft.engine.devices import check_host_tier, device_name, free_memory
+from weft.engine.machine import cpu_name, has_fast_bfloat16, usable_cores
 from weft.models.layout import num_parameters
 from weft.text.tokenizer import Tokenizer
 
@@ -26,20 +26,23 @@ def collect_info(config: EngineConfig) -> dict[str, Any]:
         WeftError: settings or model are wrong; a model that does not fit is not an error here.
     """
     model = find_model(config)
+    check_host_tier(config, model.device)
     return {
         "weft": __version__,
         "machine": {
+            "device": device_name(model.device),
             "cpu": cpu_name(),
             "cores": usable_cores(),
             "fast_bfloat16": has_fast_bfloat16(),
-            "available_bytes": available_memory(),
+            "available_bytes": free_memory(model.device),
             "python": platform.python_version(),
             "torch": torch.__version__,
         },
         "model": _model_facts(config, model),
         "memory": _memory_facts(config, model),
         "batch_invariant": model.ops.batch_invariant,
-        "kernels": model.ops.describe() | {"layers": describe_layers(model.spec, model.ops)},
+        "ranks": config.tensor_parallel,
+        "kernels": describe_kernels(config, model),
     }
 
 
@@ -79,6 +82,7 @@ def _memory_facts(config: EngineConfig, model: Model) -> dict[str, Any]:
     facts = model.facts
     memory: dict[str, Any] = {
         "weight_bytes": facts.weight_bytes,
+        "workspace_bytes": facts.workspace_bytes,
         "kv_dtype": model.dtype if config.kv_dtype == "auto" else config.kv_dtype,
         "kv_bytes_per_token": sum(group.bytes_per_token for group in facts.groups),
         "largest_context": largest_context(config, facts),
@@ -98,11 +102,12 @@ def _memory_facts(config: EngineConfig, model: Model) -> dict[str, Any]:
 def format_info(info: dict[str, Any]) -> str:
     """Lay the facts of ``collect_info`` out for a terminal."""
     machine, model, memory = info["machine"], info["model"], info["memory"]
+    share = f", on each of {info['ranks']} ranks" if info["ranks"] > 1 else ""
     groups = ", ".join(_group_words(group) for group in model["kv_groups"])
     rows = [
         ("weft", f"{info['weft']} (Python {machine['python']}, torch {machine['torch']})"),
-        ("machine", f"{machine['cpu']}, {machine['cores']} cores"),
-        ("", f"{format_bytes(machine['available_bytes'])} free, {_bf16_words(machine)}"),
+        ("machine", f"{machine['cpu']}, {machine['cores']} cores, {_bf16_words(machine)}"),
+        ("device", f"{machine['device']}, {format_bytes(machine['available_bytes'])} free"),
         (
             "model",
             f"{model['name']} ({model['family']}), {model['parameters'] / 1e6:.1f} M weights",
@@ -111,10 +116,11 @@ def format_info(info: dict[str, Any]) -> str:
         ("", f"vocabulary {model['vocabulary']}, end ids {model['eos_token_ids']}"),
         ("", f"stored as {model['stored_dtype']}, computed in {model['dtype']}"),
         ("tokenizer", model["tokenizer"]),
-        ("weights", format_bytes(memory["weight_bytes"])),
+        ("weights", f"{format_bytes(memory['weight_bytes'])}{share}"),
+        ("workspace", format_bytes(memory["workspace_bytes"])),
         (
             "KV cache",
-            f"{format_bytes(memory['kv_bytes_per_token'])} a token in {memory['kv_dtype']}",
+            f"{format_bytes(memory['kv_bytes_per_token'])} a token in {memory['kv_dtype']}{share}",
         ),
     ]
     if memory["fits"]:
@@ -128,8 +134,8 @@ def format_info(info: dict[str, Any]) -> str:
     alike = "are the same in any batch" if info["batch_invariant"] else "may differ by the batch"
     rows.append(("results", alike))
     rows += [
-        ("kernels" if index == 0 else "", f"{op:16} {name}")
-        for index, (op, name) in enumerate(info["kernels"].items())
+        ("kernels" if index == 0 else "", f"{op:16} {_kernel_words(facts)}")
+        for index, (op, facts) in enumerate(info["kernels"].items())
     ]
     return "\n".join(f"{label:10} {text}" for label, text in rows)
 
@@ -138,6 +144,13 @@ def _group_words(group: dict[str, Any]) -> str:
     window = f" of {group['window']}" if group["window"] else ""
     heads = f"{group['kv_heads']} KV heads of {group['head_dim']}"
     return f"{group['layers']} {group['name']}{window} ({heads})"
+
+
+def _kernel_words(facts: dict[str, str]) -> str:
+    words = f"{facts['kernel']}, in {facts['dtype']}"
+    if "kv_dtype" in facts:
+        words += f", KV in {facts['kv_dtype']}"
+    return words + (f", launches: {facts['tuning']}" if "tuning" in facts else "")
 
 
 def _bf16_words(machine: dict[str, Any]) -> str:

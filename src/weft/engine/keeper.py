@@ -73,7 +73,8 @@ class EngineKeeper:
         self._settings |= {"kv_memory": served.kv_memory, "max_model_len": served.max_model_len}
         if self._standby is None:
             free = available_memory() - served.kv_memory
-            self._standby = served.weight_bytes + STANDBY_BYTES <= free * STANDBY_SHARE
+            fits = served.weight_bytes + STANDBY_BYTES <= free * STANDBY_SHARE
+            self._standby = fits and served.device == "cpu"  # a GPU's memory is the engine's
         return served
 
     async def run(self) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 from weft.core.config import EngineConfig
-from weft.core.errors import InvariantError, WeftError
+from weft.core.errors import EngineDeadError, InvariantError, OutOfMemoryError, WeftError
 from weft.core.plan import Commit, Update
 from weft.core.ports import Executor, Inbox, Scheduler
 from weft.core.sinks import Sink, deliver
@@ -132,6 +132,9 @@ class EngineThread:
             self._loop.scheduler.check()
             self._loop.drain()
             self.inbox.fail(WeftError("The engine was closed."))
+        except (EngineDeadError, OutOfMemoryError) as error:  # of another rank, or one alone
+            self._loop.abandon()
+            self.inbox.fail(error)
         except Exception as error:
             self._loop.abandon()
             logger.exception("The engine stopped.")

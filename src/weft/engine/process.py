@@ -23,7 +23,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from weft.core.config import EngineConfig
-from weft.core.errors import InvariantError, WeftError
+from weft.core.errors import EngineDeadError, InvariantError, WeftError
 from weft.core.logs import log_level, set_up_logs
 from weft.core.process import STALLED, die_with, set_process_title
 from weft.engine.compiling import CompilingInbox
@@ -52,11 +52,11 @@ def main() -> None:
     parser.add_argument("--background", action="store_true")
     parser.add_argument("--returning-bytes", type=int, default=0)
     options = parser.parse_args()
-    set_process_title("weft-standby" if options.background else "weft-engine")
     die_with(options.parent, by_main_thread=options.by_main_thread)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(STALLED, signal.SIG_IGN)
+    set_process_title("weft-standby" if options.background else "weft-engine")
     report = os.fdopen(options.report, "w")
     postpone("torch._meta_registrations")  # a fourth of the import of torch; for compilers
     orders = _Orders()
@@ -147,11 +147,13 @@ def _serve(engine: Engine, inbox: RingInbox) -> int:
                 inbox.write_info(_info(engine, ready=True))
                 told = time.monotonic()
             if not busy:
+                engine.check_ranks()
                 inbox.wait()
         loop.drain()
-    except Exception:
+    except Exception as error:
         loop.abandon()  # what is open stays open, for the next engine
-        inbox.blame()
+        if not isinstance(error, EngineDeadError):  # of a rank, as if this process had been killed
+            inbox.blame()
         raise
     finally:
         inbox.write_info(_info(engine, ready=False))

@@ -14,16 +14,19 @@ from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 from torch import Tensor
 
 from weft.core.errors import GrammarError, WeftError
 from weft.core.grammar import compile_grammar, explain
 from weft.core.plan import RowAdd
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
 
 KEPT = 32  # compiled grammars, used ones too; a costly one grows to some 20 MB
 THREADS = 2
@@ -178,8 +181,8 @@ class GrammarRows:
                 mask[:] = 255
         if at:
             allowed = np.unpackbits(masks, axis=1, count=logits.shape[1], bitorder="little")
-            index = torch.tensor(at)
-            blocked = torch.from_numpy(allowed == 0)  # [G, V]
+            index = torch.tensor(at, device=logits.device)
+            blocked = torch.from_numpy(allowed == 0).to(logits.device)  # [G, V]
             logits[index] = logits[index].masked_fill_(blocked, -torch.inf)
         return faults
 

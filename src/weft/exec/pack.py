@@ -74,6 +74,26 @@ class Packer:
             inputs = self._views[shape] = self._view(*shape)
         return inputs
 
+    def pack_tables(
+        self, windows: list[int], blocks: NDArray[np.int32], starts: NDArray[np.int32]
+    ) -> int:
+        """Write the block tables of the latest sub-batch one behind the other.
+
+        Blocks that no query of the step can see are -1, as a sliding group has given them up.
+
+        Args:
+            windows: of each group; 0 for none.
+            blocks: gets the tables of all groups.
+            starts: [G, R] gets where each begins; 0 where there is no row.
+
+        Returns:
+            how many entries were written.
+
+        Raises:
+            IndexError: ``blocks`` is too small.
+        """
+        return self._native.pack_tables(windows, blocks, starts)
+
     def _reserve(self, tokens: int) -> None:
         table = self._table
         max_rows = len(table.sequence_ids)

@@ -9,9 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.core.errors import InvariantError
-from weft.core.plan import RowAdd, StepPlan
-from weft.core.types import NEUTRAL, SamplingParams
+from weft.core.plan import KVMove, RowAdd, StepPlan
+from weft.core.types import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, NEUTRAL, SamplingParams
 from weft.exec.grammar import GrammarRows
+from weft.kernels.sampling import EDITED, PENALISED
+
+# Token ids of a row whose logits the device changes: all that a request may name, and end ids.
+MOST_EDITS = MAX_LOGIT_BIAS + MAX_STOP_TOKEN_IDS + 32
 
 
 @dataclass(slots=True)
@@ -20,6 +24,7 @@ class SamplingColumns:
 
     Attributes:
         choice: [R, 4] temperature, top-k, top-p and min-p; see ``kernels.choice``.
+        changes: [R] what the device does to logits; see ``kernels.sampling``.
     """
 
     choice: NDArray[np.float64]
@@ -27,6 +32,7 @@ class SamplingColumns:
     presence: NDArray[np.float32]
     frequency: NDArray[np.float32]
     seed: NDArray[np.int64]
+    changes: NDArray[np.int32]
 
     @classmethod
     def empty(cls, rows: int) -> SamplingColumns:
@@ -36,6 +42,7 @@ class SamplingColumns:
             presence=np.zeros(rows, np.float32),
             frequency=np.zeros(rows, np.float32),
             seed=np.zeros(rows, np.int64),
+            changes=np.zeros(rows, np.int32),
         )
 
     def set(self, row: int, params: SamplingParams) -> None:
@@ -67,6 +74,8 @@ class RowTable:
         bias: rows with a logit bias, as ids [B] and values [B].
         delayed: rows with a minimum length, as the stop ids [I] and that length.
         prompt_scored: rows that want log probabilities of their prompts.
+        on_host: rows whose tokens a device leaves to the host: those with a grammar, or with more
+            than ``MOST_EDITS``.
     """
 
     def __init__(
@@ -91,6 +100,7 @@ class RowTable:
         self.bias: dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}
         self.delayed: dict[int, tuple[NDArray[np.int64], int]] = {}
         self.prompt_scored: set[int] = set()
+        self.on_host: set[int] = set()
 
     @property
     def changes_logits(self) -> bool:
@@ -99,13 +109,25 @@ class RowTable:
         return not plain or bool(self.penalised or self.scored or self.bias or self.delayed)
 
     def apply(self, plan: StepPlan) -> None:
-        """Bring the rows up to the plan: drop, add, extend, in this order."""
+        """Bring the rows up to the plan: drop, add, move, extend, in this order.
+
+        Rows that move layer by layer while the step computes do so after it, by ``move``.
+        """
         for row in plan.drop:
             self._drop(row)
         for add in plan.add:
             self._add(add)
+        for move in plan.moves:
+            if not move.after_layer:
+                self.move(move)
         for row, group, blocks in plan.extend:
             self._append(row, group, blocks)
+
+    def move(self, move: KVMove) -> None:
+        """Give a row the tables that it has in its other tier."""
+        for group, blocks in enumerate(move.target):
+            self.table_length[group][move.row] = 0
+            self._append(move.row, group, blocks)
 
     def append_token(self, row: int, token: int) -> None:
         """Store the sampled next token, which a later step may need before the host knows it."""
@@ -132,7 +154,7 @@ class RowTable:
             raise InvariantError(f"row {row} was dropped but is empty")
         self.sequence_ids[row] = -1
         self.params[row] = None
-        for marked in (self.penalised, self.embedding, self.prompt_scored):
+        for marked in (self.penalised, self.embedding, self.prompt_scored, self.on_host):
             marked.discard(row)
         for special in (self.scored, self.bias, self.delayed):
             special.pop(row, None)
@@ -173,6 +195,18 @@ class RowTable:
             self.bias[row] = np.array(ids, np.int64), np.array(values, np.float32)
         if params.min_tokens and stop_ids:
             self.delayed[row] = np.array(sorted(stop_ids), np.int64), params.min_tokens
+        if params.grammar is not None or self._edits(row) > MOST_EDITS:
+            self.on_host.add(row)
+        self.columns.changes[row] = self._changes_on_device(row)
+
+    def _edits(self, row: int) -> int:
+        """Token ids that bias and minimum length name."""
+        return sum(len(edited[row][0]) for edited in (self.bias, self.delayed) if row in edited)
+
+    def _changes_on_device(self, row: int) -> int:
+        if row in self.on_host:
+            return 0
+        return PENALISED * (row in self.penalised) + EDITED * bool(self._edits(row))
 
     def _append(self, row: int, group: int, blocks: Seq[int]) -> None:
         start = self.table_length[group][row]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import mmap
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import torch
 from torch import Tensor
 
+from weft.exec.memory import host_zeros
 from weft.kernels.kv_storage import row_size
 from weft.models.spec import KVGroup
 
@@ -39,22 +39,27 @@ class KVStore:
             for tensors in (self.keys, self.values):
                 tensors.append([_zeros(shape, dtype, device) for _ in group.layers])
 
+    def tensors(self, group: int) -> tuple[Tensor, ...]:
+        """Keys and values of every layer of the group."""
+        return (*self.keys[group], *self.values[group])
+
     def zero(self, group: int, block: int) -> None:
         """Overwrite one block in every layer of the group."""
-        for tensor in (*self.keys[group], *self.values[group]):
+        for tensor in self.tensors(group):
             tensor[block].zero_()
+
+    def like(
+        self, num_blocks: Seq[int], memory: Callable[[Seq[int], torch.dtype], Tensor]
+    ) -> KVStore:
+        """Return a store of the same groups and layers with other memory, which starts as zeros."""
+        other = KVStore((), (), self.block_size, torch.float32, torch.device("cpu"))
+        for mine, theirs in ((self.keys, other.keys), (self.values, other.values)):
+            for tensors, count in zip(mine, num_blocks, strict=True):
+                theirs.append([memory((count, *t.shape[1:]), t.dtype) for t in tensors])
+        return other
 
 
 def _zeros(shape: Seq[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; on the host their pages are taken when they are first written, large ones if possible.
-
-    Writing zeros to all of the memory took most of the start.
-    """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    memory = mmap.mmap(
-        -1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    )
-    with contextlib.suppress(OSError):  # a kernel without large pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
+    return host_zeros(math.prod(shape) * dtype.itemsize).view(dtype).view(tuple(shape))

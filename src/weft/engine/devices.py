@@ -1,0 +1,157 @@
+"""The device that computes: which one, its memory, and the executor that drives it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from weft.core.config import EngineConfig, ResolvedConfig
+from weft.core.errors import ConfigError, OutOfMemoryError
+from weft.core.ports import Executor
+from weft.core.settings import format_bytes
+from weft.engine.machine import available_memory
+from weft.exec.collect import is_out_of_memory
+from weft.exec.device import CudaDevice, Device
+from weft.exec.eager import EagerExecutor
+from weft.exec.graphs import GraphExecutor, Steps
+from weft.exec.rows import RowTable
+from weft.exec.store import KVStore
+from weft.exec.tiers import host_store
+from weft.kernels.collectives import Alone, Collectives
+from weft.models.decoder import Decoder
+
+
+class Stopwatch:
+    """Seconds since it was made, at places that have a name."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self.seconds: dict[str, float] = {}
+
+    def mark(self, name: str) -> None:
+        """Note that this place is reached."""
+        self.seconds[name] = time.monotonic() - self._began
+
+
+@contextmanager
+def allocating(what: str, advice: str, ranks: Collectives | None = None) -> Iterator[None]:
+    """Say what there is no memory for if it runs out within.
+
+    Args:
+        what: is allocated.
+        advice: which settings help.
+
+    Raises:
+        OutOfMemoryError: instead of what torch, the driver or Python raise.
+    """
+    try:
+        yield
+    except (MemoryError, OSError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        ranks = ranks or Alone()
+        of = f" of rank {ranks.rank}" if ranks.size > 1 else ""
+        raise OutOfMemoryError(f"There is not enough memory for {what}{of}; {advice}.") from error
+
+
+def pick_device(wish: str, rank: int = 0, ranks: int = 1) -> torch.device:
+    """Return the device of the setting ``device`` for one of several ranks.
+
+    Raises:
+        ConfigError: there are fewer NVIDIA GPUs that torch can use than ranks.
+        OutOfMemoryError: the GPU is full.
+    """
+    found = 0 if wish == "cpu" else torch.cuda.device_count()
+    if found == 0 and wish != "cuda":
+        return torch.device("cpu")
+    if found >= ranks:
+        device = torch.device("cuda", rank)
+        with allocating(f"a CUDA context on {device}", "other processes hold the GPU's"):
+            torch.cuda.set_device(device)
+        return device
+    built = "" if torch.version.cuda else f"; torch {torch.__version__} is built without CUDA"
+    wanted = f"an NVIDIA GPU for each of {ranks} ranks" if ranks > 1 else "an NVIDIA GPU"
+    raise ConfigError(
+        f"device cuda needs {wanted}, but torch finds {found or 'none'}{built}. Set device to cpu.",
+        param="device",
+    )
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can be allocated on a device."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return available_memory()
+
+
+def device_name(device: torch.device) -> str:
+    """What people call the device."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def describe_executor(executor: Executor) -> str:
+    """Say how steps are run, for people."""
+    if isinstance(executor, GraphExecutor):
+        return f"{executor.captured} captured graphs" if executor.captured else "uncaptured"
+    return "eager"
+
+
+def make_executor(
+    config: EngineConfig,
+    resolved: ResolvedConfig,
+    decoder: Decoder,
+    store: KVStore,
+    table: RowTable,
+) -> Executor:
+    """Return the executor for the device where the model lies.
+
+    Raises:
+        ConfigError: KV is to give way to the host that lies there already.
+    """
+    check_host_tier(config, decoder.device)
+    if decoder.device.type == "cpu":
+        return EagerExecutor(decoder, store, table, config.steps_in_flight)
+    steps = Steps(
+        max_tokens=resolved.max_num_batched_tokens,
+        max_samples=resolved.max_num_seqs * (1 + config.speculation),
+        depth=config.steps_in_flight,
+        capture=config.graphs,
+    )
+    device = CudaDevice(decoder.device)
+    host = _host_tier(resolved, store, device)
+    return GraphExecutor(decoder, store, table, device, steps, host)
+
+
+def check_host_tier(config: EngineConfig, device: torch.device) -> None:
+    """Raise ConfigError if KV is to give way to the host that lies there already."""
+    if config.host_kv_memory is not None and device.type == "cpu":
+        raise ConfigError(
+            "host_kv_memory is for KV on a GPU, but that of device cpu lies in the host's "
+            "memory already; leave it out, or raise kv_memory.",
+            param="host_kv_memory",
+        )
+
+
+def check_host_memory(config: EngineConfig) -> None:
+    """Check that the host has the memory that all ranks will take of it for KV that gives way.
+
+    Before any of them takes its part, as the others would find that much less.
+
+    Raises:
+        OutOfMemoryError: it has not.
+    """
+    each, ranks, free = config.host_kv_memory or 0, config.tensor_parallel, available_memory()
+    if each * ranks > free:
+        times = f" for each of {ranks} ranks" if ranks > 1 else ""
+        raise OutOfMemoryError(
+            f"host_kv_memory is {format_bytes(each)}{times}, but the host has {format_bytes(free)} "
+            "free."
+        )
+
+
+def _host_tier(resolved: ResolvedConfig, store: KVStore, device: Device) -> KVStore | None:
+    """Memory of the host for KV that gives way, if it is wished."""
+    return host_store(store, resolved.host_blocks, device) if resolved.host_blocks else None

@@ -1,0 +1,133 @@
+"""The process of a rank from 1 on: builds its part of the model, then follows rank 0's plans.
+
+    python -m weft.engine.rank --rank N --channel FD --parent PID
+
+Over the channel come a ``Task`` and then ``Step`` after ``Step`` until it is closed; a ``Report``
+goes back when the process can load, when it has loaded, and if it has to end by itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+from collections import deque
+from typing import TYPE_CHECKING
+
+from weft.core.config import EngineConfig
+from weft.core.errors import InvariantError, WeftError
+from weft.core.logs import log_level, set_up_logs
+from weft.core.plan import StepResult
+from weft.core.ports import Executor, Ticket
+from weft.core.process import die_with, set_process_title
+from weft.engine.postpone import postpone
+
+if TYPE_CHECKING:
+    from weft.engine.channel import Channel
+    from weft.engine.ranks import Collected, Task
+
+logger = logging.getLogger("weft")
+
+
+def main() -> None:
+    """Run until the channel is closed: exit code 0; 1 if the rank cannot start or breaks."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--channel", type=int, required=True)
+    parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--by-main-thread", action="store_true")
+    options = parser.parse_args()
+    set_process_title(f"weft-rank{options.rank}")
+    die_with(options.parent, by_main_thread=options.by_main_thread)
+    for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 decides when to end
+        signal.signal(number, signal.SIG_IGN)
+    postpone("torch._meta_registrations")  # a fourth of the import of torch; for compilers
+    import weft.engine.build  # noqa: F401 - all that takes time
+    from weft.engine.channel import Channel
+    from weft.engine.ranks import Report, Task
+
+    channel = Channel(socket.socket(fileno=options.channel))
+    channel.send(Report())
+    task = channel.receive(Task)
+    if task is None:
+        return
+    try:
+        executor = _build(task)
+    except WeftError as error:
+        channel.send(Report(type(error).__name__, error.message))
+        sys.exit(1)
+    channel.send(Report())
+    gc.collect()
+    gc.freeze()
+    _Follower(task.rank, channel, executor).run()
+
+
+def _build(task: Task) -> Executor:
+    from weft.engine.build import build_rank
+
+    config = EngineConfig.from_mapping(task.settings)
+    set_up_logs(f"rank{task.rank}", log_level(config.log_level), config.log_format)
+    return build_rank(config, task)
+
+
+class _Follower:
+    """Launches plans as they come, and collects each step when rank 0 has: no more are in flight.
+
+    An executor without depth computes on a thread of its own, whose failure rank 0 would wait for;
+    its steps are collected at once.
+    """
+
+    def __init__(self, rank: int, channel: Channel, executor: Executor) -> None:
+        self._rank = rank
+        self._channel = channel
+        self._executor = executor
+        self._tickets: deque[Ticket] = deque()
+        self._results: deque[StepResult] = deque()
+
+    def run(self) -> None:
+        """Work until rank 0 closes the channel; the process then ends, whatever it does."""
+        from weft.engine.ranks import Step
+
+        try:
+            while (step := self._channel.receive(Step)) is not None:
+                for theirs in step.collected:
+                    if not self._results:
+                        self._collect()
+                    self._compare(theirs, self._results.popleft())
+                self._tickets.append(self._executor.launch(step.plan))
+                if self._executor.depth == 0:
+                    self._collect()
+        except Exception as error:
+            self._end_by(error)
+        os._exit(0)
+
+    def _collect(self) -> None:
+        self._results.append(self._tickets.popleft().result())
+
+    def _compare(self, theirs: Collected, result: StepResult) -> None:
+        from weft.engine.ranks import Collected
+
+        mine = Collected.of(result)
+        other = [i for i, tokens in theirs.tokens.items() if mine.tokens.get(i) != tokens]
+        if other or theirs.step_id != mine.step_id:
+            raise InvariantError(
+                f"in step {theirs.step_id} rank {self._rank} got other tokens than rank 0 for "
+                f"sequences {other}"
+            )
+
+    def _end_by(self, error: Exception) -> None:
+        from weft.engine.ranks import Report
+
+        logger.error("Rank %d ends.", self._rank, exc_info=error)
+        with contextlib.suppress(OSError):
+            self._channel.send(Report(type(error).__name__, f"{type(error).__name__}: {error}"))
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""What ``weft profile --tune`` runs: launches of products and attention measured on this GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from weft.core.config import EngineConfig
+from weft.core.errors import ConfigError, KernelError
+from weft.engine.build import find_model
+from weft.engine.weights import attention_shapes, product_shapes
+from weft.kernels.tuning import EVERY, ROWS, load, save
+from weft.kernels.unavailable import KernelUnavailable
+
+
+def tune_kernels(config: EngineConfig, tell: Callable[[str], None] = print) -> Path:
+    """Measure launches and write them to the file of the setting ``tuning``.
+
+    What the file has already for the same GPU and kernels stays, so that several models share it;
+    shapes of this model are measured again. No weights are loaded.
+
+    Raises:
+        ConfigError: no file is named, or it cannot be written.
+        KernelError: there is no GPU, the file is of another one, or no launch of a shape runs.
+    """
+    if config.tuning in ("auto", "heuristic"):
+        raise ConfigError("Say where launches are written to: --tuning FILE.", param="tuning")
+    path = Path(config.tuning)
+    if not path.parent.is_dir():
+        raise ConfigError(f"tuning: the folder '{path.parent}' does not exist.", param="tuning")
+    model = find_model(replace(config, tuning="heuristic"))
+    if model.device.type != "cuda":
+        raise KernelError(
+            f"Launches are measured on a GPU, and this engine runs on '{model.device}'; set device "
+            "to cuda on a machine with one."
+        )
+    import triton
+
+    from weft.kernels.triton.tuned import graph_seconds, tune
+    from weft.kernels.triton.tuned_attention import tune_attention
+
+    name = torch.cuda.get_device_name(model.device)
+    try:
+        entries = dict(load(path, name, triton.__version__).entries) if path.exists() else {}
+        for shape in product_shapes(config, model.spec, model.dtype):
+            for rows in ROWS:
+                launch, seconds = tune(shape, rows, model.device, graph_seconds)
+                entries[shape, rows] = launch
+                tell(f"{shape} with up to {rows} rows: {seconds * 1e6:.1f} us, {dict(launch)}")
+        for shape in attention_shapes(config, model.spec, model.dtype):
+            launch, share = tune_attention(shape, config.block_size, model.device, graph_seconds)
+            entries[shape, EVERY] = launch
+            tell(f"{shape}: {share:.2f} of the time by the rule, {dict(launch)}")
+    except KernelUnavailable as error:
+        raise KernelError(str(error)) from error
+    save(path, name, triton.__version__, entries)
+    return path

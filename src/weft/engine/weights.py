@@ -1,0 +1,171 @@
+"""How weights and KV are to be stored, and whether there are kernels and launches for that."""
+
+from __future__ import annotations
+
+import torch
+
+from weft.core.config import EngineConfig
+from weft.core.errors import ConfigError, KernelError
+from weft.kernels.kv_storage import KV_TYPES
+from weft.kernels.ops import OpTable
+from weft.kernels.storage import MULTIPLIED
+from weft.kernels.tuning import DECODE, PREFILL, Pinned, Shape, kind_of, kv_kind, op_of
+from weft.kernels.unavailable import KernelUnavailable
+from weft.models.families import UNSOUND_KV
+from weft.models.layout import Parameter, parameters, storage_of, stored_as
+from weft.models.shard import Shard, cut, cut_spec
+from weft.models.spec import ModelSpec
+
+KERNELS_OF = {"cpu": "the kernels of a CPU", "triton": "the kernels of a GPU"}  # by their name
+
+
+def stored_weights(config: EngineConfig, spec: ModelSpec) -> dict[str, str]:
+    """How the weights of ops are stored that are not floats.
+
+    Raises:
+        ConfigError: the weights are to be rounded, but are stored as integers already.
+    """
+    if spec.stored_weights is not None:
+        if config.quantize != "none":
+            raise ConfigError(
+                f"The checkpoint is quantised already ({spec.stored_weights}); leave quantize out.",
+                param="quantize",
+            )
+        ops = ("linear", "moe") if spec.stored_weights.is_float else ("linear",)
+        return dict.fromkeys(ops, str(spec.stored_weights))
+    layer, head = (
+        storage_of(name, config.quantize, config.quantize_group) for name in ("down", "lm_head")
+    )
+    if layer is None:
+        return {}
+    stored = {"linear": str(layer), "moe": str(layer)}
+    if head is None:
+        return stored
+    stored["logits"] = str(head)
+    return stored | ({"embedding": str(head)} if spec.tied_embeddings else {})
+
+
+def check_storage(config: EngineConfig, spec: ModelSpec, ops: OpTable) -> None:
+    """Check that there are kernels for weights and KV as they are to be stored.
+
+    Raises:
+        KernelError: there are none for those of the checkpoint.
+        ConfigError: there are none for what they are to be rounded to, or the family loses its
+            accuracy with such KV.
+    """
+    kernels = KERNELS_OF.get(ops.names["paged_attention"], "those of attention='reference'")
+    kinds = ("down", "expert_down", "lm_head")
+    wanted = [storage_of(kind, config.quantize, config.quantize_group) for kind in kinds]
+    missing = [storage for storage in wanted if storage is not None and not ops.computes(storage)]
+    if missing:
+        raise ConfigError(
+            f"quantize is {config.quantize}, but {kernels} do not compute with {missing[0]}: those "
+            "of a CPU do with int8 and int4, those of a GPU with fp8 and int8, and those of "
+            "attention='reference' with fp8, slowly.",
+            param="quantize",
+        )
+    stored = None if ops.widens else spec.stored_weights
+    kept = [stored_as(stored, parameter) for parameter in parameters(spec)] if stored else []
+    missing = [storage for storage in kept if storage is not None and not ops.computes(storage)]
+    if missing:
+        raise KernelError(
+            f"The checkpoint is quantised ({stored}), and {kernels} do not compute with "
+            f"{missing[0]}; attention='reference' does (slow)."
+        )
+    unsound = UNSOUND_KV[spec.family]
+    if config.kv_dtype in unsound:
+        allowed = ", ".join(name for name in ("auto", *KV_TYPES) if name not in unsound)
+        raise ConfigError(
+            f"Models of the family {spec.family} do not keep their accuracy with kv_dtype "
+            f"{config.kv_dtype}: {unsound[config.kv_dtype]}. Allowed: {allowed}.",
+            param="kv_dtype",
+        )
+
+
+def check_heads(
+    config: EngineConfig, spec: ModelSpec, dtype: str, ops: OpTable, device: torch.device
+) -> None:
+    """Check that attention on a GPU has tiles for the heads of every layer.
+
+    Args:
+        spec: of the part of a rank.
+
+    Raises:
+        KernelError: it has none; the message names the sizes.
+    """
+    if ops.names["paged_attention"] != "triton":
+        return
+    from weft.kernels.triton.device import shared_bytes
+    from weft.kernels.triton.tiles import Heads, plan
+
+    kind = getattr(torch, dtype)
+    cache = KV_TYPES.get(config.kv_dtype, kind)
+    for sizes in _heads(spec):
+        try:
+            plan(Heads(*sizes, kind, cache), None, shared_bytes(device), ops.tuning)
+        except ValueError as error:
+            raise KernelError(f"{error}; attention='reference' serves all (slow)") from error
+
+
+def check_launches(config: EngineConfig, spec: ModelSpec, dtype: str, ops: OpTable) -> None:
+    """Check that the file of launches has one for every product of the model and its attention.
+
+    Raises:
+        KernelError: it has not; the message names the shapes and says how to make a file.
+        ConfigError: there is a file, and nothing that reads it.
+    """
+    if isinstance(ops.tuning, Pinned):
+        try:
+            ops.tuning.require(launch_shapes(config, spec, dtype))
+        except KernelUnavailable as error:
+            raise KernelError(str(error)) from error
+    elif config.tuning not in ("auto", "heuristic"):
+        raise ConfigError(
+            f"tuning: '{config.tuning}' is for the kernels of a GPU, and this engine uses none.",
+            param="tuning",
+        )
+
+
+def launch_shapes(config: EngineConfig, spec: ModelSpec, dtype: str) -> list[Shape]:
+    """Return all that launches are chosen for."""
+    return product_shapes(config, spec, dtype) + attention_shapes(config, spec, dtype)
+
+
+def attention_shapes(config: EngineConfig, spec: ModelSpec, dtype: str) -> list[Shape]:
+    """Return the shapes of attention of a rank, once; windows and soft caps change no launch."""
+    kind = kv_kind(dtype, dtype if config.kv_dtype == "auto" else config.kv_dtype)
+    sizes = _heads(cut_spec(spec, config.tensor_parallel))
+    return [Shape(op, kind, heads) for op in (DECODE, PREFILL) for heads in sizes]
+
+
+def _heads(spec: ModelSpec) -> list[tuple[int, int, int]]:
+    """KV heads, query heads of each, and their size, of every kind that layers have."""
+    return sorted(
+        {
+            (group.num_kv_heads, spec.num_heads // group.num_kv_heads, group.head_dim)
+            for group in spec.kv_groups
+        }
+    )
+
+
+def product_shapes(config: EngineConfig, spec: ModelSpec, dtype: str) -> list[Shape]:
+    """Return what launches are chosen for: every kind of product of a rank, once."""
+    found = set()
+    for parameter in cut(parameters(spec), spec, Shard(0, config.tensor_parallel)):
+        tied = parameter.name == "embed" and spec.tied_embeddings
+        name = "lm_head" if tied else parameter.name
+        if name.rpartition(".")[2] in MULTIPLIED:
+            kind = _kind(config, spec, dtype, name, parameter)
+            found.add(Shape(op_of(name), kind, parameter.shape))
+    return sorted(found)
+
+
+def _kind(
+    config: EngineConfig, spec: ModelSpec, dtype: str, name: str, parameter: Parameter
+) -> str:
+    storage = storage_of(name, config.quantize, config.quantize_group)
+    if spec.stored_weights is not None:
+        storage = stored_as(spec.stored_weights, parameter)
+    if storage is None:
+        return kind_of(dtype, None, False)
+    return kind_of(dtype, storage.format, storage.format != "int" and storage.inputs != "float")

@@ -1,0 +1,63 @@
+"""The forward pass over the blocks of a KV store, as executors run it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from typing import TypeAlias
+
+from torch import Tensor
+
+from weft.exec.store import KVStore
+from weft.kernels.ops import AttentionBatch
+from weft.models.decoder import Attend, Decoder
+
+Forward: TypeAlias = Callable[[Tensor, Tensor, Seq[AttentionBatch]], Tensor]
+
+
+def bind_forward(decoder: Decoder, store: KVStore, *, padded: bool = False) -> Forward:
+    """Return the forward pass of ids [T], positions [T] and the metadata of each KV group.
+
+    It gives the normalised hidden states [T, C].
+
+    Args:
+        padded: batches may be padded and block tables ragged.
+    """
+    fused = decoder.ops.fused
+    if fused is not None and (fused.padded or not padded):
+        stack = decoder.bind(store.keys, store.values)
+        if stack is not None:
+            return stack.run
+
+    def forward(ids: Tensor, positions: Tensor, groups: Seq[AttentionBatch]) -> Tensor:
+        return decoder.forward(ids, positions, _attend(decoder, store, groups))
+
+    return forward
+
+
+def _attend(decoder: Decoder, store: KVStore, groups: Seq[AttentionBatch]) -> Attend:
+    """The attention of one step: write K and V into the store, attend over it."""
+
+    def attend(
+        layer: int,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        residual: Tensor,
+        positions: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        params = decoder.attention_params(layer)
+        out = decoder.ops.paged_attention(
+            q,
+            k,
+            v,
+            store.keys[params.group][params.index],
+            store.values[params.group][params.index],
+            groups[params.group],
+            scale=params.scale,
+            window=params.window,
+            softcap=params.softcap,
+        )
+        return out, residual, positions
+
+    return attend

@@ -1,0 +1,249 @@
+"""What launched steps give: tickets, and the results of a step while its sub-batches come in."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from typing import Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from weft.core.errors import (
+    InvariantError,
+    NonFiniteLogitsError,
+    OutOfMemoryError,
+    WeftError,
+)
+from weft.core.plan import PromptLogprobs, StepResult, SubBatch
+from weft.core.types import TokenLogprob
+from weft.exec.logprobs import SCORED_TOKENS_AT_ONCE, token_logprobs
+from weft.exec.pack import StepInputs
+from weft.exec.rows import RowTable
+from weft.exec.sample import Sampled
+from weft.kernels.sampling import count_taken
+from weft.models.decoder import Decoder
+
+# What the message of a RuntimeError says when memory ran out: of torch on a CPU; of CUDA, its
+# driver, Triton and NCCL; of cuBLAS.
+OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
+class StepTicket:
+    """A launched step.
+
+    Args:
+        wait: returns what the step gave, or raises what broke it.
+    """
+
+    def __init__(self, step_id: int, wait: Callable[[], StepResult]) -> None:
+        self.step_id = step_id
+        self._wait: Callable[[], StepResult] | None = wait
+
+    def result(self) -> StepResult:
+        """Wait for what the step gave. Raises InvariantError when called a second time."""
+        if self._wait is None:
+            raise InvariantError(f"step {self.step_id} was collected twice")
+        wait, self._wait = self._wait, None
+        return wait()
+
+    def __del__(self) -> None:
+        if self._wait is not None:
+            raise InvariantError(f"step {self.step_id} was never collected")
+
+
+class Collected:
+    """Results of a step while its sub-batches come in; the rows get their tokens at once."""
+
+    def __init__(self, table: RowTable) -> None:
+        self._table = table
+        self._ids: list[int] = []
+        self._tokens: list[int] = []
+        self._logprobs: dict[int, TokenLogprob] = {}
+        self._faults: dict[int, WeftError] = {}
+        self._accepted: dict[int, tuple[tuple[int, TokenLogprob | None], ...]] = {}
+        self._embeddings: dict[int, bytes] = {}
+        self._prompt_logprobs: dict[int, PromptLogprobs] = {}
+
+    def result(self, step_id: int) -> StepResult:
+        """What the step gave."""
+        return StepResult(
+            step_id,
+            tuple(self._ids),
+            tuple(self._tokens),
+            self._logprobs,
+            self._prompt_logprobs,
+            self._faults,
+            self._accepted,
+            self._embeddings,
+        )
+
+    def take(
+        self,
+        batch: SubBatch,
+        rows: NDArray[np.int64],
+        sampled: Sampled,
+        state: Callable[[int], Tensor],
+    ) -> None:
+        """Take the tokens of a sub-batch, and of drafts those that came out as guessed.
+
+        Args:
+            rows: [S] the sampled rows, one with a draft of d tokens d + 1 times.
+            state: returns the hidden state [C] that sample i came of.
+        """
+        table = self._table
+        special = batch.drafts or table.embedding or sampled.logprobs or sampled.faults
+        if not special and not self._faults and sampled.finite.all():
+            self._deliver_all(rows, sampled.tokens)
+            return
+        tokens, finite = sampled.tokens.tolist(), sampled.finite.tolist()
+        first = 0
+        for row, samples in zip(batch.rows, batch.samples, strict=True):
+            if not samples:
+                continue
+            sequence_id, draft = table.sequence_ids[row], batch.drafts.get(row, ())
+            here = slice(first, first + len(draft) + 1)
+            self._deliver(row, tokens[first])
+            if first in sampled.logprobs:
+                self._logprobs[sequence_id] = sampled.logprobs[first]
+            if sequence_id in self._faults:
+                pass  # it ends before this token
+            elif not finite[first]:
+                self._faults[sequence_id] = NonFiniteLogitsError(
+                    "The model produced logits that are not finite for this request."
+                )
+            elif row in sampled.faults:
+                self._faults[sequence_id] = sampled.faults[row]
+            elif row in table.embedding:
+                self._embeddings[sequence_id] = normalised(state(first))
+            elif draft:
+                taken = int(sampled.taken[first])
+                taken = taken or count_taken(tokens[here], finite[here], draft)
+                more = range(first + 1, first + taken)
+                for i in more:
+                    table.append_token(row, tokens[i])
+                self._accepted[sequence_id] = tuple(
+                    (tokens[i], sampled.logprobs.get(i)) for i in more
+                )
+            first = here.stop
+
+    def score(self, row: int, scores: PromptLogprobs | None) -> None:
+        """Take the log probabilities of a row's prompt tokens, if there are any."""
+        if scores is not None:
+            self._prompt_logprobs[self._table.sequence_ids[row]] = scores
+
+    def fault(self, row: int, error: WeftError) -> None:
+        """End the sequence of a row."""
+        self._faults[self._table.sequence_ids[row]] = error
+
+    def out_of_memory(self, batch: SubBatch) -> None:
+        """End the sequence of a sub-batch of one row, for which there is no memory."""
+        (row,) = batch.rows
+        self.fault(row, no_memory(batch.counts[0]))
+        if batch.samples[0]:
+            self._deliver(row, 0)
+
+    def _deliver_all(self, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
+        """``_deliver`` for rows of which there is nothing else to say."""
+        self._table.append_tokens(rows, tokens)
+        ids = self._table.sequence_ids
+        self._ids += [ids[row] for row in rows.tolist()]
+        self._tokens += tokens.tolist()
+
+    def _deliver(self, row: int, token: int) -> None:
+        self._table.append_token(row, token)
+        self._ids.append(self._table.sequence_ids[row])
+        self._tokens.append(token)
+
+
+def score_prompt(
+    decoder: Decoder, table: RowTable, inputs: StepInputs, index: int, hidden: Tensor
+) -> PromptLogprobs | None:
+    """Log probabilities of the prompt tokens that follow each computed token of row ``index``.
+
+    None if that is not wanted or there are none.
+
+    Args:
+        hidden: [T, C] of the step.
+    """
+    row, start = int(inputs.rows[index]), int(inputs.starts[index])
+    params = table.params[row]
+    stop = min(start + int(inputs.counts[index]), int(table.num_prompt[row]) - 1)
+    if params is None or params.prompt_logprobs is None or stop <= start:
+        return None
+    first = int(inputs.counts[:index].sum())
+    entries: list[TokenLogprob] = []
+    for low in range(start, stop, SCORED_TOKENS_AT_ONCE):
+        high = min(low + SCORED_TOKENS_AT_ONCE, stop)
+        logits = decoder.logits(hidden[first + low - start : first + high - start])
+        logprobs = torch.log_softmax(logits, dim=-1).cpu()  # [P, V]
+        following = table.tokens[row, low + 1 : high + 1].astype(np.int64)
+        entries += token_logprobs(logprobs, following, [params.prompt_logprobs] * (high - low))
+    return PromptLogprobs(start + 1, tuple(entries))
+
+
+def normalised(state: Tensor) -> bytes:
+    """Return a hidden state [C] at length one, as float32 bytes."""
+    vector = state.double()
+    unit = vector / vector.norm().clamp(min=1e-30)
+    return bytes(unit.float().cpu().numpy().tobytes())
+
+
+def no_memory(tokens: int) -> OutOfMemoryError:
+    """What becomes of a request for whose tokens there is no memory."""
+    return OutOfMemoryError(
+        f"There is not enough memory to compute {tokens} tokens of this request."
+    )
+
+
+class Contained:
+    """Ends a block quietly if memory runs out in it; all that it took is free again then.
+
+    Where several ranks compute the step it raises OutOfMemoryError, as none goes on without others.
+
+    Attributes:
+        ran_out: whether memory did.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self.ran_out = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> bool:
+        self.ran_out = error is not None and is_out_of_memory(error)
+        if self.ran_out and self._ranks > 1:
+            raise OutOfMemoryError(
+                "There is not enough memory to compute a step, and no rank can go on without the "
+                "others."
+            ) from error
+        return self.ran_out
+
+
+def split_rows(batch: SubBatch) -> list[SubBatch]:
+    """Return one sub-batch for each row of the batch, without drafts."""
+    return [
+        SubBatch((row,), (start,), (count,), (samples,))
+        for row, start, count, samples in zip(
+            batch.rows, batch.starts, batch.counts, batch.samples, strict=True
+        )
+    ]
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error of Python, torch, cuBLAS, Triton or the driver says that memory ran out.
+
+    Not Triton's "out of resource: shared memory": such a kernel does not fit whatever is free.
+    """
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    if isinstance(error, OSError):  # of pages that are mapped
+        return error.errno == errno.ENOMEM
+    text = str(error)
+    return isinstance(error, RuntimeError) and any(words in text for words in OUT_OF_MEMORY)

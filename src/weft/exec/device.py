@@ -1,0 +1,191 @@
+"""What a graph executor needs of a device: copies, captured work and events, in one order.
+
+``HostDevice`` is the stand-in where there is none: it replays what was captured by calling it
+again, and lets copies arrive as late as they may.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from weft.core.errors import InvariantError
+from weft.exec.memory import pinned_zeros
+
+Replay = Callable[[], None]
+
+
+class Event(Protocol):
+    """A place in the order of a device's work."""
+
+    def wait(self) -> None:
+        """Block until all that was ordered before it is done."""
+
+
+class Device(Protocol):
+    """Does what it is told in the order in which it is told, beside the caller.
+
+    Attributes:
+        where: where tensors of the device lie.
+    """
+
+    where: torch.device
+
+    def host_memory(self, size: int, dtype: torch.dtype) -> Tensor:
+        """Return zeros [size] on the host, from and to which copies run beside the caller."""
+
+    def work(self) -> AbstractContextManager[object]:
+        """Order all that torch is told within it as work of this device."""
+
+    def upload(self, source: Tensor, target: Tensor) -> None:
+        """Copy to the device; ``source`` must not change before an event after it."""
+
+    def download(self, source: Tensor, target: Tensor) -> None:
+        """Copy to the host; ``target`` is there when an event after it has come."""
+
+    def send(self, source: Tensor) -> Tensor:
+        """Return a copy on the device of a tensor of the host, which may change at once."""
+
+    def record(self) -> Event:
+        """Mark this place in the order."""
+
+    def synchronize(self) -> None:
+        """Block until all that torch was told is done, this device's work or not."""
+
+    def capture(self, body: Replay) -> Replay:
+        """Return what does all that ``body`` does on the device, without its Python.
+
+        It must read and write nothing but tensors that stay where they are. It may run now as well.
+        """
+
+
+class CudaDevice:
+    """One stream of an NVIDIA GPU, and one pool of memory that all captured graphs share.
+
+    Graphs that share a pool must not overlap, which one stream guarantees. Captured largest first,
+    the smaller ones fit into the memory of the largest.
+    """
+
+    def __init__(self, where: torch.device) -> None:
+        self.where = where
+        self._stream = torch.cuda.Stream(where)  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def host_memory(self, size: int, dtype: torch.dtype) -> Tensor:
+        with torch.cuda.device(self.where):
+            return pinned_zeros(size * dtype.itemsize).view(dtype)
+
+    def work(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._stream)
+
+    def upload(self, source: Tensor, target: Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+
+    def download(self, source: Tensor, target: Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+
+    def send(self, source: Tensor) -> Tensor:
+        # The memory of the copy between is not given to others before this stream has read it.
+        return source.pin_memory().to(self.where, non_blocking=True)
+
+    def record(self) -> Event:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        return _CudaEvent(event)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.where)
+
+    def capture(self, body: Replay) -> Replay:
+        with self.work():
+            body()  # compiles kernels and makes workspaces, neither of which can be captured
+        self._stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # Of several ranks NCCL has a thread that asks for events meanwhile, which is no harm.
+        mode = "thread_local"
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=mode):
+            body()
+        return graph.replay
+
+
+class _CudaEvent:
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+
+class HostDevice:
+    """A device that is the host.
+
+    Until an event after it has come, a download shows garbage; and if the source of an upload has
+    changed by then, that is an InvariantError.
+    """
+
+    where = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self._unfinished: list[Callable[[], None]] = []
+        self._downloads: dict[int, int] = {}  # storage of a target -> the place of the last one
+        self._finished = 0
+
+    def host_memory(self, size: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(size, dtype=dtype)
+
+    def work(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def upload(self, source: Tensor, target: Tensor) -> None:
+        self.finish(self._downloads.pop(source.untyped_storage().data_ptr(), 0))
+        uploaded = source.clone()
+        target.copy_(uploaded)
+
+        def check() -> None:
+            # By their bits, as what is no number equals nothing.
+            if not torch.equal(source.view(torch.uint8), uploaded.view(torch.uint8)):
+                raise InvariantError("what was uploaded changed before it had arrived")
+
+        self._unfinished.append(check)
+
+    def download(self, source: Tensor, target: Tensor) -> None:
+        downloaded = source.clone()
+        target.view(torch.uint8).fill_(0x80)
+
+        def arrive() -> None:
+            target.copy_(downloaded)
+
+        self._unfinished.append(arrive)
+        place = self._finished + len(self._unfinished)
+        self._downloads[target.untyped_storage().data_ptr()] = place
+
+    def send(self, source: Tensor) -> Tensor:
+        return source.clone()
+
+    def record(self) -> Event:
+        return _HostEvent(self, self._finished + len(self._unfinished))
+
+    def synchronize(self) -> None:
+        self.finish(self._finished + len(self._unfinished))
+
+    def finish(self, place: int) -> None:
+        """Let everything arrive that was ordered before a place."""
+        while self._finished < place:
+            self._finished += 1
+            self._unfinished.pop(0)()
+
+    def capture(self, body: Replay) -> Replay:
+        body()
+        return body
+
+
+class _HostEvent:
+    def __init__(self, device: HostDevice, place: int) -> None:
+        self._device, self._place = device, place
+
+    def wait(self) -> None:
+        self._device.finish(self._place)

@@ -1,0 +1,109 @@
+"""A step on a device as functions that can be captured: the forward pass, and sampling."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from weft.exec.attend import bind_forward
+from weft.exec.device import Device
+from weft.exec.layout import Layout
+from weft.exec.logprobs import SCORED_TOKENS_AT_ONCE, score
+from weft.exec.packed import StepPacker
+from weft.exec.store import KVStore
+from weft.kernels.ops import AttentionBatch
+from weft.kernels.sampling import RowState, SampleBatch
+from weft.models.decoder import Decoder
+
+
+class StepFunctions:
+    """The forward pass and sampling as functions of tensors that never move.
+
+    Attributes:
+        uploaded: the buffer of ``layout``, on the device.
+        hidden: [tokens, C] of the latest forward pass.
+        results: [1 + samples, 2] int64 of the latest step: the hashes that came with what it read,
+            as ``Buffer`` has them, then of each sample what ``sampling.accept`` says.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        store: KVStore,
+        packer: StepPacker,
+        device: Device,
+        state: RowState,
+    ) -> None:
+        self._decoder = decoder
+        self._compute = bind_forward(decoder, store, padded=True)
+        self._block_size = store.block_size
+        self._packer = packer
+        self._state = state
+        most, where = packer.max_tokens, device.where
+        self.uploaded = torch.zeros(packer.layout.words, dtype=torch.int32, device=where)
+        self.hidden = torch.zeros(most, decoder.spec.hidden_size, dtype=decoder.dtype, device=where)
+        self.results = torch.zeros(1 + most, 2, dtype=torch.int64, device=where)
+        self._tokens = torch.zeros(most, dtype=torch.int64, device=where)
+        self._finite = torch.zeros(most, dtype=torch.bool, device=where)
+
+    @torch.inference_mode()
+    def forward(self, layout: Layout, most_queries: int | None) -> None:
+        """Compute the hidden states of the tokens in the buffer.
+
+        Args:
+            most_queries: tokens that a row has at the most; None for any number.
+        """
+        pivot = self._packer.layout.pivot
+        parts = layout.views(self.uploaded, pivot)
+        tables = self.uploaded[pivot + layout.words :]
+        ids = parts["ids"]
+        in_flight = self._state.last_token[(-1 - ids).clamp_(min=0)]
+        ids = torch.where(ids < 0, in_flight, ids)
+        groups = [
+            AttentionBatch(
+                block_tables=tables,
+                query_start=parts["query_start"],
+                context_len=parts["context_len"],
+                slots=slots,
+                block_size=self._block_size,
+                table_start=start,
+                most_queries=most_queries,
+            )
+            for slots, start in zip(parts["slots"], parts["table_start"], strict=True)
+        ]
+        self.results[0].copy_(self._packer.layout.hashes(self.uploaded))
+        self.hidden[: layout.size].copy_(self._compute(ids, parts["positions"], groups))
+
+    @torch.inference_mode()
+    def sample(self, layout: Layout) -> None:
+        """Choose the tokens that the samples in the buffer ask for, and take them."""
+        parts = layout.views(self.uploaded, self._packer.sample_at(layout))
+        logits = self._decoder.logits(self.hidden[parts["at"]])
+        tokens, finite = self._tokens[: layout.size], self._finite[: layout.size]
+        samples = SampleBatch(parts["row"], parts["counter"], parts["changes"], parts["guesses"])
+        ops = self._decoder.ops
+        ops.adjust(logits, samples, self._state)
+        ops.choose(logits, parts["settings"], parts["seed"], parts["counter"], tokens, finite)
+        ops.accept(tokens, finite, samples, self._state, self.results[1 : 1 + layout.size])
+
+    @torch.inference_mode()
+    def score(self, layout: Layout, samples: Tensor, alternatives: bool) -> Tensor:
+        """Score the tokens of some of the samples that were just chosen; not to be captured.
+
+        Their logits are computed again, as the choice has changed them.
+
+        Args:
+            samples: [M] int64 indices.
+            alternatives: whether the likeliest tokens are wanted as well.
+
+        Returns:
+            [M, 2 + 2W] float64; see ``logprobs.score``.
+        """
+        at = layout.views(self.uploaded, self._packer.sample_at(layout))["at"]
+        scores = []
+        for start in range(0, len(samples), SCORED_TOKENS_AT_ONCE):
+            some = samples[start : start + SCORED_TOKENS_AT_ONCE]
+            logits = self._decoder.logits(self.hidden[at[some]])
+            logprobs = torch.log_softmax(logits, dim=-1)
+            scores.append(score(logprobs, self._tokens[some], alternatives))
+        return torch.cat(scores)

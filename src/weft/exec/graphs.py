@@ -1,0 +1,409 @@
+"""The graph executor: pack, one upload, replay, one small copy back; a step ahead of the host.
+
+    launch(n)    pack, upload, forward pass, sampling, copy back, event     (device)
+    launch(n+1)  the same: tokens of step n are read where it has left them (device)
+    result(n)    wait for the event of step n, give its tokens to the rows  (host)
+
+The forward pass and sampling are captured once for each size (``buckets``) and replayed, the
+forward pass of decodes alone apart from the one of any rows; other sizes run the same functions
+uncaptured. They read nothing but the uploaded buffer and tensors that stay where they are.
+
+Log probabilities are computed behind the tokens, uncaptured, and come back with them. What few
+requests need is done on the host between two steps: grammars, log probabilities of prompts,
+embeddings. The next step then waits for it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from weft.core.errors import InvariantError, OutOfMemoryError
+from weft.core.plan import StepPlan, StepResult, SubBatch
+from weft.exec.buckets import SIZES, captured_sizes, larger_sizes, padded_size
+from weft.exec.collect import (
+    Collected,
+    Contained,
+    StepTicket,
+    is_out_of_memory,
+    no_memory,
+    score_prompt,
+    split_rows,
+)
+from weft.exec.device import Device, Event, Replay
+from weft.exec.device_rows import DeviceRows
+from weft.exec.functions import StepFunctions
+from weft.exec.layout import Layout, sample_layout
+from weft.exec.logprobs import COLUMNS, describe
+from weft.exec.packed import BUFFERS, PackedStep, StepPacker
+from weft.exec.rows import RowTable
+from weft.exec.sample import Sampled, sample
+from weft.exec.store import KVStore
+from weft.exec.tiers import HostTier, check_computes
+from weft.kernels.sampling import NOT_FINITE
+from weft.models.decoder import Decoder
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What steps are like.
+
+    Attributes:
+        max_tokens: of a step.
+        max_samples: of a step in which no request asks for more drafts than the settings; more are
+            chosen uncaptured.
+        depth: launched steps that may wait for collection while another is launched.
+        capture: whether steps are captured.
+        sizes: ascending, those that steps are padded to.
+    """
+
+    max_tokens: int
+    max_samples: int
+    depth: int
+    capture: bool = True
+    sizes: Seq[int] = SIZES
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A captured function, and the layout whose places it reads."""
+
+    replay: Replay
+    layout_hash: int
+
+
+@dataclass(eq=False)
+class Part:
+    """A launched sub-batch.
+
+    Attributes:
+        read: hashes of the layouts by which its numbers were read, as ``Buffer`` has them.
+        rows: [S] the sampled rows.
+        scored: samples whose log probabilities come back too.
+        scores: [M, 2 + 2W] of these, as ``logprobs.score`` gives them.
+        needs_host: something of it is done on the host before the next step may run.
+    """
+
+    batch: SubBatch
+    packed: PackedStep
+    read: tuple[int, int]
+    rows: NDArray[np.int64]
+    scored: list[int]
+    scores: Tensor
+    needs_host: bool
+    done: Event
+    collected: Collected
+
+    @property
+    def rows_computed(self) -> frozenset[int]:
+        return frozenset(self.batch.rows)
+
+
+class GraphExecutor:
+    """See the module docstring; implements ``weft.core.ports.Executor``.
+
+    Attributes:
+        captured: functions that are replayed.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        store: KVStore,
+        table: RowTable,
+        device: Device,
+        steps: Steps,
+        host: KVStore | None = None,
+    ) -> None:
+        self.depth = steps.depth
+        self._tier = None if host is None else HostTier(store, host, device)
+        max_tokens, sizes = steps.max_tokens, steps.sizes
+        self._decoder = decoder
+        self._store = store
+        self._table = table
+        self._device = device
+        self._most_samples = padded_size(min(steps.max_samples, max_tokens), sizes)
+        windows = [group.window for group in decoder.spec.kv_groups]
+        self._packer = StepPacker(table, store.block_size, windows, device, max_tokens, sizes)
+        self._rows = DeviceRows(table, decoder.spec.vocab_size, device)
+        self._functions = StepFunctions(decoder, store, self._packer, device, self._rows.state)
+        results = self._functions.results.numel()
+        self._results = [device.host_memory(results, torch.int64) for _ in range(BUFFERS)]
+        scores = self._packer.max_tokens * COLUMNS
+        self._scores = [device.host_memory(scores, torch.float64) for _ in range(BUFFERS)]
+        self._launched: deque[Part] = deque()
+        self._forward_graphs: dict[tuple[int, int | None], Captured] = {}
+        self._sample_graphs: dict[int, Captured] = {}
+        device.synchronize()  # weights and KV were not ordered as its work
+        if steps.capture:
+            self._prepare(captured_sizes(max_tokens, sizes))
+
+    @property
+    def captured(self) -> int:
+        return len(self._forward_graphs) + len(self._sample_graphs)
+
+    def launch(self, plan: StepPlan) -> StepTicket:
+        """Order a step. Before it, what steps in flight need of the host is done."""
+        check_computes(plan, self._tier)
+        while self._launched and (self._launched[-1].needs_host or self._holds(plan.drop)):
+            self._finish(self._launched.popleft())
+        collected = Collected(self._table)
+        with self._device.work():
+            for group, block in plan.zero:
+                self._store.zero(group, block)
+            self._move(plan, after_layer=False)
+            self._table.apply(plan)
+            for add in plan.add:
+                self._seat(add.row, collected)
+            for batch in plan.batches:
+                self._launch_batch(batch, collected)
+            self._move(plan, after_layer=True)
+        if self._decoder.ops.ranks.rank > 0 and self._launched and self._launched[-1].needs_host:
+            self._finish_all()  # all ranks do it together, and this one does not hear when
+        return StepTicket(plan.step_id, partial(self._collect, plan.step_id, collected))
+
+    def _move(self, plan: StepPlan, *, after_layer: bool) -> None:
+        """Copy KV between the tiers, before the step, or what goes layer by layer after it."""
+        if self._tier is None:
+            return
+        if not after_layer:
+            self._tier.zero(plan)
+        for move in plan.moves:
+            if move.after_layer is after_layer:
+                self._tier.move(move)
+                if after_layer:
+                    self._table.move(move)
+
+    def close(self) -> None:
+        """Wait for what is launched. May be called twice."""
+        self._device.synchronize()
+
+    def _holds(self, rows: Seq[int]) -> bool:
+        """Whether a step in flight computes one of these rows."""
+        return any(not part.rows_computed.isdisjoint(rows) for part in self._launched)
+
+    def _collect(self, step_id: int, collected: Collected) -> StepResult:
+        while any(part.collected is collected for part in self._launched):
+            self._finish(self._launched.popleft())
+        return collected.result(step_id)
+
+    # -- on the device ------------------------------------------------------------------------
+
+    def _launch_batch(self, batch: SubBatch, collected: Collected) -> None:
+        """Launch a sub-batch; if memory runs out, its rows one by one to find who is to blame.
+
+        Computing a row again is safe: it writes the same KV to the same slots. Drafts are left out
+        then, so that they cannot be to blame.
+        """
+        while self._launched and (self._launched[-1].needs_host or len(self._launched) == BUFFERS):
+            self._finish(self._launched.popleft())
+        with self._contained() as memory:
+            self._launched.append(self._run(batch, collected))
+        if not memory.ran_out:
+            return
+        self._device.synchronize()  # what was uploaded may be overwritten now
+        self._finish_all()
+        for row in batch.rows:  # its tokens of this step may have been counted
+            self._seat(row, collected)
+        if len(batch.rows) == 1 and not batch.drafts:
+            collected.out_of_memory(batch)
+            return
+        for single in split_rows(batch):
+            self._launch_batch(single, collected)
+            self._finish_all()
+
+    def _seat(self, row: int, collected: Collected) -> None:
+        """Have the device know a row; if there is no memory for that, end its sequence alone.
+
+        Its steps run on until that is known: what they read of another row is nobody's harm.
+        """
+        with self._contained() as memory:
+            self._rows.seat(row)
+        if memory.ran_out:
+            collected.fault(row, no_memory(int(self._table.length[row])))
+
+    def _contained(self) -> Contained:
+        return Contained(self._decoder.ops.ranks.size)
+
+    def _run(self, batch: SubBatch, collected: Collected) -> Part:
+        packed = self._packer.pack(batch)
+        inputs, functions = packed.inputs, self._functions
+        self._upload(packed)
+        read = self._forward(packed), self._sample(packed.sample)
+        found = functions.results[: 1 + len(inputs.sample_rows)].view(-1)
+        self._device.download(found, self._results[packed.buffer][: len(found)])
+        scored, scores = self._score(packed)
+        return Part(
+            batch,
+            packed,
+            read,
+            inputs.sample_rows.copy(),
+            scored,
+            scores,
+            self._needs_host(batch),
+            self._device.record(),
+            collected,
+        )
+
+    def _upload(self, packed: PackedStep) -> None:
+        source = self._packer.buffers[packed.buffer][packed.words]
+        self._device.upload(source, self._functions.uploaded[packed.words])
+
+    def _forward(self, packed: PackedStep) -> int:
+        """Order the forward pass; return the hash of the layout by which it reads."""
+        layout, most = packed.forward, packed.most_queries
+        graph = self._forward_graphs.get((layout.size, most))
+        if graph is None:
+            self._functions.forward(layout, most)
+            return layout.hash
+        graph.replay()
+        return graph.layout_hash
+
+    def _sample(self, layout: Layout | None) -> int:
+        """Order sampling, if there is any; return the hash of its layout, else 0."""
+        if layout is None:
+            return 0
+        graph = self._sample_graphs.get(layout.size)
+        if graph is None:
+            self._functions.sample(layout)
+            return layout.hash
+        graph.replay()
+        return graph.layout_hash
+
+    def _score(self, packed: PackedStep) -> tuple[list[int], Tensor]:
+        """Order log probabilities of the samples that want them; see ``Part``."""
+        wanted, target = self._table.scored, self._scores[packed.buffer]
+        at = [
+            (i, wanted[row])
+            for i, row in enumerate(packed.inputs.sample_rows.tolist() if wanted else ())
+            if row in wanted and row not in self._table.on_host
+        ]
+        scored = [i for i, _ in at]
+        if packed.sample is None or not scored:
+            return [], target[:0]
+        samples = self._device.send(torch.tensor(scored))
+        found = self._functions.score(packed.sample, samples, any(count for _, count in at))
+        self._device.download(found.view(-1), target[: found.numel()])
+        return scored, target[: found.numel()].view(found.shape)
+
+    def _prepare(self, captured: Seq[int]) -> None:
+        """Capture the steps of some sizes; run larger ones once, so that nothing is new later.
+
+        Their kernels compile, and the memory that they take is known to be there.
+        """
+        try:
+            for size in larger_sizes(self._packer.max_tokens, captured[-1]):
+                layout, _ = self._pad(size)
+                with self._device.work():
+                    self._functions.forward(layout, None)
+            for size in reversed(captured):
+                self._capture(size)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise OutOfMemoryError(
+                f"There is not enough memory beside weights and KV for steps of {size} tokens; "
+                "lower max_num_batched_tokens or kv_memory."
+            ) from error
+
+    def _pad(self, size: int) -> tuple[Layout, Layout]:
+        """Upload a step of a size that is all padding; return the layouts of its parts."""
+        forward, sampling = self._packer.forward_layout(size), sample_layout(size)
+        with self._device.work():
+            self._upload(self._packer.pack_padding(forward, sampling))
+        self._device.synchronize()
+        return forward, sampling
+
+    def _capture(self, size: int) -> None:
+        """Capture the steps of one size, while the buffer holds one that is all padding."""
+        forward, sampling = self._pad(size)
+        device, functions = self._device, self._functions
+        for most in (None, 1) if size <= self._packer.most_decodes else (None,):
+            body = partial(functions.forward, forward, most)
+            self._forward_graphs[size, most] = Captured(device.capture(body), forward.hash)
+        if size <= self._most_samples:
+            body = partial(functions.sample, sampling)
+            self._sample_graphs[size] = Captured(device.capture(body), sampling.hash)
+
+    # -- on the host --------------------------------------------------------------------------
+
+    def _needs_host(self, batch: SubBatch) -> bool:
+        """Whether rows want more of a step than tokens that the device chooses."""
+        table = self._table
+        if not (table.on_host or table.embedding or table.prompt_scored):
+            return False
+        return any(
+            (samples and (row in table.embedding or row in table.on_host))
+            or (row in table.prompt_scored and start < table.num_prompt[row] - 1)
+            for row, start, samples in zip(batch.rows, batch.starts, batch.samples, strict=True)
+        )
+
+    def _finish_all(self) -> None:
+        while self._launched:
+            self._finish(self._launched.popleft())
+
+    def _finish(self, part: Part) -> None:
+        """Wait for a sub-batch, do what the host must do of it, and hand its tokens out."""
+        part.done.wait()
+        found = self._results[part.packed.buffer].view(-1, 2)[: 1 + len(part.rows)].numpy()
+        if (was := tuple(found[0].tolist())) != part.read:
+            raise InvariantError(f"numbers laid out as {was} were read as if by {part.read}")
+        tokens, taken = found[1:, 0], found[1:, 1].copy()
+        sampled = Sampled(np.maximum(tokens, 0), tokens != NOT_FINITE, {}, {}, taken)
+        if part.scored:
+            self._describe(part, sampled)
+        if part.needs_host:
+            with self._device.work(), torch.inference_mode():
+                self._score_prompts(part)
+                table = self._table
+                at = [i for i, row in enumerate(part.rows.tolist()) if row in table.on_host]
+                if at:
+                    self._sample_on_host(part, at, sampled)
+        if len(part.rows):
+            hidden, sample_at = self._functions.hidden, part.packed.inputs.sample_at
+            part.collected.take(part.batch, part.rows, sampled, lambda i: hidden[int(sample_at[i])])
+
+    def _describe(self, part: Part, sampled: Sampled) -> None:
+        alternatives = [self._table.scored[int(part.rows[i])] for i in part.scored]
+        entries = describe(part.scores, sampled.tokens[part.scored], alternatives)
+        scored = zip(part.scored, entries, strict=True)
+        sampled.logprobs.update({i: entry for i, entry in scored if sampled.finite[i]})
+
+    def _sample_on_host(self, part: Part, at: list[int], sampled: Sampled) -> None:
+        """Choose the tokens of some samples, which what the host knows of their rows decides."""
+        inputs, rows = part.packed.inputs, part.rows[at]
+        with self._contained() as memory:
+            of = inputs.sample_at[at].to(self._device.where)
+            logits = self._decoder.logits(self._functions.hidden[of])  # [n, V]
+        if memory.ran_out:
+            several = list(dict.fromkeys(rows.tolist()))
+            if len(several) == 1:
+                sampled.faults[several[0]] = no_memory(1)
+                return
+            for row in several:
+                self._sample_on_host(part, [i for i in at if part.rows[i] == row], sampled)
+            return
+        choose = self._decoder.ops.choose
+        some = sample(logits, rows, self._table, choose, inputs.sample_lengths[at])
+        sampled.tokens[at], sampled.finite[at] = some.tokens, some.finite
+        sampled.taken[at] = 0
+        sampled.logprobs.update({at[i]: entry for i, entry in some.logprobs.items()})
+        sampled.faults.update(some.faults)
+
+    def _score_prompts(self, part: Part) -> None:
+        decoder, table, collected = self._decoder, self._table, part.collected
+        for index, row in enumerate(part.batch.rows):
+            if row not in table.prompt_scored:
+                continue
+            with self._contained() as memory:
+                inputs, hidden = part.packed.inputs, self._functions.hidden
+                collected.score(row, score_prompt(decoder, table, inputs, index, hidden))
+            if memory.ran_out:
+                collected.fault(row, no_memory(part.batch.counts[index]))

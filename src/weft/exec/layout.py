@@ -1,0 +1,149 @@
+"""Where the numbers of a step lie in the one buffer that is uploaded for it.
+
+The buffer is int32 words. What sampling reads lies before a fixed place, what the forward pass
+reads from there on, the block tables last. Between them stand the hashes of both layouts:
+
+    ... [samples of S][hashes][tokens of T and rows of R][block tables, as many as there are]
+        |                     pivot                                                         |
+        +----------------------------------- one upload ------------------------------------+
+
+So a captured forward pass depends on T alone and captured sampling on S alone, as each finds its
+numbers at places that never change.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+VERSION = 3  # of what the sections mean
+HASH_WORDS = 4  # before the pivot, two int64: of the forward layout, of the sample layout or 0
+_WORD = 4
+
+
+class Section(NamedTuple):
+    """A tensor within a layout; ``offset`` counts words from the start of the layout."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def words(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize // _WORD
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The frozen sections of steps of one size.
+
+    Attributes:
+        size: tokens T, or samples S.
+        words: an even number, so that what follows is aligned to 8 bytes too.
+    """
+
+    size: int
+    sections: tuple[Section, ...]
+    words: int
+
+    @cached_property
+    def hash(self) -> int:
+        """A number that is uploaded with the numbers of a step and comes back with its results.
+
+        So the host can tell whether what was replayed found the numbers at the places it reads.
+        """
+        said = f"{VERSION} {self.sections} {self.words}".encode()
+        return int.from_bytes(hashlib.sha256(said).digest()[:8], "little", signed=True)
+
+    def views(self, buffer: Tensor, at: int) -> dict[str, Tensor]:
+        """Return the sections by name, as views of ``buffer`` [words] int32 from word ``at`` on."""
+        return {
+            section.name: buffer[at + section.offset : at + section.offset + section.words]
+            .view(section.dtype)
+            .view(section.shape)
+            for section in self.sections
+        }
+
+
+@lru_cache(maxsize=512)
+def forward_layout(tokens: int, rows: int, groups: int) -> Layout:
+    """Return what the forward pass over T tokens of R rows reads, but for the block tables.
+
+    ids: [T], a token or, for the token in flight of row r, -1 - r; positions: [T]; slots: [G, T],
+    -1 for padding; query_start: [R + 1]; context_len: [R], 0 for padding; table_start: [G, R].
+    """
+    return _layout(
+        tokens,
+        ("ids", torch.int64, (tokens,)),
+        ("positions", torch.int64, (tokens,)),
+        ("slots", torch.int64, (groups, tokens)),
+        ("query_start", torch.int32, (rows + 1,)),
+        ("context_len", torch.int32, (rows,)),
+        ("table_start", torch.int32, (groups, rows)),
+    )
+
+
+@lru_cache(maxsize=512)
+def sample_layout(samples: int) -> Layout:
+    """Return what sampling of S tokens reads.
+
+    at: [S], the index within T; row: [S] executor rows; seed and counter: [S], of the random
+    numbers; settings: [S, 4], see ``kernels.choice``; changes and guesses: [S], see
+    ``kernels.sampling``.
+    """
+    return _layout(
+        samples,
+        ("at", torch.int64, (samples,)),
+        ("row", torch.int64, (samples,)),
+        ("seed", torch.int64, (samples,)),
+        ("counter", torch.int64, (samples,)),
+        ("settings", torch.float64, (samples, 4)),
+        ("changes", torch.int32, (samples,)),
+        ("guesses", torch.int32, (samples,)),
+    )
+
+
+def _layout(size: int, *wanted: tuple[str, torch.dtype, tuple[int, ...]]) -> Layout:
+    """Lay sections out one behind the other, those of 8 bytes first."""
+    sections: list[Section] = []
+    words = 0
+    for name, dtype, shape in sorted(wanted, key=lambda part: -part[1].itemsize):
+        sections.append(Section(name, dtype, shape, words))
+        words += sections[-1].words
+    return Layout(size, tuple(sections), words + words % 2)
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """How large the buffer is, and where its parts begin.
+
+    Attributes:
+        pivot: the word where the hashes end and the tokens begin.
+        words: of all, the largest step with the largest block tables.
+    """
+
+    pivot: int
+    words: int
+
+    @classmethod
+    def for_steps(cls, tokens: int, rows: int, blocks: Seq[int]) -> Buffer:
+        """Return the buffer of steps of up to ``tokens`` tokens, and as many samples.
+
+        Args:
+            blocks: entries of a row's block table, for each group.
+        """
+        pivot = sample_layout(tokens).words + HASH_WORDS
+        forward = forward_layout(tokens, min(rows, tokens), len(blocks)).words
+        return cls(pivot, pivot + forward + rows * sum(blocks))
+
+    def hashes(self, buffer: Tensor) -> Tensor:
+        """Return the hashes [2] int64 in ``buffer`` [words] int32."""
+        return buffer[self.pivot - HASH_WORDS : self.pivot].view(torch.int64)

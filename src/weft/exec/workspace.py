@@ -1,0 +1,91 @@
+"""How much memory the steps of a graph executor need beside weights and KV, before there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from weft.exec.buckets import SIZES, padded_size
+from weft.exec.device_rows import SEAT_BYTES
+from weft.exec.layout import HASH_WORDS, Buffer
+from weft.exec.logprobs import SCORED_TOKENS_AT_ONCE
+from weft.exec.rows import MOST_EDITS
+from weft.kernels.collectives import ONE_EXCHANGE_BYTES
+from weft.kernels.sampling import state_bytes
+from weft.models.spec import ModelSpec
+
+FLOAT = 4
+CUBLAS_BYTES = 32 * 2**20  # PyTorch's workspace for cuBLAS on Hopper, for each handle and stream
+# Of ``triton.tiles``: parts of a context that decode attention merges at the most, and query heads
+# of one KV head that it computes together at the least.
+ATTENTION_SPLITS = 32
+ATTENTION_HEADS = 16
+
+
+@dataclass(frozen=True)
+class StepSizes:
+    """The largest step: tokens, rows, and samples with the drafts that the settings ask for."""
+
+    tokens: int
+    rows: int
+    samples: int
+    blocks: Seq[int]  # entries of a row's block table, for each group
+
+
+def workspace_bytes(
+    spec: ModelSpec, element: int, sizes: StepSizes, *, graphs: bool, ranks: int = 1
+) -> int:
+    """Return an upper bound of what steps need: static buffers, activations, logits, scratch.
+
+    Activations count as if nothing of a layer were freed before its end. Captured steps keep those
+    of the largest captured size beside those of larger steps, which are not captured.
+
+    Args:
+        spec: of one rank.
+        element: bytes of a number of the hidden states.
+    """
+    tokens = padded_size(sizes.tokens)
+    samples = min(padded_size(sizes.samples), tokens)
+    static = Buffer.for_steps(tokens, sizes.rows, sizes.blocks).words * FLOAT
+    static += tokens * (spec.hidden_size * element + 3 * 8 + 1) + HASH_WORDS * FLOAT
+    static += state_bytes(sizes.rows, MOST_EDITS, spec.vocab_size) + SEAT_BYTES
+    scratch = CUBLAS_BYTES + max(
+        _attention_bytes(spec, number, sizes, tokens) for number in range(spec.num_layers)
+    )
+    passes = [(tokens, samples)]
+    if graphs:
+        passes.append((min(tokens, SIZES[-1]), min(samples, SIZES[-1])))
+    return static + scratch + sum(_pass_bytes(spec, element, ranks, *counts) for counts in passes)
+
+
+def _attention_bytes(spec: ModelSpec, number: int, sizes: StepSizes, tokens: int) -> int:
+    """The sums of splits, and two numbers beside each, until they are merged."""
+    layer = spec.layers[number]
+    few = max(1, ATTENTION_HEADS * layer.num_kv_heads // spec.num_heads)  # tokens of a row
+    places = min(tokens, sizes.rows * few)
+    return places * spec.num_heads * ATTENTION_SPLITS * (layer.head_dim + 2) * FLOAT
+
+
+def _pass_bytes(spec: ModelSpec, element: int, ranks: int, tokens: int, samples: int) -> int:
+    """Activations of one layer, and the logits, of which choosing tokens makes a copy.
+
+    Several ranks also have the parts of a sum and the sum in float32, and the logits as they come
+    from each rank and side by side.
+    """
+    logits = max(samples, SCORED_TOKENS_AT_ONCE) * spec.vocab_size * FLOAT
+    width = element * max(_layer_width(spec, i) for i in range(spec.num_layers))
+    if ranks == 1:
+        return tokens * width + 2 * logits
+    parts = tokens * spec.hidden_size * (3 * element + FLOAT) + ranks * ONE_EXCHANGE_BYTES
+    return tokens * width + parts + 4 * logits
+
+
+def _layer_width(spec: ModelSpec, number: int) -> int:
+    """Numbers that a layer makes of a token."""
+    layer, hidden = spec.layers[number], spec.hidden_size
+    heads = spec.num_heads + 2 * layer.num_kv_heads
+    width = 6 * hidden + 2 * (heads + spec.num_heads) * layer.head_dim
+    width += 3 * layer.intermediate_size
+    if layer.moe and spec.moe is not None:
+        width += spec.moe.top_k * (3 * spec.moe.intermediate_size + 2 * hidden)
+    return width + spec.num_layers * spec.per_layer_input_size * 2

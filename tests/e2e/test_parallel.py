@@ -1,0 +1,298 @@
+"""Engines whose model is cut over processes: the tokens of one, and the end of all with one."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import fields
+from queue import SimpleQueue
+
+import numpy as np
+import psutil
+import pytest
+
+from live import command_of, eventually, serving
+from weft import LLM, SamplingParams
+from weft.core.config import EngineConfig
+from weft.core.errors import ConfigError, EngineDeadError, InvariantError, OutOfMemoryError
+from weft.core.plan import KVMove, RowAdd, RowExtend, StepPlan, StepResult, SubBatch, Tier
+from weft.engine.channel import Channel
+from weft.engine.info import collect_info, format_info
+from weft.engine.rank import _Follower
+from weft.engine.ranks import Collected, Followers, ParallelExecutor, Report, Step
+
+SMALL = {"dtype": "float32", "threads": 1, "kv_memory": "32MiB", "max_num_seqs": 8}
+PROMPTS = ["def add(a, b):", [9, 8, 7], "import os\nfor name in os.listdir(", "class A:\n" * 30]
+GREEDY = SamplingParams(temperature=0, max_tokens=24)
+KINDS = {
+    "greedy": GREEDY,
+    "sampled": SamplingParams(temperature=0.8, top_p=0.9, seed=5, max_tokens=24),
+    "penalised": SamplingParams(temperature=0, repetition_penalty=1.2, logprobs=2, max_tokens=24),
+    "scored": SamplingParams(temperature=0, prompt_logprobs=1, max_tokens=4),
+    "grammar": SamplingParams(temperature=0.7, seed=1, grammar="start: /[0-9]{12}/"),
+    "stopped": SamplingParams(temperature=0, stop=("\ud800", "("), max_tokens=24),
+    "guessed": SamplingParams(temperature=0, speculation=4, max_tokens=40),
+}
+
+
+def ranks(of: psutil.Process | None = None) -> list[psutil.Process]:
+    children = (of or psutil.Process()).children(recursive=True)
+    return [child for child in children if "".join(command_of(child)[:1]).startswith("weft-rank")]
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[LLM]:
+    with LLM.in_process(**SMALL) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[LLM]:
+    with LLM.in_process(**SMALL, tensor_parallel=2, max_num_batched_tokens=16) as llm:
+        yield llm
+    assert not ranks()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_give_the_tokens_of_one(kind, alone, two):
+    expected = alone.generate(PROMPTS, KINDS[kind], progress=False)
+    found = two.generate(PROMPTS, KINDS[kind], progress=False)
+    assert [result.error for result in found] == [None] * len(PROMPTS)
+    assert [result.token_ids for result in found] == [result.token_ids for result in expected]
+    for mine, other in zip(found, expected, strict=True):
+        scored = zip(mine.prompt_logprobs or [], other.prompt_logprobs or [], strict=True)
+        assert all(
+            a is b is None or a.logprob == pytest.approx(b.logprob, abs=1e-3) for a, b in scored
+        )
+
+
+def test_embeddings_are_those_of_one(alone, two):
+    pairs = zip(alone.embed(PROMPTS), two.embed(PROMPTS), strict=True)
+    assert all(np.abs(mine - other).max() < 1e-4 for mine, other in pairs)
+
+
+def test_each_rank_has_its_share(alone, two):
+    assert two.served.weight_bytes == pytest.approx(alone.served.weight_bytes / 2, rel=0.01)
+    # The same memory holds twice the tokens, as each rank keeps one of the two KV heads.
+    assert two.served.kv_blocks["full"] == pytest.approx(2 * alone.served.kv_blocks["full"], abs=1)
+    assert two.served.kernels["sums"]["kernel"] == "gloo, over 2 ranks in their order"
+    assert two.served.kernels["layers"]["kernel"].startswith("op by op")
+
+
+def test_an_engine_ends_with_its_rank_though_it_has_nothing_to_do(alone):
+    expected = alone.generate(PROMPTS, GREEDY, progress=False)
+    with LLM(**SMALL, tensor_parallel=2) as two:
+        found = two.generate(PROMPTS, GREEDY, progress=False)
+        (engine,) = [c for c in psutil.Process().children() if command_of(c)[0] == "weft-engine"]
+        (rank,) = ranks(engine)
+        rank.kill()
+        eventually(lambda: engine.status() == psutil.STATUS_ZOMBIE)
+    assert [result.token_ids for result in found] == [result.token_ids for result in expected]
+
+
+def test_a_rank_that_dies_ends_the_engine(two):
+    endless = SamplingParams(temperature=1, max_tokens=1900, ignore_eos=True, seed=1)
+    stream = two.stream("x", endless)
+    next(stream)
+    (rank,) = ranks()
+    rank.kill()
+    last = None
+    for delta in stream:
+        last = delta
+    assert isinstance(last.result.error, EngineDeadError)
+    assert last.result.error.message == "Rank 1 of the engine ended: signal SIGKILL."
+    with pytest.raises(EngineDeadError, match="Rank 1"):
+        two.generate("x", progress=False)
+
+
+def test_a_rank_that_cannot_start_is_an_error(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(EngineDeadError, match=r"Rank 1 ended while .*exit code 1"):
+        LLM.in_process(**SMALL, tensor_parallel=2)
+    assert not ranks()
+
+
+RANK_WITHOUT_MEMORY = """#!{python}
+import runpy, sys
+import torch
+import weft.engine.build as build
+
+def starving(*_, **__):
+    raise torch.OutOfMemoryError("CUDA out of memory.")
+
+build.KVStore = starving
+del sys.argv[:2]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+
+
+def test_a_rank_without_memory_says_for_what(tmp_path, monkeypatch):
+    before, python = ranks(), tmp_path / "python"
+    python.write_text(RANK_WITHOUT_MEMORY.format(python=sys.executable))
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    with pytest.raises(
+        OutOfMemoryError, match=r"memory for KV \(31.97 MiB\) of rank 1; set kv_mem"
+    ):
+        LLM.in_process(**SMALL, tensor_parallel=2)
+    assert ranks() == before
+
+
+def test_a_failure_at_the_start_is_that_of_the_rank_that_ended():
+    ends = [socket.socketpair() for _ in range(2)]
+    Channel(ends[1][1]).send(Report("OutOfMemoryError", "not enough memory"))
+    processes = [subprocess.Popen(["sleep", "100"]), subprocess.Popen(["false"])]
+    followers = Followers(processes, [Channel(ours) for ours, _ in ends])
+    with pytest.raises(OutOfMemoryError, match="not enough memory"):
+        followers.explain()
+    followers.kill()
+    followers.close()
+    for _, theirs in ends:
+        theirs.close()
+
+
+def test_a_server_goes_on_after_a_rank_has_died(tmp_path):
+    arguments = ["--tensor-parallel", "2", "--dtype", "float32"]
+    with serving(tmp_path, *arguments) as server:
+        client = server.client()
+
+        def ask():
+            return client.completions.create(
+                model="builtin", prompt="def f(", max_tokens=150, temperature=0, stream=True,
+                extra_body={"ignore_eos": True},
+            )  # fmt: skip
+
+        expected = "".join(chunk.choices[0].text for chunk in ask())
+        parts = []
+        for number, chunk in enumerate(ask()):
+            parts.append(chunk.choices[0].text)
+            if number == 3:
+                (rank,) = ranks(psutil.Process(server.process.pid))
+                rank.kill()
+        assert "".join(parts) == expected
+        eventually(lambda: server.metrics("weft:engine_restarts_total") == [1])
+        (rank,) = ranks(psutil.Process(server.process.pid))
+        server.children()["weft-engine"].kill()
+        eventually(lambda: not rank.is_running())
+    assert "Rank 1 of the engine ended: signal SIGKILL" in server.errors.read_text()
+
+
+def test_what_does_not_go_together_is_refused_and_info_says_what_runs():
+    with pytest.raises(ConfigError, match=r"it has 4 heads\. Sizes that do: 1, 2, 4\."):
+        collect_info(EngineConfig(tensor_parallel=3))
+    with pytest.raises(ConfigError, match="pin_threads cannot be combined with tensor_parallel"):
+        EngineConfig(tensor_parallel=2, pin_threads=True)
+    info = collect_info(EngineConfig(tensor_parallel=4))
+    assert info["kernels"]["layers"]["kernel"].startswith("op by op")
+    assert "on each of 4 ranks" in format_info(info)
+
+
+# -- what ranks say to each other ------------------------------------------------------------------
+
+
+class Scripted:
+    """An executor that gets one token a step; as a ticket, its result."""
+
+    depth = 1
+
+    def __init__(self, token: int) -> None:
+        self._token = token
+        self._steps: SimpleQueue[int] = SimpleQueue()
+
+    def launch(self, plan: StepPlan) -> Scripted:
+        self._steps.put(plan.step_id)
+        return self
+
+    def result(self) -> StepResult:
+        return StepResult(self._steps.get(), (7,), (self._token,))
+
+    def close(self) -> None: ...
+
+
+def test_results_are_compared_with_those_of_rank_0():
+    ours, theirs = socket.socketpair()
+    executor = ParallelExecutor(Scripted(3), Followers(channels=[Channel(ours)]))
+    other = Channel(theirs)
+    for number in range(3):
+        ticket = executor.launch(StepPlan(number, ()))
+        step = other.receive(Step)
+        assert step.plan == StepPlan(number, ())
+        assert step.collected == ((Collected(number - 1, {7: (3,)}),) if number else ())
+        ticket.result()
+    follower = _Follower(1, other, Scripted(3))
+    follower._compare(Collected(2, {7: (3,)}), StepResult(2, (8, 7), (1, 3)))
+    for mine in (StepResult(2, (7,), (4,)), StepResult(2, (), ()), StepResult(3, (7,), (3,))):
+        with pytest.raises(InvariantError, match="in step 2 rank 1 got other tokens"):
+            follower._compare(Collected(2, {7: (3,)}), mine)
+    executor.close()
+    assert other.receive(Step) is None
+    other.close()
+
+
+class Full(Scripted):
+    """An executor that has no memory for a step, which it notices at once."""
+
+    def launch(self, plan: StepPlan) -> Scripted:
+        raise OutOfMemoryError(f"no memory for step {plan.step_id}")
+
+
+def test_rank_0_ends_the_others_when_it_has_no_memory_for_a_step():
+    ours, theirs = socket.socketpair()
+    followers = Followers([subprocess.Popen(["sleep", "100"])], [Channel(ours)])
+    executor = ParallelExecutor(Full(3), followers)
+    with pytest.raises(OutOfMemoryError, match="no memory for step 1"):
+        executor.launch(StepPlan(1, ()))
+    assert [process.poll() for process in followers.processes] == [-signal.SIGKILL]
+    followers.close()
+    theirs.close()
+
+
+def test_kv_on_the_host_needs_a_gpu_with_ranks_too():
+    with pytest.raises(ConfigError, match="lies in the host's memory already"):
+        LLM.in_process(**SMALL, tensor_parallel=2, host_kv_memory="8MiB")
+    assert not ranks()
+
+
+def test_plans_arrive_as_they_were_sent():
+    sampling = SamplingParams(temperature=1, top_k=-1, seed=2**40, logit_bias={3: 1.5}, grammar="é")
+    add = RowAdd(1, 7, (1, 2), 2, sampling, frozenset({4}), ((1, -1), ()), True, Tier.HOST)
+    batch = SubBatch((0, 1), (5, 0), (1, 2), (True, False), (Tier.DEVICE, Tier.HOST), {0: (8, 9)})
+    plan = StepPlan(
+        *(3, (batch,), (2,), (add,), (RowExtend(0, 1, (6,)),), ((0, 5),)),
+        moves=(KVMove(1, Tier.HOST, ((1, -1), ()), ((4, -1), ()), after_layer=True),),
+        zero_host=((1, 2),),
+        riders=(1,),
+        rider_caps=(0, 2),
+    )
+    fields_left_out = [f.name for f in fields(StepPlan) if not getattr(plan, f.name)]
+    assert not fields_left_out
+    ours, theirs = (Channel(end) for end in socket.socketpair())
+    ours.send(Step(plan, ()))
+    assert theirs.receive(Step) == Step(plan, ())
+    for channel in (ours, theirs):
+        channel.close()
+
+
+def test_what_a_rank_said_before_it_ended_is_told():
+    ours, theirs = socket.socketpair()
+    Channel(theirs).send(Report("RuntimeError", "RuntimeError: no more"))
+    followers = Followers([subprocess.Popen(["false"])], [Channel(ours)])
+    with pytest.raises(EngineDeadError, match="Rank 1 of the engine ended: RuntimeError: no more"):
+        followers.check(within_s=10)
+    followers.close()
+    theirs.close()
+
+
+def test_long_messages_cross_and_half_ones_do_not():
+    ours, theirs = socket.socketpair()
+    sender, receiver = Channel(ours), Channel(theirs)
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+    sender.send(Collected(1, {1: tuple(range(20_000))}))
+    assert receiver.receive(Collected) == Collected(1, {1: tuple(range(20_000))})
+    ours.sendall((100).to_bytes(8, "little") + b"half")
+    sender.close()
+    assert receiver.receive(Collected) is None
+    receiver.close()

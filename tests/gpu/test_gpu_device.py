@@ -1,0 +1,105 @@
+"""What executors rely on in a device: order, captured work, copies, and KV on the host."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from served import DEVICE
+
+import where
+from weft.core.plan import KVMove, Tier
+from weft.exec.device import CudaDevice, HostDevice
+from weft.exec.store import KVStore
+from weft.exec.tiers import HostTier, host_store
+from weft.models.spec import KVGroup
+
+
+@pytest.fixture
+def device():
+    return CudaDevice(torch.device("cuda", 0)) if where.ON_GPU else HostDevice()
+
+
+def test_captured_work_reads_what_was_uploaded_before_each_replay(device) -> None:
+    sources = [device.host_memory(1000, torch.int64) for _ in range(5)]
+    targets = [device.host_memory(1000, torch.int64) for _ in range(5)]
+    uploaded, doubled = torch.zeros(2, 1000, dtype=torch.int64, device=device.where)
+    runs = torch.zeros(1, dtype=torch.int64, device=device.where)
+    device.synchronize()
+
+    def body() -> None:
+        doubled.copy_(torch.where(uploaded < 0, 0, uploaded) * 2)
+        runs.add_(1)
+
+    replay = device.capture(body)
+    device.synchronize()
+    before, events = int(runs), []
+    with device.work():
+        for number, (source, target) in enumerate(zip(sources, targets, strict=True)):
+            source.copy_(torch.arange(1000) + number)
+            device.upload(source, uploaded)
+            replay()
+            device.download(doubled, target)
+            events.append(device.record())
+    for number, (event, target) in enumerate(zip(events, targets, strict=True)):
+        event.wait()
+        assert torch.equal(target, 2 * (torch.arange(1000) + number))
+    device.synchronize()
+    assert int(runs) == before + 5
+
+
+def test_several_captured_functions_share_their_memory(device) -> None:
+    """Replayed in any order, the large one between the small ones."""
+    x = torch.ones(4096, device=device.where)
+    out = {size: torch.zeros(size, device=device.where) for size in (4096, 64, 7)}
+    device.synchronize()
+
+    def body(size: int) -> None:
+        parts = [x[:size] * factor for factor in range(6)]
+        out[size].copy_(sum(parts[1:], parts[0]))
+
+    replays = {size: device.capture(lambda size=size: body(size)) for size in out}
+    with device.work():
+        for size in (7, 4096, 64, 7, 64, 4096):
+            x.add_(1.0)
+            replays[size]()
+    device.synchronize()
+    assert [float(out[size][0]) for size in (4096, 64, 7)] == [7 * 15.0, 6 * 15.0, 5 * 15.0]
+
+
+@pytest.mark.parametrize("size", [1, 4096, 5_000_001])
+def test_memory_of_the_host_starts_as_zeros(device, size) -> None:
+    memory = device.host_memory(size, torch.uint8)
+    assert memory.shape == (size,)
+    assert not memory.any()
+    assert memory.is_pinned() == where.ON_GPU
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float8_e4m3fn])
+def test_kv_goes_to_the_host_and_back_bit_for_bit(device, dtype) -> None:
+    """With every block of the device in use, and while the blocks that it left are written."""
+    groups = [KVGroup("full", (0, 1), None, 2, 8), KVGroup("sliding", (2,), 20, 1, 12)]
+    store = KVStore(groups, [6, 5], 4, dtype, DEVICE)
+    every = [t.view(torch.uint8) for g in (0, 1) for t in store.tensors(g)]
+    for tensor in every:
+        tensor.copy_(torch.randint(0, 256, tensor.shape, dtype=torch.uint8))
+    kept = [tensor.clone() for tensor in every]
+    device.synchronize()
+    tier = HostTier(store, host_store(store, [5, 4], device), device)
+    device.synchronize()
+    source, target = ((0, 1, 4), (-1, 2, 3)), ((1, 2, 0), (-1, 0, 1))
+    with device.work():
+        tier.move(KVMove(0, Tier.HOST, source, target))
+        for tensor in every:
+            tensor.fill_(0x55)
+        event = device.record()
+    event.wait()
+    back = ((5, 3, 0), (-1, 4, 0))
+    with device.work():
+        tier.move(KVMove(0, Tier.DEVICE, target, back))
+    device.synchronize()
+    for tensor, before, group in zip(every, kept, [0] * 4 + [1] * 2, strict=True):
+        for old, new in zip(source[group], back[group], strict=True):
+            if old >= 0:
+                assert torch.equal(tensor[new], before[old])
+        untouched = set(range(len(tensor))) - set(back[group])
+        assert all((tensor[block] == 0x55).all() for block in untouched)

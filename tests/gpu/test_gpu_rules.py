@@ -1,0 +1,184 @@
+"""What is captured stays on the device: nothing is read by the host, nothing comes from it.
+
+A real GPU would refuse to capture it, or replay old numbers. Here the device is ``meta``, where
+torch follows shapes and types alone, with the choices of a GPU of capability 9.0; kernels are not
+launched, but all that they are given must be on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import triton
+from checkpoints import CASES
+from served import DEVICE
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from weft.core.plan import RowAdd
+from weft.core.types import SamplingParams
+from weft.exec.functions import StepFunctions
+from weft.exec.grammar import GrammarRows
+from weft.exec.layout import sample_layout
+from weft.exec.packed import StepPacker
+from weft.exec.rows import MOST_EDITS, RowTable
+from weft.exec.store import KVStore
+from weft.kernels.kv_storage import KV_TYPES
+from weft.kernels.ops import OpTable, _triton_ops
+from weft.kernels.sampling import RowState
+from weft.kernels.triton import attention, device, matrix, tuned
+from weft.kernels.tuning import Heuristic
+from weft.models.decoder import Decoder
+from weft.models.families import spec_from_config
+from weft.models.layout import parameters, storage_of
+
+GPU = torch.device("meta")
+BLOCK_SIZE, ROWS, LENGTH = 16, 8, 112
+
+
+class OnlyOnTheDevice(TorchDispatchMode):
+    """No operation has tensors of the host and of the device; ``called`` are their names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: set[str] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        tensors = [x for x in tree_leaves((args, kwargs, found)) if isinstance(x, Tensor)]
+        devices = {x.device.type for x in tensors if x.dim() or "copy" in str(function)}
+        assert len(devices) < 2, f"{function} has tensors of the host and of the device"
+        self.called.add(str(function))
+        return found
+
+
+@pytest.fixture
+def launches(monkeypatch) -> Iterator[list[str]]:
+    """The names of the kernels that are to run."""
+    names: list[str] = []
+
+    def getitem(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*args: Any, **more: Any) -> None:
+            assert all(isinstance(size, int) for size in grid)
+            for x in (*args, *more.values()):
+                assert not isinstance(x, Tensor) or x.device == GPU, f"{kernel} gets {x.device}"
+            names.append(getattr(kernel, "fn", kernel).__name__)
+
+        return launch
+
+    monkeypatch.setattr(triton.runtime.jit.KernelInterface, "__getitem__", getitem)
+    for module in (device, matrix):
+        monkeypatch.setattr(module, "capability", lambda _: (9, 0))
+    monkeypatch.setattr(attention, "shared_bytes", lambda _: 227 * 1024)
+    monkeypatch.setattr(tuned, "find_tuning", lambda *_: Heuristic(132, 227 * 1024))
+    matrix._rowwise.cache_clear()
+    yield names
+    matrix._rowwise.cache_clear()
+
+
+def decoder_of(name: str, dtype: torch.dtype, quantize: str) -> Decoder:
+    """A decoder of a case of ``checkpoints`` whose weights have no numbers."""
+    config = CASES[name].config()
+    config.architectures = [CASES[name].architecture]
+    spec = spec_from_config(config.to_dict(), LENGTH)
+    ops: OpTable = _triton_ops(GPU, str(dtype).removeprefix("torch."), {}, "auto")
+    weights: dict[str, Any] = {}
+    for parameter in parameters(spec, stacked_experts=True):
+        tied = parameter.name == "embed" and spec.tied_embeddings
+        label = "lm_head" if tied else parameter.name
+        storage = storage_of(label, quantize, 64)
+        if storage is None:
+            tensor = torch.empty(parameter.shape, dtype=dtype, device=GPU)
+            weights[parameter.name] = ops.pack(label, tensor)
+        else:
+            shape = torch.Size(parameter.shape)
+            weights[parameter.name] = ops.quantise(label, shape, dtype, storage)
+    return Decoder(spec, weights, ops)
+
+
+def functions_of(decoder: Decoder, kv_dtype: torch.dtype, tokens: int) -> StepFunctions:
+    groups = decoder.spec.kv_groups
+    store = KVStore(groups, [9] * len(groups), BLOCK_SIZE, kv_dtype, GPU)
+    table = RowTable(ROWS, LENGTH, [LENGTH // BLOCK_SIZE] * len(groups))
+    host = SimpleNamespace(
+        where=GPU, host_memory=lambda size, dtype: torch.zeros(size, dtype=dtype)
+    )
+    windows = [group.window for group in groups]
+    packer = StepPacker(table, BLOCK_SIZE, windows, host, tokens, (1, 16, 128))
+    state = RowState.empty(ROWS, MOST_EDITS, decoder.spec.vocab_size, GPU)
+    return StepFunctions(decoder, store, packer, host, state)
+
+
+KINDS = [
+    *((name, torch.bfloat16, "none", None) for name in CASES),
+    ("llama-gqa", torch.float32, "none", None),
+    *(("llama-gqa", torch.bfloat16, "fp8", kv) for kv in (None, "fp8", "int8")),
+    ("qwen3-moe", torch.bfloat16, "fp8", "fp8"),
+    ("qwen3-moe", torch.bfloat16, "int8", None),
+]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: "-".join(map(str, kind)))
+def test_steps_need_nothing_of_the_host(kind, launches) -> None:
+    name, dtype, quantize, kv = kind
+    decoder = decoder_of(name, dtype, quantize)
+    functions = functions_of(decoder, KV_TYPES.get(kv, dtype), 128)
+    layouts = [functions._packer.forward_layout(size) for size in (1, 16, 128)]
+    with OnlyOnTheDevice() as watched:
+        for layout in layouts:
+            for most in (None, 1) if layout.size <= ROWS else (None,):
+                functions.forward(layout, most)
+        for size in (1, 16, 128):
+            functions.sample(sample_layout(size))
+    products = "aten._scaled_mm.default" if quantize == "fp8" else "aten.mm"
+    assert any(name.startswith(products) for name in watched.called) or quantize == "int8"
+    assert {"decode_kernel", "merge_kernel", "prefill_kernel", "_choose", "gemm"} <= set(launches)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda x: x.sum().item(),
+        lambda x: x + torch.ones(4).to(GPU),
+        lambda x: x.cpu(),
+        lambda x: x[torch.tensor([0, 1])],
+        lambda x: torch.ones(4).copy_(x),
+    ],
+)
+def test_what_a_capture_would_refuse_is_noticed(body) -> None:
+    x = torch.empty(4, device=GPU)
+    with pytest.raises((AssertionError, RuntimeError, NotImplementedError)), OnlyOnTheDevice():
+        body(x)
+
+
+class Even:
+    """A matcher that allows tokens of even numbers."""
+
+    def deep_copy(self) -> Even:
+        return self
+
+    def compute_bitmask(self) -> bytes:
+        return bytes([0b01010101] * 4)
+
+    def is_error(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("where", [DEVICE, GPU], ids=str)
+def test_grammars_forbid_tokens_where_the_logits_are(where) -> None:
+    compiled: Future[Any] = Future()
+    compiled.set_result(Even())
+    rows = GrammarRows(SimpleNamespace(compile=lambda _: compiled))
+    asked = SamplingParams(grammar="start: /x/").with_defaults({})
+    rows.add(RowAdd(1, 7, (5,), 1, asked, frozenset(), ((0,),)))
+    logits = torch.zeros(3, 30, device=where)
+    assert rows.forbid(logits, [0, 1, 2]) == {}
+    if where != GPU:  # which has no numbers
+        assert logits[1].isinf().nonzero().flatten().tolist() == list(range(1, 30, 2))
+        assert not logits[[0, 2]].any()

@@ -1,0 +1,138 @@
+"""The graph executor on the host, where captured functions see nothing but what was uploaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from weft.exec.device import CudaDevice, Device, HostDevice, Replay
+from weft.exec.graphs import GraphExecutor, Steps
+from weft.exec.rows import RowTable
+from weft.exec.tiers import host_store
+from weft.kernels.ops import AttentionBatch
+from weft.models.decoder import Decoder
+
+SIZES = (1, 2, 4, 8, 16, 32, 64)
+
+
+class BlindDevice(HostDevice):
+    """While a captured function runs, all that the host keeps of rows is garbage."""
+
+    def __init__(self, table: RowTable) -> None:
+        super().__init__()
+        self._hidden: list[np.ndarray] = [
+            *(table.tokens, table.length, table.num_prompt, *table.tables, *table.table_length),
+            *(getattr(table.columns, name) for name in table.columns.__slots__),
+        ]
+        self.replays = 0
+
+    def host_memory(self, size: int, dtype: torch.dtype) -> Tensor:
+        memory = super().host_memory(size, dtype)
+        self._hidden.append(memory.numpy())
+        return memory
+
+    def capture(self, body: Replay) -> Replay:
+        super().capture(body)
+
+        def replay() -> None:
+            kept = [array.copy() for array in self._hidden]
+            for array in self._hidden:
+                array.fill(77 if array.dtype.kind == "u" else -77)
+            try:
+                body()
+            finally:
+                for array, before in zip(self._hidden, kept, strict=True):
+                    array[:] = before
+            self.replays += 1
+
+        return replay
+
+
+def without_padding(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Native attention, which takes neither padding nor ragged tables."""
+
+    def attend(q, k, v, k_cache, v_cache, batch: AttentionBatch, **more: Any) -> Tensor:
+        bounds = batch.query_start
+        tokens, rows = int(bounds[-1]), int((bounds.diff() > 0).sum())
+        assert (batch.slots[:tokens] >= 0).all()
+        assert (batch.slots[tokens:] == -1).all()
+        assert batch.most_queries is None or int(bounds.diff().max()) <= batch.most_queries
+        assert more["window"] is None or dropped_blocks_are_gone(batch, more["window"])
+        out = torch.zeros_like(q)
+        if tokens == 0:
+            return out
+        widths = -(-batch.context_len[:rows] // batch.block_size)
+        tables = torch.full((rows, int(widths.max())), -1, dtype=torch.int32)
+        for row, (start, width) in enumerate(zip(batch.table_start, widths, strict=False)):
+            tables[row, :width] = batch.block_tables[start : start + width]
+        exact = AttentionBatch(
+            tables,
+            bounds[: rows + 1].contiguous(),
+            batch.context_len[:rows].contiguous(),
+            batch.slots[:tokens].contiguous(),
+            batch.block_size,
+        )
+        k, v = (None if x is None else x[:tokens] for x in (k, v))
+        out[:tokens] = attention(q[:tokens], k, v, k_cache, v_cache, exact, **more)
+        return out
+
+    return attend
+
+
+def dropped_blocks_are_gone(batch: AttentionBatch, window: int) -> bool:
+    """Whether tables have -1 exactly for the blocks that no query of their row can see."""
+    counts = batch.query_start.diff().tolist()
+    for count, context, start in zip(
+        counts, batch.context_len.tolist(), batch.table_start.tolist(), strict=True
+    ):
+        if count:
+            table = batch.block_tables[start : start + -(-context // batch.block_size)]
+            unseen = max(0, context - count - window + 1) // batch.block_size
+            if (table[:unseen] != -1).any() or (table[unseen:] < 0).any():
+                return False
+    return True
+
+
+def graph_executor(config, resolved, decoder: Decoder, store, table: RowTable) -> GraphExecutor:
+    """Stands in for ``make_executor``: fewer sizes, and on the CPU a device that sees nothing."""
+    if decoder.ops.describe()["paged_attention"] == "cpu":
+        attention = without_padding(decoder.ops.paged_attention)
+        decoder.ops = replace(decoder.ops, paged_attention=attention)
+    steps = Steps(
+        max_tokens=resolved.max_num_batched_tokens,
+        max_samples=resolved.max_num_seqs * (1 + config.speculation),
+        depth=config.steps_in_flight,
+        capture=config.graphs,
+        sizes=SIZES,
+    )
+    device: Device = BlindDevice(table)
+    if decoder.device.type == "cuda":
+        device = CudaDevice(decoder.device)
+    host = host_store(store, resolved.host_blocks, device) if resolved.host_blocks else None
+    return GraphExecutor(decoder, store, table, device, steps, host)
+
+
+def use_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have every engine that is built from now on run its steps as captured functions."""
+    monkeypatch.setattr("weft.engine.build.make_executor", graph_executor)
+
+
+def around_forward(
+    monkeypatch: pytest.MonkeyPatch,
+    executor: Any,
+    around: Callable[[Tensor, Callable[[], Tensor]], Tensor],
+) -> None:
+    """Have ``around`` called with the ids of each forward pass, and with what computes it.
+
+    Functions captured for a GPU do not call it.
+    """
+    holder = getattr(executor, "_functions", executor)
+    compute = holder._compute
+    watched = lambda *given: around(given[0], lambda: compute(*given))  # noqa: E731
+    monkeypatch.setattr(holder, "_compute", watched)

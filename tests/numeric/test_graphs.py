@@ -1,0 +1,532 @@
+"""The graph executor gives what the eager one gives, from the uploaded buffer alone."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import build, prompt, save_with_tokenizer
+from graphed import SIZES, BlindDevice, graph_executor, use_graphs
+
+from weft import LLM, SamplingParams
+from weft.core.config import EngineConfig
+from weft.core.errors import ConfigError, InvariantError
+from weft.core.plan import KVMove, RowAdd, StepPlan, SubBatch, Tier
+from weft.engine.devices import make_executor
+from weft.exec.buckets import SIZES as ALL_SIZES
+from weft.exec.buckets import captured_sizes, larger_sizes, padded_size
+from weft.exec.device import HostDevice
+from weft.exec.functions import StepFunctions
+from weft.exec.graphs import GraphExecutor
+from weft.exec.layout import HASH_WORDS, forward_layout, sample_layout
+from weft.exec.packed import StepPacker
+from weft.exec.rows import RowTable
+from weft.exec.tiers import runs
+from weft.exec.workspace import StepSizes, workspace_bytes
+
+FREE = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+SHORT = replace(FREE, max_tokens=16)
+DRAWN = replace(FREE, temperature=0.9, seed=5)
+# Requests of every kind that needs something else of a step.
+KINDS = [
+    FREE,
+    DRAWN,
+    replace(DRAWN, top_p=0.8, top_k=20, min_p=0.02, seed=2**40),
+    replace(FREE, speculation=6, max_tokens=60),
+    replace(DRAWN, speculation=5, logit_bias={300: 12.0, 301: 11.0}),
+    replace(DRAWN, speculation=3, logprobs=1),
+    replace(FREE, logprobs=3, prompt_logprobs=2),
+    replace(DRAWN, presence_penalty=0.7, frequency_penalty=0.3, repetition_penalty=1.2),
+    replace(FREE, logit_bias={300: 9.0}, min_tokens=12, ignore_eos=False, stop_token_ids=(300,)),
+    SamplingParams(temperature=0.8, seed=3, max_tokens=40, grammar="start: /[a-z]{5}[0-9]{9}/"),
+    replace(FREE, ignore_eos=False, stop_token_ids=tuple(range(200, 300)), max_tokens=60),
+]
+PROMPTS = [prompt(12, 1) * 4, prompt(7, 2), prompt(150, 3), prompt(9, 3) * 3, [5]]
+
+
+def packaged(**settings) -> LLM:
+    common = {"threads": 1, "kv_memory": "16MiB", "max_model_len": 512, "max_num_seqs": 8}
+    return LLM.in_process("builtin", **{**common, "max_num_batched_tokens": 96, **settings})
+
+
+def everything(llm: LLM):
+    """Tokens, log probabilities and ends of requests of every kind in one crowd, and vectors."""
+    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(2 * len(KINDS))]
+    results = llm.generate(prompts, KINDS * 2, progress=False)
+    vectors = llm.embed(PROMPTS)
+    llm.engine.built.scheduler.check()
+    ends = [(r.token_ids, r.finish_reason, r.logprobs, r.prompt_logprobs) for r in results]
+    return ends, [vector.tolist() for vector in vectors]
+
+
+@pytest.fixture(scope="module")
+def expected():
+    with packaged() as llm:
+        assert llm.engine.served.executor == "eager"
+        return everything(llm)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"steps_in_flight": 0},
+        {"graphs": False},
+        {"max_num_batched_tokens": 17, "speculation": 2},
+        {"kv_memory": "1800KiB", "prefix_caching": False},
+    ],
+)
+def test_requests_of_every_kind_get_what_the_eager_executor_gives(expected, settings, monkeypatch):
+    in_flight = watch_tokens_in_flight(monkeypatch)
+    use_graphs(monkeypatch)
+    with packaged(**settings) as llm:
+        executor = llm.engine.built.executor
+        assert isinstance(executor, GraphExecutor)
+        assert everything(llm) == expected
+        totals = llm.engine.built.scheduler.totals
+        assert totals.drafted_tokens > totals.accepted_tokens > 0
+        assert (totals.preemptions > 0) == ("kv_memory" in settings)
+        assert (executor._device.replays > 100) == settings.get("graphs", True)
+        times = llm.engine.served.start_s
+        assert times["ready"] > times["weights"] > 0
+    assert any(in_flight) == settings.get("steps_in_flight", True)
+
+
+def watch_tokens_in_flight(monkeypatch) -> list[int]:
+    """How many tokens each step had to take from the one before it."""
+    counts: list[int] = []
+    forward = StepFunctions.forward
+
+    def watched(self, layout, most):
+        ids = layout.views(self.uploaded, self._packer.layout.pivot)["ids"]
+        counts.append(int((ids < 0).sum()))
+        forward(self, layout, most)
+
+    monkeypatch.setattr(StepFunctions, "forward", watched)
+    return counts
+
+
+FAMILIES = ["qwen3-moe-mixed", "gemma4-shared-kv", "gemma4-moe-key-is-value", "phi3-long"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_give_what_the_eager_executor_gives(family, tmp_path, monkeypatch):
+    folder = save_with_tokenizer(build(family), tmp_path)
+    settings = {"dtype": "float32", "threads": 1, "kv_memory": "4MiB", "max_num_seqs": 8}
+    prompts = [prompt(90, 1), prompt(7, 2), prompt(60, 4), [5]]
+    kinds = [SHORT, replace(DRAWN, max_tokens=16), SHORT, replace(SHORT, logprobs=2)]
+    results = []
+    for graphs in (False, True):
+        if graphs:
+            use_graphs(monkeypatch)
+        with LLM.in_process(folder, max_num_batched_tokens=64, **settings) as llm:
+            done = llm.generate(prompts, kinds, progress=False)
+            results.append([(r.token_ids, r.logprobs) for r in done])
+    assert results[0] == results[1]
+
+
+def test_a_request_that_leaves_changes_nobody(monkeypatch):
+    """Cancelled while its step is in flight; its row and blocks go to others."""
+    with packaged() as llm:
+        [whole] = llm.generate([PROMPTS[0]], FREE, progress=False)
+    use_graphs(monkeypatch)
+    with packaged(max_num_seqs=2) as llm:
+
+        async def leave(number: int) -> None:
+            async for _ in llm.stream_async([number] * 30, replace(FREE, max_tokens=300)):
+                break
+
+        async def stay() -> list[int]:
+            tokens: list[int] = []
+            async for delta in llm.stream_async(PROMPTS[0], FREE):
+                tokens += delta.token_ids
+            return tokens
+
+        async def crowd() -> list[int]:
+            tokens, *_ = await asyncio.gather(stay(), *(leave(i) for i in range(9)))
+            return tokens
+
+        assert asyncio.run(crowd()) == whole.token_ids
+        llm.engine.built.scheduler.check()
+
+
+# -- by hand ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def engine():
+    """A graph executor with rows that a test fills by hand."""
+    from weft.engine import build as building
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(building, "make_executor", graph_executor)
+        config = EngineConfig(
+            threads=1, kv_memory=2**22, max_model_len=64, max_num_seqs=4, dtype="float32",
+            max_num_batched_tokens=100,
+        )  # fmt: skip
+        yield building.build_engine(config)
+
+
+def seat(row: int, tokens: tuple[int, ...], **more) -> RowAdd:
+    blocks = tuple(range(4 * row, 4 * row + 4))
+    params = SamplingParams(temperature=0, seed=1).with_defaults({})
+    return RowAdd(row, 100 + row, tokens, len(tokens), params, frozenset(), (blocks,), **more)
+
+
+def run(executor: GraphExecutor, plans: list[StepPlan]):
+    tickets = [executor.launch(plan) for plan in plans]
+    return [ticket.result() for ticket in tickets]
+
+
+def test_launched_steps_go_on_from_tokens_that_the_host_has_not_seen(engine):
+    executor = engine.executor
+    rows, tokens = (0, 1), (7, 8, 9)
+    alone = []
+    for _ in range(2):
+        adds = (seat(0, tokens), seat(1, tokens[:2]))
+        ids = iter(range(1, 9))
+        plans = [StepPlan(next(ids), (SubBatch(rows, (0, 0), (3, 2), (True, True)),), add=adds)]
+        plans += [
+            StepPlan(next(ids), (SubBatch(rows, (3 + i, 2 + i), (1, 1), (True, True)),))
+            for i in range(3)
+        ]
+        drop = StepPlan(next(ids), (), drop=rows)
+        if alone:  # launched one ahead
+            first, second = executor.launch(plans[0]), executor.launch(plans[1])
+            ahead = [
+                first.result(),
+                second.result(),
+                *run(executor, plans[2:]),
+                executor.launch(drop).result(),
+            ]
+        else:
+            alone = [executor.launch(plan).result() for plan in [*plans, drop]]
+    assert [r.tokens for r in ahead] == [r.tokens for r in alone]
+    assert all(len(r.tokens) == 2 for r in alone[:4])
+
+
+def test_a_token_that_nobody_computes_is_refused(engine):
+    executor = engine.executor
+    executor.launch(StepPlan(1, (), add=(seat(0, (7, 8)),))).result()
+    with pytest.raises(InvariantError, match="not even in flight"):
+        executor.launch(StepPlan(2, (SubBatch((0,), (3,), (1,), (True,)),)))
+    executor.launch(StepPlan(3, (), drop=(0,))).result()
+
+
+def test_a_ticket_is_collected_once_and_tickets_in_any_order(engine):
+    executor = engine.executor
+    batch = SubBatch((0,), (0,), (2,), (True,))
+    first = executor.launch(StepPlan(1, (batch,), add=(seat(0, (7, 8)),)))
+    second = executor.launch(StepPlan(2, (SubBatch((0,), (2,), (1,), (True,)),)))
+    assert second.result().step_id == 2
+    assert len(first.result().tokens) == 1
+    with pytest.raises(InvariantError, match="twice"):
+        first.result()
+    executor.launch(StepPlan(3, (), drop=(0,))).result()
+
+
+def test_two_sub_batches_of_a_step(engine):
+    executor = engine.executor
+    parts = [SubBatch((row,), (0,), (2,), (True,)) for row in (0, 1, 2)]
+    adds = tuple(seat(row, (7, 8)) for row in (0, 1, 2))
+    result = executor.launch(StepPlan(1, tuple(parts), add=adds)).result()
+    assert result.sequence_ids == (100, 101, 102)
+    assert len(set(result.tokens)) == 1
+    executor.launch(StepPlan(2, (), drop=(0, 1, 2))).result()
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["forward", "sample"])
+def test_a_step_that_was_read_by_another_layout_is_found(which, engine, monkeypatch):
+    """By what the device has read, once its results are there."""
+    executor = engine.executor
+    adds, batch = (seat(0, (7, 8)),), SubBatch((0,), (0,), (1,), (which == 1,))
+    executor.launch(StepPlan(1, (batch,), add=adds)).result()
+    upload = executor._device.upload
+
+    def damaged(source, target):
+        upload(source, target)
+        executor._packer.layout.hashes(executor._functions.uploaded)[which] += 1
+
+    monkeypatch.setattr(executor._device, "upload", damaged)
+    ticket = executor.launch(StepPlan(2, (batch,)))
+    with pytest.raises(InvariantError, match="were read as if by"):
+        ticket.result()
+    monkeypatch.undo()
+    executor.launch(StepPlan(3, (), drop=(0,))).result()
+
+
+def test_a_graph_of_another_layout_is_found(engine, monkeypatch):
+    executor = engine.executor
+    graphs = executor._sample_graphs
+    monkeypatch.setitem(graphs, 1, replace(graphs[1], layout_hash=graphs[2].layout_hash))
+    ticket = executor.launch(
+        StepPlan(1, (SubBatch((0,), (0,), (1,), (True,)),), add=(seat(0, (7,)),))
+    )
+    with pytest.raises(InvariantError, match="were read as if by"):
+        ticket.result()
+    executor.launch(StepPlan(2, (), drop=(0,))).result()
+
+
+def test_layouts_differ_by_their_hash_and_their_parts_do_not_overlap():
+    layouts = [forward_layout(t, min(t, 8), g) for t in (1, 3, 8, 64) for g in (1, 2)]
+    layouts += [sample_layout(s) for s in (1, 3, 8, 64)]
+    assert len({layout.hash for layout in layouts}) == len(layouts)
+    for layout in layouts:
+        assert layout.words % 2 == 0
+        buffer = torch.zeros(layout.words + 2, dtype=torch.int32)
+        for value, view in enumerate(layout.views(buffer, 2).values(), 1):
+            view.view(torch.int32).fill_(value)
+        written = sum(section.words for section in layout.sections)
+        assert int((buffer > 0).sum()) == written
+        assert layout.words - written <= 1
+
+
+def test_sizes():
+    assert len(ALL_SIZES) == 35
+    assert list(ALL_SIZES) == sorted(set(ALL_SIZES))
+    assert ALL_SIZES[-1] == 512
+    assert [padded_size(n) for n in (1, 2, 3, 9, 129, 512, 513, 577)] == [
+        1, 2, 4, 16, 144, 512, 576, 640
+    ]  # fmt: skip
+    assert captured_sizes(9) == (1, 2, 4, 8, 16)
+    assert captured_sizes(5000) == ALL_SIZES
+    assert larger_sizes(8192, 512) == (8192, 4096, 2048, 1024)
+    assert larger_sizes(1088, 512) == (1088,)
+    assert larger_sizes(64, 1) == (64,)
+    assert larger_sizes(512, 512) == ()
+
+
+def test_packed_steps_equal_those_gathered_one_by_one():
+    draw = np.random.default_rng(0)
+    rows, length, size, windows = 9, 40, 4, (None, 6)
+    table = RowTable(rows, length, [length // size] * 2)
+    device = HostDevice()
+    packer = StepPacker(table, size, windows, device, rows * length, SIZES)
+    table.tokens[:] = draw.integers(0, 1000, table.tokens.shape)
+    for blocks in table.tables:
+        blocks[:] = draw.permutation(blocks.size).reshape(blocks.shape)
+    table.columns.choice[:] = draw.random((rows, 4))
+    table.columns.seed[:] = draw.integers(0, 2**60, rows)
+    for _ in range(100):
+        chosen = draw.permutation(rows)[: draw.integers(1, rows + 1)]
+        starts = draw.integers(0, length // 2, len(chosen))
+        counts = draw.integers(1, length // 4, len(chosen))
+        samples = draw.random(len(chosen)) < 0.5
+        flying = samples & (draw.random(len(chosen)) < 0.5)
+        table.length[chosen] = starts + counts - flying
+        table.num_prompt[chosen] = draw.integers(1, 5, len(chosen))
+        drafts = {
+            int(row): tuple(draw.integers(0, 1000, 3).tolist())
+            for row, sampled, away in zip(chosen, samples, flying, strict=True)
+            if sampled and not away and draw.random() < 0.3
+        }
+        batch = SubBatch(
+            *(tuple(x.tolist()) for x in (chosen, starts, counts, samples)), drafts=drafts
+        )
+        packed = packer.pack(batch)
+        buffer = packer.buffers[packed.buffer]
+        hashes = packed.forward.hash, 0 if packed.sample is None else packed.sample.hash
+        assert packer.layout.hashes(buffer).tolist() == list(hashes)
+        parts = packed.forward.views(buffer, packer.layout.pivot)
+        flat = buffer[packer.layout.pivot + packed.forward.words : packed.words.stop]
+        expect = expected_tokens(table, batch, flying, size)
+        tokens = len(expect["ids"])
+        assert packed.forward.size == padded_size(tokens, SIZES)
+        for name, padding in (("ids", 0), ("positions", 0)):
+            assert parts[name].tolist() == padded(expect[name], packed.forward.size, padding)
+        assert [s.tolist() for s in parts["slots"]] == [
+            padded(slots, packed.forward.size, -1) for slots in expect["slots"]
+        ]
+        most_rows = min(packed.forward.size, rows)
+        contexts = expect["contexts"]
+        assert parts["context_len"].tolist() == padded(contexts, most_rows, 0)
+        assert parts["query_start"].tolist() == padded(expect["bounds"], most_rows + 1, tokens)
+        end = 0
+        for group, (window, blocks) in enumerate(zip(windows, table.tables, strict=True)):
+            for index, (row, context) in enumerate(zip(batch.rows, contexts, strict=True)):
+                start, used = int(parts["table_start"][group, index]), -(-context // size)
+                wanted = blocks[row, :used].copy()
+                if window is not None:
+                    wanted[: max(0, starts[index] - window + 1) // size] = -1
+                assert start == end
+                assert flat[start : start + used].tolist() == wanted.tolist()
+                end += used
+        assert len(flat) == end
+        check_samples(packer, packed, table, expect)
+
+
+def expected_tokens(table: RowTable, batch: SubBatch, flying: np.ndarray, size: int) -> dict:
+    found: dict = {"ids": [], "positions": [], "bounds": [0], "contexts": [], "samples": []}
+    found["slots"] = [[] for _ in table.tables]
+    for index, (row, start, count, samples) in enumerate(
+        zip(batch.rows, batch.starts, batch.counts, batch.samples, strict=True)
+    ):
+        known = [*table.tokens[row, : start + count].tolist(), *batch.drafts.get(row, ())]
+        if flying[index]:
+            known[-1] = -1 - row
+        for at in range(start, len(known)):
+            found["ids"].append(known[at])
+            found["positions"].append(at)
+            for slots, blocks in zip(found["slots"], table.tables, strict=True):
+                slots.append(int(blocks[row, at // size]) * size + at % size)
+            if samples and at >= start + count - 1:
+                found["samples"].append((len(found["ids"]) - 1, row, at + 1))
+        found["bounds"].append(len(found["ids"]))
+        found["contexts"].append(len(known))
+    return found
+
+
+def check_samples(packer: StepPacker, packed, table: RowTable, expect: dict) -> None:
+    wanted = expect["samples"]
+    if not wanted:
+        assert packed.sample is None
+        assert packed.words.start == packer.layout.pivot - HASH_WORDS
+        return
+    size = packed.sample.size
+    assert size == padded_size(len(wanted), SIZES)
+    assert packed.words.start == packer.sample_at(packed.sample)
+    parts = packed.sample.views(packer.buffers[packed.buffer], packed.words.start)
+    at, rows, lengths = (list(x) for x in zip(*wanted, strict=True))
+    assert parts["at"].tolist() == padded(at, size, 0)
+    assert parts["row"].tolist() == padded(rows, size, packer.max_rows)
+    assert parts["seed"].tolist() == padded(table.columns.seed[rows].tolist(), size, 0)
+    counters = (np.array(lengths) - table.num_prompt[rows]).tolist()
+    assert parts["counter"].tolist() == padded(counters, size, 0)
+    settings = parts["settings"].numpy()
+    assert (settings[: len(rows)] == table.columns.choice[rows]).all()
+    assert not settings[len(rows) :].any()
+
+
+def padded(values: list[int], size: int, padding: int) -> list[int]:
+    return values + [padding] * (size - len(values))
+
+
+def test_the_device_of_the_tests_notices_what_a_real_one_would_suffer_from():
+    device = HostDevice()
+    source, target = torch.arange(4), torch.zeros(4, dtype=torch.int64)
+    device.upload(source, target)
+    source[0] = 9
+    with pytest.raises(InvariantError, match="changed before"):
+        device.record().wait()
+    back = device.host_memory(4, torch.int64)
+    device.download(target, back)
+    event = device.record()
+    assert back.tolist() != [0, 1, 2, 3]
+    target.zero_()
+    event.wait()
+    assert back.tolist() == [0, 1, 2, 3]
+
+
+def test_a_captured_function_sees_nothing_of_the_rows():
+    table = RowTable(2, 8, [2])
+    table.tokens[:] = 3
+    seen = []
+    device = BlindDevice(table)
+    replay = device.capture(lambda: seen.append(int(table.tokens.max())))
+    replay()
+    assert seen == [3, -77]
+    assert (table.tokens == 3).all()
+
+
+# -- devices ------------------------------------------------------------------------------------
+
+
+def test_what_steps_need_is_known_before(engine):
+    """The static buffers to the byte; what is allocated within steps is bounded from above."""
+    executor, packer = engine.executor, engine.executor._packer
+    holders = executor._functions, executor._rows.state
+    spec, tokens = engine.model.spec, packer.max_tokens
+    static = [v for part in holders for v in vars(part).values() if isinstance(v, torch.Tensor)]
+    sizes = StepSizes(100, 4, 4, [4])
+    least = workspace_bytes(spec, 4, sizes, graphs=False)
+    assert sum(tensor.nbytes for tensor in static) < least
+    layer = spec.layers[0]
+    widths = 2 * spec.hidden_size + 2 * layer.intermediate_size
+    assert least > 4 * tokens * widths + 4 * 4 * spec.vocab_size
+    assert workspace_bytes(spec, 4, sizes, graphs=True) > least
+    assert workspace_bytes(spec, 4, replace(sizes, samples=90), graphs=False) > least
+    assert workspace_bytes(spec, 2, sizes, graphs=False) < least
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_gpu_that_is_not_there_is_an_error_and_auto_does_without():
+    with pytest.raises(ConfigError, match="needs an NVIDIA GPU, but torch finds none"):
+        LLM.in_process("builtin", device="cuda")
+    with pytest.raises(ConfigError, match="for each of 2 ranks, but torch finds none"):
+        LLM.in_process("builtin", device="cuda", tensor_parallel=2)
+    with packaged(device="auto") as llm:
+        assert llm.engine.served.device == "cpu"
+
+
+# -- the host's memory beside the device's ------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kv_dtype", "kv_memory"), [("auto", "900KiB"), ("int8", "500KiB")])
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_sequences_that_give_way_go_on_where_they_were(
+    prefix_caching, kv_dtype, kv_memory, monkeypatch
+):
+    """With the device's blocks all taken, KV comes back from the host bit for bit."""
+    crowd = [prompt(40 + i % 5, i) for i in range(12)]
+    common = {"kv_dtype": kv_dtype, "prefix_caching": prefix_caching, "max_model_len": 128}
+    with packaged(**common) as llm:
+        wanted = [r.token_ids for r in llm.generate(crowd, DRAWN, progress=False)]
+    use_graphs(monkeypatch)
+    with packaged(kv_memory=kv_memory, host_kv_memory="8MiB", **common) as llm:
+        built = llm.engine.built
+        built.scheduler.ahead_tokens = 0  # who fits now may begin, so that many must give way
+        fewest, moves = watch_tiers(monkeypatch, built)
+        found = [r.token_ids for r in llm.generate(crowd, DRAWN, progress=False)]
+        built.scheduler.check()
+    assert found == wanted
+    assert {move.to for move in moves} == set(Tier)
+    assert min(fewest) == 0, "the device was never full"
+    # Who has just come back is computed again if it must give way before its move is committed.
+    assert built.scheduler.totals.preemptions < len(moves) / 4, "KV was computed again"
+
+
+def watch_tiers(monkeypatch, built):
+    """Free blocks of the device in each step, and every move between the tiers."""
+    fewest: list[int] = []
+    moves: list[KVMove] = []
+    launch = built.executor.launch
+
+    def watched(plan):
+        fewest.append(built.scheduler.cache.pools[0].available)
+        moves.extend(plan.moves)
+        return launch(plan)
+
+    monkeypatch.setattr(built.executor, "launch", watched)
+    return fewest, moves
+
+
+def test_a_step_that_needs_a_host_tier_is_refused_without_one(monkeypatch):
+    use_graphs(monkeypatch)
+    with packaged() as llm:
+        move = KVMove(0, Tier.HOST, ((0,),), ((0,),))
+        with pytest.raises(InvariantError, match="needs a host tier"):
+            llm.engine.built.executor.launch(StepPlan(1, (), moves=(move,)))
+
+
+def test_on_a_cpu_there_is_no_second_tier(monkeypatch):
+    monkeypatch.setattr("weft.engine.build.make_executor", make_executor)
+    with pytest.raises(ConfigError, match="lies in the host's memory already"):
+        packaged(host_kv_memory="8MiB")
+
+
+def test_memory_of_the_host_serves_fcfs_only_and_holds_a_block():
+    with pytest.raises(ConfigError, match="serves scheduler fcfs only"):
+        packaged(host_kv_memory="8MiB", scheduler="slo")
+    with pytest.raises(ConfigError, match="not even one block"):
+        packaged(host_kv_memory=1024)
+
+
+def test_runs_of_neighbours_are_copied_together():
+    source = (4, 5, 6, -1, -1, 0, 9, 8)
+    target = (7, 8, 1, -1, -1, 0, 1, 2)
+    assert list(runs(source, target)) == [(4, 7, 2), (6, 1, 1), (0, 0, 1), (9, 1, 1), (8, 2, 1)]
+    assert list(runs((), ())) == []
+    assert list(runs((-1, 0), (-1, 0))) == [(0, 0, 1)]

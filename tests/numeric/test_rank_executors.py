@@ -1,0 +1,225 @@
+"""Steps of a model that is cut: the tokens of a whole one, KV on the host, memory that runs out."""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+from dataclasses import replace
+
+import pytest
+from checkpoints import prompt
+from graphed import around_forward, graph_executor
+from ranks import load, on_ranks
+from torch import Tensor
+
+from weft import LLM, SamplingParams
+from weft.core.config import EngineConfig, ResolvedConfig
+from weft.core.errors import OutOfMemoryError
+from weft.core.plan import StepPlan, StepResult, Tier
+from weft.core.ports import Executor
+from weft.engine.build import _grammar_tokenizer, find_model
+from weft.engine.channel import Channel
+from weft.engine.devices import check_host_memory, make_executor
+from weft.engine.rank import _Follower
+from weft.engine.ranks import Collected, Followers, ParallelExecutor
+from weft.exec.grammar import GrammarRows, Grammars
+from weft.exec.graphs import GraphExecutor
+from weft.exec.rows import RowTable
+from weft.exec.store import KVStore
+from weft.kernels.collectives import Alone, Group
+from weft.models.hub import resolve_model
+
+SETTINGS = {
+    "dtype": "float32",
+    "threads": 1,
+    "kv_memory": "16MiB",
+    "max_model_len": 512,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 48,
+}
+KINDS = [
+    SamplingParams(temperature=0, max_tokens=30, ignore_eos=True),
+    SamplingParams(temperature=0.9, seed=5, top_p=0.8, max_tokens=30),
+    SamplingParams(temperature=0, speculation=4, max_tokens=30),
+    SamplingParams(temperature=0, logprobs=1, prompt_logprobs=1, max_tokens=20),
+    SamplingParams(temperature=0, repetition_penalty=1.3, max_tokens=20),
+]
+
+
+class Recorder:
+    """An executor that remembers its plans and results, in their order."""
+
+    def __init__(self, inner: Executor) -> None:
+        self.depth = inner.depth
+        self.plans: list[StepPlan] = []
+        self.results: list[StepResult] = []
+        self.close = inner.close
+        self._inner = inner
+
+    def launch(self, plan: StepPlan):
+        self.plans.append(plan)
+        ticket = self._inner.launch(plan)
+        collect = ticket.result
+
+        def result() -> StepResult:
+            self.results.append(collect())
+            return self.results[-1]
+
+        ticket.result = result
+        return ticket
+
+
+def run(executor: GraphExecutor, plans: list[StepPlan]) -> list[StepResult]:
+    """Run plans as the engine's loop does."""
+    tickets, results = deque(), []
+    for plan in plans:
+        tickets.append(executor.launch(plan))
+        if len(tickets) > executor.depth:
+            results.append(tickets.popleft().result())
+    return results + [ticket.result() for ticket in tickets]
+
+
+def recorded(monkeypatch, make, settings, prompts, kinds) -> tuple[Recorder, ResolvedConfig]:
+    """What a whole model plans and gives for requests, with the executor that ``make`` makes."""
+    monkeypatch.setattr("weft.engine.build.make_executor", lambda *given: Recorder(make(*given)))
+    with LLM.in_process("builtin", **settings) as llm:
+        results = llm.generate(prompts, kinds, progress=False)
+        built = llm.engine.built
+    assert all(result.error is None for result in results)
+    return built.executor, built.resolved
+
+
+def rank_executor(group: Group, settings, resolved: ResolvedConfig) -> GraphExecutor:
+    """The executor of a rank's part, on the stand-in device."""
+    decoder = load(resolve_model("builtin"), group, max_model_len=resolved.max_model_len)
+    groups, size = decoder.spec.kv_groups, resolved.block_size
+    store = KVStore(groups, resolved.group_blocks, size, decoder.dtype, decoder.device)
+    blocks = [-(-resolved.max_model_len // size)] * len(groups)
+    config = EngineConfig.from_mapping(settings)
+    grammars = GrammarRows(
+        Grammars(lambda: _grammar_tokenizer(config, find_model(config))), clock=lambda: 0.0
+    )
+    table = RowTable(resolved.max_num_seqs, resolved.max_model_len, blocks, grammars)
+    return graph_executor(config, resolved, decoder, store, table)
+
+
+def test_ranks_run_captured_steps(tmp_path, monkeypatch) -> None:
+    prompts = [prompt(12, 1) * 4, prompt(7, 2), prompt(9, 3) * 3, prompt(150, 4), [5]]
+    recorder, resolved = recorded(monkeypatch, make_executor, SETTINGS, prompts, KINDS)
+
+    def work(group: Group) -> list[StepResult]:
+        executor = rank_executor(group, SETTINGS, resolved)
+        assert executor.captured > 10
+        return run(executor, recorder.plans)
+
+    expected = [Collected.of(result) for result in recorder.results]
+    assert sum(len(step.tokens) for step in expected) > 80
+    for found in on_ranks(2, tmp_path, work):
+        assert [Collected.of(result) for result in found] == expected
+
+
+def test_each_rank_moves_the_kv_of_its_heads_to_the_host_and_back(tmp_path, monkeypatch) -> None:
+    tight = {"kv_memory": "900KiB", "max_model_len": 128, "host_kv_memory": "8MiB"}
+    settings = SETTINGS | tight
+    long = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
+    prompts = [prompt(40 + i % 5, i) for i in range(8)]
+    recorder, resolved = recorded(monkeypatch, graph_executor, settings, prompts, long)
+    moves = [move for plan in recorder.plans for move in plan.moves]
+    assert {move.to for move in moves} == set(Tier)
+
+    def work(group: Group) -> list[StepResult]:
+        return run(rank_executor(group, settings, resolved), recorder.plans)
+
+    expected = [Collected.of(result) for result in recorder.results]
+    for found in on_ranks(2, tmp_path, work):
+        assert [Collected.of(result) for result in found] == expected
+
+
+class Beside(Followers):
+    """The other rank, which is a thread."""
+
+    def __init__(self, channel: Channel) -> None:
+        super().__init__()
+        self.channels = [channel]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0, prompt_logprobs=1, max_tokens=1),
+        SamplingParams(temperature=0, grammar="start: /[0-9]{4}/", max_tokens=9),
+        SamplingParams(temperature=0, logprobs=1, max_tokens=4, ignore_eos=True),
+    ],
+    ids=["prompt", "grammar", "logprobs"],
+)
+def test_ranks_meet_for_what_a_last_step_needs_of_the_host(params, tmp_path, monkeypatch) -> None:
+    """Rank 0 collects it with no further step to tell the other one."""
+    monkeypatch.setattr("weft.kernels.collectives.TIMEOUT_S", 30)
+    monkeypatch.setattr("weft.engine.rank.os._exit", lambda code: ended.append(code))
+    settings = SETTINGS | {"steps_in_flight": 1}
+    recorder, resolved = recorded(monkeypatch, make_executor, settings, [prompt(12, 1)], params)
+    ours, theirs = (Channel(end) for end in socket.socketpair())
+    ended: list[int] = []
+
+    def work(group: Group) -> list[StepResult]:
+        executor = rank_executor(group, settings, resolved)
+        if group.rank:
+            follower = _Follower(group.rank, theirs, executor)
+            follower.run()
+            for ticket in follower._tickets:  # with which a process would have ended
+                ticket.result()
+            return []
+        try:
+            return run(ParallelExecutor(executor, Beside(ours)), recorder.plans)
+        finally:
+            ours.close()
+
+    found, _ = on_ranks(2, tmp_path, work)
+    expected = [Collected.of(result) for result in recorder.results]
+    assert [Collected.of(result) for result in found] == expected
+    assert ended == [0]
+
+
+# -- memory that runs out -------------------------------------------------------------------------
+
+
+class TwoRanks(Alone):
+    """A rank that believes that there is another one, of whose sums and logits it needs nothing."""
+
+    size = 2
+
+
+@pytest.mark.usefixtures("executor")
+@pytest.mark.parametrize("kind", ["forward", "logits", "prompt"])
+def test_no_rank_goes_on_alone_when_memory_runs_out(kind, monkeypatch) -> None:
+    """Wherever it runs out: a rank that tried again would meet the others in other sums."""
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    if kind != "forward":
+        more = {"logprobs": 1} if kind == "logits" else {"prompt_logprobs": 1}
+        params = replace(params, **more)
+    with LLM.in_process("builtin", **SETTINGS) as llm:
+        assert llm.generate([[5, 6]], params, progress=False)[0].error is None
+        inner = llm.engine.built.executor
+        decoder = inner._decoder
+        monkeypatch.setattr(decoder, "ops", replace(decoder.ops, ranks=TwoRanks()))
+
+        def starving(*_: object) -> Tensor:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried ...")
+
+        if kind == "forward":
+            around_forward(monkeypatch, inner, starving)
+        else:
+            monkeypatch.setattr(decoder, "logits", starving)
+        error = llm.generate([[7, 8, 9]], params, progress=False)[0].error
+    assert isinstance(error, OutOfMemoryError)
+    assert "no rank can go on without the others" in error.message
+
+
+def test_the_host_must_have_the_memory_of_all_ranks(monkeypatch) -> None:
+    monkeypatch.setattr("weft.engine.devices.available_memory", lambda: 100 * 2**20)
+    check_host_memory(EngineConfig(host_kv_memory=90 * 2**20))
+    check_host_memory(EngineConfig(host_kv_memory=40 * 2**20, tensor_parallel=2))
+    with pytest.raises(OutOfMemoryError, match=r"is 60.00 MiB for each of 2 ranks, but .* 100"):
+        check_host_memory(EngineConfig(host_kv_memory=60 * 2**20, tensor_parallel=2))
+    with pytest.raises(OutOfMemoryError, match=r"is 101.00 MiB, but"):
+        check_host_memory(EngineConfig(host_kv_memory=101 * 2**20))
