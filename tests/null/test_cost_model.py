@@ -193,6 +193,8 @@ def test_tensor_parallelism_splits_work_and_adds_collectives():
     assert split.dense == pytest.approx(whole.dense / 4)
     assert split.decode_attention == pytest.approx(whole.decode_attention / 4)
     assert whole.collectives == 0 < split.collectives
+    with pytest.raises(ConfigError, match="64 heads of llama-2-70b cannot be split over tp=3"):
+        Roofline(shape, hardware("a100"), tp=3)
 
 
 def test_a_mixture_reads_the_experts_that_tokens_go_to():

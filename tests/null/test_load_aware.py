@@ -51,10 +51,10 @@ def planned(scheduler, executor, after=repr) -> list[StepPlan]:
     return seen
 
 
-def served(cost, blocks=16, host=200, count=8, budget=64, **more) -> list[StepPlan]:
+def served(cost, blocks=16, host=200, count=8, budget=64, longest=64, **more) -> list[StepPlan]:
     """Plans for requests of which about two fit onto the device."""
     groups = (GroupSpec("full", 4, blocks),)
-    scheduler = LoadAwareScheduler(TieredCache(groups, (host,)), Limits(16, budget, 64), cost)
+    scheduler = LoadAwareScheduler(TieredCache(groups, (host,)), Limits(16, budget, longest), cost)
     for request in requests(count, **more):
         scheduler.add(request)
     return planned(scheduler, ModelledExecutor(groups, 97, host_blocks=(host,)))
@@ -158,6 +158,13 @@ def test_with_room_on_the_device_it_plans_as_first_come_first_served():
     assert not any(plan.needs_host for plan in both)
 
 
+def test_an_error_that_all_predictions_share_changes_nothing():
+    """It weighs times against each other only, so a correction by measured steps would be idle."""
+    slower = LinearCost(80.0, 0.08, host_context_s=0.008)  # 8 times HALVES, without rounding
+    assert served(HALVES) == served(slower)
+    assert served(HALVES) != served(SLOW_HOST)
+
+
 def test_the_newest_leave_and_the_oldest_come_back():
     """Three short prompts fit, their answers do not."""
     steps = served(SLOW_HOST, blocks=15, count=3, output=30)
@@ -171,11 +178,22 @@ def test_the_newest_leave_and_the_oldest_come_back():
     assert back
 
 
-def test_on_a_slow_host_the_oldest_goes_on_now_and_then_and_the_rest_waits():
-    steps = served(SLOW_HOST, blocks=15, count=3, output=30)
+def test_on_a_slow_host_the_oldest_goes_on_when_that_is_little_of_what_it_has_waited():
+    """A token costs the host six tenths of a step more than it is worth, so 60 steps pay for it."""
+    cost = LinearCost(10.0, 0.01, host_context_s=0.03)
+    steps = served(cost, blocks=162, count=3, output=300, longest=320)
     counts = [host_rows(plan) for plan in steps]
+    at = [step for step, count in enumerate(counts) if count]
+    left = next(i for i, plan in enumerate(steps) if plan.moves)
     assert max(counts) == 1
-    assert 0 < sum(counts) <= len(steps) / PATIENCE + 1
+    assert len(at) == 1
+    assert left + PATIENCE < at[0]
+
+
+def test_a_host_that_is_far_too_slow_keeps_what_left_until_there_is_room_again():
+    steps = served(SLOW_HOST, blocks=15, count=3, output=30)
+    assert not any(host_rows(plan) for plan in steps)
+    assert any(move.to is Tier.DEVICE for plan in steps for move in plan.moves)
 
 
 def test_lower_classes_leave_for_higher_ones_and_are_not_computed_again():

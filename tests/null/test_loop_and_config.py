@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from weft.core.config import EngineConfig, Facts, GroupFacts, largest_context, resolve
+from weft.core.config import (
+    DEVICE_KV_SHARE,
+    EngineConfig,
+    Facts,
+    GroupFacts,
+    largest_context,
+    resolve,
+)
 from weft.core.errors import ConfigError, InvariantError, OutOfMemoryError, ParameterError
 from weft.core.plan import Commit
 from weft.core.settings import format_bytes, parse_bytes
@@ -288,6 +296,18 @@ def test_memory_limits_an_open_length_and_refuses_a_closed_one():
     assert largest_context(EngineConfig(), facts(GIB // 2)) == 0
     with pytest.raises(ConfigError, match="8192"):
         resolve(EngineConfig(max_model_len=9000), facts(4 * GIB))
+
+
+def test_what_steps_need_on_a_device_is_not_for_the_kv():
+    device = replace(facts(4 * GIB), workspace_bytes=GIB, kv_share=DEVICE_KV_SHARE)
+    config = EngineConfig(max_num_seqs=1000)
+    left = device.available_bytes - device.weight_bytes - GIB
+    assert resolve(config, device).kv_memory == int(left * DEVICE_KV_SHARE)
+    assert resolve(replace(config, kv_memory=left), device).kv_memory == left
+    with pytest.raises(OutOfMemoryError, match=r"beside weights and steps only .* are free"):
+        resolve(replace(config, kv_memory=left + 1), device)
+    with pytest.raises(OutOfMemoryError, match=r"the steps 3.00 GiB, but only 4.00 GiB .* too few"):
+        resolve(config, replace(device, workspace_bytes=3 * GIB))
 
 
 @pytest.mark.parametrize("available", [1.02, 1.1, 1.5, 3, 30])

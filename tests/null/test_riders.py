@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 from functools import partial
@@ -28,7 +29,8 @@ LAYERS = 3
 def piggyback(slowest_s: float, seed: int, hosts: int) -> Piggyback:
     """Results come back after random times, up to ``slowest_s`` steps."""
     draw = random.Random(seed)
-    return Piggyback(LAYERS, lambda _: draw.uniform(0.0, slowest_s), hosts)
+    room = draw.choice([0.0, 40.0, math.inf])
+    return Piggyback(LAYERS, lambda _: draw.uniform(0.0, slowest_s), hosts, 0.01, room)
 
 
 @st.composite
@@ -150,7 +152,7 @@ def test_caps_hold_results_back_in_their_order():
 
 
 def test_hosts_share_the_work_and_a_row_on_its_way_stays():
-    alone, many = (Piggyback(1, lambda _: 1.0, hosts, latency_s=0.5) for hosts in (1, 4))
+    alone, many = (Piggyback(1, lambda _: 1.0, hosts, room=10) for hosts in (1, 4))
     for riders in (alone, many):
         for row in range(4):
             riders.keep(row, 10)
@@ -160,3 +162,13 @@ def test_hosts_share_the_work_and_a_row_on_its_way_stays():
     with pytest.raises(InvariantError, match="on its way"):
         alone.give_up(3)
     many.give_up(3)
+
+
+def test_the_own_host_is_filled_first_and_only_the_others_are_far():
+    riders = Piggyback(1, lambda _: 1.0, 3, latency_s=0.5, room=25)
+    for row in range(6):
+        riders.keep(row, 10)  # 0 and 1 here, then 2 and 4 on one host, 3 and 5 on the other
+    for row in (1, 2, 3):
+        riders.begin(row, 10, at_s=0.0)
+    assert riders.ride(0.0, 1.2, (9,)).finished == [1]
+    assert riders.ride(1.2, 0.4, (9,)).finished == [2, 3]

@@ -195,6 +195,32 @@ def test_targets_hold_beside_saturating_best_effort_though_predictions_are_wrong
     assert sum(full) > 0.8 * noisy
 
 
+class UnevenWorld(World):
+    """One step in 16 takes four times as long as the others; the average is as predicted."""
+
+    def step(self) -> bool:
+        self.slower = 3.4 if len(self.plans) % 16 == 0 else 0.84
+        return super().step()
+
+
+def late_ones(monkeypatch, *, catches_up: bool) -> int:
+    """Of 60 requests beside best effort, how many had more than their target between tokens."""
+    if not catches_up:
+        monkeypatch.setattr(SLOScheduler, "_catch_up", lambda _self, limit_s, _begin: limit_s)
+    s = scheduler(Policy("off"))
+    world = UnevenWorld(s)
+    calm = [(1.0 + 0.31 * i, request(i, 20, most=9)) for i in range(60)]
+    noise = [(0.0, request(100 + i, 100, "batch", most=60)) for i in range(60)]
+    world.run([*calm, *noise])
+    return sum(world.tpot(i) > 0.1 for i in range(60))
+
+
+def test_a_sequence_that_is_behind_has_shorter_steps_until_it_has_caught_up(monkeypatch):
+    behind = late_ones(monkeypatch, catches_up=True)
+    assert behind <= 3
+    assert late_ones(monkeypatch, catches_up=False) >= 2 * behind + 4
+
+
 def flood(patience_s: float, blocks: int, seconds: float = 40.0) -> World:
     """Interactive requests without end, more than the machine can serve, and one of best effort."""
     s = scheduler(Policy("off", patience_s=patience_s), rows=16, blocks=blocks)

@@ -60,12 +60,20 @@ class World:
     vocab: int = VOCAB
     host_blocks: tuple[int, ...] = ()
     piggyback: Callable[[], Piggyback] | None = None
+    ahead_tokens: int | None = None  # of the scheduler, where it is not its own
 
     def cache(self):
         """The KV that a scheduler gets, in two tiers if the world has a host."""
         if self.host_blocks:
             return TieredCache(self.groups, self.host_blocks, prefix_caching=self.prefix_caching)
         return KVCache(self.groups, prefix_caching=self.prefix_caching)
+
+    def scheduler(self, make, cache):
+        """The scheduler that ``make`` makes of a cache and limits."""
+        scheduler = make(cache, self.limits)
+        if self.ahead_tokens is not None:
+            scheduler.ahead_tokens = self.ahead_tokens
+        return scheduler
 
     def executor(self, faulty=None) -> ModelledExecutor:
         return ModelledExecutor(
@@ -100,8 +108,7 @@ def run(world: World, arrivals, cancels, faulty=None, make=FCFSScheduler, step_s
         make: makes the scheduler of a cache and limits.
         step_s: seconds that the clock advances in each round.
     """
-    cache = world.cache()
-    scheduler = make(cache, world.limits)
+    scheduler = world.scheduler(make, cache := world.cache())
     executor = world.executor(faulty)
     clock = VirtualClock()
     requests = {r.id: r for batch in arrivals.values() for r in batch}
@@ -180,7 +187,15 @@ def worlds(draw, tight: bool = False):
     if layout in ("three", "two sliding"):
         groups.append(draw(sliding_groups("other", max(1, block_size // 2), tight)))
     vocab = draw(st.sampled_from([VOCAB, 2, 3]))  # with few tokens drafts come out right
-    return World(tuple(groups), limits, draw(st.integers(0, 2)), draw(st.booleans()), vocab)
+    ahead = draw(st.sampled_from([0, 0, 2, 32]))  # with 0 many sequences must give way
+    return World(
+        tuple(groups),
+        limits,
+        draw(st.integers(0, 2)),
+        draw(st.booleans()),
+        vocab,
+        ahead_tokens=ahead,
+    )
 
 
 @st.composite
@@ -240,7 +255,7 @@ def ids(cancels) -> set[int]:
 
 def plans(world: World, arrivals, cancels, make=FCFSScheduler, step_s=0.0) -> list[str]:
     """What the scheduler plans in the first rounds."""
-    scheduler = make(world.cache(), world.limits)
+    scheduler = world.scheduler(make, world.cache())
     executor = world.executor()
     seen: list[str] = []
     inbox = ScriptedInbox(dict(arrivals), dict(cancels))

@@ -20,6 +20,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZE_GROUPS = (32, 64, 128)
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 SCHEDULERS = ("fcfs", "slo")  # those that need no host tier
+DEVICES = ("cpu", "cuda")
 ADMISSIONS = ("demote", "reject", "off")
 KV_SCALE_BYTES = {"int8": 4, "fp8": 4}  # beside each row of codes of one byte
 
@@ -37,6 +38,18 @@ class EngineConfig:
     offline: bool | None = setting("bool", None, "use only what is on disk already")
     tokenizer: str | None = setting("path", None, "folder with another tokenizer.json")
     chat_template: str | None = setting("path", None, "jinja file used instead of the model's own")
+    device: str = setting(
+        "str",
+        "auto",
+        "what computes; auto is cuda where torch finds an NVIDIA GPU, else cpu",
+        choices=("auto", *DEVICES),
+    )
+    graphs: bool = setting(
+        "bool",
+        True,
+        "device cuda: steps of common sizes are captured at the start and replayed; without, their "
+        "kernels are launched one by one",
+    )
     dtype: str = setting(
         "str",
         "auto",
@@ -53,8 +66,15 @@ class EngineConfig:
     attention: str = setting(
         "str",
         "auto",
-        "attention kernel; reference is slow and exact",
-        choices=("auto", "cpu", "reference"),
+        "kernels; auto is those of the device, cpu or triton; reference is slow and exact",
+        choices=("auto", "cpu", "triton", "reference"),
+    )
+    tuning: str = setting(
+        "str",
+        "auto",
+        "launches of products and attention on a GPU: a file that weft profile --tune has written; "
+        "heuristic, by a rule; auto takes what weft brings along for it, or the rule if there is "
+        "nothing",
     )
     batch_invariant: bool = setting(
         "bool",
@@ -65,14 +85,27 @@ class EngineConfig:
     quantize: str = setting(
         "str",
         "none",
-        "round weights at load: int8 with a scale an output, int4 with one a group of inputs",
-        choices=("none", "int8", "int4"),
+        "round weights at load: fp8 (E4M3) and int8 with a scale an output, int4 with one a group "
+        "of inputs; a CPU computes with int8 and int4, a GPU with fp8 and int8",
+        choices=("none", "fp8", "int8", "int4"),
     )
     quantize_group: int = setting(
         "int", 64, "inputs that share a scale of int4: 32, 64 or 128", low=32, high=128
     )
+    tensor_parallel: int = setting(
+        "int",
+        1,
+        "processes that share the work and the weights of every layer; on a CPU they share its "
+        "cores, too",
+        low=1,
+        high=64,
+    )
     threads: int | None = setting(
-        "int", None, "threads for compute; unset takes every core", low=1, high=1024
+        "int",
+        None,
+        "threads for compute, of each process; unset takes every core",
+        low=1,
+        high=1024,
     )
     pin_threads: bool = setting(
         "bool",
@@ -88,7 +121,18 @@ class EngineConfig:
         high=2**24,
     )
     kv_memory: int | None = setting(
-        "bytes", None, "memory for the KV cache; unset takes up to half of what is free", low=2**10
+        "bytes",
+        None,
+        "memory for the KV cache, of each process; unset takes up to half of what is free, of a "
+        "GPU's up to 0.9",
+        low=2**10,
+    )
+    host_kv_memory: int | None = setting(
+        "bytes",
+        None,
+        "device cuda: memory of the host, of each process, for the KV of sequences that give way, "
+        "which they take up again; unset computes it again",
+        low=2**10,
     )
     block_size: int = setting("int", 16, "tokens in a KV block", low=1, high=1024)
     max_num_seqs: int = setting("int", 128, "sequences that run at once", low=1, high=65536)
@@ -164,11 +208,12 @@ class EngineConfig:
             check_settings(self)
         except ParameterError as error:
             raise ConfigError(error.message, param=error.param) from None
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        check_budget(self.max_num_batched_tokens, self.max_num_seqs)
+        if self.pin_threads and self.tensor_parallel > 1:
             raise ConfigError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) is below max_num_seqs "
-                f"({self.max_num_seqs}); each running sequence needs one token a step.",
-                param="max_num_batched_tokens",
+                "pin_threads cannot be combined with tensor_parallel, whose processes would all "
+                "be kept on the same cores.",
+                param="pin_threads",
             )
         if self.quantize_group not in QUANTIZE_GROUPS:
             raise ConfigError(
@@ -196,6 +241,16 @@ class EngineConfig:
                     param=str(name),
                 )
         return cls(**values)
+
+
+def check_budget(max_num_batched_tokens: int, max_num_seqs: int) -> None:
+    """Raise ConfigError if a step cannot hold a token of each running sequence."""
+    if max_num_batched_tokens < max_num_seqs:
+        raise ConfigError(
+            f"max_num_batched_tokens ({max_num_batched_tokens}) is below max_num_seqs "
+            f"({max_num_seqs}); each running sequence needs one token a step.",
+            param="max_num_batched_tokens",
+        )
 
 
 def class_table(changes: Mapping[str, Any]) -> tuple[ServiceClass, ...]:
@@ -228,26 +283,10 @@ def _service_class(name: str, given: Any, default: ServiceClass | None) -> Servi
     return replace(base, **given)
 
 
-def load_config_file(path: str) -> dict[str, Any]:
-    """Read a YAML file of settings.
-
-    Raises:
-        ConfigError: the file cannot be read, is not YAML, or is not a mapping.
-    """
-    import yaml  # most starts need none
-
-    try:
-        loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"Cannot read config file '{path}': {error.strerror}.") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        detail = " ".join(str(error).split())
-        raise ConfigError(f"Config file '{path}' is not valid YAML: {detail}") from None
-    if loaded is None:
-        return {}
-    if not isinstance(loaded, dict):
-        raise ConfigError(f"Config file '{path}' must be a mapping of setting names to values.")
-    return {str(name).replace("-", "_"): value for name, value in loaded.items()}
+# Of the memory beside the weights. Others use a host's memory too; of a GPU's a tenth stays free
+# for what the allocator and the driver take, as in vLLM (gpu_memory_utilization).
+HOST_KV_SHARE = 0.5
+DEVICE_KV_SHARE = 0.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,14 +304,18 @@ class Facts:
 
     Attributes:
         max_position_embeddings: tokens that the model was made for.
-        weight_bytes: memory of the weights.
-        available_bytes: memory of the machine that is free before the weights are loaded.
+        weight_bytes: memory of the weights, of the largest part where the model is cut.
+        available_bytes: memory that is free for one rank before the weights are loaded.
+        workspace_bytes: what steps need there beside weights and KV, captured ones included.
+        kv_share: of what is left beside both, how much the KV takes unless that is set.
     """
 
     max_position_embeddings: int
     weight_bytes: int
     available_bytes: int
     groups: tuple[GroupFacts, ...]
+    workspace_bytes: int = 0
+    kv_share: float = HOST_KV_SHARE
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,6 +326,7 @@ class ResolvedConfig:
         kv_memory: what there was for the KV.
         kv_bytes: what it takes, in whole blocks.
         group_blocks: KV blocks of each group, in the order of ``Facts.groups``.
+        host_blocks: those of the host; empty without a host tier.
         limited_by_memory: whether ``max_model_len`` was lowered to what the KV memory holds.
     """
 
@@ -294,9 +338,7 @@ class ResolvedConfig:
     kv_bytes: int
     group_blocks: tuple[int, ...]
     limited_by_memory: bool
-
-
-AUTO_KV_SHARE = 0.5  # of the memory that is left beside the weights
+    host_blocks: tuple[int, ...] = ()
 
 
 def resolve(config: EngineConfig, facts: Facts) -> ResolvedConfig:
@@ -333,6 +375,7 @@ def resolve(config: EngineConfig, facts: Facts) -> ResolvedConfig:
         kv_bytes=_bytes_of(config, facts, blocks),
         group_blocks=blocks,
         limited_by_memory=holds < wanted,
+        host_blocks=_host_blocks(config, facts, blocks),
     )
 
 
@@ -346,19 +389,23 @@ def largest_context(config: EngineConfig, facts: Facts) -> int:
 
 
 def _kv_budget(config: EngineConfig, facts: Facts, wanted: int) -> int:
-    left = facts.available_bytes - facts.weight_bytes
+    needed = facts.weight_bytes + facts.workspace_bytes
+    left = facts.available_bytes - needed
     if left <= 0:
+        steps = f" and the steps {format_bytes(facts.workspace_bytes)}"
         raise OutOfMemoryError(
-            f"The weights need {format_bytes(facts.weight_bytes)}, but only "
+            f"The weights need {format_bytes(facts.weight_bytes)}"
+            f"{steps if facts.workspace_bytes else ''}, but only "
             f"{format_bytes(facts.available_bytes)} are free: {format_bytes(-left)} too few."
         )
     if config.kv_memory is None:
         return min(
-            int(left * AUTO_KV_SHARE), _bytes_for(config, facts, wanted, config.max_num_seqs)
+            int(left * facts.kv_share), _bytes_for(config, facts, wanted, config.max_num_seqs)
         )
     if config.kv_memory > left:
         raise OutOfMemoryError(
-            f"kv_memory is {format_bytes(config.kv_memory)}, but beside the weights only "
+            f"kv_memory is {format_bytes(config.kv_memory)}, but beside "
+            f"{'weights and steps' if facts.workspace_bytes else 'the weights'} only "
             f"{format_bytes(left)} are free."
         )
     return config.kv_memory
@@ -405,6 +452,26 @@ def _group_blocks(config: EngineConfig, facts: Facts, budget: int) -> tuple[int,
     for i in full:
         blocks[i] = max(blocks[i], left // sum(costs[i] for i in full))
     return tuple(blocks)
+
+
+def _host_blocks(config: EngineConfig, facts: Facts, blocks: tuple[int, ...]) -> tuple[int, ...]:
+    """Split the memory of the host over the groups as that of the device is."""
+    if config.host_kv_memory is None:
+        return ()
+    if config.scheduler != "fcfs":
+        raise ConfigError(
+            f"host_kv_memory serves scheduler fcfs only, not {config.scheduler}; leave it out.",
+            param="host_kv_memory",
+        )
+    share = config.host_kv_memory / _bytes_of(config, facts, blocks)
+    counts = tuple(int(count * share) for count in blocks)
+    if 0 in counts:
+        raise ConfigError(
+            f"host_kv_memory ({format_bytes(config.host_kv_memory)}) holds not even one block of "
+            f"{config.block_size} tokens; raise it.",
+            param="host_kv_memory",
+        )
+    return counts
 
 
 def _rows_blocks(config: EngineConfig, group: GroupFacts, rows: int) -> int:

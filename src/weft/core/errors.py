@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
+
+Entry = TypeVar("Entry")
 
 
 class WeftError(Exception):
@@ -164,3 +167,22 @@ def suggest(name: str, known: Iterable[str]) -> str:
     """Return ``" Did you mean 'x'?"`` for the known name nearest to ``name``, else ``""``."""
     nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f" Did you mean '{nearest[0]}'?" if nearest else ""
+
+
+def look_up(name: str, table: Mapping[str, Entry], kind: str) -> Entry:
+    """The entry of a table by its name, whose letters may be of either case.
+
+    Args:
+        kind: what the table has, which is the name of the setting, too.
+
+    Raises:
+        ConfigError: no such name; the message lists the known ones.
+    """
+    entry = table.get(name.lower())
+    if entry is None:
+        raise ConfigError(
+            f"Unknown {kind} '{name}'.{suggest(name.lower(), table)} "
+            f"Known: {', '.join(sorted(table))}.",
+            param=kind,
+        )
+    return entry

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence as Seq
-
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from functools import cache
+from typing import TYPE_CHECKING
 
 from weft.core.errors import GrammarError
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 _SHOWN_CHARS = 300
 # What the library says in words that mean nothing to a client -> what that means.
@@ -21,18 +24,25 @@ _OWN_WORDS = (
     (r"Expected f64\b", "expected a number"),
 )
 
-# Bounds of one grammar: at most some 0.2 s to compile, 0.1 s and 100 MB for a token's mask. A mask
-# takes items times items in a row: with the library's bounds an ambiguous grammar (a: a a | /./)
-# takes seconds a token, in which no other sequence goes on.
-_LIMITS = LLParserLimits(
-    initial_lexer_fuel=200_000,
-    step_lexer_fuel=100_000,
-    step_max_items=20_000,
-    max_items_in_row=500,
-    max_lexer_states=50_000,
-    max_grammar_size=200_000,
-    verbose_errors=False,
-)
+
+@cache
+def _limits() -> LLParserLimits:
+    """Bounds of one grammar: at most some 0.2 s to compile, 0.1 s and 100 MB for a token's mask.
+
+    A mask takes items times items in a row: with the library's bounds an ambiguous grammar
+    (a: a a | /./) takes seconds a token, in which no other sequence goes on.
+    """
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        initial_lexer_fuel=200_000,
+        step_lexer_fuel=100_000,
+        step_max_items=20_000,
+        max_items_in_row=500,
+        max_lexer_states=50_000,
+        max_grammar_size=200_000,
+        verbose_errors=False,
+    )
 
 
 def grammar_tokenizer(tokenizer_json: str, vocab_size: int, eos_token_ids: Seq[int]) -> LLTokenizer:
@@ -46,6 +56,8 @@ def grammar_tokenizer(tokenizer_json: str, vocab_size: int, eos_token_ids: Seq[i
     Raises:
         GrammarError: the tokeniser is of a kind that the library does not know.
     """
+    from llguidance import LLTokenizer  # few engines need it
+
     try:
         plain = LLTokenizer(tokenizer_json, eos_token=list(eos_token_ids))
         if plain.vocab_size >= vocab_size:
@@ -62,7 +74,9 @@ def compile_grammar(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
     Raises:
         GrammarError: the grammar is wrong, too large, or allows no text at all.
     """
-    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=_LIMITS)
+    from llguidance import LLMatcher
+
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=_limits())
     if not matcher.is_error():
         matcher.compute_bitmask()
     if matcher.is_error():

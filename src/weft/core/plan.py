@@ -110,7 +110,8 @@ class StepPlan:
 
     Attributes:
         batches: one, or two whose layers take turns on the device, so that the attention of one on
-            the host overlaps with what the other does on the device (NEO section 3.1).
+            the host overlaps with what the other does on the device (NEO section 3.1). None, if
+            nothing is computed; each has a row.
         zero: (group, block) pairs of the device to fill with zeros before anything is written.
         zero_host: the same of the host.
         riders: rows of the host tier whose next token begins: its embedding and the first layer's
@@ -137,10 +138,13 @@ class StepPlan:
     @property
     def needs_host(self) -> bool:
         """Whether only an executor with a host tier can compute the step."""
+        return bool(self.moves or self.zero_host or self.computes_on_host)
+
+    @property
+    def computes_on_host(self) -> bool:
+        """Whether rows are computed whose KV lies with the host."""
         return bool(
-            self.moves
-            or self.zero_host
-            or self.riders
+            self.riders
             or self.rider_caps
             or any(batch.tiers for batch in self.batches)
             or any(add.tier is Tier.HOST for add in self.add)

@@ -12,8 +12,6 @@ import signal
 import subprocess
 import threading
 
-from setproctitle import setproctitle
-
 from weft.core.errors import EngineDeadError
 
 STABLE_S = 10.0
@@ -26,6 +24,8 @@ MOST_DEATHS = 16
 
 def set_process_title(title: str) -> None:
     """Show ``title`` in ps and top."""
+    from setproctitle import setproctitle  # engines in a process of their own have one
+
     setproctitle(title)
 
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from weft.core.types import DEFAULT_CLASSES, ServiceClass
+
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
@@ -17,11 +19,16 @@ class ServedModel:
         max_model_len: tokens of prompt and output together.
         sampling_defaults: what ``SamplingParams`` takes for fields that a request leaves open.
         batch_invariant: whether a result depends on nothing but the sequence itself.
-        kernels: op name -> implementation.
+        kernels: by op, its kernel, dtypes, and where its launches come from.
         kv_blocks: KV blocks by group name.
         weight_bytes: memory of the weights.
         kv_memory: what was set or found for the KV, so that another engine gets the same.
+        device: what computes: ``cpu``, or the name of a GPU.
+        executor: how steps are run, for people.
+        start_s: seconds from the settings to an engine that is ready, and of the parts of that.
+        profile_key: what a profile of its costs is kept by (``weft.cost.fit.ProfileKey``).
         versions: of what the engine runs on.
+        classes: the class table.
     """
 
     name: str
@@ -37,11 +44,16 @@ class ServedModel:
     eos_token_ids: tuple[int, ...]
     sampling_defaults: Mapping[str, Any]
     batch_invariant: bool
-    kernels: Mapping[str, str]
+    kernels: Mapping[str, Mapping[str, str]]
     kv_blocks: Mapping[str, int]
     weight_bytes: int
     kv_memory: int
+    profile_key: Mapping[str, str]
+    device: str = "cpu"
+    executor: str = ""
+    start_s: Mapping[str, float] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
+    classes: tuple[ServiceClass, ...] = DEFAULT_CLASSES
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -50,4 +62,5 @@ class ServedModel:
     def from_json(cls, text: str) -> ServedModel:
         values = json.loads(text)
         values["eos_token_ids"] = tuple(values["eos_token_ids"])
+        values["classes"] = tuple(ServiceClass(**row) for row in values["classes"])
         return cls(**values)

@@ -11,9 +11,10 @@ from collections.abc import Hashable, Iterator
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any, Literal, cast
 
-from weft.core.errors import ParameterError, WeftError
+from weft.core.errors import ConfigError, ParameterError, WeftError
 
 Kind = Literal["int", "float", "bool", "str", "bytes", "path", "strings", "ints", "map"]
 
@@ -252,3 +253,25 @@ def _binary_units() -> Iterator[str]:
 
 def _plain(number: float | None) -> str:
     return f"{number:g}" if isinstance(number, float) else str(number)
+
+
+def load_config_file(path: str) -> dict[str, Any]:
+    """Read a YAML file of settings.
+
+    Raises:
+        ConfigError: the file cannot be read, is not YAML, or is not a mapping.
+    """
+    import yaml  # most starts need none
+
+    try:
+        loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"Cannot read config file '{path}': {error.strerror}.") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        detail = " ".join(str(error).split())
+        raise ConfigError(f"Config file '{path}' is not valid YAML: {detail}") from None
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"Config file '{path}' must be a mapping of setting names to values.")
+    return {str(name).replace("-", "_"): value for name, value in loaded.items()}

@@ -19,6 +19,7 @@ the lease that keeps blocks from being freed under a launched step.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from math import lcm
@@ -164,13 +165,6 @@ class KVCache:
             return len(blocks[0]) * self.groups[0].block_size
         return min(len(b) * group.block_size for group, b in zip(self.groups, blocks, strict=True))
 
-    def missing(self, sequence_id: int, upto: int) -> list[int]:
-        """Blocks that each group still needs so that tokens [0, upto) have a place."""
-        return [
-            max(0, -(-upto // group.block_size) - len(blocks))
-            for group, blocks in zip(self.groups, self._tables[sequence_id].blocks, strict=True)
-        ]
-
     def extend(self, sequence_id: int, upto: int) -> list[tuple[int, tuple[int, ...]]] | None:
         """Reserve blocks for tokens [0, upto): (group, new blocks), or None with nothing taken."""
         tables = self._tables[sequence_id].blocks
@@ -204,18 +198,48 @@ class KVCache:
         A sliding group needs room for its window and one chunk only.
         """
         needs = self.needs(sequence_id, upto, chunk)
-        return all(need <= pool.available for need, pool in zip(needs, self.pools, strict=True))
+        return all(need <= most for need, most in zip(needs, self.available(), strict=True))
+
+    def available(self) -> list[int]:
+        """Blocks of each group that can be taken now."""
+        return [pool.available for pool in self.pools]
 
     def needs(self, sequence_id: int, upto: int, chunk: int) -> list[int]:
         """Blocks of each group that must be available to compute [0, upto) in such chunks."""
-        table = self._tables[sequence_id]
-        needs = self.missing(sequence_id, upto)
+        return self.needs_of_all([(sequence_id, upto)], chunk)
+
+    def needs_of_all(self, ends: Iterable[tuple[int, int]], chunk: int) -> list[int]:
+        """What ``needs`` says, in sum, of hundreds of sequences without a call for each.
+
+        Args:
+            ends: a sequence, and the tokens that it grows to.
+        """
+        tables = self._tables
+        pairs = [(tables[sequence_id], upto) for sequence_id, upto in ends]
+        totals = []
         for index, group in enumerate(self.groups):
+            size, total = group.block_size, 0
+            peak = None  # of a sliding group: the most that a sequence holds
             if group.window is not None:
                 peak = min(group.blocks_to_hold(0, group.window + chunk) + 1, group.num_blocks)
-                has = len(table.blocks[index]) - table.heads[index]
-                needs[index] = min(needs[index], max(0, peak - has))
-        return needs
+            for table, upto in pairs:
+                blocks = table.blocks[index]
+                need = -(-upto // size) - len(blocks)
+                if peak is not None:
+                    need = min(need, peak - len(blocks) + table.heads[index])
+                if need > 0:
+                    total += need
+            totals.append(total)
+        return totals
+
+    def freed(self, sequence_ids: Iterable[int]) -> list[int]:
+        """Blocks of each group that nobody else holds, so that they are free without these."""
+        tables = [self._tables[sequence_id] for sequence_id in sequence_ids]
+        totals = []
+        for index, pool in enumerate(self.pools):
+            held = Counter(block for table in tables for block in table.blocks[index] if block >= 0)
+            totals.append(sum(pool.references(block) == count for block, count in held.items()))
+        return totals
 
     def held(self, sequence_id: int) -> list[int]:
         """Blocks of each group that the sequence holds, shared ones included."""

@@ -88,6 +88,10 @@ class BlockPool:
             del self._block_of[digest]
         return self._references[block] == 1
 
+    def references(self, block: int) -> int:
+        """In how many tables a block is."""
+        return self._references[block]
+
     def check(self, expected_references: dict[int, int]) -> None:
         """Raise InvariantError unless the counts equal those of all tables and nothing is lost."""
         for block, references in enumerate(self._references):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from weft.core.errors import ConfigError, suggest
+from weft.core.errors import ConfigError, look_up
 from weft.core.types import DEFAULT_CLASSES, ServiceClass
 from weft.cost.model import CostModel
 from weft.kv.cache import GroupSpec, KVCache
@@ -16,6 +16,7 @@ from weft.sched.load_aware import LoadAwareScheduler
 from weft.sched.planner import Limits, Planner
 from weft.sched.riders import RidingScheduler
 from weft.sched.slo import DEFAULT_POLICY, Policy, SLOScheduler
+from weft.sched.swap import SwapScheduler
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,10 @@ class Resources:
 
 def _fcfs(given: Resources) -> Planner:
     return FCFSScheduler(given.cache(), given.limits, given.classes)
+
+
+def _swap(given: Resources) -> Planner:
+    return SwapScheduler(_tiers(given, "fcfs-swap"), given.limits, given.classes)
 
 
 def _slo(given: Resources) -> Planner:
@@ -75,6 +80,7 @@ def _needed(cost: CostModel | None, name: str) -> CostModel:
 
 SCHEDULERS: Mapping[str, Callable[[Resources], Planner]] = {
     "fcfs": _fcfs,
+    "fcfs-swap": _swap,
     "load-aware": _load_aware,
     "slo": _slo,
     "slo-riders": _riders,
@@ -87,10 +93,4 @@ def make_scheduler(name: str, given: Resources) -> Planner:
     Raises:
         ConfigError: no scheduler has this name, or it lacks something that it needs.
     """
-    if name not in SCHEDULERS:
-        raise ConfigError(
-            f"Unknown scheduler '{name}'.{suggest(name, SCHEDULERS)} "
-            f"Known schedulers: {', '.join(SCHEDULERS)}.",
-            param="scheduler",
-        )
-    return SCHEDULERS[name](given)
+    return look_up(name, SCHEDULERS, "scheduler")(given)

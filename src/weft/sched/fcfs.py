@@ -20,8 +20,5 @@ class FCFSScheduler(Planner):
         """Return the next step, or None if nothing can be computed at present."""
         self._open_plan(now)
         step = OpenStep(self.limits.max_num_batched_tokens)
-        for rank in self._ranks_present():
-            rest = self._plan_single_tokens(step, self._running_of(rank))
-            self._plan_chunks(step, rest)
-            self._admit(step, rank)
+        self._plan_in_order(step)
         return self._launch(step) if step.rows else None

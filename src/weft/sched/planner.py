@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections import deque
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -38,7 +39,7 @@ from weft.sched.commit import Committer
 from weft.sched.draft import NgramDrafter
 from weft.sched.invariants import check_drafts
 from weft.sched.lifecycle import Lifecycle, by_order
-from weft.sched.preempt import choose_victim
+from weft.sched.preempt import choose_victim, covers
 from weft.sched.step import Launched, OpenStep, end_after, news_of
 
 Grown = list[tuple[int, tuple[int, ...]]]  # (group, new blocks)
@@ -67,7 +68,11 @@ class Planner(ABC):
 
     Attributes:
         cache: the KV of the device.
+        ahead_tokens: admission leaves blocks free for so many more tokens of each sequence that
+            runs, so that newcomers do not make those before them give way soon.
     """
+
+    ahead_tokens = 32
 
     def __init__(
         self,
@@ -180,6 +185,13 @@ class Planner(ABC):
         """Begin a plan: date it, and take back what committed steps have given free."""
         self._planned_ns = int(now * 1e9)
         self.live.close()
+
+    def _plan_in_order(self, step: OpenStep) -> None:
+        """Fill the step, one class after the other: single tokens, chunks, then new sequences."""
+        for rank in self._ranks_present():
+            rest = self._plan_single_tokens(step, self._running_of(rank))
+            self._plan_chunks(step, rest)
+            self._admit(step, rank)
 
     def _ranks_present(self) -> list[int]:
         """Ranks that have running or waiting sequences, the best one first."""
@@ -302,6 +314,10 @@ class Planner(ABC):
         """Running sequences whose memory others may get."""
         return self.running
 
+    def _growing(self) -> Iterable[Sequence]:
+        """Running sequences for which admission leaves blocks."""
+        return self._victims()
+
     def _make_room(self, step: OpenStep, after: tuple[int, int]) -> bool:  # noqa: ARG002
         """Preempt one sequence that comes after ``after``; whether its blocks are free now."""
         if self.live.closing:
@@ -323,7 +339,7 @@ class Planner(ABC):
         admitted = []
         looked_up = 0
         for sequence in self.waiting.of_rank(rank):
-            if step.room(0, 1) <= 0 or looked_up == LOOK_UPS_A_STEP:
+            if step.room(0, 1) <= 0 or looked_up == LOOK_UPS_A_STEP or not self._is_next(sequence):
                 break
             if sequence.waiting_on and self.live.shared.in_progress(sequence.waiting_on):
                 continue
@@ -331,18 +347,45 @@ class Planner(ABC):
             looked_up += 1
             if sequence.waiting_on:
                 continue
-            if not self._find_row(step, sequence) or not self._open(step, sequence, hit):
-                step.held_back = bool(self.live.closing)
+            if not self._may_have_row(sequence) or not self._open(step, sequence, hit):
+                step.held_back = self._blocks_come_back()
                 break
             admitted.append(sequence)
         for sequence in admitted:
             self.waiting.remove(sequence)
 
-    def _find_row(self, step: OpenStep, sequence: Sequence) -> bool:
+    def _blocks_come_back(self) -> bool:
+        """Whether launched steps give up blocks when they are committed."""
+        return bool(self.live.closing)
+
+    def _is_next(self, sequence: Sequence) -> bool:  # noqa: ARG002
+        """Whether nobody goes before a waiting sequence that is the first of its class."""
+        return True
+
+    def _may_have_row(self, sequence: Sequence) -> bool:
+        """Whether ``_find_row`` may find one; nobody is preempted."""
+        return bool(self.live.free_rows) or self._row_victim(sequence) is not None
+
+    def _find_row(self, sequence: Sequence) -> bool:
         """Whether a row is free, taking one from a lower class if need be."""
-        return bool(self.live.free_rows) or (
-            self._make_room(step, self._below(sequence)) and bool(self.live.free_rows)
-        )
+        if not self.live.free_rows:
+            victim = self._row_victim(sequence)
+            if victim is not None:
+                self._preempt(victim)
+        return bool(self.live.free_rows)
+
+    def _row_victim(self, sequence: Sequence) -> Sequence | None:
+        """Whose row a sequence may take; None while launched steps give rows back anyway."""
+        if self.live.closing:
+            return None
+        return choose_victim(self._row_victims(), self._below(sequence))
+
+    def _row_victims(self) -> Seq[Sequence]:
+        """Running sequences whose rows others may get."""
+        return self._victims()
+
+    def _preempt(self, victim: Sequence) -> None:
+        self.live.preempt(victim)
 
     def _below(self, sequence: Sequence) -> tuple[int, int]:
         """The order after which only lower classes come."""
@@ -363,30 +406,54 @@ class Planner(ABC):
         self.cache.open(sequence.id, hit)
         upto = 0
         count = step.room(hit, len(sequence.tokens) - hit)
-        if count > 0 and self._make_fit(step, sequence):
+        if count > 0 and self._make_fit(step, sequence) and self._find_row(sequence):
             upto = min(hit + count, self.cache.growable(sequence.id))
         if upto <= hit or self.cache.extend(sequence.id, upto) is None:
             self.cache.release(sequence.id)
             return False
         self._start(step, sequence, hit)
         step.put(sequence, upto - hit)
+        rank, own = sequence.order[0], self._needed_soon([sequence])
+        step.reserves[rank] = [a + b for a, b in zip(step.reserves[rank], own, strict=True)]
         return True
 
     def _make_fit(self, step: OpenStep, sequence: Sequence) -> bool:
-        """Preempt lower classes until the sequence fits, but nobody if that would not be enough."""
+        """Preempt lower classes until the sequence fits, but nobody if that would not be enough.
+
+        It fits if there is room for all its tokens beside what the sequences that run, and need not
+        give way to it, will ask for soon: else they would have to give way to each other.
+        """
+        rank, after = sequence.order[0], self._below(sequence)
+        if rank not in step.reserves:
+            stay = (running for running in self._growing() if running.order <= after)
+            step.reserves[rank] = self._needed_soon(stay)
         known, chunk = len(sequence.tokens), self.limits.max_num_batched_tokens
-        after = self._below(sequence)
-        needs = self.cache.needs(sequence.id, known, chunk)
-        spare = [pool.available for pool in self.cache.pools]
-        for victim in self._victims():
-            if victim.order > after:
-                spare = [a + b for a, b in zip(spare, self.cache.held(victim.id), strict=True)]
-        if any(need > most for need, most in zip(needs, spare, strict=True)):
+        own = self.cache.needs(sequence.id, known, chunk)
+        needs = [a + b for a, b in zip(own, step.reserves[rank], strict=True)]
+        spare = self.cache.available()
+        if covers(spare, needs):
+            return True
+        victims = [victim.id for victim in self._victims() if victim.order > after]
+        freed = self.cache.freed(victims) if victims else [0] * len(spare)
+        if not covers([a + b for a, b in zip(spare, freed, strict=True)], needs):
             return False
-        while not self.cache.fits(sequence.id, known, chunk):
+        while not covers(self.cache.available(), needs):
             if not self._make_room(step, after):
                 return False
         return True
+
+    def _needed_soon(
+        self, sequences: Iterable[Sequence], ahead: int | None = None, chunk: int | None = None
+    ) -> list[int]:
+        """Blocks of each group that sequences ask for until each has ``ahead`` tokens more.
+
+        Args:
+            ahead: ``ahead_tokens``, if not given.
+            chunk: tokens that each computes at once; all that a step may have, if not given.
+        """
+        ahead = self.ahead_tokens if ahead is None else ahead
+        ends = ((s.id, min(s.known + ahead, s.end)) for s in sequences)
+        return self.cache.needs_of_all(ends, chunk or self.limits.max_num_batched_tokens)
 
     def _start(
         self,
@@ -415,14 +482,17 @@ class Planner(ABC):
         )
 
     def _launch(self, step: OpenStep) -> StepPlan:
-        """Remember the step and return its plan, with all rows in one sub-batch on the device."""
+        """Remember the step and return its plan, with all rows in one sub-batch on the device.
+
+        A step that only moves KV has no sub-batch, so that nothing is computed for it.
+        """
         step_id = self.totals.steps = self.totals.steps + 1
         self._launched.append(
             Launched(step_id, step.sequences, step.counts, step.samples, step.drafts)
         )
         return StepPlan(
             step_id,
-            (self._batch(step, 0, len(step.rows)),),
+            (self._batch(step, 0, len(step.rows)),) if step.rows else (),
             drop=self.live.take_dropped(),
             add=tuple(step.adds),
             extend=tuple(step.extends),

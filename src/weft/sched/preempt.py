@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 
 from weft.core.types import Sequence
 
@@ -22,3 +23,8 @@ def choose_victim(running: Iterable[Sequence], after: tuple[int, int]) -> Sequen
         (sequence for sequence in candidates if sequence.order[0] == lowest),
         key=lambda sequence: (sequence.planned, -sequence.order[1]),
     )
+
+
+def covers(spare: Seq[int], needs: Seq[int]) -> bool:
+    """Whether each group has as many blocks to spare as are needed of it."""
+    return all(most >= need for most, need in zip(spare, needs, strict=True))

@@ -23,6 +23,7 @@ from weft.cost.model import CostModel
 from weft.cost.work import Work
 from weft.kv.tiers import Lease, TieredCache
 from weft.sched.planner import Limits
+from weft.sched.preempt import covers
 from weft.sched.slo import AGED, DEFAULT_POLICY, Policy, SLOScheduler
 from weft.sched.step import OpenStep
 from weft.sched.timed import TimedStep
@@ -45,6 +46,8 @@ class RidingStep(TimedStep):
 
 class RidingScheduler(SLOScheduler):
     """See the module docstring; implements ``weft.core.ports.Scheduler``."""
+
+    ahead_tokens = 0  # who gives way is computed on the host: that is how it fills
 
     def __init__(
         self,
@@ -182,8 +185,8 @@ class RidingScheduler(SLOScheduler):
             return False
         spare = self._reserve()
         size = [-(-first.end // group.block_size) for group in self.cache.groups]
-        free = [pool.available for pool in self.cache.pools]
-        if any(most < rest + need for most, rest, need in zip(free, spare, size, strict=True)):
+        wanted = [rest + need for rest, need in zip(spare, size, strict=True)]
+        if not covers(self.cache.available(), wanted):
             return False
         pools = zip(size, self.host.pools, strict=True)
         return super()._may_begin(step, contexts) or all(n < pool.available for n, pool in pools)

@@ -6,14 +6,16 @@ best-effort prompts, then best-effort decodes; all of it only as far as the step
 keep the tightest target for the time between tokens. Within a class it is first come, first served.
 
 What the paper leaves open: predictions are corrected by what steps really take and kept below the
-target by a margin; a class with a laxer target skips steps that are too full, as long as its own
-target allows; and one best-effort sequence at a time, of a class that got nothing for too long,
-advances by a least piece in every step, so none waits for ever.
+target by a margin; steps are shorter while a sequence is behind its target; a class with a laxer
+target skips steps that are too full, as long as its own target allows; and one best-effort sequence
+at a time, of a class that got nothing for too long, advances by a least piece in every step, so
+none waits for ever.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
@@ -152,13 +154,13 @@ class SLOScheduler(Planner):
         prompts, decodes, tokens, count = [], Work(), sequence.known, 1
         for rank in range(self._num_urgent):
             for other in self._running_of(rank):
-                tokens, count = tokens + other.known, count + 1
+                tokens, count = tokens + self._known_soon(other), count + 1
                 if other.known - other.planned <= 1:
                     decodes.add(other.known, 1)
                 elif other.order < sequence.order:
                     prompts.append((other.planned, other.known - other.planned))
             for other in self.waiting.of_rank(rank):
-                tokens, count = tokens + other.known, count + 1
+                tokens, count = tokens + self._known_soon(other), count + 1
                 if other.order < sequence.order:
                     prompts.append((other.reused, other.known - other.reused))
         if count > self.limits.max_num_seqs or tokens > self.cache.max_tokens():
@@ -174,6 +176,14 @@ class SLOScheduler(Planner):
             patience_s=target / self.pace.correction,
         )
         return waits + seconds * self.pace.correction
+
+    def _known_soon(self, sequence: Sequence) -> int:
+        """Tokens for which admission leaves room to a sequence."""
+        return min(sequence.known + self.ahead_tokens, sequence.end)
+
+    def _growing(self) -> Iterable[Sequence]:
+        """Not the aged one: it advances by a least piece a step, however long it still is."""
+        return (sequence for sequence in super()._growing() if sequence.order[0] != AGED)
 
     def _cached_tokens(self, sequence: Sequence) -> int:
         if sequence.request.sampling.prompt_logprobs is not None:
@@ -221,7 +231,7 @@ class SLOScheduler(Planner):
         self._date_arrivals(now)
         begin = self.pace.ends_at(now)
         self.pace.urgent = bool(self._present())
-        step = self._fill(begin, self._in_predictions(self._limit_s()), now)
+        step = self._fill(begin, self._catch_up(self._in_predictions(self._limit_s()), begin), now)
         if self._is_empty(step) and self.pace.idle:
             # Not even one token keeps the limit, so it is kept as well as it can be.
             step = self._fill(begin, math.inf, now, LEAST_PIECE)
@@ -270,6 +280,23 @@ class SLOScheduler(Planner):
             return self._tpot_of(present)
         idle = self._tightest_ttft_s / 4
         return self._tightest_s if math.isinf(idle) else max(self._tightest_s, idle)
+
+    def _catch_up(self, limit_s: float, begin: float) -> float:
+        """Less than the limit, where a sequence has had longer steps than its target allows.
+
+        Its next token is due so many times the target after its first one. Down to half of the
+        limit, so that prompts that wait for their first token go on.
+        """
+        least = limit_s / 2
+        for rank, target in enumerate(self._targets):
+            if target.tpot_s is None:
+                continue
+            for sequence in self._running_of(rank):
+                if sequence.prefilled_ns and sequence.known - sequence.planned == 1:
+                    tokens = sequence.known - sequence.num_prompt
+                    due = sequence.prefilled_ns * 1e-9 + tokens * target.tpot_s
+                    limit_s = min(limit_s, (due - begin) / self.pace.correction)
+        return max(limit_s, least)
 
     def _present(self) -> set[int]:
         """Ranks of latency-sensitive classes that have sequences."""

@@ -49,6 +49,7 @@ class OpenStep:
 
     Attributes:
         held_back: a class waits for memory on its way back, so lower classes start nothing.
+        reserves: by rank, the blocks of each group that its newcomers leave to those that run.
     """
 
     budget: int
@@ -61,6 +62,7 @@ class OpenStep:
     adds: list[RowAdd] = field(default_factory=list)
     extends: list[RowExtend] = field(default_factory=list)
     drafts: list[tuple[Sequence, tuple[int, ...]]] = field(default_factory=list)
+    reserves: dict[int, list[int]] = field(default_factory=dict)
 
     def room(self, start: int, most: int) -> int:  # noqa: ARG002 - some steps ask where
         """How many of the next ``most`` tokens of a sequence, from ``start`` on, fit as well."""

@@ -1,0 +1,110 @@
+"""What admission leaves to the sequences that run, by hand, and what it spares."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+from costs import LinearCost
+from test_load_aware import planned, requests
+
+from weft.core.types import Request, SamplingParams
+from weft.kv.cache import GroupSpec, KVCache
+from weft.kv.tiers import TieredCache
+from weft.sched.fcfs import FCFSScheduler
+from weft.sched.planner import Limits
+from weft.sched.slo import Policy, SLOScheduler
+from weft.sched.swap import SwapScheduler
+from weft.sim.executor import ModelledExecutor
+
+SLO = partial(SLOScheduler, cost=LinearCost(0.01, 0.001), policy=Policy("off"))
+
+
+def make(kind, blocks: int, rows: int = 32):
+    groups = (GroupSpec("full", 4, blocks),)
+    cache = KVCache(groups, prefix_caching=False)
+    if kind is SwapScheduler:
+        cache = TieredCache(groups, (8,), prefix_caching=False)
+    return kind(cache, Limits(rows, 256, 512))
+
+
+def started(scheduler, executor) -> list[int]:
+    """Ids of those that start in the next step, which is computed."""
+    plan = scheduler.plan(0.0)
+    scheduler.commit(executor.launch(plan).result())
+    scheduler.check()
+    return [add.sequence_id for add in plan.add]
+
+
+def request(number: int, prompt: int, output: int, service_class="interactive") -> Request:
+    tokens = tuple((number * 31 + i) % 97 for i in range(prompt))
+    return Request(number, tokens, SamplingParams(max_tokens=output), service_class=service_class)
+
+
+@pytest.mark.parametrize("kind", [FCFSScheduler, SwapScheduler, SLO])
+@pytest.mark.parametrize(("prompt", "starts"), [(8, True), (9, False)])
+def test_a_newcomer_leaves_what_those_that_run_will_ask_for(kind, prompt, starts):
+    """The first has 9 tokens in 2 of 13 blocks and gets 32 more, for which it needs 9 blocks."""
+    scheduler = make(kind, blocks=13)
+    executor = ModelledExecutor(scheduler.cache.groups, 97, host_blocks=(8,))
+    scheduler.add(request(1, 7, 40))
+    assert started(scheduler, executor) == [1]
+    scheduler.add(request(2, prompt, 1))
+    assert started(scheduler, executor) == ([2] if starts else [])
+
+
+def test_no_more_is_left_than_a_sequence_can_still_become():
+    scheduler = make(FCFSScheduler, blocks=13)
+    executor = ModelledExecutor(scheduler.cache.groups, 97)
+    scheduler.add(request(1, 7, 5))  # 12 tokens at most: one block more
+    assert started(scheduler, executor) == [1]
+    scheduler.add(request(2, 40, 1))
+    assert started(scheduler, executor) == [2]
+
+
+def test_the_rest_of_a_prompt_that_comes_in_chunks_is_left_to_it():
+    scheduler = FCFSScheduler(
+        KVCache((GroupSpec("full", 4, 13),), prefix_caching=False), Limits(4, 8, 64)
+    )
+    scheduler.ahead_tokens = 0
+    executor = ModelledExecutor(scheduler.cache.groups, 97)
+    scheduler.add(request(1, 40, 2))
+    assert started(scheduler, executor) == [1]
+    scheduler.add(request(2, 16, 1))
+    while len(scheduler.running[0].tokens) == 40:
+        assert started(scheduler, executor) == []
+    assert scheduler.totals.preemptions == 0
+
+
+@pytest.mark.parametrize("kind", [FCFSScheduler, SwapScheduler, SLO])
+def test_an_empty_engine_starts_whatever_fits_at_all(kind):
+    scheduler = make(kind, blocks=13)
+    scheduler.add(request(1, 51, 1))
+    scheduler.add(request(2, 51, 1))
+    plans = planned(scheduler, ModelledExecutor(scheduler.cache.groups, 97, host_blocks=(8,)))
+    assert [add.sequence_id for plan in plans for add in plan.add] == [1, 2]
+
+
+def test_nothing_is_left_to_a_lower_class():
+    scheduler = make(FCFSScheduler, blocks=13)
+    executor = ModelledExecutor(scheduler.cache.groups, 97)
+    scheduler.add(request(1, 7, 40, "batch"))
+    assert started(scheduler, executor) == [1]
+    scheduler.add(request(2, 44, 1, "priority"))
+    assert started(scheduler, executor) == [2]
+    assert scheduler.totals.preemptions == 0
+
+
+def test_half_of_what_was_computed_twice_is_spared():
+    """Answers much longer than what is looked ahead, in a pool for some ten of 64 sequences."""
+    computed, preempted = [], []
+    for ahead in (0, 32):
+        scheduler = make(FCFSScheduler, blocks=300)
+        scheduler.ahead_tokens = ahead
+        for each in requests(64, output=100):
+            scheduler.add(each)
+        plans = planned(scheduler, ModelledExecutor(scheduler.cache.groups, 97))
+        computed.append(sum(plan.num_tokens for plan in plans) - 64 * (12 + 100 - 1))
+        preempted.append(scheduler.totals.preemptions)
+    assert preempted[1] < preempted[0] / 3
+    assert computed[1] < computed[0] / 2

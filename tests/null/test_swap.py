@@ -1,0 +1,118 @@
+"""FCFS with swapping: who leaves, who comes back, and what is computed twice, by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from test_fairness_properties import watching
+from test_load_aware import planned, requests
+from traffic import World, assert_answers, run
+
+from weft.core.errors import ConfigError
+from weft.core.plan import Tier
+from weft.kv.cache import GroupSpec, KVCache
+from weft.kv.tiers import TieredCache
+from weft.sched.choose import Resources, make_scheduler
+from weft.sched.fcfs import FCFSScheduler
+from weft.sched.planner import Limits
+from weft.sched.swap import SwapScheduler
+from weft.sim.executor import ModelledExecutor
+
+GROUPS = (GroupSpec("full", 4, 16),)
+LIMITS = Limits(16, 64, 64)
+
+
+def computed(plans) -> int:
+    return sum(plan.num_tokens for plan in plans)
+
+
+def eager(scheduler):
+    """A scheduler that admits whatever fits now, so that sequences must give way later."""
+    scheduler.ahead_tokens = 0
+    return scheduler
+
+
+def swapped(host: int, count: int = 8):
+    """Plans for requests of 12 + 20 tokens, two of which fill the device."""
+    scheduler = eager(SwapScheduler(TieredCache(GROUPS, (host,), prefix_caching=False), LIMITS))
+    for request in requests(count):
+        scheduler.add(request)
+    executor = ModelledExecutor(GROUPS, 97, host_blocks=(host,))
+    return planned(scheduler, executor), scheduler
+
+
+def test_no_token_is_computed_twice_where_the_host_has_room():
+    plans, scheduler = swapped(host=200)
+    moves = [move for plan in plans for move in plan.moves]
+    assert scheduler.totals.preemptions == 0
+    assert {move.to for move in moves} == {Tier.HOST, Tier.DEVICE}
+    assert computed(plans) == 8 * (12 + 20 - 1)
+
+
+def test_a_step_that_only_moves_computes_nothing():
+    """While the tokens that all wait for are on their way, those that give way can go already."""
+    world = World(GROUPS, LIMITS, depth=1, host_blocks=(200,), ahead_tokens=0)
+    asked = requests(8)
+    for i, each in enumerate(asked):
+        asked[i] = replace(each, sampling=replace(each.sampling, grammar="in lockstep"))
+    plans = []
+    make = watching(SwapScheduler, lambda _, plan: plans.append(plan))
+    found, inbox, _ = run(world, {0: asked}, {}, make=make)
+    assert_answers(world, found, inbox, set(), set())
+    moving = [plan for plan in plans if plan.moves and not plan.num_tokens]
+    assert moving
+    assert not any(plan.batches for plan in moving)
+    assert all(batch.rows for plan in plans for batch in plan.batches)
+
+
+def test_without_the_host_the_same_load_is_computed_again():
+    scheduler = eager(FCFSScheduler(KVCache(GROUPS, prefix_caching=False), LIMITS))
+    for request in requests(8):
+        scheduler.add(request)
+    plans = planned(scheduler, ModelledExecutor(GROUPS, 97))
+    assert scheduler.totals.preemptions > 0
+    assert computed(plans) > 8 * (12 + 20 - 1)
+
+
+def test_a_host_that_is_full_leaves_computing_again():
+    plans, scheduler = swapped(host=8)  # one sequence
+    assert scheduler.totals.preemptions > 0
+    assert any(plan.moves for plan in plans)
+
+
+def test_who_was_sent_away_comes_back_before_newer_ones_begin():
+    scheduler = eager(SwapScheduler(TieredCache(GROUPS, (200,), prefix_caching=False), LIMITS))
+    for request in requests(8):
+        scheduler.add(request)
+    executor, away, begun = ModelledExecutor(GROUPS, 97, host_blocks=(200,)), set(), set()
+    while (plan := scheduler.plan(0.0)) is not None:
+        begun |= {add.row for add in plan.add}
+        away |= {move.row for move in plan.moves if move.to is Tier.HOST}
+        away -= {move.row for move in plan.moves if move.to is Tier.DEVICE}
+        if away:
+            assert not plan.add, "a newer sequence began while an older one lay on the host"
+        scheduler.commit(executor.launch(plan).result())
+    assert scheduler.idle
+    assert begun
+
+
+def test_the_device_is_full_while_sequences_wait_on_the_host():
+    scheduler = eager(SwapScheduler(TieredCache(GROUPS, (200,)), LIMITS))
+    for request in requests(8):
+        scheduler.add(request)
+    executor = ModelledExecutor(GROUPS, 97, host_blocks=(200,))
+    fewest = GROUPS[0].num_blocks
+    while (plan := scheduler.plan(0.0)) is not None:
+        fewest = min(fewest, scheduler.cache.pools[0].available)
+        scheduler.commit(executor.launch(plan).result())
+        scheduler.check()
+    assert fewest == 0
+
+
+def test_without_a_host_tier_the_name_is_refused():
+    with pytest.raises(ConfigError, match="needs a host tier"):
+        make_scheduler("fcfs-swap", Resources(GROUPS, LIMITS))
+    assert isinstance(
+        make_scheduler("fcfs-swap", Resources(GROUPS, LIMITS, host_blocks=(8,))), SwapScheduler
+    )
