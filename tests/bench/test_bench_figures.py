@@ -339,6 +339,10 @@ def test_rates():
         ({"burstiness": 0.0}, "burstiness must be a number, above 0"),
         ({"output_tokens": "many"}, "output_tokens must be a length"),
         ({"arrivals": "weekly"}, "one of poisson, gamma, closed, trace"),
+        ({"clients": (8,)}, "--clients needs --arrivals closed; they are poisson"),
+        ({"arrivals": "closed", "rate": "5"}, "--rate needs --arrivals poisson or gamma"),
+        ({"burstiness": 0.2}, "--burstiness needs --arrivals gamma"),
+        ({"arrivals": "gamma", "speed": 2.0}, "--speed needs --arrivals trace"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(settings, words):

@@ -158,6 +158,8 @@ def test_no_server_no_model_no_url():
         (["--trace", "/nowhere", "--arrivals", "trace"], "Cannot read '/nowhere'"),
         (["--output", "/nowhere/x.json"], "Cannot write"),
         (["--clients", "two"], "clients must be"),
+        (["--clients", "8"], "--clients needs --arrivals closed"),
+        (["--samples"], "file of --output"),
         (["--url", "nowhere"], "not a server's address"),
     ],
 )

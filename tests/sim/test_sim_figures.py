@@ -198,9 +198,17 @@ def test_every_workload_with_distributions_can_be_drawn():
 @pytest.mark.parametrize(
     ("settings", "error", "words"),
     [
-        ({"model": "llama-9"}, ConfigError, "Known models: .*llama-3.1-8b"),
-        ({"hardware": "h1000"}, ConfigError, "Known hardware: .*a100"),
-        ({"scheduler": "best"}, ConfigError, "Known schedulers: fcfs"),
+        (
+            {"model": "llama-9"},
+            ConfigError,
+            "Unknown model 'llama-9'. Did you mean 'llama-.*Known: .*llama-3.1-8b",
+        ),
+        (
+            {"hardware": "h1000"},
+            ConfigError,
+            "Unknown hardware 'h1000'. Did you mean 'h100'.* Known: .*a100",
+        ),
+        ({"scheduler": "best"}, ConfigError, "Known: fcfs"),
         ({"model": "llama-3.1-70b"}, OutOfMemoryError, r"[0-9]{9,} bytes short"),
         ({"rate": None}, ConfigError, "give a rate"),
         ({"slo_tpot_ms": 1.0}, ConfigError, "No load can meet the tpot target of 1 ms"),

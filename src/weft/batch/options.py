@@ -36,10 +36,15 @@ class BatchOptions:
         choices=ORDERS,
     )
     hardware: str | None = setting(
-        "str", None, "for order blend: name of the machine's sheet, such as a100 or xeon-8462y"
+        "str",
+        None,
+        "for order blend: name of the machine's sheet, such as a100 or xeon-8462y; unset takes "
+        "weft's own profile",
     )
     shape: str | None = setting(
-        "str", None, "for order blend with url: the model's sizes by name, such as llama-3.1-8b"
+        "str",
+        None,
+        "for order blend with url and hardware: the model's sizes by name, such as llama-3.1-8b",
     )
     kv_tokens: int | None = setting(
         "int",
@@ -93,18 +98,19 @@ class BatchOptions:
         for name in ("api_key", "service_tier"):
             if self.url is None and getattr(self, name) is not None:
                 raise ConfigError(f"{name} is for a server; give its --url, too.", param=name)
-        if (self.order == "blend") != (self.hardware is not None):
+        if self.hardware is not None and self.order != "blend":
             raise ConfigError(
-                "Order blend weighs compute against memory: it needs --hardware NAME, and nothing "
-                "else does.",
+                "hardware is for order blend, which weighs compute against memory.",
                 param="hardware",
             )
         for name in ("shape", "kv_tokens"):
             if getattr(self, name) is not None and (self.url is None or self.order != "blend"):
                 raise ConfigError(f"{name} is for order blend with a server.", param=name)
-        if self.order == "blend" and self.url is not None and self.shape is None:
+        if self.url is not None and (self.hardware is None) != (self.shape is None):
             raise ConfigError(
-                "Order blend needs --shape NAME for the model of a server.", param="shape"
+                "For the model of a server hardware and shape go together: --hardware NAME "
+                "--shape NAME.",
+                param="shape",
             )
         if self.url is not None and self.served_model_name:
             raise ConfigError(

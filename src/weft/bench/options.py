@@ -5,11 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weft.core.errors import ConfigError, ParameterError
-from weft.core.settings import check_settings, setting
+from weft.core.settings import check_settings, setting, settings_of
 from weft.sim.arrivals import parse_rates
 from weft.sim.lengths import parse_lengths
 
 ARRIVALS = ("poisson", "gamma", "closed", "trace")
+_READ_WITH = {
+    "rate": ("poisson", "gamma"),
+    "burstiness": ("gamma",),
+    "clients": ("closed",),
+    "speed": ("trace",),
+}  # the arrivals for which a setting means something
 DEFAULT_REQUESTS = 100
 
 
@@ -119,8 +125,18 @@ class ServeBench:
             )
         if min(self.clients) < 1:
             raise ConfigError("clients must be whole numbers above 0.", param="clients")
+        for name, arrivals in _READ_WITH.items():
+            if self.arrivals not in arrivals and self._is_set(name):
+                raise ConfigError(
+                    f"--{name} needs --arrivals {' or '.join(arrivals)}; they are "
+                    f"{self.arrivals}, which would not heed it.",
+                    param=name,
+                )
         if self.prompts == "ids" and self.endpoint != "completions":
             raise ConfigError("Prompts of token ids go to completions only.", param="prompts")
+
+    def _is_set(self, name: str) -> bool:
+        return bool(getattr(self, name) != settings_of(ServeBench)[name].default)
 
     def rates(self) -> list[float]:
         """The offered rates, ascending. Raises ParameterError if they cannot be understood."""

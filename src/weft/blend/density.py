@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.core.errors import ProfileError
+
 if TYPE_CHECKING:
+    from weft.cost.fit import Fitted
     from weft.cost.hardware import Hardware
     from weft.cost.shape import ModelShape
 
@@ -51,6 +54,31 @@ class Rates:
             4 * shape.hidden * shape.layers / flops,
             shape.kv_values_per_token * kv_bytes / hardware.bandwidth,
         )
+
+    @classmethod
+    def of_profile(cls, fitted: Fitted) -> Rates:
+        """The rates of an engine by its own profile, as ``weft profile`` has measured it.
+
+        A token costs what one does in the largest step that was measured, where reading the weights
+        is shared by most.
+
+        Raises:
+            ProfileError: the profile has no price for tokens, or none for reading their KV, as it
+                happens where contexts were too short to be told from noise.
+        """
+        most = fitted.dense.tokens[-1]
+        rates = cls(
+            fitted.dense.at(most) / most,
+            max(0.0, fitted.coefficients["prefill_area"]) / 2,  # a whole prompt is p * p / 2 pairs
+            fitted.coefficients["decode_context"],
+        )
+        if rates.token_s <= 0 or rates.read_s <= 0:
+            raise ProfileError(
+                f"The profile of {fitted.key.model} cannot tell compute from memory: it has "
+                f"{rates.token_s:.3g} s for a token and {rates.read_s:.3g} s for reading the KV of "
+                "one."
+            )
+        return rates
 
     def compute_s(self, prompt: Any, output: Any) -> Any:
         """Seconds of arithmetic, ``T_comp``: scalars or arrays of tokens (BlendServe 4.1)."""

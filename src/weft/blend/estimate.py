@@ -72,15 +72,71 @@ def told(tree: PrefixTree, known: Mapping[int, float], running: Mapping[int, flo
     Args:
         known, running: samples that have ended and that have not, by prompt number.
     """
+    kind, ended, every = _kinds(tree, known, running)
+    good = (every == 0) | ((ended > 0) & (ended >= TOLD * every))
+    return np.asarray(good[kind])
+
+
+def more_samples(
+    tree: PrefixTree,
+    known: Mapping[int, float],
+    running: Mapping[int, float],
+    waiting: Bools,
+    most: int,
+) -> Ints:
+    """Leaves to run as further samples, where too few run to tell something soon.
+
+    A single sample tells when it has ended, ten when the shortest of them has: in a small set that
+    is most of the time of a long request. The kinds of which most leaves wait come first.
+
+    Args:
+        known, running: samples that have ended and that have not, by prompt number.
+        waiting: (n,) leaves that may be taken.
+        most: how many may be taken altogether.
+    """
+    kind, _, every = _kinds(tree, known, running)
+    unknown = np.flatnonzero(waiting & ~told(tree, known, running))
+    kinds, counts = np.unique(kind[unknown], return_counts=True)
+    found: list[int] = []
+    for one in kinds[np.argsort(-counts, kind="stable")]:
+        mine = unknown[kind[unknown] == one]
+        lacks = min(len(mine), round(1 / TOLD) - int(every[one]), most - len(found))
+        if lacks > 0:
+            found += mine[np.linspace(0, len(mine) - 1, lacks).astype(np.int64)].tolist()
+    return np.asarray(found, np.int64)
+
+
+def lacking(
+    tree: PrefixTree,
+    known: Mapping[int, float],
+    running: Mapping[int, float],
+    waiting: Bools,
+) -> dict[int, int]:
+    """Ends of samples that are lacking until enough is told, by the node that they lie under.
+
+    Args:
+        known, running: samples that have ended and that have not, by prompt number.
+        waiting: (n,) leaves that want to know.
+    """
+    kind, ended, every = _kinds(tree, known, running)
+    nodes = np.unique(kind[waiting & ~told(tree, known, running)])
+    needed = np.ceil(TOLD * every[nodes]) - ended[nodes]
+    return {int(node): int(count) for node, count in zip(nodes, needed, strict=True)}
+
+
+def _kinds(
+    tree: PrefixTree, known: Mapping[int, float], running: Mapping[int, float]
+) -> tuple[Ints, Floats, Floats]:
+    """(n,) the smallest node around each leaf that has samples, (nodes,) those ended, and all."""
     ended = _over(tree, _by_leaf(tree, known)[0])
     every = ended + _over(tree, _by_leaf(tree, running)[0])
-    good = ((every == 0) | ((ended > 0) & (ended >= TOLD * every))).tolist()
+    kind = list(range(len(every)))
     for node, (sampled, above) in enumerate(
         zip((every > 0).tolist(), tree.parent.tolist(), strict=True)
     ):
         if not sampled and above >= 0:
-            good[node] = good[above]
-    return np.asarray(good, bool)[tree.leaf_parent]
+            kind[node] = kind[above]
+    return np.asarray(kind, np.int64)[tree.leaf_parent], ended, every
 
 
 def _by_leaf(tree: PrefixTree, values: Mapping[int, float]) -> tuple[Floats, Floats]:

@@ -12,7 +12,14 @@ import numpy as np
 
 from weft.blend.density import Rates
 from weft.blend.dual_scan import LEFT, RIGHT, DualScan, Live
-from weft.blend.estimate import NEVER, choose_samples, estimate_outputs, told
+from weft.blend.estimate import (
+    NEVER,
+    choose_samples,
+    estimate_outputs,
+    lacking,
+    more_samples,
+    told,
+)
 from weft.blend.forecast import Forecast
 from weft.blend.sort import sort_tree
 from weft.blend.tree import PrefixTree, build_tree
@@ -151,9 +158,10 @@ class BlendOrder:
     """BlendServe's order: see the package's docstring.
 
     Samples go first. As they tell more of the lengths, the rest is sorted again: whenever they have
-    run twice as long as at the last sort, and when all have ended. A sample that still runs counts
+    run twice as long as at the last sort, when they have told enough of a kind that waited for
+    that, and when all have ended. A sample that still runs counts
     as being half way, and what is like samples of which hardly any has ended waits, unless there is
-    room for it at its longest.
+    room for it at its longest. Of a kind with few samples some more run, which tell sooner.
     """
 
     def __init__(self, jobs: Jobs, room: Room, rates: Rates, seed: int = 0) -> None:
@@ -174,6 +182,8 @@ class BlendOrder:
         self._left = count - len(jobs.done)
         self._samples = self._choose(jobs, seed)
         self._untold = set(self._samples)  # samples that have not ended
+        self._lacks: dict[int, int] = {}  # ends of samples until enough is told, by node
+        self._more = len(self._samples)  # samples that may be added: as many again
         self._sort_at = FIRST_SORT
         self.scan: DualScan | None = None
         if not self._samples:
@@ -195,7 +205,9 @@ class BlendOrder:
         if not self._left or len(self.forecast) >= self._room.requests:
             return None
         self._adapt()
-        leaf = self._next_sample() if self._samples else self._next_of_rest()
+        leaf = self._next_sample() if self._samples else None
+        if leaf is None and (self.scan is not None or not self._samples):
+            leaf = self._next_of_rest()
         if leaf is None:
             return None
         self._waiting[leaf] = False
@@ -208,6 +220,8 @@ class BlendOrder:
             return None
         leaf = self._leaf[self._samples.pop()]
         self.forecast.admit(leaf, 1)
+        if self.scan is not None:
+            self.scan.adopt(leaf, self._place(leaf, 1))
         return leaf
 
     def _next_of_rest(self) -> int | None:
@@ -216,8 +230,7 @@ class BlendOrder:
             if not due and len(self.forecast):
                 return None
             self._sort()
-        assert self.scan is not None
-        return self.scan.take()
+        return self.scan.take() if self.scan is not None else None
 
     def progress(self, number: int, output: int) -> None:
         leaf = self._leaf[number]
@@ -235,6 +248,7 @@ class BlendOrder:
             self.forecast.tick(leaf, output)
             if number in self._untold:
                 self._known[number] = float(output)
+                self._tell(leaf)
         self._untold.discard(number)
         self.forecast.release(leaf)
         if self.scan is not None:
@@ -244,19 +258,48 @@ class BlendOrder:
         """Order what waits by what is known by now."""
         forecast = self.forecast
         self._sort_at = max(self._sort_at, HALFWAY * forecast.now) if self._untold else NEVER
-        running = {n: HALFWAY * forecast.age(self._leaf[n]) for n in sorted(self._untold)}
+        started = sorted(self._untold - set(self._samples))
+        running = {n: HALFWAY * forecast.age(self._leaf[n]) for n in started}
+        self._add_samples(running)
+        all_running = {**running, **dict.fromkeys(self._samples, 0)}
+        self._lacks = lacking(self.tree, self._known, all_running, self._waiting)
         outputs = estimate_outputs(self.tree, {**self._known, **running}, self._longest)
         unknown = ~told(self.tree, self._known, running)
         bounded = unknown & (self._longest < NEVER)
         outputs[bounded] = self._longest[bounded]  # the only thing that is known of them
         reserves = np.ceil(outputs).astype(np.int64)
         reserves[unknown] = self._longest[unknown]
-        order = sort_tree(self.tree, outputs, self._rates, present=self._waiting)
+        present = self._waiting.copy()
+        present[[self._leaf[number] for number in self._samples]] = False
+        if not present.any():
+            self.scan = None  # only samples are left
+            return
+        order = sort_tree(self.tree, outputs, self._rates, present=present)
         self.scan = DualScan(self.tree, order, outputs, reserves, self._rates, forecast)
         for leaf in forecast.live():
             expected = max(math.ceil(outputs[leaf]), forecast.age(leaf) + 1)
             forecast.extend(leaf, expected)
             self.scan.adopt(leaf, self._place(leaf, expected))
+
+    def _tell(self, leaf: int) -> None:
+        """A sample has ended: sort again if a kind around it lacked no more than that."""
+        node = int(self.tree.leaf_parent[leaf])
+        while node >= 0:
+            if node in self._lacks:
+                self._lacks[node] -= 1
+                if self._lacks[node] == 0:
+                    self._sort_at = min(self._sort_at, self.forecast.now)
+            node = int(self.tree.parent[node])
+
+    def _add_samples(self, running: Mapping[int, float]) -> None:
+        """Let some more run of what too few samples tell about."""
+        if self._samples:
+            return
+        leaves = more_samples(self.tree, self._known, running, self._waiting, self._more)
+        added = [self._numbers[leaf] for leaf in leaves.tolist()]
+        self._more -= len(added)
+        self._samples = added[::-1]
+        self._untold.update(added)
 
     def _place(self, leaf: int, output: int) -> Live:
         """How a leaf that runs counts."""

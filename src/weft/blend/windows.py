@@ -1,11 +1,13 @@
 """Time windows: which of the waiting requests are blended next, so that each meets its deadline.
 
 Blending across all that waits may put off a request until the very end of its pool, so a pool is
-only as large as can end before the deadline of its oldest request (BlendServe section 7).
+only as large as can end before the deadline of its oldest request (BlendServe section 7). A request
+that is late whatever is done binds nobody: small pools would make all others late, too.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from typing import NamedTuple
 
@@ -25,12 +27,14 @@ class Windows:
 
     Args:
         deadline_s: seconds after its arrival by which a request must have ended.
+        least_s: work that a pool has at least if there is so much, whatever is due: pools of a few
+            requests leave the engine empty, and so make all that follow late.
     """
 
-    def __init__(self, deadline_s: float = DEADLINE_S) -> None:
+    def __init__(self, deadline_s: float = DEADLINE_S, least_s: float = 0.0) -> None:
         if deadline_s <= 0:
             raise ParameterError("A deadline must lie ahead.", param="deadline_s")
-        self._deadline_s = deadline_s
+        self._deadline_s, self._least_s = deadline_s, least_s
         self._waiting: deque[_Waiting] = deque()
 
     def __len__(self) -> int:
@@ -52,16 +56,18 @@ class Windows:
     def take(self, now_s: float) -> list[int]:
         """The next pool: as many requests, oldest first, as end before the first one is due.
 
-        At least one if any waits, so that a late request does not stop the others.
+        The first one of those that can still be in time; if none can, all that wait.
         """
-        if not self._waiting:
-            return []
-        due, end = self._waiting[0].due_s, now_s
+        due, end = math.inf, now_s
         pool: list[int] = []
-        while self._waiting and (not pool or end + self._waiting[0].work_s <= due):
+        while self._waiting and (
+            end < now_s + self._least_s or end + self._waiting[0].work_s <= due
+        ):
             taken = self._waiting.popleft()
             end += taken.work_s
             pool.append(taken.request)
+            if end <= taken.due_s:
+                due = min(due, taken.due_s)
         return pool
 
     def late(self, now_s: float) -> list[int]:

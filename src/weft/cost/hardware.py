@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from weft.core.errors import ConfigError, suggest
+from weft.core.errors import ConfigError, look_up
 
 GiB = 2**30
 MiB = 2**20
@@ -167,11 +167,4 @@ def hardware(name: str) -> Hardware:
     Raises:
         ConfigError: no such name; the message lists the known ones.
     """
-    sheet = HARDWARE.get(name.lower())
-    if sheet is None:
-        known = ", ".join(sorted(HARDWARE))
-        raise ConfigError(
-            f"unknown hardware '{name}'.{suggest(name.lower(), HARDWARE)} Known hardware: {known}",
-            param="hardware",
-        )
-    return sheet
+    return look_up(name, HARDWARE, "hardware")

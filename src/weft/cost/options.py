@@ -17,6 +17,12 @@ class ProfileOptions:
         "int", 60, "random steps to fit to; half as many are held out", low=10, high=10**5
     )
     seed: int = setting("int", 0, "of the random steps", low=0, high=2**63 - 1)
+    tune: bool = setting(
+        "bool",
+        False,
+        "measure launches of products and attention on this GPU instead; write them to the file "
+        "of tuning",
+    )
     json: bool = setting("bool", False, "print the report as JSON")
 
     def __post_init__(self) -> None:

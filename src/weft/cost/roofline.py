@@ -57,7 +57,8 @@ class Roofline:
         overhead: what the host adds to each step.
 
     Raises:
-        ConfigError: the hardware does not compute in ``dtype``, or has no links for ``tp``.
+        ConfigError: the hardware does not compute in ``dtype``, has no links for ``tp``, or the
+            model's heads cannot be split so.
     """
 
     def __init__(
@@ -71,6 +72,8 @@ class Roofline:
     ) -> None:
         if tp > 1 and not hardware.collective:
             raise ConfigError(f"{hardware.name} has no links between devices for tp={tp}")
+        if shape.heads % tp:
+            raise ConfigError(f"{shape.heads} heads of {shape.name} cannot be split over tp={tp}")
         flops = hardware.peak(dtype) * tp
         size = BYTES[dtype]
         kv_dtype = kv_dtype or ("bf16" if size < 2 else dtype)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from weft.core.errors import ConfigError, UnsupportedModelError, suggest
+from weft.core.errors import UnsupportedModelError, look_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,11 +181,4 @@ def model_shape(name: str) -> ModelShape:
     Raises:
         ConfigError: no such name; the message lists the known ones.
     """
-    shape = SHAPES.get(name.lower())
-    if shape is None:
-        known = ", ".join(sorted(SHAPES))
-        raise ConfigError(
-            f"unknown model '{name}'.{suggest(name.lower(), SHAPES)} Known models: {known}",
-            param="model",
-        )
-    return shape
+    return look_up(name, SHAPES, "model")

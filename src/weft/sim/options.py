@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from weft.core.config import class_table
+from weft.core.config import check_budget, class_table
 from weft.core.errors import ConfigError, ParameterError
 from weft.core.settings import check_settings, setting
 from weft.core.types import ServiceClass
@@ -139,12 +139,7 @@ class SimOptions:
                 parse_lengths(getattr(self, name), name)
         except ParameterError as error:
             raise ConfigError(error.message, param=error.param) from None
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ConfigError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) is below max_num_seqs "
-                f"({self.max_num_seqs}); each running sequence needs one token a step.",
-                param="max_num_batched_tokens",
-            )
+        check_budget(self.max_num_batched_tokens, self.max_num_seqs)
         known = [row.name for row in self.service_classes()]
         for param in ("service_class", "be_class"):
             if getattr(self, param) not in known:

@@ -10,6 +10,7 @@ further with each step, and a token takes as many steps as there are layers.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from heapq import heappop, heappush
@@ -48,8 +49,11 @@ class Piggyback:
     Args:
         attention_s: seconds for which one host attends for one layer to a context of so many
             tokens.
-        hosts: hosts that keep KV and attend; a row goes to the one that has the fewest tokens.
-        latency_s: seconds that q, k, v and the result take on their way, both ways together.
+        hosts: hosts that keep KV and attend. The first is the device's own: a row goes there while
+            it has room, then to the remote one with the fewest tokens (OmniServe section 4).
+        latency_s: seconds that q, k, v and the result of a remote host take on their way, both ways
+            together.
+        room: tokens that fill the first one.
     """
 
     def __init__(
@@ -58,10 +62,12 @@ class Piggyback:
         attention_s: Callable[[int], float],
         hosts: int = 1,
         latency_s: float = 0.0,
+        room: float = math.inf,
     ) -> None:
         self._layers = layers
         self._attention_s = attention_s
-        self._latency_s = latency_s
+        self._latency_s = [0.0] + [latency_s] * (hosts - 1)
+        self._room = room
         self._free_at = [0.0] * hosts
         self._held = [0] * hosts
         self._kept: dict[int, tuple[int, int]] = {}  # row -> host, tokens
@@ -84,7 +90,9 @@ class Piggyback:
 
     def keep(self, row: int, tokens: int) -> None:
         """A row's KV of so many tokens comes to the hosts."""
-        host = min(range(len(self._held)), key=self._held.__getitem__)
+        remote = range(1, len(self._held))
+        fits = not remote or self._held[0] + tokens <= self._room
+        host = 0 if fits else min(remote, key=self._held.__getitem__)
         self._kept[row] = (host, tokens)
         self._held[host] += tokens
 
@@ -114,11 +122,12 @@ class Piggyback:
         self._attend(Rider(row, context, host), 0, at_s)
 
     def _attend(self, rider: Rider, layer: int, at_s: float) -> None:
-        arrives = at_s + self._latency_s / 2
+        each_way_s = self._latency_s[rider.host] / 2
+        arrives = at_s + each_way_s
         done = max(arrives, self._free_at[rider.host]) + self._attention_s(rider.context)
         self._free_at[rider.host] = done
         self._count += 1  # equal times keep their order
-        heappush(self._back[layer], (done + self._latency_s / 2, self._count, rider))
+        heappush(self._back[layer], (done + each_way_s, self._count, rider))
 
     def ride(self, start_s: float, seconds: float, caps: Seq[int]) -> Ridden:
         """Let results ride with a step that executes its layers evenly over its time.
@@ -145,8 +154,10 @@ class Piggyback:
         return Ridden(finished, by_layer)
 
 
-def on_hosts(cost: CostModel, hosts: int = 1, latency_s: float = 0.0) -> Piggyback:
+def on_hosts(
+    cost: CostModel, hosts: int = 1, latency_s: float = 0.0, room: float = math.inf
+) -> Piggyback:
     """Riders on hosts that each attend as fast as a cost model says of one."""
     probe = Work(tokens=1, host_decodes=1, host_context=PROBE_TOKENS)
     token_s = cost.terms(probe).cpu_attention / cost.layers / PROBE_TOKENS
-    return Piggyback(cost.layers, lambda context: context * token_s, hosts, latency_s)
+    return Piggyback(cost.layers, lambda context: context * token_s, hosts, latency_s, room)

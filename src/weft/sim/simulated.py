@@ -133,7 +133,7 @@ class SimulatedExecutor:
         for add in plan.add:
             number = add.sequence_id
             self._rows[add.row] = _Row(number, self._ends[number], answer_token(number))
-        works = [Work.of(batch) for batch in plan.batches]
+        works = [Work.of(batch) for batch in plan.batches] or [Work()]
         works[0].out_tokens += self._moved(plan.moves, Tier.HOST)
         works[0].in_tokens += self._moved(plan.moves, Tier.DEVICE)
         start_s = max(self._clock.now(), self._free_at)
