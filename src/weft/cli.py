@@ -16,10 +16,10 @@ try:
     from typing import Any, NoReturn
 
     from weft import __version__
-    from weft.core.config import EngineConfig, load_config_file
+    from weft.core.config import EngineConfig
     from weft.core.errors import ConfigError, ParameterError, WeftError, suggest
     from weft.core.logs import log_level
-    from weft.core.settings import Setting, settings_of
+    from weft.core.settings import Setting, load_config_file, settings_of
     from weft.core.types import SamplingParams
 except KeyboardInterrupt:  # Ctrl-C before main() can catch it
     raise SystemExit(130) from None
@@ -185,7 +185,7 @@ def _profile_parser(commands: Any) -> None:
     profile = commands.add_parser(
         "profile",
         help="measure what steps cost here, for schedulers that plan by time",
-        usage="weft profile [--profile FILE] [settings]",
+        usage="weft profile [--profile FILE] [--tune --tuning FILE] [settings]",
     )
     profile.set_defaults(run=_profile, parser=profile)
     profile.add_argument("--config", metavar="FILE", help="YAML file with the same names")
@@ -321,6 +321,8 @@ def _bench_serve(options: dict[str, Any]) -> int:
 
     (settings,) = _settings(options, ServeBench)
     bench = ServeBench(**settings)
+    if bench.samples and bench.output is None:
+        raise ConfigError("--samples are written into the file of --output FILE.", param="samples")
     check_output(bench.output)
     check_plots(bench.plots)
     result = bench_serve(bench)
@@ -381,6 +383,11 @@ def _profile(options: dict[str, Any]) -> int:
     profile_settings, engine_settings = _settings(options, ProfileOptions, EngineConfig)
     chosen = ProfileOptions(**profile_settings)
     config = EngineConfig.from_mapping(engine_settings)
+    if chosen.tune:
+        from weft.engine.tuning import tune_kernels
+
+        print(f"written to {tune_kernels(config)}")
+        return 0
     if config.profile is not None:
         check_folder(str(Path(config.profile).parent), "profile")
     from weft.engine.profiling import profile_engine

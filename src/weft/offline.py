@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ from weft.batch.runner import Runner
 from weft.blend.density import Rates
 from weft.blend.order import Room
 from weft.core.config import EngineConfig
-from weft.core.errors import ConfigError, WeftError
+from weft.core.errors import ConfigError, ProfileError, WeftError
+from weft.cost.fit import Fitted, ProfileKey, profile_path
 from weft.cost.hardware import hardware
 from weft.cost.shape import ModelShape, model_shape
 from weft.text import Tokenizer
@@ -117,7 +119,7 @@ class _Answering:
         at_once: requests that are open together.
         prompt: reads the prompt of a line.
         kv_tokens: that the KV memory holds; None if that is not known.
-        shape: of the model; None if it is not needed.
+        rates: what the model's compute and memory cost; None if nobody weighs them.
         beside: what has to go on meanwhile.
     """
 
@@ -127,7 +129,7 @@ class _Answering:
     prompt: Callable[[Line], Prompt | None]
     kv_tokens: int | None
     block_size: int
-    shape: ModelShape | None
+    rates: Rates | None
     beside: asyncio.Task[None] | None = None
 
 
@@ -189,20 +191,47 @@ class _Batch:
             await asyncio.wait([running])
 
     async def _plan(self, found: _Answering) -> Planned:
-        options, results = self._options, self._results
-        kv_tokens, rates = found.kv_tokens or 1, UNWEIGHED
-        if found.shape is not None:
-            rates = Rates.of(found.shape, hardware(options.hardware or ""))
-            if found.kv_tokens is None:
-                raise ConfigError(
-                    f"{found.name} does not say how much its KV memory holds; order blend needs "
-                    "--kv-tokens NUMBER.",
-                    param="kv_tokens",
-                )
-        room = Room(kv_tokens, found.at_once, found.block_size)
-        return await plan(
-            options.order, self._source, results, results.outputs(), found.prompt, room, rates
-        )
+        kind, results = self._options.order, self._results
+        if kind == "blend" and found.kv_tokens is None:
+            raise ConfigError(
+                f"{found.name} does not say how much its KV memory holds; order blend needs "
+                "--kv-tokens NUMBER.",
+                param="kv_tokens",
+            )
+        room = Room(found.kv_tokens or 1, found.at_once, found.block_size)
+        rates = found.rates or UNWEIGHED
+        return await plan(kind, self._source, results, results.outputs(), found.prompt, room, rates)
+
+    def _rates(
+        self, shape: Callable[[], ModelShape], key: Mapping[str, str] | None
+    ) -> Rates | None:
+        """What order blend weighs with: a sheet if one is named, else the engine's own profile.
+
+        Args:
+            key: of the profile; None if nobody knows it.
+
+        Raises:
+            ConfigError: there is neither.
+        """
+        name = self._options.hardware
+        if self._options.order != "blend":
+            return None
+        if name is not None:
+            return Rates.of(shape(), hardware(name))
+        try:
+            if key is None:
+                raise ProfileError("This server does not say which profile is its own.")
+            path = profile_path(ProfileKey(**key), self._config.profile)
+            rates = Rates.of_profile(Fitted.load(path, ProfileKey(**key)))
+        except ProfileError as error:
+            sheet = "--hardware NAME" + (" --shape NAME" if self._options.url else "")
+            raise ConfigError(
+                f"Order blend weighs compute against memory by a data sheet ({sheet}) or by weft's "
+                f"own profile. {error.message}",
+                param="hardware",
+            ) from None
+        self._progress.say(f"compute and memory are weighed by the profile {path}")
+        return rates
 
     def _grown(self, order: Planned, number: int, tokens: int) -> None:
         """Tell the order how far the oldest line has come; that may let another one go."""
@@ -234,6 +263,7 @@ class _Batch:
         try:
             facts = await asker.check()
             blocks, block_size = facts.get("kv_blocks"), facts.get("block_size", BLOCK_TOKENS)
+            shape = partial(model_shape, options.shape or "")
             yield _Answering(
                 asker.url,
                 asker,
@@ -241,7 +271,7 @@ class _Batch:
                 guess_prompt,
                 options.kv_tokens or (max(blocks.values()) * block_size if blocks else None),
                 block_size,
-                None if options.shape is None else model_shape(options.shape),
+                self._rates(shape, facts.get("profile_key")),
             )
         finally:
             await asker.aclose()
@@ -273,7 +303,7 @@ class _Batch:
                 asker.prompt,
                 max(served.kv_blocks.values()) * served.block_size,
                 served.block_size,
-                _shape(folder) if self._options.order == "blend" else None,
+                self._rates(partial(_shape, folder), served.profile_key),
                 keeping,
             )
         finally:

@@ -15,6 +15,11 @@ import psutil
 import pytest
 
 from live import WEFT, Server, eventually, refused, run, serving
+from weft.core.config import EngineConfig
+from weft.cost.curves import Curve
+from weft.cost.fit import FEATURES, Fitted
+from weft.engine.build import find_model
+from weft.engine.profiling import profile_key
 
 SMALL = ["--threads", "1", "--kv-memory", "32MiB", "--max-num-seqs", "8"]
 OPEN = 16  # requests: twice what these engines compute at once
@@ -255,7 +260,9 @@ def test_another_input_is_refused_until_restart_here_by_a_config_file(tmp_path):
     refused(done, "is not the input that", "1 lines", "now 2 lines", "--restart", code=1)
     assert set(texts(out)) == {"a"}
     names = "served_model_name: [gpt-4, builtin]\n"
-    (tmp_path / "batch.yaml").write_text(f"{names}output: {out}\nrestart: true\nthreads: 1\n")
+    (tmp_path / "batch.yaml").write_text(
+        f"{names}output: {out}\nrestart: true\nthreads: 1\nkv_memory: 32MiB\n"
+    )
     done = run("batch", str(source), "--config", str(tmp_path / "batch.yaml"))
     assert done.returncode == 0, done.stderr
     assert set(texts(out)) == {"b", "c"}
@@ -274,6 +281,13 @@ def test_another_input_is_refused_until_restart_here_by_a_config_file(tmp_path):
         (["in.jsonl", "-o", "other"], ["'other' exists already", "--restart"], 2),
         (["in.jsonl", "-o", "no/x"], ["Cannot write 'no/x", "No such file or directory"], 1),
         (["in.jsonl", "-o", "x", "--order", "best"], ["order", "blend, dfs, fcfs"], 2),
+        (["in.jsonl", "-o", "x", "--hardware", "a100"], ["hardware is for order blend"], 2),
+        (["in.jsonl", "-o", "x", "--order", "blend", "--hardware", "b100"], ["a100", "b100"], 2),
+        (
+            ["in.jsonl", "-o", "x", "--url", "http://a", "--order", "blend", "--hardware", "a100"],
+            ["--shape NAME"],
+            2,
+        ),
         (["in.jsonl", "-o", "x", "--url", "nowhere"], ["'nowhere' is not a server's address"], 2),
         (["in.jsonl", "-o", "x", "--url", "http://127.0.0.1:9"], ["No server answers"], 1),
         (["in.jsonl", "-o", "x", "--url", "http://a", "--model", "m"], ["model", "--url"], 2),
@@ -292,3 +306,45 @@ def test_wrong_uses_are_one_sentence(tmp_path, monkeypatch, arguments, words, co
     refused(run("batch", *arguments), *words, code=code)
     assert (tmp_path / "other").read_text() == "precious"
     assert json.loads((tmp_path / "in.jsonl").read_text())["custom_id"] == "a"
+
+
+@pytest.fixture(scope="module")
+def profiled(tmp_path_factory) -> str:
+    """A profile of the engine of these batches, measured nowhere."""
+    config = EngineConfig(model="builtin", threads=1)
+    key = profile_key(config, find_model(config))
+    costs = {**dict.fromkeys(FEATURES, 0.0), "prefill_area": 1e-9, "decode_context": 1e-7}
+    path = tmp_path_factory.mktemp("profile") / "profile.json"
+    Fitted(key, 6, Curve((1, 1024), (0.01, 0.11)), costs).save(path)
+    return str(path)
+
+
+def test_every_order_gives_the_same_answers(tmp_path, server, profiled):
+    lines = [completion(f"f{i}", prompt="x = " + "1" * (1 + i % 3) + f"\ny{i}") for i in range(24)]
+    source = write(tmp_path / "in.jsonl", [*lines, "{"])
+    sheet = ["--order", "blend", "--hardware", "xeon-8462y"]
+    url = ["--url", server.url, "--concurrency", "4"]
+    ways = {
+        "fcfs": SMALL,
+        "dfs": [*SMALL, "--order", "dfs"],
+        "sheet": [*SMALL, *sheet],
+        "profile": [*SMALL, "--order", "blend", "--profile", profiled],
+        "server": [*url, *sheet, "--shape", "llama-3.1-8b"],
+    }
+    found = {}
+    for name, way in ways.items():
+        done = run("batch", str(source), "-o", str(tmp_path / name), *way)
+        assert done.returncode == 3, done.stderr
+        assert "25 lines: 24 answered, 1 with an error." in done.stdout
+        assert (f"weighed by the profile {profiled}" in done.stderr) == (name == "profile")
+        found[name] = texts(tmp_path / name)
+    assert all(answers == found["fcfs"] for answers in found.values())
+
+
+def test_a_blend_without_a_sheet_or_profile_names_both_ways_out(tmp_path, server):
+    source = write(tmp_path / "in.jsonl", [completion("a")])
+    out = ["-o", str(tmp_path / "out.jsonl"), "--order", "blend"]
+    for asked, way in ((SMALL, "(--hardware NAME)"), (["--url", server.url], "--shape NAME)")):
+        done = run("batch", str(source), *out, *asked, "--restart", XDG_CACHE_HOME=str(tmp_path))
+        refused(done, way, "There is no profile of costs", "weft profile --model builtin", code=2)
+        assert str(tmp_path) in done.stderr

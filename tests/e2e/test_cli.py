@@ -168,9 +168,9 @@ def test_an_end_id_beyond_the_vocabulary_harms_nobody(checkpoint):
     refused(run("generate", "x", "--model", str(checkpoint)), "eos_token_id", str(2**40))
 
 
-@pytest.mark.parametrize("module", ["msgspec", "tokenizers", "setproctitle"])
+@pytest.mark.parametrize("module", ["msgspec", "tokenizers", "orjson"])
 def test_ctrl_c_while_modules_are_loaded_leaves_no_trace(tmp_path, module):
-    """Modules that are loaded with the settings, with the tokeniser, and with the engine."""
+    """Modules that are loaded with the settings, with the tokeniser, and with weft itself."""
     code = "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nraise SystemExit('too late')\n"
     (tmp_path / f"{module}.py").write_text(code)
     done = run("generate", "x", *FAST, PYTHONPATH=str(tmp_path))
@@ -192,12 +192,32 @@ def test_chat_and_echo():
 def test_info_names_the_kernel_of_every_op():
     done = run("info", "--json", "--kv-memory", "64MiB")
     info = json.loads(done.stdout)
-    assert info["kernels"]["paged_attention"] == "cpu"
+    dtype = info["model"]["dtype"]
+    assert info["kernels"]["paged_attention"] == {
+        "kernel": "cpu",
+        "dtype": dtype,
+        "kv_dtype": dtype,
+    }
+    assert all({"kernel", "dtype"} <= set(facts) for facts in info["kernels"].values())
     assert info["memory"]["fits"]
     assert info["memory"]["largest_context"] == 2048
-    assert "paged_attention" in run("info").stdout
+    words = run("info", "--kv-dtype", "int8").stdout
+    assert f"paged_attention  cpu, in {dtype}, KV in int8" in words
     small = json.loads(run("info", "--json", "--kv-memory", "600KiB").stdout)
     assert 0 < small["memory"]["largest_context"] < 2048
+
+
+@pytest.mark.parametrize("command", ["info", "serve"])
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--host-kv-memory", "1GiB"], ["host_kv_memory is for KV on a GPU", "leave it out"]),
+        (["--quantize", "fp8"], ["quantize is fp8", "kernels of a CPU do not compute"]),
+    ],
+)
+def test_info_refuses_what_serve_refuses(command, arguments, words):
+    port = ["--port", "0"] if command == "serve" else []
+    refused(run(command, "--device", "cpu", *port, *arguments), *words, code=2)
 
 
 def test_a_config_file_takes_the_same_names(tmp_path):

@@ -56,6 +56,7 @@ def test_server_info_has_kernels_limits_and_versions(server):
     assert info["engine"]["kernels"]["paged_attention"] == {
         "kernel": "cpu",
         "dtype": info["engine"]["dtype"],
+        "kv_dtype": info["engine"]["dtype"],
     }
     versions = info["engine"]["versions"]
     assert set(versions) == {"weft", "python", "torch", "llguidance", "tokenizers"}

@@ -60,3 +60,10 @@ def test_a_profile_that_cannot_be_written_is_refused_before_the_work(tmp_path):
     done = weft("profile", "--repeats", "3")
     assert done.returncode == 2
     assert "repeats" in done.stderr
+
+
+def test_launches_are_measured_on_a_gpu_alone(tmp_path):
+    done = weft("profile", "--tune", "--device", "cpu", "--tuning", str(tmp_path / "gpu.json"))
+    assert done.returncode == 1
+    assert "Launches are measured on a GPU" in done.stderr
+    assert not list(tmp_path.iterdir())

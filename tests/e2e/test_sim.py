@@ -66,7 +66,7 @@ def test_a_trace_is_replayed_alike_each_time(tmp_path):
     [
         (["--model", "llama-3.1-70b", "--rate", "1"], "bytes short"),
         (["--model", "lama-3.1-8b", "--rate", "1"], "Did you mean 'llama-3.1-8b'?"),
-        (["--hardware", "tpu", "--rate", "1"], "Known hardware:"),
+        (["--hardware", "tpu", "--rate", "1"], "Unknown hardware 'tpu'. Known: a100"),
         (["--rate", "1", "--slo-tpot-ms", "2"], "No load can meet the tpot target"),
         (["--trace", "TRACE"], "trace.csv:3: not a row"),
         (["--rate", "1", "--chrome-trace", "/nowhere/t.json"], "Cannot write '/nowhere/t.json'"),

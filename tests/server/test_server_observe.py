@@ -89,7 +89,7 @@ def test_names_and_types_are_those_that_dashboards_know(text, both):
                     kind, ("_bucket", "_sum", "_count")
                 )
                 assert sample.name.removeprefix(family.name) in wanted
-    assert set(families) == {"weft:request_rejected"}
+    assert set(families) == {"weft:request_rejected", "weft:slo_targets"}
 
 
 def test_queue_and_prefill_times_are_the_engine_s(text):

@@ -9,6 +9,7 @@ from typing import Any
 
 from weft import __version__
 from weft.core.served import ServedModel
+from weft.core.types import DEFAULT_CLASSES, ServiceClass
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,7 @@ class ModelCard:
         system_fingerprint: changes when the same seed may give other tokens.
         base_seed: makes the seeds of requests without one repeatable.
         hidden_size: numbers of an embedding.
+        classes: the class table.
     """
 
     served_names: tuple[str, ...]
@@ -36,6 +38,7 @@ class ModelCard:
     system_fingerprint: str = "weft"
     base_seed: int | None = None
     hidden_size: int = 0
+    classes: tuple[ServiceClass, ...] = DEFAULT_CLASSES
 
     @classmethod
     def of(
@@ -52,6 +55,7 @@ class ModelCard:
             system_fingerprint=f"weft-{__version__}-{served.dtype}",
             base_seed=base_seed,
             hidden_size=served.hidden_size,
+            classes=served.classes,
         )
 
 

@@ -63,6 +63,8 @@ class Counts:
 
     Attributes:
         waiting, running: sequences at present; all else only grows.
+        targets: sequences by (place of their class in the table, target, "kept" or "missed"), in
+            words, since the board is JSON.
     """
 
     def __init__(self) -> None:
@@ -72,6 +74,7 @@ class Counts:
         self.running = 0
         self.finished: Counter[str] = Counter()
         self.rejected: Counter[str] = Counter()
+        self.targets: Counter[str] = Counter()
         self.time_to_first_token = Histogram(TTFT_BUCKETS)
         self.inter_token_latency = Histogram(ITL_BUCKETS)
         self.e2e_latency = Histogram(LATENCY_BUCKETS)

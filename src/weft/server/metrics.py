@@ -6,6 +6,7 @@ The hot path adds to plain numbers; families are built when somebody scrapes.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
@@ -20,6 +21,7 @@ from prometheus_client.core import (
 
 from weft.core.errors import WeftError
 from weft.core.plan import Update
+from weft.core.types import DEFAULT_CLASSES, FinishReason, Request, ServiceClass
 from weft.server.counts import Board, Counts
 from weft.server.probe import EngineProbe
 
@@ -44,13 +46,22 @@ OWN_METRICS: Mapping[str, str] = {
     "slo_requests_demoted": "Requests served as best effort for the same reason",
 }
 
+NO_TARGETS = ServiceClass("", 0)
+
 
 class Metrics(Counts):
     """Counts of one request plane, and their page for Prometheus, with those of all others."""
 
-    def __init__(self, model: str, probe: EngineProbe, prefixes: Seq[str] = ("weft",)) -> None:
+    def __init__(
+        self,
+        model: str,
+        probe: EngineProbe,
+        prefixes: Seq[str] = ("weft",),
+        classes: Seq[ServiceClass] = DEFAULT_CLASSES,
+    ) -> None:
         super().__init__()
         self._model = model
+        self._classes = {row.name: (place, row) for place, row in enumerate(classes)}
         self._probe = probe
         self._prefixes = tuple(prefixes)
         self._board: Board | None = None
@@ -87,6 +98,23 @@ class Metrics(Counts):
             self.rejected[error.code] += 1
             raise
 
+    def judge(self, service_class: str, ttft_s: float, tpot_s: float) -> None:
+        """Count which targets of its class a sequence has kept; seconds are infinite if it failed.
+
+        Args:
+            tpot_s: mean time of each token after the first; 0 where there is but one.
+        """
+        place, row = self._classes.get(service_class, (0, NO_TARGETS))
+        judged = [
+            (name, took <= target)
+            for name, took, target in (("ttft", ttft_s, row.ttft_s), ("tpot", tpot_s, row.tpot_s))
+            if target is not None
+        ]
+        if judged:
+            judged.append(("all", all(kept for _, kept in judged)))
+        for name, kept in judged:
+            self.targets[_target_key(place, name, kept)] += 1
+
     def collect(self) -> Iterator[Metric]:
         """All families, for each name prefix."""
         total = self.total()
@@ -94,6 +122,7 @@ class Metrics(Counts):
             yield from self._gauges_and_counters(prefix, total)
             yield from self._histograms(prefix, total)
         yield self._refusals(total)
+        yield self._kept_targets(total)
         gauges = self._probe.gauges()
         for name, text in OWN_METRICS.items():
             if name in gauges:
@@ -131,6 +160,21 @@ class Metrics(Counts):
             family.add_metric([self._model, reason], count)
         return family
 
+    def _kept_targets(self, total: Counts) -> Metric:
+        family = CounterMetricFamily(
+            "weft:slo_targets",
+            "Sequences that have kept or missed a target of their class, or all of its targets",
+            labels=["model_name", "service_class", "target", "outcome"],
+        )
+        for place, row in self._classes.values():
+            bounds = {"ttft": row.ttft_s, "tpot": row.tpot_s}
+            names = [name for name, bound in bounds.items() if bound is not None]
+            for name in [*names, "all"] if names else []:
+                for outcome, kept in (("kept", True), ("missed", False)):
+                    count = total.targets[_target_key(place, name, kept)]
+                    family.add_metric([self._model, row.name, name, outcome], count)
+        return family
+
     def _plain(self, name: str, kind: str, text: str, value: float) -> Metric:
         make = GaugeMetricFamily if kind == "gauge" else CounterMetricFamily
         family = make(name, text, labels=["model_name"])
@@ -153,6 +197,10 @@ class Metrics(Counts):
             yield family
 
 
+def _target_key(place: int, target: str, kept: bool) -> str:
+    return f"{place} {target} {'kept' if kept else 'missed'}"
+
+
 class JobTimer:
     """Follows the sequences of one job into the metrics.
 
@@ -166,10 +214,11 @@ class JobTimer:
         ended: when the latest of them did, in seconds; 0 before.
     """
 
-    def __init__(self, metrics: Metrics, sequences: int, prompt_tokens: int) -> None:
+    def __init__(self, metrics: Metrics, requests: Seq[Request], prompt_tokens: int) -> None:
         self._metrics = metrics
+        self._class = requests[0].service_class
         self.start_ns = time.monotonic_ns()
-        self.unseen = sequences
+        self.unseen = len(requests)
         self.first_token = 0.0
         self.scheduled_ns = 0
         self.prefilled_ns = 0
@@ -177,9 +226,9 @@ class JobTimer:
         self.ends: list[str] = []
         self.ended = 0.0
         self._start = self.start_ns / 1e9
-        self._seen: dict[int, list[float]] = {}  # times of the first and the latest token
+        self._seen: dict[int, list[float]] = {}  # times of first and latest token, and how many
         metrics.prompt_tokens += prompt_tokens
-        metrics.waiting += sequences
+        metrics.waiting += self.unseen
 
     def saw(self, updates: Seq[Update]) -> list[int]:
         """Count updates that have just arrived; return the sequences that have ended."""
@@ -218,7 +267,7 @@ class JobTimer:
         self.output_tokens += count
         times = self._seen.get(sequence_id)
         if times is None:
-            self._seen[sequence_id] = [now, now]
+            self._seen[sequence_id] = [now, now, count]
             self.first_token = self.first_token or now
             self.unseen -= 1
             metrics.waiting -= 1
@@ -227,6 +276,7 @@ class JobTimer:
             return
         metrics.inter_token_latency.observe((now - times[1]) / count, count)
         times[1] = now
+        times[2] += count
 
     def _end(self, update: Update, now: float) -> None:
         metrics = self._metrics
@@ -236,12 +286,23 @@ class JobTimer:
         self.ended = now
         self._engine_times(update)
         times = self._seen.pop(update.sequence_id, None)
+        self._judge(update, times)
         if times is None:
             self.unseen -= 1
             metrics.waiting -= 1
             return
         metrics.running -= 1
         metrics.decode_time.observe(now - times[0])
+
+    def _judge(self, update: Update, times: list[float] | None) -> None:
+        """Count targets kept and missed; not of whoever left, nor of vectors."""
+        if update.finish is FinishReason.CANCELLED or update.embedding is not None:
+            return
+        if update.finish is FinishReason.ERROR or times is None:
+            self._metrics.judge(self._class, math.inf, math.inf)
+            return
+        first, last, tokens = times
+        self._metrics.judge(self._class, first - self._start, (last - first) / max(tokens - 1, 1))
 
     def _engine_times(self, update: Update) -> None:
         """Count how long a sequence waited, and how long its prompt took, as the engine saw it."""

@@ -133,12 +133,7 @@ class RingProbe:
         )
 
     def info(self) -> Mapping[str, Any]:
-        served = asdict(self._served)
-        kernels = {
-            op: {"kernel": kernel, "dtype": self._served.dtype}
-            for op, kernel in self._served.kernels.items()
-        }
-        return {**served, "kernels": kernels}
+        return asdict(self._served)
 
 
 if __name__ == "__main__":

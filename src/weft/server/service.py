@@ -71,7 +71,7 @@ class Service:
         dialect = choose_dialect(chat_template, options.tool_parser, options.reasoning_parser)
         self.builder = Builder(tokenizer, chat_template, card, limits, dialect)
         self.texts = TokenTexts(tokenizer)
-        self.metrics = Metrics(card.served_names[0], probe, prefixes)
+        self.metrics = Metrics(card.served_names[0], probe, prefixes, card.classes)
         self.draining = False
         self._queue = QueueLimit(options, probe)
         self._open: dict[OpenJob, None] = {}  # a set that keeps the order
@@ -217,7 +217,7 @@ class OpenJob:
                 raise DeadlineExceededError()
             service.admit(job)
             service.client.submit(self._salted(), self._mailbox.sink)
-        self._timer = JobTimer(service.metrics, len(job.requests), job.prompt_tokens)
+        self._timer = JobTimer(service.metrics, job.requests, job.prompt_tokens)
         if left_s is not None:
             loop = asyncio.get_running_loop()
             self._alarm = loop.call_later(left_s, lambda: self.interrupt(DeadlineExceededError()))
