@@ -1,6 +1,7 @@
-"""Tokens a second of the built-in model for 1, 8 and 32 sequences, and where a step's time goes.
+"""Tokens a second of the built-in model, or another, in process, and where a step's time goes.
 
-    python benchmarks/builtin.py [--out benchmarks/results/builtin.json]
+    python benchmarks/builtin.py [--model FOLDER] [--sequences 1,8,32]
+        [--out benchmarks/results/builtin.json]
 
 Greedy, 64-token prompts, 128 tokens each, both on the same threads and dtype in the same run,
 interleaved. ``outside`` is the share of the loop's wall time in which no forward pass ran
@@ -51,12 +52,12 @@ class Counter:
 
 
 class ForwardTimer:
-    """Sums the wall time spent in ``forward`` and ``logits`` of a decoder."""
+    """Sums the wall time that an executor spends in forward passes and output heads."""
 
-    def __init__(self, decoder: Any) -> None:
+    def __init__(self, executor: Any) -> None:
         self.seconds = 0.0
-        for name in ("forward", "logits"):
-            setattr(decoder, name, self._timed(getattr(decoder, name)))
+        for owner, name in ((executor, "_compute"), (executor._decoder, "logits")):
+            setattr(owner, name, self._timed(getattr(owner, name)))
 
     def _timed(self, function: Any) -> Any:
         def timed(*arguments: Any) -> Any:
@@ -91,6 +92,7 @@ def run_weft(engine: Engine, timer: ForwardTimer, count: int, salt: int) -> tupl
     loop.run_until_idle()
     seconds = time.perf_counter() - started
     assert counter.tokens == count * NEW_TOKENS
+    assert timer.seconds > 0, "no forward pass was seen"
     return counter.tokens / seconds, 1 - timer.seconds / seconds
 
 
@@ -114,6 +116,8 @@ def run_transformers(model: Any, count: int, vocab_size: int, salt: int) -> floa
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--model", default="builtin")
+    parser.add_argument("--sequences", default="1,8,32")
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--dtype", default="auto")
@@ -129,16 +133,17 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     from transformers import AutoModelForCausalLM
 
     settings = {"threads": options.threads, "dtype": options.dtype, "prefix_caching": False}
+    settings |= {"model": options.model, "kv_memory": "512MiB"}
     engines = {d: build_engine(EngineConfig(steps_in_flight=d, **settings)) for d in (0, 1)}
-    timers = {depth: ForwardTimer(engine.executor._decoder) for depth, engine in engines.items()}
+    timers = {depth: ForwardTimer(engine.executor) for depth, engine in engines.items()}
     dtype = getattr(torch, engines[0].model.dtype)
-    peer = AutoModelForCausalLM.from_pretrained(resolve_model("builtin"), dtype=dtype).eval()
+    peer = AutoModelForCausalLM.from_pretrained(resolve_model(options.model), dtype=dtype).eval()
     vocab_size = engines[0].model.spec.vocab_size
     rows = []
     print(f"{engines[0].model.dtype}, {torch.get_num_threads()} threads, {options.pairs} pairs")
     print(f"{'seqs':>5} {'weft tok/s':>11} {'outside':>8} {'no overlap':>11} {'outside':>8}"
           f" {'transformers':>13} {'ratio':>6}")  # fmt: skip
-    for count in (1, 8, 32):
+    for count in map(int, options.sequences.split(",")):
         samples: dict[str, list[float]] = {}
         for pair in range(options.pairs + 1):
             taken = {}

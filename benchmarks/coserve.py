@@ -1,13 +1,14 @@
 """Interactive and best-effort requests on one server: scheduler slo beside fcfs with class ranks.
 
-    python benchmarks/coserve.py [--out benchmarks/results/coserve.json]
+    python benchmarks/coserve.py --rates 2,4,6 --seconds 20 --out benchmarks/results/coserve.json
 
 Two servers of the built-in model stand side by side and are loaded in turns. Interactive requests
 arrive by a Poisson process; best-effort clients send their next request when the last one has
 ended, more of them than the server computes at once. Targets are multiples of what the idle server
 does, since machines differ and change. Attainment is the share of interactive requests that kept
-both targets as their client saw it, over HTTP; "alone" is fcfs without best effort. Scheduler slo
-plans with the profile that ``weft profile`` makes at the start.
+both targets as their client saw it, over HTTP; "alone" is fcfs without best effort; "of fcfs" is
+the best-effort work (tokens of prompts and answers) over that of fcfs at the same rate. Scheduler
+slo plans with the profile that ``weft profile`` makes at the start, unless one is given.
 """
 
 from __future__ import annotations
@@ -32,9 +33,12 @@ import yaml
 
 import report
 from serve import start_server
+from weft.core.errors import ParameterError
+from weft.sim.arrivals import parse_rates
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 64, 32
 BE_PROMPT_TOKENS, BE_OUTPUT_TOKENS = 256, 128
+COUNTED = ("generation_tokens", "prefix_cache_queries", "slo_requests_demoted")
 SETTINGS = {"kv_memory": "256MiB", "max_num_seqs": 64, "prefix_caching": False}
 
 
@@ -78,6 +82,8 @@ async def ask(port: int, asked: bytes) -> Timing:
             last = time.perf_counter()
             first = min(first, last)
     writer.close()
+    if first == float("inf"):
+        return Timing(first, first)
     return Timing(first - started, (last - first) / (OUTPUT_TOKENS - 1))
 
 
@@ -113,24 +119,24 @@ async def both(port: int, clients: int, rate: float, seconds: float, seed: int) 
     """
     crowd = [asyncio.create_task(best_effort(port, 1000 * seed + n)) for n in range(clients)]
     await asyncio.sleep(3.0 if clients else 0.5)  # until the crowd fills the server
-    before = counted(port, "generation_tokens"), counted(port, "prefix_cache_queries")
+    before = [counted(port, name) for name in COUNTED]
     started = time.perf_counter()
     timings = await interactive(port, rate, seconds, seed)
     took = time.perf_counter() - started
-    after = counted(port, "generation_tokens"), counted(port, "prefix_cache_queries")
-    demoted = counted(port, "slo_requests_demoted")
+    output, prompt, demoted = (
+        counted(port, name) - past for name, past in zip(COUNTED, before, strict=True)
+    )
     for task in crowd:
         task.cancel()
     await asyncio.gather(*crowd, return_exceptions=True)
     while running(port):
         await asyncio.sleep(0.1)
-    own = len(timings) * OUTPUT_TOKENS
+    answered = sum(timing.ttft_s < float("inf") for timing in timings)
     return {
         "timings": timings,
         "demoted": demoted,
-        "be_output_tokens_per_s": max(0.0, after[0] - before[0] - own) / took,
-        "be_prompt_tokens_per_s": max(0.0, after[1] - before[1] - len(timings) * PROMPT_TOKENS)
-        / took,
+        "be_output_tokens_per_s": max(0.0, output - answered * OUTPUT_TOKENS) / took,
+        "be_prompt_tokens_per_s": max(0.0, prompt - answered * PROMPT_TOKENS) / took,
     }
 
 
@@ -141,6 +147,8 @@ def running(port: int) -> bool:
 
 def summary(name: str, runs: Sequence[dict[str, Any]], targets: Targets) -> dict[str, Any]:
     timings = [timing for run in runs for timing in run["timings"]]
+    if not all(run["timings"] for run in runs):
+        raise SystemExit("a run had no interactive request; raise --rates or --seconds")
 
     def p(values: list[float], share: float) -> float:
         return sorted(values)[min(len(values) - 1, int(share * len(values)))] * 1e3
@@ -149,6 +157,7 @@ def summary(name: str, runs: Sequence[dict[str, Any]], targets: Targets) -> dict
     return {
         "load": name,
         "requests": len(timings),
+        "demoted": sum(run["demoted"] for run in runs),
         "attainment": sum(t.kept(targets) for t in timings) / len(timings),
         "ttft_attainment": sum(t <= targets.ttft_s for t in ttfts) / len(timings),
         "tpot_attainment": sum(t <= targets.tpot_s for t in tpots) / len(timings),
@@ -196,7 +205,9 @@ def main() -> None:
     parser.add_argument("--profile", type=Path, help="made before; unset makes one")
     parser.add_argument("--ttft", type=float, default=10.0, help="target as a multiple of idle")
     parser.add_argument("--tpot", type=float, default=4.0, help="target as a multiple of idle")
-    parser.add_argument("--rates", type=float, nargs="+", default=[2.0, 6.0])
+    parser.add_argument(
+        "--rates", type=rates, default="2,6", help="of interactive requests a second"
+    )
     parser.add_argument("--clients", type=int, default=96, help="of best effort")
     parser.add_argument("--seconds", type=float, default=10.0, help="of each run")
     parser.add_argument("--rounds", type=int, default=3)
@@ -215,14 +226,34 @@ def main() -> None:
                 process.terminate()
                 process.wait(30)
     if options.out:
-        report.save(options.out, targets=asdict(targets), clients=options.clients, rows=rows)
+        report.save(
+            options.out,
+            targets=asdict(targets),
+            clients=options.clients,
+            seconds=options.seconds,
+            rounds=options.rounds,
+            rows=rows,
+        )
+
+
+def rates(words: str) -> list[float]:
+    try:
+        return parse_rates(words)
+    except ParameterError as error:
+        raise argparse.ArgumentTypeError(error.message) from None
+
+
+def be_work(row: dict[str, Any]) -> float:
+    return row["be_output_tokens_per_s"] + row["be_prompt_tokens_per_s"]
 
 
 def measure(
     ports: dict[str, int], targets: Targets, options: argparse.Namespace
 ) -> list[dict[str, Any]]:
     print(f"targets: TTFT {targets.ttft_s * 1e3:.0f} ms, TPOT {targets.tpot_s * 1e3:.1f} ms")
-    print(" req/s load   both kept  TTFT kept  TPOT kept  TPOT p50/p99 ms   BE out/in tok/s")
+    print(
+        " req/s load   both kept  TTFT kept  TPOT kept  TPOT p50/p99 ms  BE out/in tok/s  of fcfs"
+    )
     loads = {
         "alone": (ports["fcfs"], 0),
         "fcfs": (ports["fcfs"], options.clients),
@@ -236,13 +267,16 @@ def measure(
             for name in names[turn % 3 :] + names[: turn % 3]:
                 port, clients = loads[name]
                 runs[name].append(asyncio.run(both(port, clients, rate, options.seconds, turn)))
-        for name in loads:
-            row = summary(name, runs[name], targets)
+        found = {name: summary(name, runs[name], targets) for name in loads}
+        for name, row in found.items():
+            base = be_work(found["fcfs"])
+            row["be_of_fcfs"] = be_work(row) / base if base else None
+            share = "" if row["be_of_fcfs"] is None else f"{row['be_of_fcfs']:8.2f}"
             tpot = "/".join(f"{row['tpot_ms'][p]:.1f}" for p in ("p50", "p99"))
             print(
                 f"{rate:6.1f} {name:<6} {row['attainment']:9.1%} {row['ttft_attainment']:10.1%} "
                 f"{row['tpot_attainment']:10.1%}  {tpot:>15}   "
-                f"{row['be_output_tokens_per_s']:7.0f} {row['be_prompt_tokens_per_s']:7.0f}"
+                f"{row['be_output_tokens_per_s']:7.0f} {row['be_prompt_tokens_per_s']:7.0f} {share}"
             )
             rows.append({"rate": rate, **row})
     return rows

@@ -37,8 +37,8 @@ REQUESTS, STREAMS, TOKENS = 500, 4, 2000
 class NoTimer:
     """Stands in for `JobTimer` and counts nothing."""
 
-    def __init__(self, _: Any, sequences: int, __: int) -> None:
-        self.unseen = sequences
+    def __init__(self, _: Any, requests: Seq[Any], __: int) -> None:
+        self.unseen = len(requests)
         self.ends: list[str] = []
         self.first_token = self.ended = 0.0
         self.start_ns = self.scheduled_ns = self.prefilled_ns = self.output_tokens = 0

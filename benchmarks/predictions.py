@@ -160,7 +160,7 @@ def blink(published: dict) -> Iterator[Check]:
                 "Blink B.1",
                 quantity,
                 f"{row['system']} {row['model']}",
-                row[f"{quantity.lower()}_ms"] / 1e3,
+                row[f"{quantity.lower()}_p50_ms"] / 1e3,
                 predict(setup, lambda cost, which=which, mean=mean: mean(cost, which)),
             )
 

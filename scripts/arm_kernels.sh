@@ -1,5 +1,5 @@
 #!/bin/sh
-# Compile the attention kernels for Arm and run their C++ test in an emulator: NEON, and bfloat16.
+# Compile the native kernels for Arm and run their C++ tests in an emulator: NEON, and bfloat16.
 #
 #     scripts/arm_kernels.sh [CASES]
 #
@@ -17,3 +17,12 @@ compile -march=armv8.2-a+bf16 -c "$cpu/tile.cpp" -DWEFT_ISA=wide -o "$out/bf16.o
 compile -static -DWEFT_WIDE=wide "$root/tests/native/attention_fuzz.cpp" "$cpu/attention.cpp" \
   "$cpu/check.cpp" "$cpu/pool.cpp" "$out/neon.o" "$out/bf16.o" -o "$out/fuzz" -pthread
 qemu-aarch64 -cpu max "$out/fuzz" "${1:-20}"
+
+# pool, products of floats and integers, layers, choice of tokens
+cd "$cpu"
+for march in armv8-a armv8.2-a+bf16; do
+  compile -static -march=$march -DWEFT_ISA=baseline "$root/tests/kernels/layers.cpp" choose.cpp \
+    dispatch.cpp layer.cpp matrix.cpp panel.cpp pool.cpp quant.cpp quant_tile.cpp scan.cpp \
+    -o "$out/layers" -pthread
+  qemu-aarch64 -cpu max "$out/layers" 5
+done

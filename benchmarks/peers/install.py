@@ -6,6 +6,7 @@ Nothing is done twice: what is complete is marked so.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -191,14 +192,24 @@ def _once(target: Path, make: Callable[[], None]) -> None:
 def _run(
     setup: Setup, name: str, command: list[str], environment: dict[str, str] | None = None
 ) -> None:
-    """Run a step of an installation with its output in a log; its last words if it fails."""
+    """Run a step of an installation with its output in a log; why, if it fails."""
     log = setup.envs / "logs" / f"{name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     print(f"  {name}: {' '.join(command)[:100]}", file=sys.stderr)
     variables = {**os.environ, "HF_HUB_OFFLINE": "1", **(environment or {})}
+    before = log.stat().st_size if log.exists() else 0
     try:
-        with log.open("a") as output:
+        with log.open("ab") as output:
             subprocess.run(command, stdout=output, stderr=output, env=variables, check=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        raise InstallError(f"{lines[-1] if lines else error} (see {log})") from None
+    except OSError as error:
+        raise InstallError(f"cannot run {command[0]}: {error.strerror}") from None
+    except subprocess.CalledProcessError:
+        said = log.read_bytes()[before:].decode(errors="replace")
+        raise InstallError(f"{reason(said)} (see {log})") from None
+
+
+def reason(said: str) -> str:
+    """The line of a failed command's output that says why: its last error, else its last line."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    errors = [line for line in lines if re.search(r"error\b", line, re.IGNORECASE)]
+    return (errors or lines or ["it said nothing"])[-1]

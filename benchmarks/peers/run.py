@@ -64,11 +64,12 @@ class Cell:
 
     @classmethod
     def parse(cls, text: str) -> Cell:
-        cell = cls(*text.split(":"))
-        known = cell.scenario in SCENARIOS and cell.model in ("A", "B")
-        if not known or cell.weights not in ("bf16", "int8", "int4"):
-            raise SystemExit(f"unknown cell {text}; they are {' '.join(CELLS)}")
-        return cell
+        parts = text.split(":")
+        parts += ["bf16"] * (len(parts) == 2)
+        known = len(parts) == 3 and parts[0] in SCENARIOS and parts[1] in ("A", "B")
+        if not known or parts[2] not in ("bf16", "int8", "int4"):
+            raise SystemExit(f"unknown cell '{text}'; they are {' '.join(CELLS)}")
+        return cls(*parts)
 
     def __str__(self) -> str:
         kind = "" if self.weights == "bf16" else f":{self.weights}"
@@ -329,12 +330,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     peers = [peer for peer in options.peers.split(",") if peer]
-    if unknown := set(peers) - set(OTHERS):
+    if unknown := sorted(set(peers) - set(OTHERS)):
         raise SystemExit(f"unknown peers {', '.join(unknown)}; they are {', '.join(OTHERS)}")
+    if options.pairs < 1:
+        raise SystemExit(f"--pairs must be at least 1, not {options.pairs}")
     cells = [Cell.parse(text) for text in options.cells.split(",")]
     setup = Setup(options.envs.resolve(), options.threads)
     setup.envs.mkdir(parents=True, exist_ok=True)
-    make_models(setup)
+    try:
+        make_models(setup)
+    except InstallError as error:
+        raise SystemExit(f"cannot make the models: {error}") from None
     kept = json.loads(options.out.read_text()) if options.out and options.out.exists() else {}
     done = {**kept, "threads": options.threads, "machine": machine()}
     comparison = Comparison(setup, peers, options.pairs)

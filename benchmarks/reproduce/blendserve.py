@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import gc
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -28,6 +28,7 @@ from weft.blend.estimate import choose_samples, estimate_outputs
 from weft.blend.order import Jobs, Room, make_order
 from weft.blend.partition import partition
 from weft.blend.tree import build_tree
+from weft.blend.windows import Windows
 from weft.cost.hardware import hardware
 from weft.cost.roofline import NO_OVERHEAD, Roofline
 from weft.cost.shape import model_shape
@@ -43,13 +44,13 @@ SEQUENCES = 1024
 TRIED = ((256, 512), (256, 1024), (256, 2048), (1024, 1024))  # sequences, tokens a step
 DENSITIES, SHARINGS = (0.8, 1.1, 1.4), (0.05, 0.2, 0.35)
 BASELINES = ("fcfs", "dfs", "random")
+OFFERED = 0.8  # of the practical optimum, where requests come over time
 POINTS = 60  # of a run, in plots over time
 
 SHAPE, A100 = model_shape("llama-3.1-8b"), hardware("a100")
 RATES = Rates.of(SHAPE, A100)
 COST = Roofline(SHAPE, A100, overhead=NO_OVERHEAD)
 KV = COST.kv_room()
-KINDS = (BURSTGPT, shortened(OPENVID, SHORTER), MMLU)
 
 # Table 3: tokens/s of BlendServe on 1, 2 and 4 GPUs.
 PAPER_RATES = {
@@ -66,6 +67,7 @@ class Cell:
 
     Attributes:
         part, parts: which of the data-parallel parts.
+        shorter: outputs of the video requests over those with OpenVid's quoted density.
     """
 
     density: float
@@ -76,6 +78,7 @@ class Cell:
     step_tokens: int
     part: int = 0
     parts: int = 1
+    shorter: float = SHORTER
 
 
 @dataclass(frozen=True)
@@ -104,8 +107,9 @@ class Outcome:
 
 
 @cache
-def trace_of(density: float, sharing: float, heavy: int) -> Blended:
-    return synthesise(counts(density, sharing, heavy, KINDS, RATES), KINDS, RATES)
+def trace_of(density: float, sharing: float, heavy: int, shorter: float = SHORTER) -> Blended:
+    kinds = (BURSTGPT, shortened(OPENVID, shorter), MMLU)
+    return synthesise(counts(density, sharing, heavy, kinds, RATES), kinds, RATES)
 
 
 def part_of(trace: Blended, part: int, parts: int) -> Blended:
@@ -115,6 +119,11 @@ def part_of(trace: Blended, part: int, parts: int) -> Blended:
     tree = build_tree(trace.prompts)
     known = {int(n): float(trace.outputs[n]) for n in choose_samples(len(trace))}
     numbers = partition(tree, estimate_outputs(tree, known), RATES, parts)[part]
+    return these(trace, numbers)
+
+
+def these(trace: Blended, numbers: list[int]) -> Blended:
+    """Some of a trace's requests."""
     prompts = [trace.prompts[n] for n in numbers]
     return Blended(prompts, trace.outputs[numbers], trace.kinds[numbers], trace.names)
 
@@ -122,25 +131,28 @@ def part_of(trace: Blended, part: int, parts: int) -> Blended:
 def run(cell: Cell) -> Outcome:
     """Serve a trace, or its part."""
     gc.disable()  # nothing here makes cycles worth the look
-    whole = trace_of(cell.density, cell.sharing, cell.heavy)
+    whole = trace_of(cell.density, cell.sharing, cell.heavy, cell.shorter)
     trace = part_of(whole, cell.part, cell.parts)
     room = Room(KV, cell.sequences)
     order = make_order(cell.order, Jobs(trace.prompts), room, RATES)
     found = run_offline(trace, order, COST, Limits(cell.sequences, cell.step_tokens, KV), KV)
-    shared = int(build_tree(trace.prompts).shared.sum())
-    compute, memory, other = split_of(COST, least_work(trace, shared))
+    shared, least = optimum(trace)
     return Outcome(
         trace.tokens,
         {name: found.seconds(overlap) for name, overlap in OVERLAPS.items()},
-        {
-            name: trace.tokens / float(overlap(compute, memory) + other)
-            for name, overlap in OVERLAPS.items()
-        },
+        {name: trace.tokens / seconds for name, seconds in least.items()},
         found.cached / shared,
         found.preempted,
         float(found.kv_use.mean()),
         over_time(found),
     )
+
+
+def optimum(trace: Blended) -> tuple[int, dict[str, float]]:
+    """Tokens that the best order shares, and the least seconds by overlap."""
+    shared = int(build_tree(trace.prompts).shared.sum())
+    compute, memory, other = split_of(COST, least_work(trace, shared))
+    return shared, {name: float(f(compute, memory) + other) for name, f in OVERLAPS.items()}
 
 
 def over_time(found: OfflineRun) -> tuple[list[float], list[float], list[float]]:
@@ -276,6 +288,8 @@ def data_parallel(
         for part in range(parts)
     }
     outcomes = dict(zip(cells, pool.map(run, cells.values()), strict=True))
+    small = {(n, parts): blend_cell(*TRACES[n], heavy // parts) for n in TRACES for parts in sizes}
+    of_size = dict(zip(small, pool.map(run, small.values()), strict=True))
     rows = []
     for number in TRACES:
         one = alone[number, "blend"]
@@ -289,10 +303,19 @@ def data_parallel(
             uneven = max(optima) * parts / sum(optima)
             extra = sum(optima) / (one.tokens / one.optimum["measured"])
             share = sum(optima) / sum(outcome.seconds["measured"] for outcome in mine)
-            rows.append([number, parts, speed, uneven, extra, share])
+            itself = of_size[number, parts].share("measured")
+            rows.append([number, parts, speed, uneven, extra, share, itself])
     found.table(
         "Data parallel: largest part over the average, work of all parts over that of the whole",
-        ["trace", "engines", "speed", "largest part", "work", "of practical optimum"],
+        [
+            "trace",
+            "engines",
+            "speed",
+            "largest part",
+            "work",
+            "of practical optimum",
+            "a trace of that size alone",
+        ],
         rows,
     )
 
@@ -316,6 +339,99 @@ def grid(
     )
 
 
+def reasons(
+    found: Reproduction, pool: ProcessPoolExecutor, heavy: int, limits: tuple[int, int]
+) -> None:
+    """Why the gain over depth first is what it is: trace 1 with one thing changed."""
+    density, sharing = TRACES[1]
+    ours = blend_cell(density, sharing, heavy)
+    dfs = Cell(density, sharing, heavy, "dfs", *limits)
+    longer = {"shorter": 2 * SHORTER}
+    pairs = {
+        "as it is": (ours, dfs),
+        "depth first with the limits of blend": (
+            ours, replace(dfs, sequences=SEQUENCES, step_tokens=ours.step_tokens),
+        ),
+        "video outputs twice as long": (replace(ours, **longer), replace(dfs, **longer)),
+    }  # fmt: skip
+    outcomes = iter(list(pool.map(run, [cell for pair in pairs.values() for cell in pair])))
+    rows = []
+    for what in pairs:
+        blend, other = next(outcomes), next(outcomes)
+        gains = [blend.rate(name) / other.rate(name) for name in ("measured", "none", "ideal")]
+        shares = (blend.share("measured"), other.share("measured"))
+        rows.append([what, *gains, *shares, other.preempted])
+    found.table(
+        f"Blend over depth first on trace 1 with {heavy} long requests, one thing changed",
+        ["changed", "measured", "no overlap", "ideal", "blend", "depth first", "its preemptions"],
+        rows,
+    )
+
+
+@dataclass(frozen=True)
+class Windowed:
+    """Trace 1 coming evenly over time, blended in pools under a deadline; in shares of that time.
+
+    Attributes:
+        deadline: from the arrival of a request to its end.
+    """
+
+    heavy: int
+    deadline: float
+
+
+def run_windowed(cell: Windowed) -> tuple[int, float, float, float, int]:
+    """Pools, seconds at work, worst time from arrival to end over the deadline, span, late ones.
+
+    Requests are collected for half of the deadline and served in the other half (section 7).
+    """
+    trace = trace_of(*TRACES[1], cell.heavy)
+    least = optimum(trace)[1]["measured"]
+    span = least / OFFERED
+    arrivals = np.linspace(0, span, len(trace)).tolist()
+    deadline = cell.deadline * span
+    lengths = np.array([len(prompt) for prompt in trace.prompts], float)
+    alone = RATES.compute_s(lengths, trace.outputs) + RATES.memory_s(lengths, trace.outputs)
+    work = (alone * least / alone.sum()).tolist()
+    windows, room = Windows(deadline, deadline / 4), Room(KV, SEQUENCES)
+    step = blend_cell(*TRACES[1], cell.heavy).step_tokens
+    now, come, pools, busy, worst, late = 0.0, 0, 0, 0.0, 0.0, 0
+    while come < len(trace) or len(windows):
+        if not len(windows):
+            now = max(now, arrivals[come] + deadline / 2)
+        while come < len(trace) and arrivals[come] <= now:
+            windows.add(come, arrivals[come], work[come])
+            come += 1
+        numbers = windows.take(now)
+        part = these(trace, numbers)
+        order = make_order("blend", Jobs(part.prompts), room, RATES)
+        served = run_offline(part, order, COST, Limits(SEQUENCES, step, KV), KV)
+        busy += served.seconds(OVERLAPS["measured"])
+        now += served.seconds(OVERLAPS["measured"])
+        pools += 1
+        worst = max(worst, now - arrivals[numbers[0]])
+        late += sum(now > arrivals[number] + deadline for number in numbers)
+    return pools, busy, worst / deadline, span, late
+
+
+def windows(found: Reproduction, pool: ProcessPoolExecutor, heavy: int) -> None:
+    """What a deadline costs (section 7, "end-to-end latency")."""
+    cells = [Windowed(heavy, deadline) for deadline in (2.0, 1.0, 0.5, 0.25)]
+    least = optimum(trace_of(*TRACES[1], heavy))[1]["measured"]
+    rows = [
+        [cell.deadline * span, pools, least / busy, worst, late]
+        for cell, (pools, busy, worst, span, late) in zip(
+            cells, pool.map(run_windowed, cells), strict=True
+        )
+    ]
+    found.table(
+        f"Trace 1 with {heavy} long requests, coming evenly at {OFFERED:.0%} of the practical "
+        "optimum, in pools under a deadline",
+        ["deadline, s", "pools", "of practical optimum", "latest end / deadline", "late"],
+        rows,
+    )
+
+
 def main() -> None:
     found = Reproduction.start("blendserve", __doc__.splitlines()[0])
     heavy, few = (QUICK_HEAVY, QUICK_HEAVY) if found.quick else (HEAVY, GRID_HEAVY)
@@ -327,18 +443,21 @@ def main() -> None:
         data_parallel(found, pool, heavy, outcomes)
         write(found, limits, heavy)
         grid(found, pool, few, limits["dfs"])
+        reasons(found, pool, few, limits["dfs"])
+        windows(found, pool, few)
     write(found, limits, heavy)
 
 
 def write(found: Reproduction, limits: dict[str, tuple[int, int]], heavy: int) -> None:
     """Save what there is so far."""
+    kinds = (BURSTGPT, shortened(OPENVID, SHORTER), MMLU)
     found.finish(
         hardware="a100",
         model=SHAPE.name,
         kv_tokens=KV,
         heavy=heavy,
         limits=limits,
-        synthetic=[f"{kind.name}: {kind.output(RATES):.0f} tokens out" for kind in KINDS],
+        synthetic=[f"{kind.name}: {kind.output(RATES):.0f} tokens out" for kind in kinds],
         interference={"lost": LOST.tolist(), "gained": GAINED.tolist()},
     )
 

@@ -10,12 +10,11 @@ tables give and the spread of a file of chat lengths.
 
 from __future__ import annotations
 
-import csv
 import statistics
 from dataclasses import dataclass
 
 import numpy as np
-from reproduction import SHARED, Reproduction
+from reproduction import Reproduction, chat_spreads
 
 from weft.sim.build import build
 from weft.sim.options import SimOptions
@@ -26,7 +25,6 @@ from weft.sim.sweep import ATTAINED, Fit, fit_saturation
 SECONDS = 60.0  # at each rate (section 6.1), longer where that is too short for
 REQUESTS = 1000  # so many, since chance would tell more of them than the load
 RATES = [1 + 31 / 12 * step for step in range(13)]  # from 1 to 32 (section 6.1)
-LENGTHS = SHARED / "lengths" / "sharegpt_8k_filtered_stats_llama2_tokenizer.csv"
 KNEE_SHARE = 1.5  # loads beyond the paper's range go on to so many times of what is served at most
 
 
@@ -97,18 +95,9 @@ class Load:
     tpot: dict[str, float]
 
 
-def spreads() -> tuple[float, float]:
-    """Deviation over mean of prompts and answers of chats."""
-    with LENGTHS.open() as file:
-        rows = list(csv.DictReader(file))
-    columns = [[int(row[f"num_{part}_tokens"]) for row in rows] for part in ("prefill", "decode")]
-    given, asked = (statistics.pstdev(each) / statistics.fmean(each) for each in columns)
-    return given, asked
-
-
 def one(model: str, rate: float, case: Case, times: float) -> Load:
     """A minute at a rate, or more at a low one."""
-    paper, spread = MODELS[model], spreads()
+    paper, spread = MODELS[model], chat_spreads()
     means = (paper.prefill / paper.served, paper.decode / paper.served)
     words = [f"lognormal:{m:.1f}:{m * s:.1f}" for m, s in zip(means, spread, strict=True)]
     options = SimOptions(

@@ -20,17 +20,22 @@ from typing import Any
 from reproduction import SHARED, Reproduction
 
 from weft.core.errors import ConfigError
+from weft.cost.fit import ProfileKey
+from weft.cost.roofline import Roofline
 from weft.kv.cache import GroupSpec
 from weft.kv.tiers import TieredCache
 from weft.sched.choose import make_scheduler
 from weft.sched.load_aware import LoadAwareScheduler
 from weft.sched.planner import Planner
 from weft.sim.build import World, build
+from weft.sim.learn import learn
 from weft.sim.options import SimOptions
 from weft.sim.run import Simulated, simulate
+from weft.sim.simulated import Errors
 
 AT_ONCE = 1e5  # requests a second: all of them are there at the start
 OUTPUTS = (50, 100, 200, 300, 400)
+LONGER = (600, 800)  # beyond figure 10a, for the fast hosts, whose curves still rise at its end
 BUDGETS = (512, 256)  # tokens a step, beside the machine's 2048 (the T4's 832)
 SCHEDULERS = ("fcfs", "load-aware", "host-only")
 CODE = SHARED / "azure" / "AzureLLMInferenceTrace_code.csv"
@@ -110,7 +115,11 @@ LOADS = (
 
 @dataclass(frozen=True)
 class Cell:
-    """One run of each scheduler."""
+    """One run of each scheduler.
+
+    Attributes:
+        host: how many times as fast the host is in everything.
+    """
 
     machine: Machine
     scheduler: str
@@ -119,6 +128,7 @@ class Cell:
     input_tokens: str = ""
     output_tokens: str = ""
     trace: str = "synthetic"
+    host: float = 1.0
 
 
 def world_of(cell: Cell) -> World:
@@ -143,10 +153,28 @@ def world_of(cell: Cell) -> World:
         **more,
     )
     world = build(options)
+    if cell.host != 1:
+        world = with_host(world, cell.host)
     if machine == T4:
         groups = (GroupSpec("full", 16, T4_BLOCKS),)
         world = replace(world, planned=replace(world.planned, groups=groups))
     return world
+
+
+def with_host(world: World, times: float) -> World:
+    """The same with a host that is so many times as fast, which schedulers learn as well."""
+    given, host = world.options, world.hardware.host
+    if host is None:
+        raise ConfigError(f"{world.hardware.name} has no host")
+    host = replace(host, bandwidth=times * host.bandwidth, flops=times * host.flops)
+    machine = replace(world.hardware, host=host)
+    cost = Roofline(world.shape, machine, world.sheet.dtype, world.sheet.kv_dtype, given.tp)
+    key = ProfileKey(machine.name, world.shape.name, cost.dtype, f"tp{given.tp}", "simulated")
+    noise = Errors(given.error, 0.0, 1.0, given.seed)
+    planned = learn(cost, key, world.planned.limits, noise, host=True)
+    return replace(
+        world, hardware=machine, cost=cost, sheet=cost, planned=replace(world.planned, cost=planned)
+    )
 
 
 def scheduler_of(cell: Cell, world: World) -> Planner:
@@ -242,7 +270,7 @@ def lengths(made: Reproduction, pool: ProcessPoolExecutor) -> None:
     rows: list[list[object]] = []
     curves: dict[str, tuple[tuple[int, ...], list[float]]] = {}
     requests = 120 if made.quick else 500
-    outputs = OUTPUTS[::2] if made.quick else OUTPUTS
+    short = OUTPUTS[::2] if made.quick else OUTPUTS
 
     def add(
         machine: Machine,
@@ -251,7 +279,9 @@ def lengths(made: Reproduction, pool: ProcessPoolExecutor) -> None:
         paper: float | None,
         where: str,
         count: int = requests,
+        longer: tuple[int, ...] = (),
     ) -> None:
+        outputs = (*short, *longer)
         found = over_outputs(pool, machine, given, outputs, count, schedulers)
         for scheduler in schedulers[1:]:
             gains = relative(found, scheduler)
@@ -277,7 +307,7 @@ def lengths(made: Reproduction, pool: ProcessPoolExecutor) -> None:
                         base["preemptions"],
                     ]
                 )
-        best = max(relative(found, "load-aware"))
+        best = max(relative(found, "load-aware")[: len(short)])
         made.compare(f"{machine.label}: highest relative throughput", paper, best, "x", where)
         made.compare(
             f"{machine.label}: lowest", None, min(relative(found, "load-aware")), "x", where
@@ -294,7 +324,8 @@ def lengths(made: Reproduction, pool: ProcessPoolExecutor) -> None:
     both, all_three = SCHEDULERS[:2], SCHEDULERS
     add(T4, 250, all_three[:2], 7.5, "5.4, fig. 9c", requests // 2)
     for machine, paper in zip(A10G, (1.122, 1.133, 1.297, 1.793), strict=True):
-        add(machine, 1000, both, paper, "5.5, fig. 10a")
+        longer = LONGER if machine in A10G[2:] and not made.quick else ()
+        add(machine, 1000, both, paper, "5.5, fig. 10a", longer=longer)
     add(H100, 2000, all_three, 1.14, "5.4, fig. 9a")
     header = (
         "machine",
@@ -326,6 +357,25 @@ def lengths(made: Reproduction, pool: ProcessPoolExecutor) -> None:
         "throughput over FCFS",
         rest,
     )
+
+
+def hosts(made: Reproduction, pool: ProcessPoolExecutor) -> None:
+    """What the gains hang on: the same cells with hosts that are slower or faster."""
+    speeds = (0.01, 1, 2, 4)
+    places = ((T4, 250, 100), (A10G[3], 1000, 400))
+    rows: list[list[object]] = []
+    for machine, given, asked in places:
+        count = 120 if made.quick else 250
+        lengths = (AT_ONCE, f"{given}+-10%", f"{asked}+-10%")
+        cells = [Cell(machine, "load-aware", count, *lengths, host=speed) for speed in speeds]
+        base, *found = sweep(pool, [Cell(machine, "fcfs", count, *lengths), *cells])
+        for speed, own in zip(speeds, found, strict=True):
+            gain = own["requests_per_s"] / base["requests_per_s"]
+            shares = (own[name] for name in ("host_share", "two_batches", "cpu_busy"))
+            rows.append([machine.label, asked, speed, gain, *shares, base["preemptions"]])
+    header = ("machine", "output", "speed of the host", "relative", "decoded on host",
+              "steps in two", "CPU busy", "FCFS's preemptions")  # fmt: skip
+    made.table("The same with other hosts", header, rows)
 
 
 def loads(made: Reproduction, pool: ProcessPoolExecutor) -> None:
@@ -374,6 +424,7 @@ def main() -> None:
     made = Reproduction.start("neo", __doc__.splitlines()[0])
     with ProcessPoolExecutor(2) as pool:
         lengths(made, pool)
+        hosts(made, pool)
         loads(made, pool)
     made.finish(
         costs="roofline of the machines' data sheets; planned with fits to noisy samples of it",

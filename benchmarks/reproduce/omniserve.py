@@ -3,304 +3,132 @@
     python benchmarks/reproduce/omniserve.py [--out FOLDER] [--quick]
 
 Attainment of interactive requests (both targets) and best-effort tokens/s over the request rate,
-for Yi-34B on two devices and Llama-2-70B on four (section 5, figures 10, 11, 14 to 16, 18, 19).
-ShareGPT and LongBench-v2 are replaced by lengths with the means that are published of them.
+for Yi-34B on two devices and Llama-2-70B on four (section 5, figures 10 to 19); and what becomes of
+best effort when one thing of the set-up is another.
 """
 
 from __future__ import annotations
 
-import csv
-import math
-import random
 import statistics
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-import numpy as np
-from reproduction import SHARED, Reproduction
+from omniserve_cells import BE_MANY, BEST_EFFORT, BUDGETS, MODELS, RIDING, Cell, Model, run
+from reproduction import Reproduction
 
-from weft.core.types import ServiceClass
-from weft.cost.fit import Fitted, ProfileKey
-from weft.cost.hardware import hardware
-from weft.cost.roofline import BYTES, Roofline
-from weft.cost.shape import model_shape
-from weft.kv.cache import GroupSpec, KVCache
-from weft.kv.tiers import TieredCache
-from weft.sched.fcfs import FCFSScheduler
-from weft.sched.load_aware import LoadAwareScheduler
-from weft.sched.planner import Limits, Planner
-from weft.sched.riders import RidingScheduler
-from weft.sched.slo import Policy, SLOScheduler
-from weft.sched.step import OpenStep
-from weft.sim.arrivals import gamma_times
-from weft.sim.jobs import Job, own_text
-from weft.sim.learn import learn
-from weft.sim.piggyback import on_hosts
-from weft.sim.run import Simulated, Traffic, simulate
-from weft.sim.simulated import Errors
-
-BLOCK = 16
-ROWS = 512
-LONGEST = 12_288 + 512  # "a maximum length of 12K tokens" (section 5.1.1), and an answer
-LENGTHS = SHARED / "lengths" / "sharegpt_8k_filtered_stats_llama2_tokenizer.csv"
-# ShareGPT's mean prompt and answer (vLLM, SOSP 2023, figure 11); their spread is that of the file,
-# whose prompts have whole conversations and are 14 times as long.
-CHAT_INPUT, CHAT_OUTPUT = 161.31, 337.99
-# Mean prompt and answer of best effort (section 5.1.1).
-BEST_EFFORT = {"LongBench-v2": (8952, 136), "DailyMails": (1964, 397)}
-BE_SPREAD = 0.25  # deviation over mean: with a maximum of 12K little more is possible
-BE_OPEN = 192  # best-effort requests with the engine: the paper's 182.6 a minute are more than fit
-HOST_SHARE = 0.5  # of a host's memory for KV, as weft sim has it
-NETWORK = 100e9 / 8  # bytes/s between hosts (section 5.1.1)
-BUDGETS = (512, 1024, 2048)  # tokens of a step, tried for the baselines that have a fixed one
-HEADROOM = 0.8  # share of KV memory that Llumnix keeps for interactive requests (section 2.3.1)
-
-
-@dataclass(frozen=True)
-class Model:
-    """A model of section 5.1 with its targets and rates."""
-
-    name: str
-    tp: int
-    ttft_s: float
-    tpot_s: float
-    rates: tuple[float, ...]
-
-    @property
-    def classes(self) -> tuple[ServiceClass, ...]:
-        return (
-            ServiceClass("interactive", 1, self.ttft_s, self.tpot_s),
-            ServiceClass("batch", 3),
-        )
-
-
-MODELS = (
-    Model("yi-34b", 2, 2.0, 0.2, (2, 4, 6, 8)),
-    Model("llama-2-70b", 4, 3.0, 0.25, (1, 2, 3, 4, 5)),
-)
-
-
-class HeadroomScheduler(FCFSScheduler):
-    """Class ranks with memory kept free: best effort holds at most what the headroom leaves."""
-
-    def _admit(self, step: OpenStep, rank: int) -> None:
-        best_effort = [s for s in self.running if s.order[0] == self._ranks["batch"]]
-        if rank == self._ranks["batch"]:
-            pool = self.cache.pools[0]
-            held = sum(self.cache.held(s.id)[0] for s in best_effort)
-            first = next(self.waiting.of_rank(rank), None)
-            if first is None or held + first.end / BLOCK > (1 - HEADROOM) * pool.num_blocks:
-                return
-        super()._admit(step, rank)
-
-
-@cache
-def true_cost(model: Model) -> Roofline:
-    """What steps take: the roofline of the paper's machine with a CPU-driven engine's overhead."""
-    return Roofline(model_shape(model.name), hardware("omniserve-a100"), "bf16", tp=model.tp)
-
-
-@cache
-def planned_cost(model: Model) -> Fitted:
-    """What schedulers plan with: fits to noisy measurements of it."""
-    limits = Limits(ROWS, max(BUDGETS), LONGEST)
-    key = ProfileKey("omniserve-a100", model.name, "bf16", f"tp{model.tp}", "simulated")
-    return learn(true_cost(model), key, limits, Errors(long_share=0.0), host=True)
-
-
-def scheduler(name: str, model: Model, hosts: int, budget: int, admission: str) -> Planner:
-    cost, classes = true_cost(model), model.classes
-    blocks = cost.kv_room() // BLOCK
-    groups = (GroupSpec("full", BLOCK, blocks),)
-    limits = Limits(ROWS, budget, min(LONGEST, blocks * BLOCK))
-    if name in ("fcfs", "headroom"):
-        kind = FCFSScheduler if name == "fcfs" else HeadroomScheduler
-        return kind(KVCache(groups, prefix_caching=False), limits, classes)
-    planned, policy = planned_cost(model), Policy(admission)
-    if name in ("alone", "device"):
-        return SLOScheduler(KVCache(groups, prefix_caching=False), limits, planned, classes, policy)
-    host = hardware("omniserve-a100").host
-    assert host is not None
-    token = cost.shape.kv_values_per_token * BYTES[cost.kv_dtype] * BLOCK
-    # With less than four devices in use a host's memory and cores are shared (section 4).
-    share = HOST_SHARE * model.tp / 4
-    tiers = TieredCache(groups, [int(hosts * share * host.memory / token)], prefix_caching=False)
-    if name == "load-aware":
-        return LoadAwareScheduler(tiers, limits, planned, classes)
-    return RidingScheduler(tiers, limits, planned, classes, policy)
-
-
-@cache
-def spreads() -> tuple[float, float]:
-    """Deviation over mean of prompts and answers of chats."""
-    with LENGTHS.open() as file:
-        rows = list(csv.DictReader(file))
-    columns = [[int(row[f"num_{part}_tokens"]) for row in rows] for part in ("prefill", "decode")]
-    given, asked = (statistics.pstdev(each) / statistics.fmean(each) for each in columns)
-    return given, asked
-
-
-def length(draw: random.Random, mean: float, spread: float) -> int:
-    """Of a log-normal distribution, cut at 2048 as vLLM does with ShareGPT."""
-    variance = math.log(1 + spread**2)
-    drawn = draw.lognormvariate(math.log(mean) - variance / 2, math.sqrt(variance))
-    return min(2048, max(1, round(drawn)))
-
-
-def interactive(times: Iterator[float], seconds: float, seed: int) -> Iterator[Job]:
-    draw = random.Random(f"chats {seed}")
-    for number, at_s in enumerate(times):
-        if at_s > seconds:
-            return
-        parts = zip((CHAT_INPUT, CHAT_OUTPUT), spreads(), strict=True)
-        given, asked = (length(draw, mean, spread) for mean, spread in parts)
-        yield Job(at_s, (own_text(number, given),), asked, "interactive")
-
-
-def backlog(name: str, seed: int) -> Iterator[Job]:
-    draw = random.Random(f"backlog {seed}")
-    mean_input, mean_output = BEST_EFFORT[name]
-    number = 2**33
-    while True:
-        number += 1
-        given = round(min(12_288, max(64, draw.gauss(mean_input, BE_SPREAD * mean_input))))
-        asked = max(1, round(draw.gauss(mean_output, BE_SPREAD * mean_output)))
-        yield Job(0.0, (own_text(number, given),), asked, "batch")
-
-
-def bursts(rates: Sequence[float], every_s: float, seed: int) -> Iterator[float]:
-    """Arrivals whose rate is drawn anew every so many seconds (section 5.2.1, figure 14)."""
-    draw, at_s, until, rate = random.Random(f"bursts {seed}"), 0.0, 0.0, 1.0
-    while True:
-        if at_s >= until:
-            until, rate = until + every_s, draw.uniform(min(rates), max(rates))
-        gap = draw.expovariate(rate)
-        at_s = at_s + gap if at_s + gap < until else until
-        if at_s < until:
-            yield at_s
-
-
-@dataclass(frozen=True)
-class Cell:
-    """What came of a run.
-
-    Attributes:
-        attainment: share of interactive requests that kept both targets, of those not refused.
-        be_output, be_prompt: best-effort tokens/s, generated and of prompts.
-        refused: share of interactive requests.
-        itl: median time between interactive tokens, in ms.
-    """
-
-    attainment: float
-    ttft: float
-    tpot: float
-    be_output: float
-    be_prompt: float
-    refused: float
-    itl: float
-
-
-def measure(result: Simulated, model: Model) -> Cell:
-    record, log = result.record, result.log
-    own = np.asarray(record.kind) == record.classes.index("interactive")
-    arrival, first = np.asarray(record.arrival_s)[own], np.asarray(record.first_s)[own]
-    end, output = np.asarray(record.end_s)[own], np.asarray(record.output)[own]
-    served = first >= 0
-    ttft_ok = first[served] - arrival[served] <= model.ttft_s
-    gaps = np.maximum(output[served] - 1, 1)
-    tpot_ok = (end[served] - first[served]) / gaps <= model.tpot_s
-    prompts = int(np.asarray(record.input)[own][served].sum())
-    tokens, decodes = (np.asarray(log.column(name)).sum() for name in ("tokens", "decodes"))
-    host = np.asarray(log.column("host_decodes")).sum()
-    gap_s, counts = (np.asarray(x) for x in (record.by_class[0].gaps, record.by_class[0].counts))
-    return Cell(
-        float((ttft_ok & tpot_ok).mean()),
-        float(ttft_ok.mean()),
-        float(tpot_ok.mean()),
-        max(0.0, result.totals.output_tokens - float((output[served] + 1).sum())) / result.seconds,
-        max(0.0, float(tokens - decodes - host - prompts) / result.seconds),
-        float(1 - served.mean()),
-        float(np.median(np.repeat(gap_s, counts.astype(int)))) * 1e3 if len(gap_s) else 0.0,
-    )
-
-
-def run(
-    name: str,
-    model: Model,
-    rate: float,
-    seconds: float,
-    *,
-    hosts: int = 1,
-    budget: int = 2048,
-    admission: str = "off",
-    burst_s: float = 0.0,
-    best_effort: str = "LongBench-v2",
-) -> Cell:
-    times = bursts(model.rates, burst_s, 1) if burst_s else gamma_times(rate, 1.0, 1)
-    given = interactive(times, seconds, 1)
-    traffic = (
-        Traffic(given) if name == "alone" else Traffic(given, backlog(best_effort, 1), BE_OPEN)
-    )
-    cost = true_cost(model)
-    riding = None
-    if name == "riders":
-        # The share of cores that serves these devices; remote hosts are behind the network.
-        passed = 2 * BYTES["bf16"] * (model_shape(model.name).hidden)
-        riding = on_hosts(cost, hosts, passed / NETWORK if hosts > 1 else 0.0)
-    planner = scheduler(name, model, hosts, budget, admission)
-    result = simulate(planner, cost, traffic, Errors(seed=1), model.classes, piggyback=riding)
-    return measure(result, model)
-
-
+HOSTED = ("riders", "load-aware")  # schedulers that use hosts
+HOSTS_RATE = {"yi-34b": 4.0, "llama-2-70b": 3.0}  # sections 5.2.1 and 5.3
+TIGHTER = {"yi-34b": (0.1, 0.125, 0.15, 0.2, 0.25), "llama-2-70b": (0.125, 0.15, 0.2, 0.25, 0.3)}
 LABELS = {
     "alone": "interactive only",
     "fcfs": "FCFS with ranks",
     "headroom": "memory headroom",
-    "load-aware": "load-aware with ranks",
+    "load-aware": "load-aware with a limit",
     "device": "slo, device alone",
     "riders": "slo with riders",
+    "eager": "slo with riders, the paper's order",
 }
-
-
-def tuned(name: str, model: Model, seconds: float) -> int:
-    """The token budget with which a baseline attains most at its middle rate."""
-    rate = statistics.median(model.rates)
-    found = {budget: run(name, model, rate, seconds, budget=budget) for budget in BUDGETS}
-    return max(BUDGETS, key=lambda budget: (round(found[budget].attainment, 3), budget))
-
-
-def row(name: str, model: Model, rate: object, hosts: int, cell: Cell) -> list[object]:
-    return [
-        model.name, rate, hosts, LABELS[name], f"{cell.attainment:.1%}", f"{cell.ttft:.1%}",
-        f"{cell.tpot:.1%}", round(cell.be_output, 1), round(cell.be_prompt), f"{cell.refused:.1%}",
-    ]  # fmt: skip
-
-
+NAMES = tuple(LABELS)[:-1]
+LONGER, FILLING = 3, 10  # times as long, where contexts have to grow and five hosts to be filled
 HEADER = ["model", "req/s", "hosts", "scheduler", "both kept", "TTFT kept", "TPOT kept",
           "BE output tok/s", "BE prompt tok/s", "refused"]  # fmt: skip
+
+Cells = dict[tuple[str, str, int], list[tuple[float, Cell]]]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A cell to be run; ``more`` are fields of ``Setting``."""
+
+    name: str
+    model: Model
+    rate: float
+    seconds: float
+    more: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def hosts(self) -> int:
+        return int(self.more.get("hosts", 1))
+
+    def row(self, cell: Cell, rate: object = None) -> list[object]:
+        return [
+            self.model.name, self.rate if rate is None else rate, self.hosts, LABELS[self.name],
+            f"{cell.attainment:.1%}", f"{cell.ttft:.1%}", f"{cell.tpot:.1%}",
+            round(cell.be_output, 1), round(cell.be_prompt), f"{cell.refused:.1%}",
+        ]  # fmt: skip
+
+
+def one(job: Job) -> Cell:
+    return run(job.name, job.model, job.rate, job.seconds, **job.more)
+
+
+class Runs:
+    """Runs cells side by side, with what they have in common.
+
+    Attributes:
+        budgets: tokens of a step by model and scheduler, for the baselines that have a fixed one.
+    """
+
+    def __init__(self, pool: ProcessPoolExecutor, models: Sequence[Model], seconds: float) -> None:
+        self._pool = pool
+        self.models, self.seconds = models, seconds
+        self.budgets = {
+            f"{model.name} {name}": self._tuned(name, model)
+            for model in models
+            for name in ("fcfs", "headroom")
+        }
+
+    def _tuned(self, name: str, model: Model) -> int:
+        """The token budget with which a baseline attains most at its middle rate."""
+        rate = statistics.median(model.rates)
+        jobs = [Job(name, model, rate, self.seconds / 3, {"budget": each}) for each in BUDGETS]
+        found = dict(zip(BUDGETS, self.all(jobs), strict=True))
+        return max(BUDGETS, key=lambda budget: (round(found[budget].attainment, 3), budget))
+
+    def job(self, name: str, model: Model, rate: float, hosts: int = 1, **more: Any) -> Job:
+        budget = self.budgets.get(f"{model.name} {name}", 2048)
+        return Job(name, model, rate, self.seconds, {"hosts": hosts, "budget": budget, **more})
+
+    def all(self, jobs: Iterable[Job]) -> list[Cell]:
+        return list(self._pool.map(one, jobs))
+
+    def everybody(self, model: Model, rates: Sequence[float], **more: Any) -> list[Job]:
+        """Every scheduler at every rate, with one host and with five where it uses hosts."""
+        return [
+            self.job(name, model, rate, hosts, **more)
+            for name in NAMES
+            for hosts in ((1, 5) if name in HOSTED else (1,))
+            for rate in rates
+        ]
 
 
 def main() -> None:
     made = Reproduction.start("omniserve", __doc__.splitlines()[0])
     seconds = 20.0 if made.quick else 60.0
     models = [replace(m, rates=m.rates[1::2]) for m in MODELS] if made.quick else MODELS
-    budgets: dict[str, int] = {}
-    cells: dict[tuple[str, str, int], list[tuple[float, Cell]]] = {}
+    with ProcessPoolExecutor(2) as pool:
+        runs = Runs(pool, models, seconds)
+        over_rates(made, runs)
+        short_contexts(made, runs)
+        tighter(made, runs)
+        bursty(made, runs)
+        admission(made, runs)
+        number_of_hosts(made, runs)
+        reasons(made, runs)
+    made.finish(budgets=runs.budgets, seconds=seconds)
+
+
+def over_rates(made: Reproduction, runs: Runs) -> None:
+    """Figures 10, 11, 15 and 16."""
+    cells: Cells = {}
     rows = []
-    for model in models:
-        for name in ("fcfs", "headroom", "load-aware"):
-            budgets[f"{model.name} {name}"] = tuned(name, model, seconds / 3)
-        for name in LABELS:
-            for hosts in (1, 5) if name in ("riders", "load-aware") else (1,):
-                budget = budgets.get(f"{model.name} {name}", 2048)
-                found = [
-                    (rate, run(name, model, rate, seconds, hosts=hosts, budget=budget))
-                    for rate in model.rates
-                ]
-                cells[model.name, name, hosts] = found
-                rows += [row(name, model, rate, hosts, cell) for rate, cell in found]
-                print(rows[-1], flush=True)
+    for model in runs.models:
+        jobs = runs.everybody(model, model.rates)
+        for job, cell in zip(jobs, runs.all(jobs), strict=True):
+            cells.setdefault((model.name, job.name, job.hosts), []).append((job.rate, cell))
+            rows.append(job.row(cell))
         for what, pick in (("attainment", "attainment"), ("best-effort output tok/s", "be_output")):
             made.curves(
                 f"{model.name}-{pick}",
@@ -317,14 +145,7 @@ def main() -> None:
                 },
             )
     made.table("Over the request rate", HEADER, rows)
-    compare(made, models, cells)
-    short_contexts(made, models, budgets, seconds)
-    bursty(made, models, budgets, seconds)
-    ablations(made, models, seconds)
-    made.finish(budgets=budgets, seconds=seconds)
-
-
-Cells = dict[tuple[str, str, int], list[tuple[float, Cell]]]
+    compare(made, runs.models, cells)
 
 
 def compare(made: Reproduction, models: Sequence[Model], cells: Cells) -> None:
@@ -346,62 +167,155 @@ def compare(made: Reproduction, models: Sequence[Model], cells: Cells) -> None:
         best = max(
             a.attainment / max(b.attainment, 0.01) for a, b in zip(five, headroom, strict=True)
         )
-        made.compare(
-            f"{model.name}: attainment over memory headroom, at most", 1.48, best, "x", "1, 5.2.1"
-        )
+        made.compare(f"{model.name}: attainment over memory headroom, at most", None, best, "x")
         gain = max(a.be_output / max(b.be_output, 0.1) for a, b in zip(five, neo, strict=True))
         made.compare(
             f"{model.name}: best-effort output over load-aware, at most", 9.85, gain, "x", "1"
         )
 
 
-def short_contexts(
-    made: Reproduction, models: Sequence[Model], budgets: dict[str, int], seconds: float
-) -> None:
+def short_contexts(made: Reproduction, runs: Runs) -> None:
+    """Figures 12 and 17."""
     rows = []
-    for model in models:
-        for name in LABELS:
-            for hosts in (1, 5) if name in ("riders", "load-aware") else (1,):
-                budget = budgets.get(f"{model.name} {name}", 2048)
-                for rate in model.rates[1::2]:
-                    cell = run(
-                        name, model, rate, seconds, hosts=hosts, budget=budget,
-                        best_effort="DailyMails",
-                    )  # fmt: skip
-                    rows.append(row(name, model, rate, hosts, cell))
+    for model in runs.models:
+        jobs = runs.everybody(model, model.rates[1::2], best_effort="DailyMails")
+        rows += [job.row(cell) for job, cell in zip(jobs, runs.all(jobs), strict=True)]
     made.table("Best effort with shorter contexts: DailyMails (figures 12, 17)", HEADER, rows)
 
 
-def bursty(
-    made: Reproduction, models: Sequence[Model], budgets: dict[str, int], seconds: float
-) -> None:
+def tighter(made: Reproduction, runs: Runs) -> None:
+    """Figure 13: attainment over the target between tokens; budgets stay those of the default."""
+    names, rows = [name for name in NAMES if name != "device"], []
+    for model in runs.models:
+        targets = TIGHTER[model.name][:: 2 if made.quick else 1]
+        jobs = [
+            runs.job(name, replace(model, tpot_s=target), HOSTS_RATE[model.name], 5)
+            for name in names
+            for target in targets
+        ]
+        found = runs.all(jobs)
+        rows += [
+            [f"{job.model.tpot_s:g} s", *job.row(cell)]
+            for job, cell in zip(jobs, found, strict=True)
+        ]
+        count, kept = len(targets), [cell.attainment for cell in found]
+        curves = {
+            LABELS[name]: (targets, kept[at * count :][:count]) for at, name in enumerate(names)
+        }
+        made.curves(
+            f"{model.name}-targets", f"{model.name}: attainment over the target between tokens",
+            "target, s", "attainment", curves,
+        )  # fmt: skip
+        if model.name == "llama-2-70b":
+            pairs = zip(
+                targets, curves[LABELS["riders"]][1], curves[LABELS["headroom"]][1], strict=True
+            )
+            at, ours, theirs = next(pair for pair in pairs if pair[2] >= 0.01)
+            made.compare(
+                f"{model.name}: attainment over memory headroom, {at:g} s a token",
+                1.48, ours / theirs, "x", "5.2.1, fig. 13 at 0.15 s",
+            )  # fmt: skip
+    made.table("Tighter targets (figure 13)", ["TPOT", *HEADER], rows)
+
+
+def bursty(made: Reproduction, runs: Runs) -> None:
+    """Figure 14."""
     rows = []
-    for model in models:
+    for model in runs.models:
         for every_s in (5.0, 10.0):
-            for name in LABELS:
-                budget = budgets.get(f"{model.name} {name}", 2048)
-                cell = run(name, model, 0.0, seconds, hosts=5, budget=budget, burst_s=every_s)
-                rows.append(row(name, model, f"every {every_s:g} s", 5, cell))
+            jobs = [runs.job(name, model, 0.0, 5, burst_s=every_s) for name in NAMES]
+            rows += [
+                job.row(cell, f"every {every_s:g} s")
+                for job, cell in zip(jobs, runs.all(jobs), strict=True)
+            ]
     made.table("Rates drawn anew every few seconds (figure 14)", HEADER, rows)
 
 
-def ablations(made: Reproduction, models: Sequence[Model], seconds: float) -> None:
+def admission(made: Reproduction, runs: Runs) -> None:
+    """Figure 19b."""
+    ways = ("off", "reject", "demote")
     rows = []
-    for model in models:
-        for rate in (max(model.rates), 1.5 * max(model.rates), 2 * max(model.rates)):
-            for admission in ("off", "reject", "demote"):
-                cell = run("riders", model, rate, seconds, hosts=5, admission=admission)
-                rows.append([admission, *row("riders", model, rate, 5, cell)])
+    for model in runs.models:
+        jobs = [
+            runs.job("riders", model, times * max(model.rates), 5, admission=way)
+            for times in (1, 1.5, 2)
+            for way in ways
+        ]
+        cells = runs.all(jobs)
+        rows += [
+            [job.more["admission"], *job.row(cell)] for job, cell in zip(jobs, cells, strict=True)
+        ]
+        if model.name == "yi-34b":
+            off, reject = cells[-3], cells[-2]
+            made.compare(
+                f"{model.name}: TTFT kept with admission at twice the load",
+                94.1, 100 * reject.ttft, "%", "5.4.2",
+            )  # fmt: skip
+            gained = 100 * (reject.ttft - off.ttft)
+            made.compare(f"{model.name}: gained by admission", 43.3, gained, "points", "5.4.2")
     made.table("Admission control (figure 19b)", ["admission", *HEADER], rows)
+
+
+def number_of_hosts(made: Reproduction, runs: Runs) -> None:
+    """Figure 18, in weft's order of moves and in the paper's."""
     rows, curves = [], {}
-    for model in models:
-        rate = {"yi-34b": 4.0, "llama-2-70b": 3.0}[model.name]  # section 5.3
-        found = [run("riders", model, rate, seconds, hosts=hosts) for hosts in range(1, 6)]
-        for hosts, cell in enumerate(found, 1):
-            rows.append([*row("riders", model, rate, hosts, cell), round(cell.itl, 1)])
-        curves[model.name] = (list(range(1, 6)), [cell.be_output for cell in found])
-    made.table("Number of hosts (figure 18)", [*HEADER, "ITL p50 ms"], rows)
-    made.curves("hosts", "Best effort over hosts", "hosts", "best-effort output tok/s", curves)
+    counts, model = (1, 5), runs.models[0]
+    jobs = [
+        replace(
+            runs.job(name, model, HOSTS_RATE[model.name], hosts, be_open=BE_MANY),
+            seconds=(1 if made.quick else FILLING) * runs.seconds,
+        )
+        for name in RIDING
+        for hosts in counts
+    ]
+    cells = runs.all(jobs)
+    for at, name in enumerate(RIDING):
+        found = cells[at * len(counts) :][: len(counts)]
+        rows += [
+            [*job.row(cell), round(cell.be_hosts, 1), round(cell.itl, 1)]
+            for job, cell in zip(jobs[at * len(counts) :], found, strict=False)
+        ]
+        curves[LABELS[name]] = (counts, [c.be_hosts for c in found])
+        gain = found[-1].be_hosts / max(0.1, found[0].be_hosts)
+        made.compare(
+            f"{model.name}, {LABELS[name]}: tokens of the hosts, five over one",
+            None, gain, "x", "5.3: near-linear",
+        )  # fmt: skip
+    made.table("Number of hosts (figure 18)", [*HEADER, "of it by hosts", "ITL p50 ms"], rows)
+    title = f"{model.name}: best-effort tokens that hosts attend to"
+    made.curves("hosts", title, "hosts", "tok/s", curves)
+
+
+def reasons(made: Reproduction, runs: Runs) -> None:
+    """What keeps the CPUs from mattering: the same with one thing changed, on device and hosts."""
+    changes: dict[str, dict[str, Any]] = {
+        "as it is": {},
+        "links as fast as NVLink": {"machine": "a100"},
+        "CPU attention takes no time": {"free_attention": True},
+        "a quarter of the device's KV": {"device_kv": 0.25},
+        "best effort of long answers": {"best_effort": "long answers", "be_open": 2 * BE_MANY},
+    }
+    ways = (("device", 1), ("riders", 5), ("eager", 5))
+    model, rows = runs.models[0], []
+    for what, change in list(changes.items())[:: 2 if made.quick else 1]:
+        more = {"be_open": BE_MANY, **change}
+        jobs = [
+            replace(
+                runs.job(name, model, HOSTS_RATE[model.name], hosts, **more),
+                seconds=LONGER * runs.seconds,
+            )
+            for name, hosts in ways
+        ]
+        given, asked = BEST_EFFORT[more.get("best_effort", "LongBench-v2")]
+        for job, cell in zip(jobs, runs.all(jobs), strict=True):
+            fed = cell.be_prompt * asked / given
+            rows.append([
+                what, model.name, job.hosts, LABELS[job.name], f"{cell.attainment:.1%}",
+                round(cell.be_output, 1), round(cell.be_hosts, 1), round(fed, 1),
+            ])  # fmt: skip
+    header = ["changed", "model", "hosts", "scheduler", "both kept", "BE output tok/s",
+              "of it by hosts", "output that the prompts feed"]  # fmt: skip
+    made.table("Why CPUs hardly matter: one thing changed", header, rows)
 
 
 if __name__ == "__main__":

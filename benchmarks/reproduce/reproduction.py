@@ -11,10 +11,13 @@ writes ``result.json``, ``table.md`` and a PNG for each set of curves into the f
 from __future__ import annotations
 
 import argparse
+import csv
+import statistics
 import sys
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ import report
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "reproduce"
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
+CHATS = SHARED / "lengths" / "sharegpt_8k_filtered_stats_llama2_tokenizer.csv"
 
 Points = tuple[Seq[float], Seq[float]]
 
@@ -154,6 +158,16 @@ class Reproduction:
             },
             plots=self.plots,
         )
+
+
+@cache
+def chat_spreads() -> tuple[float, float]:
+    """Deviation over mean of the prompts and of the answers of chats."""
+    with CHATS.open() as file:
+        rows = list(csv.DictReader(file))
+    columns = [[int(row[f"num_{part}_tokens"]) for row in rows] for part in ("prefill", "decode")]
+    given, asked = (statistics.pstdev(each) / statistics.fmean(each) for each in columns)
+    return given, asked
 
 
 def _markdown(header: Seq[str], rows: Iterable[Seq[str]]) -> list[str]:

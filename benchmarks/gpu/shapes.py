@@ -1,0 +1,84 @@
+"""Models of real shapes with random weights that are made where they lie; no file is read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from weft.kernels.ops import OpTable
+from weft.models.decoder import Decoder
+from weft.models.families import spec_from_config
+from weft.models.layout import parameters, storage_of
+from weft.models.spec import ModelSpec
+
+# config.json as published, without what has no bearing on a shape
+CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen2.5-7b": {
+        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 3584,
+        "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
+        "intermediate_size": 18944, "vocab_size": 152064, "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6, "max_position_embeddings": 32768, "tie_word_embeddings": False,
+        "hidden_act": "silu", "use_sliding_window": False,
+    },
+    "llama-3.1-8b": {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "intermediate_size": 14336, "vocab_size": 128256, "rms_norm_eps": 1e-5,
+        "rope_theta": 5e5, "max_position_embeddings": 131072, "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        "rope_scaling": {
+            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+        },
+    },
+    "qwen3-30b-a3b": {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048,
+        "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
+        "head_dim": 128, "intermediate_size": 6144, "moe_intermediate_size": 768,
+        "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
+        "decoder_sparse_step": 1, "mlp_only_layers": [], "vocab_size": 151936,
+        "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 32768,
+        "tie_word_embeddings": False, "hidden_act": "silu",
+    },
+    "tiny": {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "intermediate_size": 128, "vocab_size": 512, "rms_norm_eps": 1e-5, "rope_theta": 1e4,
+        "max_position_embeddings": 2048, "tie_word_embeddings": False, "hidden_act": "silu",
+    },
+}  # fmt: skip
+DEVIATION = 0.02  # of the weights, as models are initialised
+
+
+def shape(name: str, max_model_len: int) -> ModelSpec:
+    """The spec of a shape. Raises SystemExit for an unknown name."""
+    if name not in CONFIGS:
+        raise SystemExit(f"no shape is called {name}; they are: {', '.join(CONFIGS)}")
+    return spec_from_config(CONFIGS[name], max_model_len)
+
+
+def random_decoder(
+    spec: ModelSpec, dtype: torch.dtype, device: torch.device, ops: OpTable, quantize: str
+) -> Decoder:
+    """A decoder with random weights, quantised as ``load_model`` would."""
+    weights: dict[str, Any] = {}
+    generator = torch.Generator(device).manual_seed(1)
+    for parameter in parameters(spec, stacked_experts=True):
+        tied = parameter.name == "embed" and spec.tied_embeddings
+        name = "lm_head" if tied else parameter.name
+        tensor = torch.empty(parameter.shape, dtype=dtype, device=device)
+        if tensor.dim() == 1:
+            tensor.fill_(1.0 if "norm" in name else 0.0)
+        else:
+            tensor.normal_(0, DEVIATION, generator=generator)
+        storage = storage_of(name, quantize, 64)
+        if storage is None or ops.quantise is None:
+            weights[parameter.name] = ops.pack(name, tensor)
+            continue
+        found = ops.quantise(name, tensor.shape, dtype, storage)
+        several = isinstance(found, tuple)
+        for matrix, rows in zip(found, tensor, strict=True) if several else [(found, tensor)]:
+            matrix.write(0, rows)
+        weights[parameter.name] = found
+    return Decoder(spec, weights, ops)
