@@ -108,3 +108,41 @@ def test_half_of_what_was_computed_twice_is_spared():
         preempted.append(scheduler.totals.preemptions)
     assert preempted[1] < preempted[0] / 3
     assert computed[1] < computed[0] / 2
+
+
+def victims(scheduler, asked, steps: int) -> int:
+    """Preemptions in so many steps after the requests, one of which comes with each step."""
+    executor = ModelledExecutor(scheduler.cache.groups, 97)
+    asked = list(asked)
+    for _ in range(steps):
+        if asked:
+            scheduler.add(asked.pop(0))
+        started(scheduler, executor)
+    return scheduler.totals.preemptions
+
+
+def test_nobody_loses_a_row_to_a_request_that_does_not_fit_anyhow():
+    """The second would have to give its row to the third, which needs more blocks than there are.
+
+    The first keeps 25 blocks of 60 and is left 8; the third needs 38.
+    """
+    scheduler = make(FCFSScheduler, blocks=60, rows=2)
+    asked = [request(1, 100, 60), request(2, 60, 60, "batch"), request(3, 150, 4)]
+    assert victims(scheduler, asked, steps=15) == 0
+    assert len(scheduler.running) == 2
+
+
+def test_nobody_gives_way_for_blocks_that_others_hold_too():
+    """Preempting those that share a prefix with a sequence that goes on gives little free."""
+    prefix = request(0, 80, 1).prompt
+    cache = KVCache((GroupSpec("full", 4, 40),), prefix_caching=True)
+    scheduler = FCFSScheduler(cache, Limits(8, 256, 512))
+
+    def sharing(number: int, output: int, service_class: str) -> Request:
+        sampling = SamplingParams(max_tokens=output)
+        return Request(number, (*prefix, number), sampling, service_class=service_class)
+
+    asked = [sharing(1, 24, "interactive"), sharing(2, 24, "batch"), sharing(3, 24, "batch")]
+    assert victims(scheduler, [*asked, request(4, 100, 4)], steps=12) == 0
+    assert len(scheduler.running) == 3
+    assert cache.freed([2, 3])[0] < 40 - cache.available()[0] - 20

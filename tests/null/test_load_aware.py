@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
+from functools import partial
 
 import pytest
 from costs import LinearCost
@@ -233,6 +235,16 @@ def test_equal_requests_of_a_class_end_about_in_the_order_of_their_arrival(cost)
     running_at_once = 16
     assert all(abs(place - number) <= running_at_once for place, number in enumerate(ended))
     assert sum(abs(place - number) for place, number in enumerate(ended)) / 24 < 4
+
+
+def test_plans_without_rows_do_not_count_as_steps_that_take_no_time():
+    """One in lockstep is planned only when its last token has come: every second time here."""
+    world = World((GroupSpec("full", 4, 16),), Limits(4, 64, 64), 1, host_blocks=(16,))
+    (asked,) = requests(1)
+    asked = replace(asked, sampling=replace(asked.sampling, grammar="in lockstep"))
+    make = partial(LoadAwareScheduler, cost=HALVES)
+    *_, scheduler = run(world, {0: [asked]}, {}, make=make)
+    assert scheduler._step_s == pytest.approx(10.0, rel=0.01)
 
 
 def test_host_only_computes_no_decode_attention_on_the_device():

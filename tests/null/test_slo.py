@@ -171,6 +171,20 @@ def test_a_request_that_would_be_late_is_demoted_and_answered():
     assert sorted(world.last) == list(range(6))
 
 
+def test_a_request_that_memory_keeps_waiting_is_demoted():
+    """Nearly full: those that run are left blocks for 32 tokens more, so it would not start."""
+    s = scheduler(rows=8, blocks=60)
+    world = World(s)
+    for number in range(4):
+        s.add(request(number, 20, most=60))
+    world.step()
+    s.add(request(8, 12))  # 4 * 21 + 4 * 32 + 12 tokens, and 240 find room
+    assert s.totals.demoted == 0
+    world.step()
+    s.add(request(9, 40))
+    assert s.totals.demoted == 1
+
+
 def test_a_recovered_request_keeps_its_promise():
     s = scheduler(Policy("reject"))
     given = request(1, 1500)
@@ -234,6 +248,17 @@ def flood(patience_s: float, blocks: int, seconds: float = 40.0) -> World:
 def test_best_effort_is_not_starved(blocks):
     assert flood(5.0, blocks).count.get(10_000) == 30
     assert 10_000 not in flood(1e9, blocks).first  # the test can fail
+
+
+def test_an_aged_prompt_does_not_hold_back_those_with_targets():
+    """It computes 16 tokens a step; memory for the rest of it is not kept from the others."""
+    s = scheduler(Policy("off", patience_s=1.0), rows=32, blocks=560)
+    world = World(s)
+    calm = [(1.0 + 0.3 * i, request(i, 80 + i % 40, most=40)) for i in range(67)]
+    world.run([*calm, (1.0, request(10_000, 1800, "batch", most=4))])
+    late = [i for i in range(67) if world.first[i] - calm[i][0] > 1.0]
+    assert len(late) <= 2
+    assert world.count[10_000] == 4
 
 
 def test_a_class_is_served_first_come_first_served():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 
 import pytest
 from test_fairness_properties import watching
@@ -11,6 +12,7 @@ from traffic import World, assert_answers, run
 
 from weft.core.errors import ConfigError
 from weft.core.plan import Tier
+from weft.core.types import Request, SamplingParams
 from weft.kv.cache import GroupSpec, KVCache
 from weft.kv.tiers import TieredCache
 from weft.sched.choose import Resources, make_scheduler
@@ -95,6 +97,56 @@ def test_who_was_sent_away_comes_back_before_newer_ones_begin():
         scheduler.commit(executor.launch(plan).result())
     assert scheduler.idle
     assert begun
+
+
+def test_one_on_the_host_waits_there_while_higher_classes_come():
+    """It goes on where it was when there is room again."""
+    scheduler = eager(SwapScheduler(TieredCache(GROUPS, (200,), prefix_caching=False), LIMITS))
+    executor = ModelledExecutor(GROUPS, 97, host_blocks=(200,))
+    batch, *crowd = requests(9)
+    scheduler.add(replace(batch, service_class="batch"))
+    moves, steps = [], 0
+    while not scheduler.idle:
+        if steps > 3 and len(scheduler.live.sequences) == 1 and crowd:
+            scheduler.add(crowd.pop())  # two fill the device; the next come when these have ended
+            scheduler.add(crowd.pop())
+        plan = scheduler.plan(0.0)
+        moves += plan.moves
+        scheduler.commit(executor.launch(plan).result())
+        scheduler.check()
+        steps += 1
+    assert not crowd
+    assert moves[0].to is Tier.HOST
+    assert moves[-1].to is Tier.DEVICE
+    assert scheduler.totals.preemptions == 0
+
+
+@pytest.mark.parametrize("host", [12, 20, 30])
+@pytest.mark.parametrize("seed", range(8))
+def test_no_newcomer_begins_while_an_older_one_is_on_the_host(host, seed):
+    random = Random(seed)
+    scheduler = eager(SwapScheduler(TieredCache(GROUPS, (host,), prefix_caching=False), LIMITS))
+    executor = ModelledExecutor(GROUPS, 97, host_blocks=(host,))
+    waiting = [
+        Request(
+            number,
+            tuple(random.randrange(97) for _ in range(random.randint(1, 30))),
+            SamplingParams(max_tokens=random.randint(1, 30)),
+            service_class=random.choice(["interactive", "batch"]),
+        )
+        for number in range(20)
+    ]
+    while waiting or not scheduler.idle:
+        while waiting and random.random() < 0.4:
+            scheduler.add(waiting.pop())
+        orders = {s.id: s.order for s in scheduler.live.sequences.values()}
+        if (plan := scheduler.plan(0.0)) is None:
+            continue
+        on_host = [orders[number] for number in scheduler.host.sequences()]
+        newest = max((orders[add.sequence_id] for add in plan.add), default=None)
+        assert newest is None or not on_host or newest < min(on_host)
+        scheduler.commit(executor.launch(plan).result())
+        scheduler.check()
 
 
 def test_the_device_is_full_while_sequences_wait_on_the_host():
