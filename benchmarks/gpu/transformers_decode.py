@@ -61,7 +61,9 @@ def continuous_rate(model: torch.nn.Module, batch: int, steps: int) -> float | N
     if model.device.type == "cpu":  # else it takes nearly all of the memory
         from transformers.generation import ContinuousBatchingConfig
 
-        more["continuous_batching_config"] = ContinuousBatchingConfig(max_memory_percent=0.01)
+        more["continuous_batching_config"] = ContinuousBatchingConfig(
+            max_memory_percent=0.01, max_batch_tokens=256
+        )
     found = model.generate_batch(prompts, generation_config=asked, record_timestamps=True, **more)
     times = [output.timestamps for output in found.values()]
     if len(times) != batch or any(len(each) != steps for each in times):

@@ -115,36 +115,46 @@ def test_a_rank_that_cannot_start_is_an_error(monkeypatch):
     assert not ranks()
 
 
-RANK_WITHOUT_MEMORY = """#!{python}
+BROKEN_RANK = """#!{python}
 import runpy, sys
 import torch
 import weft.engine.build as build
 
-def starving(*_, **__):
-    raise torch.OutOfMemoryError("CUDA out of memory.")
+def broken(*_, **__):
+    raise {error}
 
-build.KVStore = starving
+build.KVStore = broken
 del sys.argv[:2]
 runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 """
 
 
-def test_a_rank_without_memory_says_for_what(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "kind", "says"),
+    [
+        (
+            'torch.OutOfMemoryError("CUDA out of memory.")',
+            OutOfMemoryError,
+            r"memory for KV \(31.97 MiB\) of rank 1; set kv_mem",
+        ),
+        ('ValueError("no such luck")', EngineDeadError, "^Rank 1 could not start: ValueError: no "),
+    ],
+)
+def test_a_rank_that_cannot_be_built_says_why(error, kind, says, tmp_path, monkeypatch):
     before, python = ranks(), tmp_path / "python"
-    python.write_text(RANK_WITHOUT_MEMORY.format(python=sys.executable))
+    python.write_text(BROKEN_RANK.format(python=sys.executable, error=error))
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
-    with pytest.raises(
-        OutOfMemoryError, match=r"memory for KV \(31.97 MiB\) of rank 1; set kv_mem"
-    ):
+    with pytest.raises(kind, match=says):
         LLM.in_process(**SMALL, tensor_parallel=2)
     assert ranks() == before
 
 
 def test_a_failure_at_the_start_is_that_of_the_rank_that_ended():
-    ends = [socket.socketpair() for _ in range(2)]
-    Channel(ends[1][1]).send(Report("OutOfMemoryError", "not enough memory"))
-    processes = [subprocess.Popen(["sleep", "100"]), subprocess.Popen(["false"])]
+    ends = [socket.socketpair() for _ in range(3)]
+    Channel(ends[1][1]).send(Report("EngineDeadError", "a rank is gone"))
+    Channel(ends[2][1]).send(Report("OutOfMemoryError", "not enough memory"))
+    processes = [subprocess.Popen(command) for command in (["sleep", "100"], ["false"], ["false"])]
     followers = Followers(processes, [Channel(ours) for ours, _ in ends])
     with pytest.raises(OutOfMemoryError, match="not enough memory"):
         followers.explain()

@@ -48,8 +48,9 @@ PROMPTS = [prompt(12, 1) * 4, prompt(7, 2), prompt(150, 3), prompt(9, 3) * 3, [5
 
 
 def packaged(**settings) -> LLM:
-    common = {"threads": 1, "kv_memory": "16MiB", "max_model_len": 512, "max_num_seqs": 8}
-    return LLM.in_process("builtin", **{**common, "max_num_batched_tokens": 96, **settings})
+    common = {"dtype": "bfloat16", "threads": 1, "kv_memory": "16MiB", "max_model_len": 512}
+    common |= {"max_num_seqs": 8, "max_num_batched_tokens": 96}
+    return LLM.in_process("builtin", **{**common, **settings})
 
 
 def everything(llm: LLM):

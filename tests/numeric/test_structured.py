@@ -28,7 +28,8 @@ class Runner:
     """Runs sequences on an engine in this process."""
 
     def __init__(self, **settings: Any) -> None:
-        self.engine = LocalEngine({"model": "builtin", "max_model_len": 512, **settings})
+        common = {"model": "builtin", "dtype": "bfloat16", "max_model_len": 512}
+        self.engine = LocalEngine({**common, **settings})
         self.tokenizer = Tokenizer.load(Path(self.engine.served.folder))
         self._ids = 0
 

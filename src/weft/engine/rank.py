@@ -61,6 +61,11 @@ def main() -> None:
     except WeftError as error:
         channel.send(Report(type(error).__name__, error.message))
         sys.exit(1)
+    except Exception as error:
+        logger.exception("Rank %d could not start.", task.rank)
+        why = f"Rank {task.rank} could not start: {type(error).__name__}: {error}"
+        channel.send(Report("EngineDeadError", why))
+        sys.exit(1)
     channel.send(Report())
     gc.collect()
     gc.freeze()

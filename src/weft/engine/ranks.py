@@ -139,12 +139,21 @@ class Followers:
             self._wait_for(rank)
 
     def explain(self) -> None:
-        """After a failure at the start, raise the error of a rank that has ended, as ``wait``."""
+        """After a failure at the start, raise the error of a rank that has ended, as ``wait``.
+
+        Rather one of another kind than EngineDeadError, which a rank also has that lost another.
+        """
         end = time.monotonic() + DEATH_S
+        found: list[WeftError] = []
         for rank, process in enumerate(self.processes, 1):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, end - time.monotonic()))
-                self._wait_for(rank)
+                try:
+                    self._wait_for(rank)
+                except WeftError as error:
+                    found.append(error)
+        if found:
+            raise min(found, key=lambda error: isinstance(error, EngineDeadError))
 
     def _wait_for(self, rank: int) -> None:
         report = self.channels[rank - 1].receive(Report)

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from weft.core.errors import OutOfMemoryError, ParameterError
+from weft.core.errors import ParameterError
 from weft.core.plan import (
     Commit,
     RowAdd,
@@ -26,7 +26,6 @@ from weft.core.plan import (
 )
 from weft.core.types import (
     DEFAULT_CLASSES,
-    NEVER,
     FinishReason,
     Request,
     Sequence,
@@ -35,8 +34,8 @@ from weft.core.types import (
 )
 from weft.kv.cache import KVCache
 from weft.kv.tiers import AnyCache, TieredCache
+from weft.sched.arrive import sequence_of
 from weft.sched.commit import Committer
-from weft.sched.draft import NgramDrafter
 from weft.sched.invariants import check_drafts
 from weft.sched.lifecycle import Lifecycle, by_order
 from weft.sched.preempt import choose_victim, covers
@@ -109,7 +108,15 @@ class Planner(ABC):
                 f"known: {', '.join(self._ranks)}.",
                 param="service_class",
             )
-        sequence = self._sequence(request)
+        order = (self._ranks[request.service_class], self._arrivals + 1)
+        sequence = sequence_of(
+            request,
+            order,
+            max_model_len=self.limits.max_model_len,
+            kv_tokens=self.cache.max_tokens(),
+            speculation=self.limits.speculation,
+        )
+        self._arrivals += 1
         if request.output and (end := end_after(sequence, request.output[-1])) is not None:
             sequence.finish = end
             return [news_of(sequence)]
@@ -119,48 +126,6 @@ class Planner(ABC):
 
     def _consider(self, sequence: Sequence) -> None:  # noqa: B027 - most schedulers take all
         """Look at a sequence before it is queued; a typed error refuses it."""
-
-    def _sequence(self, request: Request) -> Sequence:
-        prompt, limit = len(request.prompt), self.limits.max_model_len
-        if not 0 < prompt < limit:
-            raise ParameterError(
-                f"The prompt has {prompt} tokens; the context takes 1 to {limit - 1} and at least "
-                "one more for the output.",
-                param="prompt",
-            )
-        wanted = request.sampling.max_tokens
-        if request.embed:
-            wanted = 1  # never sampled: what would be the first token is the vector
-        end = limit if wanted is None else min(limit, prompt + wanted)
-        if end > self.cache.max_tokens():
-            raise OutOfMemoryError(
-                f"The request may grow to {end} tokens, but the KV memory holds "
-                f"{self.cache.max_tokens()}; lower max_tokens or raise kv_memory."
-            )
-        self._arrivals += 1
-        order = (self._ranks[request.service_class], self._arrivals)
-        tokens = [*request.prompt, *request.output]
-        drafter = self._drafter(request)
-        lockstep = drafter is not None or request.sampling.grammar is not None
-        return Sequence(
-            request,
-            request.id,
-            tokens,
-            end,
-            order,
-            request.stop_ids(),
-            known=len(tokens),
-            lockstep_at=0 if lockstep else NEVER,
-            drafter=drafter,
-        )
-
-    def _drafter(self, request: Request) -> NgramDrafter | None:
-        """Of a request with speculation; a grammar must see each token before the next."""
-        wish = request.sampling.speculation
-        most = self.limits.speculation if wish is None else wish
-        if most == 0 or request.sampling.grammar is not None or request.embed:
-            return None
-        return NgramDrafter(most, len(request.prompt))
 
     def cancel(self, sequence_id: int, reason: FinishReason) -> list[Update]:
         """End a sequence; unknown or ended ones are ignored, since they may just have finished."""
