@@ -112,7 +112,7 @@ def threads() -> int:
 
 
 def isa() -> str:
-    """Return the instruction set of the inner loops: baseline, avx2, avx512 or avx512bf16."""
+    """Return the instruction set of the inner loops: one of ``isas()``."""
     return _native.isa()
 
 

@@ -23,6 +23,7 @@ WEFT_DECLARE_ISA(baseline);
 #ifdef WEFT_X86
 WEFT_DECLARE_ISA(avx2);
 WEFT_DECLARE_ISA(avx512);
+WEFT_DECLARE_ISA(avx512vnni);
 WEFT_DECLARE_ISA(avx512bf16);
 #elif defined(WEFT_ARM)
 WEFT_DECLARE_ISA(neonbf16);
@@ -42,9 +43,9 @@ std::vector<const Isa*> runnable_isas() {
 #ifdef WEFT_X86
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  if (avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni")) {
-    result.push_back(&isa_avx512bf16);
-  }
+  const bool vnni = avx512 && __builtin_cpu_supports("avx512vnni");
+  if (vnni && __builtin_cpu_supports("avx512bf16")) result.push_back(&isa_avx512bf16);
+  if (vnni) result.push_back(&isa_avx512vnni);
   if (avx512) result.push_back(&isa_avx512);
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
     result.push_back(&isa_avx2);
