@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from weft.core.errors import InvariantError
 from weft.core.plan import Commit, PromptLogprobs, StepResult, Update
-from weft.core.types import FinishReason, Sequence
+from weft.core.types import FinishReason, Sequence, SequenceState
+from weft.kv.tiers import Lease, TieredCache
 from weft.sched.lifecycle import Lifecycle
 from weft.sched.step import Launched, end_after, news_of, spread
 
@@ -153,6 +156,14 @@ class Committer:
                 new = PromptLogprobs(start, scores.entries[start - scores.start :])
                 sequence.prompt_scored = end
                 updates.append(Update(sequence_id, None, prompt_logprobs=new))
+
+    def settle(self, tiers: TieredCache, leases: Iterable[Lease]) -> None:
+        """Give up what committed moves have left behind; seal what had to wait for them."""
+        for lease in leases:
+            tiers.settle(lease)
+            sequence = self._live.find(lease.sequence_id)
+            if sequence is not None and sequence.state is SequenceState.RUNNING:
+                self.seal([sequence])
 
     def seal(self, due: list[Sequence]) -> None:
         """Seal the blocks of these sequences that are full, and give up what they are done with."""

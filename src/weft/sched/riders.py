@@ -206,13 +206,11 @@ class RidingScheduler(SLOScheduler):
 
     def _make_headroom(self, step: RidingStep) -> None:
         """Send the newest best-effort decodes away before memory runs short."""
-        coming = self.tiers.coming()
-        free = [
-            pool.available + blocks for pool, blocks in zip(self.cache.pools, coming, strict=True)
-        ]
+        free = [a + b for a, b in zip(self.cache.available(), self.tiers.coming(), strict=True)]
+        reserve = self._reserve()
         leaving = [s for rank in self._best_effort for s in self._running_of(rank)]
         for sequence in reversed(leaving):
-            if all(have >= need for have, need in zip(free, self._reserve(), strict=True)):
+            if covers(free, reserve):
                 return
             held = self.cache.held(sequence.id)
             if self._can_leave(sequence) and self._move(step, sequence):
@@ -247,14 +245,15 @@ class RidingScheduler(SLOScheduler):
 
         As many as the last step had time for, the link takes and the device has ample room for.
         """
-        room_s = self._last_s
+        room_s, reserve = self._last_s, self._reserve()
         for sequence in list(self._between_tokens()):
-            needs = zip(self.host.held(sequence.id), self._reserve(), self.cache.pools, strict=True)
+            held = self.host.held(sequence.id)
+            needs = [2 * rest + need for rest, need in zip(reserve, held, strict=True)]
             room_s -= self._move_s * sequence.planned
             if (
                 not self._wanted
                 or room_s < 0
-                or any(2 * rest + need > pool.available for need, rest, pool in needs)
+                or not covers(self.cache.available(), needs)
                 or self.tiers.moving(sequence.id)
                 or not self._move(step, sequence)
             ):
@@ -321,11 +320,7 @@ class RidingScheduler(SLOScheduler):
             self._committer.ride(self._riding.pop(sequence_id), token, news)
         if result.rider_layers:
             self._in_layers = result.rider_layers
-        for lease in self._leases.popleft():
-            self.tiers.settle(lease)
-            sequence = self.live.find(lease.sequence_id)
-            if sequence is not None and sequence.state is SequenceState.RUNNING:
-                self._committer.seal([sequence])  # what had to wait for the move
+        self._committer.settle(self.tiers, self._leases.popleft())
         self.live.close()
         return news
 

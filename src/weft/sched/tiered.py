@@ -218,10 +218,6 @@ class TieredPlanner(Planner):
     def commit(self, result: StepResult, now: float = 0.0) -> Commit:
         """Take in the oldest launched step and return what is new."""
         news = super().commit(result, now)
-        for lease in self._leases.popleft():
-            self.tiers.settle(lease)
-            sequence = self.live.find(lease.sequence_id)
-            if sequence is not None and sequence.state is SequenceState.RUNNING:
-                self._committer.seal([sequence])  # what had to wait for the move
+        self._committer.settle(self.tiers, self._leases.popleft())
         self._coming = self.tiers.coming()
         return news
