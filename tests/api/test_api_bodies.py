@@ -158,16 +158,6 @@ COMMON_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", "invalid_parameter"),
     ({"service_tier": "scale"}, "service_tier", "invalid_parameter"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "invalid_parameter"),
-    (
-        {"stream": True, "stream_options": {"usage": True}},
-        "stream_options.usage",
-        "unknown_parameter",
-    ),
-    (
-        {"stream": True, "stream_options": {"include_obfuscation": True}},
-        "stream_options.include_obfuscation",
-        "unsupported_parameter",
-    ),
     ({"user": "x" * 5000}, "user", "invalid_parameter"),
     ({"structured_outputs": {}}, "structured_outputs", "invalid_parameter"),
     ({"structured_outputs": {"json": None}}, "structured_outputs", "invalid_parameter"),
@@ -187,7 +177,6 @@ COMPLETION_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": ["a"] * 600}, "prompt", "invalid_parameter"),
     ({"prompt": ["a"] * 5, "n": 128}, "n", "invalid_parameter"),
     ({"prompt": [5] * 256}, "prompt", "context_length_exceeded"),
-    ({"prompt": [5] * 250, "max_tokens": 7}, "prompt", "context_length_exceeded"),
     ({"prompt": "x" * 3_000_000}, "prompt", "context_length_exceeded"),
     ({"prompt": [5] * (2**20 + 1)}, "prompt", "invalid_parameter"),
     ({"prompt": [[5] * (2**20 + 1)]}, "prompt", "invalid_parameter"),
@@ -199,17 +188,11 @@ CHAT_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"top_logprobs": 2}, "top_logprobs", "invalid_parameter"),
     ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "invalid_parameter"),
     ({"max_completion_tokens": 0}, "max_completion_tokens", "invalid_parameter"),
-    ({"max_completion_tokens": 256}, "messages", "context_length_exceeded"),
     ({"messages": []}, "messages", "invalid_parameter"),
     ({"messages": "hi"}, "messages", "invalid_parameter"),
     ({"messages": [{"content": "x"}]}, "messages[0].role", "missing_required_parameter"),
     ({"messages": [{"role": "user"}]}, "messages[0].content", "missing_required_parameter"),
-    ({"messages": [{"role": "bot", "content": "x"}]}, "messages[0].role", "invalid_parameter"),
-    (
-        {"messages": [*HELLO, {"role": "user", "content": "x", "contents": 1}]},
-        "messages[1].contents",
-        "unknown_parameter",
-    ),
+    ({"messages": [{"role": "a bot", "content": "x"}]}, "messages[0].role", "invalid_parameter"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
         "messages[0].content[0].type",
@@ -240,11 +223,6 @@ CHAT_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
         "messages[0].tool_call_id",
         "invalid_parameter",
     ),
-    (
-        {"messages": [{"role": "assistant", "refusal": "no"}]},
-        "messages[0].refusal",
-        "unsupported_parameter",
-    ),
     ({"messages": HELLO * 16385}, "messages", "invalid_parameter"),
     (
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 16385}]},
@@ -268,7 +246,6 @@ CHAT_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
         "messages",
         "context_length_exceeded",
     ),
-    ({"metadata": "x" * 100_000}, "metadata", "unsupported_parameter"),
     (
         {"chat_template_kwargs": {str(i): "x" * 900 for i in range(20)}},
         "chat_template_kwargs",
@@ -278,11 +255,11 @@ CHAT_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "invalid_parameter"),
     ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs", "invalid_parameter"),
     ({"tools": [{"type": "function"}]}, "tools[0].function", "missing_required_parameter"),
-    ({"tools": [{"type": "custom"}]}, "tools[0].type", "unsupported_parameter"),
+    ({"tools": [{"type": "custom"}]}, "tools[0].custom", "missing_required_parameter"),
     ({"tools": [tool("f"), tool("f")]}, "tools", "invalid_parameter"),
     ({"tools": [tool("no spaces")]}, "tools[0].function.name", "invalid_parameter"),
     ({"tools": [tool("f", parameters=[])]}, "tools[0].function.parameters", "invalid_parameter"),
-    ({"tools": [tool("f")] * 200}, "tools", "invalid_parameter"),
+    ({"tools": [tool("f")] * 1025}, "tools", "invalid_parameter"),
     ({"tool_choice": "required"}, "tool_choice", "invalid_parameter"),
     ({"tools": [tool("f")], "tool_choice": "any"}, "tool_choice", "invalid_parameter"),
     ({"tools": [tool("f")], "tool_choice": named("g")}, "tool_choice", "invalid_parameter"),
@@ -297,17 +274,14 @@ CHAT_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_choice": []}, "guided_choice", "invalid_grammar"),
     ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice", "invalid_parameter"),
     ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "invalid_parameter"),
-    ({"reasoning_effort": "low"}, "reasoning_effort", "unsupported_parameter"),
     ({"reasoning_effort": "much"}, "reasoning_effort", "invalid_parameter"),
-    ({"store": True}, "store", "unsupported_parameter"),
     ({"modalities": ["text", "audio"]}, "modalities", "unsupported_parameter"),
     ({"prompt": "x"}, "prompt", "unknown_parameter"),
 ] + [
     ({name: {"x": 1}}, name, "unsupported_parameter")
     for name in (
-        "audio", "function_call", "functions", "metadata", "moderation",
-        "prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
-        "verbosity", "web_search_options",
+        "audio", "function_call", "functions", "moderation", "web_search_options",
+        "kv_transfer_params", "logits_processors", "repetition_detection", "vllm_xargs",
     )
 ]  # fmt: skip
 
@@ -337,8 +311,6 @@ def check_refusal(error: WeftError, param: str, code: str) -> None:
 def test_unknown_names_suggest_the_nearest(builder):
     with pytest.raises(ParameterError, match=r"Did you mean 'temperature'\?"):
         completion(builder, temprature=1)
-    with pytest.raises(ParameterError, match=r"Did you mean 'content'\?"):
-        chat(builder, messages=[{"role": "user", "contnt": "x"}])
 
 
 @pytest.mark.parametrize(

@@ -207,8 +207,6 @@ def test_a_forced_choice_becomes_a_grammar(builder):
     [
         (answer_message, {"tools": [{"name": "f", "input_schema": []}]}, "tools[0].input_schema"),
         (answer_message, {"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name"),
-        (answer_message, {"output_config": {"effort": "low"}}, "output_config.effort"),
-        (answer_response, {"reasoning": {"effort": "low"}}, "reasoning.effort"),
         (
             answer_response,
             {"tool_choice": {"type": "function", "name": "other"}},
@@ -235,6 +233,9 @@ def test_thinking_is_turned_off_where_the_template_can(builder):
     assert off["usage"]["input_tokens"] < on["usage"]["input_tokens"]
     answer_message(builder, "x", **fields)  # a model that marks no thinking does none
     always = ChatTemplate({"default": "{{ messages[0]['content'] }}{# </think> #}"})
-    with pytest.raises(WeftError) as caught:
-        answer_message(Builder(builder.tokenizer, always, builder.card), "x", **fields)
-    assert caught.value.param == "thinking"
+    body = {"model": "builtin", "max_tokens": 9, "messages": [{"role": "user", "content": "x"}]}
+    data = json.dumps({**body, **fields}).encode()
+    job = message_job(
+        decode_body(MessageBody, data), Builder(builder.tokenizer, always, builder.card)
+    )
+    assert job.constrained_by == "thinking"  # by a budget of no tokens

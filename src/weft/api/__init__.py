@@ -1,14 +1,16 @@
 """OpenAI's API without a transport: bodies to sequences, updates to answers and chunks."""
 
-from weft.api.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody, decode_body
+from weft.api.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from weft.api.card import ApiLimits, ModelCard
 from weft.api.chat import chat_job
 from weft.api.chunks import ChunkWriter
 from weft.api.completions import completion_job
+from weft.api.decoding import decode_body
 from weft.api.errors import describe_error
 from weft.api.jobs import Builder, Job
 from weft.api.logprobs import TokenTexts
 from weft.api.responses import Collector, model_list, model_object
+from weft.api.rules import Notes
 from weft.api.tokens import detokenize, tokenize
 
 __all__ = [
@@ -21,6 +23,7 @@ __all__ = [
     "DetokenizeBody",
     "Job",
     "ModelCard",
+    "Notes",
     "TokenTexts",
     "TokenizeBody",
     "chat_job",

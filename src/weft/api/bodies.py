@@ -1,27 +1,19 @@
-"""Bodies of requests, as OpenAI's API description has them, and weft's extensions.
+"""Bodies of requests, as the API descriptions of OpenAI and vLLM have them, and weft's extensions.
 
-What the description has but weft does not support is declared too, so that it is refused by its
-own name; a value that asks for nothing (null, or the default) is let through. Such fields, and
-variables of templates, are left as JSON: to decode a long value holds up every other thread.
+What they have but weft does not honour is declared too, with a rule that says whether it is ignored
+or refused (see `weft.api.rules`). Such fields, and variables of templates, are left as JSON: to
+decode a long value holds up every other thread.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from functools import cache
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
-import msgspec
 from msgspec import Meta, Raw, Struct
 
-from weft.api.errors import (
-    InvalidJSONError,
-    MissingParameterError,
-    UnknownParameterError,
-    UnsupportedParameterError,
-)
-from weft.core.errors import ParameterError
+from weft.api.decoding import MAX_CONTAINERS, MAX_STRINGS
+from weft.api.rules import NULL, Ignored, Refused
 from weft.core.types import (
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
@@ -34,14 +26,9 @@ MAX_N = 128
 MAX_COMPLETION_LOGPROBS = 5
 MAX_NAME_CHARS = 1024
 MAX_MESSAGES = 16384  # also of parts of a message and of its tool calls
-MAX_TOOLS = 128
+MAX_TOOLS = 1024  # a client may offer many that are not shown to the model
 MAX_IDS = 2**20  # of one list; far beyond any context
-MAX_NEUTRAL_BYTES = 64  # of a value that asks for nothing
-MAX_SHOWN_CHARS = 100  # of a name that a client made up
-
-MAX_CONTAINERS = 2**16  # lists and objects of a body; each costs 0.7 us to decode
-MAX_STRINGS = 2**18  # strings of a body
-UNCOUNTED_BYTES = 128 * 2**10  # bodies up to here cannot hold enough to matter
+MAX_DOCUMENTS = 256
 
 FIXED_LIMITS: Mapping[str, int] = {
     "n": MAX_N,
@@ -55,7 +42,6 @@ FIXED_LIMITS: Mapping[str, int] = {
     "strings": MAX_STRINGS,
 }
 
-NULL = Raw(b"null")
 Name = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 TokenId = Annotated[int, Meta(ge=0)]
@@ -66,15 +52,27 @@ FunctionName = Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]{1,128}$")]
 Objects = Annotated[list[dict[str, Any]], Meta(max_length=MAX_MESSAGES)]
 Parts = Annotated[list[Raw], Meta(max_length=MAX_MESSAGES)]  # each is decoded by its ``type``
 
+CACHE_HINT = Ignored("equal prefixes are found without hints")
+KEPT_ELSEWHERE = Ignored("a client's own bookkeeping")
+ROUTING = Ignored("there is one model replica, so nothing to route")
+
 
 class StreamOptions(Struct, forbid_unknown_fields=True, kw_only=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # extension: usage in every chunk
-    include_obfuscation: Raw = NULL
+    include_obfuscation: Annotated[
+        Raw, Ignored("chunks are not padded against observers of their length", (False,))
+    ] = NULL
+
+    OPEN: ClassVar[bool] = True
 
 
 class Message(Struct, forbid_unknown_fields=True, kw_only=True):
-    """One message of a conversation; which fields go with which role is checked later."""
+    """One message of a conversation; which fields go with which role is checked later.
+
+    Attributes:
+        reasoning, reasoning_content: two names of the same.
+    """
 
     role: str
     content: str | Objects | None = None
@@ -82,10 +80,13 @@ class Message(Struct, forbid_unknown_fields=True, kw_only=True):
     tool_calls: Objects | None = None
     tool_call_id: Name | None = None
     reasoning_content: str | None = None
-    refusal: Raw = NULL
-    audio: Raw = NULL
-    function_call: Raw = NULL
-    annotations: Raw = NULL
+    reasoning: str | None = None
+    refusal: str | None = None
+    audio: Annotated[Raw, Refused("text is all that can be read")] = NULL
+    function_call: Annotated[Raw, Refused("use tool_calls, which replaced it")] = NULL
+    annotations: Annotated[Raw, Ignored("the text stands without them", ([],))] = NULL
+
+    OPEN: ClassVar[bool] = True
 
 
 class JsonSchema(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -98,8 +99,15 @@ class JsonSchema(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class ResponseFormat(Struct, forbid_unknown_fields=True, kw_only=True):
+    """What the output is to be.
+
+    Attributes:
+        schema: of a ``json_object``, as llama.cpp has it.
+    """
+
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
+    schema: Raw = NULL
 
 
 class StructuredOutputs(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -118,11 +126,39 @@ class Function(Struct, forbid_unknown_fields=True, kw_only=True):
     parameters: Raw = NULL
     strict: bool | None = None
 
+    OPEN: ClassVar[bool] = True
+
+
+class GrammarText(Struct, forbid_unknown_fields=True, kw_only=True):
+    syntax: Literal["lark", "regex"]
+    definition: str
+
+
+class CustomFormat(Struct, forbid_unknown_fields=True, kw_only=True):
+    """What the text given to a custom tool is to follow."""
+
+    type: Literal["text", "grammar"]
+    grammar: GrammarText | None = None
+
+
+class Custom(Struct, forbid_unknown_fields=True, kw_only=True):
+    """A tool that takes a text instead of arguments."""
+
+    name: FunctionName
+    description: str | None = None
+    format: CustomFormat | None = None
+
+    OPEN: ClassVar[bool] = True
+
 
 class Tool(Struct, forbid_unknown_fields=True, kw_only=True):
+    """A tool; of the types that have a model call something, ``function`` and ``custom``."""
+
     type: str
     function: Function | None = None
-    custom: Raw = NULL
+    custom: Custom | None = None
+
+    OPEN: ClassVar[bool] = True
 
 
 class FunctionRef(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -130,8 +166,11 @@ class FunctionRef(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class ToolRef(Struct, forbid_unknown_fields=True, kw_only=True):
-    type: Literal["function"]
-    function: FunctionRef
+    """Names a tool, under the key of its type."""
+
+    type: Literal["function", "custom"]
+    function: FunctionRef | None = None
+    custom: FunctionRef | None = None
 
 
 class AllowedTools(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -142,8 +181,8 @@ class AllowedTools(Struct, forbid_unknown_fields=True, kw_only=True):
 class ToolChoice(Struct, forbid_unknown_fields=True, kw_only=True):
     type: str
     function: FunctionRef | None = None
+    custom: FunctionRef | None = None
     allowed_tools: AllowedTools | None = None
-    custom: Raw = NULL
 
 
 class GenerationBody(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -164,7 +203,7 @@ class GenerationBody(Struct, forbid_unknown_fields=True, kw_only=True):
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     user: Name | None = None
-    # Extensions.
+    # Extensions: weft's, and vLLM's by their names.
     cache_salt: Name | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
@@ -182,6 +221,41 @@ class GenerationBody(Struct, forbid_unknown_fields=True, kw_only=True):
     timeout: Annotated[float, Meta(gt=0)] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     top_k: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
+    priority: int | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    # Not honoured.
+    metadata: Annotated[Raw, Ignored("kept by OpenAI beside stored completions", ({},))] = NULL
+    store: Annotated[Raw, Ignored("completions are not stored; responses are", (False,))] = NULL
+    prompt_cache_key: Annotated[Raw, CACHE_HINT] = NULL
+    prompt_cache_options: Annotated[Raw, CACHE_HINT] = NULL
+    prompt_cache_retention: Annotated[Raw, CACHE_HINT] = NULL
+    cache_prompt: Annotated[Raw, CACHE_HINT] = NULL
+    id_slot: Annotated[Raw, CACHE_HINT] = NULL
+    request_id: Annotated[Raw, Ignored("the header X-Request-Id is honoured")] = NULL
+    session_id: Annotated[Raw, KEPT_ELSEWHERE] = NULL
+    client_metadata: Annotated[Raw, KEPT_ELSEWHERE] = NULL
+    litellm_metadata: Annotated[Raw, KEPT_ELSEWHERE] = NULL
+    provider: Annotated[Raw, ROUTING] = NULL
+    models: Annotated[Raw, ROUTING] = NULL
+    route: Annotated[Raw, ROUTING] = NULL
+    usage: Annotated[Raw, Ignored("answers have usage; streams by stream_options")] = NULL
+    stream_interval: Annotated[Raw, Ignored("tokens are sent as they come", (1,))] = NULL
+    keep_alive: Annotated[Raw, Ignored("the model stays loaded")] = NULL
+    use_beam_search: Annotated[Raw, Refused("there is no beam search", (False,))] = NULL
+    best_of: Annotated[Raw, Refused("ask for n choices and choose among them", (1,))] = NULL
+    length_penalty: Annotated[Raw, Refused("it belongs to beam search", (1.0, 1))] = NULL
+    early_stopping: Annotated[Raw, Refused("it belongs to beam search", (False,))] = NULL
+    detokenize: Annotated[Raw, Refused("return_token_ids adds the ids to the text", (True,))] = NULL
+    spaces_between_special_tokens: Annotated[
+        Raw, Refused("text is what the tokens spell", (True,))
+    ] = NULL
+    repetition_detection: Annotated[Raw, Refused("use penalties, or stop")] = NULL
+    watermarking: Annotated[Raw, Refused("output bears no watermark", (False,))] = NULL
+    logits_processors: Annotated[Raw, Refused("requests bring no code", ([],))] = NULL
+    kv_transfer_params: Annotated[Raw, Refused("KV is not moved between servers")] = NULL
+    ec_transfer_params: Annotated[Raw, Refused("KV is not moved between servers")] = NULL
+    vllm_xargs: Annotated[Raw, Refused("there are no such extensions", ({},))] = NULL
 
 
 class CompletionBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
@@ -192,8 +266,8 @@ class CompletionBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
     parse_special: bool | None = None
     logprobs: Annotated[int, Meta(ge=0, le=MAX_COMPLETION_LOGPROBS)] | None = None
     add_special_tokens: bool | None = None
-    best_of: Raw = NULL
-    suffix: Raw = NULL
+    prompt_embeds: Annotated[Raw, Refused("send text or token ids", ([],))] = NULL
+    suffix: Annotated[Raw, Refused("text is not filled in between", ("",))] = NULL
 
 
 class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
@@ -210,19 +284,26 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     chat_template_kwargs: Variables | None = None
     include_reasoning: bool | None = None
-    audio: Raw = NULL
-    function_call: Raw = NULL
-    functions: Raw = NULL
-    metadata: Raw = NULL
-    modalities: Raw = NULL
-    moderation: Raw = NULL
-    prediction: Raw = NULL
-    prompt_cache_key: Raw = NULL
-    prompt_cache_options: Raw = NULL
-    prompt_cache_retention: Raw = NULL
-    store: Raw = NULL
-    verbosity: Raw = NULL
-    web_search_options: Raw = NULL
+    thinking_token_budget: Annotated[int, Meta(ge=-1)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    echo: bool | None = None
+    documents: Annotated[list[Raw], Meta(max_length=MAX_DOCUMENTS)] | None = None
+    chat_template: str | None = None
+    # Not honoured.
+    verbosity: Annotated[Raw, Ignored("no template reads it; say it in a message", ("medium",))] = (
+        NULL
+    )
+    mm_processor_kwargs: Annotated[Raw, Ignored("text is all that is processed", ({},))] = NULL
+    media_io_kwargs: Annotated[Raw, Ignored("text is all that is processed", ({},))] = NULL
+    prediction: Annotated[Raw, Ignored("a hint for speed; prompts are looked up anyway")] = NULL
+    add_special_tokens: Annotated[Raw, Refused("the chat template writes them", (False,))] = NULL
+    audio: Annotated[Raw, Refused("no model here speaks")] = NULL
+    modalities: Annotated[Raw, Refused("answers are text", (["text"],))] = NULL
+    function_call: Annotated[Raw, Refused("use tool_choice, which replaced it", ("none",))] = NULL
+    functions: Annotated[Raw, Refused("use tools, which replaced it", ([],))] = NULL
+    moderation: Annotated[Raw, Refused("nothing is moderated here")] = NULL
+    web_search_options: Annotated[Raw, Refused("nothing is searched here")] = NULL
 
 
 class TokenizeBody(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -233,9 +314,13 @@ class TokenizeBody(Struct, forbid_unknown_fields=True, kw_only=True):
     messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)] | None = None
     add_special_tokens: bool = True
     parse_special: bool = False
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     return_token_strs: bool = False
+    chat_template: str | None = None
     chat_template_kwargs: Variables | None = None
+    documents: Annotated[list[Raw], Meta(max_length=MAX_DOCUMENTS)] | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
 
 
 class DetokenizeBody(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -244,164 +329,3 @@ class DetokenizeBody(Struct, forbid_unknown_fields=True, kw_only=True):
     model: Name | None = None
     tokens: Annotated[list[TokenId], Meta(max_length=MAX_IDS)]
     skip_special_tokens: bool = False
-
-
-# Values besides null that ask for nothing, for fields that are otherwise refused.
-_NEUTRAL: dict[type[Struct], dict[str, tuple[Any, ...]]] = {
-    StreamOptions: {"include_obfuscation": (False,)},
-    Message: {"refusal": (), "audio": (), "function_call": (), "annotations": ([],)},
-    CompletionBody: {"best_of": (1,), "suffix": ("",)},
-    ChatBody: {
-        "audio": (),
-        "function_call": ("none",),
-        "functions": ([],),
-        "metadata": ({},),
-        "modalities": (["text"],),
-        "moderation": (),
-        "prediction": (),
-        "prompt_cache_key": (),
-        "prompt_cache_options": (),
-        "prompt_cache_retention": (),
-        "store": (False,),
-        "verbosity": (),
-        "web_search_options": (),
-    },
-}
-
-Body = TypeVar("Body", bound=Struct)
-
-_AT = re.compile(r"^(?P<what>.*?)(?: - at `(?P<key>key` in `)?\$\.?(?P<path>[^`]*)`)?$", re.DOTALL)
-_FIELD = re.compile(r"field `([^`]*)`")
-
-
-@cache
-def _decoder(body: type[Struct]) -> msgspec.json.Decoder[Any]:
-    return msgspec.json.Decoder(body)
-
-
-def decode_body(body: type[Body], data: bytes | Raw, at: str = "") -> Body:
-    """Decode and check the body of a request, or the part of one that stands ``at`` a path.
-
-    Raises:
-        ParameterError: the body is not JSON, or a field is malformed, out of bounds, unknown or
-            not supported; the error names it.
-    """
-    if isinstance(data, bytes):  # a part has been counted with the whole
-        refuse_many_parts(data)
-    try:
-        str(data, "utf-8")  # the decoder does not look into what is left as JSON
-        decoded: Body = _decoder(body).decode(data)
-    except msgspec.ValidationError as error:
-        raise _explained(body, str(error), at) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        detail = "" if isinstance(error, RecursionError) else f" ({str(error)[:200]})"
-        raise InvalidJSONError(f"The body of the request is not valid JSON{detail}.") from None
-    refuse_unsupported(decoded, at and f"{at}.")
-    return decoded
-
-
-def encode_json(value: Any) -> bytes:
-    """JSON of a value from a body. Raises ParameterError if it is nested too deeply."""
-    try:
-        return msgspec.json.encode(value)
-    except RecursionError:
-        raise ParameterError("The body of the request is nested too deeply.") from None
-
-
-class _Kind(Struct):
-    type: str | None = None
-
-
-def kind_of(raw: Raw, path: str, default: str | None = None) -> str:
-    """The ``type`` of an object. Raises MissingParameterError if it and a default are missing."""
-    kind = decode_body(_Kind, raw, path).type
-    kind = default if kind is None else kind
-    if kind is None:
-        raise MissingParameterError(f"{path}.type")
-    return kind
-
-
-def refuse_many_parts(data: bytes) -> None:
-    """Raise ParameterError for JSON that would take long to decode, before it is decoded.
-
-    The decoder checks the length of a list only when it has it, and holds up every thread until
-    then: a megabyte of empty lists takes 200 ms. To count first takes a few.
-    """
-    if len(data) <= UNCOUNTED_BYTES or not _many(data):
-        return
-    plain = data.replace(b"\\\\", b"").replace(b'\\"', b"")
-    if plain.count(b'"') > 2 * MAX_STRINGS or _many(b"".join(plain.split(b'"')[::2])):
-        raise ParameterError(
-            f"The body of the request has too many parts; it may have {MAX_CONTAINERS} lists and "
-            f"objects and {MAX_STRINGS} strings."
-        )
-
-
-def _many(data: bytes) -> bool:
-    """Whether there may be too many parts; brackets within strings count, too."""
-    containers = data.count(b"[") + data.count(b"{")
-    return containers > MAX_CONTAINERS or data.count(b'"') > 2 * MAX_STRINGS
-
-
-def refuse_unsupported(body: Struct, path: str = "") -> None:
-    """Raise UnsupportedParameterError for a field that asks for something weft does not have."""
-    table = _NEUTRAL.get(type(body)) or getattr(body, "REFUSED", {})
-    for name, neutral in table.items():
-        value = getattr(body, name)
-        if value is not NULL and not _is_neutral(bytes(value), neutral):
-            raise UnsupportedParameterError(path + name)
-    for name in body.__struct_fields__:
-        value = getattr(body, name)
-        if isinstance(value, Struct):
-            refuse_unsupported(value, f"{path}{name}.")
-        elif isinstance(value, list) and value and isinstance(value[0], Struct):
-            for index, item in enumerate(value):
-                refuse_unsupported(item, f"{path}{name}[{index}].")
-
-
-def _is_neutral(data: bytes, neutral: tuple[Any, ...]) -> bool:
-    """Whether a value asks for nothing. A long one is not even decoded: that would take long."""
-    if len(data) > MAX_NEUTRAL_BYTES:
-        return False
-    try:
-        value = msgspec.json.decode(data)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return False
-    return value is None or any(_same(value, one) for one in neutral)
-
-
-def _same(value: Any, neutral: Any) -> bool:
-    return type(value) is type(neutral) and bool(value == neutral)
-
-
-def _explained(body: type[Struct], text: str, at: str) -> ParameterError:
-    """Turn the library's sentence into a typed error that names the parameter."""
-    match = _AT.match(text)
-    what, path = (match["what"], match["path"] or "") if match else (text, "")
-    known = _known(body, path)
-    path = f"{at}.{path}".rstrip(".").replace(".[", "[") if at else path
-    path = path[:MAX_SHOWN_CHARS]
-    field = _FIELD.search(what)
-    if field is not None:
-        name = field[1][:MAX_SHOWN_CHARS]
-        name = f"{path}.{name}" if path else name
-        if "missing required" in what:
-            return MissingParameterError(name)
-        return UnknownParameterError(name, known)
-    if not path:
-        return ParameterError(f"The body of the request is wrong: {_plain(what)}.")
-    return ParameterError(f"'{path}' is wrong: {_plain(what)}.", param=path)
-
-
-def _known(body: type[Struct], path: str) -> tuple[str, ...]:
-    if path.startswith("messages["):
-        return Message.__struct_fields__
-    if path == "stream_options":
-        return StreamOptions.__struct_fields__
-    return body.__struct_fields__
-
-
-def _plain(text: str) -> str:
-    """``Expected `int | null`, got `str``` -> ``expected int or null, got str``; shortened."""
-    text = text if len(text) <= 3 * MAX_SHOWN_CHARS else f"{text[: 3 * MAX_SHOWN_CHARS]}..."
-    return (text[:1].lower() + text[1:]).replace("`", "").replace(" | ", " or ")

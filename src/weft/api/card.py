@@ -66,7 +66,9 @@ class ApiLimits:
     Attributes:
         max_sequences: prompts times ``n``.
         max_prompt_bytes: UTF-8 bytes of all prompts or messages together, before tokenising.
+        request_templates: requests may bring chat templates of their own.
     """
 
     max_sequences: int = 512
     max_prompt_bytes: int = 8 * 2**20
+    request_templates: bool = False

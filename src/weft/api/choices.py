@@ -12,6 +12,7 @@ from weft.core.plan import Update
 from weft.core.types import FinishReason, Request, TokenLogprob
 from weft.text import TextStream, Tokenizer
 from weft.text.assistant import Content, Event, Reasoning, ToolArguments, ToolCall
+from weft.text.customcalls import CustomCalls
 
 
 @dataclass(slots=True)
@@ -51,6 +52,7 @@ class Choice:
     """
 
     __slots__ = (
+        "_custom",
         "_hidden",
         "_parser",
         "_stream",
@@ -80,6 +82,7 @@ class Choice:
         self.called = False
         reading = job.reading
         self._parser = reading.parser() if reading is not None else None
+        self._custom = CustomCalls(job.custom_tools) if job.custom_tools else None
         self._with_reasoning = reading is None or reading.with_reasoning
         self._stream = TextStream(
             tokenizer,
@@ -169,6 +172,8 @@ class Choice:
         events = self._parser.push(text)
         if finish is not None:
             events += self._parser.flush(cut=finish == "length")
+        if self._custom is not None:
+            events = self._custom.push(events, end=finish is not None)
         if not self._with_reasoning:
             events = [event for event in events if not isinstance(event, Reasoning)]
         self.called = self.called or any(isinstance(event, ToolCall) for event in events)

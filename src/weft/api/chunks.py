@@ -51,6 +51,7 @@ class ChunkWriter:
         self._tail = b"]" + null_usage + b"}" + frame[1]
         self._usage_tail = (b'],"usage":', b"}" + frame[1])
         self._ends = [self._text_ends(choice.index) for choice in self.assembly.choices]
+        self._custom: set[tuple[int, int]] = set()  # calls of custom tools, by choice and place
         self._scores = {
             choice.index: CompletionLogprobs(
                 tokenizer, texts, choice.request.sampling.skip_special_tokens
@@ -110,7 +111,11 @@ class ChunkWriter:
         if self._job.return_token_ids:
             more["prompt_token_ids"] = delta.choice.request.prompt
         role = _ROLE if self._job.reading is None else _SILENT
-        return self._chunk(delta.index, {"delta": role}, **more)
+        opening = self._chunk(delta.index, {"delta": role}, **more)
+        echoed = echoed_text(self._job, delta.index)
+        if echoed:
+            opening += self._chunk(delta.index, {"delta": {"content": echoed}})
+        return opening
 
     def _closing(self, delta: Delta) -> bytes:
         empty: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
@@ -119,7 +124,7 @@ class ChunkWriter:
 
     def _chat_chunk(self, delta: Delta) -> bytes:
         """The chunks of what is new; the first has what is said of its tokens."""
-        pieces = [_piece(event) for event in delta.events]
+        pieces = [self._piece(event, delta.index) for event in delta.events]
         if not pieces and self._every_token and delta.token_ids:
             pieces = [{"content": ""} if self._job.reading is None else {}]
         if not pieces:
@@ -162,13 +167,17 @@ class ChunkWriter:
             tail = orjson.dumps(usage(self.assembly)).join(self._usage_tail)
         return self._head + orjson.dumps(choice) + tail
 
-
-def _piece(event: Event) -> dict[str, Any]:
-    """The ``delta`` of an event."""
-    if isinstance(event, Content):
-        return {"content": event.text}
-    if isinstance(event, Reasoning):
-        return {"reasoning_content": event.text}
-    if isinstance(event, ToolCall):
-        return {"tool_calls": [{"index": event.index, **call_object(event, "")}]}
-    return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
+    def _piece(self, event: Event, choice: int) -> dict[str, Any]:
+        """The ``delta`` of an event."""
+        if isinstance(event, Content):
+            return {"content": event.text}
+        if isinstance(event, Reasoning):
+            return {"reasoning_content": event.text}
+        if isinstance(event, ToolCall):
+            if event.name in self._job.custom_tools:
+                self._custom.add((choice, event.index))
+            return {"tool_calls": [{"index": event.index, **call_object(event, "", self._job)}]}
+        grown = {"function": {"arguments": event.text}}
+        if (choice, event.index) in self._custom:
+            grown = {"custom": {"input": event.text}}
+        return {"tool_calls": [{"index": event.index, **grown}]}

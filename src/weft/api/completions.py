@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import cast
 
 from weft.api.bodies import CompletionBody
 from weft.api.jobs import Builder, Job, new_id, now
+from weft.api.rules import Notes
 from weft.api.sampling import (
     build_sampling,
-    check_context,
     check_max_tokens,
     check_model,
     first_seed,
+    fit_context,
     include_usage,
     seeded,
     service_class,
+    truncated,
     usage_in_chunks,
 )
 from weft.api.structured import find_constraint
@@ -27,8 +30,11 @@ DEFAULT_MAX_TOKENS = 16
 Prompt = str | Seq[int]
 
 
-def completion_job(body: CompletionBody, builder: Builder) -> Job:
+def completion_job(body: CompletionBody, builder: Builder, notes: Notes | None = None) -> Job:
     """Check a body and return what it asks for.
+
+    Args:
+        notes: take what is ignored.
 
     Raises:
         WeftError: a typed error that names the parameter; nothing has been started.
@@ -36,27 +42,28 @@ def completion_job(body: CompletionBody, builder: Builder) -> Job:
     card = builder.card
     model = check_model(body.model, card)
     check_max_tokens(body.max_tokens, "max_tokens", 0)
-    _, tier = service_class(body.service_tier)
+    _, tier = service_class(body.service_tier, body.priority)
     prompts = prompts_of(body.prompt, "prompt")
     builder.check_count(len(prompts), body.n or 1)
     builder.check_size(sum(_size(prompt) for prompt in prompts), "prompt")
     constraint = find_constraint(body)
     ids = [_encode(prompt, body, builder) for prompt in prompts]
-    for prompt in ids:
-        check_context(len(prompt), body.max_tokens, card, "prompt")
+    limits = [
+        fit_context(len(prompt), body.max_tokens, card, "prompt", notes=notes) for prompt in ids
+    ]
     return Job(
         "completion",
         new_id("cmpl"),
         now(),
         model,
         card.system_fingerprint,
-        _requests(body, builder, ids, constraint and constraint.grammar),
+        _requests(body, builder, ids, limits, constraint and constraint.grammar),
         n=body.n or 1,
         stream=bool(body.stream),
         include_usage=include_usage(body),
         usage_in_chunks=usage_in_chunks(body),
         service_tier=tier,
-        echoed=_echoed(prompts, ids, builder) if body.echo else None,
+        echoed=_echoed(prompts, ids, body, builder) if body.echo else None,
         logprobs=body.logprobs is not None,
         return_token_ids=bool(body.return_token_ids),
         no_output=body.max_tokens == 0,
@@ -69,34 +76,45 @@ def _requests(
     body: CompletionBody,
     builder: Builder,
     prompts: Seq[tuple[int, ...]],
+    limits: Seq[int | None],
     grammar: str | None,
 ) -> tuple[Request, ...]:
-    """One sequence for each choice of each prompt; choice i of every prompt has seed + i."""
+    """One sequence for each choice of each prompt; choice i of every prompt has seed + i.
+
+    Args:
+        limits: on the output tokens of each prompt's choices.
+    """
     card, n = builder.card, body.n or 1
     numbers = builder.numbers(len(prompts) * n)
     seeds = [first_seed(body, card, number) for number in numbers[::n]]
     params = build_sampling(
         body,
         card,
-        max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else max(body.max_tokens, 1),
+        max_tokens=_limit(limits[0]),
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo else None,
         seed=seeds[0],
         grammar=grammar,
     )
-    rank, _ = service_class(body.service_tier)
+    rank, _ = service_class(body.service_tier, body.priority)
+    own = [replace(params, max_tokens=_limit(limit)) for limit in limits]
     salt = (body.cache_salt or "").encode()
     return tuple(
         Request(
             number,
             prompts[i // n],
-            seeded(params, seeds[i // n], i % n),
+            seeded(own[i // n], seeds[i // n], i % n),
             card.eos_token_ids,
             rank,
             salt,
         )
         for i, number in enumerate(numbers)
     )
+
+
+def _limit(max_tokens: int | None) -> int:
+    """Output tokens of a sequence, which computes one even if none is to be shown."""
+    return DEFAULT_MAX_TOKENS if max_tokens is None else max(max_tokens, 1)
 
 
 def prompts_of(given: str | list[str | int | list[int]] | None, param: str) -> list[Prompt]:
@@ -136,7 +154,7 @@ def _encode(prompt: Prompt, body: CompletionBody, builder: Builder) -> tuple[int
         ids = list(prompt)
     if not ids:
         raise ParameterError("The prompt is empty; give at least one token.", param="prompt")
-    return tuple(ids)
+    return tuple(truncated(ids, body, builder.card, body.max_tokens))
 
 
 def check_ids(ids: Seq[int], vocab_size: int, param: str) -> None:
@@ -148,8 +166,11 @@ def check_ids(ids: Seq[int], vocab_size: int, param: str) -> None:
         )
 
 
-def _echoed(prompts: Seq[Prompt], ids: Seq[tuple[int, ...]], builder: Builder) -> tuple[str, ...]:
+def _echoed(
+    prompts: Seq[Prompt], ids: Seq[tuple[int, ...]], body: CompletionBody, builder: Builder
+) -> tuple[str, ...]:
+    whole = body.truncate_prompt_tokens is None
     return tuple(
-        prompt if isinstance(prompt, str) else builder.tokenizer.decode(tokens)
+        prompt if whole and isinstance(prompt, str) else builder.tokenizer.decode(tokens)
         for prompt, tokens in zip(prompts, ids, strict=True)
     )

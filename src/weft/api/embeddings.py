@@ -6,18 +6,19 @@ import base64
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import orjson
-from msgspec import Struct
+from msgspec import Meta, Raw, Struct
 from numpy.typing import NDArray
 
-from weft.api.bodies import Name, Prompts
+from weft.api.bodies import KEPT_ELSEWHERE, Name, Prompts
 from weft.api.choices import ended_badly
 from weft.api.completions import Prompt, check_ids, prompts_of
 from weft.api.jobs import Builder, Job, new_id, now
-from weft.api.sampling import check_context, check_model, service_class
+from weft.api.rules import NULL, Refused
+from weft.api.sampling import check_model, fit_context, service_class, truncated
 from weft.core.errors import InvariantError, ParameterError, PromptTooLongError
 from weft.core.plan import Update
 from weft.core.types import NEUTRAL, FinishReason, Request, SamplingParams
@@ -39,6 +40,13 @@ class EmbeddingBody(Struct, forbid_unknown_fields=True, kw_only=True):
     # Extensions.
     cache_salt: Name | None = None
     service_tier: str | None = None
+    priority: int | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    normalize: Annotated[Raw, Refused("vectors have length 1", (True,))] = NULL
+    add_special_tokens: Annotated[Raw, Refused("they belong to the input", (True,))] = NULL
+    metadata: Annotated[Raw, KEPT_ELSEWHERE] = NULL
+    request_id: Annotated[Raw, KEPT_ELSEWHERE] = NULL
 
 
 def embedding_job(body: EmbeddingBody, builder: Builder) -> Job:
@@ -49,7 +57,7 @@ def embedding_job(body: EmbeddingBody, builder: Builder) -> Job:
     """
     card = builder.card
     model = check_model(body.model, card)
-    rank, _ = service_class(body.service_tier)
+    rank, _ = service_class(body.service_tier, body.priority)
     if body.dimensions is not None and not 1 <= body.dimensions <= card.hidden_size:
         raise ParameterError(
             f"dimensions must be from 1 to {card.hidden_size}, not {body.dimensions}.",
@@ -61,7 +69,7 @@ def embedding_job(body: EmbeddingBody, builder: Builder) -> Job:
             f"There are {len(inputs)} inputs; one request may have {MAX_INPUTS}.", param="input"
         )
     _check_total(inputs, builder)
-    prompts = [_encode(text, builder) for text in inputs]
+    prompts = [_encode(text, body, builder) for text in inputs]
     sampling = SamplingParams(**NEUTRAL, max_tokens=1, seed=0)
     salt = (body.cache_salt or "").encode()
     return Job(
@@ -154,7 +162,7 @@ def _check_total(inputs: Seq[Prompt], builder: Builder) -> None:
         )
 
 
-def _encode(text: Prompt, builder: Builder) -> tuple[int, ...]:
+def _encode(text: Prompt, body: EmbeddingBody, builder: Builder) -> tuple[int, ...]:
     if isinstance(text, str):
         ids: Seq[int] = builder.tokenizer.encode(text) if text else ()
     else:
@@ -162,5 +170,6 @@ def _encode(text: Prompt, builder: Builder) -> tuple[int, ...]:
         ids = text
     if not ids:
         raise ParameterError("An input is empty; give at least one token.", param="input")
-    check_context(len(ids), None, builder.card, "input")
+    ids = truncated(ids, body, builder.card, None)
+    fit_context(len(ids), None, builder.card, "input")
     return tuple(ids)

@@ -7,14 +7,18 @@ import secrets
 import threading
 import time
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from weft.api.card import ApiLimits, ModelCard
-from weft.core.errors import ParameterError, PromptTooLongError
+from weft.api.errors import UnsupportedParameterError
+from weft.core.errors import ParameterError, PromptTooLongError, TemplateError, TokenizerError
 from weft.core.types import Request
 from weft.text import ChatTemplate, Tokenizer
 from weft.text.dialect import Dialect, Reading, choose_dialect
 from weft.text.grammar import GrammarChecker
+
+MAX_OWN_TEMPLATES = 32  # of requests, that are kept compiled
 
 Endpoint = Literal["completion", "chat", "response", "message", "embedding"]
 
@@ -38,6 +42,7 @@ class Job:
         no_output: ``max_tokens`` was 0; the one token that is computed is not shown.
         reading: how the text is read as a turn of an assistant; None if all of it is content.
         constrained_by: the parameter that asked for the grammar of the sequences.
+        custom_tools: names of tools whose calls bear a text instead of arguments.
     """
 
     endpoint: Endpoint
@@ -58,6 +63,7 @@ class Job:
     timeout_s: float | None = None
     reading: Reading | None = None
     constrained_by: str | None = None
+    custom_tools: frozenset[str] = frozenset()
 
     @property
     def prompt_tokens(self) -> int:
@@ -90,10 +96,34 @@ class Builder:
         self.grammars = GrammarChecker(tokenizer, card.vocab_size, card.eos_token_ids)
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
+        self._template_of = lru_cache(MAX_OWN_TEMPLATES)(self._own_template)
         pieces = tokenizer.id_to_bytes
         self._longest_piece = (
             max((len(piece or b"") for piece in pieces), default=1) if pieces else 0
         )
+
+    def template(self, own: str | None) -> ChatTemplate | None:
+        """The model's chat template, or the one that a request brings.
+
+        Raises:
+            UnsupportedParameterError: the server does not take templates from requests.
+            TemplateError: it is not a valid template.
+        """
+        return self.chat_template if own is None else self._template_of(own)
+
+    def _own_template(self, text: str) -> ChatTemplate:
+        if not self.limits.request_templates:
+            raise UnsupportedParameterError(
+                "chat_template",
+                " The server takes templates from requests if it is started with "
+                "--request-chat-template.",
+            )
+        self.check_size(len(text.encode()), "chat_template")
+        named = {} if self.chat_template is None else self.chat_template.special_tokens
+        try:
+            return ChatTemplate({"default": text}, named)
+        except TokenizerError as error:
+            raise TemplateError(error.message, param="chat_template") from None
 
     def numbers(self, count: int) -> list[int]:
         """Sequence ids that no other request has."""

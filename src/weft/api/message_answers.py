@@ -129,7 +129,7 @@ def _usage(job: Job, turn: Turn) -> dict[str, Any]:
 
 def _block(part: Part) -> dict[str, Any]:
     if part.kind == "text":
-        return {"type": "text", "text": part.text, "citations": None}
+        return {"type": "text", "text": part.text}
     if part.kind == "reasoning":
         return {"type": "thinking", "thinking": part.text, "signature": ""}
     return {**_call(part), "input": _input(part.text)}
@@ -159,7 +159,7 @@ def _events(change: Change) -> bytes:
 
 def _empty(part: Part) -> dict[str, Any]:
     if part.kind == "text":
-        return {"type": "text", "text": "", "citations": None}
+        return {"type": "text", "text": ""}
     if part.kind == "reasoning":
         return {"type": "thinking", "thinking": "", "signature": ""}
     return _call(part)

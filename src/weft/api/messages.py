@@ -4,68 +4,107 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from weft.api.bodies import MAX_MESSAGES, MAX_TOOLS, NULL, Name, Parts, decode_body, kind_of
+from weft.api.bodies import CACHE_HINT, MAX_MESSAGES, MAX_TOOLS, Name, Parts
+from weft.api.chat import reads_effort
+from weft.api.decoding import decode_body, kind_of
 from weft.api.errors import MissingParameterError, UnsupportedParameterError
 from weft.api.jobs import Builder, Job, new_id
+from weft.api.rules import MAX_SHOWN_CHARS, NULL, Ignored, Notes, Refused
 from weft.api.translate import job_of_chat
 from weft.core.errors import ParameterError
 from weft.core.types import MAX_STOP_STRINGS
 
 Content = str | Parts
+CALLER = Ignored("the model itself calls tools", ({"type": "direct"},))
+IMAGE = "[An image stands here, which this model cannot see.]"
 
 # Fields of the chat body -> fields of this one.
 NAMES = {
     "max_completion_tokens": "max_tokens",
+    "continue_final_message": "messages",
     "stop": "stop_sequences",
     "response_format": "output_config.format",
     "reasoning_effort": "output_config.effort",
     "parallel_tool_calls": "tool_choice",
+    "thinking_token_budget": "thinking.budget_tokens",
     ".parameters": ".input_schema",
 }
 
 
 class Block(Struct, forbid_unknown_fields=True, kw_only=True):
-    """What every block may have; caching of prefixes needs no hints here."""
+    """What every block may have."""
 
     type: str
-    cache_control: Raw = NULL
+    cache_control: Annotated[Raw, CACHE_HINT] = NULL
+
+    OPEN: ClassVar[bool] = True
 
 
 class Text(Block, forbid_unknown_fields=True, kw_only=True):
     text: str
-    citations: Raw = NULL
-
-    REFUSED: ClassVar[Mapping[str, Any]] = {"citations": ([],)}
+    citations: Annotated[Raw, Ignored("the text stands without them", ([],))] = NULL
 
 
 class ToolUse(Block, forbid_unknown_fields=True, kw_only=True):
     id: Name
     name: Name
     input: dict[str, Raw]
-    caller: Raw = NULL
-    toolset_name: Raw = NULL
-
-    REFUSED: ClassVar[Mapping[str, Any]] = {"caller": ({"type": "direct"},), "toolset_name": ()}
+    caller: Annotated[Raw, CALLER] = NULL
+    toolset_name: Annotated[Raw, CALLER] = NULL
 
 
 class ToolResult(Block, forbid_unknown_fields=True, kw_only=True):
     tool_use_id: Name
-    content: Content = ""
+    content: Content | None = None
     is_error: bool | None = None
-    toolset_name: Raw = NULL
-
-    REFUSED: ClassVar[Mapping[str, Any]] = {"toolset_name": ()}
+    toolset_name: Annotated[Raw, CALLER] = NULL
 
 
 class Thinking(Block, forbid_unknown_fields=True, kw_only=True):
     thinking: str
     signature: str = ""
+
+
+class Source(Struct, forbid_unknown_fields=True, kw_only=True):
+    """Where a document's text is."""
+
+    type: str
+    media_type: str | None = None
+    data: str | None = None
+    content: str | Parts | None = None
+    url: str | None = None
+
+    OPEN: ClassVar[bool] = True
+
+
+class Document(Block, forbid_unknown_fields=True, kw_only=True):
+    source: Source
+    title: str | None = None
+    context: str | None = None
+    citations: Annotated[Raw, Ignored("answers cite nothing", ({"enabled": False}, {}))] = NULL
+
+
+class SearchResult(Block, forbid_unknown_fields=True, kw_only=True):
+    source: str
+    title: str
+    content: Parts
+    citations: Annotated[Raw, Ignored("answers cite nothing", ({"enabled": False}, {}))] = NULL
+
+
+class ToolReference(Block, forbid_unknown_fields=True, kw_only=True):
+    tool_name: str
+
+
+class Other(Struct, kw_only=True):
+    """A block that is known by its type only."""
+
+    type: str
 
 
 class Turn(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -74,24 +113,26 @@ class Turn(Struct, forbid_unknown_fields=True, kw_only=True):
     role: Literal["user", "assistant", "system"]
     content: Content
 
+    OPEN: ClassVar[bool] = True
+
 
 class Tool(Struct, forbid_unknown_fields=True, kw_only=True):
-    name: Name
+    """A tool; one without a type, or of the type ``custom``, is described by its schema."""
+
+    name: Name | None = None
     input_schema: Raw = NULL
     type: str | None = None
     description: str | None = None
     strict: bool | None = None
-    cache_control: Raw = NULL
-    eager_input_streaming: Raw = NULL
-    input_examples: Raw = NULL
-    allowed_callers: Raw = NULL
-    defer_loading: Raw = NULL
+    cache_control: Annotated[Raw, CACHE_HINT] = NULL
+    eager_input_streaming: Annotated[
+        Raw, Ignored("arguments are streamed as they come", (True, False))
+    ] = NULL
+    input_examples: Annotated[Raw, Ignored("the schema says what is valid", ([],))] = NULL
+    allowed_callers: Annotated[Raw, Ignored("the model calls tools itself", (["direct"],))] = NULL
+    defer_loading: Annotated[Raw, Ignored("the model is told of every tool", (False,))] = NULL
 
-    REFUSED: ClassVar[Mapping[str, Any]] = {
-        "allowed_callers": (["direct"],),
-        "defer_loading": (False,),
-        "input_examples": ([],),
-    }
+    OPEN: ClassVar[bool] = True
 
 
 class ToolChoice(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -108,18 +149,23 @@ class OutputFormat(Struct, forbid_unknown_fields=True, kw_only=True):
 class OutputConfig(Struct, forbid_unknown_fields=True, kw_only=True):
     effort: str | None = None
     format: OutputFormat | None = None
+    task_budget: Annotated[Raw, Ignored("max_tokens bounds the answer")] = NULL
+
+    OPEN: ClassVar[bool] = True
 
 
 class ThinkingConfig(Struct, forbid_unknown_fields=True, kw_only=True):
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Raw = NULL
-    display: Raw = NULL
+    budget_tokens: Annotated[int, Meta(ge=0)] | None = None
+    display: Annotated[Raw, Ignored("reasoning is shown as it is", ("summarized",))] = NULL
 
-    REFUSED: ClassVar[Mapping[str, Any]] = {"display": ("summarized",)}
+    OPEN: ClassVar[bool] = True
 
 
 class Metadata(Struct, forbid_unknown_fields=True, kw_only=True):
     user_id: Name | None = None
+
+    OPEN: ClassVar[bool] = True
 
 
 class PromptBody(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -132,10 +178,14 @@ class PromptBody(Struct, forbid_unknown_fields=True, kw_only=True):
     tool_choice: ToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
-    cache_control: Raw = NULL
-    speed: Raw = NULL
-
-    REFUSED: ClassVar[Mapping[str, Any]] = {"speed": ("standard",)}
+    output_format: OutputFormat | None = None  # the older name of output_config.format
+    betas: Annotated[Raw, Ignored("what is there needs no header", ([],))] = NULL
+    cache_control: Annotated[Raw, CACHE_HINT] = NULL
+    context_management: Annotated[
+        Raw, Ignored("nothing is cleared from the conversation", ({}, {"edits": []}))
+    ] = NULL
+    speed: Annotated[Raw, Ignored("there is one speed", ("standard",))] = NULL
+    mcp_servers: Annotated[Raw, Refused("the client calls tools", ([],))] = NULL
 
 
 class MessageBody(PromptBody, forbid_unknown_fields=True, kw_only=True):
@@ -149,30 +199,24 @@ class MessageBody(PromptBody, forbid_unknown_fields=True, kw_only=True):
     top_p: Raw = NULL
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
-    container: Raw = NULL
-    context_management: Raw = NULL
-    diagnostics: Raw = NULL
-    inference_geo: Raw = NULL
-    mcp_servers: Raw = NULL
-
-    REFUSED: ClassVar[Mapping[str, Any]] = {
-        **PromptBody.REFUSED,
-        "container": (),
-        "context_management": (),
-        "diagnostics": (),
-        "inference_geo": (),
-        "mcp_servers": ([],),
-    }
+    container: Annotated[Raw, Refused("no code runs here")] = NULL
+    diagnostics: Annotated[Raw, Ignored("there is nothing to compare with")] = NULL
+    fallbacks: Annotated[Raw, Ignored("there is one model", ([],))] = NULL
+    inference_geo: Annotated[Raw, Ignored("the server stands where it stands")] = NULL
 
 
-def message_job(body: MessageBody, builder: Builder) -> Job:
+def message_job(body: MessageBody, builder: Builder, notes: Notes | None = None) -> Job:
     """Check a body and return what it asks for.
+
+    Args:
+        notes: take what is ignored.
 
     Raises:
         WeftError: a typed error that names the parameter; nothing has been started.
     """
+    notes = Notes() if notes is None else notes
     fields = {
-        **chat_fields(body),
+        **chat_fields(body, notes),
         "max_completion_tokens": body.max_tokens,
         "stop": body.stop_sequences,
         "temperature": body.temperature,
@@ -180,74 +224,90 @@ def message_job(body: MessageBody, builder: Builder) -> Job:
         "top_p": body.top_p,
         "stream": body.stream,
     }
-    job = _job(body, fields, builder)
+    job = _job(body, fields, builder, notes)
     return replace(job, endpoint="message", id=new_id("msg", "_"))
 
 
-def _job(body: PromptBody, fields: dict[str, Any], builder: Builder) -> Job:
+def _job(body: PromptBody, fields: dict[str, Any], builder: Builder, notes: Notes) -> Job:
     """The job of the chat; a model that marks its thinking is asked not to think if so wished."""
     names = NAMES
     config = body.thinking
     if config is not None and config.type == "disabled" and builder.dialect.reasoning is not None:
-        fields["reasoning_effort"] = "none"
-        names = {**NAMES, "reasoning_effort": "thinking"}
-    return job_of_chat(fields, builder, names)
+        if reads_effort(builder.chat_template):
+            fields["reasoning_effort"] = "none"
+        else:
+            fields["thinking_token_budget"] = 0
+        names = {**NAMES, "reasoning_effort": "thinking", "thinking_token_budget": "thinking"}
+    return job_of_chat(fields, builder, names, notes)
 
 
-def count_tokens(body: PromptBody, builder: Builder) -> int:
+def count_tokens(body: PromptBody, builder: Builder, notes: Notes | None = None) -> int:
     """Tokens of the prompt that a message would be answered from. Raises as `message_job`."""
-    return _job(body, chat_fields(body), builder).prompt_tokens
+    notes = Notes() if notes is None else notes
+    return _job(body, chat_fields(body, notes), builder, notes).prompt_tokens
 
 
-def chat_fields(body: PromptBody) -> dict[str, Any]:
+def chat_fields(body: PromptBody, notes: Notes | None = None) -> dict[str, Any]:
     """Fields of the chat body that has the same prompt.
 
     Raises:
         ParameterError: a block is malformed, unknown, not supported, or answers no call.
     """
-    if body.messages[-1].role == "assistant":
-        raise UnsupportedParameterError(
-            "messages", " The last message must not be the assistant's: its text is not continued."
-        )
-    _check_thinking(body.thinking)
+    notes = Notes() if notes is None else notes
+    blocks = _Blocks(notes)
     messages = []
     if body.system is not None:
-        messages.append({"role": "system", "content": _text(body.system, "system")})
+        messages.append({"role": "system", "content": blocks.text(body.system, "system")})
     called: frozenset[str] = frozenset()
     for index, turn in enumerate(body.messages):
         path = f"messages[{index}].content"
         if turn.role == "assistant":
-            message, called = _assistant(turn.content, path)
+            message, called = _assistant(turn.content, path, blocks)
             messages.append(message)
         elif turn.role == "system":
-            messages.append({"role": "system", "content": _text(turn.content, path)})
+            messages.append({"role": "system", "content": blocks.text(turn.content, path)})
         else:
-            messages += _user(turn.content, path, called)
+            messages += _user(turn.content, path, called, blocks)
     config = body.output_config or OutputConfig()
-    return {
+    form = config.format or body.output_format
+    fields = {
         "model": body.model,
         "messages": messages,
         "reasoning_effort": config.effort,
-        "response_format": config.format and _response_format(config.format),
-        **_tool_fields(body.tools, body.tool_choice),
+        "response_format": form and _response_format(form),
+        **_tool_fields(body.tools, body.tool_choice, notes),
+        **_continued(messages[-1], len(body.messages) - 1),
     }
+    if body.thinking is not None and body.thinking.type == "enabled":
+        if body.thinking.budget_tokens is None:
+            raise MissingParameterError("thinking.budget_tokens")
+        fields["thinking_token_budget"] = body.thinking.budget_tokens
+    return fields
 
 
-def _check_thinking(config: ThinkingConfig | None) -> None:
-    if config is not None and config.type == "enabled":
-        raise UnsupportedParameterError(
-            "thinking.budget_tokens", ' Use "thinking": {"type": "adaptive"}, which has no budget.'
+def _continued(last: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """A conversation that ends with the assistant's text has the model go on with that text."""
+    if last["role"] != "assistant":
+        return {}
+    if "tool_calls" in last or not last["content"].strip():
+        raise ParameterError(
+            "The last message is the assistant's; it can be continued if it ends with text.",
+            param=f"messages[{index}]",
         )
+    return {"continue_final_message": True}
 
 
-def _user(content: Content, path: str, called: frozenset[str]) -> list[dict[str, Any]]:
+def _user(
+    content: Content, path: str, called: frozenset[str], blocks: _Blocks
+) -> list[dict[str, Any]]:
     """Results of tools first, each a message of its own, then the text."""
     if isinstance(content, str):
         return [{"role": "user", "content": content}]
-    results, texts = [], []
-    for block, where in _blocks(content, path, (Text, ToolResult)):
-        if isinstance(block, Text):
-            texts.append(block.text)
+    results: list[dict[str, Any]] = []
+    texts: list[str] = []
+    for block, where in blocks.read(content, path, USER_BLOCKS):
+        if not isinstance(block, ToolResult):
+            texts.append(blocks.shown(block, where))
             continue
         if block.tool_use_id not in called:
             raise ParameterError(
@@ -255,7 +315,7 @@ def _user(content: Content, path: str, called: frozenset[str]) -> list[dict[str,
                 "message before has no tool_use block with that id.",
                 param=f"{where}.tool_use_id",
             )
-        text = _text(block.content, f"{where}.content")
+        text = blocks.result(block.content or "", f"{where}.content")
         results.append(
             {
                 "role": "tool",
@@ -268,20 +328,24 @@ def _user(content: Content, path: str, called: frozenset[str]) -> list[dict[str,
     return results
 
 
-def _assistant(content: Content, path: str) -> tuple[dict[str, Any], frozenset[str]]:
+def _assistant(
+    content: Content, path: str, blocks: _Blocks
+) -> tuple[dict[str, Any], frozenset[str]]:
     """The message of an earlier turn, and the ids of its calls."""
     if isinstance(content, str):
         return {"role": "assistant", "content": content}, frozenset()
-    texts, thoughts, calls = [], [], []
-    for block, _ in _blocks(content, path, (Text, Thinking, ToolUse)):
-        if isinstance(block, Text):
-            texts.append(block.text)
-        elif isinstance(block, Thinking):
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for block, where in blocks.read(content, path, ASSISTANT_BLOCKS, ignored=PROVIDERS_BLOCKS):
+        if isinstance(block, Thinking):
             thoughts.append(block.thinking)
-        else:
+        elif isinstance(block, ToolUse):
             arguments = msgspec.json.encode(block.input).decode()
             function = {"name": block.name, "arguments": arguments}
             calls.append({"id": block.id, "type": "function", "function": function})
+        else:
+            texts.append(blocks.shown(block, where))
     message: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
     if thoughts:
         message["reasoning_content"] = "\n".join(thoughts)
@@ -290,59 +354,121 @@ def _assistant(content: Content, path: str) -> tuple[dict[str, Any], frozenset[s
     return message, frozenset(call["id"] for call in calls)
 
 
-def _text(content: Content, path: str) -> str:
-    """The text of what may have blocks of text only."""
-    if isinstance(content, str):
-        return content
-    return "\n".join(block.text for block, _ in _blocks(content, path, (Text,)))
+Kinds = Mapping[str, type[Struct]]
 
-
-_TYPES: Mapping[type[Block], str] = {
-    Text: "text",
-    Thinking: "thinking",
-    ToolResult: "tool_result",
-    ToolUse: "tool_use",
+TEXT_BLOCKS: Kinds = {"text": Text}
+USER_BLOCKS: Kinds = {
+    **TEXT_BLOCKS,
+    "tool_result": ToolResult,
+    "document": Document,
+    "search_result": SearchResult,
 }
+RESULT_BLOCKS: Kinds = {
+    **TEXT_BLOCKS,
+    "image": Other,
+    "document": Document,
+    "search_result": SearchResult,
+    "tool_reference": ToolReference,
+}
+ASSISTANT_BLOCKS: Kinds = {**TEXT_BLOCKS, "thinking": Thinking, "tool_use": ToolUse}
+# Of tools that Anthropic runs, and reasoning that only Anthropic can read.
+PROVIDERS_BLOCKS = ("redacted_thinking", "server_tool_use", "_tool_result", "container_upload")
 
 
-def _blocks(content: Parts, path: str, allowed: Seq[type[Block]]) -> list[tuple[Any, str]]:
-    """The decoded blocks of a content, each with its path."""
-    kinds = {_TYPES[kind]: kind for kind in allowed}
-    found = []
-    for index, raw in enumerate(content):
-        where = f"{path}[{index}]"
-        kind = kind_of(raw, where)
-        if kind not in kinds:
-            raise UnsupportedParameterError(
-                f"{where}.type",
-                f" A block of type {kind[:100]!r} cannot stand here; send {', '.join(kinds)}.",
-            )
-        found.append((decode_body(kinds[kind], raw, where), where))
-    return found
+@dataclass(frozen=True, slots=True)
+class _Blocks:
+    """Reads the blocks of contents; ``notes`` take what is ignored in them."""
+
+    notes: Notes
+
+    def text(self, content: Content, path: str) -> str:
+        """The text of what may have blocks of text only."""
+        if isinstance(content, str):
+            return content
+        return "\n".join(block.text for block, _ in self.read(content, path, TEXT_BLOCKS))
+
+    def result(self, content: Content, path: str) -> str:
+        """The text of a tool's result; an image has a text in its place."""
+        if isinstance(content, str):
+            return content
+        found = self.read(content, path, RESULT_BLOCKS)
+        return "\n".join(self.shown(block, where) for block, where in found)
+
+    def read(
+        self, content: Parts, path: str, kinds: Kinds, ignored: Seq[str] = ()
+    ) -> list[tuple[Any, str]]:
+        """The decoded blocks of a content, each with its path.
+
+        Raises:
+            UnsupportedParameterError: a block is of a type that is neither known nor ignored.
+        """
+        found = []
+        for index, raw in enumerate(content):
+            where = f"{path}[{index}]"
+            kind = kind_of(raw, where)
+            if kind in kinds:
+                found.append((decode_body(kinds[kind], raw, where, self.notes), where))
+            elif kind.endswith(tuple(ignored)):
+                self.notes.ignore(f"{where}({kind})")
+            else:
+                raise UnsupportedParameterError(
+                    f"{where}.type",
+                    f" A block of type {kind[:100]!r} cannot stand here; send {', '.join(kinds)}.",
+                )
+        return found
+
+    def shown(self, block: Struct, path: str) -> str:
+        """The text that a block stands for."""
+        if isinstance(block, Text):
+            return block.text
+        if isinstance(block, ToolReference):
+            return f"[The tool {block.tool_name} can be called.]"
+        if isinstance(block, SearchResult):
+            text = self.text(block.content, f"{path}.content")
+            return f"{block.title} ({block.source})\n{text}"
+        if isinstance(block, Document):
+            heads = [line for line in (block.title, block.context) if line]
+            return "\n".join([*heads, self._source(block.source, f"{path}.source")])
+        self.notes.ignore(path)
+        return IMAGE
+
+    def _source(self, source: Source, path: str) -> str:
+        if source.type == "text" and source.data is not None:
+            return source.data
+        if source.type == "content" and source.content is not None:
+            return self.text(source.content, f"{path}.content")
+        raise UnsupportedParameterError(
+            f"{path}.type", " Only documents of plain text can be read; send the text."
+        )
 
 
-def _tool_fields(tools: Seq[Tool] | None, choice: ToolChoice | None) -> dict[str, Any]:
+def _tool_fields(
+    tools: Seq[Tool] | None, choice: ToolChoice | None, notes: Notes
+) -> dict[str, Any]:
     fields: dict[str, Any] = {}
-    if tools:
-        fields["tools"] = [_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
+    found = [_tool(tool, f"tools[{index}]", notes) for index, tool in enumerate(tools or ())]
+    if offered := [tool for tool in found if tool is not None]:
+        fields["tools"] = offered
     if choice is None:
         return fields
     if choice.type == "tool":
         if choice.name is None:
             raise MissingParameterError("tool_choice.name")
         fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
-    elif tools or choice.type == "any":
+    elif offered or choice.type == "any":
         fields["tool_choice"] = "required" if choice.type == "any" else choice.type
-    if tools and choice.disable_parallel_tool_use is not None:
+    if offered and choice.disable_parallel_tool_use is not None:
         fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
     return fields
 
 
-def _tool(tool: Tool, path: str) -> dict[str, Any]:
+def _tool(tool: Tool, path: str, notes: Notes) -> dict[str, Any] | None:
+    """A tool of the client's as a function; None for one whose schema only Anthropic knows."""
     if tool.type not in (None, "custom"):
-        raise UnsupportedParameterError(
-            f"{path}.type", f" There is no tool of type {tool.type[:100]!r}; describe your own."
-        )
+        notes.ignore(f"{path}({tool.type[:MAX_SHOWN_CHARS]})")
+        return None
+    if tool.name is None:
+        raise MissingParameterError(f"{path}.name")
     if tool.input_schema is NULL:
         raise MissingParameterError(f"{path}.input_schema")
     function: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}

@@ -10,10 +10,11 @@ import msgspec
 import orjson
 from msgspec import Raw, Struct
 
+from weft.api.decoding import decode_body, kind_of
 from weft.api.errors import describe_error
 from weft.api.jobs import Job, now
 from weft.api.logprobs import TokenTexts, chat_logprobs
-from weft.api.response_body import FunctionTool, ResponseBody, read_tools
+from weft.api.response_body import FunctionTool, ResponseBody
 from weft.api.turn import Change, Closed, Grown, Opened, Part, Turn
 from weft.core.errors import WeftError
 from weft.core.plan import Update
@@ -90,7 +91,8 @@ class ResponseAnswer:
         }
 
     def _item_id(self, part: Part) -> str:
-        return f"{_PREFIXES[part.kind]}_{self.id.partition('_')[2]}{part.index:04x}"
+        prefix = "ctc" if part.name in self._job.custom_tools else _PREFIXES[part.kind]
+        return f"{prefix}_{self.id.partition('_')[2]}{part.index:04x}"
 
     def _item(self, part: Part, status: str | None = None) -> dict[str, Any]:
         """The output item of a part; an item that is in progress has nothing in it."""
@@ -99,6 +101,14 @@ class ResponseAnswer:
             last = part is self._turn.parts[-1]
             status = self._finished() if last else "completed"
         head = {"id": self._item_id(part), "status": status}
+        if part.name in self._job.custom_tools:
+            return {
+                **head,
+                "type": "custom_tool_call",
+                "call_id": part.call_id,
+                "name": part.name,
+                "input": "" if empty else part.text,
+            }
         if part.kind == "call":
             return {
                 **head,
@@ -184,6 +194,8 @@ class ResponseWriter(ResponseAnswer):
 
     def _grown(self, change: Grown, inner: Mapping[str, Any]) -> bytes:
         kind = change.part.kind
+        if change.part.name in self._job.custom_tools:
+            return self._event("custom_tool_call_input.delta", delta=change.text, **inner)
         if kind == "call":
             return self._event("function_call_arguments.delta", delta=change.text, **inner)
         if kind == "reasoning":
@@ -192,7 +204,9 @@ class ResponseWriter(ResponseAnswer):
         return self._event("output_text.delta", delta=change.text, logprobs=logprobs, **inner)
 
     def _closed(self, part: Part, at: Mapping[str, Any], inner: Mapping[str, Any]) -> bytes:
-        if part.kind == "call":
+        if part.name in self._job.custom_tools:
+            done = self._event("custom_tool_call_input.done", input=part.text, **inner)
+        elif part.kind == "call":
             whole = {"arguments": part.text, "name": part.name}
             done = self._event("function_call_arguments.done", **whole, **inner)
         elif part.kind == "reasoning":
@@ -244,7 +258,7 @@ def _echoed(body: ResponseBody, job: Job) -> dict[str, Any]:
         "temperature": sampling.temperature,
         "text": {"format": {"type": "text"} if given is None else _shown(given)},
         "tool_choice": _choice(body),
-        "tools": [_shown_tool(tool) for tool in read_tools(body)],
+        "tools": [_shown_tool(raw) for raw in body.tools or ()],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": sampling.top_p,
         "truncation": body.truncation or "disabled",
@@ -264,8 +278,11 @@ def _choice(body: ResponseBody) -> Any:
     return _shown(choice)
 
 
-def _shown_tool(tool: FunctionTool) -> dict[str, Any]:
-    return {"parameters": None, "strict": None, **_shown(tool)}
+def _shown_tool(raw: Raw) -> Any:
+    """A tool as it was given; a function has all that clients look for."""
+    if kind_of(raw, "tools") != "function":
+        return orjson.Fragment(bytes(raw))
+    return {"parameters": None, "strict": None, **_shown(decode_body(FunctionTool, raw, "tools"))}
 
 
 def _shown(value: Struct) -> dict[str, Any]:

@@ -9,10 +9,12 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Raw, Struct
 
-from weft.api.bodies import MAX_TOOLS, NULL, Name, Parts, decode_body, kind_of
+from weft.api.bodies import CACHE_HINT, KEPT_ELSEWHERE, MAX_TOOLS, Name, Parts, StreamOptions
+from weft.api.decoding import decode_body, kind_of
 from weft.api.errors import MissingParameterError, UnsupportedParameterError
 from weft.api.jobs import Builder, Job, new_id
 from weft.api.response_items import Item, messages_of
+from weft.api.rules import MAX_SHOWN_CHARS, NULL, Ignored, Notes, Refused
 from weft.api.sampling import check_model
 from weft.api.translate import job_of_chat
 from weft.core.errors import PromptTooLongError
@@ -81,24 +83,24 @@ class Format(Struct, forbid_unknown_fields=True, kw_only=True):
 
 class TextConfig(Struct, forbid_unknown_fields=True, kw_only=True):
     format: Format | None = None
-    verbosity: Raw = NULL
+    verbosity: Annotated[
+        Raw, Ignored("no template reads it; say it in the instructions", ("medium",))
+    ] = NULL
 
-    REFUSED: ClassVar[Mapping[str, Any]] = {"verbosity": ("medium",)}
+    OPEN: ClassVar[bool] = True
+
+
+SUMMARY = Ignored("reasoning is shown as it is", ("auto",))
 
 
 class ReasoningConfig(Struct, forbid_unknown_fields=True, kw_only=True):
     effort: str | None = None
-    summary: Raw = NULL
-    generate_summary: Raw = NULL
-    mode: Raw = NULL
-    context: Raw = NULL
+    summary: Annotated[Raw, SUMMARY] = NULL
+    generate_summary: Annotated[Raw, SUMMARY] = NULL
+    mode: Annotated[Raw, Ignored("there is one mode", ("standard",))] = NULL
+    context: Annotated[Raw, Ignored("the conversation is used as it is", ("auto",))] = NULL
 
-    REFUSED: ClassVar[Mapping[str, Any]] = {
-        "summary": ("auto",),
-        "generate_summary": ("auto",),
-        "mode": ("standard",),
-        "context": ("auto",),
-    }
+    OPEN: ClassVar[bool] = True
 
 
 class FunctionTool(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -107,15 +109,30 @@ class FunctionTool(Struct, forbid_unknown_fields=True, kw_only=True):
     parameters: Raw = NULL
     strict: bool | None = None
     description: str | None = None
-    output_schema: Raw = NULL
-    defer_loading: Raw = NULL
-    allowed_callers: Raw = NULL
+    output_schema: Annotated[Raw, Ignored("results are read as text")] = NULL
+    defer_loading: Annotated[Raw, Ignored("the model is told of every tool", (False,))] = NULL
+    allowed_callers: Annotated[Raw, Ignored("the model calls tools itself", (["direct"],))] = NULL
 
-    REFUSED: ClassVar[Mapping[str, Any]] = {
-        "output_schema": (),
-        "defer_loading": (False,),
-        "allowed_callers": (["direct"],),
-    }
+    OPEN: ClassVar[bool] = True
+
+
+class CustomFormat(Struct, forbid_unknown_fields=True, kw_only=True):
+    type: Literal["text", "grammar"]
+    syntax: Literal["lark", "regex"] | None = None
+    definition: str | None = None
+
+
+class CustomTool(Struct, forbid_unknown_fields=True, kw_only=True):
+    """A tool that takes a text instead of arguments."""
+
+    type: Literal["custom"]
+    name: Name
+    description: str | None = None
+    format: CustomFormat | None = None
+    defer_loading: Annotated[Raw, Ignored("the model is told of every tool", (False,))] = NULL
+    allowed_callers: Annotated[Raw, Ignored("the model calls tools itself", (["direct"],))] = NULL
+
+    OPEN: ClassVar[bool] = True
 
 
 class ToolChoice(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -123,12 +140,6 @@ class ToolChoice(Struct, forbid_unknown_fields=True, kw_only=True):
     name: Name | None = None
     mode: Literal["auto", "required"] | None = None
     tools: Annotated[list[Raw], Meta(max_length=MAX_TOOLS)] | None = None
-
-
-class StreamOptions(Struct, forbid_unknown_fields=True, kw_only=True):
-    include_obfuscation: Raw = NULL
-
-    REFUSED: ClassVar[Mapping[str, Any]] = {"include_obfuscation": (False,)}
 
 
 class ResponseBody(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -182,37 +193,34 @@ class ResponseBody(Struct, forbid_unknown_fields=True, kw_only=True):
     structured_outputs: Raw = NULL
     timeout: Raw = NULL
     top_k: Raw = NULL
-    # Not supported.
-    background: Raw = NULL
-    context_management: Raw = NULL
-    conversation: Raw = NULL
-    max_tool_calls: Raw = NULL
-    moderation: Raw = NULL
-    prompt: Raw = NULL
-    prompt_cache_options: Raw = NULL
-    prompt_cache_retention: Raw = NULL
-
-    REFUSED: ClassVar[Mapping[str, Any]] = {
-        "background": (False,),
-        "context_management": ([],),
-        "conversation": (),
-        "max_tool_calls": (),
-        "moderation": (),
-        "prompt": (),
-        "prompt_cache_options": (),
-        "prompt_cache_retention": ("in_memory",),
-    }
+    # Not honoured.
+    client_metadata: Annotated[Raw, KEPT_ELSEWHERE] = NULL
+    session_id: Annotated[Raw, KEPT_ELSEWHERE] = NULL
+    context_management: Annotated[
+        Raw, Ignored("the conversation is never shortened unasked", ([],))
+    ] = NULL
+    max_tool_calls: Annotated[Raw, Ignored("it bounds calls that a provider runs")] = NULL
+    prompt_cache_options: Annotated[Raw, CACHE_HINT] = NULL
+    prompt_cache_retention: Annotated[Raw, CACHE_HINT] = NULL
+    background: Annotated[Raw, Refused("", (False,))] = NULL
+    conversation: Annotated[Raw, Refused("use previous_response_id")] = NULL
+    moderation: Annotated[Raw, Refused("nothing is moderated here")] = NULL
+    prompt: Annotated[Raw, Refused("prompts are not stored here; send the input")] = NULL
 
 
-def response_job(body: ResponseBody, items: Seq[Item], builder: Builder) -> Job:
+def response_job(
+    body: ResponseBody, items: Seq[Item], builder: Builder, notes: Notes | None = None
+) -> Job:
     """Check a body and return what it asks for.
 
     Args:
         items: the conversation: what came before, and the body's own input.
+        notes: take what is ignored.
 
     Raises:
         WeftError: a typed error that names the parameter; nothing has been started.
     """
+    notes = Notes() if notes is None else notes
     messages = _instructed(messages_of(items), body.instructions)
     fields = {name: value for name in SAME if (value := getattr(body, name)) is not NULL}
     fields |= {
@@ -221,7 +229,7 @@ def response_job(body: ResponseBody, items: Seq[Item], builder: Builder) -> Job:
         "stream": body.stream,
         "response_format": _response_format(body.text),
         "reasoning_effort": body.reasoning and body.reasoning.effort,
-        **_tool_fields(body),
+        **_tool_fields(body, notes),
     }
     if body.top_logprobs or LOGPROBS in (body.include or ()):
         fields["logprobs"] = True
@@ -229,9 +237,17 @@ def response_job(body: ResponseBody, items: Seq[Item], builder: Builder) -> Job:
         fields.pop("top_logprobs")
 
     def job_of(chosen: Seq[Mapping[str, Any]]) -> Job:
-        return job_of_chat({**fields, "messages": chosen}, builder, NAMES)
+        return job_of_chat({**fields, "messages": chosen}, builder, NAMES, notes)
 
-    job = job_of(messages) if body.truncation != "auto" else _truncated(job_of, messages)
+    def fits(chosen: Seq[Mapping[str, Any]]) -> bool:
+        """Whether messages leave room for the output, and for some if no limit is set."""
+        try:
+            found = job_of_chat({**fields, "messages": chosen}, builder, NAMES, Notes())
+        except PromptTooLongError:
+            return False
+        return found.requests[0].sampling.max_tokens == body.max_output_tokens
+
+    job = job_of(messages if body.truncation != "auto" else _truncated(fits, messages))
     return replace(job, endpoint="response", id=new_id("resp", "_"))
 
 
@@ -246,24 +262,20 @@ def _instructed(messages: list[dict[str, Any]], instructions: str | None) -> lis
 
 
 def _truncated(
-    job_of: Callable[[Seq[Mapping[str, Any]]], Job], messages: Seq[Mapping[str, Any]]
-) -> Job:
-    """The job of the longest end of a conversation that fits, with all of its instructions."""
+    fits: Callable[[Seq[Mapping[str, Any]]], bool], messages: Seq[Mapping[str, Any]]
+) -> Seq[Mapping[str, Any]]:
+    """The longest end of a conversation that fits, with all of its instructions."""
     turns = [i for i, message in enumerate(messages) if message["role"] not in SYSTEM]
-    try:
-        return job_of(messages)
-    except PromptTooLongError:
-        if len(turns) < 2:
-            raise
+    if len(turns) < 2 or fits(messages):
+        return messages
     low, high = 1, len(turns) - 1  # how many to leave out; the last one always stays
     while low < high:
         middle = (low + high) // 2
-        try:
-            job_of(_without(messages, turns[:middle]))
+        if fits(_without(messages, turns[:middle])):
             high = middle
-        except PromptTooLongError:
+        else:
             low = middle + 1
-    return job_of(_without(messages, turns[:low]))
+    return _without(messages, turns[:low])
 
 
 def _without(messages: Seq[Mapping[str, Any]], dropped: Seq[int]) -> list[Mapping[str, Any]]:
@@ -290,25 +302,11 @@ def _response_format(text: TextConfig | None) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": schema}
 
 
-def read_tools(body: ResponseBody) -> list[FunctionTool]:
-    """The tools of a body. Raises a ParameterError for those that are no functions."""
-    tools = []
-    for index, raw in enumerate(body.tools or ()):
-        path = f"tools[{index}]"
-        kind = kind_of(raw, path)
-        if kind != "function":
-            raise UnsupportedParameterError(
-                f"{path}.type", f" There are no tools of type {kind[:100]!r}; describe functions."
-            )
-        tools.append(decode_body(FunctionTool, raw, path))
-    return tools
-
-
-def _tool_fields(body: ResponseBody) -> dict[str, Any]:
+def _tool_fields(body: ResponseBody, notes: Notes) -> dict[str, Any]:
     fields: dict[str, Any] = {}
-    tools = read_tools(body)
-    if tools:
-        fields["tools"] = [{"type": "function", "function": _function(tool)} for tool in tools]
+    found = [_tool(raw, f"tools[{i}]", notes) for i, raw in enumerate(body.tools or ())]
+    if tools := [tool for tool in found if tool is not None]:
+        fields["tools"] = tools
     choice = body.tool_choice
     if isinstance(choice, ToolChoice):
         fields["tool_choice"] = _choice(choice)
@@ -317,27 +315,49 @@ def _tool_fields(body: ResponseBody) -> dict[str, Any]:
     return fields
 
 
+def _tool(raw: Raw, path: str, notes: Notes) -> dict[str, Any] | None:
+    """A tool as a chat has it; None for one that its provider runs, or that groups others."""
+    kind = kind_of(raw, path)
+    if kind == "function":
+        return {"type": kind, "function": _function(decode_body(FunctionTool, raw, path, notes))}
+    if kind == "custom":
+        return {"type": kind, "custom": _custom(decode_body(CustomTool, raw, path, notes))}
+    notes.ignore(f"{path}({kind[:MAX_SHOWN_CHARS]})")
+    return None
+
+
 def _function(tool: FunctionTool) -> dict[str, Any]:
     names = ("name", "parameters", "strict", "description")
     given = {name: getattr(tool, name) for name in names}
     return {name: value for name, value in given.items() if value is not None and value is not NULL}
 
 
+def _custom(tool: CustomTool) -> dict[str, Any]:
+    given: dict[str, Any] = {"name": tool.name}
+    if tool.description is not None:
+        given["description"] = tool.description
+    form = tool.format
+    if form is not None and form.type == "grammar":
+        grammar = {"syntax": form.syntax, "definition": form.definition}
+        given["format"] = {"type": "grammar", "grammar": grammar}
+    return given
+
+
 def _choice(choice: ToolChoice) -> dict[str, Any]:
-    if choice.type == "function" and choice.name is not None:
-        return {"type": "function", "function": {"name": choice.name}}
+    if choice.type in ("function", "custom") and choice.name is not None:
+        return {"type": choice.type, choice.type: {"name": choice.name}}
     if choice.type == "allowed_tools":
         tools = [_allowed(raw, index) for index, raw in enumerate(choice.tools or ())]
         allowed = {"mode": choice.mode or "auto", "tools": tools}
         return {"type": "allowed_tools", "allowed_tools": allowed}
-    raise UnsupportedParameterError("tool_choice.type", " Choose a function by its name.")
+    raise UnsupportedParameterError("tool_choice.type", " Choose a tool by its name.")
 
 
 class _Named(Struct):
-    type: Literal["function"]
+    type: Literal["function", "custom"]
     name: Name
 
 
 def _allowed(raw: Raw, index: int) -> dict[str, Any]:
     tool = decode_body(_Named, raw, f"tool_choice.tools[{index}]")
-    return {"type": "function", "function": {"name": tool.name}}
+    return {"type": tool.type, tool.type: {"name": tool.name}}

@@ -6,19 +6,28 @@ input have the same form, and together make the messages of a chat.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Raw, Struct
 
-from weft.api.bodies import NULL, Name, Parts, decode_body, kind_of
+from weft.api.bodies import CACHE_HINT, Name, Parts
+from weft.api.decoding import decode_body, kind_of
 from weft.api.errors import UnsupportedParameterError
 from weft.api.jobs import new_id
+from weft.api.rules import NULL, Ignored, Notes
 from weft.core.errors import ParameterError
+from weft.text.customcalls import CUSTOM_INPUT
 
 Item = dict[str, Any]
 Status = Literal["in_progress", "completed", "incomplete"]
+CALLS = ("function_call", "custom_tool_call")
+OUTPUTS = ("function_call_output", "custom_tool_call_output")
+CALLER = Ignored("the model itself calls tools", ({"type": "direct"},))
+IMAGE = "[An image or a file stands here, which this model cannot read.]"
 
 
 class MessageItem(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -27,9 +36,9 @@ class MessageItem(Struct, forbid_unknown_fields=True, kw_only=True):
     type: Literal["message"] = "message"
     id: Name | None = None
     status: Status | None = None
-    phase: Raw = NULL
+    phase: Annotated[Raw, Ignored("messages stand in their order")] = NULL
 
-    REFUSED: ClassVar[Mapping[str, Any]] = {"phase": ()}
+    OPEN: ClassVar[bool] = True
 
 
 class CallItem(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -39,23 +48,36 @@ class CallItem(Struct, forbid_unknown_fields=True, kw_only=True):
     arguments: str
     id: Name | None = None
     status: Status | None = None
-    caller: Raw = NULL
-    namespace: Raw = NULL
+    caller: Annotated[Raw, CALLER] = NULL
+    namespace: Annotated[Raw, CALLER] = NULL
 
-    REFUSED: ClassVar[Mapping[str, Any]] = {"caller": ({"type": "direct"},), "namespace": ()}
+    OPEN: ClassVar[bool] = True
 
 
 class ResultItem(Struct, forbid_unknown_fields=True, kw_only=True):
-    type: Literal["function_call_output"]
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: Name
     output: str | Parts
     id: Name | None = None
     status: Status | None = None
     name: Name | None = None
-    caller: Raw = NULL
-    namespace: Raw = NULL
+    caller: Annotated[Raw, CALLER] = NULL
+    namespace: Annotated[Raw, CALLER] = NULL
 
-    REFUSED: ClassVar[Mapping[str, Any]] = {"caller": ({"type": "direct"},), "namespace": ()}
+    OPEN: ClassVar[bool] = True
+
+
+class CustomCallItem(Struct, forbid_unknown_fields=True, kw_only=True):
+    type: Literal["custom_tool_call"]
+    call_id: Name
+    name: Name
+    input: str
+    id: Name | None = None
+    status: Status | None = None
+    caller: Annotated[Raw, CALLER] = NULL
+    namespace: Annotated[Raw, CALLER] = NULL
+
+    OPEN: ClassVar[bool] = True
 
 
 class ReasoningItem(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -64,111 +86,127 @@ class ReasoningItem(Struct, forbid_unknown_fields=True, kw_only=True):
     summary: Parts = []
     content: Parts | None = None
     status: Status | None = None
-    encrypted_content: Raw = NULL
+    encrypted_content: Annotated[Raw, Ignored("reasoning is sent and read in clear")] = NULL
 
-    REFUSED: ClassVar[Mapping[str, Any]] = {"encrypted_content": ()}
+    OPEN: ClassVar[bool] = True
 
 
 class TextPart(Struct, forbid_unknown_fields=True, kw_only=True):
     type: str
     text: str
-    annotations: Raw = NULL
-    logprobs: Raw = NULL
-    prompt_cache_breakpoint: Raw = NULL
+    annotations: Annotated[Raw, Ignored("the text stands without them", ([],))] = NULL
+    logprobs: Annotated[Raw, Ignored("the text stands without them", ([],))] = NULL
+    prompt_cache_breakpoint: Annotated[Raw, CACHE_HINT] = NULL
+
+    OPEN: ClassVar[bool] = True
 
 
 class RefusalPart(Struct, forbid_unknown_fields=True, kw_only=True):
     type: str
     refusal: str
 
+    OPEN: ClassVar[bool] = True
 
-def read_items(given: str | Seq[Raw], at: str = "input") -> list[Item]:
+
+def read_items(given: str | Seq[Raw], at: str = "input", notes: Notes | None = None) -> list[Item]:
     """Decode the input of a body.
+
+    Args:
+        notes: take what is ignored.
 
     Raises:
         ParameterError: an item is malformed, of an unknown type, or has content that is not text.
     """
+    reader = _Reader(Notes() if notes is None else notes)
     if isinstance(given, str):
-        return [_message(MessageItem(role="user", content=given), at)]
+        return [reader.message(MessageItem(role="user", content=given), at)]
     if not given:
         raise ParameterError("The list of input items is empty.", param=at)
-    return [_item(raw, f"{at}[{index}]") for index, raw in enumerate(given)]
-
-
-def _item(raw: Raw, path: str) -> Item:
-    kind = kind_of(raw, path, "message")
-    if kind == "message":
-        return _message(decode_body(MessageItem, raw, path), path)
-    if kind == "function_call":
-        call = decode_body(CallItem, raw, path)
-        return {
-            **_head(call, kind, "fc"),
-            "call_id": call.call_id,
-            "name": call.name,
-            "arguments": call.arguments,
-        }
-    if kind == "function_call_output":
-        result = decode_body(ResultItem, raw, path)
-        output = result.output
-        if not isinstance(output, str):
-            output = _joined(output, f"{path}.output", ("input_text",))
-        return {**_head(result, kind, "fco"), "call_id": result.call_id, "output": output}
-    if kind == "reasoning":
-        thought = decode_body(ReasoningItem, raw, path)
-        summary = _plain(thought.summary, f"{path}.summary", "summary_text")
-        content = _plain(thought.content or (), f"{path}.content", "reasoning_text")
-        return {**_head(thought, kind, "rs"), "summary": summary, "content": content}
-    raise UnsupportedParameterError(
-        f"{path}.type", f" Items of type {kind[:100]!r} cannot be read here."
-    )
+    return [reader.item(raw, f"{at}[{index}]") for index, raw in enumerate(given)]
 
 
 def _head(
-    item: MessageItem | CallItem | ResultItem | ReasoningItem, kind: str, prefix: str
+    item: MessageItem | CallItem | CustomCallItem | ResultItem | ReasoningItem,
+    kind: str,
+    prefix: str,
 ) -> Item:
     number = item.id or new_id(prefix, "_")
     return {"type": kind, "id": number, "status": item.status or "completed"}
 
 
-def _message(message: MessageItem, path: str) -> Item:
-    content, path = message.content, f"{path}.content"
-    parts: list[dict[str, Any]]
-    if message.role == "assistant":
-        if not isinstance(content, str):
-            content = _joined(content, path, ("output_text", "refusal", "input_text"))
-        parts = [{"type": "output_text", "text": content, "annotations": [], "logprobs": []}]
-    elif isinstance(content, str):
-        parts = [{"type": "input_text", "text": content}]
-    else:
-        parts = _plain(content, path, "input_text")
-    return {**_head(message, "message", "msg"), "role": message.role, "content": parts}
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """Decodes items and their parts; ``notes`` take what is ignored in them."""
 
+    notes: Notes
 
-def _plain(parts: Iterable[Raw], path: str, kind: str) -> list[dict[str, Any]]:
-    """Parts of one type that have text."""
-    texts = _texts(parts, path, (kind,))
-    return [{"type": kind, "text": text} for text in texts]
+    def item(self, raw: Raw, path: str) -> Item:
+        kind = kind_of(raw, path, "message")
+        if kind == "message":
+            return self.message(decode_body(MessageItem, raw, path, self.notes), path)
+        if kind == "function_call":
+            call = decode_body(CallItem, raw, path, self.notes)
+            named = {"call_id": call.call_id, "name": call.name}
+            return {**_head(call, kind, "fc"), **named, "arguments": call.arguments}
+        if kind == "custom_tool_call":
+            custom = decode_body(CustomCallItem, raw, path, self.notes)
+            named = {"call_id": custom.call_id, "name": custom.name}
+            return {**_head(custom, kind, "ctc"), **named, "input": custom.input}
+        if kind in OUTPUTS:
+            result = decode_body(ResultItem, raw, path, self.notes)
+            output = result.output
+            if not isinstance(output, str):
+                output = "\n".join(self._texts(output, f"{path}.output", ("input_text",), True))
+            return {**_head(result, kind, "fco"), "call_id": result.call_id, "output": output}
+        if kind == "reasoning":
+            thought = decode_body(ReasoningItem, raw, path, self.notes)
+            summary = self._plain(thought.summary, f"{path}.summary", "summary_text")
+            content = self._plain(thought.content or (), f"{path}.content", "reasoning_text")
+            return {**_head(thought, kind, "rs"), "summary": summary, "content": content}
+        raise UnsupportedParameterError(
+            f"{path}.type", f" Items of type {kind[:100]!r} cannot be read here."
+        )
 
-
-def _joined(parts: Iterable[Raw], path: str, kinds: Seq[str]) -> str:
-    return "\n".join(_texts(parts, path, kinds))
-
-
-def _texts(parts: Iterable[Raw], path: str, kinds: Seq[str]) -> list[str]:
-    texts = []
-    for index, raw in enumerate(parts):
-        where = f"{path}[{index}]"
-        kind = kind_of(raw, where)
-        if kind not in kinds:
-            raise UnsupportedParameterError(
-                f"{where}.type",
-                f" Content of type {kind[:100]!r} cannot stand here; send {' or '.join(kinds)}.",
-            )
-        if kind == "refusal":
-            texts.append(decode_body(RefusalPart, raw, where).refusal)
+    def message(self, message: MessageItem, path: str) -> Item:
+        content, path = message.content, f"{path}.content"
+        parts: list[dict[str, Any]]
+        if message.role == "assistant":
+            if not isinstance(content, str):
+                kinds = ("output_text", "refusal", "input_text")
+                content = "\n".join(self._texts(content, path, kinds))
+            parts = [{"type": "output_text", "text": content, "annotations": [], "logprobs": []}]
+        elif isinstance(content, str):
+            parts = [{"type": "input_text", "text": content}]
         else:
-            texts.append(decode_body(TextPart, raw, where).text)
-    return texts
+            parts = self._plain(content, path, "input_text")
+        return {**_head(message, "message", "msg"), "role": message.role, "content": parts}
+
+    def _plain(self, parts: Iterable[Raw], path: str, kind: str) -> list[dict[str, Any]]:
+        """Parts of one type that have text."""
+        return [{"type": kind, "text": text} for text in self._texts(parts, path, (kind,))]
+
+    def _texts(
+        self, parts: Iterable[Raw], path: str, kinds: Seq[str], result: bool = False
+    ) -> list[str]:
+        """The texts of parts; in a tool's result an image or a file has a text in its place."""
+        texts = []
+        for index, raw in enumerate(parts):
+            where = f"{path}[{index}]"
+            kind = kind_of(raw, where)
+            if result and kind in ("input_image", "input_file"):
+                self.notes.ignore(where)
+                texts.append(IMAGE)
+            elif kind not in kinds:
+                raise UnsupportedParameterError(
+                    f"{where}.type",
+                    f" Content of type {kind[:100]!r} cannot stand here; send "
+                    f"{' or '.join(kinds)}.",
+                )
+            elif kind == "refusal":
+                texts.append(decode_body(RefusalPart, raw, where, self.notes).refusal)
+            else:
+                texts.append(decode_body(TextPart, raw, where, self.notes).text)
+        return texts
 
 
 def messages_of(items: Iterable[Item]) -> list[dict[str, Any]]:
@@ -183,7 +221,7 @@ def messages_of(items: Iterable[Item]) -> list[dict[str, Any]]:
     called: set[str] = set()
     for item in items:
         kind = item["type"]
-        if kind == "function_call_output":
+        if kind in OUTPUTS:
             if item["call_id"] not in called:
                 raise ParameterError(
                     "No tool call found for function call output with call_id "
@@ -196,7 +234,7 @@ def messages_of(items: Iterable[Item]) -> list[dict[str, Any]]:
             messages.append({"role": item["role"], "content": _shown(item["content"])})
         else:
             _add_to_turn(messages, item)
-            called |= {item["call_id"]} if kind == "function_call" else set()
+            called |= {item["call_id"]} if kind in CALLS else set()
     return messages
 
 
@@ -205,7 +243,7 @@ def _add_to_turn(messages: list[dict[str, Any]], item: Item) -> None:
     kind = item["type"]
     message = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
     ended = message is not None and (
-        (kind == "message" and message["content"]) or (kind != "function_call" and _calls(message))
+        (kind == "message" and message["content"]) or (kind not in CALLS and _calls(message))
     )
     if message is None or ended:
         message = {"role": "assistant", "content": ""}
@@ -217,9 +255,15 @@ def _add_to_turn(messages: list[dict[str, Any]], item: Item) -> None:
         before = message.get("reasoning_content")
         message["reasoning_content"] = f"{before}\n{text}" if before else text
     else:
-        function = {"name": item["name"], "arguments": item["arguments"]}
+        function = {"name": item["name"], "arguments": _arguments(item)}
         call = {"id": item["call_id"], "type": "function", "function": function}
         message.setdefault("tool_calls", []).append(call)
+
+
+def _arguments(item: Item) -> str:
+    if item["type"] == "function_call":
+        return str(item["arguments"])
+    return json.dumps({CUSTOM_INPUT: item["input"]}, ensure_ascii=False)
 
 
 def _calls(message: Mapping[str, Any]) -> bool:

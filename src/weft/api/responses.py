@@ -53,7 +53,7 @@ class Collector:
         job = self.assembly.job
         choice: dict[str, Any] = {
             "index": answer.choice.index,
-            "message": _message(answer),
+            "message": _message(answer, job),
             "logprobs": chat_logprobs(answer.logprobs, self._texts) if job.logprobs else None,
             "finish_reason": finish_reason(answer.choice, answer.finish_reason),
         }
@@ -85,22 +85,26 @@ class Collector:
         return builder.build(rows + builder.output(answer.token_ids, answer.logprobs))
 
 
-def _message(answer: Answer) -> dict[str, Any]:
+def _message(answer: Answer, job: Job) -> dict[str, Any]:
+    content, echoed = answer.content(), echoed_text(job, answer.choice.index)
     message: dict[str, Any] = {
         "role": "assistant",
-        "content": answer.content(),
+        "content": content if echoed is None else echoed + (content or ""),
         "refusal": None,
     }
     reasoning, calls = answer.reasoning(), answer.calls()
     if reasoning is not None:
         message["reasoning_content"] = reasoning
     if calls:
-        message["tool_calls"] = [call_object(call, arguments) for call, arguments in calls]
+        message["tool_calls"] = [call_object(call, arguments, job) for call, arguments in calls]
     return message
 
 
-def call_object(call: ToolCall, arguments: str) -> dict[str, Any]:
-    """One call of a tool in a chat's answer."""
+def call_object(call: ToolCall, arguments: str, job: Job) -> dict[str, Any]:
+    """One call of a tool in a chat's answer; ``arguments`` is the text for a custom one."""
+    if call.name in job.custom_tools:
+        custom = {"name": call.name, "input": arguments}
+        return {"id": call.id, "type": "custom", "custom": custom}
     function = {"name": call.name, "arguments": arguments}
     return {"id": call.id, "type": "function", "function": function}
 

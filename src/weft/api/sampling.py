@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from weft.api.bodies import ChatBody, CompletionBody
 from weft.api.card import ModelCard
 from weft.api.errors import UnknownModelError
+from weft.api.rules import Notes
 from weft.core.errors import ParameterError, PromptTooLongError
 from weft.core.types import MAX_SEED, NEUTRAL, SamplingParams
 
@@ -52,8 +54,19 @@ def check_model(name: str | None, card: ModelCard) -> str:
     return name
 
 
-def service_class(tier: str | None) -> tuple[str, str | None]:
-    """Return the service class of a ``service_tier``, and the tier to put into the answer."""
+def service_class(tier: str | None, priority: int | None = None) -> tuple[str, str | None]:
+    """Return the service class of a ``service_tier``, and the tier to put into the answer.
+
+    Args:
+        priority: vLLM's, where lower numbers come first; 0 is the default.
+
+    Raises:
+        ParameterError: the tier is unknown, or both are given.
+    """
+    if priority:
+        if tier not in (None, "auto", "default"):
+            raise ParameterError("Give either service_tier or priority.", param="priority")
+        return TIERS["priority" if priority < 0 else "flex"][0], tier and TIERS[tier][1]
     if tier is None:
         return TIERS["auto"][0], None
     if tier not in TIERS:
@@ -140,8 +153,22 @@ def check_max_tokens(value: int | None, name: str, low: int) -> None:
         raise ParameterError(f"{name} must be from {low} to {2**31 - 1}, not {value}.", param=name)
 
 
-def check_context(prompt_tokens: int, max_tokens: int | None, card: ModelCard, param: str) -> None:
-    """Raise PromptTooLongError unless prompt and asked-for output fit the context."""
+def fit_context(
+    prompt_tokens: int,
+    max_tokens: int | None,
+    card: ModelCard,
+    param: str,
+    limit_name: str = "max_tokens",
+    notes: Notes | None = None,
+) -> int | None:
+    """Return the limit on output tokens, lowered to what the context has beside the prompt.
+
+    Clients ask for a fixed number whatever the prompt is; the end of the context then ends the
+    answer, with the reason ``length``, and the limit is noted as ignored.
+
+    Raises:
+        PromptTooLongError: the prompt alone does not fit, or the request is strict.
+    """
     limit = card.max_model_len
     if prompt_tokens >= limit:
         raise PromptTooLongError(
@@ -149,10 +176,49 @@ def check_context(prompt_tokens: int, max_tokens: int | None, card: ModelCard, p
             f"has {prompt_tokens}; shorten it.",
             param=param,
         )
-    if max_tokens is not None and prompt_tokens + max_tokens > limit:
-        raise PromptTooLongError(
+    room = limit - prompt_tokens
+    if max_tokens is None or max_tokens <= room:
+        return max_tokens
+
+    def too_long(_: str) -> PromptTooLongError:
+        return PromptTooLongError(
             f"This model's context is {limit} tokens, but the prompt has {prompt_tokens} and "
             f"{max_tokens} more are asked for; lower the limit on output tokens or shorten the "
             "prompt.",
             param=param,
         )
+
+    if notes is not None:
+        notes.ignore(limit_name, too_long)
+    return room
+
+
+class Truncating(Protocol):
+    """A body that may ask for a part of its prompt only."""
+
+    @property
+    def truncate_prompt_tokens(self) -> int | None: ...
+
+    @property
+    def truncation_side(self) -> str | None: ...
+
+
+def truncated(ids: Seq[int], body: Truncating, card: ModelCard, max_tokens: int | None) -> Seq[int]:
+    """The part of a prompt that ``truncate_prompt_tokens`` leaves, by default its end.
+
+    As in vLLM, -1 leaves as much as fits beside the output that is asked for.
+    """
+    keep = body.truncate_prompt_tokens
+    if keep is None:
+        if body.truncation_side is not None:
+            raise ParameterError(
+                "truncation_side needs truncate_prompt_tokens.", param="truncation_side"
+            )
+        return ids
+    if keep == -1:
+        keep = max(card.max_model_len - max(max_tokens or 1, 1), 0)
+    if keep == 0:
+        raise ParameterError(
+            "truncate_prompt_tokens leaves nothing of the prompt.", param="truncate_prompt_tokens"
+        )
+    return ids[:keep] if body.truncation_side == "right" else ids[-keep:]

@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 from msgspec import Raw
 
-from weft.api.bodies import NULL, GenerationBody, ResponseFormat, StructuredOutputs
+from weft.api.bodies import GenerationBody, ResponseFormat, StructuredOutputs
 from weft.api.errors import MissingParameterError
 from weft.api.jobs import Builder, Job
+from weft.api.rules import NULL
 from weft.core.errors import GrammarError, ParameterError
 from weft.text.grammar import (
     choice_grammar,
@@ -100,6 +101,8 @@ def _of_format(given: ResponseFormat | None) -> list[tuple[str, Callable[[], str
     if given is None or given.type == "text":
         return []
     if given.type == "json_object":
+        if not _null(given.schema):
+            return [("response_format.schema", _makers("json", given.schema))]
         return [("response_format", json_object_grammar)]
     if given.json_schema is None:
         raise MissingParameterError("response_format.json_schema")

@@ -5,26 +5,28 @@ from __future__ import annotations
 from typing import Any
 
 from weft.api.bodies import DetokenizeBody, TokenizeBody
-from weft.api.chat import encode_messages, read_variables
 from weft.api.completions import check_ids
+from weft.api.conversation import encode_messages, read_variables, rendering
 from weft.api.jobs import Builder
 from weft.api.logprobs import TokenTexts
+from weft.api.rules import Notes
 from weft.api.sampling import check_model
+from weft.api.tools import offered_tools
 from weft.core.errors import ParameterError, PromptTooLongError
 
 
-def tokenize(body: TokenizeBody, builder: Builder, texts: TokenTexts) -> dict[str, Any]:
+def tokenize(
+    body: TokenizeBody, builder: Builder, texts: TokenTexts, notes: Notes | None = None
+) -> dict[str, Any]:
     """Token ids of a text or a conversation. Raises a typed error that names the parameter."""
+    notes = Notes() if notes is None else notes
     check_model(body.model, builder.card)
     if (body.prompt is None) == (body.messages is None):
         raise ParameterError("Give either prompt or messages.", param="prompt")
     if body.messages is not None:
-        ids = encode_messages(
-            body.messages,
-            builder,
-            read_variables(body.chat_template_kwargs or {}),
-            add_generation_prompt=body.add_generation_prompt,
-        )
+        variables = read_variables(body.chat_template_kwargs or {})
+        tools = None if not body.tools else offered_tools(body.tools, notes).shown()
+        ids = encode_messages(body.messages, builder, rendering(body, variables, tools), notes)
     else:
         prompt = body.prompt or ""
         builder.check_size(len(prompt.encode()), "prompt")

@@ -7,14 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from msgspec import Raw
 
-from weft.api.bodies import NULL, ChatBody, Function, ToolChoice
+from weft.api.bodies import ChatBody, Function, GrammarText, Tool, ToolChoice, ToolRef
 from weft.api.errors import MissingParameterError, UnsupportedParameterError
 from weft.api.jobs import Builder
+from weft.api.rules import MAX_SHOWN_CHARS, NULL, Notes
 from weft.api.structured import Constraint, blaming, raw_text
 from weft.core.errors import ParameterError
 from weft.text.callgrammar import Function as GrammarFunction
 from weft.text.callgrammar import turn_grammar
+from weft.text.customcalls import PARAMETERS
 from weft.text.dialect import Reading
 from weft.text.grammar import json_object_grammar, json_schema_grammar
 
@@ -22,41 +25,70 @@ NO_ARGUMENTS = '{"type": "object", "properties": {}, "additionalProperties": fal
 
 
 @dataclass(frozen=True, slots=True)
+class Offered:
+    """A tool that the model is told of, as a function.
+
+    Attributes:
+        path: where the request has it.
+        format: what the text for a custom tool is to follow; None where nothing is set.
+    """
+
+    path: str
+    function: Function
+    custom: bool = False
+    format: GrammarText | None = None
+
+    @property
+    def strict(self) -> bool:
+        """Whether calls that are not forced are to satisfy something, too."""
+        return bool(self.function.strict) or self.format is not None
+
+
+@dataclass(frozen=True, slots=True)
 class Tools:
     """The functions of a chat.
 
     Attributes:
-        functions: all that the model is told of.
+        offered: all that the model is told of.
         callable: indices of those that it may call.
         forced: at least one call must come.
         parallel: several calls may come.
         limited: something about the calls must be guaranteed.
     """
 
-    functions: Seq[Function]
+    offered: Seq[Offered]
     callable: Seq[int]
-    forced: bool
-    parallel: bool
+    forced: bool = False
+    parallel: bool = True
 
     @property
     def limited(self) -> bool:
         return (
             self.forced
             or not self.parallel
-            or len(self.callable) < len(self.functions)
-            or any(self.functions[i].strict for i in self.callable)
+            or len(self.callable) < len(self.offered)
+            or any(self.offered[i].strict for i in self.callable)
         )
+
+    @property
+    def names(self) -> list[str]:
+        return [one.function.name for one in self.offered]
+
+    @property
+    def custom(self) -> frozenset[str]:
+        """Names of the tools that take a text."""
+        return frozenset(one.function.name for one in self.offered if one.custom)
 
     def shown(self) -> list[dict[str, Any]]:
         """The tools as templates take them."""
-        return [
-            {"type": "function", "function": _plain(function, i)}
-            for i, function in enumerate(self.functions)
-        ]
+        return [{"type": "function", "function": _plain(one)} for one in self.offered]
 
 
-def read_tools(body: ChatBody, builder: Builder) -> Tools | None:
+def read_tools(body: ChatBody, builder: Builder, notes: Notes) -> Tools | None:
     """Return the tools that a body offers, None if there are none to call.
+
+    Tools of types that nobody here can call, such as searches that a provider runs, are ignored:
+    the model is not told of them.
 
     Raises:
         ParameterError: a tool or the choice is wrong.
@@ -68,14 +100,15 @@ def read_tools(body: ChatBody, builder: Builder) -> Tools | None:
             f"tool_choice must be none, auto, required or an object, not '{choice[:100]}'.",
             param="tool_choice",
         )
-    if not body.tools:
+    tools = offered_tools(body.tools or (), notes)
+    names = tools.names
+    if not names:
         if choice not in (None, "none", "auto"):
             raise ParameterError(
-                "tool_choice asks for a tool, but there are none.", param="tool_choice"
+                "tool_choice asks for a tool, but there are none that can be called.",
+                param="tool_choice",
             )
         return None
-    functions = [_function(tool, i) for i, tool in enumerate(body.tools)]
-    names = [function.name for function in functions]
     if len(set(names)) < len(names):
         raise ParameterError("Two tools have the same name.", param="tools")
     if choice == "none":
@@ -87,14 +120,22 @@ def read_tools(body: ChatBody, builder: Builder) -> Tools | None:
     missing = [name for name in chosen if name not in names]
     if missing or not chosen:
         raise ParameterError(
-            f"tool_choice names '{missing[0]}', which is no tool."
+            f"tool_choice names '{missing[0]}', which is no tool that can be called."
             if missing
             else "No tool is allowed.",
             param="tool_choice",
         )
-    named = isinstance(choice, ToolChoice) and choice.function is not None
+    named = isinstance(choice, ToolChoice) and choice.allowed_tools is None
     parallel = body.parallel_tool_calls is not False and not named
-    return Tools(functions, [names.index(name) for name in dict.fromkeys(chosen)], forced, parallel)
+    allowed = [names.index(name) for name in dict.fromkeys(chosen)]
+    return Tools(tools.offered, allowed, forced, parallel)
+
+
+def offered_tools(tools: Seq[Tool], notes: Notes) -> Tools:
+    """All tools of a body that can be called. Raises ParameterError for a malformed one."""
+    found = [_offered(tool, f"tools[{i}]", notes) for i, tool in enumerate(tools)]
+    offered = [one for one in found if one is not None]
+    return Tools(offered, range(len(offered)))
 
 
 def constrain_turn(
@@ -128,34 +169,48 @@ def constrain_turn(
 def _for_grammar(tools: Tools, index: int) -> GrammarFunction:
     """A function with the grammar of its arguments.
 
-    A function that is not strict is held to its schema only where a call is forced; one that says
-    so itself to none but that its arguments are an object.
+    They satisfy its schema where a call is forced, or the function is strict; else they are an
+    object.
     """
-    function = tools.functions[index]
-    if not function.strict and (function.strict is False or not tools.forced):
+    one = tools.offered[index]
+    function = one.function
+    if not one.strict and not tools.forced:
         return GrammarFunction(function.name, json_object_grammar())
-    with blaming(f"tools[{index}].function.parameters"):
+    with blaming(f"{one.path}.function.parameters"):
         schema = NO_ARGUMENTS if function.parameters is NULL else raw_text(function.parameters)
         return GrammarFunction(function.name, json_schema_grammar(schema))
 
 
-def _function(tool: Any, index: int) -> Function:
+def _offered(tool: Tool, path: str, notes: Notes) -> Offered | None:
+    if tool.type == "custom":
+        return _custom(tool, path)
     if tool.type != "function":
-        raise UnsupportedParameterError(
-            f"tools[{index}].type",
-            f" There are no tools of type '{tool.type[:100]}'; use functions.",
-        )
+        notes.ignore(f"{path}({tool.type[:MAX_SHOWN_CHARS]})")
+        return None
     if tool.function is None:
-        raise MissingParameterError(f"tools[{index}].function")
-    function: Function = tool.function
+        raise MissingParameterError(f"{path}.function")
+    function = tool.function
     try:
         parameters = msgspec.json.decode(function.parameters)
     except (msgspec.DecodeError, UnicodeDecodeError):
         parameters = ""
     if parameters is not None and not isinstance(parameters, dict):
-        path = f"tools[{index}].function.parameters"
-        raise ParameterError(f"'{path}' must be a JSON Schema.", param=path)
-    return function
+        param = f"{path}.function.parameters"
+        raise ParameterError(f"'{param}' must be a JSON Schema.", param=param)
+    return Offered(path, function)
+
+
+def _custom(tool: Tool, path: str) -> Offered:
+    if tool.custom is None:
+        raise MissingParameterError(f"{path}.custom")
+    given, text = tool.custom, None
+    if given.format is not None and given.format.type == "grammar":
+        text = given.format.grammar
+        if text is None:
+            raise MissingParameterError(f"{path}.custom.format.grammar")
+        raise UnsupportedParameterError(f"{path}.custom.format.grammar")
+    function = Function(name=given.name, description=given.description, parameters=Raw(PARAMETERS))
+    return Offered(path, function, custom=True, format=text)
 
 
 def _check_model(builder: Builder) -> None:
@@ -173,19 +228,29 @@ def _check_model(builder: Builder) -> None:
 
 def _chosen(choice: ToolChoice) -> tuple[list[str], bool]:
     """The names that a choice allows, and whether it forces a call."""
-    if choice.type == "function":
-        if choice.function is None:
-            raise MissingParameterError("tool_choice.function")
-        return [choice.function.name], True
     if choice.type == "allowed_tools":
         if choice.allowed_tools is None:
             raise MissingParameterError("tool_choice.allowed_tools")
         allowed = choice.allowed_tools
-        return [tool.function.name for tool in allowed.tools], allowed.mode == "required"
-    raise UnsupportedParameterError("tool_choice.type", " Choose a function, or allowed_tools.")
+        names = [
+            _named(tool, f"tool_choice.allowed_tools.tools[{i}]")
+            for i, tool in enumerate(allowed.tools)
+        ]
+        return names, allowed.mode == "required"
+    if choice.type in ("function", "custom"):
+        return [_named(choice, "tool_choice")], True
+    raise UnsupportedParameterError("tool_choice.type", " Choose a tool by name, or allowed_tools.")
 
 
-def _plain(function: Function, index: int) -> dict[str, Any]:
+def _named(ref: ToolChoice | ToolRef, path: str) -> str:
+    named = ref.function if ref.type == "function" else ref.custom
+    if named is None:
+        raise MissingParameterError(f"{path}.{ref.type}")
+    return named.name
+
+
+def _plain(one: Offered) -> dict[str, Any]:
+    function = one.function
     plain: dict[str, Any] = {"name": function.name}
     if function.description is not None:
         plain["description"] = function.description
@@ -193,6 +258,6 @@ def _plain(function: Function, index: int) -> dict[str, Any]:
         try:
             plain["parameters"] = msgspec.json.decode(function.parameters)
         except msgspec.DecodeError as error:  # numbers beyond float64, which the body may have
-            path = f"tools[{index}].function.parameters"
+            path = f"{one.path}.function.parameters"
             raise ParameterError(f"'{path}' cannot be read: {error}.", param=path) from None
     return plain

@@ -7,28 +7,36 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from weft.api.bodies import ChatBody, decode_body, encode_json
+from weft.api.bodies import ChatBody
 from weft.api.chat import chat_job
+from weft.api.decoding import decode_body, encode_json
 from weft.api.jobs import Builder, Job
+from weft.api.rules import Notes
 from weft.core.errors import WeftError
 
 
-def job_of_chat(fields: Mapping[str, Any], builder: Builder, names: Mapping[str, str]) -> Job:
+def job_of_chat(
+    fields: Mapping[str, Any], builder: Builder, names: Mapping[str, str], notes: Notes
+) -> Job:
     """Build the job of the chat that a body of another endpoint stands for.
 
     Args:
         fields: of the chat body; None is left out.
         names: field of the chat body -> field of the endpoint's body, where they differ; see
             `endpoint_name`.
+        notes: take what is ignored, by the names of the endpoint.
 
     Raises:
         WeftError: as `chat_job`, with the names of the endpoint.
     """
     given = {name: value for name, value in fields.items() if value is not None}
+    own = Notes(notes.strict)
     try:
-        job = chat_job(decode_body(ChatBody, encode_json(given)), builder)
+        job = chat_job(decode_body(ChatBody, encode_json(given), notes=own), builder, own)
     except WeftError as error:
         raise renamed(error, names) from None
+    for name in own.names:
+        notes.ignore(endpoint_name(name, names))
     param = job.constrained_by
     return job if param is None else replace(job, constrained_by=endpoint_name(param, names))
 

@@ -7,9 +7,10 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
-from weft.api.bodies import ChatBody, CompletionBody, decode_body
+from weft.api.bodies import ChatBody, CompletionBody
 from weft.api.chat import chat_job
 from weft.api.completions import completion_job
+from weft.api.decoding import decode_body
 from weft.api.embeddings import EmbeddingBody, EmbeddingCollector, embedding_job, waves
 from weft.api.errors import UnsupportedParameterError
 from weft.api.jobs import Builder, Job
@@ -18,6 +19,7 @@ from weft.api.response_answers import ResponseCollector
 from weft.api.response_body import ResponseBody, response_job
 from weft.api.response_items import read_items
 from weft.api.responses import Collector
+from weft.api.rules import Notes
 from weft.core.plan import Update
 
 
@@ -50,38 +52,40 @@ def read_request(path: str, data: bytes, builder: Builder, texts: TokenTexts) ->
     Raises:
         WeftError: a typed error that names the parameter; nothing has been started.
     """
-    asked = ENDPOINTS[path](data, builder, texts)
+    notes = Notes()
+    asked = ENDPOINTS[path](data, builder, texts, notes)
+    notes.log()
     if asked.job.stream:
         raise UnsupportedParameterError("stream", " There is nobody to stream to.")
     return asked
 
 
-def _chat(data: bytes, builder: Builder, texts: TokenTexts) -> Asked:
-    job = chat_job(decode_body(ChatBody, data), builder)
+def _chat(data: bytes, builder: Builder, texts: TokenTexts, notes: Notes) -> Asked:
+    job = chat_job(decode_body(ChatBody, data, notes=notes), builder, notes)
     return Asked(job, Collector(job, builder.tokenizer, texts))
 
 
-def _completion(data: bytes, builder: Builder, texts: TokenTexts) -> Asked:
-    job = completion_job(decode_body(CompletionBody, data), builder)
+def _completion(data: bytes, builder: Builder, texts: TokenTexts, notes: Notes) -> Asked:
+    job = completion_job(decode_body(CompletionBody, data, notes=notes), builder, notes)
     return Asked(job, Collector(job, builder.tokenizer, texts))
 
 
-def _embedding(data: bytes, builder: Builder, _: TokenTexts) -> Asked:
-    body = decode_body(EmbeddingBody, data)
+def _embedding(data: bytes, builder: Builder, _: TokenTexts, notes: Notes) -> Asked:
+    body = decode_body(EmbeddingBody, data, notes=notes)
     job = embedding_job(body, builder)
     return Asked(job, EmbeddingCollector(job, body))
 
 
-def _response(data: bytes, builder: Builder, texts: TokenTexts) -> Asked:
-    body = decode_body(ResponseBody, data)
+def _response(data: bytes, builder: Builder, texts: TokenTexts, notes: Notes) -> Asked:
+    body = decode_body(ResponseBody, data, notes=notes)
     for name in ("store", "previous_response_id"):
         if getattr(body, name):
             raise UnsupportedParameterError(name, " No responses are stored here.")
-    job = response_job(body, read_items(body.input), builder)
+    job = response_job(body, read_items(body.input, notes=notes), builder, notes)
     return Asked(job, ResponseCollector(job, body, builder.tokenizer, texts))
 
 
-ENDPOINTS: Mapping[str, Callable[[bytes, Builder, TokenTexts], Asked]] = {
+ENDPOINTS: Mapping[str, Callable[[bytes, Builder, TokenTexts, Notes], Asked]] = {
     "/v1/chat/completions": _chat,
     "/v1/completions": _completion,
     "/v1/embeddings": _embedding,

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from msgspec import Raw, Struct
 
-from weft.api.bodies import decode_body
+from weft.api.decoding import decode_body
 from weft.api.errors import UnsupportedParameterError
 from weft.api.whole import ENDPOINTS
 from weft.batch.ports import Line

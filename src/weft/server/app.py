@@ -30,6 +30,7 @@ from weft.api import (
     tokenize,
 )
 from weft.api.bodies import FIXED_LIMITS
+from weft.api.rules import HEADER
 from weft.api.sampling import check_model
 from weft.core.errors import WeftError
 from weft.core.ports import EngineClient
@@ -122,7 +123,7 @@ def _middleware(options: ServerOptions, keys: KeyRing, tracer: Tracer | None) ->
             allow_origins=list(options.cors_origin),
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after"],
+            expose_headers=["x-request-id", "retry-after", HEADER],
         )
         middleware.insert(0, cors)
     tell = [log_exchange] if tracer is None else [log_exchange, tracer.tell]
@@ -188,8 +189,9 @@ class _Handlers:
         data = await read_body(request, service.options)
 
         def work() -> Response:
-            body = decode_body(TokenizeBody, data)
-            return json_response(tokenize(body, service.builder, service.texts))
+            notes = service.notes()
+            body = decode_body(TokenizeBody, data, notes=notes)
+            return json_response(tokenize(body, service.builder, service.texts, notes))
 
         return await service.compute(len(data), work)
 

@@ -22,7 +22,7 @@ def embedding_routes(service: Service) -> list[Route]:
             data = await read_body(request, service.options)
 
             def build() -> tuple[Job, EmbeddingCollector]:
-                body = decode_body(EmbeddingBody, data)
+                body = decode_body(EmbeddingBody, data, notes=service.notes())
                 job = embedding_job(body, service.builder)
                 return job, EmbeddingCollector(job, body)
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from weft.api.rules import HEADER, Notes
 from weft.core.logs import REQUEST_ID
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class Exchange:
         status: of the answer; 0 until it has begun.
         error: code of the error that ended it, "" without one.
         job, timer: of the latest job that the engine has taken for it.
+        notes: take what is ignored of its body.
     """
 
     id: str
@@ -54,6 +56,7 @@ class Exchange:
     error: str = ""
     job: Job | None = None
     timer: JobTimer | None = None
+    notes: Notes = field(default_factory=Notes)
 
     @classmethod
     def of(cls, scope: Scope) -> Exchange:
@@ -73,6 +76,7 @@ class Exchange:
             "status": self.status or CLIENT_LEFT,
             "duration_ms": round((time.monotonic() - self.started) * 1e3, 1),
             "error": self.error or None,
+            "ignored": self.notes.names or None,
         }
         job, timer = self.job, self.timer
         if job is not None and timer is not None:
@@ -121,6 +125,8 @@ class Observe:
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
                 headers = [pair for pair in message.get("headers", ()) if pair[0] != header[0]]
+                if exchange.notes.names:
+                    headers.append((HEADER.encode(), exchange.notes.header()))
                 message["headers"] = [*headers, header]
             await send(message)
 

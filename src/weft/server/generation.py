@@ -14,8 +14,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from weft.api import Builder, ChunkWriter, Collector, Job, decode_body, describe_error
-from weft.api.bodies import Body
+from weft.api import Builder, ChunkWriter, Collector, Job, Notes, decode_body, describe_error
+from weft.api.decoding import Body
 from weft.api.whole import Whole
 from weft.core.errors import WeftError
 from weft.core.plan import Update
@@ -89,14 +89,15 @@ async def generate(
     service: Service,
     request: Request,
     body: type[Body],
-    job_of: Callable[[Body, Builder], Job],
+    job_of: Callable[[Body, Builder, Notes], Job],
     form: Form,
 ) -> Response:
     """Read the body of a request and answer the job that it asks for. Raises what is wrong."""
     with service.metrics.counting_refusals():
         data = await read_body(request, service.options)
+        notes = service.notes()
         job = await service.prepare(
-            len(data), lambda: job_of(decode_body(body, data), service.builder)
+            len(data), lambda: job_of(decode_body(body, data, notes=notes), service.builder, notes)
         )
         return Generation(service, job, form)
 

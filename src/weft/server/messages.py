@@ -38,7 +38,8 @@ def message_routes(service: Service) -> list[Route]:
         data = await read_body(request, service.options)
 
         def work() -> int:
-            return count_tokens(decode_body(PromptBody, data), service.builder)
+            notes = service.notes()
+            return count_tokens(decode_body(PromptBody, data, notes=notes), service.builder, notes)
 
         return json_response({"input_tokens": await service.prepare(len(data), work)})
 

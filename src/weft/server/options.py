@@ -105,6 +105,14 @@ class ServerOptions:
         "stored responses together; beyond it the least recently used go",
         low=1,
     )
+    strict: bool = setting(
+        "bool",
+        False,
+        "refuse parameters that are otherwise ignored, as the header x-weft-ignored tells",
+    )
+    request_chat_template: bool = setting(
+        "bool", False, "requests may bring chat templates of their own"
+    )
     tool_parser: str = setting(
         "str",
         "auto",

@@ -71,10 +71,11 @@ class _Handlers:
     async def _read(self, request: Request) -> _Asked:
         service = self._service
         data = await read_body(request, service.options)
+        notes = service.notes()
 
         def decode() -> tuple[ResponseBody, list[Item]]:
-            body = decode_body(ResponseBody, data)
-            return body, read_items(body.input)
+            body = decode_body(ResponseBody, data, notes=notes)
+            return body, read_items(body.input, notes=notes)
 
         body, items = await service.prepare(len(data), decode)
         self._check_store(body)
@@ -83,7 +84,7 @@ class _Handlers:
             before = await self._store.conversation(_owner(), body.previous_response_id)
         job = await service.prepare(
             INLINE_BYTES + 1 if before else len(data),
-            lambda: response_job(body, before + items, service.builder),
+            lambda: response_job(body, before + items, service.builder, notes),
         )
         return _Asked(body, items, job)
 

@@ -18,6 +18,7 @@ from weft.api import (
     Builder,
     Job,
     ModelCard,
+    Notes,
     TokenTexts,
 )
 from weft.api.errors import DeadlineExceededError
@@ -63,7 +64,9 @@ class Service:
         options: ServerOptions,
         probe: EngineProbe,
     ) -> None:
-        limits = ApiLimits(options.max_sequences, options.max_prompt_bytes)
+        limits = ApiLimits(
+            options.max_sequences, options.max_prompt_bytes, options.request_chat_template
+        )
         prefixes = ("weft", "vllm") if options.vllm_metrics else ("weft",)
         self.client = client
         self.options = options
@@ -92,6 +95,13 @@ class Service:
         self.metrics.show()
         self.probe.idle_s()
 
+    def notes(self) -> Notes:
+        """What takes the ignored parameters of the request that is being answered."""
+        exchange = EXCHANGE.get()
+        notes = Notes() if exchange is None else exchange.notes
+        notes.strict = self.options.strict
+        return notes
+
     @property
     def num_open(self) -> int:
         """Jobs that are being answered."""
@@ -105,9 +115,13 @@ class Service:
         if self.draining:
             raise ShuttingDownError("The server is shutting down; try again in a moment.")
 
+        notes = self.notes()
+
         def work() -> Prepared:
             try:
-                return build()
+                built = build()
+                notes.log()
+                return built
             except RecursionError:
                 message = "The body of the request is nested too deeply."
                 raise ParameterError(message) from None

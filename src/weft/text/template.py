@@ -213,6 +213,7 @@ def encode_chat(
     /,
     *,
     add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
     tools: Sequence[Mapping[str, Any]] | None = None,
     **kwargs: Any,
 ) -> list[int]:
@@ -233,6 +234,9 @@ def encode_chat(
     tokeniser's `Guard`, where nothing but a private name is a control token. Comparing ids also
     covers spellings that only normalisation or merges turn into a token.
 
+    With ``continue_final_message`` the prompt ends with the text of the last message, so that the
+    model goes on with it; its ``content`` must be a text.
+
     The alternatives lose something: placeholders for whole messages break templates that trim,
     split or compare; sentinels inside or around spelled tokens break those too, and miss a token
     that the template joins from harmless parts.
@@ -248,7 +252,24 @@ def encode_chat(
     rendered = template._render(
         messages, add_generation_prompt, tools, kwargs, alphabet=controls.alphabet
     )
+    if continue_final_message:
+        rendered = _left_open(rendered, messages[-1]["content"], controls.alphabet)
     return controls.encode(rendered)
+
+
+def _left_open(rendered: str, content: str, alphabet: Alphabet) -> str:
+    """The prompt up to the end of the last message's text, without what closes the message."""
+    plain, text = alphabet.plain(rendered), content.strip()
+    at = plain.rfind(text)
+    if at < 0:
+        raise TemplateError(
+            "The chat template changes the text of the last message, so that it cannot be "
+            "continued.",
+            param="continue_final_message",
+        )
+    trailing = content[len(content.rstrip()) :]
+    kept = trailing if plain.startswith(trailing, at + len(text)) else ""
+    return rendered[: at + len(text) + len(kept)]
 
 
 class _Controls:
