@@ -6,10 +6,12 @@ import contextlib
 import json
 import re
 import time
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Reference
 
 import weft
@@ -42,7 +44,7 @@ def checker(builtin) -> GrammarChecker:
 
 def taker(tokenizer: Tokenizer, vocab_size: int, eos: tuple[int, ...] = EOS):
     """Whether a grammar takes a text, and may end after it."""
-    view = grammar_tokenizer(tokenizer.reference.to_str(), vocab_size, eos)
+    view = grammar_tokenizer(tokenizer.grammar_document(), vocab_size, eos)
 
     def check(grammar: str, text: str) -> bool:
         matcher = compile_grammar(view, grammar).deep_copy()
@@ -229,7 +231,7 @@ COSTLY = {
 @pytest.mark.parametrize("name", COSTLY)
 def test_what_may_be_asked_costs_little_or_is_refused(builtin, name):
     """CPU time, not elapsed: compiling and eight tokens take less than 3 s on any machine."""
-    view = grammar_tokenizer(builtin.reference.to_str(), 4096, EOS)
+    view = grammar_tokenizer(builtin.grammar_document(), 4096, EOS)
     before = time.process_time()
     matcher = None
     with contextlib.suppress(GrammarError):
@@ -249,7 +251,7 @@ def test_every_kind_of_tokeniser_gives_json(tokenizer):
         with pytest.raises(GrammarError, match="tokeniser of this model"):
             GrammarChecker(tokenizer, size, (tokenizer.eos_id,)).check(json_object_grammar())
         return
-    view = grammar_tokenizer(tokenizer.reference.to_str(), size, (tokenizer.eos_id,))
+    view = grammar_tokenizer(tokenizer.grammar_document(), size, (tokenizer.eos_id,))
     names = compile_grammar(view, schema({"type": "array", "items": {"type": "string"}}))
     text = '["a b", "é日", "😀\\n"]'
     matcher = names.deep_copy()
@@ -316,7 +318,7 @@ def test_malformed_schemas_are_errors_of_the_schema(checker, text):
     "rules", ['s s | s s s | /[a-z ]/ | ""', "s s | s s s | s s s s | /./"], ids=["empty", "four"]
 )
 def test_ambiguous_grammars_end_before_they_cost_much(builtin, rules):
-    view = grammar_tokenizer(builtin.reference.to_str(), 4096, EOS)
+    view = grammar_tokenizer(builtin.grammar_document(), 4096, EOS)
     matcher = compile_grammar(view, lark_grammar(f"start: s\ns: {rules}"))
     draw = np.random.default_rng(0)
     for _ in range(25):  # then a mask takes 0.1 s; with twice the items it would be seconds
@@ -394,6 +396,121 @@ def test_reasoning_may_come_before_what_is_asked_for(builtin, takes):
     opened = turn_grammar(Dialect(None, "think"), builtin, body=body, opened=True)
     assert takes(opened, "Well</think>7")
     assert not takes(opened, "7")
+
+
+@pytest.fixture(scope="module")
+def qwen(builtin) -> Tokenizer:
+    """The built-in tokeniser with markers as tokens that are not special, as Qwen's are."""
+    reference = Reference.from_str(builtin.reference.to_str())
+    names = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+    reference.add_tokens([AddedToken(name, special=False, normalized=False) for name in names])
+    return Tokenizer(reference, {})
+
+
+def test_markers_that_are_tokens_but_not_special(qwen):
+    checks = taker(qwen, qwen.vocab_size)
+    call = CALLS["hermes"][0]
+    dialect = Dialect("hermes", "think")
+    forced = turn_grammar(dialect, qwen, [ADD, NOW], forced=True)
+    assert checks(forced, call)
+    assert checks(forced, f"<think>Hm</think>\n\n{call}")
+    opened = turn_grammar(dialect, qwen, [ADD, NOW], forced=True, opened=True)
+    assert checks(opened, f"Hm</think>\n\n{call}")
+    assert checks(turn_grammar(dialect, qwen, [ADD, NOW]), f"Let me see.{call}")
+
+
+def test_text_that_spells_a_control_token_can_be_written(tokenizer):
+    """Where only one text is left, the mask must not offer the token that it spells."""
+    if tokenizer.decode_table is None:
+        return
+    size = tokenizer.vocab_size
+    view = grammar_tokenizer(tokenizer.grammar_document(), size, (tokenizer.eos_id,))
+    names = [token.content for token in tokenizer.added_tokens if token.is_apart]
+    text = "a" + "".join(names)
+    output, matcher = [], compile_grammar(view, choice_grammar([text])).deep_copy()
+    while not matcher.is_accepting():
+        bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
+        assert tokenizer.eos_id not in allowed
+        output.append(int(allowed[0]))
+        assert matcher.consume_token(output[-1])
+    assert tokenizer.decode(output) == text
+
+
+@cache
+def view_of(tokenizer: Tokenizer):
+    return grammar_tokenizer(tokenizer.grammar_document(), tokenizer.vocab_size, EOS)
+
+
+def longest(tokenizer: Tokenizer, grammar: str, say: str, start: str = "") -> str:
+    """What a turn says that repeats one token while it may, then writes what is left to write.
+
+    White space between its parts is left out.
+    """
+    matcher = compile_grammar(view_of(tokenizer), grammar).deep_copy()
+    output = tokenizer.encode(start, add_special_tokens=False) if start else []
+    assert matcher.consume_tokens(output)
+    [wanted] = tokenizer.encode(say, add_special_tokens=False)
+    spelled = partial(tokenizer.decode, skip_special_tokens=False)
+    for _ in range(40):
+        bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
+        if wanted not in allowed and matcher.is_accepting():
+            break
+        rest = [i for i in allowed.tolist() if spelled([i]).strip(" \n")]
+        output.append(wanted if wanted in allowed else (rest or allowed.tolist())[0])
+        assert matcher.consume_token(output[-1])
+    return spelled(output)
+
+
+@pytest.mark.parametrize("budget", [0, 1, 9])
+@pytest.mark.parametrize("opened", [False, True])
+@pytest.mark.parametrize("kind", ["builtin", "qwen"])
+def test_a_thinking_budget_ends_reasoning_by_its_marker(request, kind, opened, budget):
+    tokenizer = request.getfixturevalue(kind)
+    start = "" if opened else "<think>"
+    dialect = Dialect("hermes", "think")
+    settings = {"opened": opened, "thinking_budget": budget}
+    thought = f"{start}{' the' * budget}</think>"
+    for grammar in (
+        turn_grammar(dialect, tokenizer, body=schema({"const": 7}), **settings),
+        turn_grammar(Dialect(None, "think"), tokenizer, body=schema({"const": 7}), **settings),
+    ):
+        assert longest(tokenizer, grammar, " the", start) == f"{thought}7"
+    forced = turn_grammar(dialect, tokenizer, [NOW], forced=True, **settings)
+    call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    assert longest(tokenizer, forced, " the", start) == f"{thought}{call}"
+    for functions in ([], [NOW]):
+        free = turn_grammar(dialect, tokenizer, functions, **settings)
+        answer = longest(tokenizer, free, " the", start)
+        assert answer.startswith(f"{thought} the the the")
+        assert longest(tokenizer, free, "!", start).startswith(f"{start}{'!' * budget}</think>!!!")
+
+
+@pytest.mark.parametrize("kind", ["builtin", "qwen"])
+def test_reasoning_within_its_budget_ends_where_the_model_ends_it(request, kind):
+    tokenizer = request.getfixturevalue(kind)
+    checks = taker(tokenizer, tokenizer.vocab_size)
+    dialect = Dialect("hermes", "think")
+    free = turn_grammar(dialect, tokenizer, [NOW], thinking_budget=9)
+    call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+    for answer in ("Yes. <b>2 < 3</b>", call, f"I look.{call}"):
+        assert checks(free, f"<think>Hm, 3 > 2.</think>\n\n{answer}")
+        assert checks(free, answer)
+    assert not checks(free, "<think> a b c d e f g h i j k")
+    assert not checks(free, " <think> a b c d e f g h i j k")
+    for family, (one, _, wrong) in CALLS.items():
+        dialect = Dialect(family, "think")
+        settings = {"body": schema({"const": 7}), "thinking_budget": 9}
+        body = turn_grammar(dialect, tokenizer, [ADD, NOW], **settings)
+        for thought in ("", "<think>Hm.</think>"):
+            allowed = [checks(body, thought + answer) for answer in (one, "7", wrong, "8")]
+            assert allowed == [True, True, False, False]
+
+
+def test_a_thinking_budget_says_nothing_where_no_reasoning_is_marked(builtin, takes):
+    grammar = turn_grammar(Dialect(), builtin, body=schema({"const": 7}), thinking_budget=3)
+    assert takes(grammar, "7")
 
 
 def test_calls_of_a_model_without_a_form_are_refused(builtin):

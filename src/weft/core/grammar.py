@@ -49,7 +49,7 @@ def grammar_tokenizer(tokenizer_json: str, vocab_size: int, eos_token_ids: Seq[i
     """Return the tokeniser of a model as grammars see it; takes a second for a large one.
 
     Args:
-        tokenizer_json: text of tokenizer.json.
+        tokenizer_json: text of tokenizer.json, as ``Tokenizer.grammar_document`` gives it.
         vocab_size: of the model; ids that only the model has are never allowed.
         eos_token_ids: at least one; allowed exactly where a grammar is satisfied.
 

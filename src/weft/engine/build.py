@@ -352,7 +352,7 @@ def _grammar_tokenizer(config: EngineConfig, model: Model) -> LLTokenizer:
     from weft.text.tokenizer import Tokenizer  # few engines ever need it
 
     tokenizer = Tokenizer.load(Path(config.tokenizer or model.folder))
-    text = tokenizer.reference.to_str()
+    text = tokenizer.grammar_document()
     return grammar_tokenizer(text, model.spec.vocab_size, model.eos_token_ids)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from weft.text.dialect import REASONING_MARKERS, TOOL_PARSERS, Dialect
 from weft.text.grammar import quote
 from weft.text.tokenizer import Tokenizer
 
-_TEXT = "TEXT: /(?s:.*)/"
+_ANY = "/(?s:.*)/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ def turn_grammar(
     parallel: bool = True,
     body: str | None = None,
     opened: bool = False,
+    thinking_budget: int | None = None,
 ) -> str:
     """Return the grammar of a turn.
 
@@ -46,6 +48,9 @@ def turn_grammar(
         body: grammar of the answer.
         opened: the prompt has opened the reasoning, so the turn starts inside; it may be left out
             where the model marks it and the prompt has not opened it.
+        thinking_budget: tokens of reasoning at most, before its closing marker; nothing where the
+            model marks none. Where the marker is no token of its own, reasoning under a budget
+            does without the character that begins it.
 
     Raises:
         GrammarError: there are functions, but the model has no form of calls.
@@ -53,7 +58,7 @@ def turn_grammar(
     spell = _speller(tokenizer)
     grammars: list[dict[str, Any]] = []
     rules: list[str] = []
-    answer = ""
+    answer = "" if functions or body is not None else "TEXT"
     if functions:
         if dialect.tools is None:
             raise GrammarError("no form of tool calls is known for this model")
@@ -66,18 +71,18 @@ def turn_grammar(
     if body is not None and not forced:
         grammars.append(_named("body", body))
         answer = f"{answer} | @body" if answer else "@body"
-    start = _reasoning(dialect, spell, opened, rules)
+    start = _reasoning(dialect, spell, opened, thinking_budget, rules)
     rules = [f"start: {start} answer" if start else "start: answer", f"answer: {answer}", *rules]
-    text = "\n".join([*rules, _TEXT])
+    text = "\n".join(rules)
     return json.dumps({"grammars": [{"lark_grammar": text}, *grammars]}, ensure_ascii=False)
 
 
 def _speller(tokenizer: Tokenizer) -> Callable[[str], str]:
-    """How a grammar names a marker: by id where it is a control token, else as text."""
+    """How a grammar names a marker: by id where it is a token apart from text, else as text."""
+    apart = {token.content: token.token_id for token in tokenizer.added_tokens if token.is_apart}
 
     def spell(marker: str) -> str:
-        number = tokenizer.reference.token_to_id(marker)
-        return f"<[{number}]>" if number in tokenizer.special_ids else quote(marker)
+        return f"<[{apart[marker]}]>" if marker in apart else quote(marker)
 
     return spell
 
@@ -89,18 +94,37 @@ def _named(name: str, grammar: str) -> dict[str, Any]:
 
 
 def _reasoning(
-    dialect: Dialect, spell: Callable[[str], str], opened: bool, rules: list[str]
+    dialect: Dialect,
+    spell: Callable[[str], str],
+    opened: bool,
+    budget: int | None,
+    rules: list[str],
 ) -> str:
-    """The rule of what may stand before the answer; empty where the model marks no reasoning."""
+    """The rule of what may stand before the answer; empty where the model marks no reasoning.
+
+    Adds the rules of reasoning, and ``TEXT``: what free text of the answer may be. Under a budget
+    it cannot open reasoning itself.
+    """
     if dialect.reasoning is None:
+        rules.append(f"TEXT: {_ANY}")
         return ""
     start, end = REASONING_MARKERS[dialect.reasoning]
-    rules.append(_until("thought", spell(end)))
+    rules += [_until("thought", spell(end))] if budget is None else _within(budget, end, spell(end))
     rules.append("SPACE: /[ \\n]{0,4}/")
+    if opened or budget is None:
+        rules.append(f"TEXT: {_ANY}")
+    else:
+        rules.append(f"TEXT: {_ANY} & ~OPENED\nOPENED: /\\s*/ {quote(start)} {_ANY}")
     if opened:
         return "thought SPACE"
     rules.append(f"reasoning: {spell(start)} thought SPACE")
     return "reasoning?"
+
+
+def _within(budget: int, end: str, marker: str) -> list[str]:
+    """Rules for reasoning of some tokens at most, up to its closing marker and with it."""
+    text = _ANY if marker.startswith("<[") else f"/[^{re.escape(end[0])}]*/"
+    return [f"thought: within {marker}", f"within[max_tokens={budget}]: WITHIN", f"WITHIN: {text}"]
 
 
 def _until(name: str, marker: str) -> str:
@@ -155,7 +179,7 @@ def _llama3(calls: _Calls) -> str:
     item = calls.many(calls.item('{"name": NAME, "parameters": ', "}"), '"; "')
     if calls.alone:
         return item
-    calls.rules.append("PLAIN: /[^{](?s:.*)/")
+    calls.rules.append("PLAIN: /[^{](?s:.*)/ & TEXT")
     return f"{item} | PLAIN"
 
 

@@ -38,6 +38,11 @@ class AddedToken:
         """Control by default: marked special, or spelled like a marker, as ``<|fim_prefix|>``."""
         return self.special or _BARS.fullmatch(self.content) is not None
 
+    @property
+    def is_apart(self) -> bool:
+        """Whether grammars know the token by its id and never as text: llguidance's own rule."""
+        return self.special or (self.content.startswith("<") and self.content.endswith(">"))
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -99,6 +104,17 @@ def list_added(reference: Reference) -> list[AddedToken]:
         for token_id, token in sorted(reference.get_added_tokens_decoder().items())
         if not token.content.isspace() and token.content
     ]
+
+
+def grammar_document(reference: Reference, tokens: Iterable[AddedToken]) -> str:
+    """The text of a tokenizer.json for grammars, in which no text spells a control token.
+
+    Where a grammar leaves one text only, llguidance allows the token that its tokeniser makes of
+    it: with the tokens' own names a text that spells one could never be written, and one that
+    spells the end of the sequence would end it.
+    """
+    names = {token.content: f"<{_private_name()}>" for token in tokens if token.is_apart}
+    return json.dumps(_renamed(json.loads(reference.to_str()), names))
 
 
 def _private_name() -> str:

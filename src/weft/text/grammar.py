@@ -160,7 +160,7 @@ class GrammarChecker:
             raise GrammarError("this model has no end-of-sequence token, so it could never end")
         with self._lock:
             if self._tokenizer is None:
-                text = self._source.reference.to_str()
+                text = self._source.grammar_document()
                 self._tokenizer = grammar_tokenizer(text, self._vocab_size, self._eos_token_ids)
             return self._tokenizer
 

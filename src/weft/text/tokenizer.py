@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Reference
 
 from weft.core.errors import ParameterError, TokenizerError
 from weft.text.assets import named_tokens, read_config, read_text
-from weft.text.control import Guard, Scanner, list_added
+from weft.text.control import Guard, Scanner, grammar_document, list_added
 from weft.text.decoding import DecodeTable, build_table
 from weft.text.fast import adopt_fastokens
 
@@ -164,6 +164,10 @@ class Tokenizer:
             if self._guard is None:
                 self._guard = Guard(self.reference, self.added_tokens)
             return self._guard
+
+    def grammar_document(self) -> str:
+        """The text of a tokenizer.json for `weft.core.grammar`."""
+        return grammar_document(self.reference, self.added_tokens)
 
     def _encode_reference(self, text: str) -> list[int]:
         return list(self.reference.encode(text, add_special_tokens=False).ids)
