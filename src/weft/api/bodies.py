@@ -284,7 +284,7 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     chat_template_kwargs: Variables | None = None
     include_reasoning: bool | None = None
-    thinking_token_budget: Annotated[int, Meta(ge=-1)] | None = None
+    thinking_token_budget: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     echo: bool | None = None

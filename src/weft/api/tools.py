@@ -139,15 +139,23 @@ def offered_tools(tools: Seq[Tool], notes: Notes) -> Tools:
 
 
 def constrain_turn(
-    tools: Tools | None, body: Constraint | None, reading: Reading, builder: Builder
+    tools: Tools | None,
+    body: Constraint | None,
+    reading: Reading,
+    builder: Builder,
+    thinking_budget: int | None = None,
 ) -> Constraint | None:
     """Return the constraint of a whole turn, None for free text.
+
+    Args:
+        thinking_budget: tokens of reasoning at most, where the model marks it.
 
     Raises:
         GrammarError: the schema of a function cannot be guaranteed.
     """
-    limited = tools is not None and (tools.limited or body is not None)
-    if not limited and body is None:
+    budgeted = thinking_budget is not None and reading.dialect.reasoning is not None
+    limited = tools is not None and (tools.limited or body is not None or budgeted)
+    if not limited and body is None and not budgeted:
         return None
     if not limited and reading.dialect.reasoning is None:
         return body
@@ -162,8 +170,11 @@ def constrain_turn(
         parallel=tools is None or tools.parallel,
         body=None if body is None else body.grammar,
         opened=reading.opened,
+        thinking_budget=thinking_budget,
     )
-    return Constraint(grammar, body.param if body is not None else "tools")
+    if body is not None:
+        return Constraint(grammar, body.param)
+    return Constraint(grammar, "tools" if limited else "thinking_token_budget")
 
 
 def _for_grammar(tools: Tools, index: int) -> GrammarFunction:

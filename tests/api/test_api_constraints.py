@@ -1,0 +1,51 @@
+"""What a body asks of its output as the grammar and the parameters of its job."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from weft.api import Builder, decode_body
+from weft.api.bodies import ChatBody
+from weft.api.chat import chat_job
+from weft.api.jobs import Job
+from weft.api.structured import check_grammar
+from weft.core.errors import ParameterError
+from weft.text.dialect import Dialect
+
+HI = [{"role": "user", "content": "hi"}]
+LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+
+
+def chat(builder: Builder, **fields: Any) -> Job:
+    """The job of a chat, its grammar compiled."""
+    body = {"model": "builtin", "messages": HI, **fields}
+    job = chat_job(decode_body(ChatBody, json.dumps(body).encode()), builder)
+    check_grammar(job, builder)
+    return job
+
+
+@pytest.fixture(scope="module")
+def thinking(builder: Builder) -> Builder:
+    """The packaged model's builder, as if its turns could think."""
+    return Builder(
+        builder.tokenizer, builder.chat_template, builder.card, dialect=Dialect("hermes", "think")
+    )
+
+
+def test_a_thinking_budget_constrains_a_turn_that_can_think(builder, thinking):
+    assert chat(builder, thinking_token_budget=9).requests[0].sampling.grammar is None
+    job = chat(thinking, thinking_token_budget=9)
+    assert job.constrained_by == "thinking_token_budget"
+    assert "max_tokens=9" in job.requests[0].sampling.grammar
+    job = chat(thinking, thinking_token_budget=0, tools=[LOOK])
+    assert job.constrained_by == "tools"
+    assert "max_tokens=0" in job.requests[0].sampling.grammar
+    job = chat(thinking, thinking_token_budget=9, response_format={"type": "json_object"})
+    assert job.constrained_by == "response_format"
+    assert chat(thinking).requests[0].sampling.grammar is None
+    with pytest.raises(ParameterError) as caught:
+        chat(thinking, thinking_token_budget=-1)
+    assert caught.value.param == "thinking_token_budget"
