@@ -18,6 +18,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from weft.core.errors import GrammarError
 from weft.core.grammar import compile_grammar, explain, grammar_tokenizer
+from weft.text.regular import lark_expression
 from weft.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -104,6 +105,51 @@ def lark_grammar(text: str) -> str:
         raise GrammarError(f"it has more than {MAX_LARK_CHARS} characters")
     _check_repetitions(text)
     return _lark(text)
+
+
+def custom_grammar(format: Mapping[str, Any] | None) -> str:
+    """``{"input": "..."}`` with a text as the format of a custom tool of OpenAI's API asks for.
+
+    Args:
+        format: ``{"type": "text"}`` or None for any text; ``{"type": "grammar", "syntax": "regex"
+            or "lark", "definition": ...}``, the last two in an object ``grammar`` or not.
+
+    Raises:
+        GrammarError: it is malformed or too costly; or a rule of a Lark grammar refers to itself,
+            which cannot be followed within a JSON string.
+    """
+    given = format or {"type": "text"}
+    text: dict[str, Any] = {"type": "string"}
+    if given.get("type") == "grammar":
+        text["pattern"] = f"^(?:{_custom_pattern(given.get('grammar', given))})$"
+    elif given.get("type") != "text":
+        raise GrammarError("the type of the format must be 'text' or 'grammar'")
+    return _json_grammar(
+        json.dumps(
+            {
+                "type": "object",
+                "properties": {"input": text},
+                "required": ["input"],
+                "additionalProperties": False,
+            }
+        )
+    )
+
+
+def _custom_pattern(given: Any) -> str:
+    syntax, definition = (
+        (given.get("syntax"), given.get("definition")) if isinstance(given, dict) else (None, None)
+    )
+    if not isinstance(definition, str) or syntax not in ("regex", "lark"):
+        raise GrammarError("the format needs the syntax 'regex' or 'lark' and a definition")
+    if syntax == "regex":
+        check_pattern(definition)
+        return definition
+    if len(definition) > MAX_LARK_CHARS:
+        raise GrammarError(f"it has more than {MAX_LARK_CHARS} characters")
+    expression = lark_expression(definition)
+    _check_repetitions(expression)
+    return expression
 
 
 def quote(text: str) -> str:
