@@ -46,6 +46,7 @@ def test_a_thinking_budget_constrains_a_turn_that_can_think(builder, thinking):
     job = chat(thinking, thinking_token_budget=9, response_format={"type": "json_object"})
     assert job.constrained_by == "response_format"
     assert chat(thinking).requests[0].sampling.grammar is None
+    assert chat(thinking, thinking_token_budget=-1).requests[0].sampling.grammar is None
     with pytest.raises(ParameterError) as caught:
-        chat(thinking, thinking_token_budget=-1)
+        chat(thinking, thinking_token_budget=-2)
     assert caught.value.param == "thinking_token_budget"

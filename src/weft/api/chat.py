@@ -51,7 +51,8 @@ def chat_job(body: ChatBody, builder: Builder, notes: Notes | None = None) -> Jo
     prompt = tuple(truncated(_prompt(body, tools, builder, notes), body, card, max_tokens))
     max_tokens = fit_context(len(prompt), max_tokens, card, "messages", limit_name, notes)
     reading = _reading(body, tools, prompt, builder)
-    constraint = constrain_turn(tools, wanted, reading, builder, body.thinking_token_budget)
+    budget = _thinking_budget(body, builder, notes)
+    constraint = constrain_turn(tools, wanted, reading, builder, budget)
     numbers = builder.numbers(n)
     seed = first_seed(body, card, numbers[0])
     params = build_sampling(
@@ -112,6 +113,17 @@ def _effort(effort: str, builder: Builder, notes: Notes) -> dict[str, Any]:
     if "reasoning_effort" in builder.chat_template.variables:
         return {"reasoning_effort": effort}
     return {"enable_thinking": effort != "none"}
+
+
+def _thinking_budget(body: ChatBody, builder: Builder, notes: Notes) -> int | None:
+    """Tokens of reasoning at most; None without a bound, or where the model marks no reasoning."""
+    budget = body.thinking_token_budget
+    if budget is None or budget == -1:
+        return None
+    if builder.dialect.reasoning is None:
+        notes.ignore("thinking_token_budget")
+        return None
+    return budget
 
 
 def reads_effort(template: ChatTemplate | None) -> bool:

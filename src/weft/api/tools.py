@@ -19,7 +19,7 @@ from weft.text.callgrammar import Function as GrammarFunction
 from weft.text.callgrammar import turn_grammar
 from weft.text.customcalls import PARAMETERS
 from weft.text.dialect import Reading
-from weft.text.grammar import json_object_grammar, json_schema_grammar
+from weft.text.grammar import custom_grammar, json_object_grammar, json_schema_grammar
 
 NO_ARGUMENTS = '{"type": "object", "properties": {}, "additionalProperties": false}'
 
@@ -187,6 +187,10 @@ def _for_grammar(tools: Tools, index: int) -> GrammarFunction:
     function = one.function
     if not one.strict and not tools.forced:
         return GrammarFunction(function.name, json_object_grammar())
+    if one.format is not None:
+        with blaming(f"{one.path}.custom.format.grammar"):
+            grammar = {"syntax": one.format.syntax, "definition": one.format.definition}
+            return GrammarFunction(function.name, custom_grammar({"type": "grammar", **grammar}))
     with blaming(f"{one.path}.function.parameters"):
         schema = NO_ARGUMENTS if function.parameters is NULL else raw_text(function.parameters)
         return GrammarFunction(function.name, json_schema_grammar(schema))
@@ -219,7 +223,6 @@ def _custom(tool: Tool, path: str) -> Offered:
         text = given.format.grammar
         if text is None:
             raise MissingParameterError(f"{path}.custom.format.grammar")
-        raise UnsupportedParameterError(f"{path}.custom.format.grammar")
     function = Function(name=given.name, description=given.description, parameters=Raw(PARAMETERS))
     return Offered(path, function, custom=True, format=text)
 
