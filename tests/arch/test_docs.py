@@ -20,6 +20,11 @@ def test_the_settings_page_is_generated_from_the_declarations():
     assert page == printed_by("settings_page.py")
 
 
+def test_the_page_of_parameters_is_generated_from_the_declarations():
+    page = (ROOT / "docs" / "parameters.md").read_text(encoding="utf-8")
+    assert page == printed_by("parameters_page.py")
+
+
 def test_the_map_has_one_line_for_each_file():
     page = (ROOT / "docs" / "map.md").read_text(encoding="utf-8")
     assert page == printed_by("map_page.py"), "run: python tools/map_page.py > docs/map.md"

@@ -49,7 +49,7 @@ def decode_body(
     notes = Notes() if notes is None else notes
     path = at and f"{at}."
     if isinstance(data, bytes):  # a part has been counted with the whole
-        refuse_many_parts(data)
+        refuse_manyparts_of(data)
     try:
         str(data, "utf-8")  # the decoder does not look into what is left as JSON
         decoded = _decode(body, data, path, notes)
@@ -81,7 +81,7 @@ def _without_unknown(kind: type[Struct], raw: Raw, path: str, notes: Notes) -> R
         given = msgspec.json.decode(raw, type=dict[str, Raw])
     except msgspec.ValidationError:
         return raw  # no object: the decoder says so
-    parts, is_open = _parts(kind), getattr(kind, "OPEN", False)
+    parts, is_open = parts_of(kind), getattr(kind, "OPEN", False)
     known = tuple(kind.__struct_fields__)
     kept: dict[str, Raw] = {}
     for name, value in given.items():
@@ -95,12 +95,12 @@ def _without_unknown(kind: type[Struct], raw: Raw, path: str, notes: Notes) -> R
     return Raw(msgspec.json.encode(kept))
 
 
-class _Part(NamedTuple):
+class Part(NamedTuple):
     kind: type[Struct]
     in_list: bool
 
 
-def _within(part: _Part, raw: Raw, path: str, notes: Notes) -> Raw:
+def _within(part: Part, raw: Raw, path: str, notes: Notes) -> Raw:
     if not part.in_list:
         return _without_unknown(part.kind, raw, f"{path}.", notes)
     try:
@@ -115,16 +115,16 @@ def _within(part: _Part, raw: Raw, path: str, notes: Notes) -> Raw:
 
 
 @cache
-def _parts(kind: type[Struct]) -> dict[str, _Part]:
+def parts_of(kind: type[Struct]) -> dict[str, Part]:
     """Fields of a structure that are structures themselves, or lists of them."""
     hints = get_type_hints(kind)
     found = {name: _part(hints[name]) for name in kind.__struct_fields__}
     return {name: part for name, part in found.items() if part is not None}
 
 
-def _part(hint: Any, in_list: bool = False) -> _Part | None:
+def _part(hint: Any, in_list: bool = False) -> Part | None:
     if isinstance(hint, type) and issubclass(hint, Struct):
-        return _Part(hint, in_list)
+        return Part(hint, in_list)
     if get_origin(hint) in (Union, UnionType):
         found = [part for one in get_args(hint) if (part := _part(one)) is not None]
         return found[0] if found else None
@@ -154,7 +154,7 @@ def kind_of(raw: Raw, path: str, default: str | None = None) -> str:
     return kind
 
 
-def refuse_many_parts(data: bytes) -> None:
+def refuse_manyparts_of(data: bytes) -> None:
     """Raise ParameterError for JSON that would take long to decode, before it is decoded.
 
     The decoder checks the length of a list only when it has it, and holds up every thread until
@@ -197,7 +197,7 @@ def _explained(body: type[Struct], text: str, at: str) -> ParameterError:
 
 def _known(body: type[Struct], path: str) -> tuple[str, ...]:
     for name in filter(None, re.sub(r"\[[^\]]*\]", "", path).split(".")):
-        part = _parts(body).get(name)
+        part = parts_of(body).get(name)
         if part is None:
             return ()
         body = part.kind

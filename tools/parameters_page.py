@@ -1,0 +1,122 @@
+"""Prints the page of parameters: ``python tools/parameters_page.py > docs/parameters.md``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import orjson
+from msgspec import Struct
+
+from weft.api.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from weft.api.decoding import parts_of
+from weft.api.embeddings import EmbeddingBody
+from weft.api.messages import (
+    Document,
+    MessageBody,
+    SearchResult,
+    Text,
+    Thinking,
+    ToolReference,
+    ToolResult,
+    ToolUse,
+)
+from weft.api.response_body import CustomTool, FunctionTool, ResponseBody
+from weft.api.response_items import (
+    CallItem,
+    CustomCallItem,
+    MessageItem,
+    ReasoningItem,
+    ResultItem,
+    TextPart,
+)
+from weft.api.rules import Refused, rules_of
+
+HEAD = """# Parameters of requests
+
+What becomes of each parameter, as it is declared where requests are decoded
+(`python tools/parameters_page.py > docs/parameters.md`).
+
+- **Honoured**: it does what the API's description says, or the answer is an error that names it.
+- **Ignored**: advisory, inert, or a client's own bookkeeping. It is accepted, and the answer names it
+  in the header `x-weft-ignored` (`messages[].cache_control`); the log has a debug line. With
+  `--strict` it is refused.
+- **Refused**: honouring it would change the answer, and weft does not honour it: status 400, and the
+  message says why.
+
+`null`, and the values in the last column, ask for nothing and are always accepted. A key that no
+table has is refused at the top of a body, and ignored within the structures marked with *.
+`max_tokens`, by any of its names, is lowered to what the context has beside the prompt and then named
+as ignored; the prompt alone must fit. Tools of types that are neither functions nor custom tools are
+ignored: the model is not told of them.
+"""
+
+Kinds = tuple[tuple[str, type[Struct]], ...]
+
+BLOCKS: Kinds = (
+    ("block `text`", Text),
+    ("block `tool_use`", ToolUse),
+    ("block `tool_result`", ToolResult),
+    ("block `thinking`", Thinking),
+    ("block `document`", Document),
+    ("block `search_result`", SearchResult),
+    ("block `tool_reference`", ToolReference),
+)
+ITEMS: Kinds = (
+    ("item `message`", MessageItem),
+    ("item `function_call`", CallItem),
+    ("item `custom_tool_call`", CustomCallItem),
+    ("items of outputs", ResultItem),
+    ("item `reasoning`", ReasoningItem),
+    ("parts of text", TextPart),
+    ("tool `function`", FunctionTool),
+    ("tool `custom`", CustomTool),
+)
+PAGES: tuple[tuple[str, type[Struct], Kinds], ...] = (
+    ("POST /v1/chat/completions", ChatBody, ()),
+    ("POST /v1/completions", CompletionBody, ()),
+    ("POST /v1/responses", ResponseBody, ITEMS),
+    ("POST /v1/messages", MessageBody, BLOCKS),
+    ("POST /v1/embeddings", EmbeddingBody, ()),
+    ("POST /tokenize", TokenizeBody, ()),
+    ("POST /detokenize", DetokenizeBody, ()),
+)
+
+
+def structures(kind: type[Struct], path: str = "") -> Iterator[tuple[str, type[Struct]]]:
+    """A body and every structure in it, each with where it stands."""
+    yield path, kind
+    for name, part in parts_of(kind).items():
+        inner = f"{path}.{name}" if path else name
+        yield from structures(part.kind, f"{inner}[]" if part.in_list else inner)
+
+
+def section(title: str, body: type[Struct], more: Kinds) -> str:
+    """One endpoint."""
+    lines = [f"\n## `{title}`\n", "Honoured:\n"]
+    rows = []
+    for path, kind in [*structures(body), *more]:
+        rules = rules_of(kind)
+        honoured = [name for name in kind.__struct_fields__ if name not in rules]
+        mark = "*" if getattr(kind, "OPEN", False) else ""
+        where = (
+            f"{path if path.startswith(('block', 'item', 'part', 'tool `')) else f'`{path}`'}{mark}"
+        )
+        shown = ", ".join(f"`{name}`" for name in honoured)
+        lines.append(f"- {shown if kind is body else f'{where}: {shown}'}")
+        for name, rule in rules.items():
+            fate = "refused" if isinstance(rule, Refused) else "ignored"
+            neutral = ", ".join(f"`{orjson.dumps(value).decode()}`" for value in rule.neutral)
+            at = f"`{name}`" if kind is body else f"`{name}` of {where.removesuffix('*')}"
+            rows.append(f"| {at} | {fate} | {rule.reason} | {neutral} |")
+    if rows:
+        lines += ["", "| parameter | | why | asks for nothing |", "|---|---|---|---|", *rows]
+    return "\n".join(lines) + "\n"
+
+
+def page() -> str:
+    """The whole page."""
+    return HEAD + "".join(section(*one) for one in PAGES)
+
+
+if __name__ == "__main__":
+    print(page(), end="")
