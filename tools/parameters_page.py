@@ -37,17 +37,17 @@ What becomes of each parameter, as it is declared where requests are decoded
 (`python tools/parameters_page.py > docs/parameters.md`).
 
 - **Honoured**: it does what the API's description says, or the answer is an error that names it.
-- **Ignored**: advisory, inert, or a client's own bookkeeping. It is accepted, and the answer names it
-  in the header `x-weft-ignored` (`messages[].cache_control`); the log has a debug line. With
+- **Ignored**: advisory, inert, or a client's own bookkeeping. It is accepted, and the answer names
+  it in the header `x-weft-ignored` (`messages[].cache_control`); the log has a debug line. With
   `--strict` it is refused.
-- **Refused**: honouring it would change the answer, and weft does not honour it: status 400, and the
-  message says why.
+- **Refused**: honouring it would change the answer, and weft does not honour it: status 400, and
+  the message says why.
 
 `null`, and the values in the last column, ask for nothing and are always accepted. A key that no
 table has is refused at the top of a body, and ignored within the structures marked with *.
-`max_tokens`, by any of its names, is lowered to what the context has beside the prompt and then named
-as ignored; the prompt alone must fit. Tools of types that are neither functions nor custom tools are
-ignored: the model is not told of them.
+`max_tokens`, by any of its names, is lowered to what the context has beside the prompt and then
+named as ignored; the prompt alone must fit. Tools of types that are neither functions nor custom
+tools are ignored: the model is not told of them.
 """
 
 Kinds = tuple[tuple[str, type[Struct]], ...]

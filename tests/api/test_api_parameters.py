@@ -347,6 +347,25 @@ def test_results_of_tools_keep_their_text_beside_images(builder):
     assert "a tree" in decoded(builder, response(builder, notes, input=items))
 
 
+def test_deferred_tools_wait_until_a_result_refers_to_them(builder):
+    search = {"name": "search", "input_schema": {"type": "object"}}
+    fetch = {"name": "fetch", "input_schema": {"type": "object"}, "defer_loading": True}
+    asked = {"tools": [search, fetch], "messages": HELLO}
+    assert "fetch" not in decoded(builder, message(builder, Notes(), **asked))
+    call = {**CALL, "name": "search"}
+    found = {"type": "tool_reference", "tool_name": "fetch"}
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": [found]}
+    messages = [*HELLO, {"role": "assistant", "content": [call]},
+                {"role": "user", "content": [result]}]  # fmt: skip
+    text = decoded(builder, message(builder, Notes(), tools=[search, fetch], messages=messages))
+    assert text.count("fetch") == 2
+    theirs = {"type": "tool_search_tool_regex_20251119", "name": "tool_search_tool_regex"}
+    text = decoded(builder, message(builder, Notes(), tools=[theirs, fetch]))
+    assert "fetch" in text
+    named = {"type": "tool", "name": "fetch"}
+    assert "fetch" in decoded(builder, message(builder, Notes(), **asked, tool_choice=named))
+
+
 def test_documents_of_plain_text_are_read(builder):
     source = {"type": "text", "media_type": "text/plain", "data": "All of it."}
     part = {"type": "document", "title": "Notes", "source": source}

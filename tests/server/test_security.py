@@ -21,7 +21,7 @@ from serving import Running, serving
 
 import live
 import weft
-from weft.api import bodies
+from weft.api import decoding
 from weft.server.app import create_app
 from weft.server.auth import OPEN_PATHS
 from weft.server.options import ServerOptions
@@ -149,7 +149,6 @@ class TestParameterBombs:
         {"logprobs": -1},
         {"max_tokens": 10**18},
         {"max_tokens": -1},
-        {"max_tokens": 2**31 - 1},
         {"min_tokens": 10**12},
         {"stop": ["x"] * 17},
         {"stop": "x" * 513},
@@ -219,7 +218,7 @@ class TestParameterBombs:
                 assert error["param"] == "chat_template_kwargs"
                 body = {**CHAT, "chat_template": "{{ 7*7 }}"}
                 assert refused(http.post("/v1/chat/completions", json=body))["code"] == (
-                    "unknown_parameter"
+                    "unsupported_parameter"
                 )
 
 
@@ -280,7 +279,7 @@ class TestInputBombs:
         ids=["lists", "strings", "quoted", "objects", "messages", "keys"],
     )
     def test_many_parts_are_refused_before_they_are_decoded(self, server, body, monkeypatch):
-        monkeypatch.setattr(bodies, "_decoder", lambda _: pytest.fail("it was decoded"))
+        monkeypatch.setattr(decoding, "_decoder", lambda _: pytest.fail("it was decoded"))
         path = "/v1/chat/completions" if b'"messages"' in body[:60] else "/v1/completions"
         with server.http() as http:
             assert "too many parts" in refused(http.post(path, content=body))["message"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -130,7 +130,7 @@ class Tool(Struct, forbid_unknown_fields=True, kw_only=True):
     ] = NULL
     input_examples: Annotated[Raw, Ignored("the schema says what is valid", ([],))] = NULL
     allowed_callers: Annotated[Raw, Ignored("the model calls tools itself", (["direct"],))] = NULL
-    defer_loading: Annotated[Raw, Ignored("the model is told of every tool", (False,))] = NULL
+    defer_loading: bool | None = None
 
     OPEN: ClassVar[bool] = True
 
@@ -275,7 +275,7 @@ def chat_fields(body: PromptBody, notes: Notes | None = None) -> dict[str, Any]:
         "messages": messages,
         "reasoning_effort": config.effort,
         "response_format": form and _response_format(form),
-        **_tool_fields(body.tools, body.tool_choice, notes),
+        **_tool_fields(_found(body.tools or (), body.tool_choice, blocks), body.tool_choice, notes),
         **_continued(messages[-1], len(body.messages) - 1),
     }
     if body.thinking is not None and body.thinking.type == "enabled":
@@ -377,9 +377,14 @@ PROVIDERS_BLOCKS = ("redacted_thinking", "server_tool_use", "_tool_result", "con
 
 @dataclass(frozen=True, slots=True)
 class _Blocks:
-    """Reads the blocks of contents; ``notes`` take what is ignored in them."""
+    """Reads the blocks of contents; ``notes`` take what is ignored in them.
+
+    Attributes:
+        referenced: names of tools that results of tools refer to.
+    """
 
     notes: Notes
+    referenced: set[str] = field(default_factory=set)
 
     def text(self, content: Content, path: str) -> str:
         """The text of what may have blocks of text only."""
@@ -422,6 +427,7 @@ class _Blocks:
         if isinstance(block, Text):
             return block.text
         if isinstance(block, ToolReference):
+            self.referenced.add(block.tool_name)
             return f"[The tool {block.tool_name} can be called.]"
         if isinstance(block, SearchResult):
             text = self.text(block.content, f"{path}.content")
@@ -442,11 +448,25 @@ class _Blocks:
         )
 
 
-def _tool_fields(
-    tools: Seq[Tool] | None, choice: ToolChoice | None, notes: Notes
-) -> dict[str, Any]:
+Placed = tuple[Tool, str]  # and where the request has it
+
+
+def _found(tools: Seq[Tool], choice: ToolChoice | None, blocks: _Blocks) -> list[Placed]:
+    """The tools that the model is told of.
+
+    One that is deferred waits until the result of a client's search refers to it. Where Anthropic
+    was to search, which nobody does here, none waits.
+    """
+    placed = [(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
+    if any((tool.type or "").startswith("tool_search") for tool in tools):
+        return placed
+    known = {*blocks.referenced, choice.name if choice is not None else None}
+    return [one for one in placed if not one[0].defer_loading or one[0].name in known]
+
+
+def _tool_fields(tools: Seq[Placed], choice: ToolChoice | None, notes: Notes) -> dict[str, Any]:
     fields: dict[str, Any] = {}
-    found = [_tool(tool, f"tools[{index}]", notes) for index, tool in enumerate(tools or ())]
+    found = [_tool(tool, path, notes) for tool, path in tools]
     if offered := [tool for tool in found if tool is not None]:
         fields["tools"] = offered
     if choice is None:
