@@ -10,7 +10,7 @@ from msgspec import Struct
 from weft.api.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from weft.api.decoding import parts_of
 from weft.api.embeddings import EmbeddingBody
-from weft.api.messages import (
+from weft.api.message_body import (
     Document,
     MessageBody,
     SearchResult,

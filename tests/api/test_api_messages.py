@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from weft.api import decode_body
-from weft.api.messages import MessageBody, chat_fields, message_job
+from weft.api.message_body import MessageBody
+from weft.api.messages import chat_fields, message_job
 from weft.core.errors import WeftError
 
 HELLO = [{"role": "user", "content": "hi"}]

@@ -10,7 +10,8 @@ import pytest
 from weft.api import Builder, Job, Notes, TokenTexts, chat_job, completion_job, decode_body
 from weft.api.bodies import ChatBody, CompletionBody, TokenizeBody
 from weft.api.card import ApiLimits
-from weft.api.messages import MessageBody, message_job
+from weft.api.message_body import MessageBody
+from weft.api.messages import message_job
 from weft.api.response_body import ResponseBody, response_job
 from weft.api.response_items import read_items
 from weft.api.rules import MAX_NAMED, rules_of

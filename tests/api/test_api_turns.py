@@ -9,7 +9,8 @@ import pytest
 
 from weft.api import Builder, TokenTexts, decode_body
 from weft.api.message_answers import MessageCollector, MessageWriter
-from weft.api.messages import MessageBody, message_job
+from weft.api.message_body import MessageBody
+from weft.api.messages import message_job
 from weft.api.response_answers import ResponseCollector, ResponseWriter
 from weft.api.response_body import ResponseBody, response_job
 from weft.api.response_items import read_items

@@ -5,23 +5,38 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any
 
 import msgspec
-from msgspec import Meta, Raw, Struct
+from msgspec import Struct
 
-from weft.api.bodies import CACHE_HINT, MAX_MESSAGES, MAX_TOOLS, Name, Parts
+from weft.api.bodies import Parts
 from weft.api.chat import reads_effort
 from weft.api.decoding import decode_body, kind_of
 from weft.api.errors import MissingParameterError, UnsupportedParameterError
 from weft.api.jobs import Builder, Job, new_id
-from weft.api.rules import MAX_SHOWN_CHARS, NULL, Ignored, Notes, Refused
+from weft.api.message_body import (
+    Content,
+    Document,
+    MessageBody,
+    Other,
+    OutputConfig,
+    OutputFormat,
+    PromptBody,
+    SearchResult,
+    Source,
+    Text,
+    Thinking,
+    Tool,
+    ToolChoice,
+    ToolReference,
+    ToolResult,
+    ToolUse,
+)
+from weft.api.rules import MAX_SHOWN_CHARS, NULL, Notes
 from weft.api.translate import job_of_chat
 from weft.core.errors import ParameterError
-from weft.core.types import MAX_STOP_STRINGS
 
-Content = str | Parts
-CALLER = Ignored("the model itself calls tools", ({"type": "direct"},))
 IMAGE = "[An image stands here, which this model cannot see.]"
 
 # Fields of the chat body -> fields of this one.
@@ -35,174 +50,6 @@ NAMES = {
     "thinking_token_budget": "thinking.budget_tokens",
     ".parameters": ".input_schema",
 }
-
-
-class Block(Struct, forbid_unknown_fields=True, kw_only=True):
-    """What every block may have."""
-
-    type: str
-    cache_control: Annotated[Raw, CACHE_HINT] = NULL
-
-    OPEN: ClassVar[bool] = True
-
-
-class Text(Block, forbid_unknown_fields=True, kw_only=True):
-    text: str
-    citations: Annotated[Raw, Ignored("the text stands without them", ([],))] = NULL
-
-
-class ToolUse(Block, forbid_unknown_fields=True, kw_only=True):
-    id: Name
-    name: Name
-    input: dict[str, Raw]
-    caller: Annotated[Raw, CALLER] = NULL
-    toolset_name: Annotated[Raw, CALLER] = NULL
-
-
-class ToolResult(Block, forbid_unknown_fields=True, kw_only=True):
-    tool_use_id: Name
-    content: Content | None = None
-    is_error: bool | None = None
-    toolset_name: Annotated[Raw, CALLER] = NULL
-
-
-class Thinking(Block, forbid_unknown_fields=True, kw_only=True):
-    thinking: str
-    signature: str = ""
-
-
-class Source(Struct, forbid_unknown_fields=True, kw_only=True):
-    """Where a document's text is."""
-
-    type: str
-    media_type: str | None = None
-    data: str | None = None
-    content: str | Parts | None = None
-    url: str | None = None
-
-    OPEN: ClassVar[bool] = True
-
-
-class Document(Block, forbid_unknown_fields=True, kw_only=True):
-    source: Source
-    title: str | None = None
-    context: str | None = None
-    citations: Annotated[Raw, Ignored("answers cite nothing", ({"enabled": False}, {}))] = NULL
-
-
-class SearchResult(Block, forbid_unknown_fields=True, kw_only=True):
-    source: str
-    title: str
-    content: Parts
-    citations: Annotated[Raw, Ignored("answers cite nothing", ({"enabled": False}, {}))] = NULL
-
-
-class ToolReference(Block, forbid_unknown_fields=True, kw_only=True):
-    tool_name: str
-
-
-class Other(Struct, kw_only=True):
-    """A block that is known by its type only."""
-
-    type: str
-
-
-class Turn(Struct, forbid_unknown_fields=True, kw_only=True):
-    """One message of the conversation."""
-
-    role: Literal["user", "assistant", "system"]
-    content: Content
-
-    OPEN: ClassVar[bool] = True
-
-
-class Tool(Struct, forbid_unknown_fields=True, kw_only=True):
-    """A tool; one without a type, or of the type ``custom``, is described by its schema."""
-
-    name: Name | None = None
-    input_schema: Raw = NULL
-    type: str | None = None
-    description: str | None = None
-    strict: bool | None = None
-    cache_control: Annotated[Raw, CACHE_HINT] = NULL
-    eager_input_streaming: Annotated[
-        Raw, Ignored("arguments are streamed as they come", (True, False))
-    ] = NULL
-    input_examples: Annotated[Raw, Ignored("the schema says what is valid", ([],))] = NULL
-    allowed_callers: Annotated[Raw, Ignored("the model calls tools itself", (["direct"],))] = NULL
-    defer_loading: bool | None = None
-
-    OPEN: ClassVar[bool] = True
-
-
-class ToolChoice(Struct, forbid_unknown_fields=True, kw_only=True):
-    type: Literal["auto", "any", "tool", "none"]
-    name: Name | None = None
-    disable_parallel_tool_use: bool | None = None
-
-
-class OutputFormat(Struct, forbid_unknown_fields=True, kw_only=True):
-    type: Literal["json_schema"]
-    schema: Raw
-
-
-class OutputConfig(Struct, forbid_unknown_fields=True, kw_only=True):
-    effort: str | None = None
-    format: OutputFormat | None = None
-    task_budget: Annotated[Raw, Ignored("max_tokens bounds the answer")] = NULL
-
-    OPEN: ClassVar[bool] = True
-
-
-class ThinkingConfig(Struct, forbid_unknown_fields=True, kw_only=True):
-    type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Annotated[int, Meta(ge=0)] | None = None
-    display: Annotated[Raw, Ignored("reasoning is shown as it is", ("summarized",))] = NULL
-
-    OPEN: ClassVar[bool] = True
-
-
-class Metadata(Struct, forbid_unknown_fields=True, kw_only=True):
-    user_id: Name | None = None
-
-    OPEN: ClassVar[bool] = True
-
-
-class PromptBody(Struct, forbid_unknown_fields=True, kw_only=True):
-    """What makes the prompt: the body of ``POST /v1/messages/count_tokens``."""
-
-    model: Name
-    messages: Annotated[list[Turn], Meta(min_length=1, max_length=MAX_MESSAGES)]
-    system: Content | None = None
-    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: ToolChoice | None = None
-    thinking: ThinkingConfig | None = None
-    output_config: OutputConfig | None = None
-    output_format: OutputFormat | None = None  # the older name of output_config.format
-    betas: Annotated[Raw, Ignored("what is there needs no header", ([],))] = NULL
-    cache_control: Annotated[Raw, CACHE_HINT] = NULL
-    context_management: Annotated[
-        Raw, Ignored("nothing is cleared from the conversation", ({}, {"edits": []}))
-    ] = NULL
-    speed: Annotated[Raw, Ignored("there is one speed", ("standard",))] = NULL
-    mcp_servers: Annotated[Raw, Refused("the client calls tools", ([],))] = NULL
-
-
-class MessageBody(PromptBody, forbid_unknown_fields=True, kw_only=True):
-    """Body of ``POST /v1/messages``."""
-
-    max_tokens: int
-    stop_sequences: Annotated[list[str], Meta(max_length=MAX_STOP_STRINGS)] | None = None
-    stream: bool | None = None
-    temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=0)] | None = None
-    top_p: Raw = NULL
-    metadata: Metadata | None = None
-    service_tier: Literal["auto", "standard_only"] | None = None
-    container: Annotated[Raw, Refused("no code runs here")] = NULL
-    diagnostics: Annotated[Raw, Ignored("there is nothing to compare with")] = NULL
-    fallbacks: Annotated[Raw, Ignored("there is one model", ([],))] = NULL
-    inference_geo: Annotated[Raw, Ignored("the server stands where it stands")] = NULL
 
 
 def message_job(body: MessageBody, builder: Builder, notes: Notes | None = None) -> Job:

@@ -12,7 +12,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weft.api import decode_body
 from weft.api.message_answers import MessageCollector, MessageWriter, error_of
-from weft.api.messages import MessageBody, PromptBody, count_tokens, message_job
+from weft.api.message_body import MessageBody, PromptBody
+from weft.api.messages import count_tokens, message_job
 from weft.core.logs import REQUEST_ID
 from weft.server.body import read_body
 from weft.server.errors import handle_bug, json_response
