@@ -50,3 +50,15 @@ def test_a_thinking_budget_constrains_a_turn_that_can_think(builder, thinking):
     with pytest.raises(ParameterError) as caught:
         chat(thinking, thinking_token_budget=-2)
     assert caught.value.param == "thinking_token_budget"
+
+
+@pytest.mark.parametrize("strict", [None, True, False])
+def test_forced_calls_follow_the_schema_whatever_strict_says(builder, strict):
+    parameters = {"type": "object", "properties": {"city": {}}, "required": ["city"]}
+    function = {"name": "look", "parameters": parameters, "strict": strict}
+    tools = [{"type": "function", "function": function}]
+    for choice in ("required", {"type": "function", "function": {"name": "look"}}):
+        job = chat(builder, tools=tools, tool_choice=choice)
+        assert "city" in job.requests[0].sampling.grammar
+    free = chat(builder, tools=tools, parallel_tool_calls=False).requests[0].sampling.grammar
+    assert ("city" in free) == bool(strict)
