@@ -141,7 +141,21 @@ def test_a_key_has_one_spelling_and_white_space_is_bounded(takes):
         ({"not": {"type": "string"}}, "not"),
         ({"if": {"type": "string"}, "then": {"minLength": 2}}, "if"),
         ({"type": "object", "minProperties": 2}, "minProperties"),
-        ({"type": "object", "propertyNames": {"pattern": "a"}}, "propertyNames"),
+        ({"propertyNames": {"pattern": "a", "minLength": 2}}, "at '.': propertyNames"),
+        ({"items": {"propertyNames": {"format": "email"}}}, "at 'items': propertyNames"),
+        ({"propertyNames": {"type": "integer"}}, "satisfied by no text"),
+        ({"propertyNames": {"pattern": "a"}, "properties": {"a": {}}}, "beside properties"),
+        (
+            {
+                "propertyNames": {"minLength": 2},
+                "properties": {"ab": {}},
+                "additionalProperties": {"type": "null"},
+            },
+            "beside properties",
+        ),
+        ({"propertyNames": {"pattern": "a"}, "anyOf": [{}]}, "anyOf"),
+        ({"propertyNames": {"$ref": "#/$defs/x"}}, "not there"),
+        ({"propertyNames": {"maxLength": -1}}, "whole numbers"),
         ({"properties": {"a": {"items": {"extends": {}}}}}, "properties.a.items.*extends"),
         ({"type": "string", "format": "made-up"}, "made-up"),
         ({"type": "string", "pattern": "(?=a)b"}, "look-around"),
@@ -178,6 +192,91 @@ def test_what_cannot_be_guaranteed_is_refused_by_name(checker, value, says):
         checker.check(schema(value))
     # Nothing of how the library is set up or written: a client can set none of it.
     assert not re.search("option'|Failed|f64|Some", caught.value.message)
+
+
+MAP = {"type": "object", "additionalProperties": {"type": "integer"}}
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        True,
+        {},
+        {"type": "string"},
+        {"type": ["string", "null"], "title": "Key", "minLength": 0},
+        {"anyOf": [{"enum": ["a"]}, {"type": "string"}]},
+        {"$ref": "#/$defs/key"},
+    ],
+)
+def test_names_of_properties_that_say_nothing_are_dropped(takes, names):
+    given = {**MAP, "propertyNames": names}
+    defs = {"$defs": {"key": {"type": "string", "description": "a key"}}}
+    for place in (
+        given,
+        {"$ref": "#/$defs/map", "$defs": {"map": given}},
+        {"anyOf": [{"type": "null"}, given]},
+        {"allOf": [given], "properties": {"b": True}},
+    ):
+        grammar = schema({**place, "$defs": {**place.get("$defs", {}), **defs["$defs"]}})
+        assert takes(grammar, '{"any": 1}')
+        assert not takes(grammar, '{"any": "text"}')
+
+
+@pytest.mark.parametrize(
+    ("more", "right", "wrong"),
+    [
+        ({"propertyNames": {"enum": ["a", 3, "b"]}}, ["{}", "ab", "b"], ["c", "aa", "a1"]),
+        ({"propertyNames": {"enum": ["a", "b"]}, "required": ["b"]}, ["b", "ab"], ["a", "{}"]),
+        ({"propertyNames": {"const": "a"}}, ["a", "{}"], ["b"]),
+        ({"propertyNames": {"$ref": "#/$defs/color"}}, ["red", "green"], ["blue"]),
+        ({"propertyNames": {"anyOf": [{"const": "a"}, {"enum": ["b"]}]}}, ["ab"], ["c"]),
+        ({"propertyNames": {"pattern": "^x_"}}, ["x_1", "{}"], ["y_1", "ax_"]),
+        ({"propertyNames": {"pattern": "^x_"}, "required": ["x_1"]}, ["x_1"], ["x_2", "{}"]),
+        ({"propertyNames": {"minLength": 2, "maxLength": 3}}, ["aé", "abc"], ["a", "abcd"]),
+        ({"propertyNames": {"enum": ["a", "bb"], "minLength": 2}}, ["bb"], ["a"]),
+        (
+            {"propertyNames": {"enum": ["a", "b"]}, "properties": {"b": {}, "c": {}}},
+            ["a", "b", "ba"],
+            ["c", "d"],
+        ),
+        (
+            {
+                "propertyNames": {"minLength": 2},
+                "properties": {"a": {}, "bb": {}},
+                "additionalProperties": True,
+            },
+            ["bb", "cc"],
+            ["a", "c"],
+        ),
+        ({"propertyNames": {"enum": [f"k{i}" for i in range(200)]}}, ["k7", "k199"], ["k200"]),
+        ({"propertyNames": {"enum": ["a"]}, "additionalProperties": False}, ["{}"], ["a"]),
+    ],
+)
+def test_names_of_properties_are_honoured(takes, more, right, wrong):
+    """Keys of one character stand for themselves; ``aa`` is a key twice."""
+    colors = {"$defs": {"color": {"type": "string", "enum": ["red", "green"]}}}
+    grammar = schema({**MAP, **more, **colors})
+
+    def written(keys: str) -> str:
+        names = list(keys) if set(keys) <= set("ab") else [keys]
+        names = [keys] if keys == "bb" else names
+        return "{}" if keys == "{}" else "{" + ", ".join(f'"{name}": 1' for name in names) + "}"
+
+    assert [takes(grammar, written(keys)) for keys in right] == [True] * len(right)
+    assert [takes(grammar, written(keys)) for keys in wrong] == [False] * len(wrong)
+
+
+def test_names_of_properties_within_others_do_not_multiply(takes):
+    node: dict = {"type": "integer"}
+    for _ in range(25):
+        node = {
+            "type": "object",
+            "propertyNames": {"enum": ["a", "b"]},
+            "additionalProperties": node,
+        }
+    grammar = schema(node)
+    assert len(grammar) < 20_000
+    assert takes(grammar, '{"b":' * 25 + "1" + "}" * 25)
 
 
 def test_characters_that_no_output_needs_to_have_are_let_through(takes):

@@ -6,6 +6,7 @@ keyword is honoured or an error, never ignored.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import threading
@@ -18,6 +19,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from weft.core.errors import GrammarError
 from weft.core.grammar import compile_grammar, explain, grammar_tokenizer
+from weft.text.keys import write_out_names
 from weft.text.regular import lark_expression
 from weft.text.tokenizer import Tokenizer
 
@@ -76,8 +78,9 @@ def json_schema_grammar(text: str) -> str:
         raise GrammarError("it cannot be read as JSON, or is nested too deeply") from None
     if not isinstance(schema, dict):
         raise GrammarError("a schema must be an object")
+    named = _write_out_names(schema)
     _check_schema(schema)
-    return _json_grammar(text)
+    return _json_grammar(json.dumps(schema) if named else text)
 
 
 def regex_grammar(pattern: str) -> str:
@@ -229,6 +232,33 @@ def _json_grammar(schema: str) -> str:
 # -- what a schema may ask for --------------------------------------------------------------------
 
 
+def _write_out_names(schema: dict[str, Any]) -> bool:
+    """Replace each ``propertyNames`` by what a grammar can follow; whether there was any."""
+    named = False
+    shared: dict[str, Any] = {}
+    rest: list[tuple[Any, str]] = [(schema, "")]
+
+    def share(part: dict[str, Any]) -> dict[str, Any]:
+        taken = _mapping(schema, "$defs")
+        name = f"names{len(shared)}"
+        while name in taken:
+            name += "_"
+        shared[name] = part
+        rest.append((part, path))
+        return {"$ref": f"#/$defs/{name}"}
+
+    while rest:
+        start, above = rest.pop()
+        for node, path in _schemas(start, above, 0):  # changed before the schemas within it come
+            if "propertyNames" in node:
+                named = True
+                with _at(path):
+                    write_out_names(node, schema, share)
+    if shared:
+        schema["$defs"] = {**_mapping(schema, "$defs"), **shared}
+    return named
+
+
 def _check_schema(schema: Any) -> None:
     properties = values = 0
     nodes = list(_schemas(schema, "", 0))
@@ -242,10 +272,17 @@ def _check_schema(schema: Any) -> None:
             raise GrammarError(f"it has more than {MAX_PROPERTIES} properties")
         if values > MAX_ENUM_VALUES:
             raise GrammarError(f"it has more than {MAX_ENUM_VALUES} values in enums")
-        try:
+        with _at(path):
             _check_node(node)
-        except GrammarError as error:
-            raise GrammarError(f"at '{path or '.'}': {error.message}") from None
+
+
+@contextlib.contextmanager
+def _at(path: str) -> Iterator[None]:
+    """Let errors say where in a schema they are."""
+    try:
+        yield
+    except GrammarError as error:
+        raise GrammarError(f"at '{path or '.'}': {error.message}") from None
 
 
 def _check_node(node: Mapping[str, Any]) -> None:
@@ -322,7 +359,7 @@ def _check_bounds(bounds: Sequence[tuple[bool, float]]) -> None:
         raise GrammarError("0 cannot be excluded beside a bound between -1 and 1; name a small one")
 
 
-def _schemas(node: Any, path: str, depth: int) -> Iterator[tuple[Mapping[str, Any], str]]:
+def _schemas(node: Any, path: str, depth: int) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield each schema within a schema, with where it stands."""
     if depth > MAX_SCHEMA_DEPTH:
         raise GrammarError(f"it is nested more than {MAX_SCHEMA_DEPTH} levels deep")
