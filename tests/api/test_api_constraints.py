@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from weft.api import Builder, decode_body
-from weft.api.bodies import ChatBody
+from weft.api.bodies import ChatBody, CompletionBody
 from weft.api.chat import chat_job
+from weft.api.completions import completion_job
 from weft.api.jobs import Job
 from weft.api.structured import check_grammar
 from weft.core.errors import ParameterError
@@ -62,3 +63,27 @@ def test_forced_calls_follow_the_schema_whatever_strict_says(builder, strict):
         assert "city" in job.requests[0].sampling.grammar
     free = chat(builder, tools=tools, parallel_tool_calls=False).requests[0].sampling.grammar
     assert ("city" in free) == bool(strict)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": {"type": "json_object"}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}},
+        {"guided_json": {}},
+        {"structured_outputs": {"json_object": True}},
+        {"tools": [LOOK], "tool_choice": "required"},
+        {"tools": [LOOK], "parallel_tool_calls": False},
+    ],
+)
+def test_white_space_of_json_is_chosen_by_the_body(builder, fields):
+    for white in (None, "compact", "flexible"):
+        grammar = chat(builder, json_whitespace=white, **fields).requests[0].sampling.grammar
+        assert ("x0A" in grammar) == (white == "flexible")
+    if "tools" not in fields:
+        body = {"model": "builtin", "prompt": "a", "json_whitespace": "flexible", **fields}
+        job = completion_job(decode_body(CompletionBody, json.dumps(body).encode()), builder)
+        assert "x0A" in job.requests[0].sampling.grammar
+    with pytest.raises(ParameterError) as caught:
+        chat(builder, json_whitespace="none", **fields)
+    assert caught.value.param == "json_whitespace"

@@ -130,8 +130,22 @@ def test_a_key_has_one_spelling_and_white_space_is_bounded(takes):
     flags = schema({"type": "object", "properties": {"a": {"type": "integer"}}})
     assert takes(flags, '{"a": 1}')
     assert not takes(flags, '{"\\u0061": "text"}')
-    assert takes(flags, "{" + " " * 16 + '"a": 1}')
-    assert not takes(flags, "{" + " " * 17 + '"a": 1}')
+    flexible = json_schema_grammar('{"type": "object"}', "flexible")
+    assert takes(flexible, "{" + " " * 16 + '"a":\n1}')
+    assert not takes(flexible, "{" + " " * 17 + '"a": 1}')
+
+
+def test_json_is_compact_unless_it_is_asked_for_otherwise(takes):
+    numbers = {"type": "object", "additionalProperties": {"type": "array"}}
+    right = ['{"a": 1, "b": [1, 2]}', '{"a":1,"b":[1,2]}', '{"a": 1,"b":[1, {"c":2}]}', "{}"]
+    wrong = ['{ "a": 1}', '{"a" : 1}', '{"a":  1}', '{"a":\n1}', '{"a":[1 ,2]}', '{"a": 1 }', "{ }"]
+    for compact in (schema({"type": "object"}), json_object_grammar()):
+        assert [takes(compact, text) for text in right] == [True] * 4
+        assert [takes(compact, text) for text in wrong] == [False] * 7
+        assert not takes(compact, '{"a": 1}\n')
+    for flexible in (json_schema_grammar("{}", "flexible"), json_object_grammar("flexible")):
+        assert [takes(flexible, text) for text in right + wrong] == [True] * 11
+    assert not takes(schema(numbers), '{"a": [\n  1\n]}')
 
 
 @pytest.mark.parametrize(

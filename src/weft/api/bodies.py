@@ -211,6 +211,7 @@ class GenerationBody(Struct, forbid_unknown_fields=True, kw_only=True):
     guided_regex: str | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
+    json_whitespace: Literal["compact", "flexible"] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     min_tokens: Annotated[int, Meta(ge=0)] | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None

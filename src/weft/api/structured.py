@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 from msgspec import Raw
@@ -15,6 +16,7 @@ from weft.api.jobs import Builder, Job
 from weft.api.rules import NULL
 from weft.core.errors import GrammarError, ParameterError
 from weft.text.grammar import (
+    Whitespace,
     choice_grammar,
     json_object_grammar,
     json_schema_grammar,
@@ -59,7 +61,11 @@ def find_constraint(body: GenerationBody) -> Constraint | None:
         GrammarError: the parameter asks for something that cannot be guaranteed.
         ParameterError: there are several constraints, or none where one is announced.
     """
-    wanted = [*_of_format(body.response_format), *_of_outputs(body.structured_outputs)]
+    white = body.json_whitespace or "compact"
+    wanted = [
+        *_of_format(body.response_format, white),
+        *_of_outputs(body.structured_outputs, white),
+    ]
     guided = {
         "json": body.guided_json,
         "regex": body.guided_regex,
@@ -67,7 +73,9 @@ def find_constraint(body: GenerationBody) -> Constraint | None:
         "grammar": body.guided_grammar,
     }
     wanted += [
-        (f"guided_{kind}", _makers(kind, value)) for kind, value in guided.items() if _given(value)
+        (f"guided_{kind}", _makers(kind, value, white))
+        for kind, value in guided.items()
+        if _given(value)
     ]
     if len(wanted) > 1:
         names = " and ".join(name for name, _ in wanted)
@@ -97,27 +105,30 @@ def _null(raw: Raw) -> bool:
     return raw is NULL or bytes(raw).strip() == b"null"
 
 
-def _of_format(given: ResponseFormat | None) -> list[tuple[str, Callable[[], str]]]:
+def _of_format(
+    given: ResponseFormat | None, white: Whitespace
+) -> list[tuple[str, Callable[[], str]]]:
     if given is None or given.type == "text":
         return []
     if given.type == "json_object":
         if not _null(given.schema):
-            return [("response_format.schema", _makers("json", given.schema))]
-        return [("response_format", json_object_grammar)]
+            return [("response_format.schema", _makers("json", given.schema, white))]
+        return [("response_format", partial(json_object_grammar, white))]
     if given.json_schema is None:
         raise MissingParameterError("response_format.json_schema")
     schema = given.json_schema.schema
     if _null(schema):
-        return [("response_format.json_schema", json_object_grammar)]
-    param = "response_format.json_schema.schema"
-    return [(param, lambda: json_schema_grammar(raw_text(schema)))]
+        return [("response_format.json_schema", partial(json_object_grammar, white))]
+    return [("response_format.json_schema.schema", _makers("json", schema, white))]
 
 
-def _of_outputs(given: StructuredOutputs | None) -> list[tuple[str, Callable[[], str]]]:
+def _of_outputs(
+    given: StructuredOutputs | None, white: Whitespace
+) -> list[tuple[str, Callable[[], str]]]:
     if given is None:
         return []
     wanted = [
-        (f"structured_outputs.{kind}", _makers(kind, value))
+        (f"structured_outputs.{kind}", _makers(kind, value, white))
         for kind in given.__struct_fields__
         if _given(value := getattr(given, kind))
     ]
@@ -130,12 +141,12 @@ def _of_outputs(given: StructuredOutputs | None) -> list[tuple[str, Callable[[],
     return wanted
 
 
-def _makers(kind: str, value: object) -> Callable[[], str]:
+def _makers(kind: str, value: object, white: Whitespace) -> Callable[[], str]:
     """What makes the grammar of one kind from its value."""
     if isinstance(value, Raw):
-        return lambda: json_schema_grammar(raw_text(value))
+        return lambda: json_schema_grammar(raw_text(value), white)
     if isinstance(value, list):
         return lambda: choice_grammar(value)
     if isinstance(value, str):
         return lambda: regex_grammar(value) if kind == "regex" else lark_grammar(value)
-    return json_object_grammar
+    return partial(json_object_grammar, white)

@@ -19,7 +19,12 @@ from weft.text.callgrammar import Function as GrammarFunction
 from weft.text.callgrammar import turn_grammar
 from weft.text.customcalls import PARAMETERS
 from weft.text.dialect import Reading
-from weft.text.grammar import custom_grammar, json_object_grammar, json_schema_grammar
+from weft.text.grammar import (
+    Whitespace,
+    custom_grammar,
+    json_object_grammar,
+    json_schema_grammar,
+)
 
 NO_ARGUMENTS = '{"type": "object", "properties": {}, "additionalProperties": false}'
 
@@ -144,11 +149,13 @@ def constrain_turn(
     reading: Reading,
     builder: Builder,
     thinking_budget: int | None = None,
+    whitespace: Whitespace = "compact",
 ) -> Constraint | None:
     """Return the constraint of a whole turn, None for free text.
 
     Args:
         thinking_budget: tokens of reasoning at most, where the model marks it.
+        whitespace: of the arguments of calls.
 
     Raises:
         GrammarError: the schema of a function cannot be guaranteed.
@@ -161,7 +168,7 @@ def constrain_turn(
         return body
     functions: list[GrammarFunction] = []
     if tools is not None and limited:
-        functions = [_for_grammar(tools, i) for i in tools.callable]
+        functions = [_for_grammar(tools, i, whitespace) for i in tools.callable]
     grammar = turn_grammar(
         reading.dialect,
         builder.tokenizer,
@@ -177,7 +184,7 @@ def constrain_turn(
     return Constraint(grammar, "tools" if limited else "thinking_token_budget")
 
 
-def _for_grammar(tools: Tools, index: int) -> GrammarFunction:
+def _for_grammar(tools: Tools, index: int, whitespace: Whitespace) -> GrammarFunction:
     """A function with the grammar of its arguments.
 
     They satisfy its schema where a call is forced, or the function is strict; else they are an
@@ -186,14 +193,14 @@ def _for_grammar(tools: Tools, index: int) -> GrammarFunction:
     one = tools.offered[index]
     function = one.function
     if not one.strict and not tools.forced:
-        return GrammarFunction(function.name, json_object_grammar())
+        return GrammarFunction(function.name, json_object_grammar(whitespace))
     if one.format is not None:
         with blaming(f"{one.path}.custom.format.grammar"):
             grammar = {"syntax": one.format.syntax, "definition": one.format.definition}
             return GrammarFunction(function.name, custom_grammar({"type": "grammar", **grammar}))
     with blaming(f"{one.path}.function.parameters"):
         schema = NO_ARGUMENTS if function.parameters is NULL else raw_text(function.parameters)
-        return GrammarFunction(function.name, json_schema_grammar(schema))
+        return GrammarFunction(function.name, json_schema_grammar(schema, whitespace))
 
 
 def _offered(tool: Tool, path: str, notes: Notes) -> Offered | None:

@@ -13,7 +13,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from llguidance import LLMatcher, LLTokenizer
 
@@ -37,17 +37,27 @@ MAX_CHOICES = 10_000
 MAX_LARK_CHARS = 32 * 2**10
 MIN_BOUND = 1e-60  # of numbers, but for 0; each zero after the point is a group of an expression
 MAX_WHITESPACE = 16  # characters between two parts of JSON: a model cannot fill the output with it
+Whitespace = Literal["compact", "flexible"]
 REMEMBERED = 256  # grammars that need not be checked again
 
-_COMPILE_OPTIONS: JsonCompileOptions = {
-    "item_separator": ",",
-    "key_separator": ":",
-    "whitespace_flexible": True,
-    "whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{MAX_WHITESPACE}}}",
+_COMPACT: JsonCompileOptions = {
+    "item_separator": ",\x20?",
+    "key_separator": ":\x20?",
+    "whitespace_flexible": False,
     "coerce_one_of": False,
     "lenient": False,
     # Without \u a key has one spelling, so none can be written twice, and no text half a character.
     "json_allowed_escapes": 'nrbtf\\"',
+}
+_COMPILE_OPTIONS: Mapping[Whitespace, JsonCompileOptions] = {
+    "compact": _COMPACT,
+    "flexible": {
+        **_COMPACT,
+        "item_separator": ",",
+        "key_separator": ":",
+        "whitespace_flexible": True,
+        "whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{MAX_WHITESPACE}}}",
+    },
 }
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
@@ -58,13 +68,17 @@ _OUTPUT = ("const", "enum", "pattern", "required")  # their strings are text of 
 _OTHER_DRAFTS = ("additionalItems", "disallow", "divisibleBy", "extends", "nullable")
 
 
-def json_object_grammar() -> str:
-    """Any JSON object."""
-    return _json_grammar('{"type": "object"}')
+def json_object_grammar(whitespace: Whitespace = "compact") -> str:
+    """Any JSON object; see `json_schema_grammar`."""
+    return _json_grammar('{"type": "object"}', whitespace)
 
 
-def json_schema_grammar(text: str) -> str:
+def json_schema_grammar(text: str, whitespace: Whitespace = "compact") -> str:
     """JSON that satisfies a schema, given as JSON text.
+
+    Args:
+        whitespace: ``compact`` allows a space after each comma and colon, ``flexible`` up to
+            ``MAX_WHITESPACE`` characters of white space between any two parts.
 
     Raises:
         GrammarError: the text is no schema, is too large, or asks for something that cannot be
@@ -80,7 +94,7 @@ def json_schema_grammar(text: str) -> str:
         raise GrammarError("a schema must be an object")
     named = _write_out_names(schema)
     _check_schema(schema)
-    return _json_grammar(json.dumps(schema) if named else text)
+    return _json_grammar(json.dumps(schema) if named else text, whitespace)
 
 
 def regex_grammar(pattern: str) -> str:
@@ -135,7 +149,8 @@ def custom_grammar(format: Mapping[str, Any] | None) -> str:
                 "required": ["input"],
                 "additionalProperties": False,
             }
-        )
+        ),
+        "compact",
     )
 
 
@@ -222,9 +237,10 @@ def _lark(text: str) -> str:
     return json.dumps({"grammars": [{"lark_grammar": text}]}, ensure_ascii=False)
 
 
-def _json_grammar(schema: str) -> str:
+def _json_grammar(schema: str, whitespace: Whitespace) -> str:
+    options = _COMPILE_OPTIONS[whitespace]
     try:
-        return str(LLMatcher.grammar_from_json_schema(schema, overrides=_COMPILE_OPTIONS))
+        return str(LLMatcher.grammar_from_json_schema(schema, overrides=options))
     except ValueError as error:
         raise GrammarError(explain(str(error))) from None
 
