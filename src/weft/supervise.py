@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from weft.core.config import EngineConfig
 from weft.core.logs import log_level, set_up_logs
-from weft.core.process import set_process_title
+from weft.core.process import raise_file_limit, set_process_title
 
 if TYPE_CHECKING:
     from weft.engine.keeper import EngineKeeper
@@ -38,6 +38,8 @@ def serve(settings: Mapping[str, Any], options: ServerOptions) -> int:
     config = EngineConfig.from_mapping(settings)
     set_up_logs("supervisor", log_level(config.log_level), config.log_format)
     set_process_title("weft")
+    raise_file_limit()
+    options = _fit_file_limit(options)
     with _listening(options) as listener:
         return asyncio.run(_supervise(settings, config, options, listener))
 
@@ -131,6 +133,12 @@ def _signals() -> asyncio.Queue[int]:
     for number in SIGNALS:
         asyncio.get_running_loop().add_signal_handler(number, queue.put_nowait, number)
     return queue
+
+
+def _fit_file_limit(options: ServerOptions) -> ServerOptions:
+    from weft.server.places import fit_file_limit
+
+    return fit_file_limit(options)
 
 
 @contextlib.contextmanager

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import socket
 from typing import Any
 
 import pytest
 from scripted import ScriptedClient
 from serving import read_all, serving
+
+from live import eventually
 
 LIMIT = 4096
 
@@ -33,9 +37,9 @@ def check_refusal(answer: bytes, status: int, code: str) -> str:
     return str(error["message"])
 
 
-GET = b"GET /health HTTP/1.1\r\nHost: x\r\n"
+GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
 LAST = GET + b"Connection: close\r\n\r\n"
-POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
 CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n"
 FILL = b"x" * (3 * LIMIT)
 
@@ -127,14 +131,124 @@ def test_old_http_needs_no_host(server):
     assert server.talk(b"GET /health HTTP/1.0\r\n\r\n").startswith(b"HTTP/1.1 200")
 
 
-def test_rubbish_behind_a_request_does_not_get_into_its_answer(text):
-    body = json.dumps({"model": "builtin", "prompt": "x", "stream": True}).encode()
-    head = POST + f"Content-Length: {len(body)}\r\n\r\n".encode()
+STREAM = json.dumps({"model": "builtin", "prompt": "x", "stream": True}).encode()
+ASK = POST + f"Content-Length: {len(STREAM)}\r\n\r\n".encode() + STREAM
+BROKEN = CHUNKED + b"zz\r\n"
+
+
+def answers_of(data: bytes) -> list[tuple[int, bytes]]:
+    """Status and body of every answer in what a connection has sent; nothing may be left."""
+    found = []
+    while data:
+        head, _, data = data.partition(b"\r\n\r\n")
+        status = int(re.fullmatch(rb"HTTP/1.1 (\d+) .*", head.splitlines()[0])[1])
+        length = re.search(rb"content-length: (\d+)", head)
+        body = b""
+        if length:
+            body, data = data[: int(length[1])], data[int(length[1]) :]
+        else:
+            while size := int(data[: data.index(b"\r\n")], 16):
+                start = data.index(b"\r\n") + 2
+                body, data = body + data[start : start + size], data[start + size + 2 :]
+            data = data.removeprefix(b"0\r\n\r\n")
+        found.append((status, body))
+    return found
+
+
+@pytest.mark.parametrize("begun", [True, False], ids=["begun", "waiting"])
+@pytest.mark.parametrize(
+    ("behind", "statuses"),
+    [
+        (b"rubbish\r\n\r\n", [400]),
+        (GET + b"\r\nrubbish\r\n\r\n", [200, 400]),
+        (GET + b"\r\n" + GET + b"\r\n" + BROKEN, [200, 200, 400]),
+        (BROKEN, [400]),
+        (GET + b"Long: " + b"x" * 70_000, [431]),
+    ],
+    ids=["rubbish", "get", "gets", "body", "long"],
+)
+def test_a_refusal_waits_for_the_answers_before_it(text, begun, behind, statuses):
+    """A client could not tell it from a part of the answer that is being written."""
     with serving(ScriptedClient(), text) as running, running.connect() as raw:
-        raw.sendall(head + body)
+        raw.sendall(ASK)
         request = running.client.submitted.get(timeout=10)
-        running.client.send(request, 700)
-        begun = raw.recv(65536)
+        said = b""
+        if begun:
+            running.client.send(request, 700)
+            said = raw.recv(65536)
+        raw.sendall(behind)
+        connection = next(iter(running.server.server_state.connections))
+        eventually(lambda: connection._refused is not None or connection.flow.held)
+        running.client.send(request, 701, finish="stop")
+        answers = answers_of(said + read_all(raw))
+        assert [status for status, _ in answers] == [200, *statuses]
+        assert answers[0][1].endswith(b"data: [DONE]\n\n")
+
+
+def test_who_leaves_while_a_refusal_waits_is_noticed(text):
+    with serving(ScriptedClient(), text) as running, running.connect() as raw:
+        raw.sendall(ASK)
+        first = running.client.submitted.get(timeout=10)
         raw.sendall(b"rubbish\r\n\r\n")
-        assert (begun + read_all(raw)).count(b"HTTP/1.1") == 1
-        assert running.client.cancelled.get(timeout=10)[0] == request.id
+        raw.close()
+        assert running.client.cancelled.get(timeout=10)[0] == first.id
+
+
+# -- requests that wait for the answers before theirs -------------------------------------------
+
+
+def test_requests_that_wait_are_bounded(text):
+    """Whatever is sent behind a request that is being answered."""
+    with serving(ScriptedClient(), text) as running, running.connect() as raw:
+        raw.sendall(ASK)
+        request = running.client.submitted.get(timeout=10)
+        connection = next(iter(running.server.server_state.connections))
+        raw.settimeout(0.2)
+        sent, tiny = 0, b"GET / HTTP/1.1\r\nHost:\r\n\r\n"
+        with contextlib.suppress(TimeoutError):
+            while sent < 64 * 2**20:
+                sent += raw.send(tiny * 10_000)
+        assert sent < 64 * 2**20  # the server reads no more
+        assert 1 <= len(connection.pipeline) <= 1024 // len(tiny) + 1
+        assert len(connection._unparsed) <= 2**20
+        with running.http() as http:
+            assert http.get("/health").status_code == 200
+        running.client.send(request, 700, finish="stop")
+        raw.settimeout(30)
+        assert raw.recv(65536).startswith(b"HTTP/1.1 200")
+
+
+def test_a_flood_of_requests_on_one_connection_takes_little_memory(text):
+    """One socket that repeats a request and hardly reads."""
+    with serving(ScriptedClient([700]), text) as running, running.connect() as raw:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        raw.settimeout(1.0)
+        most, sent = 0, 0
+        connections = running.server.server_state.connections
+        with contextlib.suppress(TimeoutError):
+            while sent < 16 * 2**20:
+                sent += raw.send((GET + b"\r\n") * 2000)
+                raw.recv(100)
+                most = max(most, *(len(one.pipeline) for one in list(connections)))
+        assert most <= 1024 // len(GET) + 1
+        with running.http() as http:
+            for _ in range(20):
+                assert http.get("/health").status_code == 200
+
+
+def test_requests_that_wait_for_an_unread_body_do_not_hang(text):
+    """Bodies that are read piece by piece, behind others, and a half request at the end."""
+    body = json.dumps({"model": "builtin", "prompt": "x" * 200}).ljust(300_000).encode()
+    ask = POST + f"Content-Length: {len(body)}\r\n\r\n".encode() + body
+    with serving(ScriptedClient([700]), text) as running:
+        answers = answers_of(running.talk(ask + GET + b"\r\n" + ask + ask + LAST))
+        assert [status for status, _ in answers] == [200] * 5
+
+
+def test_an_upgrade_that_is_asked_for_is_ignored(server):
+    upgrade = GET + b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n"
+    answers = answers_of(server.talk((upgrade + b"\r\n") * 3 + LAST))
+    assert [status for status, _ in answers] == [200] * 4
+    with_body = POST + b"Connection: Upgrade\r\nUpgrade: h2c\r\nContent-Length: 3\r\n\r\n"
+    message = check_refusal(server.talk(with_body + GET[:3]), 400, "invalid_http")
+    assert "Upgrade" in message

@@ -19,6 +19,7 @@ from starlette.applications import Starlette
 
 from weft.api import ModelCard
 from weft.core.ports import EngineClient
+from weft.server.accept import Acceptor
 from weft.server.app import create_app
 from weft.server.auth import KeyRing
 from weft.server.counts import Board
@@ -99,6 +100,13 @@ class DrainingServer(uvicorn.Server):
         self._deadline: float | None = None
         self._signalled = 0.0
         self._on_listening = on_listening
+        self._max_connections = options.max_connections
+        self._acceptor: Acceptor | None = None
+
+    @property
+    def num_connections(self) -> int:
+        """Connections that are open, with unfinished TLS handshakes."""
+        return 0 if self._acceptor is None else self._acceptor.num_open
 
     def drain(self) -> None:
         """Take no more requests, and stop when the open ones have ended."""
@@ -133,12 +141,22 @@ class DrainingServer(uvicorn.Server):
                 signal.signal(number, handler)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        if self._on_listening is not None and sockets and self.started:
+        """Uvicorn's, but we accept the connections."""
+        await super().startup([])
+        self._acceptor = Acceptor(self._new_protocol, self._max_connections, self.config.ssl)
+        self._acceptor.listen(sockets or ())
+        if self._on_listening is not None and sockets:
             self._on_listening(address_of(sockets[0], "https" if self.config.ssl else "http"))
+
+    def _new_protocol(self) -> BoundedProtocol:
+        protocol = self.config.http_protocol_class
+        assert issubclass(protocol, BoundedProtocol)
+        return protocol(self.config, self.server_state, self.lifespan.state)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Uvicorn's, but a client that does not read its answer is not waited for."""
+        if self._acceptor is not None:
+            self._acceptor.close()
         asyncio.get_running_loop().call_later(UNREAD_S, self._cut_off)
         await super().shutdown(sockets)
 
