@@ -58,7 +58,11 @@ class Exchange:
 
     async def send(self) -> None:
         """Send the request."""
-        headers = [("host", "test"), ("content-type", "application/json"), ("connection", "close")]
+        headers = [
+            ("host", "localhost"),
+            ("content-type", "application/json"),
+            ("connection", "close"),
+        ]
         headers.append(("content-length", str(len(self._body))))
         request = h11.Request(method="POST", target=self._path, headers=headers)
         self._writer.write(self._http.send(request) or b"")

@@ -79,7 +79,7 @@ def ask_without_reading(server: Server) -> socket.socket:
     host, port = server.url.removeprefix("http://").split(":")
     raw = socket.create_connection((host, int(port)))
     body = json.dumps(ENDLESS)
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Api-Key: key-of-alice\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-Api-Key: key-of-alice\r\n"
     raw.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
     return raw
 

@@ -179,7 +179,7 @@ class App:
         self.app = create_app(BusyEngine(), *text, ServerOptions())
         self._loop = asyncio.new_event_loop()
         self._http = httpx.AsyncClient(
-            transport=httpx.ASGITransport(self.app), base_url="http://weft"
+            transport=httpx.ASGITransport(self.app), base_url="http://localhost"
         )
 
     def post(self, path: str, data: bytes) -> httpx.Response:

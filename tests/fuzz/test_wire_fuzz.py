@@ -14,11 +14,11 @@ from live import Server, serving
 
 BODY = b'{"model":"builtin","prompt":"x","max_tokens":1}'
 REQUESTS = (
-    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     b"Content-Length: %d\r\n\r\n%s" % (len(BODY), BODY),
-    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
     b"%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY),
-    b"GET /v1/models/builtin HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer a\r\n\r\n",
+    b"GET /v1/models/builtin HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer a\r\n\r\n",
     b"OPTIONS * HTTP/1.0\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n",
 )
 PIECES = (

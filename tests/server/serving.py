@@ -43,7 +43,7 @@ class Running:
     def ask(self, body: Any, path: str = "/v1/completions") -> socket.socket:
         """A bare connection with a request whose answer nobody reads."""
         data, raw = json.dumps(body).encode(), self.connect()
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
         raw.sendall(head.encode() + data)
         return raw
 

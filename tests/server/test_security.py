@@ -22,8 +22,10 @@ from serving import Running, serving
 import live
 import weft
 from weft.api import decoding
+from weft.core.errors import ConfigError
 from weft.server.app import create_app
 from weft.server.auth import OPEN_PATHS
+from weft.server.hosts import hosts_checked
 from weft.server.options import ServerOptions
 from weft.text import ChatTemplate
 
@@ -338,7 +340,7 @@ class TestInputBombs:
     @pytest.mark.parametrize(
         "head",
         [
-            b"GET /health HTTP/1.1\r\nHost: x\r\nA: " + b"x" * 200_000,
+            b"GET /health HTTP/1.1\r\nHost: localhost\r\nA: " + b"x" * 200_000,
             b"GET /" + b"x" * 200_000,
             b"GET /health HTTP/1.1\r\n" + b"A: b\r\n" * 50_000,
         ],
@@ -480,6 +482,99 @@ class TestTemplatesAndAddresses:
                 trap.accept()
 
 
+# -- names that lead here -----------------------------------------------------------------------
+
+
+class TestDnsRebinding:
+    """A page that has its own name lead to this machine has the same origin as the server."""
+
+    LOCAL = (
+        *(
+            "localhost",
+            "LocalHost:8000",
+            "localhost.",
+            "a.b.localhost:1",
+            "127.0.0.1",
+            "127.8.7.6:80",
+        ),
+        *("[::1]", "[::1]:8000", "[::ffff:127.0.0.1]", "[::ffff:7f00:1]:80", "127.0.0.1:"),
+        *("host.docker.internal:8000", "host.containers.internal"),
+    )
+    FOREIGN = (
+        *("evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example"),
+        *("evil-localhost", "localhost@evil.example", "localhost:80@evil", "10.0.0.1", "0.0.0.0"),
+        *("[::2]", "[::1", "::1", "localhost:x", "localhost evil", "", "[localhost]", "2130706433"),
+    )
+
+    def ask(self, running: Running, host: str, **more: str) -> httpx.Response:
+        headers = {"host": host, "origin": f"http://{host}", **more}
+        with running.http() as http:
+            http.get("/health", headers=headers).raise_for_status()
+            return http.post("/v1/completions", json=PROMPT, headers=headers)
+
+    @pytest.mark.parametrize("host", LOCAL)
+    def test_names_of_this_machine_pass(self, server, host):
+        assert self.ask(server, host).status_code == 200
+
+    @pytest.mark.parametrize("host", FOREIGN)
+    def test_other_names_are_refused(self, server, host):
+        error = refused(self.ask(server, host), 403)
+        assert (error["code"], error["type"]) == ("host_not_allowed", "permission_error")
+        assert "--allowed-host NAME" in error["message"]
+        assert "--api-key KEY" in error["message"]
+
+    def test_on_every_route(self, server):
+        foreign = {"host": "evil.example"}
+        with server.http() as http:
+            for path in ("/metrics", "/server_info", "/v1/models", "/nope", "/v1/responses/x"):
+                refused(http.get(path, headers=foreign), 403)
+            answer = http.post("/v1/messages", json={}, headers=foreign)
+        assert answer.status_code == 403
+        assert answer.json()["error"]["type"] == "permission_error"
+
+    def test_with_keys_any_name_passes(self, guarded):
+        assert self.ask(guarded, "evil.example").status_code == 401
+        assert self.ask(guarded, "evil.example", **KEY).status_code == 200
+
+    def test_names_can_be_allowed(self, text):
+        with serving(ScriptedClient([700]), text, allowed_host=("Models.example",)) as running:
+            for host in ("models.example", "models.example.:80", "localhost", "127.0.0.1"):
+                assert self.ask(running, host).status_code == 200
+            refused(self.ask(running, "evil.example"), 403)
+
+    def test_an_asterisk_allows_all(self, text):
+        with serving(ScriptedClient([700]), text, allowed_host=("*",)) as running:
+            assert self.ask(running, "evil.example").status_code == 200
+
+    def test_other_addresses_check_names_only_when_some_are_given(self, text):
+        with serving(ScriptedClient([700]), text, host="0.0.0.0") as running:
+            assert self.ask(running, "anything.example").status_code == 200
+        named: dict[str, Any] = {"host": "0.0.0.0", "allowed_host": ("models.example",)}
+        with serving(ScriptedClient([700]), text, **named) as running:
+            refused(self.ask(running, "evil.example"), 403)
+
+    @pytest.mark.parametrize(
+        ("options", "checked"),
+        [
+            ({}, True),
+            ({"host": "localhost"}, True),
+            ({"host": "127.0.0.9"}, True),
+            ({"host": "::1"}, True),
+            ({"host": "::"}, False),
+            ({"uds": "/tmp/weft-names.sock"}, False),
+            ({"api_key": ("key",)}, False),
+            ({"api_key_file": "/keys"}, False),
+        ],
+    )
+    def test_where_names_are_checked(self, options, checked):
+        assert hosts_checked(ServerOptions(**options)) == checked
+
+    @pytest.mark.parametrize("name", ["http://x", "x:80", "a/b", "", "a b"])
+    def test_a_setting_that_is_no_name(self, name):
+        with pytest.raises(ConfigError, match="allowed_host"):
+            ServerOptions(allowed_host=(name,))
+
+
 # -- keys, and what errors tell -----------------------------------------------------------------
 
 
@@ -516,13 +611,13 @@ class TestKeys:
         ],
     )  # fmt: skip
     def test_no_spelling_of_a_path_gets_around_it(self, guarded, target):
-        head = f"GET {target} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+        head = f"GET {target} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
         status = guarded.talk(head.encode()).split(b"\r\n")[0]
         assert status.split(b" ")[1] in (b"401", b"400"), status
 
     @pytest.mark.parametrize("target", ["/health", "/%68ealth", "/health?x=1", "/ready"])
     def test_the_open_paths_are_open(self, guarded, target):
-        head = f"GET {target} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+        head = f"GET {target} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
         assert guarded.talk(head.encode()).startswith(b"HTTP/1.1 200")
 
     @pytest.mark.parametrize(
@@ -683,7 +778,9 @@ class TestOverload:
         """A hundred connections that never finish a request, and one that does."""
         slow = [server.connect() for _ in range(100)]
         for raw in slow:
-            raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
+            raw.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n{"
+            )
         with server.http() as http:
             assert http.post("/v1/completions", json=PROMPT).status_code == 200
         for raw in slow:
@@ -708,6 +805,6 @@ class TestOverload:
         assert statuses == [400] * 8
 
     def test_pipelined_requests(self, server):
-        ask = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
-        last = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+        ask = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        last = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
         assert server.talk(ask * 500 + last).count(b"HTTP/1.1 200") == 501

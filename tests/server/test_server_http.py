@@ -124,13 +124,15 @@ def test_large_bodies(http, scripted):
     expecting = {"content-length": str(limit + 1), "expect": "100-continue"}
     with scripted.connect() as raw:
         head = "".join(f"{name}: {value}\r\n" for name, value in expecting.items())
-        raw.sendall(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{head}\r\n".encode())
+        raw.sendall(f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n{head}\r\n".encode())
         assert raw.recv(64).startswith(b"HTTP/1.1 413")
 
 
 def test_a_client_that_leaves_while_sending(scripted):
     with scripted.connect() as raw:
-        raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
+        raw.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n{"
+        )
     with scripted.http() as http:
         assert http.get("/health").status_code == 200
 
@@ -409,7 +411,7 @@ def test_the_end_answers_a_body_that_is_not_there_yet(text):
     with serving(ScriptedClient(), text) as running:
         address = ("127.0.0.1", int(running.url.rpartition(":")[2]))
         with socket.create_connection(address) as sock:
-            head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99\r\n\r\n"
+            head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99\r\n\r\n"
             sock.sendall(head + b"{")
             eventually(lambda: running.server.server_state.tasks)
             running.server.drain()

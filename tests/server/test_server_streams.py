@@ -45,7 +45,7 @@ def test_a_reader_that_does_not_read_is_waited_for(scripted):
     raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     host, port = scripted.url.removeprefix("http://").split(":")
     raw.connect((host, int(port)))
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n"
     raw.sendall(f"{head}Connection: close\r\n\r\n".encode() + data)
     request = scripted.client.submitted.get(timeout=10)
     for _ in range(40):

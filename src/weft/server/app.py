@@ -41,6 +41,7 @@ from weft.server.embeddings import embedding_routes
 from weft.server.errors import handle_bug, handle_http_error, handle_weft_error, json_response
 from weft.server.exchange import Observe, log_exchange
 from weft.server.generation import chunked_form, generate
+from weft.server.hosts import CheckHost, hosts_checked
 from weft.server.messages import AnthropicErrors, message_routes
 from weft.server.metrics import CONTENT_TYPE
 from weft.server.options import ServerOptions
@@ -115,6 +116,7 @@ def _middleware(options: ServerOptions, keys: KeyRing, tracer: Tracer | None) ->
     """CORS stands before the keys: a browser's preflight request cannot bear one."""
     middleware = [
         Middleware(AnthropicErrors),
+        *([Middleware(CheckHost, options=options)] if hosts_checked(options) else []),
         Middleware(RequireKey, keys=keys, limit=options.max_requests_per_key),
     ]
     if options.cors_origin:

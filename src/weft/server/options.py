@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from weft.core.errors import ConfigError, ParameterError
@@ -9,6 +10,8 @@ from weft.core.settings import check_settings, setting
 from weft.server.auth import read_keys
 from weft.server.tracing import make_exporter
 from weft.text.dialect import REASONING_MARKERS, TOOL_PARSERS
+
+_HOST_NAME = re.compile(r"\*|[A-Za-z0-9_.-]{1,253}|\[?[0-9A-Fa-f:.]{2,45}\]?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,13 @@ class ServerOptions:
     )
     cors_origin: tuple[str, ...] = setting(
         "strings", (), "web origin that may call the server, or *; may be repeated", high=256
+    )
+    allowed_host: tuple[str, ...] = setting(
+        "strings",
+        (),
+        "host name that requests may bear in their Host header, beside localhost, or *; may be "
+        "repeated; by default names are checked where the server listens on loopback without keys",
+        high=256,
     )
     api_key_file: str | None = setting(
         "path",
@@ -174,6 +184,12 @@ class ServerOptions:
         read_keys(self.api_key, None)
         if "" in self.served_model_name:
             raise ConfigError("served_model_name must not be empty.", param="served_model_name")
+        if not all(_HOST_NAME.fullmatch(name) for name in self.allowed_host):
+            raise ConfigError(
+                "allowed_host must be a host's name without scheme, port and path, "
+                "such as models.example, or *.",
+                param="allowed_host",
+            )
         if self.responses_db == ":memory:":
             raise ConfigError(
                 "responses_db cannot be ':memory:': leave it unset, with one request plane, "
