@@ -159,6 +159,14 @@ def test_what_is_no_tls_does_not_stay(text, tls):
         eventually(lambda: not running.server.num_connections)
 
 
+def test_silent_clients_do_not_hold_up_the_end(text, tls):
+    with contextlib.ExitStack() as stack:
+        with serving(ScriptedClient(), text, max_connections=NUM, **tls[1]) as running:
+            raws = stack.enter_context(silent(running, 2 * NUM))
+            eventually(lambda: running.server.num_connections > NUM)
+        assert all(say(raw, b"") == b"" for raw in raws)
+
+
 # -- descriptors --------------------------------------------------------------------------------
 
 

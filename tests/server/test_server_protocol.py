@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 import socket
+import struct
 from typing import Any
 
 import pytest
@@ -192,6 +193,25 @@ def test_who_leaves_while_a_refusal_waits_is_noticed(text):
         raw.sendall(b"rubbish\r\n\r\n")
         raw.close()
         assert running.client.cancelled.get(timeout=10)[0] == first.id
+
+
+def test_who_leaves_while_a_request_waits_is_noticed(text):
+    """By writing, as nothing is read then."""
+    with serving(ScriptedClient(), text) as running, running.connect() as raw:
+        raw.sendall(ASK)
+        first = running.client.submitted.get(timeout=10)
+        raw.sendall(GET + b"\r\n")
+        connection = next(iter(running.server.server_state.connections))
+        eventually(lambda: connection.flow.held)
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        raw.close()
+
+        def cancelled() -> bool:
+            running.client.send(first, 700)
+            return not running.client.cancelled.empty()
+
+        eventually(cancelled)
+        assert running.client.cancelled.get()[0] == first.id
 
 
 # -- requests that wait for the answers before theirs -------------------------------------------

@@ -93,7 +93,7 @@ def _bare(name: str) -> str:
 def _refusal(host: str) -> HostNotAllowedError:
     named = f"names the host {shortened(host)}" if host else "names no host"
     return HostNotAllowedError(
-        f"The request {named}, which this server does not answer to: without API keys it would "
-        "be open to web pages that call it under a name of theirs. Ask for localhost, or start "
-        "the server with --allowed-host NAME or --api-key KEY."
+        f"The request {named}, which this server does not answer to, so that no web page can call "
+        "it under a name of its own. Ask for localhost, or start the server with "
+        "--allowed-host NAME or --api-key KEY."
     )
