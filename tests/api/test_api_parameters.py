@@ -317,7 +317,7 @@ def test_tokenize_takes_what_makes_a_chats_prompt(builder):
 
 @pytest.mark.parametrize(("priority", "name"), [(-1, "priority"), (0, "interactive"), (7, "flex")])
 def test_priorities_choose_classes(builder, priority, name):
-    for ask in (chat, completion):
+    for ask in (chat, completion, response):
         job = ask(builder, Notes(), priority=priority)
         assert (job.requests[0].service_class, job.service_tier) == (name, None)
         with pytest.raises(ParameterError):

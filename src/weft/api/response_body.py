@@ -70,6 +70,9 @@ SAME = (
     "structured_outputs",
     "timeout",
     "top_k",
+    "json_whitespace",
+    "priority",
+    "thinking_token_budget",
 )
 
 
@@ -193,6 +196,9 @@ class ResponseBody(Struct, forbid_unknown_fields=True, kw_only=True):
     structured_outputs: Raw = NULL
     timeout: Raw = NULL
     top_k: Raw = NULL
+    json_whitespace: Raw = NULL
+    priority: Raw = NULL
+    thinking_token_budget: Raw = NULL
     # Not honoured.
     client_metadata: Annotated[Raw, KEPT_ELSEWHERE] = NULL
     session_id: Annotated[Raw, KEPT_ELSEWHERE] = NULL
