@@ -192,10 +192,10 @@ def test_every_chunk_can_have_the_usage_so_far(builder, endpoint):
     job = job_of(builder, endpoint, stream=True, stream_options=options)
     ids = ids_of(builder, TEXT)
     updates = updates_of(job.requests[0].id, ids)
-    counts = [
-        c["usage"]["completion_tokens"] for c in stream(builder, job, *([u] for u in updates))
-    ]
+    chunks = stream(builder, job, *([u] for u in updates))
+    counts = [c["usage"]["completion_tokens"] for c in chunks]
     assert counts == sorted(counts)
+    assert counts[0] == (0 if endpoint == "chat" else 1)  # the role comes before any token
     assert counts[-1] == len(ids)
     assert len(set(counts)) >= len(ids) // 2
 

@@ -18,6 +18,7 @@ import pytest
 from scripted import ScriptedClient
 from serving import Asking, serving
 
+import weft
 from live import eventually
 from weft.core.errors import ConfigError, EngineBusyError, EngineDeadError, WeftError
 from weft.core.types import FinishReason
@@ -200,8 +201,12 @@ def test_an_engine_that_refuses(text, kind, status):
 # -- the other routes ---------------------------------------------------------------------------
 
 
-def test_models_tokens_and_info(http):
-    assert [m["id"] for m in http.get("/v1/models").json()["data"]] == ["builtin", "org/other"]
+def test_models_tokens_and_info(scripted, http):
+    assert http.get("/version").json() == {"version": weft.__version__}
+    models = http.get("/v1/models").json()["data"]
+    assert [m["id"] for m in models] == ["builtin", "org/other"]
+    assert {m["max_model_len"] for m in models} == {scripted.service.builder.card.max_model_len}
+    assert http.get("/v1/models/builtin:latest").json()["id"] == "builtin:latest"
     for name in ("org/other", "org%2Fother"):
         assert http.get(f"/v1/models/{name}").json()["id"] == "org/other"
     tokens = http.post("/tokenize", json={"model": "builtin", "prompt": "héllo"}).json()

@@ -42,6 +42,7 @@ class ChunkWriter:
         self._texts = texts
         self._chat = job.endpoint == "chat"
         self._every_token = job.logprobs or job.return_token_ids or job.usage_in_chunks
+        self._told = 0  # output tokens that usage in chunks counts
         self._plain = not self._every_token and job.reading is None
         choices = self.assembly.choices
         self._only = choices[0] if self._plain and len(choices) == 1 else None
@@ -99,6 +100,7 @@ class ChunkWriter:
             before, after = self._ends[delta.index]
             return before + orjson.dumps(delta.text) + after
         out = self._opening(delta) if delta.first and self._chat else b""
+        self._told = self.assembly.completion_tokens
         if self._chat:
             out += self._chat_chunk(delta)
         else:
@@ -164,7 +166,7 @@ class ChunkWriter:
         choice = {"index": index, **content, "logprobs": None, "finish_reason": None, **more}
         tail = self._tail
         if self._job.usage_in_chunks:
-            tail = orjson.dumps(usage(self.assembly)).join(self._usage_tail)
+            tail = orjson.dumps(usage(self.assembly, self._told)).join(self._usage_tail)
         return self._head + orjson.dumps(choice) + tail
 
     def _piece(self, event: Event, choice: int) -> dict[str, Any]:

@@ -133,9 +133,10 @@ def echoed_text(job: Job, index: int) -> str | None:
     return None if job.echoed is None else job.echoed[index // job.n]
 
 
-def usage(assembly: Assembly) -> dict[str, Any]:
-    """Tokens counted for a job."""
-    prompt, completion = assembly.job.prompt_tokens, assembly.completion_tokens
+def usage(assembly: Assembly, completion: int | None = None) -> dict[str, Any]:
+    """Tokens counted for a job; of its output all so far, or as many as given."""
+    prompt = assembly.job.prompt_tokens
+    completion = assembly.completion_tokens if completion is None else completion
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
@@ -145,8 +146,14 @@ def usage(assembly: Assembly) -> dict[str, Any]:
 
 
 def model_object(name: str, card: ModelCard) -> dict[str, Any]:
-    """One entry of ``/v1/models``."""
-    return {"id": name, "object": "model", "created": card.created, "owned_by": "weft"}
+    """One entry of ``/v1/models``; ``max_model_len`` is an extension that vLLM has, too."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": card.created,
+        "owned_by": "weft",
+        "max_model_len": card.max_model_len,
+    }
 
 
 def model_list(card: ModelCard) -> dict[str, Any]:

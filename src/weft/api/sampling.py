@@ -15,6 +15,7 @@ from weft.api.rules import Notes
 from weft.core.errors import ParameterError, PromptTooLongError
 from weft.core.types import MAX_SEED, NEUTRAL, SamplingParams
 
+LATEST = ":latest"
 SMALLEST_TOP_P = 1e-6  # stands for 0, which keeps the likeliest token only
 
 # service_tier of a request -> (service class, tier that the answer names)
@@ -42,13 +43,16 @@ _SAME_NAME = (
 
 
 def check_model(name: str | None, card: ModelCard) -> str:
-    """Return the name to answer with. Raises UnknownModelError if it is not served."""
+    """Return the name to answer with. Raises UnknownModelError if it is not served.
+
+    A name may bear the tag ``:latest``, which Ollama's clients add, on whatever route they use it.
+    """
     if name is None:
         return card.served_names[0]
-    if name not in card.served_names:
+    if name not in card.served_names and name.removesuffix(LATEST) not in card.served_names:
         served = ", ".join(f"'{known}'" for known in card.served_names)
         raise UnknownModelError(
-            f"The model '{name[:200]}' is not served here; this server has {served}.",
+            f"The model '{name[:200]}' was not found; this server has {served}.",
             param="model",
         )
     return name

@@ -147,6 +147,7 @@ def _routes(handlers: _Handlers) -> list[Route]:
         route("/ready", "GET", handlers.ready),
         route("/metrics", "GET", handlers.metrics),
         route("/server_info", "GET", handlers.server_info),
+        route("/version", "GET", handlers.version),
     ]
 
 
@@ -215,6 +216,9 @@ class _Handlers:
 
     async def metrics(self, _: Request) -> Response:
         return Response(self._service.metrics.render(), media_type=CONTENT_TYPE)
+
+    async def version(self, _: Request) -> Response:
+        return json_response({"version": __version__})
 
     async def server_info(self, _: Request) -> Response:
         service = self._service
