@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -98,7 +99,7 @@ class MessageWriter(_MessageAnswer):
         return _event("message_start", message=message) + _event("ping")
 
 
-def error_of(status: int, body: dict[str, Any]) -> dict[str, str]:
+def error_of(status: int, body: Mapping[str, Any]) -> dict[str, str]:
     """Anthropic's ``error`` for an answer of OpenAI's form."""
     default = "invalid_request_error" if status < 500 else "api_error"
     return {"type": _ERROR_TYPES.get(status, default), "message": body["error"]["message"]}

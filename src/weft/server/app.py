@@ -38,11 +38,13 @@ from weft.core.settings import settings_of
 from weft.server.auth import KeyRing, RequireKey
 from weft.server.body import read_body
 from weft.server.embeddings import embedding_routes
+from weft.server.errorforms import ErrorForms
 from weft.server.errors import handle_bug, handle_http_error, handle_weft_error, json_response
 from weft.server.exchange import Observe, log_exchange
 from weft.server.generation import chunked_form, generate
 from weft.server.hosts import CheckHost, hosts_checked
-from weft.server.messages import AnthropicErrors, message_routes
+from weft.server.messages import PATH as MESSAGES
+from weft.server.messages import anthropic_error, message_routes
 from weft.server.metrics import CONTENT_TYPE
 from weft.server.options import ServerOptions
 from weft.server.probe import EngineProbe, NoProbe
@@ -51,6 +53,8 @@ from weft.server.responses import response_routes
 from weft.server.service import Service
 from weft.server.tracing import Tracer, make_exporter
 from weft.text import ChatTemplate, Tokenizer
+
+ERROR_FORMS = {MESSAGES: anthropic_error}
 
 
 def create_app(
@@ -115,7 +119,7 @@ def create_app(
 def _middleware(options: ServerOptions, keys: KeyRing, tracer: Tracer | None) -> list[Middleware]:
     """CORS stands before the keys: a browser's preflight request cannot bear one."""
     middleware = [
-        Middleware(AnthropicErrors),
+        Middleware(ErrorForms, forms=ERROR_FORMS),
         *([Middleware(CheckHost, options=options)] if hosts_checked(options) else []),
         Middleware(RequireKey, keys=keys, limit=options.max_requests_per_key),
     ]
