@@ -18,18 +18,18 @@ from serving import Running, serving
 
 from weft.api import ModelCard
 from weft.core.config import EngineConfig
-from weft.engine.build import Engine, build_engine
+from weft.engine.build import Engine, build_engine, describe_served
 from weft.engine.local import EngineThread
 from weft.text import ChatTemplate, Tokenizer
 
 LIMIT = 256  # tokens of the context in these tests
+CONFIG = EngineConfig(max_model_len=LIMIT, max_num_seqs=16, threads=1, dtype="float32")
 
 
 @pytest.fixture(scope="session")
 def engine() -> Iterator[tuple[Engine, EngineThread]]:
     """The packaged model on a thread."""
-    config = EngineConfig(max_model_len=LIMIT, max_num_seqs=16, threads=1, dtype="float32")
-    built = build_engine(config)
+    built = build_engine(CONFIG)
     thread = EngineThread(built.scheduler, built.executor, built.grammars)
     yield built, thread
     thread.close()
@@ -46,6 +46,7 @@ def text(engine: tuple[Engine, EngineThread]) -> tuple[Tokenizer, ChatTemplate, 
         sampling_defaults=model.sampling_defaults,
         created=int(time.time()),
         hidden_size=model.spec.hidden_size,
+        weights=ModelCard.of(describe_served(CONFIG, engine[0])).weights,
     )
     return Tokenizer.load(model.folder), ChatTemplate.load(model.folder), card
 

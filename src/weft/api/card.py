@@ -13,6 +13,25 @@ from weft.core.types import DEFAULT_CLASSES, ServiceClass
 
 
 @dataclass(frozen=True, slots=True)
+class WeightFacts:
+    """What is told of a model's weights.
+
+    Attributes:
+        family: of the architecture, as configs name it.
+        parameters: how many numbers they are.
+        num_bytes: memory that they take.
+        stored: how most of them are stored; see `ServedModel.weights`.
+        device: where they lie: ``cpu``, or the name of a GPU.
+    """
+
+    family: str = "unknown"
+    parameters: int = 0
+    num_bytes: int = 0
+    stored: str = ""
+    device: str = "cpu"
+
+
+@dataclass(frozen=True, slots=True)
 class ModelCard:
     """Facts of the served model.
 
@@ -39,6 +58,7 @@ class ModelCard:
     base_seed: int | None = None
     hidden_size: int = 0
     classes: tuple[ServiceClass, ...] = DEFAULT_CLASSES
+    weights: WeightFacts = WeightFacts()
 
     @classmethod
     def of(
@@ -56,6 +76,13 @@ class ModelCard:
             base_seed=base_seed,
             hidden_size=served.hidden_size,
             classes=served.classes,
+            weights=WeightFacts(
+                served.family,
+                served.parameters,
+                served.weight_bytes,
+                served.weights,
+                served.device,
+            ),
         )
 
 

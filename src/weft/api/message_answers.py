@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
 
-import msgspec
 import orjson
 
 from weft.api.errors import describe_error
 from weft.api.jobs import Job
-from weft.api.turn import Change, Closed, Grown, Opened, Part, Turn
+from weft.api.turn import Change, Closed, Grown, Opened, Part, Turn, arguments_object
 from weft.core.errors import WeftError
 from weft.core.plan import Update
 from weft.text import Tokenizer
@@ -133,20 +132,11 @@ def _block(part: Part) -> dict[str, Any]:
         return {"type": "text", "text": part.text}
     if part.kind == "reasoning":
         return {"type": "thinking", "thinking": part.text, "signature": ""}
-    return {**_call(part), "input": _input(part.text)}
+    return {**_call(part), "input": arguments_object(part.text)}
 
 
 def _call(part: Part) -> dict[str, Any]:
     return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": {}}
-
-
-def _input(text: str) -> dict[str, Any]:
-    """The arguments of a call; the text itself where the end of the turn cut it short."""
-    try:
-        arguments = msgspec.json.decode(text or "{}")
-    except (msgspec.DecodeError, RecursionError):
-        arguments = None
-    return arguments if isinstance(arguments, dict) else {"partial_json": text}
 
 
 def _events(change: Change) -> bytes:

@@ -1,15 +1,16 @@
-"""Bodies of other endpoints to chats: what they share, and errors by the names of their fields."""
+"""Bodies of other endpoints to chats and completions, and errors by the names of their fields."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from weft.api.bodies import ChatBody
+from weft.api.bodies import ChatBody, CompletionBody
 from weft.api.chat import chat_job
-from weft.api.decoding import decode_body, encode_json
+from weft.api.completions import completion_job
+from weft.api.decoding import Body, decode_body, encode_json
 from weft.api.jobs import Builder, Job
 from weft.api.rules import Notes
 from weft.core.errors import WeftError
@@ -29,10 +30,28 @@ def job_of_chat(
     Raises:
         WeftError: as `chat_job`, with the names of the endpoint.
     """
+    return _job_of(ChatBody, chat_job, fields, builder, names, notes)
+
+
+def job_of_completion(
+    fields: Mapping[str, Any], builder: Builder, names: Mapping[str, str], notes: Notes
+) -> Job:
+    """As `job_of_chat`, of a completion."""
+    return _job_of(CompletionBody, completion_job, fields, builder, names, notes)
+
+
+def _job_of(
+    body: type[Body],
+    build: Callable[[Body, Builder, Notes], Job],
+    fields: Mapping[str, Any],
+    builder: Builder,
+    names: Mapping[str, str],
+    notes: Notes,
+) -> Job:
     given = {name: value for name, value in fields.items() if value is not None}
     own = Notes(notes.strict)
     try:
-        job = chat_job(decode_body(ChatBody, encode_json(given), notes=own), builder, own)
+        job = build(decode_body(body, encode_json(given), notes=own), builder, own)
     except WeftError as error:
         raise renamed(error, names) from None
     for name in own.names:

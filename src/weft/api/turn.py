@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
+
+import msgspec
 
 from weft.api.choices import Assembly, Delta
 from weft.api.jobs import Job
@@ -160,3 +162,12 @@ class Turn:
     def _close(self) -> list[Change]:
         part, self._open = self._open, None
         return [] if part is None else [Closed(part)]
+
+
+def arguments_object(text: str) -> dict[str, Any]:
+    """The arguments of a call; the text itself where the end of the turn cut it short."""
+    try:
+        arguments = msgspec.json.decode(text or "{}")
+    except (msgspec.DecodeError, RecursionError):
+        arguments = None
+    return arguments if isinstance(arguments, dict) else {"partial_json": text}

@@ -22,6 +22,7 @@ class ServedModel:
         kernels: by op, its kernel, dtypes, and where its launches come from.
         kv_blocks: KV blocks by group name.
         weight_bytes: memory of the weights.
+        weights: how most of them are stored: a dtype, or the bits of integers and their scales.
         kv_memory: what was set or found for the KV, so that another engine gets the same.
         device: what computes: ``cpu``, or the name of a GPU.
         executor: how steps are run, for people.
@@ -51,6 +52,7 @@ class ServedModel:
     profile_key: Mapping[str, str]
     device: str = "cpu"
     executor: str = ""
+    weights: str = ""
     start_s: Mapping[str, float] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     classes: tuple[ServiceClass, ...] = DEFAULT_CLASSES

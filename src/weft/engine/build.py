@@ -415,6 +415,7 @@ def describe_served(config: EngineConfig, engine: Engine) -> ServedModel:
         kv_memory=resolved.kv_memory,
         device=device_name(model.device),
         executor=describe_executor(engine.executor),
+        weights=stored_weights(config, model.spec).get("linear", model.dtype),
         start_s=engine.start_s,
         profile_key=asdict(_profile_key(config, model)),
         versions={

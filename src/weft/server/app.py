@@ -46,6 +46,8 @@ from weft.server.hosts import CheckHost, hosts_checked
 from weft.server.messages import PATH as MESSAGES
 from weft.server.messages import anthropic_error, message_routes
 from weft.server.metrics import CONTENT_TYPE
+from weft.server.ollama import PATH as OLLAMA
+from weft.server.ollama import ollama_error, ollama_routes
 from weft.server.options import ServerOptions
 from weft.server.probe import EngineProbe, NoProbe
 from weft.server.response_store import ResponseStore
@@ -54,7 +56,7 @@ from weft.server.service import Service
 from weft.server.tracing import Tracer, make_exporter
 from weft.text import ChatTemplate, Tokenizer
 
-ERROR_FORMS = {MESSAGES: anthropic_error}
+ERROR_FORMS = {MESSAGES: anthropic_error, OLLAMA: ollama_error}
 
 
 def create_app(
@@ -101,6 +103,7 @@ def create_app(
             *_routes(_Handlers(service)),
             *embedding_routes(service),
             *message_routes(service),
+            *ollama_routes(service),
             *response_routes(service, store),
         ],
         middleware=_middleware(options, keys, tracer),

@@ -26,8 +26,8 @@ from weft.server.service import DisconnectedError, OpenJob, Service
 
 FRAME = (b"data: ", b"\n\n")
 DONE = b"data: [DONE]\n\n"
+EVENT_STREAM = "text/event-stream; charset=utf-8"
 STREAM_HEADERS = {
-    "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
     "x-accel-buffering": "no",
 }
@@ -59,11 +59,13 @@ class Form:
 
     Attributes:
         keep: awaited when the answer is complete, before its end is sent.
+        content_type: of the stream.
     """
 
     whole: Callable[[Job], Whole]
     stream: Callable[[Job], Streamed]
     keep: Callable[[Any], Awaitable[None]] = _nothing
+    content_type: str = EVENT_STREAM
 
 
 def chunked_form(service: Service) -> Form:
@@ -141,7 +143,8 @@ class Generation(Response):
         writer = self._form.stream(self._job)
         data, halted = writer.push(await job.take())
         job.stop(halted)
-        headers = [(name.encode(), value.encode()) for name, value in STREAM_HEADERS.items()]
+        given = {"content-type": self._form.content_type, **STREAM_HEADERS}
+        headers = [(name.encode(), value.encode()) for name, value in given.items()]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         try:
             while not writer.done:
