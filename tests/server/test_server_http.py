@@ -83,6 +83,13 @@ def test_every_error_has_openai_s_form(http):
         {"content-type": "text/plain"},
         {"content-type": "text/plain; charset=application/json"},
         {"content-type": "application/x-www-form-urlencoded"},
+        {"content-type": "application/x-www-form-urlencoded", "user-agent": "Mozilla/5.0 curl/8.5"},
+        {
+            "content-type": "application/x-www-form-urlencoded",
+            "user-agent": "curl/8.5.0",
+            "origin": "https://evil.example",
+        },
+        {"content-type": "text/plain", "user-agent": "curl/8.5.0"},
         {"content-type": "multipart/form-data; boundary=x"},
         {"content-type": "application/jsonp"},
         {"origin": "https://evil.example"},
@@ -104,6 +111,7 @@ def test_ways_to_say_that_a_body_is_json(text):
         {"content-type": "application/json"},
         {"content-type": "Application/JSON; charset=utf-8", "content-encoding": "Identity"},
         {"content-type": "application/json", "origin": "https://good.example"},
+        {"content-type": "application/x-www-form-urlencoded", "user-agent": "curl/8.5.0"},
     ]
     with serving(ScriptedClient([700]), text) as running, running.http() as http:
         for headers in ways:

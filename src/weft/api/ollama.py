@@ -36,6 +36,7 @@ NAMES = {
     "top_p": "options.top_p",
     "response_format": "format",
     ".json_schema.schema": "",
+    ".function.": ".function.",
     "reasoning_effort": "think",
     "chat_template_kwargs": "think",
 }

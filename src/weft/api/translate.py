@@ -64,10 +64,12 @@ def endpoint_name(param: str, names: Mapping[str, str]) -> str:
     """What the endpoint calls a field of the chat.
 
     Messages of a chat do not stand where the endpoint's body has them, so that only the whole list
-    can be named. A name that starts with a point stands for a field further in.
+    can be named. A name that starts with a point stands for a field further in; that functions of
+    tools are objects of their own is left out, unless ``.function.`` has a name.
     """
+    plain = names.get(".function.", ".")
     head = re.split(r"[.\[]", param, maxsplit=1)[0]
-    rest = "" if head == "messages" else param[len(head) :].replace(".function.", ".")
+    rest = "" if head == "messages" else param[len(head) :].replace(".function.", plain)
     for inner, name in names.items():
         if inner.startswith(".") and rest.endswith(inner):
             rest = rest.removesuffix(inner) + name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -19,7 +20,10 @@ from weft.server.options import ServerOptions
 
 logger = logging.getLogger("weft.requests")
 
+FORM = "application/x-www-form-urlencoded"
 DISCARDED_BYTES = 64 * 2**20  # of a body that is too long; a client still writing sees no answer
+
+_CURL = re.compile(r"curl/[\w.+-]+")  # no page can make a browser say this in a request of a form
 
 
 async def read_body(request: Request, options: ServerOptions) -> bytes:
@@ -51,11 +55,13 @@ def _check_media(headers: Headers) -> None:
 
     Pages of other sites can make a browser post to any address as long as the type is that of a
     form, plain text or unknown, so a server without keys must not take those for JSON. Browsers say
-    where such a page comes from; other clients may leave the type out.
+    where such a page comes from; other clients may leave the type out, and curl's ``-d`` calls
+    everything a form, as nobody told it otherwise.
     """
     given = headers.get("content-type", "")
     kind = given.partition(";")[0].strip().lower()
-    if kind != "application/json" and (given or "origin" in headers):
+    silent = not given or (kind == FORM and _CURL.fullmatch(headers.get("user-agent", "")))
+    if kind != "application/json" and not (silent and "origin" not in headers):
         said = f"not '{given[:100]}'" if given else "and a web page has to say so"
         raise UnsupportedMediaError(f"The Content-Type must be application/json, {said}.")
     encoding = headers.get("content-encoding", "identity")
