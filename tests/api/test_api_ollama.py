@@ -115,6 +115,13 @@ def test_empty_fields_of_clients_ask_for_nothing(builder):
     assert generate(builder, **nothing, template="", system="", raw=False)
 
 
+def test_a_conversation_that_ends_with_the_assistant_s_text_is_continued(builder):
+    begun = [*HI, {"role": "assistant", "content": "Once upon"}]
+    assert prompt_of(chat(builder, messages=begun), builder).endswith("<|assistant|>Once upon")
+    empty = [*HI, {"role": "assistant", "content": ""}]
+    assert prompt_of(chat(builder, messages=empty), builder).endswith("<|end|><|assistant|>")
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -131,7 +138,6 @@ def test_empty_fields_of_clients_ask_for_nothing(builder):
         ({"options": {"penalize_newline": False}}, "options.penalize_newline"),
         ({"options": {"stop": [""]}}, "options.stop"),
         ({"format": "xml"}, "format"),
-        ({"format": {"type": "nothing"}}, "format"),
         ({"template": "{{ .Prompt }}"}, "template"),
         ({"think": "hard"}, "think"),
         ({"think": True}, "think"),

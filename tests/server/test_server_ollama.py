@@ -117,14 +117,13 @@ def test_a_prompt_goes_through_the_template_unless_it_is_raw(scripted, asking):
         "<|system|>Be kind.<|end|><|user|>Where?<|end|><|assistant|>"
     )
     bos = scripted.service.builder.tokenizer.special_tokens["bos_token"]
-    room = scripted.service.builder.card.max_model_len
     for prompt in ("<|user|>Where?<|end|>", f"{bos}<|user|>Where?<|end|>"):
         request, answer = answered(
             scripted, "Paris", lambda p=prompt: asking.generate("builtin", p, raw=True)
         )
         assert answer.response == "Paris"
         assert list(request.prompt) == ids_of(scripted, f"{bos}<|user|>Where?<|end|>")
-        assert request.sampling.max_tokens == room - len(request.prompt)
+        assert request.sampling.max_tokens is None
 
 
 def test_streams_of_generate_have_text_where_clients_read_it(scripted, asking):
@@ -135,13 +134,15 @@ def test_streams_of_generate_have_text_where_clients_read_it(scripted, asking):
     assert [part.done for part in parts] == [False] * (len(parts) - 1) + [True]
 
 
-@pytest.mark.parametrize(("given", "room_is_the_bound"), [(-1, True), (-2, True), (10**6, True)])
-def test_output_is_bounded_by_the_context(scripted, asking, given, room_is_the_bound):
+@pytest.mark.parametrize("given", [-1, -2, 0, 10**6])
+@pytest.mark.parametrize("raw", [False, True])
+def test_output_may_go_on_to_the_end_of_the_context(scripted, asking, given, raw):
+    options = {"num_predict": given}
     request, _ = answered(
-        scripted, "x", lambda: asking.chat("builtin", HI, options={"num_predict": given})
+        scripted, "x", lambda: asking.generate("builtin", "hi", raw=raw, options=options)
     )
     room = scripted.service.builder.card.max_model_len - len(request.prompt)
-    assert (request.sampling.max_tokens == room) is room_is_the_bound
+    assert request.sampling.max_tokens == (room if given > 0 else None)
 
 
 def test_nothing_to_say_loads_the_model(asking, scripted):
@@ -337,6 +338,8 @@ def test_errors_have_ollama_s_form(asking, scripted):
     refused(lambda: asking.show("nope"), 404, "not found")
     refused(lambda: asking.pull("nope"), 404, "not found")
     refused(lambda: asking.chat("builtin", HI, think=True), 400, "does not support thinking")
+    refused(lambda: asking.chat("builtin", HI, format={"type": "nothing"}), 400, "'format'")
+    refused(lambda: asking.chat("builtin", HI, options={"temprature": 1}), 400, "temperature")
     refused(lambda: asking.delete("builtin"), 501, "no store of models")
     refused(lambda: asking.copy("builtin", "other"), 501, "no store of models")
     refused(lambda: asking.create("other", from_="builtin"), 501, "no store of models")
@@ -350,6 +353,29 @@ def test_errors_have_ollama_s_form(asking, scripted):
             assert isinstance(answer.json()["error"], str)
         assert http.get("/apis").json()["error"]["code"] == "not_found"
     assert scripted.client.submitted.empty()
+
+
+def test_what_is_ignored_is_named_and_strict_servers_refuse_it(scripted, text):
+    message = {**HI[0], "own": {"id": 1}}
+    body = {"model": "builtin", "messages": [message], "keep_alive": "5m", "stream": False}
+    body |= {"options": {"num_ctx": 4096, "num_gpu": None, "repeat_last_n": 64}, "truncate": True}
+    with scripted.http() as http:
+        _, answer = answered(scripted, "x", lambda: http.post("/api/chat", json=body))
+        named = "messages[].own, keep_alive, truncate, options.num_ctx, options.repeat_last_n"
+        assert sorted(answer.headers["x-weft-ignored"].split(", ")) == sorted(named.split(", "))
+        load = http.post("/api/generate", json={"model": "builtin", "keep_alive": "5m"})
+        assert load.headers["x-weft-ignored"] == "keep_alive"
+        plain = {
+            "model": "builtin",
+            "messages": HI,
+            "keep_alive": -1,
+            "options": {"num_predict": 5},
+        }
+        _, answer = answered(scripted, "x", lambda: http.post("/api/chat", json=plain))
+        assert "x-weft-ignored" not in answer.headers
+    with serving(ScriptedClient(), text, strict=True) as running, running.http() as http:
+        refused = http.post("/api/chat", json=body)
+        assert (refused.status_code, list(refused.json())) == (400, ["error"])
 
 
 def test_an_error_within_a_stream(scripted, asking):

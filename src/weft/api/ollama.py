@@ -14,10 +14,13 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from weft.api.bodies import MAX_MESSAGES, MAX_TOOLS, NULL, Name, decode_body
+from weft.api.bodies import MAX_MESSAGES, MAX_TOOLS, Name
+from weft.api.chat import reads_effort
+from weft.api.decoding import decode_body
 from weft.api.errors import UnsupportedParameterError
 from weft.api.jobs import Builder, Job
 from weft.api.ollama_calls import CallQueue
+from weft.api.rules import NULL, Ignored, Notes, Refused, is_neutral
 from weft.api.sampling import check_model
 from weft.api.translate import job_of_chat, job_of_completion
 from weft.core.errors import ParameterError
@@ -25,7 +28,10 @@ from weft.core.types import MAX_STOP_STRINGS, SamplingParams
 
 # Fields of the chat or completion body -> fields of these.
 NAMES = {
+    "continue_final_message": "messages",
     "frequency_penalty": "options.frequency_penalty",
+    "max_completion_tokens": "options.num_predict",
+    "max_tokens": "options.num_predict",
     "min_p": "options.min_p",
     "presence_penalty": "options.presence_penalty",
     "repetition_penalty": "options.repeat_penalty",
@@ -39,6 +45,7 @@ NAMES = {
     ".function.": ".function.",
     "reasoning_effort": "think",
     "chat_template_kwargs": "think",
+    "thinking_token_budget": "think",
 }
 SWITCH = "enable_thinking"  # the variable of templates
 LEVELS = ("low", "medium", "high", "max")
@@ -46,8 +53,13 @@ LEVELS = ("low", "medium", "high", "max")
 _NOTHING = re.compile(r"[+-]?0*(\.0*)?(ns|us|µs|ms|s|m|h)?")  # a duration of none
 
 
+STAYS_LOADED = Ignored("the model stays loaded", (-1,))
+SET_AT_START = Ignored("it is set when the server starts")
+NOT_SHIFTED = Ignored("nothing is shifted out of the context", (False,))
+
+
 class Options(Struct, forbid_unknown_fields=True, kw_only=True):
-    """How to sample, and what only tells Ollama how to run a model: that is left as JSON."""
+    """How to sample, and how Ollama is to run the model."""
 
     temperature: float | None = None
     top_k: int | None = None
@@ -60,51 +72,47 @@ class Options(Struct, forbid_unknown_fields=True, kw_only=True):
     repeat_last_n: Annotated[int, Meta(ge=-1)] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    # What would change the answer.
-    embedding_only: Raw = NULL
-    mirostat: Raw = NULL
-    penalize_newline: Raw = NULL
-    tfs_z: Raw = NULL
-    typical_p: Raw = NULL
-    vocab_only: Raw = NULL
-    # What does not.
-    f16_kv: Raw = NULL
-    logits_all: Raw = NULL
-    low_vram: Raw = NULL
-    main_gpu: Raw = NULL
-    mirostat_eta: Raw = NULL
-    mirostat_tau: Raw = NULL
-    num_batch: Raw = NULL
-    num_ctx: Raw = NULL
-    num_gpu: Raw = NULL
-    num_keep: Raw = NULL
-    num_thread: Raw = NULL
-    numa: Raw = NULL
-    use_mlock: Raw = NULL
-    use_mmap: Raw = NULL
-
-    REFUSED: ClassVar[Mapping[str, Any]] = {
-        "embedding_only": (False,),
-        "mirostat": (0,),
-        "penalize_newline": (True,),
-        "tfs_z": (1, 1.0),
-        "typical_p": (1, 1.0),
-        "vocab_only": (False,),
-    }
+    # Not honoured.
+    embedding_only: Annotated[Raw, Refused("the model also writes", (False,))] = NULL
+    mirostat: Annotated[Raw, Refused("sampling aims at no perplexity", (0,))] = NULL
+    penalize_newline: Annotated[Raw, Refused("penalties count every token", (True,))] = NULL
+    tfs_z: Annotated[Raw, Refused("use min_p", (1, 1.0))] = NULL
+    typical_p: Annotated[Raw, Refused("use min_p", (1, 1.0))] = NULL
+    vocab_only: Annotated[Raw, Refused("the model has its weights", (False,))] = NULL
+    f16_kv: Annotated[Raw, SET_AT_START] = NULL
+    logits_all: Annotated[Raw, Ignored("log probabilities are there without it")] = NULL
+    low_vram: Annotated[Raw, SET_AT_START] = NULL
+    main_gpu: Annotated[Raw, SET_AT_START] = NULL
+    mirostat_eta: Annotated[Raw, Ignored("it belongs to mirostat")] = NULL
+    mirostat_tau: Annotated[Raw, Ignored("it belongs to mirostat")] = NULL
+    num_batch: Annotated[Raw, SET_AT_START] = NULL
+    num_ctx: Annotated[Raw, SET_AT_START] = NULL
+    num_gpu: Annotated[Raw, SET_AT_START] = NULL
+    num_keep: Annotated[Raw, NOT_SHIFTED] = NULL
+    num_thread: Annotated[Raw, SET_AT_START] = NULL
+    numa: Annotated[Raw, SET_AT_START] = NULL
+    use_mlock: Annotated[Raw, SET_AT_START] = NULL
+    use_mmap: Annotated[Raw, SET_AT_START] = NULL
 
 
-class CallFunction(Struct, kw_only=True):
+class CallFunction(Struct, forbid_unknown_fields=True, kw_only=True):
     name: Name
     arguments: Raw = NULL
+    index: Raw = NULL
+
+    OPEN: ClassVar[bool] = True
 
 
-class Call(Struct, kw_only=True):
+class Call(Struct, forbid_unknown_fields=True, kw_only=True):
     function: CallFunction
     id: Name | None = None
+    type: str | None = None
+
+    OPEN: ClassVar[bool] = True
 
 
-class Message(Struct, kw_only=True):
-    """One message of a conversation; what else clients keep in it is passed over."""
+class Message(Struct, forbid_unknown_fields=True, kw_only=True):
+    """One message of a conversation."""
 
     role: str
     content: str | None = None
@@ -112,17 +120,16 @@ class Message(Struct, kw_only=True):
     tool_calls: Annotated[list[Call], Meta(max_length=MAX_MESSAGES)] | None = None
     tool_name: Name | None = None
     tool_call_id: Name | None = None
-    images: Raw = NULL
+    images: Annotated[Raw, Refused("text is all that can be read", ([],))] = NULL
 
-    REFUSED: ClassVar[Mapping[str, Any]] = {"images": ([],)}
+    OPEN: ClassVar[bool] = True
 
 
 class Tool(Struct, forbid_unknown_fields=True, kw_only=True):
     function: Raw
     type: str | None = None
-    items: Raw = NULL
 
-    REFUSED: ClassVar[Mapping[str, Any]] = {"items": ()}
+    OPEN: ClassVar[bool] = True
 
 
 class OllamaBody(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -130,17 +137,18 @@ class OllamaBody(Struct, forbid_unknown_fields=True, kw_only=True):
 
     model: Name
     format: Raw = NULL
-    keep_alive: Raw = NULL
     logprobs: bool | None = None
     options: Raw = NULL
-    shift: bool | None = None
     stream: bool | None = None
-    template: Raw = NULL
     think: bool | str | None = None
     top_logprobs: Annotated[int, Meta(ge=0)] | None = None
-    truncate: bool | None = None
-
-    REFUSED: ClassVar[Mapping[str, Any]] = {"template": ("",)}
+    # Not honoured.
+    keep_alive: Annotated[Raw, STAYS_LOADED] = NULL
+    shift: Annotated[Raw, NOT_SHIFTED] = NULL
+    template: Annotated[Raw, Refused("the model's own template is used", ("",))] = NULL
+    truncate: Annotated[Raw, Ignored("a conversation that is too long is an error", (False,))] = (
+        NULL
+    )
 
 
 class OllamaChatBody(OllamaBody, forbid_unknown_fields=True, kw_only=True):
@@ -156,94 +164,109 @@ class OllamaGenerateBody(OllamaBody, forbid_unknown_fields=True, kw_only=True):
     prompt: str | None = None
     raw: bool | None = None
     system: str | None = None
-    context: Raw = NULL
-    height: Raw = NULL
-    images: Raw = NULL
-    steps: Raw = NULL
-    suffix: Raw = NULL
-    width: Raw = NULL
-
-    REFUSED: ClassVar[Mapping[str, Any]] = {
-        **OllamaBody.REFUSED,
-        "context": ([],),
-        "height": (0,),
-        "images": ([],),
-        "steps": (0,),
-        "suffix": ("",),
-        "width": (0,),
-    }
+    # Not honoured.
+    context: Annotated[Raw, Refused("send the conversation to /api/chat", ([],))] = NULL
+    height: Annotated[Raw, Refused("no model here draws", (0,))] = NULL
+    images: Annotated[Raw, Refused("text is all that can be read", ([],))] = NULL
+    steps: Annotated[Raw, Refused("no model here draws", (0,))] = NULL
+    suffix: Annotated[Raw, Refused("text is not filled in between", ("",))] = NULL
+    width: Annotated[Raw, Refused("no model here draws", (0,))] = NULL
 
 
-def ollama_chat_job(body: OllamaChatBody, builder: Builder) -> Job | None:
+def ollama_chat_job(
+    body: OllamaChatBody, builder: Builder, notes: Notes | None = None
+) -> Job | None:
     """Check a body and return what it asks for; None if that is only to load the model.
+
+    Args:
+        notes: take what is ignored.
 
     Raises:
         WeftError: a typed error that names the parameter; nothing has been started.
     """
+    notes = Notes() if notes is None else notes
     check_model(body.model, builder.card)
+    options = read_options(body.options, notes)
     if not body.messages:
         return None
-    fields = {"messages": _messages(body.messages), "tools": _tools(body.tools)}
-    return _chat(body, fields, builder, NAMES)
+    messages = _messages(body.messages)
+    fields = {"messages": messages, "tools": _tools(body.tools), **_continued(messages[-1])}
+    return _chat(body, options, fields, builder, NAMES, notes)
 
 
-def ollama_generate_job(body: OllamaGenerateBody, builder: Builder) -> Job | None:
+def ollama_generate_job(
+    body: OllamaGenerateBody, builder: Builder, notes: Notes | None = None
+) -> Job | None:
     """As `ollama_chat_job`, for one prompt."""
+    notes = Notes() if notes is None else notes
     check_model(body.model, builder.card)
+    options = read_options(body.options, notes)
     if not body.prompt:
         return None
     if body.raw:
-        return _completion(body, body.prompt, builder)
+        return _completion(body, options, body.prompt, builder, notes)
     messages = [{"role": "user", "content": body.prompt}]
     if body.system:
         messages.insert(0, {"role": "system", "content": body.system})
-    return _chat(body, {"messages": messages}, builder, {**NAMES, "messages": "prompt"})
+    names = {**NAMES, "messages": "prompt"}
+    return _chat(body, options, {"messages": messages}, builder, names, notes)
 
 
 def unloads(body: OllamaBody) -> bool:
     """Whether a body without a prompt asks for the model to be unloaded."""
-    if body.keep_alive is NULL:
-        return False
     try:
         given = msgspec.json.decode(body.keep_alive)
     except msgspec.DecodeError:
         return False
-    return given == 0 if not isinstance(given, str) else bool(_NOTHING.fullmatch(given))
+    return bool(_NOTHING.fullmatch(given)) if isinstance(given, str) else given == 0
+
+
+def read_options(given: Raw, notes: Notes) -> Options:
+    """The ``options`` of a body. Raises ParameterError, which names the wrong one."""
+    if is_neutral(bytes(given)):
+        return Options()
+    return decode_body(Options, given, "options", notes)
 
 
 def _chat(
-    body: OllamaBody, fields: Mapping[str, Any], builder: Builder, names: Mapping[str, str]
+    body: OllamaBody,
+    options: Options,
+    fields: Mapping[str, Any],
+    builder: Builder,
+    names: Mapping[str, str],
+    notes: Notes,
 ) -> Job:
-    options = read_options(body.options)
     chat = {
         **fields,
         **_shared_fields(body, options),
         **_think_fields(body, builder),
+        "max_completion_tokens": _bound(options),
         "logprobs": body.logprobs,
         "top_logprobs": body.top_logprobs,
     }
-    return _bounded(job_of_chat(chat, builder, names), options, builder)
+    job = job_of_chat(chat, builder, names, notes)
+    return _checked(job, options, builder, notes)
 
 
-def _completion(body: OllamaGenerateBody, prompt: str, builder: Builder) -> Job:
+def _completion(
+    body: OllamaGenerateBody, options: Options, prompt: str, builder: Builder, notes: Notes
+) -> Job:
     """The job of a prompt that has gone through a template already."""
     if body.system:
         raise UnsupportedParameterError("system", " A raw prompt goes through no template.")
-    options = read_options(body.options)
     bos = builder.tokenizer.special_tokens.get("bos_token")
     fields = {
         **_shared_fields(body, options),
         "prompt": prompt,
         "parse_special": True,
         "add_special_tokens": not (bos and prompt.startswith(bos)),
+        "max_tokens": _bound(options),
         "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
     }
-    return _bounded(job_of_completion(fields, builder, NAMES), options, builder)
-
-
-def read_options(given: Raw) -> Options:
-    """The ``options`` of a body. Raises ParameterError, which names the wrong one."""
-    return Options() if _is_null(given) else decode_body(Options, given, "options")
+    job = job_of_completion(fields, builder, NAMES, notes)
+    if options.num_predict is None:
+        job = _bounded(job, builder.card.sampling_defaults.get("max_tokens"))
+    return _checked(job, options, builder, notes)
 
 
 def _shared_fields(body: OllamaBody, options: Options) -> dict[str, Any]:
@@ -264,22 +287,27 @@ def _shared_fields(body: OllamaBody, options: Options) -> dict[str, Any]:
     }
 
 
-def _bounded(job: Job, options: Options, builder: Builder) -> Job:
-    """The job with as many output tokens as the options and the context leave it."""
-    card = builder.card
-    _check_window(options, job.requests[0].sampling, card.max_model_len)
+def _bound(options: Options) -> int | None:
+    """The limit on output tokens; 0 and below are none."""
     wanted = options.num_predict
-    if wanted is None:
-        wanted = card.sampling_defaults.get("max_tokens")
-    requests = []
-    for request in job.requests:
-        room = card.max_model_len - len(request.prompt)
-        most = room if wanted is None or wanted <= 0 else min(wanted, room)
-        requests.append(replace(request, sampling=replace(request.sampling, max_tokens=most)))
-    return replace(job, requests=tuple(requests))
+    return wanted if wanted is not None and wanted > 0 else None
 
 
-def _check_window(options: Options, sampling: SamplingParams, context: int) -> None:
+def _checked(job: Job, options: Options, builder: Builder, notes: Notes) -> Job:
+    """The job, after what only its sampling shows."""
+    _check_window(options, job.requests[0].sampling, builder.card.max_model_len, notes)
+    unbounded = options.num_predict is not None and options.num_predict <= 0
+    return _bounded(job, None) if unbounded else job
+
+
+def _bounded(job: Job, most: int | None) -> Job:
+    """The job with another limit on output tokens; None is the end of the context."""
+    [request] = job.requests
+    sampling = replace(request.sampling, max_tokens=most)
+    return replace(job, requests=(replace(request, sampling=sampling),))
+
+
+def _check_window(options: Options, sampling: SamplingParams, context: int, notes: Notes) -> None:
     """Refuse penalties that leave tokens out; without penalties a window says nothing."""
     window = options.repeat_last_n
     if window is None or window <= 0 or window >= context:
@@ -289,10 +317,7 @@ def _check_window(options: Options, sampling: SamplingParams, context: int) -> N
         raise UnsupportedParameterError(
             "options.repeat_last_n", " Penalties count all tokens here; give -1, or leave it out."
         )
-
-
-def _is_null(raw: Raw) -> bool:
-    return raw is NULL or bytes(raw).strip() == b"null"
+    notes.ignore("options.repeat_last_n")
 
 
 def _response_format(given: Raw) -> dict[str, Any] | None:
@@ -317,20 +342,25 @@ def _think_fields(body: OllamaBody, builder: Builder) -> dict[str, Any]:
         )
     if think is None:
         return {}
-    template = builder.chat_template
-    known = template.variables if template is not None else frozenset()
     if builder.dialect.reasoning is None:
         if not think:
             return {}
         raise UnsupportedParameterError("think", " This model does not support thinking.")
     if think is True:
-        return {"chat_template_kwargs": {"enable_thinking": True}} if SWITCH in known else {}
-    effort = think or "none"
-    tells = not known.isdisjoint((SWITCH, "reasoning_effort"))
-    return {
-        "reasoning_effort": effort if tells else None,
-        "include_reasoning": None if think else False,
-    }
+        template = builder.chat_template
+        reads = template is not None and SWITCH in template.variables
+        return {"chat_template_kwargs": {SWITCH: True}} if reads else {}
+    if think is False:
+        reads = reads_effort(builder.chat_template)
+        told = {"reasoning_effort": "none"} if reads else {"thinking_token_budget": 0}
+        return {**told, "include_reasoning": False}
+    return {"reasoning_effort": think}
+
+
+def _continued(last: Mapping[str, Any]) -> dict[str, Any]:
+    """The model goes on with the assistant's text, if the conversation ends with that."""
+    open_text = last["role"] == "assistant" and "tool_calls" not in last
+    return {"continue_final_message": True} if open_text and last["content"].strip() else {}
 
 
 def _messages(messages: Seq[Message]) -> list[dict[str, Any]]:
@@ -356,7 +386,7 @@ def _messages(messages: Seq[Message]) -> list[dict[str, Any]]:
 
 
 def _call(call: Call, number: str) -> dict[str, Any]:
-    arguments = {} if _is_null(call.function.arguments) else call.function.arguments
+    arguments = {} if is_neutral(bytes(call.function.arguments)) else call.function.arguments
     function = {"name": call.function.name, "arguments": arguments}
     return {"id": number, "type": "function", "function": function}
 

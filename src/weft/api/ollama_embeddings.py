@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Sequence as Seq
+from typing import Annotated, Any
 
 import orjson
-from msgspec import Raw, Struct
+from msgspec import Meta, Raw, Struct
 
-from weft.api.bodies import NULL, Name
+from weft.api.bodies import MAX_IDS, Name
 from weft.api.embeddings import EmbeddingBody, EmbeddingCollector, embedding_job
 from weft.api.jobs import Builder, Job
-from weft.api.ollama import read_options
+from weft.api.ollama import STAYS_LOADED, read_options
+from weft.api.rules import NULL, Notes
 from weft.api.sampling import check_model
 from weft.api.translate import renamed
 from weft.core.errors import WeftError
@@ -21,11 +23,11 @@ class OllamaEmbedBody(Struct, forbid_unknown_fields=True, kw_only=True):
     """Body of ``POST /api/embed``."""
 
     model: Name
-    input: str | list[str]
+    input: str | Annotated[list[str], Meta(max_length=MAX_IDS)]
     dimensions: int | None = None
-    keep_alive: Raw = NULL
     options: Raw = NULL
     truncate: bool | None = None
+    keep_alive: Annotated[Raw, STAYS_LOADED] = NULL
 
 
 class OllamaEmbeddingsBody(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -33,8 +35,8 @@ class OllamaEmbeddingsBody(Struct, forbid_unknown_fields=True, kw_only=True):
 
     model: Name
     prompt: str = ""
-    keep_alive: Raw = NULL
     options: Raw = NULL
+    keep_alive: Annotated[Raw, STAYS_LOADED] = NULL
 
 
 class OllamaEmbedding(EmbeddingCollector):
@@ -70,42 +72,51 @@ class OllamaOnlyEmbedding(EmbeddingCollector):
 Asked = tuple[Job, EmbeddingCollector] | dict[str, Any]
 
 
-def ollama_embed(body: OllamaEmbedBody, builder: Builder) -> Asked:
+def ollama_embed(body: OllamaEmbedBody, builder: Builder, notes: Notes) -> Asked:
     """Check a body; return its job and what gathers its vectors, or the answer without any.
 
     Inputs that are too long for the context lose their end, unless ``truncate`` is false.
+
+    Args:
+        notes: take what is ignored.
 
     Raises:
         WeftError: a typed error that names the parameter; nothing has been started.
     """
     model = check_model(body.model, builder.card)
-    read_options(body.options)
+    read_options(body.options, notes)
     texts = [body.input] if isinstance(body.input, str) else body.input
     if texts in ([], [""]):
         return {"model": model, "embeddings": []}
-    inputs: list[str | int | list[int]] = list(texts)
-    if body.truncate is not False:
-        inputs = [_cut(text, builder) for text in texts]
-    whole = EmbeddingBody(model=model, input=inputs, dimensions=body.dimensions)
+    truncate = body.truncate is not False
+    whole = _whole(model, texts, truncate=truncate, dimensions=body.dimensions)
     job = embedding_job(whole, builder)
     return job, OllamaEmbedding(job, whole)
 
 
-def ollama_embeddings(body: OllamaEmbeddingsBody, builder: Builder) -> Asked:
+def ollama_embeddings(body: OllamaEmbeddingsBody, builder: Builder, notes: Notes) -> Asked:
     """As `ollama_embed`, for one prompt; without one there is no vector."""
     model = check_model(body.model, builder.card)
-    read_options(body.options)
+    read_options(body.options, notes)
     if not body.prompt:
         return {"embedding": []}
+    whole = _whole(model, [body.prompt], truncate=True)
     try:
-        whole = EmbeddingBody(model=model, input=[_cut(body.prompt, builder)])
         job = embedding_job(whole, builder)
     except WeftError as error:
         raise renamed(error, {"input": "prompt"}) from None
     return job, OllamaOnlyEmbedding(job, whole)
 
 
-def _cut(text: str, builder: Builder) -> list[int]:
-    """The tokens of a text, as many as the context holds."""
-    builder.check_size(len(text.encode()), "input")
-    return builder.tokenizer.encode(text)[: builder.card.max_model_len - 1] if text else []
+def _whole(
+    model: str, texts: Seq[str], *, truncate: bool, dimensions: int | None = None
+) -> EmbeddingBody:
+    """The body of ``/v1/embeddings`` that asks for the same."""
+    inputs: list[str | int | list[int]] = [*texts]
+    return EmbeddingBody(
+        model=model,
+        input=inputs,
+        dimensions=dimensions,
+        truncate_prompt_tokens=-1 if truncate else None,
+        truncation_side="right" if truncate else None,
+    )

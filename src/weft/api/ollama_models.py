@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any
+from typing import Annotated, Any
 
 import orjson
 from msgspec import Raw, Struct
 
-from weft.api.bodies import NULL, Name
+from weft.api.bodies import Name
 from weft.api.card import ModelCard
 from weft.api.errors import MissingParameterError
 from weft.api.jobs import Builder
 from weft.api.ollama_answers import timestamp
+from weft.api.rules import NULL, Ignored
 from weft.api.sampling import LATEST, check_model
 
 # The version of Ollama whose API these routes follow; clients compare it with what they need.
@@ -22,17 +23,21 @@ _FOREVER_S = 100 * 365 * 24 * 3600  # from the start; the model is never unloade
 _FLOATS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
+NOT_CHANGED = Ignored("the model is shown as it is", ("", {}))
+
+
 class ModelBody(Struct, forbid_unknown_fields=True, kw_only=True):
     """A body that names a model, by the present or the former name of the field."""
 
     model: Name | None = None
     name: Name | None = None
-    insecure: bool | None = None  # of a pull
     stream: bool | None = None
-    verbose: bool | None = None
-    options: Raw = NULL
-    system: str | None = None
-    template: str | None = None
+    # Not honoured.
+    insecure: Annotated[Raw, Ignored("nothing is fetched")] = NULL
+    options: Annotated[Raw, NOT_CHANGED] = NULL
+    system: Annotated[Raw, NOT_CHANGED] = NULL
+    template: Annotated[Raw, NOT_CHANGED] = NULL
+    verbose: Annotated[Raw, Ignored("the facts are the same", (False,))] = NULL
 
     def named(self, card: ModelCard) -> str:
         """The name. Raises MissingParameterError or UnknownModelError."""

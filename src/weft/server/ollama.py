@@ -10,8 +10,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from weft.api import Builder, Job, decode_body
-from weft.api.bodies import Body
+from weft.api import Builder, Job, Notes, decode_body
+from weft.api.decoding import Body
 from weft.api.ollama import (
     OllamaBody,
     OllamaChatBody,
@@ -102,7 +102,7 @@ class _Handlers:
         self._service = service
 
     def generating(
-        self, body: type[Body], job_of: Callable[[Body, Builder], Job | None], said: Said
+        self, body: type[Body], job_of: Callable[[Body, Builder, Notes], Job | None], said: Said
     ) -> Handler:
         """A handler of bodies that ask for text, or for nothing but the model to be loaded."""
         service, texts = self._service, self._service.texts
@@ -114,8 +114,9 @@ class _Handlers:
         )
 
         def build(data: bytes) -> Job | dict[str, Any]:
-            asked = decode_body(body, data)
-            job = job_of(asked, service.builder)
+            notes = service.notes()
+            asked = decode_body(body, data, notes=notes)
+            job = job_of(asked, service.builder, notes)
             if job is not None:
                 return job
             assert isinstance(asked, OllamaBody)
@@ -129,12 +130,15 @@ class _Handlers:
 
         return handle
 
-    def embedding(self, body: type[Body], job_of: Callable[[Body, Builder], Asked]) -> Handler:
+    def embedding(
+        self, body: type[Body], job_of: Callable[[Body, Builder, Notes], Asked]
+    ) -> Handler:
         """A handler of bodies that ask for vectors."""
         service = self._service
 
         def build(data: bytes) -> Asked:
-            return job_of(decode_body(body, data), service.builder)
+            notes = service.notes()
+            return job_of(decode_body(body, data, notes=notes), service.builder, notes)
 
         async def handle(request: Request) -> Response:
             asked = await self._prepared(request, build)
@@ -175,7 +179,8 @@ class _Handlers:
         data = await read_body(request, service.options)
 
         def work() -> str:
-            return decode_body(ModelBody, data).named(service.builder.card)
+            body = decode_body(ModelBody, data, notes=service.notes())
+            return body.named(service.builder.card)
 
         return await service.compute(len(data), work)
 
