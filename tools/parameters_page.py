@@ -20,6 +20,9 @@ from weft.api.message_body import (
     ToolResult,
     ToolUse,
 )
+from weft.api.ollama import OllamaChatBody, OllamaGenerateBody, Options
+from weft.api.ollama_embeddings import OllamaEmbedBody, OllamaEmbeddingsBody
+from weft.api.ollama_models import ModelBody
 from weft.api.response_body import CustomTool, FunctionTool, ResponseBody
 from weft.api.response_items import (
     CallItem,
@@ -71,12 +74,19 @@ ITEMS: Kinds = (
     ("tool `function`", FunctionTool),
     ("tool `custom`", CustomTool),
 )
+NAMED = ("block", "item", "object", "part", "tool `")  # paths that say what they are themselves
+OPTIONS: Kinds = (("object `options`", Options),)
 PAGES: tuple[tuple[str, type[Struct], Kinds], ...] = (
     ("POST /v1/chat/completions", ChatBody, ()),
     ("POST /v1/completions", CompletionBody, ()),
     ("POST /v1/responses", ResponseBody, ITEMS),
     ("POST /v1/messages", MessageBody, BLOCKS),
     ("POST /v1/embeddings", EmbeddingBody, ()),
+    ("POST /api/chat", OllamaChatBody, OPTIONS),
+    ("POST /api/generate", OllamaGenerateBody, OPTIONS),
+    ("POST /api/embed", OllamaEmbedBody, ()),
+    ("POST /api/embeddings", OllamaEmbeddingsBody, ()),
+    ("POST /api/show", ModelBody, ()),
     ("POST /tokenize", TokenizeBody, ()),
     ("POST /detokenize", DetokenizeBody, ()),
 )
@@ -98,9 +108,8 @@ def section(title: str, body: type[Struct], more: Kinds) -> str:
         rules = rules_of(kind)
         honoured = [name for name in kind.__struct_fields__ if name not in rules]
         mark = "*" if getattr(kind, "OPEN", False) else ""
-        where = (
-            f"{path if path.startswith(('block', 'item', 'part', 'tool `')) else f'`{path}`'}{mark}"
-        )
+        named = path.startswith(NAMED)
+        where = f"{path if named else f'`{path}`'}{mark}"
         shown = ", ".join(f"`{name}`" for name in honoured)
         lines.append(f"- {shown if kind is body else f'{where}: {shown}'}")
         for name, rule in rules.items():

@@ -55,7 +55,6 @@ _NOTHING = re.compile(r"[+-]?0*(\.0*)?(ns|us|µs|ms|s|m|h)?")  # a duration of n
 
 STAYS_LOADED = Ignored("the model stays loaded", (-1,))
 SET_AT_START = Ignored("it is set when the server starts")
-NOT_SHIFTED = Ignored("nothing is shifted out of the context", (False,))
 
 
 class Options(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -88,7 +87,7 @@ class Options(Struct, forbid_unknown_fields=True, kw_only=True):
     num_batch: Annotated[Raw, SET_AT_START] = NULL
     num_ctx: Annotated[Raw, SET_AT_START] = NULL
     num_gpu: Annotated[Raw, SET_AT_START] = NULL
-    num_keep: Annotated[Raw, NOT_SHIFTED] = NULL
+    num_keep: Annotated[Raw, Ignored("nothing is shifted out of the context")] = NULL
     num_thread: Annotated[Raw, SET_AT_START] = NULL
     numa: Annotated[Raw, SET_AT_START] = NULL
     use_mlock: Annotated[Raw, SET_AT_START] = NULL
@@ -144,7 +143,7 @@ class OllamaBody(Struct, forbid_unknown_fields=True, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0)] | None = None
     # Not honoured.
     keep_alive: Annotated[Raw, STAYS_LOADED] = NULL
-    shift: Annotated[Raw, NOT_SHIFTED] = NULL
+    shift: Annotated[Raw, Ignored("nothing is shifted out of the context", (False,))] = NULL
     template: Annotated[Raw, Refused("the model's own template is used", ("",))] = NULL
     truncate: Annotated[Raw, Ignored("a conversation that is too long is an error", (False,))] = (
         NULL
