@@ -119,6 +119,23 @@ def test_ways_to_say_that_a_body_is_json(text):
             assert answer.status_code == 200, headers
 
 
+def test_invocations_are_told_apart_by_what_they_have(text):
+    with serving(ScriptedClient([700]), text) as running, running.http() as http:
+        kinds = {"chat.completion": CHAT, "text_completion": {**BODY, "user": "me"}}
+        for kind, body in kinds.items():
+            assert http.post("/invocations", json=body).json()["object"] == kind
+        streamed = http.post("/invocations", json={**CHAT, "stream": True})
+        assert streamed.headers["content-type"].startswith("text/event-stream")
+        for body, param in (
+            ({"model": "builtin"}, "messages"),
+            ({**CHAT, "prompt": "x"}, "prompt"),
+            ({"model": "builtin", "input": ["x"], "dimensions": 0}, "dimensions"),
+        ):
+            refused = http.post("/invocations", json=body)
+            assert refused.status_code == 400
+            assert refused.json()["error"]["param"] == param
+
+
 def test_large_bodies(http, scripted):
     long = {**BODY, "prompt": "word " * 700_000}
     error_of(http.post("/v1/completions", json=long), 400, "context_length_exceeded")

@@ -43,6 +43,7 @@ from weft.server.errors import handle_bug, handle_http_error, handle_weft_error,
 from weft.server.exchange import Observe, log_exchange
 from weft.server.generation import chunked_form, generate
 from weft.server.hosts import CheckHost, hosts_checked
+from weft.server.invocations import invocation_routes
 from weft.server.messages import PATH as MESSAGES
 from weft.server.messages import anthropic_error, message_routes
 from weft.server.metrics import CONTENT_TYPE
@@ -102,6 +103,7 @@ def create_app(
         routes=[
             *_routes(_Handlers(service)),
             *embedding_routes(service),
+            *invocation_routes(service),
             *message_routes(service),
             *ollama_routes(service),
             *response_routes(service, store),

@@ -19,16 +19,20 @@ def embedding_routes(service: Service) -> list[Route]:
 
     async def create(request: Request) -> Response:
         with service.metrics.counting_refusals():
-            data = await read_body(request, service.options)
-
-            def build() -> tuple[Job, EmbeddingCollector]:
-                body = decode_body(EmbeddingBody, data, notes=service.notes())
-                job = embedding_job(body, service.builder)
-                return job, EmbeddingCollector(job, body)
-
-            return Embedding(service, *await service.prepare(len(data), build))
+            return await embed(service, await read_body(request, service.options))
 
     return [Route("/v1/embeddings", create, methods=["POST"])]
+
+
+async def embed(service: Service, data: bytes) -> Response:
+    """Answer with the vectors that a body asks for. Raises what is wrong with it."""
+
+    def build() -> tuple[Job, EmbeddingCollector]:
+        body = decode_body(EmbeddingBody, data, notes=service.notes())
+        job = embedding_job(body, service.builder)
+        return job, EmbeddingCollector(job, body)
+
+    return Embedding(service, *await service.prepare(len(data), build))
 
 
 class Embedding(Response):

@@ -97,11 +97,22 @@ async def generate(
     """Read the body of a request and answer the job that it asks for. Raises what is wrong."""
     with service.metrics.counting_refusals():
         data = await read_body(request, service.options)
-        notes = service.notes()
-        job = await service.prepare(
-            len(data), lambda: job_of(decode_body(body, data, notes=notes), service.builder, notes)
-        )
-        return Generation(service, job, form)
+        return await answer(service, data, body, job_of, form)
+
+
+async def answer(
+    service: Service,
+    data: bytes,
+    body: type[Body],
+    job_of: Callable[[Body, Builder, Notes], Job],
+    form: Form,
+) -> Response:
+    """Answer the job that a body asks for. Raises what is wrong with it."""
+    notes = service.notes()
+    job = await service.prepare(
+        len(data), lambda: job_of(decode_body(body, data, notes=notes), service.builder, notes)
+    )
+    return Generation(service, job, form)
 
 
 class Generation(Response):
