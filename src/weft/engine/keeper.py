@@ -145,10 +145,12 @@ class EngineKeeper:
                 if failures == MOST_FAILURES:
                     raise
             else:
+                parts = self._active.laps.items()
                 logger.warning(
-                    "Engine %d has taken over after %.2f s.",
+                    "Engine %d has taken over after %.2f s: %s.",
                     self._active.process.pid,
                     time.monotonic() - self._since,
+                    ", ".join(f"{part} {seconds:.2f} s" for part, seconds in parts),
                 )
                 self._since = time.monotonic()
                 return

@@ -6,7 +6,8 @@ On standard input come settings as one line of JSON, then ``go`` once no other e
 rings any more, then the end of it, or another line, which ends the engine. SIGTERM is ignored:
 whoever ends a whole group of processes wants running streams to finish first, and the parent
 decides when they have. To the report descriptor go ``{"served": ...}`` when the engine is built or
-``{"error": ...}`` if that has failed, and ``{"attached": ...}`` when it serves the rings.
+``{"error": ...}`` if that has failed, and ``{"attached": ...}`` when it serves the rings, with the
+seconds that each part of the start took.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ def main() -> None:
     parser.add_argument("--by-main-thread", action="store_true")
     parser.add_argument("--background", action="store_true")
     parser.add_argument("--returning-bytes", type=int, default=0)
+    parser.add_argument("--since", type=float, default=time.monotonic())
     options = parser.parse_args()
     die_with(options.parent, by_main_thread=options.by_main_thread)
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -59,15 +61,18 @@ def main() -> None:
     set_process_title("weft-standby" if options.background else "weft-engine")
     report = os.fdopen(options.report, "w")
     postpone("torch._meta_registrations")  # a fourth of the import of torch; for compilers
-    orders = _Orders()
+    orders, laps = _Orders(), Laps(options.since)
+    laps.mark("process")
     try:
         config = EngineConfig.from_mapping(orders.settings)
         set_up_logs("engine", log_level(config.log_level), config.log_format)
         if options.background:
             _import_in_background()
-        engine, served = _build(config, options.returning_bytes)
+        engine, served = _build(config, options.returning_bytes, laps)
         _tell(report, {"served": served})
         orders.go.wait()
+        if options.background:
+            laps = Laps(time.monotonic())  # what it did before has delayed nobody
         set_process_title("weft-engine")
         inbox = RingInbox(
             [RingFds.parse(text) for text in options.ring],
@@ -79,8 +84,29 @@ def main() -> None:
         sys.exit(1)
     orders.inbox = inbox
     inbox.write_info(_info(engine, ready=True))
-    _tell(report, {"attached": os.getpid()})
+    laps.mark("rings")
+    _tell(report, {"attached": laps.seconds})
     sys.exit(_serve(engine, inbox))
+
+
+class Laps:
+    """How long each part of a start took.
+
+    Args:
+        since: when the first one began, on the monotonic clock.
+
+    Attributes:
+        seconds: of each part, by its name.
+    """
+
+    def __init__(self, since: float) -> None:
+        self.seconds: dict[str, float] = {}
+        self._since = since
+
+    def mark(self, part: str) -> None:
+        """This part ends now, and the next one begins."""
+        now = time.monotonic()
+        self.seconds[part], self._since = round(now - self._since, 3), now
 
 
 class _Orders:
@@ -123,11 +149,14 @@ def _import_in_background() -> None:
     thread.join()
 
 
-def _build(config: EngineConfig, returning_bytes: int) -> tuple[Engine, str]:
+def _build(config: EngineConfig, returning_bytes: int, laps: Laps) -> tuple[Engine, str]:
     from weft.engine.build import build_engine, describe_served
 
+    laps.mark("imports")
     engine = build_engine(config, returning_bytes)
-    return engine, describe_served(config, engine).to_json()
+    served = describe_served(config, engine).to_json()
+    laps.mark("model")
+    return engine, served
 
 
 def _serve(engine: Engine, inbox: RingInbox) -> int:

@@ -8,8 +8,9 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import IO, Any
 
 from weft.core import errors
@@ -32,10 +33,12 @@ class EngineProcess:
 
     Attributes:
         report: where its lines will come.
+        laps: seconds of each part of its start that others waited for, once it is ready.
     """
 
     process: subprocess.Popen[bytes]
     report: IO[str]
+    laps: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def start(
@@ -58,6 +61,7 @@ class EngineProcess:
         read_end, write_end = os.pipe()
         command = [sys.executable, "-m", "weft.engine.process", "--report", str(write_end)]
         command += ["--parent", str(os.getpid()), "--returning-bytes", str(returning_bytes)]
+        command += ["--since", str(time.monotonic())]
         command += ["--background"] * background
         if threading.current_thread() is threading.main_thread():
             command.append("--by-main-thread")
@@ -89,7 +93,7 @@ class EngineProcess:
         """
         self._say("go")
         served = read_report(self._hear())
-        self._hear()  # that it is attached
+        self.laps.update(json.loads(self._hear())["attached"])
         self.report.close()
         return served
 
