@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from weft.core.config import EngineConfig
 from weft.core.logs import log_level, set_up_logs
-from weft.core.process import raise_file_limit, set_process_title
+from weft.core.process import raise_file_limit, reap_orphans, set_process_title
 
 if TYPE_CHECKING:
     from weft.engine.keeper import EngineKeeper
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 ABRUPT_S = 1.5  # before they are asked again: signals that come together count as one
+REAP_EVERY_S = 1.0
 GRACE_S = 5.0  # to end what is open with an error, until the request planes are killed
 
 
@@ -67,12 +68,13 @@ async def _supervise(
     engine = asyncio.create_task(_keep_engine(engines, card))
     serving = [asyncio.create_task(frontend.run()) for frontend in frontends]
     stop = asyncio.create_task(signals.get())
+    reaping = asyncio.create_task(_reap(engines, frontends))
     try:
         await asyncio.wait([engine, stop, *serving], return_when=asyncio.FIRST_COMPLETED)
         drain_s = ABRUPT_S if engine.done() else options.drain_timeout_s
         await _drain(frontends, serving, engine, signals, drain_s)
     finally:
-        for task in (stop, engine, *serving):
+        for task in (stop, reaping, engine, *serving):
             task.cancel()
         await asyncio.to_thread(engines.stop)
         failures = await asyncio.gather(engine, *serving, return_exceptions=True)
@@ -80,6 +82,13 @@ async def _supervise(
         if isinstance(failure, Exception):
             raise failure
     return 0
+
+
+async def _reap(engines: EngineKeeper, frontends: list[FrontendKeeper]) -> None:
+    """Forget again and again what children have left behind, as engines their other ranks."""
+    while True:
+        await asyncio.sleep(REAP_EVERY_S)
+        reap_orphans({*engines.pids, *(frontend.pid for frontend in frontends)})
 
 
 async def _keep_engine(engines: EngineKeeper, card: asyncio.Future[str]) -> None:

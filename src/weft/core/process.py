@@ -11,6 +11,8 @@ import select
 import signal
 import subprocess
 import threading
+from collections.abc import Collection
+from typing import Protocol
 
 from weft.core.errors import EngineDeadError
 
@@ -19,6 +21,7 @@ FIRST_DELAY_S = 0.1
 LONGEST_DELAY_S = 5.0
 STALLED = signal.SIGUSR1  # to an engine: it makes no steps, and should say who is concerned
 PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
 MOST_DEATHS = 16
 
 
@@ -45,7 +48,7 @@ def die_with(parent_pid: int, *, by_main_thread: bool) -> None:
         by_main_thread: that thread lives as long as the parent, so the kernel may do it.
     """
     if by_main_thread:
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        die_with_parent_thread()
     try:
         parent = os.pidfd_open(parent_pid)
     except ProcessLookupError:
@@ -53,12 +56,89 @@ def die_with(parent_pid: int, *, by_main_thread: bool) -> None:
     threading.Thread(target=_wait_and_exit, args=(parent,), daemon=True).start()
 
 
+def die_with_parent_thread() -> None:
+    """Let the kernel end this process when the thread ends that started or has adopted it."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose own parents end. Reap them with ``reap_orphans``."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def reap_orphans(own: Collection[int]) -> None:
+    """Forget orphans that have ended, which nobody else waits for.
+
+    Args:
+        own: children that somebody waits for.
+    """
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+            if ended.si_pid in own:
+                return
+            os.waitpid(ended.si_pid, 0)
+
+
 def _wait_and_exit(pidfd: int) -> None:
     select.select([pidfd], [], [])
     os._exit(1)
 
 
-async def exited(process: subprocess.Popen[bytes]) -> int:
+class Process(Protocol):
+    """What ``subprocess.Popen`` and ``Child`` have in common."""
+
+    pid: int
+
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def send_signal(self, number: int, /) -> None: ...
+    def kill(self) -> None: ...
+
+
+class Child:
+    """A child of this process that it did not start itself; used like ``subprocess.Popen``."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._code: int | None = None
+        self._lock = threading.Lock()
+
+    def poll(self) -> int | None:
+        """Its exit code, negative for a signal; None while it lives."""
+        with self._lock:
+            if self._code is None:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                self._code = os.waitstatus_to_exitcode(status) if pid else None
+            return self._code
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its exit code. Raises subprocess.TimeoutExpired."""
+        if (code := self.poll()) is not None:
+            return code
+        with contextlib.suppress(ProcessLookupError):  # another thread has just waited for it
+            pidfd = os.pidfd_open(self.pid)
+            try:
+                end = select.poll()
+                end.register(pidfd, select.POLLIN)
+                end.poll(None if timeout is None else 1000 * timeout)
+            finally:
+                os.close(pidfd)
+        if (code := self.poll()) is None:
+            raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
+        return code
+
+    def send_signal(self, number: int, /) -> None:
+        """Send a signal, unless it has ended."""
+        with self._lock:
+            if self._code is None:
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Send SIGKILL, unless it has ended."""
+        self.send_signal(signal.SIGKILL)
+
+
+async def exited(process: Process) -> int:
     """Wait until a child has ended; its exit code, negative for a signal."""
     loop = asyncio.get_running_loop()
     pidfd = os.pidfd_open(process.pid)

@@ -82,6 +82,8 @@ FOR_WEIGHTS = "set quantize, or cut the model over more GPUs with tensor_paralle
 FOR_KV = "set kv_memory to less"
 FOR_STEPS = "lower max_num_seqs, max_num_batched_tokens or kv_memory"
 
+SMALL_BYTES = 256 * 2**20  # of weights that one thread has copied before others have begun to help
+
 
 @dataclass(frozen=True)
 class Model:
@@ -317,8 +319,11 @@ def _executor(
     Raises:
         OutOfMemoryError: there is no memory for one of these, whatever was free before.
     """
-    set_threads(compute_threads(config), model.ops, pinned=config.pin_threads)
+    threads = compute_threads(config)
+    set_threads(threads, model.ops, pinned=config.pin_threads)
     dtype, device = getattr(torch, model.dtype), model.device
+    if model.facts.weight_bytes < SMALL_BYTES:
+        torch.set_num_threads(1)
     within = partial(allocating, ranks=model.ops.ranks)
     with within(f"the weights ({format_bytes(model.facts.weight_bytes)})", FOR_WEIGHTS):
         decoder = load_model(
@@ -329,6 +334,7 @@ def _executor(
             ops=model.ops,
             rounding=partial(storage_of, quantize=config.quantize, group=config.quantize_group),
         )
+    torch.set_num_threads(threads)
     watch.mark("weights")
     groups = model.rank_spec.kv_groups
     kv_dtype = KV_TYPES.get(config.kv_dtype, dtype)

@@ -11,17 +11,17 @@ from typing import Any
 from weft.core.errors import EngineDeadError, WeftError
 from weft.core.process import STALLED, Backoff, describe_exit, exited
 from weft.core.served import ServedModel
-from weft.engine.machine import available_memory, resident_bytes
+from weft.engine.machine import available_memory
 from weft.engine.remote import EngineProcess
+from weft.engine.reserve import Reserve
 from weft.ring._native import Page
 from weft.ring.progress import Progress
 from weft.ring.segment import RingFds
 
 TICK_S = 0.5
-LONGEST_DELAY_S = 0.5
+LONGEST_DELAY_S = 0.1
 STALLED_GRACE_S = 2.0  # for an engine without steps to say who is concerned
 MOST_FAILURES = 4  # engines that say why they cannot start, until nobody is started any more
-STANDBY_PAUSE_S = 30.0  # after one that has died while it waited
 STANDBY_BYTES = 512 * 2**20  # of a standby beside its weights
 STANDBY_SHARE = 0.25  # of the free memory, up to which a standby is kept without being asked for
 
@@ -32,10 +32,12 @@ class EngineKeeper:
     """One engine serves the rings; when it dies or hangs, the next one takes over.
 
     An engine may touch the rings only after the one before it has been waited for. The next one is
-    a standby where there is one: built, its imports done and its weights mapped.
+    a standby where there is one: built, its imports done and its weights mapped; else it is forked
+    by a process that has done the imports.
 
     Args:
-        standby: None keeps one if it takes little of the free memory.
+        standby: None keeps one if it takes little of the free memory; with False there is nothing
+            but the engine.
         watchdog_s: seconds without a step, or a sign that there is none to make, after which an
             engine is killed; one that starts has the time that the first one took on top.
     """
@@ -48,33 +50,40 @@ class EngineKeeper:
         standby: bool | None,
         watchdog_s: float,
     ) -> None:
-        self._settings = dict(settings)
-        self._rings = rings
+        self._reserve = Reserve(settings, rings, forking=standby is not False)
         self._pages = [Page(ring.memory) for ring in rings]
         self._standby = standby
         self._watchdog_s = watchdog_s
         # Proven once there is one to replace. Streams wait meanwhile, so it does not get slow.
         self._backoff = Backoff("engine", proven=True, longest_s=LONGEST_DELAY_S)
         self._active: EngineProcess | None = None
-        self._next: EngineProcess | None = None
         self._since = 0.0
         self._start_s = 0.0  # that the first engine took
-        self._standby_at = 0.0
         self._progress = Progress()
+
+    @property
+    def pids(self) -> set[int]:
+        """Processes that somebody here waits for."""
+        active = set() if self._active is None else {self._active.process.pid}
+        return active | self._reserve.pids
 
     async def start(self) -> ServedModel:
         """Start the first engine. Raises the error with which it failed."""
         began = time.monotonic()
-        self._active = EngineProcess.start(self._settings, self._rings)
+        self._active = await self._reserve.take(None)
         served = await asyncio.to_thread(self._active.wait_until_ready)
         self._since = time.monotonic()
         self._start_s = self._since - began
         # What follows from the free memory must not change with the engine.
-        self._settings |= {"kv_memory": served.kv_memory, "max_model_len": served.max_model_len}
+        self._reserve.settings |= {
+            "kv_memory": served.kv_memory,
+            "max_model_len": served.max_model_len,
+        }
         if self._standby is None:
             free = available_memory() - served.kv_memory
             fits = served.weight_bytes + STANDBY_BYTES <= free * STANDBY_SHARE
             self._standby = fits and served.device == "cpu"  # a GPU's memory is the engine's
+        self._reserve.standby = self._standby
         return served
 
     async def run(self) -> None:
@@ -93,8 +102,7 @@ class EngineKeeper:
         assert self._active is not None
         death = asyncio.create_task(exited(self._active.process))
         while not (await asyncio.wait([death], timeout=TICK_S))[0]:
-            if self._standby:
-                self._keep_standby()
+            await self._reserve.keep(self._active)
             if time.monotonic() - self._last_step() > self._watchdog_s:
                 logger.error("The engine makes no steps any more; it is killed and replaced.")
                 self._active.process.send_signal(STALLED)
@@ -107,24 +115,6 @@ class EngineKeeper:
         info = self._pages[0].info()
         return max(self._progress.look(info) if info else 0.0, self._since)
 
-    def _keep_standby(self) -> None:
-        assert self._active is not None
-        try:
-            if self._next is not None and self._next.process.poll() is not None:
-                self._next.wait_until_ready()  # says why it has ended
-            if self._next is None and time.monotonic() >= self._standby_at:
-                self._next = EngineProcess.start(
-                    self._settings,
-                    self._rings,
-                    background=True,
-                    returning_bytes=resident_bytes(self._active.process.pid),
-                )
-        except WeftError as error:
-            logger.warning("There is no standby engine at present. %s", error.message)
-            if self._next is not None:
-                self._next.stop()
-            self._next, self._standby_at = None, time.monotonic() + STANDBY_PAUSE_S
-
     async def _replace(self, why: str) -> None:
         """Let the next engine take over that starts; wait longer after each failure."""
         failures = 0
@@ -134,7 +124,7 @@ class EngineKeeper:
             await asyncio.sleep(delay_s)
             self._since = time.monotonic()
             try:
-                self._active, self._next = self._next or self._start(), None
+                self._active = await self._reserve.take(self._patience_s)
                 await self._take_over(self._active)
             except WeftError as error:
                 if self._active is not None:
@@ -162,18 +152,19 @@ class EngineKeeper:
             logger.error("The engine does not get ready; it is killed and replaced.")
             engine.process.kill()
 
-        patience_s = self._watchdog_s + self._start_s
-        alarm = asyncio.get_running_loop().call_later(patience_s, give_up)
+        alarm = asyncio.get_running_loop().call_later(self._patience_s, give_up)
         try:
             await asyncio.to_thread(engine.wait_until_ready)
         finally:
             alarm.cancel()
 
-    def _start(self) -> EngineProcess:
-        return EngineProcess.start(self._settings, self._rings)
+    @property
+    def _patience_s(self) -> float:
+        """With an engine that is to take over."""
+        return self._watchdog_s + self._start_s
 
     def stop(self) -> None:
         """End all engines."""
-        for engine in (self._next, self._active):
-            if engine is not None:
-                engine.stop()
+        self._reserve.stop()
+        if self._active is not None:
+            self._active.stop()

@@ -1,7 +1,9 @@
 """The engine process: builds the engine, then serves rings until it is told to stop.
 
     python -m weft.engine.process --ring FDS [--ring FDS ...] --report FD --parent PID
+    python -m weft.engine.process --fork-for FD
 
+The second form is a fork server, which becomes an engine in every process that it forks.
 On standard input come settings as one line of JSON, then ``go`` once no other engine can touch the
 rings any more, then the end of it, or another line, which ends the engine. SIGTERM is ignored:
 whoever ends a whole group of processes wants running streams to finish first, and the parent
@@ -17,17 +19,20 @@ import gc
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from weft.core.config import EngineConfig
 from weft.core.errors import EngineDeadError, InvariantError, WeftError
 from weft.core.logs import log_level, set_up_logs
 from weft.core.process import STALLED, die_with, set_process_title
 from weft.engine.compiling import CompilingInbox
+from weft.engine.forkserver import serve_forks
 from weft.engine.loop import EngineLoop
 from weft.engine.machine import WallClock
 from weft.engine.postpone import postpone
@@ -40,38 +45,50 @@ if TYPE_CHECKING:
 
 INFO_EVERY_S = 0.25
 CHECK_EVERY_S = 10.0
-LOW_PRIORITY = 10  # a tenth of the time of others on a busy core
 
 
 def main() -> None:
     """Run until told to stop: exit code 0; 1 if the engine cannot start or breaks."""
+    options = _options(sys.argv[1:])
+    for number in (signal.SIGINT, signal.SIGTERM, STALLED):
+        signal.signal(number, signal.SIG_IGN)
+    if options.fork_for is not None:
+        end = socket.socket(fileno=options.fork_for)
+        arguments, orders, report = serve_forks(end, background=options.background)
+        options = _options([*arguments, "--report", str(report)])
+        os.dup2(orders, sys.stdin.fileno())
+        os.close(orders)
+    _run(options)
+
+
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--ring", action="append", required=True)
-    parser.add_argument("--report", type=int, required=True)
-    parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--ring", action="append")
+    parser.add_argument("--report", type=int)
+    parser.add_argument("--parent", type=int)
     parser.add_argument("--by-main-thread", action="store_true")
-    parser.add_argument("--background", action="store_true")
+    parser.add_argument("--standby", action="store_true")
     parser.add_argument("--returning-bytes", type=int, default=0)
     parser.add_argument("--since", type=float, default=time.monotonic())
-    options = parser.parse_args()
+    parser.add_argument("--fork-for", type=int)
+    parser.add_argument("--background", action="store_true")
+    return parser.parse_args(arguments)
+
+
+def _run(options: argparse.Namespace) -> NoReturn:
+    set_process_title("weft-standby" if options.standby else "weft-engine")
+    laps, orders = Laps(options.since), _Orders()
     die_with(options.parent, by_main_thread=options.by_main_thread)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    signal.signal(STALLED, signal.SIG_IGN)
-    set_process_title("weft-standby" if options.background else "weft-engine")
     report = os.fdopen(options.report, "w")
     postpone("torch._meta_registrations")  # a fourth of the import of torch; for compilers
-    orders, laps = _Orders(), Laps(options.since)
     laps.mark("process")
     try:
         config = EngineConfig.from_mapping(orders.settings)
         set_up_logs("engine", log_level(config.log_level), config.log_format)
-        if options.background:
-            _import_in_background()
         engine, served = _build(config, options.returning_bytes, laps)
         _tell(report, {"served": served})
         orders.go.wait()
-        if options.background:
+        if options.standby:
             laps = Laps(time.monotonic())  # what it did before has delayed nobody
         set_process_title("weft-engine")
         inbox = RingInbox(
@@ -119,7 +136,10 @@ class _Orders:
     """
 
     def __init__(self) -> None:
-        self.settings: dict[str, Any] = json.loads(sys.stdin.readline())
+        settings = sys.stdin.readline()
+        if not settings:
+            os._exit(1)  # the parent has ended, or has given up
+        self.settings: dict[str, Any] = json.loads(settings)
         self.go = threading.Event()
         self.inbox: RingInbox | None = None
         threading.Thread(target=self._listen, daemon=True).start()
@@ -130,23 +150,6 @@ class _Orders:
         if self.inbox is None:
             os._exit(0)
         self.inbox.stop()
-
-
-def _import_in_background() -> None:
-    """Import torch and what needs it on a thread that leaves the cores to everybody else.
-
-    Its priority cannot be raised again, nor can that of threads that it starts; so numpy, which
-    starts some, comes first, and those that compute are started by the engine.
-    """
-    import numpy  # noqa: F401
-
-    def work() -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOW_PRIORITY)
-        import weft.engine.build  # noqa: F401
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
 
 
 def _build(config: EngineConfig, returning_bytes: int, laps: Laps) -> tuple[Engine, str]:

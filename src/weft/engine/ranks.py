@@ -29,7 +29,7 @@ from weft.core.plan import StepPlan, StepResult
 from weft.core.ports import Executor, Ticket
 from weft.core.process import describe_exit
 from weft.engine.channel import Channel
-from weft.engine.remote import MEMORY_SETTINGS
+from weft.engine.forkserver import MEMORY_SETTINGS
 from weft.kernels.collectives import Group
 from weft.kernels.unavailable import KernelUnavailable
 

@@ -15,16 +15,13 @@ from typing import IO, Any
 
 from weft.core import errors
 from weft.core.errors import EngineDeadError, WeftError
-from weft.core.process import describe_exit
+from weft.core.process import Process, describe_exit
 from weft.core.served import ServedModel
+from weft.engine.forkserver import MEMORY_SETTINGS, ForkServer
 from weft.ring.client import RingClient
 from weft.ring.segment import RingFds, create_ring
 
 STOP_TIMEOUT_S = 10.0
-
-# oneDNN keeps a primitive for each of the last 1024 shapes of a matrix product, and malloc an arena
-# for each thread: with batches of every size that grows to several times the model's memory.
-MEMORY_SETTINGS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8", "MALLOC_ARENA_MAX": "2"}
 
 
 @dataclass(frozen=True)
@@ -32,56 +29,65 @@ class EngineProcess:
     """A child process that runs ``weft.engine.process``.
 
     Attributes:
+        orders: its standard input.
         report: where its lines will come.
         laps: seconds of each part of its start that others waited for, once it is ready.
     """
 
-    process: subprocess.Popen[bytes]
+    process: Process
+    orders: IO[bytes]
     report: IO[str]
     laps: dict[str, float] = field(default_factory=dict)
 
     @classmethod
-    def start(
-        cls,
-        settings: Mapping[str, Any],
-        rings: Sequence[RingFds],
-        *,
-        background: bool = False,
-        returning_bytes: int = 0,
-    ) -> EngineProcess:
+    def start(cls, settings: Mapping[str, Any], rings: Sequence[RingFds]) -> EngineProcess:
         """Start it; it builds the engine, and touches the rings in ``wait_until_ready``.
-
-        Args:
-            background: be ready later, but take no time from others.
-            returning_bytes: memory that another engine gives back before this one is used.
 
         Raises:
             EngineDeadError: there can be no other process.
         """
-        read_end, write_end = os.pipe()
-        command = [sys.executable, "-m", "weft.engine.process", "--report", str(write_end)]
-        command += ["--parent", str(os.getpid()), "--returning-bytes", str(returning_bytes)]
-        command += ["--since", str(time.monotonic())]
-        command += ["--background"] * background
-        if threading.current_thread() is threading.main_thread():
-            command.append("--by-main-thread")
-        for ring in rings:
-            command += ["--ring", str(ring)]
-        inherited = [write_end, *(fd for ring in rings for fd in ring.pass_fds)]
-        try:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                pass_fds=inherited,
-                start_new_session=True,
-                env={**MEMORY_SETTINGS, **os.environ},
-            )
-        except OSError as error:
-            os.close(read_end)
-            raise EngineDeadError(f"The engine cannot be started: {error.strerror}.") from None
-        finally:
-            os.close(write_end)
-        engine = cls(process, os.fdopen(read_end))
+        with _Pipes() as pipes:
+            command = [sys.executable, "-m", "weft.engine.process", *_arguments(rings)]
+            inherited = [pipes.report, *(fd for ring in rings for fd in ring.pass_fds)]
+            try:
+                process = subprocess.Popen(
+                    [*command, "--report", str(pipes.report)],
+                    stdin=pipes.orders,
+                    pass_fds=inherited,
+                    start_new_session=True,
+                    env={**MEMORY_SETTINGS, **os.environ},
+                )
+            except OSError as error:
+                raise EngineDeadError(f"The engine cannot be started: {error.strerror}.") from None
+            return cls._told(process, pipes, settings)
+
+    @classmethod
+    async def fork(
+        cls,
+        settings: Mapping[str, Any],
+        rings: Sequence[RingFds],
+        server: ForkServer,
+        *,
+        standby: bool = False,
+        returning_bytes: int = 0,
+        patience_s: float | None = None,
+    ) -> EngineProcess:
+        """As ``start``, but let the fork server start it.
+
+        Args:
+            standby: nobody waits for it.
+            returning_bytes: memory that another engine gives back before this one is used.
+            patience_s: with a fork server that is not ready yet.
+        """
+        arguments = [*_arguments(rings), "--returning-bytes", str(returning_bytes)]
+        arguments += ["--standby"] * standby
+        with _Pipes() as pipes:
+            process = await server.fork(arguments, pipes.orders, pipes.report, patience_s)
+            return cls._told(process, pipes, settings)
+
+    @classmethod
+    def _told(cls, process: Process, pipes: _Pipes, settings: Mapping[str, Any]) -> EngineProcess:
+        engine = cls(process, *pipes.take())
         engine._say(json.dumps(dict(settings)))
         return engine
 
@@ -98,10 +104,9 @@ class EngineProcess:
         return served
 
     def _say(self, line: str) -> None:
-        assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # whoever listens will hear that it is dead
-            self.process.stdin.write(line.encode() + b"\n")
-            self.process.stdin.flush()
+            self.orders.write(line.encode() + b"\n")
+            self.orders.flush()
 
     def _hear(self) -> str:
         line = self.report.readline()
@@ -112,16 +117,49 @@ class EngineProcess:
 
     def stop(self) -> int:
         """End the process and return its exit code."""
-        if self.process.stdin is not None and not self.process.stdin.closed:
-            self.process.stdin.write(b"stop\n")
+        if not self.orders.closed:
+            self.orders.write(b"stop\n")
             with contextlib.suppress(BrokenPipeError):
-                self.process.stdin.close()  # which flushes
+                self.orders.close()  # which flushes
         if self.process.poll() is None:
             try:
                 self.process.wait(STOP_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 self.process.kill()
         return self.process.wait()
+
+
+def _arguments(rings: Sequence[RingFds]) -> list[str]:
+    arguments = ["--parent", str(os.getpid()), "--since", str(time.monotonic())]
+    if threading.current_thread() is threading.main_thread():
+        arguments.append("--by-main-thread")
+    for ring in rings:
+        arguments += ["--ring", str(ring)]
+    return arguments
+
+
+class _Pipes:
+    """Orders to an engine, and its report. At the end of the block its ends are closed here.
+
+    Attributes:
+        orders, report: descriptors of the engine's ends.
+    """
+
+    def __enter__(self) -> _Pipes:
+        self.orders, self._orders = os.pipe()
+        self._report, self.report = os.pipe()
+        return self
+
+    def take(self) -> tuple[IO[bytes], IO[str]]:
+        """The own ends; those that nobody takes are closed as well."""
+        ends = os.fdopen(self._orders, "wb"), os.fdopen(self._report)
+        self._orders = self._report = -1
+        return ends
+
+    def __exit__(self, *_: object) -> None:
+        for descriptor in (self.orders, self.report, self._orders, self._report):
+            if descriptor >= 0:
+                os.close(descriptor)
 
 
 def read_report(line: str) -> ServedModel:

@@ -59,6 +59,11 @@ class FrontendKeeper:
         self._process: subprocess.Popen[bytes] | None = None
         self._ending = asyncio.Event()
 
+    @property
+    def pid(self) -> int:
+        """Of the request plane that is there or was last; 0 if there has been none."""
+        return 0 if self._process is None else self._process.pid
+
     async def run(self) -> None:
         """Keep a request plane running until ``end``, and wait until it has ended.
 

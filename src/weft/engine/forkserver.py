@@ -1,0 +1,186 @@
+"""A process that has imported all that engines need and forks them, which saves them the import.
+
+The supervisor asks by a message with two descriptors, and gets the number of the new process. It
+is the supervisor's own child as if that had started it: the fork server forks twice, and orphans
+fall to the supervisor. So engines outlive the fork server, and die with the supervisor. The fork
+server has a single thread, so that a fork copies no lock that another one holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import importlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+
+from weft.core.errors import EngineDeadError
+from weft.core.process import Child, adopt_orphans, die_with_parent_thread, set_process_title
+from weft.engine.postpone import postpone
+from weft.ring.segment import RingFds
+
+FORK_S = 5.0  # after which a fork server that is ready, but does not fork, hangs
+MESSAGE_BYTES = 2**16
+LOW_PRIORITY = 10  # a tenth of the time of others on a busy core
+IMPORTED = ("weft.engine.build", "weft.engine.profiling", "weft.kernels.cpu.stack")
+
+# oneDNN keeps a primitive for each of the last 1024 shapes of a matrix product, and malloc an arena
+# for each thread: with batches of every size that grows to several times the model's memory.
+MEMORY_SETTINGS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8", "MALLOC_ARENA_MAX": "2"}
+
+
+class ForkServer:
+    """The supervisor's side. Make it on the main thread, as it ends with the thread that did.
+
+    Args:
+        rings: that the engines will serve.
+        background: be ready later, but take no time from others.
+    """
+
+    def __init__(self, rings: Sequence[RingFds], *, background: bool) -> None:
+        adopt_orphans()
+        self._end, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._end.setblocking(False)
+        self._ready = False
+        self._background = background
+        command = [sys.executable, "-m", "weft.engine.process", "--fork-for", str(other.fileno())]
+        command += ["--background"] * background
+        try:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                pass_fds=[other.fileno(), *(fd for ring in rings for fd in ring.pass_fds)],
+                start_new_session=True,
+                env={**MEMORY_SETTINGS, **os.environ},
+            )
+        except OSError as error:
+            self._end.close()
+            raise EngineDeadError(f"No engine can be started: {error.strerror}.") from None
+        finally:
+            other.close()
+
+    @property
+    def ready(self) -> bool:
+        """Whether its imports are done, so that it forks at once."""
+        if not self._ready:
+            with contextlib.suppress(OSError):  # it has said nothing yet, or has ended
+                self._ready = bool(self._end.recv(MESSAGE_BYTES))
+        return self._ready
+
+    @property
+    def soon(self) -> bool:
+        """Whether it lives, and is ready as soon as one that would be started now."""
+        return self.process.poll() is None and (self.ready or not self._background)
+
+    async def fork(
+        self, arguments: Sequence[str], orders: int, report: int, patience_s: float | None
+    ) -> Child:
+        """Let it fork an engine, as soon as it is ready.
+
+        Args:
+            arguments: of ``weft.engine.process``.
+            orders, report: descriptors that the engine gets, the first as standard input.
+            patience_s: with the imports.
+
+        Raises:
+            EngineDeadError: it has ended, hangs, or there can be no other process. Close it then:
+                it may fork an engine later, which ends at once as nobody has orders for it.
+        """
+        try:
+            if not self.ready:
+                self._ready = bool(await asyncio.wait_for(self._hear(), patience_s))
+            socket.send_fds(self._end, [json.dumps(arguments).encode()], [orders, report])
+            pid = int(await asyncio.wait_for(self._hear(), FORK_S) or b"0")
+        except (TimeoutError, OSError):
+            pid = 0
+        if not pid:
+            raise EngineDeadError("The process that forks engines has failed.")
+        return Child(pid)
+
+    async def _hear(self) -> bytes:
+        return await asyncio.get_running_loop().sock_recv(self._end, MESSAGE_BYTES)
+
+    def close(self) -> None:
+        """End it; the engines that it has forked go on. May be called twice."""
+        self._end.close()
+        self.process.kill()
+        self.process.wait()
+
+
+def serve_forks(end: socket.socket, *, background: bool) -> tuple[list[str], int, int]:
+    """Import what engines need, then fork one for each message, until the other side closes.
+
+    Returns only in a forked engine: its arguments, and the descriptors that came with them.
+    """
+    die_with_parent_thread()
+    set_process_title("weft-forkserver")
+    _import(background)
+    gc.collect()
+    gc.freeze()  # a collection in an engine would write to, and so copy, all that is shared
+    end.send(b"ready")
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(end, MESSAGE_BYTES, 2)
+        if not message:
+            sys.exit(0)
+        pid = _fork_orphan()
+        if pid is None:
+            end.close()
+            orders, report = descriptors
+            return json.loads(message), orders, report
+        for descriptor in descriptors:
+            os.close(descriptor)
+        end.send(str(pid).encode())
+
+
+def _import(background: bool) -> None:
+    """Import all that takes time; in the background at a low priority.
+
+    That of a thread cannot be raised again, nor can that of threads that it starts; so a thread of
+    its own does it, after numpy, which starts some.
+    """
+    import numpy  # noqa: F401
+
+    def work() -> None:
+        if background:
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOW_PRIORITY)
+        postpone("torch._meta_registrations")
+        for name in IMPORTED:
+            importlib.import_module(name)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+def _fork_orphan() -> int | None:
+    """Fork a process that falls to the next ancestor that adopts orphans.
+
+    Returns its number, 0 if there can be none, and None in the process itself.
+    """
+    read_end, write_end = os.pipe()
+    try:
+        between = os.fork()
+    except OSError:
+        between = -1
+    if between == 0:
+        with contextlib.suppress(OSError):
+            pid = os.fork()
+            if pid == 0:
+                os.close(read_end)
+                os.close(write_end)
+                os.setsid()
+                return None
+            os.write(write_end, str(pid).encode())
+        os._exit(0)
+    os.close(write_end)
+    with os.fdopen(read_end, "rb") as pipe:
+        said = pipe.read()
+    if between > 0:
+        os.waitpid(between, 0)  # from its end on the orphan has its new parent
+    return int(said or b"0")

@@ -1,0 +1,143 @@
+"""What lets the next engine come fast: a standby engine, and a fork server that starts others."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from weft.core.errors import EngineDeadError, WeftError
+from weft.core.process import Backoff, describe_exit
+from weft.engine.forkserver import ForkServer
+from weft.engine.machine import resident_bytes
+from weft.engine.remote import EngineProcess
+from weft.ring.segment import RingFds
+
+LONGEST_PAUSE_S = 30.0  # until the next standby, after those that were killed or cannot be built
+
+logger = logging.getLogger("weft")
+
+
+class Reserve:
+    """Gives the engines that serve one set of rings.
+
+    Args:
+        forking: engines are forked by a process that has done their imports. Without, all that is
+            there is the engine.
+
+    Attributes:
+        settings: of the engines; may change until the first standby is there.
+        standby: whether to keep one: an engine that is built, its weights mapped.
+    """
+
+    def __init__(
+        self, settings: Mapping[str, Any], rings: Sequence[RingFds], *, forking: bool
+    ) -> None:
+        self.settings = dict(settings)
+        self.standby = False
+        self._rings = rings
+        self._forking = forking
+        self._forks: ForkServer | None = None
+        self._spare: EngineProcess | None = None
+        self._forks_pause = _Pause("fork server")
+        self._spare_pause = _Pause("standby engine")
+
+    @property
+    def pids(self) -> set[int]:
+        """Processes that somebody here waits for."""
+        return {one.process.pid for one in (self._forks, self._spare) if one is not None}
+
+    async def take(self, patience_s: float | None) -> EngineProcess:
+        """The standby if there is one, else an engine that has just been started.
+
+        Args:
+            patience_s: with a fork server that has to be started first.
+
+        Raises:
+            EngineDeadError: there can be no engine at present.
+        """
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            if spare.process.poll() is None:
+                return spare
+            spare.stop()
+        if not self._forking:
+            return EngineProcess.start(self.settings, self._rings)
+        if self._forks is None or not self._forks.soon:
+            self._drop_forks()
+            self._forks = ForkServer(self._rings, background=False)
+        return await self._fork(self._forks, patience_s=patience_s)
+
+    async def keep(self, active: EngineProcess) -> None:
+        """Start again what is missing. To be called again and again while an engine serves."""
+        if not self._forking:
+            return
+        try:
+            self._keep_forks()
+            if self.standby:
+                await self._keep_spare(active)
+        except WeftError as error:
+            logger.warning("There is no standby engine at present. %s", error.message)
+            self._spare_pause.begin(error.message, longest=not isinstance(error, EngineDeadError))
+            if self._spare is not None:
+                self._spare.stop()
+            self._spare = None
+
+    def _keep_forks(self) -> None:
+        if self._forks is not None and (code := self._forks.process.poll()) is not None:
+            logger.warning("The fork server of engines ended (%s).", describe_exit(code))
+            self._forks_pause.begin(describe_exit(code))
+            self._drop_forks()
+        if self._forks is None and self._forks_pause.over:
+            self._forks_pause.end()
+            self._forks = ForkServer(self._rings, background=True)
+
+    async def _keep_spare(self, active: EngineProcess) -> None:
+        if self._spare is not None and self._spare.process.poll() is not None:
+            self._spare.wait_until_ready()  # says why it has ended
+        if self._spare is None and self._spare_pause.over and self._forks and self._forks.ready:
+            self._spare_pause.end()
+            returning = resident_bytes(active.process.pid)
+            self._spare = await self._fork(self._forks, standby=True, returning_bytes=returning)
+
+    async def _fork(self, forks: ForkServer, **how: Any) -> EngineProcess:
+        try:
+            return await EngineProcess.fork(self.settings, self._rings, forks, **how)
+        except EngineDeadError as error:
+            self._forks_pause.begin(error.message)
+            self._drop_forks()
+            raise
+
+    def _drop_forks(self) -> None:
+        if self._forks is not None:
+            self._forks.close()
+            self._forks = None
+
+    def stop(self) -> None:
+        """End all processes that are kept."""
+        self._drop_forks()
+        if self._spare is not None:
+            self._spare.stop()
+
+
+class _Pause:
+    """Until something that nobody waits for is started again: none, unless it dies repeatedly."""
+
+    def __init__(self, name: str) -> None:
+        self._backoff = Backoff(name, proven=True, longest_s=LONGEST_PAUSE_S)
+        self._started = self._until = 0.0
+
+    def begin(self, why: str, *, longest: bool = False) -> None:
+        """It has ended, or cannot be started."""
+        now = time.monotonic()
+        delay_s = self._backoff.delay_s(now - self._started, why)
+        self._until = now + (LONGEST_PAUSE_S if longest else delay_s)
+
+    def end(self) -> None:
+        """It is started."""
+        self._started = time.monotonic()
+
+    @property
+    def over(self) -> bool:
+        return time.monotonic() >= self._until
