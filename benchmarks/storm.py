@@ -1,6 +1,6 @@
 """Longest gap in 16 streams while engine and standby are killed together, again and again.
 
-    python benchmarks/storm.py [--kills 5] [--rounds 3] [--out benchmarks/results/storm.json]
+    python benchmarks/storm.py [--kills 5] [--rounds 3] [--against FOLDER] [--out FILE]
 
 Each storm kills engine and standby by SIGKILL at the same moment, five times in a row: as soon as
 the next engine has brought a stream further (``serving``), or 0.3 s after the start of the next
@@ -11,7 +11,8 @@ streams are greedy, and must say the tokens of an undisturbed run.
 Reported are the longest gap between two pieces of any stream, and where the seconds between kills
 go: until the next engine is started (notice and back-off), until it serves the rings (with the
 parts that its log line names), until the first stream goes on, and after the last kill until every
-stream does.
+stream does. With ``--against``, the source tree of another version, rounds are taken in turns, so
+that both have the same share of what else the machine does.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import os
 import random
 import re
 import statistics
@@ -105,6 +107,8 @@ def title_of(process: psutil.Process) -> str:
     if not command or process.status() == psutil.STATUS_ZOMBIE:
         return "gone"
     text = " ".join(command)
+    if "--fork-for" in text:
+        return "other"
     if "weft-frontend" in text or "weft.server.process" in text:
         return "frontend"
     if "weft-engine" in text:
@@ -214,35 +218,34 @@ def phases(row: dict[str, Any], log: str) -> dict[str, float]:
 
 
 async def measure(
-    process: subprocess.Popen[bytes], log: Path, kinds: list[str], kills: int, rounds: int
+    process: subprocess.Popen[bytes], log: Path, kinds: list[str], kills: int
 ) -> list[dict[str, Any]]:
     server = psutil.Process(process.pid)
     undisturbed = [Stream(number) for number in range(STREAMS)]
     await asyncio.gather(*(stream.run() for stream in undisturbed))
     right = [stream.tokens for stream in undisturbed]
     rows = []
-    for _ in range(rounds):
-        for kind in kinds:
-            await asyncio.sleep(QUIET_S)
-            row = await storm(server, kind, kills)
-            row["intact"] = sum(a == b for a, b in zip(row.pop("tokens"), right, strict=True))
-            row["phases_s"] = phases(row, log.read_text())
-            print(row, flush=True)
-            rows.append(row)
+    for kind in kinds:
+        await asyncio.sleep(QUIET_S)
+        row = await storm(server, kind, kills)
+        row["intact"] = sum(a == b for a, b in zip(row.pop("tokens"), right, strict=True))
+        row["phases_s"] = phases(row, log.read_text())
+        rows.append(row)
     return rows
 
 
-def run(options: argparse.Namespace) -> list[dict[str, Any]]:
+def run(kinds: list[str], kills: int, source: Path | None) -> list[dict[str, Any]]:
+    """One storm of each kind on a fresh server."""
     command = [sys.executable, "-m", "weft.cli", "serve", "--port", str(PORT), "--standby"]
     command += ["--kv-memory", "256MiB", "--max-num-seqs", "64"]
+    path = {} if source is None else {"PYTHONPATH": str(source)}
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log.txt"
         with log.open("w") as errors:
-            server = subprocess.Popen(command, stderr=errors)
+            server = subprocess.Popen(command, stderr=errors, env=os.environ | path)
         try:
             wait_until_bound(PORT)
-            kinds, rounds = options.kinds.split(","), options.rounds
-            return asyncio.run(measure(server, log, kinds, options.kills, rounds))
+            return asyncio.run(measure(server, log, kinds, kills))
         finally:
             server.terminate()
             server.wait(60)
@@ -253,15 +256,24 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--against", type=Path, help="folder that holds another weft package")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    rows = run(options)
-    for kind in options.kinds.split(","):
-        gaps = [row["longest_gap_s"] for row in rows if row["kind"] == kind]
-        intact = sum(row["intact"] for row in rows if row["kind"] == kind)
+    kinds = options.kinds.split(",")
+    versions = {"this": None} | ({"other": options.against} if options.against else {})
+    rows = []
+    for _ in range(options.rounds):
+        for version, source in versions.items():
+            for row in run(kinds, options.kills, source):
+                rows.append({"version": version, **row})
+                print(rows[-1], flush=True)
+    for version, kind in itertools.product(versions, kinds):
+        found = [row for row in rows if row["version"] == version and row["kind"] == kind]
+        gaps = [row["longest_gap_s"] for row in found]
         print(
-            f"{kind:11} longest gap: median {statistics.median(gaps):.2f} s, "
-            f"maximum {max(gaps):.2f} s; {intact} of {len(gaps) * STREAMS} streams intact"
+            f"{version:5} {kind:11} longest gap: median {statistics.median(gaps):.2f} s, "
+            f"maximum {max(gaps):.2f} s; "
+            f"{sum(row['intact'] for row in found)} of {len(gaps) * STREAMS} streams intact"
         )
     if options.out:
         report.save(options.out, rows=rows)

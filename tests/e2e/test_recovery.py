@@ -175,6 +175,67 @@ def test_a_killed_request_plane_disturbs_no_other(tmp_path):
             eventually(lambda: metric(server, "weft:generation_tokens_total") >= completed)
 
 
+def test_engine_and_standby_may_be_killed_together_again_and_again(tmp_path):
+    """All that follow come from one process that has done their imports; none is its child."""
+    with serving(tmp_path, "--standby") as server:
+        undisturbed = [stream.outcome() for stream in start(server)]
+        streams = start(server)
+        eventually(lambda: all(stream.tokens for stream in streams), START_S)
+        forks = server.children()["weft-forkserver"]
+        for _ in range(5):
+            victims = [p for title, p in server.children().items() if title in SERVE_OR_WAIT]
+            before = said(streams)
+            for victim in victims:
+                victim.kill()
+            eventually(lambda victims=victims: not any(v.is_running() for v in victims), START_S)
+            eventually(lambda before=before: said(streams) > before, START_S)
+        assert [stream.outcome() for stream in streams] == undisturbed
+        eventually(lambda: set(server.children()) >= {"weft-standby", "weft-forkserver"}, START_S)
+        assert server.children()["weft-forkserver"] == forks
+        assert {child.ppid() for child in server.children().values()} == {server.process.pid}
+        eventually(server.idle)
+
+
+SERVE_OR_WAIT = {"weft-engine", "weft-standby"}
+
+
+def test_a_killed_fork_server_takes_nobody_with_it(tmp_path):
+    with serving(tmp_path, "--standby") as server:
+        undisturbed = [stream.outcome() for stream in start(server)]
+        eventually(lambda: "weft-standby" in server.children(), START_S)
+        streams = start(server)
+        before = server.children()
+        before["weft-forkserver"].kill()
+        assert [stream.outcome() for stream in streams] == undisturbed
+        eventually(lambda: "weft-forkserver" in server.children(), START_S)
+        assert all(server.children()[title] == before[title] for title in SERVE_OR_WAIT)
+
+
+def test_a_killed_standby_is_replaced_at_once(tmp_path):
+    with serving(tmp_path, "--standby") as server:
+        for _ in range(2):  # that has just started, and its successor
+            eventually(lambda: "weft-standby" in server.children(), START_S)
+            standby = server.children()["weft-standby"]
+            standby.kill()
+            eventually(lambda standby=standby: not standby.is_running(), START_S)
+        eventually(lambda: "weft-standby" in server.children(), 25)
+
+
+@pytest.mark.skipif(
+    os.environ.get("WEFT_TEST_DEEP") != "1", reason="part of the deep tests: make test-deep"
+)
+def test_a_stopped_fork_server_is_replaced(tmp_path):
+    with serving(tmp_path, "--standby") as server:
+        eventually(lambda: "weft-standby" in server.children(), START_S)
+        forks = server.children()["weft-forkserver"]
+        forks.suspend()
+        for victim in [p for title, p in server.children().items() if title in SERVE_OR_WAIT]:
+            victim.kill()
+        (stream,) = start(server, 1, 5)
+        assert stream.outcome()[2:] == ("length", "")
+        assert not forks.is_running()
+
+
 def test_everything_may_be_killed_at_once_but_the_supervisor(tmp_path):
     with serving(tmp_path, "--frontends", "2", "--standby") as server:
         eventually(lambda: "weft-standby" in server.children(), START_S)

@@ -66,6 +66,35 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
+def fork_orphan() -> int | None:
+    """Fork a process that falls to the next ancestor that adopts orphans, and leads a session.
+
+    Returns its number, 0 if there can be none, and None in the process itself. When this returns,
+    it has its new parent.
+    """
+    read_end, write_end = os.pipe()
+    try:
+        between = os.fork()
+    except OSError:
+        between = -1
+    if between == 0:
+        with contextlib.suppress(OSError):
+            pid = os.fork()
+            if pid == 0:
+                os.close(read_end)
+                os.close(write_end)
+                os.setsid()
+                return None
+            os.write(write_end, str(pid).encode())
+        os._exit(0)
+    os.close(write_end)
+    with os.fdopen(read_end, "rb") as pipe:
+        said = pipe.read()
+    if between > 0:
+        os.waitpid(between, 0)
+    return int(said or b"0")
+
+
 def reap_orphans(own: Collection[int]) -> None:
     """Forget orphans that have ended, which nobody else waits for.
 

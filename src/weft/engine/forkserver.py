@@ -21,7 +21,13 @@ import threading
 from collections.abc import Sequence
 
 from weft.core.errors import EngineDeadError
-from weft.core.process import Child, adopt_orphans, die_with_parent_thread, set_process_title
+from weft.core.process import (
+    Child,
+    adopt_orphans,
+    die_with_parent_thread,
+    fork_orphan,
+    set_process_title,
+)
 from weft.engine.postpone import postpone
 from weft.ring.segment import RingFds
 
@@ -128,7 +134,7 @@ def serve_forks(end: socket.socket, *, background: bool) -> tuple[list[str], int
         message, descriptors, _, _ = socket.recv_fds(end, MESSAGE_BYTES, 2)
         if not message:
             sys.exit(0)
-        pid = _fork_orphan()
+        pid = fork_orphan()
         if pid is None:
             end.close()
             orders, report = descriptors
@@ -156,31 +162,3 @@ def _import(background: bool) -> None:
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-
-
-def _fork_orphan() -> int | None:
-    """Fork a process that falls to the next ancestor that adopts orphans.
-
-    Returns its number, 0 if there can be none, and None in the process itself.
-    """
-    read_end, write_end = os.pipe()
-    try:
-        between = os.fork()
-    except OSError:
-        between = -1
-    if between == 0:
-        with contextlib.suppress(OSError):
-            pid = os.fork()
-            if pid == 0:
-                os.close(read_end)
-                os.close(write_end)
-                os.setsid()
-                return None
-            os.write(write_end, str(pid).encode())
-        os._exit(0)
-    os.close(write_end)
-    with os.fdopen(read_end, "rb") as pipe:
-        said = pipe.read()
-    if between > 0:
-        os.waitpid(between, 0)  # from its end on the orphan has its new parent
-    return int(said or b"0")
