@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from fractions import Fraction
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,7 +21,6 @@ from weft.core.plan import Commit
 from weft.core.settings import format_bytes, parse_bytes
 from weft.core.types import FinishReason, Request, SamplingParams
 from weft.engine.loop import EngineLoop
-from weft.engine.machine import available_memory
 from weft.kv.cache import GroupSpec, KVCache
 from weft.sched.fcfs import FCFSScheduler
 from weft.sched.planner import LOOK_UPS_A_STEP, Limits
@@ -411,28 +409,3 @@ def test_numbers_of_numpy_become_pythons_own():
 def test_sizes_without_end_are_refused(value):
     with pytest.raises(ConfigError):
         EngineConfig(kv_memory=value)
-
-
-def write_group(folder: Path, names: tuple[str, str], values: tuple[str, str], stat: str) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, value in zip(names, values, strict=True):
-        (folder / name).write_text(value)
-    (folder / "memory.stat").write_text(stat)
-
-
-def test_file_pages_that_can_be_dropped_count_as_available_memory(tmp_path):
-    free = available_memory(tmp_path)
-    assert free > 10 * MIB
-    v2 = ("memory.max", "memory.current")
-    write_group(tmp_path, v2, ("8388608\n", "7340032\n"), "anon 5\ninactive_file 4194304\n")
-    assert available_memory(tmp_path) == 5 * MIB
-    write_group(tmp_path, v2, ("8388608", "7340032"), "anon 1\n")
-    assert available_memory(tmp_path) == MIB
-    write_group(tmp_path, v2, ("8388608", "9437184"), "inactive_file 0\n")
-    assert available_memory(tmp_path) == 0
-    write_group(tmp_path, v2, ("max", "7340032"), "inactive_file 0\n")
-    assert available_memory(tmp_path) > 10 * MIB
-    v1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-    stat = "inactive_file 1\ntotal_inactive_file 2097152\n"
-    write_group(tmp_path / "memory", v1, ("8388608", "7340032"), stat)
-    assert available_memory(tmp_path) == 3 * MIB

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import psutil
 
+from weft.core.memory import memory_groups
+
 BF16_FLAGS = ("avx512_bf16", "amx_bf16", "bf16")  # the last one is Arm's
 
 
@@ -23,27 +25,15 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def available_memory(cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes that can be allocated without swapping, within the limits of the control group.
+def available_memory(root: Path = Path("/")) -> int:
+    """Bytes that can be allocated without swapping, within the limits of all control groups.
 
-    A group's usage counts file pages that the kernel drops when memory is needed; the inactive
-    ones are free for us. Both versions of control groups are read.
+    Args:
+        root: where ``proc`` and the control groups are, for tests.
     """
-    available = int(psutil.virtual_memory().available)
-    for folder, limit_file, used_file, reclaimable in (
-        (cgroups, "memory.max", "memory.current", "inactive_file"),
-        (
-            cgroups / "memory",
-            "memory.limit_in_bytes",
-            "memory.usage_in_bytes",
-            "total_inactive_file",
-        ),
-    ):
-        limit, used = _read_number(folder / limit_file), _read_number(folder / used_file)
-        if limit is not None and used is not None:
-            used = max(0, used - _read_entry(folder / "memory.stat", reclaimable))
-            available = min(available, max(0, limit - used))
-    return available
+    found = [int(psutil.virtual_memory().available)]
+    found += [left for group in memory_groups(root) if (left := group.available()) is not None]
+    return min(found)
 
 
 def resident_bytes(pid: int) -> int:
@@ -76,19 +66,3 @@ def cpu_name() -> str:
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()
     return "unknown CPU"
-
-
-def _read_number(path: Path) -> int | None:
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):
-        return None
-
-
-def _read_entry(path: Path, name: str) -> int:
-    """The number that follows a name in a file of names and numbers, or 0."""
-    try:
-        entries = dict(line.split(maxsplit=1) for line in path.read_text().splitlines())
-        return int(entries[name])
-    except (OSError, ValueError, KeyError):
-        return 0

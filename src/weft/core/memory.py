@@ -1,0 +1,214 @@
+"""Memory limits of the control groups that this process is in, and deaths that they caused."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from weft.core.settings import format_bytes
+
+RECENT_S = 10.0  # from a kill until its process is gone and noticed, at the most
+NO_LIMIT = 2**62  # version 1 says a number near 2**63 where there is none
+
+
+@dataclass(frozen=True)
+class _Version:
+    """The files of a version of control groups.
+
+    Attributes:
+        limits: bytes, or ``max``.
+        nested_limit: name of the lowest limit of the ancestors in ``memory.stat``.
+        droppable: name of the file pages in there that go first when memory is needed.
+        kills: the file that counts processes of the group killed for memory, as ``oom_kill``.
+    """
+
+    limits: tuple[str, ...]
+    used: str
+    nested_limit: str
+    droppable: str
+    kills: str
+
+
+# memory.high stops no process but slows all of them down to a crawl, so it is a limit, too.
+_V2 = _Version(
+    ("memory.max", "memory.high"), "memory.current", "", "inactive_file", "memory.events"
+)
+_V1 = _Version(
+    ("memory.limit_in_bytes",),
+    "memory.usage_in_bytes",
+    "hierarchical_memory_limit",
+    "total_inactive_file",
+    "memory.oom_control",
+)
+
+
+@dataclass(frozen=True)
+class MemoryGroup:
+    """A control group whose limits this process is under.
+
+    Attributes:
+        own: whether it is this process's own group, and not an ancestor of it.
+    """
+
+    folder: Path
+    version: _Version
+    own: bool
+
+    def limit(self) -> int | None:
+        """Bytes that its processes may use together; None for any number."""
+        found = [_number(self.folder / name) for name in self.version.limits]
+        if self.own:  # in a container the ancestors themselves may be out of sight
+            found.append(_entry(self.folder / "memory.stat", self.version.nested_limit))
+        limits = (limit for limit in found if limit is not None and limit < NO_LIMIT)
+        return min(limits, default=None)
+
+    def available(self) -> int | None:
+        """Bytes that its processes can still allocate; None if it sets no limit.
+
+        Its usage counts file pages that the kernel drops when memory is needed; the inactive ones
+        are free for us.
+        """
+        limit, used = self.limit(), _number(self.folder / self.version.used)
+        if limit is None or used is None:
+            return None
+        droppable = _entry(self.folder / "memory.stat", self.version.droppable) or 0
+        return max(0, limit - max(0, used - droppable))
+
+    def kills(self) -> int | None:
+        """Its processes that the kernel has killed for memory; None if it does not count them."""
+        return _entry(self.folder / self.version.kills, "oom_kill")
+
+
+def memory_groups(root: Path = Path("/")) -> list[MemoryGroup]:
+    """The control groups of this process that govern memory, each before its parent.
+
+    Both versions are found, also side by side. In a container the group may be known by a path
+    that is not mounted there; then what is mounted is taken for it.
+
+    Args:
+        root: where ``proc`` and the mounts are, for tests.
+    """
+    try:
+        paths = _paths((root / "proc/self/cgroup").read_text())
+        mounts = (root / "proc/self/mountinfo").read_text()
+    except (OSError, UnicodeDecodeError):
+        return []
+    found: dict[Path, MemoryGroup] = {}
+    for version, inside, point in _mounts(mounts):
+        if (path := paths.get(version)) is not None:
+            top = root / point.relative_to("/")
+            for group in _chain(version, top, top / _below(path, inside)):
+                found.setdefault(group.folder, group)
+    return list(found.values())
+
+
+def _paths(text: str) -> dict[_Version, Path]:
+    """This process's group in each hierarchy: lines of number, controllers and path."""
+    paths = {}
+    for line in text.splitlines():
+        number, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            paths[_V1] = Path(path)
+        elif number == "0" and not controllers:
+            paths[_V2] = Path(path)
+    return paths
+
+
+def _mounts(text: str) -> Iterator[tuple[_Version, Path, Path]]:
+    """Mounts of either version: the group that is mounted, and where."""
+    for line in text.splitlines():
+        before, _, after = line.partition(" - ")
+        inside, point = (Path(_unescaped(word)) for word in before.split()[3:5])
+        kind, _, options = after.split(maxsplit=2)
+        if kind == "cgroup2":
+            yield _V2, inside, point
+        elif kind == "cgroup" and "memory" in options.split(","):
+            yield _V1, inside, point
+
+
+def _unescaped(word: str) -> str:
+    """A path of mountinfo, where spaces and the like are written as octal numbers."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), word)
+
+
+def _below(path: Path, inside: Path) -> Path:
+    """The way from the group that is mounted to another; none if it does not lie in there."""
+    if ".." in path.parts or not path.is_relative_to(inside):
+        return Path()
+    return path.relative_to(inside)
+
+
+def _chain(version: _Version, top: Path, folder: Path) -> Iterator[MemoryGroup]:
+    """The groups from a folder, or the nearest above it that exists, up to the mount."""
+    while folder != top and not folder.is_dir():
+        folder = folder.parent
+    yield MemoryGroup(folder, version, own=True)
+    while folder != top:
+        folder = folder.parent
+        if _number(folder / "memory.use_hierarchy") == 0:
+            return  # version 1 may keep limits from the groups below
+        yield MemoryGroup(folder, version, own=False)
+
+
+def memory_limit(groups: list[MemoryGroup]) -> int | None:
+    """The lowest limit of control groups in bytes; None if none of them has one."""
+    limits = (group.limit() for group in groups)
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+class MemoryKills:
+    """Tells processes that the kernel killed because memory ran out from those that others killed.
+
+    The kernel raises a group's counter before it kills a process of it. The processes in question
+    must be in the group of this one.
+    """
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._groups = memory_groups(root)
+        self._machine = root / "proc/vmstat"
+        self._count = self._read()
+        self._rose_s = -math.inf
+
+    def look(self) -> None:
+        """Note whether the counter has risen since the last look, which makes the rise recent."""
+        count = self._read()
+        if count > self._count:
+            self._count, self._rose_s = count, time.monotonic()
+
+    def recent(self) -> bool:
+        """Whether a process that has just ended by SIGKILL was killed for memory."""
+        self.look()
+        return time.monotonic() - self._rose_s < RECENT_S
+
+    def explain(self) -> str:
+        """What ran out, for the log."""
+        limit = memory_limit(self._groups)
+        if limit is None:
+            return "the memory of this machine ran out"
+        return f"the {format_bytes(limit)} of memory that its control group may use ran out"
+
+    def _read(self) -> int:
+        counts = [group.kills() for group in self._groups if group.own]
+        known = [count for count in counts if count is not None]
+        # The root group has no counter; the machine's counts those of other groups, too.
+        return sum(known) if known else _entry(self._machine, "oom_kill") or 0
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _entry(path: Path, name: str) -> int | None:
+    """The number that follows a name in a file of names and numbers; None if there is none."""
+    try:
+        entries = dict(line.split(maxsplit=1) for line in path.read_text().splitlines())
+        return int(entries[name])
+    except (OSError, ValueError, KeyError):
+        return None
