@@ -19,6 +19,7 @@ from weft.core.errors import GrammarError
 from weft.core.grammar import compile_grammar, grammar_tokenizer
 from weft.text import Tokenizer
 from weft.text.callgrammar import Function, turn_grammar
+from weft.text.closing import close_objects
 from weft.text.dialect import Dialect
 from weft.text.grammar import (
     GrammarChecker,
@@ -629,3 +630,30 @@ def test_a_thinking_budget_says_nothing_where_no_reasoning_is_marked(builtin, ta
 def test_calls_of_a_model_without_a_form_are_refused(builtin):
     with pytest.raises(GrammarError, match="no form of tool calls"):
         turn_grammar(Dialect(), builtin, [ADD], forced=True)
+
+
+@pytest.mark.parametrize(
+    ("schema", "closed"),
+    [
+        ({"properties": {"a": {"type": "integer"}}}, True),
+        ({"properties": {"a": {"type": "integer"}}, "additionalProperties": True}, False),
+        ({"properties": {"a": {"type": "integer"}}, "patternProperties": {"^b$": {}}}, False),
+        ({"properties": {"a": {"type": "integer"}}, "required": ["b"]}, False),
+        ({"properties": {"a": {"type": "integer"}}, "minProperties": 2}, False),
+        ({"properties": {"a": {"type": "integer"}}, "allOf": [{"required": ["b"]}]}, False),
+        ({"properties": {}}, True),
+        ({}, False),
+    ],
+)
+def test_keys_that_a_schema_does_not_name(schema, closed):
+    nodes = [{"type": "object", **schema}]
+    assert close_objects(nodes) == closed
+    assert (nodes[0].get("additionalProperties") is False) == closed
+
+
+def test_objects_within_are_closed_and_merged_ones_are_not():
+    inner = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    listed = {"type": "object", "properties": {"of": {"type": "array", "items": inner}}}
+    assert json_schema_grammar(json.dumps(listed)).count("additionalProperties") == 2
+    merged = {"allOf": [inner, {"type": "object", "properties": {"b": {"type": "integer"}}}]}
+    assert "additionalProperties" not in json_schema_grammar(json.dumps(merged))

@@ -19,6 +19,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from weft.core.errors import GrammarError
 from weft.core.grammar import compile_grammar, explain, grammar_tokenizer
+from weft.text.closing import close_objects
 from weft.text.keys import write_out_names
 from weft.text.regular import lark_expression
 from weft.text.tokenizer import Tokenizer
@@ -80,6 +81,8 @@ def json_schema_grammar(text: str, whitespace: Whitespace = "compact") -> str:
         whitespace: ``compact`` allows a space after each comma and colon, ``flexible`` up to
             ``MAX_WHITESPACE`` characters of white space between any two parts.
 
+    Keys beyond the ``properties`` of an object come only where the schema speaks of them.
+
     Raises:
         GrammarError: the text is no schema, is too large, or asks for something that cannot be
             guaranteed.
@@ -92,9 +95,10 @@ def json_schema_grammar(text: str, whitespace: Whitespace = "compact") -> str:
         raise GrammarError("it cannot be read as JSON, or is nested too deeply") from None
     if not isinstance(schema, dict):
         raise GrammarError("a schema must be an object")
-    named = _write_out_names(schema)
+    changed = _write_out_names(schema)
     _check_schema(schema)
-    return _json_grammar(json.dumps(schema) if named else text, whitespace)
+    changed |= close_objects([node for node, _ in _schemas(schema, "", 0)])
+    return _json_grammar(json.dumps(schema) if changed else text, whitespace)
 
 
 def regex_grammar(pattern: str) -> str:
