@@ -614,13 +614,40 @@ def test_everything_that_recovery_needs_is_in_the_slot(pair):
         engine.set_blame([claim[0]], SHARED)
 
 
+@pytest.mark.parametrize("logprobs", [None, 2])
+def test_a_request_goes_on_behind_what_it_has_given_out(pair, logprobs):
+    """Neither the engine nor its successor computes that again, and nobody is told it again."""
+    sampling = SamplingParams(max_tokens=5, seed=3, logprobs=logprobs)
+    pair.submit(dataclasses.replace(request(1, sampling=sampling), output=(5, 6)))
+    (taken,) = pair.receive()
+    assert (taken.prompt, taken.output) == ((1, 2, 3), (5, 6))
+    assert pair.inbox.lagging() == []
+    scored = None if logprobs is None else TokenLogprob(7, -1.0, 1, ((7, -1.0),))
+    pair.publish(Update(taken.id, 7, scored))
+    successor = RingInbox([pair.fds])
+    ((again,), _) = successor.receive()
+    assert again.output == (5, 6, 7)
+    successor.publish(Commit([], [Update(again.id, 8, finish=FinishReason.LENGTH)]))
+    pair.client.poll()
+    assert [u.token for u in pair.updates[1]] == [7, 8]
+    assert pair.updates[1][0].logprob == scored
+    successor.close()
+
+
+def test_no_more_can_have_been_given_out_than_was_asked_for(pair):
+    sampling = SamplingParams(max_tokens=2, seed=3)
+    with pytest.raises(ParameterError):
+        pair.submit(dataclasses.replace(request(1, sampling=sampling), output=(5, 6, 7)))
+    assert pair.client._ring.free_slots == 8
+
+
 def test_a_new_request_plane_takes_over_what_is_left(pair):
     pair.submit(*(request(i) for i in range(4)))
     working = pair.receive()
     pair.end(working[0].id)
     pair.submit(request(9))
     index = pair.client._ring.prepare(
-        10, [1], _native.SamplingRecord(), [], [], [], b"interactive", b"", b"", 4
+        10, [1], _native.SamplingRecord(), [], [], [], b"interactive", b"", b"", [], 4
     )  # dies amid writing
     assert index >= 0
     successor = RingClient(pair.fds)

@@ -240,7 +240,7 @@ class Request:
         service_class: name of a row of the class table.
         cache_salt: sequences share cached prefixes only under equal salts.
         embed: compute the prompt's embedding instead of generating.
-        output: tokens that an engine which died has already given out; they count as output.
+        output: tokens that a process which died has already given out; they count as output.
         crashes: engines that died with this request in flight.
     """
 

@@ -45,6 +45,7 @@ class Client:
         service_class: bytes,
         cache_salt: bytes,
         grammar: bytes,
+        output: Sequence[int],
         max_records: int,
     ) -> int: ...
     def submit(self, slots: list[int]) -> None: ...

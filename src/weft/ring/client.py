@@ -66,6 +66,8 @@ class RingClient:
     def submit(self, requests: Seq[Request], sink: Sink) -> None:
         """Hand over all of these requests, or none of them.
 
+        What a request has given out already (``output``) is not told again.
+
         Raises:
             EngineBusyError: slots or arena are full (429).
             EngineDeadError: the engine has ended, or is not ready yet (503).
@@ -105,6 +107,7 @@ class RingClient:
             request.service_class.encode(),
             request.cache_salt,
             (sampling.grammar or "").encode(),
+            request.output,
             self._most_tokens(request),
         )
         if slot >= 0:

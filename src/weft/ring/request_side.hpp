@@ -78,6 +78,7 @@ struct Submission {
   SamplingRecord sampling{};
   std::vector<BiasRecord> logit_bias;
   std::string service_class, cache_salt, grammar;
+  std::vector<uint32_t> output;  // given out before: counted as published and read
   uint32_t max_records = 0;
 };
 
@@ -125,6 +126,7 @@ class RequestSide {
     Input input{};
     const uint64_t bytes = lay_out(request, input, fresh);
     if (bytes > segment_.arena_bytes()) return Refusal::TooLarge;
+    if (request.output.size() > request.max_records) return Refusal::TooLarge;
     if (free_.empty()) return Refusal::NoSlot;
     const auto extent = arena_.allocate(bytes);
     if (!extent) return Refusal::NoRoom;
@@ -145,6 +147,7 @@ class RequestSide {
     fresh.used = true;
     fresh.output.at = at(input, Section::Output);
     fresh.prompt.at = at(input, Section::PromptOutput);
+    give_out(request.output, slot, fresh);
     live_[index] = fresh;
     return Refusal::None;
   }
@@ -263,6 +266,16 @@ class RequestSide {
     copy(Section::ServiceClass, request.service_class.data());
     copy(Section::CacheSalt, request.cache_salt.data());
     copy(Section::Grammar, request.grammar.data());
+  }
+
+  // The engine goes on behind these tokens, as behind those of an engine that has died.
+  static void give_out(const std::vector<uint32_t>& tokens, Slot& slot, Live& live) {
+    if (tokens.empty()) return;
+    const auto count = static_cast<uint32_t>(tokens.size());
+    for (uint32_t i = 0; i < count; ++i) live.output.put(i, tokens[i]);
+    publish(slot.published, live.tag, 0, count);  // if it fails, `read_output` finds too few
+    live.seen = count;
+    store(slot.consumed, Word{{0, live.tag.generation}, count}.bits());
   }
 
   // At attach: take over what an earlier request plane has left in the slot.
