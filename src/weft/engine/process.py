@@ -76,8 +76,8 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _run(options: argparse.Namespace) -> NoReturn:
+    laps, orders = Laps(options.since), _Orders()  # which come when the parent knows its child
     set_process_title("weft-standby" if options.standby else "weft-engine")
-    laps, orders = Laps(options.since), _Orders()
     die_with(options.parent, by_main_thread=options.by_main_thread)
     report = os.fdopen(options.report, "w")
     postpone("torch._meta_registrations")  # a fourth of the import of torch; for compilers
