@@ -85,6 +85,14 @@ class TemplateError(WeftError):
     code = "chat_template_error"
 
 
+class RendererDeadError(WeftError):
+    """The process that renders chat templates has ended or cannot be started."""
+
+    http_status = 503
+    code = "renderer_dead"
+    retry_after_s = 1
+
+
 class GrammarError(ParameterError):
     """A schema, expression or grammar is wrong, too costly, or cannot be guaranteed."""
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -37,6 +38,7 @@ from weft.server.main import run_server
 from weft.server.options import ServerOptions
 from weft.server.probe import Load
 from weft.text import Tokenizer
+from weft.text.renderer import shared_renderer
 from weft.text.template import find_template
 
 
@@ -53,6 +55,8 @@ def main() -> None:
     die_with(arguments.parent, by_main_thread=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when Ctrl-C ends the server
     settings = json.load(sys.stdin)
+    with contextlib.suppress(WeftError):  # which the first template meets again
+        shared_renderer().start()  # it is there before the engine is
     with os.fdopen(arguments.card) as card:
         line = card.readline()
     if not line:
@@ -69,6 +73,8 @@ def _serve(arguments: argparse.Namespace, settings: Mapping[str, Any], served: S
     set_up_logs("frontend", log_level(settings["log_level"]), settings["log_format"])
     tokenizer = Tokenizer.load(Path(settings["tokenizer"] or served.folder))
     template = find_template(Path(served.folder), settings["chat_template"])
+    if template is None:
+        shared_renderer().close()
     client = RingClient(RingFds.parse(arguments.ring))
 
     def on_listening(address: str) -> None:

@@ -30,7 +30,11 @@ _MAX_DEPTH = 64
 
 
 class Alphabet:
-    """The characters to replace, for a set of control tokens, and the way back."""
+    """The characters to replace, for a set of control tokens, and the way back.
+
+    Attributes:
+        chars: these characters; they make the same alphabet.
+    """
 
     def __init__(self, control_tokens: Iterable[str]) -> None:
         """Replace the punctuation of ``control_tokens``; the first letter of one that has none.
@@ -44,7 +48,8 @@ class Alphabet:
                 "The control tokens of this tokeniser use too many different characters to be told "
                 "apart from text; mark fewer of its added tokens as special."
             )
-        self._quoted = re.compile("[" + re.escape("".join(chars)) + "\ud800-\udfff]")
+        self.chars = "".join(chars)
+        self._quoted = re.compile("[" + re.escape(self.chars) + "\ud800-\udfff]")
         self._tables = [
             {ord(char): chr(first + n) for n, char in enumerate(chars)}
             for first in (_FIRST_USER, _FIRST_MODEL)
@@ -64,6 +69,18 @@ class Alphabet:
         refuse_surrogates(text)
         table = self._tables[by_model]
         return Quoted(text.translate(table), table, self._plain)
+
+    def reread(self, value: Any) -> Any:
+        """Return JSON-like ``value`` with the strings that were quoted before as `Quoted` again."""
+        if isinstance(value, str):
+            if not has_quoted(value):
+                return value
+            return Quoted(value, self._tables[not from_user(value)], self._plain)
+        if isinstance(value, dict):
+            return {self.reread(key): self.reread(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self.reread(item) for item in value]
+        return value
 
     def plain(self, text: str) -> str:
         """Return ``text`` with every replaced character back in place."""

@@ -1,9 +1,7 @@
 """The jinja2 environment of chat templates: sandboxed, with the conventions of Hugging Face.
 
-The sandbox keeps a template from reaching Python objects and from changing its inputs. Limits here
-bound the output, ``range`` (jinja2's own 100,000), and repetition by ``*`` and ``**``. Nothing
-bounds the *time* a template takes: nested loops can run for hours. So a template is trusted as far
-as the model folder or the operator's file that it comes from, and is never taken from a request.
+The sandbox keeps a template from reaching Python objects and from changing its inputs. It bounds
+neither time nor memory: that is what `weft.text.render_process` does, where templates run.
 """
 
 from __future__ import annotations
@@ -18,14 +16,11 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
-import jinja2.runtime
 import jinja2.utils
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from weft.text.quoting import join
 
-MAX_OUTPUT_CHARS = 16 * 1024 * 1024
-_MAX_EXPONENT = 64
 _NON_ASCII = re.compile("[^\x00-\x7f\ud800-\udfff]")
 
 
@@ -34,19 +29,9 @@ class RefusedError(jinja2.TemplateError):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Bounds what one operator can build; keeps text quoted through macros and blocks."""
+    """Keeps text quoted through macros and blocks."""
 
-    intercepted_binops = frozenset(["*", "**"])
     concat = staticmethod(join)
-
-    def call_binop(
-        self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any
-    ) -> Any:
-        if operator == "**" and isinstance(right, int | float) and abs(right) > _MAX_EXPONENT:
-            raise OverflowError(f"an exponent may be {_MAX_EXPONENT} at most")
-        if operator == "*" and _repeated(left, right) > MAX_OUTPUT_CHARS:
-            raise OverflowError(f"a repetition may have {MAX_OUTPUT_CHARS} items at most")
-        return super().call_binop(context, operator, left, right)
 
 
 class _Generation(jinja2.ext.Extension):
@@ -124,11 +109,3 @@ def _checked(attributes: Mapping[str, Any]) -> Mapping[str, Any]:
         if str(name).startswith("_"):
             raise jinja2.exceptions.SecurityError("names in a namespace may not start with '_'")
     return attributes
-
-
-def _repeated(left: Any, right: Any) -> int:
-    """The length of ``left * right`` if one of them is a sequence, else 0."""
-    for sequence, count in ((left, right), (right, left)):
-        if isinstance(sequence, str | list | tuple) and isinstance(count, int):
-            return len(sequence) * count
-    return 0

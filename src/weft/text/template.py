@@ -4,29 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
-
-import jinja2
-import jinja2.meta
+from typing import Any, NoReturn
 
 from weft.core.errors import ParameterError, TemplateError, TokenizerError
 from weft.core.logs import notice
-from weft.text import sandbox
 from weft.text.assets import NAMED_TOKENS, named_tokens, read_config, read_text
 from weft.text.control import AddedToken, Piece
 from weft.text.quoting import (
     Alphabet,
     from_user,
     has_quoted,
-    join,
     plain_data,
     refuse_surrogates,
 )
+from weft.text.renderer import Failure, Renderer, Source, shared_renderer
 from weft.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
 
-_ENVIRONMENT = sandbox.new_environment()
+MAX_OUTPUT_CHARS = 16 * 1024 * 1024
+GLOBALS = "range dict cycler joiner namespace raise_exception strftime_now"
 _RESERVED = frozenset(
     {
         "messages",
@@ -38,14 +35,21 @@ _RESERVED = frozenset(
         "tokenize",
         "additional_special_tokens",
         *NAMED_TOKENS,
-        *_ENVIRONMENT.globals,
+        *GLOBALS.split(),
     }
 )
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+_TOO_COSTLY = {
+    "time": "takes more than 1 s of CPU time",
+    "memory": "needs more than 64 MiB of memory",
+}
 
 
 class ChatTemplate:
     """The chat templates of one model. Immutable; safe to share between threads.
+
+    They run in the process of a `Renderer`, which bounds their time and memory, so their source may
+    be anybody's.
 
     Attributes:
         sources: template text by name; "default", and perhaps "tool_use" for calls with tools.
@@ -59,12 +63,18 @@ class ChatTemplate:
         sources: Mapping[str, str],
         special_tokens: Mapping[str, str] | None = None,
         *,
-        max_output_chars: int = sandbox.MAX_OUTPUT_CHARS,
+        max_output_chars: int = MAX_OUTPUT_CHARS,
+        renderer: Renderer | None = None,
     ) -> None:
         """Compile the templates.
 
+        Args:
+            renderer: where they run; None: the process that all others share. Who waits for a slow
+                template there keeps the others waiting.
+
         Raises:
             TokenizerError: one is not a valid template, or none is called "default".
+            RendererDeadError: there can be no process to run them.
         """
         self.sources = dict(sources)
         self.special_tokens = dict(special_tokens or {})
@@ -74,10 +84,24 @@ class ChatTemplate:
                 f"The model has chat templates {sorted(self.sources)} but none called 'default'; "
                 "pass --chat-template FILE."
             )
-        self._compiled = {name: _compile(name, text) for name, text in self.sources.items()}
-        self.variables = frozenset().union(*map(_variables, self.sources.values()))
+        self._renderer = renderer or shared_renderer()
+        self._sources = {name: Source.of(text) for name, text in self.sources.items()}
+        self.variables: frozenset[str] = frozenset().union(
+            *(self._compile(name, source) for name, source in self._sources.items())
+        )
         self._reserved = _RESERVED | self.special_tokens.keys()
         self._controls: dict[int, tuple[Tokenizer, _Controls]] = {}
+
+    def _compile(self, name: str, source: Source) -> frozenset[str]:
+        found = self._renderer.compile(source)
+        if not isinstance(found, Failure):
+            return found
+        costly = found.kind in _TOO_COSTLY
+        why = "it takes too much time or memory to compile" if costly else found.detail
+        raise TokenizerError(
+            f"The chat template '{name}' is not valid: {why}; pass another one with "
+            "--chat-template FILE."
+        )
 
     @classmethod
     def load(cls, folder: Path, *, file: Path | None = None) -> ChatTemplate:
@@ -117,10 +141,11 @@ class ChatTemplate:
 
         Raises:
             ParameterError: a keyword is reserved, or messages or tools are not JSON values.
-            TemplateError: the template refused the conversation, failed, or gave too much text.
+            TemplateError: the template refused the conversation, failed, gave too much text, or
+                took too much time or memory.
+            RendererDeadError: the process of the renderer is gone and cannot be replaced.
         """
-        text = self._render(messages, add_generation_prompt, tools, kwargs, None)
-        return str.__str__(text)
+        return self._render(messages, add_generation_prompt, tools, kwargs, None)
 
     def _render(
         self,
@@ -143,13 +168,17 @@ class ChatTemplate:
             "tools": plain_data(tools, user),
             "add_generation_prompt": add_generation_prompt,
         }
-        name = "tool_use" if tools is not None and "tool_use" in self._compiled else "default"
+        name = "tool_use" if tools is not None and "tool_use" in self._sources else "default"
+        chars = None if alphabet is None else alphabet.chars
+        source, limit = self._sources[name], self.max_output_chars
         try:
-            return self._collect(self._compiled[name].generate(variables))
-        except TemplateError:
-            raise
-        except Exception as error:  # a template can fail in any way that Python code can
-            raise _failed(error, alphabet) from error
+            text = self._renderer.render(source, variables, chars, limit)
+        except ValueError as error:
+            raise ParameterError(f"Messages and tools must be JSON values: {error}.") from error
+        if isinstance(text, Failure):
+            detail = alphabet.plain(text.detail) if alphabet is not None else text.detail
+            self._fail(text.kind, detail)
+        return text
 
     def check_variables(self, names: Iterable[str]) -> None:
         """Refuse names that a request may not set as variables of the template.
@@ -167,18 +196,26 @@ class ChatTemplate:
                     param="chat_template_kwargs",
                 )
 
-    def _collect(self, parts: Any) -> str:
-        out: list[str] = []
-        room = self.max_output_chars
-        for part in parts:
-            room -= len(part)
-            if room < 0:
-                raise TemplateError(
-                    f"The chat template gives more than {self.max_output_chars} characters; send "
-                    "shorter messages."
-                )
-            out.append(part)
-        return join(out)
+    def _fail(self, kind: str, detail: str) -> NoReturn:
+        if kind == "long":
+            raise TemplateError(
+                f"The chat template gives more than {self.max_output_chars} characters; send "
+                "shorter messages."
+            )
+        if kind in _TOO_COSTLY:
+            raise TemplateError(
+                f"The chat template {_TOO_COSTLY[kind]} for this conversation, so it was stopped; "
+                "pass another one with --chat-template FILE."
+            )
+        if kind == "refused":
+            raise TemplateError(
+                f"The chat template refused the conversation: {detail}", param="messages"
+            )
+        raise TemplateError(
+            f"The chat template failed ({detail}); check the fields of the messages, or pass "
+            "another template with --chat-template FILE.",
+            param="messages",
+        )
 
     def _controls_for(self, tokenizer: Tokenizer) -> _Controls:
         """What counts as control token with this template; worked out once for each tokeniser."""
@@ -341,34 +378,6 @@ def _quoter(alphabet: Alphabet | None, *, by_model: bool) -> Callable[[str], str
 def _checked(text: str) -> str:
     refuse_surrogates(text)
     return text
-
-
-def _compile(name: str, source: str) -> jinja2.Template:
-    try:
-        return _ENVIRONMENT.from_string(source)
-    except jinja2.TemplateSyntaxError as error:
-        raise TokenizerError(
-            f"The chat template '{name}' is not valid: {error.message} (line {error.lineno}); "
-            "pass another one with --chat-template FILE."
-        ) from error
-
-
-def _variables(source: str) -> frozenset[str]:
-    return frozenset(jinja2.meta.find_undeclared_variables(_ENVIRONMENT.parse(source)))
-
-
-def _failed(error: Exception, alphabet: Alphabet | None) -> TemplateError:
-    detail = str(error)[:500]
-    detail = alphabet.plain(detail) if alphabet is not None else detail
-    if isinstance(error, sandbox.RefusedError):
-        return TemplateError(
-            f"The chat template refused the conversation: {detail}", param="messages"
-        )
-    return TemplateError(
-        f"The chat template failed ({type(error).__name__}: {detail}); check the fields of the "
-        "messages, or pass another template with --chat-template FILE.",
-        param="messages",
-    )
 
 
 def _find_sources(folder: Path, config: Mapping[str, Any], file: Path | None) -> dict[str, str]:
