@@ -43,8 +43,8 @@ def scheduler_is_empty(server: Server) -> bool:
     return not any(values.values())
 
 
-def test_three_processes_under_clear_titles(server):
-    assert set(server.children()) == {"weft-engine", "weft-frontend"}
+def test_processes_under_clear_titles(server):
+    assert set(server.children()) == {"weft-engine", "weft-frontend", "weft-renderer"}
     frontend = server.children()["weft-frontend"]
     maps = Path(f"/proc/{frontend.pid}/maps").read_text()
     assert "libtorch" not in maps, "the request plane must not load torch"

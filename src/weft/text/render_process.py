@@ -24,6 +24,7 @@ from typing import Any
 
 import jinja2
 import jinja2.meta
+from setproctitle import setproctitle
 
 from weft.text import sandbox
 from weft.text.frames import receive, send
@@ -41,6 +42,7 @@ Reply = dict[str, Any]
 
 def main() -> None:
     """Answer requests until the parent, or its end of the socket, is gone."""
+    setproctitle("weft-renderer")
     link = socket.socket(fileno=int(sys.argv[1]))
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the parent decides
