@@ -244,7 +244,7 @@ class TestErrors:
     @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"model": {"type": "BPE"}}', "\x00"])
     def test_broken_file(self, tmp_path, content):
         (tmp_path / "tokenizer.json").write_text(content)
-        with pytest.raises(TokenizerError, match=r"broken .* download the file again") as caught:
+        with pytest.raises(TokenizerError, match="download the file again") as caught:
             Tokenizer.load(tmp_path)
         assert str(tmp_path) not in caught.value.message
 

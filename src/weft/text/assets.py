@@ -9,6 +9,7 @@ from typing import Any
 
 from weft.core.errors import TokenizerError
 
+MAX_FILE_BYTES = 16 * 2**20  # of a file without a vocabulary
 NAMED_TOKENS = (
     "bos_token",
     "eos_token",
@@ -28,21 +29,30 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     if not path.is_file():
         return {}
+    return parse_json(read_text(path), path.name)
+
+
+def parse_json(text: str, name: str) -> dict[str, Any]:
+    """Return the JSON object that the text of the file ``name`` is. Raises TokenizerError."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise TokenizerError(
-            f"{path.name} cannot be read as JSON ({_short(error)}); download the file again."
+            f"{name} cannot be read as JSON ({_short(error)}); download the file again."
         ) from error
     if not isinstance(data, dict):
-        raise TokenizerError(f"{path.name} is not a JSON object; download the file again.")
+        raise TokenizerError(f"{name} is not a JSON object; download the file again.")
     return data
 
 
-def read_text(path: Path) -> str:
+def read_text(path: Path, most_bytes: int = MAX_FILE_BYTES) -> str:
     """Return the UTF-8 text in ``path``. Raises TokenizerError if it cannot be read."""
     try:
-        return path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            data = file.read(most_bytes + 1)
+        if len(data) > most_bytes:
+            raise TokenizerError(f"{path.name} is longer than {most_bytes} bytes.")
+        return data.decode("utf-8")
     except (OSError, ValueError) as error:
         raise TokenizerError(
             f"{path.name} cannot be read as UTF-8 text ({_short(error)})."

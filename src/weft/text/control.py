@@ -22,6 +22,8 @@ from tokenizers import Tokenizer as Reference
 from weft.core.errors import TokenizerError
 
 _NAME_CHARS = 8
+_PRIVATE, _PRIVATE_CHARS = 0x100000, 0xFFFE
+_MOST_PREFIXES = 1024
 _BARS = re.compile(r"<([|｜]).*\1>", re.DOTALL)
 
 
@@ -57,18 +59,34 @@ class Scanner:
 
     def __init__(self, tokens: Iterable[AddedToken]) -> None:
         self._tokens = {token.content: token for token in tokens}
-        self._pattern = re.compile(_trie_pattern(self._tokens) if self._tokens else "(?!)")
+        lengths: dict[str, set[int]] = {}
+        for content in self._tokens:
+            lengths.setdefault(content[0], set()).add(len(content))
+        self._lengths = {first: sorted(found, reverse=True) for first, found in lengths.items()}
+        self._starts = re.compile(_starts_pattern(self._tokens))
 
     def split(self, text: str) -> Iterator[Piece]:
         """Yield pieces that join to ``text``, spelled tokens apart from the text between them."""
-        end = 0
-        for match in self._pattern.finditer(text):
-            if match.start() > end:
-                yield Piece(text[end : match.start()], None)
-            end = match.end()
-            yield Piece(match[0], self._tokens[match[0]])
+        end = at = 0
+        while (match := self._starts.search(text, at)) is not None:
+            at = match.start()
+            token = self._longest(text, at)
+            if token is None:
+                at += 1
+                continue
+            if at > end:
+                yield Piece(text[end:at], None)
+            yield Piece(token.content, token)
+            end = at = at + len(token.content)
         if end < len(text):
             yield Piece(text[end:], None)
+
+    def _longest(self, text: str, at: int) -> AddedToken | None:
+        for length in self._lengths[text[at]]:
+            token = self._tokens.get(text[at : at + length])
+            if token is not None:
+                return token
+        return None
 
 
 class Guard:
@@ -80,7 +98,8 @@ class Guard:
         Raises:
             TokenizerError: the tokeniser cannot be rewritten so that its ids stay the same.
         """
-        self._names = {token.content: _private_name() for token in tokens}
+        contents = [token.content for token in tokens]
+        self._names = dict(zip(contents, _private_names(len(contents)), strict=True))
         document = _renamed(json.loads(reference.to_str()), self._names)
         try:
             self._tokenizer = Reference.from_str(json.dumps(document))
@@ -98,11 +117,10 @@ class Guard:
 
 
 def list_added(reference: Reference) -> list[AddedToken]:
-    """Return the added tokens that can be control tokens: all but white space."""
+    """Return the added tokens by id."""
     return [
         AddedToken(token_id, token.content, token.special)
         for token_id, token in sorted(reference.get_added_tokens_decoder().items())
-        if not token.content.isspace() and token.content
     ]
 
 
@@ -113,13 +131,20 @@ def grammar_document(reference: Reference, tokens: Iterable[AddedToken]) -> str:
     it: with the tokens' own names a text that spells one could never be written, and one that
     spells the end of the sequence would end it.
     """
-    names = {token.content: f"<{_private_name()}>" for token in tokens if token.is_apart}
+    apart = [token.content for token in tokens if token.is_apart]
+    names = {
+        content: f"<{name}>"
+        for content, name in zip(apart, _private_names(len(apart)), strict=True)
+    }
     return json.dumps(_renamed(json.loads(reference.to_str()), names))
 
 
-def _private_name() -> str:
-    """128 random bits as characters that mean nothing to anyone (private use plane 16)."""
-    return "".join(chr(0x100000 + secrets.randbelow(0xFFFE)) for _ in range(_NAME_CHARS))
+def _private_names(count: int) -> Iterator[str]:
+    """128 random bits and a number as characters that mean nothing to anyone (plane 16)."""
+    secret = "".join(chr(_PRIVATE + secrets.randbelow(_PRIVATE_CHARS)) for _ in range(_NAME_CHARS))
+    for number in range(count):
+        high, low = divmod(number, _PRIVATE_CHARS)
+        yield secret + chr(_PRIVATE + high) + chr(_PRIVATE + low)
 
 
 def _not_separable(reason: str) -> TokenizerError:
@@ -157,23 +182,15 @@ def _makes(merge: str | Sequence[str], names: Mapping[str, str]) -> bool:
     return left + right in names or left in names or right in names
 
 
-def _trie_pattern(words: Iterable[str]) -> str:
-    """Return a regular expression that matches the longest of ``words``, without trying each."""
-    root: dict[str, Any] = {}
-    for word in words:
-        node = root
-        for char in word:
-            node = node.setdefault(char, {})
-        node[""] = {}
-    return _node_pattern(root)
+def _starts_pattern(words: Iterable[str]) -> str:
+    """Return a regular expression for places where one of ``words`` may start.
 
-
-def _node_pattern(node: dict[str, Any]) -> str:
-    prefix = ""
-    while len(node) == 1 and "" not in node:
-        [(char, node)] = node.items()
-        prefix += re.escape(char)
-    branches = [re.escape(char) + _node_pattern(child) for char, child in node.items() if char]
-    if not branches:
-        return prefix
-    return prefix + f"(?:{'|'.join(branches)})" + ("?" if "" in node else "")
+    It knows their first characters only, as many as leave few beginnings: a pattern of all the
+    words takes seconds to compile where there are 100,000.
+    """
+    starts = set(words)
+    for length in (4, 2, 1):
+        starts = {word[:length] for word in starts}
+        if len(starts) <= _MOST_PREFIXES:
+            break
+    return "|".join(map(re.escape, sorted(starts))) or "(?!)"

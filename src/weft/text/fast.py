@@ -9,6 +9,7 @@ from tokenizers import Tokenizer as Reference
 Encode = Callable[[str], list[int]]
 
 _SAMPLED_TOKENS = 256
+_SAMPLED_ADDED_TOKENS = 4096
 
 _PROBES = (
     "",
@@ -43,8 +44,9 @@ def adopt_fastokens(
 ) -> tuple[Encode | None, str]:
     """Return fastokens' encoder if it agrees with ``reference`` on every probe, and a reason.
 
-    The probes are fixed strings, every added token between ordinary text, and tokens sampled over
-    the whole vocabulary. They also warm fastokens up. The encoder adds no special tokens.
+    The probes are fixed strings, added tokens between ordinary text (all unless there are very
+    many), and tokens sampled over the whole vocabulary. They also warm fastokens up. The encoder
+    adds no special tokens.
     """
     try:
         import fastokens
@@ -66,6 +68,7 @@ def adopt_fastokens(
 def _probes(reference: Reference, added: Sequence[str]) -> Iterator[str]:
     yield from _PROBES
     yield "".join(_PROBES)
+    added = added[:: 1 + len(added) // _SAMPLED_ADDED_TOKENS]
     for start in range(0, len(added), 64):
         group = added[start : start + 64]
         yield "".join(group)

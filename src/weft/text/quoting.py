@@ -42,7 +42,10 @@ class Alphabet:
         Raises:
             TokenizerError: the tokens have too many different characters.
         """
-        chars = sorted({char for token in control_tokens for char in _telling_chars(token)})
+        tokens = list(control_tokens)
+        marks = {char for char in set().union(*tokens) if _is_mark(char)}
+        bare = (token for token in tokens if marks.isdisjoint(token))
+        chars = sorted(marks.union(*(token.lstrip()[:1] for token in bare)))
         if len(chars) > _LIMIT:
             raise TokenizerError(
                 "The control tokens of this tokeniser use too many different characters to be told "
@@ -185,9 +188,8 @@ def plain_data(value: Any, quote: Callable[[str], str], depth: int = 0) -> Any:
     )
 
 
-def _telling_chars(token: str) -> str:
-    marks = "".join(c for c in token if not (c.isalnum() or c.isspace() or c == "_"))
-    return marks or token.lstrip()[:1]
+def _is_mark(char: str) -> bool:
+    return not (char.isalnum() or char.isspace() or char == "_")
 
 
 def _original(value: object) -> object:

@@ -12,11 +12,20 @@ from typing import Any
 from tokenizers import AddedToken as ReferenceToken
 from tokenizers import Tokenizer as Reference
 
-from weft.core.errors import ParameterError, TokenizerError
-from weft.text.assets import named_tokens, read_config, read_text
+from weft.core.errors import ParameterError, TokenizerError, WeftError
+from weft.text.assets import named_tokens, parse_json, read_config, read_text
 from weft.text.control import Guard, Scanner, grammar_document, list_added
 from weft.text.decoding import DecodeTable, build_table
 from weft.text.fast import adopt_fastokens
+from weft.text.growth import growth
+
+# What no tokeniser of a model has.
+MAX_FILE_BYTES = 256 * 2**20
+MAX_VOCAB_SIZE = 4 * 2**20
+MAX_ADDED_TOKENS = 256 * 2**10
+MAX_GROWTH = 256
+COMMON_GROWTH = 8  # up to which a text may have any length; the longest with more:
+MAX_NORMALISED_CHARS = 4 * 2**20
 
 
 class Tokenizer:
@@ -35,37 +44,50 @@ class Tokenizer:
         decode_table: what each id contributes to the text; None for unusual decoders.
     """
 
-    def __init__(self, reference: Reference, config: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        reference: Reference,
+        config: Mapping[str, Any],
+        document: Mapping[str, Any] | None = None,
+    ) -> None:
         """Wrap a `tokenizers.Tokenizer` and the contents of its tokenizer_config.json.
+
+        Args:
+            document: the tokenizer.json that the first was made of, if it is at hand.
 
         Raises:
             TokenizerError: see `load`.
         """
+        document = document or json.loads(reference.to_str())
         reference.no_truncation()
         reference.no_padding()
         self.reference = reference
         self.special_tokens = named_tokens(config)
-        self._promote_named_tokens()
-        self.added_tokens = list_added(reference)
+        self._promote_named_tokens(document)
+        added = list_added(reference)
+        self.added_tokens = [token for token in added if token.content.strip()]
         self.bos_id = self._named_id("bos_token")
         self.eos_id = self._named_id("eos_token")
-        added = reference.get_added_tokens_decoder()
-        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.special_ids = frozenset(token.token_id for token in added if token.special)
         self.vocab_size = 1 + max(reference.get_vocab().values(), default=-1)
-        json_text = reference.to_str()
-        document = json.loads(json_text)
+        if self.vocab_size > MAX_VOCAB_SIZE:
+            raise TokenizerError(
+                f"tokenizer.json has the id {self.vocab_size - 1}; ids up to {MAX_VOCAB_SIZE} are "
+                "supported."
+            )
+        self._growth = growth(document.get("normalizer"))
         self.control_ids = frozenset(
             token.token_id for token in self.added_tokens if token.is_marker
         ) - {_unknown_id(reference, document["model"])}
         self.decode_table: DecodeTable | None = build_table(
-            document["decoder"], reference.id_to_token, self.vocab_size
+            document.get("decoder"), reference.id_to_token, self.vocab_size
         )
         self._prefix, self._suffix = _affixes(reference)
         self._shown_pieces: dict[frozenset[int], list[bytes]] = {}  # by the ids that are hidden
         self._guard: Guard | None = None
         self._guard_lock = threading.Lock()
         fast, self.backend_reason = adopt_fastokens(
-            json_text, reference, [token.content for token in self.added_tokens]
+            reference.to_str(), reference, [token.content for token in self.added_tokens]
         )
         self.backend = "fastokens" if fast else "tokenizers"
         self._encode = fast or self._encode_reference
@@ -75,7 +97,8 @@ class Tokenizer:
         """Load ``tokenizer.json`` and ``tokenizer_config.json`` from a model folder.
 
         Raises:
-            TokenizerError: a file is missing or broken, or names an unknown bos or eos token.
+            TokenizerError: a file is missing or broken, names an unknown bos or eos token, or would
+                take more time or memory than that of any model.
         """
         path = Path(folder) / "tokenizer.json"
         if not path.is_file():
@@ -83,17 +106,17 @@ class Tokenizer:
                 "The model folder has no tokenizer.json; add the one of the model, or convert its "
                 "older tokeniser files with transformers' AutoTokenizer.save_pretrained."
             )
+        text = read_text(path, MAX_FILE_BYTES)
+        document = _checked_document(text)
+        config = read_config(Path(folder))
         try:
-            reference = Reference.from_str(read_text(path))
-        except TokenizerError:
-            raise
-        except (KeyboardInterrupt, SystemExit):
+            return cls(Reference.from_str(text), config, document)
+        except (WeftError, KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # bare exceptions, and Rust panics, which are no Exception
             raise TokenizerError(
                 f"tokenizer.json is broken ({str(error)[:200]}); download the file again."
             ) from error
-        return cls(reference, read_config(Path(folder)))
 
     @property
     def id_to_bytes(self) -> list[bytes | None] | None:
@@ -135,6 +158,11 @@ class Tokenizer:
 
     def encode_parsed(self, text: str) -> list[int]:
         """Return the ids of ``text``, spelled tokens parsed, none added. Raises as `encode`."""
+        if self._growth > COMMON_GROWTH and len(text) * self._growth > MAX_NORMALISED_CHARS:
+            raise ParameterError(
+                f"The tokeniser of this model may make a text {self._growth} times as long; it "
+                f"takes {MAX_NORMALISED_CHARS // self._growth} characters at most."
+            )
         try:
             return self._encode(text)
         except (TypeError, UnicodeEncodeError) as error:
@@ -172,16 +200,17 @@ class Tokenizer:
     def _encode_reference(self, text: str) -> list[int]:
         return list(self.reference.encode(text, add_special_tokens=False).ids)
 
-    def _promote_named_tokens(self) -> None:
+    def _promote_named_tokens(self, document: Mapping[str, Any]) -> None:
         """Tokens that the config names are special, whatever tokenizer.json says about them."""
         known = [
             t for t in self.special_tokens.values() if self.reference.token_to_id(t) is not None
         ]
-        added = self.reference.get_added_tokens_decoder().values()
-        special = {token.content for token in added if token.special}
-        self.reference.add_special_tokens(
-            [ReferenceToken(t, special=True, normalized=False) for t in known if t not in special]
-        )
+        special = {token["content"] for token in document["added_tokens"] if token["special"]}
+        plain = [token for token in known if token not in special]
+        if plain:
+            self.reference.add_special_tokens(
+                [ReferenceToken(token, special=True, normalized=False) for token in plain]
+            )
 
     def _named_id(self, name: str) -> int | None:
         token = self.special_tokens.get(name)
@@ -194,6 +223,24 @@ class Tokenizer:
                 "token; take both files from the same model."
             )
         return token_id
+
+
+def _checked_document(text: str) -> dict[str, Any]:
+    """Parse a tokenizer.json. Raises TokenizerError if the library had better not see it."""
+    document = parse_json(text, "tokenizer.json")
+    for section in ("normalizer", "decoder"):
+        factor = growth(document.get(section))
+        if factor > MAX_GROWTH:
+            raise TokenizerError(
+                f"The {section} of tokenizer.json may make a text {factor} times as long; "
+                f"{MAX_GROWTH} times is supported."
+            )
+    added = document.get("added_tokens")
+    if isinstance(added, list) and len(added) > MAX_ADDED_TOKENS:
+        raise TokenizerError(
+            f"tokenizer.json has {len(added)} added tokens; {MAX_ADDED_TOKENS} are supported."
+        )
+    return document
 
 
 def _unknown_id(reference: Reference, model: Mapping[str, Any]) -> int | None:
