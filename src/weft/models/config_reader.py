@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, NoReturn
 
 from weft.core.errors import UnsupportedModelError
+from weft.models.bounds import MOST, MOST_INTEGER, MOST_LISTED, MOST_NUMBER
 
 # Keys that do not change the logits of inference, whatever their value.
 _HARMLESS = """
@@ -105,10 +106,12 @@ class ConfigReader:
         return self._values.get(key, self._assumed.get(key)) is None
 
     def positive(self, key: str, default: int = _MISSING) -> int:
-        """Return an integer above zero."""
-        found = self.value(key, default)
+        """Return an integer above zero, and not above what models have."""
+        found, most = self.value(key, default), MOST.get(key, MOST_INTEGER)
         if isinstance(found, bool) or not isinstance(found, int) or found < 1:
             self.refuse(key, found, "a positive integer is needed")
+        if found > most:
+            self.refuse(key, found, f"at most {most} is")
         return int(found)
 
     def count(self, key: str, default: int = _MISSING) -> int:
@@ -118,7 +121,11 @@ class ConfigReader:
     def number(self, key: str, default: float = _MISSING) -> float:
         """Return a finite number above zero."""
         found = self.value(key, default)
-        if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found < 1e30:
+        if (
+            isinstance(found, bool)
+            or not isinstance(found, int | float)
+            or not 0 < found < MOST_NUMBER
+        ):
             self.refuse(key, found, "a positive number is needed")
         return float(found)
 
@@ -144,9 +151,10 @@ class ConfigReader:
         """Return a list of positive numbers."""
         found = self.value(key)
         good = isinstance(found, list) and all(
-            isinstance(x, int | float) and not isinstance(x, bool) and x > 0 for x in found
+            isinstance(x, int | float) and not isinstance(x, bool) and 0 < x < MOST_NUMBER
+            for x in found[: MOST_LISTED + 1]
         )
-        if not good:
+        if not good or len(found) > MOST_LISTED:
             self.refuse(key, found, "a list of positive numbers is needed")
         return tuple(float(x) for x in found)
 
@@ -156,6 +164,8 @@ class ConfigReader:
         ids = found if isinstance(found, list) else [found]
         if any(isinstance(x, bool) or not isinstance(x, int) or x < 0 for x in ids):
             self.refuse(key, found, "an integer or a list of integers is needed")
+        if len(ids) > MOST_LISTED or max(ids, default=0) > MOST_INTEGER:
+            self.refuse(key, found, f"at most {MOST_LISTED} integers up to {MOST_INTEGER} are")
         return tuple(ids)
 
     def section(self, key: str) -> ConfigReader | None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from weft.core.errors import UnsupportedModelError, suggest
+from weft.core.json_files import check_depth, read_object
+from weft.models.bounds import MOST_LAYER_EXPERTS
 from weft.models.config_reader import ConfigReader
 from weft.models.family_common import (
     FULL,
@@ -52,13 +53,8 @@ def read_spec(folder: Path, max_model_len: int | None = None) -> ModelSpec:
     """Read ``config.json`` of a model folder, or a GGUF file; see ``spec_from_config``."""
     if folder.suffix == SUFFIX and folder.is_file():
         return spec_from_config(GgufFile(folder).config(), max_model_len)
-    path = folder / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UnsupportedModelError(f"cannot read {path}: {error}") from error
-    if not isinstance(config, dict):
-        raise UnsupportedModelError(f"{path} must hold one JSON object")
+    config = read_object(folder / "config.json", UnsupportedModelError)
+    check_depth(config, "config.json", UnsupportedModelError)
     return spec_from_config(config, max_model_len)
 
 
@@ -73,11 +69,12 @@ def spec_from_config(config: Mapping[str, Any], max_model_len: int | None = None
         UnsupportedModelError: the architecture, a key or a value that weft does not implement.
     """
     architectures = config.get("architectures") or []
-    name = architectures[0] if architectures else config.get("model_type", "")
+    listed = isinstance(architectures, list) and architectures
+    name = str(architectures[0] if listed else config.get("model_type", ""))[:80]
     family = FAMILIES.get(name) or (None if architectures else MODEL_TYPES.get(name))
     if family is None:
         known = ", ".join(FAMILIES)
-        hint = suggest(str(name), FAMILIES)
+        hint = suggest(name, FAMILIES)
         raise UnsupportedModelError(
             f"config.json: architecture '{name}' is not supported.{hint} Supported: {known}",
             param="architectures",
@@ -86,7 +83,19 @@ def spec_from_config(config: Mapping[str, Any], max_model_len: int | None = None
     spec = family(reader, max_model_len)
     spec = replace(spec, stored_weights=read_stored_weights(reader))
     reader.finish()
+    _check_experts(reader, spec)
     return _without_idle_windows(spec, max(spec.max_position_embeddings, max_model_len or 0))
+
+
+def _check_experts(config: ConfigReader, spec: ModelSpec) -> None:
+    if spec.moe is None:
+        return
+    layers = sum(layer.moe for layer in spec.layers)
+    if layers * spec.moe.num_experts > MOST_LAYER_EXPERTS:
+        total = f"{MOST_LAYER_EXPERTS} in all {layers} layers together are"
+        config.refuse("num_experts", spec.moe.num_experts, total)
+    if spec.moe.top_k > spec.moe.num_experts:
+        config.refuse("num_experts_per_tok", spec.moe.top_k, f"only {spec.moe.num_experts} exist")
 
 
 def _without_idle_windows(spec: ModelSpec, longest: int) -> ModelSpec:

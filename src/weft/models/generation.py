@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from weft.core.errors import UnsupportedModelError
+from weft.core.json_files import check_depth, read_object
 from weft.models.config_reader import ConfigReader
 
 # Keys that would change the tokens but that weft does not honour, with the value that is off.
@@ -29,9 +29,6 @@ UNHONOURED: dict[str, Any] = {
     "suppress_tokens": None,
     "typical_p": 1.0,
 }
-
-
-MAX_TOKEN_ID = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -57,12 +54,8 @@ def read_generation_defaults(folder: Path) -> GenerationDefaults:
     path = folder / "generation_config.json"
     if not path.is_file():
         return GenerationDefaults()
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UnsupportedModelError(f"cannot read {path}: {error}") from error
-    if not isinstance(values, dict):
-        raise UnsupportedModelError(f"{path} must hold one JSON object")
+    values = read_object(path, UnsupportedModelError)
+    check_depth(values, path.name, UnsupportedModelError)
     config = ConfigReader(values, path.name)
     return GenerationDefaults(
         temperature=0.0 if not config.flag("do_sample", True) else _number(config, "temperature"),
@@ -73,19 +66,11 @@ def read_generation_defaults(folder: Path) -> GenerationDefaults:
         max_new_tokens=None
         if config.switched_off("max_new_tokens")
         else config.positive("max_new_tokens"),
-        eos_token_ids=_end_ids(config),
+        eos_token_ids=config.integers("eos_token_id"),
         unhonoured=tuple(
             key for key, off in UNHONOURED.items() if values.get(key) not in (None, off)
         ),
     )
-
-
-def _end_ids(config: ConfigReader) -> tuple[int, ...]:
-    """End ids; one that the vocabulary lacks never comes, but one beyond 32 bits is a mistake."""
-    ids = config.integers("eos_token_id")
-    if any(token > MAX_TOKEN_ID for token in ids):
-        config.refuse("eos_token_id", ids, f"at most {MAX_TOKEN_ID} is allowed")
-    return ids
 
 
 def _number(config: ConfigReader, key: str, most: float | None = None) -> float | None:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from weft.core.errors import CheckpointError, UnsupportedModelError
 from weft.models.config_reader import ConfigReader
+from weft.models.gguf_header import read_header
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -71,16 +72,9 @@ class GgufFile:
     """
 
     def __init__(self, path: Path) -> None:
-        from gguf import GGUFReader
-
         self._path = path
-        try:
-            reader = GGUFReader(path)
-            self._fields = {name: field.contents() for name, field in reader.fields.items()}
-        except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
-            raise CheckpointError(
-                f"cannot read {path}: {error}; the file is damaged or incomplete, fetch it again"
-            ) from error
+        header = read_header(path)
+        self._fields = header.fields
         self._arch = str(self._fields.get("general.architecture"))
         if self._arch not in ARCHITECTURES:
             raise UnsupportedModelError(
@@ -88,9 +82,15 @@ class GgufFile:
                 f"supported: {', '.join(ARCHITECTURES)}",
                 param="general.architecture",
             )
-        self._stored = {tensor.name: tensor for tensor in reader.tensors}
+        self._stored = header.tensors
+        if len(self._shape_of_embedding()) != 2:
+            raise CheckpointError(f"{path} has no table of embeddings; fetch it again")
         self._tensors = {self._name(name): tensor for name, tensor in self._stored.items()}
         self._tensors.pop(_FACTORS, None)
+
+    def _shape_of_embedding(self) -> tuple[int, ...]:
+        embedding = self._stored.get("token_embd.weight")
+        return embedding.shape if embedding is not None else ()
 
     def _name(self, name: str) -> str:
         layer = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
@@ -129,7 +129,7 @@ class GgufFile:
             "intermediate_size": found.positive("feed_forward_length"),
             "max_position_embeddings": found.positive("context_length"),
             "rms_norm_eps": found.number("attention.layer_norm_rms_epsilon"),
-            "vocab_size": int(self._stored["token_embd.weight"].shape[1]),
+            "vocab_size": self._shape_of_embedding()[1],
             "tie_word_embeddings": "output.weight" not in self._stored,
             "rope_theta": found.number("rope.freq_base", 10_000.0),
             "dtype": self._dtype(),
@@ -145,9 +145,7 @@ class GgufFile:
 
     def _dtype(self) -> str:
         """The dtype that the integers stand in for; they are as near in any."""
-        return (
-            "float32" if self._stored["token_embd.weight"].tensor_type.name == "F32" else "bfloat16"
-        )
+        return "float32" if self._stored["token_embd.weight"].kind.name == "F32" else "bfloat16"
 
     def _rope(self, found: ConfigReader) -> dict[str, Any]:
         kind = found.choice("rope.scaling.type", "none", ("none", "linear", "yarn"))
@@ -183,7 +181,7 @@ class GgufFile:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor, outputs first."""
-        return tuple(int(size) for size in reversed(self._tensors[name].shape))
+        return tuple(reversed(self._tensors[name].shape))
 
     def get_tensor(self, name: str) -> Tensor:
         """Return a tensor in float32."""
@@ -215,10 +213,10 @@ class GgufFile:
         from gguf.quants import dequantize
 
         try:
-            floats = dequantize(data, self._tensors[name].tensor_type)
+            floats = dequantize(data, self._tensors[name].kind)
             return torch.from_numpy(np.require(floats, requirements="W"))
         except NotImplementedError as error:
-            kind = self._tensors[name].tensor_type.name
+            kind = self._tensors[name].kind.name
             raise CheckpointError(
                 f"{self._path}: tensor '{name}' is stored as {kind}, which the gguf package does "
                 "not decode"

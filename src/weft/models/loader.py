@@ -21,10 +21,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from weft.core.errors import CheckpointError
+from weft.core.json_files import read_object
 from weft.kernels.float8 import Float8
 from weft.kernels.ops import OpTable
 from weft.kernels.quantized import Quantized, stacked
 from weft.kernels.storage import Storage
+from weft.models.bounds import MOST_HEADER_BYTES, MOST_INDEX_BYTES
 from weft.models.decoder import Decoder
 from weft.models.families import read_spec
 from weft.models.gguf import GgufFile
@@ -365,12 +367,30 @@ def _place(piece: Piece, weight: Any) -> tuple[Any, int]:
 def _open(path: Path, files: ExitStack) -> Any:
     if path.suffix == SUFFIX:
         return GgufFile(path)
+    _check_header(path)
     try:
         return files.enter_context(safe_open(path, framework="pt", device="cpu"))
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"cannot read {path}: {error}; the file is damaged or incomplete, fetch it again"
         ) from error
+
+
+def _check_header(path: Path) -> None:
+    """Raise CheckpointError if the header of a safetensors file is longer than that of any model.
+
+    The library takes one of 100 MB, most of which may be spaces.
+    """
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    if size > MOST_HEADER_BYTES:
+        raise CheckpointError(
+            f"cannot read {path}: its header has {size} bytes, {MOST_HEADER_BYTES} are supported; "
+            "the file is damaged, fetch it again"
+        )
 
 
 def _tensors(path: Path, handle: Any) -> Iterator[StoredTensor]:
@@ -421,11 +441,11 @@ def _weight_files(folder: Path) -> list[Path]:
 
 def _indexed_files(folder: Path) -> list[Path]:
     path = folder / INDEX
+    weight_map = read_object(path, CheckpointError, MOST_INDEX_BYTES).get("weight_map")
     try:
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        names = sorted(set(weight_map.values()))
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"cannot read {path}: {error!r}") from error
+        names = sorted(set(weight_map.values()))  # type: ignore[union-attr]
+    except (AttributeError, TypeError) as error:
+        raise CheckpointError(f"{path} has no weight_map of names of files") from error
     files = [folder / name for name in names]
     outside = [name for name in names if Path(name).name != name]
     absent = [file.name for file in files if not file.is_file()]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from weft.core.errors import TokenizerError
+from weft.core.json_files import read_object
 
-MAX_FILE_BYTES = 16 * 2**20  # of a file without a vocabulary
 NAMED_TOKENS = (
     "bos_token",
     "eos_token",
@@ -29,34 +28,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     if not path.is_file():
         return {}
-    return parse_json(read_text(path), path.name)
-
-
-def parse_json(text: str, name: str) -> dict[str, Any]:
-    """Return the JSON object that the text of the file ``name`` is. Raises TokenizerError."""
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise TokenizerError(
-            f"{name} cannot be read as JSON ({_short(error)}); download the file again."
-        ) from error
-    if not isinstance(data, dict):
-        raise TokenizerError(f"{name} is not a JSON object; download the file again.")
-    return data
-
-
-def read_text(path: Path, most_bytes: int = MAX_FILE_BYTES) -> str:
-    """Return the UTF-8 text in ``path``. Raises TokenizerError if it cannot be read."""
-    try:
-        with path.open("rb") as file:
-            data = file.read(most_bytes + 1)
-        if len(data) > most_bytes:
-            raise TokenizerError(f"{path.name} is longer than {most_bytes} bytes.")
-        return data.decode("utf-8")
-    except (OSError, ValueError) as error:
-        raise TokenizerError(
-            f"{path.name} cannot be read as UTF-8 text ({_short(error)})."
-        ) from error
+    return read_object(path, TokenizerError)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -79,9 +51,3 @@ def _content(token: Any) -> str | None:
     """A token is written as a string or as ``{"content": ...}``."""
     value = token.get("content") if isinstance(token, dict) else token
     return value if isinstance(value, str) else None
-
-
-def _short(error: Exception) -> str:
-    if isinstance(error, OSError):
-        return error.strerror or type(error).__name__
-    return str(error).splitlines()[0][:200] if str(error) else type(error).__name__

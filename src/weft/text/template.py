@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from weft.core.errors import ParameterError, TemplateError, TokenizerError
+from weft.core.json_files import read_text
 from weft.core.logs import notice
-from weft.text.assets import NAMED_TOKENS, named_tokens, read_config, read_text
+from weft.text.assets import NAMED_TOKENS, named_tokens, read_config
 from weft.text.control import AddedToken, Piece
 from weft.text.quoting import (
     Alphabet,
@@ -382,11 +383,11 @@ def _checked(text: str) -> str:
 
 def _find_sources(folder: Path, config: Mapping[str, Any], file: Path | None) -> dict[str, str]:
     if file is not None:
-        return {"default": read_text(Path(file))}
+        return {"default": read_text(Path(file), TokenizerError)}
     if (folder / "chat_template.jinja").is_file():
         more = sorted((folder / "additional_chat_templates").glob("*.jinja"))
-        named = {path.stem: read_text(path) for path in more}
-        return named | {"default": read_text(folder / "chat_template.jinja")}
+        named = {path.stem: read_text(path, TokenizerError) for path in more}
+        return named | {"default": read_text(folder / "chat_template.jinja", TokenizerError)}
     template = config.get("chat_template")
     if isinstance(template, str):
         return {"default": template}

@@ -13,7 +13,8 @@ from tokenizers import AddedToken as ReferenceToken
 from tokenizers import Tokenizer as Reference
 
 from weft.core.errors import ParameterError, TokenizerError, WeftError
-from weft.text.assets import named_tokens, parse_json, read_config, read_text
+from weft.core.json_files import parse_object, read_text
+from weft.text.assets import named_tokens, read_config
 from weft.text.control import Guard, Scanner, grammar_document, list_added
 from weft.text.decoding import DecodeTable, build_table
 from weft.text.fast import adopt_fastokens
@@ -106,7 +107,7 @@ class Tokenizer:
                 "The model folder has no tokenizer.json; add the one of the model, or convert its "
                 "older tokeniser files with transformers' AutoTokenizer.save_pretrained."
             )
-        text = read_text(path, MAX_FILE_BYTES)
+        text = read_text(path, TokenizerError, MAX_FILE_BYTES)
         document = _checked_document(text)
         config = read_config(Path(folder))
         try:
@@ -227,7 +228,7 @@ class Tokenizer:
 
 def _checked_document(text: str) -> dict[str, Any]:
     """Parse a tokenizer.json. Raises TokenizerError if the library had better not see it."""
-    document = parse_json(text, "tokenizer.json")
+    document = parse_object(text, "tokenizer.json", TokenizerError)
     for section in ("normalizer", "decoder"):
         factor = growth(document.get(section))
         if factor > MAX_GROWTH:
