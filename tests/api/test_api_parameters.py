@@ -312,6 +312,14 @@ def test_tokenize_takes_what_makes_a_chats_prompt(builder):
     assert ids(tools=[tool]) == list(chat(builder, Notes(), tools=[tool]).requests[0].prompt)
 
 
+def test_a_schema_beside_json_object_is_followed(builder):
+    schema = {"type": "object", "properties": {"a": {"const": 5}}}
+    wanted = {"type": "json_object", "schema": schema}
+    job = chat(builder, Notes(), response_format=wanted)
+    assert '"const"' in (job.requests[0].sampling.grammar or "").replace("\\", "")
+    assert job.constrained_by == "response_format.schema"
+
+
 # -- classes --------------------------------------------------------------------------------------
 
 

@@ -66,6 +66,15 @@ def test_every_endpoint_names_it(server: Running, path: str, body: Any, ignored:
         assert answer.headers[HEADER] == ignored
 
 
+def test_texts_of_messages_have_no_citations_rather_than_null(server: Running):
+    body = {"model": "builtin", "max_tokens": 4, "messages": [{"role": "user", "content": "hi"}]}
+    with server.http() as http:
+        [block] = http.post("/v1/messages", json=body).json()["content"]
+        assert block.keys() == {"type", "text"}
+        events = http.post("/v1/messages", json={**body, "stream": True}).text
+        assert '"content_block":{"type":"text","text":""}' in events
+
+
 def test_a_strict_server_refuses_it(text: Any):
     with serving(ScriptedClient(answer=[5]), text, strict=True) as running, running.http() as http:
         answer = http.post("/v1/chat/completions", json=CHAT)
