@@ -18,7 +18,7 @@ HEADER = "x-weft-ignored"
 
 @pytest.fixture(scope="module")
 def server(text: Any) -> Any:
-    with serving(ScriptedClient(answer=[5, 6]), text, cors_origin=("*",)) as running:
+    with serving(ScriptedClient(answer=[700, 701]), text, cors_origin=("*",)) as running:
         yield running
 
 
