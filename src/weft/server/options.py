@@ -145,7 +145,7 @@ class ServerOptions:
         "bool",
         None,
         "keep a second engine ready to take over from one that dies; unset does so if the weights "
-        "are small beside the free memory",
+        "are small beside the free memory; without, there is no process either that forks engines",
     )
     watchdog_s: float = setting(
         "float",
