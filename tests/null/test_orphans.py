@@ -53,6 +53,9 @@ def test_an_orphan_is_a_child():
         assert child.wait(60) == child.wait() == child.poll() == -signal.SIGKILL
         child.kill()  # whoever has the number now is not meant
         assert Child(orphan(0)).wait() == 7
+        reaped = orphan(0)
+        os.waitpid(reaped, 0)
+        assert Child(reaped).wait() == 255
         assert not psutil.Process().children()
     """)
 

@@ -23,6 +23,7 @@ STALLED = signal.SIGUSR1  # to an engine: it makes no steps, and should say who 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 MOST_DEATHS = 16
+UNKNOWN_STATUS = 255 << 8  # as if the exit code were 255
 
 
 def set_process_title(title: str) -> None:
@@ -136,7 +137,10 @@ class Child:
         """Its exit code, negative for a signal; None while it lives."""
         with self._lock:
             if self._code is None:
-                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                try:
+                    pid, status = os.waitpid(self.pid, os.WNOHANG)
+                except ChildProcessError:  # it was reaped as an orphan before it was known here
+                    pid, status = self.pid, UNKNOWN_STATUS
                 self._code = os.waitstatus_to_exitcode(status) if pid else None
             return self._code
 
