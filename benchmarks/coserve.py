@@ -73,7 +73,7 @@ async def ask(port: int, asked: bytes) -> Timing:
     """Send one request over a connection of its own and read its answer to the end."""
     started = time.perf_counter()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     head += f"connection: close\r\ncontent-length: {len(asked)}\r\n\r\n"
     writer.write(head.encode() + asked)
     first = last = float("inf")

@@ -46,8 +46,8 @@ class Stream:
              "ignore_eos": True, "temperature": 0, "stream": True}
         )  # fmt: skip
         reader, writer = await asyncio.open_connection("127.0.0.1", PORT)
-        head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-        head += f"connection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+        head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
+        head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
         try:
             writer.write(head.encode() + body)
             while data := await reader.read(2**16):

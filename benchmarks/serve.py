@@ -57,7 +57,7 @@ async def one_request(port: int, ids: list[int]) -> Timing:
     )  # fmt: skip
     started = time.perf_counter()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     writer.write(f"{head}connection: close\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
     first = last = 0.0
     while data := await reader.read(2**16):

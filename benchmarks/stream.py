@@ -115,7 +115,7 @@ async def read_stream(port: int) -> tuple[int, int]:
         {"model": "null", "prompt": [5, 6, 7], "max_tokens": TOKENS, "stream": True}
     )
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=2**20)
-    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     writer.write(f"{head}connection: close\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
     chunks = size = 0
     while data := await reader.read(2**18):

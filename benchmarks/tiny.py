@@ -40,7 +40,7 @@ GUARDED = ServerOptions(
 async def ask(port: int, count: int) -> None:
     """So many requests on one connection."""
     body = orjson.dumps({"model": "null", "prompt": [5, 6, 7], "max_tokens": 1})
-    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer key\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer key\r\n"
     request = f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     for _ in range(count):

@@ -382,6 +382,23 @@ POISONED = textwrap.dedent("""
             return launch(self, plan)
         EagerExecutor.launch = deadly
 """)
+KILLED = textwrap.dedent("""
+    # As above, by the signal of those who kill from outside, up to a number of times.
+    import os, signal, sys
+    if "weft.engine.process" in sys.orig_argv:
+        from weft.exec.eager import EagerExecutor
+        launch, poisoned = EagerExecutor.launch, set()
+        def deadly(self, plan):
+            poisoned.difference_update(plan.drop)
+            poisoned.update(add.row for add in plan.add if add.tokens[0] == {POISON})
+            if any(poisoned.intersection(batch.rows) for batch in plan.batches):
+                count = len(os.listdir("{MARKS}"))
+                if count < {KILLS}:
+                    os.mkdir("{MARKS}/" + str(count))
+                    os.kill(os.getpid(), signal.SIGKILL)
+            return launch(self, plan)
+        EagerExecutor.launch = deadly
+""")
 BROKEN = textwrap.dedent("""
     # As above, by an error where the request is taken in, before it is computed.
     import sys
@@ -427,6 +444,22 @@ def test_a_poison_request_fails_alone(tmp_path, monkeypatch, poison, death):
         assert [stream.outcome() for stream in streams] == undisturbed
         assert poisonous.outcome() == ([], "", "", "request_crashed")
         assert server.errors.read_text().count(f"({death})") == 3  # two in company, one alone
+        (stream,) = start(server, 1, 5)
+        assert stream.outcome()[2:] == ("length", "")
+
+
+@pytest.mark.parametrize(("kills", "end"), [(6, ("length", "")), (99, ("", "request_crashed"))])
+def test_kills_from_outside_blame_nobody_for_a_while(tmp_path, monkeypatch, kills, end):
+    """However unlucky a request is; but one that is always there when they come is to blame."""
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    code = KILLED.replace("{POISON}", str(POISON)).replace("{KILLS}", str(kills))
+    (tmp_path / "sitecustomize.py").write_text(code.replace("{MARKS}", str(marks)))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    with serving(tmp_path, "--standby", "--max-crashes", "1") as server:
+        unlucky = Stream(server.url, body(0, 5) | {"prompt": [POISON, 200, 300]})
+        assert unlucky.outcome()[2:] == end
+        assert len(list(marks.iterdir())) == min(kills, 8 + 2 + 1)
         (stream,) = start(server, 1, 5)
         assert stream.outcome()[2:] == ("length", "")
 

@@ -232,6 +232,24 @@ def test_what_a_crash_counts(pair, blame, counts):
         assert held.crashes == count
 
 
+def test_kills_from_outside_are_no_crashes_unless_they_never_end(pair):
+    page = _native.Page(pair.fds.memory)
+    pair.submit(request(1))
+    (held,) = pair.receive()
+    pair.inbox.computing([held.id])
+    for crashes in (*[0] * 8, 1, 2):
+        page.killed_from_outside()
+        engine = successor(pair)
+        assert pair.client._ring.look(0)["crashes"] == crashes
+        ((held,), _) = engine.receive()
+        engine.computing([held.id])
+    engine.publish(Commit([(held.id, 7)] * 4, []))  # it gets ahead, and starts afresh
+    page.killed_from_outside()
+    engine = successor(pair)
+    assert pair.client._ring.look(0)["crashes"] == 0
+    engine.close()
+
+
 def test_an_error_of_the_engine_concerns_all_that_it_took_in_but_who_is_held_back(pair):
     for number in range(3):
         pair.submit(request(number))

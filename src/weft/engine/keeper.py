@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -58,6 +59,7 @@ class EngineKeeper:
         self._backoff = Backoff("engine", proven=True, longest_s=LONGEST_DELAY_S)
         self._active: EngineProcess | None = None
         self._since = 0.0
+        self._gave_up = False  # with the active engine, and killed it
         self._start_s = 0.0  # that the first engine took
         self._progress = Progress()
 
@@ -92,19 +94,24 @@ class EngineKeeper:
         However many die or are killed, also while they start, there will be a next one.
         """
         while True:
-            why = describe_exit(await self._death())
+            code = await self._death()
+            why = describe_exit(code)
             for page in self._pages:
                 page.not_ready()
+                if code == -signal.SIGKILL and not self._gave_up:
+                    page.killed_from_outside()
             await self._replace(why)
 
     async def _death(self) -> int:
         """Wait for the end of the active engine; meanwhile keep a standby, and an eye on both."""
         assert self._active is not None
         death = asyncio.create_task(exited(self._active.process))
+        self._gave_up = False
         while not (await asyncio.wait([death], timeout=TICK_S))[0]:
             await self._reserve.keep(self._active)
             if time.monotonic() - self._last_step() > self._watchdog_s:
                 logger.error("The engine makes no steps any more; it is killed and replaced.")
+                self._gave_up = True
                 self._active.process.send_signal(STALLED)
                 await asyncio.wait([death], timeout=STALLED_GRACE_S)
                 self._active.process.kill()

@@ -233,6 +233,7 @@ class EngineSide {
     if (held.published + 1 == held.recovered + kClearedTokens) {
       slot.crashes = 0;
       slot.blame = Blame::Shared;
+      slot.outside_kills = 0;
     }
     return weft::ring::publish(slot.published, held.tag, held.published++, 1) == Outcome::Done;
   }

@@ -163,6 +163,10 @@ class Page {
     values[static_cast<int>(Info::ready)] = 0;
     weft::ring::write_info(segment_->info(), values);
   }
+  // Likewise: it was killed from outside, so that no sequence is to blame.
+  void killed_from_outside() {
+    for (uint32_t i = 0; i < segment_->slots(); ++i) forgive(segment_->slot(i));
+  }
 
  private:
   std::shared_ptr<Segment> segment_;
@@ -459,7 +463,8 @@ NB_MODULE(_native, m) {
   nb::class_<Page>(m, "Page")
       .def(nb::init<int>(), "memory"_a)
       .def("info", &Page::info)
-      .def("not_ready", &Page::not_ready);
+      .def("not_ready", &Page::not_ready)
+      .def("killed_from_outside", &Page::killed_from_outside);
 
   nb::class_<Engine>(m, "Engine")
       .def(nb::init<const std::vector<std::pair<int, int>>&>(), "rings"_a)

@@ -3,7 +3,8 @@
 The slot counts the engines that died computing its sequence. After a first crash everything goes on
 at once. What was in a second one without having got ahead in between is a suspect: until it is a
 few tokens further, nothing runs beside it but suspects that have got so far. A crash then is its
-own, and after ``max_crashes`` of these it fails alone.
+own, and after ``max_crashes`` of these it fails alone. Engines that were killed from outside are no
+crashes, up to 8 without getting ahead in between.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ namespace order = std;
 #endif
 
 inline constexpr uint64_t kMagic = 0x676e697274666577;  // "weftring"
-inline constexpr uint32_t kVersion = 5;  // any change of layout or meaning
+inline constexpr uint32_t kVersion = 6;  // any change of layout or meaning
 inline constexpr uint64_t kPage = 4096;
 inline constexpr uint64_t kAlign = 64;  // of every extent in the arena, and of slots
 inline constexpr uint32_t kMaxSlots = 65535;
@@ -72,6 +72,7 @@ inline constexpr int kReasons = 7;
 // beside it, or it alone is suspected.
 enum class Blame : uint32_t { None, Shared, Sole };
 inline constexpr uint32_t kSuspected = 2;  // crashes that make a sequence a suspect
+inline constexpr uint32_t kForgiven = 8;   // engines killed from outside that are no crashes
 
 // The one transition table. Recovery acts for an engine that is dead, and for nobody else.
 WEFT_HD constexpr bool may_move(State from, State to, Side by) {
@@ -241,6 +242,7 @@ struct alignas(kAlign) Slot {
   alignas(kAlign) uint64_t state;      // Word of State and Reason; written by the owner
   alignas(kAlign) uint64_t published;  // Word: output records that may be read; engine
   uint64_t prompt_published;           // Word: prompt records that may be read; engine
+  uint32_t outside_kills;              // engines killed from outside computing this slot; keeper
   uint32_t cached_tokens;              // prompt tokens from the prefix cache; atomic; engine
   uint32_t crashes;                    // engines that died computing this slot; recovery
   Blame blame;                         // should the engine die now; engine
@@ -338,6 +340,7 @@ WEFT_HD inline Outcome begin_writing(Slot& slot, Tag& tag) {
   slot.crashes = 0;
   slot.blame = Blame::None;
   store(slot.cached_tokens, 0u);
+  slot.outside_kills = 0;
   return fresh ? Outcome::Done : Outcome::Stale;
 }
 
@@ -401,6 +404,13 @@ WEFT_HD inline void count_crash(Slot& slot) {
   const bool counts = slot.blame == Blame::Sole ||
                       (slot.blame == Blame::Shared && slot.crashes < kSuspected);
   slot.crashes += counts;
+}
+
+// The engine was killed from outside, and has no successor yet: no crash, unless that never ends.
+WEFT_HD inline void forgive(Slot& slot) {
+  if (slot.blame == Blame::None || slot.outside_kills == kForgiven) return;
+  ++slot.outside_kills;
+  slot.blame = Blame::None;
 }
 
 // PROCESSING or PAUSED -> PREFILL_PENDING, on behalf of an engine that is proven dead. The output
