@@ -171,6 +171,12 @@ class InvariantError(WeftError):
     code = "invariant_violated"
 
 
+def short(value: object, chars: int = 200) -> str:
+    """The text of what somebody else has said, in one line of so many characters at most."""
+    text = " ".join(str(value)[: 4 * chars].split())
+    return text if len(text) <= chars else f"{text[: chars - 3]}..."
+
+
 def suggest(name: str, known: Iterable[str]) -> str:
     """Return ``" Did you mean 'x'?"`` for the known name nearest to ``name``, else ``""``."""
     nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from weft.core.errors import WeftError
+from weft.core.errors import WeftError, short
 
 MOST_BYTES = 16 * 2**20  # no file of a model is longer but those with a vocabulary or an index
 MOST_DEPTH = 32
@@ -31,7 +31,7 @@ def read_text(path: Path, refuse: Refusal, most_bytes: int = MOST_BYTES) -> str:
             data = file.read(most_bytes + 1)
         text = data.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else str(error)
+        why = error.strerror if isinstance(error, OSError) else short(error)
         raise refuse(f"{path.name} cannot be read as UTF-8 text ({why}).") from error
     if len(data) > most_bytes:
         raise refuse(f"{path.name} is longer than {most_bytes} bytes; download the file again.")
@@ -43,10 +43,8 @@ def parse_object(text: str, name: str, refuse: Refusal) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        why = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise refuse(
-            f"{name} cannot be read as JSON ({why[:200]}); download the file again."
-        ) from error
+        why = "nested too deeply" if isinstance(error, RecursionError) else short(error)
+        raise refuse(f"{name} cannot be read as JSON ({why}); download the file again.") from error
     if not isinstance(value, dict):
         raise refuse(f"{name} is not a JSON object; download the file again.")
     return value

@@ -6,11 +6,10 @@ for, unless it is known not to change the result or stands at a value that switc
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping
 from typing import Any, NoReturn
 
-from weft.core.errors import UnsupportedModelError
+from weft.core.errors import UnsupportedModelError, short
 from weft.models.bounds import MOST, MOST_INTEGER, MOST_LISTED, MOST_NUMBER
 
 # Keys that do not change the logits of inference, whatever their value.
@@ -69,6 +68,7 @@ return_dict_in_generate suppress_tokens temperature tf_legacy_loss top_k top_p t
 GENERATION = frozenset(_GENERATION.split())
 
 _MISSING: Any = object()
+SHOWN = 80  # characters of a key or value in an error
 
 
 class ConfigReader:
@@ -184,7 +184,9 @@ class ConfigReader:
     def refuse(self, key: str, value: Any, why: str) -> NoReturn:
         """Raise ``UnsupportedModelError`` for a key and value."""
         raise UnsupportedModelError(
-            f"{self._where}: '{key}': {_short(value)} is not supported; {why}", param=key
+            f"{self._where}: '{short(key, SHOWN)}': {short(repr(value), SHOWN)} is not supported; "
+            f"{why}",
+            param=short(key, SHOWN),
         )
 
     def finish(self) -> None:
@@ -195,8 +197,3 @@ class ConfigReader:
             if value is None or value in NO_OP.get(key, ()):
                 continue
             self.refuse(key, value, "weft does not know this key, which may change the result")
-
-
-def _short(value: Any) -> str:
-    text = re.sub(r"\s+", " ", repr(value))
-    return text if len(text) <= 80 else f"{text[:77]}..."

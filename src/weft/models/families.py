@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from weft.core.errors import UnsupportedModelError, suggest
+from weft.core.errors import UnsupportedModelError, short, suggest
 from weft.core.json_files import check_depth, read_object
 from weft.models.bounds import MOST_LAYER_EXPERTS
-from weft.models.config_reader import ConfigReader
+from weft.models.config_reader import SHOWN, ConfigReader
 from weft.models.family_common import (
     FULL,
     SLIDING,
@@ -70,7 +70,7 @@ def spec_from_config(config: Mapping[str, Any], max_model_len: int | None = None
     """
     architectures = config.get("architectures") or []
     listed = isinstance(architectures, list) and architectures
-    name = str(architectures[0] if listed else config.get("model_type", ""))[:80]
+    name = short(architectures[0] if listed else config.get("model_type", ""), SHOWN)
     family = FAMILIES.get(name) or (None if architectures else MODEL_TYPES.get(name))
     if family is None:
         known = ", ".join(FAMILIES)

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core.errors import CheckpointError
+from weft.core.errors import CheckpointError, short
 from weft.models.bounds import MOST_LISTED
 
 MOST_FIELDS = 2**16
@@ -76,7 +76,7 @@ def read_header(path: Path) -> GgufHeader:
         return _Reader(data).read()
     except (OSError, ValueError, struct.error) as error:
         raise CheckpointError(
-            f"cannot read {path}: {error}; the file is damaged or incomplete, fetch it again"
+            f"cannot read {path}: {short(error)}; the file is damaged or incomplete, fetch it again"
         ) from error
 
 

@@ -7,6 +7,7 @@ are rounded to integers come a few rows at a time, so there the peak is the roun
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import re
@@ -20,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from weft.core.errors import CheckpointError
+from weft.core.errors import CheckpointError, short
 from weft.core.json_files import read_object
 from weft.kernels.float8 import Float8
 from weft.kernels.ops import OpTable
@@ -251,7 +252,7 @@ class Checkpoint:
                 [f"'{name}' in {self._stored[name].file.name}" for name in extra],
                 "does config.json belong to these weights?",
             ),
-            *self._misfits(needed),
+            *itertools.islice(self._misfits(needed), LISTED),
         ]
         if problems:
             raise CheckpointError(f"checkpoint {self._folder}: " + "; ".join(problems))
@@ -372,7 +373,7 @@ def _open(path: Path, files: ExitStack) -> Any:
         return files.enter_context(safe_open(path, framework="pt", device="cpu"))
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"cannot read {path}: {error}; the file is damaged or incomplete, fetch it again"
+            f"cannot read {path}: {short(error)}; the file is damaged or incomplete, fetch it again"
         ) from error
 
 
@@ -442,23 +443,22 @@ def _weight_files(folder: Path) -> list[Path]:
 def _indexed_files(folder: Path) -> list[Path]:
     path = folder / INDEX
     weight_map = read_object(path, CheckpointError, MOST_INDEX_BYTES).get("weight_map")
-    try:
-        names = sorted(set(weight_map.values()))  # type: ignore[union-attr]
-    except (AttributeError, TypeError) as error:
-        raise CheckpointError(f"{path} has no weight_map of names of files") from error
-    files = [folder / name for name in names]
-    outside = [name for name in names if Path(name).name != name]
-    absent = [file.name for file in files if not file.is_file()]
-    if outside or absent:
+    named = list(weight_map.values()) if isinstance(weight_map, dict) else [None]
+    names = sorted({name for name in named if isinstance(name, str)})
+    if len(names) == 0 or not all(isinstance(name, str) for name in named):
+        raise CheckpointError(f"{path} has no weight_map of names of files; fetch it again")
+    there = {file.name for file in folder.iterdir() if file.is_file()}
+    absent = [name for name in names if name not in there]
+    if absent:
         raise CheckpointError(
-            f"{path} names files that are not in the folder: {', '.join(outside or absent)}; "
-            "fetch them again"
+            f"{path} names files that are not in the folder: "
+            f"{', '.join(short(name) for name in absent[:LISTED])}; fetch them again"
         )
-    return files
+    return [folder / name for name in names]
 
 
 def _listed(what: str, names: list[str], hint: str) -> Iterator[str]:
     if names:
         more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
         plural = "tensor" if len(names) == 1 else "tensors"
-        yield f"{plural} {what}: {', '.join(names[:LISTED])}{more} ({hint})"
+        yield f"{plural} {what}: {', '.join(map(short, names[:LISTED]))}{more} ({hint})"

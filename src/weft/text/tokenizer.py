@@ -12,7 +12,7 @@ from typing import Any
 from tokenizers import AddedToken as ReferenceToken
 from tokenizers import Tokenizer as Reference
 
-from weft.core.errors import ParameterError, TokenizerError, WeftError
+from weft.core.errors import ParameterError, TokenizerError, WeftError, short
 from weft.core.json_files import parse_object, read_text
 from weft.text.assets import named_tokens, read_config
 from weft.text.control import Guard, Scanner, grammar_document, list_added
@@ -116,7 +116,7 @@ class Tokenizer:
             raise
         except BaseException as error:  # bare exceptions, and Rust panics, which are no Exception
             raise TokenizerError(
-                f"tokenizer.json is broken ({str(error)[:200]}); download the file again."
+                f"tokenizer.json is broken ({short(error)}); download the file again."
             ) from error
 
     @property
@@ -220,8 +220,8 @@ class Tokenizer:
         token_id = self.reference.token_to_id(token)
         if token_id is None:
             raise TokenizerError(
-                f"tokenizer_config.json names {token!r} as {name}, but tokenizer.json has no such "
-                "token; take both files from the same model."
+                f"tokenizer_config.json names '{short(token)}' as {name}, but tokenizer.json has "
+                "no such token; take both files from the same model."
             )
         return token_id
 
