@@ -383,3 +383,22 @@ def test_the_first_token_comes_soon_after_the_start():
     started = time.monotonic()
     assert run("generate", "x", *FAST, "--max-tokens", "1").returncode == 0
     assert time.monotonic() - started < 60
+
+
+def test_a_template_that_is_nested_too_deeply(tmp_path):
+    template = tmp_path / "deep.jinja"
+    template.write_text("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}")
+    given = ("--chat-template", str(template))
+    refused(run("generate", "hello", "--chat", *given), "'default'", "nested too deeply", code=1)
+    served = run("serve", "--port", "0", *given)
+    assert served.returncode == 1
+    assert "nested too deeply" in served.stderr
+    assert "Traceback" not in served.stderr
+
+
+def test_a_config_with_a_billion_layers(tmp_path):
+    builtin = Path(weft.__file__).parent / "builtin"
+    config = json.loads((builtin / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10**9}))
+    words = ("num_hidden_layers", "1000000000", "1024")
+    refused(run("info", "--model", str(tmp_path)), *words, code=1)
