@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+import textwrap
+import threading
+import time
 
+import psutil
 import pytest
 
 from weft.core.errors import EngineDeadError
-from weft.core.process import LONGEST_DELAY_S, MOST_DEATHS, STABLE_S, Backoff, describe_exit, exited
+from weft.core.process import (
+    LONGEST_DELAY_S,
+    MOST_DEATHS,
+    STABLE_S,
+    Backoff,
+    describe_exit,
+    exited,
+    start_child,
+)
 
 
 def child(code: str) -> subprocess.Popen[bytes]:
@@ -48,6 +61,72 @@ def test_giving_up_waiting_leaves_nothing_open():
     assert len(os.listdir("/proc/self/fd")) == before
     process.kill()
     process.wait()
+
+
+def lives(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def test_children_of_other_threads_outlive_them_but_not_the_process():
+    """Two threads that end, and a fork that has none of them: each child has its own parent."""
+    code = textwrap.dedent("""
+        import os, subprocess, sys, threading
+        from weft.core.process import start_child
+        sleeper = "import os, sys; from weft.core.process import die_with;"
+        sleeper += "die_with(os.getppid()); print('up', flush=True); sys.stdin.read()"
+        def start():
+            command = [sys.executable, "-c", sleeper]
+            child = start_child(command, stdin=ours, stdout=subprocess.PIPE)
+            child.stdout.readline()
+            print(child.pid, flush=True)
+        ours, _ = os.pipe()
+        for _ in range(2):
+            thread = threading.Thread(target=start)
+            thread.start()
+            thread.join()
+        if os.fork() == 0:
+            thread = threading.Thread(target=start)
+            thread.start()
+            thread.join()
+        sys.stdin.read()
+    """)
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as parent:
+        children = [psutil.Process(int(parent.stdout.readline())) for _ in range(3)]
+        assert all(lives(child) for child in children)
+        for child in children:
+            child.suspend()
+        for process in psutil.Process(parent.pid).children():
+            if process not in children:
+                process.kill()  # the fork
+        parent.kill()
+    try:
+        end = time.monotonic() + 30
+        while any(lives(child) for child in children):
+            assert time.monotonic() < end, "a child has outlived the process"
+            time.sleep(0.01)
+    finally:
+        for child in filter(lives, children):
+            child.kill()
+
+
+def test_the_child_of_a_thread_has_its_cores():
+    def start() -> None:
+        os.sched_setaffinity(0, cores)
+        print_cores = "import os; print(sorted(os.sched_getaffinity(0)))"
+        child = start_child([sys.executable, "-S", "-c", print_cores], stdout=subprocess.PIPE)
+        told.append(child.communicate()[0].decode().strip())
+
+    told: list[str] = []
+    for cores in ([core] for core in sorted(os.sched_getaffinity(0))[:2]):
+        thread = threading.Thread(target=start)
+        thread.start()
+        thread.join()
+        assert told.pop() == str(cores)
 
 
 def test_exit_codes_in_words():

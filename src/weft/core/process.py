@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import functools
 import os
+import queue
 import resource
 import select
 import signal
 import subprocess
 import threading
-from collections.abc import Collection
-from typing import Protocol
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol
 
 from weft.core.errors import EngineDeadError
 
@@ -39,17 +42,49 @@ def raise_file_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def die_with(parent_pid: int, *, by_main_thread: bool) -> None:
+def start_child(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+    """Start a process that may call ``die_with``; takes what ``Popen`` takes, and raises the same.
+
+    To the kernel the parent of a process is the *thread* that started it, so that is one here that
+    lives as long as this process: the main thread, or one that does nothing else.
+    """
+    if threading.current_thread() is threading.main_thread():
+        return subprocess.Popen(command, **options)
+    started: Future[subprocess.Popen[bytes]] = Future()
+    cores = os.sched_getaffinity(0)  # of this thread, which the child would inherit
+
+    def start() -> None:
+        try:
+            os.sched_setaffinity(0, cores)
+            started.set_result(subprocess.Popen(command, **options))
+        except Exception as error:
+            started.set_exception(error)
+
+    _lasting_thread(os.getpid()).put(start)
+    return started.result()
+
+
+@functools.cache
+def _lasting_thread(pid: int) -> queue.SimpleQueue[Callable[[], None]]:  # noqa: ARG001
+    """Work for a thread that ends with this process; a fork of it needs another one."""
+    work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        while True:
+            work.get()()
+
+    threading.Thread(target=run, name="weft-start", daemon=True).start()
+    return work
+
+
+def die_with(parent_pid: int) -> None:
     """End this process at once when its parent ends, however it ends.
 
-    A thread waits on a pidfd. It cannot act while this process is stopped or stuck in native code;
-    the kernel can, but does so when the *thread* ends that started this process.
-
-    Args:
-        by_main_thread: that thread lives as long as the parent, so the kernel may do it.
+    The kernel sees to it, even while this process is stopped or stuck in native code; the parent
+    must have started it by ``start_child``, or adopted it. A parent that has ended before is found
+    by its pidfd.
     """
-    if by_main_thread:
-        die_with_parent_thread()
+    die_with_parent_thread()
     try:
         parent = os.pidfd_open(parent_pid)
     except ProcessLookupError:

@@ -27,6 +27,7 @@ from weft.core.process import (
     die_with_parent_thread,
     fork_orphan,
     set_process_title,
+    start_child,
 )
 from weft.engine.postpone import postpone
 from weft.ring.segment import RingFds
@@ -42,7 +43,7 @@ MEMORY_SETTINGS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8", "MALLOC_ARENA_MAX": "
 
 
 class ForkServer:
-    """The supervisor's side. Make it on the main thread, as it ends with the thread that did.
+    """The supervisor's side.
 
     Args:
         rings: that the engines will serve.
@@ -58,7 +59,7 @@ class ForkServer:
         command = [sys.executable, "-m", "weft.engine.process", "--fork-for", str(other.fileno())]
         command += ["--background"] * background
         try:
-            self.process = subprocess.Popen(
+            self.process = start_child(
                 command,
                 stdin=subprocess.DEVNULL,
                 pass_fds=[other.fileno(), *(fd for ring in rings for fd in ring.pass_fds)],

@@ -66,7 +66,6 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--ring", action="append")
     parser.add_argument("--report", type=int)
     parser.add_argument("--parent", type=int)
-    parser.add_argument("--by-main-thread", action="store_true")
     parser.add_argument("--standby", action="store_true")
     parser.add_argument("--returning-bytes", type=int, default=0)
     parser.add_argument("--since", type=float, default=time.monotonic())
@@ -78,7 +77,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 def _run(options: argparse.Namespace) -> NoReturn:
     laps, orders = Laps(options.since), _Orders()  # which come when the parent knows its child
     set_process_title("weft-standby" if options.standby else "weft-engine")
-    die_with(options.parent, by_main_thread=options.by_main_thread)
+    die_with(options.parent)
     report = os.fdopen(options.report, "w")
     postpone("torch._meta_registrations")  # a fourth of the import of torch; for compilers
     laps.mark("process")

@@ -40,10 +40,9 @@ def main() -> None:
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--channel", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
-    parser.add_argument("--by-main-thread", action="store_true")
     options = parser.parse_args()
     set_process_title(f"weft-rank{options.rank}")
-    die_with(options.parent, by_main_thread=options.by_main_thread)
+    die_with(options.parent)
     for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 decides when to end
         signal.signal(number, signal.SIG_IGN)
     postpone("torch._meta_registrations")  # a fourth of the import of torch; for compilers

@@ -27,7 +27,7 @@ from weft.core.config import EngineConfig, ResolvedConfig
 from weft.core.errors import EngineDeadError, KernelError, WeftError
 from weft.core.plan import StepPlan, StepResult
 from weft.core.ports import Executor, Ticket
-from weft.core.process import describe_exit
+from weft.core.process import describe_exit, start_child
 from weft.engine.channel import Channel
 from weft.engine.forkserver import MEMORY_SETTINGS
 from weft.kernels.collectives import Group
@@ -115,11 +115,10 @@ class Followers:
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "weft.engine.rank", "--rank", str(rank)]
         command += ["--channel", str(theirs.fileno()), "--parent", str(os.getpid())]
-        command += ["--by-main-thread"] * (threading.current_thread() is threading.main_thread())
         environment = {**MEMORY_SETTINGS, **os.environ}
         with theirs:
             try:
-                process = subprocess.Popen(
+                process = start_child(
                     command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment
                 )
             except OSError as error:

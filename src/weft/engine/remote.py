@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from typing import IO, Any
 
 from weft.core import errors
 from weft.core.errors import EngineDeadError, WeftError
-from weft.core.process import Process, describe_exit
+from weft.core.process import Process, describe_exit, start_child
 from weft.core.served import ServedModel
 from weft.engine.forkserver import MEMORY_SETTINGS, ForkServer
 from weft.ring.client import RingClient
@@ -50,7 +49,7 @@ class EngineProcess:
             command = [sys.executable, "-m", "weft.engine.process", *_arguments(rings)]
             inherited = [pipes.report, *(fd for ring in rings for fd in ring.pass_fds)]
             try:
-                process = subprocess.Popen(
+                process = start_child(
                     [*command, "--report", str(pipes.report)],
                     stdin=pipes.orders,
                     pass_fds=inherited,
@@ -131,8 +130,6 @@ class EngineProcess:
 
 def _arguments(rings: Sequence[RingFds]) -> list[str]:
     arguments = ["--parent", str(os.getpid()), "--since", str(time.monotonic())]
-    if threading.current_thread() is threading.main_thread():
-        arguments.append("--by-main-thread")
     for ring in rings:
         arguments += ["--ring", str(ring)]
     return arguments

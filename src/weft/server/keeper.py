@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from weft.core.errors import EngineDeadError
-from weft.core.process import Backoff, describe_exit, exited
+from weft.core.process import Backoff, describe_exit, exited, start_child
 from weft.ring.segment import RingFds
 from weft.server.counts import Board
 
@@ -141,7 +141,7 @@ class FrontendKeeper:
         command += ["--socket", str(self._listener.fileno()), "--board", str(self._board)]
         command += ["--number", str(self._number)]
         command += ["--announce"] * announce
-        process = subprocess.Popen(
+        process = start_child(
             command,
             stdin=subprocess.PIPE,
             pass_fds=[card, self._listener.fileno(), self._board, *self._ring.pass_fds],

@@ -52,7 +52,7 @@ def main() -> None:
     arguments = parser.parse_args()
     set_process_title("weft-frontend")
     raise_file_limit()
-    die_with(arguments.parent, by_main_thread=True)
+    die_with(arguments.parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when Ctrl-C ends the server
     settings = json.load(sys.stdin)
     with contextlib.suppress(WeftError):  # which the first template meets again
