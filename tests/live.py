@@ -17,6 +17,8 @@ import httpx
 import openai
 import psutil
 
+from groups import join
+
 WEFT = [sys.executable, "-m", "weft.cli"]
 SMALL = ["--threads", "1", "--kv-memory", "32MiB", "--max-num-seqs", "16", "--no-standby"]
 START_S = 60.0
@@ -84,11 +86,18 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, *arguments: str, port: int | None = None) -> Iterator[Server]:
-    """Run a server until the block ends; whatever it started must be gone then."""
+def serving(
+    folder: Path, *arguments: str, port: int | None = None, group: Path | None = None
+) -> Iterator[Server]:
+    """Run a server until the block ends; whatever it started must be gone then.
+
+    Args:
+        group: a control group for its processes.
+    """
     port, errors = port or free_port(), folder / "stderr.txt"
     with errors.open("w") as log:
         command = [*WEFT, "serve", "--port", str(port), *SMALL, *arguments]
+        command = command if group is None else [*join(group), *command]
         process = subprocess.Popen(command, stderr=log, stdout=subprocess.PIPE, text=True)
     server = Server(process, f"http://127.0.0.1:{port}", errors)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import signal
@@ -14,7 +15,13 @@ import psutil
 import pytest
 
 from weft import LLM, SamplingParams
-from weft.core.errors import ConfigError, EngineDeadError, ModelNotFoundError
+from weft.core.errors import (
+    ConfigError,
+    EngineDeadError,
+    EngineOutOfMemoryError,
+    ModelNotFoundError,
+)
+from weft.core.memory import MemoryKills
 from weft.engine.remote import EngineProcess
 from weft.ring.segment import create_ring
 
@@ -46,7 +53,9 @@ def test_the_calling_process_loads_no_torch():
     assert done.stdout.strip() == "False"
 
 
-def test_an_engine_that_is_killed_ends_what_is_running_with_an_error():
+@pytest.mark.parametrize("kind", [EngineDeadError, EngineOutOfMemoryError])
+def test_an_engine_that_is_killed_ends_what_is_running_with_an_error(monkeypatch, kind):
+    monkeypatch.setattr(MemoryKills, "recent", lambda _: kind is EngineOutOfMemoryError)
     llm = LLM(**SMALL)
     stream = llm.stream("x", LONG)
     next(stream)
@@ -56,8 +65,8 @@ def test_an_engine_that_is_killed_ends_what_is_running_with_an_error():
     for delta in stream:
         last = delta
     assert last.result.finish_reason == "error"
-    assert isinstance(last.result.error, EngineDeadError)
-    with pytest.raises(EngineDeadError):
+    assert type(last.result.error) is kind
+    with pytest.raises(kind):
         llm.generate("x", progress=False)
     llm.close()
 
@@ -158,6 +167,27 @@ def test_the_engine_ends_when_its_program_is_killed():
         engine = int(user.stdout.readline())
         user.send_signal(signal.SIGKILL)
     wait_until_gone(engine)
+
+
+def test_an_engine_belongs_to_the_program_and_not_to_the_thread_that_made_it():
+    """It serves when that thread has ended, and ends with the program even if it is stopped."""
+    code = (
+        "import threading, time; from weft import LLM, SamplingParams; made = [];"
+        "make = lambda: made.append(LLM(threads=1, kv_memory='32MiB'));"
+        "maker = threading.Thread(target=make); maker.start(); maker.join();"
+        "made[0].generate('x', SamplingParams(max_tokens=2), progress=False);"
+        "print(made[0].engine._process.process.pid, flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as user:
+        assert user.stdout is not None
+        engine = int(user.stdout.readline())
+        os.kill(engine, signal.SIGSTOP)
+        user.send_signal(signal.SIGKILL)
+    try:
+        wait_until_gone(engine)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(engine, signal.SIGKILL)
 
 
 def wait_until_gone(pid: int) -> None:

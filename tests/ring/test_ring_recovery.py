@@ -20,7 +20,7 @@ from test_ring_processes import (
     threaded,
 )
 
-from weft.core.errors import RequestCrashedError
+from weft.core.errors import RequestCrashedError, RequestOutOfMemoryError
 from weft.core.plan import Commit, PromptLogprobs, Update
 from weft.core.types import FinishReason, Request, SamplingParams, TokenLogprob
 from weft.ring import _native
@@ -168,8 +168,9 @@ def test_words_of_an_embedding_that_were_published_are_not_published_twice(pair)
 # -- blame ----------------------------------------------------------------------------------------
 
 
-def crashed(number: int, crashes: int) -> Request:
-    return Request(number, (1,), SamplingParams(max_tokens=8), crashes=crashes)
+def crashed(number: int, crashes: int, memory_kills: int = 0) -> Request:
+    sampling = SamplingParams(max_tokens=8)
+    return Request(number, (1,), sampling, crashes=crashes, memory_kills=memory_kills)
 
 
 class Clears:
@@ -215,6 +216,51 @@ def test_nobody_is_given_up_without_having_been_tried_alone(limit):
         quarantine.check(crashed(1, 2 + limit))
     assert len(quarantine.admit([crashed(1, 1), crashed(2, 1)])) == 2
     assert len(quarantine.admit([crashed(3, 2), crashed(4, 2)])) == 1
+
+
+def test_who_is_there_whenever_memory_runs_out_is_tried_alone_and_then_given_up_for_that():
+    quarantine = Quarantine(Clears(), 1)
+    assert len(quarantine.admit([crashed(1, 0, 1), crashed(2, 1, 1)])) == 2
+    assert len(quarantine.admit([crashed(3, 0, 2), crashed(4, 0, 2)])) == 1
+    quarantine.check(crashed(1, 2, 2))
+    with pytest.raises(RequestOutOfMemoryError, match="Memory ran out 3 times"):
+        quarantine.check(crashed(1, 0, 3))
+
+
+@pytest.mark.parametrize(("blame", "counts"), [(0, [0, 0, 0]), (1, [1, 2, 2]), (2, [1, 2, 3])])
+def test_an_engine_killed_for_memory_is_no_crash_of_its_requests(pair, blame, counts):
+    page, ring = _native.Page(pair.fds.memory), pair.client._ring
+    pair.submit(request(1))
+    (held,) = pair.receive()
+    engine = pair.inbox
+    for kills, count in enumerate(counts, 1):
+        engine._engine.set_blame([held.id], blame)
+        page.killed_for_memory()
+        assert (pair.client.memory_kills, pair.client.out_of_memory) == (kills, True)
+        engine = successor(pair)
+        assert not pair.client.out_of_memory
+        assert (ring.look(0)["crashes"], ring.look(0)["memory_kills"]) == (0, count)
+        engine._quarantine = Quarantine(engine._engine, 9)
+        ((held,), _) = engine.receive()
+        assert (held.crashes, held.memory_kills) == (0, count)
+    engine.computing([held.id])
+    engine.publish(Commit([(held.id, 7)] * 4, []))
+    assert ring.look(0)["memory_kills"] == 0  # it has got ahead
+    engine.close()
+
+
+def test_engines_killed_for_memory_one_after_the_other_count_a_request_once(pair):
+    page, ring = _native.Page(pair.fds.memory), pair.client._ring
+    for number in range(3):
+        pair.submit(request(number))
+    first, second, _ = pair.receive()
+    pair.inbox.computing([first.id, second.id])
+    pair.inbox.publish(Commit([], [Update(second.id, 7, finish=FinishReason.STOP)]))
+    for _ in range(3):  # the successors of the first one do not get as far as to the ring
+        page.killed_for_memory()
+    assert [ring.look(slot)["memory_kills"] for slot in range(3)] == [1, 0, 0]
+    assert pair.client.memory_kills == 3
+    successor(pair).close()
 
 
 @pytest.mark.parametrize(("blame", "counts"), [(0, [0, 0, 0]), (1, [1, 2, 2]), (2, [1, 2, 3])])

@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -255,7 +256,7 @@ def test_models_tokens_and_info(scripted, http):
     assert info["model"]["names"] == ["builtin", "org/other"]
 
 
-class StuckProbe:
+class StuckProbe(NoProbe):
     def ready(self) -> bool:
         return False
 
@@ -282,6 +283,44 @@ def test_what_the_engine_tells(text):
         assert f'{prefix}:num_requests_running{{model_name="builtin"}} 7.0' in page
         assert f'{prefix}:num_preemptions_total{{model_name="builtin"}} 3.0' in page
         assert f'{prefix}:kv_cache_usage_perc{{model_name="builtin"}} 0.25' in page
+
+
+class StarvedProbe(NoProbe):
+    starved = True
+
+    def ready(self) -> bool:
+        return not self.starved
+
+    def out_of_memory(self) -> bool:
+        return self.starved
+
+    def memory_kills(self) -> int:
+        return 3
+
+
+def test_without_an_engine_as_memory_ran_out_requests_end_with_that(text, monkeypatch):
+    probe, body = StarvedProbe(), {"model": "builtin", "prompt": "x"}
+    probe.starved = False
+    with (
+        serving(ScriptedClient(), text, probe) as running,
+        running.http() as http,
+        ThreadPoolExecutor() as pool,
+    ):
+        waiting = pool.submit(http.post, "/v1/completions", json=body)
+        running.client.submitted.get(timeout=10)
+        probe.starved = True
+        told = {"status": "out_of_memory", "engines_killed_for_memory": 3}
+        assert (http.get("/ready").status_code, http.get("/ready").json()) == (503, told)
+        assert not waiting.done()
+        monkeypatch.setattr("weft.server.service.MEMORY_PATIENCE_S", 0.0)
+        error_of(waiting.result(), 503, "engine_out_of_memory")
+        answer = http.post("/v1/completions", json=body)
+        error_of(answer, 503, "engine_out_of_memory")
+        assert answer.headers["retry-after"] == "5"
+        probe.starved = False
+        assert http.get("/ready").json() == told | {"status": "ready"}
+        pool.submit(http.post, "/v1/completions", json=body)
+        running.client.send(running.client.submitted.get(timeout=10), 700, finish="stop")
 
 
 class StalledProbe(NoProbe):

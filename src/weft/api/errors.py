@@ -9,6 +9,7 @@ from weft.core.errors import (
     NonFiniteLogitsError,
     ParameterError,
     RequestCrashedError,
+    RequestOutOfMemoryError,
     WeftError,
     suggest,
 )
@@ -73,7 +74,8 @@ class CancelledError(WeftError):
     code = "request_cancelled"
 
 
-_TELLING = {NonFiniteLogitsError.code, RequestCrashedError.code}  # of the errors with status 500
+# Of the errors with status 500.
+_TELLING = {NonFiniteLogitsError.code, RequestCrashedError.code, RequestOutOfMemoryError.code}
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 

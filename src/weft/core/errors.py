@@ -158,11 +158,24 @@ class EngineDeadError(WeftError):
     retry_after_s = 5
 
 
+class EngineOutOfMemoryError(EngineDeadError):
+    """The engine process was killed because memory ran out."""
+
+    code = "engine_out_of_memory"
+
+
 class RequestCrashedError(WeftError):
     """The engine process has died again and again while it computed this request."""
 
     http_status = 500
     code = "request_crashed"
+
+
+class RequestOutOfMemoryError(WeftError):
+    """The engine was killed for memory again and again while it computed this request."""
+
+    http_status = 500
+    code = "request_out_of_memory"
 
 
 class InvariantError(WeftError):

@@ -242,6 +242,7 @@ class Request:
         embed: compute the prompt's embedding instead of generating.
         output: tokens that a process which died has already given out; they count as output.
         crashes: engines that died with this request in flight.
+        memory_kills: engines that were killed because memory ran out with it in flight.
     """
 
     id: int
@@ -253,6 +254,7 @@ class Request:
     embed: bool = False
     output: tuple[int, ...] = ()
     crashes: int = 0
+    memory_kills: int = 0
 
     def stop_ids(self) -> frozenset[int]:
         """Token ids that end this sequence."""

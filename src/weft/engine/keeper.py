@@ -9,8 +9,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from weft.core.errors import EngineDeadError, WeftError
-from weft.core.process import STALLED, Backoff, describe_exit, exited
+from weft.core.errors import EngineDeadError, EngineOutOfMemoryError, WeftError
+from weft.core.process import STALLED, Backoff, exited
 from weft.core.served import ServedModel
 from weft.engine.machine import available_memory
 from weft.engine.remote import EngineProcess
@@ -54,6 +54,7 @@ class EngineKeeper:
         self._reserve = Reserve(settings, rings, forking=standby is not False)
         self._pages = [Page(ring.memory) for ring in rings]
         self._standby = standby
+        self._asked = standby is not None
         self._watchdog_s = watchdog_s
         # Proven once there is one to replace. Streams wait meanwhile, so it does not get slow.
         self._backoff = Backoff("engine", proven=True, longest_s=LONGEST_DELAY_S)
@@ -95,10 +96,14 @@ class EngineKeeper:
         """
         while True:
             code = await self._death()
-            why = describe_exit(code)
+            assert self._active is not None
+            why = self._active.why_ended(code)
             for page in self._pages:
                 page.not_ready()
-                if code == -signal.SIGKILL and not self._gave_up:
+            if self._active.killed_for_memory(code):
+                self._blame_memory()
+            elif code == -signal.SIGKILL and not self._gave_up:
+                for page in self._pages:
                     page.killed_from_outside()
             await self._replace(why)
 
@@ -108,6 +113,7 @@ class EngineKeeper:
         death = asyncio.create_task(exited(self._active.process))
         self._gave_up = False
         while not (await asyncio.wait([death], timeout=TICK_S))[0]:
+            self._active.kills.look()
             await self._reserve.keep(self._active)
             if time.monotonic() - self._last_step() > self._watchdog_s:
                 logger.error("The engine makes no steps any more; it is killed and replaced.")
@@ -137,6 +143,8 @@ class EngineKeeper:
                 if self._active is not None:
                     self._active.process.kill()
                     self._active.stop()
+                if isinstance(error, EngineOutOfMemoryError):
+                    self._blame_memory()
                 why = error.message
                 failures += not isinstance(error, EngineDeadError)
                 if failures == MOST_FAILURES:
@@ -151,6 +159,15 @@ class EngineKeeper:
                 )
                 self._since = time.monotonic()
                 return
+
+    def _blame_memory(self) -> None:
+        """An engine was killed for memory: tell the rings that no request is to blame.
+
+        A standby that nobody asked for is not kept any more.
+        """
+        for page in self._pages:
+            page.killed_for_memory()
+        self._reserve.standby = self._reserve.standby and self._asked
 
     async def _take_over(self, engine: EngineProcess) -> None:
         """Wait until it serves the rings; one that hangs is killed. Raises why it does not."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -13,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import IO, Any
 
 from weft.core import errors
-from weft.core.errors import EngineDeadError, WeftError
+from weft.core.errors import EngineDeadError, EngineOutOfMemoryError, WeftError
+from weft.core.memory import MemoryKills
 from weft.core.process import Process, describe_exit, start_child
 from weft.core.served import ServedModel
 from weft.engine.forkserver import MEMORY_SETTINGS, ForkServer
@@ -21,6 +23,8 @@ from weft.ring.client import RingClient
 from weft.ring.segment import RingFds, create_ring
 
 STOP_TIMEOUT_S = 10.0
+BROKEN = 1  # exit code of an engine that ends as another of its ranks has ended
+LESS_MEMORY = "lower kv_memory, max_num_seqs or max_num_batched_tokens, or give it more memory"
 
 
 @dataclass(frozen=True)
@@ -31,12 +35,14 @@ class EngineProcess:
         orders: its standard input.
         report: where its lines will come.
         laps: seconds of each part of its start that others waited for, once it is ready.
+        kills: to look at now and then, for a death to be put down to memory rightly.
     """
 
     process: Process
     orders: IO[bytes]
     report: IO[str]
     laps: dict[str, float] = field(default_factory=dict)
+    kills: MemoryKills = field(default_factory=MemoryKills)
 
     @classmethod
     def start(cls, settings: Mapping[str, Any], rings: Sequence[RingFds]) -> EngineProcess:
@@ -110,9 +116,22 @@ class EngineProcess:
     def _hear(self) -> str:
         line = self.report.readline()
         if not line:
-            why = describe_exit(self.process.wait())
-            raise EngineDeadError(f"The engine ended while it was starting ({why}).")
+            code = self.process.wait()
+            why = self.why_ended(code)
+            kind = EngineOutOfMemoryError if self.killed_for_memory(code) else EngineDeadError
+            raise kind(f"The engine ended while it was starting ({why}).")
         return line
+
+    def killed_for_memory(self, code: int) -> bool:
+        """Whether it has just ended with this exit code because memory ran out."""
+        return code in (-signal.SIGKILL, BROKEN) and self.kills.recent()
+
+    def why_ended(self, code: int) -> str:
+        """Why it has just ended, in words."""
+        why = describe_exit(code)
+        if not self.killed_for_memory(code):
+            return why
+        return f"{why}: {self.kills.explain()}; {LESS_MEMORY}"
 
     def stop(self) -> int:
         """End the process and return its exit code."""
@@ -192,8 +211,15 @@ class RemoteEngine:
             ring.close()
             raise
         self._closed = False
-        self.client.watch_engine(os.pidfd_open(self._process.process.pid))
+        self.client.watch_engine(os.pidfd_open(self._process.process.pid), self._on_death)
         self.client.run_in_thread()
+
+    def _on_death(self) -> None:
+        code = self._process.process.wait()
+        error = EngineDeadError("The engine has stopped; try again later.")
+        if self._process.killed_for_memory(code):
+            error = EngineOutOfMemoryError(f"The engine ended ({self._process.why_ended(code)}).")
+        self.client.fail_all(error)
 
     def close(self) -> None:
         """End the engine; open requests end with an error. May be called twice.

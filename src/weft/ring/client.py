@@ -159,6 +159,16 @@ class RingClient:
         return self._ring.engines()
 
     @property
+    def memory_kills(self) -> int:
+        """Engines that were killed because memory ran out."""
+        return self._ring.memory_kills()
+
+    @property
+    def out_of_memory(self) -> bool:
+        """Whether the last engine was one of these, and no other has taken over."""
+        return self._ring.out_of_memory()
+
+    @property
     def in_flight(self) -> int:
         """Requests that have not ended."""
         return len(self._sinks)

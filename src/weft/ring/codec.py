@@ -61,7 +61,7 @@ def unpack_sampling(
 def unpack_request(claim: tuple[Any, ...], vocab_size: int | None) -> Request:
     """The request of a claimed slot. Raises ParameterError for anything that cannot be right."""
     sequence_id, prompt, record, bias, stop_ids, eos_ids, service_class, salt = claim[:8]
-    output, crashes, grammar = claim[8:]
+    output, crashes, memory_kills, grammar = claim[8:]
     if vocab_size is not None and max(output, default=0) >= vocab_size:
         raise errors.InvariantError("A token that a dead engine has given out cannot be right.")
     if vocab_size is not None and max(prompt) >= vocab_size:
@@ -79,6 +79,7 @@ def unpack_request(claim: tuple[Any, ...], vocab_size: int | None) -> Request:
         embed=bool(record.set & SET["embed"]),
         output=output,
         crashes=crashes,
+        memory_kills=memory_kills,
     )
 
 

@@ -20,7 +20,7 @@ struct Claim {
   SamplingRecord sampling{};
   std::vector<BiasRecord> logit_bias;
   std::string service_class, cache_salt, grammar;
-  uint32_t crashes = 0;
+  uint32_t crashes = 0, memory_kills = 0;
   uint64_t group_id = 0, deadline_ns = 0, arrival = 0;
 };
 
@@ -231,9 +231,8 @@ class EngineSide {
       if (move_as_engine(slot, held.tag, State::DecodeProcessing) != Outcome::Done) return false;
     }
     if (held.published + 1 == held.recovered + kClearedTokens) {
-      slot.crashes = 0;
+      slot.crashes = slot.memory_kills = slot.outside_kills = 0;
       slot.blame = Blame::Shared;
-      slot.outside_kills = 0;
     }
     return weft::ring::publish(slot.published, held.tag, held.published++, 1) == Outcome::Done;
   }
@@ -316,6 +315,7 @@ class EngineSide {
       for (uint32_t i = 0; i < held.published; ++i) found.published.push_back(held.output.token(i));
     }
     found.crashes = slot.crashes;
+    found.memory_kills = slot.memory_kills;
     found.group_id = input.group_id;
     found.deadline_ns = input.deadline_ns;
     found.arrival = input.arrival;

@@ -7,6 +7,7 @@
 #include <deque>
 
 #include "engine_side.hpp"
+#include "keeper_side.hpp"
 #include "request_side.hpp"
 #include "wake.hpp"
 
@@ -149,27 +150,13 @@ class Client {
 
 // -- whoever looks after both ----------------------------------------------------------------------
 
-// The info page of a ring, read without being one of its two sides.
-class Page {
+// The info page of a ring, read without being one of its two sides, and the keeper's side.
+class Page : public KeeperSide {
  public:
-  explicit Page(int fd) : segment_(std::make_shared<Segment>(fd)) {}
+  explicit Page(int fd) : KeeperSide(std::make_shared<Segment>(fd)) {}
   Page(const Page&) = delete;
 
-  nb::dict info() { return info_of(*segment_); }
-  // For when the engine is dead and before its successor writes: the other values stay.
-  void not_ready() {
-    uint64_t values[kInfoFields];
-    for (int i = 0; i < kInfoFields; ++i) values[i] = load(segment_->info().values[i]);
-    values[static_cast<int>(Info::ready)] = 0;
-    weft::ring::write_info(segment_->info(), values);
-  }
-  // Likewise: it was killed from outside, so that no sequence is to blame.
-  void killed_from_outside() {
-    for (uint32_t i = 0; i < segment_->slots(); ++i) forgive(segment_->slot(i));
-  }
-
- private:
-  std::shared_ptr<Segment> segment_;
+  nb::dict info() { return info_of(segment()); }
 };
 
 // -- the engine -----------------------------------------------------------------------------------
@@ -319,7 +306,8 @@ class Engine {
     const auto bytes = [](const std::string& text) { return nb::bytes(text.data(), text.size()); };
     return nb::make_tuple(claim.id, nb::tuple(prompt), claim.sampling, bias, claim.stop_ids,
                           claim.eos_ids, bytes(claim.service_class), bytes(claim.cache_salt),
-                          nb::tuple(published), claim.crashes, bytes(claim.grammar));
+                          nb::tuple(published), claim.crashes, claim.memory_kills,
+                          bytes(claim.grammar));
   }
 
   void sleep(int64_t timeout_ns) {
@@ -423,6 +411,7 @@ nb::dict look(Segment& segment, uint32_t index) {
   seen["consumed"] = Word::of(load(slot.consumed)).value;
   seen["cancel"] = Word::of(load(slot.cancel)).value;
   seen["crashes"] = slot.crashes;
+  seen["memory_kills"] = slot.memory_kills;
   seen["blame"] = static_cast<uint32_t>(slot.blame);
   seen["extent_offset"] = slot.input.extent.offset;
   seen["extent_bytes"] = slot.input.extent.bytes;
@@ -456,6 +445,8 @@ NB_MODULE(_native, m) {
       .def("look", [](Client& c, uint32_t i) { return look(c.side().segment(), i); }, "slot"_a)
       .def("engines", [](Client& c) { return load(c.side().segment().header().epoch); })
       .def("engine_pid", [](Client& c) { return load(c.side().segment().header().engine_pid); })
+      .def("memory_kills", [](Client& c) { return c.side().memory_kills(); })
+      .def("out_of_memory", [](Client& c) { return c.side().out_of_memory(); })
       .def_prop_ro("free_slots", [](Client& c) { return c.side().free_slots(); })
       .def_prop_ro("free_bytes", [](Client& c) { return c.side().free_bytes(); })
       .def_prop_ro("in_flight", [](Client& c) { return c.side().in_flight(); });
@@ -464,7 +455,8 @@ NB_MODULE(_native, m) {
       .def(nb::init<int>(), "memory"_a)
       .def("info", &Page::info)
       .def("not_ready", &Page::not_ready)
-      .def("killed_from_outside", &Page::killed_from_outside);
+      .def("killed_from_outside", &Page::killed_from_outside)
+      .def("killed_for_memory", &Page::killed_for_memory);
 
   nb::class_<Engine>(m, "Engine")
       .def(nb::init<const std::vector<std::pair<int, int>>&>(), "rings"_a)

@@ -5,6 +5,9 @@ at once. What was in a second one without having got ahead in between is a suspe
 few tokens further, nothing runs beside it but suspects that have got so far. A crash then is its
 own, and after ``max_crashes`` of these it fails alone. Engines that were killed from outside are no
 crashes, up to 8 without getting ahead in between.
+
+Engines that were killed because memory ran out are counted apart, and nobody is blamed for them:
+what was in two of them is computed with less beside it, and given up for want of memory.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence as Seq
 
-from weft.core.errors import RequestCrashedError
+from weft.core.errors import RequestCrashedError, RequestOutOfMemoryError
 from weft.core.types import Request
 from weft.ring import _native
 from weft.ring.layout import SIZES
@@ -25,7 +28,8 @@ class Quarantine:
     """Decides what may be computed together.
 
     Args:
-        max_crashes: of a sequence that alone is to blame, until it is given up.
+        max_crashes: of a sequence that alone is to blame, until it is given up; as often may memory
+            run out while nothing but it is new.
     """
 
     def __init__(self, engine: _native.Engine, max_crashes: int) -> None:
@@ -36,8 +40,20 @@ class Quarantine:
         self._others: list[Request] = []
 
     def check(self, request: Request) -> None:
-        """Raise RequestCrashedError if the request is to be given up."""
-        if request.crashes >= SUSPECTED + self._max_crashes:
+        """Raise if the request is to be given up.
+
+        Raises:
+            RequestCrashedError: it is to blame for crashes.
+            RequestOutOfMemoryError: memory has run out again and again.
+        """
+        most = SUSPECTED + self._max_crashes
+        if request.memory_kills >= most:
+            raise RequestOutOfMemoryError(
+                f"Memory ran out {request.memory_kills} times while the engine computed this "
+                "request, which is therefore not tried again; the server needs more memory, or "
+                "settings that take less."
+            )
+        if request.crashes >= most:
             raise RequestCrashedError(
                 f"The engine has stopped {request.crashes} times while it computed this request, "
                 "which is therefore not tried again."
@@ -46,7 +62,7 @@ class Quarantine:
     def admit(self, requests: Seq[Request]) -> list[Request]:
         """Take these in, and return what may be computed from now on."""
         for request in requests:
-            (self._suspects if request.crashes >= SUSPECTED else self._others).append(request)
+            (self._suspects if _suspected(request) else self._others).append(request)
         if self._trial is not None and not self._engine.cleared(self._trial):
             return []
         self._trial = None
@@ -82,3 +98,7 @@ class Quarantine:
     def idle(self) -> bool:
         """Whether nobody waits for admission."""
         return not (self._suspects or self._others)
+
+
+def _suspected(request: Request) -> bool:
+    return max(request.crashes, request.memory_kills) >= SUSPECTED

@@ -119,6 +119,13 @@ class RequestSide {
   uint64_t free_slots() const { return free_.size(); }
   uint64_t free_bytes() const { return arena_.free_bytes(); }
   uint64_t in_flight() const { return by_request_.size(); }
+  // Engines killed because memory ran out.
+  uint32_t memory_kills() const { return load(segment_.header().memory_kills); }
+  // Whether the last engine was one of them, and has no successor yet.
+  bool out_of_memory() const {
+    const Header& header = segment_.header();
+    return load(header.memory_kills) > 0 && load(header.killed_epoch) == load(header.epoch);
+  }
 
   // Fill a slot; the engine sees it only after submit(). The slot's number, or why not.
   Refusal prepare(const Submission& request, uint32_t& index) {

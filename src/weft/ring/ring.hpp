@@ -41,7 +41,7 @@ namespace order = std;
 #endif
 
 inline constexpr uint64_t kMagic = 0x676e697274666577;  // "weftring"
-inline constexpr uint32_t kVersion = 6;  // any change of layout or meaning
+inline constexpr uint32_t kVersion = 7;  // any change of layout or meaning
 inline constexpr uint64_t kPage = 4096;
 inline constexpr uint64_t kAlign = 64;  // of every extent in the arena, and of slots
 inline constexpr uint32_t kMaxSlots = 65535;
@@ -245,7 +245,8 @@ struct alignas(kAlign) Slot {
   uint32_t outside_kills;              // engines killed from outside computing this slot; keeper
   uint32_t cached_tokens;              // prompt tokens from the prefix cache; atomic; engine
   uint32_t crashes;                    // engines that died computing this slot; recovery
-  Blame blame;                         // should the engine die now; engine
+  Blame blame;                         // should the engine die now; engine, then its keeper
+  uint32_t memory_kills;               // engines killed for memory computing this slot; keeper
   alignas(kAlign) uint64_t consumed;   // Word: output records that the reader is done with; request
   uint64_t cancel;                     // Word of a Reason, 0: not cancelled; request, one way
   alignas(kAlign) Input input;
@@ -265,6 +266,8 @@ struct Header {
   uint64_t total_bytes, info_offset, slots_offset, arena_offset, arena_bytes;
   alignas(kAlign) uint32_t epoch;  // of the attached engine; grows by one with each; engine
   uint32_t engine_pid;
+  alignas(kAlign) uint32_t memory_kills;  // engines killed because memory ran out; keeper
+  uint32_t killed_epoch;                  // of the latest of them; keeper
   alignas(kAlign) uint32_t client_epoch;  // odd while a request plane is attached; request plane
   uint32_t client_pid;
   alignas(kAlign) Doorbell to_engine;  // rung by the request plane
@@ -337,10 +340,9 @@ WEFT_HD inline Outcome begin_writing(Slot& slot, Tag& tag) {
   const Tag own{0, tag.generation};  // of the words that no engine writes
   const bool fresh = restart(slot.published, tag) && restart(slot.prompt_published, tag) &&
                      restart(slot.consumed, own) && restart(slot.cancel, own);
-  slot.crashes = 0;
+  slot.crashes = slot.memory_kills = slot.outside_kills = 0;
   slot.blame = Blame::None;
   store(slot.cached_tokens, 0u);
-  slot.outside_kills = 0;
   return fresh ? Outcome::Done : Outcome::Stale;
 }
 
@@ -399,18 +401,9 @@ WEFT_HD inline Outcome publish(uint64_t& word, Tag tag, uint32_t from, uint32_t 
              : Outcome::Stale;
 }
 
-// Crashes in company make a sequence a suspect and no more; after that its own count.
-WEFT_HD inline void count_crash(Slot& slot) {
-  const bool counts = slot.blame == Blame::Sole ||
-                      (slot.blame == Blame::Shared && slot.crashes < kSuspected);
-  slot.crashes += counts;
-}
-
-// The engine was killed from outside, and has no successor yet: no crash, unless that never ends.
-WEFT_HD inline void forgive(Slot& slot) {
-  if (slot.blame == Blame::None || slot.outside_kills == kForgiven) return;
-  ++slot.outside_kills;
-  slot.blame = Blame::None;
+// Deaths in company make a sequence a suspect and no more; after that its own count.
+WEFT_HD inline void count_death(uint32_t& deaths, Blame blame) {
+  deaths += blame == Blame::Sole || (blame == Blame::Shared && deaths < kSuspected);
 }
 
 // PROCESSING or PAUSED -> PREFILL_PENDING, on behalf of an engine that is proven dead. The output
@@ -425,7 +418,7 @@ WEFT_HD inline Outcome requeue(Slot& slot, uint16_t epoch) {
     }
     adopt(slot.published, tag);
     adopt(slot.prompt_published, tag);
-    if (!counted) count_crash(slot);
+    if (!counted) count_death(slot.crashes, slot.blame);
     const Outcome outcome = move(slot, seen, State::PrefillPending, Side::Recovery, tag);
     if (outcome != Outcome::Stale) return outcome;
   }

@@ -135,7 +135,8 @@ class SLOScheduler(Planner):
         if rank >= self._num_urgent:
             return
         target = self._targets[rank].ttft_s
-        known = sequence.request.output or sequence.request.crashes  # a promise was made before
+        request = sequence.request
+        known = request.output or request.crashes or request.memory_kills  # it was promised before
         if target is not None and self.policy.admission != "off" and not known:
             seconds = self._predict_first_token(sequence, target)
             if seconds > target:

@@ -220,8 +220,11 @@ class _Handlers:
         return json_response({"status": "ok"})
 
     async def ready(self, _: Request) -> Response:
-        state = self._service.state
-        return json_response({"status": state}, 200 if state == "ready" else 503)
+        state, kills = self._service.state, self._service.probe.memory_kills()
+        body: dict[str, Any] = {"status": state}
+        if kills:
+            body["engines_killed_for_memory"] = kills
+        return json_response(body, 200 if state == "ready" else 503)
 
     async def metrics(self, _: Request) -> Response:
         return Response(self._service.metrics.render(), media_type=CONTENT_TYPE)

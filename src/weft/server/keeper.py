@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from weft.core.errors import EngineDeadError
+from weft.core.memory import MemoryKills
 from weft.core.process import Backoff, describe_exit, exited, start_child
 from weft.ring.segment import RingFds
 from weft.server.counts import Board
@@ -55,6 +57,7 @@ class FrontendKeeper:
         self._card = card
         self._watchdog_s = watchdog_s
         self._signs = Board(board, number)
+        self._kills = MemoryKills()
         self._fed_s = math.inf  # when the current one got the card, on the monotonic clock
         self._process: subprocess.Popen[bytes] | None = None
         self._ending = asyncio.Event()
@@ -78,6 +81,8 @@ class FrontendKeeper:
             if self._ending.is_set():
                 return
             why = describe_exit(code)
+            if code == -signal.SIGKILL and self._kills.recent():
+                why += f": {self._kills.explain()}"
             if code == EXIT_REFUSED:
                 raise EngineDeadError("The request plane cannot work with these settings.")
             delay_s = backoff.delay_s(time.monotonic() - started, why)
@@ -117,6 +122,7 @@ class FrontendKeeper:
         death = asyncio.create_task(exited(process))
         try:
             while not (await asyncio.wait([death], timeout=TICK_S))[0]:
+                self._kills.look()
                 if self._hangs():
                     logger.error(
                         "Request plane %d does nothing any more; it is killed.", self._number

@@ -42,6 +42,7 @@ ENGINE_METRICS: Mapping[str, tuple[str, str]] = {
 # The same under weft's own name alone, as no dashboard knows them.
 OWN_METRICS: Mapping[str, str] = {
     "engine_restarts": "Engine processes that took over from one that had died",
+    "engine_memory_kills": "Engine processes that were killed because memory ran out",
     "slo_requests_refused": "Requests refused, as their first token would come too late",
     "slo_requests_demoted": "Requests served as best effort for the same reason",
 }

@@ -34,6 +34,12 @@ class EngineProbe(Protocol):
     def ready(self) -> bool:
         """Whether the engine takes requests."""
 
+    def out_of_memory(self) -> bool:
+        """Whether there is no engine, as memory ran out."""
+
+    def memory_kills(self) -> int:
+        """Engines killed because memory ran out, since the start of the server."""
+
     def idle_s(self) -> float:
         """Seconds since the engine made a step or had nothing to do; ask several times a second."""
 
@@ -57,6 +63,12 @@ class NoProbe:
 
     def ready(self) -> bool:
         return True
+
+    def out_of_memory(self) -> bool:
+        return False
+
+    def memory_kills(self) -> int:
+        return 0
 
     def idle_s(self) -> float:
         return 0.0

@@ -106,6 +106,12 @@ class RingProbe:
     def ready(self) -> bool:
         return bool(self._client.info().ready)
 
+    def out_of_memory(self) -> bool:
+        return self._client.out_of_memory
+
+    def memory_kills(self) -> int:
+        return self._client.memory_kills
+
     def idle_s(self) -> float:
         return time.monotonic() - self._progress.look(asdict(self._client.info()))
 
@@ -117,6 +123,7 @@ class RingProbe:
             "num_requests_waiting": info.waiting,
             "kv_cache_usage_perc": used,
             "engine_restarts": self._client.engines - 1,
+            "engine_memory_kills": self._client.memory_kills,
             "num_preemptions": info.preemptions,
             "prefix_cache_queries": info.prompt_tokens,
             "prefix_cache_hits": info.cached_tokens,

@@ -23,7 +23,7 @@ from weft.api import (
 )
 from weft.api.errors import DeadlineExceededError
 from weft.api.structured import check_grammar
-from weft.core.errors import ParameterError, WeftError
+from weft.core.errors import EngineOutOfMemoryError, ParameterError, WeftError
 from weft.core.plan import Update
 from weft.core.ports import EngineClient
 from weft.core.types import FinishReason, Request
@@ -38,6 +38,7 @@ from weft.text import ChatTemplate, Tokenizer
 from weft.text.dialect import choose_dialect
 
 TIMEOUT_HEADER = "X-Request-Timeout"
+MEMORY_PATIENCE_S = 15.0  # without an engine since memory ran out, until requests are ended
 INLINE_BYTES = 16 * 1024  # bodies up to here are tokenised on the event loop: some 100 us
 
 Result = TypeVar("Result")
@@ -76,6 +77,7 @@ class Service:
         self.texts = TokenTexts(tokenizer)
         self.metrics = Metrics(card.served_names[0], probe, prefixes, card.classes)
         self.draining = False
+        self._memory_s = time.monotonic()  # when it was last not lacking
         self._queue = QueueLimit(options, probe)
         self._open: dict[OpenJob, None] = {}  # a set that keeps the order
         self._bridge: Bridge | None = None
@@ -87,13 +89,22 @@ class Service:
         if self.draining:
             return "draining"
         if not self.probe.ready():
-            return "recovering"
+            return "out_of_memory" if self.probe.out_of_memory() else "recovering"
         return "stalled" if self.probe.idle_s() > self.options.stalled_s else "ready"
 
     def look(self) -> None:
         """Keep what is known of other processes up to date; called twice a second."""
         self.metrics.show()
         self.probe.idle_s()
+        if not self.probe.out_of_memory():
+            self._memory_s = time.monotonic()
+        elif self._starved:
+            self.abort_all(_out_of_memory())
+
+    @property
+    def _starved(self) -> bool:
+        """Whether engines that are killed for memory have left none for too long."""
+        return self.probe.out_of_memory() and time.monotonic() - self._memory_s > MEMORY_PATIENCE_S
 
     def notes(self) -> Notes:
         """What takes the ignored parameters of the request that is being answered."""
@@ -114,6 +125,8 @@ class Service:
         """
         if self.draining:
             raise ShuttingDownError("The server is shutting down; try again in a moment.")
+        if self._starved:
+            raise _out_of_memory()
 
         notes = self.notes()
 
@@ -301,6 +314,13 @@ class OpenJob:
     ) -> None:
         self._cancel()
         self._service.forget(self)
+
+
+def _out_of_memory() -> WeftError:
+    return EngineOutOfMemoryError(
+        "The engine was killed because memory ran out, and cannot start again for the same reason; "
+        "the server's log says what to lower."
+    )
 
 
 def _timeout(given: str | float, most: float, param: str) -> float:
