@@ -190,16 +190,55 @@ def test_no_file_overwrites_another(tmp_path):
     files = Files(tmp_path)
     source = InputFile(files.input)
     for output, errors, words in (
-        (files.input, files.errors, "output is the input itself"),
-        (files.output, files.input, "errors is the input itself"),
-        (files.output, files.output, "cannot go into one file"),
+        (files.input, files.errors, "both input and output"),
+        (files.output, files.input, "both input and errors"),
+        (files.output, files.output, "both output and errors"),
+        (files.output, state_of(files.output), "both errors and state"),
         (tmp_path, files.errors, "is a folder"),
     ):
         with pytest.raises(ConfigError, match=words):
             Results(output, errors, source, "m", restart=True)
     assert files.input.exists()
+    assert not files.output.exists()
+    assert not state_of(files.output).exists()
     with pytest.raises(ResultsError, match="No such file or directory"):
         Results(tmp_path / "no" / "out", files.errors, source, "m")
+
+
+def state_of(output: Path) -> Path:
+    return output.with_name(output.name + ".state")
+
+
+@pytest.mark.parametrize("link", ["symbolic", "hard", "dangling", "folder"])
+def test_no_file_overwrites_another_by_a_link(tmp_path, link):
+    files = Files(tmp_path)
+    source = InputFile(files.input)
+    there = {"input": files.input, "output": files.output, "state": state_of(files.output)}
+    for name, target in there.items():
+        other = tmp_path / f"{link}-{name}"
+        if link == "folder":
+            (tmp_path / "again").unlink(missing_ok=True)
+            (tmp_path / "again").symlink_to(tmp_path)
+            other = tmp_path / "again" / target.name
+        elif link != "dangling" or name == "input":
+            target.touch()
+        if link == "hard":
+            other.hardlink_to(target)
+        elif link != "folder":
+            other.symlink_to(target)
+        with pytest.raises(ConfigError, match=rf"both ({name} and errors|errors and {name})"):
+            Results(files.output, other, source, "m", restart=True)
+    linked = tmp_path / "linked"
+    linked.symlink_to(files.input)
+    with pytest.raises(ConfigError, match="both input and output"):
+        Results(linked, files.errors, source, "m", restart=True)
+    state_of(linked).symlink_to(files.input)
+    with pytest.raises(ConfigError, match="both input and"):
+        Results(linked, files.errors, source, "m", restart=True)
+    linked.unlink()
+    with pytest.raises(ConfigError, match="both input and state"):
+        Results(linked, files.errors, source, "m", restart=True)
+    assert files.input.exists()
 
 
 def test_a_full_disk_is_an_error_of_the_run(tmp_path):

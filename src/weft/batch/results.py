@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import os
 import re
 from array import array
@@ -78,7 +79,8 @@ class Results:
         restart: bool = False,
         retry_errors: bool = False,
     ) -> None:
-        _check_paths(source.path, output, errors)
+        self._state_path = output.with_name(output.name + STATE_SUFFIX)
+        _check_paths(source.path, output, errors, self._state_path)
         self.output, self.errors = output, errors
         self.answered = self.refused = 0
         self.usage = Usage()
@@ -87,7 +89,6 @@ class Results:
         self._outputs = array("I", bytes(4 * len(source)))  # tokens of answers
         self._prefix = source.digest[:_DIGEST_CHARS]
         self._files: dict[Path, int] = {}
-        self._state_path = output.with_name(output.name + STATE_SUFFIX)
         self._state = _open(self._state_path)
         try:
             self._lock()
@@ -266,15 +267,26 @@ class Results:
 _RESTART = "begin anew with --restart, which deletes what is there."
 
 
-def _check_paths(source: Path, output: Path, errors: Path) -> None:
+def _check_paths(source: Path, output: Path, errors: Path, state: Path) -> None:
     """Raise ConfigError if files would overwrite one another, or are folders."""
-    if output.absolute() == errors.absolute():
-        raise ConfigError("Results and errors cannot go into one file.", param="errors")
     for name, path in (("output", output), ("errors", errors)):
         if path.is_dir():
             raise ConfigError(f"'{path}' is a folder; {name} must be a file.", param=name)
-        if path.exists() and path.samefile(source):
-            raise ConfigError(f"{name} is the input itself, '{source}'.", param=name)
+    files = {"input": source, "output": output, "errors": errors, "state": state}
+    for (first, one), (second, other) in itertools.combinations(files.items(), 2):
+        if _same(one, other):
+            raise ConfigError(
+                f"'{one}' and '{other}' are one file, which cannot be both {first} and {second} "
+                f"of a batch (its state is in '{state}'); choose another name.",
+                param="errors" if "errors" in (first, second) else "output",
+            )
+
+
+def _same(one: Path, other: Path) -> bool:
+    """Whether two paths lead to one file, or will once it is there: by any kind of link."""
+    with contextlib.suppress(OSError):
+        return one.samefile(other)
+    return os.path.realpath(one) == os.path.realpath(other)
 
 
 class _Response(Struct):
