@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # of typing, whose import takes so long that Ctrl-C may come in it
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from weft.core.types import SamplingParams
     from weft.engine.llm import LLM
 
