@@ -92,13 +92,15 @@ def test_a_request_that_is_done_in_time_is_not_disturbed(text):
         assert running.client.cancelled.empty()
 
 
-@pytest.mark.parametrize("wrong", ["0", "-1", "nan", "inf", "soon", "", "3601", "1e999"])
+@pytest.mark.parametrize(
+    "wrong", ["0", "-1", "1e-300", "0.0009", "nan", "inf", "soon", "", "3601", "1e999"]
+)
 def test_deadlines_that_make_no_sense(scripted, wrong):
     with scripted.http() as http:
         answer = http.post("/v1/completions", json=BODY, headers={"X-Request-Timeout": wrong})
         assert code_of(answer, 400) == "invalid_parameter"
         assert answer.json()["error"]["param"] == "X-Request-Timeout"
-        if wrong in ("0", "-1", "3601"):
+        if wrong in ("0", "-1", "1e-300", "0.0009", "3601"):
             answer = http.post("/v1/completions", json={**BODY, "timeout": float(wrong)})
             assert answer.status_code == 400
             assert answer.json()["error"]["param"] == "timeout"
@@ -203,7 +205,9 @@ def bearer(key: str) -> dict[str, str]:
 def test_keys_come_from_a_file_and_change_with_it(text, tmp_path, monkeypatch):
     monkeypatch.setattr(auth, "LOOK_EVERY_S", 0.0)
     file = tmp_path / "keys"
-    file.write_text("# who may ask\nalice: first:with-colon\n\n  second  \n")
+    file.write_text(
+        "# who may ask\nalice: first:with-colon # until May\n\n  second  \nbob: a#b\nfifth\t# x\n"
+    )
     options = {"api_key_file": str(file), "api_key": ("third",)}
     with serving(ScriptedClient([700]), text, **options) as running, running.http() as http:
 
@@ -211,7 +215,9 @@ def test_keys_come_from_a_file_and_change_with_it(text, tmp_path, monkeypatch):
             return http.get("/v1/models", headers=bearer(key)).status_code
 
         assert [status(k) for k in ("first:with-colon", "second", "third")] == [200, 200, 200]
-        assert [status(k) for k in ("alice: first:with-colon", "# who may ask", "x")] == [401] * 3
+        assert [status(k) for k in ("a#b", "fifth")] == [200, 200]
+        lines = ("alice: first:with-colon", "# who may ask", "x", "first:with-colon # until May")
+        assert [status(k) for k in lines] == [401] * 4
         assert http.get("/v1/models", headers={"x-api-key": "second"}).status_code == 200
         both = {"x-api-key": "second", **bearer("wrong")}
         assert http.get("/v1/models", headers=both).status_code == 401
@@ -256,7 +262,9 @@ def test_a_process_that_restarts_finds_a_file_without_keys(text, tmp_path):
                 assert answer.status_code == 401
 
 
-@pytest.mark.parametrize("content", [b"", b"# nothing\n", b"\xff\xfe\n", b"name:\n", b"a\na\n"])
+@pytest.mark.parametrize(
+    "content", [b"", b"# no\n", b"\xff\xfe\n", b"name:\n", b"a\na\n", b"a b\n", b"name: # a\n"]
+)
 def test_key_files_that_cannot_be_used(tmp_path, content):
     file = tmp_path / "keys"
     file.write_bytes(content)
@@ -296,9 +304,32 @@ def test_one_key_cannot_take_every_place(text):
         third.join(10)
 
 
-def test_limits_for_keys_need_keys():
+@pytest.mark.parametrize("option", [{"max_requests_per_key": 1}, {"metrics_key": ("a",)}])
+def test_limits_for_keys_need_keys(option):
     with pytest.raises(ConfigError, match="needs keys"):
-        ServerOptions(max_requests_per_key=1)
+        ServerOptions(**option)
+
+
+def test_metrics_may_be_for_some_keys_only(text, tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("alice: one\nprometheus: two\n")
+    options = {"api_key_file": str(file), "api_key": ("three",)}
+    allowed = {"metrics_key": ("prometheus", "api_key-1")}
+    for more, expected in (({}, [200, 200, 200]), (allowed, [403, 200, 200])):
+        with (
+            serving(ScriptedClient([700]), text, **options, **more) as running,
+            running.http() as http,
+        ):
+            keys = ("one", "two", "three")
+            answers = [http.get("/metrics", headers=bearer(key)) for key in keys]
+            assert [answer.status_code for answer in answers] == expected
+            assert http.get("/metrics").status_code == 401
+            for path in ("/v1/models", "/server_info"):
+                assert http.get(path, headers=bearer("one")).status_code == 200
+    assert code_of(answers[0], 403) == "metrics_not_allowed"
+    assert answers[0].json()["error"]["type"] == "permission_error"
+    with pytest.raises(ConfigError, match="no key has the name 'prom'"):
+        listen(ServerOptions(port=0, metrics_key=("prom",), **options))
 
 
 def test_every_key_has_its_own_salt(text):

@@ -126,7 +126,12 @@ def _middleware(options: ServerOptions, keys: KeyRing, tracer: Tracer | None) ->
     middleware = [
         Middleware(ErrorForms, forms=ERROR_FORMS),
         *([Middleware(CheckHost, options=options)] if hosts_checked(options) else []),
-        Middleware(RequireKey, keys=keys, limit=options.max_requests_per_key),
+        Middleware(
+            RequireKey,
+            keys=keys,
+            limit=options.max_requests_per_key,
+            readers=frozenset(options.metrics_key),
+        ),
     ]
     if options.cors_origin:
         cors = Middleware(

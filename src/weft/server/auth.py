@@ -28,7 +28,10 @@ LOOK_EVERY_S = 1.0
 MAX_KEY_CHARS = 1024
 MAX_FILE_BYTES = 16 * 2**20
 
+METRICS_PATH = "/metrics"
+
 _NAMED = re.compile(r"([A-Za-z0-9_.@-]{1,64}):\s*(.*)")
+_COMMENT = re.compile(r"\s#.*")
 
 
 class KeyBusyError(WeftError):
@@ -37,6 +40,13 @@ class KeyBusyError(WeftError):
     http_status = 429
     code = "too_many_requests"
     retry_after_s = 1
+
+
+class MetricsNotAllowedError(WeftError):
+    """Metrics are for other keys than this one."""
+
+    http_status = 403
+    code = "metrics_not_allowed"
 
 
 @dataclass(slots=True)
@@ -64,6 +74,8 @@ class NoKeysError(ConfigError):
 
 def read_keys(given: Seq[str], path: str | None) -> list[Key]:
     """The keys of the command line and of a file: one a line, ``key`` or ``name:key``.
+
+    What comes after a space and ``#`` is a comment.
 
     Raises:
         NoKeysError: the file is not there, or has no keys.
@@ -98,8 +110,15 @@ def _lines(path: str) -> list[str]:
 
 
 def _named(line: str, number: int) -> tuple[str, str]:
-    match = _NAMED.fullmatch(line.strip())
-    return (match[1], match[2]) if match else (f"line-{number}", line.strip())
+    line = _COMMENT.sub("", line).strip()
+    match = _NAMED.fullmatch(line)
+    name, key = (match[1], match[2]) if match else (f"line-{number}", line)
+    if any(letter.isspace() for letter in key):
+        raise ConfigError(
+            f"line {number} of the API key file: a key has no spaces; comments begin with '#'.",
+            param="api_key_file",
+        )
+    return name, key
 
 
 def _key(name: str, key: str, where: str) -> Key:
@@ -188,12 +207,20 @@ class RequireKey:
 
     Args:
         limit: requests with a body that one key may have in progress; None for any number.
+        readers: names of the keys that may read the metrics; none for all.
     """
 
-    def __init__(self, app: ASGIApp, keys: KeyRing, limit: int | None = None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: KeyRing,
+        limit: int | None = None,
+        readers: frozenset[str] = frozenset(),
+    ) -> None:
         self._app = app
         self._keys = keys
         self._limit = limit
+        self._readers = readers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         http = scope["type"] == "http"
@@ -208,6 +235,10 @@ class RequireKey:
         exchange = EXCHANGE.get()
         if exchange is not None:
             exchange.key = key
+        if self._readers and key.name not in self._readers and inner_path(scope) == METRICS_PATH:
+            message = "The metrics of this server are for other keys."
+            await error_response(MetricsNotAllowedError(message))(scope, receive, send)
+            return
         if scope["method"] != "POST":
             await self._app(scope, receive, send)
             return

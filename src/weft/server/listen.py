@@ -29,7 +29,10 @@ def listen(options: ServerOptions) -> socket.socket:
 
 def _check_files(options: ServerOptions) -> None:
     tls_context(options)
-    read_keys(options.api_key, options.api_key_file)
+    names = {key.name for key in read_keys(options.api_key, options.api_key_file)}
+    for name in options.metrics_key:
+        if name not in names:
+            raise ConfigError(f"metrics_key: no key has the name '{name}'.", param="metrics_key")
     if options.responses_db is not None:
         check_store(options.responses_db)
 

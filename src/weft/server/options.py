@@ -50,6 +50,13 @@ class ServerOptions:
     max_requests_per_key: int | None = setting(
         "int", None, "requests that one key may have in progress", low=1, high=2**20
     )
+    metrics_key: tuple[str, ...] = setting(
+        "strings",
+        (),
+        "name of a key that may read /metrics, which are of all keys together; may be repeated; "
+        "by default every key may",
+        high=4096,
+    )
     key_salt: bool = setting(
         "bool", True, "requests share cached prefixes only with those of the same key"
     )
@@ -203,11 +210,9 @@ class ServerOptions:
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("tls_cert and tls_key go together.", param="tls_key")
         keyed = bool(self.api_key) or self.api_key_file is not None
-        if self.max_requests_per_key is not None and not keyed:
-            raise ConfigError(
-                "max_requests_per_key needs keys: give api_key or api_key_file.",
-                param="max_requests_per_key",
-            )
+        for name in ("max_requests_per_key", "metrics_key"):
+            if getattr(self, name) and not keyed:
+                raise ConfigError(f"{name} needs keys: give api_key or api_key_file.", param=name)
         if (self.request_timeout_s or 0) > self.max_request_timeout_s:
             raise ConfigError(
                 "request_timeout_s is above max_request_timeout_s.", param="request_timeout_s"

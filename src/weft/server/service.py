@@ -38,6 +38,7 @@ from weft.text import ChatTemplate, Tokenizer
 from weft.text.dialect import choose_dialect
 
 TIMEOUT_HEADER = "X-Request-Timeout"
+LEAST_TIMEOUT_S = 0.001  # less is a mistake, and no time to answer anything in
 MEMORY_PATIENCE_S = 15.0  # without an engine since memory ran out, until requests are ended
 INLINE_BYTES = 16 * 1024  # bodies up to here are tokenised on the event loop: some 100 us
 
@@ -329,8 +330,9 @@ def _timeout(given: str | float, most: float, param: str) -> float:
         seconds = float(given)
     except ValueError:
         seconds = math.nan
-    if not 0 < seconds <= most:
+    if not LEAST_TIMEOUT_S <= seconds <= most:
         raise ParameterError(
-            f"{param} must be a number of seconds above 0 and up to {most:g}.", param=param
+            f"{param} must be a number of seconds from {LEAST_TIMEOUT_S:g} to {most:g}.",
+            param=param,
         )
     return seconds
