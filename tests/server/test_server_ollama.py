@@ -340,9 +340,9 @@ def test_errors_have_ollama_s_form(asking, scripted):
     refused(lambda: asking.chat("builtin", HI, think=True), 400, "does not support thinking")
     refused(lambda: asking.chat("builtin", HI, format={"type": "nothing"}), 400, "'format'")
     refused(lambda: asking.chat("builtin", HI, options={"temprature": 1}), 400, "temperature")
-    refused(lambda: asking.delete("builtin"), 501, "no store of models")
-    refused(lambda: asking.copy("builtin", "other"), 501, "no store of models")
-    refused(lambda: asking.create("other", from_="builtin"), 501, "no store of models")
+    refused(lambda: asking.delete("builtin"), 400, "no store of models")
+    refused(lambda: asking.copy("builtin", "other"), 400, "no store of models")
+    refused(lambda: asking.create("other", from_="builtin"), 400, "no store of models")
     long = [{"role": "user", "content": "a " * 4096}]
     refused(lambda: asking.chat("builtin", long), 400, "context is")
     with scripted.http() as http:

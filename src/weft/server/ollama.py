@@ -59,7 +59,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 class ModelStoreError(WeftError):
     """The request is for a store of models, which weft does not have."""
 
-    http_status = 501
+    http_status = 400
     code = "no_model_store"
 
 
