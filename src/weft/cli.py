@@ -26,7 +26,9 @@ except KeyboardInterrupt:  # Ctrl-C before main() can catch it
 
 EXIT_ERROR, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 CHAT_SAMPLING = ("temperature", "top_p", "max_tokens", "seed", "stop")
-NOT_ON_COMMAND_LINE = frozenset({"classes", "logit_bias"})  # mappings: in a config file
+NOT_ON_COMMAND_LINE = frozenset(
+    {"classes", "logit_bias", "bad_token_sequences"}
+)  # nested: in a file
 
 
 class _Parser(argparse.ArgumentParser):

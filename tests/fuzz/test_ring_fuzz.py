@@ -45,7 +45,13 @@ def requests(seed: int, count: int, tokens: tuple[int, ...]) -> list[Request]:
     draw = random.Random(seed)
     made = []
     for number in range(count):
-        params = SamplingParams(max_tokens=draw.choice(tokens), seed=number, ignore_eos=True)
+        params = SamplingParams(
+            max_tokens=draw.choice(tokens),
+            seed=number,
+            ignore_eos=True,
+            allowed_token_ids=tuple(range(draw.randrange(5))),
+            bad_token_sequences=((1,), (2, 3))[: draw.randrange(3)],
+        )
         prompt = tuple(draw.randrange(VOCAB) for _ in range(draw.randrange(1, 60)))
         made.append(Request(1000 * seed + number, prompt, params))
     return made

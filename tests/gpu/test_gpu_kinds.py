@@ -108,13 +108,14 @@ KINDS = [
     replace(GREEDY, logit_bias={7: 3.0, 9: -50.0}, logprobs=3),
     replace(GREEDY, ignore_eos=False, stop_token_ids=tuple(range(0, 198, 2)), min_tokens=6),
     replace(GREEDY, speculation=4, logit_bias={3: 50.0}, max_tokens=24),
+    replace(GREEDY, allowed_token_ids=(3, 7, 9), bad_token_sequences=((3, 3), (7,)), logprobs=2),
     replace(GREEDY, temperature=0.9, seed=11, repetition_penalty=1.2, logprobs=0),
 ]
 
 
 def test_requests_that_need_the_host(folder) -> None:
     """Penalties, bias, least lengths, log probabilities, drafts: the tokens of plain torch."""
-    prompts = [PROMPTS[0], prompt(4, 5) * 5, PROMPTS[1], prompt(5, 6) * 6, PROMPTS[3]]
+    prompts = [PROMPTS[0], prompt(4, 5) * 5, PROMPTS[1], prompt(5, 6) * 6, PROMPTS[2], PROMPTS[3]]
     found = []
     for settings in ({}, {"graphs": False}, {"device": "cpu", "attention": "reference"}):
         with opened(folder, **settings) as engine:

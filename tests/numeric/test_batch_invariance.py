@@ -91,10 +91,17 @@ def test_the_reference_kernels_are_refused_where_invariance_is_wanted():
         LLM.in_process("builtin", attention="reference", batch_invariant=True)
 
 
-def test_tokens_and_log_probabilities_of_the_engine_are_the_same_in_any_company():
-    """Seeded draws and penalties included."""
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"frequency_penalty": 0.5},
+        {"allowed_token_ids": tuple(range(200, 400)), "bad_token_sequences": ((250, 251), (300,))},
+    ],
+)
+def test_tokens_and_log_probabilities_of_the_engine_are_the_same_in_any_company(more):
+    """Seeded draws, penalties and restrictions included."""
     params = SamplingParams(
-        temperature=1.0, seed=5, max_tokens=20, logprobs=3, frequency_penalty=0.5, ignore_eos=True
+        temperature=1.0, seed=5, max_tokens=20, logprobs=3, ignore_eos=True, **more
     )
     settings = {"threads": 1, "kv_memory": "16MiB", "max_model_len": 256}
     tokens, crowd = prompt(70, 1), [prompt(3 + 5 * i, i) for i in range(2, 10)]

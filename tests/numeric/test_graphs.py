@@ -44,6 +44,20 @@ KINDS = [
     SamplingParams(temperature=0.8, seed=3, max_tokens=40, grammar="start: /[a-z]{5}[0-9]{9}/"),
     replace(FREE, ignore_eos=False, stop_token_ids=tuple(range(200, 300)), max_tokens=60),
 ]
+# Requests whose tokens are restricted, which the host sees to.
+RESTRICTED = [
+    FREE,
+    replace(DRAWN, allowed_token_ids=tuple(range(200, 260)), logprobs=2, max_tokens=90),
+    replace(
+        FREE,
+        allowed_token_ids=(300, 301, 302),
+        bad_token_sequences=((300, 300, 300), (301, 301)),
+        logprob_token_ids=(300, 7),
+        speculation=4,
+        max_tokens=90,
+    ),
+    replace(DRAWN, bad_token_sequences=tuple((token,) for token in range(500)), max_tokens=90),
+]
 PROMPTS = [prompt(12, 1) * 4, prompt(7, 2), prompt(150, 3), prompt(9, 3) * 3, [5]]
 
 
@@ -94,6 +108,32 @@ def test_requests_of_every_kind_get_what_the_eager_executor_gives(expected, sett
         times = llm.engine.served.start_s
         assert times["ready"] > times["weights"] > 0
     assert any(in_flight) == settings.get("steps_in_flight", True)
+
+
+@pytest.mark.parametrize("settings", [{}, {"kv_memory": "1540KiB", "prefix_caching": False}])
+def test_restricted_requests_get_what_the_eager_executor_gives(settings, monkeypatch):
+    asked = RESTRICTED * 3
+    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(len(asked))]
+
+    def answers(**more):
+        with packaged(**more) as llm:
+            found = llm.generate(prompts, asked, progress=False)
+            totals = llm.engine.built.scheduler.totals
+        return [(r.token_ids, r.finish_reason, r.logprobs) for r in found], totals
+
+    expected, totals = answers()
+    assert totals.drafted_tokens > 0
+    use_graphs(monkeypatch)
+    found, totals = answers(**settings)
+    assert found == expected
+    assert (totals.preemptions > 0) == bool(settings)
+    for params, (tokens, _, logprobs) in zip(asked, found, strict=True):
+        assert set(tokens) <= set(params.allowed_token_ids or range(4096))
+        whole = list(zip(tokens, tokens[1:], tokens[2:], strict=False))
+        assert not {(token,) for token in tokens} & set(params.bad_token_sequences)
+        assert not set(whole) & set(params.bad_token_sequences)
+        if params.logprob_token_ids:
+            assert all({token for token, _ in entry.top} == {300, 7} for entry in logprobs)
 
 
 def watch_tokens_in_flight(monkeypatch) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import philox
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weft.core.errors import ParameterError
 from weft.core.plan import RowAdd, StepPlan
 from weft.core.types import SamplingParams
 from weft.exec.rows import RowTable
@@ -399,6 +401,54 @@ def test_each_row_gets_as_many_alternatives_as_it_asked_for():
     assert all(entry.token == result.tokens[row] for row, entry in result.logprobs.items())
     narrow = run(normal(1, 6), table_with([([1], 1, params(logprobs=20))]))
     assert len(narrow.logprobs[0].top) == 6
+
+
+def test_allowed_ids_are_all_that_may_be_sampled():
+    logits = normal(4, VOCAB)
+    asked = [params(seed=i, allowed_token_ids=(7, 30, 7), temperature=5) for i in range(3)]
+    table = table_with([*(([1], 1, p) for p in asked), ([1], 1, params(temperature=0))])
+    result = run(logits, table)
+    assert set(result.tokens[:3].tolist()) <= {7, 30}
+    assert result.tokens[3] == int(logits[3].argmax())
+    best = run(logits[:1], table_with([([1], 1, replace(asked[0], temperature=0))]))
+    assert best.tokens[0] == (7 if logits[0, 7] > logits[0, 30] else 30)
+    lone = run(
+        logits[:1], table_with([([1], 1, params(allowed_token_ids=(4,), min_tokens=9))], {4})
+    )
+    assert lone.tokens[0] == 4  # nothing else is left, as with a grammar's end
+
+
+def test_bad_sequences_are_not_completed():
+    p = params(temperature=0, bad_token_sequences=((9,), (4, 5, 6), (5, 8), (1, 7)))
+    rows = [([1], 1, p), ([1, 4, 5], 1, p), ([4, 5], 1, p), ([1, 5, 4], 1, p), ([4, 1], 2, p)]
+    forbidden = [{9}, {9, 6, 8}, {9, 8}, {9}, {9}]
+    for token in (6, 7, 8, 9):
+        logits = normal(5, VOCAB)
+        logits[:, token] = 100.0
+        result = run(logits, table_with(rows))
+        for row, never in enumerate(forbidden):
+            assert (result.tokens[row] == token) == (token not in never)
+
+
+def test_a_row_that_may_sample_nothing_ends_alone():
+    nothing = params(allowed_token_ids=(4, 5), bad_token_sequences=((4,), (3, 5)))
+    rows = [([1, 3], 1, nothing), ([1, 2], 1, nothing), ([1], 1, params())]
+    result = run(normal(3, VOCAB), table_with(rows))
+    assert list(result.faults) == [0]
+    assert isinstance(result.faults[0], ParameterError)
+    assert result.finite.all()
+    assert result.tokens[1] == 5
+
+
+def test_log_probabilities_of_named_tokens():
+    logits = normal(2, VOCAB)
+    rows = [([1], 1, params(logprob_token_ids=(3, 40, 8))), ([1], 1, params(logprobs=2))]
+    result = run(logits, table_with(rows))
+    expected = torch.log_softmax(logits, -1)
+    order = sorted((3, 40, 8), key=lambda token: -float(expected[0, token]))
+    assert result.logprobs[0].top == tuple((t, float(expected[0, t])) for t in order)
+    assert result.logprobs[0].token == result.tokens[0]
+    assert len(result.logprobs[1].top) == 2
 
 
 def test_a_row_that_is_dropped_leaves_nothing_to_the_next_one():

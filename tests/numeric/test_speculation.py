@@ -41,6 +41,12 @@ def totals(llm: LLM):
         replace(GREEDY, ignore_eos=False, stop_token_ids=tuple(range(40, 70))),
         replace(ROUND, temperature=0.7, top_p=0.9, seed=4, frequency_penalty=0.2),
         replace(ROUND, temperature=1.0, top_k=5, seed=9),
+        replace(
+            ROUND,
+            allowed_token_ids=(300, 301),
+            bad_token_sequences=((300, 300, 300), (301, 301)),
+            logprob_token_ids=(301, 5),
+        ),
     ],
 )
 def test_tokens_and_log_probabilities_are_those_without_drafts(params, depth):

@@ -123,6 +123,23 @@ def test_a_grammar_that_cannot_go_on_ends_its_own_sequence_alone(runner):
     assert isinstance(wrong[-1].error, GrammarError)
 
 
+def test_a_grammar_among_allowed_ids(runner):
+    """What both allow may follow; where they have nothing in common, the sequence ends."""
+    spell, eos = runner.tokenizer.decode, runner.engine.served.eos_token_ids
+    size = runner.engine.served.vocab_size
+    digits = tuple(i for i in range(size) if spell([i]).isdecimal())
+    letters = tuple(i for i in range(size) if spell([i]).isalpha())
+    grammar = regex_grammar("[0-9]{3,6}")
+    [few] = runner.run([params(grammar, allowed_token_ids=(*digits[:9], *eos))])
+    assert few[-1].finish is FinishReason.STOP
+    assert set(tokens(few)) <= {*digits[:9], *eos}
+    bystander = params(None, 5, ignore_eos=True)
+    none, other = runner.run([params(grammar, allowed_token_ids=letters[:99]), bystander])
+    assert none[-1].finish is FinishReason.ERROR
+    assert none[-1].error.param == "allowed_token_ids"
+    assert tokens(other) == tokens(runner.run([bystander])[0])
+
+
 def test_a_grammar_in_long_use_does_not_wear_out(runner):
     """All copies of a grammar share a bounded memory: this one fills it after some 3000 tokens."""
     grammar = regex_grammar("(?s:.*)a.{30}z")

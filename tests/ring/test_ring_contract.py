@@ -25,7 +25,7 @@ from weft.core.plan import Commit, PromptLogprobs, Update
 from weft.core.types import FinishReason, Request, SamplingParams, TokenLogprob
 from weft.ring import _native
 from weft.ring.client import RingClient
-from weft.ring.codec import STAY
+from weft.ring.codec import STAY, unpack_token_lists
 from weft.ring.inbox import RingInbox
 from weft.ring.layout import SIZES, EngineInfo, Side, State
 from weft.ring.recover import SHARED
@@ -89,7 +89,7 @@ def sampling_params():
 
 def params_with(**more):
     floats = st.floats(0, 100, exclude_min=True)
-    token = st.integers(0, 2**31 - 1)
+    token = st.integers(0, 996)
     return st.builds(
         SamplingParams,
         temperature=st.none() | st.floats(0, 100),
@@ -107,6 +107,11 @@ def params_with(**more):
         logprobs=st.none() | st.integers(0, 20),
         prompt_logprobs=st.none() | st.integers(0, 20),
         speculation=st.none() | st.integers(0, 16),
+        allowed_token_ids=st.lists(token, max_size=20).map(tuple),
+        bad_token_sequences=st.lists(
+            st.lists(token, min_size=1, max_size=5).map(tuple), max_size=5
+        ).map(tuple),
+        logprob_token_ids=st.lists(token, max_size=20).map(tuple),
         **more,
     )
 
@@ -130,9 +135,29 @@ def test_every_field_of_a_request_crosses(params, prompt, eos, name, salt, embed
     pair.close()
 
 
+@pytest.mark.parametrize("words", [[1], [1, 5], [0, 0, 2, 4], [3, 1, 2], [2**32 - 1, 1], [1, 5, 1]])
+def test_lists_of_token_ids_that_are_cut_off_are_refused(words):
+    with pytest.raises(ParameterError):
+        unpack_token_lists(words)
+
+
+def test_a_slot_whose_token_ids_cannot_be_right_is_refused_alone():
+    pair = Pair(slots=4, arena_bytes=1 << 20, vocab_size=997)
+    for number, wrong in enumerate(({"allowed_token_ids": (997,)}, {"logit_bias": {1000: 1.0}})):
+        pair.submit(request(number, sampling=SamplingParams(max_tokens=8, **wrong)))
+    pair.submit(request(5, sampling=SamplingParams(max_tokens=8, allowed_token_ids=(996,))))
+    (got,) = pair.receive()
+    assert got.sampling.allowed_token_ids == (996,)
+    pair.client.poll()
+    params = [pair.updates[number][0].error.param for number in range(2)]
+    assert params == ["allowed_token_ids", "logit_bias"]
+    pair.close()
+
+
 def test_every_sampling_parameter_crosses_or_stays():
     """A new parameter must be given a place: in the record, in a section, or in ``STAY``."""
     sections = {"logit_bias", "stop_token_ids", "grammar"}
+    sections |= {"allowed_token_ids", "bad_token_sequences", "logprob_token_ids"}
     record = {name for name in dir(_native.SamplingRecord) if not name.startswith("_")} - {"set"}
     flags = {"ignore_eos"}
     names = {field.name for field in dataclasses.fields(SamplingParams)}
@@ -647,7 +672,7 @@ def test_a_new_request_plane_takes_over_what_is_left(pair):
     pair.end(working[0].id)
     pair.submit(request(9))
     index = pair.client._ring.prepare(
-        10, [1], _native.SamplingRecord(), [], [], [], b"interactive", b"", b"", [], 4
+        10, [1], _native.SamplingRecord(), [], [], [], b"interactive", b"", b"", [], [], 4
     )  # dies amid writing
     assert index >= 0
     successor = RingClient(pair.fds)

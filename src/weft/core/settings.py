@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Hashable, Iterator
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
 from numbers import Integral, Real
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any, Literal, cast
 
 from weft.core.errors import ConfigError, ParameterError, WeftError
 
-Kind = Literal["int", "float", "bool", "str", "bytes", "path", "strings", "ints", "map"]
+Kind = Literal["int", "float", "bool", "str", "bytes", "path", "strings", "ints", "lists", "map"]
 
 _WORDS: dict[Kind, str] = {
     "int": "a whole number",
@@ -27,6 +27,7 @@ _WORDS: dict[Kind, str] = {
     "path": "a path",
     "strings": "a list of strings",
     "ints": "a list of whole numbers",
+    "lists": "a list of lists of whole numbers",
     "map": "a mapping",
 }
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -101,7 +102,7 @@ class Setting:
             raise self._error(value)
         if self.kind in ("int", "float", "bytes"):
             self._check_number(value, value)
-        elif self.kind in ("strings", "ints", "map"):
+        elif self.kind in ("strings", "ints", "lists", "map"):
             self._check_number(len(value), value)
         return value
 
@@ -110,6 +111,10 @@ class Setting:
             return parse_bytes(value)
         if self.kind == "strings" and isinstance(value, str):
             return (value,)
+        if self.kind == "lists":
+            if not isinstance(value, (list, tuple)):
+                raise self._error(value)
+            return tuple(replace(self, kind="ints", high=None)._typed(item) for item in value)
         if self.kind in ("strings", "ints"):
             if not isinstance(value, (list, tuple)):
                 raise self._error(value)
@@ -144,7 +149,7 @@ class Setting:
 
     def _error(self, value: Any) -> WeftError:
         shown = shortened(value)
-        if self.kind in ("strings", "ints", "map") and self.high is not None:
+        if self.kind in ("strings", "ints", "lists", "map") and self.high is not None:
             wanted = f"{_WORDS[self.kind]} with at most {_plain(self.high)} entries"
         else:
             bounds = self.bounds()

@@ -22,6 +22,9 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 512
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 1024
+MAX_ALLOWED_TOKENS = 2**14
+MAX_BAD_SEQUENCES = 2048
+MAX_BAD_TOKENS = 64  # of one sequence
 MAX_SEED = 2**63 - 1
 MAX_SPECULATION = 16
 NEVER = 2**62  # a length that no sequence reaches
@@ -156,6 +159,22 @@ class SamplingParams:
     speculation: int | None = _optional(
         "int", "tokens to guess ahead from the text so far; 0 is off", 0, MAX_SPECULATION
     )
+    allowed_token_ids: tuple[int, ...] = setting(
+        "ints",
+        (),
+        "the only token ids that may be sampled, an end of the sequence among them only if it is "
+        "named; empty for all",
+        high=MAX_ALLOWED_TOKENS,
+    )
+    bad_token_sequences: tuple[tuple[int, ...], ...] = setting(
+        "lists", (), "sequences of token ids that the output never has", high=MAX_BAD_SEQUENCES
+    )
+    logprob_token_ids: tuple[int, ...] = setting(
+        "ints",
+        (),
+        "token ids whose log probabilities are returned instead of the likeliest ones'",
+        high=MAX_LOGPROBS,
+    )
     include_stop: bool = setting("bool", False, "keep the stop string at the end of the text")
     skip_special_tokens: bool = setting("bool", True, "leave control tokens out of the text")
 
@@ -182,8 +201,35 @@ class SamplingParams:
                 )
         for token in self.stop_token_ids:
             _TOKEN_ID.check(token)
+        self._check_restrictions()
+        if self.logprob_token_ids:
+            object.__setattr__(self, "logprobs", len(self.logprob_token_ids))
         bias = {_BIASED_ID.check(token): _BIAS.check(x) for token, x in self.logit_bias.items()}
         object.__setattr__(self, "logit_bias", bias)
+
+    def _check_restrictions(self) -> None:
+        for sequence in self.bad_token_sequences:
+            if not 0 < len(sequence) <= MAX_BAD_TOKENS:
+                raise ParameterError(
+                    f"A bad word must have 1 to {MAX_BAD_TOKENS} tokens.", param="bad_words"
+                )
+        for name, ids in self._named_ids():
+            if ids and not 0 <= min(ids) <= max(ids) < 2**31:
+                raise ParameterError(f"{name} has ids that no token can have.", param=name)
+
+    def _named_ids(self) -> list[tuple[str, Seq[int]]]:
+        """Token ids that may or may not be sampled, or are scored, by parameter."""
+        bad: list[tuple[str, Seq[int]]] = [("bad_words", ids) for ids in self.bad_token_sequences]
+        return [
+            ("allowed_token_ids", self.allowed_token_ids),
+            ("logprob_token_ids", self.logprob_token_ids),
+            *bad,
+        ]
+
+    @property
+    def restricted(self) -> bool:
+        """Whether there are tokens that may not be sampled."""
+        return bool(self.allowed_token_ids or self.bad_token_sequences)
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """Fill fields that are ``None`` from ``defaults``, then from ``NEUTRAL``."""
@@ -196,7 +242,8 @@ class SamplingParams:
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Raise ParameterError if a token id is outside the vocabulary."""
-        for name, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
+        named = (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids))
+        for name, ids in (*named, *self._named_ids()):
             for token in ids:
                 if token >= vocab_size:
                     raise ParameterError(

@@ -12,6 +12,7 @@ from weft.core.errors import InvariantError
 from weft.core.plan import KVMove, RowAdd, StepPlan
 from weft.core.types import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, NEUTRAL, SamplingParams
 from weft.exec.grammar import GrammarRows
+from weft.exec.restrict import Restrictions
 from weft.kernels.sampling import EDITED, PENALISED
 
 # Token ids of a row whose logits the device changes: all that a request may name, and end ids.
@@ -70,12 +71,14 @@ class RowTable:
         length: [R] int64, tokens that the row knows.
         tables: for each group [R, max_blocks] int32.
         penalised: rows with a repetition, presence or frequency penalty.
-        scored: rows that want log probabilities, with the number of alternatives.
+        scored: rows that want log probabilities, with the number of the likeliest tokens wanted.
+        named: rows that want log probabilities of some tokens instead, as ids [N].
+        restrictions: what rows may not sample.
         bias: rows with a logit bias, as ids [B] and values [B].
         delayed: rows with a minimum length, as the stop ids [I] and that length.
         prompt_scored: rows that want log probabilities of their prompts.
-        on_host: rows whose tokens a device leaves to the host: those with a grammar, or with more
-            than ``MOST_EDITS``.
+        on_host: rows whose tokens a device leaves to the host: those with a grammar, restrictions
+            or named tokens, or with more than ``MOST_EDITS``.
     """
 
     def __init__(
@@ -97,6 +100,8 @@ class RowTable:
         self.penalised: set[int] = set()
         self.embedding: set[int] = set()
         self.scored: dict[int, int] = {}
+        self.named: dict[int, NDArray[np.int64]] = {}
+        self.restrictions = Restrictions()
         self.bias: dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}
         self.delayed: dict[int, tuple[NDArray[np.int64], int]] = {}
         self.prompt_scored: set[int] = set()
@@ -105,7 +110,7 @@ class RowTable:
     @property
     def changes_logits(self) -> bool:
         """Whether a row needs more of its logits than the choice of a token from them."""
-        plain = self.grammars is None or self.grammars.empty
+        plain = (self.grammars is None or self.grammars.empty) and self.restrictions.empty
         return not plain or bool(self.penalised or self.scored or self.bias or self.delayed)
 
     def apply(self, plan: StepPlan) -> None:
@@ -144,6 +149,10 @@ class RowTable:
         self.tokens[rows, length] = tokens
         self.length[rows] = length + 1
 
+    def output(self, row: int, length: int) -> NDArray[np.int32]:
+        """The output tokens of a row up to a length of the whole."""
+        return self.tokens[row, self.num_prompt[row] : length]
+
     def guess(self, row: int, draft: Seq[int]) -> None:
         """Store tokens beyond those that the row knows, to be computed but not counted."""
         length = self.length[row]
@@ -156,8 +165,9 @@ class RowTable:
         self.params[row] = None
         for marked in (self.penalised, self.embedding, self.prompt_scored, self.on_host):
             marked.discard(row)
-        for special in (self.scored, self.bias, self.delayed):
+        for special in (self.scored, self.named, self.bias, self.delayed):
             special.pop(row, None)
+        self.restrictions.drop(row)
         if self.grammars is not None:
             self.grammars.drop(row)
 
@@ -188,14 +198,20 @@ class RowTable:
             self.penalised.add(row)
         if params.prompt_logprobs is not None:
             self.prompt_scored.add(row)
-        if params.logprobs is not None:
+        if params.logprob_token_ids:
+            self.named[row] = np.array(params.logprob_token_ids, np.int64)
+            self.scored[row] = 0
+        elif params.logprobs is not None:
             self.scored[row] = params.logprobs
+        if params.restricted:
+            self.restrictions.add(row, params)
         if params.logit_bias:
             ids, values = zip(*params.logit_bias.items(), strict=True)
             self.bias[row] = np.array(ids, np.int64), np.array(values, np.float32)
         if params.min_tokens and stop_ids:
             self.delayed[row] = np.array(sorted(stop_ids), np.int64), params.min_tokens
-        if params.grammar is not None or self._edits(row) > MOST_EDITS:
+        own = params.grammar is not None or params.restricted or row in self.named
+        if own or self._edits(row) > MOST_EDITS:
             self.on_host.add(row)
         self.columns.changes[row] = self._changes_on_device(row)
 

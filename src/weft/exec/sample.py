@@ -1,8 +1,8 @@
 """From logits to tokens.
 
-Order: penalties, bias, minimum length, grammar, then greedy choice, or temperature, top-k, top-p,
-min-p and a draw. One random number a token, a function of the row's seed and its count of output
-tokens.
+Order: penalties, bias, minimum length, allowed ids and bad words, grammar, then greedy choice, or
+temperature, top-k, top-p, min-p and a draw. One random number a token, a function of the row's seed
+and its count of output tokens.
 
 What is done to all rows at once are operations that treat each row alike whatever the others are,
 and the choice is made row by row. So a row's result depends on this row alone.
@@ -10,7 +10,8 @@ and the choice is made row by row. So a row's result depends on this row alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -71,16 +72,45 @@ def sample(
     _penalise(logits, rows, lengths, table)
     _bias(logits, rows, lengths, table)
     grammars, which = table.grammars, rows.tolist()
-    faults = grammars.forbid(logits, which) if grammars is not None else {}
+    faults = _forbid(logits, which, lengths, table)
     tokens, _ = _choose(logits, *asked, choose)
     logprobs: dict[int, TokenLogprob] = {}
     if raw is not None:
         chosen = rows[scored].tolist()
         entries = token_logprobs(raw, tokens[scored], [table.scored[row] for row in chosen])
         logprobs = dict(zip(scored, entries, strict=True))
+        _score_named(logprobs, raw, which, table)
     if grammars is not None:
         grammars.advance(which, tokens)
     return Sampled(tokens, finite, logprobs, faults, np.zeros(len(rows), np.int64))
+
+
+def _forbid(
+    logits: Tensor, rows: Seq[int], lengths: NDArray[np.int64], table: RowTable
+) -> dict[int, WeftError]:
+    """Make what rows may not sample impossible; return the rows that cannot go on."""
+    grammars, restrictions = table.grammars, table.restrictions
+    faults: dict[int, WeftError] = {}
+    if not restrictions.empty:
+        known = zip(rows, lengths.tolist(), strict=True)
+        restrictions.forbid(logits, rows, [table.output(row, length) for row, length in known])
+    if grammars is not None:
+        faults = grammars.forbid(logits, rows)
+    if not restrictions.empty:
+        faults = {**restrictions.faults(logits, rows), **faults}
+    return faults
+
+
+def _score_named(
+    logprobs: dict[int, TokenLogprob], raw: Tensor, rows: Seq[int], table: RowTable
+) -> None:
+    """Put the tokens that rows name in the place of the likeliest ones, likeliest first."""
+    for at, (i, entry) in enumerate(logprobs.items()):
+        ids = table.named.get(rows[i])
+        if ids is not None:
+            values = raw[at, _on(raw, ids)].tolist()
+            top = sorted(zip(ids.tolist(), values, strict=True), key=lambda pair: -pair[1])
+            logprobs[i] = replace(entry, top=tuple(top))
 
 
 def _choose(

@@ -45,6 +45,7 @@ class Client:
         service_class: bytes,
         cache_salt: bytes,
         grammar: bytes,
+        token_lists: Sequence[int],
         output: Sequence[int],
         max_records: int,
     ) -> int: ...

@@ -20,6 +20,7 @@ WEFT_HD constexpr uint64_t element_bytes(Section section) {
     case Section::Prompt:
     case Section::StopIds:
     case Section::EosIds:
+    case Section::TokenLists:
       return sizeof(uint32_t);
     case Section::Sampling:
       return sizeof(SamplingRecord);

@@ -25,7 +25,7 @@ from weft.core.plan import Update
 from weft.core.sinks import Sink, deliver
 from weft.core.types import FinishReason, Request
 from weft.ring import _native
-from weft.ring.codec import pack_sampling, unpack_news
+from weft.ring.codec import pack_sampling, pack_token_lists, unpack_news
 from weft.ring.layout import REASON_OF, SIZES, EngineInfo, Refusal
 from weft.ring.segment import RingFds, attached
 
@@ -107,6 +107,7 @@ class RingClient:
             request.service_class.encode(),
             request.cache_salt,
             (sampling.grammar or "").encode(),
+            pack_token_lists(sampling),
             request.output,
             self._most_tokens(request),
         )

@@ -40,17 +40,49 @@ def pack_sampling(request: Request) -> _native.SamplingRecord:
     return record
 
 
+def pack_token_lists(params: SamplingParams) -> list[int]:
+    """The ids that are allowed, that are scored, and each bad sequence, with their lengths."""
+    lists = (params.allowed_token_ids, params.logprob_token_ids, *params.bad_token_sequences)
+    return [word for ids in lists for word in (len(ids), *ids)] if any(lists) else []
+
+
+def unpack_token_lists(words: list[int]) -> dict[str, Any]:
+    """The parameters that were packed. Raises ParameterError for what cannot be right."""
+    lists: list[tuple[int, ...]] = []
+    at = 0
+    while at < len(words):
+        end = at + 1 + words[at]
+        lists.append(tuple(words[at + 1 : end]))
+        at = end
+    if at != len(words) or len(lists) == 1:
+        raise errors.ParameterError("The lists of token ids are cut off.", param="bad_words")
+    if not lists:
+        return {}
+    allowed, scored, *bad = lists
+    return {
+        "allowed_token_ids": allowed,
+        "logprob_token_ids": scored,
+        "bad_token_sequences": tuple(bad),
+    }
+
+
 def unpack_sampling(
     record: _native.SamplingRecord,
     logit_bias: list[tuple[int, float]],
     stop_ids: list[int],
     grammar: bytes,
+    token_lists: list[int],
 ) -> SamplingParams:
     """Raises ParameterError if a value is out of bounds, as in a corrupted slot."""
+    lists = unpack_token_lists(token_lists)
+    scored = lists.get("logprob_token_ids")
+    if scored and (not record.set & SET["logprobs"] or record.logprobs != len(scored)):
+        raise errors.ParameterError("logprobs is not the number of logprob_token_ids.")
     values: dict[str, Any] = {name: getattr(record, name) for name in PLAIN}
     values |= {name: getattr(record, name) for name in OPTIONAL if record.set & SET[name]}
     return SamplingParams(
         **values,
+        **lists,
         logit_bias=dict(logit_bias),
         stop_token_ids=tuple(stop_ids),
         ignore_eos=bool(record.set & SET["ignore_eos"]),
@@ -61,7 +93,7 @@ def unpack_sampling(
 def unpack_request(claim: tuple[Any, ...], vocab_size: int | None) -> Request:
     """The request of a claimed slot. Raises ParameterError for anything that cannot be right."""
     sequence_id, prompt, record, bias, stop_ids, eos_ids, service_class, salt = claim[:8]
-    output, crashes, memory_kills, grammar = claim[8:]
+    output, crashes, memory_kills, grammar, token_lists = claim[8:]
     if vocab_size is not None and max(output, default=0) >= vocab_size:
         raise errors.InvariantError("A token that a dead engine has given out cannot be right.")
     if vocab_size is not None and max(prompt) >= vocab_size:
@@ -69,10 +101,13 @@ def unpack_request(claim: tuple[Any, ...], vocab_size: int | None) -> Request:
             f"The prompt has token id {max(prompt)}, but the vocabulary has {vocab_size}.",
             param="prompt",
         )
+    sampling = unpack_sampling(record, bias, stop_ids, grammar, token_lists)
+    if vocab_size is not None:
+        sampling.check_vocabulary(vocab_size)
     return Request(
         sequence_id,
         prompt,
-        unpack_sampling(record, bias, stop_ids, grammar),
+        sampling,
         tuple(eos_ids),
         _text(service_class, "service_class"),
         salt,

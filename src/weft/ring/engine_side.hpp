@@ -16,7 +16,7 @@ namespace weft::ring {
 // A request as read from its slot.
 struct Claim {
   uint64_t id = 0;  // the engine's own name for the sequence
-  std::vector<uint32_t> prompt, stop_ids, eos_ids, published;
+  std::vector<uint32_t> prompt, stop_ids, eos_ids, token_lists, published;
   SamplingRecord sampling{};
   std::vector<BiasRecord> logit_bias;
   std::string service_class, cache_salt, grammar;
@@ -309,6 +309,7 @@ class EngineSide {
     found.service_class = text(input, Section::ServiceClass);
     found.cache_salt = text(input, Section::CacheSalt);
     found.grammar = text(input, Section::Grammar);
+    found.token_lists = ids(input, Section::TokenLists);
     if (found.sampling.set & kEmbed) {
       held.repeated = held.published;  // computed again from the start: equal words
     } else {

@@ -88,7 +88,8 @@ class Client {
                   const std::vector<std::pair<uint32_t, double>>& logit_bias,
                   std::vector<uint32_t> stop_ids, std::vector<uint32_t> eos_ids,
                   nb::bytes service_class, nb::bytes cache_salt, nb::bytes grammar,
-                  std::vector<uint32_t> output, uint32_t max_records) {
+                  std::vector<uint32_t> token_lists, std::vector<uint32_t> output,
+                  uint32_t max_records) {
     Submission request;
     request.request_id = id;
     request.prompt = std::move(prompt);
@@ -99,6 +100,7 @@ class Client {
     request.service_class.assign(service_class.c_str(), service_class.size());
     request.cache_salt.assign(cache_salt.c_str(), cache_salt.size());
     request.grammar.assign(grammar.c_str(), grammar.size());
+    request.token_lists = std::move(token_lists);
     request.output = std::move(output);
     request.max_records = std::min(max_records, kMaxRecords);
     uint32_t index = 0;
@@ -307,7 +309,7 @@ class Engine {
     return nb::make_tuple(claim.id, nb::tuple(prompt), claim.sampling, bias, claim.stop_ids,
                           claim.eos_ids, bytes(claim.service_class), bytes(claim.cache_salt),
                           nb::tuple(published), claim.crashes, claim.memory_kills,
-                          bytes(claim.grammar));
+                          bytes(claim.grammar), claim.token_lists);
   }
 
   void sleep(int64_t timeout_ns) {
@@ -429,8 +431,8 @@ NB_MODULE(_native, m) {
   nb::class_<Client>(m, "Client")
       .def(nb::init<int>(), "memory"_a)
       .def("prepare", &Client::prepare, "id"_a, "prompt"_a, "sampling"_a, "logit_bias"_a,
-           "stop_ids"_a, "eos_ids"_a, "service_class"_a, "cache_salt"_a, "grammar"_a, "output"_a,
-           "max_records"_a)
+           "stop_ids"_a, "eos_ids"_a, "service_class"_a, "cache_salt"_a, "grammar"_a,
+           "token_lists"_a, "output"_a, "max_records"_a)
       .def("submit", &Client::submit, "slots"_a)
       .def("abandon", &Client::abandon, "slots"_a)
       .def("cancel", &Client::cancel, "id"_a, "reason"_a)

@@ -74,7 +74,7 @@ class Arena {
 
 struct Submission {
   uint64_t request_id = 0;
-  std::vector<uint32_t> prompt, stop_ids, eos_ids;
+  std::vector<uint32_t> prompt, stop_ids, eos_ids, token_lists;
   SamplingRecord sampling{};
   std::vector<BiasRecord> logit_bias;
   std::string service_class, cache_salt, grammar;
@@ -251,6 +251,7 @@ class RequestSide {
     place(Section::ServiceClass, request.service_class.size());
     place(Section::CacheSalt, request.cache_salt.size());
     place(Section::Grammar, request.grammar.size());
+    place(Section::TokenLists, request.token_lists.size() * sizeof(uint32_t));
     place(Section::Output, uint64_t{request.max_records} * input.output_stride);
     place(Section::PromptOutput, uint64_t{live.prompt.capacity} * input.prompt_stride);
     return round_up(end, kAlign);
@@ -273,6 +274,7 @@ class RequestSide {
     copy(Section::ServiceClass, request.service_class.data());
     copy(Section::CacheSalt, request.cache_salt.data());
     copy(Section::Grammar, request.grammar.data());
+    copy(Section::TokenLists, request.token_lists.data());
   }
 
   // The engine goes on behind these tokens, as behind those of an engine that has died.

@@ -41,7 +41,7 @@ namespace order = std;
 #endif
 
 inline constexpr uint64_t kMagic = 0x676e697274666577;  // "weftring"
-inline constexpr uint32_t kVersion = 7;  // any change of layout or meaning
+inline constexpr uint32_t kVersion = 8;  // any change of layout or meaning
 inline constexpr uint64_t kPage = 4096;
 inline constexpr uint64_t kAlign = 64;  // of every extent in the arena, and of slots
 inline constexpr uint32_t kMaxSlots = 65535;
@@ -174,10 +174,11 @@ enum class Section : uint8_t {
   ServiceClass,   // UTF-8
   CacheSalt,      // bytes
   Grammar,        // UTF-8, or empty
+  TokenLists,     // uint32 words, or empty: which tokens are allowed, scored and bad
   Output,         // records of `output_stride` bytes
   PromptOutput,   // records of `prompt_stride` bytes, one for each prompt token, or empty
 };
-inline constexpr int kSections = 10;
+inline constexpr int kSections = 11;
 
 // Bits of SamplingRecord::set: optional fields that have a value, and flags.
 enum Set : uint32_t {

@@ -279,6 +279,7 @@ class RidingScheduler(SLOScheduler):
             and sequence.known < sequence.end
             and sequence.drafter is None
             and sampling.grammar is None
+            and not sampling.restricted
             and sampling.logprobs is None
             and sampling.prompt_logprobs is None
             and not sequence.request.embed
