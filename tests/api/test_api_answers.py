@@ -108,6 +108,55 @@ def test_a_whole_completion(builder, valid):
     assert all(scores["tokens"][i] in top for i, top in enumerate(scores["top_logprobs"]))
 
 
+@pytest.mark.parametrize("endpoint", ["chat", "completion"])
+def test_scores_of_the_prompt_come_as_vllm_has_them(builder, endpoint):
+    job = job_of(builder, endpoint, prompt_logprobs=1, n=2, return_tokens_as_token_ids=True)
+    batches = [updates_of(request.id, [9]) for request in job.requests]
+    prompt = job.requests[0].prompt
+    for request, batch in zip(job.requests, batches, strict=True):
+        if request.sampling.prompt_logprobs is not None:
+            entries = tuple(TokenLogprob(t, -2.0, 3, ((5, -0.5), (6, -1))) for t in prompt[1:])
+            batch.insert(0, Update(request.id, None, prompt_logprobs=PromptLogprobs(1, entries)))
+    whole = collect(builder, job, *batches)
+    places = [whole] if endpoint == "chat" else whole["choices"]
+    for place in places:
+        nothing, *told = place["prompt_logprobs"]
+        assert nothing is None
+        assert [list(entry) for entry in told] == [
+            list(dict.fromkeys([str(t), "5"])) for t in prompt[1:]
+        ]
+        own, other = told[0].values()
+        spelled = builder.tokenizer.decode([prompt[1]], skip_special_tokens=False)
+        assert own == {"logprob": -2.0, "rank": 3, "decoded_token": spelled}
+        assert (other["logprob"], other["rank"]) == (-0.5, 1)
+    plain = job_of(builder, endpoint)
+    told = collect(builder, plain, updates_of(plain.requests[0].id, [9]))
+    assert "prompt_logprobs" not in json.dumps(told)
+
+
+@pytest.mark.parametrize("how", [collect, stream])
+def test_tokens_as_their_ids(builder, how):
+    job = job_of(builder, "chat", logprobs=True, top_logprobs=2, return_tokens_as_token_ids=True)
+    told = json.dumps(how(builder, job, updates_of(job.requests[0].id, [9, 10])))
+    assert '"token": "token_id:9"' in told
+    assert '"token": "token_id:5"' in told
+    job = job_of(builder, "completion", logprobs=2, return_tokens_as_token_ids=True)
+    told = json.dumps(how(builder, job, updates_of(job.requests[0].id, [9, 10])))
+    assert '"tokens": ["token_id:9", "token_id:10"]' in told
+    assert '"token_id:5": -3.0' in told
+
+
+def test_an_echo_has_as_many_alternatives_as_it_asked_for(builder):
+    job = job_of(builder, "completion", echo=True, logprobs=1, prompt_logprobs=2)
+    request = job.requests[0]
+    entries = tuple(TokenLogprob(t, -2.0, 3, ((5, -0.5), (6, -1))) for t in request.prompt[1:])
+    updates = [Update(request.id, None, prompt_logprobs=PromptLogprobs(1, entries))]
+    [choice] = collect(builder, job, updates, updates_of(request.id, [9]))["choices"]
+    assert [len(entry) for entry in choice["prompt_logprobs"][1:]] == [3] * len(entries)
+    tops = choice["logprobs"]["top_logprobs"][1 : len(request.prompt)]
+    assert [len(top) for top in tops] == [2] * len(entries)
+
+
 def test_echo_with_logprobs(builder):
     job = job_of(builder, "completion", prompt=["ab cd", "x"], echo=True, logprobs=0, n=2)
     batches = []

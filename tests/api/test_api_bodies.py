@@ -166,7 +166,7 @@ COMPLETION_REFUSALS: list[tuple[dict[str, Any], str, str]] = [
     ({"best_of": 2}, "best_of", "unsupported_parameter"),
     ({"best_of": True}, "best_of", "unsupported_parameter"),
     ({"suffix": "x"}, "suffix", "unsupported_parameter"),
-    ({"logprobs": 6}, "logprobs", "invalid_parameter"),
+    ({"logprobs": 21}, "logprobs", "invalid_parameter"),
     ({"logprobs": True}, "logprobs", "invalid_parameter"),
     ({"prompt": []}, "prompt", "invalid_parameter"),
     ({"prompt": [[]]}, "prompt", "invalid_parameter"),

@@ -87,3 +87,66 @@ def test_white_space_of_json_is_chosen_by_the_body(builder, fields):
     with pytest.raises(ParameterError) as caught:
         chat(builder, json_whitespace="none", **fields)
     assert caught.value.param == "json_whitespace"
+
+
+def completion(builder: Builder, **fields: Any) -> Job:
+    body = {"model": "builtin", "prompt": "a b", **fields}
+    return completion_job(decode_body(CompletionBody, json.dumps(body).encode()), builder)
+
+
+@pytest.mark.parametrize("make", [chat, completion])
+def test_what_may_be_sampled_reaches_the_engine(builder, make):
+    job = make(builder, allowed_token_ids=[5, 7], bad_words=[" the", "the", "x y"])
+    sampling = job.requests[0].sampling
+    assert sampling.allowed_token_ids == (5, 7)
+    texts = {builder.tokenizer.decode(ids) for ids in sampling.bad_token_sequences}
+    assert texts == {"the", " the", "x y", " x y"}
+    assert len(sampling.bad_token_sequences) == 4
+    assert not make(builder, bad_words=[]).requests[0].sampling.restricted
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"allowed_token_ids": [4096]}, "allowed_token_ids"),
+        ({"allowed_token_ids": [-1]}, "allowed_token_ids"),
+        ({"bad_words": [""]}, "bad_words"),
+        ({"bad_words": ["x" * 257]}, "bad_words"),
+        ({"bad_words": ["é" * 100]}, "bad_words"),
+        ({"bad_words": ["a"] * 1025}, "bad_words"),
+        ({"logprob_token_ids": list(range(21))}, "logprob_token_ids"),
+        ({"logprob_token_ids": [4096]}, "logprob_token_ids"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs"),
+    ],
+)
+@pytest.mark.parametrize("make", [chat, completion])
+def test_bounds_of_what_may_be_sampled_and_scored(builder, make, fields, param):
+    with pytest.raises(ParameterError) as caught:
+        make(builder, **fields)
+    assert caught.value.param.startswith(param)
+
+
+def test_the_whole_vocabulary_is_more_than_may_be_scored(builder):
+    for make, name in ((chat, "top_logprobs"), (completion, "logprobs")):
+        with pytest.raises(ParameterError, match=f"{name} may be 20") as caught:
+            make(builder, **{"logprobs": True} if make is chat else {}, **{name: -1})
+        assert caught.value.param == name
+    assert completion(builder, logprobs=20).requests[0].sampling.logprobs == 20
+
+
+def test_scores_of_named_tokens_and_of_the_prompt(builder):
+    job = chat(builder, logprob_token_ids=[5, 7], n=2, prompt_logprobs=3)
+    first, second = (request.sampling for request in job.requests)
+    assert (job.logprobs, first.logprobs, first.logprob_token_ids) == (True, 2, (5, 7))
+    assert (first.prompt_logprobs, second.prompt_logprobs) == (3, None)
+    for fields, wanted in (
+        ({"echo": True, "logprobs": 2}, 2),
+        ({"echo": True, "logprobs": 2, "prompt_logprobs": 4}, 4),
+        ({"echo": True, "logprob_token_ids": [5]}, 0),
+        ({"prompt_logprobs": 1}, 1),
+        ({"logprobs": 2}, None),
+    ):
+        assert completion(builder, **fields).requests[0].sampling.prompt_logprobs == wanted

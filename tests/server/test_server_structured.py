@@ -72,6 +72,28 @@ def test_every_extension_is_honoured_by_both_endpoints(real):
             assert plain["choices"][0]["finish_reason"] == "stop"
 
 
+def test_what_may_be_sampled_and_scored_over_http(real):
+    body = {"model": "builtin", "max_tokens": 12, "temperature": 1.0, "seed": 3}
+    tokenizer = real.service.builder.tokenizer
+    digits = [tokenizer.encode(d, add_special_tokens=False)[0] for d in "0123456789"]
+    body |= {"allowed_token_ids": digits, "logprob_token_ids": digits[:3], "logprobs": True}
+    body |= {"bad_words": ["7"], "prompt_logprobs": 2, "return_tokens_as_token_ids": True}
+    with real.http() as http:
+        chat = http.post("/v1/chat/completions", json={**body, "messages": MESSAGES}).json()
+        plain = http.post("/v1/completions", json={**body, "logprobs": 1, "prompt": "1 2"}).json()
+    text = chat["choices"][0]["message"]["content"]
+    assert len(text) == 12
+    assert set(text) <= set("012345689")
+    assert set(plain["choices"][0]["text"]) <= set("012345689")
+    for entry in chat["choices"][0]["logprobs"]["content"]:
+        named = {top["token"] for top in entry["top_logprobs"]}
+        assert named == {f"token_id:{token}" for token in digits[:3]}
+    for scored in (chat["prompt_logprobs"], plain["choices"][0]["prompt_logprobs"]):
+        assert scored[0] is None
+        assert all(2 <= len(entry) <= 3 for entry in scored[1:])
+        assert all(1 in {told["rank"] for told in entry.values()} for entry in scored[1:])
+
+
 def test_any_object_is_an_object(client):
     answer = client.chat.completions.create(
         **CHAT, response_format={"type": "json_object"}, temperature=0.7, seed=1, n=4

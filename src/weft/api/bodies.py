@@ -15,6 +15,8 @@ from msgspec import Meta, Raw, Struct
 from weft.api.decoding import MAX_CONTAINERS, MAX_STRINGS
 from weft.api.rules import NULL, Ignored, Refused
 from weft.core.types import (
+    MAX_ALLOWED_TOKENS,
+    MAX_BAD_SEQUENCES,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
     MAX_SPECULATION,
@@ -23,7 +25,8 @@ from weft.core.types import (
 )
 
 MAX_N = 128
-MAX_COMPLETION_LOGPROBS = 5
+MAX_BAD_WORDS = MAX_BAD_SEQUENCES // 2  # each with a space before it and without
+MAX_BAD_WORD_CHARS = 256
 MAX_NAME_CHARS = 1024
 MAX_MESSAGES = 16384  # also of parts of a message and of its tool calls
 MAX_TOOLS = 1024  # a client may offer many that are not shown to the model
@@ -32,7 +35,7 @@ MAX_DOCUMENTS = 256
 
 FIXED_LIMITS: Mapping[str, int] = {
     "n": MAX_N,
-    "completion_logprobs": MAX_COMPLETION_LOGPROBS,
+    "completion_logprobs": MAX_LOGPROBS,
     "top_logprobs": MAX_LOGPROBS,
     "stop_strings": MAX_STOP_STRINGS,
     "stop_token_ids": MAX_STOP_TOKEN_IDS,
@@ -45,6 +48,8 @@ FIXED_LIMITS: Mapping[str, int] = {
 Name = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 TokenId = Annotated[int, Meta(ge=0)]
+Logprobs = Annotated[int, Meta(ge=-1, le=MAX_LOGPROBS)]
+BadWord = Annotated[str, Meta(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
 Ids = Annotated[list[int], Meta(max_length=MAX_IDS)]
 Prompts = Annotated[list[str | int | Ids], Meta(max_length=MAX_IDS)]
 Variables = Annotated[dict[str, Raw], Meta(max_length=32)]
@@ -204,6 +209,10 @@ class GenerationBody(Struct, forbid_unknown_fields=True, kw_only=True):
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     user: Name | None = None
     # Extensions: weft's, and vLLM's by their names.
+    allowed_token_ids: (
+        Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_ALLOWED_TOKENS)] | None
+    ) = None
+    bad_words: Annotated[list[BadWord], Meta(max_length=MAX_BAD_WORDS)] | None = None
     cache_salt: Name | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
@@ -212,10 +221,15 @@ class GenerationBody(Struct, forbid_unknown_fields=True, kw_only=True):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     json_whitespace: Literal["compact", "flexible"] | None = None
+    logprob_token_ids: (
+        Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_LOGPROBS)] | None
+    ) = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     min_tokens: Annotated[int, Meta(ge=0)] | None = None
+    prompt_logprobs: Logprobs | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     skip_special_tokens: bool | None = None
     structured_outputs: StructuredOutputs | None = None
     speculation: Annotated[int, Meta(ge=0, le=MAX_SPECULATION)] | None = None
@@ -265,7 +279,7 @@ class CompletionBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
     prompt: str | Prompts | None
     echo: bool | None = None
     parse_special: bool | None = None
-    logprobs: Annotated[int, Meta(ge=0, le=MAX_COMPLETION_LOGPROBS)] | None = None
+    logprobs: Logprobs | None = None
     add_special_tokens: bool | None = None
     prompt_embeds: Annotated[Raw, Refused("send text or token ids", ([],))] = NULL
     suffix: Annotated[Raw, Refused("text is not filled in between", ("",))] = NULL
@@ -278,7 +292,7 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
     logprobs: bool | None = None
     max_completion_tokens: int | None = None
     safety_identifier: Name | None = None
-    top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: Logprobs | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Name | None = None
     tool_choice: str | ToolChoice | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import Any
 
 from weft.api.bodies import ChatBody
@@ -16,6 +17,8 @@ from weft.api.sampling import (
     first_seed,
     fit_context,
     include_usage,
+    logprobs_asked,
+    prompt_logprobs_asked,
     seeded,
     service_class,
     truncated,
@@ -24,7 +27,7 @@ from weft.api.sampling import (
 from weft.api.structured import find_constraint
 from weft.api.tools import Tools, constrain_turn, read_tools
 from weft.core.errors import ParameterError
-from weft.core.types import Request
+from weft.core.types import Request, SamplingParams
 from weft.text import ChatTemplate
 from weft.text.dialect import Reading
 
@@ -59,8 +62,10 @@ def chat_job(body: ChatBody, builder: Builder, notes: Notes | None = None) -> Jo
     params = build_sampling(
         body,
         card,
+        builder.tokenizer,
         max_tokens=max_tokens,
         logprobs=_logprobs(body),
+        prompt_logprobs=prompt_logprobs_asked(body),
         seed=seed,
         grammar=constraint and constraint.grammar,
     )
@@ -73,7 +78,7 @@ def chat_job(body: ChatBody, builder: Builder, notes: Notes | None = None) -> Jo
         model,
         card.system_fingerprint,
         tuple(
-            Request(number, prompt, seeded(params, seed, i), card.eos_token_ids, rank, salt)
+            Request(number, prompt, _choice(params, seed, i), card.eos_token_ids, rank, salt)
             for i, number in enumerate(numbers)
         ),
         n=n,
@@ -83,7 +88,9 @@ def chat_job(body: ChatBody, builder: Builder, notes: Notes | None = None) -> Jo
         service_tier=tier,
         echoed=_echoed(body),
         custom_tools=frozenset() if tools is None else tools.custom,
-        logprobs=bool(body.logprobs),
+        logprobs=params.logprobs is not None,
+        prompt_logprobs=body.prompt_logprobs,
+        tokens_as_ids=bool(body.return_tokens_as_token_ids),
         return_token_ids=bool(body.return_token_ids),
         timeout_s=body.timeout,
         reading=reading if reading.reads else None,
@@ -170,9 +177,15 @@ def _max_tokens(body: ChatBody) -> tuple[int | None, str]:
     return (old, "max_tokens") if new is None else (new, "max_completion_tokens")
 
 
+def _choice(params: SamplingParams, seed: int, choice: int) -> SamplingParams:
+    """The parameters of one choice; all have one prompt, which the first choice scores."""
+    own = seeded(params, seed, choice)
+    return replace(own, prompt_logprobs=None) if choice and own.prompt_logprobs is not None else own
+
+
 def _logprobs(body: ChatBody) -> int | None:
     if body.logprobs:
-        return body.top_logprobs or 0
+        return logprobs_asked(body, "top_logprobs") or 0
     if body.top_logprobs is not None:
         raise ParameterError("top_logprobs needs logprobs to be true.", param="top_logprobs")
     return None

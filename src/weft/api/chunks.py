@@ -13,7 +13,7 @@ import orjson
 
 from weft.api.choices import Assembly, Delta
 from weft.api.jobs import Job
-from weft.api.logprobs import CompletionLogprobs, TokenTexts, chat_logprobs
+from weft.api.logprobs import CompletionLogprobs, TokenNumbers, TokenTexts, chat_logprobs
 from weft.api.responses import answer_head, call_object, echoed_text, finish_reason, usage
 from weft.core.plan import Update
 from weft.text import Tokenizer
@@ -39,7 +39,7 @@ class ChunkWriter:
     ) -> None:
         self.assembly = Assembly(job, tokenizer)
         self._job = job
-        self._texts = texts
+        self._texts = texts = TokenNumbers(tokenizer) if job.tokens_as_ids else texts
         self._chat = job.endpoint == "chat"
         self._every_token = job.logprobs or job.return_token_ids or job.usage_in_chunks
         self._told = 0  # output tokens that usage in chunks counts
@@ -159,7 +159,8 @@ class ChunkWriter:
         rows = []
         if echoed is not None:
             choice = delta.choice
-            rows = builder.prompt(choice.request.prompt, choice.prompt_logprobs, echoed)
+            prompt, most = choice.request.prompt, choice.request.sampling.logprobs or 0
+            rows = builder.prompt(prompt, choice.prompt_logprobs, echoed, most)
         return builder.build(rows + builder.output(delta.token_ids, delta.logprobs))
 
     def _chunk(self, index: int, content: dict[str, Any], **more: Any) -> bytes:

@@ -16,6 +16,8 @@ from weft.api.sampling import (
     first_seed,
     fit_context,
     include_usage,
+    logprobs_asked,
+    prompt_logprobs_asked,
     seeded,
     service_class,
     truncated,
@@ -64,7 +66,9 @@ def completion_job(body: CompletionBody, builder: Builder, notes: Notes | None =
         usage_in_chunks=usage_in_chunks(body),
         service_tier=tier,
         echoed=_echoed(prompts, ids, body, builder) if body.echo else None,
-        logprobs=body.logprobs is not None,
+        logprobs=body.logprobs is not None or body.logprob_token_ids is not None,
+        prompt_logprobs=body.prompt_logprobs,
+        tokens_as_ids=bool(body.return_tokens_as_token_ids),
         return_token_ids=bool(body.return_token_ids),
         no_output=body.max_tokens == 0,
         constrained_by=constraint and constraint.param,
@@ -90,9 +94,10 @@ def _requests(
     params = build_sampling(
         body,
         card,
+        builder.tokenizer,
         max_tokens=_limit(limits[0]),
-        logprobs=body.logprobs,
-        prompt_logprobs=body.logprobs if body.echo else None,
+        logprobs=logprobs_asked(body, "logprobs"),
+        prompt_logprobs=_prompt_logprobs(body),
         seed=seeds[0],
         grammar=grammar,
     )
@@ -110,6 +115,14 @@ def _requests(
         )
         for i, number in enumerate(numbers)
     )
+
+
+def _prompt_logprobs(body: CompletionBody) -> int | None:
+    """Alternatives of each prompt token that the echo or the answer beside it shows."""
+    wanted = [prompt_logprobs_asked(body)]
+    if body.echo:
+        wanted.append(0 if body.logprobs is None and body.logprob_token_ids else body.logprobs)
+    return max((count for count in wanted if count is not None), default=None)
 
 
 def _limit(max_tokens: int | None) -> int:

@@ -38,6 +38,9 @@ class Job:
         service_tier: the tier to put into the answer, None to leave it out.
         echoed: text of each prompt that the answer starts with, None without ``echo``.
         logprobs: whether the answer has log probabilities.
+        prompt_logprobs: alternatives of each prompt token in ``prompt_logprobs`` of the answer,
+            None without.
+        tokens_as_ids: log probabilities name tokens as ``token_id:5``.
         timeout_s: seconds after which it is to end with an error; None leaves that to the server.
         no_output: ``max_tokens`` was 0; the one token that is computed is not shown.
         reading: how the text is read as a turn of an assistant; None if all of it is content.
@@ -58,6 +61,8 @@ class Job:
     service_tier: str | None = None
     echoed: tuple[str, ...] | None = None
     logprobs: bool = False
+    prompt_logprobs: int | None = None
+    tokens_as_ids: bool = False
     return_token_ids: bool = False
     no_output: bool = False
     timeout_s: float | None = None

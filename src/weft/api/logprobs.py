@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import Any
 
 from weft.core.types import TokenLogprob
@@ -43,6 +45,42 @@ class TokenTexts:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece), list(piece)
 
 
+class TokenNumbers(TokenTexts):
+    """Single tokens as ``token_id:5``, which names them even where their texts are the same."""
+
+    def _spell(self, token: int) -> tuple[str, list[int] | None]:
+        return f"token_id:{token}", super()._spell(token)[1]
+
+
+def prompt_logprobs(
+    ids: Seq[int], entries: Seq[TokenLogprob | None], most: int, texts: TokenTexts
+) -> list[dict[str, Any] | None]:
+    """The ``prompt_logprobs`` of an answer, as vLLM has them: of each token by id.
+
+    Args:
+        entries: one for each of ``ids``; None for the first.
+        most: alternatives of each token, at the most.
+    """
+    return [
+        None if entry is None else {str(token): told for token, told in _told(entry, most, texts)}
+        for _, entry in zip(ids, entries, strict=False)
+    ]
+
+
+def _told(
+    entry: TokenLogprob, most: int, texts: TokenTexts
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """A token itself and its alternatives, with what is said of each."""
+    yield entry.token, _described(entry.token, entry.logprob, entry.rank, texts)
+    for rank, (token, logprob) in enumerate(entry.top[:most], 1):
+        if token != entry.token:
+            yield token, _described(token, logprob, rank, texts)
+
+
+def _described(token: int, logprob: float, rank: int, texts: TokenTexts) -> dict[str, Any]:
+    return {"logprob": _finite(logprob), "rank": rank, "decoded_token": texts.of(token)[0]}
+
+
 def chat_logprobs(entries: Seq[TokenLogprob], texts: TokenTexts) -> dict[str, Any]:
     """The ``logprobs`` of a chat choice."""
     return {"content": [_chat_entry(entry, texts) for entry in entries], "refusal": None}
@@ -80,10 +118,16 @@ class CompletionLogprobs:
         return Detokenizer(self._tokenizer, skip_special_tokens=self._skip_special)
 
     def prompt(
-        self, ids: Seq[int], entries: Seq[TokenLogprob | None], echoed: str
+        self, ids: Seq[int], entries: Seq[TokenLogprob | None], echoed: str, most: int
     ) -> list[tuple[int, int, TokenLogprob | None]]:
-        """Return (token, offset, log probability) of the echoed prompt."""
-        rows = self._rows(ids, entries)
+        """Return (token, offset, log probability) of the echoed prompt.
+
+        Args:
+            most: alternatives of each token, at the most.
+        """
+        rows = self._rows(
+            ids, [entry and replace(entry, top=entry.top[:most]) for entry in entries]
+        )
         self._offset = len(echoed)
         self._detokenizer = self._fresh()
         return rows

@@ -10,7 +10,13 @@ import orjson
 from weft.api.card import ModelCard
 from weft.api.choices import Answer, Assembly, Choice
 from weft.api.jobs import Job
-from weft.api.logprobs import CompletionLogprobs, TokenTexts, chat_logprobs
+from weft.api.logprobs import (
+    CompletionLogprobs,
+    TokenNumbers,
+    TokenTexts,
+    chat_logprobs,
+    prompt_logprobs,
+)
 from weft.core.plan import Update
 from weft.text import Tokenizer
 from weft.text.assistant import ToolCall
@@ -22,7 +28,8 @@ class Collector:
     def __init__(self, job: Job, tokenizer: Tokenizer, texts: TokenTexts) -> None:
         self.assembly = Assembly(job, tokenizer)
         self._tokenizer = tokenizer
-        self._texts = texts
+        self._texts = TokenNumbers(tokenizer) if job.tokens_as_ids else texts
+        self._plain_texts = texts
         self._answers = [Answer(choice) for choice in self.assembly.choices]
 
     def push(self, updates: Seq[Update]) -> list[int]:
@@ -47,6 +54,8 @@ class Collector:
         }
         if job.return_token_ids and job.endpoint == "chat":
             whole["prompt_token_ids"] = job.requests[0].prompt
+        if job.endpoint == "chat":
+            whole |= self._prompt_logprobs(self.assembly.choices[0])
         return orjson.dumps(whole)
 
     def _chat_choice(self, answer: Answer) -> dict[str, Any]:
@@ -73,7 +82,14 @@ class Collector:
         if job.return_token_ids:
             choice["prompt_token_ids"] = answer.choice.request.prompt
             choice["token_ids"] = answer.token_ids
-        return choice
+        return choice | self._prompt_logprobs(answer.choice)
+
+    def _prompt_logprobs(self, choice: Choice) -> dict[str, Any]:
+        most = self.assembly.job.prompt_logprobs
+        if most is None:
+            return {}
+        ids, entries = choice.request.prompt, choice.prompt_logprobs
+        return {"prompt_logprobs": prompt_logprobs(ids, entries, most, self._plain_texts)}
 
     def _completion_logprobs(self, answer: Answer, echoed: str | None) -> dict[str, Any]:
         request = answer.choice.request
@@ -81,7 +97,8 @@ class Collector:
         builder = CompletionLogprobs(self._tokenizer, self._texts, skip)
         rows = []
         if echoed is not None:
-            rows = builder.prompt(request.prompt, answer.choice.prompt_logprobs, echoed)
+            most = request.sampling.logprobs or 0
+            rows = builder.prompt(request.prompt, answer.choice.prompt_logprobs, echoed, most)
         return builder.build(rows + builder.output(answer.token_ids, answer.logprobs))
 
 

@@ -13,7 +13,8 @@ from weft.api.card import ModelCard
 from weft.api.errors import UnknownModelError
 from weft.api.rules import Notes
 from weft.core.errors import ParameterError, PromptTooLongError
-from weft.core.types import MAX_SEED, NEUTRAL, SamplingParams
+from weft.core.types import MAX_LOGPROBS, MAX_SEED, NEUTRAL, SamplingParams
+from weft.text import Tokenizer
 
 LATEST = ":latest"
 SMALLEST_TOP_P = 1e-6  # stands for 0, which keeps the likeliest token only
@@ -82,11 +83,12 @@ def service_class(tier: str | None, priority: int | None = None) -> tuple[str, s
 
 
 def build_sampling(
-    body: CompletionBody | ChatBody, card: ModelCard, **chosen: Any
+    body: CompletionBody | ChatBody, card: ModelCard, tokenizer: Tokenizer, **chosen: Any
 ) -> SamplingParams:
     """Return the resolved parameters of a request.
 
     Args:
+        tokenizer: makes tokens of bad words.
         chosen: fields that the endpoints fill differently; None leaves one open.
 
     Raises:
@@ -103,10 +105,40 @@ def build_sampling(
         values["stop_token_ids"] = tuple(body.stop_token_ids)
     if body.include_stop_str_in_output:
         values["include_stop"] = True
+    for name in ("allowed_token_ids", "logprob_token_ids"):
+        values[name] = tuple(getattr(body, name) or ())
+    values["bad_token_sequences"] = _bad_sequences(body.bad_words or (), tokenizer)
     values |= {name: value for name, value in chosen.items() if value is not None}
     params = SamplingParams(**{**_defaults(card), **values})
     params.check_vocabulary(card.vocab_size)
     return params
+
+
+def _bad_sequences(words: Seq[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """What bad words are as tokens: at the start of a text, and after a space."""
+    texts = [f"{before}{word.lstrip()}" for word in words for before in ("", " ")]
+    found = [tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
+    return tuple(dict.fromkeys(ids for ids in found if ids))
+
+
+def logprobs_asked(body: CompletionBody | ChatBody, name: str) -> int | None:
+    """How many alternatives a parameter asks for. Raises ParameterError for all of them."""
+    count: int | None = getattr(body, name)
+    if count == -1:
+        raise ParameterError(
+            f"{name} may be {MAX_LOGPROBS} at most; -1 asks for the whole vocabulary.", param=name
+        )
+    return count
+
+
+def prompt_logprobs_asked(body: CompletionBody | ChatBody) -> int | None:
+    """The same of ``prompt_logprobs``, which no stream has."""
+    if body.prompt_logprobs is not None and body.stream:
+        raise ParameterError(
+            "prompt_logprobs are not streamed; ask for them without stream.",
+            param="prompt_logprobs",
+        )
+    return logprobs_asked(body, "prompt_logprobs")
 
 
 def _defaults(card: ModelCard) -> dict[str, Any]:
