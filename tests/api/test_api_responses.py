@@ -44,8 +44,9 @@ def updates_of(job: Any, builder: Any, text: str, finish: str = "stop") -> list[
 def events_in(data: bytes) -> list[dict[str, Any]]:
     events = []
     for block in data.decode().split("\n\n")[:-1]:
-        name, line = block.split("\n")
+        number, name, line = block.split("\n")
         events.append(json.loads(line.removeprefix("data: ")))
+        assert number == f"id: {events[-1]['sequence_number']}"
         assert name == f"event: {events[-1]['type']}"
     return events
 
@@ -247,7 +248,7 @@ def test_truncation_leaves_the_oldest_out(builder):
         ({"input": [{**CALL, "arguments": {}}]}, "input[0].arguments", "invalid_parameter"),
         ({"input": "word " * 500}, "input", "context_length_exceeded"),
         ({"model": "other"}, "model", "model_not_found"),
-        ({"background": True}, "background", "unsupported_parameter"),
+        ({"background": 1}, "background", "invalid_parameter"),
         ({"conversation": "conv_1"}, "conversation", "unsupported_parameter"),
         ({"prompt": {"id": "p"}}, "prompt", "unsupported_parameter"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type", "invalid_parameter"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -11,33 +11,51 @@ import orjson
 from msgspec import Raw, Struct
 
 from weft.api.decoding import decode_body, kind_of
-from weft.api.errors import describe_error
 from weft.api.jobs import Job, now
 from weft.api.logprobs import TokenTexts, chat_logprobs
 from weft.api.response_body import FunctionTool, ResponseBody
-from weft.api.turn import Change, Closed, Grown, Opened, Part, Turn
+from weft.api.response_events import Cuts, ResponseEvents, shown_error
+from weft.api.turn import Change, Closed, Opened, Part, Turn
 from weft.core.errors import WeftError
 from weft.core.plan import Update
 from weft.core.types import TokenLogprob
 from weft.text import Tokenizer
 
-_PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
-_ERROR_CODES = {429: "rate_limit_exceeded", 400: "invalid_prompt"}
+_KINDS = {
+    "text": ("msg", "message"),
+    "reasoning": ("rs", "reasoning"),
+    "call": ("fc", "function_call"),
+}
+
+
+class ResponseCancelledError(WeftError):
+    """The client has cancelled a background response."""
+
+    http_status = 409
+    code = "response_cancelled"
 
 
 class ResponseAnswer:
     """The response of one job, while it is made and when it is whole.
+
+    Args:
+        call_ids: ids that the first calls have already, where another process has begun.
 
     Attributes:
         id: of the response.
     """
 
     def __init__(
-        self, job: Job, body: ResponseBody, tokenizer: Tokenizer, texts: TokenTexts
+        self,
+        job: Job,
+        body: ResponseBody,
+        tokenizer: Tokenizer,
+        texts: TokenTexts,
+        call_ids: Iterable[str] = (),
     ) -> None:
         self.id = job.id
         self._job = job
-        self._turn = Turn(job, tokenizer)
+        self._turn = Turn(job, tokenizer, call_ids)
         self._texts = texts
         self._echoed = _echoed(body, job)
         self._completed_at: int | None = None
@@ -49,6 +67,22 @@ class ResponseAnswer:
     def output(self) -> list[dict[str, Any]]:
         """The items made so far."""
         return [self._item(part) for part in self._turn.parts]
+
+    def cuts(self) -> Cuts:
+        """How the text of the items came."""
+        return [
+            [(len(text), scored) for text, scored in zip(part.texts, part.scored, strict=True)]
+            for part in self._turn.parts
+        ]
+
+    def call_ids(self) -> list[str]:
+        """Ids of the calls made so far."""
+        return [part.call_id for part in self._turn.parts if part.kind == "call"]
+
+    def state(self, status: str, error: WeftError | None = None) -> dict[str, Any]:
+        """The response while, or because, it is not complete."""
+        shown = None if error is None or status == "cancelled" else shown_error(error)
+        return self._response(status, shown)
 
     def body(self) -> bytes:
         """The response as JSON, once ``done``."""
@@ -72,9 +106,11 @@ class ResponseAnswer:
             "status": status,
             "error": error,
             "incomplete_details": reason,
-            "output": [] if status == "in_progress" else self.output(),
+            "output": [] if status in ("queued", "in_progress") else self.output(),
             **self._echoed,
         }
+        if status in ("failed", "cancelled") and response["output"]:
+            response["output"][-1]["status"] = "incomplete"
         return {**response, "usage": self._usage()} if whole else response
 
     def _usage(self) -> dict[str, Any]:
@@ -90,9 +126,11 @@ class ResponseAnswer:
             "total_tokens": prompt + turn.output_tokens,
         }
 
-    def _item_id(self, part: Part) -> str:
-        prefix = "ctc" if part.name in self._job.custom_tools else _PREFIXES[part.kind]
-        return f"{prefix}_{self.id.partition('_')[2]}{part.index:04x}"
+    def _head(self, part: Part) -> dict[str, Any]:
+        """Id and type of the output item of a part."""
+        custom = part.name in self._job.custom_tools
+        prefix, kind = ("ctc", "custom_tool_call") if custom else _KINDS[part.kind]
+        return {"id": f"{prefix}_{self.id.partition('_')[2]}{part.index:04x}", "type": kind}
 
     def _item(self, part: Part, status: str | None = None) -> dict[str, Any]:
         """The output item of a part; an item that is in progress has nothing in it."""
@@ -100,11 +138,10 @@ class ResponseAnswer:
         if status is None:
             last = part is self._turn.parts[-1]
             status = self._finished() if last else "completed"
-        head = {"id": self._item_id(part), "status": status}
+        head = {**self._head(part), "status": status}
         if part.name in self._job.custom_tools:
             return {
                 **head,
-                "type": "custom_tool_call",
                 "call_id": part.call_id,
                 "name": part.name,
                 "input": "" if empty else part.text,
@@ -112,22 +149,20 @@ class ResponseAnswer:
         if part.kind == "call":
             return {
                 **head,
-                "type": "function_call",
                 "call_id": part.call_id,
                 "name": part.name,
                 "arguments": "" if empty else part.text,
             }
         content = [] if empty else [self._part(part)]
         if part.kind == "reasoning":
-            return {**head, "type": "reasoning", "summary": [], "content": content}
-        return {**head, "type": "message", "role": "assistant", "content": content}
+            return {**head, "summary": [], "content": content}
+        return {**head, "role": "assistant", "content": content}
 
-    def _part(self, part: Part, empty: bool = False) -> dict[str, Any]:
-        text = "" if empty else part.text
+    def _part(self, part: Part) -> dict[str, Any]:
         if part.kind == "reasoning":
-            return {"type": "reasoning_text", "text": text}
-        logprobs = [] if empty else self._logprobs(part.logprobs)
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+            return {"type": "reasoning_text", "text": part.text}
+        logprobs = self._logprobs(part.logprobs)
+        return {"type": "output_text", "text": part.text, "annotations": [], "logprobs": logprobs}
 
     def _logprobs(self, logprobs: Seq[TokenLogprob]) -> list[dict[str, Any]]:
         if not self._job.logprobs:
@@ -147,7 +182,27 @@ class ResponseCollector(ResponseAnswer):
 class ResponseWriter(ResponseAnswer):
     """Writes the events of one response."""
 
-    _count = 0
+    def __init__(
+        self,
+        job: Job,
+        body: ResponseBody,
+        tokenizer: Tokenizer,
+        texts: TokenTexts,
+        call_ids: Iterable[str] = (),
+    ) -> None:
+        super().__init__(job, body, tokenizer, texts, call_ids)
+        self._events = ResponseEvents()
+        self._begun = False
+
+    @property
+    def count(self) -> int:
+        """Events so far."""
+        return self._events.count
+
+    def queued(self) -> bytes:
+        """The events of a background response before the engine has begun it."""
+        waiting = self.state("queued")
+        return self._events.about("created", waiting) + self._events.about("queued", waiting)
 
     def push(self, updates: Seq[Update]) -> tuple[bytes, list[int]]:
         """Take updates in; return events, and ids that a stop string has ended.
@@ -155,88 +210,40 @@ class ResponseWriter(ResponseAnswer):
         Raises as `Turn.push`.
         """
         changes, halted = self._turn.push(updates)
-        return self._start() + b"".join(map(self._events, changes)), halted
+        return self._start() + b"".join(map(self._event, changes)), halted
 
     def last(self) -> bytes:
         """The event that has the whole response."""
-        return self._event(self._finished(), response=self._response())
+        return self._events.about(self._finished(), self._response())
 
     def failed(self, error: WeftError) -> bytes:
         """The event that ends a response which cannot be completed."""
-        status, body = describe_error(error)
-        code = _ERROR_CODES.get(status, "server_error")
-        shown = {"code": code, "message": body["error"]["message"]}
-        return self._event("failed", response=self._response("failed", shown))
+        return self._events.about("failed", self.state("failed", error))
+
+    def ended(self, error: WeftError | None) -> tuple[bytes, bytes]:
+        """The last event and the response itself: complete, or ended by an error."""
+        if error is None:
+            return self.last(), self.body()
+        status = "cancelled" if isinstance(error, ResponseCancelledError) else "failed"
+        response = self.state(status, error)
+        return self._events.about(status, response), orjson.dumps(response)
 
     def _start(self) -> bytes:
-        if self._count:
+        if self._begun:
             return b""
-        created = self._event("created", response=self._response("in_progress"))
-        return created + self._event("in_progress", response=self._response("in_progress"))
+        self._begun = True
+        going_on = self.state("in_progress")
+        created = b"" if self.count else self._events.about("created", going_on)
+        return created + self._events.about("in_progress", going_on)
 
-    def _events(self, change: Change) -> bytes:
+    def _event(self, change: Change) -> bytes:
         part = change.part
-        at = {"output_index": part.index}
-        inner = {"item_id": self._item_id(part), **at}
-        if part.kind != "call":
-            inner["content_index"] = 0
         if isinstance(change, Opened):
-            return self._opened(part, at, inner)
+            return self._events.opened(part.index, self._item(part, "in_progress"))
         if isinstance(change, Closed):
-            return self._closed(part, at, inner)
-        return self._grown(change, inner)
-
-    def _opened(self, part: Part, at: Mapping[str, Any], inner: Mapping[str, Any]) -> bytes:
-        added = self._event("output_item.added", item=self._item(part, "in_progress"), **at)
-        if part.kind == "call":
-            return added
-        return added + self._event("content_part.added", part=self._part(part, True), **inner)
-
-    def _grown(self, change: Grown, inner: Mapping[str, Any]) -> bytes:
-        kind = change.part.kind
-        if change.part.name in self._job.custom_tools:
-            return self._event("custom_tool_call_input.delta", delta=change.text, **inner)
-        if kind == "call":
-            return self._event("function_call_arguments.delta", delta=change.text, **inner)
-        if kind == "reasoning":
-            return self._event("reasoning_text.delta", delta=change.text, **inner)
-        logprobs = _without_bytes(self._logprobs(change.logprobs))
-        return self._event("output_text.delta", delta=change.text, logprobs=logprobs, **inner)
-
-    def _closed(self, part: Part, at: Mapping[str, Any], inner: Mapping[str, Any]) -> bytes:
-        if part.name in self._job.custom_tools:
-            done = self._event("custom_tool_call_input.done", input=part.text, **inner)
-        elif part.kind == "call":
-            whole = {"arguments": part.text, "name": part.name}
-            done = self._event("function_call_arguments.done", **whole, **inner)
-        elif part.kind == "reasoning":
-            done = self._event("reasoning_text.done", text=part.text, **inner)
-        else:
-            logprobs = _without_bytes(self._logprobs(part.logprobs))
-            done = self._event("output_text.done", text=part.text, logprobs=logprobs, **inner)
-        if part.kind != "call":
-            done += self._event("content_part.done", part=self._part(part), **inner)
-        return done + self._event("output_item.done", item=self._item(part), **at)
-
-    def _event(self, event: str, /, **content: Any) -> bytes:
-        kind = f"response.{event}"
-        data = orjson.dumps({"type": kind, "sequence_number": self._count, **content})
-        self._count += 1
-        return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
-
-
-def _without_bytes(logprobs: Seq[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Log probabilities as events have them."""
-    return [
-        {
-            "token": entry["token"],
-            "logprob": entry["logprob"],
-            "top_logprobs": [
-                {"token": top["token"], "logprob": top["logprob"]} for top in entry["top_logprobs"]
-            ],
-        }
-        for entry in logprobs
-    ]
+            return self._events.closed(part.index, self._item(part))
+        logprobs = self._logprobs(change.logprobs)
+        return self._events.grown(part.index, self._head(part), change.text, logprobs)
 
 
 def _echoed(body: ResponseBody, job: Job) -> dict[str, Any]:
@@ -245,7 +252,7 @@ def _echoed(body: ResponseBody, job: Job) -> dict[str, Any]:
     reasoning = body.reasoning
     given = body.text.format if body.text is not None else None
     response = {
-        "background": False,
+        "background": bool(body.background),
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "max_tool_calls": None,

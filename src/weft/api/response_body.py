@@ -165,6 +165,7 @@ class ResponseBody(Struct, forbid_unknown_fields=True, kw_only=True):
     reasoning: ReasoningConfig | None = None
     safety_identifier: Annotated[str, Meta(max_length=64)] | None = None
     store: bool | None = None
+    background: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     text: TextConfig | None = None
@@ -208,7 +209,6 @@ class ResponseBody(Struct, forbid_unknown_fields=True, kw_only=True):
     max_tool_calls: Annotated[Raw, Ignored("it bounds calls that a provider runs")] = NULL
     prompt_cache_options: Annotated[Raw, CACHE_HINT] = NULL
     prompt_cache_retention: Annotated[Raw, CACHE_HINT] = NULL
-    background: Annotated[Raw, Refused("", (False,))] = NULL
     conversation: Annotated[Raw, Refused("use previous_response_id")] = NULL
     moderation: Annotated[Raw, Refused("nothing is moderated here")] = NULL
     prompt: Annotated[Raw, Refused("prompts are not stored here; send the input")] = NULL

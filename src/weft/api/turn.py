@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -26,6 +27,7 @@ class Part:
         index: its place in the turn, from 0.
         texts: pieces of its text; of a call, of the JSON text of its arguments.
         logprobs: of the tokens of a text, where the job asks for them.
+        scored: how many of these came with each piece.
         call_id, name: of a call.
     """
 
@@ -35,6 +37,7 @@ class Part:
     name: str = ""
     texts: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    scored: list[int] = field(default_factory=list)
 
     @property
     def text(self) -> str:
@@ -70,13 +73,17 @@ Change = Opened | Grown | Closed
 class Turn:
     """The only choice of a job.
 
+    Args:
+        call_ids: ids that its first calls have already.
+
     Attributes:
         parts: all parts so far; the last one may be open.
         finish_reason: ``stop`` or ``length`` once the turn has ended.
     """
 
-    def __init__(self, job: Job, tokenizer: Tokenizer) -> None:
+    def __init__(self, job: Job, tokenizer: Tokenizer, call_ids: Iterable[str] = ()) -> None:
         self.parts: list[Part] = []
+        self._call_ids = iter(call_ids)
         self.finish_reason: str | None = None
         self._assembly = Assembly(job, tokenizer)
         self._tokenizer = tokenizer
@@ -134,7 +141,8 @@ class Turn:
 
     def _changes(self, event: Event) -> list[Change]:
         if isinstance(event, ToolCall):
-            return self._close() + self._start("call", event.id, event.name)
+            call_id = next(self._call_ids, event.id)
+            return self._close() + self._start("call", call_id, event.name)
         if isinstance(event, ToolArguments):
             return self._grow(event.text)
         kind: Kind = "reasoning" if isinstance(event, Reasoning) else "text"
@@ -155,8 +163,10 @@ class Turn:
         logprobs, self._unplaced = self._unplaced, []
         part.texts.append(text)
         if part.kind != "text":
+            part.scored.append(0)
             return [Grown(part, text)]
         part.logprobs += logprobs
+        part.scored.append(len(logprobs))
         return [Grown(part, text, logprobs)]
 
     def _close(self) -> list[Change]:

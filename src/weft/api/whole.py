@@ -78,7 +78,7 @@ def _embedding(data: bytes, builder: Builder, _: TokenTexts, notes: Notes) -> As
 
 def _response(data: bytes, builder: Builder, texts: TokenTexts, notes: Notes) -> Asked:
     body = decode_body(ResponseBody, data, notes=notes)
-    for name in ("store", "previous_response_id"):
+    for name in ("store", "previous_response_id", "background"):
         if getattr(body, name):
             raise UnsupportedParameterError(name, " No responses are stored here.")
     job = response_job(body, read_items(body.input, notes=notes), builder, notes)
