@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import socket
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +25,12 @@ if TYPE_CHECKING:
     from weft.server.options import ServerOptions
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+CORES_FOR_TWO = 4  # from here on a second request plane is the default
 ABRUPT_S = 1.5  # before they are asked again: signals that come together count as one
 REAP_EVERY_S = 1.0
 GRACE_S = 5.0  # to end what is open with an error, until the request planes are killed
+
+logger = logging.getLogger("weft")
 
 
 def serve(settings: Mapping[str, Any], options: ServerOptions) -> int:
@@ -41,8 +45,42 @@ def serve(settings: Mapping[str, Any], options: ServerOptions) -> int:
     set_process_title("weft")
     raise_file_limit()
     options = _fit_file_limit(options)
-    with _listening(options) as listener:
-        return asyncio.run(_supervise(settings, config, options, listener))
+    chosen = replace(options, frontends=_num_frontends(config, options))
+    with _listening(options) as listener, _shared_store(chosen) as shared:
+        return asyncio.run(_supervise(settings, config, shared, listener))
+
+
+def _num_frontends(config: EngineConfig, options: ServerOptions) -> int:
+    """How many request planes there are where nothing is set.
+
+    One may be killed without a second one noticing. With ``base_seed`` there is one: seeds count
+    the requests of a plane, and are to be the same at each start.
+    """
+    from weft.engine.machine import usable_cores
+
+    if options.frontends is not None:
+        return options.frontends
+    return 2 if usable_cores() >= CORES_FOR_TWO and config.base_seed is None else 1
+
+
+@contextlib.contextmanager
+def _shared_store(options: ServerOptions) -> Iterator[ServerOptions]:
+    """Let all request planes, and their successors, share stored responses as long as we serve."""
+    from weft.server.scratch import scratch_folder
+
+    with contextlib.ExitStack() as stack:
+        if options.responses_db is None:
+            try:
+                folder = stack.enter_context(scratch_folder())
+            except OSError as error:
+                logger.warning(
+                    "No temporary folder can be made (%s): a request plane that dies takes its "
+                    "stored responses along. --responses-db FILE keeps them.",
+                    error.strerror,
+                )
+            else:
+                options = replace(options, responses_db=str(folder / "responses.db"))
+        yield options
 
 
 async def _supervise(
@@ -57,10 +95,11 @@ async def _supervise(
     from weft.server.keeper import FrontendKeeper
 
     signals = _signals()
-    rings = [create_ring() for _ in range(options.frontends)]
+    planes = options.frontends or 1
+    rings = [create_ring() for _ in range(planes)]
     engines = EngineKeeper(settings, rings, standby=options.standby, watchdog_s=options.watchdog_s)
     card: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    given, board = _frontend_settings(config, options), create_board(options.frontends)
+    given, board = _frontend_settings(config, options), create_board(planes)
     frontends = [
         FrontendKeeper(number, given, ring, listener, board, card, options.watchdog_s)
         for number, ring in enumerate(rings)

@@ -29,7 +29,9 @@ ME, YOU = b"m" * 32, b"y" * 32
 
 def stored(number: str, previous: str | None = None, owner: bytes = ME, size: int = 0) -> Stored:
     items = orjson.dumps([{"id": f"in_{number}", "text": "x" * size}])
-    response = orjson.dumps({"id": number, "output": [{"id": f"out_{number}"}]})
+    response = orjson.dumps(
+        {"id": number, "status": "completed", "output": [{"id": f"out_{number}"}]}
+    )
     return Stored(number, owner, previous, items, response)
 
 

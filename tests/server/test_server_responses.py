@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -135,15 +136,65 @@ def test_a_client_that_leaves_frees_everything_and_nothing_is_stored(scripted):
         assert http.get(f"{PATH}/{number}").status_code == 404
 
 
+def events_of(http: httpx.Client, number: str, headers: Any = None, **query: Any) -> list[Any]:
+    """The events of a stream of a stored response; each bears its number as its id."""
+    query = {"stream": "true", **query}
+    answer = http.get(f"{PATH}/{number}", params=query, headers=headers)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+    return read_events(answer.text)
+
+
+def read_events(text: str) -> list[Any]:
+    lines = text.splitlines()
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: ")]
+    ids = [int(line[4:]) for line in lines if line.startswith("id: ")]
+    assert ids == [event["sequence_number"] for event in events]
+    return events
+
+
+def test_a_stored_stream_is_told_again(scripted):
+    """With its events and numbers, from the one after which the client has none."""
+    with ThreadPoolExecutor(1) as pool, scripted.http() as http:
+        future = pool.submit(http.post, PATH, json={**HELLO, "stream": True})
+        request = scripted.client.submitted.get(timeout=10)
+        for token in range(700, 706):
+            scripted.client.send(request, token)
+            time.sleep(0.01)  # so that there may be several deltas
+        scripted.client.send(request, finish="stop")
+        events = read_events(future.result(10).text)
+        number = events[0]["response"]["id"]
+        assert events_of(http, number) == events
+        assert events_of(http, number, starting_after=3) == events[4:]
+        assert events_of(http, number, {"Last-Event-ID": "5"}, starting_after=3) == events[6:]
+        assert events_of(http, number, {"Last-Event-ID": str(len(events))}) == []
+        for query, headers in (
+            ({"stream": "true", "starting_after": "x"}, {}),
+            ({"stream": "true", "starting_after": "-2"}, {}),
+            ({"stream": "true"}, {"Last-Event-ID": "9" * 5000}),
+            ({"starting_after": "3"}, {}),
+            ({"stream": "maybe"}, {}),
+        ):
+            assert http.get(f"{PATH}/{number}", params=query, headers=headers).status_code == 400
+
+
+def test_what_was_not_streamed_is_told_in_one_piece(answering):
+    with client_of(answering) as asking:
+        response = asking.responses.create(**HELLO)
+        events = list(asking.responses.retrieve(response.id, stream=True))
+    assert [unknown_fields(event) for event in events] == [[]] * len(events)
+    [delta] = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert delta == response.output_text
+    assert events[-1].response == response
+
+
 def test_what_cannot_be_done_is_said(answering):
     with client_of(answering) as asking:
-        with pytest.raises(BadRequestError, match="background"):
-            asking.responses.create(**HELLO, background=True)
+        with pytest.raises(BadRequestError, match="stored"):
+            asking.responses.create(**HELLO, background=True, store=False)
         response = asking.responses.create(**HELLO)
         with pytest.raises(BadRequestError, match="background"):
             asking.responses.cancel(response.id)
-        with pytest.raises(BadRequestError, match="stream"):
-            asking.responses.retrieve(response.id, stream=True)
         retrieved = asking.responses.retrieve(response.id, include=["message.output_text.logprobs"])
         assert retrieved == response
         with pytest.raises(BadRequestError, match="secrets"):
@@ -197,7 +248,7 @@ def test_several_request_planes_share_a_file_or_store_nothing(text, tmp_path):
         response = asking.responses.create(**HELLO)
         with pytest.raises(NotFoundError):
             asking.responses.retrieve(response.id)
-        for wish in ({"store": True}, {"previous_response_id": response.id}):
+        for wish in ({"store": True}, {"previous_response_id": response.id}, {"background": True}):
             with pytest.raises(BadRequestError, match="--responses-db"):
                 asking.responses.create(**HELLO, **wish)
     shared = {"frontends": 2, "responses_db": str(tmp_path / "responses.db")}

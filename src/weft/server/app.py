@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
@@ -36,6 +37,7 @@ from weft.core.errors import WeftError
 from weft.core.ports import EngineClient
 from weft.core.settings import settings_of
 from weft.server.auth import KeyRing, RequireKey
+from weft.server.background import Background
 from weft.server.body import read_body
 from weft.server.embeddings import embedding_routes
 from weft.server.errorforms import ErrorForms
@@ -44,6 +46,7 @@ from weft.server.exchange import Observe, log_exchange
 from weft.server.generation import chunked_form, generate
 from weft.server.hosts import CheckHost, hosts_checked
 from weft.server.invocations import invocation_routes
+from weft.server.life import Life, open_life
 from weft.server.messages import PATH as MESSAGES
 from weft.server.messages import anthropic_error, message_routes
 from weft.server.metrics import CONTENT_TYPE
@@ -53,6 +56,7 @@ from weft.server.options import ServerOptions
 from weft.server.probe import EngineProbe, NoProbe
 from weft.server.response_store import ResponseStore
 from weft.server.responses import response_routes
+from weft.server.run_store import RunStore
 from weft.server.service import Service
 from weft.server.tracing import Tracer, make_exporter
 from weft.text import ChatTemplate, Tokenizer
@@ -89,14 +93,20 @@ def create_app(
     store = ResponseStore(
         options.responses_db, options.max_responses_bytes, options.responses_keep_s
     )
+    life = open_life(options.responses_db)
+    background = _background(service, store, life)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        watching = asyncio.create_task(background.watch())
         yield
+        watching.cancel()
+        await background.close()
         service.close()
         if tracer is not None:
             tracer.close()
         store.close()
+        life.close()
 
     keys = KeyRing(options.api_key, options.api_key_file)
     app = Starlette(
@@ -106,7 +116,7 @@ def create_app(
             *invocation_routes(service),
             *message_routes(service),
             *ollama_routes(service),
-            *response_routes(service, store),
+            *response_routes(service, store, background),
         ],
         middleware=_middleware(options, keys, tracer),
         exception_handlers={
@@ -119,6 +129,20 @@ def create_app(
     app.router.redirect_slashes = False
     app.state.service, app.state.keys = service, keys
     return app
+
+
+def _background(service: Service, store: ResponseStore, life: Life) -> Background:
+    options, card = service.options, service.builder.card
+    facts = (card.served_names[0], card.system_fingerprint, card.vocab_size, card.hidden_size)
+    runs = RunStore(
+        store,
+        life,
+        served=" ".join(map(str, facts)),
+        most=options.max_background_responses,
+        most_of_key=options.max_requests_per_key,
+        max_bytes=options.max_responses_bytes,
+    )
+    return Background(service, store, runs)
 
 
 def _middleware(options: ServerOptions, keys: KeyRing, tracer: Tracer | None) -> list[Middleware]:

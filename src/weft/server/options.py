@@ -122,6 +122,13 @@ class ServerOptions:
         "stored responses together; beyond it the least recently used go",
         low=1,
     )
+    max_background_responses: int = setting(
+        "int",
+        256,
+        "background responses that are not complete, of all request planes; beyond it 429",
+        low=1,
+        high=65536,
+    )
     strict: bool = setting(
         "bool",
         False,
@@ -145,8 +152,13 @@ class ServerOptions:
     tokenizer_threads: int = setting(
         "int", 2, "threads that tokenise long prompts beside the event loop", low=1, high=64
     )
-    frontends: int = setting(
-        "int", 1, "processes that tokenise and serve HTTP on the same port", low=1, high=64
+    frontends: int | None = setting(
+        "int",
+        None,
+        "request planes: processes that tokenise and serve HTTP on the same port; unset: 2 where "
+        "4 cores can be used, else 1",
+        low=1,
+        high=64,
     )
     standby: bool | None = setting(
         "bool",

@@ -80,7 +80,9 @@ def _serve(arguments: argparse.Namespace, settings: Mapping[str, Any], served: S
     def on_listening(address: str) -> None:
         client.attach(asyncio.get_running_loop())
         if arguments.announce:
-            notice(f"serving {served.name} on {address}")
+            planes = options.frontends or 1
+            by = f" by {planes} request planes" if planes > 1 else ""
+            notice(f"serving {served.name} on {address}{by}")
 
     run_server(
         client,

@@ -14,27 +14,52 @@ from typing import Any, TypeVar
 
 import orjson
 
-from weft.core.errors import ConfigError, PromptTooLongError, WeftError
+from weft.core.errors import ConfigError, ParameterError, PromptTooLongError, WeftError
 
-VERSION = 1
 BUSY_MS = 5000  # to wait for another process that writes
 TIDY_EVERY = 32  # saves
+UNFINISHED = ("queued", "in_progress")
 MAX_TURNS = 1000
 MAX_CONVERSATION_BYTES = 32 * 2**20
 
-_SCHEMA = f"""
-CREATE TABLE responses (
-    id TEXT PRIMARY KEY,
-    owner BLOB NOT NULL,
-    previous TEXT,
-    used_at REAL NOT NULL,
-    bytes INTEGER NOT NULL,
-    items BLOB NOT NULL,
-    response BLOB NOT NULL
-) WITHOUT ROWID;
-CREATE INDEX by_use ON responses (used_at, bytes);
-PRAGMA user_version = {VERSION};
-"""
+# What leads to each version from the one before it.
+_STEPS = (
+    (
+        """CREATE TABLE responses (
+            id TEXT PRIMARY KEY,
+            owner BLOB NOT NULL,
+            previous TEXT,
+            used_at REAL NOT NULL,
+            bytes INTEGER NOT NULL,
+            items BLOB NOT NULL,
+            response BLOB NOT NULL
+        ) WITHOUT ROWID""",
+        "CREATE INDEX by_use ON responses (used_at, bytes)",
+    ),
+    (
+        "ALTER TABLE responses ADD COLUMN cuts BLOB",
+        # Background responses that are not complete.
+        """CREATE TABLE runs (
+            id TEXT PRIMARY KEY REFERENCES responses ON DELETE CASCADE,
+            keeper INTEGER NOT NULL,
+            served TEXT NOT NULL,
+            attempts INTEGER NOT NULL,
+            cancelled INTEGER NOT NULL,
+            deadline REAL,
+            request BLOB NOT NULL
+        ) WITHOUT ROWID""",
+        # What background responses have told; "made" is kept as long as they are not complete.
+        """CREATE TABLE events (
+            id TEXT NOT NULL REFERENCES responses ON DELETE CASCADE,
+            first INTEGER NOT NULL,
+            count INTEGER NOT NULL,
+            events BLOB NOT NULL,
+            made BLOB,
+            PRIMARY KEY (id, first)
+        ) WITHOUT ROWID""",
+    ),
+)
+VERSION = len(_STEPS)
 
 Result = TypeVar("Result")
 
@@ -62,6 +87,7 @@ class Stored:
         previous: id of the response that it continues.
         items: its own input items, as a JSON list.
         response: the response object, as JSON.
+        cuts: how its text came, as JSON; None if it was not streamed, or its events are kept.
     """
 
     id: str
@@ -69,6 +95,7 @@ class Stored:
     previous: str | None
     items: bytes
     response: bytes
+    cuts: bytes | None = None
 
 
 class ResponseStore:
@@ -96,65 +123,60 @@ class ResponseStore:
 
     async def save(self, stored: Stored) -> None:
         """Keep a response; it can be found once this returns. Raises StoreError."""
-        await self._run(lambda: self._save(stored))
+        await self.run(lambda base: self._save(base, stored))
 
     async def load(self, owner: bytes, response_id: str) -> Stored:
         """Return a response. Raises ResponseNotFoundError, StoreError."""
-        return await self._run(lambda: self._load(owner, response_id, "response_id"))
+        return await self.run(lambda _: self._load(owner, response_id, "response_id"))
 
     async def delete(self, owner: bytes, response_id: str) -> None:
         """Forget a response; its content is overwritten. Raises as `load`."""
-        await self._run(lambda: self._delete(owner, response_id))
+        await self.run(lambda _: self._delete(owner, response_id))
 
     async def conversation(self, owner: bytes, response_id: str) -> list[dict[str, Any]]:
         """Return the items of a response and of all before it, oldest first.
 
         Raises:
             ResponseNotFoundError: it, or one that it continues, is not there.
+            ParameterError: one of them is not complete.
             PromptTooLongError: the conversation is too long to be read.
             StoreError: the file cannot be read.
         """
-        return await self._run(lambda: self._conversation(owner, response_id))
+        return await self.run(lambda _: self._conversation(owner, response_id))
 
     def close(self) -> None:
         """Close the file; nothing may be asked for any more."""
         self._thread.submit(self._base.close)
         self._thread.shutdown()
 
-    async def _run(self, work: Callable[[], Result]) -> Result:
+    async def run(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
+        """Let the thread do some work on the data base. Raises StoreError."""
+        loop = asyncio.get_running_loop()
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+            return await loop.run_in_executor(self._thread, work, self._base)
         except sqlite3.Error as error:
             message = f"The stored responses cannot be reached: {error}."
             raise StoreError(message, param="store") from error
 
-    def _save(self, stored: Stored) -> None:
-        size = len(stored.items) + len(stored.response)
-        with self._base:
-            self._base.execute(
-                "INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (
-                    stored.id,
-                    stored.owner,
-                    stored.previous,
-                    time.time(),
-                    size,
-                    stored.items,
-                    stored.response,
-                ),
-            )
+    def _save(self, base: sqlite3.Connection, stored: Stored) -> None:
+        with base:
+            insert(base, stored)
+        self.saved()
+
+    def saved(self) -> None:
+        """Something was stored; called on the thread, outside of transactions."""
         self._saves += 1
         if self._saves % TIDY_EVERY == 0:
             self._tidy()
 
     def _load(self, owner: bytes, response_id: str, param: str) -> Stored:
         row = self._base.execute(
-            "SELECT id, owner, previous, items, response FROM responses WHERE id = ? AND owner = ?",
+            "SELECT id, owner, previous, items, response, cuts FROM responses "
+            "WHERE id = ? AND owner = ?",
             (response_id, owner),
         ).fetchone()
         if row is None:
-            message = f"There is no response with the id '{response_id[:100]}'."
-            raise ResponseNotFoundError(message, param=param)
+            raise not_found(response_id, param)
         return Stored(*row)
 
     def _delete(self, owner: bytes, response_id: str) -> None:
@@ -183,19 +205,27 @@ class ResponseStore:
             )
         items: list[dict[str, Any]] = []
         for turn in reversed(turns):
-            items += orjson.loads(turn.items) + orjson.loads(turn.response)["output"]
+            response = orjson.loads(turn.response)
+            if response["status"] in UNFINISHED:
+                message = f"The response '{turn.id}' is not complete yet."
+                raise ParameterError(message, param="previous_response_id")
+            items += orjson.loads(turn.items) + response["output"]
         return items
 
     def _tidy(self) -> None:
-        """Forget what is too old, and the oldest while there is too much."""
+        """Forget what is too old, and the oldest while there is too much.
+
+        What is not complete goes last, and only if it is too much by itself.
+        """
         with self._base:
             self._base.execute(
-                "DELETE FROM responses WHERE used_at < ?", (time.time() - self._keep_s,)
+                "DELETE FROM responses WHERE used_at < ? AND id NOT IN (SELECT id FROM runs)",
+                (time.time() - self._keep_s,),
             )
             self._base.execute(
                 "DELETE FROM responses WHERE id IN (SELECT id FROM (SELECT id, "
-                "SUM(bytes) OVER (ORDER BY used_at DESC, id) AS total FROM responses) "
-                "WHERE total > ?)",
+                "SUM(bytes) OVER (ORDER BY id IN (SELECT id FROM runs) DESC, used_at DESC, id) "
+                "AS total FROM responses) WHERE total > ?)",
                 (self._max_bytes,),
             )
 
@@ -203,6 +233,31 @@ class ResponseStore:
 def check_store(path: str) -> None:
     """Open the file and close it again. Raises ConfigError as `ResponseStore`."""
     _open(path).close()
+
+
+def not_found(response_id: str, param: str = "response_id") -> ResponseNotFoundError:
+    """The error for an id under which there is nothing."""
+    message = f"There is no response with the id '{response_id[:100]}'."
+    return ResponseNotFoundError(message, param=param)
+
+
+def insert(base: sqlite3.Connection, stored: Stored) -> None:
+    """Add a response, within a transaction."""
+    size = len(stored.items) + len(stored.response) + len(stored.cuts or b"")
+    base.execute(
+        "INSERT INTO responses (id, owner, previous, used_at, bytes, items, response, cuts) "
+        "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+        (
+            stored.id,
+            stored.owner,
+            stored.previous,
+            time.time(),
+            size,
+            stored.items,
+            stored.response,
+            stored.cuts,
+        ),
+    )
 
 
 def _open(path: str | None) -> sqlite3.Connection:
@@ -214,6 +269,7 @@ def _open(path: str | None) -> sqlite3.Connection:
         with contextlib.closing(base.execute("PRAGMA journal_mode = WAL")):
             base.execute("PRAGMA synchronous = NORMAL")
             base.execute("PRAGMA secure_delete = ON")
+            base.execute("PRAGMA foreign_keys = ON")
         _prepare(base)
     except (OSError, sqlite3.Error) as error:
         reason = error.strerror if isinstance(error, OSError) else error
@@ -223,13 +279,13 @@ def _open(path: str | None) -> sqlite3.Connection:
 
 
 def _prepare(base: sqlite3.Connection) -> None:
-    """Make the table in an empty file; several processes may do that at once."""
+    """Bring a file to this version, or an empty one; several processes may do that at once."""
     base.execute("BEGIN IMMEDIATE")
     with base:
         [version] = base.execute("PRAGMA user_version").fetchone()
         [tables] = base.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
-        if version == 0 and tables == 0:
-            for statement in filter(None, map(str.strip, _SCHEMA.split(";"))):
-                base.execute(statement)
-        elif version != VERSION:
+        if version > VERSION or (version == 0) != (tables == 0):
             raise sqlite3.DatabaseError("it is the file of something else, or of another weft")
+        for statement in (statement for step in _STEPS[version:] for statement in step):
+            base.execute(statement)
+        base.execute(f"PRAGMA user_version = {VERSION}")

@@ -14,23 +14,26 @@ from weft.api import Job, decode_body
 from weft.api.errors import UnsupportedParameterError
 from weft.api.response_answers import ResponseAnswer, ResponseCollector, ResponseWriter
 from weft.api.response_body import Include, ResponseBody, response_job
+from weft.api.response_events import events_after, replay
 from weft.api.response_items import Item, read_items
 from weft.core.errors import ParameterError
+from weft.server.background import Background
 from weft.server.body import read_body
 from weft.server.errors import json_response
 from weft.server.exchange import EXCHANGE
-from weft.server.generation import Form, Generation
+from weft.server.generation import STREAM_HEADERS, Form, Generation
 from weft.server.response_store import ResponseStore, Stored
 from weft.server.service import INLINE_BYTES, Service
 
 PATH = "/v1/responses"
 MOST_ITEMS = 100  # of a page
 DEFAULT_ITEMS = 20
+MOST_DIGITS = 15  # of the number of an event
 
 
-def response_routes(service: Service, store: ResponseStore) -> list[Route]:
+def response_routes(service: Service, store: ResponseStore, background: Background) -> list[Route]:
     """The routes of responses."""
-    handlers = _Handlers(service, store)
+    handlers = _Handlers(service, store, background)
     one = f"{PATH}/{{response_id}}"
     return [
         Route(PATH, handlers.create, methods=["POST"]),
@@ -44,8 +47,9 @@ def response_routes(service: Service, store: ResponseStore) -> list[Route]:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """A checked body, its own input, and the job of the whole conversation."""
+    """A checked body, its bytes, its own input, and the job of the whole conversation."""
 
+    data: bytes
     body: ResponseBody
     items: list[Item]
     job: Job
@@ -54,14 +58,25 @@ class _Asked:
 class _Handlers:
     """One method for each route."""
 
-    def __init__(self, service: Service, store: ResponseStore) -> None:
+    def __init__(self, service: Service, store: ResponseStore, background: Background) -> None:
         self._service = service
         self._store = store
+        self._background = background
 
     async def create(self, request: Request) -> Response:
         with self._service.metrics.counting_refusals():
             asked = await self._read(request)
-            return Generation(self._service, asked.job, self._form(asked, _owner()))
+        if asked.body.background:
+            return await self._begin(asked, _owner())
+        return Generation(self._service, asked.job, self._form(asked, _owner()))
+
+    async def _begin(self, asked: _Asked, owner: bytes) -> Response:
+        """Let a response be made in the background; its stream may be left and resumed."""
+        items = orjson.dumps(asked.items)
+        response = await self._background.start(asked.job, asked.data, items, owner)
+        if asked.job.stream:
+            return self._background.follow(owner, asked.job.id, -1)
+        return Response(response, media_type="application/json")
 
     async def count(self, request: Request) -> Response:
         asked = await self._read(request)
@@ -86,21 +101,23 @@ class _Handlers:
             INLINE_BYTES + 1 if before else len(data),
             lambda: response_job(body, before + items, service.builder, notes),
         )
-        return _Asked(body, items, job)
+        return _Asked(data, body, items, job)
 
     @property
     def _stores(self) -> bool:
         """Whether a response that is stored here is found by every request plane."""
         options = self._service.options
-        return options.responses_db is not None or options.frontends == 1
+        return options.responses_db is not None or options.frontends in (None, 1)
 
     def _check_store(self, body: ResponseBody) -> None:
         """Refuse what asks for a store that is not there; if nobody asks, nothing is stored."""
-        for name in ("store", "previous_response_id"):
+        for name in ("store", "previous_response_id", "background"):
             if getattr(body, name) and not self._stores:
                 raise UnsupportedParameterError(
                     name, " With several request planes it needs the server's --responses-db FILE."
                 )
+        if body.background and body.store is False:
+            raise ParameterError("A background response has to be stored.", param="background")
 
     def _form(self, asked: _Asked, owner: bytes) -> Form:
         tokenizer, texts = self._service.builder.tokenizer, self._service.texts
@@ -108,7 +125,9 @@ class _Handlers:
         async def keep(answer: ResponseAnswer) -> None:
             if asked.body.store is not False and self._stores:
                 items, previous = orjson.dumps(asked.items), asked.body.previous_response_id
-                await self._store.save(Stored(answer.id, owner, previous, items, answer.body()))
+                cuts = orjson.dumps(answer.cuts()) if asked.job.stream else None
+                stored = Stored(answer.id, owner, previous, items, answer.body(), cuts)
+                await self._store.save(stored)
 
         return Form(
             lambda job: ResponseCollector(job, asked.body, tokenizer, texts),
@@ -118,10 +137,19 @@ class _Handlers:
 
     async def retrieve(self, request: Request) -> Response:
         _check_include(request)
-        if request.query_params.get("stream", "false") != "false":
-            raise UnsupportedParameterError("stream", " A stored response is sent as a whole.")
+        after = _starting_after(request)
         stored = await self._load(request)
-        return Response(stored.response, media_type="application/json")
+        if after is None:
+            return Response(stored.response, media_type="application/json")
+        if orjson.loads(stored.response)["background"]:
+            return self._background.follow(_owner(), stored.id, after)
+
+        def tell() -> bytes:
+            cuts = None if stored.cuts is None else orjson.loads(stored.cuts)
+            return events_after(replay(stored.response, cuts), 0, after)
+
+        events = await self._service.compute(len(stored.response), tell)
+        return Response(events, headers=STREAM_HEADERS)
 
     async def delete(self, request: Request) -> Response:
         response_id = request.path_params["response_id"]
@@ -129,12 +157,8 @@ class _Handlers:
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
     async def cancel(self, request: Request) -> Response:
-        await self._load(request)
-        raise ParameterError(
-            "The response is complete; only background responses, which weft does not have, can "
-            "be cancelled. To end a response that is being made, close its connection.",
-            param="response_id",
-        )
+        response = await self._background.cancel(_owner(), request.path_params["response_id"])
+        return Response(response, media_type="application/json")
 
     async def input_items(self, request: Request) -> Response:
         _check_include(request)
@@ -169,6 +193,32 @@ def _owner() -> bytes:
     """Whose the request is: one key never finds what is another's; without keys all is one's."""
     exchange = EXCHANGE.get()
     return b"" if exchange is None or exchange.key is None else exchange.key.digest
+
+
+def _starting_after(request: Request) -> int | None:
+    """The number of the last event that the client has, -1 if it has none; None for no stream.
+
+    A client that connects again sends its first query and, as a header, what it has got since.
+    """
+    query = request.query_params
+    stream = query.get("stream", "false")
+    if stream not in ("true", "false"):
+        raise ParameterError("stream must be true or false.", param="stream")
+    given = query.get("starting_after")
+    if stream == "false":
+        if given is not None:
+            raise ParameterError("starting_after needs stream=true.", param="starting_after")
+        return None
+    header = request.headers.get("last-event-id")
+    return max(_number(given, "starting_after"), _number(header, "Last-Event-ID"))
+
+
+def _number(given: str | None, param: str) -> int:
+    if not given:
+        return -1
+    if not (given.isascii() and given.isdecimal() and len(given) <= MOST_DIGITS):
+        raise ParameterError(f"{param} must be the number of an event.", param=param)
+    return int(given)
 
 
 def _limit(given: str | None) -> int:

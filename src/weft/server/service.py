@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterable
-from collections.abc import Sequence as Seq
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import TracebackType
@@ -81,6 +81,7 @@ class Service:
         self._memory_s = time.monotonic()  # when it was last not lacking
         self._queue = QueueLimit(options, probe)
         self._open: dict[OpenJob, None] = {}  # a set that keeps the order
+        self._answering = 0
         self._bridge: Bridge | None = None
         self._pool = ThreadPoolExecutor(options.tokenizer_threads, thread_name_prefix="weft-text")
 
@@ -116,8 +117,17 @@ class Service:
 
     @property
     def num_open(self) -> int:
-        """Jobs that are being answered."""
-        return len(self._open)
+        """Jobs that are being computed or answered, and answers without a job of their own."""
+        return len(self._open) + self._answering
+
+    @contextlib.contextmanager
+    def answering(self) -> Iterator[None]:
+        """Count an answer that needs no job."""
+        self._answering += 1
+        try:
+            yield
+        finally:
+            self._answering -= 1
 
     async def prepare(self, num_bytes: int, build: Callable[[], Prepared]) -> Prepared:
         """Let ``build`` turn a body of so many bytes into a job.
@@ -183,6 +193,14 @@ class Service:
         """Called by a job that has been closed."""
         self._open.pop(job, None)
 
+    def salted(self, requests: tuple[Request, ...]) -> tuple[Request, ...]:
+        """Sequences under the salt of the key of the request that is being answered."""
+        exchange = EXCHANGE.get()
+        if exchange is None or exchange.key is None or not self.options.key_salt:
+            return requests
+        salt = exchange.key.salt(requests[0].cache_salt)
+        return tuple(replace(request, cache_salt=salt) for request in requests)
+
     def admit(self, job: Job) -> None:
         """Raise QueueFullError if too much waits already for another job to wait."""
         tokens = sum(len(request.prompt) for request in job.requests)
@@ -244,7 +262,7 @@ class OpenJob:
             if left_s is not None and left_s <= 0:
                 raise DeadlineExceededError()
             service.admit(job)
-            service.client.submit(self._salted(), self._mailbox.sink)
+            service.client.submit(service.salted(job.requests), self._mailbox.sink)
         self._timer = JobTimer(service.metrics, job.requests, job.prompt_tokens)
         if left_s is not None:
             loop = asyncio.get_running_loop()
@@ -252,14 +270,6 @@ class OpenJob:
         exchange = EXCHANGE.get()
         if exchange is not None:
             exchange.job, exchange.timer = job, self._timer
-
-    def _salted(self) -> Seq[Request]:
-        """The sequences, under the salt of the key whose they are."""
-        exchange, requests = EXCHANGE.get(), self.job.requests
-        if exchange is None or exchange.key is None or not self._service.options.key_salt:
-            return requests
-        salt = exchange.key.salt(requests[0].cache_salt)
-        return tuple(replace(request, cache_salt=salt) for request in requests)
 
     def waiting(self) -> Waiting | None:
         """What of the job the engine has not begun; None if that is nothing."""

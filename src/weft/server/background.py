@@ -1,0 +1,389 @@
+"""Background responses: made without a connection, kept as they come, taken up from the dead."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import logging
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+
+import msgspec
+import orjson
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from weft.api import Job, decode_body
+from weft.api.errors import DeadlineExceededError
+from weft.api.response_answers import ResponseCancelledError, ResponseWriter
+from weft.api.response_body import ResponseBody
+from weft.api.response_events import failure
+from weft.core.errors import InvariantError, RequestCrashedError, WeftError
+from weft.core.plan import Update
+from weft.core.types import TokenLogprob
+from weft.server.errors import ShuttingDownError, log_failure
+from weft.server.exchange import EXCHANGE
+from weft.server.generation import STREAM_HEADERS
+from weft.server.response_store import (
+    UNFINISHED,
+    ResponseNotFoundError,
+    ResponseStore,
+    Stored,
+    StoreError,
+)
+from weft.server.run_store import Chunk, Run, RunLostError, RunStore
+from weft.server.service import OpenJob, Service
+
+KEEP_EVERY_S = 0.05  # what comes in between is one chunk
+FOLLOW_EVERY_S = 0.1
+LOOK_EVERY_S = 0.5
+RETRY_S = 1.0  # after the engine took nothing more
+CANCEL_S = 10.0  # for the keeper of a run to end it
+MAX_ATTEMPTS = 5
+_TRY_AGAIN = (429, 503)
+
+logger = logging.getLogger("weft.server")
+
+
+class _Kept(msgspec.Struct):
+    """A request as it is kept: nothing in it depends on the process, or on the time."""
+
+    job: Job
+    body: bytes
+
+
+class _Made(msgspec.Struct):
+    """What one chunk was made from: tokens, and the ids of calls that began in it."""
+
+    tokens: list[tuple[int, TokenLogprob | None]]
+    call_ids: list[str]
+
+
+@dataclass(slots=True)
+class _Making:
+    """A run's writer, and what it has written that is not kept yet.
+
+    Attributes:
+        halted: sequences that a stop string has ended already.
+        told: events that are kept.
+    """
+
+    job: Job
+    writer: ResponseWriter
+    told: int
+    halted: list[int] = field(default_factory=list)
+    events: bytes = b""
+    made: bytes = b""
+
+    def push(self, updates: Seq[Update]) -> list[int]:
+        """Take updates in; return ids that a stop string has ended. Raises as the writer."""
+        begun = len(self.writer.call_ids())
+        self.events, halted = self.writer.push(updates)
+        tokens = [(update.token, update.logprob) for update in updates if update.token is not None]
+        self.made = msgspec.msgpack.encode(_Made(tokens, self.writer.call_ids()[begun:]))
+        return halted
+
+    def chunk(self, last: bytes = b"") -> Chunk:
+        """What is to be kept next."""
+        return Chunk(self.told, self.writer.count - self.told, self.events + last, self.made)
+
+    def kept(self) -> None:
+        """The chunk is kept."""
+        self.told, self.events, self.made = self.writer.count, b"", b""
+
+
+@dataclass(slots=True)
+class _Active:
+    """A run of this process.
+
+    Attributes:
+        begun: whether the store has it.
+        stop: why it is to end.
+    """
+
+    begun: bool = False
+    stop: WeftError | None = None
+    opened: OpenJob | None = None
+    task: asyncio.Task[None] | None = None
+
+    def end(self, error: WeftError) -> None:
+        """Let it end with an error; the first one counts."""
+        self.stop = self.stop or error
+        if self.opened is not None:
+            self.opened.interrupt(self.stop)
+
+
+class Background:
+    """Makes background responses, and goes on with those whose process has died.
+
+    A run's events and the tokens behind them are kept about twenty times a second. Who takes a run
+    up feeds the tokens to a writer of its own, whose events are those that are kept already, and
+    lets the engine go on behind them; so the client sees one text, that of an undisturbed run.
+    """
+
+    def __init__(self, service: Service, store: ResponseStore, runs: RunStore) -> None:
+        self._service = service
+        self._store = store
+        self._runs = runs
+        self._active: dict[str, _Active] = {}
+
+    async def start(self, job: Job, data: bytes, items: bytes, owner: bytes) -> bytes:
+        """Begin a response; return it as it is now. It is kept once this returns.
+
+        Args:
+            data: the body that asks for it.
+            items: its own input items, as JSON.
+
+        Raises:
+            TooManyRunsError: there are too many already.
+            WeftError: it cannot be made.
+        """
+        service = self._service
+        await service.check_grammar(job)
+        with service.metrics.counting_refusals():
+            left_s = service.time_left_s(job)
+            if left_s is not None and left_s <= 0:
+                raise DeadlineExceededError()
+            service.admit(job)
+        job = replace(job, requests=service.salted(job.requests), timeout_s=None)
+        body = decode_body(ResponseBody, data)
+        writer = self._writer(job, body)
+        events, response = writer.queued(), orjson.dumps(writer.state("queued"))
+        deadline = None if left_s is None else time.time() + left_s
+        run = Run(job.id, deadline, msgspec.msgpack.encode(_Kept(job, data)), response)
+        stored = Stored(job.id, owner, body.previous_response_id, items, response)
+        active = self._active[run.id] = _Active()
+        try:
+            await self._runs.begin(stored, run, Chunk(0, writer.count, events))
+        except BaseException:
+            del self._active[run.id]
+            raise
+        self._go(active, run, _Making(job, writer, writer.count))
+        return response
+
+    async def cancel(self, owner: bytes, response_id: str) -> bytes:
+        """End a response that is not complete; return it as it is then.
+
+        Raises:
+            ResponseNotFoundError: there is none.
+            ParameterError: it is no background response.
+        """
+        await self._runs.cancel(owner, response_id)
+        if (active := self._active.get(response_id)) is not None:
+            active.end(_cancelled())
+        end = time.monotonic() + CANCEL_S
+        while True:
+            stored = await self._store.load(owner, response_id)
+            done = orjson.loads(stored.response)["status"] not in UNFINISHED
+            if done or time.monotonic() > end:
+                return stored.response
+            await asyncio.sleep(FOLLOW_EVERY_S)
+
+    def follow(self, owner: bytes, response_id: str, after: int) -> Response:
+        """The events of a response after this number: what there is, and then as they come."""
+        return _Following(self._service, self._runs, owner, response_id, after)
+
+    async def watch(self) -> None:
+        """Go on with runs that nobody makes any more, and end those that are to end; for ever."""
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            taking = not self._service.draining
+            try:
+                look = await self._runs.look(list(self._active), taking=taking)
+            except (StoreError, OSError) as error:
+                logger.error("Background responses cannot be looked after at present: %s", error)
+                continue
+            for run in look.taken:
+                logger.warning("The background response %s is taken up.", run.id)
+                self._go(self._active.setdefault(run.id, _Active()), run)
+            for run_id in look.cancelled:
+                self._end(run_id, _cancelled())
+            for run_id in look.lost:
+                self._end(run_id, RunLostError("The response is not made here any more."))
+
+    def _end(self, run_id: str, error: WeftError) -> None:
+        active = self._active.get(run_id)
+        if active is not None and active.begun:
+            active.end(error)
+
+    async def close(self) -> None:
+        """Leave what is not complete to others, or to the next start."""
+        tasks = [active.task for active in self._active.values() if active.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    # -- one run ------------------------------------------------------------------------------
+
+    def _go(self, active: _Active, run: Run, making: _Making | None = None) -> None:
+        active.begun = True
+        context = contextvars.copy_context()
+        context.run(EXCHANGE.set, None)  # it has nothing to do with the request any more
+        work = self._work(active, run, making)
+        active.task = asyncio.get_running_loop().create_task(work, context=context)
+
+    async def _work(self, active: _Active, run: Run, making: _Making | None) -> None:
+        """Bring a run to its end, and keep that; leave it where another process goes on."""
+        try:
+            if making is None:
+                making = await self._resume(run)
+            error = await self._make(active, run, making)
+            if not isinstance(error, (RunLostError, ShuttingDownError)):
+                event, response = making.writer.ended(error)
+                await self._runs.finish(run.id, making.chunk(event), response)
+        except RunLostError:
+            pass
+        except StoreError as error:
+            logger.error("The end of %s could not be kept: %s", run.id, error.message)
+        except Exception as error:
+            await self._give_up(run, error)
+        finally:
+            del self._active[run.id]
+
+    async def _give_up(self, run: Run, error: Exception) -> None:
+        """Keep that a run has failed which could not be taken up."""
+        log_failure(error)
+        known = error if isinstance(error, WeftError) else InvariantError(str(error))
+        event, response = failure(run.response, run.told, known)
+        with contextlib.suppress(RunLostError, StoreError):
+            await self._runs.finish(run.id, Chunk(run.told, 1, event), response)
+
+    async def _resume(self, run: Run) -> _Making:
+        """The writer of a run, as far as its last process has kept what it wrote.
+
+        Raises:
+            RequestCrashedError: it was taken up too often, and never got ahead.
+            WeftError: nobody can go on with it.
+        """
+        if not run.ours:
+            raise WeftError("No server has the model of this response any more.")
+        if run.attempts > MAX_ATTEMPTS:
+            raise RequestCrashedError(
+                f"The server has stopped {run.attempts} times while it made this response, which "
+                "is therefore not tried again."
+            )
+        size = sum(map(len, run.made))
+        return await self._service.compute(size, lambda: self._written(run))
+
+    def _written(self, run: Run) -> _Making:
+        kept = msgspec.msgpack.decode(run.request, type=_Kept)
+        chunks = [msgspec.msgpack.decode(made, type=_Made) for made in run.made if made]
+        output = tuple(token for chunk in chunks for token, _ in chunk.tokens)
+        [request] = kept.job.requests
+        [number] = self._service.builder.numbers(1)
+        job = replace(kept.job, requests=(replace(request, id=number, output=output),))
+        call_ids = [call_id for chunk in chunks for call_id in chunk.call_ids]
+        writer = self._writer(job, decode_body(ResponseBody, kept.body), call_ids)
+        writer.queued()
+        halted: list[int] = []
+        for chunk in chunks:
+            updates = [Update(number, token, logprob) for token, logprob in chunk.tokens]
+            halted += writer.push(updates)[1]
+        if writer.count != run.told:
+            raise InvariantError(
+                f"{run.id}: {run.told} events are kept, but {writer.count} follow."
+            )
+        return _Making(job, writer, run.told, halted)
+
+    def _writer(self, job: Job, body: ResponseBody, call_ids: Seq[str] = ()) -> ResponseWriter:
+        service = self._service
+        return ResponseWriter(job, body, service.builder.tokenizer, service.texts, call_ids)
+
+    async def _make(self, active: _Active, run: Run, making: _Making) -> WeftError | None:
+        """Let the engine compute a run to its end; the error that ends it before."""
+        try:
+            job = making.job
+            if run.deadline is not None:
+                job = replace(job, timeout_s=run.deadline - time.time())
+                if run.deadline <= time.time():
+                    raise DeadlineExceededError()
+            with self._service.open(job) as opened:
+                active.opened = opened
+                await self._submit(active, opened)
+                opened.stop(making.halted)
+                await self._write(run, making, opened)
+        except WeftError as error:
+            log_failure(error)
+            return error
+        except Exception as error:
+            log_failure(error)
+            return InvariantError(str(error))
+        return None
+
+    async def _submit(self, active: _Active, opened: OpenJob) -> None:
+        """Hand a run to the engine, as soon as that takes it."""
+        while True:
+            if active.stop is not None:
+                raise active.stop
+            try:
+                return opened.submit()
+            except WeftError as error:
+                if error.http_status not in _TRY_AGAIN:
+                    raise
+            await asyncio.sleep(RETRY_S)
+
+    async def _write(self, run: Run, making: _Making, opened: OpenJob) -> None:
+        """Keep what comes, but for the end."""
+        waiting = orjson.loads(run.response)["status"] == "queued"
+        while True:
+            opened.stop(making.push(await opened.take()))
+            if making.writer.done:
+                return
+            begun = orjson.dumps(making.writer.state("in_progress")) if waiting else None
+            await self._runs.append(run.id, making.chunk(), begun)
+            waiting = False
+            making.kept()
+            await asyncio.sleep(KEEP_EVERY_S)
+
+
+def _cancelled() -> ResponseCancelledError:
+    return ResponseCancelledError("The response was cancelled.")
+
+
+class _Following(Response):
+    """Sends the events of a background response until it is complete, or the client has gone."""
+
+    def __init__(
+        self, service: Service, runs: RunStore, owner: bytes, response_id: str, after: int
+    ) -> None:
+        super().__init__()
+        self._service = service
+        self._runs = runs
+        self._owner = owner
+        self._id = response_id
+        self._after = after
+
+    async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
+        headers = [(name.encode(), value.encode()) for name, value in STREAM_HEADERS.items()]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        sending = asyncio.create_task(self._send(send))
+        leaving = asyncio.create_task(_left(receive))
+        try:
+            with self._service.answering():
+                await asyncio.wait([sending, leaving], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            leaving.cancel()
+            sending.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await sending
+
+    async def _send(self, send: Send) -> None:
+        after, complete = self._after, False
+        while not complete:
+            try:
+                events, after, complete = await self._runs.told(self._owner, self._id, after)
+            except ResponseNotFoundError:
+                break  # it was deleted
+            if events:
+                await send({"type": "http.response.body", "body": events, "more_body": True})
+            elif not complete:
+                await asyncio.sleep(FOLLOW_EVERY_S)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _left(receive: Receive) -> None:
+    """Wait until the client has gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

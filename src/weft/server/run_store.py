@@ -1,0 +1,329 @@
+"""Background responses that are not complete: what each has told, and which process goes on."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+import zlib
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import orjson
+
+from weft.api.response_events import events_after
+from weft.core.errors import ParameterError, WeftError
+from weft.server.life import Life
+from weft.server.response_store import ResponseStore, Stored, insert, not_found
+
+MAX_SHARE = 8  # of the room of all responses, one of this may be taken by a background response
+ABANDONED_S = 600.0  # until one is given up whose model nobody serves any more
+ROWS_AT_ONCE = 64
+RETRY_S = 5
+
+
+class TooManyRunsError(WeftError):
+    """As many background responses are in progress as there may be."""
+
+    http_status = 429
+    code = "too_many_requests"
+    retry_after_s = RETRY_S
+
+
+class RunLostError(WeftError):
+    """A background response was deleted, or another process goes on with it."""
+
+    http_status = 404
+    code = "response_not_found"
+
+
+class ResponseTooLargeError(WeftError):
+    """What is to be kept of one response is too much."""
+
+    http_status = 413
+    code = "response_too_large"
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Consecutive events of a background response, and what they were made from.
+
+    Attributes:
+        first: number of the first one.
+        made: what another process needs to make what follows; JSON of the writer's.
+    """
+
+    first: int
+    count: int
+    events: bytes
+    made: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A background response that is to be made, or to go on.
+
+    Attributes:
+        deadline: Unix time after which it has failed; None for no such time.
+        request: what is to be computed, as JSON of the writer's.
+        response: as it is now.
+        made: of its chunks so far, in order.
+        told: events so far.
+        attempts: processes that have taken it up without getting ahead.
+        ours: whether this server has its model.
+    """
+
+    id: str
+    deadline: float | None
+    request: bytes
+    response: bytes
+    made: list[bytes] = field(default_factory=list)
+    told: int = 0
+    attempts: int = 0
+    ours: bool = True
+
+
+class Look(NamedTuple):
+    """What has become of runs.
+
+    Attributes:
+        taken: had no living process, and are this one's now.
+        cancelled: of this one's, those that are to end.
+        lost: of this one's, those that are not its own any more.
+    """
+
+    taken: list[Run]
+    cancelled: list[str]
+    lost: set[str]
+
+
+class Told(NamedTuple):
+    """Events, the number of the last one, and whether none can follow those that there are."""
+
+    events: bytes
+    last: int
+    complete: bool
+
+
+class RunStore:
+    """The part of a `ResponseStore` that has the background responses.
+
+    A run belongs to one process, its keeper, and only that can write it. When the keeper dies
+    another process takes it; a keeper that only seemed dead finds that it has lost it.
+
+    Args:
+        life: this process's own.
+        served: what the model is; only processes that serve the same go on with each other's runs.
+        most, most_of_key: runs at once, of all and of one owner.
+        max_bytes: of all responses together.
+    """
+
+    def __init__(
+        self,
+        store: ResponseStore,
+        life: Life,
+        served: str,
+        most: int,
+        most_of_key: int | None,
+        max_bytes: int,
+    ) -> None:
+        self._store = store
+        self._life = life
+        self._served = served
+        self._most = most
+        self._most_of_key = most_of_key
+        self._max_bytes = max_bytes // MAX_SHARE
+
+    async def begin(self, stored: Stored, run: Run, chunk: Chunk) -> None:
+        """Keep a new run. Raises TooManyRunsError, StoreError."""
+
+        def work(base: sqlite3.Connection) -> None:
+            with base:
+                base.execute("BEGIN IMMEDIATE")  # so that nobody counts at the same time
+                self._check_room(base, stored.owner)
+                insert(base, stored)
+                base.execute(
+                    "INSERT INTO runs VALUES (?, ?, ?, 0, 0, ?, ?)",
+                    (run.id, self._life.number, self._served, run.deadline, run.request),
+                )
+                _put(base, run.id, chunk, len(run.request))
+            self._store.saved()
+
+        await self._store.run(work)
+
+    def _check_room(self, base: sqlite3.Connection, owner: bytes) -> None:
+        [every] = base.execute("SELECT COUNT(*) FROM runs").fetchone()
+        if every >= self._most:
+            message = f"{every} background responses are in progress, which is the server's limit."
+            raise TooManyRunsError(message)
+        if self._most_of_key is None:
+            return
+        [own] = base.execute(
+            "SELECT COUNT(*) FROM runs JOIN responses USING (id) WHERE owner = ?", (owner,)
+        ).fetchone()
+        if own >= self._most_of_key:
+            message = (
+                f"This API key has {own} background responses in progress, which is its limit."
+            )
+            raise TooManyRunsError(message)
+
+    async def append(self, run_id: str, chunk: Chunk, response: bytes | None = None) -> None:
+        """Keep what a run has told, and perhaps the response as it is now.
+
+        Raises:
+            RunLostError: the run is not this process's any more.
+            ResponseTooLargeError: there is too much of it; nothing was kept.
+            StoreError: the file cannot be written.
+        """
+
+        def work(base: sqlite3.Connection) -> None:
+            with base:
+                self._own(base, run_id)
+                self._check_size(base, run_id, chunk)
+                _put(base, run_id, chunk)
+                if response is not None:
+                    _replace(base, run_id, response)
+
+        await self._store.run(work)
+
+    async def finish(self, run_id: str, chunk: Chunk, response: bytes) -> None:
+        """Keep the end of a run. Raises RunLostError, StoreError."""
+
+        def work(base: sqlite3.Connection) -> None:
+            with base:
+                self._own(base, run_id)
+                _put(base, run_id, chunk)
+                _replace(base, run_id, response)
+                base.execute("DELETE FROM runs WHERE id = ?", (run_id,))
+                base.execute("UPDATE events SET made = NULL WHERE id = ?", (run_id,))
+            self._store.saved()
+
+        await self._store.run(work)
+
+    def _own(self, base: sqlite3.Connection, run_id: str) -> None:
+        """Make sure that the run is this process's, and note that it gets ahead."""
+        done = base.execute(
+            "UPDATE runs SET attempts = 0 WHERE id = ? AND keeper = ?", (run_id, self._life.number)
+        )
+        if not done.rowcount:
+            raise RunLostError("The response was deleted, or another process goes on with it.")
+
+    def _check_size(self, base: sqlite3.Connection, run_id: str, chunk: Chunk) -> None:
+        query = "SELECT bytes FROM responses WHERE id = ?"
+        [size] = base.execute(query, (run_id,)).fetchone()
+        if size > self._max_bytes:
+            raise ResponseTooLargeError(
+                f"What is kept of one background response may have {self._max_bytes} bytes; "
+                f"this one has outgrown that after {chunk.first} events."
+            )
+
+    async def look(self, active: Collection[str], *, taking: bool = True) -> Look:
+        """See to the runs that are ``active`` here, and take those whose keeper is dead.
+
+        Raises:
+            StoreError: the file cannot be read or written.
+            OSError: it cannot be known who lives.
+        """
+        return await self._store.run(lambda base: self._look(base, active, taking))
+
+    def _look(self, base: sqlite3.Connection, active: Collection[str], taking: bool) -> Look:
+        found = base.execute("SELECT id, keeper, cancelled FROM runs").fetchall()
+        own = {run_id: bool(cancelled) for run_id, keeper, cancelled in found if self._has(keeper)}
+        taken = [
+            run
+            for run_id, keeper, _ in found
+            if taking
+            if run_id not in active and (self._has(keeper) or not self._life.alive(keeper))
+            if (run := self._take(base, run_id, keeper)) is not None
+        ]
+        cancelled = [run_id for run_id in active if own.get(run_id)]
+        return Look(taken, cancelled, set(active) - set(own))
+
+    def _has(self, keeper: int) -> bool:
+        return keeper == self._life.number
+
+    def _take(self, base: sqlite3.Connection, run_id: str, keeper: int) -> Run | None:
+        """The run, if it can be had; None if another process was faster, or will go on."""
+        with base:
+            done = base.execute(
+                "UPDATE runs SET keeper = ?, attempts = attempts + 1 WHERE id = ? AND keeper = ? "
+                "AND (served = ? OR ? > (SELECT used_at FROM responses WHERE id = runs.id))",
+                (self._life.number, run_id, keeper, self._served, time.time() - ABANDONED_S),
+            )
+            if not done.rowcount:
+                return None
+            row = base.execute(
+                "SELECT deadline, request, response, attempts, served FROM runs "
+                "JOIN responses USING (id) WHERE id = ?",
+                (run_id,),
+            ).fetchone()
+            chunks = base.execute(
+                "SELECT first, count, made FROM events WHERE id = ? ORDER BY first", (run_id,)
+            ).fetchall()
+        deadline, request, response, attempts, served = row
+        made = [zlib.decompress(data) for _, _, data in chunks]
+        told = chunks[-1][0] + chunks[-1][1] if chunks else 0
+        return Run(
+            run_id, deadline, request, response, made, told, attempts, served == self._served
+        )
+
+    async def cancel(self, owner: bytes, run_id: str) -> None:
+        """Ask for the end of a run; one that is complete stays as it is.
+
+        Raises:
+            ResponseNotFoundError: there is none.
+            ParameterError: the response is no background response.
+            StoreError: the file cannot be written.
+        """
+        stored = await self._store.load(owner, run_id)
+        if not orjson.loads(stored.response)["background"]:
+            raise ParameterError(
+                "Only background responses can be cancelled. To end another one while it is made, "
+                "close its connection.",
+                param="response_id",
+            )
+
+        def work(base: sqlite3.Connection) -> None:
+            with base:
+                base.execute("UPDATE runs SET cancelled = 1 WHERE id = ?", (run_id,))
+
+        await self._store.run(work)
+
+    async def told(self, owner: bytes, run_id: str, after: int) -> Told:
+        """Some of the events after this number. Raises ResponseNotFoundError, StoreError."""
+
+        def work(base: sqlite3.Connection) -> Told:
+            there = "SELECT 1 FROM responses WHERE id = ? AND owner = ?"
+            if base.execute(there, (run_id, owner)).fetchone() is None:
+                raise not_found(run_id)
+            going_on = base.execute("SELECT 1 FROM runs WHERE id = ?", (run_id,)).fetchone()
+            rows = base.execute(
+                "SELECT first, count, events FROM events WHERE id = ? AND first + count - 1 > ? "
+                "ORDER BY first LIMIT ?",
+                (run_id, after, ROWS_AT_ONCE),
+            ).fetchall()
+            events = [events_after(zlib.decompress(data), first, after) for first, _, data in rows]
+            last = rows[-1][0] + rows[-1][1] - 1 if rows else after
+            return Told(b"".join(events), last, going_on is None and len(rows) < ROWS_AT_ONCE)
+
+        return await self._store.run(work)
+
+
+def _put(base: sqlite3.Connection, run_id: str, chunk: Chunk, more_bytes: int = 0) -> None:
+    """Add a chunk, and count its bytes and others."""
+    events, made = zlib.compress(chunk.events, 1), zlib.compress(chunk.made, 1)
+    base.execute(
+        "INSERT INTO events VALUES (?, ?, ?, ?, ?)",
+        (run_id, chunk.first, chunk.count, events, made),
+    )
+    base.execute(
+        "UPDATE responses SET used_at = ?, bytes = bytes + ? WHERE id = ?",
+        (time.time(), len(events) + len(made) + more_bytes, run_id),
+    )
+
+
+def _replace(base: sqlite3.Connection, run_id: str, response: bytes) -> None:
+    base.execute(
+        "UPDATE responses SET bytes = bytes + ? - length(response), response = ? WHERE id = ?",
+        (len(response), response, run_id),
+    )
