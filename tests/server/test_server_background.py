@@ -40,7 +40,9 @@ def events_of(running: Running, number: str, after: int = -1, **headers: str) ->
     """The events after a number, until the stream ends."""
     query = {"stream": "true"} if after < 0 else {"stream": "true", "starting_after": str(after)}
     with running.http() as http:
-        return read_events(http.get(f"{PATH}/{number}", params=query, headers=headers).text)
+        answer = http.get(f"{PATH}/{number}", params=query, headers=headers)
+        assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+        return read_events(answer.text)
 
 
 def read_events(text: str) -> list[Any]:
@@ -160,13 +162,15 @@ def test_a_response_can_be_cancelled(scripted):
 
 
 def test_a_response_that_is_deleted_is_not_made_any_more(scripted):
-    with client_of(scripted) as asking, ThreadPoolExecutor(1) as pool:
+    with client_of(scripted) as asking, scripted.http() as http:
         response = asking.responses.create(**HELLO)
         request = scripted.client.submitted.get(timeout=10)
-        following = pool.submit(events_of, scripted, response.id)
-        asking.responses.delete(response.id)
-        assert scripted.client.cancelled.get(timeout=10) == (request.id, FinishReason.CANCELLED)
-        assert len(following.result(10)) <= 2
+        with http.stream("GET", f"{PATH}/{response.id}?stream=true") as following:
+            lines = following.iter_lines()
+            next(lines)
+            asking.responses.delete(response.id)
+            assert scripted.client.cancelled.get(timeout=10) == (request.id, FinishReason.CANCELLED)
+            assert len([line for line in lines if line.startswith("data: ")]) == 2
         with pytest.raises(NotFoundError):
             asking.responses.retrieve(response.id)
         eventually(lambda: scripted.service.num_open == 0)

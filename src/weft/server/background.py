@@ -25,7 +25,7 @@ from weft.core.plan import Update
 from weft.core.types import TokenLogprob
 from weft.server.errors import ShuttingDownError, log_failure
 from weft.server.exchange import EXCHANGE
-from weft.server.generation import STREAM_HEADERS
+from weft.server.generation import EVENT_STREAM, STREAM_HEADERS
 from weft.server.response_store import (
     UNFINISHED,
     ResponseNotFoundError,
@@ -192,7 +192,7 @@ class Background:
             taking = not self._service.draining
             try:
                 look = await self._runs.look(list(self._active), taking=taking)
-            except (StoreError, OSError) as error:
+            except Exception as error:  # whatever it is: this goes on for ever
                 logger.error("Background responses cannot be looked after at present: %s", error)
                 continue
             for run in look.taken:
@@ -356,7 +356,8 @@ class _Following(Response):
         self._after = after
 
     async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
-        headers = [(name.encode(), value.encode()) for name, value in STREAM_HEADERS.items()]
+        given = {"content-type": EVENT_STREAM, **STREAM_HEADERS}
+        headers = [(name.encode(), value.encode()) for name, value in given.items()]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         sending = asyncio.create_task(self._send(send))
         leaving = asyncio.create_task(_left(receive))

@@ -21,7 +21,7 @@ from weft.server.background import Background
 from weft.server.body import read_body
 from weft.server.errors import json_response
 from weft.server.exchange import EXCHANGE
-from weft.server.generation import STREAM_HEADERS, Form, Generation
+from weft.server.generation import EVENT_STREAM, STREAM_HEADERS, Form, Generation
 from weft.server.response_store import ResponseStore, Stored
 from weft.server.service import INLINE_BYTES, Service
 
@@ -149,7 +149,7 @@ class _Handlers:
             return events_after(replay(stored.response, cuts), 0, after)
 
         events = await self._service.compute(len(stored.response), tell)
-        return Response(events, headers=STREAM_HEADERS)
+        return Response(events, headers=STREAM_HEADERS, media_type=EVENT_STREAM)
 
     async def delete(self, request: Request) -> Response:
         response_id = request.path_params["response_id"]
