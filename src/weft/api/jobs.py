@@ -17,6 +17,7 @@ from weft.core.types import Request
 from weft.text import ChatTemplate, Tokenizer
 from weft.text.dialect import Dialect, Reading, choose_dialect
 from weft.text.grammar import GrammarChecker
+from weft.text.renderer import Renderer
 
 MAX_OWN_TEMPLATES = 32  # of requests, that are kept compiled
 
@@ -101,6 +102,7 @@ class Builder:
         self.grammars = GrammarChecker(tokenizer, card.vocab_size, card.eos_token_ids)
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
+        self._own_renderer = Renderer()  # a slow template holds up no chats of the model's own
         self._template_of = lru_cache(MAX_OWN_TEMPLATES)(self._own_template)
         pieces = tokenizer.id_to_bytes
         self._longest_piece = (
@@ -126,7 +128,7 @@ class Builder:
         self.check_size(len(text.encode()), "chat_template")
         named = {} if self.chat_template is None else self.chat_template.special_tokens
         try:
-            return ChatTemplate({"default": text}, named)
+            return ChatTemplate({"default": text}, named, renderer=self._own_renderer)
         except TokenizerError as error:
             raise TemplateError(error.message, param="chat_template") from None
 

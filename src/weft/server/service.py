@@ -153,8 +153,11 @@ class Service:
         return await self.compute(num_bytes, work)
 
     async def compute(self, num_bytes: int, work: Callable[[], Result]) -> Result:
-        """Call ``work``, which handles so many bytes, beside the event loop if they are many."""
-        if num_bytes <= INLINE_BYTES:
+        """Call ``work``, which handles so many bytes, beside the event loop if they are many.
+
+        Also where requests bring templates of their own, which may take a second.
+        """
+        if num_bytes <= INLINE_BYTES and not self.options.request_chat_template:
             return work()
         return await self._aside(work)
 
