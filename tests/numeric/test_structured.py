@@ -140,6 +140,16 @@ def test_a_grammar_among_allowed_ids(runner):
     assert tokens(other) == tokens(runner.run([bystander])[0])
 
 
+def test_a_restricted_sequence_that_is_taken_up_again_goes_on(runner):
+    allowed, bad = tuple(range(300, 304)), ((300, 301), (301, 301), (302, 302, 302), (303,))
+    asked = params(None, allowed_token_ids=allowed, bad_token_sequences=bad, max_tokens=20)
+    [whole] = runner.run([asked])
+    assert {301} < set(tokens(whole)) <= {300, 301, 302}
+    for count in (1, 7, 19):
+        [rest] = runner.run([asked], output=tuple(tokens(whole)[:count]))
+        assert tokens(rest) == tokens(whole)[count:]
+
+
 def test_a_grammar_in_long_use_does_not_wear_out(runner):
     """All copies of a grammar share a bounded memory: this one fills it after some 3000 tokens."""
     grammar = regex_grammar("(?s:.*)a.{30}z")
