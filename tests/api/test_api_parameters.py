@@ -312,6 +312,15 @@ def test_tokenize_takes_what_makes_a_chats_prompt(builder):
     assert ids(tools=[tool]) == list(chat(builder, Notes(), tools=[tool]).requests[0].prompt)
 
 
+def test_responses_take_the_extensions_of_chats(builder):
+    fields = {"allowed_token_ids": [5, 6], "bad_words": ["a"], "logprob_token_ids": [7]}
+    job = response(builder, Notes(), **fields, top_logprobs=2)
+    sampling = job.requests[0].sampling
+    assert sampling.allowed_token_ids == (5, 6)
+    assert sampling.bad_token_sequences
+    assert sampling.logprob_token_ids == (7,)
+
+
 def test_a_schema_beside_json_object_is_followed(builder):
     schema = {"type": "object", "properties": {"a": {"const": 5}}}
     wanted = {"type": "json_object", "schema": schema}

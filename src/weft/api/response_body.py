@@ -73,6 +73,9 @@ SAME = (
     "json_whitespace",
     "priority",
     "thinking_token_budget",
+    "allowed_token_ids",
+    "bad_words",
+    "logprob_token_ids",
 )
 
 
@@ -200,6 +203,9 @@ class ResponseBody(Struct, forbid_unknown_fields=True, kw_only=True):
     json_whitespace: Raw = NULL
     priority: Raw = NULL
     thinking_token_budget: Raw = NULL
+    allowed_token_ids: Raw = NULL
+    bad_words: Raw = NULL
+    logprob_token_ids: Raw = NULL
     # Not honoured.
     client_metadata: Annotated[Raw, KEPT_ELSEWHERE] = NULL
     session_id: Annotated[Raw, KEPT_ELSEWHERE] = NULL
