@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import signal
 import socket
@@ -122,6 +123,24 @@ def wait_until_ready(server: Server) -> None:
         assert server.process.poll() is None, server.errors.read_text()
         time.sleep(0.05)
     raise AssertionError("the server did not become ready")
+
+
+def in_shared_memory() -> set[str]:
+    """Names in shared memory, but for the folders of other servers that run."""
+    return {name for name in os.listdir("/dev/shm") if not _held(Path("/dev/shm") / name)}
+
+
+def _held(path: Path) -> bool:
+    """Whether a process has locked a folder."""
+    with contextlib.suppress(OSError):
+        folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(folder)
+    return False
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import random
 import re
 import signal
@@ -33,7 +32,7 @@ import httpx
 import psutil
 
 from family import Family, own_memory, rings
-from live import SMALL, START_S, Server, eventually, serving
+from live import SMALL, START_S, Server, eventually, in_shared_memory, serving
 from plainhttp import BrokenError, Exchange, events
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
@@ -420,7 +419,7 @@ def soak(
     arguments: tuple[str, ...] = (),
 ) -> dict[str, Any]:
     """Run one soak; the report's ``faults`` are empty if all is well."""
-    shm = set(os.listdir("/dev/shm"))
+    shm = in_shared_memory()
     with tempfile.TemporaryDirectory() as folder, serving(Path(folder), *arguments) as server:
         tally, family, memory, faults = asyncio.run(
             traffic(server, 60 * minutes, seed, kinds or [], every_s, size)
@@ -432,7 +431,7 @@ def soak(
         faults.append(f"exit code {code}: {log[-2000:]}")
     if family.alive():
         faults.append(f"processes that outlive the server: {family.alive()}")
-    if new := [name for name in os.listdir("/dev/shm") if name not in shm and not named(name)]:
+    if new := [name for name in in_shared_memory() if name not in shm and not named(name)]:
         faults.append(f"shared memory that outlives the server: {new}")
     if "Traceback" in log:
         faults.append(f"a traceback in the log: {log[log.index('Traceback') :][:2000]}")

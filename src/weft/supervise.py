@@ -66,7 +66,7 @@ def _num_frontends(config: EngineConfig, options: ServerOptions) -> int:
 @contextlib.contextmanager
 def _shared_store(options: ServerOptions) -> Iterator[ServerOptions]:
     """Let all request planes, and their successors, share stored responses as long as we serve."""
-    from weft.server.scratch import scratch_folder
+    from weft.server.scratch import room, scratch_folder
 
     with contextlib.ExitStack() as stack:
         if options.responses_db is None:
@@ -74,12 +74,14 @@ def _shared_store(options: ServerOptions) -> Iterator[ServerOptions]:
                 folder = stack.enter_context(scratch_folder())
             except OSError as error:
                 logger.warning(
-                    "No temporary folder can be made (%s): a request plane that dies takes its "
-                    "stored responses along. --responses-db FILE keeps them.",
+                    "Request planes cannot share stored responses in memory (%s): one that dies "
+                    "takes its own along, and several store none. --responses-db FILE keeps them.",
                     error.strerror,
                 )
             else:
-                options = replace(options, responses_db=str(folder / "responses.db"))
+                most = min(options.max_responses_bytes, room(folder))
+                path = str(folder / "responses.db")
+                options = replace(options, responses_db=path, max_responses_bytes=max(1, most))
         yield options
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import glob
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from live import START_S, Server, command_of, eventually, serving
-from weft.server.scratch import PREFIX
+from weft.server.scratch import MEMORY, PREFIX, scratch_folder
 
 PATH = "/v1/responses"
 TOKENS = 600
@@ -114,21 +114,34 @@ def test_responses_go_on_after_a_restart_of_everything(tmp_path):
             assert text_of(events) == expected
 
 
-def test_what_a_killed_server_has_stored_goes_at_the_next_start(tmp_path, monkeypatch):
-    """And at its own end, if it has one."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    folders = str(tmp_path / f"{PREFIX}*")
+def test_a_killed_server_leaves_no_responses(tmp_path):
+    """They lie in memory; a process removes them, or else the next start does."""
     with serving(tmp_path) as server:
-        [mine] = glob.glob(folders)
-        assert Path(mine).stat().st_mode & 0o077 == 0
+        folder = scratch_of(server.process.pid)
+        assert folder.stat().st_mode & 0o077 == 0
         httpx.post(f"{server.url}{PATH}", json={"input": "hi", "max_output_tokens": 2})
-        with serving(tmp_path):
-            assert mine in glob.glob(folders)
-            assert len(glob.glob(folders)) == 2
-        assert glob.glob(folders) == [mine]
+        assert (folder / "responses.db").exists()
         server.process.kill()
         server.process.wait()
-        with serving(tmp_path):
-            [other] = glob.glob(folders)
-            assert other != mine
-    assert glob.glob(folders) == []
+        eventually(lambda: not folder.exists(), START_S)
+    with serving(tmp_path) as server:
+        folder = scratch_of(server.process.pid)
+        [sweeper] = [
+            child
+            for child in psutil.Process(server.process.pid).children()
+            if str(folder) in command_of(child)
+        ]
+        sweeper.kill()
+        server.process.kill()
+        server.process.wait()
+        assert folder.exists()
+    with scratch_folder() as other:
+        assert not folder.exists()
+    assert not other.exists()
+
+
+def scratch_of(pid: int) -> Path:
+    """The folder in memory that a supervisor holds."""
+    open_files = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
+    [folder] = [Path(name) for name in open_files if name.startswith(str(MEMORY / PREFIX))]
+    return folder

@@ -17,7 +17,17 @@ import httpx
 import psutil
 import pytest
 
-from live import SMALL, START_S, WEFT, Server, command_of, eventually, serving, wait_until_ready
+from live import (
+    SMALL,
+    START_S,
+    WEFT,
+    Server,
+    command_of,
+    eventually,
+    in_shared_memory,
+    serving,
+    wait_until_ready,
+)
 
 STREAMS = 16
 TOKENS = 100
@@ -491,7 +501,7 @@ def test_a_killed_supervisor_leaves_nothing(tmp_path):
     """Processes, shared memory and the port go; a dead socket's path is taken over."""
     path = tmp_path / "weft.sock"
     command = [*WEFT, "serve", "--uds", str(path), "--frontends", "2", *SMALL, "--standby"]
-    before = set(os.listdir("/dev/shm"))
+    before = in_shared_memory()
     transport = httpx.HTTPTransport(uds=str(path))
     with httpx.Client(transport=transport, base_url="http://weft", timeout=START_S) as client:
         for _ in range(2):
@@ -503,7 +513,7 @@ def test_a_killed_supervisor_leaves_nothing(tmp_path):
             process.kill()
             process.wait()
             assert psutil.wait_procs(family, timeout=15)[1] == []
-            assert set(os.listdir("/dev/shm")) <= before
+            assert in_shared_memory() <= before
             assert path.exists()
             with pytest.raises(httpx.ConnectError):
                 client.get("/health")

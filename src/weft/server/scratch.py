@@ -1,4 +1,4 @@
-"""A private folder for one process and its children, gone with it or at the next start."""
+"""A private folder in memory for one process and its children, which is gone when they are."""
 
 from __future__ import annotations
 
@@ -6,45 +6,79 @@ import contextlib
 import fcntl
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+MEMORY = Path("/dev/shm")
 PREFIX = "weft-scratch-"
+
+# Waits until the process that made the folder has ended, however that was.
+_SWEEP = """
+import os, shutil, sys, time
+sys.stdin.buffer.read()
+for _ in range(100):
+    shutil.rmtree(sys.argv[1], ignore_errors=True)
+    if not os.path.exists(sys.argv[1]):
+        break
+    time.sleep(0.1)
+"""
 
 
 @contextlib.contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """Make a folder that only this user can read; it is removed when the block ends.
+    """Make a folder that only this user can read, and that never comes to a disk.
 
-    What a process has left that was killed is removed first: a folder's holder locks it, and the
-    kernel takes the lock away when the holder ends.
+    It is removed when the block ends, or by a process of its own when this one is killed. If that
+    is killed as well, the next call removes the folder: its holder locks it, and the kernel takes
+    the lock away when the holder ends.
 
     Raises:
         OSError: no folder can be made.
     """
-    _remove_left(Path(tempfile.gettempdir()))
+    _remove_left()
     folder, held = _make()
     try:
-        yield folder
+        with _sweeper(folder):
+            yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(held)
 
 
+@contextlib.contextmanager
+def _sweeper(folder: Path) -> Iterator[None]:
+    """A process that removes the folder when this one has ended; it ends with the block."""
+    command = [sys.executable, "-I", "-S", "-c", _SWEEP, str(folder)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    try:
+        yield
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def room(folder: Path) -> int:
+    """Bytes that may be put into a folder in memory: others need some of it, too."""
+    return shutil.disk_usage(folder).free // 2
+
+
 def _make() -> tuple[Path, int]:
     """A folder, and the descriptor that holds its lock."""
     while True:
-        folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=MEMORY))
         held = _lock(folder)
         if held is not None:
-            return folder, held  # else somebody has just taken it for one that was left
+            return folder, held
+        shutil.rmtree(folder, ignore_errors=True)  # somebody has taken it for one that was left
 
 
-def _remove_left(parent: Path) -> None:
-    for folder in parent.glob(f"{PREFIX}*"):
+def _remove_left() -> None:
+    for folder in MEMORY.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
-            if folder.lstat().st_uid != os.getuid() or folder.is_symlink():
+            if folder.lstat().st_uid != os.getuid():
                 continue
             held = _lock(folder)
             if held is not None:
