@@ -1,0 +1,187 @@
+"""Runs: each has one keeper that can write it, and another one when that is dead."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from weft.core.errors import ConfigError
+from weft.server import run_store
+from weft.server.life import Life, open_life
+from weft.server.response_store import ResponseNotFoundError, ResponseStore, Stored
+from weft.server.run_store import Chunk, Run, RunLostError, RunStore
+
+ME, YOU = b"m" * 32, b"y" * 32
+WAITING = orjson.dumps({"background": True, "status": "queued", "output": []})
+DONE = orjson.dumps({"background": True, "status": "completed", "output": []})
+LIMIT = 2**20
+
+
+class Plane:
+    """What one request plane has of the store; its coroutines are run to their end."""
+
+    def __init__(self, path: Path, served: str = "model") -> None:
+        self._dead = False
+        self.life = open_life(str(path))
+        self.store = ResponseStore(str(path), LIMIT, 3600.0)
+        self.runs = RunStore(self.store, self.life, served, 100, None, LIMIT)
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *given, **more: asyncio.run(getattr(self.runs, name)(*given, **more))
+
+    def start(self, number: str) -> None:
+        run = Run(number, None, b"request", WAITING)
+        stored = Stored(number, ME, None, b"[]", WAITING)
+        self.begin(stored, run, Chunk(0, 2, b"a\n\nb\n\n"))
+
+    def die(self) -> None:
+        self.life.close()
+        if not self._dead:
+            self.store.close()
+        self._dead = True
+
+
+@pytest.fixture
+def planes(tmp_path) -> Iterator[tuple[Plane, Plane]]:
+    pair = Plane(tmp_path / "r.db"), Plane(tmp_path / "r.db")
+    yield pair
+    for plane in pair:
+        plane.die()
+
+
+def test_a_lock_shows_who_lives(tmp_path):
+    path = str(tmp_path / "planes")
+    one, other, alone = Life(path), Life(path), Life(None)
+    assert one.alive(one.number)
+    assert one.alive(other.number)
+    assert other.alive(one.number)
+    assert not one.alive(alone.number)
+    assert alone.alive(alone.number)
+    assert not alone.alive(one.number)
+    one.close()
+    assert not other.alive(one.number)
+    other.close()
+    with pytest.raises(ConfigError, match="beside"):
+        open_life(str(tmp_path / "no" / "r.db"))
+
+
+def test_only_the_keeper_of_a_run_writes_it(planes):
+    one, other = planes
+    one.start("a")
+    with pytest.raises(RunLostError):
+        other.append("a", Chunk(2, 1, b"c\n\n"))
+    with pytest.raises(RunLostError):
+        other.finish("a", Chunk(2, 1, b"c\n\n"), DONE)
+    assert other.look(()) == ([], [], set())
+    one.append("a", Chunk(2, 1, b"c\n\n", b"made"))
+    assert other.told(ME, "a", -1) == (b"a\n\nb\n\nc\n\n", 2, False)
+    assert other.told(ME, "a", 1) == (b"c\n\n", 2, False)
+    one.finish("a", Chunk(3, 1, b"d\n\n"), DONE)
+    assert other.told(ME, "a", 2) == (b"d\n\n", 3, True)
+    assert other.told(ME, "a", 9) == (b"", 9, True)
+    with pytest.raises(ResponseNotFoundError):
+        other.told(YOU, "a", -1)
+
+
+def test_a_run_whose_keeper_is_dead_is_taken_once(planes, tmp_path):
+    one, other = planes
+    third = Plane(tmp_path / "r.db")
+    one.start("a")
+    one.append("a", Chunk(2, 1, b"c\n\n", b"made"))
+    one.die()
+    assert other.look((), taking=False).taken == []
+    [run] = other.look(()).taken
+    assert (run.request, run.response, run.told, run.attempts, run.ours) == (
+        b"request",
+        WAITING,
+        3,
+        1,
+        True,
+    )
+    assert run.made == [b"", b"made"]
+    assert third.look(()).taken == []
+    third.die()
+    assert other.look({"a"}) == ([], [], set())
+    other.append("a", Chunk(3, 1, b"d\n\n"))
+
+
+def test_attempts_count_until_a_run_gets_ahead(planes, tmp_path):
+    one, other = planes
+    one.start("a")
+    one.die()
+    [run] = other.look(()).taken
+    other.die()
+    third = Plane(tmp_path / "r.db")
+    [run] = third.look(()).taken
+    assert run.attempts == 2
+    third.append("a", Chunk(2, 1, b"c\n\n"))
+    [run] = third.look(()).taken  # it is not made there either, as after an error of the store
+    assert (run.attempts, run.told) == (1, 3)
+    third.die()
+
+
+def test_the_runs_of_another_model_are_left_until_nobody_comes(planes, tmp_path, monkeypatch):
+    one, _ = planes
+    one.start("a")
+    one.die()
+    stranger = Plane(tmp_path / "r.db", "another")
+    assert stranger.look(()).taken == []
+    monkeypatch.setattr(run_store, "ABANDONED_S", -1.0)
+    [run] = stranger.look(()).taken
+    assert not run.ours
+    stranger.die()
+
+
+def test_what_is_not_complete_goes_last(planes):
+    one, _ = planes
+    one.start("a")
+    for i in range(40):
+        stored = Stored(f"r{i}", ME, None, b" " * 100_000, DONE)
+        asyncio.run(one.store.save(stored))
+    assert one.told(ME, "a", -1).last == 1
+    with pytest.raises(ResponseNotFoundError):
+        asyncio.run(one.store.load(ME, "r0"))
+
+
+def test_a_deleted_run_is_lost(planes):
+    one, other = planes
+    one.start("a")
+    asyncio.run(other.store.delete(ME, "a"))
+    assert one.look({"a"}).lost == {"a"}
+    with pytest.raises(RunLostError):
+        one.append("a", Chunk(2, 1, b"c\n\n"))
+    base = one.store._base
+    assert base.execute("SELECT COUNT(*) FROM events").fetchone() == (0,)
+
+
+OLD = """
+CREATE TABLE responses (id TEXT PRIMARY KEY, owner BLOB NOT NULL, previous TEXT,
+    used_at REAL NOT NULL, bytes INTEGER NOT NULL, items BLOB NOT NULL, response BLOB NOT NULL
+) WITHOUT ROWID;
+CREATE INDEX by_use ON responses (used_at, bytes);
+PRAGMA user_version = 1;
+"""
+
+
+def test_a_file_of_the_first_version_is_brought_up_to_date(tmp_path):
+    path = tmp_path / "r.db"
+    base = sqlite3.connect(path)
+    base.executescript(OLD)
+    values = ("old", ME, None, 4e9, 6, b"[]", DONE)
+    base.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?, ?, ?)", values)
+    base.commit()
+    base.close()
+    for _ in range(2):
+        plane = Plane(path)
+        found = asyncio.run(plane.store.load(ME, "old"))
+        assert found == Stored("old", ME, None, b"[]", DONE)
+        plane.die()
+    plane = Plane(path)
+    plane.start("new")
+    plane.die()
