@@ -97,7 +97,8 @@ def serving(
     """
     port, errors = port or free_port(), folder / "stderr.txt"
     with errors.open("w") as log:
-        command = [*WEFT, "serve", "--port", str(port), *SMALL, *arguments]
+        alone = ("--frontends", "1")  # on a machine of any size, unless the test wants more
+        command = [*WEFT, "serve", "--port", str(port), *alone, *SMALL, *arguments]
         command = command if group is None else [*join(group), *command]
         process = subprocess.Popen(command, stderr=log, stdout=subprocess.PIPE, text=True)
     server = Server(process, f"http://127.0.0.1:{port}", errors)
