@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 NATIVE := CMakeLists.txt $(shell find src -name '*.cpp' -o -name '*.hpp')
 
 .DEFAULT_GOAL := help
-.PHONY: help serve run test setup setup-test lint typecheck bench clean distclean
+.PHONY: help serve run test test-deep setup setup-test lint typecheck bench clean distclean
 
 help:  ## Show this
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -30,6 +30,12 @@ run: setup  ## Set up, then generate text with the built-in model
 test: setup-test  ## Set up, then run all checks, also after one that fails
 	@status=0; for check in "ruff check ." "ruff format --check ." mypy "python -m pytest"; do \
 	  echo "== $$check"; $(BIN)/$$check || status=1; \
+	done; exit $$status
+
+test-deep: setup-test  ## Set up, then run the long tests, too, and real clients (downloads them)
+	@status=0; export WEFT_TEST_DEEP=1; \
+	for check in "-m pytest --deselect tests/referees/test_clients.py" tests/referees/clients/run.py; do \
+	  echo "== $$check"; $(BIN)/python $$check || status=1; \
 	done; exit $$status
 
 setup: $(STAMPS)/install  ## Create the environment and build the native part

@@ -1,4 +1,4 @@
-"""Makes the scripts of this folder importable, and starts one server for its tests."""
+"""Makes the scripts that tests here use importable, and starts one server for them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 
 from live import Server, serving
 
-sys.path.insert(0, str(Path(__file__).parent))
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE / "clients" / "common"), str(HERE.parent / "server")]
 
 
 @pytest.fixture(scope="session")

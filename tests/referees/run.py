@@ -21,6 +21,7 @@ from typing import Any
 
 sys.path.extend([str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "benchmarks")])
 import lm_eval_task
+from environments import python_environment
 
 import report
 import weft
@@ -140,22 +141,8 @@ REFEREES = {
     "lm-eval": Referee(("lm_eval[api]", "transformers"), lm_eval, ("--dtype", "float32")),
     "guidellm": Referee(("guidellm", TORCH), guidellm),
     "aiperf": Referee(("aiperf",), aiperf),
-    "langchain-openai": Referee(("langchain-openai",), script("langchain_loop.py")),
     "openai-agents": Referee(("openai-agents",), script("agents_loop.py")),
 }
-
-
-def environment(folder: Path, referee: Referee) -> Path:
-    """The environment of a referee, made if it is missing; returns its folder of programs."""
-    programs = folder / "bin"
-    if not (folder / "complete").exists():
-        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
-        constraint = folder / "constraints.txt"
-        constraint.write_text(TORCH + "\n")
-        install = [str(programs / "pip"), "install", "--quiet", "--constraint", str(constraint)]
-        subprocess.run([*install, *referee.packages], check=True)
-        (folder / "complete").touch()
-    return programs
 
 
 def versions(programs: Path, referee: Referee) -> dict[str, str]:
@@ -171,7 +158,7 @@ def versions(programs: Path, referee: Referee) -> dict[str, str]:
 def judge(name: str, environments: Path) -> dict[str, Any]:
     """Run one referee; ``fault`` tells what went wrong."""
     referee = REFEREES[name]
-    programs = environment(environments / name, referee)
+    programs = python_environment(environments / name, *referee.packages, constraints=(TORCH,))
     result: dict[str, Any] = {"versions": versions(programs, referee)}
     started = time.monotonic()
     with (

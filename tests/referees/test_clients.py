@@ -1,0 +1,40 @@
+"""Each client of ``clients/`` against both servers, in the deep tests; the versions in the guide."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CLIENTS = Path(__file__).parent / "clients"
+NAMES = sorted(folder.parent.name for folder in CLIENTS.glob("*/drive.*"))
+
+
+def pinned_version(client: str) -> str:
+    """The version of a client's first package."""
+    if (pins := CLIENTS / client / "package.json").exists():
+        return str(next(iter(json.loads(pins.read_text())["dependencies"].values())))
+    return (CLIENTS / client / "requirements.txt").read_text().split()[0].split("==")[1]
+
+
+def test_the_guide_names_the_versions_that_are_tested():
+    guide = (CLIENTS.parents[2] / "docs" / "guide.md").read_text()
+    table = guide.split("\n## Clients\n")[1].split("\n## ")[0]
+    rows = [line.split("|")[2].strip() for line in table.splitlines() if line.startswith("| ")]
+    assert sorted(rows[1:]) == sorted(pinned_version(name) for name in NAMES)
+
+
+@pytest.mark.skipif(
+    os.environ.get("WEFT_TEST_DEEP") != "1", reason="part of the deep tests: make test-deep"
+)
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_client_does_its_task(name):
+    command = [sys.executable, str(CLIENTS / "run.py"), "--only", name]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
