@@ -1,4 +1,4 @@
-"""Each client of ``clients/`` against both servers, in the deep tests; the versions in the guide."""
+"""Each client of ``clients/`` against both servers, in the deep tests; versions in the guide."""
 
 from __future__ import annotations
 
