@@ -97,7 +97,8 @@ IGNORED: list[tuple[Any, dict[str, Any], list[str]]] = [
     ]),
     (message, {"max_tokens": 32_000}, ["max_tokens"]),
     (message, said({**TEXT, "citations": [{}]}), ["messages[].content[].citations"]),
-    (message, {"metadata": {"user_id": "u", "team": "t"}}, ["metadata.team"]),
+    (message, {"metadata": {"user_id": "u", "team": "t"}}, ["metadata.team", "metadata"]),
+    (chat, {"user": "u", "safety_identifier": "s"}, ["user", "safety_identifier"]),
     (response, {"client_metadata": {"a": "b"}, "text": {"verbosity": "low"}}, [
         "client_metadata", "text.verbosity",
     ]),
@@ -166,6 +167,7 @@ def test_a_header_is_bounded_and_plain():
     header = notes.header()
     assert header.startswith(b"a?b??c?, n0x")
     assert header.endswith(b", ...")
+    assert len(notes.names) == MAX_NAMED + 1
     assert len(header) <= (MAX_NAMED + 1) * 102
     assert header.isascii()
 
@@ -227,6 +229,21 @@ def test_the_model_goes_on_with_the_last_message(builder):
     assert decoded(builder, closed).startswith(decoded(builder, open_end).rstrip())
     assert len(decoded(builder, closed)) > len(decoded(builder, open_end))
     assert decoded(builder, message(builder, Notes(), messages=messages)).endswith("def add(a,")
+
+
+@pytest.mark.parametrize("text", ["e", "en", "end", "<", "a e", "im"])
+def test_a_continued_text_is_not_looked_for_in_what_closes_messages(builder, text):
+    messages = [*HELLO, {"role": "assistant", "content": text}]
+    job = chat(builder, Notes(), messages=messages, continue_final_message=True)
+    assert decoded(builder, job).endswith(f"<|assistant|>{text}")
+
+
+def test_white_space_at_the_end_stays_where_the_template_keeps_it(builder):
+    source = "{% for m in messages %}[{{ m.role }}]{{ m.content }}|{% endfor %}"
+    keeps = Builder(builder.tokenizer, ChatTemplate({"default": source}), builder.card)
+    messages = [*HELLO, {"role": "assistant", "content": "so "}]
+    job = chat(keeps, Notes(), messages=messages, continue_final_message=True)
+    assert decoded(builder, job) == "[user]hi|[assistant]so "
 
 
 def test_the_end_of_a_continued_message_cannot_spell_control_tokens(builder):

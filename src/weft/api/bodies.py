@@ -207,7 +207,7 @@ class GenerationBody(Struct, forbid_unknown_fields=True, kw_only=True):
     stream_options: StreamOptions | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    user: Name | None = None
+    user: Annotated[Name | None, KEPT_ELSEWHERE] = None
     # Extensions: weft's, and vLLM's by their names.
     allowed_token_ids: (
         Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_ALLOWED_TOKENS)] | None
@@ -291,7 +291,7 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
     messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
     logprobs: bool | None = None
     max_completion_tokens: int | None = None
-    safety_identifier: Name | None = None
+    safety_identifier: Annotated[Name | None, KEPT_ELSEWHERE] = None
     top_logprobs: Logprobs | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Name | None = None

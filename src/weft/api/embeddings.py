@@ -36,7 +36,7 @@ class EmbeddingBody(Struct, forbid_unknown_fields=True, kw_only=True):
     input: str | Prompts
     dimensions: int | None = None
     encoding_format: Format | None = None
-    user: Name | None = None
+    user: Annotated[Name | None, KEPT_ELSEWHERE] = None
     # Extensions.
     cache_salt: Name | None = None
     service_tier: str | None = None

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta, Raw, Struct
 
-from weft.api.bodies import CACHE_HINT, MAX_MESSAGES, MAX_TOOLS, Name, Parts
+from weft.api.bodies import CACHE_HINT, KEPT_ELSEWHERE, MAX_MESSAGES, MAX_TOOLS, Name, Parts
 from weft.api.rules import NULL, Ignored, Refused
 from weft.core.types import MAX_STOP_STRINGS
 
@@ -175,7 +175,7 @@ class MessageBody(PromptBody, forbid_unknown_fields=True, kw_only=True):
     temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=0)] | None = None
     top_p: Raw = NULL
-    metadata: Metadata | None = None
+    metadata: Annotated[Metadata | None, KEPT_ELSEWHERE] = None
     service_tier: Literal["auto", "standard_only"] | None = None
     container: Annotated[Raw, Refused("no code runs here")] = NULL
     diagnostics: Annotated[Raw, Ignored("there is nothing to compare with")] = NULL

@@ -51,7 +51,6 @@ SAME = (
     "top_logprobs",
     "parallel_tool_calls",
     "service_tier",
-    "user",
     "cache_salt",
     "chat_template_kwargs",
     "frequency_penalty",

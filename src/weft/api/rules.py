@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import islice
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -28,7 +29,7 @@ NULL = Raw(b"null")
 HEADER = "x-weft-ignored"
 MAX_NEUTRAL_BYTES = 64  # of a value that asks for nothing
 MAX_SHOWN_CHARS = 100  # of a name that a client made up
-MAX_NAMED = 32  # parameters that a header names
+MAX_NAMED = 32  # parameters that headers and log lines name
 
 _INDEX = re.compile(r"\[\d+\]")
 _UNPRINTABLE = re.compile(r"[^!-+\--~]")  # of a header's list: also the blank and the comma
@@ -70,23 +71,23 @@ class Notes:
         """Note that a parameter has no effect. Raises what ``refuse`` makes where it is strict."""
         if self.strict:
             raise (refuse or UnsupportedParameterError)(name)
-        self._names.setdefault(_INDEX.sub("[]", name))
+        if len(self._names) <= MAX_NAMED:
+            self._names.setdefault(_INDEX.sub("[]", name))
 
     @property
     def names(self) -> list[str]:
-        """The ignored parameters, each once, without the places in lists."""
-        return list(self._names)
+        """The ignored parameters, each once, without the places in lists; "..." if many more."""
+        named = list(islice(self._names, MAX_NAMED))
+        return [*named, "..."] if len(self._names) > MAX_NAMED else named
 
     def log(self) -> None:
         """Write a debug line that names the ignored parameters, if there are any."""
-        if self._names:
+        if self._names and logger.isEnabledFor(logging.DEBUG):
             logger.debug("Ignored parameters: %s", ", ".join(self.names))
 
     def header(self) -> bytes:
-        """The names as a header's value, shortened where there are too many."""
-        shown = [_UNPRINTABLE.sub("?", name[:MAX_SHOWN_CHARS]) for name in self.names[:MAX_NAMED]]
-        if len(self._names) > MAX_NAMED:
-            shown.append("...")
+        """The names as a header's value."""
+        shown = [_UNPRINTABLE.sub("?", name[:MAX_SHOWN_CHARS]) for name in self.names]
         return ", ".join(shown).encode()
 
 
@@ -98,7 +99,9 @@ def apply_rules(body: Struct, path: str, notes: Notes) -> None:
     """
     for name, rule in rules_of(type(body)).items():
         value = getattr(body, name)
-        if value is NULL or is_neutral(bytes(value), rule.neutral):
+        if value is NULL or value is None:
+            continue
+        if isinstance(value, Raw) and is_neutral(bytes(value), rule.neutral):
             continue
         if isinstance(rule, Refused):
             raise UnsupportedParameterError(path + name, rule.reason and f" {_sentence(rule)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -287,27 +288,33 @@ def encode_chat(
         TokenizerError: this tokeniser cannot be guarded.
     """
     controls = template._controls_for(tokenizer)
+    mark = secrets.token_hex(16)  # nobody can spell it, and no template changes letters and digits
+    if continue_final_message:
+        last = messages[-1]
+        messages = [*messages[:-1], {**last, "content": f"{last['content']}{mark} "}]
     rendered = template._render(
         messages, add_generation_prompt, tools, kwargs, alphabet=controls.alphabet
     )
     if continue_final_message:
-        rendered = _left_open(rendered, messages[-1]["content"], controls.alphabet)
+        rendered = _left_open(rendered, mark)
     return controls.encode(rendered)
 
 
-def _left_open(rendered: str, content: str, alphabet: Alphabet) -> str:
-    """The prompt up to the end of the last message's text, without what closes the message."""
-    plain, text = alphabet.plain(rendered), content.strip()
-    at = plain.rfind(text)
+def _left_open(rendered: str, mark: str) -> str:
+    """The prompt up to the mark at the end of the last message's text.
+
+    A template that trims messages has trimmed the blank that follows the mark, and would have
+    trimmed what stands before it.
+    """
+    at = str(rendered).rfind(mark)
     if at < 0:
         raise TemplateError(
             "The chat template changes the text of the last message, so that it cannot be "
             "continued.",
             param="continue_final_message",
         )
-    trailing = content[len(content.rstrip()) :]
-    kept = trailing if plain.startswith(trailing, at + len(text)) else ""
-    return rendered[: at + len(text) + len(kept)]
+    text = rendered[:at]
+    return text if rendered[at + len(mark) : at + len(mark) + 1] == " " else text.rstrip()
 
 
 class _Controls:
