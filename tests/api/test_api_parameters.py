@@ -207,6 +207,9 @@ def test_prompts_can_be_cut(builder):
     fields = {"truncate_prompt_tokens": -1, "max_tokens": 6}
     [request] = completion(builder, Notes(), prompt=long, **fields).requests
     assert len(request.prompt) == builder.card.max_model_len - 6
+    fields = {"truncate_prompt_tokens": -1, "max_tokens": 10**6}
+    [request] = completion(builder, Notes(), prompt=long, **fields).requests
+    assert (len(request.prompt), request.sampling.max_tokens) == (builder.card.max_model_len - 1, 1)
     whole = chat(builder, Notes()).requests[0].prompt
     assert chat(builder, Notes(), truncate_prompt_tokens=3).requests[0].prompt == whole[-3:]
     for wrong in ({"truncate_prompt_tokens": 0}, {"truncation_side": "left"}):

@@ -252,7 +252,8 @@ def truncated(ids: Seq[int], body: Truncating, card: ModelCard, max_tokens: int 
             )
         return ids
     if keep == -1:
-        keep = max(card.max_model_len - max(max_tokens or 1, 1), 0)
+        room = card.max_model_len - max(max_tokens or 1, 1)
+        keep = room if room > 0 else card.max_model_len - 1  # such a limit is lowered anyway
     if keep == 0:
         raise ParameterError(
             "truncate_prompt_tokens leaves nothing of the prompt.", param="truncate_prompt_tokens"

@@ -184,7 +184,8 @@ class BoundedProtocol(HttpToolsProtocol):
             raise RefusedError(
                 400, "A request with a body cannot ask for an Upgrade.", "invalid_http"
             )
-        if self.reserved and self.url.partition(b"?")[0].decode("latin-1") not in OPEN_PATHS:
+        path = self.url.partition(b"?")[0].decode("latin-1").removeprefix(self.root_path)
+        if self.reserved and path not in OPEN_PATHS:
             raise _full()
 
     def on_body(self, body: bytes) -> None:
