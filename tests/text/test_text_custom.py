@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -136,10 +137,30 @@ def test_what_cannot_be_followed_is_refused_by_name(builtin, definition, says):
         GrammarChecker(builtin, 4096, (1,)).check(custom_grammar(form("lark", definition)))
 
 
-def test_rules_that_double_are_refused_before_they_grow():
-    rules = [f"r{i}: r{i + 1} r{i + 1}" for i in range(60)]
-    with pytest.raises(GrammarError, match=str(MAX_EXPRESSION_CHARS)):
-        lark_expression("\n".join(["start: r0", *rules, 'r60: "a"']))
+def doubling(first: str, last: str, count: int) -> str:
+    rules = [f"r{i}: r{i + 1} r{i + 1}" for i in range(count)]
+    return "\n".join([first, *rules, f"r{count}: {last}"])
+
+
+@pytest.mark.parametrize(
+    "definition",
+    [
+        doubling("start: r0", '"a"', 60),
+        doubling("start: " + "|".join(["r0"] * 1000), '"a"', 9),
+        doubling('start: "a"\n' + "%ignore r0\n" * 200000, '"a"', 11),
+        doubling("start: r0 r0\n%ignore / +/", '"a"', 10),
+        "start: /a/" + "+" * 20_000,
+    ],
+    ids=["in sequence", "as alternatives", "ignored", "with blanks", "repeated"],
+)
+def test_what_doubles_is_refused_before_it_grows(definition):
+    tracemalloc.start()
+    try:
+        with pytest.raises(GrammarError, match=str(MAX_EXPRESSION_CHARS)):
+            lark_expression(definition)
+        assert tracemalloc.get_traced_memory()[1] < 16 * 2**20
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(

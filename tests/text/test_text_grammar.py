@@ -29,6 +29,7 @@ from weft.text.grammar import (
     lark_grammar,
     regex_grammar,
 )
+from weft.text.schema import read_schema
 
 EOS = (1, 6)
 
@@ -210,6 +211,25 @@ def test_what_cannot_be_guaranteed_is_refused_by_name(checker, value, says):
 
 
 MAP = {"type": "object", "additionalProperties": {"type": "integer"}}
+
+
+@pytest.mark.parametrize("kind", [{}, {"type": "string"}], ids=["any", "texts"])
+def test_names_whose_references_double_are_refused_before_all_are_read(kind):
+    defs = {
+        f"a{n}": {**kind, "anyOf": [{"$ref": f"#/$defs/a{n + 1}", **kind}] * 2} for n in range(16)
+    }
+    text = json.dumps(
+        {"propertyNames": {"$ref": "#/$defs/a0"}, "$defs": {**defs, "a16": {"enum": ["b"]}}}
+    )
+    with pytest.raises(GrammarError, match="too much to read"):
+        read_schema(text)
+
+
+@pytest.mark.parametrize("kind", [{}, {"type": "string"}], ids=["any", "texts"])
+def test_names_that_refer_to_themselves_are_refused(kind):
+    defs = {"a": {**kind, "anyOf": [{"$ref": "#/$defs/a", **kind}]}}
+    with pytest.raises(GrammarError, match="refers to itself"):
+        read_schema(json.dumps({"propertyNames": {"$ref": "#/$defs/a"}, "$defs": defs}))
 
 
 @pytest.mark.parametrize(

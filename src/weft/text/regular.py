@@ -103,6 +103,31 @@ def _goes_on(tokens: list[_Token], newline: int) -> bool:
     return next(following, _END).text == "|"
 
 
+def _check_length(num_chars: int) -> None:
+    if num_chars > MAX_EXPRESSION_CHARS:
+        raise GrammarError(
+            f"the Lark grammar makes an expression of more than {MAX_EXPRESSION_CHARS} characters"
+        )
+
+
+class _Parts:
+    """Parts of an expression, which is refused before it is written where it gets too long."""
+
+    def __init__(self, separator: str = "") -> None:
+        self._separator = separator
+        self._texts: list[str] = []
+        self._num_chars = 0
+
+    def add(self, text: str) -> None:
+        """Raises GrammarError where the parts are too long together."""
+        self._num_chars += len(text) + len(self._separator)
+        _check_length(self._num_chars)
+        self._texts.append(text)
+
+    def joined(self) -> str:
+        return self._separator.join(self._texts)
+
+
 class _Grammar:
     """The definitions of a grammar, each written out when another one needs it."""
 
@@ -118,9 +143,14 @@ class _Grammar:
                 self._define(statement)
 
     def expression(self) -> str:
-        ignored = [_Body(self, body, "").read() for body in self._ignored]
-        between = f"(?:{'|'.join(ignored)})*" if ignored else ""
-        return between + self.expand("start", between)
+        ignored = _Parts("|")
+        for body in self._ignored:
+            ignored.add(_Body(self, body, "").read())
+        between = f"(?:{ignored.joined()})*" if self._ignored else ""
+        whole = _Parts()
+        whole.add(between)
+        whole.add(self.expand("start", between))
+        return whole.joined()
 
     def expand(self, name: str, between: str) -> str:
         """The expression of a rule or terminal; ``between`` may follow each terminal of a rule."""
@@ -198,28 +228,25 @@ class _Body:
         if self._depth == MAX_RULE_DEPTH:
             raise GrammarError(f"groups are nested more than {MAX_RULE_DEPTH} levels deep")
         self._depth += 1
-        texts = [self._sequence()]
+        parts = _Parts("|")
+        parts.add(self._sequence())
         while self._take("|"):
-            texts.append(self._sequence())
+            parts.add(self._sequence())
         self._depth -= 1
-        return f"(?:{'|'.join(texts)})"
+        return f"(?:{parts.joined()})"
 
     def _sequence(self) -> str:
-        texts = []
+        parts = _Parts()
         while self._next.kind in ("name", "string", "regex") or self._next.text in ("(", "["):
-            texts.append(self._repeated())
-            if sum(map(len, texts)) > MAX_EXPRESSION_CHARS:
-                raise GrammarError(
-                    f"the Lark grammar makes an expression of more than {MAX_EXPRESSION_CHARS} "
-                    "characters"
-                )
+            parts.add(self._repeated())
         if self._take("->"):
             self._at += 1
-        return "".join(texts)
+        return parts.joined()
 
     def _repeated(self) -> str:
         text = self._item()
         while self._next.kind == "mark" and self._next.text in ("*", "+", "?", "~", "{"):
+            _check_length(len(text))
             text = f"(?:{text}{self._count()})"
         return text
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from weft.core.errors import GrammarError
 from weft.text.closing import close_objects
-from weft.text.keys import write_out_names
+from weft.text.keys import NameReader, write_out_names
 from weft.text.patterns import check_pattern
 
 MAX_SCHEMA_CHARS = 128 * 2**10
@@ -60,6 +60,7 @@ def _write_out_names(schema: dict[str, Any]) -> bool:
     named = False
     shared: dict[str, Any] = {}
     rest: list[tuple[Any, str]] = [(schema, "")]
+    reader = NameReader(schema)
 
     def share(part: dict[str, Any]) -> dict[str, Any]:
         taken = _mapping(schema, "$defs")
@@ -76,7 +77,7 @@ def _write_out_names(schema: dict[str, Any]) -> bool:
             if "propertyNames" in node:
                 named = True
                 with _at(path):
-                    write_out_names(node, schema, share)
+                    write_out_names(node, reader, share)
     if shared:
         schema["$defs"] = {**_mapping(schema, "$defs"), **shared}
     return named
