@@ -18,7 +18,7 @@ from typed import unknown_fields
 from weft.core.errors import EngineBusyError
 from weft.core.plan import Update
 from weft.core.types import FinishReason, Request
-from weft.server import background
+from weft.server import background, service
 
 PATH = "/v1/responses"
 HELLO = {"model": "builtin", "input": "hi", "background": True}
@@ -213,6 +213,30 @@ def test_a_response_waits_for_a_busy_engine(text, monkeypatch):
         response = asking.responses.create(**HELLO)
         assert response.status == "queued"
         eventually(lambda: status_of(asking, response.id) == "completed")
+
+
+def test_the_deadline_runs_while_the_engine_is_busy(text):
+    client = BusyClient()
+    client.left = 10**9
+    with serving(client, text) as running, client_of(running) as asking:
+        response = asking.responses.create(**HELLO, extra_body={"timeout": 0.3})
+        eventually(lambda: status_of(asking, response.id) == "failed")
+        failed = asking.responses.retrieve(response.id)
+        assert failed.error is not None
+        assert "time that this request had is over" in failed.error.message
+        eventually(lambda: running.service.num_open == 0)
+
+
+def test_a_deadline_is_not_checked_twice(text, tmp_path, monkeypatch):
+    """What is left of one that was right may be outside of what a request may ask for."""
+    with shared(tmp_path, text, ScriptedClient()) as one, client_of(one) as asking:
+        response = asking.responses.create(**HELLO, extra_body={"timeout": 300})
+        one.client.submitted.get(timeout=10)
+    monkeypatch.setattr(service, "LEAST_TIMEOUT_S", 0.5)
+    options = {"max_request_timeout_s": 0.2}
+    with shared(tmp_path, text, ScriptedClient([700]), **options) as one, client_of(one) as asking:
+        eventually(lambda: status_of(asking, response.id) not in ("queued", "in_progress"))
+        assert status_of(asking, response.id) == "completed"
 
 
 @pytest.fixture

@@ -294,14 +294,9 @@ class Background:
     async def _make(self, active: _Active, run: Run, making: _Making) -> WeftError | None:
         """Let the engine compute a run to its end; the error that ends it before."""
         try:
-            job = making.job
-            if run.deadline is not None:
-                job = replace(job, timeout_s=run.deadline - time.time())
-                if run.deadline <= time.time():
-                    raise DeadlineExceededError()
-            with self._service.open(job) as opened:
+            with self._service.open(making.job) as opened:
                 active.opened = opened
-                await self._submit(active, opened)
+                await self._submit(active, run, opened)
                 opened.stop(making.halted)
                 await self._write(run, making, opened)
         except WeftError as error:
@@ -312,17 +307,23 @@ class Background:
             return InvariantError(str(error))
         return None
 
-    async def _submit(self, active: _Active, opened: OpenJob) -> None:
-        """Hand a run to the engine, as soon as that takes it."""
+    async def _submit(self, active: _Active, run: Run, opened: OpenJob) -> None:
+        """Hand a run to the engine, as soon as that takes it.
+
+        Raises:
+            DeadlineExceededError: it has not done so in the run's time.
+            WeftError: it never will, or the run is to end.
+        """
         while True:
             if active.stop is not None:
                 raise active.stop
+            left_s = run.left_s()
             try:
-                return opened.submit()
+                return opened.submit_within(left_s)
             except WeftError as error:
                 if error.http_status not in _TRY_AGAIN:
                     raise
-            await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(RETRY_S if left_s is None else min(RETRY_S, left_s))
 
     async def _write(self, run: Run, making: _Making, opened: OpenJob) -> None:
         """Keep what comes, but for the end."""

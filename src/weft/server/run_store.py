@@ -82,6 +82,10 @@ class Run:
     attempts: int = 0
     ours: bool = True
 
+    def left_s(self) -> float | None:
+        """Seconds until the deadline, below 0 after it; None without one."""
+        return None if self.deadline is None else self.deadline - time.time()
+
 
 class Look(NamedTuple):
     """What has become of runs.

@@ -255,13 +255,22 @@ class OpenJob:
 
         Raises:
             ParameterError: the request's deadline is malformed.
-            DeadlineExceededError: it has passed already.
+            WeftError: as `submit_within`.
+        """
+        with self._service.metrics.counting_refusals():
+            left_s = self._service.time_left_s(self.job)
+        self.submit_within(left_s)
+
+    def submit_within(self, left_s: float | None) -> None:
+        """Hand the sequences to the engine, for so many seconds; None for no limit.
+
+        Raises:
+            DeadlineExceededError: the time is over already.
             QueueFullError: too much waits already.
             WeftError: the engine cannot take the sequences.
         """
         job, service = self.job, self._service
         with service.metrics.counting_refusals():
-            left_s = service.time_left_s(job)
             if left_s is not None and left_s <= 0:
                 raise DeadlineExceededError()
             service.admit(job)
