@@ -198,8 +198,7 @@ class RunStore:
                 self._own(base, run_id)
                 _put(base, run_id, chunk)
                 _replace(base, run_id, response)
-                base.execute("DELETE FROM runs WHERE id = ?", (run_id,))
-                base.execute("UPDATE events SET made = NULL WHERE id = ?", (run_id,))
+                _drop_progress(base, run_id)
             self._store.saved()
 
         await self._store.run(work)
@@ -250,8 +249,9 @@ class RunStore:
         """The run, if it can be had; None if another process was faster, or will go on."""
         with base:
             done = base.execute(
-                "UPDATE runs SET keeper = ?, attempts = attempts + 1 WHERE id = ? AND keeper = ? "
-                "AND (served = ? OR ? > (SELECT used_at FROM responses WHERE id = runs.id))",
+                "UPDATE runs SET keeper = ?1, attempts = attempts + (keeper != ?1) "
+                "WHERE id = ?2 AND keeper = ?3 "
+                "AND (served = ?4 OR ?5 > (SELECT used_at FROM responses WHERE id = runs.id))",
                 (self._life.number, run_id, keeper, self._served, time.time() - ABANDONED_S),
             )
             if not done.rowcount:
@@ -331,3 +331,15 @@ def _replace(base: sqlite3.Connection, run_id: str, response: bytes) -> None:
         "UPDATE responses SET bytes = bytes + ? - length(response), response = ? WHERE id = ?",
         (len(response), response, run_id),
     )
+
+
+def _drop_progress(base: sqlite3.Connection, run_id: str) -> None:
+    """Forget, and count no more, what only who goes on with a run needs."""
+    base.execute(
+        "UPDATE responses SET bytes = bytes "
+        "- (SELECT length(request) FROM runs WHERE runs.id = responses.id) "
+        "- (SELECT SUM(length(made)) FROM events WHERE events.id = responses.id) WHERE id = ?",
+        (run_id,),
+    )
+    base.execute("DELETE FROM runs WHERE id = ?", (run_id,))
+    base.execute("UPDATE events SET made = NULL WHERE id = ?", (run_id,))
