@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -19,6 +20,8 @@ from weft.core.errors import EngineBusyError
 from weft.core.plan import Update
 from weft.core.types import FinishReason, Request
 from weft.server import background, service
+from weft.server.response_store import ResponseStore, Stored, StoreError
+from weft.server.run_store import RunStore
 
 PATH = "/v1/responses"
 HELLO = {"model": "builtin", "input": "hi", "background": True}
@@ -237,6 +240,102 @@ def test_a_deadline_is_not_checked_twice(text, tmp_path, monkeypatch):
     with shared(tmp_path, text, ScriptedClient([700]), **options) as one, client_of(one) as asking:
         eventually(lambda: status_of(asking, response.id) not in ("queued", "in_progress"))
         assert status_of(asking, response.id) == "completed"
+
+
+class Failing:
+    """Lets a method of the store fail while ``on`` is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        self.on = threading.Event()
+        self.count = 0
+        work = getattr(RunStore, name)
+
+        async def call(*given: Any, **more: Any) -> Any:
+            if self.on.is_set():
+                self.count += 1
+                raise StoreError("database is locked")
+            return await work(*given, **more)
+
+        monkeypatch.setattr(RunStore, name, call)
+
+
+def test_a_stream_outlasts_a_store_that_fails_for_a_while(scripted, monkeypatch):
+    told = Failing(monkeypatch, "told")
+    with client_of(scripted) as asking, ThreadPoolExecutor(1) as pool:
+        response = asking.responses.create(**HELLO)
+        request = scripted.client.submitted.get(timeout=10)
+        told.on.set()
+        following = pool.submit(events_of, scripted, response.id)
+        eventually(lambda: told.count > 1)
+        told.on.clear()
+        scripted.client.send(request, 700)
+        wait_for_text(scripted, response.id, text_of(scripted, 700))
+        told.on.set()
+        eventually(lambda: told.count > 3)
+        told.on.clear()
+        scripted.client.send(request, 701, finish="stop")
+        assert said(following.result(30)) == text_of(scripted, 700, 701)
+
+
+def test_a_store_that_keeps_failing_ends_a_stream(scripted, monkeypatch):
+    """Quietly where it has begun, so that the client comes back; else with an error."""
+    told = Failing(monkeypatch, "told")
+    with client_of(scripted) as asking, scripted.http() as http:
+        response = asking.responses.create(**HELLO)
+        path = f"{PATH}/{response.id}?stream=true"
+        with http.stream("GET", path) as following:
+            lines = following.iter_lines()
+            next(lines)
+            monkeypatch.setattr(background, "PATIENCE_S", 0.2)
+            told.on.set()
+            assert len([line for line in lines if line.startswith("data: ")]) == 2
+        answer = http.get(path)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "store_unavailable")
+
+
+def test_nothing_is_followed_that_was_just_deleted(scripted, monkeypatch):
+    """The answer is 404, not a stream that ends at once."""
+    load = ResponseStore.load
+
+    async def delete(store: ResponseStore, owner: bytes, number: str) -> Stored:
+        stored = await load(store, owner, number)
+        await store.delete(owner, number)
+        return stored
+
+    with client_of(scripted) as asking:
+        response = asking.responses.create(**HELLO)
+        monkeypatch.setattr(ResponseStore, "load", delete)
+        with pytest.raises(NotFoundError):
+            asking.responses.retrieve(response.id, stream=True)
+
+
+@pytest.mark.parametrize("name", ["append", "finish"])
+def test_a_store_that_fails_for_a_while_fails_no_response(scripted, monkeypatch, name):
+    """What could not be kept is computed once more."""
+    failing = Failing(monkeypatch, name)
+    with client_of(scripted) as asking:
+        response = asking.responses.create(**HELLO)
+        failing.on.set()
+        finish = {"append": None, "finish": "stop"}[name]
+        scripted.client.send(scripted.client.submitted.get(timeout=10), 700, finish=finish)
+        eventually(lambda: failing.count > 0)
+        failing.on.clear()
+        request = scripted.client.submitted.get(timeout=10)
+        scripted.client.send(request, 700, 701, finish="stop")
+        eventually(lambda: status_of(asking, response.id) == "completed")
+        whole = asking.responses.retrieve(response.id)
+        assert whole.output_text == text_of(scripted, 700, 701)
+        assert said(events_of(scripted, response.id)) == whole.output_text
+
+
+def test_a_store_that_cannot_be_looked_at_fills_no_log(text, monkeypatch, caplog):
+    monkeypatch.setattr(background, "LOOK_EVERY_S", 0.01)
+    look = Failing(monkeypatch, "look")
+    look.on.set()
+    with serving(ScriptedClient(), text):
+        eventually(lambda: look.count > 5)
+    lines = [record for record in caplog.records if "looked after" in record.message]
+    assert len(lines) == 1
 
 
 @pytest.fixture

@@ -26,6 +26,7 @@ from weft.core.types import TokenLogprob
 from weft.server.errors import ShuttingDownError, log_failure
 from weft.server.exchange import EXCHANGE
 from weft.server.generation import EVENT_STREAM, STREAM_HEADERS
+from weft.server.rareline import RareLine
 from weft.server.response_store import (
     UNFINISHED,
     ResponseNotFoundError,
@@ -33,7 +34,7 @@ from weft.server.response_store import (
     Stored,
     StoreError,
 )
-from weft.server.run_store import Chunk, Run, RunLostError, RunStore
+from weft.server.run_store import Chunk, Run, RunLostError, RunStore, Told
 from weft.server.service import OpenJob, Service
 
 KEEP_EVERY_S = 0.05  # what comes in between is one chunk
@@ -41,6 +42,7 @@ FOLLOW_EVERY_S = 0.1
 LOOK_EVERY_S = 0.5
 RETRY_S = 1.0  # after the engine took nothing more
 CANCEL_S = 10.0  # for the keeper of a run to end it
+PATIENCE_S = 15.0  # with a store that cannot be read, until a stream ends
 MAX_ATTEMPTS = 5
 _TRY_AGAIN = (429, 503)
 
@@ -128,6 +130,14 @@ class Background:
         self._store = store
         self._runs = runs
         self._active: dict[str, _Active] = {}
+        self._blind = RareLine(
+            "Background responses could not be looked after (times since the last such line: %d): "
+            "%s"
+        )
+        self._unkept = RareLine(
+            "What came of background responses could not be kept (%d; they are taken up again); "
+            "the last was %s: %s"
+        )
 
     async def start(self, job: Job, data: bytes, items: bytes, owner: bytes) -> bytes:
         """Begin a response; return it as it is now. It is kept once this returns.
@@ -181,9 +191,15 @@ class Background:
                 return stored.response
             await asyncio.sleep(FOLLOW_EVERY_S)
 
-    def follow(self, owner: bytes, response_id: str, after: int) -> Response:
-        """The events of a response after this number: what there is, and then as they come."""
-        return _Following(self._service, self._runs, owner, response_id, after)
+    async def follow(self, owner: bytes, response_id: str, after: int) -> Response:
+        """The events of a response after this number: what there is, and then as they come.
+
+        Raises:
+            ResponseNotFoundError: there is none.
+            StoreError: the store has not been readable for ``PATIENCE_S``.
+        """
+        events = _Events(self._runs, owner, response_id, after)
+        return _Following(self._service, events, await events.read())
 
     async def watch(self) -> None:
         """Go on with runs that nobody makes any more, and end those that are to end; for ever."""
@@ -193,7 +209,7 @@ class Background:
             try:
                 look = await self._runs.look(list(self._active), taking=taking)
             except Exception as error:  # whatever it is: this goes on for ever
-                logger.error("Background responses cannot be looked after at present: %s", error)
+                self._blind.tell(error)
                 continue
             for run in look.taken:
                 logger.warning("The background response %s is taken up.", run.id)
@@ -230,13 +246,12 @@ class Background:
             if making is None:
                 making = await self._resume(run)
             error = await self._make(active, run, making)
-            if not isinstance(error, (RunLostError, ShuttingDownError)):
-                event, response = making.writer.ended(error)
-                await self._runs.finish(run.id, making.chunk(event), response)
-        except RunLostError:
+            event, response = making.writer.ended(error)
+            await self._runs.finish(run.id, making.chunk(event), response)
+        except (RunLostError, ShuttingDownError):
             pass
-        except StoreError as error:
-            logger.error("The end of %s could not be kept: %s", run.id, error.message)
+        except StoreError as error:  # the next look takes it up
+            self._unkept.tell(run.id, error.message)
         except Exception as error:
             await self._give_up(run, error)
         finally:
@@ -292,13 +307,20 @@ class Background:
         return ResponseWriter(job, body, service.builder.tokenizer, service.texts, call_ids)
 
     async def _make(self, active: _Active, run: Run, making: _Making) -> WeftError | None:
-        """Let the engine compute a run to its end; the error that ends it before."""
+        """Let the engine compute a run to its end; the error that ends it before.
+
+        Raises:
+            RunLostError, ShuttingDownError: it is left to another process.
+            StoreError: what has come cannot be kept at present.
+        """
         try:
             with self._service.open(making.job) as opened:
                 active.opened = opened
                 await self._submit(active, run, opened)
                 opened.stop(making.halted)
                 await self._write(run, making, opened)
+        except (RunLostError, ShuttingDownError, StoreError):
+            raise
         except WeftError as error:
             log_failure(error)
             return error
@@ -343,18 +365,42 @@ def _cancelled() -> ResponseCancelledError:
     return ResponseCancelledError("The response was cancelled.")
 
 
-class _Following(Response):
-    """Sends the events of a background response until it is complete, or the client has gone."""
+class _Events:
+    """Reads the events of a response one after the other."""
 
-    def __init__(
-        self, service: Service, runs: RunStore, owner: bytes, response_id: str, after: int
-    ) -> None:
-        super().__init__()
-        self._service = service
+    def __init__(self, runs: RunStore, owner: bytes, response_id: str, after: int) -> None:
         self._runs = runs
         self._owner = owner
         self._id = response_id
         self._after = after
+
+    async def read(self) -> Told:
+        """What there is after what was read last. Raises as `Background.follow`."""
+        end = time.monotonic() + PATIENCE_S
+        while True:
+            try:
+                told = await self._runs.told(self._owner, self._id, self._after)
+            except StoreError:
+                if time.monotonic() > end:
+                    raise
+                await asyncio.sleep(FOLLOW_EVERY_S)
+            else:
+                self._after = told.last
+                return told
+
+
+class _Following(Response):
+    """Sends the events of a background response until it is complete, or the client has gone.
+
+    Args:
+        told: the first ones, read already.
+    """
+
+    def __init__(self, service: Service, events: _Events, told: Told) -> None:
+        super().__init__()
+        self._service = service
+        self._events = events
+        self._told = told
 
     async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
         given = {"content-type": EVENT_STREAM, **STREAM_HEADERS}
@@ -372,16 +418,18 @@ class _Following(Response):
             await sending
 
     async def _send(self, send: Send) -> None:
-        after, complete = self._after, False
-        while not complete:
-            try:
-                events, after, complete = await self._runs.told(self._owner, self._id, after)
-            except ResponseNotFoundError:
-                break  # it was deleted
-            if events:
-                await send({"type": "http.response.body", "body": events, "more_body": True})
-            elif not complete:
-                await asyncio.sleep(FOLLOW_EVERY_S)
+        told = self._told
+        # It ends where the response was deleted, or its store fails: the client may ask again.
+        with contextlib.suppress(ResponseNotFoundError, StoreError):
+            while True:
+                if told.events:
+                    body = {"type": "http.response.body", "body": told.events, "more_body": True}
+                    await send(body)
+                if told.complete:
+                    break
+                if not told.events:
+                    await asyncio.sleep(FOLLOW_EVERY_S)
+                told = await self._events.read()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

@@ -75,7 +75,7 @@ class _Handlers:
         items = orjson.dumps(asked.items)
         response = await self._background.start(asked.job, asked.data, items, owner)
         if asked.job.stream:
-            return self._background.follow(owner, asked.job.id, -1)
+            return await self._background.follow(owner, asked.job.id, -1)
         return Response(response, media_type="application/json")
 
     async def count(self, request: Request) -> Response:
@@ -142,7 +142,7 @@ class _Handlers:
         if after is None:
             return Response(stored.response, media_type="application/json")
         if orjson.loads(stored.response)["background"]:
-            return self._background.follow(_owner(), stored.id, after)
+            return await self._background.follow(_owner(), stored.id, after)
 
         def tell() -> bytes:
             cuts = None if stored.cuts is None else orjson.loads(stored.cuts)
