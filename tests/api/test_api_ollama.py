@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from weft.api import Builder, decode_body
+from weft.api import Builder, Notes, decode_body
 from weft.api.ollama import (
     OllamaChatBody,
     OllamaGenerateBody,
@@ -25,9 +25,9 @@ TWO_CALLS = [
 ]
 
 
-def chat(builder: Builder, **fields: Any) -> Any:
+def chat(builder: Builder, notes: Notes | None = None, **fields: Any) -> Any:
     body = {"model": "builtin", "messages": HI, **fields}
-    return ollama_chat_job(decode_body(OllamaChatBody, json.dumps(body).encode()), builder)
+    return ollama_chat_job(decode_body(OllamaChatBody, json.dumps(body).encode()), builder, notes)
 
 
 def generate(builder: Builder, **fields: Any) -> Any:
@@ -73,10 +73,43 @@ def test_penalties(builder):
         assert sampling_of(job).repetition_penalty == 1.5
     off = sampling_of(chat(builder, options={**PENALTIES, "repeat_last_n": 0}))
     assert (off.repetition_penalty, off.presence_penalty, off.frequency_penalty) == (1, 0, 0)
-    assert chat(builder, options={"repeat_last_n": 64, "repeat_penalty": 1.0})
+    notes = Notes()
+    windowed = sampling_of(chat(builder, notes, options={**PENALTIES, "repeat_last_n": 64}))
+    assert windowed.repetition_penalty == 1.5
+    assert notes.names == ["options.repeat_last_n"]
     with pytest.raises(WeftError, match="count all tokens") as caught:
-        chat(builder, options={**PENALTIES, "repeat_last_n": 64})
+        chat(builder, Notes(strict=True), options={**PENALTIES, "repeat_last_n": 64})
     assert caught.value.param == "options.repeat_last_n"
+
+
+def test_unknown_options_are_ignored_and_named(builder):
+    notes = Notes()
+    options = {"temprature": 1, "num_gqa": 8, "draft": {"n": 2}, "top_k": 3, "rope": None}
+    assert sampling_of(chat(builder, notes, options=options)).top_k == 3
+    assert notes.names == ["options.temprature", "options.num_gqa", "options.draft"]
+    with pytest.raises(WeftError) as caught:
+        chat(builder, Notes(strict=True), options={"temprature": 1})
+    assert caught.value.param == "options.temprature"
+
+
+def test_whole_floats_are_integers(builder):
+    options = {"num_predict": 128.0, "top_k": 40.0, "seed": 7.0, "repeat_last_n": -1.0}
+    sampling = sampling_of(chat(builder, options={**options, "temperature": 1.0, "mirostat": 0.0}))
+    assert (sampling.max_tokens, sampling.top_k, sampling.seed) == (128, 40, 7)
+    for ask in (chat, generate):
+        assert sampling_of(ask(builder, options={"num_predict": 9.0})).max_tokens == 9
+    with pytest.raises(WeftError) as caught:
+        chat(builder, options={"num_predict": 1.5})
+    assert caught.value.param == "options.num_predict"
+
+
+def test_temperatures_go_as_high_as_the_engine_takes_them(builder):
+    for ask in (chat, generate):
+        assert sampling_of(ask(builder, options={"temperature": 3.5})).temperature == 3.5
+    notes = Notes()
+    asked = chat(builder, notes, options={"temperature": 1e6})
+    assert sampling_of(asked).temperature == 100
+    assert notes.names == ["options.temperature"]
 
 
 def test_results_find_the_calls_that_they_answer(builder):
@@ -125,7 +158,6 @@ def test_a_conversation_that_ends_with_the_assistant_s_text_is_continued(builder
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"options": {"temprature": 1}}, "options.temprature"),
         ({"options": {"temperature": -1}}, "options.temperature"),
         ({"options": {"temperature": "hot"}}, "options.temperature"),
         ({"options": {"top_p": 2}}, "options.top_p"),

@@ -32,6 +32,7 @@ MAX_MESSAGES = 16384  # also of parts of a message and of its tool calls
 MAX_TOOLS = 1024  # a client may offer many that are not shown to the model
 MAX_IDS = 2**20  # of one list; far beyond any context
 MAX_DOCUMENTS = 256
+HOTTEST = 2  # temperature, as OpenAI's API bounds it
 
 FIXED_LIMITS: Mapping[str, int] = {
     "n": MAX_N,
@@ -205,7 +206,7 @@ class GenerationBody(Struct, forbid_unknown_fields=True, kw_only=True):
     stop: str | Annotated[list[str], Meta(max_length=MAX_STOP_STRINGS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=HOTTEST)] | None = None
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     user: Annotated[Name | None, KEPT_ELSEWHERE] = None
     # Extensions: weft's, and vLLM's by their names.

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from weft.api.bodies import MAX_MESSAGES, MAX_TOOLS, Name
+from weft.api.bodies import HOTTEST, MAX_MESSAGES, MAX_TOOLS, Name
 from weft.api.chat import reads_effort
 from weft.api.decoding import decode_body
 from weft.api.errors import UnsupportedParameterError
@@ -24,7 +24,7 @@ from weft.api.rules import NULL, Ignored, Notes, Refused, is_neutral
 from weft.api.sampling import check_model
 from weft.api.translate import job_of_chat, job_of_completion
 from weft.core.errors import ParameterError
-from weft.core.types import MAX_STOP_STRINGS, SamplingParams
+from weft.core.types import MAX_STOP_STRINGS, MAX_TEMPERATURE
 
 # Fields of the chat or completion body -> fields of these.
 NAMES = {
@@ -51,6 +51,7 @@ SWITCH = "enable_thinking"  # the variable of templates
 LEVELS = ("low", "medium", "high", "max")
 
 _NOTHING = re.compile(r"[+-]?0*(\.0*)?(ns|us|µs|ms|s|m|h)?")  # a duration of none
+_WHOLE = re.compile(rb"(-?\d+)\.0+")  # a whole number written as a float
 
 
 STAYS_LOADED = Ignored("the model stays loaded", (-1,))
@@ -58,7 +59,12 @@ SET_AT_START = Ignored("it is set when the server starts")
 
 
 class Options(Struct, forbid_unknown_fields=True, kw_only=True):
-    """How to sample, and how Ollama is to run the model."""
+    """How to sample, and how Ollama is to run the model.
+
+    Clients send whatever their version of Ollama knows, so that unknown options are ignored.
+    """
+
+    OPEN: ClassVar[bool] = True
 
     temperature: float | None = None
     top_k: int | None = None
@@ -224,7 +230,19 @@ def read_options(given: Raw, notes: Notes) -> Options:
     """The ``options`` of a body. Raises ParameterError, which names the wrong one."""
     if is_neutral(bytes(given)):
         return Options()
-    return decode_body(Options, given, "options", notes)
+    return decode_body(Options, _with_integers(given), "options", notes)
+
+
+def _with_integers(given: Raw) -> Raw:
+    """The options with 128 for 128.0: some clients have no integers. What is no object stays."""
+    try:
+        options = msgspec.json.decode(given, type=dict[str, Raw])
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return given
+    wholes = {name: match for name, raw in options.items() if (match := _WHOLE.fullmatch(raw))}
+    if not wholes:
+        return given
+    return Raw(msgspec.json.encode(options | {n: Raw(match[1]) for n, match in wholes.items()}))
 
 
 def _chat(
@@ -264,7 +282,7 @@ def _completion(
     }
     job = job_of_completion(fields, builder, NAMES, notes)
     if options.num_predict is None:
-        job = _bounded(job, builder.card.sampling_defaults.get("max_tokens"))
+        job = _sampled(job, max_tokens=builder.card.sampling_defaults.get("max_tokens"))
     return _checked(job, options, builder, notes)
 
 
@@ -274,7 +292,7 @@ def _shared_fields(body: OllamaBody, options: Options) -> dict[str, Any]:
         "model": body.model,
         "stream": body.stream is not False,
         "response_format": _response_format(body.format),
-        "temperature": options.temperature,
+        "temperature": None if _hot(options) else options.temperature,
         "top_k": options.top_k,
         "top_p": options.top_p,
         "min_p": options.min_p,
@@ -294,29 +312,44 @@ def _bound(options: Options) -> int | None:
 
 def _checked(job: Job, options: Options, builder: Builder, notes: Notes) -> Job:
     """The job, after what only its sampling shows."""
-    _check_window(options, job.requests[0].sampling, builder.card.max_model_len, notes)
+    _check_window(options, builder.card.max_model_len, notes)
+    if _hot(options):
+        job = _sampled(job, temperature=_temperature(options, notes))
     unbounded = options.num_predict is not None and options.num_predict <= 0
-    return _bounded(job, None) if unbounded else job
+    return _sampled(job, max_tokens=None) if unbounded else job
 
 
-def _bounded(job: Job, most: int | None) -> Job:
-    """The job with another limit on output tokens; None is the end of the context."""
+def _sampled(job: Job, **changes: Any) -> Job:
+    """The job with other parameters of sampling; without ``max_tokens`` the context is the end."""
     [request] = job.requests
-    sampling = replace(request.sampling, max_tokens=most)
+    sampling = replace(request.sampling, **changes)
     return replace(job, requests=(replace(request, sampling=sampling),))
 
 
-def _check_window(options: Options, sampling: SamplingParams, context: int, notes: Notes) -> None:
-    """Refuse penalties that leave tokens out; without penalties a window says nothing."""
+def _hot(options: Options) -> bool:
+    """Whether the temperature is beyond what a chat takes; Ollama has no bound."""
+    return options.temperature is not None and options.temperature > HOTTEST
+
+
+def _temperature(options: Options, notes: Notes) -> float:
+    """The temperature of hot options, lowered to what the engine takes."""
+    assert options.temperature is not None
+    if options.temperature > MAX_TEMPERATURE:
+        notes.ignore("options.temperature")
+    return min(options.temperature, MAX_TEMPERATURE)
+
+
+def _check_window(options: Options, context: int, notes: Notes) -> None:
+    """Note a window that leaves tokens out: penalties count all tokens."""
     window = options.repeat_last_n
-    if window is None or window <= 0 or window >= context:
-        return
-    penalties = sampling.presence_penalty, sampling.frequency_penalty
-    if sampling.repetition_penalty != 1 or any(penalties):
-        raise UnsupportedParameterError(
-            "options.repeat_last_n", " Penalties count all tokens here; give -1, or leave it out."
-        )
-    notes.ignore("options.repeat_last_n")
+    if window is not None and 0 < window < context:
+        notes.ignore("options.repeat_last_n", _no_window)
+
+
+def _no_window(name: str) -> UnsupportedParameterError:
+    return UnsupportedParameterError(
+        name, " Penalties count all tokens here; give -1, or leave it out."
+    )
 
 
 def _response_format(given: Raw) -> dict[str, Any] | None:

@@ -18,6 +18,7 @@ from weft.core.errors import InvariantError, ParameterError, WeftError
 from weft.core.settings import Kind, Setting, check_settings, setting
 
 MAX_LOGPROBS = 20
+MAX_TEMPERATURE = 100
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 512
 MAX_STOP_TOKEN_IDS = 128
@@ -102,7 +103,7 @@ class SamplingParams:
         "float",
         "0 takes the likeliest token; higher is more random; unset follows the model",
         0,
-        100,
+        MAX_TEMPERATURE,
     )
     top_k: int | None = _optional(
         "int", "keep the k likeliest tokens; 0 or -1 keeps all", -1, 2**31 - 1
