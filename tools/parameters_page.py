@@ -50,7 +50,9 @@ What becomes of each parameter, as it is declared where requests are decoded
 table has is refused at the top of a body, and ignored within the structures marked with *.
 `max_tokens`, by any of its names, is lowered to what the context has beside the prompt and then
 named as ignored; the prompt alone must fit. Tools of types that are neither functions nor custom
-tools are ignored: the model is not told of them.
+tools are ignored: the model is not told of them. Items of `/v1/responses` that belong to
+tools which a provider runs (`web_search_call` and the like), and `compaction`, are ignored: they
+are left out of the conversation.
 """
 
 Kinds = tuple[tuple[str, type[Struct]], ...]

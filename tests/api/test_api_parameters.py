@@ -376,7 +376,7 @@ def test_results_of_tools_keep_their_text_beside_images(builder):
     notes = Notes()
     text = decoded(builder, message(builder, notes, messages=messages))
     assert "a tree" in text
-    assert "An image stands here" in text
+    assert "An image or a file stands here" in text
     assert "climb" in text
     assert notes.names == ["messages[].content[].content[]"]
     output = [{"type": "input_text", "text": "a tree"}, {"type": "input_image", "image_url": "x"}]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from weft.api import TokenTexts, decode_body
+from weft.api import Notes, TokenTexts, decode_body
 from weft.api.response_answers import ResponseCollector, ResponseWriter
 from weft.api.response_body import ResponseBody, response_job
 from weft.api.response_items import messages_of, read_items
@@ -79,6 +79,60 @@ def test_what_the_assistant_does_without_pause_is_one_message():
     assert [call["function"]["name"] for call in turn["tool_calls"]] == ["look"]
     assert result == {"role": "tool", "tool_call_id": "c1", "content": "a tree"}
     assert (first["role"], last) == ("user", {"role": "assistant", "content": "I look."})
+
+
+THEIRS = (
+    {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"query": "x"}},
+    {"type": "file_search_call", "id": "fs_1", "queries": [], "results": None},
+    {"type": "code_interpreter_call", "id": "ci_1", "code": "1", "outputs": []},
+    {"type": "image_generation_call", "id": "ig_1", "result": "aGk="},
+    {"type": "computer_call", "call_id": "x1", "action": {"type": "screenshot"}},
+    {"type": "computer_call_output", "call_id": "x1", "output": {"type": "computer_screenshot"}},
+    {"type": "mcp_list_tools", "id": "m1", "server_label": "s", "tools": []},
+    {"type": "mcp_call", "id": "m2", "name": "look", "arguments": "{}", "output": "a bird"},
+    {"type": "mcp_approval_request", "id": "m3", "name": "look", "arguments": "{}"},
+    {"type": "mcp_approval_response", "approval_request_id": "m3", "approve": True},
+    {"type": "local_shell_call", "call_id": "x2", "action": {"type": "exec"}},
+    {"type": "local_shell_call_output", "id": "x2", "output": "bin"},
+    {"type": "shell_call", "call_id": "x3", "action": {"commands": []}},
+    {"type": "shell_call_output", "call_id": "x3", "output": []},
+    {"type": "tool_search_call", "call_id": None, "arguments": {}},
+    {"type": "tool_search_output", "call_id": None, "tools": []},
+    {"type": "compaction", "encrypted_content": "x"},
+)
+
+
+@pytest.mark.parametrize("item", THEIRS, ids=lambda item: str(item["type"]))
+def test_items_of_a_provider_s_tools_are_left_out_and_named(item):
+    notes = Notes()
+    given = body_of(input=[USER, item, CALL, RESULT]).input
+    assert [kept["type"] for kept in read_items(given, notes=notes)] == [
+        "message",
+        "function_call",
+        "function_call_output",
+    ]
+    assert notes.names == [f"input[]({item['type']})"]
+    with pytest.raises(WeftError, match=str(item["type"])):
+        read_items(given, notes=Notes(strict=True))
+
+
+def test_the_result_of_a_call_that_is_left_out_goes_with_it():
+    call = {"type": "local_shell_call", "call_id": "c1", "action": {"type": "exec"}}
+    notes = Notes()
+    items = read_items(body_of(input=[USER, call, RESULT]).input, notes=notes)
+    assert messages_of(items) == [{"role": "user", "content": "hi"}]
+    assert notes.names == ["input[](local_shell_call)", "input[](function_call_output)"]
+
+
+def test_results_may_be_given_as_output_text():
+    parts = [text_of("output_text", "a tree"), text_of("input_text", "b")]
+    assert messages(USER, CALL, {**RESULT, "output": parts})[-1]["content"] == "a tree\nb"
+
+
+def test_a_reference_to_an_item_says_what_to_send():
+    with pytest.raises(WeftError, match="Send the item itself") as caught:
+        read_items(body_of(input=[{"type": "item_reference", "id": "msg_1"}]).input)
+    assert caught.value.param == "input[0].type"
 
 
 def text_of(kind: str, text: str) -> dict[str, Any]:
@@ -237,7 +291,8 @@ def test_truncation_leaves_the_oldest_out(builder):
         ({"input": [{"role": "user"}]}, "input[0].content", "missing_required_parameter"),
         ({"input": [{"role": "tool", "content": ""}]}, "input[0].role", "invalid_parameter"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", None),
-        ({"input": [{"type": "web_search_call", "id": "x"}]}, "input[0].type", None),
+        ({"input": [{"type": "poem", "id": "x"}]}, "input[0].type", "unsupported_parameter"),
+        ({"input": [{"type": "web_search_call", "id": "x"}]}, "input", "invalid_parameter"),
         ({"input": [{**USER, "content": [{"text": "a"}]}]}, "input[0].content[0].type", None),
         (
             {"input": [{**USER, "content": [{"type": "input_image"}]}]},

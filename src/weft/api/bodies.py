@@ -33,6 +33,7 @@ MAX_TOOLS = 1024  # a client may offer many that are not shown to the model
 MAX_IDS = 2**20  # of one list; far beyond any context
 MAX_DOCUMENTS = 256
 HOTTEST = 2  # temperature, as OpenAI's API bounds it
+IMAGE = "[An image or a file stands here, which this model cannot read.]"
 
 FIXED_LIMITS: Mapping[str, int] = {
     "n": MAX_N,
@@ -59,6 +60,7 @@ Objects = Annotated[list[dict[str, Any]], Meta(max_length=MAX_MESSAGES)]
 Parts = Annotated[list[Raw], Meta(max_length=MAX_MESSAGES)]  # each is decoded by its ``type``
 
 CACHE_HINT = Ignored("equal prefixes are found without hints")
+CALLER = Ignored("the model itself calls tools", ({"type": "direct"},))
 KEPT_ELSEWHERE = Ignored("a client's own bookkeeping")
 ROUTING = Ignored("there is one model replica, so nothing to route")
 

@@ -6,13 +6,11 @@ from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta, Raw, Struct
 
-from weft.api.bodies import CACHE_HINT, KEPT_ELSEWHERE, MAX_MESSAGES, MAX_TOOLS, Name, Parts
+from weft.api.bodies import CACHE_HINT, CALLER, KEPT_ELSEWHERE, MAX_MESSAGES, MAX_TOOLS, Name, Parts
 from weft.api.rules import NULL, Ignored, Refused
 from weft.core.types import MAX_STOP_STRINGS
 
 Content = str | Parts
-
-CALLER = Ignored("the model itself calls tools", ({"type": "direct"},))
 
 
 class Block(Struct, forbid_unknown_fields=True, kw_only=True):

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from weft.api.bodies import Parts
+from weft.api.bodies import IMAGE, Parts
 from weft.api.chat import reads_effort
 from weft.api.decoding import decode_body, kind_of
 from weft.api.errors import MissingParameterError, UnsupportedParameterError
@@ -36,8 +36,6 @@ from weft.api.message_body import (
 from weft.api.rules import MAX_SHOWN_CHARS, NULL, Notes
 from weft.api.translate import job_of_chat
 from weft.core.errors import ParameterError
-
-IMAGE = "[An image stands here, which this model cannot see.]"
 
 # Fields of the chat body -> fields of this one.
 NAMES = {

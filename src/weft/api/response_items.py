@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Raw, Struct
 
-from weft.api.bodies import CACHE_HINT, Name, Parts
+from weft.api.bodies import CACHE_HINT, CALLER, IMAGE, Name, Parts
 from weft.api.decoding import decode_body, kind_of
 from weft.api.errors import UnsupportedParameterError
 from weft.api.jobs import new_id
@@ -26,8 +26,32 @@ Item = dict[str, Any]
 Status = Literal["in_progress", "completed", "incomplete"]
 CALLS = ("function_call", "custom_tool_call")
 OUTPUTS = ("function_call_output", "custom_tool_call_output")
-CALLER = Ignored("the model itself calls tools", ({"type": "direct"},))
-IMAGE = "[An image or a file stands here, which this model cannot read.]"
+RESULT_TEXTS = ("input_text", "output_text")
+# Calls that a provider runs itself, their results, and what it shortened a conversation to: other
+# servers leave them in conversations, and no model here can read them.
+LEFT_OUT = frozenset(
+    (
+        "web_search_call",
+        "file_search_call",
+        "code_interpreter_call",
+        "image_generation_call",
+        "computer_call",
+        "computer_call_output",
+        "mcp_list_tools",
+        "mcp_call",
+        "mcp_approval_request",
+        "mcp_approval_response",
+        "local_shell_call",
+        "local_shell_call_output",
+        "shell_call",
+        "shell_call_output",
+        "apply_patch_call",
+        "apply_patch_call_output",
+        "tool_search_call",
+        "tool_search_output",
+        "compaction",
+    )
+)
 
 
 class MessageItem(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -101,6 +125,12 @@ class TextPart(Struct, forbid_unknown_fields=True, kw_only=True):
     OPEN: ClassVar[bool] = True
 
 
+class LeftOutItem(Struct, kw_only=True):
+    """What matters of an item that is left out: the call, whose result goes with it."""
+
+    call_id: Name | None = None
+
+
 class RefusalPart(Struct, forbid_unknown_fields=True, kw_only=True):
     type: str
     refusal: str
@@ -109,7 +139,7 @@ class RefusalPart(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 def read_items(given: str | Seq[Raw], at: str = "input", notes: Notes | None = None) -> list[Item]:
-    """Decode the input of a body.
+    """Decode the input of a body; items of tools that a provider runs are left out.
 
     Args:
         notes: take what is ignored.
@@ -122,7 +152,8 @@ def read_items(given: str | Seq[Raw], at: str = "input", notes: Notes | None = N
         return [reader.message(MessageItem(role="user", content=given), at)]
     if not given:
         raise ParameterError("The list of input items is empty.", param=at)
-    return [reader.item(raw, f"{at}[{index}]") for index, raw in enumerate(given)]
+    items = [reader.item(raw, f"{at}[{index}]") for index, raw in enumerate(given)]
+    return [item for item in items if item is not None]
 
 
 def _head(
@@ -136,11 +167,18 @@ def _head(
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """Decodes items and their parts; ``notes`` take what is ignored in them."""
+    """Decodes items and their parts.
+
+    Attributes:
+        notes: take what is ignored.
+        left_out: ids of calls that are left out.
+    """
 
     notes: Notes
+    left_out: set[str] = field(default_factory=set)
 
-    def item(self, raw: Raw, path: str) -> Item:
+    def item(self, raw: Raw, path: str) -> Item | None:
+        """An item as it is kept; None for one that is left out."""
         kind = kind_of(raw, path, "message")
         if kind == "message":
             return self.message(decode_body(MessageItem, raw, path, self.notes), path)
@@ -154,18 +192,29 @@ class _Reader:
             return {**_head(custom, kind, "ctc"), **named, "input": custom.input}
         if kind in OUTPUTS:
             result = decode_body(ResultItem, raw, path, self.notes)
+            if result.call_id in self.left_out:
+                return self._leave_out(kind, path)
             output = result.output
             if not isinstance(output, str):
-                output = "\n".join(self._texts(output, f"{path}.output", ("input_text",), True))
+                output = "\n".join(self._texts(output, f"{path}.output", RESULT_TEXTS, True))
             return {**_head(result, kind, "fco"), "call_id": result.call_id, "output": output}
         if kind == "reasoning":
             thought = decode_body(ReasoningItem, raw, path, self.notes)
             summary = self._plain(thought.summary, f"{path}.summary", "summary_text")
             content = self._plain(thought.content or (), f"{path}.content", "reasoning_text")
             return {**_head(thought, kind, "rs"), "summary": summary, "content": content}
-        raise UnsupportedParameterError(
-            f"{path}.type", f" Items of type {kind[:100]!r} cannot be read here."
-        )
+        if kind in LEFT_OUT:
+            number = decode_body(LeftOutItem, raw, path, self.notes).call_id
+            if number is not None:
+                self.left_out.add(number)
+            return self._leave_out(kind, path)
+        hint = f" Items of type {kind[:100]!r} cannot be read here."
+        if kind == "item_reference":
+            hint = " Send the item itself, or the previous_response_id of its response."
+        raise UnsupportedParameterError(f"{path}.type", hint)
+
+    def _leave_out(self, kind: str, path: str) -> None:
+        self.notes.ignore(f"{path}({kind})")
 
     def message(self, message: MessageItem, path: str) -> Item:
         content, path = message.content, f"{path}.content"
