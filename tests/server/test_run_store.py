@@ -90,6 +90,24 @@ def test_only_the_keeper_of_a_run_writes_it(planes):
         other.told(YOU, "a", -1)
 
 
+def test_tokens_may_come_without_events(planes):
+    """Part of a character, say: it is made from tokens, but cannot be told yet."""
+    one, other = planes
+    one.start("a")
+    for made in (b"1", b"2"):
+        one.append("a", Chunk(2, 0, b"", made))
+    assert one.told(ME, "a", -1) == (b"a\n\nb\n\n", 1, False)
+    assert one.told(ME, "a", 1) == (b"", 1, False)
+    one.append("a", Chunk(2, 1, b"c\n\n", b"3"))
+    one.append("a", Chunk(3, 0, b"", b"4"))
+    assert one.told(ME, "a", 0) == (b"b\n\nc\n\n", 2, False)
+    one.die()
+    [run] = other.look(()).taken
+    assert (run.told, run.made) == (3, [b"", b"1", b"2", b"3", b"4"])
+    other.finish("a", Chunk(3, 1, b"d\n\n"), DONE)
+    assert other.told(ME, "a", 1) == (b"c\n\nd\n\n", 3, True)
+
+
 def test_a_run_whose_keeper_is_dead_is_taken_once(planes, tmp_path):
     one, other = planes
     third = Plane(tmp_path / "r.db")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -134,6 +135,24 @@ def test_a_stream_that_was_left_is_resumed(scripted):
             assert events_of(scripted, number, last) == whole[last + 1 :]
         assert events_of(scripted, number, 1, **{"Last-Event-ID": "4"}) == whole[5:]
     assert scripted.client.cancelled.empty()
+
+
+def test_characters_come_in_parts(scripted):
+    """Tokens that make no text yet are kept all the same."""
+    builder = scripted.service.builder
+    parts = builder.tokenizer.encode("a \N{SLIGHTLY SMILING FACE}", add_special_tokens=False)
+    assert len(parts) > 4
+    with client_of(scripted) as asking:
+        response = asking.responses.create(**HELLO)
+        request = scripted.client.submitted.get(timeout=10)
+        for token in parts:
+            scripted.client.send(request, token)
+            time.sleep(2 * background.KEEP_EVERY_S)  # so that each one is kept by itself
+        scripted.client.send(request, finish="stop")
+        eventually(lambda: status_of(asking, response.id) in ("completed", "failed"))
+        whole = asking.responses.retrieve(response.id)
+        assert whole.output_text == "a \N{SLIGHTLY SMILING FACE}"
+        assert said(events_of(scripted, response.id)) == whole.output_text
 
 
 def test_the_client_library_resumes(scripted):

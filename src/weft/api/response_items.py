@@ -193,7 +193,8 @@ class _Reader:
         if kind in OUTPUTS:
             result = decode_body(ResultItem, raw, path, self.notes)
             if result.call_id in self.left_out:
-                return self._leave_out(kind, path)
+                self._leave_out(kind, path)
+                return None
             output = result.output
             if not isinstance(output, str):
                 output = "\n".join(self._texts(output, f"{path}.output", RESULT_TEXTS, True))
@@ -207,7 +208,8 @@ class _Reader:
             number = decode_body(LeftOutItem, raw, path, self.notes).call_id
             if number is not None:
                 self.left_out.add(number)
-            return self._leave_out(kind, path)
+            self._leave_out(kind, path)
+            return None
         hint = f" Items of type {kind[:100]!r} cannot be read here."
         if kind == "item_reference":
             hint = " Send the item itself, or the previous_response_id of its response."

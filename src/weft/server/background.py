@@ -43,6 +43,7 @@ LOOK_EVERY_S = 0.5
 RETRY_S = 1.0  # after the engine took nothing more
 CANCEL_S = 10.0  # for the keeper of a run to end it
 PATIENCE_S = 15.0  # with a store that cannot be read, until a stream ends
+STORE_PAUSE_S = 5.0  # after the store could not be written
 MAX_ATTEMPTS = 5
 _TRY_AGAIN = (429, 503)
 
@@ -250,8 +251,8 @@ class Background:
             await self._runs.finish(run.id, making.chunk(event), response)
         except (RunLostError, ShuttingDownError):
             pass
-        except StoreError as error:  # the next look takes it up
-            self._unkept.tell(run.id, error.message)
+        except StoreError as error:
+            await self._not_kept(run, error)
         except Exception as error:
             await self._give_up(run, error)
         finally:
@@ -262,8 +263,17 @@ class Background:
         log_failure(error)
         known = error if isinstance(error, WeftError) else InvariantError(str(error))
         event, response = failure(run.response, run.told, known)
-        with contextlib.suppress(RunLostError, StoreError):
+        try:
             await self._runs.finish(run.id, Chunk(run.told, 1, event), response)
+        except RunLostError:
+            pass
+        except StoreError as lost:
+            await self._not_kept(run, lost)
+
+    async def _not_kept(self, run: Run, error: StoreError) -> None:
+        """Say so, and leave the run alone for a while; then it is taken up again."""
+        self._unkept.tell(run.id, error.message)
+        await asyncio.sleep(STORE_PAUSE_S)
 
     async def _resume(self, run: Run) -> _Making:
         """The writer of a run, as far as its last process has kept what it wrote.

@@ -50,13 +50,14 @@ _STEPS = (
         ) WITHOUT ROWID""",
         # What background responses have told; "made" is kept as long as they are not complete.
         """CREATE TABLE events (
+            place INTEGER PRIMARY KEY,
             id TEXT NOT NULL REFERENCES responses ON DELETE CASCADE,
             first INTEGER NOT NULL,
             count INTEGER NOT NULL,
             events BLOB NOT NULL,
-            made BLOB,
-            PRIMARY KEY (id, first)
-        ) WITHOUT ROWID""",
+            made BLOB
+        )""",
+        "CREATE INDEX by_response ON events (id, first, count)",
     ),
 )
 VERSION = len(_STEPS)

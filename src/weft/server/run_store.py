@@ -49,7 +49,7 @@ class Chunk:
     """Consecutive events of a background response, and what they were made from.
 
     Attributes:
-        first: number of the first one.
+        first: number of the first one, also if there is none yet.
         made: what another process needs to make what follows; JSON of the writer's.
     """
 
@@ -262,7 +262,7 @@ class RunStore:
                 (run_id,),
             ).fetchone()
             chunks = base.execute(
-                "SELECT first, count, made FROM events WHERE id = ? ORDER BY first", (run_id,)
+                "SELECT first, count, made FROM events WHERE id = ? ORDER BY place", (run_id,)
             ).fetchall()
         deadline, request, response, attempts, served = row
         made = [zlib.decompress(data) for _, _, data in chunks]
@@ -303,7 +303,7 @@ class RunStore:
             going_on = base.execute("SELECT 1 FROM runs WHERE id = ?", (run_id,)).fetchone()
             rows = base.execute(
                 "SELECT first, count, events FROM events WHERE id = ? AND first + count - 1 > ? "
-                "ORDER BY first LIMIT ?",
+                "AND count > 0 ORDER BY first LIMIT ?",
                 (run_id, after, ROWS_AT_ONCE),
             ).fetchall()
             events = [events_after(zlib.decompress(data), first, after) for first, _, data in rows]
@@ -317,7 +317,7 @@ def _put(base: sqlite3.Connection, run_id: str, chunk: Chunk, more_bytes: int = 
     """Add a chunk, and count its bytes and others."""
     events, made = zlib.compress(chunk.events, 1), zlib.compress(chunk.made, 1)
     base.execute(
-        "INSERT INTO events VALUES (?, ?, ?, ?, ?)",
+        "INSERT INTO events (id, first, count, events, made) VALUES (?, ?, ?, ?, ?)",
         (run_id, chunk.first, chunk.count, events, made),
     )
     base.execute(
