@@ -147,7 +147,7 @@ def doubling(first: str, last: str, count: int) -> str:
     [
         doubling("start: r0", '"a"', 60),
         doubling("start: " + "|".join(["r0"] * 1000), '"a"', 9),
-        doubling('start: "a"\n' + "%ignore r0\n" * 200000, '"a"', 11),
+        doubling('start: "a"\n' + "%ignore r0\n" * 2000, '"a"', 11),
         doubling("start: r0 r0\n%ignore / +/", '"a"', 10),
         "start: /a/" + "+" * 20_000,
     ],
