@@ -10,11 +10,13 @@ import subprocess
 import sys
 import textwrap
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from live import eventually
 from weft.core.errors import RendererDeadError, TemplateError, TokenizerError, WeftError
 from weft.core.logs import NOTICES
 from weft.text import ChatTemplate, sandbox
@@ -130,13 +132,52 @@ class TestProcess:
         templates = [ChatTemplate({"default": f"{n}{PLAIN}"}, renderer=renderer) for n in range(40)]
         assert [template.render(CHAT) for template in templates] == [f"{n}hi" for n in range(40)]
 
-    def test_a_process_that_was_killed_is_one_error(self):
+    @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+    def test_a_process_that_was_killed_idle_costs_no_request(self, number):
         renderer = Renderer()
         template = ChatTemplate({"default": PLAIN}, renderer=renderer)
-        os.kill(renderer._process.pid, signal.SIGKILL)
-        with pytest.raises(RendererDeadError):
-            template.render(CHAT)
+        gone = os.pidfd_open(renderer._process.pid)
+        os.kill(renderer._process.pid, number)
+        assert select.select([gone], [], [], 30)[0]
+        os.close(gone)
         assert template.render(CHAT) == "hi"
+
+    def test_a_request_whose_process_is_killed_is_sent_again(self):
+        renderer = Renderer()
+        template = ChatTemplate({"default": PLAIN}, renderer=renderer)
+        first = renderer._process.pid
+        os.kill(first, signal.SIGSTOP)
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(template.render, CHAT)
+            eventually(renderer._lock.locked)
+            os.kill(first, signal.SIGKILL)
+            assert asked.result(30) == "hi"
+
+    def test_a_request_is_sent_again_once(self, monkeypatch):
+        renderer = Renderer()
+        connect, killed = renderer._connected, []
+
+        def doomed():
+            link = connect()
+            if renderer._process.pid not in killed:
+                killed.append(renderer._process.pid)
+                os.kill(renderer._process.pid, signal.SIGKILL)
+            return link
+
+        monkeypatch.setattr(renderer, "_connected", doomed)
+        with pytest.raises(RendererDeadError):
+            renderer.render(Source.of("x"), {}, None, 9)
+        assert len(killed) == 3, "two for the request, and the next one"
+
+    def test_a_silent_process_is_one_error(self, monkeypatch):
+        monkeypatch.setattr("weft.text.renderer.PATIENCE_S", 1.0)
+        renderer = Renderer()
+        renderer.start()
+        os.kill(renderer._process.pid, signal.SIGSTOP)
+        with pytest.raises(RendererDeadError):
+            renderer.render(Source.of("x"), {}, None, 9)
+        renderer._link.settimeout(30)
+        assert renderer.render(Source.of("x"), {}, None, 9) == "x"
 
     def test_threads_take_turns(self, renderer):
         template = ChatTemplate({"default": PLAIN}, renderer=renderer)
@@ -210,8 +251,7 @@ class TestProcess:
         for _ in range(3):
             assert renderer.render(Source.of("x"), {}, None, 9) == "x"
             os.kill(renderer._process.pid, signal.SIGKILL)
-            with pytest.raises(RendererDeadError):
-                renderer.render(Source.of("x"), {}, None, 9)
+            assert renderer.render(Source.of("x"), {}, None, 9) == "x"
         assert len(os.listdir("/proc/self/fd")) <= open_files + 1
         resource.setrlimit(resource.RLIMIT_NOFILE, (open_files, resource_limit[1]))
         try:

@@ -19,6 +19,7 @@ from weft.core.errors import RendererDeadError
 from weft.text.frames import receive, send
 
 PATIENCE_S = 30.0  # for a reply that takes a few seconds of CPU time at most
+_SILENT = 0  # instead of an exit code: no reply for so long
 MAX_SOURCE_CHARS = 128 * 1024  # the longest template that is known has 40,000
 
 
@@ -121,17 +122,32 @@ class Renderer:
         return self._lock
 
     def _ask(self, request: Mapping[str, Any]) -> dict[str, Any] | Failure:
+        """Send a request, and once more where somebody has killed the process meanwhile."""
+        reply = self._exchange(request)
+        if reply == -signal.SIGKILL:
+            reply = self._exchange(request)
+        return self._explain(reply) if isinstance(reply, int) else reply
+
+    def _exchange(self, request: Mapping[str, Any]) -> dict[str, Any] | Failure | int:
+        """What the process replies; if it does not, the code that it ended with by itself.
+
+        That is `_SILENT` if it had to be ended.
+        """
         link = self._connected()
+        silent = False
         try:
             send(link, request)
             answer = receive(link)
-        except OSError:  # closed by a process that has ended, or a time-out
+        except TimeoutError:
+            answer, silent = None, True
+        except OSError:  # closed by a process that has ended
             answer = None
         except BaseException:  # half a request, or a reply that nobody will read
             self._end(patience_s=0)
             raise
         if answer is None:
-            return self._explain(self._end())
+            code = self._end(patience_s=0 if silent else 1)
+            return _SILENT if silent else code
         reply, _ = answer
         if reply["last"]:
             self._end()
@@ -150,6 +166,8 @@ class Renderer:
         )
 
     def _connected(self) -> socket.socket:
+        if self._process is not None and self._process.poll() is not None:
+            self._end()  # it was killed while nobody asked
         if self._link is not None:
             return self._link
         try:
