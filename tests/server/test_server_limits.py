@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import ssl
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +28,7 @@ from weft.server.listen import listen
 from weft.server.options import ServerOptions
 from weft.server.probe import Load, NoProbe
 from weft.server.queue import QueueFullError, QueueLimit, Rates, Waiting
+from weft.text.renderer import shared_renderer
 
 BODY = {"model": "builtin", "prompt": "x", "max_tokens": 100}
 SECOND = 10**9
@@ -439,3 +442,34 @@ def test_a_process_may_open_as_many_files_as_the_system_allows():
         "raise_file_limit(); assert r.getrlimit(r.RLIMIT_NOFILE) == (most, most)"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [
+        ("/v1/chat/completions", {"max_tokens": 1}),
+        ("/v1/messages", {"max_tokens": 1}),
+        ("/v1/messages/count_tokens", {}),
+        ("/tokenize", {}),
+        ("/api/chat", {"stream": False, "options": {"num_predict": 1}}),
+    ],
+)
+def test_nothing_but_chats_waits_for_the_renderer(real, path, more):
+    body = {"model": "builtin", "messages": [{"role": "user", "content": "hi"}], **more}
+    renderer = shared_renderer()
+    renderer.start()
+    stopped = renderer._process.pid
+    os.kill(stopped, signal.SIGSTOP)
+    try:
+        with real.http() as http, ThreadPoolExecutor(1) as pool:
+            chat = pool.submit(http.post, path, json=body)
+            eventually(renderer._lock.locked)
+            assert http.get("/health").status_code == 200
+            text = {"model": "builtin", "prompt": "x", "max_tokens": 1}
+            assert http.post("/v1/completions", json=text).status_code == 200
+            assert not chat.done()
+            os.kill(stopped, signal.SIGCONT)
+            assert chat.result(30).status_code == 200
+    finally:
+        if renderer._process is not None and renderer._process.pid == stopped:
+            os.kill(stopped, signal.SIGCONT)

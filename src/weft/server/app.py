@@ -234,7 +234,7 @@ class _Handlers:
             body = decode_body(TokenizeBody, data, notes=notes)
             return json_response(tokenize(body, service.builder, service.texts, notes))
 
-        return await service.compute(len(data), work)
+        return await service.compute(len(data), work, renders=True)
 
     async def detokenize(self, request: Request) -> Response:
         service = self._service

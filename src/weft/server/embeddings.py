@@ -32,7 +32,7 @@ async def embed(service: Service, data: bytes) -> Response:
         job = embedding_job(body, service.builder)
         return job, EmbeddingCollector(job, body)
 
-    return Embedding(service, *await service.prepare(len(data), build))
+    return Embedding(service, *await service.prepare(len(data), build, renders=False))
 
 
 class Embedding(Response):

@@ -14,7 +14,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from weft.api import Builder, ChunkWriter, Collector, Job, Notes, decode_body, describe_error
+from weft.api import (
+    Builder,
+    ChunkWriter,
+    Collector,
+    CompletionBody,
+    Job,
+    Notes,
+    decode_body,
+    describe_error,
+)
 from weft.api.decoding import Body
 from weft.api.whole import Whole
 from weft.core.errors import WeftError
@@ -110,7 +119,9 @@ async def answer(
     """Answer the job that a body asks for. Raises what is wrong with it."""
     notes = service.notes()
     job = await service.prepare(
-        len(data), lambda: job_of(decode_body(body, data, notes=notes), service.builder, notes)
+        len(data),
+        lambda: job_of(decode_body(body, data, notes=notes), service.builder, notes),
+        renders=body is not CompletionBody,
     )
     return Generation(service, job, form)
 

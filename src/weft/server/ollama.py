@@ -141,7 +141,7 @@ class _Handlers:
             return job_of(decode_body(body, data, notes=notes), service.builder, notes)
 
         async def handle(request: Request) -> Response:
-            asked = await self._prepared(request, build)
+            asked = await self._prepared(request, build, renders=False)
             return json_response(asked) if isinstance(asked, dict) else Embedding(service, *asked)
 
         return handle
@@ -184,9 +184,11 @@ class _Handlers:
 
         return await service.compute(len(data), work)
 
-    async def _prepared(self, request: Request, build: Callable[[bytes], Prepared]) -> Prepared:
+    async def _prepared(
+        self, request: Request, build: Callable[[bytes], Prepared], *, renders: bool = True
+    ) -> Prepared:
         """What ``build`` makes of the body of a request; refusals are counted."""
         service = self._service
         with service.metrics.counting_refusals():
             data = await read_body(request, service.options)
-            return await service.prepare(len(data), partial(build, data))
+            return await service.prepare(len(data), partial(build, data), renders=renders)

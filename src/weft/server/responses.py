@@ -92,7 +92,7 @@ class _Handlers:
             body = decode_body(ResponseBody, data, notes=notes)
             return body, read_items(body.input, notes=notes)
 
-        body, items = await service.prepare(len(data), decode)
+        body, items = await service.prepare(len(data), decode, renders=False)
         self._check_store(body)
         before: list[Item] = []
         if body.previous_response_id is not None:

@@ -40,7 +40,7 @@ from weft.text.dialect import choose_dialect
 TIMEOUT_HEADER = "X-Request-Timeout"
 LEAST_TIMEOUT_S = 0.001  # less is a mistake, and no time to answer anything in
 MEMORY_PATIENCE_S = 15.0  # without an engine since memory ran out, until requests are ended
-INLINE_BYTES = 16 * 1024  # bodies up to here are tokenised on the event loop: some 100 us
+INLINE_BYTES = 16 * 1024  # texts up to here are tokenised on the event loop: some 100 us
 
 Result = TypeVar("Result")
 Prepared = TypeVar("Prepared")
@@ -84,6 +84,7 @@ class Service:
         self._answering = 0
         self._bridge: Bridge | None = None
         self._pool = ThreadPoolExecutor(options.tokenizer_threads, thread_name_prefix="weft-text")
+        self._chats = ThreadPoolExecutor(1, thread_name_prefix="weft-chats")
 
     @property
     def state(self) -> str:
@@ -129,8 +130,10 @@ class Service:
         finally:
             self._answering -= 1
 
-    async def prepare(self, num_bytes: int, build: Callable[[], Prepared]) -> Prepared:
-        """Let ``build`` turn a body of so many bytes into a job.
+    async def prepare(
+        self, num_bytes: int, build: Callable[[], Prepared], *, renders: bool = True
+    ) -> Prepared:
+        """Let ``build`` turn a body of so many bytes into a job; see `compute`.
 
         Raises a typed error for everything that is wrong with the body.
         """
@@ -150,16 +153,22 @@ class Service:
                 message = "The body of the request is nested too deeply."
                 raise ParameterError(message) from None
 
-        return await self.compute(num_bytes, work)
+        return await self.compute(num_bytes, work, renders=renders)
 
-    async def compute(self, num_bytes: int, work: Callable[[], Result]) -> Result:
+    async def compute(
+        self, num_bytes: int, work: Callable[[], Result], *, renders: bool = False
+    ) -> Result:
         """Call ``work``, which handles so many bytes, beside the event loop if they are many.
 
         Also where requests bring templates of their own, which may take a second.
+
+        Args:
+            renders: it may ask the renderer of chat templates, for which nothing else must wait.
+                Short chats take turns there on a thread of their own, not behind long texts.
         """
-        if num_bytes <= INLINE_BYTES and not self.options.request_chat_template:
-            return work()
-        return await self._aside(work)
+        if num_bytes > INLINE_BYTES or self.options.request_chat_template:
+            return await self._aside(work)
+        return await self._aside(work, self._chats) if renders else work()
 
     async def check_grammar(self, job: Job) -> None:
         """Compile what the job's output has to follow, beside the event loop.
@@ -180,9 +189,11 @@ class Service:
         else:
             await self._aside(check)
 
-    async def _aside(self, work: Callable[[], Result]) -> Result:
+    async def _aside(
+        self, work: Callable[[], Result], pool: ThreadPoolExecutor | None = None
+    ) -> Result:
         run = contextvars.copy_context().run  # so that what is logged bears the request's id
-        return await asyncio.get_running_loop().run_in_executor(self._pool, run, work)
+        return await asyncio.get_running_loop().run_in_executor(pool or self._pool, run, work)
 
     def open(self, job: Job) -> OpenJob:
         """Start a job; use the result as a context manager."""
@@ -236,7 +247,8 @@ class Service:
 
     def close(self) -> None:
         """Let the threads go."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._chats):
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 class OpenJob:
