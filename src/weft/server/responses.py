@@ -114,7 +114,9 @@ class _Handlers:
         for name in ("store", "previous_response_id", "background"):
             if getattr(body, name) and not self._stores:
                 raise UnsupportedParameterError(
-                    name, " With several request planes it needs the server's --responses-db FILE."
+                    name,
+                    " This server has several request planes, and there is no folder in memory in "
+                    "which they could share stored responses; with --responses-db FILE they do.",
                 )
         if body.background and body.store is False:
             raise ParameterError("A background response has to be stored.", param="background")
