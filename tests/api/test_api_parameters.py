@@ -296,6 +296,27 @@ def test_reasoning_by_any_of_its_names_and_refusals_are_read(builder):
     assert "|No.;" in decoded(builder, chat(reads, Notes(), messages=[*HELLO, turn]))
 
 
+@pytest.mark.parametrize(
+    "turn",
+    [{}, {"content": None}, {"content": []}, {"content": None, "tool_calls": []}],
+)
+def test_turns_of_the_assistant_without_content_are_empty(builder, turn):
+    def prompt(said: dict[str, Any]) -> Any:
+        messages = [*HELLO, {"role": "assistant", **said}, *HELLO]
+        return chat(builder, Notes(strict=True), messages=messages).requests[0].prompt
+
+    assert prompt(turn) == prompt({"content": ""})
+
+
+def test_no_parts_are_an_empty_text(builder):
+    for role in ("system", "user"):
+        wanted, given = (
+            chat(builder, Notes(), messages=[{"role": role, "content": content}, *HELLO])
+            for content in ("", [])
+        )
+        assert given.requests[0].prompt == wanted.requests[0].prompt
+
+
 def test_documents_need_a_template_that_shows_them(builder):
     documents = [{"title": "T", "text": "x"}]
     with pytest.raises(ParameterError) as caught:

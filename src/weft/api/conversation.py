@@ -205,7 +205,8 @@ def _message(message: Message, index: int, knows_developer: bool, notes: Notes) 
     reasoning = message.reasoning_content
     if reasoning is None:
         reasoning = message.reasoning
-    if content is None and reasoning is not None:
+    silent = role == "assistant" and not message.tool_calls
+    if content is None and (reasoning is not None or silent):
         content = ""
     if content is None and not message.tool_calls:
         raise MissingParameterError(f"{path}.content")
@@ -229,8 +230,6 @@ def _content(content: str | list[dict[str, Any]] | None, path: str, notes: Notes
     """The text of a message; several parts are joined by line ends."""
     if content is None or isinstance(content, str):
         return content
-    if not content:
-        raise ParameterError("The list of content parts is empty.", param=f"{path}.content")
     return "\n".join(_part(part, f"{path}.content[{i}]", notes) for i, part in enumerate(content))
 
 
