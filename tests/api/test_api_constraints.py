@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from weft.api import Builder, decode_body
+from weft.api import Builder, Notes, decode_body
 from weft.api.bodies import ChatBody, CompletionBody
 from weft.api.chat import chat_job
 from weft.api.completions import completion_job
@@ -20,10 +20,10 @@ HI = [{"role": "user", "content": "hi"}]
 LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 
 
-def chat(builder: Builder, **fields: Any) -> Job:
+def chat(builder: Builder, notes: Notes | None = None, **fields: Any) -> Job:
     """The job of a chat, its grammar compiled."""
     body = {"model": "builtin", "messages": HI, **fields}
-    job = chat_job(decode_body(ChatBody, json.dumps(body).encode()), builder)
+    job = chat_job(decode_body(ChatBody, json.dumps(body).encode(), notes=notes), builder, notes)
     check_grammar(job, builder)
     return job
 
@@ -89,9 +89,10 @@ def test_white_space_of_json_is_chosen_by_the_body(builder, fields):
     assert caught.value.param == "json_whitespace"
 
 
-def completion(builder: Builder, **fields: Any) -> Job:
+def completion(builder: Builder, notes: Notes | None = None, **fields: Any) -> Job:
     body = {"model": "builtin", "prompt": "a b", **fields}
-    return completion_job(decode_body(CompletionBody, json.dumps(body).encode()), builder)
+    decoded = decode_body(CompletionBody, json.dumps(body).encode(), notes=notes)
+    return completion_job(decoded, builder, notes)
 
 
 @pytest.mark.parametrize("make", [chat, completion])
@@ -118,7 +119,7 @@ def test_what_may_be_sampled_reaches_the_engine(builder, make):
         ({"logprob_token_ids": list(range(21))}, "logprob_token_ids"),
         ({"logprob_token_ids": [4096]}, "logprob_token_ids"),
         ({"prompt_logprobs": 21}, "prompt_logprobs"),
-        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"prompt_logprobs": -2}, "prompt_logprobs"),
         ({"prompt_logprobs": 0, "stream": True}, "prompt_logprobs"),
     ],
 )
@@ -131,10 +132,22 @@ def test_bounds_of_what_may_be_sampled_and_scored(builder, make, fields, param):
 
 def test_the_whole_vocabulary_is_more_than_may_be_scored(builder):
     for make, name in ((chat, "top_logprobs"), (completion, "logprobs")):
+        fields = {**({"logprobs": True} if make is chat else {}), name: -1, "prompt_logprobs": -1}
+        notes = Notes()
+        job = make(builder, notes, **fields)
+        sampling = job.requests[0].sampling
+        assert (sampling.logprobs, sampling.prompt_logprobs, job.prompt_logprobs) == (20, 20, 20)
+        assert notes.names == [name, "prompt_logprobs"]
         with pytest.raises(ParameterError, match=f"{name} may be 20") as caught:
-            make(builder, **{"logprobs": True} if make is chat else {}, **{name: -1})
+            make(builder, Notes(strict=True), **fields)
         assert caught.value.param == name
-    assert completion(builder, logprobs=20).requests[0].sampling.logprobs == 20
+    echoed = completion(builder, logprobs=-1, echo=True).requests[0].sampling
+    assert (echoed.logprobs, echoed.prompt_logprobs) == (20, 20)
+
+
+def test_no_alternatives_without_log_probabilities_is_the_default(builder):
+    for more in ({}, {"logprobs": False}, {"logprobs": None}):
+        assert not chat(builder, top_logprobs=0, **more).logprobs
 
 
 def test_scores_of_named_tokens_and_of_the_prompt(builder):
@@ -150,3 +163,21 @@ def test_scores_of_named_tokens_and_of_the_prompt(builder):
         ({"logprobs": 2}, None),
     ):
         assert completion(builder, **fields).requests[0].sampling.prompt_logprobs == wanted
+
+
+def test_json_without_any_white_space_is_compact(builder):
+    def grammar(make: Any, outputs: dict[str, Any], **fields: Any) -> str | None:
+        asked = {"json": {"type": "object"}, **outputs}
+        job: Job = make(builder, structured_outputs=asked, **fields)
+        return job.requests[0].sampling.grammar
+
+    for make in (chat, completion):
+        compact = grammar(make, {})
+        flexible = grammar(make, {}, json_whitespace="flexible")
+        assert compact != flexible
+        off = {"disable_any_whitespace": True}
+        assert grammar(make, off, json_whitespace="flexible") == compact
+        on = {"disable_any_whitespace": False}
+        assert grammar(make, on, json_whitespace="flexible") == flexible
+    with pytest.raises(ParameterError, match="asks for nothing; it may have one of json, "):
+        chat(builder, structured_outputs={"disable_any_whitespace": True})

@@ -92,6 +92,11 @@ def test_unknown_options_are_ignored_and_named(builder):
     assert caught.value.param == "options.temprature"
 
 
+def test_no_alternatives_without_log_probabilities_is_the_default(builder):
+    for more in ({}, {"logprobs": False}):
+        assert not chat(builder, top_logprobs=0, **more).logprobs
+
+
 def test_whole_floats_are_integers(builder):
     options = {"num_predict": 128.0, "top_k": 40.0, "seed": 7.0, "repeat_last_n": -1.0}
     sampling = sampling_of(chat(builder, options={**options, "temperature": 1.0, "mirostat": 0.0}))

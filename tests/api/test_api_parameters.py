@@ -84,6 +84,16 @@ IGNORED: list[tuple[Any, dict[str, Any], list[str]]] = [
     (chat, {"stream": True, "stream_options": {"usage": 1, "include_obfuscation": True}}, [
         "stream_options.usage", "stream_options.include_obfuscation",
     ]),
+    (chat, {"structured_outputs": {
+        "regex": "a", "whitespace_pattern": " ?", "disable_additional_properties": True,
+        "disable_fallback": True, "disable_any_whitespace": False,
+    }}, [
+        "structured_outputs.whitespace_pattern", "structured_outputs.disable_additional_properties",
+    ]),
+    (chat, {"chat_template_content_format": "openai", "guided_whitespace_pattern": " "}, [
+        "chat_template_content_format", "guided_whitespace_pattern",
+    ]),
+    (completion, {"guided_decoding_backend": "xgrammar"}, ["guided_decoding_backend"]),
     (completion, {"max_tokens": 1000, "cache_prompt": True}, ["cache_prompt", "max_tokens"]),
     (message, {"context_management": {"edits": [{"type": "clear_thinking_20251015"}]}}, [
         "context_management",
@@ -134,6 +144,9 @@ def test_what_is_ignored_is_named_and_refused_where_strict(builder, ask, fields,
         (chat, {"verbosity": "medium", "store": False, "metadata": {}, "modalities": ["text"]}),
         (chat, {"no_such_field": None, "audio": None}),
         (chat, {"messages": [{"role": "user", "content": "hi", "no_such_field": None}]}),
+        (chat, {"guided_decoding_backend": "auto", "chat_template_content_format": "auto"}),
+        (chat, {"structured_outputs": {"json_object": True, "disable_fallback": True}}),
+        (chat, {"top_logprobs": 0}),
         (completion, {"best_of": 1, "suffix": "", "priority": 0}),
         (message, {"speed": "standard", "mcp_servers": [], "betas": []}),
         (message, said({**TEXT, "citations": None})),

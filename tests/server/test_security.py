@@ -148,7 +148,7 @@ class TestParameterBombs:
         {"prompt": ["x"] * 1000},
         {"best_of": 10**9},
         {"logprobs": 10**6},
-        {"logprobs": -1},
+        {"logprobs": -2},
         {"max_tokens": 10**18},
         {"max_tokens": -1},
         {"min_tokens": 10**12},

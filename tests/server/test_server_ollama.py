@@ -339,7 +339,7 @@ def test_errors_have_ollama_s_form(asking, scripted):
     refused(lambda: asking.pull("nope"), 404, "not found")
     refused(lambda: asking.chat("builtin", HI, think=True), 400, "does not support thinking")
     refused(lambda: asking.chat("builtin", HI, format={"type": "nothing"}), 400, "'format'")
-    refused(lambda: asking.chat("builtin", HI, options={"temprature": 1}), 400, "temperature")
+    refused(lambda: asking.chat("builtin", HI, options={"temperature": -1}), 400, "temperature")
     refused(lambda: asking.delete("builtin"), 400, "no store of models")
     refused(lambda: asking.copy("builtin", "other"), 400, "no store of models")
     refused(lambda: asking.create("other", from_="builtin"), 400, "no store of models")

@@ -62,6 +62,7 @@ Parts = Annotated[list[Raw], Meta(max_length=MAX_MESSAGES)]  # each is decoded b
 CACHE_HINT = Ignored("equal prefixes are found without hints")
 CALLER = Ignored("the model itself calls tools", ({"type": "direct"},))
 KEPT_ELSEWHERE = Ignored("a client's own bookkeeping")
+WHITESPACE = Ignored("use json_whitespace")
 ROUTING = Ignored("there is one model replica, so nothing to route")
 
 
@@ -119,13 +120,28 @@ class ResponseFormat(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class StructuredOutputs(Struct, forbid_unknown_fields=True, kw_only=True):
-    """One of these, as vLLM names them."""
+    """One of ``KINDS``, as vLLM names them.
+
+    Attributes:
+        disable_any_whitespace: JSON is compact, whatever ``json_whitespace`` says.
+    """
+
+    KINDS: ClassVar[tuple[str, ...]] = ("json", "json_object", "regex", "choice", "grammar")
 
     json: Raw = NULL
     json_object: bool | None = None
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
+    disable_any_whitespace: bool | None = None
+    # Not honoured.
+    disable_additional_properties: Annotated[
+        Raw, Ignored("objects that name their keys are closed anyway", (False,))
+    ] = NULL
+    disable_fallback: Annotated[Raw, Ignored("there is nothing to fall back to", (False, True))] = (
+        NULL
+    )
+    whitespace_pattern: Annotated[Raw, WHITESPACE] = NULL
 
 
 class Function(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -260,6 +276,8 @@ class GenerationBody(Struct, forbid_unknown_fields=True, kw_only=True):
     usage: Annotated[Raw, Ignored("answers have usage; streams by stream_options")] = NULL
     stream_interval: Annotated[Raw, Ignored("tokens are sent as they come", (1,))] = NULL
     keep_alive: Annotated[Raw, Ignored("the model stays loaded")] = NULL
+    guided_decoding_backend: Annotated[Raw, Ignored("there is one", ("auto",))] = NULL
+    guided_whitespace_pattern: Annotated[Raw, WHITESPACE] = NULL
     use_beam_search: Annotated[Raw, Refused("there is no beam search", (False,))] = NULL
     best_of: Annotated[Raw, Refused("ask for n choices and choose among them", (1,))] = NULL
     length_penalty: Annotated[Raw, Refused("it belongs to beam search", (1.0, 1))] = NULL
@@ -312,6 +330,9 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
     verbosity: Annotated[Raw, Ignored("no template reads it; say it in a message", ("medium",))] = (
         NULL
     )
+    chat_template_content_format: Annotated[
+        Raw, Ignored("templates get contents as text", ("auto",))
+    ] = NULL
     mm_processor_kwargs: Annotated[Raw, Ignored("text is all that is processed", ({},))] = NULL
     media_io_kwargs: Annotated[Raw, Ignored("text is all that is processed", ({},))] = NULL
     prediction: Annotated[Raw, Ignored("a hint for speed; prompts are looked up anyway")] = NULL

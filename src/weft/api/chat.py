@@ -17,12 +17,12 @@ from weft.api.sampling import (
     first_seed,
     fit_context,
     include_usage,
-    logprobs_asked,
     prompt_logprobs_asked,
     seeded,
     service_class,
     truncated,
     usage_in_chunks,
+    with_most_logprobs,
 )
 from weft.api.structured import find_constraint
 from weft.api.tools import Tools, constrain_turn, read_tools
@@ -45,6 +45,7 @@ def chat_job(body: ChatBody, builder: Builder, notes: Notes | None = None) -> Jo
     """
     card = builder.card
     notes = Notes() if notes is None else notes
+    body = with_most_logprobs(body, notes)
     model = check_model(body.model, card)
     max_tokens, limit_name = _max_tokens(body)
     n = body.n or 1
@@ -185,7 +186,7 @@ def _choice(params: SamplingParams, seed: int, choice: int) -> SamplingParams:
 
 def _logprobs(body: ChatBody) -> int | None:
     if body.logprobs:
-        return logprobs_asked(body, "top_logprobs") or 0
-    if body.top_logprobs is not None:
+        return body.top_logprobs or 0
+    if body.top_logprobs:
         raise ParameterError("top_logprobs needs logprobs to be true.", param="top_logprobs")
     return None

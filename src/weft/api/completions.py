@@ -16,12 +16,12 @@ from weft.api.sampling import (
     first_seed,
     fit_context,
     include_usage,
-    logprobs_asked,
     prompt_logprobs_asked,
     seeded,
     service_class,
     truncated,
     usage_in_chunks,
+    with_most_logprobs,
 )
 from weft.api.structured import find_constraint
 from weft.core.errors import ParameterError
@@ -42,6 +42,8 @@ def completion_job(body: CompletionBody, builder: Builder, notes: Notes | None =
         WeftError: a typed error that names the parameter; nothing has been started.
     """
     card = builder.card
+    notes = Notes() if notes is None else notes
+    body = with_most_logprobs(body, notes)
     model = check_model(body.model, card)
     check_max_tokens(body.max_tokens, "max_tokens", 0)
     _, tier = service_class(body.service_tier, body.priority)
@@ -96,7 +98,7 @@ def _requests(
         card,
         builder.tokenizer,
         max_tokens=_limit(limits[0]),
-        logprobs=logprobs_asked(body, "logprobs"),
+        logprobs=body.logprobs,
         prompt_logprobs=_prompt_logprobs(body),
         seed=seeds[0],
         grammar=grammar,

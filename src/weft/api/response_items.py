@@ -193,7 +193,7 @@ class _Reader:
         if kind in OUTPUTS:
             result = decode_body(ResultItem, raw, path, self.notes)
             if result.call_id in self.left_out:
-                self._leave_out(kind, path)
+                self.notes.ignore(f"{path}({kind})")
                 return None
             output = result.output
             if not isinstance(output, str):
@@ -208,15 +208,12 @@ class _Reader:
             number = decode_body(LeftOutItem, raw, path, self.notes).call_id
             if number is not None:
                 self.left_out.add(number)
-            self._leave_out(kind, path)
+            self.notes.ignore(f"{path}({kind})")
             return None
         hint = f" Items of type {kind[:100]!r} cannot be read here."
         if kind == "item_reference":
             hint = " Send the item itself, or the previous_response_id of its response."
         raise UnsupportedParameterError(f"{path}.type", hint)
-
-    def _leave_out(self, kind: str, path: str) -> None:
-        self.notes.ignore(f"{path}({kind})")
 
     def message(self, message: MessageItem, path: str) -> Item:
         content, path = message.content, f"{path}.content"

@@ -6,7 +6,9 @@ import secrets
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
+
+import msgspec
 
 from weft.api.bodies import ChatBody, CompletionBody
 from weft.api.card import ModelCard
@@ -17,6 +19,8 @@ from weft.core.types import MAX_LOGPROBS, MAX_SEED, NEUTRAL, SamplingParams
 from weft.text import Tokenizer
 
 LATEST = ":latest"
+GivenBody = TypeVar("GivenBody", CompletionBody, ChatBody)
+
 SMALLEST_TOP_P = 1e-6  # stands for 0, which keeps the likeliest token only
 
 # service_tier of a request -> (service class, tier that the answer names)
@@ -28,6 +32,7 @@ TIERS: Mapping[str, tuple[str, str]] = {
     "fast": ("priority", "priority"),
 }
 
+_COUNTS = ("logprobs", "top_logprobs", "prompt_logprobs")  # of alternatives
 _SAME_NAME = (
     "frequency_penalty",
     "ignore_eos",
@@ -121,24 +126,34 @@ def _bad_sequences(words: Seq[str], tokenizer: Tokenizer) -> tuple[tuple[int, ..
     return tuple(dict.fromkeys(ids for ids in found if ids))
 
 
-def logprobs_asked(body: CompletionBody | ChatBody, name: str) -> int | None:
-    """How many alternatives a parameter asks for. Raises ParameterError for all of them."""
-    count: int | None = getattr(body, name)
-    if count == -1:
-        raise ParameterError(
+def with_most_logprobs(body: GivenBody, notes: Notes) -> GivenBody:
+    """The body with the most alternatives for -1, which asks for the whole vocabulary in vLLM.
+
+    Each parameter that is lowered so is noted as ignored.
+
+    Raises:
+        ParameterError: the request is strict.
+    """
+
+    def too_many(name: str) -> ParameterError:
+        return ParameterError(
             f"{name} may be {MAX_LOGPROBS} at most; -1 asks for the whole vocabulary.", param=name
         )
-    return count
+
+    names = [name for name in _COUNTS if getattr(body, name, None) == -1]
+    for name in names:
+        notes.ignore(name, too_many)
+    return msgspec.structs.replace(body, **dict.fromkeys(names, MAX_LOGPROBS)) if names else body
 
 
 def prompt_logprobs_asked(body: CompletionBody | ChatBody) -> int | None:
-    """The same of ``prompt_logprobs``, which no stream has."""
+    """Alternatives of each prompt token. Raises ParameterError in a stream, which has none."""
     if body.prompt_logprobs is not None and body.stream:
         raise ParameterError(
             "prompt_logprobs are not streamed; ask for them without stream.",
             param="prompt_logprobs",
         )
-    return logprobs_asked(body, "prompt_logprobs")
+    return body.prompt_logprobs
 
 
 def _defaults(card: ModelCard) -> dict[str, Any]:

@@ -127,13 +127,14 @@ def _of_outputs(
 ) -> list[tuple[str, Callable[[], str]]]:
     if given is None:
         return []
+    white = "compact" if given.disable_any_whitespace else white
     wanted = [
         (f"structured_outputs.{kind}", _makers(kind, value, white))
-        for kind in given.__struct_fields__
+        for kind in given.KINDS
         if _given(value := getattr(given, kind))
     ]
     if not wanted:
-        kinds = ", ".join(given.__struct_fields__)
+        kinds = ", ".join(given.KINDS)
         raise ParameterError(
             f"structured_outputs asks for nothing; it may have one of {kinds}.",
             param="structured_outputs",
