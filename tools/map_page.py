@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-MAPPED = re.compile(r"\.(py|pyi|cpp|hpp|cu|cuh|sh|md|json|txt|toml|jinja|safetensors)$")
+MAPPED = re.compile(r"\.(py|pyi|cpp|hpp|cu|cuh|sh|md|json|txt|toml|mjs|jinja|safetensors)$")
 MAPPED_NAMES = {"Makefile", ".ci/run", "LICENSE"}
-UNMAPPED = re.compile(r"^benchmarks/results/")
+UNMAPPED = re.compile(r"^benchmarks/results/|.*/package-lock\.json$")
 BY_HAND = {
     "LICENSE": "Apache-2.0.",
     "pyproject.toml": "Package, dependencies, and the settings of build, lint, types and tests.",
@@ -53,6 +54,8 @@ def describe(name: str) -> str:
         said = ast.get_docstring(ast.parse(text)) or ""
     elif name.endswith(".md"):
         said = next((line[2:] for line in text.splitlines() if line.startswith("# ")), "")
+    elif path.name == "package.json":
+        said = json.loads(text)["description"]
     else:
         said = _first_comment(text)
     sentence = re.split(r"(?<=\.)\s+(?=[A-Z`])|\n\n", said.strip(), maxsplit=1)[0]

@@ -18,7 +18,8 @@ def pinned_version(client: str) -> str:
     """The version of a client's first package."""
     if (pins := CLIENTS / client / "package.json").exists():
         return str(next(iter(json.loads(pins.read_text())["dependencies"].values())))
-    return (CLIENTS / client / "requirements.txt").read_text().split()[0].split("==")[1]
+    lines = (CLIENTS / client / "requirements.txt").read_text().splitlines()
+    return next(line.split("==")[1] for line in lines if "==" in line)
 
 
 def test_the_guide_names_the_versions_that_are_tested():

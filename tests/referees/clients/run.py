@@ -207,7 +207,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=CLIENTS, default=CLIENTS)
     parser.add_argument("--server", nargs="+", choices=SERVERS, default=list(SERVERS))
-    parser.add_argument("--environments", type=Path, default=Path("build/clients"))
+    parser.add_argument("--environments", type=Path, default=HERE.parents[2] / "build" / "clients")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     rows: list[Row] = []
