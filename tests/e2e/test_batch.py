@@ -197,7 +197,8 @@ def test_an_engine_that_dies_is_replaced_and_only_one_writes_an_output(tmp_path)
     source, out = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     process = start(str(source), "-o", str(out), *SMALL)
     eventually(lambda: num_lines(out) >= 1, 60)
-    [engine] = psutil.Process(process.pid).children()
+    children = psutil.Process(process.pid).children()
+    [engine] = [child for child in children if child.name() == "weft-engine"]
     engine.kill()
     refused(run("batch", str(source), "-o", str(out)), "Another weft batch is writing", code=1)
     printed, told = process.communicate(timeout=120)
@@ -277,7 +278,7 @@ def test_another_input_is_refused_until_restart_here_by_a_config_file(tmp_path):
         (["empty.jsonl", "-o", "x"], ["'empty.jsonl' has no lines"], 2),
         (["in.jsonl", "-o", "in.jsonl"], ["both input and output"], 2),
         (["in.jsonl", "-o", "in.jsonl", "--restart"], ["both input and output"], 2),
-        (["in.jsonl", "-o", "empty.jsonl", "--errors", "empty.jsonl"], ["cannot go into one"], 2),
+        (["in.jsonl", "-o", "empty.jsonl", "--errors", "empty.jsonl"], ["cannot be both output and errors"], 2),
         (["in.jsonl", "-o", "other"], ["'other' exists already", "--restart"], 2),
         (["in.jsonl", "-o", "no/x"], ["Cannot write 'no/x", "No such file or directory"], 1),
         (["in.jsonl", "-o", "x", "--order", "best"], ["order", "blend, dfs, fcfs"], 2),
