@@ -81,13 +81,13 @@ def test_only_the_keeper_of_a_run_writes_it(planes):
         other.finish("a", Chunk(2, 1, b"c\n\n"), DONE)
     assert other.look(()) == ([], [], set())
     one.append("a", Chunk(2, 1, b"c\n\n", b"made"))
-    assert other.told(ME, "a", -1) == (b"a\n\nb\n\nc\n\n", 2, False)
-    assert other.told(ME, "a", 1) == (b"c\n\n", 2, False)
+    assert other.events(ME, "a", -1) == (b"a\n\nb\n\nc\n\n", 2, False)
+    assert other.events(ME, "a", 1) == (b"c\n\n", 2, False)
     one.finish("a", Chunk(3, 1, b"d\n\n"), DONE)
-    assert other.told(ME, "a", 2) == (b"d\n\n", 3, True)
-    assert other.told(ME, "a", 9) == (b"", 9, True)
+    assert other.events(ME, "a", 2) == (b"d\n\n", 3, True)
+    assert other.events(ME, "a", 9) == (b"", 9, True)
     with pytest.raises(ResponseNotFoundError):
-        other.told(YOU, "a", -1)
+        other.events(YOU, "a", -1)
 
 
 def test_tokens_may_come_without_events(planes):
@@ -96,16 +96,16 @@ def test_tokens_may_come_without_events(planes):
     one.start("a")
     for made in (b"1", b"2"):
         one.append("a", Chunk(2, 0, b"", made))
-    assert one.told(ME, "a", -1) == (b"a\n\nb\n\n", 1, False)
-    assert one.told(ME, "a", 1) == (b"", 1, False)
+    assert one.events(ME, "a", -1) == (b"a\n\nb\n\n", 1, False)
+    assert one.events(ME, "a", 1) == (b"", 1, False)
     one.append("a", Chunk(2, 1, b"c\n\n", b"3"))
     one.append("a", Chunk(3, 0, b"", b"4"))
-    assert one.told(ME, "a", 0) == (b"b\n\nc\n\n", 2, False)
+    assert one.events(ME, "a", 0) == (b"b\n\nc\n\n", 2, False)
     one.die()
-    [run] = other.look(()).taken
-    assert (run.told, run.made) == (3, [b"", b"1", b"2", b"3", b"4"])
+    [run] = other.look(()).adopted
+    assert (run.num_events, run.progress) == (3, [b"", b"1", b"2", b"3", b"4"])
     other.finish("a", Chunk(3, 1, b"d\n\n"), DONE)
-    assert other.told(ME, "a", 1) == (b"c\n\nd\n\n", 3, True)
+    assert other.events(ME, "a", 1) == (b"c\n\nd\n\n", 3, True)
 
 
 def test_a_run_whose_keeper_is_dead_is_taken_once(planes, tmp_path):
@@ -114,17 +114,17 @@ def test_a_run_whose_keeper_is_dead_is_taken_once(planes, tmp_path):
     one.start("a")
     one.append("a", Chunk(2, 1, b"c\n\n", b"made"))
     one.die()
-    assert other.look((), taking=False).taken == []
-    [run] = other.look(()).taken
-    assert (run.request, run.response, run.told, run.attempts, run.ours) == (
+    assert other.look((), adopting=False).adopted == []
+    [run] = other.look(()).adopted
+    assert (run.request, run.response, run.num_events, run.attempts, run.served_here) == (
         b"request",
         WAITING,
         3,
         1,
         True,
     )
-    assert run.made == [b"", b"made"]
-    assert third.look(()).taken == []
+    assert run.progress == [b"", b"made"]
+    assert third.look(()).adopted == []
     third.die()
     assert other.look({"a"}) == ([], [], set())
     other.append("a", Chunk(3, 1, b"d\n\n"))
@@ -134,14 +134,14 @@ def test_attempts_count_until_a_run_gets_ahead(planes, tmp_path):
     one, other = planes
     one.start("a")
     one.die()
-    [run] = other.look(()).taken
+    [run] = other.look(()).adopted
     other.die()
     third = Plane(tmp_path / "r.db")
-    [run] = third.look(()).taken
+    [run] = third.look(()).adopted
     assert run.attempts == 2
     third.append("a", Chunk(2, 1, b"c\n\n"))
-    [run] = third.look(()).taken  # it was left after an error of the store: nobody has died
-    assert (run.attempts, run.told) == (0, 3)
+    [run] = third.look(()).adopted  # it was left after an error of the store: nobody has died
+    assert (run.attempts, run.num_events) == (0, 3)
     third.die()
 
 
@@ -150,10 +150,10 @@ def test_the_runs_of_another_model_are_left_until_nobody_comes(planes, tmp_path,
     one.start("a")
     one.die()
     stranger = Plane(tmp_path / "r.db", "another")
-    assert stranger.look(()).taken == []
+    assert stranger.look(()).adopted == []
     monkeypatch.setattr(run_store, "ABANDONED_S", -1.0)
-    [run] = stranger.look(()).taken
-    assert not run.ours
+    [run] = stranger.look(()).adopted
+    assert not run.served_here
     stranger.die()
 
 
@@ -163,7 +163,7 @@ def test_what_is_not_complete_goes_last(planes):
     for i in range(40):
         stored = Stored(f"r{i}", ME, None, b" " * 100_000, DONE)
         asyncio.run(one.store.save(stored))
-    assert one.told(ME, "a", -1).last == 1
+    assert one.events(ME, "a", -1).last == 1
     with pytest.raises(ResponseNotFoundError):
         asyncio.run(one.store.load(ME, "r0"))
 

@@ -60,7 +60,7 @@ def test_a_file_that_is_named_is_taken():
 
 def test_a_second_request_plane_where_there_are_cores(monkeypatch):
     for cores, seed, given, wanted in (
-        (2, None, None, 1),
+        (3, None, None, 1),
         (4, None, None, 2),
         (64, None, None, 2),
         (64, 5, None, 1),

@@ -279,26 +279,26 @@ class Failing:
 
 
 def test_a_stream_outlasts_a_store_that_fails_for_a_while(scripted, monkeypatch):
-    told = Failing(monkeypatch, "told")
+    reads = Failing(monkeypatch, "events")
     with client_of(scripted) as asking, ThreadPoolExecutor(1) as pool:
         response = asking.responses.create(**HELLO)
         request = scripted.client.submitted.get(timeout=10)
-        told.on.set()
+        reads.on.set()
         following = pool.submit(events_of, scripted, response.id)
-        eventually(lambda: told.count > 1)
-        told.on.clear()
+        eventually(lambda: reads.count > 1)
+        reads.on.clear()
         scripted.client.send(request, 700)
         wait_for_text(scripted, response.id, text_of(scripted, 700))
-        told.on.set()
-        eventually(lambda: told.count > 3)
-        told.on.clear()
+        reads.on.set()
+        eventually(lambda: reads.count > 3)
+        reads.on.clear()
         scripted.client.send(request, 701, finish="stop")
         assert said(following.result(30)) == text_of(scripted, 700, 701)
 
 
 def test_a_store_that_keeps_failing_ends_a_stream(scripted, monkeypatch):
     """Quietly where it has begun, so that the client comes back; else with an error."""
-    told = Failing(monkeypatch, "told")
+    reads = Failing(monkeypatch, "events")
     with client_of(scripted) as asking, scripted.http() as http:
         response = asking.responses.create(**HELLO)
         path = f"{PATH}/{response.id}?stream=true"
@@ -306,7 +306,7 @@ def test_a_store_that_keeps_failing_ends_a_stream(scripted, monkeypatch):
             lines = following.iter_lines()
             next(lines)
             monkeypatch.setattr(background, "PATIENCE_S", 0.2)
-            told.on.set()
+            reads.on.set()
             assert len([line for line in lines if line.startswith("data: ")]) == 2
         answer = http.get(path)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "store_unavailable")
@@ -331,6 +331,7 @@ def test_nothing_is_followed_that_was_just_deleted(scripted, monkeypatch):
 @pytest.mark.parametrize("name", ["append", "finish"])
 def test_a_store_that_fails_for_a_while_fails_no_response(scripted, monkeypatch, name):
     """What could not be kept is computed once more."""
+    monkeypatch.setattr(background, "STORE_PAUSE_S", 0.1)
     failing = Failing(monkeypatch, name)
     with client_of(scripted) as asking:
         response = asking.responses.create(**HELLO)

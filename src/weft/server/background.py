@@ -34,7 +34,7 @@ from weft.server.response_store import (
     Stored,
     StoreError,
 )
-from weft.server.run_store import Chunk, Run, RunLostError, RunStore, Told
+from weft.server.run_store import Chunk, Events, Run, RunLostError, RunStore
 from weft.server.service import OpenJob, Service
 
 KEEP_EVERY_S = 0.05  # what comes in between is one chunk
@@ -50,14 +50,14 @@ _TRY_AGAIN = (429, 503)
 logger = logging.getLogger("weft.server")
 
 
-class _Kept(msgspec.Struct):
+class _KeptRequest(msgspec.Struct):
     """A request as it is kept: nothing in it depends on the process, or on the time."""
 
     job: Job
     body: bytes
 
 
-class _Made(msgspec.Struct):
+class _Progress(msgspec.Struct):
     """What one chunk was made from: tokens, and the ids of calls that began in it."""
 
     tokens: list[tuple[int, TokenLogprob | None]]
@@ -70,31 +70,33 @@ class _Making:
 
     Attributes:
         halted: sequences that a stop string has ended already.
-        told: events that are kept.
+        num_kept: events that are kept.
     """
 
     job: Job
     writer: ResponseWriter
-    told: int
+    num_kept: int
     halted: list[int] = field(default_factory=list)
     events: bytes = b""
-    made: bytes = b""
+    progress: bytes = b""
 
     def push(self, updates: Seq[Update]) -> list[int]:
         """Take updates in; return ids that a stop string has ended. Raises as the writer."""
         begun = len(self.writer.call_ids())
         self.events, halted = self.writer.push(updates)
         tokens = [(update.token, update.logprob) for update in updates if update.token is not None]
-        self.made = msgspec.msgpack.encode(_Made(tokens, self.writer.call_ids()[begun:]))
+        self.progress = msgspec.msgpack.encode(_Progress(tokens, self.writer.call_ids()[begun:]))
         return halted
 
     def chunk(self, last: bytes = b"") -> Chunk:
         """What is to be kept next."""
-        return Chunk(self.told, self.writer.count - self.told, self.events + last, self.made)
+        return Chunk(
+            self.num_kept, self.writer.count - self.num_kept, self.events + last, self.progress
+        )
 
     def kept(self) -> None:
         """The chunk is kept."""
-        self.told, self.events, self.made = self.writer.count, b"", b""
+        self.num_kept, self.events, self.progress = self.writer.count, b"", b""
 
 
 @dataclass(slots=True)
@@ -163,7 +165,7 @@ class Background:
         writer = self._writer(job, body)
         events, response = writer.queued(), orjson.dumps(writer.state("queued"))
         deadline = None if left_s is None else time.time() + left_s
-        run = Run(job.id, deadline, msgspec.msgpack.encode(_Kept(job, data)), response)
+        run = Run(job.id, deadline, msgspec.msgpack.encode(_KeptRequest(job, data)), response)
         stored = Stored(job.id, owner, body.previous_response_id, items, response)
         active = self._active[run.id] = _Active()
         try:
@@ -199,20 +201,20 @@ class Background:
             ResponseNotFoundError: there is none.
             StoreError: the store has not been readable for ``PATIENCE_S``.
         """
-        events = _Events(self._runs, owner, response_id, after)
-        return _Following(self._service, events, await events.read())
+        reader = _EventReader(self._runs, owner, response_id, after)
+        return _Following(self._service, reader, await reader.read())
 
     async def watch(self) -> None:
         """Go on with runs that nobody makes any more, and end those that are to end; for ever."""
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
-            taking = not self._service.draining
+            adopting = not self._service.draining
             try:
-                look = await self._runs.look(list(self._active), taking=taking)
+                look = await self._runs.look(list(self._active), adopting=adopting)
             except Exception as error:  # whatever it is: this goes on for ever
                 self._blind.tell(error)
                 continue
-            for run in look.taken:
+            for run in look.adopted:
                 logger.warning("The background response %s is taken up.", run.id)
                 self._go(self._active.setdefault(run.id, _Active()), run)
             for run_id in look.cancelled:
@@ -262,9 +264,9 @@ class Background:
         """Keep that a run has failed which could not be taken up."""
         log_failure(error)
         known = error if isinstance(error, WeftError) else InvariantError(str(error))
-        event, response = failure(run.response, run.told, known)
+        event, response = failure(run.response, run.num_events, known)
         try:
-            await self._runs.finish(run.id, Chunk(run.told, 1, event), response)
+            await self._runs.finish(run.id, Chunk(run.num_events, 1, event), response)
         except RunLostError:
             pass
         except StoreError as lost:
@@ -282,19 +284,19 @@ class Background:
             RequestCrashedError: it was taken up too often, and never got ahead.
             WeftError: nobody can go on with it.
         """
-        if not run.ours:
+        if not run.served_here:
             raise WeftError("No server has the model of this response any more.")
         if run.attempts > MAX_ATTEMPTS:
             raise RequestCrashedError(
                 f"The server has stopped {run.attempts} times while it made this response, which "
                 "is therefore not tried again."
             )
-        size = sum(map(len, run.made))
+        size = sum(map(len, run.progress))
         return await self._service.compute(size, lambda: self._written(run))
 
     def _written(self, run: Run) -> _Making:
-        kept = msgspec.msgpack.decode(run.request, type=_Kept)
-        chunks = [msgspec.msgpack.decode(made, type=_Made) for made in run.made if made]
+        kept = msgspec.msgpack.decode(run.request, type=_KeptRequest)
+        chunks = [msgspec.msgpack.decode(data, type=_Progress) for data in run.progress if data]
         output = tuple(token for chunk in chunks for token, _ in chunk.tokens)
         [request] = kept.job.requests
         [number] = self._service.builder.numbers(1)
@@ -306,11 +308,11 @@ class Background:
         for chunk in chunks:
             updates = [Update(number, token, logprob) for token, logprob in chunk.tokens]
             halted += writer.push(updates)[1]
-        if writer.count != run.told:
+        if writer.count != run.num_events:
             raise InvariantError(
-                f"{run.id}: {run.told} events are kept, but {writer.count} follow."
+                f"{run.id}: {run.num_events} events are kept, but {writer.count} follow."
             )
-        return _Making(job, writer, run.told, halted)
+        return _Making(job, writer, run.num_events, halted)
 
     def _writer(self, job: Job, body: ResponseBody, call_ids: Seq[str] = ()) -> ResponseWriter:
         service = self._service
@@ -375,7 +377,7 @@ def _cancelled() -> ResponseCancelledError:
     return ResponseCancelledError("The response was cancelled.")
 
 
-class _Events:
+class _EventReader:
     """Reads the events of a response one after the other."""
 
     def __init__(self, runs: RunStore, owner: bytes, response_id: str, after: int) -> None:
@@ -384,33 +386,33 @@ class _Events:
         self._id = response_id
         self._after = after
 
-    async def read(self) -> Told:
+    async def read(self) -> Events:
         """What there is after what was read last. Raises as `Background.follow`."""
         end = time.monotonic() + PATIENCE_S
         while True:
             try:
-                told = await self._runs.told(self._owner, self._id, self._after)
+                found = await self._runs.events(self._owner, self._id, self._after)
             except StoreError:
                 if time.monotonic() > end:
                     raise
                 await asyncio.sleep(FOLLOW_EVERY_S)
             else:
-                self._after = told.last
-                return told
+                self._after = found.last
+                return found
 
 
 class _Following(Response):
     """Sends the events of a background response until it is complete, or the client has gone.
 
     Args:
-        told: the first ones, read already.
+        first: the first ones, read already.
     """
 
-    def __init__(self, service: Service, events: _Events, told: Told) -> None:
+    def __init__(self, service: Service, reader: _EventReader, first: Events) -> None:
         super().__init__()
         self._service = service
-        self._events = events
-        self._told = told
+        self._reader = reader
+        self._first = first
 
     async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
         given = {"content-type": EVENT_STREAM, **STREAM_HEADERS}
@@ -428,18 +430,18 @@ class _Following(Response):
             await sending
 
     async def _send(self, send: Send) -> None:
-        told = self._told
+        found = self._first
         # It ends where the response was deleted, or its store fails: the client may ask again.
         with contextlib.suppress(ResponseNotFoundError, StoreError):
             while True:
-                if told.events:
-                    body = {"type": "http.response.body", "body": told.events, "more_body": True}
+                if found.events:
+                    body = {"type": "http.response.body", "body": found.events, "more_body": True}
                     await send(body)
-                if told.complete:
+                if found.complete:
                     break
-                if not told.events:
+                if not found.events:
                     await asyncio.sleep(FOLLOW_EVERY_S)
-                told = await self._events.read()
+                found = await self._reader.read()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

@@ -50,37 +50,38 @@ class Chunk:
 
     Attributes:
         first: number of the first one, also if there is none yet.
-        made: what another process needs to make what follows; JSON of the writer's.
+        events: as they are sent.
+        progress: what another process needs to go on behind them, in the writer's own form.
     """
 
     first: int
     count: int
     events: bytes
-    made: bytes = b""
+    progress: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A background response that is to be made, or to go on.
+    """A background response in progress, as who makes it or takes it up gets it.
 
     Attributes:
         deadline: Unix time after which it has failed; None for no such time.
-        request: what is to be computed, as JSON of the writer's.
-        response: as it is now.
-        made: of its chunks so far, in order.
-        told: events so far.
+        request: what is to be computed, in the writer's own form.
+        response: the response object as it is now, as JSON.
+        progress: of its chunks so far, in order.
+        num_events: that there are so far.
         attempts: processes that have taken it up without getting ahead.
-        ours: whether this server has its model.
+        served_here: whether this server has its model.
     """
 
     id: str
     deadline: float | None
     request: bytes
     response: bytes
-    made: list[bytes] = field(default_factory=list)
-    told: int = 0
+    progress: list[bytes] = field(default_factory=list)
+    num_events: int = 0
     attempts: int = 0
-    ours: bool = True
+    served_here: bool = True
 
     def left_s(self) -> float | None:
         """Seconds until the deadline, below 0 after it; None without one."""
@@ -91,17 +92,17 @@ class Look(NamedTuple):
     """What has become of runs.
 
     Attributes:
-        taken: had no living process, and are this one's now.
+        adopted: had no living process, and are this one's now.
         cancelled: of this one's, those that are to end.
         lost: of this one's, those that are not its own any more.
     """
 
-    taken: list[Run]
+    adopted: list[Run]
     cancelled: list[str]
     lost: set[str]
 
 
-class Told(NamedTuple):
+class Events(NamedTuple):
     """Events, the number of the last one, and whether none can follow those that there are."""
 
     events: bytes
@@ -220,32 +221,32 @@ class RunStore:
                 f"this one has outgrown that after {chunk.first} events."
             )
 
-    async def look(self, active: Collection[str], *, taking: bool = True) -> Look:
+    async def look(self, active: Collection[str], *, adopting: bool = True) -> Look:
         """See to the runs that are ``active`` here, and take those whose keeper is dead.
 
         Raises:
             StoreError: the file cannot be read or written.
             OSError: it cannot be known who lives.
         """
-        return await self._store.run(lambda base: self._look(base, active, taking))
+        return await self._store.run(lambda base: self._look(base, active, adopting))
 
-    def _look(self, base: sqlite3.Connection, active: Collection[str], taking: bool) -> Look:
+    def _look(self, base: sqlite3.Connection, active: Collection[str], adopting: bool) -> Look:
         found = base.execute("SELECT id, keeper, cancelled FROM runs").fetchall()
         own = {run_id: bool(cancelled) for run_id, keeper, cancelled in found if self._has(keeper)}
-        taken = [
+        adopted = [
             run
             for run_id, keeper, _ in found
-            if taking
+            if adopting
             if run_id not in active and (self._has(keeper) or not self._life.alive(keeper))
-            if (run := self._take(base, run_id, keeper)) is not None
+            if (run := self._adopt(base, run_id, keeper)) is not None
         ]
         cancelled = [run_id for run_id in active if own.get(run_id)]
-        return Look(taken, cancelled, set(active) - set(own))
+        return Look(adopted, cancelled, set(active) - set(own))
 
     def _has(self, keeper: int) -> bool:
         return keeper == self._life.number
 
-    def _take(self, base: sqlite3.Connection, run_id: str, keeper: int) -> Run | None:
+    def _adopt(self, base: sqlite3.Connection, run_id: str, keeper: int) -> Run | None:
         """The run, if it can be had; None if another process was faster, or will go on."""
         with base:
             done = base.execute(
@@ -265,10 +266,17 @@ class RunStore:
                 "SELECT first, count, made FROM events WHERE id = ? ORDER BY place", (run_id,)
             ).fetchall()
         deadline, request, response, attempts, served = row
-        made = [zlib.decompress(data) for _, _, data in chunks]
-        told = chunks[-1][0] + chunks[-1][1] if chunks else 0
+        progress = [zlib.decompress(data) for _, _, data in chunks]
+        num_events = chunks[-1][0] + chunks[-1][1] if chunks else 0
         return Run(
-            run_id, deadline, request, response, made, told, attempts, served == self._served
+            run_id,
+            deadline,
+            request,
+            response,
+            progress,
+            num_events,
+            attempts,
+            served == self._served,
         )
 
     async def cancel(self, owner: bytes, run_id: str) -> None:
@@ -293,10 +301,10 @@ class RunStore:
 
         await self._store.run(work)
 
-    async def told(self, owner: bytes, run_id: str, after: int) -> Told:
+    async def events(self, owner: bytes, run_id: str, after: int) -> Events:
         """Some of the events after this number. Raises ResponseNotFoundError, StoreError."""
 
-        def work(base: sqlite3.Connection) -> Told:
+        def work(base: sqlite3.Connection) -> Events:
             there = "SELECT 1 FROM responses WHERE id = ? AND owner = ?"
             if base.execute(there, (run_id, owner)).fetchone() is None:
                 raise not_found(run_id)
@@ -308,21 +316,21 @@ class RunStore:
             ).fetchall()
             events = [events_after(zlib.decompress(data), first, after) for first, _, data in rows]
             last = rows[-1][0] + rows[-1][1] - 1 if rows else after
-            return Told(b"".join(events), last, going_on is None and len(rows) < ROWS_AT_ONCE)
+            return Events(b"".join(events), last, going_on is None and len(rows) < ROWS_AT_ONCE)
 
         return await self._store.run(work)
 
 
 def _put(base: sqlite3.Connection, run_id: str, chunk: Chunk, more_bytes: int = 0) -> None:
     """Add a chunk, and count its bytes and others."""
-    events, made = zlib.compress(chunk.events, 1), zlib.compress(chunk.made, 1)
+    events, progress = zlib.compress(chunk.events, 1), zlib.compress(chunk.progress, 1)
     base.execute(
         "INSERT INTO events (id, first, count, events, made) VALUES (?, ?, ?, ?, ?)",
-        (run_id, chunk.first, chunk.count, events, made),
+        (run_id, chunk.first, chunk.count, events, progress),
     )
     base.execute(
         "UPDATE responses SET used_at = ?, bytes = bytes + ? WHERE id = ?",
-        (time.time(), len(events) + len(made) + more_bytes, run_id),
+        (time.time(), len(events) + len(progress) + more_bytes, run_id),
     )
 
 
