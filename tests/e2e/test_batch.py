@@ -278,7 +278,11 @@ def test_another_input_is_refused_until_restart_here_by_a_config_file(tmp_path):
         (["empty.jsonl", "-o", "x"], ["'empty.jsonl' has no lines"], 2),
         (["in.jsonl", "-o", "in.jsonl"], ["both input and output"], 2),
         (["in.jsonl", "-o", "in.jsonl", "--restart"], ["both input and output"], 2),
-        (["in.jsonl", "-o", "empty.jsonl", "--errors", "empty.jsonl"], ["cannot be both output and errors"], 2),
+        (
+            ["in.jsonl", "-o", "empty.jsonl", "--errors", "empty.jsonl"],
+            ["cannot be both output and errors"],
+            2,
+        ),
         (["in.jsonl", "-o", "other"], ["'other' exists already", "--restart"], 2),
         (["in.jsonl", "-o", "no/x"], ["Cannot write 'no/x", "No such file or directory"], 1),
         (["in.jsonl", "-o", "x", "--order", "best"], ["order", "blend, dfs, fcfs"], 2),
