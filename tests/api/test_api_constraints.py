@@ -1,4 +1,4 @@
-"""What a body asks of its output as the grammar and the parameters of its job."""
+"""Constraints of the output that a body asks for, as the grammar and the parameters of its job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which parameters are honoured, ignored and refused, and what the answer says of them."""
+"""Parameters that are honoured, ignored and refused, and how the answer names them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the keeper makes of the deaths of engines: a real ring, and processes that stand in."""
+"""The keeper and the deaths of engines: a real ring, and processes that stand in."""
 
 from __future__ import annotations
 

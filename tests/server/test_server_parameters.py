@@ -1,4 +1,4 @@
-"""What an answer says of parameters that had no effect."""
+"""Answers name the parameters that had no effect."""
 
 from __future__ import annotations
 

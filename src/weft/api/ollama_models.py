@@ -1,4 +1,4 @@
-"""What Ollama's API tells of the served model: ``/api/tags``, ``/api/ps`` and ``/api/show``."""
+"""The served model as Ollama's API describes it: ``/api/tags``, ``/api/ps`` and ``/api/show``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lets the next engine come fast: a standby engine, and a fork server that starts others."""
+"""Keeps a standby engine, and a fork server that starts others, so that the next one comes fast."""
 
 from __future__ import annotations
 

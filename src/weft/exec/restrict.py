@@ -1,4 +1,4 @@
-"""Which tokens rows may sample beside their grammars: allowed ids, and the ends of bad words.
+"""Tokens that rows may sample beside their grammars: allowed ids, and the ends of bad words.
 
 What a row may not sample follows from its parameters and tokens alone, so that drafts, preemption
 and recovery need nothing of it.

@@ -1,4 +1,4 @@
-"""Which hosts a request may name: no web page may reach a server under a name of its own."""
+"""Checks the hosts of requests: no web page may reach a server under a name of its own."""
 
 from __future__ import annotations
 

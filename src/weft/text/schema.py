@@ -1,4 +1,4 @@
-"""What a JSON Schema may ask for: all that a grammar can guarantee, within bounds.
+"""Checks that a JSON Schema asks for no more than a grammar can guarantee, within bounds.
 
 A keyword is honoured or an error, never ignored.
 """

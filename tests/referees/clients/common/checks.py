@@ -1,4 +1,4 @@
-"""What the Python programs of these clients share: where the server is, and how checks are told.
+"""Shared by the Python programs of these clients: where the server is, and how checks are told.
 
 Runs in the environment of a client, so it needs nothing but Python.
 """
