@@ -44,7 +44,8 @@ def scheduler_is_empty(server: Server) -> bool:
 
 
 def test_processes_under_clear_titles(server):
-    assert set(server.children()) == {"weft-engine", "weft-frontend", "weft-renderer"}
+    titles = {"weft-engine", "weft-frontend", "weft-renderer", "weft-sweeper"}
+    eventually(lambda: set(server.children()) == titles)
     frontend = server.children()["weft-frontend"]
     maps = Path(f"/proc/{frontend.pid}/maps").read_text()
     assert "libtorch" not in maps, "the request plane must not load torch"

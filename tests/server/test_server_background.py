@@ -353,9 +353,9 @@ def test_a_store_that_cannot_be_looked_at_fills_no_log(text, monkeypatch, caplog
     look = Failing(monkeypatch, "look")
     look.on.set()
     with serving(ScriptedClient(), text):
-        eventually(lambda: look.count > 5)
+        eventually(lambda: look.count > 30)
     lines = [record for record in caplog.records if "looked after" in record.message]
-    assert len(lines) == 1
+    assert 1 <= len(lines) <= 3  # one a server: those of other tests may be there
 
 
 @pytest.fixture

@@ -18,6 +18,8 @@ PREFIX = "weft-scratch-"
 # Waits until the process that made the folder has ended, however that was.
 _SWEEP = """
 import os, shutil, sys, time
+import setproctitle
+setproctitle.setproctitle("weft-sweeper")
 sys.stdin.buffer.read()
 for _ in range(100):
     shutil.rmtree(sys.argv[1], ignore_errors=True)
@@ -51,7 +53,7 @@ def scratch_folder() -> Iterator[Path]:
 @contextlib.contextmanager
 def _sweeper(folder: Path) -> Iterator[None]:
     """A process that removes the folder when this one has ended; it ends with the block."""
-    command = [sys.executable, "-I", "-S", "-c", _SWEEP, str(folder)]
+    command = [sys.executable, "-I", "-c", _SWEEP, str(folder)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
     try:
         yield
