@@ -136,7 +136,7 @@ def test_a_killed_server_leaves_no_responses(tmp_path):
         [sweeper] = [
             child
             for child in psutil.Process(server.process.pid).children()
-            if str(folder) in command_of(child)
+            if command_of(child)[0] == "weft-sweeper"
         ]
         sweeper.kill()
         server.process.kill()
