@@ -90,8 +90,8 @@ def encode_messages(
     plain = [_message(message, i, knows_developer, notes) for i, message in enumerate(messages)]
     _check_results(plain)
     num_bytes = sum(map(_num_bytes, messages, plain))
-    shown = len(encode_json([how.tools, how.documents]))
-    builder.check_size(num_bytes + shown, "messages")
+    num_bytes += sum(len(encode_json(shown)) for shown in (how.tools, how.documents) if shown)
+    builder.check_size(num_bytes, "messages")
     template.check_variables(how.variables)
     if how.continued:
         _check_continued(plain[-1], len(plain) - 1)

@@ -139,19 +139,13 @@ class ResponseAnswer:
             last = part is self._turn.parts[-1]
             status = self._finished() if last else "completed"
         head = {**self._head(part), "status": status}
-        if part.name in self._job.custom_tools:
-            return {
-                **head,
-                "call_id": part.call_id,
-                "name": part.name,
-                "input": "" if empty else part.text,
-            }
         if part.kind == "call":
+            given = "input" if part.name in self._job.custom_tools else "arguments"
             return {
                 **head,
                 "call_id": part.call_id,
                 "name": part.name,
-                "arguments": "" if empty else part.text,
+                given: "" if empty else part.text,
             }
         content = [] if empty else [self._part(part)]
         if part.kind == "reasoning":

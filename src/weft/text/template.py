@@ -288,8 +288,9 @@ def encode_chat(
         TokenizerError: this tokeniser cannot be guarded.
     """
     controls = template._controls_for(tokenizer)
-    mark = secrets.token_hex(16)  # nobody can spell it, and no template changes letters and digits
+    mark = ""
     if continue_final_message:
+        mark = secrets.token_hex(16)  # nobody can spell it; no template changes letters and digits
         last = messages[-1]
         messages = [*messages[:-1], {**last, "content": f"{last['content']}{mark} "}]
     rendered = template._render(
