@@ -1,4 +1,7 @@
-"""The same hypothesis examples each time in continuous integration; Ctrl-C as users send it."""
+"""The same examples in every run; which tests run, in which order, within which time.
+
+Also: Ctrl-C as users send it, and Triton's interpreter before anything imports Triton.
+"""
 
 import importlib.util
 import os
@@ -11,11 +14,14 @@ from hypothesis import settings
 
 sys.path.insert(0, str(Path(__file__).parent))  # for the modules beside this one
 
+import budgets
+import depth
 import where
 
-settings.register_profile("ci", derandomize=True, deadline=None)
-if os.environ.get("CI"):
-    settings.load_profile("ci")
+# Examples are the same in each run, but for those of deep tests that somebody runs by hand.
+RANDOM = depth.DEEP and not os.environ.get("CI")
+settings.register_profile("weft", derandomize=not RANDOM, deadline=None, print_blob=True)
+settings.load_profile("weft")
 
 # A shell that starts jobs in the background has them ignore SIGINT, and children inherit that; a
 # handler is not inherited, so with one here the processes under test meet Ctrl-C as users do.
@@ -30,6 +36,22 @@ if not where.ON_GPU and importlib.util.find_spec("triton") is not None:
     del os.environ["TRITON_INTERPRET"]
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     if (complaint := where.complaint()) is not None:
         raise pytest.UsageError(complaint)
+    config.addinivalue_line("markers", f"deep: runs only with {depth.VARIABLE}=1")
+    config.addinivalue_line("markers", f"deeper: does more with {depth.VARIABLE}=1")
+    spins = budgets.Spins()
+    config.pluginmanager.register(spins)
+    if not hasattr(config, "workerinput"):  # of a process that runs tests for another
+        config.pluginmanager.register(budgets.Budgets(config, spins))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if depth.DEEP:
+        return
+    left_out = [item for item in items if item.get_closest_marker("deep") is not None]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item.get_closest_marker("deep") is None]

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from depth import searching
 from weft.api import Builder, ChatBody, CompletionBody, Job, chat_job, completion_job, decode_body
 from weft.core.errors import ParameterError, WeftError
 from weft.core.types import MAX_SEED
@@ -500,7 +501,7 @@ def status_of(make: Callable[[], Job]) -> int:
 def test_any_body_is_a_job_or_a_typed_error(builder, make):
     kind = CompletionBody if make is completion else ChatBody
 
-    @settings(max_examples=200, deadline=None, derandomize=True)
+    @searching(200)
     @given(st.dictionaries(st.sampled_from(kind.__struct_fields__), VALUES, max_size=3))
     def check(fields):
         assert status_of(lambda: make(builder, **fields)) in (200, 400, 404)

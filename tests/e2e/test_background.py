@@ -12,12 +12,10 @@ import httpx
 import psutil
 import pytest
 
+from depth import deep
 from live import START_S, Server, command_of, eventually, serving
 from weft.server.scratch import MEMORY, PREFIX, scratch_folder
 
-DEEP = pytest.mark.skipif(
-    os.environ.get("WEFT_TEST_DEEP") != "1", reason="part of the deep tests: make test-deep"
-)
 PATH = "/v1/responses"
 TOKENS = 600
 BODIES = [
@@ -80,7 +78,7 @@ def frontends(server: Server) -> list[psutil.Process]:
     return [child for child in found if command_of(child)[:1] == ["weft-frontend"]]
 
 
-@pytest.mark.parametrize("planes", [1, pytest.param(2, marks=DEEP)])
+@pytest.mark.parametrize("planes", [1, pytest.param(2, marks=deep)])
 def test_a_killed_request_plane_loses_no_response(tmp_path, planes):
     """The text is the undisturbed one, each event comes once, and usage is right."""
     with serving(tmp_path, "--frontends", str(planes)) as server:
@@ -105,7 +103,7 @@ def test_a_killed_request_plane_loses_no_response(tmp_path, planes):
         assert server.process.poll() is None
 
 
-@DEEP
+@deep
 def test_responses_go_on_after_a_restart_of_everything(tmp_path):
     kept = ("--responses-db", str(tmp_path / "responses.db"))
     with serving(tmp_path, *kept) as server:
@@ -120,7 +118,7 @@ def test_responses_go_on_after_a_restart_of_everything(tmp_path):
             assert text_of(events) == expected
 
 
-@DEEP
+@deep
 def test_a_killed_server_leaves_no_responses(tmp_path):
     """They lie in memory; a process removes them, or else the next start does."""
     with serving(tmp_path) as server:

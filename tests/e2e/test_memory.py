@@ -10,14 +10,10 @@ import textwrap
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
-import pytest
 
+from depth import deep
 from groups import MIB, join, limited_group
 from live import START_S, WEFT, Server, eventually, serving
-
-deep = pytest.mark.skipif(
-    os.environ.get("WEFT_TEST_DEEP") != "1", reason="part of the deep tests: make test-deep"
-)
 
 HUNGRY = 3999  # first token of a prompt with which the engine takes all the memory there is
 TAKING = textwrap.dedent("""

@@ -17,6 +17,7 @@ import httpx
 import psutil
 import pytest
 
+from depth import deep
 from live import (
     SMALL,
     START_S,
@@ -232,9 +233,7 @@ def test_a_killed_standby_is_replaced_at_once(tmp_path):
         eventually(lambda: "weft-standby" in server.children(), 25)
 
 
-@pytest.mark.skipif(
-    os.environ.get("WEFT_TEST_DEEP") != "1", reason="part of the deep tests: make test-deep"
-)
+@deep
 def test_a_stopped_fork_server_is_replaced(tmp_path):
     with serving(tmp_path, "--standby") as server:
         eventually(lambda: "weft-standby" in server.children(), START_S)

@@ -7,13 +7,12 @@ No traceback, no more than 10 s of CPU time and 1 GiB of memory beside what the 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
 
-import pytest
+from depth import deep
 
 RUNNER = Path(__file__).parent / "checkpoints.py"
 
@@ -33,9 +32,7 @@ def test_a_hundred_cases():
     assert not failures(0, 100)
 
 
-@pytest.mark.skipif(
-    os.environ.get("WEFT_TEST_DEEP") != "1", reason="part of the deep tests: make test-deep"
-)
+@deep
 def test_two_thousand_cases():
     assert not failures(100, 2000)
 

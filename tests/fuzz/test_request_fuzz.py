@@ -15,10 +15,11 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from mutate import broken_bytes, broken_values
 
 import weft
+from depth import searching
 from weft.api import ModelCard
 from weft.core.errors import EngineBusyError
 from weft.server.app import create_app
@@ -256,9 +257,7 @@ def check(app: App, path: str, data: bytes) -> None:
     assert "Traceback" not in message
 
 
-FUZZ = settings(
-    max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
-)
+FUZZ = searching(150, suppress_health_check=list(HealthCheck))
 
 
 @pytest.mark.parametrize("path", BODIES)

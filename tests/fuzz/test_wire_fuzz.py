@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
+from depth import searching
 from live import Server, serving
 
 BODY = b'{"model":"builtin","prompt":"x","max_tokens":1}'
@@ -61,10 +62,9 @@ def talk(server: Server, data: bytes) -> bytes:
     return answer
 
 
+@pytest.mark.deeper
 def test_whatever_comes_the_server_answers_the_next(server):
-    @settings(
-        max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
-    )
+    @searching(150, suppress_health_check=list(HealthCheck))
     @given(data=broken_requests())
     def one(data: bytes) -> None:
         answer = talk(server, data)

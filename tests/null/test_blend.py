@@ -7,9 +7,10 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from depth import searching
 from weft.blend.density import Rates, density
 from weft.blend.dual_scan import RIGHT, Node, shares
 from weft.blend.estimate import (
@@ -189,7 +190,7 @@ def test_samples_are_a_share_of_the_whole_and_the_same_for_the_same_seed():
 
 
 @given(workloads(), st.sampled_from([0.0, 0.5, 0.9, 0.99, 1.0]), st.integers(1, 2))
-@settings(deadline=None)
+@searching(100)
 def test_sorting_keeps_the_sharing_and_splits_only_what_pays(workload, keep, block):
     prompts, outputs = workload
     tree = build_tree(prompts, block)
@@ -233,7 +234,7 @@ def test_an_outlier_moves_to_its_place_at_the_root():
 
 
 @given(workloads())
-@settings(deadline=None)
+@searching(100)
 def test_absent_leaves_are_left_out(workload):
     prompts, outputs = workload
     tree = build_tree(prompts, 1)
@@ -274,7 +275,7 @@ def test_shares_add_up_and_balance_what_is_read(high, low, rho, reads_left, read
 
 
 @given(workloads(), st.data())
-@settings(deadline=None)
+@searching(100)
 def test_the_forecast_is_the_peak_of_what_is_held(workload, data):
     prompts, outputs = workload
     tree = build_tree(prompts, 1)
@@ -353,7 +354,7 @@ def serve(order, outputs, *, progress: bool = False, fail=()) -> list[tuple[int,
     st.integers(0, 3),
     st.booleans(),
 )
-@settings(deadline=None, max_examples=150)
+@searching(150)
 def test_every_request_is_handed_out_exactly_once(workload, kind, kv, most, seed, progress):
     prompts, outputs = workload
     done = {number: outputs[number] for number in range(len(prompts)) if number % 5 == 4}
@@ -501,7 +502,7 @@ def test_bad_input_of_the_front():
 
 
 @given(workloads(), st.integers(1, 4))
-@settings(deadline=None)
+@searching(100)
 def test_parts_hold_every_request_once(workload, parts):
     prompts, outputs = workload
     tree = build_tree(prompts, 1)

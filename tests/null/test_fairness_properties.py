@@ -8,10 +8,11 @@ from functools import partial
 
 import pytest
 from costs import LinearCost
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from traffic import COMMON, World, assert_answers, ids, run, traffic, worlds
 
+from depth import searching
 from weft.core.plan import StepPlan, Tier
 from weft.core.types import Request, SamplingParams, ServiceClass
 from weft.kv.cache import GroupSpec
@@ -72,7 +73,7 @@ def watching(make, look):
 
 
 @pytest.mark.parametrize("name", ["fcfs", "load-aware", "slo", "slo-riders"])
-@settings(max_examples=120, **COMMON)
+@searching(120, **COMMON)
 @given(st.data())
 def test_within_a_class_who_comes_first_starts_first(name, data):
     """Nobody starts for the first time while one of its class waits that came before it.
@@ -97,7 +98,7 @@ def test_within_a_class_who_comes_first_starts_first(name, data):
 
 
 @pytest.mark.parametrize("name", ["slo", "slo-riders"])
-@settings(max_examples=25, **COMMON)
+@searching(25, **COMMON)
 @given(st.data())
 def test_best_effort_ends_beside_an_endless_crowd(name, data):
     """Requests with targets fill every step until they are cancelled; best effort ends before."""
@@ -150,7 +151,7 @@ def device_rows(step: StepPlan) -> int:
     return tiers.count(Tier.DEVICE)
 
 
-@settings(max_examples=80, **COMMON)
+@searching(80, **COMMON)
 @given(st.data())
 def test_the_oldest_on_the_host_is_not_left_out_for_long(data):
     """Unless those before it fill the step, or it moves, or it ends, or the host is too slow.

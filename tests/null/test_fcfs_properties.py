@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from traffic import (
     COMMON,
@@ -18,6 +18,7 @@ from traffic import (
     worlds,
 )
 
+from depth import searching
 from weft.core.errors import InvariantError
 from weft.core.types import Request, SamplingParams
 from weft.engine.loop import EngineLoop
@@ -29,7 +30,7 @@ from weft.sim.clock import VirtualClock
 from weft.sim.executor import ModelledExecutor
 
 
-@settings(max_examples=600, **COMMON)
+@searching(600, **COMMON)
 @given(st.data())
 def test_random_traffic_is_answered_exactly(data):
     world = data.draw(worlds())
@@ -38,7 +39,7 @@ def test_random_traffic_is_answered_exactly(data):
     assert_answers(world, requests, inbox, ids(cancels), set())
 
 
-@settings(max_examples=600, **COMMON)
+@searching(600, **COMMON)
 @given(st.data())
 def test_a_pool_that_is_always_full_answers_everybody(data):
     world = data.draw(worlds(tight=True))
@@ -47,7 +48,7 @@ def test_a_pool_that_is_always_full_answers_everybody(data):
     assert_answers(world, requests, inbox, ids(cancels), set())
 
 
-@settings(max_examples=300, **COMMON)
+@searching(300, **COMMON)
 @given(st.data())
 def test_a_faulty_row_ends_alone(data):
     world = data.draw(worlds(tight=data.draw(st.booleans())))
@@ -60,7 +61,7 @@ def test_a_faulty_row_ends_alone(data):
     assert_answers(world, requests, inbox, ids(cancels), bad)
 
 
-@settings(max_examples=100, **COMMON)
+@searching(100, **COMMON)
 @given(st.data())
 def test_equal_inputs_give_equal_plans(data):
     world = data.draw(worlds())

@@ -6,10 +6,11 @@ from dataclasses import replace
 from functools import partial
 
 from costs import LinearCost
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from traffic import COMMON, assert_answers, ids, plans, run, traffic, worlds
 
+from depth import searching
 from weft.sched.load_aware import LoadAwareScheduler
 
 
@@ -47,7 +48,7 @@ def cases(draw):
     return world, draw(traffic(world)), make
 
 
-@settings(max_examples=600, **COMMON)
+@searching(600, **COMMON)
 @given(cases())
 def test_random_traffic_is_answered_exactly(case):
     world, (arrivals, cancels), make = case
@@ -55,7 +56,7 @@ def test_random_traffic_is_answered_exactly(case):
     assert_answers(world, requests, inbox, ids(cancels), set())
 
 
-@settings(max_examples=200, **COMMON)
+@searching(200, **COMMON)
 @given(cases(), st.sets(st.integers(0, 13), max_size=4), st.integers(1, 40))
 def test_a_faulty_row_ends_alone(case, bad, at):
     world, (arrivals, cancels), make = case
@@ -69,7 +70,7 @@ def test_a_faulty_row_ends_alone(case, bad, at):
     assert_answers(world, requests, inbox, ids(cancels), bad)
 
 
-@settings(max_examples=100, **COMMON)
+@searching(100, **COMMON)
 @given(cases())
 def test_equal_inputs_give_equal_plans(case):
     world, (arrivals, cancels), make = case

@@ -9,10 +9,11 @@ from functools import partial
 
 import pytest
 from costs import LinearCost
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from traffic import COMMON, World, assert_answers, ids, plans, run, traffic, worlds
 
+from depth import searching
 from weft.core.errors import InvariantError
 from weft.core.types import Request, SamplingParams, ServiceClass
 from weft.kv.cache import GroupSpec
@@ -53,7 +54,7 @@ def cases(draw):
     return world, draw(traffic(world)), make, draw(st.sampled_from([0.0, 0.02]))
 
 
-@settings(max_examples=400, **COMMON)
+@searching(400, **COMMON)
 @given(cases())
 def test_random_traffic_is_answered_exactly(case):
     world, (arrivals, cancels), make, step_s = case
@@ -61,7 +62,7 @@ def test_random_traffic_is_answered_exactly(case):
     assert_answers(world, requests, inbox, ids(cancels), set())
 
 
-@settings(max_examples=120, **COMMON)
+@searching(120, **COMMON)
 @given(cases(), st.sets(st.integers(0, 13), max_size=4), st.integers(1, 40))
 def test_a_faulty_row_ends_alone(case, bad, at):
     world, (arrivals, cancels), make, step_s = case
@@ -73,7 +74,7 @@ def test_a_faulty_row_ends_alone(case, bad, at):
     assert_answers(world, requests, inbox, ids(cancels), bad)
 
 
-@settings(max_examples=60, **COMMON)
+@searching(60, **COMMON)
 @given(cases())
 def test_equal_inputs_give_equal_plans(case):
     world, (arrivals, cancels), make, step_s = case

@@ -5,10 +5,11 @@ from __future__ import annotations
 from functools import partial
 
 from costs import LinearCost
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from traffic import COMMON, assert_answers, ids, plans, run, traffic, worlds
 
+from depth import searching
 from weft.core.types import ServiceClass
 from weft.sched.slo import Policy, SLOScheduler
 
@@ -34,7 +35,7 @@ def makers(draw):
     return partial(SLOScheduler, cost=cost, classes=CLASSES, policy=policy), step_s
 
 
-@settings(max_examples=400, **COMMON)
+@searching(400, **COMMON)
 @given(st.data())
 def test_random_traffic_is_answered_exactly(data):
     world = data.draw(worlds(tight=data.draw(st.booleans())))
@@ -44,7 +45,7 @@ def test_random_traffic_is_answered_exactly(data):
     assert_answers(world, requests, inbox, ids(cancels), set())
 
 
-@settings(max_examples=120, **COMMON)
+@searching(120, **COMMON)
 @given(st.data())
 def test_a_faulty_row_ends_alone(data):
     world = data.draw(worlds(tight=data.draw(st.booleans())))
@@ -63,7 +64,7 @@ def test_a_faulty_row_ends_alone(data):
     assert_answers(world, requests, inbox, ids(cancels), bad)
 
 
-@settings(max_examples=100, **COMMON)
+@searching(100, **COMMON)
 @given(st.data())
 def test_equal_inputs_give_equal_plans(data):
     world = data.draw(worlds())

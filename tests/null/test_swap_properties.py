@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from test_load_aware_properties import tiered_worlds
 from traffic import COMMON, assert_answers, ids, plans, run, traffic
 
+from depth import searching
 from weft.sched.swap import SwapScheduler
 
 
@@ -16,7 +17,7 @@ def cases(draw):
     return world, draw(traffic(world))
 
 
-@settings(max_examples=300, **COMMON)
+@searching(300, **COMMON)
 @given(cases())
 def test_random_traffic_is_answered_exactly(case):
     world, (arrivals, cancels) = case
@@ -24,7 +25,7 @@ def test_random_traffic_is_answered_exactly(case):
     assert_answers(world, requests, inbox, ids(cancels), set())
 
 
-@settings(max_examples=100, **COMMON)
+@searching(100, **COMMON)
 @given(cases(), st.sets(st.integers(0, 13), max_size=4), st.integers(1, 40))
 def test_a_faulty_row_ends_alone(case, bad, at):
     world, (arrivals, cancels) = case
@@ -36,7 +37,7 @@ def test_a_faulty_row_ends_alone(case, bad, at):
     assert_answers(world, requests, inbox, ids(cancels), bad)
 
 
-@settings(max_examples=50, **COMMON)
+@searching(50, **COMMON)
 @given(cases())
 def test_nothing_is_computed_on_the_host_and_equal_inputs_give_equal_plans(case):
     world, (arrivals, cancels) = case

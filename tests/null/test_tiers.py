@@ -10,6 +10,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from depth import searching
 from weft.core.errors import InvariantError
 from weft.core.plan import RowAdd, RowExtend, StepPlan, SubBatch, Tier
 from weft.core.types import SamplingParams
@@ -374,7 +375,7 @@ def wander(data, cache_class=TieredCache) -> Driver:
     return driver
 
 
-@settings(max_examples=400, deadline=None)
+@searching(400)
 @given(st.data())
 def test_whatever_moves_when_the_tokens_are_right_and_no_touched_block_is_free(data):
     wander(data)

@@ -276,6 +276,5 @@ def plans(world: World, arrivals, cancels, make=FCFSScheduler, step_s=0.0) -> li
 
 
 COMMON = {
-    "deadline": None,
     "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large],
 }

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from attention_cases import Case, Shape, make_case, only_row, row_tokens, same_numbers
+from depth import searching
 from weft.kernels import reference
 from weft.kernels.cpu import attention as native
 from weft.kernels.kv_storage import SCALED, read_rows, row_size
@@ -81,7 +82,7 @@ def shapes(draw: st.DrawFn) -> Shape:
     )
 
 
-@settings(deadline=None, max_examples=150)
+@searching(150)
 @given(rows=ROWS, shape=shapes(), seed=st.integers(0, 99), isa=ISAS)
 def test_equals_the_reference(
     rows: list[tuple[int, int]], shape: Shape, seed: int, isa: str
@@ -96,7 +97,7 @@ def test_equals_the_reference(
         assert same_numbers(written, wanted)
 
 
-@settings(deadline=None, max_examples=80)
+@searching(80)
 @given(rows=ROWS, shape=shapes(), isa=ISAS)
 def test_same_bits_for_any_threads_and_any_batch(
     rows: list[tuple[int, int]], shape: Shape, isa: str
@@ -112,7 +113,7 @@ def test_same_bits_for_any_threads_and_any_batch(
         native.set_threads(2)
 
 
-@settings(deadline=None, max_examples=40)
+@searching(40)
 @given(
     shape=shapes(),
     tokens=st.lists(st.integers(1, 3), min_size=2, max_size=24),
@@ -139,7 +140,7 @@ def test_same_bits_for_shared_prefixes(
             assert torch.equal(only_row(case, row).run(), together[row_tokens(case, row)])
 
 
-@settings(deadline=None, max_examples=40)
+@searching(40)
 @given(shape=shapes(), past=st.integers(0, 500), chunk=st.integers(1, 70))
 def test_same_bits_for_any_chunks(shape: Shape, past: int, chunk: int) -> None:
     tokens = 70

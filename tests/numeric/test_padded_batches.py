@@ -1,10 +1,11 @@
 """Padded rows and tokens and ragged block tables: the reference gives the same as without."""
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from attention_cases import padded_batch
+from depth import searching
 from weft.kernels.kv_storage import read_rows, row_size
 from weft.kernels.ops import AttentionBatch
 from weft.kernels.reference import paged_attention
@@ -31,7 +32,7 @@ def plain_batch(rows: list[tuple[int, int]]) -> AttentionBatch:
     )
 
 
-@settings(deadline=None, max_examples=30)
+@searching(30)
 @given(
     rows=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 20)), min_size=1, max_size=4),
     pad_rows=st.integers(0, 3),

@@ -9,9 +9,10 @@ import numpy as np
 import philox
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from depth import searching
 from weft.core.errors import ParameterError
 from weft.core.plan import RowAdd, StepPlan
 from weft.core.types import SamplingParams
@@ -106,7 +107,7 @@ def test_greedy_takes_the_likeliest_token():
     assert run(logits, table).tokens.tolist() == logits.argmax(dim=-1).tolist()
 
 
-@settings(max_examples=60, deadline=None)
+@searching(60)
 @given(
     st.integers(0, 2**31), st.floats(0.2, 3), st.integers(0, 60),
     st.floats(0.05, 1), st.one_of(st.just(0.0), st.floats(0, 1)),

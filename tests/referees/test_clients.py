@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from depth import deep
 
 CLIENTS = Path(__file__).parent / "clients"
 NAMES = sorted(folder.parent.name for folder in CLIENTS.glob("*/drive.*"))
@@ -29,9 +30,7 @@ def test_the_guide_names_the_versions_that_are_tested():
     assert sorted(rows[1:]) == sorted(pinned_version(name) for name in NAMES)
 
 
-@pytest.mark.skipif(
-    os.environ.get("WEFT_TEST_DEEP") != "1", reason="part of the deep tests: make test-deep"
-)
+@deep
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_client_does_its_task(name):

@@ -9,10 +9,11 @@ import os
 import struct
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from modelled import info
 
+from depth import searching
 from weft.core.errors import (
     EngineBusyError,
     EngineDeadError,
@@ -124,7 +125,7 @@ def params_with(**more):
     salt=st.binary(max_size=40),
     embed=st.booleans(),
 )
-@settings(max_examples=60, deadline=None)
+@searching(60)
 def test_every_field_of_a_request_crosses(params, prompt, eos, name, salt, embed):
     pair = Pair(slots=1, arena_bytes=1 << 20, vocab_size=997)
     sent = Request(5, prompt, params, eos, name, salt, embed)
@@ -477,7 +478,7 @@ INPUT = SLOT + SIZES["input_offset"]
         max_size=6,
     )
 )
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@searching(150, suppress_health_check=list(HealthCheck))
 def test_a_corrupted_slot_is_rejected_not_followed(noise):
     """Whatever stands in the slot: an error or a valid request, never a crash or a hang."""
     pair = Pair(slots=2, arena_bytes=1 << 16)
@@ -498,7 +499,7 @@ def test_a_corrupted_slot_is_rejected_not_followed(noise):
 
 
 @given(noise=st.binary(min_size=8, max_size=SIZES["slot_bytes"]), at=st.integers(0, 1000))
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@searching(150, suppress_health_check=list(HealthCheck))
 def test_random_bytes_over_a_slot_hang_or_crash_nobody(noise, at):
     pair = Pair(slots=2, arena_bytes=1 << 16)
     pair.submit(request(1), request(2))
@@ -519,7 +520,7 @@ def test_random_bytes_over_a_slot_hang_or_crash_nobody(noise, at):
 
 
 @given(noise=st.binary(min_size=1, max_size=2000), at=st.integers(0, (1 << 16) - 1))
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@searching(100, suppress_health_check=list(HealthCheck))
 def test_random_bytes_in_the_arena_are_an_error_or_a_request(noise, at):
     pair = Pair(slots=2, arena_bytes=1 << 16, vocab_size=997)
     params = SamplingParams(

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from depth import searching
 from shareddata import need
 from weft.core.errors import InvariantError
 from weft.core.plan import RowAdd, StepPlan, SubBatch
@@ -202,7 +203,7 @@ def every_scheduler(limits: Limits) -> dict[str, Planner]:
     return {name: make_scheduler(name, given) for name in SCHEDULERS}
 
 
-@settings(max_examples=30)
+@searching(30)
 @given(
     st.lists(
         st.tuples(

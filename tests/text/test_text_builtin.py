@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
 import weft
+from depth import searching
 from weft.core.errors import TemplateError
 from weft.text import ChatTemplate, Detokenizer, Tokenizer, encode_chat
 
@@ -18,7 +19,7 @@ FOLDER = Path(weft.__file__).parent / "builtin"
 pytestmark = pytest.mark.skipif(
     not (FOLDER / "tokenizer.json").is_file(), reason="the built-in model is not in this checkout"
 )
-FIXED = settings(max_examples=200, deadline=None)
+FIXED = searching(200)
 any_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 
 

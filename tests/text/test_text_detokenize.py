@@ -6,14 +6,15 @@ import json
 from itertools import pairwise
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Reference
 
+from depth import searching
 from weft.text import Detokenizer, TextStream, Tokenizer
 
-FIXED = settings(max_examples=300, deadline=None)
+FIXED = searching(300)
 some_ids = st.lists(st.integers(0, 10**6), max_size=24)
 some_cuts = st.lists(st.integers(0, 24), max_size=6)
 some_text = st.text(max_size=20) | st.sampled_from(["👩‍👩‍👧 日本", "  two", "a\n\nb", "\n", "é<s>"])

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from depth import deep
 from live import eventually
 from weft.core.errors import RendererDeadError, TemplateError, TokenizerError, WeftError
 from weft.core.logs import NOTICES
@@ -73,9 +74,7 @@ SLOW = {"a power", "a folded power", "a loop over a product", "macros"}  # each 
 
 
 def costly() -> list[Any]:
-    deep = os.environ.get("WEFT_TEST_DEEP") == "1"
-    mark = pytest.mark.skipif(not deep, reason="part of the deep tests: make test-deep")
-    return [pytest.param(name, marks=[mark] if name in SLOW else []) for name in COSTLY]
+    return [pytest.param(name, marks=[deep] if name in SLOW else []) for name in COSTLY]
 
 
 @pytest.fixture(scope="module")

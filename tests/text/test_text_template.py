@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
+from depth import searching
 from weft.core.errors import ParameterError, TemplateError, TokenizerError
 from weft.text import ChatTemplate, Tokenizer, encode_chat
 
-FIXED = settings(max_examples=150, deadline=None)
+FIXED = searching(150)
 
 LLAMA3 = """\
 {%- if not date_string is defined %}{% set date_string = strftime_now("%d %b %Y") %}{% endif -%}

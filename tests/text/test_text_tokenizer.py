@@ -8,13 +8,14 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from depth import searching
 from weft.core.errors import ParameterError, TokenizerError
 from weft.text import Tokenizer
 
-FIXED = settings(max_examples=200, deadline=None)
+FIXED = searching(200)
 FRAGMENTS = [
     "<|eot_id|>", "<|im_start|>", "<|fim_prefix|>", "<s>", "</s>", "[INST]", "<start_of_turn>",
     "<unk>", "<h1>", "\n\n", "<think>", "<|eot", "_id|>", "<", "|", ">", " ", "a", "é", "😀", "１",

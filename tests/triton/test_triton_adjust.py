@@ -7,9 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from depth import searching
 from weft.kernels import sampling
 from weft.kernels.sampling import (
     EDIT,
@@ -85,7 +86,7 @@ def copied(state: RowState) -> RowState:
 
 
 @pytest.mark.filterwarnings("ignore:overflow")
-@settings(max_examples=25, deadline=None)
+@searching(25)
 @given(st.integers(0, 2**31), st.integers(0, 3), st.booleans())
 def test_logits_are_adjusted_as_by_plain_torch(seed, padding, broken):
     draw = np.random.default_rng(seed)
@@ -106,7 +107,7 @@ def test_logits_are_adjusted_as_by_plain_torch(seed, padding, broken):
     assert torch.equal(found[unusual].view(torch.int32), whole[unusual].view(torch.int32))
 
 
-@settings(max_examples=40, deadline=None)
+@searching(40)
 @given(st.integers(0, 2**31), st.integers(0, 3), st.sampled_from([0.0, 0.3]))
 def test_tokens_are_accepted_as_by_plain_torch(seed, padding, broken):
     draw = np.random.default_rng(seed)

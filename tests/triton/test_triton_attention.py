@@ -8,11 +8,12 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from attention_cases import Case, Shape, make_case, only_row, padded_batch, row_tokens, same_numbers
+from depth import searching
 from weft.kernels import reference
 from weft.kernels.kv_storage import SCALED, read_rows, row_size
 from weft.kernels.triton import attention
@@ -90,7 +91,7 @@ def shapes(draw: st.DrawFn) -> Shape:
     )
 
 
-@settings(deadline=None, max_examples=10)
+@searching(10)
 @given(
     rows=ROWS,
     shape=shapes(),

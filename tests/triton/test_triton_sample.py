@@ -7,9 +7,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from depth import searching
 from weft.kernels import choice
 from weft.kernels.cpu.choose import uniform
 from weft.kernels.triton import sample
@@ -53,7 +54,7 @@ def acceptable(logits: np.ndarray, row: tuple[float, ...], draw: float) -> set[i
     return found
 
 
-@settings(max_examples=25, deadline=None)
+@searching(25)
 @given(
     st.integers(0, 2**31), st.sampled_from([0.05, 1.0, 4.0]), st.floats(0.2, 3),
     st.one_of(st.just(0), st.integers(1, 170)), st.one_of(st.just(1.0), st.floats(0, 1)),

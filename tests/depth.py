@@ -1,0 +1,35 @@
+"""How far tests search: what fits in a few minutes, or all (``WEFT_TEST_DEEP=1``)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import pytest
+from hypothesis import settings
+
+VARIABLE = "WEFT_TEST_DEEP"
+DEEP = os.environ.get(VARIABLE) == "1"
+SHARE = 6  # of the examples of the deep tests, one in so many is tried in the others
+
+deep = pytest.mark.deep  # only one of the deep tests
+
+Test = TypeVar("Test", bound=Callable[..., Any])
+
+
+def searching(examples: int, *, least: int = 10, **options: Any) -> Callable[[Test], Test]:
+    """Settings of Hypothesis for a test with so many examples in the deep tests.
+
+    Args:
+        examples: in the deep tests.
+        least: in the others, where a share would be less.
+        options: of ``hypothesis.settings``.
+    """
+    number = examples if DEEP else min(examples, max(least, examples // SHARE))
+    chosen = settings(max_examples=number, deadline=None, **options)
+
+    def decorate(test: Test) -> Test:
+        return pytest.mark.deeper(chosen(test))  # type: ignore[no-any-return]
+
+    return decorate
