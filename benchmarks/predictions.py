@@ -16,7 +16,7 @@ import importlib.util
 import json
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from math import exp, log
 from pathlib import Path
@@ -85,6 +85,7 @@ def step(cost: CostModel, decodes: int, context: float, prompts: int = 0, length
     return step_time(cost, [work])
 
 
+@cache
 def closed_loop(cost: CostModel, clients: int, prompt: int, output: int) -> dict[str, float]:
     """TTFT and TPOT with so many requests always running.
 
@@ -100,6 +101,7 @@ def closed_loop(cost: CostModel, clients: int, prompt: int, output: int) -> dict
     return {"TTFT": plain / 2 + mixed, "TTFT together": together, "TPOT": tpot}
 
 
+@cache
 def open_loop(cost: CostModel, rate: float, prompt: float, output: float) -> tuple[float, float]:
     """TTFT and TPOT of requests that come at a rate, without queueing: rate * output * TPOT run."""
     tpot = step(cost, 1, prompt + output / 2)
@@ -196,12 +198,12 @@ def blendserve(published: dict) -> Iterator[Check]:
         )
 
 
-def silicon() -> Iterator[Check]:
+def silicon(models: Mapping[str, str] = SILICON_MODELS) -> Iterator[Check]:
     """Closed loops of serving engines, as the extra has them."""
     found = importlib.util.find_spec("aiconfigurator_core")
     path = Path(found.origin).parent / "systems" / "silicon_sample.csv"
     for row in csv.DictReader(path.read_text("utf-8").splitlines()):
-        model, machine = SILICON_MODELS.get(row["model_path"]), row["system"].split("_")[0]
+        model, machine = models.get(row["model_path"]), row["system"].split("_")[0]
         known = model and machine in ("h100", "h200") and row["mode"] == "agg"
         if not known or row["attention_dp_size"] not in ("", "1"):
             continue

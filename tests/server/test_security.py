@@ -307,7 +307,7 @@ class TestInputBombs:
             (b'{"model":"builtin","prompt":"\\ud800"}', 400),
             (b'{"model":"builtin","prompt":[]}', 400),
             (b'{"model":"builtin","prompt":[[]]}', 400),
-            (gzip.compress(json.dumps(PROMPT).encode()), 415),
+            (gzip.compress(json.dumps(PROMPT).encode(), mtime=0), 415),
             (b"x" * (4 * 2**20 + 1), 413),
         ],
     )
