@@ -116,6 +116,10 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Tensor]], object], tuple[str, ...]]]
         lambda t: t.update({"model.layers.0.self_attn.q_norm.weight": torch.ones(16)}),
         ("not known", "layers.0.self_attn.q_norm.weight"),
     ),
+    "extra bias": (
+        lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(64)}),
+        ("not known", "layers.0.self_attn.q_proj.bias"),
+    ),
     "layer too many": (
         lambda t: t.update({"model.layers.3.mlp.down_proj.weight": torch.ones(64, 88)}),
         ("not known", "layers.3"),
