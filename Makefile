@@ -5,11 +5,14 @@ VENV ?= .venv
 PYTHON ?=
 TORCH_SPEC ?=
 PIP_ARGS ?=
+WITHIN ?=
+PARTS ?=
 export PYTHON
 
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+PARALLEL := -n $(shell n=$$(nproc); echo $$((n < 8 ? n : 8))) --dist loadfile --no-loadscope-reorder
 NATIVE := CMakeLists.txt $(shell find src -name '*.cpp' -o -name '*.hpp')
 
 .DEFAULT_GOAL := help
@@ -19,7 +22,8 @@ help:  ## Show this
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 	@echo
 	@echo "Variables: PYTHON (interpreter), VENV (folder, $(VENV)), PIP_ARGS (for pip install),"
-	@echo "           TORCH_SPEC (install this torch, whatever it brings)"
+	@echo "           TORCH_SPEC (install this torch, whatever it brings), WITHIN (seconds for"
+	@echo "           test-deep), PARTS (of test-deep: those named)"
 
 serve: setup  ## Set up, then serve the built-in model on port 8000
 	$(BIN)/weft serve
@@ -28,15 +32,12 @@ run: setup  ## Set up, then generate text with the built-in model
 	$(BIN)/weft generate "def fibonacci(n):" --echo --max-tokens 64
 
 test: setup-test  ## Set up, then run all checks, also after one that fails
-	@status=0; for check in "ruff check ." "ruff format --check ." mypy "python -m pytest"; do \
+	@status=0; for check in "ruff check ." "ruff format --check ." mypy "python -m pytest $(PARALLEL)"; do \
 	  echo "== $$check"; $(BIN)/$$check || status=1; \
 	done; exit $$status
 
-test-deep: setup-test  ## Set up, then run the long tests, too, and real clients (downloads them)
-	@status=0; export WEFT_TEST_DEEP=1; \
-	for check in "-m pytest --deselect tests/referees/test_clients.py" tests/referees/clients/run.py; do \
-	  echo "== $$check"; $(BIN)/python $$check || status=1; \
-	done; exit $$status
+test-deep: setup-test  ## Set up, then run the long forms of tests, and real clients (downloads them)
+	$(BIN)/python tools/deep.py $(if $(WITHIN),--within $(WITHIN)) $(PARTS)
 
 setup: $(STAMPS)/install  ## Create the environment and build the native part
 

@@ -20,6 +20,7 @@ import pytest
 import depth
 
 SLACK = 2.0
+SPIN_S = 0.004  # of `spin_s`, where the budgets were made
 VARIABLE = "WEFT_TEST_BUDGETS"
 FILE = Path(__file__).parent / "budgets.toml"
 
@@ -50,6 +51,12 @@ class Spins:
             output["spins"] = self.times
 
 
+def seconds() -> dict[str, float]:
+    """The budget of each folder."""
+    found: dict[str, float] = tomllib.loads(FILE.read_text(encoding="utf-8"))["seconds"]
+    return found
+
+
 def folder_of(nodeid: str) -> str:
     """The folder of a test below ``tests``."""
     return nodeid.split("::")[0].removeprefix("tests/").split("/")[0]
@@ -75,9 +82,7 @@ class Budgets:
     """In the process that started the run: adds up, prints, and fails the run."""
 
     def __init__(self, config: pytest.Config, spins: Spins) -> None:
-        document = tomllib.loads(FILE.read_text(encoding="utf-8"))
-        self._budgets: dict[str, float] = document["seconds"]
-        self._spin_s: float = document["spin_s"]
+        self._budgets = seconds()
         whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
         chosen = config.option.keyword or config.option.markexpr or config.option.lf
         self._whole = whole and not chosen and not depth.DEEP
@@ -95,7 +100,7 @@ class Budgets:
 
     def _slowness(self) -> float:
         times = self._spins.times
-        return sum(times) / len(times) / self._spin_s if times else 1.0
+        return sum(times) / len(times) / SPIN_S if times else 1.0
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:

@@ -3,12 +3,14 @@
 Also: Ctrl-C as users send it, and Triton's interpreter before anything imports Triton.
 """
 
+import contextlib
 import importlib.util
 import os
 import signal
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from hypothesis import settings
 
@@ -49,9 +51,22 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if depth.DEEP:
+    """Leaves the deep tests out; folders that take longest come first, so that none is last."""
+    if not depth.DEEP:
+        left_out = [item for item in items if item.get_closest_marker("deep") is not None]
+        if left_out:
+            config.hook.pytest_deselected(items=left_out)
+            items[:] = [item for item in items if item.get_closest_marker("deep") is None]
+    order = budgets.seconds()
+    items.sort(key=lambda item: -order.get(budgets.folder_of(item.nodeid), 0.0))
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Processes of tests that were interrupted, or failed, end with the one that ran the tests."""
+    if config.getoption("numprocesses", None):  # its children run the tests, and end by themselves
         return
-    left_out = [item for item in items if item.get_closest_marker("deep") is not None]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item.get_closest_marker("deep") is None]
+    left = psutil.Process().children(recursive=True)
+    for process in left:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(left, timeout=5)

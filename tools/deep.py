@@ -1,0 +1,132 @@
+"""Runs the deep tests in parts, those first that find most, within a time if one is given.
+
+    python tools/deep.py [--within SECONDS] [PART ...]
+
+A part that would not end in time is left out, and one that has not ended by then is ended; both are
+said at the end, and are no failure. Exits with 1 if a part failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A command of the deep tests.
+
+    Attributes:
+        finds: the kinds of bugs that the ordinary tests may miss.
+        seconds: that it takes on two idle cores.
+    """
+
+    name: str
+    finds: str
+    command: tuple[str, ...]
+    seconds: float
+
+
+def tests(name: str, finds: str, seconds: float, *folders: str) -> Part:
+    """The tests of folders that run in deep runs only, or do more there."""
+    workers = str(min(8, len(os.sched_getaffinity(0))))
+    command = ("-m", "pytest", "-q", "-n", workers, "--dist", "loadfile", "-m", "deep or deeper")
+    return Part(name, finds, (*command, *(f"tests/{folder}" for folder in folders)), seconds)
+
+
+PARTS = (
+    Part("mutants", "tests that find no bugs any more", ("tools/mutants.py",), 120),
+    tests("schedulers", "rare traffic: leaks, starvation, wrong order", 150, "null", "sim"),
+    tests("servers", "kills at any moment, hangs, leaks over time", 150, "e2e", "batch", "bench"),
+    tests("ring", "races of processes", 40, "ring"),
+    tests("native", "memory errors and data races in C++", 120, "kernels", "native"),
+    tests("requests", "bodies, texts and files of any kind", 120, "server", "api", "text", "arch"),
+    tests("engines", "every family, data type and chunking", 200, "numeric", "gpu"),
+    tests("kernels", "every shape on every kind of GPU, compiled ahead", 150, "triton", "cuda"),
+    tests("fuzz", "damaged checkpoints and requests", 400, "fuzz"),
+    tests("referees", "answers that OpenAI's description does not allow", 20, "referees"),
+    Part("clients", "requests of real programs", ("tests/referees/clients/run.py",), 400),
+)
+
+
+@dataclass
+class Outcome:
+    part: Part
+    status: str
+    seconds: float = 0.0
+
+
+def run(part: Part, limit_s: float | None) -> Outcome:
+    """Run a part; with everything that it started it ends when its time is up."""
+    environment = {**os.environ, "WEFT_TEST_DEEP": "1"}
+    start = time.monotonic()
+    command = [sys.executable, *part.command]
+    child = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
+    try:
+        code = child.wait(limit_s)
+        status = "passed" if code in (0, 5) else "failed"  # 5: pytest has found no test
+    except subprocess.TimeoutExpired:
+        status = "cut off"
+    finally:
+        if child.poll() is None:  # the time is up, or Ctrl-C
+            _end(child)
+    return Outcome(part, status, time.monotonic() - start)
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """Interrupt, so that servers of tests are ended by them; kill what stays."""
+    for number, patience_s in ((signal.SIGINT, 30.0), (signal.SIGKILL, None)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(patience_s)
+            return
+
+
+def run_all(parts: Sequence[Part], within_s: float | None) -> Iterator[Outcome]:
+    """Run parts in their order while there is time."""
+    start = time.monotonic()
+    for part in parts:
+        left = None if within_s is None else within_s - (time.monotonic() - start)
+        if left is not None and left < part.seconds:
+            yield Outcome(part, "left out")
+            continue
+        print(f"== {part.name}: {part.finds}", flush=True)
+        yield run(part, left)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--within", type=float, metavar="SECONDS", help="stop after so long")
+    parser.add_argument("parts", nargs="*", metavar="PART", help="all, if none is named")
+    asked = parser.parse_args()
+    known = {part.name: part for part in PARTS}
+    if wrong := [name for name in asked.parts if name not in known]:
+        parser.error(f"no part is called {wrong[0]}; they are: {', '.join(known)}")
+    chosen = [known[name] for name in asked.parts] or PARTS
+    outcomes = []
+    try:
+        for outcome in run_all(chosen, asked.within):
+            outcomes.append(outcome)
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+        return 130
+    finally:
+        print("== deep tests", flush=True)
+        for outcome in outcomes:
+            print(f"{outcome.part.name:12} {outcome.status:9} {outcome.seconds:6.0f} s", flush=True)
+    return int(any(outcome.status == "failed" for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
