@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,6 +24,19 @@ from groups import join
 WEFT = [sys.executable, "-m", "weft.cli"]
 SMALL = ["--threads", "1", "--kv-memory", "32MiB", "--max-num-seqs", "16", "--no-standby"]
 START_S = 60.0
+
+# Run by every Python process that has its folder on the path; concerns engines only.
+IN_ENGINES = """
+import sys
+if "weft.engine.process" in sys.orig_argv:
+{code}
+"""
+MODELLED = f"""
+sys.path.append({str(Path(__file__).parent)!r})
+import modelled_build
+from weft.engine.forkserver import IMPORTED
+sys.modules |= dict.fromkeys(IMPORTED, modelled_build)
+"""
 
 
 @dataclass
@@ -88,19 +102,29 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def serving(
-    folder: Path, *arguments: str, port: int | None = None, group: Path | None = None
+    folder: Path,
+    *arguments: str,
+    port: int | None = None,
+    group: Path | None = None,
+    modelled: bool = False,
+    engines: str = "",
 ) -> Iterator[Server]:
     """Run a server until the block ends; whatever it started must be gone then.
 
     Args:
         group: a control group for its processes.
+        modelled: with engines that compute nothing and import no torch: for tests of processes.
+        engines: code that engines run first of all.
     """
     port, errors = port or free_port(), folder / "stderr.txt"
     with errors.open("w") as log:
         alone = ("--frontends", "1")  # on a machine of any size, unless the test wants more
         command = [*WEFT, "serve", "--port", str(port), *alone, *SMALL, *arguments]
         command = command if group is None else [*join(group), *command]
-        process = subprocess.Popen(command, stderr=log, stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            command, stderr=log, stdout=subprocess.PIPE, text=True,
+            env=with_engines(folder, modelled=modelled, code=engines),
+        )  # fmt: skip
     server = Server(process, f"http://127.0.0.1:{port}", errors)
     try:
         wait_until_ready(server)
@@ -113,6 +137,19 @@ def serving(
     gone, alive = psutil.wait_procs(family, timeout=15)
     assert not alive, f"left behind: {alive}"
     assert len(gone) == len(family)
+
+
+def with_engines(folder: Path, *, modelled: bool = False, code: str = "") -> dict[str, str]:
+    """Variables with which engines are those of the tests, or run some code first of all."""
+    code = MODELLED * modelled + code
+    if not code:
+        return dict(os.environ)
+    site = folder / "site"
+    site.mkdir(exist_ok=True)
+    text = IN_ENGINES.format(code=textwrap.indent(code, "    "))
+    (site / "sitecustomize.py").write_text(text)
+    path = os.pathsep.join([str(site), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+    return {**os.environ, "PYTHONPATH": path.rstrip(os.pathsep)}
 
 
 def wait_until_ready(server: Server) -> None:

@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import quantiles
@@ -185,12 +186,16 @@ class Clients:
                 assert exchange.status == 200, data
                 self._known.append(whole_answer(data))
 
-    async def run(self, seconds: float) -> None:
-        """Requests at random moments, never more than ``CLIENTS`` at once."""
+    async def run(self, seconds: float, enough: Callable[[], bool] = lambda: True) -> None:
+        """Requests at random moments, never more than ``CLIENTS`` at once.
+
+        Args:
+            enough: go on until this holds, too.
+        """
         end = time.monotonic() + seconds
         room = asyncio.Semaphore(CLIENTS)
         async with asyncio.TaskGroup() as group:
-            while time.monotonic() < end:
+            while time.monotonic() < end or not enough():
                 await room.acquire()
                 task = group.create_task(self._one())
                 task.add_done_callback(lambda _: room.release())
@@ -379,7 +384,7 @@ def growth_faults(
 async def traffic(
     server: Server, seconds: float, seed: int, kinds: list[str], every_s: float, size: int
 ) -> tuple[Tally, Family, list[int], list[str]]:
-    """Run clients and killer; then wait until all is quiet."""
+    """Run clients and killer, until one of each kind is killed; then wait until all is quiet."""
     draw, tally, family = random.Random(seed), Tally(), Family(server.process.pid)
     clients = Clients(server.url, catalogue(draw, size), draw, tally)
     await clients.learn()
@@ -390,7 +395,11 @@ async def traffic(
     killer = Killer(family, int(server.url.rsplit(":", 1)[1]), tally, random.Random(seed + 1))
     if kinds:
         jobs.append(asyncio.create_task(killer.run(kinds, every_s)))
-    await clients.run(seconds)
+
+    def each_is_killed() -> bool:
+        return {kind for _, kind in tally.kills} >= set(kinds) or jobs[-1].done()
+
+    await clients.run(seconds, each_is_killed)
     for job in jobs:
         job.cancel()
     faults = [str(job.exception()) for job in jobs if job.done() and job.exception()]
