@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -30,7 +31,8 @@ class Case:
         read_bytes: what it must read from memory at least.
         flops: multiplications and additions that it must do.
         dtype: of the activations; says which rate of products it may reach.
-        run: computes it once; calls in a row use other memory.
+        run: computes it once, the first time from what it makes then; calls in a row use other
+            memory.
     """
 
     name: str
@@ -70,7 +72,7 @@ def _best(run: Callable[[], object]) -> float:
 
 
 def cases() -> Iterator[Case]:
-    """Every case; each is made when its turn comes, and needs some 200 MB."""
+    """Every case. What it computes with is made at its first run, and takes some 200 MB."""
     for dtype in (torch.bfloat16, torch.float32):
         ops = select_ops(torch.device("cpu"), dtype)
         name = str(dtype).removeprefix("torch.")
@@ -84,86 +86,92 @@ def cases() -> Iterator[Case]:
 def _products(ops: OpTable, dtype: torch.dtype, name: str) -> Iterator[Case]:
     """``gate_up`` of a layer: one weight for each turn, so that all come from memory."""
     one = 2 * MLP * HIDDEN * dtype.itemsize
-    weights = [
-        ops.pack("layers.0.gate_up", torch.randn(2 * MLP, HIDDEN, dtype=dtype))
-        for _ in range(-(-LARGER_THAN_CACHES // one))
-    ]
+
+    @cache
+    def weights() -> list[Any]:
+        return [
+            ops.pack("layers.0.gate_up", torch.randn(2 * MLP, HIDDEN, dtype=dtype))
+            for _ in range(-(-LARGER_THAN_CACHES // one))
+        ]
+
     for rows in (1, 4, 16, 64, 512):
-        x = torch.randn(rows, HIDDEN, dtype=dtype)
-        turn = iter_forever(weights)
         yield Case(
             f"linear {name} {rows} x {HIDDEN} x {2 * MLP}",
             one,
             2.0 * rows * 2 * MLP * HIDDEN,
             name,
-            _product(lambda x, weight: ops.linear(x, weight, None), x, turn),
+            _product(lambda x, weight: ops.linear(x, weight, None), rows, dtype, weights),
         )
 
 
 def _quantised_products(ops: OpTable) -> Iterator[Case]:
     """The same with weights of 8 bits, a scale an output, and of 4, a scale for 128 inputs."""
     for storage in (Storage(8, None), Storage(4, 128)):
-        shape = torch.Size((2 * MLP, HIDDEN))
-        weight = torch.randn(shape, dtype=torch.bfloat16)
         one = storage.nbytes(2 * MLP, HIDDEN, gated=True)
-        weights = []
-        for _ in range(-(-LARGER_THAN_CACHES // one)):
-            matrix: Any = ops.quantise("layers.0.gate_up", shape, torch.bfloat16, storage)
-            matrix.write(0, weight)
-            weights.append(matrix)
+        weights = cache(partial(_quantised, ops, storage, -(-LARGER_THAN_CACHES // one)))
         for rows in (1, 4, 16, 64):
-            x = torch.randn(rows, HIDDEN, dtype=torch.bfloat16)
             yield Case(
                 f"linear int{storage.bits} {rows} x {HIDDEN} x {2 * MLP}",
                 one,
                 2.0 * rows * 2 * MLP * HIDDEN,
                 "bfloat16",
-                _product(lambda x, w: ops.linear(x, w, None), x, iter_forever(weights)),
+                _product(lambda x, w: ops.linear(x, w, None), rows, torch.bfloat16, weights),
             )
 
 
+def _quantised(ops: OpTable, storage: Storage, count: int) -> list[Any]:
+    shape = torch.Size((2 * MLP, HIDDEN))
+    weight = torch.randn(shape, dtype=torch.bfloat16)
+    weights = []
+    for _ in range(count):
+        matrix: Any = ops.quantise("layers.0.gate_up", shape, torch.bfloat16, storage)
+        matrix.write(0, weight)
+        weights.append(matrix)
+    return weights
+
+
 def _product(
-    multiply: Callable[[Tensor, Any], Tensor], x: Tensor, weights: Iterator[Any]
+    multiply: Callable[[Tensor, Any], Tensor],
+    rows: int,
+    dtype: torch.dtype,
+    weights: Callable[[], list[Any]],
 ) -> Callable[[], object]:
-    return lambda: multiply(x, next(weights))
+    @cache
+    def made() -> tuple[Tensor, Iterator[Any]]:
+        return torch.randn(rows, HIDDEN, dtype=dtype), iter_forever(weights())
+
+    def run() -> object:
+        x, turn = made()
+        return multiply(x, next(turn))
+
+    return run
 
 
 def _head(ops: OpTable, dtype: torch.dtype, name: str) -> Iterator[Case]:
     """The output head: float32 logits of a whole vocabulary."""
     one = VOCAB * HIDDEN * dtype.itemsize
-    weights = [
-        ops.pack("lm_head", torch.randn(VOCAB, HIDDEN, dtype=dtype))
-        for _ in range(-(-LARGER_THAN_CACHES // one))
-    ]
+
+    @cache
+    def weights() -> list[Any]:
+        return [
+            ops.pack("lm_head", torch.randn(VOCAB, HIDDEN, dtype=dtype))
+            for _ in range(-(-LARGER_THAN_CACHES // one))
+        ]
+
     for rows in (1, 16):
-        x = torch.randn(rows, HIDDEN, dtype=dtype)
-        turn = iter_forever(weights)
         yield Case(
             f"logits {name} {rows} x {HIDDEN} x {VOCAB}",
             one,
             2.0 * rows * VOCAB * HIDDEN,
             name,
-            _product(ops.logits, x, turn),
+            _product(ops.logits, rows, dtype, weights),
         )
 
 
 def _attention(ops: OpTable, dtype: torch.dtype, name: str) -> Iterator[Case]:
     for rows, context, queries in ((1, 2048, 1), (4, 2048, 1), (16, 2048, 1), (4, 2048, 2048)):
-        blocks = rows * context // BLOCK
         one = 2 * rows * context * KV_HEADS * HEAD_DIM * dtype.itemsize
         copies = max(1, -(-LARGER_THAN_CACHES // one)) if queries == 1 else 1
-        shape = (copies, blocks, KV_HEADS, BLOCK, HEAD_DIM)
-        caches = list(zip(torch.randn(shape).to(dtype), torch.randn(shape).to(dtype), strict=True))
-        tables = torch.arange(blocks, dtype=torch.int32).view(rows, -1)
-        tokens = rows * queries
-        q = torch.randn(tokens, HEADS, HEAD_DIM, dtype=dtype)
-        k, v = (torch.randn(tokens, KV_HEADS, HEAD_DIM, dtype=dtype) for _ in range(2))
-        starts = torch.arange(rows + 1, dtype=torch.int32) * queries
-        lengths = torch.full((rows,), context, dtype=torch.int32)
-        slots = (torch.arange(rows)[:, None] * context + context - queries
-                 + torch.arange(queries)).flatten()  # fmt: skip
-        batch = AttentionBatch(tables, starts, lengths, slots, BLOCK)
-        turn = iter_forever(caches)
         seen = queries * (context - (queries - 1) / 2)  # causal pairs of a sequence
         kind = "decode" if queries == 1 else "prefill"
         yield Case(
@@ -171,23 +179,42 @@ def _attention(ops: OpTable, dtype: torch.dtype, name: str) -> Iterator[Case]:
             one,
             4.0 * rows * HEADS * HEAD_DIM * seen,
             name,
-            _attend(ops, q, k, v, turn, batch),
+            _attend(ops, dtype, rows, context, queries, copies),
         )
 
 
 def _attend(
-    ops: OpTable, q: Tensor, k: Tensor, v: Tensor, turn: Iterator[tuple[Tensor, Tensor]],
-    batch: AttentionBatch,
-) -> Callable[[], object]:  # fmt: skip
+    ops: OpTable, dtype: torch.dtype, rows: int, context: int, queries: int, copies: int
+) -> Callable[[], object]:
     scale = HEAD_DIM**-0.5
+    made = cache(partial(_attention_inputs, dtype, rows, context, queries, copies))
 
     def run() -> object:
+        q, k, v, turn, batch = made()
         k_cache, v_cache = next(turn)
         return ops.paged_attention(
             q, k, v, k_cache, v_cache, batch, scale=scale, window=None, softcap=None
         )
 
     return run
+
+
+def _attention_inputs(
+    dtype: torch.dtype, rows: int, context: int, queries: int, copies: int
+) -> tuple[Tensor, Tensor, Tensor, Iterator[tuple[Tensor, Tensor]], AttentionBatch]:
+    """Queries, keys and values of a step; caches in turns; where the step finds and writes them."""
+    blocks = rows * context // BLOCK
+    shape = (copies, blocks, KV_HEADS, BLOCK, HEAD_DIM)
+    caches = list(zip(torch.randn(shape).to(dtype), torch.randn(shape).to(dtype), strict=True))
+    tables = torch.arange(blocks, dtype=torch.int32).view(rows, -1)
+    tokens = rows * queries
+    q = torch.randn(tokens, HEADS, HEAD_DIM, dtype=dtype)
+    k, v = (torch.randn(tokens, KV_HEADS, HEAD_DIM, dtype=dtype) for _ in range(2))
+    starts = torch.arange(rows + 1, dtype=torch.int32) * queries
+    lengths = torch.full((rows,), context, dtype=torch.int32)
+    slots = (torch.arange(rows)[:, None] * context + context - queries
+             + torch.arange(queries)).flatten()  # fmt: skip
+    return q, k, v, iter_forever(caches), AttentionBatch(tables, starts, lengths, slots, BLOCK)
 
 
 def iter_forever(items: list[Any]) -> Iterator[Any]:
