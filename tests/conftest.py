@@ -3,12 +3,16 @@
 Also: Ctrl-C as users send it, and Triton's interpreter before anything imports Triton.
 """
 
+from __future__ import annotations
+
 import contextlib
 import importlib.util
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import pytest
@@ -19,6 +23,9 @@ sys.path.insert(0, str(Path(__file__).parent))  # for the modules beside this on
 import budgets
 import depth
 import where
+
+if TYPE_CHECKING:
+    from live import Server
 
 # Examples are the same in each run, but for those of deep tests that somebody runs by hand.
 RANDOM = depth.DEEP and not os.environ.get("CI")
@@ -70,3 +77,12 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         with contextlib.suppress(psutil.Error):
             process.kill()
     psutil.wait_procs(left, timeout=5)
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One server as it is without settings, for all tests that only send requests."""
+    from live import serving  # most runs need none of it
+
+    with serving(tmp_path_factory.mktemp("server")) as running:
+        yield running

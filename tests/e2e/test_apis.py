@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import httpx
 import numpy as np
 import pytest
 from anthropic import Anthropic
 
-from live import Server, eventually, serving
+from live import START_S, Server, eventually, serving
 from typed import unknown_fields
 
 ASKED = "What is a list?"
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("server")
-    with serving(folder, "--responses-db", str(folder / "responses.db")) as running:
-        yield running
 
 
 def anthropic_client(server: Server) -> Anthropic:
@@ -80,9 +71,11 @@ def test_a_client_that_leaves_frees_its_sequence(server):
         ("messages", {**body, "messages": said}),
         ("responses", {"model": "builtin", "input": ASKED, "stream": True, "ignore_eos": True}),
     ):
-        with httpx.stream("POST", f"{server.url}/v1/{path}", json=fields, timeout=30) as answer:
+        with httpx.stream(
+            "POST", f"{server.url}/v1/{path}", json=fields, timeout=START_S
+        ) as answer:
             next(answer.iter_lines())
-    eventually(server.idle)
+    eventually(server.idle, START_S)
 
 
 def test_embeddings_cross_whole_and_many(server):
@@ -99,14 +92,15 @@ def test_embeddings_cross_whole_and_many(server):
         )
     short = vectors[7][:16] / np.linalg.norm(vectors[7][:16])
     assert np.allclose(alone.data[0].embedding, short, atol=1e-4)
-    eventually(server.idle)
+    eventually(server.idle, START_S)
 
 
 def test_stored_responses_outlive_the_server(tmp_path):
     path = str(tmp_path / "responses.db")
-    with serving(tmp_path, "--responses-db", path) as running, running.client() as openai:
+    kept = ("--responses-db", path)
+    with serving(tmp_path, *kept, modelled=True) as running, running.client() as openai:
         first = openai.responses.create(model="builtin", input=ASKED, max_output_tokens=4)
-    with serving(tmp_path, "--responses-db", path) as running, running.client() as openai:
+    with serving(tmp_path, *kept, modelled=True) as running, running.client() as openai:
         assert openai.responses.retrieve(first.id) == first
 
 

@@ -81,7 +81,7 @@ def frontends(server: Server) -> list[psutil.Process]:
 @pytest.mark.parametrize("planes", [1, pytest.param(2, marks=deep)])
 def test_a_killed_request_plane_loses_no_response(tmp_path, planes):
     """The text is the undisturbed one, each event comes once, and usage is right."""
-    with serving(tmp_path, "--frontends", str(planes)) as server:
+    with serving(tmp_path, "--frontends", str(planes), modelled=True) as server:
         eventually(lambda: len(frontends(server)) == planes, START_S)
         undisturbed = [text_of(follow(server, ask(server, number))) for number in range(3)]
         numbers = [ask(server, number) for number in range(3)]

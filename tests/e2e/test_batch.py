@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from live import WEFT, Server, eventually, refused, run, serving
+from live import START_S, WEFT, eventually, refused, run
 from weft.core.config import EngineConfig
 from weft.cost.curves import Curve
 from weft.cost.fit import FEATURES, Fitted
@@ -65,12 +63,6 @@ def start(*arguments: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
     )
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory) -> Iterator[Server]:
-    with serving(tmp_path_factory.mktemp("server")) as running:
-        yield running
 
 
 def test_every_endpoint_and_every_wrong_line(tmp_path):
@@ -176,12 +168,12 @@ def test_killed_again_and_again_it_loses_and_repeats_nothing(tmp_path):
     before = 0
     for _ in range(2):
         process = start(str(source), "-o", str(rough), *settings)
-        eventually(lambda: num_lines(rough) >= before + 3, 60)  # noqa: B023
+        eventually(lambda: num_lines(rough) >= before + 3, START_S)  # noqa: B023
         family = psutil.Process(process.pid).children(recursive=True)
         process.kill()
         process.communicate()
         before = num_lines(rough)
-        assert not psutil.wait_procs(family, timeout=15)[1]
+        assert not psutil.wait_procs(family, timeout=START_S)[1]
     assert before < 36
     with rough.open("a") as file:
         file.write('{"id":"batch_req_')  # as a write that was cut short leaves it
@@ -196,7 +188,7 @@ def test_an_engine_that_dies_is_replaced_and_only_one_writes_an_output(tmp_path)
     lines = [completion(f"f{i}", max_tokens=200, ignore_eos=True) for i in range(24)]
     source, out = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     process = start(str(source), "-o", str(out), *SMALL)
-    eventually(lambda: num_lines(out) >= 1, 60)
+    eventually(lambda: num_lines(out) >= 1, START_S)
     children = psutil.Process(process.pid).children()
     [engine] = [child for child in children if child.name() == "weft-engine"]
     engine.kill()
@@ -214,9 +206,9 @@ def test_ctrl_c_finishes_what_is_open_and_the_second_leaves(tmp_path, server):
     for name, asked in (("own", SMALL), ("server", ["--url", server.url, "--concurrency", "16"])):
         out = tmp_path / f"{name}.jsonl"
         process = start(str(source), "-o", str(out), *asked)
-        eventually(lambda: num_lines(out) >= 5, 60)  # noqa: B023
+        eventually(lambda: num_lines(out) >= 5, START_S)  # noqa: B023
         process.send_signal(signal.SIGINT)
-        printed, told = process.communicate(timeout=60)
+        printed, told = process.communicate(timeout=START_S)
         assert process.returncode == 130, told
         [open_now] = re.findall("finishing ([0-9]+) open requests; Ctrl-C again leaves", told)
         assert 0 < int(open_now) <= OPEN
@@ -227,26 +219,26 @@ def test_ctrl_c_finishes_what_is_open_and_the_second_leaves(tmp_path, server):
         if name == "server":
             break
         process = start(str(source), "-o", str(out), *asked)
-        eventually(lambda: num_lines(out) >= done + 5, 60)  # noqa: B023
+        eventually(lambda: num_lines(out) >= done + 5, START_S)  # noqa: B023
         process.send_signal(signal.SIGINT)
         told = process.stderr.readline()
         while "finishing" not in told:
             told = process.stderr.readline()
         family = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGINT)
-        assert process.wait(10) == 130
+        assert process.wait(START_S) == 130
         process.communicate()
-        assert not psutil.wait_procs(family, timeout=15)[1]
+        assert not psutil.wait_procs(family, timeout=START_S)[1]
         assert len(texts(out)) < 400
-    eventually(server.idle)
+    eventually(server.idle, START_S)
 
 
 def test_ctrl_c_while_the_engine_starts(tmp_path):
     source = write(tmp_path / "in.jsonl", [completion("a")])
     process = start(str(source), "-o", str(tmp_path / "out.jsonl"), *SMALL)
-    eventually(lambda: bool(psutil.Process(process.pid).children()), 60)
+    eventually(lambda: bool(psutil.Process(process.pid).children()), START_S)
     process.send_signal(signal.SIGINT)
-    printed, told = process.communicate(timeout=30)
+    printed, told = process.communicate(timeout=START_S)
     assert process.returncode == 130
     assert "Traceback" not in told
     assert "1 line: 0 answered, 1 left." in printed
@@ -302,13 +294,12 @@ def test_another_input_is_refused_until_restart_here_by_a_config_file(tmp_path):
         (["in.jsonl", "-o", "x", "--consurrency", "3"], ["Did you mean '--concurrency'"], 2),
     ],
 )
-def test_wrong_uses_are_one_sentence(tmp_path, monkeypatch, arguments, words, code):
+def test_wrong_uses_are_one_sentence(call, tmp_path, monkeypatch, arguments, words, code):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
     write(tmp_path / "in.jsonl", [completion("a")])
     (tmp_path / "empty.jsonl").write_text("\n\n")
     (tmp_path / "other").write_text("precious")
-    refused(run("batch", *arguments), *words, code=code)
+    refused(call("batch", *arguments), *words, code=code)
     assert (tmp_path / "other").read_text() == "precious"
     assert json.loads((tmp_path / "in.jsonl").read_text())["custom_id"] == "a"
 

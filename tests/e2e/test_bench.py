@@ -8,8 +8,6 @@ import sys
 
 import pytest
 
-from live import serving
-
 WEFT = [sys.executable, "-m", "weft.cli"]
 
 
@@ -19,25 +17,24 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_serve_measures_a_real_server(tmp_path):
+def test_serve_measures_a_real_server(server, tmp_path):
     loads = {
         "completions": ["--rate", "20,40", "--slo-e2e-ms", "60000"],
         "chat": ["--endpoint", "chat", "--arrivals", "closed", "--clients", "1,4"],
         "ids": ["--prompts", "ids", "--arrivals", "gamma", "--rate", "40"],
     }
     common = ["--requests", "8", "--input-tokens", "40..60", "--output-tokens", "6"]
-    with serving(tmp_path) as server:
-        for name, arguments in loads.items():
-            file = tmp_path / f"{name}.json"
-            done = bench("serve", "--url", server.url, *arguments, *common, "--output", str(file))
-            assert done.returncode == 0, done.stderr
-            result = json.loads(file.read_text())
-            for run in result["runs"]:
-                assert run["failures"] == {}
-                assert run["completed"] == 8
-                assert run["output_tokens"] == 48
-                # texts have about the length that was asked for, ids exactly
-                assert 8 * 34 <= run["input_tokens"] <= 8 * 66
+    for name, arguments in loads.items():
+        file = tmp_path / f"{name}.json"
+        done = bench("serve", "--url", server.url, *arguments, *common, "--output", str(file))
+        assert done.returncode == 0, done.stderr
+        result = json.loads(file.read_text())
+        for run in result["runs"]:
+            assert run["failures"] == {}
+            assert run["completed"] == 8
+            assert run["output_tokens"] == 48
+            # texts have about the length that was asked for, ids exactly
+            assert 8 * 34 <= run["input_tokens"] <= 8 * 66
     assert "TTFT" in done.stdout
 
 
@@ -76,8 +73,8 @@ def test_kernels_are_measured(tmp_path):
         ([], "serve|throughput|kernels"),
     ],
 )
-def test_wrong_uses(arguments, word):
-    done = bench(*arguments)
+def test_wrong_uses(call, arguments, word):
+    done = call("bench", *arguments)
     assert done.returncode in (1, 2)
     assert word in done.stderr
     assert "Traceback" not in done.stderr

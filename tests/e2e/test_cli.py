@@ -10,7 +10,6 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,11 +17,9 @@ from safetensors.torch import load_file, save_file
 
 import weft
 from live import WEFT, refused, run
-from weft import SamplingParams, cli, generate
+from weft import SamplingParams, generate
 from weft.core.errors import OutOfMemoryError
-from weft.engine import llm
 from weft.engine.llm import GenerationResult
-from weft.engine.local import LocalEngine
 from weft.models.hub import resolve_model
 
 FAST = ["--threads", "1", "--kv-memory", "16MiB", "--max-num-seqs", "8", "--quiet"]
@@ -37,21 +34,6 @@ def checkpoint(tmp_path) -> Path:
         if file.suffix in (".json", ".safetensors", ".jinja"):
             (folder / file.name).write_bytes(file.read_bytes())
     return folder
-
-
-@pytest.fixture
-def call(capsys, monkeypatch) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Runs a command as ``run`` does, but in this process, which has torch already."""
-    monkeypatch.setattr(llm, "RemoteEngine", lambda given, meanwhile: LocalEngine(given))  # noqa: ARG005
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-
-    def calling(*arguments: str) -> subprocess.CompletedProcess[str]:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            cli.main(arguments)
-        return subprocess.CompletedProcess(arguments, end.value.code, *capsys.readouterr())
-
-    return calling
 
 
 def test_version():

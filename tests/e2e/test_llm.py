@@ -9,11 +9,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
 
+from live import START_S, command_of, eventually
 from weft import LLM, SamplingParams
 from weft.core.errors import (
     ConfigError,
@@ -30,8 +30,8 @@ LONG = SamplingParams(temperature=1.0, max_tokens=1900, ignore_eos=True, seed=1)
 
 
 def engines() -> list[psutil.Process]:
-    children = psutil.Process().children(recursive=True)
-    return [child for child in children if child.cmdline()[:1] == ["weft-engine"]]
+    children = psutil.Process().children()
+    return [child for child in children if command_of(child)[:1] == ["weft-engine"]]
 
 
 def test_results_equal_those_of_an_engine_in_this_process():
@@ -53,6 +53,7 @@ def test_the_calling_process_loads_no_torch():
     assert done.stdout.strip() == "False"
 
 
+@pytest.mark.usefixtures("modelled_engines")
 @pytest.mark.parametrize("kind", [EngineDeadError, EngineOutOfMemoryError])
 def test_an_engine_that_is_killed_ends_what_is_running_with_an_error(monkeypatch, kind):
     monkeypatch.setattr(MemoryKills, "recent", lambda _: kind is EngineOutOfMemoryError)
@@ -71,6 +72,7 @@ def test_an_engine_that_is_killed_ends_what_is_running_with_an_error(monkeypatch
     llm.close()
 
 
+@pytest.mark.usefixtures("modelled_engines")
 def test_two_models_at_once_and_nothing_is_left():
     with LLM(**SMALL) as one, LLM(**SMALL) as two:
         params = SamplingParams(temperature=0, max_tokens=8)
@@ -81,6 +83,7 @@ def test_two_models_at_once_and_nothing_is_left():
     assert not engines()
 
 
+@pytest.mark.usefixtures("modelled_engines")
 def test_descriptors_are_given_back():
     def count() -> int:
         return len(os.listdir("/proc/self/fd"))
@@ -112,6 +115,7 @@ def as_dict(params: SamplingParams) -> dict:
     return {"temperature": params.temperature, "seed": params.seed, "max_tokens": params.max_tokens}
 
 
+@pytest.mark.usefixtures("modelled_engines")
 def test_a_fork_says_that_the_model_is_not_its_own():
     with LLM(**SMALL) as llm:
         pid = os.fork()
@@ -128,6 +132,7 @@ def test_a_fork_says_that_the_model_is_not_its_own():
         assert llm.generate("x", params, progress=False)[0].finish_reason in ("length", "stop")
 
 
+@pytest.mark.usefixtures("modelled_engines")
 def test_a_forked_child_that_exits_leaves_the_engine_alone():
     with LLM(**SMALL) as llm:
         pid = os.fork()
@@ -147,6 +152,7 @@ def test_a_forked_child_that_exits_leaves_the_engine_alone():
         assert llm.generate("x", params, progress=False)[0].error is None
 
 
+@pytest.mark.usefixtures("modelled_engines")
 @pytest.mark.parametrize("end", ["pass", "os._exit(0)", "raise SystemExit(3)", "1/0"])
 def test_the_engine_ends_with_its_program(end):
     code = (
@@ -157,6 +163,7 @@ def test_the_engine_ends_with_its_program(end):
     wait_until_gone(int(done.stdout))
 
 
+@pytest.mark.usefixtures("modelled_engines")
 def test_the_engine_ends_when_its_program_is_killed():
     code = (
         "import time; from weft import LLM; llm = LLM(threads=1, kv_memory='32MiB');"
@@ -169,6 +176,7 @@ def test_the_engine_ends_when_its_program_is_killed():
     wait_until_gone(engine)
 
 
+@pytest.mark.usefixtures("modelled_engines")
 def test_an_engine_belongs_to_the_program_and_not_to_the_thread_that_made_it():
     """It serves when that thread has ended, and ends with the program even if it is stopped."""
     code = (
@@ -191,10 +199,13 @@ def test_an_engine_belongs_to_the_program_and_not_to_the_thread_that_made_it():
 
 
 def wait_until_gone(pid: int) -> None:
-    end = time.monotonic() + 15
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < end, "the engine is still there"
-        time.sleep(0.05)
+    def gone() -> bool:
+        try:
+            return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+
+    eventually(gone, START_S)
 
 
 def test_an_engine_that_is_stopped_while_it_starts_does_not_build_the_model_first():

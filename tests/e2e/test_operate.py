@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from live import Server, eventually, serving
+from live import START_S, Server, eventually, serving
 
 KEY = {"authorization": "Bearer key-of-alice"}
 ENDLESS = {"model": "builtin", "prompt": "x", "max_tokens": 1900, "ignore_eos": True}
@@ -40,7 +40,9 @@ def test_every_line_is_json_and_bears_its_request(server):
     body = {"model": "builtin", "prompt": "a secret", "max_tokens": 3}
     answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers)
     assert answer.headers["x-request-id"] == "one-of-mine"
-    eventually(lambda: any(line.get("request_id") == "one-of-mine" for line in lines(server)))
+    eventually(
+        lambda: any(line.get("request_id") == "one-of-mine" for line in lines(server)), START_S
+    )
     (line,) = [line for line in lines(server) if line.get("request_id") == "one-of-mine"]
     assert (line["key"], line["status"], line["process"]) == ("alice", 200, "frontend")
     assert line["output_tokens"] <= 3
@@ -71,7 +73,7 @@ def test_a_deadline_frees_the_engine(server):
     answer = httpx.post(f"{server.url}/v1/completions", json=ENDLESS, headers=headers, timeout=60)
     assert answer.status_code == 504
     assert answer.json()["error"]["code"] == "deadline_exceeded"
-    eventually(lambda: gauge(server, "weft:num_requests_running") == 0)
+    eventually(lambda: gauge(server, "weft:num_requests_running") == 0, START_S)
 
 
 def ask_without_reading(server: Server) -> socket.socket:
@@ -87,11 +89,11 @@ def ask_without_reading(server: Server) -> socket.socket:
 def test_a_full_queue_is_refused_and_told_when_to_return(server):
     """One row: one sequence runs, one waits, the third is refused."""
     with ask_without_reading(server):
-        eventually(lambda: gauge(server, "weft:num_requests_running") == 1)
+        eventually(lambda: gauge(server, "weft:num_requests_running") == 1, START_S)
         with ask_without_reading(server):
-            eventually(lambda: gauge(server, "weft:num_requests_waiting") == 1)
+            eventually(lambda: gauge(server, "weft:num_requests_waiting") == 1, START_S)
             refused = httpx.post(f"{server.url}/v1/completions", json=ENDLESS, headers=KEY)
             assert refused.status_code == 429
             assert refused.json()["error"]["code"] == "queue_full"
             assert 1 <= int(refused.headers["retry-after"]) <= 60
-    eventually(lambda: gauge(server, "weft:num_requests_running") == 0)
+    eventually(lambda: gauge(server, "weft:num_requests_running") == 0, START_S)

@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 import pytest
 
-from live import command_of, eventually, serving
+from live import START_S, command_of, eventually, serving
 from weft import LLM, SamplingParams
 from weft.core.config import EngineConfig
 from weft.core.errors import ConfigError, EngineDeadError, InvariantError, OutOfMemoryError
@@ -89,7 +89,7 @@ def test_an_engine_ends_with_its_rank_though_it_has_nothing_to_do(alone):
         (engine,) = [c for c in psutil.Process().children() if command_of(c)[0] == "weft-engine"]
         (rank,) = ranks(engine)
         rank.kill()
-        eventually(lambda: engine.status() == psutil.STATUS_ZOMBIE)
+        eventually(lambda: engine.status() == psutil.STATUS_ZOMBIE, START_S)
     assert [result.token_ids for result in found] == [result.token_ids for result in expected]
 
 
@@ -183,10 +183,10 @@ def test_a_server_goes_on_after_a_rank_has_died(tmp_path):
                 (rank,) = ranks(psutil.Process(server.process.pid))
                 rank.kill()
         assert "".join(parts) == expected
-        eventually(lambda: server.metrics("weft:engine_restarts_total") == [1])
+        eventually(lambda: server.metrics("weft:engine_restarts_total") == [1], START_S)
         (rank,) = ranks(psutil.Process(server.process.pid))
         server.children()["weft-engine"].kill()
-        eventually(lambda: not rank.is_running())
+        eventually(lambda: not rank.is_running(), START_S)
     assert "Rank 1 of the engine ended: signal SIGKILL" in server.errors.read_text()
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
+from live import run
 from weft.core.config import EngineConfig
 from weft.core.errors import ProfileError
 from weft.cost.fit import Fitted, profile_path
@@ -20,16 +18,8 @@ SMALL = ["--threads", "1", "--max-model-len", "128", "--max-num-seqs", "4"]
 SMALL += ["--max-num-batched-tokens", "64", "--repeats", "20", "--steps", "20"]
 
 
-def weft(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "weft.cli", *arguments],
-        capture_output=True, text=True, timeout=120, check=False,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", **variables},
-    )  # fmt: skip
-
-
 def test_a_profile_is_measured_kept_and_found_again(tmp_path, monkeypatch):
-    done = weft("profile", *SMALL, XDG_CACHE_HOME=str(tmp_path))
+    done = run("profile", *SMALL, XDG_CACHE_HOME=str(tmp_path))
     assert done.returncode == 0, done.stderr
     for words in ("accuracy, held out", "machine repeats itself", "goal", "written to"):
         assert words in done.stdout
@@ -52,18 +42,18 @@ def test_a_profile_is_measured_kept_and_found_again(tmp_path, monkeypatch):
         Fitted.load(path, profile_key(other, find_model(other)))
 
 
-def test_a_profile_that_cannot_be_written_is_refused_before_the_work(tmp_path):
+def test_a_profile_that_cannot_be_written_is_refused_before_the_work(call, tmp_path):
     (tmp_path / "file").touch()
-    done = weft("profile", "--profile", str(tmp_path / "file" / "profile.json"))
+    done = call("profile", "--profile", str(tmp_path / "file" / "profile.json"))
     assert done.returncode == 2
     assert "Cannot make" in done.stderr
-    done = weft("profile", "--repeats", "3")
+    done = call("profile", "--repeats", "3")
     assert done.returncode == 2
     assert "repeats" in done.stderr
 
 
-def test_launches_are_measured_on_a_gpu_alone(tmp_path):
-    done = weft("profile", "--tune", "--device", "cpu", "--tuning", str(tmp_path / "gpu.json"))
+def test_launches_are_measured_on_a_gpu_alone(call, tmp_path):
+    done = call("profile", "--tune", "--device", "cpu", "--tuning", str(tmp_path / "gpu.json"))
     assert done.returncode == 1
     assert "Launches are measured on a GPU" in done.stderr
     assert not list(tmp_path.iterdir())

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -23,13 +22,8 @@ from live import (
     in_shared_memory,
     serving,
     wait_until_ready,
+    with_engines,
 )
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory) -> Iterator[Server]:
-    with serving(tmp_path_factory.mktemp("serve")) as running:
-        yield running
 
 
 def scheduler_is_empty(server: Server) -> bool:
@@ -45,7 +39,7 @@ def scheduler_is_empty(server: Server) -> bool:
 
 def test_processes_under_clear_titles(server):
     titles = {"weft-engine", "weft-frontend", "weft-renderer", "weft-sweeper"}
-    eventually(lambda: set(server.children()) == titles)
+    eventually(lambda: set(server.children()) == titles, START_S)
     frontend = server.children()["weft-frontend"]
     maps = Path(f"/proc/{frontend.pid}/maps").read_text()
     assert "libtorch" not in maps, "the request plane must not load torch"
@@ -107,7 +101,7 @@ def test_a_client_that_leaves_frees_its_sequence(server):
     body |= {"ignore_eos": True, "temperature": 1.0}
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as answer:
         next(answer.iter_lines())
-    eventually(lambda: scheduler_is_empty(server))
+    eventually(lambda: scheduler_is_empty(server), START_S)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +192,7 @@ def test_ctrl_c_lets_running_streams_finish(tmp_path):
             running.process.send_signal(signal.SIGINT)
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]"
-        assert running.process.wait(30) == 0
+        assert running.process.wait(START_S) == 0
 
 
 def streaming(server: Server, tokens: int, choices: int = 1):
@@ -209,46 +203,47 @@ def streaming(server: Server, tokens: int, choices: int = 1):
 
 def test_a_signal_to_every_process_lets_streams_finish(tmp_path):
     """As service managers end a service: SIGTERM to the whole group at once."""
-    with serving(tmp_path) as running, streaming(running, 300) as answer:
+    with serving(tmp_path, modelled=True) as running, streaming(running, 300) as answer:
         lines = answer.iter_lines()
         next(lines)
         for process in (*running.children().values(), running.process):
             process.send_signal(signal.SIGTERM)
         rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]"
-        assert running.process.wait(30) == 0
+        assert running.process.wait(START_S) == 0
 
 
 def test_a_second_ctrl_c_ends_streams_with_an_error(tmp_path):
-    with serving(tmp_path) as running, streaming(running, 1900, choices=16) as answer:
+    with serving(tmp_path, modelled=True) as running, streaming(running, 1900, 16) as answer:
         lines = answer.iter_lines()
         next(lines)
         running.process.send_signal(signal.SIGINT)
-        eventually(lambda: httpx.get(f"{running.url}/ready").status_code == 503)
+        eventually(lambda: httpx.get(f"{running.url}/ready").status_code == 503, START_S)
         time.sleep(1.1)  # signals that come together count as one
         running.process.send_signal(signal.SIGINT)
         rest = [line for line in lines if line]
         assert "error" in rest[-1] or "error" in rest[-2]
-        assert running.process.wait(30) == 0
+        assert running.process.wait(START_S) == 0
 
 
 def test_a_request_plane_that_dies_at_the_start_is_restarted(tmp_path):
     with (tmp_path / "errors").open("w") as log:
         port = free_port()
         command = [*WEFT, "serve", "--port", str(port), *SMALL]
-        process = subprocess.Popen(command, stderr=log)
+        environment = with_engines(tmp_path, modelled=True)
+        process = subprocess.Popen(command, stderr=log, env=environment)
     server = Server(process, f"http://127.0.0.1:{port}", tmp_path / "errors")
-    eventually(lambda: "weft-frontend" in server.children())
+    eventually(lambda: "weft-frontend" in server.children(), START_S)
     server.children()["weft-frontend"].kill()
     wait_until_ready(server)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(30) == 0
+    assert process.wait(START_S) == 0
     assert "Request plane 0 ended (signal SIGKILL)" in server.errors.read_text()
 
 
 def test_nothing_is_left_when_the_supervisor_is_killed(tmp_path):
     before = in_shared_memory()
-    with serving(tmp_path) as running:
+    with serving(tmp_path, modelled=True) as running:
         running.process.kill()
     assert in_shared_memory() <= before
 
@@ -256,20 +251,21 @@ def test_nothing_is_left_when_the_supervisor_is_killed(tmp_path):
 def test_a_unix_socket_serves_and_is_removed(tmp_path):
     path = tmp_path / "weft.sock"
     command = [*WEFT, "serve", "--uds", str(path), *SMALL]
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+    environment = with_engines(tmp_path, modelled=True)
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL, env=environment) as process:
         transport = httpx.HTTPTransport(uds=str(path))
         with httpx.Client(transport=transport, base_url="http://weft", timeout=START_S) as client:
             eventually(lambda: path.exists(), START_S)
             body = {"model": "builtin", "prompt": "x", "max_tokens": 3}
             assert client.post("/v1/completions", json=body).status_code == 200
         process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert process.wait(START_S) == 0
     assert not path.exists()
 
 
 def test_a_key_is_demanded_and_names_are_served(tmp_path):
     arguments = ["--api-key", "secret", "--served-model-name", "mine"]
-    with serving(tmp_path, *arguments) as running:
+    with serving(tmp_path, *arguments, modelled=True) as running:
         body = {"model": "mine", "prompt": "x", "max_tokens": 2}
         assert httpx.post(f"{running.url}/v1/completions", json=body).status_code == 401
         key = {"Authorization": "Bearer secret"}
