@@ -184,6 +184,7 @@ def test_killed_again_and_again_it_loses_and_repeats_nothing(tmp_path):
     assert num_lines(tmp_path / "rough.errors.jsonl") == 1
 
 
+@pytest.mark.usefixtures("modelled_engines")
 def test_an_engine_that_dies_is_replaced_and_only_one_writes_an_output(tmp_path):
     lines = [completion(f"f{i}", max_tokens=200, ignore_eos=True) for i in range(24)]
     source, out = write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
@@ -192,7 +193,9 @@ def test_an_engine_that_dies_is_replaced_and_only_one_writes_an_output(tmp_path)
     children = psutil.Process(process.pid).children()
     [engine] = [child for child in children if child.name() == "weft-engine"]
     engine.kill()
+    process.send_signal(signal.SIGSTOP)  # or it might have ended before
     refused(run("batch", str(source), "-o", str(out)), "Another weft batch is writing", code=1)
+    process.send_signal(signal.SIGCONT)
     printed, told = process.communicate(timeout=120)
     assert process.returncode == 0, told
     assert "24 lines: 24 answered." in printed
@@ -200,6 +203,7 @@ def test_an_engine_that_dies_is_replaced_and_only_one_writes_an_output(tmp_path)
     assert len(texts(out)) == 24
 
 
+@pytest.mark.usefixtures("modelled_engines")
 def test_ctrl_c_finishes_what_is_open_and_the_second_leaves(tmp_path, server):
     lines = [completion(f"f{i}", max_tokens=60, ignore_eos=True) for i in range(400)]
     source = write(tmp_path / "in.jsonl", lines)
@@ -233,6 +237,7 @@ def test_ctrl_c_finishes_what_is_open_and_the_second_leaves(tmp_path, server):
     eventually(server.idle, START_S)
 
 
+@pytest.mark.usefixtures("modelled_engines")
 def test_ctrl_c_while_the_engine_starts(tmp_path):
     source = write(tmp_path / "in.jsonl", [completion("a")])
     process = start(str(source), "-o", str(tmp_path / "out.jsonl"), *SMALL)
@@ -244,6 +249,7 @@ def test_ctrl_c_while_the_engine_starts(tmp_path):
     assert "1 line: 0 answered, 1 left." in printed
 
 
+@pytest.mark.usefixtures("modelled_engines")
 def test_another_input_is_refused_until_restart_here_by_a_config_file(tmp_path):
     source, out = write(tmp_path / "in.jsonl", [completion("a")]), tmp_path / "out.jsonl"
     assert run("batch", str(source), "-o", str(out), *SMALL).returncode == 0
