@@ -130,11 +130,14 @@ def serving(
         wait_until_ready(server)
         family = [psutil.Process(process.pid), *server.children().values()]
         yield server
+    except BaseException:
+        print(errors.read_text(), file=sys.stderr)  # for whoever asks why a test has failed
+        raise
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
-        process.wait(30)
-    gone, alive = psutil.wait_procs(family, timeout=15)
+        process.wait(START_S)
+    gone, alive = psutil.wait_procs(family, timeout=START_S)
     assert not alive, f"left behind: {alive}"
     assert len(gone) == len(family)
 
