@@ -96,11 +96,10 @@ def _case(rows: list[tuple[int, int]], shape: Shape, seed: int) -> Case:
         blocks = ids[sum(counts[:row]) :][: counts[row]].long()
         first = 0 if shape.window is None else max(0, past + 1 - shape.window)
         tables[row, first // size : counts[row]] = blocks[first // size :].int()
-        for position in range(first, past):
-            for cache in (k_cache, v_cache):
-                numbers = torch.randn(1, shape.kv_heads, shape.head_size, generator=random)
-                where = (blocks[position // size], torch.tensor(position % size))
-                write_rows(cache, *(index.view(1) for index in where), numbers)
+        seen = torch.arange(first, past)
+        numbers = torch.randn(2, len(seen), shape.kv_heads, shape.head_size, generator=random)
+        for cache, values in zip((k_cache, v_cache), numbers, strict=True):
+            write_rows(cache, blocks[seen // size], seen % size, values)
         slots += [int(blocks[p // size]) * size + p % size for p in range(past, past + n)]
     q, k, v = fresh_tensors(len(slots), shape, random)
     batch = AttentionBatch(

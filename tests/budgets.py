@@ -84,7 +84,8 @@ class Budgets:
     def __init__(self, config: pytest.Config, spins: Spins) -> None:
         self._budgets = seconds()
         whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
-        chosen = config.option.keyword or config.option.markexpr or config.option.lf
+        again = getattr(config.option, "lf", False)  # an option of a plugin that may be off
+        chosen = config.option.keyword or config.option.markexpr or again
         self._whole = whole and not chosen and not depth.DEEP
         self._enforced = os.environ.get(VARIABLE) == "enforced"
         self._spins = spins

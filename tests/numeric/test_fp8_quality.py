@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
+from depth import DEEP
 from weft.kernels.kv_storage import KV_TYPES, quantise
 from weft.kernels.ops import select_ops
 from weft.models.decoder import Decoder
@@ -26,6 +27,10 @@ FOLDER = resolve_model("builtin")
 CARD = json.loads((FOLDER / "card.json").read_text())["heldout"]
 CPU = torch.device("cpu")
 AT_ONCE = 2  # windows in one forward pass
+EVERY = 1 if DEEP else 7  # of the windows, every so manyth is run
+# How much more perplexity is right. All windows give 0.43% for weights, of which half is by the
+# activations, and 0.28% with KV as well; a seventh of them scatters more.
+WEIGHTS, WITH_KV = (1.005, 1.01) if DEEP else (1.01, 1.015)
 
 
 @cache
@@ -34,7 +39,7 @@ def windows() -> tuple[list[int], ...]:
     tokenizer = Tokenizer.load(FOLDER)
     text = (FOLDER / "heldout.txt").read_bytes().decode()
     ids, size = tokenizer.encode(text, add_special_tokens=False), CARD["window"]
-    return tuple(ids[at : at + size] for at in range(0, len(ids), size))
+    return tuple(ids[at : at + size] for at in range(0, len(ids), EVERY * size))
 
 
 def as_stored(rows: Tensor, kv_dtype: str | None) -> Tensor:
@@ -45,15 +50,18 @@ def as_stored(rows: Tensor, kv_dtype: str | None) -> Tensor:
 
 
 @cache
-def model() -> Decoder:
-    """The built-in model with weights in FP8."""
-    rounding = partial(storage_of, quantize="fp8", group=64)
+def model(quantize: str) -> Decoder:
+    """The built-in model with weights in a type."""
+    rounding = partial(storage_of, quantize=quantize, group=64)
     ops = select_ops(CPU, torch.float32, "reference")
     return load_model(FOLDER, torch.float32, CPU, None, ops, rounding)
 
 
-def perplexity(kv_dtype: str | None) -> float:
-    decoder, bos, total = model(), Tokenizer.load(FOLDER).bos_id, 0.0
+@cache
+def perplexity(quantize: str, kv_dtype: str | None) -> float:
+    if DEEP and (quantize, kv_dtype) == ("none", None):
+        return CARD["perplexity"]
+    decoder, bos, total = model(quantize), Tokenizer.load(FOLDER).bos_id, 0.0
     for group in range(0, len(windows()), AT_ONCE):
         some = windows()[group : group + AT_ONCE]
         sizes = [len(window) for window in some]
@@ -62,7 +70,7 @@ def perplexity(kv_dtype: str | None) -> float:
         hidden = decoder.forward(inputs, positions, partial(attend, decoder, sizes, kv_dtype))
         targets = torch.tensor([token for window in some for token in window])
         total += cross_entropy(decoder.logits(hidden), targets, reduction="sum").item()
-    return math.exp(total / CARD["tokens"])
+    return math.exp(total / sum(map(len, windows())))
 
 
 def attend(
@@ -83,10 +91,10 @@ def attend(
 
 
 def test_perplexity_stays_near_that_of_floats() -> None:
-    """0.43% more, of which half is by the activations; 0.5% is the goal of FP8 weights."""
-    assert 1.001 < perplexity(None) / CARD["perplexity"] <= 1.005
+    """0.5% more is the goal of FP8 weights."""
+    assert 1.001 < perplexity("fp8", None) / perplexity("none", None) <= WEIGHTS
 
 
-def test_with_kv_in_fp8_as_well_it_stays_within_1_percent() -> None:
-    """0.28% more. KV alone in FP8 or int8, through the whole engine: ``test_builtin_model``."""
-    assert 1.001 < perplexity("fp8") / CARD["perplexity"] <= 1.01
+def test_with_kv_in_fp8_as_well_it_stays_near() -> None:
+    """KV alone in FP8 or int8, through the whole engine: ``test_builtin_model``."""
+    assert 1.001 < perplexity("fp8", "fp8") / perplexity("none", None) <= WITH_KV
