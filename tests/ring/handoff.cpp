@@ -167,7 +167,7 @@ class Requests {
     for (const News& news : all) check(news);
     if (!all.empty() || side_.in_flight() == 0 || !side_.sleep()) return;
     pollfd waited{wake_fd_, POLLIN, 0};
-    if (::poll(&waited, 1, 5000) == 0) fail("no news for five seconds", side_.in_flight());
+    if (::poll(&waited, 1, 60'000) == 0) fail("no news for a minute", side_.in_flight());
     uint64_t count;
     [[maybe_unused]] const auto bytes = read(wake_fd_, &count, sizeof count);
     side_.wake();
