@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+
+import builds
+from depth import deep
 
 HERE = Path(__file__).parent
 SOURCES = HERE.parents[1] / "src" / "weft" / "kernels" / "cpu"
@@ -15,23 +17,12 @@ NAMES = ("choose", "dispatch", "layer", "matrix", "panel", "pool", "quant", "qua
 FLAGS = ["-std=c++20", "-O1", "-g", "-ffp-contract=fast", "-Wall", "-Wextra", "-Wno-psabi"]
 
 
-@pytest.mark.parametrize(
-    ("sanitizer", "isa", "rounds"),
-    [("address,undefined", "-march=native", 60), ("thread", "-march=x86-64", 25)],
-)
-def test_pool_and_layers_under_a_sanitizer(tmp_path, sanitizer, isa, rounds) -> None:
-    """The widest vectors for the first; they are no matter of the second, which is slow."""
-    compiler = shutil.which("g++")
-    if compiler is None:
-        pytest.skip("g++ is not installed")
-    program = tmp_path / "layers"
-    command = [compiler, *FLAGS, f"-fsanitize={sanitizer}", isa, "-DWEFT_ISA=baseline"]
-    files = [str(HERE / "layers.cpp"), *(str(SOURCES / f"{name}.cpp") for name in NAMES)]
-    command += [f"-I{SOURCES}", *files, "-o", str(program), "-pthread"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode and "cannot find" in done.stderr:
-        pytest.skip(f"the library of the {sanitizer} sanitizer is not installed")
-    assert done.returncode == 0, done.stderr
+def built(main: str, names: tuple[str, ...], *flags: str) -> Path:
+    files = [HERE / main, *(SOURCES / f"{name}.cpp" for name in names)]
+    return builds.program([*FLAGS, *flags, f"-I{SOURCES}", *files], [HERE, SOURCES])
+
+
+def check(program: Path, rounds: int) -> None:
     options = {"TSAN_OPTIONS": "halt_on_error=1", "UBSAN_OPTIONS": "halt_on_error=1"}
     done = subprocess.run(
         [str(program), str(rounds)],
@@ -45,3 +36,18 @@ def test_pool_and_layers_under_a_sanitizer(tmp_path, sanitizer, isa, rounds) -> 
         pytest.skip("this kernel's address layout is unknown to libtsan")
     assert done.stdout == "good\n", done.stderr
     assert done.returncode == 0, done.stderr
+
+
+def test_the_pool_under_the_thread_sanitizer() -> None:
+    check(built("pool.cpp", ("pool",), "-fsanitize=thread"), 100)
+
+
+@deep
+@pytest.mark.parametrize(
+    ("sanitizer", "isa", "rounds"),
+    [("address,undefined", "-march=native", 60), ("thread", "-march=x86-64", 25)],
+)
+def test_pool_and_layers_under_a_sanitizer(sanitizer, isa, rounds) -> None:
+    """The widest vectors for the first; they are no matter of the second, which is slow."""
+    flags = (f"-fsanitize={sanitizer}", isa, "-DWEFT_ISA=baseline")
+    check(built("layers.cpp", NAMES, *flags), rounds)
