@@ -8,24 +8,25 @@ from pathlib import Path
 
 import pytest
 
+import builds
+from depth import deep
+
 HERE = Path(__file__).parent
 KERNELS = HERE.parents[1] / "src" / "weft" / "kernels" / "cpu"
 SOURCES = [KERNELS / f"{name}.cpp" for name in ("attention", "check", "pool")]
 FLAGS = ["-std=c++20", "-O1", "-g1", "-Wall", "-Wno-psabi", "-ffp-contract=fast", f"-I{KERNELS}"]
 
 
+@deep
 @pytest.mark.parametrize(("sanitizer", "cases"), [("address,undefined", 12), ("thread", 5)])
-def test_the_sanitizers_find_nothing(tmp_path: Path, sanitizer: str, cases: int) -> None:
+def test_the_sanitizers_find_nothing(sanitizer: str, cases: int) -> None:
     """The machine's own instructions, as one instruction set."""
     flags = [*FLAGS, f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all"]
-    tile = tmp_path / "tile.o"
-    inner = [*flags, "-march=native", "-DWEFT_ISA=baseline", "-c", str(KERNELS / "tile.cpp")]
-    subprocess.run(["g++", *inner, "-o", str(tile)], check=True)
-    program = tmp_path / "fuzz"
-    outer = [*flags, str(HERE / "attention_fuzz.cpp"), *map(str, SOURCES), str(tile), "-pthread"]
-    subprocess.run(["g++", *outer, "-o", str(program)], check=True)
+    inner = [*flags, "-march=native", "-DWEFT_ISA=baseline", "-c", KERNELS / "tile.cpp"]
+    tile = builds.program(inner, [KERNELS])
+    outer = [*flags, HERE / "attention_fuzz.cpp", *SOURCES, tile]
     done = subprocess.run(
-        [str(program), str(cases)],
+        [str(builds.program(outer, [HERE, KERNELS])), str(cases)],
         capture_output=True,
         text=True,
         check=False,

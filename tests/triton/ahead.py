@@ -16,11 +16,14 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
+KERNELS = HERE.parents[1] / "src" / "weft" / "kernels"
 
 
 @dataclass(frozen=True)
@@ -38,14 +41,26 @@ class Compiled:
     mma: bool  # products of warps are used
 
 
-def compiled(function: str, capability: int, cache: Path, *arguments: str) -> list[Compiled]:
-    """Call ``module.function`` in a process of its own, without Triton's interpreter."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(cache)
+def compiled(function: str, capability: int, *arguments: str) -> list[Compiled]:
+    """Call ``module.function`` in a process of its own, without Triton's interpreter.
+
+    Equal calls of equal kernels compile once: see ``builds``.
+    """
+    import builds  # for tests, not for the process that compiles
+
     command = [sys.executable, str(HERE / "ahead.py"), function, str(capability), *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return [Compiled(**json.loads(line)) for line in done.stdout.splitlines()]
+
+    def make(target: Path) -> None:
+        environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+        with tempfile.TemporaryDirectory() as cache:
+            environment["TRITON_CACHE_DIR"] = cache
+            done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        target.write_text(done.stdout)
+
+    packages = [f"{name} {version(name)}" for name in ("triton", "torch")]
+    lines = builds.kept([*command, sys.version, *packages, HERE, KERNELS], make).read_text()
+    return [Compiled(**json.loads(line)) for line in lines.splitlines()]
 
 
 class _Absent:

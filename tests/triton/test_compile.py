@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
 import pytest
 from ahead import Compiled, compiled
 from launch_attention import SHARED
+
+from depth import deep
 
 # Type, KV, query heads of a KV head x head size, and a window and a soft cap: the largest tiles of
 # each row of the launch tables and what models have. All others, which are
@@ -21,19 +23,33 @@ ATTENTION = {
         "bfloat16/fp8/16x192",
     ],
     80: [
+        "float16/int8/2x256/4096/50",
         "bfloat16/bfloat16/1x96",
         "bfloat16/fp8/2x128/4096/50",
-        "float16/int8/2x256/4096/50",
         "float32/float32/1x80",
     ],
     86: ["bfloat16/bfloat16/4x512", "float32/float32/1x512"],
 }
+# What is compiled in every run: for the newest GPU types, limits and the largest head; one shape
+# for an older one.
+FEW = {90: [1, 4], 80: [0]}
+
+
+def cases(every: dict[int, list[str]], few: dict[int, list[int]]) -> list[Any]:
+    """Capabilities with the shapes to compile: a few in all runs, all of them in deep tests."""
+    short = [(at, [every[at][i] for i in places]) for at, places in few.items()]
+    return [
+        *(pytest.param(*case, id=f"{case[0]}-few") for case in short),
+        *(pytest.param(*case, id=str(case[0]), marks=deep) for case in every.items()),
+    ]
+
+
 MOST_SPILLED = 64  # bytes of a thread; more say that a tile is too large for the registers
 
 
-@pytest.mark.parametrize("capability", list(ATTENTION))
-def test_paged_attention(capability: int, tmp_path: Path) -> None:
-    built = compiled("launch_attention.launch", capability, tmp_path, *ATTENTION[capability])
+@pytest.mark.parametrize(("capability", "shapes"), cases(ATTENTION, FEW))
+def test_paged_attention(capability: int, shapes: list[str]) -> None:
+    built = compiled("launch_attention.launch", capability, *shapes)
     assert {"_write_kernel", "decode_kernel", "merge_kernel", "prefill_kernel"} == {
         kernel.kernel for kernel in built
     }
@@ -53,14 +69,14 @@ def multiplies_halves(kernel: Compiled) -> bool:
     return kernel.constants.get("TYPE") in {"bf16", "fp16"}
 
 
-def test_a_kernel_that_does_not_compile_is_an_error(tmp_path: Path) -> None:
+def test_a_kernel_that_does_not_compile_is_an_error() -> None:
     with pytest.raises(AssertionError, match="fp8e4nv not supported"):
-        compiled("launch_attention.launch_as_if_with_e4m3", 80, tmp_path)
+        compiled("launch_attention.launch_as_if_with_e4m3", 80)
 
 
-@pytest.mark.parametrize("capability", [80, 90])
-def test_kernels_beside_attention(capability: int, tmp_path: Path) -> None:
-    built = compiled("launch_layers.launch", capability, tmp_path)
+@pytest.mark.parametrize("capability", [pytest.param(80, marks=deep), 90])
+def test_kernels_beside_attention(capability: int) -> None:
+    built = compiled("launch_layers.launch", capability)
     assert {kernel.kernel for kernel in built} == {
         "_rms_norm", "_add_norm", "_embedding", "_act_mul", "_act_mul_round", "_angles", "_rotate",
         "_route", "_adjust", "_peaks", "_choose", "_accept",
@@ -77,9 +93,9 @@ PRODUCTS = {
 }
 
 
-@pytest.mark.parametrize("capability", list(PRODUCTS))
-def test_products(capability: int, tmp_path: Path) -> None:
-    built = compiled("launch_products.launch", capability, tmp_path, *PRODUCTS[capability])
+@pytest.mark.parametrize(("capability", "products"), cases(PRODUCTS, {90: [0, 2, 4]}))
+def test_products(capability: int, products: list[str]) -> None:
+    built = compiled("launch_products.launch", capability, *products)
     names = {kernel.kernel for kernel in built}
     assert names == {"gemm", "add_parts", "_round_rows", "_blocks", "_grouped", "_combine"}
     for kernel in built:
