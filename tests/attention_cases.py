@@ -98,8 +98,9 @@ def _case(rows: list[tuple[int, int]], shape: Shape, seed: int) -> Case:
         tables[row, first // size : counts[row]] = blocks[first // size :].int()
         seen = torch.arange(first, past)
         numbers = torch.randn(2, len(seen), shape.kv_heads, shape.head_size, generator=random)
-        for cache, values in zip((k_cache, v_cache), numbers, strict=True):
-            write_rows(cache, blocks[seen // size], seen % size, values)
+        if past > first:
+            for cache, values in zip((k_cache, v_cache), numbers, strict=True):
+                write_rows(cache, blocks[seen // size], seen % size, values)
         slots += [int(blocks[p // size]) * size + p % size for p in range(past, past + n)]
     q, k, v = fresh_tensors(len(slots), shape, random)
     batch = AttentionBatch(

@@ -9,11 +9,15 @@ from typing import Any, TypeVar
 import pytest
 from hypothesis import settings
 
+import where
+
 VARIABLE = "WEFT_TEST_DEEP"
 DEEP = os.environ.get(VARIABLE) == "1"
 SHARE = 6  # of the examples of the deep tests, one in so many is tried in the others
 
 deep = pytest.mark.deep  # only one of the deep tests
+# The same, but for a GPU, where kernels are not interpreted.
+deep_on_cpu = pytest.mark.skipif(False, reason="runs") if where.ON_GPU else deep
 
 Test = TypeVar("Test", bound=Callable[..., Any])
 

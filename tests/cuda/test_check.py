@@ -156,6 +156,7 @@ def test_a_gpu_that_is_not_there_is_an_error_not_a_skip():
 
 
 # What the machines with GPUs, which have no network, lack of weft's own requirements.
+# Python imports it by its name when it starts.
 ABSENT = """
 import sys
 
@@ -176,7 +177,7 @@ sys.meta_path.insert(0, Absent())
 
 def run_without(tmp_path: Path, *command: str, **variables: str) -> str:
     """What a command prints where packages are missing that it must not need."""
-    (tmp_path / "absent.py").write_text(ABSENT)
+    (tmp_path / "sitecustomize.py").write_text(ABSENT)
     path = os.pathsep.join([str(ROOT / "src"), str(tmp_path), str(ROOT / "benchmarks" / "gpu")])
     environment = {**os.environ, "PYTHONPATH": path, **variables}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
@@ -185,13 +186,18 @@ def run_without(tmp_path: Path, *command: str, **variables: str) -> str:
 
 
 def test_parts_need_no_package_that_machines_with_gpus_lack(tmp_path):
-    pytest = [sys.executable, "-m", "pytest", "-q", "-p", "absent", "-p", "pytest_timeout"]
+    """The other modules of the parts run below."""
+    pytest = [sys.executable, "-m", "pytest", "-q", "-p", "pytest_timeout"]
     alone = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    run_without(tmp_path, *pytest, "--collect-only", "tests/triton", "tests/gpu", **alone)
-    served = ("tests/gpu/test_gpu_kinds.py", "-k", "as_it_is_served")
-    assert "1 passed" in run_without(tmp_path, *pytest, *served, **alone)
-    modules = "absent, probes, decode, kernels, transformers_decode"
-    run_without(tmp_path, sys.executable, "-c", f"import {modules}")
+    every = ("tests/triton", "tests/gpu", "-k", "as_it_is_served")  # all are imported
+    assert "1 passed" in run_without(tmp_path, *pytest, *every, **alone)
+    run_without(tmp_path, sys.executable, "-c", "import probes")
+
+
+def test_packages_that_machines_with_gpus_lack_are_not_found(tmp_path):
+    code = "import importlib.util as u; print(u.find_spec('uvicorn'))"
+    with pytest.raises(AssertionError, match="No module named 'uvicorn'"):
+        run_without(tmp_path, sys.executable, "-c", code)
 
 
 def figures_of(check, told: str) -> list[str]:

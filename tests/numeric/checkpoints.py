@@ -294,6 +294,16 @@ def reference_logits(model: Any, tokens: list[int]) -> Tensor:
     return model(torch.tensor([tokens]), use_cache=True).logits[0].float()
 
 
+def likeliest_by_reference(model: Any, tokens: list[int], found: list[int]) -> list[int]:
+    """Return the reference's likeliest token after a prompt and after each token found.
+
+    ``found`` is the reference's own greedy answer exactly if it is equal to that: one pass over all
+    of it says so, where making the answer takes a pass for each token.
+    """
+    logits = reference_logits(model, tokens + found[:-1])
+    return logits[len(tokens) - 1 :].argmax(-1).tolist()
+
+
 def prompt(length: int, seed: int = 0) -> list[int]:
     """Return random token ids."""
     draw = torch.Generator().manual_seed(1000 + seed)

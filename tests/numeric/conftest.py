@@ -1,4 +1,7 @@
-"""Makes the helper modules of this folder importable and keeps torch to one thread."""
+"""Makes the helper modules of this folder importable; torch and the kernels have one thread.
+
+Threads of several processes that run tests wait for each other in vain. Tests of threads set them.
+"""
 
 import sys
 from pathlib import Path
@@ -10,11 +13,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from graphed import use_graphs
 
+from weft.kernels.cpu import attention
+
 
 @pytest.fixture(autouse=True)
 def _one_thread():
     before = torch.get_num_threads()
     torch.set_num_threads(1)
+    attention.set_threads(1)
     yield
     torch.set_num_threads(before)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoints import build, prompt, save_with_tokenizer
+from checkpoints import build, likeliest_by_reference, prompt, save_with_tokenizer
 from graphed import around_forward
 from safetensors.torch import load_file, save_file
 
@@ -33,14 +33,6 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 def llm(folder: Path, **settings) -> LLM:
     defaults = {"dtype": "float32", "threads": 1, "kv_memory": "4MiB", "max_num_seqs": 8}
     return LLM.in_process(folder, **{**defaults, "max_num_batched_tokens": 64, **settings})
-
-
-def reference_tokens(model, tokens: list[int], count: int) -> list[int]:
-    tokens = list(tokens)
-    for _ in range(count):
-        with torch.no_grad():
-            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
-    return tokens[-count:]
 
 
 PROMPTS = [prompt(90, 1), prompt(7, 2), prompt(90, 1)[:70] + prompt(5, 3), prompt(33, 4), [5]]
@@ -65,7 +57,8 @@ def test_greedy_tokens_equal_the_reference(folders, family, depth, attention):
     with llm(folders[family], steps_in_flight=depth, attention=attention) as engine:
         results = engine.generate(PROMPTS, GREEDY, progress=False)
     for tokens, result in zip(PROMPTS, results, strict=True):
-        assert result.token_ids == reference_tokens(model, tokens, 24)
+        assert len(result.token_ids) == 24
+        assert result.token_ids == likeliest_by_reference(model, tokens, result.token_ids)
         assert result.finish_reason == "length"
 
 
@@ -86,12 +79,14 @@ def test_a_pool_that_is_too_small_for_all_changes_no_token(folders, family):
 def test_a_length_below_the_window_makes_every_layer_full(folders):
     """The spec is read with the length served, also when memory decides that length."""
     model, tokens = build("gemma3"), PROMPTS[1]
-    expected = reference_tokens(model, tokens, 9)
     params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
     with llm(folders["gemma3"]) as engine:
         window = min(g.window for g in engine.engine.built.model.facts.groups if g.window)
         assert window > 16
         cost = sum(g.bytes_per_token for g in engine.engine.built.model.facts.groups)
+        expected = engine.generate([tokens], params, progress=False)[0].token_ids
+    assert len(expected) == 9
+    assert expected == likeliest_by_reference(model, tokens, expected)
     with llm(folders["gemma3"], kv_memory=16 * cost) as by_memory:
         assert by_memory.engine.built.resolved.max_model_len == 16
         assert by_memory.generate([tokens], params, progress=False)[0].token_ids == expected

@@ -121,7 +121,7 @@ def test_ranks_run_captured_steps(tmp_path, monkeypatch) -> None:
 def test_each_rank_moves_the_kv_of_its_heads_to_the_host_and_back(tmp_path, monkeypatch) -> None:
     tight = {"kv_memory": "900KiB", "max_model_len": 128, "host_kv_memory": "8MiB"}
     settings = SETTINGS | tight
-    long = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
+    long = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     prompts = [prompt(40 + i % 5, i) for i in range(8)]
     recorder, resolved = recorded(monkeypatch, graph_executor, settings, prompts, long)
     moves = [move for plan in recorder.plans for move in plan.moves]

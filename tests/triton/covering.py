@@ -33,6 +33,12 @@ def covering(factors: Mapping[str, Sequence[object]]) -> list[dict[str, object]]
     return cases
 
 
+def each_once(factors: Mapping[str, Sequence[object]]) -> list[dict[str, object]]:
+    """Return as few cases as there are in which every value of every factor occurs."""
+    number = max(map(len, factors.values()))
+    return [{name: of[i % len(of)] for name, of in factors.items()} for i in range(number)]
+
+
 def _with(case: Mapping[str, int], name: str, place: int) -> list[_Pair]:
     """The pairs of one more value and those of a case, in both orders."""
     pairs = [((other, at), (name, place)) for other, at in case.items() if other != name]

@@ -91,7 +91,7 @@ def shapes(draw: st.DrawFn) -> Shape:
     )
 
 
-@searching(10)
+@searching(10, least=4)
 @given(
     rows=ROWS,
     shape=shapes(),

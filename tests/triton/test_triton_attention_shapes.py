@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from covering import covering
+from covering import covering, each_once
 from test_triton_attention import assert_right
 
-from attention_cases import Shape, make_case
+from attention_cases import Case, Shape, make_case
+from depth import deep_on_cpu
 
 BF16, FP16, FP8, INT8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8
 # Rows of (query tokens, earlier tokens), in blocks of 16 tokens. Rows of more than 16 tokens are
@@ -35,9 +36,19 @@ def named(value: object) -> str:
     return "-".join(map(str, value.values())).replace("torch.", "")
 
 
+@pytest.mark.parametrize("chosen", each_once(FACTORS), ids=named)
+def test_each_of_what_models_have(chosen) -> None:
+    assert_right(made(chosen))
+
+
+@deep_on_cpu
 @pytest.mark.parametrize("chosen", covering(FACTORS), ids=named)
 def test_every_two_of_what_models_have(chosen) -> None:
     """Every head size with every KV type, window, cap and so on; see ``covering``."""
+    assert_right(made(chosen))
+
+
+def made(chosen) -> Case:
     dtype, cache_dtype = chosen["types"]
     shape = Shape(
         heads=chosen["group"],
@@ -48,7 +59,7 @@ def test_every_two_of_what_models_have(chosen) -> None:
         dtype=dtype,
         cache_dtype=cache_dtype,
     )
-    assert_right(make_case(CONTEXTS[chosen["contexts"]], shape, seed=chosen["group"]))
+    return make_case(CONTEXTS[chosen["contexts"]], shape, seed=chosen["group"])
 
 
 @pytest.mark.parametrize("cache_dtype", [BF16, FP8, INT8])
