@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import where
+from depth import deep
 
 ROOT = Path(__file__).parents[2]
 
@@ -187,12 +188,12 @@ def run_without(tmp_path: Path, *command: str, **variables: str) -> str:
 
 
 def test_parts_need_no_package_that_machines_with_gpus_lack(tmp_path):
-    """The other modules of the parts run below."""
+    """The other modules of the parts run below, and this one in the deep tests."""
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "pytest_timeout"]
     alone = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     every = ("tests/triton", "tests/gpu", "-k", "as_it_is_served")  # all are imported
     assert "1 passed" in run_without(tmp_path, *pytest, *every, **alone)
-    run_without(tmp_path, sys.executable, "-c", "import probes")
+    run_without(tmp_path, sys.executable, "-c", "import probes, transformers_decode")
 
 
 def test_packages_that_machines_with_gpus_lack_are_not_found(tmp_path):
@@ -226,6 +227,7 @@ def test_decodes_are_measured(check, tmp_path):
     assert "tiny bf16, batch 2: decode" in names
 
 
+@deep
 def test_transformers_is_measured(check, tmp_path):
     script = str(ROOT / "benchmarks" / "gpu" / "transformers_decode.py")
     tiny = ("--device", "cpu", "--model", "tiny", "--batch", "3", "--steps", "4")

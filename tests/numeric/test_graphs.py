@@ -11,6 +11,7 @@ import torch
 from checkpoints import build, prompt, save_with_tokenizer
 from graphed import SIZES, BlindDevice, graph_executor, use_graphs
 
+from depth import deep
 from weft import LLM, SamplingParams
 from weft.core.config import EngineConfig
 from weft.core.errors import ConfigError, InvariantError
@@ -505,8 +506,15 @@ def test_a_gpu_that_is_not_there_is_an_error_and_auto_does_without():
 # -- the host's memory beside the device's ------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kv_dtype", "kv_memory"), [("auto", "900KiB"), ("int8", "500KiB")])
-@pytest.mark.parametrize("prefix_caching", [True, False])
+@pytest.mark.parametrize(
+    ("prefix_caching", "kv_dtype", "kv_memory"),
+    [
+        (True, "int8", "500KiB"),
+        (False, "auto", "900KiB"),
+        pytest.param(True, "auto", "900KiB", marks=deep),
+        pytest.param(False, "int8", "500KiB", marks=deep),
+    ],
+)
 def test_sequences_that_give_way_go_on_where_they_were(
     prefix_caching, kv_dtype, kv_memory, monkeypatch
 ):

@@ -52,7 +52,11 @@ def perplexity(quantize: str, group: int = 64) -> float:
 
 @pytest.mark.parametrize(
     ("quantize", "group", "limit"),
-    [("int8", 64, 0.005), ("int4", 32, 0.04), ("int4", 64, 0.04), ("int4", 128, 0.04)],
+    [
+        ("int8", 64, 0.005),
+        ("int4", 128, 0.04),
+        *(pytest.param("int4", group, 0.04, marks=deep) for group in (32, 64)),
+    ],
 )
 def test_perplexity_stays_near_that_of_bfloat16(quantize, group, limit) -> None:
     assert 0 < abs(perplexity(quantize, group) / perplexity("none") - 1) <= limit

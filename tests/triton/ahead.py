@@ -59,7 +59,8 @@ def compiled(function: str, capability: int, *arguments: str) -> list[Compiled]:
         target.write_text(done.stdout)
 
     packages = [f"{name} {version(name)}" for name in ("triton", "torch")]
-    lines = builds.kept([*command, sys.version, *packages, HERE, KERNELS], make).read_text()
+    sources = [HERE / "ahead.py", HERE / "weights.py", *sorted(HERE.glob("launch_*.py")), KERNELS]
+    lines = builds.kept([*command, sys.version, *packages, *sources], make).read_text()
     return [Compiled(**json.loads(line)) for line in lines.splitlines()]
 
 

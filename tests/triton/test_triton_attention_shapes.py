@@ -62,8 +62,16 @@ def made(chosen) -> Case:
     return make_case(CONTEXTS[chosen["contexts"]], shape, seed=chosen["group"])
 
 
-@pytest.mark.parametrize("cache_dtype", [BF16, FP8, INT8])
-@pytest.mark.parametrize("head_size", [128, 256])
+@pytest.mark.parametrize(
+    ("head_size", "cache_dtype"),
+    [
+        *((128, BF16), (256, FP8), (128, INT8)),
+        *(
+            pytest.param(*case, marks=deep_on_cpu)
+            for case in ((256, BF16), (128, FP8), (256, INT8))
+        ),
+    ],
+)
 def test_windows_and_caps_of_gemma(head_size: int, cache_dtype: torch.dtype) -> None:
     """Scores up to about 100, so that a cap of 50 changes them; contexts around the window."""
     shape = Shape(
