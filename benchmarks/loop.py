@@ -28,16 +28,15 @@ from weft.cost.roofline import Roofline
 from weft.cost.shape import model_shape
 from weft.kv.cache import GroupSpec, KVCache
 from weft.kv.tiers import TieredCache
-from weft.sched.fcfs import FCFSScheduler
-from weft.sched.load_aware import LoadAwareScheduler
-from weft.sched.planner import Limits, Planner
-from weft.sched.slo import Policy, SLOScheduler
+from weft.sched.policy_slo import TargetPolicy
+from weft.sched.registry import fcfs, load_aware, slo
+from weft.sched.scheduler import Limits, Scheduler
 
 GOALS_US = {"fcfs": {256: 300.0, 1024: 1000.0}, "slo": {512: 1000.0}, "load-aware": {512: 3000.0}}
 PROMPT_TOKENS, BLOCK_SIZE = 512, 16
 
 
-def scheduler_with(name: str, sequences: int, steps: int) -> Planner:
+def scheduler_with(name: str, sequences: int, steps: int) -> Scheduler:
     """A scheduler with so many requests queued, no two alike."""
     length = PROMPT_TOKENS + steps + 8
     blocks = (length // BLOCK_SIZE + 2) * sequences
@@ -52,12 +51,12 @@ def scheduler_with(name: str, sequences: int, steps: int) -> Planner:
         )
         flops = {dtype: 10 * peak for dtype, peak in machine.flops.items()}
         cost = Roofline(model_shape("llama-3.1-8b"), replace(machine, host=host, flops=flops))
-        scheduler: Planner = LoadAwareScheduler(TieredCache([group], (blocks,)), limits, cost)
+        scheduler: Scheduler = load_aware(TieredCache([group], (blocks,)), limits, cost)
     elif name == "slo":
         cost = Roofline(model_shape("llama-3.1-8b"), hardware("h100"))
-        scheduler = SLOScheduler(cache, limits, cost, policy=Policy("off"))
+        scheduler = slo(cache, limits, cost, policy=TargetPolicy("off"))
     else:
-        scheduler = FCFSScheduler(cache, limits)
+        scheduler = fcfs(cache, limits)
     mixed = name == "slo"
     for number in range(2 * sequences if mixed else sequences):
         prompt = tuple((number * 31 + i * 7) % 50_000 for i in range(PROMPT_TOKENS - number % 64))
@@ -99,7 +98,7 @@ def measure(name: str, sequences: int, steps: int) -> dict[str, float]:
         resumed = time.perf_counter()
         scheduler.commit(result)
         ended = time.perf_counter()
-        runs = len(scheduler.running) == sequences
+        runs = len(scheduler.sequences.running) == sequences
         if runs and plan.num_tokens == len(result.tokens) >= least:
             plans.append((planned - started) * 1e6)
             commits.append((ended - resumed) * 1e6)

@@ -36,8 +36,8 @@ from weft.engine.build import Engine, build_engine
 from weft.engine.loop import EngineLoop
 from weft.engine.machine import WallClock
 from weft.kv.cache import GroupSpec, KVCache
-from weft.sched.fcfs import FCFSScheduler
-from weft.sched.planner import Limits
+from weft.sched.registry import fcfs
+from weft.sched.scheduler import Limits
 
 NEW_TOKENS, DRAFT = 128, 8
 PROMPT_TOKENS, BLOCK_SIZE, VOCAB_SIZE = 64, 16, 4096  # where only planning is measured
@@ -90,7 +90,7 @@ def planning_us(count: int, speculation: int, salt: int) -> float:
     """Microseconds a step of planning and committing, every token drawn at random."""
     length = PROMPT_TOKENS + NEW_TOKENS
     cache = KVCache([GroupSpec("full", BLOCK_SIZE, length // BLOCK_SIZE * count)])
-    scheduler = FCFSScheduler(cache, Limits(count, length * count, length, speculation))
+    scheduler = fcfs(cache, Limits(count, length * count, length, speculation))
     draw = random.Random(salt)
     sampling = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
     for number in range(count):

@@ -36,8 +36,8 @@ from weft.kv.cache import GroupSpec, KVCache
 from weft.ring.inbox import RingInbox
 from weft.ring.layout import EngineInfo
 from weft.ring.segment import RingFds, create_ring
-from weft.sched.fcfs import FCFSScheduler
-from weft.sched.planner import Limits
+from weft.sched.registry import fcfs
+from weft.sched.scheduler import Limits
 from weft.server.counts import create_board
 from weft.server.keeper import FrontendKeeper
 from weft.server.listen import listen
@@ -97,7 +97,7 @@ class Clock:
 
 def run_engine(ring: str, rate: float) -> None:
     cache = KVCache([GroupSpec("full", 16, CLIENTS * MAX_LEN // 16)], prefix_caching=False)
-    scheduler = FCFSScheduler(cache, Limits(CLIENTS, 1024, MAX_LEN))
+    scheduler = fcfs(cache, Limits(CLIENTS, 1024, MAX_LEN))
     inbox = RingInbox([RingFds.parse(ring)], vocab_size=VOCAB)
     inbox.write_info(EngineInfo(ready=1, pid=os.getpid(), max_model_len=MAX_LEN, vocab_size=VOCAB))
     loop = EngineLoop(scheduler, NullExecutor(rate), inbox, Clock())

@@ -37,8 +37,8 @@ from weft.kernels.ops import select_ops
 from weft.kv.cache import GroupSpec, KVCache
 from weft.models.decoder import Decoder
 from weft.models.layout import weight_bytes
-from weft.sched.fcfs import FCFSScheduler
-from weft.sched.planner import Limits
+from weft.sched.registry import fcfs
+from weft.sched.scheduler import Limits
 
 PROMPT, OUTPUT, BLOCK = 16, 512, 16
 TRACED_STEPS = 20
@@ -144,7 +144,7 @@ class Engine:
         )
         self.executor = GraphExecutor(decoder, store, table, device, steps)
         cache = KVCache(groups, prefix_caching=False)
-        self._scheduler = FCFSScheduler(cache, Limits(batch, tokens, length))
+        self._scheduler = fcfs(cache, Limits(batch, tokens, length))
         self.kv_bytes = sum(
             t.nbytes for number in range(len(groups)) for t in store.tensors(number)
         )

@@ -32,7 +32,7 @@ from weft.blend.windows import Windows
 from weft.cost.hardware import hardware
 from weft.cost.roofline import NO_OVERHEAD, Roofline
 from weft.cost.shape import model_shape
-from weft.sched.planner import Limits
+from weft.sched.scheduler import Limits
 from weft.sim.blended import BURSTGPT, MMLU, OPENVID, TRACES, Blended, counts, shortened, synthesise
 from weft.sim.offline import OfflineRun, least_work, run_offline, split_of
 from weft.sim.overlap import GAINED, LOST, OVERLAPS

@@ -24,9 +24,8 @@ from weft.cost.fit import ProfileKey
 from weft.cost.roofline import Roofline
 from weft.kv.cache import GroupSpec
 from weft.kv.tiers import TieredCache
-from weft.sched.choose import make_scheduler
-from weft.sched.load_aware import LoadAwareScheduler
-from weft.sched.planner import Planner
+from weft.sched.registry import load_aware, make_scheduler
+from weft.sched.scheduler import Scheduler
 from weft.sim.build import World, build
 from weft.sim.learn import learn
 from weft.sim.options import SimOptions
@@ -177,14 +176,14 @@ def with_host(world: World, times: float) -> World:
     )
 
 
-def scheduler_of(cell: Cell, world: World) -> Planner:
+def scheduler_of(cell: Cell, world: World) -> Scheduler:
     given = world.planned
     if cell.scheduler != "host-only":
         return make_scheduler(cell.scheduler, given)
     if given.cost is None:
         raise ConfigError("no costs were learnt")
     cache = TieredCache(given.groups, given.host_blocks, prefix_caching=False)
-    return LoadAwareScheduler(cache, given.limits, given.cost, given.classes, host_only=True)
+    return load_aware(cache, given.limits, given.cost, given.classes, host_only=True)
 
 
 def run(cell: Cell) -> dict[str, float]:

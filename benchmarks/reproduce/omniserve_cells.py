@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 from reproduction import chat_spreads
-from rivals import EagerRiders, HeadroomScheduler, TimedLoadAware
+from rivals import eager_riders, headroom, timed_load_aware
 
 from weft.core.types import ServiceClass
 from weft.cost.fit import Fitted, ProfileKey
@@ -24,10 +24,9 @@ from weft.cost.shape import model_shape
 from weft.cost.work import Work
 from weft.kv.cache import GroupSpec, KVCache
 from weft.kv.tiers import TieredCache
-from weft.sched.fcfs import FCFSScheduler
-from weft.sched.planner import Limits, Planner
-from weft.sched.riders import RidingScheduler
-from weft.sched.slo import Policy, SLOScheduler
+from weft.sched.policy_slo import TargetPolicy
+from weft.sched.registry import fcfs, slo, slo_riders
+from weft.sched.scheduler import Limits, Scheduler
 from weft.sim.arrivals import gamma_times
 from weft.sim.jobs import Job, own_text
 from weft.sim.learn import learn
@@ -124,23 +123,23 @@ def host_tokens(model: Model, setting: Setting) -> int:
     return int(HOST_SHARE * model.tp / 4 * host.memory / token)
 
 
-def scheduler(name: str, model: Model, setting: Setting) -> Planner:
+def scheduler(name: str, model: Model, setting: Setting) -> Scheduler:
     place = (model.name, model.tp, setting.machine)
-    classes, policy = model.classes, Policy(setting.admission)
+    classes, policy = model.classes, TargetPolicy(setting.admission)
     blocks = int(true_cost(*place).kv_room() * setting.device_kv) // BLOCK
     groups = (GroupSpec("full", BLOCK, blocks),)
     limits = Limits(ROWS, setting.budget, min(LONGEST, blocks * BLOCK))
     if name in ("fcfs", "headroom"):
-        kind = FCFSScheduler if name == "fcfs" else HeadroomScheduler
+        kind = fcfs if name == "fcfs" else headroom
         return kind(KVCache(groups, prefix_caching=False), limits, classes)
     planned = planned_cost(*place)
     if name in ("alone", "device"):
-        return SLOScheduler(KVCache(groups, prefix_caching=False), limits, planned, classes, policy)
+        return slo(KVCache(groups, prefix_caching=False), limits, planned, classes, policy)
     on_hosts = setting.hosts * host_tokens(model, setting) // BLOCK
     tiers = TieredCache(groups, [on_hosts], prefix_caching=False)
     if name == "load-aware":
-        return TimedLoadAware(tiers, limits, planned, classes, tpot_s=model.tpot_s)
-    riding = EagerRiders if name == "eager" else RidingScheduler
+        return timed_load_aware(tiers, limits, planned, classes, tpot_s=model.tpot_s)
+    riding = eager_riders if name == "eager" else slo_riders
     return riding(tiers, limits, planned, classes, policy)
 
 

@@ -2,66 +2,97 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import replace
-from typing import Any
 
-from weft.core.plan import StepPlan
-from weft.core.types import Sequence
+from weft.core.types import DEFAULT_CLASSES, Sequence, ServiceClass
 from weft.cost.model import CostModel
-from weft.sched.fcfs import FCFSScheduler
-from weft.sched.load_aware import LoadAwareScheduler
-from weft.sched.riders import RidingScheduler, RidingStep
-from weft.sched.slo import DEFAULT_POLICY
-from weft.sched.step import OpenStep
-from weft.sched.timed import TimedStep
+from weft.kv.cache import KVCache
+from weft.kv.tiers import TieredCache
+from weft.sched.admission import Admission
+from weft.sched.balance import Balance
+from weft.sched.batch import BatchBuilder, TimedBatch
+from weft.sched.memory_device import DeviceMemory
+from weft.sched.memory_host import HostMemory, SwapMemory
+from weft.sched.piggyback import PiggybackPart
+from weft.sched.policy_fcfs import FCFSPolicy
+from weft.sched.policy_slo import DEFAULT_POLICY, SLOPolicy, TargetPolicy
+from weft.sched.scheduler import Limits, Scheduler
+from weft.sched.two_batch import TwoBatch
 
 HEADROOM = 0.8  # share of KV memory that Llumnix keeps for interactive requests (section 2.3.1)
 
 
-class HeadroomScheduler(FCFSScheduler):
-    """Class ranks with memory kept free: best effort holds at most what the headroom leaves."""
+class HeadroomAdmission(Admission):
+    """Memory kept free: best effort holds at most what the headroom leaves."""
 
-    def _admit(self, step: OpenStep, rank: int) -> None:
-        best_effort = [s for s in self.running if s.order[0] == self._ranks["batch"]]
-        if rank == self._ranks["batch"]:
-            pool, block = self.cache.pools[0], self.cache.groups[0].block_size
-            held = sum(self.cache.held(s.id)[0] for s in best_effort)
-            first = next(self.waiting.of_rank(rank), None)
+    def __init__(self, scheduler: Scheduler, best_effort: int) -> None:
+        super().__init__(
+            scheduler.sequences, scheduler.memory, scheduler.limits.max_num_batched_tokens
+        )
+        self._best_effort = best_effort
+
+    def admit(self, step: BatchBuilder, rank: int) -> None:
+        if rank == self._best_effort:
+            pool, block = self._cache.pools[0], self._cache.groups[0].block_size
+            running = self._sequences.running_of(rank)
+            held = sum(self._cache.held(s.id)[0] for s in running)
+            first = next(self._sequences.waiting.of_rank(rank), None)
             if first is None or held + first.end / block > (1 - HEADROOM) * pool.num_blocks:
                 return
-        super()._admit(step, rank)
+        super().admit(step, rank)
 
 
-class TimedLoadAware(LoadAwareScheduler):
-    """Load-aware "with a latency control mechanism similar to OmniServe's" (section 5.1.3).
+def headroom(
+    cache: KVCache, limits: Limits, classes: Seq[ServiceClass] = DEFAULT_CLASSES
+) -> Scheduler:
+    """Class ranks with memory kept free."""
+    scheduler = Scheduler(FCFSPolicy(classes), DeviceMemory(cache), limits)
+    best_effort = next(row.rank for row in classes if row.name == "batch")
+    scheduler.admission = HeadroomAdmission(scheduler, best_effort)
+    return scheduler
 
-    Each step gets the token budget with which it keeps the target between tokens, as is predicted
-    of its decodes on the device and of prompts; the margin is that of scheduler slo.
+
+class TimedFCFS(FCFSPolicy):
+    """Steps with the token budget that keeps the target between tokens, as is predicted.
+
+    Of its decodes on the device and of prompts; the margin is that of scheduler slo.
     """
 
-    def __init__(self, *given: Any, tpot_s: float) -> None:
-        super().__init__(*given)
-        self._most = self.limits.max_num_batched_tokens
+    def __init__(self, classes: Seq[ServiceClass], cost: CostModel, tpot_s: float) -> None:
+        super().__init__(classes, cost)
         self._limit_s = tpot_s * (1 - DEFAULT_POLICY.margin)
 
-    def plan(self, now: float) -> StepPlan | None:
-        budget = self._within(self._cost)
-        self.limits = replace(self.limits, max_num_batched_tokens=budget)
-        return super().plan(now)
-
-    def _within(self, cost: CostModel) -> int:
-        hosted = set(self.host.sequences())
-        here = [s for s in self.running if s.id not in hosted]
+    def budget(self) -> int:
+        """Tokens that the next step may have."""
+        assert self._cost is not None
+        scheduler = self._scheduler
+        most = scheduler.limits.max_num_batched_tokens
+        here = scheduler.memory.on_device(scheduler.sequences.running)
         decodes = [s.planned for s in here if s.known - s.planned == 1]
         start = next((s.planned for s in here if s.known - s.planned > 1), 0)
-        step = TimedStep(self._most, cost=cost, limit_s=self._limit_s)
+        step = TimedBatch(most, cost=self._cost, limit_s=self._limit_s)
         step.work.decodes = step.work.tokens = step.work.sampled = len(decodes)
         step.work.decode_context = sum(decodes) + len(decodes)
-        return max(16, len(decodes) + step.room(start, self._most - len(decodes)))
+        return max(16, len(decodes) + step.room(start, most - len(decodes)))
 
 
-class EagerRiders(RidingScheduler):
+def timed_load_aware(
+    cache: TieredCache,
+    limits: Limits,
+    cost: CostModel,
+    classes: Seq[ServiceClass],
+    *,
+    tpot_s: float,
+) -> Scheduler:
+    """Load-aware "with a latency control mechanism similar to OmniServe's" (section 5.1.3)."""
+    memory = SwapMemory(cache, host_computes=True)
+    part = TwoBatch(memory, Balance(cost, limits.max_num_batched_tokens))
+    memory.takes_too_long = part.takes_too_long
+    return Scheduler(TimedFCFS(classes, cost, tpot_s), memory, limits, [part])
+
+
+class EagerPiggyback(PiggybackPart):
     """Sends a decode to the host as soon as a step has no time for it beside prompts.
 
     As the paper has it (section 3.3.5). weft's own keeps it on the device if a step could hold all
@@ -70,15 +101,28 @@ class EagerRiders(RidingScheduler):
 
     _passed_over: Seq[Sequence] = ()
 
-    def _plan_best_effort(self, step: TimedStep, now: float, *, prompts: bool) -> None:
-        super()._plan_best_effort(step, now, prompts=prompts)
+    def after_best_effort(self, step: TimedBatch) -> Iterable[int]:
+        ranks = super().after_best_effort(step)
         planned = {sequence.id for sequence in step.sequences}
         self._passed_over = [s for s in self._decoding() if s.id not in planned]
+        return ranks
 
-    def _too_many(self, step: RidingStep) -> list[Sequence]:  # noqa: ARG002
+    def _too_many(self, step: TimedBatch) -> list[Sequence]:  # noqa: ARG002
         passed = {sequence.id for sequence in self._passed_over}
         return [sequence for sequence in self._decoding() if sequence.id in passed]
 
     def _decoding(self) -> list[Sequence]:
-        running = [s for rank in self._best_effort for s in self._running_of(rank)]
+        running = [s for rank in self._policy.best_effort for s in self._policy.running_of(rank)]
         return [s for s in running if s.known - s.planned == 1]
+
+
+def eager_riders(
+    cache: TieredCache,
+    limits: Limits,
+    cost: CostModel,
+    classes: Seq[ServiceClass],
+    policy: TargetPolicy = DEFAULT_POLICY,
+) -> Scheduler:
+    """Scheduler slo-riders with the paper's order of moves."""
+    targets, memory = SLOPolicy(cost, classes, policy), HostMemory(cache)
+    return Scheduler(targets, memory, limits, [EagerPiggyback(memory, targets)])

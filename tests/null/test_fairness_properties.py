@@ -16,11 +16,10 @@ from depth import searching
 from weft.core.plan import StepPlan, Tier
 from weft.core.types import Request, SamplingParams, ServiceClass
 from weft.kv.cache import GroupSpec
-from weft.sched.fcfs import FCFSScheduler
-from weft.sched.load_aware import PATIENCE, LoadAwareScheduler
-from weft.sched.planner import Limits
-from weft.sched.riders import RidingScheduler
-from weft.sched.slo import Policy, SLOScheduler
+from weft.sched.policy_slo import TargetPolicy
+from weft.sched.registry import fcfs, load_aware, slo, slo_riders
+from weft.sched.scheduler import Limits
+from weft.sched.two_batch import PATIENCE
 from weft.sim.piggyback import Piggyback
 
 LAYERS = 2
@@ -35,12 +34,12 @@ COST = LinearCost(0.01, 0.001, layers=LAYERS, host_context_s=0.002, move_s=1e-4)
 def maker(name: str, patience_s: float = 0.1):
     """Makes the scheduler of that name."""
     more = {"cost": COST, "classes": CLASSES}
-    policy = Policy("off", 0.0, patience_s)
+    policy = TargetPolicy("off", 0.0, patience_s)
     return {
-        "fcfs": FCFSScheduler,
-        "load-aware": partial(LoadAwareScheduler, **more),
-        "slo": partial(SLOScheduler, **more, policy=policy),
-        "slo-riders": partial(RidingScheduler, **more, policy=policy),
+        "fcfs": fcfs,
+        "load-aware": partial(load_aware, **more),
+        "slo": partial(slo, **more, policy=policy),
+        "slo-riders": partial(slo_riders, **more, policy=policy),
     }[name]
 
 
@@ -125,7 +124,7 @@ def test_best_effort_ends_beside_an_endless_crowd(name, data):
     ended: list[int] = []
 
     def look(scheduler, _):
-        waiting = scheduler.live.sequences
+        waiting = scheduler.sequences.by_id
         if len(ended) < len(low) and not any(request.id in waiting for request in low):
             ended.extend(request.id for request in low)
             assert any(number >= 1000 for number in waiting)  # the crowd is still there
@@ -167,21 +166,21 @@ def test_the_oldest_on_the_host_is_not_left_out_for_long(data):
     passed = Counter()
 
     def look(scheduler, step):
-        on_host = set(scheduler.host.sequences())
-        oldest = next((s for s in scheduler.running if s.id in on_host), None)
+        on_host = set(scheduler.memory.host.sequences())
+        oldest = next((s for s in scheduler.sequences.running if s.id in on_host), None)
         rows = {row for batch in step.batches for row in batch.rows}
         if slow:
             assert not (host_decodes(step) and device_rows(step))
             return
-        moving = oldest is not None and scheduler.tiers.moving(oldest.id)
+        moving = oldest is not None and scheduler.memory.tiers.moving(oldest.id)
         if oldest is None or moving or oldest.row in rows or oldest.known >= oldest.end:
             passed.clear()
             return
-        before = {s.row for s in scheduler.running if s.order < oldest.order}
+        before = {s.row for s in scheduler.sequences.running if s.order < oldest.order}
         full = step.num_tokens >= world.limits.max_num_batched_tokens and rows <= before
         passed[oldest.id] += not full
         assert passed[oldest.id] <= PATIENCE + 1 + world.depth
 
-    make = watching(partial(LoadAwareScheduler, cost=cost), look)
+    make = watching(partial(load_aware, cost=cost), look)
     requests, inbox, _ = run(world, arrivals, {}, make=make)
     assert_answers(world, requests, inbox, set(), set())

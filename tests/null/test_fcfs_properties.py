@@ -24,8 +24,8 @@ from weft.core.types import Request, SamplingParams
 from weft.engine.loop import EngineLoop
 from weft.kv.cache import GroupSpec, KVCache
 from weft.sched.draft import REMEMBERED, NgramDrafter
-from weft.sched.fcfs import FCFSScheduler
-from weft.sched.planner import Limits
+from weft.sched.registry import fcfs
+from weft.sched.scheduler import Limits
 from weft.sim.clock import VirtualClock
 from weft.sim.executor import ModelledExecutor
 
@@ -148,7 +148,7 @@ def test_the_property_test_can_fail():
 
     world = World((GroupSpec("full", 2, 40),), Limits(4, 16, 30), 0)
     cache = Forgetful(world.groups)
-    scheduler = FCFSScheduler(cache, world.limits)
+    scheduler = fcfs(cache, world.limits)
     executor = ModelledExecutor(world.groups, VOCAB)
     request = [Request(i, tuple(range(1, 10)), SamplingParams(max_tokens=3)) for i in range(2)]
     inbox = ScriptedInbox({0: request[:1], 20: request[1:]}, {})

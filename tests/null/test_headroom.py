@@ -11,21 +11,20 @@ from test_load_aware import planned, requests
 from weft.core.types import Request, SamplingParams
 from weft.kv.cache import GroupSpec, KVCache
 from weft.kv.tiers import TieredCache
-from weft.sched.fcfs import FCFSScheduler
-from weft.sched.planner import Limits
-from weft.sched.slo import Policy, SLOScheduler
-from weft.sched.swap import SwapScheduler
+from weft.sched.policy_slo import TargetPolicy
+from weft.sched.registry import fcfs, slo
+from weft.sched.scheduler import Limits
 from weft.sim.executor import ModelledExecutor
 
-SLO = partial(SLOScheduler, cost=LinearCost(0.01, 0.001), policy=Policy("off"))
+SLO = partial(slo, cost=LinearCost(0.01, 0.001), policy=TargetPolicy("off"))
 
 
 def make(kind, blocks: int, rows: int = 32):
     groups = (GroupSpec("full", 4, blocks),)
     cache = KVCache(groups, prefix_caching=False)
-    if kind is SwapScheduler:
+    if kind == "fcfs-swap":
         cache = TieredCache(groups, (8,), prefix_caching=False)
-    return kind(cache, Limits(rows, 256, 512))
+    return (SLO if kind == "slo" else fcfs)(cache, Limits(rows, 256, 512))
 
 
 def started(scheduler, executor) -> list[int]:
@@ -41,7 +40,7 @@ def request(number: int, prompt: int, output: int, service_class="interactive") 
     return Request(number, tokens, SamplingParams(max_tokens=output), service_class=service_class)
 
 
-@pytest.mark.parametrize("kind", [FCFSScheduler, SwapScheduler, SLO])
+@pytest.mark.parametrize("kind", ["fcfs", "fcfs-swap", "slo"])
 @pytest.mark.parametrize(("prompt", "starts"), [(8, True), (9, False)])
 def test_a_newcomer_leaves_what_those_that_run_will_ask_for(kind, prompt, starts):
     """The first has 9 tokens in 2 of 13 blocks and gets 32 more, for which it needs 9 blocks."""
@@ -54,7 +53,7 @@ def test_a_newcomer_leaves_what_those_that_run_will_ask_for(kind, prompt, starts
 
 
 def test_no_more_is_left_than_a_sequence_can_still_become():
-    scheduler = make(FCFSScheduler, blocks=13)
+    scheduler = make("fcfs", blocks=13)
     executor = ModelledExecutor(scheduler.cache.groups, 97)
     scheduler.add(request(1, 7, 5))  # 12 tokens at most: one block more
     assert started(scheduler, executor) == [1]
@@ -63,20 +62,18 @@ def test_no_more_is_left_than_a_sequence_can_still_become():
 
 
 def test_the_rest_of_a_prompt_that_comes_in_chunks_is_left_to_it():
-    scheduler = FCFSScheduler(
-        KVCache((GroupSpec("full", 4, 13),), prefix_caching=False), Limits(4, 8, 64)
-    )
-    scheduler.ahead_tokens = 0
+    scheduler = fcfs(KVCache((GroupSpec("full", 4, 13),), prefix_caching=False), Limits(4, 8, 64))
+    scheduler.memory.ahead_tokens = 0
     executor = ModelledExecutor(scheduler.cache.groups, 97)
     scheduler.add(request(1, 40, 2))
     assert started(scheduler, executor) == [1]
     scheduler.add(request(2, 16, 1))
-    while len(scheduler.running[0].tokens) == 40:
+    while len(scheduler.sequences.running[0].tokens) == 40:
         assert started(scheduler, executor) == []
     assert scheduler.totals.preemptions == 0
 
 
-@pytest.mark.parametrize("kind", [FCFSScheduler, SwapScheduler, SLO])
+@pytest.mark.parametrize("kind", ["fcfs", "fcfs-swap", "slo"])
 def test_an_empty_engine_starts_whatever_fits_at_all(kind):
     scheduler = make(kind, blocks=13)
     scheduler.add(request(1, 51, 1))
@@ -86,7 +83,7 @@ def test_an_empty_engine_starts_whatever_fits_at_all(kind):
 
 
 def test_nothing_is_left_to_a_lower_class():
-    scheduler = make(FCFSScheduler, blocks=13)
+    scheduler = make("fcfs", blocks=13)
     executor = ModelledExecutor(scheduler.cache.groups, 97)
     scheduler.add(request(1, 7, 40, "batch"))
     assert started(scheduler, executor) == [1]
@@ -99,8 +96,8 @@ def test_half_of_what_was_computed_twice_is_spared():
     """Answers much longer than what is looked ahead, in a pool for some ten of 64 sequences."""
     computed, preempted = [], []
     for ahead in (0, 32):
-        scheduler = make(FCFSScheduler, blocks=300)
-        scheduler.ahead_tokens = ahead
+        scheduler = make("fcfs", blocks=300)
+        scheduler.memory.ahead_tokens = ahead
         for each in requests(64, output=100):
             scheduler.add(each)
         plans = planned(scheduler, ModelledExecutor(scheduler.cache.groups, 97))
@@ -126,17 +123,17 @@ def test_nobody_loses_a_row_to_a_request_that_does_not_fit_anyhow():
 
     The first keeps 25 blocks of 60 and is left 8; the third needs 38.
     """
-    scheduler = make(FCFSScheduler, blocks=60, rows=2)
+    scheduler = make("fcfs", blocks=60, rows=2)
     asked = [request(1, 100, 60), request(2, 60, 60, "batch"), request(3, 150, 4)]
     assert victims(scheduler, asked, steps=15) == 0
-    assert len(scheduler.running) == 2
+    assert len(scheduler.sequences.running) == 2
 
 
 def test_nobody_gives_way_for_blocks_that_others_hold_too():
     """Preempting those that share a prefix with a sequence that goes on gives little free."""
     prefix = request(0, 80, 1).prompt
     cache = KVCache((GroupSpec("full", 4, 40),), prefix_caching=True)
-    scheduler = FCFSScheduler(cache, Limits(8, 256, 512))
+    scheduler = fcfs(cache, Limits(8, 256, 512))
 
     def sharing(number: int, output: int, service_class: str) -> Request:
         sampling = SamplingParams(max_tokens=output)
@@ -144,5 +141,5 @@ def test_nobody_gives_way_for_blocks_that_others_hold_too():
 
     asked = [sharing(1, 24, "interactive"), sharing(2, 24, "batch"), sharing(3, 24, "batch")]
     assert victims(scheduler, [*asked, request(4, 100, 4)], steps=12) == 0
-    assert len(scheduler.running) == 3
+    assert len(scheduler.sequences.running) == 3
     assert cache.freed([2, 3])[0] < 40 - cache.available()[0] - 20

@@ -17,10 +17,9 @@ from weft.cost.work import Work
 from weft.kv.cache import GroupSpec, KVCache
 from weft.kv.tiers import TieredCache
 from weft.sched.balance import Balance, HostWork
-from weft.sched.choose import Resources, make_scheduler
-from weft.sched.fcfs import FCFSScheduler
-from weft.sched.load_aware import PATIENCE, LoadAwareScheduler
-from weft.sched.planner import Limits
+from weft.sched.registry import Resources, fcfs, load_aware, make_scheduler
+from weft.sched.scheduler import Limits, Scheduler
+from weft.sched.two_batch import PATIENCE
 from weft.sim.executor import ModelledExecutor
 
 HALVES = LinearCost(10.0, 0.01, host_context_s=0.001)  # a second step of the weights pays soon
@@ -56,7 +55,7 @@ def planned(scheduler, executor, after=repr) -> list[StepPlan]:
 def served(cost, blocks=16, host=200, count=8, budget=64, longest=64, **more) -> list[StepPlan]:
     """Plans for requests of which about two fit onto the device."""
     groups = (GroupSpec("full", 4, blocks),)
-    scheduler = LoadAwareScheduler(TieredCache(groups, (host,)), Limits(16, budget, longest), cost)
+    scheduler = load_aware(TieredCache(groups, (host,)), Limits(16, budget, longest), cost)
     for request in requests(count, **more):
         scheduler.add(request)
     return planned(scheduler, ModelledExecutor(groups, 97, host_blocks=(host,)))
@@ -130,7 +129,7 @@ def test_sequences_beyond_the_device_decode_on_the_host(depth):
     world = World((GroupSpec("full", 4, 16),), Limits(16, 64, 64), depth, host_blocks=(200,))
 
     def make(cache, limits):
-        return LoadAwareScheduler(cache, limits, HALVES)
+        return load_aware(cache, limits, HALVES)
 
     asked = {0: requests(8)}
     requests_, inbox, scheduler = run(world, asked, {}, make=make)
@@ -143,8 +142,8 @@ def test_sequences_beyond_the_device_decode_on_the_host(depth):
     assert any(host_rows(plan) > 1 for plan in steps)
 
 
-def queued_fcfs(blocks: int = 16, count: int = 8) -> FCFSScheduler:
-    scheduler = FCFSScheduler(KVCache((GroupSpec("full", 4, blocks),)), Limits(16, 64, 64))
+def queued_fcfs(blocks: int = 16, count: int = 8) -> Scheduler:
+    scheduler = fcfs(KVCache((GroupSpec("full", 4, blocks),)), Limits(16, 64, 64))
     for request in requests(count):
         scheduler.add(request)
     return scheduler
@@ -200,7 +199,7 @@ def test_a_host_that_is_far_too_slow_keeps_what_left_until_there_is_room_again()
 
 def test_lower_classes_leave_for_higher_ones_and_are_not_computed_again():
     groups = (GroupSpec("full", 4, 16),)
-    scheduler = LoadAwareScheduler(TieredCache(groups, (99,)), Limits(16, 64, 64), SLOW_HOST)
+    scheduler = load_aware(TieredCache(groups, (99,)), Limits(16, 64, 64), SLOW_HOST)
     executor = ModelledExecutor(groups, 97, host_blocks=(99,))
     for request in requests(3, prompt=16, service_class="batch"):
         scheduler.add(request)
@@ -220,14 +219,14 @@ def test_lower_classes_leave_for_higher_ones_and_are_not_computed_again():
 @pytest.mark.parametrize("cost", [HALVES, SLOW_HOST])
 def test_equal_requests_of_a_class_end_about_in_the_order_of_their_arrival(cost):
     groups = (GroupSpec("full", 4, 24),)
-    scheduler = LoadAwareScheduler(TieredCache(groups, (400,)), Limits(32, 64, 64), cost)
+    scheduler = load_aware(TieredCache(groups, (400,)), Limits(32, 64, 64), cost)
     for request in requests(24):
         scheduler.add(request)
     ended: list[int] = []
     known = set(range(24))
 
     def note(_: StepPlan) -> None:
-        gone = sorted(known - set(scheduler.live.sequences))
+        gone = sorted(known - set(scheduler.sequences.by_id))
         ended.extend(gone)
         known.difference_update(gone)
 
@@ -242,16 +241,14 @@ def test_plans_without_rows_do_not_count_as_steps_that_take_no_time():
     world = World((GroupSpec("full", 4, 16),), Limits(4, 64, 64), 1, host_blocks=(16,))
     (asked,) = requests(1)
     asked = replace(asked, sampling=replace(asked.sampling, grammar="in lockstep"))
-    make = partial(LoadAwareScheduler, cost=HALVES)
+    make = partial(load_aware, cost=HALVES)
     *_, scheduler = run(world, {0: [asked]}, {}, make=make)
-    assert scheduler._step_s == pytest.approx(10.0, rel=0.01)
+    assert scheduler.parts[0]._step_s == pytest.approx(10.0, rel=0.01)
 
 
 def test_host_only_computes_no_decode_attention_on_the_device():
     groups = (GroupSpec("full", 4, 16),)
-    scheduler = LoadAwareScheduler(
-        TieredCache(groups, (200,)), Limits(16, 64, 64), HALVES, host_only=True
-    )
+    scheduler = load_aware(TieredCache(groups, (200,)), Limits(16, 64, 64), HALVES, host_only=True)
     for request in requests(8):
         scheduler.add(request)
     steps = planned(scheduler, ModelledExecutor(groups, 97, host_blocks=(200,)))
@@ -260,7 +257,7 @@ def test_host_only_computes_no_decode_attention_on_the_device():
 
 def test_it_is_made_by_name_and_says_what_it_lacks():
     given = Resources((GroupSpec("full", 4, 16),), Limits(4, 16, 32), host_blocks=(8,), cost=HALVES)
-    assert isinstance(make_scheduler("load-aware", given), LoadAwareScheduler)
+    assert isinstance(make_scheduler("load-aware", given), load_aware)
     for lacking, word in (({"host_blocks": ()}, "host tier"), ({"cost": None}, "costs")):
         with pytest.raises(ConfigError, match=word):
             make_scheduler("load-aware", Resources(**{**vars_of(given), **lacking}))

@@ -11,7 +11,7 @@ import pytest
 
 from weft.cost.model import CostModel, Terms
 from weft.cost.work import Work
-from weft.sched.choose import make_scheduler
+from weft.sched.registry import make_scheduler
 from weft.sim.build import World, build
 from weft.sim.options import SimOptions
 from weft.sim.run import Simulated, simulate

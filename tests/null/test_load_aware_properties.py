@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from traffic import COMMON, assert_answers, ids, plans, run, traffic, worlds
 
 from depth import searching
-from weft.sched.load_aware import LoadAwareScheduler
+from weft.sched.registry import load_aware
 
 
 @st.composite
@@ -35,7 +35,7 @@ def makers(draw):
         move_s=draw(st.sampled_from([0.0, 0.01, 10.0])),
     )
     host_only = draw(st.integers(0, 5)) == 0
-    return partial(LoadAwareScheduler, cost=cost, host_only=host_only), host_only
+    return partial(load_aware, cost=cost, host_only=host_only), host_only
 
 
 @st.composite

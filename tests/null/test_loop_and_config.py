@@ -22,8 +22,9 @@ from weft.core.settings import format_bytes, parse_bytes
 from weft.core.types import FinishReason, Request, SamplingParams
 from weft.engine.loop import EngineLoop
 from weft.kv.cache import GroupSpec, KVCache
-from weft.sched.fcfs import FCFSScheduler
-from weft.sched.planner import LOOK_UPS_A_STEP, Limits
+from weft.sched.admission import LOOK_UPS_A_STEP
+from weft.sched.registry import fcfs
+from weft.sched.scheduler import Limits, Scheduler
 from weft.sim.clock import VirtualClock
 from weft.sim.executor import ModelledExecutor
 
@@ -31,9 +32,9 @@ GROUP = GroupSpec("full", 4, 64)
 MIB, GIB = 2**20, 2**30
 
 
-def scheduler(rows: int = 2, budget: int = 16, blocks: int = 64) -> FCFSScheduler:
+def scheduler(rows: int = 2, budget: int = 16, blocks: int = 64) -> Scheduler:
     group = GroupSpec("full", 4, blocks)
-    return FCFSScheduler(KVCache([group]), Limits(rows, budget, 64))
+    return fcfs(KVCache([group]), Limits(rows, budget, 64))
 
 
 def request(
@@ -201,7 +202,7 @@ def test_a_hit_in_a_small_sliding_group_counts_as_held():
     """A sequence that finds its window in the cache needs that much less of an almost full pool."""
     window = GroupSpec("sliding", 4, 6, window=8)
     cache = KVCache([GroupSpec("full", 4, 64), window])
-    s = FCFSScheduler(cache, Limits(1, 16, 128))
+    s = fcfs(cache, Limits(1, 16, 128))
     executor = ModelledExecutor(cache.groups, 50)
     prompt = tuple(i % 50 for i in range(16))
     inbox = ListInbox([Request(1, prompt, SamplingParams(max_tokens=2))])

@@ -16,7 +16,7 @@ from weft.cost.model import Terms, step_time
 from weft.cost.roofline import NO_OVERHEAD, Roofline
 from weft.cost.shape import model_shape
 from weft.cost.work import Work
-from weft.sched.planner import Limits
+from weft.sched.scheduler import Limits
 from weft.sim.blended import BURSTGPT, MMLU, OPENVID, TRACES, counts, shortened, synthesise
 from weft.sim.offline import least_work, run_offline, split_of
 from weft.sim.overlap import OVERLAPS, Overlapped, ideal, in_a_row, interfering

@@ -17,9 +17,9 @@ from depth import searching
 from weft.core.errors import InvariantError
 from weft.core.types import Request, SamplingParams, ServiceClass
 from weft.kv.cache import GroupSpec
-from weft.sched.planner import Limits
-from weft.sched.riders import RidingScheduler
-from weft.sched.slo import Policy
+from weft.sched.policy_slo import TargetPolicy
+from weft.sched.registry import slo_riders
+from weft.sched.scheduler import Limits
 from weft.sim.piggyback import Piggyback
 
 CLASSES = [ServiceClass("priority", 0, tpot_s=0.05), ServiceClass("interactive", 1),
@@ -49,8 +49,8 @@ def cases(draw):
     token_s = draw(st.sampled_from([0.001, 0.01, 0.02]))
     move_s = draw(st.sampled_from([0.0, 0.001]))
     cost = LinearCost(0.01, token_s, layers=LAYERS, move_s=move_s)
-    policy = Policy("off", 0.0, draw(st.sampled_from([0.0, 0.05, 1e9])))
-    make = partial(RidingScheduler, cost=cost, classes=CLASSES, policy=policy)
+    policy = TargetPolicy("off", 0.0, draw(st.sampled_from([0.0, 0.05, 1e9])))
+    make = partial(slo_riders, cost=cost, classes=CLASSES, policy=policy)
     return world, draw(traffic(world)), make, draw(st.sampled_from([0.0, 0.02]))
 
 
@@ -89,8 +89,8 @@ def crowded(patience_s: float = 1e9):
         groups, Limits(32, 64, 60), 1, host_blocks=(400,), piggyback=partial(piggyback, 0.4, 1, 2)
     )
     cost = LinearCost(0.01, 0.001, layers=LAYERS, move_s=1e-5)
-    make = partial(RidingScheduler, cost=cost, classes=CLASSES,
-                   policy=Policy("off", 0.0, patience_s))  # fmt: skip
+    make = partial(slo_riders, cost=cost, classes=CLASSES,
+                   policy=TargetPolicy("off", 0.0, patience_s))  # fmt: skip
     arrivals = {0: [Request(i, tuple(range(i, i + 9)), SamplingParams(max_tokens=40), (), "batch")
                     for i in range(6)]}  # fmt: skip
     for turn in range(2, 60):
@@ -148,7 +148,7 @@ def test_caps_hold_results_back_in_their_order():
     assert riders.ride(1.0, 1.0, (2, 9)).by_layer == [2, 2]
     assert riders.ride(2.0, 1.0, ()).by_layer == [0, 0]
     assert riders.ride(3.0, 1.0, (9, 1)).by_layer == [2, 1]
-    assert len(riders) == 1
+    assert len(slo_riders) == 1
     assert riders.in_layers == (0, 1)
 
 

@@ -13,10 +13,11 @@ from weft.core.types import Request, SamplingParams, ServiceClass
 from weft.cost.model import step_time
 from weft.cost.work import Work
 from weft.kv.cache import GroupSpec, KVCache
-from weft.sched.admission import first_token_s
-from weft.sched.planner import Limits
-from weft.sched.slo import DEFAULT_POLICY, Policy, SLOScheduler, rank_by_target
-from weft.sched.timed import TimedStep
+from weft.sched.batch import TimedBatch
+from weft.sched.first_token import first_token_s
+from weft.sched.policy_slo import DEFAULT_POLICY, SLOPolicy, TargetPolicy, rank_by_target
+from weft.sched.registry import slo
+from weft.sched.scheduler import Limits, Scheduler
 from weft.sim.executor import ModelledExecutor
 
 COST = LinearCost(0.01, 0.001)  # 10 ms a step and 1 ms a token
@@ -34,16 +35,18 @@ def request(number: int, length: int, service_class: str = "interactive", most: 
     return Request(number, prompt, sampling, service_class=service_class)
 
 
-def scheduler(policy: Policy = DEFAULT_POLICY, rows: int = 64, blocks: int = 4096) -> SLOScheduler:
+def scheduler(
+    policy: TargetPolicy = DEFAULT_POLICY, rows: int = 64, blocks: int = 4096
+) -> Scheduler:
     cache = KVCache([GroupSpec("full", 4, blocks)], prefix_caching=False)
-    return SLOScheduler(cache, Limits(rows, 1024, 2048), COST, CLASSES, policy)
+    return slo(cache, Limits(rows, 1024, 2048), COST, CLASSES, policy)
 
 
 @dataclass
 class World:
     """A scheduler on the modelled executor, whose steps take ``slower`` times their prediction."""
 
-    scheduler: SLOScheduler
+    scheduler: Scheduler
     slower: float = 1.0
     now: float = 1.0
     plans: list = field(default_factory=list)
@@ -92,13 +95,13 @@ def test_classes_with_targets_come_first_and_each_has_its_own_rank():
 
 def test_room_is_the_largest_chunk_that_keeps_the_limit():
     for limit, most, fits in ((0.1, 500, 90), (0.1, 50, 50), (0.011, 9, 1), (0.0105, 9, 0)):
-        step = TimedStep(1024, cost=COST, limit_s=limit)
+        step = TimedBatch(1024, cost=COST, limit_s=limit)
         assert step.room(0, most) == fits
         assert step.decodes_that_fit([100] * most) == fits
 
 
 def test_each_step_is_filled_up_to_the_target_in_the_order_of_the_paper():
-    s = scheduler(Policy(margin=0.0))
+    s = scheduler(TargetPolicy(margin=0.0))
     world = World(s)
     s.add(request(1, 20))
     world.step()
@@ -116,7 +119,7 @@ def test_each_step_is_filled_up_to_the_target_in_the_order_of_the_paper():
 
 
 def test_best_effort_prompts_wait_while_a_prompt_with_a_target_is_not_done():
-    s = scheduler(Policy(margin=0.0))
+    s = scheduler(TargetPolicy(margin=0.0))
     s.add(request(1, 200))
     s.add(request(2, 50, "batch"))
     plan = s.plan(1.0)
@@ -125,7 +128,7 @@ def test_best_effort_prompts_wait_while_a_prompt_with_a_target_is_not_done():
 
 
 def test_best_effort_does_not_hold_up_a_first_token_that_is_due():
-    s = scheduler(Policy(margin=0.0, admission="off"))
+    s = scheduler(TargetPolicy(margin=0.0, admission="off"))
     world = World(s)
     s.add(request(1, 20))
     s._date_arrivals(world.now)
@@ -148,7 +151,7 @@ def test_first_token_time_steps_through_the_prompts_ahead():
 
 
 def test_a_request_that_would_be_late_is_refused_with_the_time_to_come_again():
-    s = scheduler(Policy("reject", margin=0.0))
+    s = scheduler(TargetPolicy("reject", margin=0.0))
     for number in range(4):
         s.add(request(number, 200))
     with pytest.raises(TargetError, match="promises it within 1 s") as refused:
@@ -186,7 +189,7 @@ def test_a_request_that_memory_keeps_waiting_is_demoted():
 
 
 def test_a_recovered_request_keeps_its_promise():
-    s = scheduler(Policy("reject"))
+    s = scheduler(TargetPolicy("reject"))
     given = request(1, 1500)
     s.add(Request(1, given.prompt, given.sampling, output=(3,), crashes=1))
 
@@ -220,8 +223,8 @@ class UnevenWorld(World):
 def late_ones(monkeypatch, *, catches_up: bool) -> int:
     """Of 60 requests beside best effort, how many had more than their target between tokens."""
     if not catches_up:
-        monkeypatch.setattr(SLOScheduler, "_catch_up", lambda _self, limit_s, _begin: limit_s)
-    s = scheduler(Policy("off"))
+        monkeypatch.setattr(SLOPolicy, "_catch_up", lambda _self, limit_s, _begin: limit_s)
+    s = scheduler(TargetPolicy("off"))
     world = UnevenWorld(s)
     calm = [(1.0 + 0.31 * i, request(i, 20, most=9)) for i in range(60)]
     noise = [(0.0, request(100 + i, 100, "batch", most=60)) for i in range(60)]
@@ -237,7 +240,7 @@ def test_a_sequence_that_is_behind_has_shorter_steps_until_it_has_caught_up(monk
 
 def flood(patience_s: float, blocks: int, seconds: float = 40.0) -> World:
     """Interactive requests without end, more than the machine can serve, and one of best effort."""
-    s = scheduler(Policy("off", patience_s=patience_s), rows=16, blocks=blocks)
+    s = scheduler(TargetPolicy("off", patience_s=patience_s), rows=16, blocks=blocks)
     world = World(s)
     crowd = [(0.0 + 0.02 * i, request(i, 40, most=30)) for i in range(int(seconds / 0.02))]
     world.run([*crowd, (2.0, request(10_000, 40, "later", most=30))], until=seconds)
@@ -252,7 +255,7 @@ def test_best_effort_is_not_starved(blocks):
 
 def test_an_aged_prompt_does_not_hold_back_those_with_targets():
     """It computes 16 tokens a step; memory for the rest of it is not kept from the others."""
-    s = scheduler(Policy("off", patience_s=1.0), rows=32, blocks=560)
+    s = scheduler(TargetPolicy("off", patience_s=1.0), rows=32, blocks=560)
     world = World(s)
     calm = [(1.0 + 0.3 * i, request(i, 80 + i % 40, most=40)) for i in range(67)]
     world.run([*calm, (1.0, request(10_000, 1800, "batch", most=4))])
@@ -262,7 +265,7 @@ def test_an_aged_prompt_does_not_hold_back_those_with_targets():
 
 
 def test_a_class_is_served_first_come_first_served():
-    s = scheduler(Policy("off"), rows=8)
+    s = scheduler(TargetPolicy("off"), rows=8)
     world = World(s)
     world.run([(1.0 + 0.01 * i, request(i, 50)) for i in range(30)])
     order = sorted(world.first, key=lambda number: (world.first[number], number))
@@ -270,7 +273,7 @@ def test_a_class_is_served_first_come_first_served():
 
 
 def test_a_class_with_a_laxer_target_skips_steps_that_are_too_full():
-    s = scheduler(Policy("off", margin=0.0), rows=200)
+    s = scheduler(TargetPolicy("off", margin=0.0), rows=200)
     world = World(s)
     strict = [(1.0, request(i, 4, most=60)) for i in range(60)]
     lax = [(1.0, request(100 + i, 4, "lax", most=15)) for i in range(60)]
@@ -283,6 +286,6 @@ def test_targets_that_no_load_can_meet_are_refused_with_the_figures():
     cache = KVCache([GroupSpec("full", 4, 16)])
     limits = Limits(4, 16, 60)
     with pytest.raises(ConfigError, match=r"tpot_s 0.01, .* takes 0.011 s .* Raise it to 0.0122"):
-        SLOScheduler(cache, limits, COST, [ServiceClass("fast", 0, tpot_s=0.01)])
+        slo(cache, limits, COST, [ServiceClass("fast", 0, tpot_s=0.01)])
     with pytest.raises(ConfigError, match="No service class has a target"):
-        SLOScheduler(cache, limits, COST, [ServiceClass("batch", 0)])
+        slo(cache, limits, COST, [ServiceClass("batch", 0)])

@@ -15,10 +15,9 @@ from weft.core.plan import Tier
 from weft.core.types import Request, SamplingParams
 from weft.kv.cache import GroupSpec, KVCache
 from weft.kv.tiers import TieredCache
-from weft.sched.choose import Resources, make_scheduler
-from weft.sched.fcfs import FCFSScheduler
-from weft.sched.planner import Limits
-from weft.sched.swap import SwapScheduler
+from weft.sched.memory_host import SwapMemory
+from weft.sched.registry import Resources, fcfs, make_scheduler
+from weft.sched.scheduler import Limits
 from weft.sim.executor import ModelledExecutor
 
 GROUPS = (GroupSpec("full", 4, 16),)
@@ -31,13 +30,13 @@ def computed(plans) -> int:
 
 def eager(scheduler):
     """A scheduler that admits whatever fits now, so that sequences must give way later."""
-    scheduler.ahead_tokens = 0
+    scheduler.memory.ahead_tokens = 0
     return scheduler
 
 
 def swapped(host: int, count: int = 8):
     """Plans for requests of 12 + 20 tokens, two of which fill the device."""
-    scheduler = eager(SwapScheduler(TieredCache(GROUPS, (host,), prefix_caching=False), LIMITS))
+    scheduler = eager(fcfs(TieredCache(GROUPS, (host,), prefix_caching=False), LIMITS))
     for request in requests(count):
         scheduler.add(request)
     executor = ModelledExecutor(GROUPS, 97, host_blocks=(host,))
@@ -59,7 +58,7 @@ def test_a_step_that_only_moves_computes_nothing():
     for i, each in enumerate(asked):
         asked[i] = replace(each, sampling=replace(each.sampling, grammar="in lockstep"))
     plans = []
-    make = watching(SwapScheduler, lambda _, plan: plans.append(plan))
+    make = watching(fcfs, lambda _, plan: plans.append(plan))
     found, inbox, _ = run(world, {0: asked}, {}, make=make)
     assert_answers(world, found, inbox, set(), set())
     moving = [plan for plan in plans if plan.moves and not plan.num_tokens]
@@ -69,7 +68,7 @@ def test_a_step_that_only_moves_computes_nothing():
 
 
 def test_without_the_host_the_same_load_is_computed_again():
-    scheduler = eager(FCFSScheduler(KVCache(GROUPS, prefix_caching=False), LIMITS))
+    scheduler = eager(fcfs(KVCache(GROUPS, prefix_caching=False), LIMITS))
     for request in requests(8):
         scheduler.add(request)
     plans = planned(scheduler, ModelledExecutor(GROUPS, 97))
@@ -84,7 +83,7 @@ def test_a_host_that_is_full_leaves_computing_again():
 
 
 def test_who_was_sent_away_comes_back_before_newer_ones_begin():
-    scheduler = eager(SwapScheduler(TieredCache(GROUPS, (200,), prefix_caching=False), LIMITS))
+    scheduler = eager(fcfs(TieredCache(GROUPS, (200,), prefix_caching=False), LIMITS))
     for request in requests(8):
         scheduler.add(request)
     executor, away, begun = ModelledExecutor(GROUPS, 97, host_blocks=(200,)), set(), set()
@@ -101,13 +100,13 @@ def test_who_was_sent_away_comes_back_before_newer_ones_begin():
 
 def test_one_on_the_host_waits_there_while_higher_classes_come():
     """It goes on where it was when there is room again."""
-    scheduler = eager(SwapScheduler(TieredCache(GROUPS, (200,), prefix_caching=False), LIMITS))
+    scheduler = eager(fcfs(TieredCache(GROUPS, (200,), prefix_caching=False), LIMITS))
     executor = ModelledExecutor(GROUPS, 97, host_blocks=(200,))
     batch, *crowd = requests(9)
     scheduler.add(replace(batch, service_class="batch"))
     moves, steps = [], 0
     while not scheduler.idle:
-        if steps > 3 and len(scheduler.live.sequences) == 1 and crowd:
+        if steps > 3 and len(scheduler.sequences.by_id) == 1 and crowd:
             scheduler.add(crowd.pop())  # two fill the device; the next come when these have ended
             scheduler.add(crowd.pop())
         plan = scheduler.plan(0.0)
@@ -125,7 +124,7 @@ def test_one_on_the_host_waits_there_while_higher_classes_come():
 @pytest.mark.parametrize("seed", range(8))
 def test_no_newcomer_begins_while_an_older_one_is_on_the_host(host, seed):
     random = Random(seed)
-    scheduler = eager(SwapScheduler(TieredCache(GROUPS, (host,), prefix_caching=False), LIMITS))
+    scheduler = eager(fcfs(TieredCache(GROUPS, (host,), prefix_caching=False), LIMITS))
     executor = ModelledExecutor(GROUPS, 97, host_blocks=(host,))
     waiting = [
         Request(
@@ -139,10 +138,10 @@ def test_no_newcomer_begins_while_an_older_one_is_on_the_host(host, seed):
     while waiting or not scheduler.idle:
         while waiting and random.random() < 0.4:
             scheduler.add(waiting.pop())
-        orders = {s.id: s.order for s in scheduler.live.sequences.values()}
+        orders = {s.id: s.order for s in scheduler.sequences.by_id.values()}
         if (plan := scheduler.plan(0.0)) is None:
             continue
-        on_host = [orders[number] for number in scheduler.host.sequences()]
+        on_host = [orders[number] for number in scheduler.memory.host.sequences()]
         newest = max((orders[add.sequence_id] for add in plan.add), default=None)
         assert newest is None or not on_host or newest < min(on_host)
         scheduler.commit(executor.launch(plan).result())
@@ -150,7 +149,7 @@ def test_no_newcomer_begins_while_an_older_one_is_on_the_host(host, seed):
 
 
 def test_the_device_is_full_while_sequences_wait_on_the_host():
-    scheduler = eager(SwapScheduler(TieredCache(GROUPS, (200,)), LIMITS))
+    scheduler = eager(fcfs(TieredCache(GROUPS, (200,)), LIMITS))
     for request in requests(8):
         scheduler.add(request)
     executor = ModelledExecutor(GROUPS, 97, host_blocks=(200,))
@@ -165,6 +164,5 @@ def test_the_device_is_full_while_sequences_wait_on_the_host():
 def test_without_a_host_tier_the_name_is_refused():
     with pytest.raises(ConfigError, match="needs a host tier"):
         make_scheduler("fcfs-swap", Resources(GROUPS, LIMITS))
-    assert isinstance(
-        make_scheduler("fcfs-swap", Resources(GROUPS, LIMITS, host_blocks=(8,))), SwapScheduler
-    )
+    made = make_scheduler("fcfs-swap", Resources(GROUPS, LIMITS, host_blocks=(8,)))
+    assert isinstance(made.memory, SwapMemory)

@@ -8,7 +8,7 @@ from test_load_aware_properties import tiered_worlds
 from traffic import COMMON, assert_answers, ids, plans, run, traffic
 
 from depth import searching
-from weft.sched.swap import SwapScheduler
+from weft.sched.registry import fcfs
 
 
 @st.composite
@@ -21,7 +21,7 @@ def cases(draw):
 @given(cases())
 def test_random_traffic_is_answered_exactly(case):
     world, (arrivals, cancels) = case
-    requests, inbox, _ = run(world, arrivals, cancels, make=SwapScheduler)
+    requests, inbox, _ = run(world, arrivals, cancels, make=fcfs)
     assert_answers(world, requests, inbox, ids(cancels), set())
 
 
@@ -33,7 +33,7 @@ def test_a_faulty_row_ends_alone(case, bad, at):
     def faulty(sequence, length):
         return sequence in bad and length >= at
 
-    requests, inbox, _ = run(world, arrivals, cancels, faulty=faulty, make=SwapScheduler)
+    requests, inbox, _ = run(world, arrivals, cancels, faulty=faulty, make=fcfs)
     assert_answers(world, requests, inbox, ids(cancels), bad)
 
 
@@ -41,7 +41,7 @@ def test_a_faulty_row_ends_alone(case, bad, at):
 @given(cases())
 def test_nothing_is_computed_on_the_host_and_equal_inputs_give_equal_plans(case):
     world, (arrivals, cancels) = case
-    made = plans(world, arrivals, cancels, SwapScheduler)
-    assert made == plans(world, arrivals, cancels, SwapScheduler)
+    made = plans(world, arrivals, cancels, fcfs)
+    assert made == plans(world, arrivals, cancels, fcfs)
     for plan in made:
         assert plan.count("SubBatch(") == plan.count("tiers=()")

@@ -15,8 +15,8 @@ from weft.core.types import FinishReason, Request, SamplingParams
 from weft.engine.loop import EngineLoop
 from weft.kv.cache import GroupSpec, KVCache
 from weft.kv.tiers import TieredCache
-from weft.sched.fcfs import FCFSScheduler
-from weft.sched.planner import Limits
+from weft.sched.registry import fcfs
+from weft.sched.scheduler import Limits
 from weft.sim.clock import VirtualClock
 from weft.sim.executor import ModelledExecutor, first_allowed, next_token
 from weft.sim.piggyback import Piggyback
@@ -72,7 +72,7 @@ class World:
         """The scheduler that ``make`` makes of a cache and limits."""
         scheduler = make(cache, self.limits)
         if self.ahead_tokens is not None:
-            scheduler.ahead_tokens = self.ahead_tokens
+            scheduler.memory.ahead_tokens = self.ahead_tokens
         return scheduler
 
     def executor(self, faulty=None) -> ModelledExecutor:
@@ -101,7 +101,7 @@ def expected_output(request: Request, world: World) -> tuple[list[int], FinishRe
             return tokens[len(request.prompt) :], FinishReason.LENGTH
 
 
-def run(world: World, arrivals, cancels, faulty=None, make=FCFSScheduler, step_s=0.0):
+def run(world: World, arrivals, cancels, faulty=None, make=fcfs, step_s=0.0):
     """Run the script to its end, checking every invariant after every round.
 
     Args:
@@ -124,7 +124,7 @@ def run(world: World, arrivals, cancels, faulty=None, make=FCFSScheduler, step_s
         idle_rounds = 0 if busy else idle_rounds + 1
         if idle_rounds and inbox.round > last:
             break
-    stuck = [(s.id, s.state.name, s.known, s.planned) for s in scheduler.live.sequences.values()]
+    stuck = [(s.id, s.state.name, s.known, s.planned) for s in scheduler.sequences.by_id.values()]
     assert scheduler.idle, f"the scheduler stopped with unanswered sequences {stuck}"
     for _, pools in tiers(cache):
         assert all(pool.held == 0 for pool in pools)
@@ -253,7 +253,7 @@ def ids(cancels) -> set[int]:
     return {request_id for batch in cancels.values() for request_id in batch}
 
 
-def plans(world: World, arrivals, cancels, make=FCFSScheduler, step_s=0.0) -> list[str]:
+def plans(world: World, arrivals, cancels, make=fcfs, step_s=0.0) -> list[str]:
     """What the scheduler plans in the first rounds."""
     scheduler = world.scheduler(make, world.cache())
     executor = world.executor()

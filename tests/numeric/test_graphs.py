@@ -526,7 +526,9 @@ def test_sequences_that_give_way_go_on_where_they_were(
     use_graphs(monkeypatch)
     with packaged(kv_memory=kv_memory, host_kv_memory="8MiB", **common) as llm:
         built = llm.engine.built
-        built.scheduler.ahead_tokens = 0  # who fits now may begin, so that many must give way
+        built.scheduler.memory.ahead_tokens = (
+            0  # who fits now may begin, so that many must give way
+        )
         fewest, moves = watch_tiers(monkeypatch, built)
         found = [r.token_ids for r in llm.generate(crowd, DRAWN, progress=False)]
         built.scheduler.check()

@@ -9,8 +9,8 @@ from weft.core.plan import PromptLogprobs, StepPlan, StepResult
 from weft.core.types import SamplingParams, TokenLogprob
 from weft.kv.cache import GroupSpec, KVCache
 from weft.ring.layout import EngineInfo
-from weft.sched.fcfs import FCFSScheduler
-from weft.sched.planner import Limits
+from weft.sched.registry import fcfs
+from weft.sched.scheduler import Limits, Scheduler
 from weft.sim.executor import ModelledExecutor
 
 VOCAB = 997
@@ -62,8 +62,8 @@ class ScoringExecutor(ModelledExecutor):
         return found
 
 
-def scheduler() -> FCFSScheduler:
-    return FCFSScheduler(KVCache(GROUPS), LIMITS)
+def scheduler() -> Scheduler:
+    return fcfs(KVCache(GROUPS), LIMITS)
 
 
 def info(**more: int) -> EngineInfo:

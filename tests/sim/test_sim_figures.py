@@ -20,8 +20,8 @@ from weft.cost.roofline import Roofline
 from weft.cost.shape import model_shape
 from weft.cost.work import Work
 from weft.kv.cache import GroupSpec, KVCache
-from weft.sched.fcfs import FCFSScheduler
-from weft.sched.planner import Limits
+from weft.sched.registry import fcfs
+from weft.sched.scheduler import Limits
 from weft.sim.build import build
 from weft.sim.chrome import write_timeline
 from weft.sim.figures import summarise
@@ -42,7 +42,7 @@ CLASSES = (ServiceClass("interactive", 1, 0.5, 0.02), ServiceClass("batch", 3))
 
 def run(jobs: list[Job], blocks: int = 1000) -> Simulated:
     cache = KVCache([GroupSpec("full", 16, blocks)])
-    scheduler = FCFSScheduler(cache, Limits(64, 512, cache.max_tokens()), CLASSES)
+    scheduler = fcfs(cache, Limits(64, 512, cache.max_tokens()), CLASSES)
     return simulate(
         scheduler, Roofline(SHAPE, A100), Traffic(iter(jobs)), Errors(0.0, 0.0), CLASSES
     )

@@ -18,9 +18,8 @@ from weft.core.types import ServiceClass
 from weft.cost.model import Terms
 from weft.cost.work import Work
 from weft.kv.cache import GroupSpec, KVCache
-from weft.sched.choose import SCHEDULERS, Resources, make_scheduler
-from weft.sched.fcfs import FCFSScheduler
-from weft.sched.planner import Limits, Planner
+from weft.sched.registry import SCHEDULERS, Resources, make_scheduler
+from weft.sched.scheduler import Limits, Scheduler
 from weft.sim.clock import VirtualClock
 from weft.sim.inbox import SAMPLING
 from weft.sim.jobs import Job, answer_text, own_text, shared_text, trace_jobs
@@ -44,9 +43,9 @@ class SecondAStep:
         return Terms(dense=work.tokens // 100, host=1.0)
 
 
-def fcfs(tokens: int = 4096, seqs: int = 8, budget: int = 1024) -> FCFSScheduler:
+def fcfs(tokens: int = 4096, seqs: int = 8, budget: int = 1024) -> Scheduler:
     cache = KVCache([GroupSpec("full", 16, tokens // 16)])
-    return FCFSScheduler(cache, Limits(seqs, budget, cache.max_tokens()))
+    return fcfs(cache, Limits(seqs, budget, cache.max_tokens()))
 
 
 def job(at_s: float, given: int, asked: int, index: int = 0, name: str = "interactive") -> Job:
@@ -104,7 +103,7 @@ def test_recorded_prefixes_are_found_exactly():
     arrivals = read_trace(str(need("mooncake/conversation_trace.jsonl")))[:40]
     tokens = sum(each.input_tokens + each.output_tokens for each in arrivals)
     cache = KVCache([GroupSpec("full", 16, tokens // 16 + 1000)])
-    scheduler = FCFSScheduler(cache, Limits(8, 2**17, cache.max_tokens()))
+    scheduler = fcfs(cache, Limits(8, 2**17, cache.max_tokens()))
     apart = iter([1e6 * index for index in range(len(arrivals))])  # each alone, nothing evicted
     jobs = trace_jobs(arrivals, "interactive", apart)
     result = simulate(scheduler, SecondAStep(), Traffic(jobs), EXACT)
@@ -197,7 +196,7 @@ def test_errors_are_small_and_rarely_large():
     assert np.std(np.log(drawn[drawn < 3])) == pytest.approx(0.03, rel=0.05)
 
 
-def every_scheduler(limits: Limits) -> dict[str, Planner]:
+def every_scheduler(limits: Limits) -> dict[str, Scheduler]:
     groups = (GroupSpec("full", 16, 96),)
     given = Resources(groups, limits, CLASSES, host_blocks=(200,), cost=SecondAStep())
     return {name: make_scheduler(name, given) for name in SCHEDULERS}

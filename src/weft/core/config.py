@@ -458,11 +458,6 @@ def _host_blocks(config: EngineConfig, facts: Facts, blocks: tuple[int, ...]) ->
     """Split the memory of the host over the groups as that of the device is."""
     if config.host_kv_memory is None:
         return ()
-    if config.scheduler != "fcfs":
-        raise ConfigError(
-            f"host_kv_memory serves scheduler fcfs only, not {config.scheduler}; leave it out.",
-            param="host_kv_memory",
-        )
     share = config.host_kv_memory / _bytes_of(config, facts, blocks)
     counts = tuple(int(count * share) for count in blocks)
     if 0 in counts:

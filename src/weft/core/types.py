@@ -390,6 +390,43 @@ class Sequence:
     def num_prompt(self) -> int:
         return len(self.request.prompt)
 
+    # Only these methods write the counters.
+
+    def start(self, row: int, hit: int) -> None:
+        """Take a row, with the KV of the first ``hit`` tokens from the prefix cache."""
+        self.row = row
+        self.computed = self.planned = self.reused = hit
+        self.seal_at = hit + 1
+
+    def stop(self) -> None:
+        """Give back the row and all KV, with nothing in flight."""
+        self.row, self.capacity = -1, 0
+        self.computed = self.planned = 0
+
+    def cover(self, capacity: int) -> None:
+        """Note that blocks are there for so many tokens."""
+        self.capacity = min(capacity, self.lockstep_at)
+
+    def schedule(self, count: int) -> bool:
+        """Plan the next ``count`` tokens; whether the last of them gives a new token."""
+        planned = self.planned = self.planned + count
+        if planned != self.known:
+            return False
+        self.known = planned + 1
+        return True
+
+    def commit(self, count: int) -> int:
+        """Count tokens that were computed; return how many are."""
+        computed = self.computed = self.computed + count
+        return computed
+
+    def accept(self, token: int) -> None:
+        """Append a drafted token that came out right: it was computed with the one before it."""
+        self.computed += 1
+        self.planned += 1
+        self.known += 1
+        self.tokens.append(token)
+
     def move_to(self, state: SequenceState) -> None:
         """Change the state; a change that ``TRANSITIONS`` does not list is a bug."""
         if state not in TRANSITIONS[self.state]:

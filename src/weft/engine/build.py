@@ -68,9 +68,9 @@ from weft.models.layout import num_parameters, storage_of, weight_bytes
 from weft.models.loader import load_model
 from weft.models.shard import Shard, cut_spec
 from weft.models.spec import ModelSpec
-from weft.sched.choose import Resources, make_scheduler
-from weft.sched.planner import Limits, Planner
-from weft.sched.slo import Policy
+from weft.sched.policy_slo import TargetPolicy
+from weft.sched.registry import Resources, make_scheduler
+from weft.sched.scheduler import Limits, Scheduler
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -134,7 +134,7 @@ class Engine:
 
     model: Model
     resolved: ResolvedConfig
-    scheduler: Planner
+    scheduler: Scheduler
     executor: Executor
     grammars: Grammars
     start_s: Mapping[str, float]
@@ -362,7 +362,7 @@ def _grammar_tokenizer(config: EngineConfig, model: Model) -> LLTokenizer:
     return grammar_tokenizer(text, model.spec.vocab_size, model.eos_token_ids)
 
 
-def _scheduler(config: EngineConfig, resolved: ResolvedConfig, model: Model) -> Planner:
+def _scheduler(config: EngineConfig, resolved: ResolvedConfig, model: Model) -> Scheduler:
     groups = [
         GroupSpec(group.name, resolved.block_size, blocks, group.window)
         for group, blocks in zip(model.facts.groups, resolved.group_blocks, strict=True)
@@ -379,10 +379,11 @@ def _scheduler(config: EngineConfig, resolved: ResolvedConfig, model: Model) -> 
         config.service_classes(),
         prefix_caching=config.prefix_caching,
         cost=None if config.scheduler == "fcfs" else _measured_costs(config, model),
-        policy=Policy(config.slo_admission, config.slo_margin, config.slo_patience_s),
+        policy=TargetPolicy(config.slo_admission, config.slo_margin, config.slo_patience_s),
         host_blocks=resolved.host_blocks,
     )
-    return make_scheduler("fcfs-swap" if resolved.host_blocks else config.scheduler, resources)
+    name = f"{config.scheduler}-swap" if resolved.host_blocks else config.scheduler
+    return make_scheduler(name, resources)
 
 
 def _measured_costs(config: EngineConfig, model: Model) -> Fitted:

@@ -200,7 +200,7 @@ def _raise_stalled(*_: object) -> None:
 def _info(engine: Engine, ready: bool) -> EngineInfo:
     scheduler, resolved = engine.scheduler, engine.resolved
     pools = scheduler.cache.pools
-    waiting = list(scheduler.waiting)
+    waiting = list(scheduler.sequences.waiting)
     return EngineInfo(
         ready=int(ready),
         pid=os.getpid(),
@@ -215,7 +215,7 @@ def _info(engine: Engine, ready: bool) -> EngineInfo:
         blocks=sum(pool.num_blocks for pool in pools),
         free_blocks=sum(pool.available for pool in pools),
         waiting=len(waiting),
-        running=len(scheduler.running),
+        running=len(scheduler.sequences.running),
         paused=sum(sequence.preemptions > 0 for sequence in waiting),
         queued_prompt_tokens=sum(len(sequence.tokens) for sequence in waiting),
         **asdict(scheduler.totals),

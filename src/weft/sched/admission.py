@@ -1,75 +1,158 @@
-"""When a new request would get its first token, as predicted before it is taken.
-
-OmniServe section 3.3.3: queueing and prefill time of a new request, found by stepping through the
-unfinished prompts ahead of it, each step with the largest chunks that keep the step's limit.
-"""
+"""Admission: waiting sequences get a row and blocks, if need be from lower classes."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
-from weft.cost.model import CostModel
-from weft.cost.work import Work
-from weft.sched.timed import TimedStep
+from weft.core.plan import RowAdd, Tier
+from weft.core.types import Sequence
+from weft.kv.cache import KVCache
+from weft.sched.batch import BatchBuilder
+from weft.sched.memory_device import DeviceMemory
+from weft.sched.preempt import choose_victim, covers
+from weft.sched.sequences import SequenceManager
 
-Prompt = tuple[int, int]  # tokens that are computed already, tokens to compute
+LOOK_UPS_A_STEP = 64  # waiting prompts that one step hashes and looks up at most
 
 
-def first_token_s(
-    cost: CostModel,
-    prompts: Iterable[Prompt],
-    decodes: Work,
-    *,
-    limit_s: float,
-    budget: int,
-    patience_s: float = float("inf"),
-) -> float:
-    """Predict the seconds until the last of these prompts gives its first token.
+class Admission:
+    """Gives rows and blocks to waiting sequences, in order.
 
-    A prompt that is computed decodes in the steps after it. No arrivals are foreseen, nor ends of
-    decoding sequences.
-
-    Args:
-        decodes: one token of each sequence that decodes.
-        limit_s: seconds that a step may take.
-        budget: tokens that a step may have.
-        patience_s: after so many seconds the rest is only estimated, at the pace until then.
-
-    Returns:
-        Infinity if the decodes leave no room for any prompt.
+    Attributes:
+        growing: running sequences for which blocks are left, if the policy says so.
+        arrivals: requests so far.
+        planned_ns: when the plan was begun that starts sequences now.
     """
-    queue = deque(prompts)
-    left = total = sum(count for _, count in queue)
-    work, seconds = decodes.copy(), 0.0
-    while queue:
-        step = TimedStep(budget - work.decodes, cost=cost, limit_s=limit_s, work=work.copy())
-        ended = _fill(step, queue)
-        taken = step.work.tokens - work.tokens
-        if not taken:
-            return float("inf")
-        seconds += step.seconds()
-        left -= taken
-        if seconds > patience_s:
-            return seconds * total / (total - left)
-        for context in ended:
-            work.add(context, 1)
-    return seconds
 
+    def __init__(
+        self, sequences: SequenceManager, memory: DeviceMemory, max_num_batched_tokens: int
+    ) -> None:
+        self._sequences = sequences
+        self._memory = memory
+        self._cache = memory.cache
+        self._chunk = max_num_batched_tokens
+        self.growing: Callable[[], Iterable[Sequence]] = memory.growing
+        self.arrivals = 0
+        self.planned_ns = 0
 
-def _fill(step: TimedStep, queue: deque[Prompt]) -> list[int]:
-    """Put as much of the queue into the step as fits; return the lengths of prompts it ends."""
-    ended = []
-    while queue:
-        start, count = queue[0]
-        chunk = step.room(start, count)
-        if chunk <= 0:
-            break
-        step.work.add(start, chunk, chunk == count)
-        step.budget -= chunk
-        queue.popleft()
-        if chunk < count:
-            queue.appendleft((start + chunk, count - chunk))
-            break
-        ended.append(start + count)
-    return ended
+    def admit(self, step: BatchBuilder, rank: int) -> None:
+        """Start waiting sequences of the rank in order, until one does not fit.
+
+        While blocks come back for that one, lower classes start nothing: they would take the blocks
+        and be preempted for it in turn, for ever.
+        """
+        if step.held_back:
+            return
+        admitted = []
+        looked_up = 0
+        sequences, memory = self._sequences, self._memory
+        for sequence in sequences.waiting.of_rank(rank):
+            if step.room(0, 1) <= 0 or looked_up == LOOK_UPS_A_STEP or not memory.is_next(sequence):
+                break
+            if sequence.waiting_on and sequences.prefix_wait.in_progress(sequence.waiting_on):
+                continue
+            hit = self._find_hit(sequence)
+            looked_up += 1
+            if sequence.waiting_on:
+                continue
+            if not self._may_have_row(sequence) or not self._open(step, sequence, hit):
+                step.held_back = memory.blocks_come_back()
+                break
+            admitted.append(sequence)
+        for sequence in admitted:
+            sequences.waiting.remove(sequence)
+
+    def _may_have_row(self, sequence: Sequence) -> bool:
+        """Whether ``find_row`` may find one; nobody is preempted."""
+        return bool(self._sequences.free_rows) or self._row_victim(sequence) is not None
+
+    def find_row(self, sequence: Sequence) -> bool:
+        """Whether a row is free, taking one from a lower class if need be."""
+        if not self._sequences.free_rows:
+            victim = self._row_victim(sequence)
+            if victim is not None:
+                self._memory.preempt(victim)
+        return bool(self._sequences.free_rows)
+
+    def _row_victim(self, sequence: Sequence) -> Sequence | None:
+        """Whose row a sequence may take; None while launched steps give rows back anyway."""
+        if self._sequences.closing:
+            return None
+        return choose_victim(self._memory.row_victims(), self._below(sequence))
+
+    def _below(self, sequence: Sequence) -> tuple[int, int]:
+        """The order after which only lower classes come."""
+        return (sequence.order[0], self.arrivals)
+
+    def _find_hit(self, sequence: Sequence) -> int:
+        """Look up the prefix cache; sets ``waiting_on`` if someone computes more of the prefix."""
+        sequence.waiting_on = b""
+        if not self._cache.prefix_caching or sequence.request.sampling.prompt_logprobs is not None:
+            return 0
+        hit = self._cache.find_prefix(sequence.id, sequence.tokens)
+        digests = self._cache.prompt_digests(sequence.id, sequence.tokens)
+        wait = self._sequences.prefix_wait
+        sequence.waiting_on = wait.awaited(sequence.order[0], digests, hit)
+        return hit
+
+    def _open(self, step: BatchBuilder, sequence: Sequence, hit: int) -> bool:
+        """Give the sequence a row and blocks for its first chunk, if all its tokens fit now."""
+        cache = self._cache
+        cache.open(sequence.id, hit)
+        upto = 0
+        count = step.room(hit, len(sequence.tokens) - hit)
+        if count > 0 and self._make_fit(step, sequence) and self.find_row(sequence):
+            upto = min(hit + count, cache.growable(sequence.id))
+        if upto <= hit or cache.extend(sequence.id, upto) is None:
+            cache.release(sequence.id)
+            return False
+        self.start(step, sequence, hit, cache, Tier.DEVICE)
+        step.put(sequence, upto - hit)
+        rank, own = sequence.order[0], self._memory.needed_soon([sequence])
+        step.reserves[rank] = [a + b for a, b in zip(step.reserves[rank], own, strict=True)]
+        return True
+
+    def _make_fit(self, step: BatchBuilder, sequence: Sequence) -> bool:
+        """Preempt lower classes until the sequence fits, but nobody if that would not be enough.
+
+        It fits if there is room for all its tokens beside what the sequences that run, and need not
+        give way to it, will ask for soon: else they would have to give way to each other.
+        """
+        rank, after = sequence.order[0], self._below(sequence)
+        cache, memory = self._cache, self._memory
+        if rank not in step.reserves:
+            stay = (running for running in self.growing() if running.order <= after)
+            step.reserves[rank] = memory.needed_soon(stay)
+        own = cache.needs(sequence.id, len(sequence.tokens), self._chunk)
+        needs = [a + b for a, b in zip(own, step.reserves[rank], strict=True)]
+        spare = cache.available()
+        if covers(spare, needs):
+            return True
+        victims = [victim.id for victim in memory.victims() if victim.order > after]
+        freed = cache.freed(victims) if victims else [0] * len(spare)
+        if not covers([a + b for a, b in zip(spare, freed, strict=True)], needs):
+            return False
+        while not covers(cache.available(), needs):
+            if not memory.make_room(step, after):
+                return False
+        return True
+
+    def start(
+        self, step: BatchBuilder, sequence: Sequence, hit: int, cache: KVCache, tier: Tier
+    ) -> None:
+        """Give a row to a sequence that has its blocks in the cache of a tier."""
+        self._sequences.start(sequence, hit, self.planned_ns)
+        sequence.cover(cache.capacity(sequence.id))
+        step.adds.append(
+            RowAdd(
+                row=sequence.row,
+                sequence_id=sequence.id,
+                tokens=tuple(sequence.tokens),
+                num_prompt=sequence.num_prompt,
+                sampling=sequence.request.sampling,
+                stop_ids=sequence.stop_ids,
+                tables=cache.tables(sequence.id),
+                embed=sequence.request.embed,
+                tier=tier,
+            )
+        )

@@ -8,15 +8,15 @@ from weft.core.errors import InvariantError
 from weft.core.plan import Commit, PromptLogprobs, StepResult, Update
 from weft.core.types import FinishReason, Sequence, SequenceState
 from weft.kv.tiers import Lease, TieredCache
-from weft.sched.lifecycle import Lifecycle
-from weft.sched.step import Launched, end_after, news_of, spread
+from weft.sched.batch import Launched, end_after, news_of, spread
+from weft.sched.sequences import SequenceManager
 
 
 class Committer:
     """Takes steps in, in the order in which they were planned."""
 
-    def __init__(self, live: Lifecycle) -> None:
-        self._live = live
+    def __init__(self, sequences: SequenceManager) -> None:
+        self._sequences = sequences
 
     def commit(self, step: Launched, result: StepResult, now_ns: int) -> Commit:
         """Take in the oldest launched step and return what is new."""
@@ -26,11 +26,11 @@ class Committer:
         self._embed(result, updates, now_ns)
         self._deliver_prompt_logprobs(result, updates)
         tokens, due = self._advance(step, result, updates, now_ns)
-        self._live.totals.output_tokens += len(result.tokens) - len(result.embeddings)
+        self._sequences.totals.output_tokens += len(result.tokens) - len(result.embeddings)
         for sequence, draft in step.drafts:
             self._accept(sequence, draft, result, Commit(tokens, updates), due)
         self.seal(due)
-        self._live.close()
+        self._sequences.close()
         return Commit(tokens, updates)
 
     def _advance(
@@ -47,7 +47,7 @@ class Committer:
         for sequence, count, sequence_id, token in zip(
             step.sequences, step.counts, *spread(step.samples, result), strict=True
         ):
-            computed = sequence.computed = sequence.computed + count
+            computed = sequence.commit(count)
             if computed >= sequence.seal_at:
                 due.append(sequence)
                 if not sequence.prefilled_ns and computed >= sequence.num_prompt:
@@ -63,7 +63,9 @@ class Committer:
             tokens.append(token)
             if token in sequence.stop_ids or len(tokens) >= sequence.end:
                 stopped = token in sequence.stop_ids
-                self._live.finish(sequence, FinishReason.STOP if stopped else FinishReason.LENGTH)
+                self._sequences.finish(
+                    sequence, FinishReason.STOP if stopped else FinishReason.LENGTH
+                )
             elif not logprobs or sequence_id not in logprobs:
                 continue
             special.add(sequence_id)
@@ -75,17 +77,17 @@ class Committer:
 
     def ride(self, sequence: Sequence, token: int, news: Commit) -> None:
         """Append the token of a rider, which an earlier step has begun."""
-        sequence.computed += 1
+        sequence.commit(1)
         if sequence.finish is not None:
             return
-        self._live.totals.output_tokens += 1
+        self._sequences.totals.output_tokens += 1
         sequence.tokens.append(token)
         if sequence.computed >= sequence.seal_at:
             self.seal([sequence])
         if (end := end_after(sequence, token)) is None:
             news.tokens.append((sequence.id, token))
             return
-        self._live.finish(sequence, end)
+        self._sequences.finish(sequence, end)
         news.updates.append(news_of(sequence, token))
 
     def _accept(
@@ -100,19 +102,16 @@ class Committer:
 
         The KV of the others lies beyond what counts as computed, and is written again.
         """
-        totals, accepted = self._live.totals, result.accepted.get(sequence.id, ())
+        totals, accepted = self._sequences.totals, result.accepted.get(sequence.id, ())
         totals.drafted_tokens += len(draft)
         if sequence.finish is not None:
             return
         totals.accepted_tokens += len(accepted)
         totals.output_tokens += len(accepted)
         for token, logprob in accepted:
-            sequence.computed += 1
-            sequence.planned += 1
-            sequence.known += 1
-            sequence.tokens.append(token)
+            sequence.accept(token)
             if (end := end_after(sequence, token)) is not None:
-                self._live.finish(sequence, end)
+                self._sequences.finish(sequence, end)
             if end is not None or logprob is not None:
                 news.updates.append(news_of(sequence, token, logprob))
             else:
@@ -127,26 +126,26 @@ class Committer:
     def _embed(self, result: StepResult, updates: list[Update], now_ns: int) -> None:
         """End sequences whose embedding is there."""
         for sequence_id, vector in result.embeddings.items():
-            sequence = self._live.find(sequence_id)
+            sequence = self._sequences.find(sequence_id)
             if sequence is not None:
                 sequence.prefilled_ns = sequence.prefilled_ns or now_ns
-                self._live.finish(sequence, FinishReason.STOP)
+                self._sequences.finish(sequence, FinishReason.STOP)
                 updates.append(news_of(sequence)._replace(embedding=vector))
 
     def _fault(self, result: StepResult) -> list[Update]:
         """End faulty sequences, each with its own error; nothing they computed is shared on."""
         updates = []
         for sequence_id, error in result.faults.items():
-            sequence = self._live.find(sequence_id)
+            sequence = self._sequences.find(sequence_id)
             if sequence is not None:
                 sequence.error = error
-                self._live.finish(sequence, FinishReason.ERROR)
+                self._sequences.finish(sequence, FinishReason.ERROR)
                 updates.append(news_of(sequence))
         return updates
 
     def _deliver_prompt_logprobs(self, result: StepResult, updates: list[Update]) -> None:
         for sequence_id, scores in result.prompt_logprobs.items():
-            sequence = self._live.find(sequence_id)
+            sequence = self._sequences.find(sequence_id)
             if sequence is None:
                 continue
             end = scores.start + len(scores.entries)
@@ -161,7 +160,7 @@ class Committer:
         """Give up what committed moves have left behind; seal what had to wait for them."""
         for lease in leases:
             tiers.settle(lease)
-            sequence = self._live.find(lease.sequence_id)
+            sequence = self._sequences.find(lease.sequence_id)
             if sequence is not None and sequence.state is SequenceState.RUNNING:
                 self.seal([sequence])
 
@@ -170,7 +169,7 @@ class Committer:
         for sequence in due:
             if sequence.error is not None:
                 continue
-            full_at = self._live.cache.commit(sequence.id, sequence.tokens, sequence.computed)
+            full_at = self._sequences.cache.commit(sequence.id, sequence.tokens, sequence.computed)
             prompt = sequence.num_prompt  # its end is looked at as well, to be dated
             sequence.seal_at = full_at if sequence.computed >= prompt else min(full_at, prompt)
-            self._live.shared.advance(sequence.id, sequence.computed)
+            self._sequences.prefix_wait.advance(sequence.id, sequence.computed)

@@ -21,8 +21,8 @@ from weft.cost.roofline import BYTES, CPU_DRIVEN, NO_OVERHEAD, Roofline
 from weft.cost.shape import ModelShape, model_shape
 from weft.cost.work import Work
 from weft.kv.cache import GroupSpec
-from weft.sched.choose import SCHEDULERS, Resources, make_scheduler
-from weft.sched.planner import Limits, Planner
+from weft.sched.registry import SCHEDULERS, Resources, make_scheduler
+from weft.sched.scheduler import Limits, Scheduler
 from weft.sim.arrivals import gamma_times
 from weft.sim.jobs import Job, trace_jobs
 from weft.sim.learn import learn
@@ -56,7 +56,7 @@ class World:
     main: Source
     best_effort: Source | None
 
-    def scheduler(self) -> Planner:
+    def scheduler(self) -> Scheduler:
         """A new scheduler."""
         return make_scheduler(self.options.scheduler, self.planned)
 

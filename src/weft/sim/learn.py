@@ -14,7 +14,7 @@ from weft.cost.curves import Grid
 from weft.cost.fit import Fitted, Point, ProfileKey, fit
 from weft.cost.model import CostModel, step_time
 from weft.cost.work import Work
-from weft.sched.planner import Limits
+from weft.sched.scheduler import Limits
 from weft.sim.simulated import Errors
 
 REPEATS = 20

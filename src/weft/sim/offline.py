@@ -16,8 +16,8 @@ from weft.cost.model import CostModel
 from weft.cost.work import Work
 from weft.engine.loop import EngineLoop
 from weft.kv.cache import GroupSpec, KVCache
-from weft.sched.fcfs import FCFSScheduler
-from weft.sched.planner import Limits
+from weft.sched.registry import fcfs
+from weft.sched.scheduler import Limits
 from weft.sim.blended import Blended
 from weft.sim.clock import VirtualClock
 from weft.sim.jobs import END_TOKEN
@@ -121,12 +121,12 @@ def run_offline(
         InvariantError: the order or the scheduler lost something.
     """
     groups = (GroupSpec("full", block, kv_tokens // block),)
-    scheduler = FCFSScheduler(KVCache(groups), limits)
+    scheduler = fcfs(KVCache(groups), limits)
     clock, log, inbox = VirtualClock(), StepLog(), OrderedInbox(trace, order)
     pool = scheduler.cache.pools[0]
 
     def gauges() -> tuple[float, float, float]:
-        return pool.held / pool.num_blocks, 0.0, float(len(scheduler.waiting))
+        return pool.held / pool.num_blocks, 0.0, float(len(scheduler.sequences.waiting))
 
     exact = Errors(0.0, 0.0, 1.0)
     executor = SimulatedExecutor(

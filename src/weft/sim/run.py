@@ -12,9 +12,9 @@ from weft.engine.loop import EngineLoop
 from weft.kv.cache import KVCache
 from weft.kv.pool import BlockPool
 from weft.kv.tiers import TieredCache
-from weft.sched.planner import Planner
-from weft.sched.riders import RidingScheduler
-from weft.sched.step import Totals
+from weft.sched.batch import Totals
+from weft.sched.piggyback import PiggybackPart
+from weft.sched.scheduler import Scheduler
 from weft.sim.clock import VirtualClock
 from weft.sim.inbox import SimulatedInbox
 from weft.sim.jobs import Job
@@ -43,7 +43,7 @@ class Simulated:
 
 
 def simulate(
-    scheduler: Planner,
+    scheduler: Scheduler,
     cost: CostModel,
     traffic: Traffic,
     errors: Errors | None = None,
@@ -66,12 +66,12 @@ def simulate(
     clock, log = VirtualClock(), StepLog()
     record = Record([row.name for row in classes], done)
     inbox = SimulatedInbox(traffic.arrivals, clock, record, traffic.backlog, traffic.keep)
-    device, host = _pools(scheduler.cache)
+    device, host = _pools(scheduler.memory.kv)
 
     def gauges() -> tuple[float, float, float]:
-        return _held(device), _held(host), float(len(scheduler.waiting))
+        return _held(device), _held(host), float(len(scheduler.sequences.waiting))
 
-    if piggyback is None and isinstance(scheduler, RidingScheduler):
+    if piggyback is None and any(isinstance(part, PiggybackPart) for part in scheduler.parts):
         piggyback = on_hosts(cost)
     executor = SimulatedExecutor(
         cost,

@@ -20,43 +20,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from weft.core.plan import RowExtend, StepPlan, Tier
-from weft.core.types import DEFAULT_CLASSES, Sequence, SequenceState, ServiceClass
-from weft.cost.model import CostModel
-from weft.kv.tiers import TieredCache
+from weft.core.plan import Commit, RowExtend, StepPlan, StepResult, Tier
+from weft.core.types import Sequence, SequenceState
 from weft.sched.balance import Balance, Choice, HostWork
-from weft.sched.planner import Limits
+from weft.sched.batch import BatchBuilder, TimedBatch
+from weft.sched.memory_host import HostMemory
 from weft.sched.preempt import choose_victim
-from weft.sched.step import OpenStep
-from weft.sched.tiered import TieredPlanner
-from weft.sched.timed import TimedStep
+from weft.sched.scheduler import Scheduler, sub_batch
 
 PATIENCE = 16  # steps that the oldest sequence on the host is left out of
 HELP = 0.01  # of the time that it has waited, which is what a step may take longer for its sake
 NEWCOMERS = 16  # waiting prompts that one step considers for the host at most
 
 
-@dataclass(slots=True, kw_only=True)
-class LoadAwareStep(TimedStep):
-    """An open step over two tiers; rows of the device come first, then those of the host.
-
-    Attributes:
-        on_device: rows whose KV lies on the device.
-        in_first: rows of batch 0.
-    """
-
-    on_device: int = 0
-    in_first: int = 0
-
-    def room(self, start: int, most: int) -> int:
-        """As many as the budget allows: the time of a step is not limited."""
-        return OpenStep.room(self, start, most)
-
-
-class LoadAwareScheduler(TieredPlanner):
-    """See the module docstring; implements ``weft.core.ports.Scheduler``.
+class TwoBatch:
+    """See the module docstring; implements ``weft.sched.scheduler.Part``.
 
     Args:
         cost: what step times are predicted with.
@@ -64,64 +44,47 @@ class LoadAwareScheduler(TieredPlanner):
             baseline that NEO calls FastDecode+ (section 5.1).
     """
 
-    ahead_tokens = 0  # who gives way is computed on the host: that is how it fills
-
-    def __init__(
-        self,
-        cache: TieredCache,
-        limits: Limits,
-        cost: CostModel,
-        classes: Seq[ServiceClass] = DEFAULT_CLASSES,
-        *,
-        host_only: bool = False,
-    ) -> None:
-        super().__init__(cache, limits, classes)
-        self._cost = cost
-        self._balance = Balance(cost, limits.max_num_batched_tokens)
+    def __init__(self, memory: HostMemory, balance: Balance, *, host_only: bool = False) -> None:
+        self._memory = memory
+        self._balance = balance
+        self._host = memory.host
         self._host_only = host_only
+        self._scheduler: Scheduler
+        self._on_device = self._in_first = 0  # rows of the step: of the device, of batch 0
         self._left_out = 0  # steps since the oldest sequence on the host was computed
         self._waited_s = 0.0  # what these took by prediction
         self._step_s = 0.0  # predicted time of a step, averaged over the recent ones
 
-    # -- planning -----------------------------------------------------------------------------
+    def attach(self, scheduler: Scheduler) -> None:
+        """Be a part of this scheduler."""
+        self._scheduler = scheduler
+        self._chunk = scheduler.limits.max_num_batched_tokens
 
-    def plan(self, now: float) -> StepPlan | None:
-        """Return the next step, or None if nothing can be computed at present."""
-        self._open_plan(now)
-        step = LoadAwareStep(
-            self.limits.max_num_batched_tokens, cost=self._cost, limit_s=float("inf")
-        )
-        self._swap_out_ahead(step)
-        if not self._host_only:
-            self._swap_in(step)
-            self._plan_in_order(step)
-        step.on_device = step.in_first = len(step.rows)
-        self._join_host(step)
-        return self._launch(step) if step.rows or self._moving.moves else None
-
-    # -- hooks ----------------------------------------------------------------------------------
-
-    def _move(self, step: OpenStep, sequence: Sequence, *, after_layer: bool = False) -> bool:
-        assert isinstance(step, LoadAwareStep)
-        moved = super()._move(step, sequence, after_layer=after_layer)
-        if moved and sequence.id in self._hosted:
-            step.work.out_tokens += sequence.planned
-        elif moved:
-            step.work.in_tokens += sequence.planned
-        return moved
-
-    def _takes_too_long(self, tokens: int) -> bool:
+    def takes_too_long(self, tokens: int) -> bool:
+        """Whether the KV of so many tokens is more than one step should bring back."""
         return self._balance.move_seconds(tokens) > self._step_s
+
+    def filled(self, step: BatchBuilder) -> None:
+        """Add what the host can to a step that is filled for the device."""
+        assert isinstance(step, TimedBatch)
+        self._on_device = self._in_first = len(step.rows)
+        self._join_host(step)
+
+    def commit(self, result: StepResult, news: Commit) -> None:
+        """Results of the host are results of the step."""
+
+    def check(self) -> None:
+        """Nothing is remembered that could be untrue."""
 
     # -- what the host adds (steps 3 to 6) ------------------------------------------------------
 
-    def _join_host(self, step: LoadAwareStep) -> None:
-        on_host = self._on_host()
-        decodes = [s for s in on_host if s.id not in self._moving.left and self._decodes(s)]
+    def _join_host(self, step: TimedBatch) -> None:
+        on_host = self._memory.on_host()
+        decodes = [s for s in on_host if s.id not in self._memory.moving.left and self._decodes(s)]
         pieces = [
             (s, s.known - s.planned)
             for s in on_host
-            if s.id not in self._moving.left and s.known - s.planned > 1
+            if s.id not in self._memory.moving.left and s.known - s.planned > 1
         ]
         newcomers = self._newcomers(step, on_host) if step.budget > 0 else []
         if not decodes and not pieces and not newcomers:
@@ -144,7 +107,7 @@ class LoadAwareScheduler(TieredPlanner):
         for sequence in first:
             if sequence.id in ready:
                 step.put(sequence, 1)
-        step.in_first = len(step.rows)
+        self._in_first = len(step.rows)
         for sequence in second:
             if sequence.id in ready:
                 step.put(sequence, 1)
@@ -157,13 +120,13 @@ class LoadAwareScheduler(TieredPlanner):
             return False
         return sequence.known <= sequence.lockstep_at or len(sequence.tokens) == sequence.known
 
-    def _choose(self, step: LoadAwareStep, work: HostWork, on_host: Seq[Sequence]) -> Choice:
+    def _choose(self, step: TimedBatch, work: HostWork, on_host: Seq[Sequence]) -> Choice:
         if self._host_only:
             return self._balance.choose_all(work)
         free = self._balance.choose(step.work, work)
         if not step.rows:
             # Launched steps and moves give the device something to do again.
-            soon = bool(self._launched or self._moving.moves)
+            soon = bool(self._scheduler.launched or self._memory.moving.moves)
             if soon and free.seconds > self._step_s:
                 return Choice(0, 0, 0, 0.0, 0.0)
         elif not on_host or self._left_out < PATIENCE:
@@ -173,16 +136,16 @@ class LoadAwareScheduler(TieredPlanner):
         affordable = helped.seconds - free.seconds <= HELP * self._waited_s
         return helped if affordable or not step.rows else free
 
-    def _pass_by(self, step: LoadAwareStep, seconds: float, on_host: Seq[Sequence] = ()) -> None:
+    def _pass_by(self, step: TimedBatch, seconds: float, on_host: Seq[Sequence] = ()) -> None:
         """Note how long the step takes and whether the oldest on the host was left out."""
         self._step_s += (seconds - self._step_s) / 16 if self._step_s else seconds
-        if on_host and not any(on_host[0] is s for s in step.sequences[step.on_device :]):
+        if on_host and not any(on_host[0] is s for s in step.sequences[self._on_device :]):
             self._left_out += 1
             self._waited_s += seconds
         else:
             self._left_out, self._waited_s = 0, 0.0
 
-    def _newcomers(self, step: LoadAwareStep, on_host: Seq[Sequence]) -> list[Sequence]:
+    def _newcomers(self, step: TimedBatch, on_host: Seq[Sequence]) -> list[Sequence]:
         """Waiting sequences, in order, whose prompts may go to the host.
 
         As many as the host can keep up with if all that it has decode in every step.
@@ -197,20 +160,20 @@ class LoadAwareScheduler(TieredPlanner):
             busy = not self._host_only and self._balance.cpu_seconds(contexts) > seconds
             if (busy and seconds > 0) or len(found) == NEWCOMERS:
                 break
-            if sequence.end > self.host.max_tokens():
+            if sequence.end > self._host.max_tokens():
                 break
             found.append(sequence)
         return found
 
     def _next_waiting(self) -> Iterator[Sequence]:
-        for rank in self.waiting.ranks():
-            for sequence in self.waiting.of_rank(rank):
+        for rank in self._scheduler.sequences.waiting.ranks():
+            for sequence in self._scheduler.sequences.waiting.of_rank(rank):
                 shared = sequence.waiting_on
-                if not (shared and self.live.shared.in_progress(shared)):
+                if not (shared and self._scheduler.sequences.prefix_wait.in_progress(shared)):
                     yield sequence
 
     def _reserve(
-        self, step: LoadAwareStep, on_host: Seq[Sequence], decodes: set[int], chunk: int
+        self, step: TimedBatch, on_host: Seq[Sequence], decodes: set[int], chunk: int
     ) -> tuple[int, set[int]]:
         """Reserve blocks of the host, the oldest first, and put its prompts into the step.
 
@@ -220,74 +183,81 @@ class LoadAwareScheduler(TieredPlanner):
         ready: set[int] = set()
         for sequence in on_host:
             count = min(chunk, sequence.known - sequence.planned)
-            if sequence.state is not SequenceState.RUNNING or sequence.id in self._moving.left:
+            if (
+                sequence.state is not SequenceState.RUNNING
+                or sequence.id in self._memory.moving.left
+            ):
                 continue
             if sequence.id in decodes:
                 if sequence.planned < sequence.capacity or self._grow_on_host(
                     step, sequence, sequence.known
                 ):
                     ready.add(sequence.id)
-                    self._moving.kept.add(sequence.id)
+                    self._memory.moving.kept.add(sequence.id)
             elif count > 0 and sequence.known - sequence.planned > 1:
                 start = sequence.planned
                 if not self._grow_on_host(step, sequence, start + count):
-                    count = min(count, self.host.growable(sequence.id) - start)
+                    count = min(count, self._host.growable(sequence.id) - start)
                     if count <= 0 or not self._grow_on_host(step, sequence, start + count):
                         continue
-                self._moving.kept.add(sequence.id)
+                self._memory.moving.kept.add(sequence.id)
                 step.put(sequence, count)
                 chunk -= count
         return chunk, ready
 
-    def _put_newcomers(self, step: LoadAwareStep, newcomers: Seq[Sequence], chunk: int) -> None:
+    def _put_newcomers(self, step: TimedBatch, newcomers: Seq[Sequence], chunk: int) -> None:
         """Start prompts on the host in order, until one does not fit."""
         for sequence in newcomers:
-            if chunk <= 0 or not self._find_row(sequence):
+            if chunk <= 0 or not self._scheduler.admission.find_row(sequence):
                 break
             hit = 0
-            if self.host.prefix_caching and sequence.request.sampling.prompt_logprobs is None:
-                hit = self.host.find_prefix(sequence.id, sequence.tokens)
+            if self._host.prefix_caching and sequence.request.sampling.prompt_logprobs is None:
+                hit = self._host.find_prefix(sequence.id, sequence.tokens)
             known = len(sequence.tokens)
-            self.host.open(sequence.id, hit)
-            upto = min(known, hit + chunk, self.host.growable(sequence.id))
+            self._host.open(sequence.id, hit)
+            upto = min(known, hit + chunk, self._host.growable(sequence.id))
             if (
                 upto <= hit
-                or not self.host.fits(sequence.id, known, self.limits.max_num_batched_tokens)
-                or self.host.extend(sequence.id, upto) is None
+                or not self._host.fits(sequence.id, known, self._chunk)
+                or self._host.extend(sequence.id, upto) is None
             ):
-                self.host.release(sequence.id)
+                self._host.release(sequence.id)
                 break
-            self.waiting.remove(sequence)
-            self._start(step, sequence, hit, self.host, Tier.HOST)
-            self._hosted.add(sequence.id)
+            self._scheduler.sequences.waiting.remove(sequence)
+            self._scheduler.admission.start(step, sequence, hit, self._host, Tier.HOST)
+            self._memory.hosted.add(sequence.id)
             step.put(sequence, upto - hit)
             chunk -= upto - hit
 
-    def _grow_on_host(self, step: LoadAwareStep, sequence: Sequence, upto: int) -> bool:
+    def _grow_on_host(self, step: TimedBatch, sequence: Sequence, upto: int) -> bool:
         """Reserve host blocks for the first ``upto`` tokens, preempting later ones of the host."""
-        while (grown := self.host.extend(sequence.id, upto)) is None:
-            rest = [other for other in self._on_host() if other.id not in self._moving.kept]
-            victim = None if self.live.closing else choose_victim(rest, sequence.order)
+        while (grown := self._host.extend(sequence.id, upto)) is None:
+            rest = [
+                other
+                for other in self._memory.on_host()
+                if other.id not in self._memory.moving.kept
+            ]
+            victim = (
+                None if self._scheduler.sequences.closing else choose_victim(rest, sequence.order)
+            )
             if victim is None:
                 return False
-            self._preempt(victim)
+            self._memory.preempt(victim)
             if victim.state is not SequenceState.PAUSED:
                 return False
         step.extends += [RowExtend(sequence.row, group, blocks) for group, blocks in grown]
-        sequence.capacity = min(self.host.capacity(sequence.id), sequence.lockstep_at)
+        sequence.cover(self._host.capacity(sequence.id))
         return True
 
     # -- launching ------------------------------------------------------------------------------
 
-    def _launch(self, step: OpenStep) -> StepPlan:
-        assert isinstance(step, LoadAwareStep)
-        on_host = step.in_first - step.on_device
-        tiers = (Tier.DEVICE,) * step.on_device + (Tier.HOST,) * on_host if on_host else ()
-        batches = [self._batch(step, 0, step.in_first, tiers)]
+    def launch(self, step: BatchBuilder, plan: StepPlan) -> StepPlan:
+        """Split the rows of a plan into its sub-batches."""
+        on_host = self._in_first - self._on_device
+        tiers = (Tier.DEVICE,) * self._on_device + (Tier.HOST,) * on_host if on_host else ()
+        batches = [sub_batch(step, 0, self._in_first, tiers)]
         rows = len(step.rows)
-        if rows > step.in_first:
-            tiers = (Tier.HOST,) * (rows - step.in_first)
-            batches.append(self._batch(step, step.in_first, rows, tiers))
-        return replace(
-            super()._launch(step), batches=tuple(batch for batch in batches if batch.rows)
-        )
+        if rows > self._in_first:
+            tiers = (Tier.HOST,) * (rows - self._in_first)
+            batches.append(sub_batch(step, self._in_first, rows, tiers))
+        return replace(plan, batches=tuple(batch for batch in batches if batch.rows))

@@ -1,16 +1,18 @@
-"""The sequences of a scheduler: who waits, who runs, and who gives back its row and its blocks."""
+"""The sequences of a scheduler: waiting, running, or giving back their rows and blocks."""
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 
 from weft.core.errors import InvariantError
 from weft.core.types import FinishReason, Sequence, SequenceState
 from weft.kv.tiers import AnyCache
+from weft.sched.batch import Totals
 from weft.sched.invariants import check_rows
-from weft.sched.queues import WaitingQueue
-from weft.sched.sharing import SharedPrefixes
-from weft.sched.step import Totals
+from weft.sched.prefix_wait import PrefixWait
+from weft.sched.waiting import WaitingQueue
 
 
 def by_order(sequence: Sequence) -> tuple[int, int]:
@@ -18,7 +20,7 @@ def by_order(sequence: Sequence) -> tuple[int, int]:
     return sequence.order
 
 
-class Lifecycle:
+class SequenceManager:
     """Moves sequences from arrival to end, and takes rows and blocks back when they are free.
 
     Attributes:
@@ -31,9 +33,9 @@ class Lifecycle:
 
     def __init__(self, cache: AnyCache, num_rows: int) -> None:
         self.cache = cache
-        self.shared = SharedPrefixes(cache.groups[0].block_size)
+        self.prefix_wait = PrefixWait(cache.groups[0].block_size)
         self.totals = Totals()
-        self.sequences: dict[int, Sequence] = {}
+        self.by_id: dict[int, Sequence] = {}
         self.waiting = WaitingQueue()
         self.running: list[Sequence] = []
         self.closing: list[Sequence] = []
@@ -43,16 +45,29 @@ class Lifecycle:
 
     def find(self, sequence_id: int) -> Sequence | None:
         """Return a sequence that has not ended."""
-        sequence = self.sequences.get(sequence_id)
+        sequence = self.by_id.get(sequence_id)
         if sequence is None or sequence.state is SequenceState.FINISHED:
             return None
         return sequence
+
+    def ranks(self) -> list[int]:
+        """Ranks that have running or waiting sequences, the best one first."""
+        ranks = set(self.waiting.ranks())
+        if self.running:
+            ranks.update(range(self.running[0].order[0], self.running[-1].order[0] + 1))
+        return sorted(ranks)
+
+    def running_of(self, rank: int) -> list[Sequence]:
+        """Running sequences of a rank, in order."""
+        low = bisect_left(self.running, (rank, 0), key=by_order)
+        high = bisect_left(self.running, (rank + 1, 0), key=by_order)
+        return self.running[low:high]
 
     def arrive(self, sequence: Sequence) -> None:
         """Queue a sequence that has never run."""
         self.cache.register(sequence.id, sequence.request.cache_salt)
         self.totals.requests += 1
-        self.sequences[sequence.id] = sequence
+        self.by_id[sequence.id] = sequence
         self.waiting.add(sequence)
 
     def start(self, sequence: Sequence, hit: int, now_ns: int) -> None:
@@ -61,9 +76,7 @@ class Lifecycle:
         Whoever queued it takes it from the queue.
         """
         sequence.move_to(SequenceState.RUNNING)
-        sequence.row = self.free_rows.pop()
-        sequence.computed = sequence.planned = sequence.reused = hit
-        sequence.seal_at = hit + 1
+        sequence.start(self.free_rows.pop(), hit)
         if sequence.cached < 0:
             sequence.cached = min(hit, sequence.num_prompt)  # a recovered one may find output too
             self.totals.cached_tokens += sequence.cached
@@ -71,7 +84,7 @@ class Lifecycle:
             sequence.scheduled_ns = now_ns
         if self.cache.prefix_caching:
             digests = self.cache.prompt_digests(sequence.id, sequence.tokens)
-            self.shared.lead(sequence.id, sequence.order[0], digests, hit)
+            self.prefix_wait.lead(sequence.id, sequence.order[0], digests, hit)
         insort(self.running, sequence, key=by_order)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
@@ -85,7 +98,7 @@ class Lifecycle:
         sequence.move_to(SequenceState.FINISHED)
         sequence.finish = reason
         self.totals.count_end(reason)
-        self.shared.abandon(sequence.id)
+        self.prefix_wait.abandon(sequence.id)
         if queued:
             self._forget(sequence)
         elif not pausing:
@@ -96,7 +109,7 @@ class Lifecycle:
         self.running.remove(sequence)
         self.totals.preemptions += 1
         sequence.preemptions += 1
-        self.shared.abandon(sequence.id)
+        self.prefix_wait.abandon(sequence.id)
         sequence.move_to(SequenceState.PAUSING)
         self.closing.append(sequence)
         self.close()
@@ -128,8 +141,7 @@ class Lifecycle:
             self.free_rows.append(sequence.row)
             faulty_from = sequence.reused if sequence.error is not None else None
             self.cache.release(sequence.id, faulty_from=faulty_from)
-            sequence.row, sequence.capacity = -1, 0
-            sequence.computed = sequence.planned = 0
+            sequence.stop()
             if sequence.state is SequenceState.PAUSING:
                 sequence.move_to(SequenceState.PAUSED)
                 self.waiting.resume(sequence)
@@ -143,14 +155,48 @@ class Lifecycle:
 
     def _forget(self, sequence: Sequence) -> None:
         self.cache.forget(sequence.id)
-        del self.sequences[sequence.id]
+        del self.by_id[sequence.id]
 
     def check(self) -> None:
         """Raise InvariantError if sequences, rows, queue or blocks do not agree."""
         self.cache.check()
         self.waiting.check()
         check_rows(self.running, self.closing, self.free_rows, self._num_rows, self.cache)
-        if len(self.running) + len(self.closing) + len(self.waiting) != len(self.sequences):
+        if len(self.running) + len(self.closing) + len(self.waiting) != len(self.by_id):
             raise InvariantError("a sequence is lost or listed twice")
-        if not self.sequences and not self.shared.empty():
+        if not self.by_id and not self.prefix_wait.empty():
             raise InvariantError("a shared prefix is announced by nobody")
+
+
+def schedule_single_tokens(
+    sequences: Seq[Sequence], go_on: Callable[[Sequence], bool]
+) -> tuple[list[Sequence], list[int], list[Sequence]]:
+    """Schedule the next token of each sequence that needs one token.
+
+    In steady state every sequence passes through here once a token.
+
+    Args:
+        go_on: whether a sequence that has come to its capacity may compute one token more.
+
+    Returns:
+        The sequences that were scheduled, the position of the token of each, and the sequences
+        that need more than one token.
+    """
+    more: list[Sequence] = []
+    chosen: list[Sequence] = []
+    starts: list[int] = []
+    running = SequenceState.RUNNING
+    for sequence in sequences:
+        known, start = sequence.known, sequence.planned
+        if known - start != 1:
+            if known > start:
+                more.append(sequence)
+            continue
+        if known >= sequence.end or sequence.state is not running:
+            continue
+        if start >= sequence.capacity and not go_on(sequence):
+            continue
+        chosen.append(sequence)
+        starts.append(start)
+        sequence.schedule(1)
+    return chosen, starts, more

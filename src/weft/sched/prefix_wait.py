@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence as Seq
 
 
-class SharedPrefixes:
+class PrefixWait:
     """Blocks that running sequences are about to compute, by content hash."""
 
     def __init__(self, block_size: int) -> None:

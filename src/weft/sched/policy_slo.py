@@ -18,17 +18,16 @@ import math
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from weft.core.errors import ConfigError, InvariantError, TargetError
-from weft.core.plan import Commit, StepPlan, StepResult
 from weft.core.types import DEFAULT_CLASSES, Sequence, ServiceClass
 from weft.cost.model import CostModel, step_time
 from weft.cost.work import Work
-from weft.kv.tiers import AnyCache
-from weft.sched.admission import first_token_s
+from weft.sched.batch import TimedBatch
+from weft.sched.first_token import first_token_s
 from weft.sched.pace import Pace
-from weft.sched.planner import Limits, Planner
-from weft.sched.timed import TimedStep
+from weft.sched.scheduler import Scheduler
 
 AGED = -1  # rank of the best-effort sequence that has waited for too long
 LEAST_PIECE = 16  # tokens that cost hardly more than one (OmniServe section 3.3.1, flat region)
@@ -37,7 +36,7 @@ PRIOR_STEPS = 3  # steps at the tightest target that predictions count as exact 
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class TargetPolicy:
     """How targets are kept.
 
     Attributes:
@@ -53,7 +52,7 @@ class Policy:
     patience_s: float = 30.0
 
 
-DEFAULT_POLICY = Policy()
+DEFAULT_POLICY = TargetPolicy()
 
 
 def rank_by_target(classes: Seq[ServiceClass]) -> list[ServiceClass]:
@@ -67,7 +66,7 @@ def rank_by_target(classes: Seq[ServiceClass]) -> list[ServiceClass]:
     ]
 
 
-def check_targets(classes: Seq[ServiceClass], cost: CostModel, policy: Policy) -> None:
+def check_targets(classes: Seq[ServiceClass], cost: CostModel, policy: TargetPolicy) -> None:
     """Raise ConfigError if a target would be missed by a server that has nothing else to do."""
     if not any(row.ttft_s or row.tpot_s for row in classes):
         raise ConfigError(
@@ -90,27 +89,51 @@ def check_targets(classes: Seq[ServiceClass], cost: CostModel, policy: Policy) -
                 )
 
 
-class SLOScheduler(Planner):
-    """See the module docstring; implements ``weft.core.ports.Scheduler``."""
+class BestEffortPart(Protocol):
+    """What is done for best effort beside the steps of the device."""
+
+    def busy(self) -> bool:
+        """Whether a step without rows has something to do."""
+
+    def before_best_effort(self, step: TimedBatch) -> None:
+        """Latency-sensitive sequences are in the step; best effort comes next."""
+
+    def after_best_effort(self, step: TimedBatch) -> Iterable[int]:
+        """The step is full; return ranks that advance beside it."""
+
+    def may_begin(self, fits: bool) -> bool:
+        """Whether best-effort prompts may begin, given whether decodes of their class fit."""
+
+    def blocks_come_back(self) -> bool:
+        """Whether memory of the device is on its way back."""
+
+
+class SLOPolicy:
+    """See the module docstring; implements ``weft.sched.scheduler.Policy``.
+
+    Attributes:
+        best_effort: ranks of the classes without targets.
+        part: what is done for best effort beside the steps of the device, if anything.
+    """
 
     def __init__(
         self,
-        cache: AnyCache,
-        limits: Limits,
         cost: CostModel,
         classes: Seq[ServiceClass] = DEFAULT_CLASSES,
-        policy: Policy = DEFAULT_POLICY,
+        targets: TargetPolicy = DEFAULT_POLICY,
     ) -> None:
         """Raises ConfigError if no class has a target, or no load can meet one."""
         table = rank_by_target(classes)
-        super().__init__(cache, limits, table)
+        self.classes: Seq[ServiceClass] = table
         self.cost = cost
-        self.policy = policy
-        check_targets(table, cost, self.policy)
+        self.policy = targets
+        check_targets(table, cost, targets)
+        self.part: BestEffortPart | None = None
+        self._scheduler: Scheduler
         self._targets = [row for row in table if row.ttft_s is not None or row.tpot_s is not None]
         self._num_urgent = len(self._targets)
         top = max([row.rank for row in table[self._num_urgent :]], default=self._num_urgent)
-        self._best_effort = range(self._num_urgent, top + 1)
+        self.best_effort = range(self._num_urgent, top + 1)
         tpots = [row.tpot_s for row in self._targets if row.tpot_s is not None]
         self._tightest_s = min(tpots, default=math.inf)
         ttfts = [row.ttft_s for row in self._targets if row.ttft_s is not None]
@@ -123,13 +146,25 @@ class SLOScheduler(Planner):
         self._served_at: dict[int, float] = {}
         self._token_at = [0.0] * self._num_urgent
 
+    def attach(self, scheduler: Scheduler) -> None:
+        """Decide for this scheduler."""
+        self._scheduler = scheduler
+        self._limits, self._cache = scheduler.limits, scheduler.cache
+        self._sequences, self._memory = scheduler.sequences, scheduler.memory
+        self._filler, self._admission = scheduler.filler, scheduler.admission
+        self._admission.growing = self._growing
+
+    def running_of(self, rank: int) -> list[Sequence]:
+        """Running sequences of a rank that the device computes, in order."""
+        return self._memory.on_device(self._sequences.running_of(rank))
+
     # -- arrivals -----------------------------------------------------------------------------
 
-    def _consider(self, sequence: Sequence) -> None:
+    def consider(self, sequence: Sequence) -> None:
         """Refuse or demote a request whose first token would come too late.
 
         Raises:
-            TargetError: it would, and ``Policy.admission`` is "reject".
+            TargetError: it would, and ``TargetPolicy.admission`` is "reject".
         """
         rank = sequence.order[0]
         if rank >= self._num_urgent:
@@ -154,17 +189,17 @@ class SLOScheduler(Planner):
         sequence.reused = self._cached_tokens(sequence)
         prompts, decodes, tokens, count = [], Work(), sequence.known, 1
         for rank in range(self._num_urgent):
-            for other in self._running_of(rank):
+            for other in self.running_of(rank):
                 tokens, count = tokens + self._known_soon(other), count + 1
                 if other.known - other.planned <= 1:
                     decodes.add(other.known, 1)
                 elif other.order < sequence.order:
                     prompts.append((other.planned, other.known - other.planned))
-            for other in self.waiting.of_rank(rank):
+            for other in self._sequences.waiting.of_rank(rank):
                 tokens, count = tokens + self._known_soon(other), count + 1
                 if other.order < sequence.order:
                     prompts.append((other.reused, other.known - other.reused))
-        if count > self.limits.max_num_seqs or tokens > self.cache.max_tokens():
+        if count > self._limits.max_num_seqs or tokens > self._cache.max_tokens():
             return math.inf  # it waits for the end of others, and nobody knows when that is
         prompts.append((sequence.reused, sequence.known - sequence.reused))
         waits = self.pace.ends_at(self._now) - self._looked_at
@@ -173,33 +208,33 @@ class SLOScheduler(Planner):
             prompts,
             decodes,
             limit_s=self._in_predictions(self._tpot_of(self._present() | {sequence.order[0]})),
-            budget=self.limits.max_num_batched_tokens,
+            budget=self._limits.max_num_batched_tokens,
             patience_s=target / self.pace.correction,
         )
         return waits + seconds * self.pace.correction
 
     def _known_soon(self, sequence: Sequence) -> int:
         """Tokens for which admission leaves room to a sequence."""
-        return min(sequence.known + self.ahead_tokens, sequence.end)
+        return min(sequence.known + self._memory.ahead_tokens, sequence.end)
 
     def _growing(self) -> Iterable[Sequence]:
         """Not the aged one: it advances by a least piece a step, however long it still is."""
-        return (sequence for sequence in super()._growing() if sequence.order[0] != AGED)
+        return (sequence for sequence in self._memory.growing() if sequence.order[0] != AGED)
 
     def _cached_tokens(self, sequence: Sequence) -> int:
         if sequence.request.sampling.prompt_logprobs is not None:
             return 0
-        self.cache.register(sequence.id, sequence.request.cache_salt)
-        hit = self.cache.find_prefix(sequence.id, sequence.tokens)
-        self.cache.forget(sequence.id)
+        self._cache.register(sequence.id, sequence.request.cache_salt)
+        hit = self._cache.find_prefix(sequence.id, sequence.tokens)
+        self._cache.forget(sequence.id)
         return hit
 
     def _turn_away(self, sequence: Sequence, seconds: float, target: float) -> None:
         if self.policy.admission == "demote":
-            self.totals.demoted += 1
-            sequence.order = (self._best_effort[0], sequence.order[1])
+            self._scheduler.totals.demoted += 1
+            sequence.order = (self.best_effort[0], sequence.order[1])
             return
-        self.totals.refused += 1
+        self._scheduler.totals.refused += 1
         name = sequence.request.service_class
         alone = [(sequence.reused, sequence.known - sequence.reused)]
         least = self.pace.correction * first_token_s(
@@ -207,7 +242,7 @@ class SLOScheduler(Planner):
             alone,
             Work(),
             limit_s=self._in_predictions(self._tpot_of({sequence.order[0]})),
-            budget=self.limits.max_num_batched_tokens,
+            budget=self._limits.max_num_batched_tokens,
         )
         if least > target:
             raise TargetError(
@@ -226,37 +261,44 @@ class SLOScheduler(Planner):
 
     # -- planning -----------------------------------------------------------------------------
 
-    def plan(self, now: float) -> StepPlan | None:
-        """Return the next step, or None if nothing can be computed at present."""
-        self._open_plan(now)
+    def fill(self, now: float) -> TimedBatch | None:
+        """Return the next step, or None if there is nothing to do at present."""
         self._date_arrivals(now)
         begin = self.pace.ends_at(now)
         self.pace.urgent = bool(self._present())
-        step = self._fill(begin, self._catch_up(self._in_predictions(self._limit_s()), begin), now)
+        limit_s = self._catch_up(self._in_predictions(self._limit_s()), begin)
+        step = self._new_step(limit_s)
+        self._memory.make_way(step)
+        self._fill(step, begin, now)
         if self._is_empty(step) and self.pace.idle:
             # Not even one token keeps the limit, so it is kept as well as it can be.
-            step = self._fill(begin, math.inf, now, LEAST_PIECE)
+            step = self._new_step(math.inf, LEAST_PIECE)
+            self._fill(step, begin, now)
         if self._is_empty(step):
             return None
         self.pace.launched(step.seconds(), now)
-        return self._launch(step)
+        return step
 
-    def _fill(self, begin: float, limit_s: float, now: float, most: int = 2**31) -> TimedStep:
-        budget = min(most, self.limits.max_num_batched_tokens)
-        step = self._new_step(budget, limit_s)
+    def _new_step(self, limit_s: float, most: int = 2**31) -> TimedBatch:
+        budget = min(most, self._limits.max_num_batched_tokens)
+        return TimedBatch(budget, cost=self.cost, limit_s=limit_s)
+
+    def _fill(self, step: TimedBatch, begin: float, now: float) -> None:
         self._choose_aged(now)
         self._plan_aged(step)
         prompts = self._plan_urgent_decodes(step, begin)
         due, done = self._plan_urgent_prompts(step, prompts)
         step.limit_s = min(step.limit_s, (due - begin) / self.pace.correction)
+        if self.part is not None:
+            self.part.before_best_effort(step)
         self._plan_best_effort(step, now, prompts=done)
-        return step
+        if self.part is not None:
+            for rank in self.part.after_best_effort(step):
+                self._served_at[rank] = now
 
-    def _new_step(self, budget: int, limit_s: float) -> TimedStep:
-        return TimedStep(budget, cost=self.cost, limit_s=limit_s)
-
-    def _is_empty(self, step: TimedStep) -> bool:
-        return not step.rows
+    def _is_empty(self, step: TimedBatch) -> bool:
+        beside = self._memory.moves or (self.part is not None and self.part.busy())
+        return not (step.rows or beside)
 
     def _date_arrivals(self, now: float) -> None:
         """Set when first tokens are due; a request may have waited since the last look."""
@@ -292,7 +334,7 @@ class SLOScheduler(Planner):
         for rank, target in enumerate(self._targets):
             if target.tpot_s is None:
                 continue
-            for sequence in self._running_of(rank):
+            for sequence in self.running_of(rank):
                 if sequence.prefilled_ns and sequence.known - sequence.planned == 1:
                     tokens = sequence.known - sequence.num_prompt
                     due = sequence.prefilled_ns * 1e-9 + tokens * target.tpot_s
@@ -301,28 +343,29 @@ class SLOScheduler(Planner):
 
     def _present(self) -> set[int]:
         """Ranks of latency-sensitive classes that have sequences."""
-        ranks = {rank for rank in range(self._num_urgent) if self._running_of(rank)}
-        return ranks | {rank for rank in self.waiting.ranks() if 0 <= rank < self._num_urgent}
+        ranks = {rank for rank in range(self._num_urgent) if self.running_of(rank)}
+        waiting = self._sequences.waiting.ranks()
+        return ranks | {rank for rank in waiting if 0 <= rank < self._num_urgent}
 
     def _tpot_of(self, ranks: set[int]) -> float:
         """The tightest target between tokens of these ranks; of all, if they have none."""
         tpots = [self._targets[rank].tpot_s for rank in ranks]
         return min([tpot for tpot in tpots if tpot is not None], default=self._tightest_s)
 
-    def _plan_urgent_decodes(self, step: TimedStep, begin: float) -> list[list[Sequence]]:
+    def _plan_urgent_decodes(self, step: TimedBatch, begin: float) -> list[list[Sequence]]:
         """Add latency-sensitive sequences that decode; return, by rank, those that do not."""
         rest = []
         for rank, target in enumerate(self._targets):
-            running = self._running_of(rank)
+            running = self.running_of(rank)
             if step.rows and running and self._can_skip(step, running, target, begin):
                 rest.append([s for s in running if s.known - s.planned > 1])
                 continue
-            rest.append(self._plan_single_tokens(step, running))
+            rest.append(self._filler.single_tokens(step, running))
             self._token_at[rank] = begin + step.seconds() * self.pace.correction
         return rest
 
     def _can_skip(
-        self, step: TimedStep, running: list[Sequence], target: ServiceClass, begin: float
+        self, step: TimedBatch, running: list[Sequence], target: ServiceClass, begin: float
     ) -> bool:
         """Whether a class would make the step too long, and may well decode in the next one."""
         if target.tpot_s is None or target.tpot_s < 2 * self._tightest_s:
@@ -335,7 +378,7 @@ class SLOScheduler(Planner):
         return next_token_at - self._token_at[target.rank] <= kept
 
     def _plan_urgent_prompts(
-        self, step: TimedStep, running: list[list[Sequence]]
+        self, step: TimedBatch, running: list[list[Sequence]]
     ) -> tuple[float, bool]:
         """Add chunks of latency-sensitive prompts; return when the first of them is due.
 
@@ -343,53 +386,55 @@ class SLOScheduler(Planner):
         """
         first, admitted = len(step.sequences), len(step.adds)
         for rank, sequences in enumerate(running):
-            self._plan_chunks(step, sequences)
-            self._admit(step, rank)
+            self._filler.chunks(step, sequences)
+            self._admission.admit(step, rank)
         wanted = sum(map(len, running)) + len(step.adds) - admitted
-        waits = any(0 <= rank < self._num_urgent for rank in self.waiting.ranks())
+        waits = any(0 <= rank < self._num_urgent for rank in self._sequences.waiting.ranks())
         due = min((sequence.due_s for sequence in step.sequences[first:]), default=math.inf)
         return due, not waits and sum(step.samples[first:]) == wanted
 
-    def _plan_best_effort(self, step: TimedStep, now: float, *, prompts: bool) -> None:
+    def _plan_best_effort(self, step: TimedBatch, now: float, *, prompts: bool) -> None:
         """Add best-effort prompts, if they may, and decodes, one class after the other."""
-        for rank in self._best_effort:
-            before, running = len(step.rows), self._running_of(rank)
+        for rank in self.best_effort:
+            before, running = len(step.rows), self.running_of(rank)
             decodes = [s for s in running if s.known - s.planned == 1]
             contexts = [s.planned for s in decodes]
             if prompts:
                 may_begin = self._may_begin(step, contexts)
-                self._plan_chunks(step, [s for s in running if s.known - s.planned > 1])
+                self._filler.chunks(step, [s for s in running if s.known - s.planned > 1])
                 if may_begin:
-                    self._admit(step, rank)
-            self._plan_single_tokens(step, decodes[: step.decodes_that_fit(contexts)])
-            if len(step.rows) > before or not (running or rank in self.waiting.ranks()):
+                    self._admission.admit(step, rank)
+            self._filler.single_tokens(step, decodes[: step.decodes_that_fit(contexts)])
+            if len(step.rows) > before or not (running or rank in self._sequences.waiting.ranks()):
                 self._served_at[rank] = now
 
-    def _may_begin(self, step: TimedStep, contexts: list[int]) -> bool:
+    def _may_begin(self, step: TimedBatch, contexts: list[int]) -> bool:
         """Whether best-effort prompts may begin, given the decodes of those that have.
 
         Not while the step cannot even hold these: they would take memory and give no token.
         """
-        return step.decodes_that_fit(contexts) == len(contexts)
+        fits = step.decodes_that_fit(contexts) == len(contexts)
+        return fits if self.part is None else self.part.may_begin(fits)
 
     # -- best effort that has waited for too long ---------------------------------------------
 
     def _choose_aged(self, now: float) -> None:
-        if self._aged is not None and self.live.find(self._aged.id) is None:
+        if self._aged is not None and self._sequences.find(self._aged.id) is None:
             self._aged = None
         if self._aged is not None:
             return
-        for rank in self._best_effort:
+        for rank in self.best_effort:
             if now - self._served_at.setdefault(rank, now) <= self.policy.patience_s:
                 continue
-            first = next(iter([*self._running_of(rank), *self.waiting.of_rank(rank)]), None)
+            waiting = self._sequences.waiting.of_rank(rank)
+            first = next(iter([*self.running_of(rank), *waiting]), None)
             if first is not None:
                 self._served_at[rank] = now
                 self._aged = first
-                self.live.reorder(first, AGED)
+                self._sequences.reorder(first, AGED)
                 return
 
-    def _plan_aged(self, step: TimedStep) -> None:
+    def _plan_aged(self, step: TimedBatch) -> None:
         """Advance the aged sequence by a piece, before others take its memory.
 
         Without targets to keep at present, by as much as fits.
@@ -400,24 +445,25 @@ class SLOScheduler(Planner):
         if self.pace.urgent or step.room(self._aged.planned, LEAST_PIECE) < LEAST_PIECE:
             step.limit_s = math.inf
             step.budget = max(1, min(LEAST_PIECE, budget // 2))
-        running = self._running_of(AGED)
-        self._plan_chunks(step, self._plan_single_tokens(step, running))
-        self._admit(step, AGED)
+        running = self.running_of(AGED)
+        self._filler.chunks(step, self._filler.single_tokens(step, running))
+        self._admission.admit(step, AGED)
         if running and not step.rows:
-            step.held_back = bool(self.live.closing)  # what comes back is for it
+            step.held_back = bool(self._sequences.closing)  # what comes back is for it
         step.limit_s, step.budget = limit, budget - (step.work.tokens - tokens)
+        waits = self._sequences.waiting.ranks()[:1] == [AGED]
+        if waits and self.part is not None and self.part.blocks_come_back():
+            step.held_back = True  # what the device gets back is for it
 
     # -- committing ---------------------------------------------------------------------------
 
-    def commit(self, result: StepResult, now: float = 0.0) -> Commit:
-        """Take in the oldest launched step and return what is new."""
+    def collected(self, now: float) -> None:
+        """The oldest launched step has ended; ``now`` is 0 where nobody knows when."""
         self.pace.collected(now)
         self._now = max(self._now, now)
-        return Planner.commit(self, result, now)
 
     def check(self) -> None:
-        """Raise InvariantError if sequences, rows, queue or blocks do not agree."""
-        Planner.check(self)
-        aged = [*self._running_of(AGED), *self.waiting.of_rank(AGED)]
+        """Raise InvariantError if more than one sequence is served out of its turn."""
+        aged = [*self.running_of(AGED), *self._sequences.waiting.of_rank(AGED)]
         if len(aged) > 1 or any(sequence is not self._aged for sequence in aged):
             raise InvariantError("more than one best-effort sequence is served out of its turn")

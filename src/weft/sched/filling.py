@@ -1,0 +1,112 @@
+"""Puts running sequences into a step: single tokens, chunks, drafts, and the blocks they need."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING
+
+from weft.core.plan import RowExtend
+from weft.core.types import Sequence, SequenceState
+from weft.sched.batch import BatchBuilder
+from weft.sched.sequences import schedule_single_tokens
+
+if TYPE_CHECKING:
+    from weft.sched.memory_device import DeviceMemory
+
+Grown = Seq[tuple[int, tuple[int, ...]]]  # (group, new blocks)
+
+
+class Filler:
+    """Fills steps from running sequences; the memory finds blocks where they run out."""
+
+    def __init__(self, memory: DeviceMemory) -> None:
+        self._memory = memory
+        self._cache = memory.cache
+
+    def single_tokens(self, step: BatchBuilder, sequences: list[Sequence]) -> list[Sequence]:
+        """Add running sequences that need one token; return those that need more care."""
+        lockstep: list[Sequence] = []
+        chosen, starts, more = schedule_single_tokens(
+            sequences[: step.budget], lambda sequence: self._go_on(step, sequence, lockstep)
+        )
+        step.put_single(chosen, starts)
+        if lockstep:
+            self._in_lockstep(step, lockstep)
+        return more
+
+    def _go_on(self, step: BatchBuilder, sequence: Sequence, lockstep: list[Sequence]) -> bool:
+        """Whether a sequence that has come to its capacity may compute one token more.
+
+        One in lockstep is put aside, to be planned where time matters less; if the result of its
+        last step is not on the host yet, it is not planned at all.
+        """
+        if not self._memory.may_plan(sequence):
+            return False
+        if sequence.planned < sequence.lockstep_at:
+            return self.grow(step, sequence, sequence.known)
+        drafter = sequence.drafter
+        if drafter is not None and not drafter.promising(sequence.tokens):
+            sequence.lockstep_at = sequence.known + drafter.searched_in_vain()
+            return self.grow(step, sequence, sequence.known)
+        if len(sequence.tokens) == sequence.known:
+            lockstep.append(sequence)
+        return False
+
+    def _in_lockstep(self, step: BatchBuilder, sequences: list[Sequence]) -> None:
+        """Add sequences whose last token is on the host, with drafts where there are some."""
+        spare = step.budget - len(sequences)
+        for sequence in sequences:
+            if not self._plannable(sequence):
+                continue
+            draft = self._draft(step, sequence, spare)
+            if not draft and not self.grow(step, sequence, sequence.known):
+                continue
+            step.put(sequence, 1)
+            if draft:
+                step.guess(sequence, draft)
+                spare -= len(draft)
+
+    def _draft(self, step: BatchBuilder, sequence: Sequence, spare: int) -> tuple[int, ...]:
+        """Guess tokens and reserve their blocks, unless that would be at the cost of others."""
+        if sequence.drafter is None:
+            return ()
+        most = step.room(sequence.known, min(spare, sequence.end - sequence.known - 1))
+        draft = sequence.drafter.propose(sequence.tokens, most) if most > 0 else ()
+        if not draft:
+            sequence.lockstep_at = sequence.known + sequence.drafter.searched_in_vain()
+            return ()
+        grown = self._cache.extend(sequence.id, sequence.known + len(draft))
+        if grown is None:
+            return ()
+        self._extend(step, sequence, grown)
+        return draft
+
+    def _plannable(self, sequence: Sequence) -> bool:
+        """Whether the sequence did not have to give way since this plan began."""
+        return sequence.state is SequenceState.RUNNING and self._memory.may_plan(sequence)
+
+    def chunks(self, step: BatchBuilder, sequences: list[Sequence]) -> None:
+        """Add as much as fits of running sequences that need more than one token."""
+        for sequence in sequences:
+            start = sequence.planned
+            count = step.room(start, sequence.known - start)
+            if count <= 0 or not self._plannable(sequence):
+                continue
+            if not self.grow(step, sequence, start + count):
+                count = min(count, self._cache.growable(sequence.id) - start)
+                if count <= 0 or not self.grow(step, sequence, start + count):
+                    continue
+            step.put(sequence, count)
+
+    def grow(self, step: BatchBuilder, sequence: Sequence, upto: int) -> bool:
+        """Reserve blocks for the sequence's first ``upto`` tokens; later sequences give way."""
+        while (grown := self._cache.extend(sequence.id, upto)) is None:
+            if not self._memory.make_room(step, sequence.order):
+                return False
+        self._extend(step, sequence, grown)
+        return True
+
+    def _extend(self, step: BatchBuilder, sequence: Sequence, grown: Grown) -> None:
+        for group, blocks in grown:
+            step.extends.append(RowExtend(sequence.row, group, blocks))
+        sequence.cover(self._cache.capacity(sequence.id))

@@ -1,0 +1,274 @@
+"""The memory of a scheduler with a host tier: KV that gives way is kept in the host's memory.
+
+A sequence whose KV lies with the host keeps its row. With `SwapMemory` it waits there: before the
+device's memory runs short the newest leave, and the oldest come back while there is ample room,
+before newer sequences of their class begin. One that cannot leave is preempted, as without a host.
+Parts that compute on the host say themselves what moves (``two_batch.py``, ``piggyback.py``).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
+
+from weft.core.plan import KVMove, StepPlan, Tier
+from weft.core.types import Sequence, SequenceState
+from weft.kv.tiers import Lease, TieredCache
+from weft.sched.batch import BatchBuilder
+from weft.sched.commit import Committer
+from weft.sched.memory_device import DeviceMemory
+from weft.sched.preempt import choose_victim, covers
+
+SOON = 2  # steps ahead for which the device's decodes must find room
+SPARE = 20  # a swap-in leaves one in so many blocks free, as NEO's own code does
+
+
+@dataclass(slots=True)
+class Movements:
+    """What changes the tier in a step.
+
+    Attributes:
+        kept: sequences that move, or have got blocks and get a place: nobody preempts them now.
+        left: sequences whose KV leaves for the host layer by layer, after this step.
+    """
+
+    moves: list[KVMove] = field(default_factory=list)
+    leases: list[Lease] = field(default_factory=list)
+    kept: set[int] = field(default_factory=set)
+    left: set[int] = field(default_factory=set)
+
+
+class HostMemory(DeviceMemory):
+    """Device and host: where each sequence is, and how it moves. Nothing moves by itself.
+
+    Attributes:
+        tiers: the KV of both tiers.
+        host: the KV of the host.
+        hosted: ids of the sequences whose KV lies with the host, or goes there with this step.
+        moving: what changes the tier in the step that is being planned.
+        coming: device blocks, by group, that launched moves will free.
+    """
+
+    def __init__(self, cache: TieredCache) -> None:
+        super().__init__(cache.device)
+        self.kv = self.tiers = cache
+        self.host = cache.host
+        self.hosted: set[int] = set()
+        self.moving = Movements()
+        self.coming = [0] * len(cache.groups)
+        self._leases: deque[list[Lease]] = deque()
+
+    # -- hooks of a plan ------------------------------------------------------------------------
+
+    def open_plan(self) -> None:
+        """Begin a plan."""
+        self.hosted = set(self.host.sequences())
+        self.moving = Movements()
+
+    def launch(self, plan: StepPlan) -> StepPlan:
+        """Add to a plan what its step moves."""
+        self._leases.append(self.moving.leases)
+        moves = tuple(self.moving.moves)
+        return replace(plan, moves=moves, zero_host=self.host.take_zero())
+
+    def settle(self, committer: Committer) -> None:
+        """The step of the oldest launched plan is committed: its moves are done."""
+        committer.settle(self.tiers, self._leases.popleft())
+        self.coming = self.tiers.coming()
+        self.sequences.close()
+
+    @property
+    def moves(self) -> bool:
+        """Whether the plan moves KV."""
+        return bool(self.moving.moves)
+
+    # -- who is where ---------------------------------------------------------------------------
+
+    def on_device(self, sequences: list[Sequence]) -> list[Sequence]:
+        """Those of these sequences whose KV lies on the device."""
+        hosted = self.hosted
+        return [s for s in sequences if s.id not in hosted] if hosted else sequences
+
+    def on_host(self) -> list[Sequence]:
+        """Running sequences whose KV lies with the host, in order."""
+        hosted = self.hosted
+        return [s for s in self.sequences.running if s.id in hosted] if hosted else []
+
+    def may_plan(self, sequence: Sequence) -> bool:
+        """Whether the KV of a running sequence lies on the device."""
+        return sequence.id not in self.hosted
+
+    def victims(self) -> Seq[Sequence]:
+        """Running sequences whose blocks on the device others may get."""
+        return self.on_device(self.sequences.running)
+
+    def preempt(self, victim: Sequence) -> None:
+        """Preempt a sequence of either tier; it may be resumed in the other one."""
+        self.sequences.preempt(victim)
+        self.hosted.discard(victim.id)
+
+    # -- moving ---------------------------------------------------------------------------------
+
+    def move(self, step: BatchBuilder, sequence: Sequence, *, after_layer: bool = False) -> bool:
+        """Move a sequence to the other tier with this step, if there is room."""
+        done = self.tiers.move(sequence.id, sequence.row, sequence.planned, after_layer=after_layer)
+        if done is None:
+            return False
+        self.moving.kept.add(sequence.id)
+        self.moving.moves.append(done[0])
+        self.moving.leases.append(done[1])
+        if done[0].to is Tier.HOST:
+            self.hosted.add(sequence.id)
+        else:
+            self.hosted.discard(sequence.id)
+        step.count_move(done[0].to, sequence.planned)
+        sequence.cover(0)  # whoever plans it looks at its blocks first
+        return True
+
+
+class SwapMemory(HostMemory):
+    """See the module docstring.
+
+    Args:
+        host_computes: a part computes sequences of the host, so that none gets stuck there.
+        comes_back: whether sequences come back to the device.
+        takes_too_long: whether the KV of so many tokens is more than one step should bring back;
+            unset, more tokens than a step computes, which takes longer than to copy their KV.
+    """
+
+    def __init__(
+        self,
+        cache: TieredCache,
+        *,
+        host_computes: bool = False,
+        comes_back: bool = True,
+        takes_too_long: Callable[[int], bool] | None = None,
+    ) -> None:
+        super().__init__(cache)
+        self._host_computes = host_computes
+        self._comes_back = comes_back
+        if host_computes:
+            self.ahead_tokens = 0  # who gives way is computed on the host: that is how it fills
+        self.takes_too_long = takes_too_long or self._beyond_a_step
+
+    def _beyond_a_step(self, tokens: int) -> bool:
+        return tokens > self.max_num_batched_tokens
+
+    def make_way(self, step: BatchBuilder) -> None:
+        """Send the newest away before memory runs short, and bring the oldest back."""
+        self._swap_out_ahead(step)
+        if self._comes_back:
+            self._swap_in(step)
+        if not self._host_computes:
+            self._give_up_one_that_is_stuck()
+
+    def _swap_out_ahead(self, step: BatchBuilder) -> None:
+        """Send the newest away so that the others find room in this step and the next ones."""
+        device = self.on_device(self.sequences.running)
+        if not device:
+            return
+        need = self.needed_soon(device, SOON - 1, SOON)
+        while not covers(self._available_soon(), need):
+            victim = choose_victim(self.victims(), device[0].order)
+            if victim is None or self.sequences.closing:
+                return
+            self._send_away(step, victim)
+
+    def _available_soon(self) -> list[int]:
+        """Blocks of each group that can be taken when launched moves are done."""
+        return [a + b for a, b in zip(self.cache.available(), self.coming, strict=True)]
+
+    def _send_away(self, step: BatchBuilder, victim: Sequence) -> bool:
+        """Move a sequence to the host, or preempt it if it cannot; whether it was preempted.
+
+        One that is in the step already leaves layer by layer as it is computed.
+        """
+        can_move = victim.end <= self.host.max_tokens() and not self.tiers.moving(victim.id)
+        guessed = victim.drafter is not None and victim.pending > 0  # its KV goes beyond planned
+        if can_move and not guessed and victim.planned > 0:
+            in_step = any(victim is sequence for sequence in step.sequences)
+            held = self.cache.held(victim.id)
+            if self.move(step, victim, after_layer=in_step):
+                self.coming = [a + b for a, b in zip(self.coming, held, strict=True)]
+                if in_step:
+                    self.moving.left.add(victim.id)
+                return False
+        self.sequences.preempt(victim)
+        return True
+
+    def _swap_in(self, step: BatchBuilder) -> None:
+        """Bring the oldest back while there is ample room, as many as the link takes in a step."""
+        on_host = self.on_host()
+        if not on_host or any(self.coming) or self.moving.moves:
+            return
+        device = self.on_device(self.sequences.running)
+        ranks = self.sequences.waiting.ranks()
+        spare = self.needed_soon(device, SOON - 1, SOON)
+        if device:
+            spare = [
+                need + group.num_blocks // SPARE
+                for need, group in zip(spare, self.cache.groups, strict=True)
+            ]
+        tokens = 0
+        for sequence in on_host:
+            tokens += sequence.planned
+            late = self.moving.moves and self.takes_too_long(tokens)
+            if late or self.tiers.moving(sequence.id) or (ranks and ranks[0] < sequence.order[0]):
+                return
+            if not self._fits_device(sequence, spare) or not self.move(step, sequence):
+                return
+
+    def _fits_device(self, sequence: Sequence, spare: Seq[int]) -> bool:
+        """Whether a sequence of the host finds room on the device and leaves so many blocks."""
+        held = self.host.needs(sequence.id, sequence.known, SOON)
+        needs = [a + b for a, b in zip(self.host.held(sequence.id), held, strict=True)]
+        wanted = [need + rest for need, rest in zip(needs, spare, strict=True)]
+        return covers(self.cache.available(), wanted)
+
+    def _give_up_one_that_is_stuck(self) -> None:
+        """Preempt the oldest on the host if not even an empty device takes it back as it is.
+
+        A chunk of a sliding group needs more blocks than what it leaves behind. Begun again, a
+        sequence fits by the rules of admission.
+        """
+        on_host = self.on_host()
+        empty = len(on_host) == len(self.sequences.running) and not self.sequences.closing
+        if not on_host or not empty or self.moving.moves or any(self.coming):
+            return
+        if not self._fits_device(on_host[0], [0] * len(self.cache.groups)):
+            self.preempt(on_host[0])
+
+    # -- what gives way ---------------------------------------------------------------------------
+
+    def victims(self) -> Seq[Sequence]:
+        """Sequences on the device that do not come or go already."""
+        kept = self.moving.kept
+        return [s for s in self.on_device(self.sequences.running) if s.id not in kept]
+
+    def growing(self) -> Iterable[Sequence]:
+        """Running sequences on the device."""
+        return self.on_device(self.sequences.running)
+
+    def row_victims(self) -> Seq[Sequence]:
+        """Of either tier."""
+        return [s for s in self.sequences.running if s.id not in self.moving.kept]
+
+    def make_room(self, step: BatchBuilder, after: tuple[int, int]) -> bool:
+        """Send away one sequence that comes after ``after``; whether its blocks are free now."""
+        if self.sequences.closing or any(self.coming):
+            return False  # blocks will come back when the launched steps are committed
+        victim = choose_victim(self.victims(), after)
+        if victim is None:
+            return False
+        return self._send_away(step, victim) and victim.state is SequenceState.PAUSED
+
+    def blocks_come_back(self) -> bool:
+        """Whether launched steps give up blocks of the device when they are committed."""
+        return super().blocks_come_back() or (not self._host_computes and any(self.coming))
+
+    def is_next(self, sequence: Sequence) -> bool:
+        """Whether a waiting sequence goes before all that the host has."""
+        on_host = self.on_host()
+        return not on_host or sequence.order < on_host[0].order

@@ -1,0 +1,290 @@
+"""Best effort on the host's CPUs beside latency targets on the device (OmniServe section 3.2).
+
+What scheduler slo cannot hold on the device goes to the host with its KV: decodes for which a step
+has no time, and the newest ones when memory runs short. There each token goes through the layers as
+a rider: the host attends, and results ride along with later steps, as many in each layer as the
+target allows, counted greedily from the first layer upward. A sequence comes back only between two
+tokens, when the step has time for it and the device has room (delayed swap-in). One whose token is
+on its way is neither moved nor preempted. One rider in each layer may always ride: within a tile of
+the GEMM it costs nothing, and so nobody is starved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from itertools import chain
+
+from weft.core.errors import InvariantError
+from weft.core.plan import Commit, RowExtend, StepPlan, StepResult
+from weft.core.types import Sequence, SequenceState
+from weft.cost.work import Work
+from weft.sched.batch import BatchBuilder, TimedBatch
+from weft.sched.memory_host import HostMemory
+from weft.sched.policy_slo import SLOPolicy
+from weft.sched.preempt import covers
+from weft.sched.scheduler import Scheduler
+
+STALE_LAYERS = 2  # layers that a rider may have come further since the last result: steps in flight
+KEPT_ROWS = 8  # one row in so many is kept for sequences with targets
+PROBE_TOKENS = 4096  # tokens whose move is costed, to know what one takes
+
+
+class PiggybackPart:
+    """See the module docstring; a ``weft.sched.scheduler.Part`` beside an SLO policy."""
+
+    def __init__(self, memory: HostMemory, policy: SLOPolicy) -> None:
+        self._memory = memory
+        self._tiers, self._host = memory.tiers, memory.host
+        self._cache = memory.cache
+        self._policy = policy
+        self._cost = policy.cost
+        self._scheduler: Scheduler
+        self._riding: dict[int, Sequence] = {}
+        self._in_layers: tuple[int, ...] = (0,) * self._cost.layers
+        self._wanted = 0
+        self._last_s = 0.0
+        self._move_s = self._cost.terms(Work(out_tokens=PROBE_TOKENS)).kv_move / PROBE_TOKENS
+        # Of the step that is being filled:
+        self._begun: list[int] = []
+        self._caps: tuple[int, ...] = ()
+        self._crowded = False  # decodes of best effort do not fit
+        memory.ahead_tokens = 0  # who gives way is computed on the host: that is how it fills
+        policy.part = self
+
+    def attach(self, scheduler: Scheduler) -> None:
+        """Be a part of this scheduler."""
+        self._scheduler = scheduler
+
+    def _on_host(self, sequence: Sequence) -> bool:
+        return sequence.id in self._memory.hosted
+
+    def _between_tokens(self) -> Iterator[Sequence]:
+        """Sequences of the host that have no token on its way."""
+        for sequence in self._scheduler.sequences.running:
+            if sequence.id not in self._riding and self._on_host(sequence):
+                yield sequence
+
+    # -- planning -----------------------------------------------------------------------------
+
+    def busy(self) -> bool:
+        """Whether a step without rows has something to do."""
+        return bool(self._memory.moves or self._begun or self._riding)
+
+    def before_best_effort(self, step: TimedBatch) -> None:
+        """Riders first, which cost little; then moves; the device's own best effort follows."""
+        self._begun = []
+        self._bring_back(step)
+        self._begin_tokens(step)
+        self._cap_riders(step)
+        self._make_headroom(step)
+        too_many = self._too_many(step)
+        self._send_away(step, too_many)
+        self._crowded = bool(too_many)
+
+    def after_best_effort(self, step: TimedBatch) -> set[int]:
+        """The step is full; return the ranks that ride along with it."""
+        self._wanted = 0 if self._crowded else self._count_wanted(step)
+        self._last_s = step.seconds()
+        return {sequence.order[0] for sequence in self._riding.values()}
+
+    def filled(self, step: BatchBuilder) -> None:
+        """The policy has asked already."""
+
+    def _cap_riders(self, step: TimedBatch) -> None:
+        """Allow riders layer by layer, from the first one upward, as long as the step has time."""
+        layers, tokens = self._cost.layers, step.work.tokens
+        alone_s, room_s = self._dense_s(tokens), step.limit_s - step.seconds()
+        costs: dict[int, float] = {}
+
+        def cost_s(riders: int) -> float:
+            if riders not in costs:
+                costs[riders] = (self._dense_s(tokens + riders) - alone_s) / layers
+            return costs[riders]
+
+        caps = []
+        for layer in range(layers):
+            riders = max(self._in_layers[max(0, layer - STALE_LAYERS) : layer + 1])
+            riders += len(self._begun) if layer <= STALE_LAYERS else 0
+            while riders > 1 and cost_s(riders) > room_s:
+                riders //= 2
+            if riders > 0:
+                room_s -= cost_s(riders)
+                step.beside_s += cost_s(riders)
+            caps.append(max(1, riders))
+        self._caps = tuple(caps)
+
+    def _dense_s(self, tokens: int) -> float:
+        return self._cost.terms(Work(tokens=tokens)).linear if tokens else 0.0
+
+    def _begin_tokens(self, step: TimedBatch) -> None:
+        """Begin the next token of every sequence of the host that has none on its way."""
+        for sequence in list(self._between_tokens()):
+            if sequence.state is not SequenceState.RUNNING or sequence.known >= sequence.end:
+                continue
+            if not self._grow_on_host(step, sequence):
+                continue
+            sequence.schedule(1)
+            self._riding[sequence.id] = sequence
+            self._begun.append(sequence.row)
+
+    def _grow_on_host(self, step: TimedBatch, sequence: Sequence) -> bool:
+        """Reserve the block of the next token, preempting the newest of the host if need be."""
+        while (grown := self._host.extend(sequence.id, sequence.known)) is None:
+            rest = [other for other in self._between_tokens() if other.order > sequence.order]
+            if not rest or self._scheduler.sequences.closing:
+                return False
+            self._memory.preempt(rest[-1])
+            if rest[-1].state is not SequenceState.PAUSED:
+                return False
+        step.extends += [RowExtend(sequence.row, group, blocks) for group, blocks in grown]
+        sequence.cover(self._host.capacity(sequence.id))
+        return True
+
+    def blocks_come_back(self) -> bool:
+        """Whether moves in flight give up blocks of the device."""
+        return any(self._tiers.coming())
+
+    def may_begin(self, fits: bool) -> bool:
+        """Whether best-effort prompts may begin: decodes that do not fit can leave for the host.
+
+        Memory on its way back is for those who wait for it, and some rows are for targets.
+
+        Args:
+            fits: whether the step holds all best-effort decodes of the class.
+        """
+        if self._memory.moves or any(self._tiers.coming()):
+            return False
+        if not self._memory.victims():
+            return True
+        sequences = self._scheduler.sequences
+        if len(sequences.free_rows) <= self._scheduler.limits.max_num_seqs // KEPT_ROWS:
+            return False
+        waiting = (sequences.waiting.of_rank(rank) for rank in self._policy.best_effort)
+        first = next(chain.from_iterable(waiting), None)
+        if first is None:
+            return False
+        spare = self._reserve()
+        size = [-(-first.end // group.block_size) for group in self._cache.groups]
+        wanted = [rest + need for rest, need in zip(spare, size, strict=True)]
+        if not covers(self._cache.available(), wanted):
+            return False
+        pools = zip(size, self._host.pools, strict=True)
+        return fits or all(n < pool.available for n, pool in pools)
+
+    # -- between the tiers --------------------------------------------------------------------
+
+    def _reserve(self) -> list[int]:
+        """Blocks of the device kept free, so that no target waits for a move: two steps' prompts.
+
+        At most a quarter of the device, where steps may be larger than that.
+        """
+        tokens = STALE_LAYERS * self._scheduler.limits.max_num_batched_tokens
+        return [
+            min(-(-tokens // group.block_size), group.num_blocks // 4)
+            for group in self._cache.groups
+        ]
+
+    def _make_headroom(self, step: TimedBatch) -> None:
+        """Send the newest best-effort decodes away before memory runs short."""
+        free = [a + b for a, b in zip(self._cache.available(), self._tiers.coming(), strict=True)]
+        reserve = self._reserve()
+        leaving = [s for rank in self._policy.best_effort for s in self._policy.running_of(rank)]
+        for sequence in reversed(leaving):
+            if covers(free, reserve):
+                return
+            held = self._cache.held(sequence.id)
+            if self._can_leave(sequence) and self._memory.move(step, sequence):
+                free = [a + b for a, b in zip(free, held, strict=True)]
+
+    def _too_many(self, step: TimedBatch) -> list[Sequence]:
+        """Best-effort decodes that the step could not hold even without best-effort prompts.
+
+        One that only waits for the prompts of a few steps stays: on the device each of its tokens
+        takes one step, on the host as many as there are layers.
+        """
+        decodes = [
+            sequence
+            for rank in self._policy.best_effort
+            for sequence in self._policy.running_of(rank)
+            if sequence.known - sequence.planned == 1
+        ]
+        return decodes[step.decodes_that_fit([s.planned for s in decodes]) :]
+
+    def _send_away(self, step: TimedBatch, sequences: Seq[Sequence]) -> None:
+        """Send sequences to the host, as many as the link takes within the step."""
+        room_s = step.seconds() - self._move_s * step.work.out_tokens
+        for sequence in sequences:
+            room_s -= self._move_s * sequence.planned
+            if room_s < 0:
+                return
+            if self._can_leave(sequence):
+                self._memory.move(step, sequence)
+
+    def _bring_back(self, step: TimedBatch) -> None:
+        """Bring sequences of the host back that are between two tokens, the oldest first.
+
+        As many as the last step had time for, the link takes and the device has ample room for.
+        """
+        room_s, reserve = self._last_s, self._reserve()
+        for sequence in list(self._between_tokens()):
+            held = self._host.held(sequence.id)
+            needs = [2 * rest + need for rest, need in zip(reserve, held, strict=True)]
+            room_s -= self._move_s * sequence.planned
+            if (
+                not self._wanted
+                or room_s < 0
+                or not covers(self._cache.available(), needs)
+                or self._tiers.moving(sequence.id)
+                or not self._memory.move(step, sequence)
+            ):
+                return
+            self._wanted -= 1
+
+    def _count_wanted(self, step: TimedBatch) -> int:
+        """How many more sequences the step would have had time for on the device."""
+        if any(self._tiers.coming()):
+            return 0
+        on_host = [s.planned for s in self._scheduler.sequences.running if self._on_host(s)]
+        return step.decodes_that_fit(on_host)
+
+    def _can_leave(self, sequence: Sequence) -> bool:
+        """Whether the host can go on with a sequence: it decodes, and its tokens are all it wants.
+
+        Log probabilities, grammars and drafts need a step of their own.
+        """
+        sampling = sequence.request.sampling
+        return (
+            sequence.known - sequence.planned == 1
+            and sequence.planned > 0
+            and sequence.known < sequence.end
+            and sequence.drafter is None
+            and sampling.grammar is None
+            and not sampling.restricted
+            and sampling.logprobs is None
+            and sampling.prompt_logprobs is None
+            and not sequence.request.embed
+            and sequence.end <= self._host.max_tokens()
+            and not self._tiers.moving(sequence.id)
+        )
+
+    # -- launching and committing -------------------------------------------------------------
+
+    def launch(self, step: BatchBuilder, plan: StepPlan) -> StepPlan:  # noqa: ARG002
+        """Add the riders that begin, and how many may go through each layer."""
+        caps = self._caps if self._riding else ()
+        return replace(plan, riders=tuple(self._begun), rider_caps=caps)
+
+    def commit(self, result: StepResult, news: Commit) -> None:
+        """Take in the tokens of riders that a step has ended."""
+        for sequence_id, token in result.ridden:
+            self._scheduler.committer.ride(self._riding.pop(sequence_id), token, news)
+        if result.rider_layers:
+            self._in_layers = result.rider_layers
+
+    def check(self) -> None:
+        """Raise InvariantError if a rider is not one."""
+        for sequence in self._riding.values():
+            if sequence.pending != 1 or self._host.table(sequence.id) is None:
+                raise InvariantError(f"sequence {sequence.id} rides, but not from the host")

@@ -1,0 +1,230 @@
+"""The scheduler: requests in, steps out, results in; a policy and a memory decide.
+
+The policy says who comes first, how much of a step each may have, and who is admitted
+(``policy_fcfs.py``, ``policy_slo.py``). The memory says what happens when KV blocks run out, and
+what moves between the tiers (``memory_device.py``, ``memory_host.py``). Each policy works with each
+memory. Parts plug into the pair: decodes of the host beside a step of the device
+(``two_batch.py``), or riding along with it (``piggyback.py``).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Protocol
+
+from weft.core.errors import ParameterError
+from weft.core.plan import Commit, StepPlan, StepResult, SubBatch, Tier, Update
+from weft.core.types import FinishReason, Request, Sequence, ServiceClass
+from weft.sched.admission import Admission
+from weft.sched.batch import BatchBuilder, Launched, end_after, news_of
+from weft.sched.commit import Committer
+from weft.sched.filling import Filler
+from weft.sched.invariants import check_drafts
+from weft.sched.memory_device import DeviceMemory
+from weft.sched.requests import sequence_of
+from weft.sched.sequences import SequenceManager
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of one step and one sequence.
+
+    Attributes:
+        max_num_seqs: executor rows, so sequences that run at once.
+        max_num_batched_tokens: tokens in one step, at least ``max_num_seqs``.
+        max_model_len: tokens in one sequence, prompt and output.
+        speculation: tokens of the longest draft of a request that does not say; 0 for none.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    speculation: int = 0
+
+
+class Policy(Protocol):
+    """Who comes first, how much of a step each may have, and who is admitted.
+
+    Attributes:
+        classes: the table of service classes; the policy may have given them other ranks.
+    """
+
+    classes: Seq[ServiceClass]
+
+    def attach(self, scheduler: Scheduler) -> None:
+        """Decide for this scheduler."""
+
+    def consider(self, sequence: Sequence) -> None:
+        """Look at a sequence before it is queued; a typed error refuses it."""
+
+    def fill(self, now: float) -> BatchBuilder | None:
+        """Return the next step, or None if there is nothing to do at present."""
+
+    def collected(self, now: float) -> None:
+        """The oldest launched step has ended; ``now`` is 0 where nobody knows when."""
+
+    def check(self) -> None:
+        """Raise InvariantError if what the policy remembers is not true."""
+
+
+class Part(Protocol):
+    """What a scheduler does beside policy and memory."""
+
+    def attach(self, scheduler: Scheduler) -> None:
+        """Be a part of this scheduler."""
+
+    def filled(self, step: BatchBuilder) -> None:
+        """The policy has filled a step."""
+
+    def launch(self, step: BatchBuilder, plan: StepPlan) -> StepPlan:
+        """Add to the plan of a step."""
+
+    def commit(self, result: StepResult, news: Commit) -> None:
+        """Take in what a result has for the part."""
+
+    def check(self) -> None:
+        """Raise InvariantError if what the part remembers is not true."""
+
+
+class Scheduler:
+    """See the module docstring; implements ``weft.core.ports.Scheduler``.
+
+    Attributes:
+        cache: the KV of the device.
+        sequences: all sequences that have not ended.
+        filler, admission: what policies fill steps with.
+    """
+
+    def __init__(
+        self, policy: Policy, memory: DeviceMemory, limits: Limits, parts: Seq[Part] = ()
+    ) -> None:
+        self.policy, self.memory, self.limits, self.parts = policy, memory, limits, tuple(parts)
+        self.cache = memory.cache
+        self.sequences = SequenceManager(memory.kv, limits.max_num_seqs)
+        self.filler = Filler(memory)
+        self.admission = Admission(self.sequences, memory, limits.max_num_batched_tokens)
+        self.committer = Committer(self.sequences)
+        self.totals = self.sequences.totals
+        self._ranks = {row.name: row.rank for row in policy.classes}
+        self._launched: deque[Launched] = deque()
+        memory.attach(self.sequences, limits.max_num_batched_tokens)
+        policy.attach(self)
+        for part in self.parts:
+            part.attach(self)
+
+    # -- arrivals and cancellations -----------------------------------------------------------
+
+    def add(self, request: Request) -> list[Update]:
+        """Queue a request; return its end if the output that it brings along is complete.
+
+        Raises:
+            ParameterError: duplicate id, unknown class, empty or over-long prompt.
+            OutOfMemoryError: the sequence could never fit into the KV memory.
+            TargetError: it would miss a target of its class, and the policy refuses such requests.
+        """
+        if request.id in self.sequences.by_id:
+            raise ParameterError(f"Request id {request.id} is in use already.", param="id")
+        if request.service_class not in self._ranks:
+            raise ParameterError(
+                f"Unknown service class '{request.service_class}'; "
+                f"known: {', '.join(self._ranks)}.",
+                param="service_class",
+            )
+        sequence = sequence_of(
+            request,
+            (self._ranks[request.service_class], self.admission.arrivals + 1),
+            max_model_len=self.limits.max_model_len,
+            kv_tokens=self.cache.max_tokens(),
+            speculation=self.limits.speculation,
+        )
+        self.admission.arrivals += 1
+        if request.output and (end := end_after(sequence, request.output[-1])) is not None:
+            sequence.finish = end
+            return [news_of(sequence)]
+        self.policy.consider(sequence)
+        self.sequences.arrive(sequence)
+        return []
+
+    def cancel(self, sequence_id: int, reason: FinishReason) -> list[Update]:
+        """End a sequence; unknown or ended ones are ignored, since they may just have finished."""
+        sequence = self.sequences.find(sequence_id)
+        if sequence is None:
+            return []
+        self.sequences.finish(sequence, reason)
+        self.sequences.close()
+        return [news_of(sequence)]
+
+    @property
+    def idle(self) -> bool:
+        return not self.sequences.by_id
+
+    # -- planning -----------------------------------------------------------------------------
+
+    def plan(self, now: float) -> StepPlan | None:
+        """Return the next step, or None if nothing can be computed at present."""
+        self.admission.planned_ns = int(now * 1e9)
+        self.sequences.close()
+        self.memory.open_plan()
+        step = self.policy.fill(now)
+        return None if step is None else self._launch(step)
+
+    @property
+    def launched(self) -> bool:
+        """Whether a launched step is not committed yet."""
+        return bool(self._launched)
+
+    def _launch(self, step: BatchBuilder) -> StepPlan:
+        """Remember the step and return its plan, with all rows in one sub-batch on the device.
+
+        A step that only moves KV has no sub-batch, so that nothing is computed for it.
+        """
+        step_id = self.totals.steps = self.totals.steps + 1
+        self._launched.append(
+            Launched(step_id, step.sequences, step.counts, step.samples, step.drafts)
+        )
+        plan = StepPlan(
+            step_id,
+            (sub_batch(step, 0, len(step.rows)),) if step.rows else (),
+            drop=self.sequences.take_dropped(),
+            add=tuple(step.adds),
+            extend=tuple(step.extends),
+            zero=self.cache.take_zero(),
+        )
+        plan = self.memory.launch(plan)
+        for part in self.parts:
+            plan = part.launch(step, plan)
+        return plan
+
+    # -- committing ---------------------------------------------------------------------------
+
+    def commit(self, result: StepResult, now: float = 0.0) -> Commit:
+        """Take in the oldest launched step and return what is new."""
+        self.policy.collected(now)
+        news = self.committer.commit(self._launched.popleft(), result, int(now * 1e9))
+        for part in self.parts:
+            part.commit(result, news)
+        self.memory.settle(self.committer)
+        return news
+
+    def check(self) -> None:
+        """Raise InvariantError if sequences, rows, queue or blocks do not agree."""
+        self.sequences.check()
+        for launched in self._launched:
+            check_drafts(launched.drafts, self.memory.kv)
+        self.policy.check()
+        for part in self.parts:
+            part.check()
+
+
+def sub_batch(step: BatchBuilder, first: int, end: int, tiers: tuple[Tier, ...] = ()) -> SubBatch:
+    """Rows [first, end) of a step; those with drafts are in the first sub-batch."""
+    return SubBatch(
+        tuple(step.rows[first:end]),
+        tuple(step.starts[first:end]),
+        tuple(step.counts[first:end]),
+        tuple(step.samples[first:end]),
+        tiers,
+        {} if first else {sequence.row: draft for sequence, draft in step.drafts},
+    )
