@@ -26,17 +26,16 @@ if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 import scenarios
-import shareddata
 from scenarios import HOST_ONLY, Scenario
 
+import shareddata
 from weft.core.plan import Commit, StepPlan, StepResult, Update
 from weft.core.plan import PromptLogprobs as Scores
 from weft.core.types import FinishReason, Request, SamplingParams, TokenLogprob
 from weft.engine.loop import EngineLoop
 from weft.kv.tiers import TieredCache
-from weft.sched.choose import Resources, make_scheduler
-from weft.sched.load_aware import LoadAwareScheduler
-from weft.sched.step import Totals
+from weft.sched.batch import Totals
+from weft.sched.registry import Resources, load_aware, make_scheduler
 from weft.sim.clock import VirtualClock
 from weft.sim.executor import ModelledExecutor, ModelledTicket
 from weft.sim.piggyback import Piggyback
@@ -51,9 +50,7 @@ def make(name: str, given: Scenario):
     """The scheduler of this name for a scenario."""
     if name == HOST_ONLY:
         cache = TieredCache(given.groups, given.host_blocks, prefix_caching=given.prefix_caching)
-        scheduler = LoadAwareScheduler(
-            cache, given.limits, given.cost, given.classes, host_only=True
-        )
+        scheduler = load_aware(cache, given.limits, given.cost, given.classes, host_only=True)
     else:
         resources = Resources(
             given.groups,
@@ -66,7 +63,7 @@ def make(name: str, given: Scenario):
         )
         scheduler = make_scheduler(name, resources)
     if given.ahead_tokens is not None:
-        scheduler.ahead_tokens = given.ahead_tokens
+        scheduler.memory.ahead_tokens = given.ahead_tokens
     return scheduler
 
 

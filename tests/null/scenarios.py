@@ -14,12 +14,12 @@ from functools import partial
 from itertools import count
 
 from costs import LinearCost
-from shareddata import need
 
+from shareddata import need
 from weft.core.types import DEFAULT_CLASSES, Request, SamplingParams, ServiceClass
 from weft.kv.cache import GroupSpec
-from weft.sched.planner import Limits
-from weft.sched.slo import Policy
+from weft.sched.policy_slo import TargetPolicy
+from weft.sched.scheduler import Limits
 from weft.sim.trace import read_trace
 
 HOST_ONLY = "host-only"  # load-aware with all KV on the host
@@ -60,7 +60,7 @@ class Scenario:
     cancels: Mapping[int, Seq[int]] = field(default_factory=dict)
     faults: frozenset[tuple[int, int]] = frozenset()
     classes: Seq[ServiceClass] = DEFAULT_CLASSES
-    policy: Policy = Policy()
+    policy: TargetPolicy = TargetPolicy()
     prefix_caching: bool = True
     vocab: int = VOCAB
     cost: LinearCost = COST
@@ -123,11 +123,11 @@ CONVERSATION = partial(
 )  # fmt: skip
 CODE = partial(
     trace, "azure/AzureLLMInferenceTrace_code.csv", shorter=32, speed=8,
-    groups=(GroupSpec("full", 8, 100),), host_blocks=(50,), policy=Policy("reject"), depth=0,
+    groups=(GroupSpec("full", 8, 100),), host_blocks=(50,), policy=TargetPolicy("reject"), depth=0,
 )  # fmt: skip
 MOONCAKE = partial(
     trace, "mooncake/conversation_trace.jsonl", shorter=64, speed=4,
-    groups=(GroupSpec("full", 8, 160),), host_blocks=(200,), policy=Policy("off"), classes=TIGHT,
+    groups=(GroupSpec("full", 8, 160),), host_blocks=(200,), policy=TargetPolicy("off"), classes=TIGHT,
 )  # fmt: skip
 
 
@@ -142,7 +142,7 @@ def full_pool(depth: int) -> Scenario:
         groups=(GroupSpec("full", 4, 60),),
         host_blocks=(60,),
         depth=depth,
-        policy=Policy(patience_s=0.5),
+        policy=TargetPolicy(patience_s=0.5),
     )
 
 
@@ -154,7 +154,7 @@ def mixed_classes(admission: str) -> Scenario:
         requests(draw, 90, every_ms=40, **lengths),
         limits=Limits(12, 80, 160),
         classes=TIGHT,
-        policy=Policy(admission, 0.1, 0.3),
+        policy=TargetPolicy(admission, 0.1, 0.3),
     )
 
 
@@ -171,7 +171,7 @@ def cancelled(depth: int) -> Scenario:
         depth=depth,
         cancels=cancels,
         classes=TIGHT,
-        policy=Policy("demote", 0.1, 1.0),
+        policy=TargetPolicy("demote", 0.1, 1.0),
     )
 
 
@@ -211,7 +211,7 @@ def on_host(host_tokens: int, depth: int, host_token_steps: float) -> Scenario:
         host_blocks=(host_tokens // 4,),
         depth=depth,
         classes=TIGHT,
-        policy=Policy("off", 0.1, 0.4),
+        policy=TargetPolicy("off", 0.1, 0.4),
         host_token_steps=host_token_steps,
         schedulers=ON_HOST,
     )
@@ -276,7 +276,7 @@ def kinds(depth: int, groups: Seq[GroupSpec], name: str) -> Scenario:
         host_blocks=tuple(group.num_blocks for group in groups),
         depth=depth,
         faults=frozenset(faults),
-        policy=Policy(patience_s=1.0),
+        policy=TargetPolicy(patience_s=1.0),
     )
 
 

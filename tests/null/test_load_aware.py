@@ -19,7 +19,7 @@ from weft.kv.tiers import TieredCache
 from weft.sched.balance import Balance, HostWork
 from weft.sched.registry import Resources, fcfs, load_aware, make_scheduler
 from weft.sched.scheduler import Limits, Scheduler
-from weft.sched.two_batch import PATIENCE
+from weft.sched.two_batch import PATIENCE, TwoBatch
 from weft.sim.executor import ModelledExecutor
 
 HALVES = LinearCost(10.0, 0.01, host_context_s=0.001)  # a second step of the weights pays soon
@@ -257,7 +257,8 @@ def test_host_only_computes_no_decode_attention_on_the_device():
 
 def test_it_is_made_by_name_and_says_what_it_lacks():
     given = Resources((GroupSpec("full", 4, 16),), Limits(4, 16, 32), host_blocks=(8,), cost=HALVES)
-    assert isinstance(make_scheduler("load-aware", given), load_aware)
+    (part,) = make_scheduler("load-aware", given).parts
+    assert isinstance(part, TwoBatch)
     for lacking, word in (({"host_blocks": ()}, "host tier"), ({"cost": None}, "costs")):
         with pytest.raises(ConfigError, match=word):
             make_scheduler("load-aware", Resources(**{**vars_of(given), **lacking}))

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import random
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import recorded
 import scenarios
-from recorded import STEPS, differences, record, text_of
+from recorded import differences, record
 
 from depth import deep
-from weft.core.plan import StepPlan
 
 EXPECTED = recorded.read()
 PAIRS = [

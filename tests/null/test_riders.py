@@ -148,7 +148,7 @@ def test_caps_hold_results_back_in_their_order():
     assert riders.ride(1.0, 1.0, (2, 9)).by_layer == [2, 2]
     assert riders.ride(2.0, 1.0, ()).by_layer == [0, 0]
     assert riders.ride(3.0, 1.0, (9, 1)).by_layer == [2, 1]
-    assert len(slo_riders) == 1
+    assert len(riders) == 1
     assert riders.in_layers == (0, 1)
 
 

@@ -115,7 +115,7 @@ def test_each_step_is_filled_up_to_the_target_in_the_order_of_the_paper():
     assert plan.batches[0].counts == (1, 70, 19)
     rows = {add.sequence_id: add.row for add in plan.add}
     assert plan.batches[0].rows[1:3] == (rows[3], rows[4])
-    assert s.pace.ends_at(world.now) - world.now == pytest.approx(0.1)
+    assert s.policy.pace.ends_at(world.now) - world.now == pytest.approx(0.1)
 
 
 def test_best_effort_prompts_wait_while_a_prompt_with_a_target_is_not_done():
@@ -131,7 +131,7 @@ def test_best_effort_does_not_hold_up_a_first_token_that_is_due():
     s = scheduler(TargetPolicy(margin=0.0, admission="off"))
     world = World(s)
     s.add(request(1, 20))
-    s._date_arrivals(world.now)
+    s.policy._date_arrivals(world.now)
     world.now += 0.95  # of 1 s, and its prompt takes 0.03
     s.add(request(2, 50, "batch"))
     plan = s.plan(world.now)

@@ -18,7 +18,7 @@ from weft.core.types import ServiceClass
 from weft.cost.model import Terms
 from weft.cost.work import Work
 from weft.kv.cache import GroupSpec, KVCache
-from weft.sched.registry import SCHEDULERS, Resources, make_scheduler
+from weft.sched.registry import SCHEDULERS, Resources, fcfs, make_scheduler
 from weft.sched.scheduler import Limits, Scheduler
 from weft.sim.clock import VirtualClock
 from weft.sim.inbox import SAMPLING
@@ -43,7 +43,7 @@ class SecondAStep:
         return Terms(dense=work.tokens // 100, host=1.0)
 
 
-def fcfs(tokens: int = 4096, seqs: int = 8, budget: int = 1024) -> Scheduler:
+def small(tokens: int = 4096, seqs: int = 8, budget: int = 1024) -> Scheduler:
     cache = KVCache([GroupSpec("full", 16, tokens // 16)])
     return fcfs(cache, Limits(seqs, budget, cache.max_tokens()))
 
@@ -53,7 +53,7 @@ def job(at_s: float, given: int, asked: int, index: int = 0, name: str = "intera
 
 
 def run(*jobs: Job, errors: Errors = EXACT, **limits: int) -> Simulated:
-    return simulate(fcfs(**limits), SecondAStep(), Traffic(iter(jobs)), errors)
+    return simulate(small(**limits), SecondAStep(), Traffic(iter(jobs)), errors)
 
 
 def test_one_request_by_hand():
@@ -93,7 +93,7 @@ def test_prefixes_in_the_cache_cost_nothing():
     jobs = [
         Job(at, (system, own_text(i, 64)), 2, "interactive") for i, at in enumerate((0.0, 50.0))
     ]
-    result = simulate(fcfs(), SecondAStep(), Traffic(iter(jobs)), EXACT)
+    result = simulate(small(), SecondAStep(), Traffic(iter(jobs)), EXACT)
     assert list(result.record.cached) == [0, 320]
     assert result.log.column("tokens").tolist()[0] == 384
     assert 64.0 in result.log.column("tokens")
@@ -128,7 +128,7 @@ def test_a_conversation_finds_what_was_said():
         return Job(now + 10.0, prompt, 3, "interactive")
 
     first = Job(0.0, (own_text(0, 100),), 41, "interactive", follow)
-    result = simulate(fcfs(), SecondAStep(), Traffic(iter([first])), EXACT)
+    result = simulate(small(), SecondAStep(), Traffic(iter([first])), EXACT)
     record = result.record
     assert said == [(0, record.end_s[0])]
     assert record.arrival_s[1] == record.end_s[0] + 10.0
@@ -139,7 +139,7 @@ def test_a_conversation_finds_what_was_said():
 def test_a_backlog_ends_with_the_others():
     backlog = (job(0.0, 10, 30, 1 + i, "batch") for i in itertools.count())
     arrivals = iter([job(0.0, 10, 5), job(20.0, 10, 5, 10**6)])
-    result = simulate(fcfs(), SecondAStep(), Traffic(arrivals, backlog, keep=3), EXACT)
+    result = simulate(small(), SecondAStep(), Traffic(arrivals, backlog, keep=3), EXACT)
     record = result.record
     batch = [n for n in range(len(record)) if record.kind[n] == 3]
     ends = [record.ended[number] for number in batch]
@@ -147,7 +147,7 @@ def test_a_backlog_ends_with_the_others():
     assert len(batch) == 3  # 25 steps are not enough for one of them
     assert all(record.ended[n] == COMPLETED for n in range(len(record)) if n not in batch)
     alone = (job(0.0, 10, 4, i, "batch") for i in range(7))
-    offline = simulate(fcfs(), SecondAStep(), Traffic(iter(()), alone, keep=2), EXACT)
+    offline = simulate(small(), SecondAStep(), Traffic(iter(()), alone, keep=2), EXACT)
     assert list(offline.record.ended) == [COMPLETED] * 7
     assert offline.log.column("decodes").max() == 2
 
