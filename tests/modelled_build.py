@@ -18,8 +18,8 @@ from weft.kv.cache import GroupSpec, KVCache
 from weft.models.families import read_spec
 from weft.models.generation import read_generation_defaults
 from weft.models.hub import resolve_model
-from weft.sched.fcfs import FCFSScheduler
-from weft.sched.planner import Limits
+from weft.sched.registry import fcfs
+from weft.sched.scheduler import Limits
 from weft.sim.executor import ModelledExecutor, ModelledTicket
 
 STEP_S = 0.004
@@ -50,7 +50,7 @@ def build_engine(config: EngineConfig, returning_bytes: int = 0) -> Any:  # noqa
             max_num_batched_tokens=limits.max_num_batched_tokens,
             block_size=BLOCK_SIZE,
         ),
-        scheduler=FCFSScheduler(KVCache(groups), limits),
+        scheduler=fcfs(KVCache(groups), limits),
         executor=SlowExecutor(groups, spec.vocab_size),
         grammars=SimpleNamespace(compile=_compile),
         started_ns=time.monotonic_ns(),

@@ -154,7 +154,7 @@ def run_without_torch(*names: str) -> subprocess.CompletedProcess[str]:
 
 def test_torch_free_packages_import_without_torch():
     names = torch_free_modules()
-    assert "weft.sched.fcfs" in names
+    assert "weft.sched.policy_fcfs" in names
     assert "weft.cli" in names
     done = run_without_torch("weft", *names)
     assert done.returncode == 0, done.stderr

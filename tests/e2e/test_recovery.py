@@ -358,8 +358,8 @@ def test_a_stopped_request_plane_is_replaced(tmp_path):
 STALLED = """
 # The first engine that has work plans nothing, but goes on otherwise.
 import os
-from weft.sched.fcfs import FCFSScheduler
-plan, stalled = FCFSScheduler.plan, []
+from weft.sched.scheduler import Scheduler
+plan, stalled = Scheduler.plan, []
 def stall(self, now):
     if not self.idle and not stalled:
         try:
@@ -368,7 +368,7 @@ def stall(self, now):
         except FileExistsError:
             stalled.append(False)
     return None if any(stalled) else plan(self, now)
-FCFSScheduler.plan = stall
+Scheduler.plan = stall
 """
 
 
@@ -442,17 +442,17 @@ FROM_OUTSIDE = """
 """
 # An error where the request is taken in, before it is computed.
 BREAKS = f"""
-from weft.sched.fcfs import FCFSScheduler
-add = FCFSScheduler.add
+from weft.sched.scheduler import Scheduler
+add = Scheduler.add
 def broken(self, request):
     assert request.prompt[0] != {POISON}
     return add(self, request)
-FCFSScheduler.add = broken
+Scheduler.add = broken
 """
 # Planning that does not end while the request waits; it must be found out, too.
 STALLS = f"""
-from weft.sched.fcfs import FCFSScheduler
-add, plan, poisoned = FCFSScheduler.add, FCFSScheduler.plan, []
+from weft.sched.scheduler import Scheduler
+add, plan, poisoned = Scheduler.add, Scheduler.plan, []
 def note(self, request):
     poisoned.extend(request.prompt[:1].count({POISON}) * [True])
     return add(self, request)
@@ -460,7 +460,7 @@ def stall(self, now):
     while poisoned:
         pass
     return plan(self, now)
-FCFSScheduler.add, FCFSScheduler.plan = note, stall
+Scheduler.add, Scheduler.plan = note, stall
 """
 
 
