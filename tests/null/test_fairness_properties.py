@@ -37,8 +37,10 @@ def maker(name: str, patience_s: float = 0.1):
     policy = TargetPolicy("off", 0.0, patience_s)
     return {
         "fcfs": fcfs,
+        "fcfs-swap": fcfs,
         "load-aware": partial(load_aware, **more),
         "slo": partial(slo, **more, policy=policy),
+        "slo-swap": partial(slo, **more, policy=policy),
         "slo-riders": partial(slo_riders, **more, policy=policy),
     }[name]
 
@@ -71,7 +73,9 @@ def watching(make, look):
     return made
 
 
-@pytest.mark.parametrize("name", ["fcfs", "load-aware", "slo", "slo-riders"])
+@pytest.mark.parametrize(
+    "name", ["fcfs", "fcfs-swap", "load-aware", "slo", "slo-swap", "slo-riders"]
+)
 @searching(120, **COMMON)
 @given(st.data())
 def test_within_a_class_who_comes_first_starts_first(name, data):
@@ -96,7 +100,7 @@ def test_within_a_class_who_comes_first_starts_first(name, data):
         assert mine == sorted(mine)
 
 
-@pytest.mark.parametrize("name", ["slo", "slo-riders"])
+@pytest.mark.parametrize("name", ["slo", "slo-swap", "slo-riders"])
 @searching(25, **COMMON)
 @given(st.data())
 def test_best_effort_ends_beside_an_endless_crowd(name, data):

@@ -1,13 +1,15 @@
-"""Random traffic through the SLO-aware scheduler on the modelled executor: exact, nothing lost."""
+"""Random traffic through the SLO policy with each memory on the modelled executor."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
+import pytest
 from costs import LinearCost
 from hypothesis import given
 from hypothesis import strategies as st
-from traffic import COMMON, assert_answers, ids, plans, run, traffic, worlds
+from traffic import COMMON, World, assert_answers, ids, plans, run, traffic, worlds
 
 from depth import searching
 from weft.core.types import ServiceClass
@@ -36,20 +38,32 @@ def makers(draw):
     return partial(slo, cost=cost, classes=CLASSES, policy=policy), step_s
 
 
-@searching(400, **COMMON)
-@given(st.data())
-def test_random_traffic_is_answered_exactly(data):
+def drawn(data, memory: str) -> World:
+    """A world whose KV gives way to the host, or is computed again."""
     world = data.draw(worlds(tight=data.draw(st.booleans())))
+    if memory == "device":
+        return world
+    share = data.draw(st.sampled_from([0.5, 2.0]))
+    blocks = tuple(max(1, int(share * group.num_blocks)) for group in world.groups)
+    return replace(world, host_blocks=blocks)
+
+
+@pytest.mark.parametrize("memory", ["device", "host"])
+@searching(400, **COMMON)
+@given(data=st.data())
+def test_random_traffic_is_answered_exactly(data, memory):
+    world = drawn(data, memory)
     arrivals, cancels = data.draw(traffic(world))
     make, step_s = data.draw(makers())
     requests, inbox, _ = run(world, arrivals, cancels, make=make, step_s=step_s)
     assert_answers(world, requests, inbox, ids(cancels), set())
 
 
+@pytest.mark.parametrize("memory", ["device", "host"])
 @searching(120, **COMMON)
-@given(st.data())
-def test_a_faulty_row_ends_alone(data):
-    world = data.draw(worlds(tight=data.draw(st.booleans())))
+@given(data=st.data())
+def test_a_faulty_row_ends_alone(data, memory):
+    world = drawn(data, memory)
     arrivals, cancels = data.draw(traffic(world))
     make, step_s = data.draw(makers())
     bad = data.draw(st.sets(st.integers(0, 13), max_size=4))
@@ -65,10 +79,11 @@ def test_a_faulty_row_ends_alone(data):
     assert_answers(world, requests, inbox, ids(cancels), bad)
 
 
+@pytest.mark.parametrize("memory", ["device", "host"])
 @searching(100, **COMMON)
-@given(st.data())
-def test_equal_inputs_give_equal_plans(data):
-    world = data.draw(worlds())
+@given(data=st.data())
+def test_equal_inputs_give_equal_plans(data, memory):
+    world = drawn(data, memory)
     arrivals, cancels = data.draw(traffic(world))
     make, step_s = data.draw(makers())
     first = plans(world, arrivals, cancels, make, step_s)

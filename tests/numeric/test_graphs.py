@@ -16,7 +16,11 @@ from weft import LLM, SamplingParams
 from weft.core.config import EngineConfig
 from weft.core.errors import ConfigError, InvariantError
 from weft.core.plan import KVMove, RowAdd, StepPlan, SubBatch, Tier
+from weft.cost.curves import Curve
+from weft.cost.fit import FEATURES, Fitted
+from weft.engine.build import find_model
 from weft.engine.devices import make_executor
+from weft.engine.profiling import profile_key
 from weft.exec.buckets import SIZES as ALL_SIZES
 from weft.exec.buckets import captured_sizes, larger_sizes, padded_size
 from weft.exec.device import HostDevice
@@ -526,9 +530,7 @@ def test_sequences_that_give_way_go_on_where_they_were(
     use_graphs(monkeypatch)
     with packaged(kv_memory=kv_memory, host_kv_memory="8MiB", **common) as llm:
         built = llm.engine.built
-        built.scheduler.memory.ahead_tokens = (
-            0  # who fits now may begin, so that many must give way
-        )
+        built.scheduler.memory.ahead_tokens = 0  # who fits now may begin, so many must give way
         fewest, moves = watch_tiers(monkeypatch, built)
         found = [r.token_ids for r in llm.generate(crowd, DRAWN, progress=False)]
         built.scheduler.check()
@@ -537,6 +539,30 @@ def test_sequences_that_give_way_go_on_where_they_were(
     assert min(fewest) == 0, "the device was never full"
     # Who has just come back is computed again if it must give way before its move is committed.
     assert built.scheduler.totals.preemptions < len(moves) / 4, "KV was computed again"
+
+
+def test_targets_are_served_beside_memory_of_the_host(monkeypatch, tmp_path):
+    """Any policy goes with any memory: answers of scheduler slo, while KV goes and comes back."""
+    crowd = [prompt(40 + i % 5, i) for i in range(12)]
+    with packaged(max_model_len=128) as llm:
+        wanted = [r.token_ids for r in llm.generate(crowd, DRAWN, progress=False)]
+    use_graphs(monkeypatch)
+    common = {"scheduler": "slo", "profile": str(tmp_path / "profile.json"), "max_model_len": 128}
+    common |= {"kv_memory": "900KiB", "host_kv_memory": "8MiB", "slo_admission": "off"}
+    given = {"dtype": "bfloat16", "threads": 1, "max_num_seqs": 8, "max_num_batched_tokens": 96}
+    config = EngineConfig(**given, **common)
+    steps = Curve((1, 1024), (0.001, 0.002))
+    key = profile_key(config, find_model(config))
+    fitted = Fitted(key, 4, steps, dict.fromkeys(FEATURES, 0.0))  # without moves
+    fitted.save(tmp_path / "profile.json")
+    with packaged(**common) as llm:
+        built = llm.engine.built
+        built.scheduler.memory.ahead_tokens = 0  # who fits now may begin, so many must give way
+        _, moves = watch_tiers(monkeypatch, built)
+        found = [r.token_ids for r in llm.generate(crowd, DRAWN, progress=False)]
+        built.scheduler.check()
+    assert found == wanted
+    assert {move.to for move in moves} == set(Tier)
 
 
 def watch_tiers(monkeypatch, built):
@@ -568,9 +594,7 @@ def test_on_a_cpu_there_is_no_second_tier(monkeypatch):
         packaged(host_kv_memory="8MiB")
 
 
-def test_memory_of_the_host_serves_fcfs_only_and_holds_a_block():
-    with pytest.raises(ConfigError, match="serves scheduler fcfs only"):
-        packaged(host_kv_memory="8MiB", scheduler="slo")
+def test_memory_of_the_host_holds_a_block():
     with pytest.raises(ConfigError, match="not even one block"):
         packaged(host_kv_memory=1024)
 

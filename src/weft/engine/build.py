@@ -76,6 +76,8 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 logger = logging.getLogger("weft")
+LINK_BYTES_S = 12e9  # between device and host, as PCIe 3.0 with 16 lanes copies
+MOVE_S = 2e-5  # to launch the copies of a step
 
 # What to do where there is no memory for a part of an engine.
 FOR_WEIGHTS = "set quantize, or cut the model over more GPUs with tensor_parallel"
@@ -387,9 +389,20 @@ def _scheduler(config: EngineConfig, resolved: ResolvedConfig, model: Model) -> 
 
 
 def _measured_costs(config: EngineConfig, model: Model) -> Fitted:
-    """The profile of what is to be served. Raises ProfileError, which says how to make one."""
+    """The profile of what is to be served. Raises ProfileError, which says how to make one.
+
+    Profiles have no time for moves of KV; with a host tier it is that of a common link.
+    """
     key = _profile_key(config, model)
-    return Fitted.load(profile_path(key, config.profile), key)
+    fitted = Fitted.load(profile_path(key, config.profile), key)
+    if config.host_kv_memory is None or fitted.move is not None:
+        return fitted
+    token_s = sum(group.bytes_per_token for group in model.facts.groups) / LINK_BYTES_S
+    logger.info(
+        "The profile has no time for moves of KV; they are taken to go at %.0f GB/s.",
+        LINK_BYTES_S / 1e9,
+    )
+    return replace(fitted, move=(MOVE_S, token_s))
 
 
 def _profile_key(config: EngineConfig, model: Model) -> ProfileKey:
