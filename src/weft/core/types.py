@@ -390,7 +390,8 @@ class Sequence:
     def num_prompt(self) -> int:
         return len(self.request.prompt)
 
-    # Only these methods write the counters.
+    # Only these methods write the counters, and for their speed two loops that run for each token:
+    # `schedule_single_tokens` and `Committer._advance`.
 
     def start(self, row: int, hit: int) -> None:
         """Take a row, with the KV of the first ``hit`` tokens from the prefix cache."""
