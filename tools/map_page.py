@@ -12,6 +12,33 @@ ROOT = Path(__file__).parents[1]
 MAPPED = re.compile(r"\.(py|pyi|cpp|hpp|cu|cuh|sh|md|json|txt|toml|mjs|jinja|safetensors)$")
 MAPPED_NAMES = {"Makefile", ".ci/run", "LICENSE"}
 UNMAPPED = re.compile(r"^benchmarks/results/|.*/package-lock\.json$")
+READING_ORDER = (  # a folder stands before those below it that are not named here
+    ".",
+    "docs",
+    "src/weft/core",
+    "src/weft/kv",
+    "src/weft/cost",
+    "src/weft/sched",
+    "src/weft/blend",
+    "src/weft/ring",
+    "src/weft/text",
+    "src/weft/api",
+    "src/weft/batch",
+    "src/weft/server",
+    "src/weft/kernels",
+    "src/weft/models",
+    "src/weft/builtin",
+    "src/weft/exec",
+    "src/weft/engine",
+    "src/weft",
+    "src/weft/sim",
+    "src/weft/bench",
+    "tools",
+    "scripts",
+    ".ci",
+    "benchmarks",
+    "tests",
+)
 BY_HAND = {
     "LICENSE": "Apache-2.0.",
     "pyproject.toml": "Package, dependencies, and the settings of build, lint, types and tests.",
@@ -26,12 +53,12 @@ BY_HAND = {
     "src/weft/builtin/model.safetensors": "Weights of the built-in model.",
     "src/weft/builtin/tokenizer.json": "Tokeniser of the built-in model.",
     "src/weft/builtin/tokenizer_config.json": "Control tokens and chat template.",
-    "tests/null/recorded_plans.json": "Digests of what schedulers plan, by scenario and scheduler.",
+    "tests/null/recorded_plans.json": "Digests of the plans of all schedulers in fixed scenarios.",
 }
 
 
 def files() -> list[str]:
-    """Files of the project that have a line, in order."""
+    """Files of the project that have a line, in the order in which one reads."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     found = [
@@ -42,7 +69,16 @@ def files() -> list[str]:
         and (ROOT / name).is_file()
         and ((ROOT / name).stat().st_size or name == "docs/map.md")
     ]
-    return sorted(found, key=lambda name: (str(Path(name).parent), name))
+    return sorted(found, key=lambda name: (_place(name), str(Path(name).parent), name))
+
+
+def _place(name: str) -> int:
+    """The place of a file's group in the reading order."""
+    folder = Path(name).parent
+    for group in (folder, *folder.parents):
+        if str(group) in READING_ORDER and (str(group) != "." or folder == group):
+            return READING_ORDER.index(str(group))
+    raise SystemExit(f"READING_ORDER has no place for {folder}; put the folder where one reads it.")
 
 
 def describe(name: str) -> str:
@@ -81,7 +117,9 @@ def page() -> str:
         "# Map",
         "",
         "One line a file: the first sentence that the file says about itself",
-        "(`python tools/map_page.py > docs/map.md`).",
+        "(`python tools/map_page.py > docs/map.md`). Groups come in the order in which one reads:",
+        "overview, foundations, scheduling, the request's way in, the model, the processes, then",
+        "simulation, tools and tests. [Architecture](architecture.md) shows how they fit together.",
     ]
     folder = None
     for name in files():
