@@ -39,6 +39,15 @@ def test_links_between_pages_lead_somewhere():
                 assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+def test_decisions_are_short_and_stand_in_the_order_of_the_map():
+    page = (ROOT / "docs" / "decisions.md").read_text(encoding="utf-8")
+    long = [entry for entry in page.split("\n\n") if entry.count("\n") >= 5]
+    assert not long, "an entry has five lines at most; tables go to benchmarks/results"
+    packages = re.findall(r"^## (.+)$", page, flags=re.MULTILINE)
+    groups = re.findall(r"^## (?:src/weft/)?(.+)$", printed_by("map_page.py"), flags=re.MULTILINE)
+    assert packages == [group for group in groups if group in packages]
+
+
 def test_the_readme_starts_with_the_two_commands():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     first_block = text.split("```")[1]
