@@ -10,8 +10,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def printed_by(tool: str) -> str:
-    command = [sys.executable, str(ROOT / "tools" / tool)]
+def printed_by(tool: str, *arguments: str) -> str:
+    command = [sys.executable, str(ROOT / "tools" / tool), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
@@ -30,6 +30,11 @@ def test_the_map_has_one_line_for_each_file():
     assert page == printed_by("map_page.py"), "run: python tools/map_page.py > docs/map.md"
     silent = re.findall(r"^- `([^`]+)`: *$", page, flags=re.MULTILINE)
     assert not silent, f"files that do not say what they are: {silent}"
+
+
+def test_the_table_of_mutants_is_the_tools():
+    page = (ROOT / "docs" / "contributing.md").read_text(encoding="utf-8")
+    assert printed_by("mutants.py", "--list") in page
 
 
 def test_links_between_pages_lead_somewhere():
