@@ -134,6 +134,9 @@ class SwapMemory(HostMemory):
     Args:
         host_computes: a part computes sequences of the host, so that none gets stuck there.
         comes_back: whether sequences come back to the device.
+        preempts_ahead: who should leave before memory runs short, and cannot, is preempted then
+            already. Not where prompts are computed before older decodes: begun again each time,
+            one would keep those before it from their steps for ever.
         takes_too_long: whether the KV of so many tokens is more than one step should bring back;
             unset, more tokens than a step computes, which takes longer than to copy their KV.
     """
@@ -144,11 +147,13 @@ class SwapMemory(HostMemory):
         *,
         host_computes: bool = False,
         comes_back: bool = True,
+        preempts_ahead: bool = True,
         takes_too_long: Callable[[int], bool] | None = None,
     ) -> None:
         super().__init__(cache)
         self._host_computes = host_computes
         self._comes_back = comes_back
+        self._preempts_ahead = preempts_ahead
         if host_computes:
             self.ahead_tokens = 0  # who gives way is computed on the host: that is how it fills
         self.takes_too_long = takes_too_long or self._beyond_a_step
@@ -174,16 +179,20 @@ class SwapMemory(HostMemory):
             victim = choose_victim(self.victims(), device[0].order)
             if victim is None or self.sequences.closing:
                 return
-            self._send_away(step, victim)
+            if self._send_away(step, victim, may_preempt=self._preempts_ahead) is None:
+                return
 
     def _available_soon(self) -> list[int]:
         """Blocks of each group that can be taken when launched moves are done."""
         return [a + b for a, b in zip(self.cache.available(), self.coming, strict=True)]
 
-    def _send_away(self, step: BatchBuilder, victim: Sequence) -> bool:
+    def _send_away(
+        self, step: BatchBuilder, victim: Sequence, *, may_preempt: bool = True
+    ) -> bool | None:
         """Move a sequence to the host, or preempt it if it cannot; whether it was preempted.
 
-        One that is in the step already leaves layer by layer as it is computed.
+        One that is in the step already leaves layer by layer as it is computed. None means that it
+        stays where it is.
         """
         can_move = victim.end <= self.host.max_tokens() and not self.tiers.moving(victim.id)
         guessed = victim.drafter is not None and victim.pending > 0  # its KV goes beyond planned
@@ -195,6 +204,8 @@ class SwapMemory(HostMemory):
                 if in_step:
                     self.moving.left.add(victim.id)
                 return False
+        if not may_preempt:
+            return None
         self.sequences.preempt(victim)
         return True
 
@@ -262,7 +273,7 @@ class SwapMemory(HostMemory):
         victim = choose_victim(self.victims(), after)
         if victim is None:
             return False
-        return self._send_away(step, victim) and victim.state is SequenceState.PAUSED
+        return bool(self._send_away(step, victim)) and victim.state is SequenceState.PAUSED
 
     def blocks_come_back(self) -> bool:
         """Whether launched steps give up blocks of the device when they are committed."""

@@ -53,16 +53,12 @@ class Resources:
         return TieredCache(self.groups, self.host_blocks, prefix_caching=self.prefix_caching)
 
 
-def memory_of(cache: AnyCache) -> DeviceMemory:
-    """The memory for a cache of one tier or of two, where nothing is computed on the host."""
-    return SwapMemory(cache) if isinstance(cache, TieredCache) else DeviceMemory(cache)
-
-
 def fcfs(
     cache: AnyCache, limits: Limits, classes: Seq[ServiceClass] = DEFAULT_CLASSES
 ) -> Scheduler:
     """First come, first served, within classes."""
-    return Scheduler(FCFSPolicy(classes), memory_of(cache), limits)
+    memory = DeviceMemory(cache) if isinstance(cache, KVCache) else SwapMemory(cache)
+    return Scheduler(FCFSPolicy(classes), memory, limits)
 
 
 def slo(
@@ -73,7 +69,11 @@ def slo(
     policy: TargetPolicy = DEFAULT_POLICY,
 ) -> Scheduler:
     """Latency targets first, best effort in what is left (OmniServe section 3.3)."""
-    return Scheduler(SLOPolicy(cost, classes, policy), memory_of(cache), limits)
+    if isinstance(cache, KVCache):
+        memory = DeviceMemory(cache)
+    else:
+        memory = SwapMemory(cache, preempts_ahead=False)
+    return Scheduler(SLOPolicy(cost, classes, policy), memory, limits)
 
 
 def load_aware(
