@@ -77,34 +77,59 @@ def chosen(cost, contexts, pieces=(), budget=100, base=BASE, least=(0, 0)):
 def test_two_sub_batches_hide_the_host_behind_the_layers_of_the_other():
     choice = chosen(LinearCost(10, 0, host_context_s=1e-2), [100] * 40)
     # one decode takes 1 s: ten hide behind each sub-batch's ten seconds
-    assert (choice.first, choice.second) == (10, 10)
+    assert (len(choice.first), len(choice.second)) == (10, 10)
     assert choice.seconds == pytest.approx(20)
 
 
 def test_one_sub_batch_is_better_where_the_host_is_fast():
     choice = chosen(LinearCost(10, 0, host_context_s=1e-5), [100] * 40)
-    assert (choice.first, choice.second) == (40, 0)
+    assert (len(choice.first), len(choice.second)) == (40, 0)
 
 
 def test_what_the_device_can_do_faster_stays_out():
     choice = chosen(LinearCost(10, 0, host_context_s=1.0), [100] * 40)
-    assert choice == (0, 0, 0, 10.0, 1.0)
+    assert choice == (0, (), (), 10.0, 1.0)
 
 
 def test_what_must_go_along_does():
     choice = chosen(LinearCost(10, 0, host_context_s=1.0), [100] * 40, least=(1, 0))
-    assert choice.first + choice.second == 1
+    assert choice.first + choice.second == (0,)
+
+
+@pytest.mark.parametrize("place", [0, 7, 40])
+def test_a_decode_that_is_too_long_is_skipped_and_holds_up_none_behind_it(place):
+    contexts = [100] * 40
+    contexts.insert(place, 60_000)
+    cost = LinearCost(10, 0, host_context_s=1e-2)
+    choice, without = chosen(cost, contexts), chosen(cost, [100] * 40)
+    assert choice[3:] == without[3:]
+    assert (len(choice.first), len(choice.second)) == (10, 10)
+    assert place not in choice.first + choice.second
+
+
+def test_of_lengths_that_do_not_fit_together_later_ones_fill_the_rest():
+    choice = chosen(LinearCost(10, 0, host_context_s=1e-2), [600, 500, 300, 200, 100, 90])
+    assert choice.second == (0, 2, 4)  # 10 s of one second for 100 tokens
+    assert choice.first == (1, 3, 5)
+
+
+def test_what_must_go_along_is_the_oldest_however_long_it_is():
+    cost = LinearCost(10, 0, host_context_s=1e-2)
+    choice = chosen(cost, [60_000] + [100] * 40, least=(1, 0))
+    assert 0 in choice.first + choice.second
 
 
 def test_prompts_for_the_host_are_cut_to_what_covers_batch_1():
     """A chunk that costs time is worth it only as long as it hides attention on the host."""
     cost = LinearCost(10, 1.0, host_context_s=1e-2)
     with_all = chosen(cost, [100] * 20, pieces=[(0, 60)], budget=80)
-    assert with_all.second > 0
-    assert 14 + with_all.chunk >= with_all.second  # the linear part of batch 0 covers batch 1 ...
+    assert with_all.second
+    assert 14 + with_all.chunk >= len(
+        with_all.second
+    )  # the linear part of batch 0 covers batch 1 ...
     assert with_all.chunk < 60  # ... and not more
     free = Balance(cost, 100).free_tokens
-    assert with_all.chunk in (free - 4, with_all.second - 14)
+    assert with_all.chunk in (free - 4, len(with_all.second) - 14)
 
 
 def test_a_prompt_that_fits_beside_the_decodes_for_nothing_goes_along():
@@ -189,6 +214,31 @@ def test_on_a_slow_host_the_oldest_goes_on_when_that_is_little_of_what_it_has_wa
     assert max(counts) == 1
     assert len(at) == 1
     assert left + PATIENCE < at[0]
+
+
+def test_a_long_sequence_of_the_host_is_overtaken_but_goes_on():
+    """No step hides its attention of 15 seconds; the short ones behind it take about one each."""
+    cost = LinearCost(10.0, 0.01, host_context_s=0.075)
+    groups = (GroupSpec("full", 4, 100),)
+    scheduler = load_aware(TieredCache(groups, (400,)), Limits(16, 400, 400), cost)
+    first, long, *others = requests(16, output=100)
+    first = replace(first, prompt=tuple(range(180)), sampling=SamplingParams(max_tokens=215))
+    for request in (first, replace(long, prompt=tuple(range(200))), *others):
+        scheduler.add(request)
+    steps = planned(scheduler, ModelledExecutor(groups, 97, host_blocks=(400,)))
+    row = next(add.row for plan in steps for add in plan.add if add.sequence_id == 1)
+    alone, along = [], []
+    for plan in steps:
+        hosted = {
+            each
+            for batch in plan.batches
+            for each, tier in zip(batch.rows, batch.row_tiers, strict=True)
+            if tier is Tier.HOST
+        }
+        if hosted:
+            (along if row in hosted else alone).append(plan.step_id)
+    assert along
+    assert min(alone) < along[0]
 
 
 def test_a_host_that_is_far_too_slow_keeps_what_left_until_there_is_room_again():

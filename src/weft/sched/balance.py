@@ -19,6 +19,7 @@ from weft.cost.model import CostModel, step_time
 from weft.cost.work import Work
 
 GAIN = 1e-3  # what a schedule must be better by to be preferred to a plainer one
+ROUNDS = 4  # times that a search goes on behind decodes that are too long for what is left
 
 
 class Choice(NamedTuple):
@@ -26,14 +27,15 @@ class Choice(NamedTuple):
 
     Attributes:
         chunk: prompt tokens whose KV goes to the host.
-        first, second: host decodes in batch 0 and in batch 1, which takes the oldest of them.
+        first, second: which host decodes go into batch 0 and into batch 1: their places in
+            ``HostWork.contexts``, in order. Batch 1 has the first choice.
         seconds: predicted time of the step.
         rate: what the step is worth by its time; 1 for the device alone.
     """
 
     chunk: int
-    first: int
-    second: int
+    first: tuple[int, ...]
+    second: tuple[int, ...]
     seconds: float
     rate: float
 
@@ -84,7 +86,8 @@ class Balance:
         """Choose what goes along with ``base``, the device's own work.
 
         Args:
-            least: (decodes, prompt tokens) that must go along at least, as far as there are any.
+            least: (decodes, prompt tokens) that must go along at least, as far as there are any;
+                of the decodes the first ones.
         """
         return _Choosing(self.cost, self._token_s, self.free_tokens, base, host).best(least)
 
@@ -93,8 +96,9 @@ class Balance:
         count = min(len(host.contexts), host.budget)
         chunk = min(host.budget - count, sum(count for _, count in host.pieces))
         choosing = _Choosing(self.cost, self._token_s, self.free_tokens, Work(), host)
-        second = _most(count, lambda n: choosing.sums[n] <= choosing.sums[count] / 2)
-        return choosing.choice(chunk, count - second, second)
+        sums = [0, *accumulate(host.contexts[:count])]
+        second = _most(count, lambda n: sums[n] <= sums[count] / 2)
+        return choosing.choice(chunk, range(second, count), range(second))
 
 
 def _most(high: int, fits: Callable[[int], bool]) -> int:
@@ -113,7 +117,6 @@ class _Choosing:
         self, cost: CostModel, token_s: float, free_tokens: int, base: Work, host: HostWork
     ) -> None:
         self.cost, self.base, self.host = cost, base, host
-        self.sums = [0, *accumulate(host.contexts)]
         self._token_s, self._free_tokens = token_s, free_tokens
         self._alone_s = step_time(cost, [base])
         self._prefill_s = cost.terms(base).prefill_attention
@@ -127,7 +130,7 @@ class _Choosing:
             return max((self._alone_s - prompts) / base.decodes, self._token_s)
         if not self.host.contexts:
             return 0.0
-        mean = self.sums[-1] // len(self.host.contexts)
+        mean = sum(self.host.contexts) // len(self.host.contexts)
         one = Work(tokens=1, sampled=1, decodes=1, decode_context=mean)
         return step_time(self.cost, [one])
 
@@ -135,12 +138,12 @@ class _Choosing:
         """The schedule of the highest rate; of two that are about equal, the plainer one."""
         decodes = min(len(self.host.contexts), self.host.budget)
         prompts = min(self.host.budget, sum(count for _, count in self.host.pieces))
-        must = min(least[0], decodes), min(least[1], prompts)
-        best = Choice(0, 0, 0, self._alone_s, 1.0 if self.base.tokens else 0.0)
-        found = None if any(must) else best
+        lead, must = range(min(least[0], decodes)), min(least[1], prompts)
+        best = Choice(0, (), (), self._alone_s, 1.0 if self.base.tokens else 0.0)
+        found = None if lead or must else best
         for chunk in self._chunks(prompts):
-            for option in self._options(chunk, decodes):
-                enough = option.first + option.second >= must[0] and option.chunk >= must[1]
+            for option in self._options(chunk, lead):
+                enough = option.chunk >= must
                 if enough and (found is None or option.rate > found.rate * (1 + GAIN)):
                     found = option
         return found or best
@@ -150,55 +153,96 @@ class _Choosing:
         free = min(most, max(0, self._free_tokens - self.base.tokens))
         return sorted({0, free, most})
 
-    def _options(self, chunk: int, decodes: int) -> list[Choice]:
-        decodes = min(decodes, self.host.budget - chunk)
-        options = [self.choice(chunk, count, 0) for count in self._counts(chunk, decodes)]
-        second = self._second(chunk, decodes)
+    def _options(self, chunk: int, lead: Seq[int]) -> list[Choice]:
+        """Schedules with a chunk, all with the decodes ``lead``, which need not be hidden."""
+        most = self.host.budget - chunk
+        if len(lead) > most:
+            return []
+        options = [self.choice(chunk, picked, ()) for picked in self._alone(chunk, lead, most)]
+        second = self._second(chunk, lead, most)
         if second:
-            first = self._first(chunk, second, decodes - second)
+            first = self._first(chunk, second, most - len(second))
             options.append(self.choice(self._reduced(chunk, second), first, second))
         return options
 
-    def _counts(self, chunk: int, most: int) -> list[int]:
-        """Numbers of decodes to try in one sub-batch: hidden behind the device, and some more."""
-        attention = self.cost.terms(self._batch(chunk, 0, 0)).attention
-        hidden = _most(most, lambda n: self._cpu(0, n) <= attention)
-        counts = {0, hidden, most}
-        count = 1
-        while count < most:
-            counts.add(count)
-            count *= 2
-        return sorted(counts)
+    def _alone(self, chunk: int, lead: Seq[int], most: int) -> list[Seq[int]]:
+        """Decodes to try in one sub-batch: hidden behind the device's attention, and some more."""
+        rest = self._others(lead)
+        attention = self.cost.terms(self._batch(chunk, ())).attention
+        most = min(most, len(rest) + len(lead))
+        counts = {most, *(1 << i for i in range(most.bit_length()))}
+        hidden = self._pick(lead, rest, most, attention)
+        return [lead, hidden, *(range(n) for n in sorted(counts) if len(lead) <= n)]
 
-    def _second(self, chunk: int, most: int) -> int:
+    def _second(self, chunk: int, lead: Seq[int], most: int) -> Seq[int]:
         """Decodes of batch 1 whose attention takes no longer than the linear part of batch 0."""
-        linear = self.cost.terms(self._batch(chunk, 0, 0)).linear
-        return _most(most, lambda n: self._cpu(0, n) <= linear)
+        linear = self.cost.terms(self._batch(chunk, ())).linear
+        return self._pick(lead, self._others(lead), most, linear)
 
-    def _first(self, chunk: int, second: int, most: int) -> int:
+    def _first(self, chunk: int, second: Seq[int], most: int) -> Seq[int]:
         """Decodes of batch 0 hidden behind batch 1's linear part and batch 0's own attention."""
-        attention = self.cost.terms(self._batch(chunk, 0, 0)).attention
-        cover = self.cost.terms(self._batch(0, 0, second, alone=True)).linear + attention
-        return _most(most, lambda n: self._cpu(second, second + n) <= cover)
+        attention = self.cost.terms(self._batch(chunk, ())).attention
+        cover = self.cost.terms(self._batch(0, second, alone=True)).linear + attention
+        return self._pick((), self._others(second), most, cover)
 
-    def _reduced(self, chunk: int, second: int) -> int:
+    def _others(self, decodes: Seq[int]) -> list[int]:
+        taken = set(decodes)
+        return [i for i in range(len(self.host.contexts)) if i not in taken]
+
+    def _pick(self, lead: Seq[int], rest: Seq[int], most: int, cover_s: float) -> Seq[int]:
+        """Each decode in turn that the host attends to in time; others are skipped (step 4).
+
+        Args:
+            lead: taken in any case.
+            rest: to choose from.
+            most: decodes to take in all.
+            cover_s: what the host's attention may take.
+        """
+        picked = list(lead)
+        for _ in range(ROUNDS):
+            rest = self._take(picked, rest, most, cover_s)
+            if not rest:
+                break
+        return picked
+
+    def _take(self, picked: list[int], rest: Seq[int], most: int, cover_s: float) -> Seq[int]:
+        """Take decodes up to the first that does not fit; return those after it that still do."""
+        contexts = self.host.contexts
+        count, context = len(picked), self._context(picked)
+        sums = [*accumulate((contexts[i] for i in rest), initial=context)]
+        run = _most(
+            min(len(rest), most - count), lambda n: self._cpu(count + n, sums[n]) <= cover_s
+        )
+        picked += rest[:run]
+        count, context = count + run, sums[run]
+        if run == len(rest) or count == most:
+            return ()
+        room = _most(
+            contexts[rest[run]] - 1, lambda n: self._cpu(count + 1, context + n) <= cover_s
+        )
+        return [i for i in rest[run + 1 :] if contexts[i] <= room]
+
+    def _reduced(self, chunk: int, second: Seq[int]) -> int:
         """The smallest chunk that covers batch 1, and not less than what is free (step 5)."""
-        cpu = self._cpu(0, second)
+        cpu = self._cpu(len(second), self._context(second))
         free = min(chunk, max(0, self._free_tokens - self.base.tokens))
 
         def covers(left_out: int) -> bool:
-            return self.cost.terms(self._batch(chunk - left_out, 0, 0)).linear >= cpu
+            return self.cost.terms(self._batch(chunk - left_out, ())).linear >= cpu
 
         return chunk - _most(chunk - free, covers)
 
-    def _cpu(self, low: int, high: int) -> float:
-        count, context = high - low, self.sums[high] - self.sums[low]
+    def _context(self, decodes: Seq[int]) -> int:
+        return sum(self.host.contexts[i] for i in decodes)
+
+    def _cpu(self, count: int, context: int) -> float:
+        """Time of the host's attention for so many decodes with so much context in all."""
         return self.cost.terms(
             Work(tokens=count, host_decodes=count, host_context=context)
         ).cpu_attention
 
-    def _batch(self, chunk: int, low: int, high: int, alone: bool = False) -> Work:
-        """The device's work, or nothing, with a chunk and the host decodes [low, high)."""
+    def _batch(self, chunk: int, decodes: Seq[int], alone: bool = False) -> Work:
+        """The device's work, or nothing, with a chunk and these decodes of the host."""
         work = Work() if alone else self.base.copy()
         for start, count in self.host.pieces:
             if chunk <= 0:
@@ -206,21 +250,23 @@ class _Choosing:
             taken = min(chunk, count)
             work.add(start, taken, taken == count, Tier.HOST)
             chunk -= taken
-        count = high - low
+        count = len(decodes)
         work.tokens += count
         work.sampled += count
         work.out_tokens += count
         work.host_decodes += count
-        work.host_context += self.sums[high] - self.sums[low]
+        work.host_context += self._context(decodes)
         return work
 
-    def choice(self, chunk: int, first: int, second: int) -> Choice:
+    def choice(self, chunk: int, first: Seq[int], second: Seq[int]) -> Choice:
         """A schedule with its time and its rate."""
-        works = [self._batch(chunk, second, second + first)]
+        works = [self._batch(chunk, first)]
         prefill_s = self.cost.terms(works[0]).prefill_attention - self._prefill_s
         if second:
-            works.append(self._batch(0, 0, second, alone=True))
+            works.append(self._batch(0, second, alone=True))
         seconds = step_time(self.cost, works)
         worth = self._alone_s if self.base.tokens else 0.0
-        worth += (first + second) * self._decode_s + chunk * self._token_s + prefill_s
-        return Choice(chunk, first, second, seconds, worth / seconds if seconds else 0.0)
+        decodes = len(first) + len(second)
+        worth += decodes * self._decode_s + chunk * self._token_s + prefill_s
+        rate = worth / seconds if seconds else 0.0
+        return Choice(chunk, tuple(first), tuple(second), seconds, rate)

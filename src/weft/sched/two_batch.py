@@ -100,7 +100,7 @@ class TwoBatch:
             step.budget,
         )
         choice = self._choose(step, work, on_host)
-        second, first = decodes[: choice.second], decodes[choice.second :][: choice.first]
+        first, second = ([decodes[i] for i in chosen] for chosen in (choice.first, choice.second))
         wanted = {sequence.id for sequence in (*second, *first)}
         left, ready = self._reserve(step, on_host, wanted, choice.chunk)
         self._put_newcomers(step, newcomers, left)
@@ -128,7 +128,7 @@ class TwoBatch:
             # Launched steps and moves give the device something to do again.
             soon = bool(self._scheduler.launched or self._memory.moving.moves)
             if soon and free.seconds > self._step_s:
-                return Choice(0, 0, 0, 0.0, 0.0)
+                return Choice(0, (), (), 0.0, 0.0)
         elif not on_host or self._left_out < PATIENCE:
             return free
         waits_for_chunk = not on_host or on_host[0].known - on_host[0].planned > 1
