@@ -119,6 +119,24 @@ def test_what_must_go_along_is_the_oldest_however_long_it_is():
     assert 0 in choice.first + choice.second
 
 
+@pytest.mark.parametrize("host_s", [1e-5, 1e-3, 4e-3, 1e-2])
+@pytest.mark.parametrize("chunk", [0, 50])
+def test_one_sub_batch_never_waits_longer_for_the_host_than_its_layers_take(host_s, chunk):
+    cost = LinearCost(1, 0.1, context_s=1e-3, host_context_s=host_s)
+    pieces = [(0, chunk)] if chunk else []
+    choice = chosen(cost, [400] * 60, pieces, budget=100)
+    work = BASE.copy()
+    if choice.chunk:
+        work.add(0, choice.chunk)
+    terms = cost.terms(work)
+    assert choice.second or 400 * host_s * len(choice.first) <= max(terms.dense, terms.attention)
+
+
+def test_with_nothing_on_the_device_the_host_goes_on_as_it_can():
+    choice = chosen(LinearCost(1, 0, host_context_s=1.0), [400] * 3, base=Work())
+    assert choice.first
+
+
 def test_prompts_for_the_host_are_cut_to_what_covers_batch_1():
     """A chunk that costs time is worth it only as long as it hides attention on the host."""
     cost = LinearCost(10, 1.0, host_context_s=1e-2)

@@ -166,13 +166,23 @@ class _Choosing:
         return options
 
     def _alone(self, chunk: int, lead: Seq[int], most: int) -> list[Seq[int]]:
-        """Decodes to try in one sub-batch: hidden behind the device's attention, and some more."""
+        """Decodes to try in one sub-batch.
+
+        Those that its own attention on the device hides (NEO's inequality without a batch 1), and
+        as many as take no longer than its linear part: then the step takes no longer than one of
+        two sub-batches, which reads the weights twice. Where the device has nothing to do, there
+        is nothing to hide behind, so the first 1, 2, 4 and so on are tried as well.
+        """
         rest = self._others(lead)
-        attention = self.cost.terms(self._batch(chunk, ())).attention
+        if self.base.tokens or chunk:
+            terms = self.cost.terms(self._batch(chunk, ()))
+            covers = {terms.attention, max(terms.attention, terms.linear)}
+            return [lead, *(self._pick(lead, rest, most, cover) for cover in sorted(covers))]
         most = min(most, len(rest) + len(lead))
         counts = {most, *(1 << i for i in range(most.bit_length()))}
-        hidden = self._pick(lead, rest, most, attention)
-        return [lead, hidden, *(range(n) for n in sorted(counts) if len(lead) <= n)]
+        linear = self.cost.terms(Work(tokens=1)).linear
+        some = self._pick(lead, rest, most, linear)
+        return [lead, some, *(range(n) for n in sorted(counts) if len(lead) <= n)]
 
     def _second(self, chunk: int, lead: Seq[int], most: int) -> Seq[int]:
         """Decodes of batch 1 whose attention takes no longer than the linear part of batch 0."""
