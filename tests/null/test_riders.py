@@ -17,6 +17,7 @@ from depth import searching
 from weft.core.errors import InvariantError
 from weft.core.types import Request, SamplingParams, ServiceClass
 from weft.kv.cache import GroupSpec
+from weft.kv.tiers import TieredCache
 from weft.sched.policy_slo import TargetPolicy
 from weft.sched.registry import slo_riders
 from weft.sched.scheduler import Limits
@@ -121,6 +122,41 @@ def test_best_effort_rides_where_targets_fill_every_step():
     assert sum(len(plan.riders) for plan in steps) > 40
     assert all(plan.rider_caps and min(plan.rider_caps) >= 1 for plan in steps if plan.riders)
     assert {move.to for plan in steps for move in plan.moves} == {"host", "device"}
+
+
+class Riding:
+    """Does something beside every step that takes so long by prediction."""
+
+    def __init__(self, beside_s: float) -> None:
+        self.beside_s = beside_s
+
+    def busy(self) -> bool:
+        return True
+
+    def before_best_effort(self, step) -> None:
+        step.beside_s = self.beside_s
+
+    def after_best_effort(self, _step) -> tuple[int, ...]:
+        return ()
+
+    def may_begin(self, fits: bool) -> bool:
+        return fits
+
+
+def test_the_wait_for_the_host_is_no_slowness_of_the_device():
+    cost = LinearCost(0.01, 0.0, layers=LAYERS)
+    cache = TieredCache((GroupSpec("full", 4, 20),), (20,))
+    scheduler = slo_riders(cache, Limits(4, 16, 32), cost, CLASSES)
+    policy, now = scheduler.policy, 1.0
+    policy.part = Riding(0.0175)
+    for _ in range(60):
+        step = policy.fill(now)
+        assert step is not None
+        assert not step.rows
+        now += 0.06
+        policy.collected(now)
+        assert policy.pace.correction == 1.0
+    assert policy.pace.ends_at(now) == now
 
 
 def test_a_rider_comes_a_layer_further_with_each_step():

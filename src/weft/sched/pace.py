@@ -41,7 +41,8 @@ class Pace:
     def __init__(self, prior_s: float) -> None:
         self.urgent = False
         self._ratios = {True: Ratio(prior_s), False: Ratio(prior_s)}
-        self._launched: deque[tuple[float, float, bool]] = deque()  # launch, prediction, kind
+        # launch, prediction, kind, and whether its time says anything of predictions
+        self._launched: deque[tuple[float, float, bool, bool]] = deque()
         self._collected_at = 0.0
 
     @property
@@ -54,20 +55,26 @@ class Pace:
         """Seconds that pass for each second that is predicted now."""
         return self._ratios[self.urgent].value
 
-    def launched(self, predicted_s: float, now: float) -> None:
-        """A step starts now, or when those that were launched before it have ended."""
-        self._launched.append((now, predicted_s, self.urgent))
+    def launched(self, predicted_s: float, now: float, *, teaches: bool = True) -> None:
+        """A step starts now, or when those that were launched before it have ended.
+
+        Args:
+            teaches: False for one that may wait for something else, as for the host.
+        """
+        self._launched.append((now, predicted_s, self.urgent, teaches))
 
     def collected(self, now: float) -> None:
         """The oldest launched step has ended; ``now`` 0 leaves it undated, so nothing is learnt."""
-        launched, predicted, urgent = self._launched.popleft()
-        if now:
+        launched, predicted, urgent, teaches = self._launched.popleft()
+        if not now:
+            return
+        if teaches:
             self._ratios[urgent].learn(predicted, now - max(launched, self._collected_at))
-            self._collected_at = now
+        self._collected_at = now
 
     def ends_at(self, now: float) -> float:
         """When the launched steps will have ended, at ``now`` if there are none."""
         at = self._collected_at
-        for launched, predicted, urgent in self._launched:
+        for launched, predicted, urgent, _ in self._launched:
             at = max(at, launched) + predicted * self._ratios[urgent].value
         return max(at, now)
