@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import pytest
@@ -16,6 +16,7 @@ from traffic import COMMON, World, assert_answers, ids, plans, run, traffic, wor
 from depth import searching
 from weft.core.errors import InvariantError
 from weft.core.types import Request, SamplingParams, ServiceClass
+from weft.cost.work import Work
 from weft.kv.cache import GroupSpec
 from weft.kv.tiers import TieredCache
 from weft.sched.policy_slo import TargetPolicy
@@ -122,6 +123,52 @@ def test_best_effort_rides_where_targets_fill_every_step():
     assert sum(len(plan.riders) for plan in steps) > 40
     assert all(plan.rider_caps and min(plan.rider_caps) >= 1 for plan in steps if plan.riders)
     assert {move.to for plan in steps for move in plan.moves} == {"host", "device"}
+
+
+@dataclass(frozen=True)
+class Reading(LinearCost):
+    """Reading the weights hides so many tokens of a step."""
+
+    hidden: int = 16
+
+    def terms(self, work):
+        terms = LinearCost.terms(self, work)
+        if not work.tokens:
+            return terms
+        return terms._replace(dense=self.step_s + self.token_s * max(0, work.tokens - self.hidden))
+
+
+@pytest.mark.parametrize("targets", [0, 30])
+def test_riders_are_priced_with_what_the_step_has_in_the_end(targets):
+    """Reading the weights is counted once, and a rider beside a long prompt is not for nothing."""
+    world, arrivals, _ = crowded()
+    cost = Reading(0.01, 0.001, layers=LAYERS, move_s=1e-5)
+    late = {turn: asked for turn, asked in arrivals.items() if turn > 30 + targets}
+    arrivals = {turn: asked for turn, asked in arrivals.items() if turn <= 30}
+    arrivals |= {turn: [replace(each, service_class="batch") for each in asked]
+                 for turn, asked in late.items()}  # fmt: skip
+    found = []
+
+    def watched(cache, limits):
+        scheduler = slo_riders(cache, limits, cost, CLASSES, TargetPolicy("off", 0.0, 1e9))
+        (part,), fill = scheduler.parts, scheduler.policy.fill
+
+        def note(now):
+            step = fill(now)
+            if step is not None and part._riding:
+                alone = cost.terms(step.work).linear
+                more = [cost.terms(Work(tokens=step.work.tokens + cap)).linear - alone
+                        for cap in part._caps]  # fmt: skip
+                least = sum(s for s, cap in zip(more, part._caps, strict=True) if cap > 1)
+                assert least / LAYERS - 1e-9 <= step.beside_s <= sum(more) / LAYERS + 1e-9
+                found.append((step.work.tokens, step.beside_s))
+            return step
+
+        scheduler.policy.fill = note
+        return scheduler
+
+    run(world, arrivals, {}, make=watched, step_s=0.05)
+    assert any(tokens > 16 and beside_s for tokens, beside_s in found)
 
 
 class Riding:

@@ -108,16 +108,24 @@ class TimedBatch(BatchBuilder):
         limit_s: seconds of ``cost`` that the step may take; ``room`` keeps it.
         work: the tally of what the step computes.
         beside_s: seconds for what the step does beside its own rows.
+        riders: tokens for which room is kept in each layer, on average, while the step is filled.
     """
 
     cost: CostModel
     limit_s: float
     work: Work = field(default_factory=Work)
     beside_s: float = 0.0
+    riders: int = 0
 
     def seconds(self) -> float:
         """Predicted seconds of what is in the step."""
-        return self.beside_s + (step_time(self.cost, [self.work]) if self.work.tokens else 0.0)
+        work, riders = self.work, self.riders
+        if not riders:
+            return self.beside_s + (step_time(self.cost, [work]) if work.tokens else 0.0)
+        work.tokens += riders
+        seconds = step_time(self.cost, [work])
+        work.tokens -= riders
+        return self.beside_s + seconds
 
     def room(self, start: int, most: int) -> int:
         """The largest number of tokens, up to ``most``, with which the step keeps its limit.

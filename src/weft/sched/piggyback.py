@@ -11,6 +11,7 @@ the GEMM it costs nothing, and so nobody is starved.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -73,18 +74,22 @@ class PiggybackPart:
         return bool(self._memory.moves or self._begun or self._riding)
 
     def before_best_effort(self, step: TimedBatch) -> None:
-        """Riders first, which cost little; then moves; the device's own best effort follows."""
+        """Keep room for riders, then plan moves; the device's own best effort follows."""
         self._begun = []
         self._bring_back(step)
         self._begin_tokens(step)
-        self._cap_riders(step)
+        step.riders = math.ceil(sum(self._count_riders(step)[0]) / self._cost.layers)
         self._make_headroom(step)
         too_many = self._too_many(step)
         self._send_away(step, too_many)
         self._crowded = bool(too_many)
 
     def after_best_effort(self, step: TimedBatch) -> set[int]:
-        """The step is full; return the ranks that ride along with it."""
+        """The step is full: price riders with what is in it; return the ranks that ride along."""
+        step.riders = 0
+        riders, seconds = self._count_riders(step)
+        step.beside_s += seconds
+        self._caps = tuple(max(1, count) for count in riders)
         self._wanted = 0 if self._crowded else self._count_wanted(step)
         self._last_s = step.seconds()
         return {sequence.order[0] for sequence in self._riding.values()}
@@ -92,8 +97,11 @@ class PiggybackPart:
     def filled(self, step: BatchBuilder) -> None:
         """The policy has asked already."""
 
-    def _cap_riders(self, step: TimedBatch) -> None:
-        """Allow riders layer by layer, from the first one upward, as long as the step has time."""
+    def _count_riders(self, step: TimedBatch) -> tuple[list[int], float]:
+        """Riders layer by layer, from the first one upward, for which the step has time.
+
+        Returns them with what they add to the time of the step.
+        """
         layers, tokens = self._cost.layers, step.work.tokens
         alone_s, room_s = self._dense_s(tokens), step.limit_s - step.seconds()
         costs: dict[int, float] = {}
@@ -103,17 +111,16 @@ class PiggybackPart:
                 costs[riders] = (self._dense_s(tokens + riders) - alone_s) / layers
             return costs[riders]
 
-        caps = []
+        found, seconds = [], 0.0
         for layer in range(layers):
             riders = max(self._in_layers[max(0, layer - STALE_LAYERS) : layer + 1])
             riders += len(self._begun) if layer <= STALE_LAYERS else 0
-            while riders > 1 and cost_s(riders) > room_s:
+            while riders > 1 and cost_s(riders) > room_s - seconds:
                 riders //= 2
             if riders > 0:
-                room_s -= cost_s(riders)
-                step.beside_s += cost_s(riders)
-            caps.append(max(1, riders))
-        self._caps = tuple(caps)
+                seconds += cost_s(riders)
+            found.append(riders)
+        return found, seconds
 
     def _dense_s(self, tokens: int) -> float:
         return self._cost.terms(Work(tokens=tokens)).linear if tokens else 0.0
