@@ -276,6 +276,7 @@ def test_plans_arrive_as_they_were_sent():
         zero_host=((1, 2),),
         riders=(1,),
         rider_caps=(0, 2),
+        abort=(1,),
     )
     fields_left_out = [f.name for f in fields(StepPlan) if not getattr(plan, f.name)]
     assert not fields_left_out

@@ -99,6 +99,8 @@ def text_of(plan: StepPlan) -> str:
         lines.append(f" zero {_rows(plan.zero)} host {_rows(plan.zero_host)}")
     if plan.riders or plan.rider_caps:
         lines.append(f" riders {_row(plan.riders)} caps {_row(plan.rider_caps)}")
+    if plan.abort:
+        lines.append(f" abort {_row(plan.abort)}")
     return "\n".join(lines) + "\n"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -74,6 +75,76 @@ def test_a_faulty_row_ends_alone(case, bad, at):
 
     requests, inbox, _ = run(world, arrivals, cancels, faulty, make, step_s)
     assert_answers(world, requests, inbox, ids(cancels), bad)
+
+
+def closing_soon(make, depth: int):
+    """Schedulers that fail if an ended sequence keeps its row for more than a step or two."""
+
+    def made(cache, limits):
+        scheduler = make(cache, limits)
+        commit, commits = scheduler.commit, Counter()
+
+        def watched(result, now=0.0):
+            news = commit(result, now)
+            closing = [s.id for s in scheduler.sequences.closing]
+            commits.update(closing)
+            for gone in set(commits) - set(closing):
+                del commits[gone]
+            assert max(commits.values(), default=0) <= depth + 2
+            return news
+
+        scheduler.commit = watched
+        return scheduler
+
+    return made
+
+
+@searching(200, **COMMON)
+@given(cases(), st.integers(1, 9))
+def test_a_rider_that_ends_on_its_way_gives_back_its_row_at_once(case, often):
+    """However slow the host is."""
+    world, (arrivals, cancels), make, step_s = case
+    numbers = [request.id for batch in arrivals.values() for request in batch]
+    last = max(arrivals)
+    cancels = dict(cancels)
+    for at, number in enumerate(numbers[::2]):
+        cancels.setdefault(last + often * (at + 1), []).append(number)
+    make = closing_soon(make, world.depth)
+    requests, inbox, _ = run(world, arrivals, cancels, make=make, step_s=step_s)
+    assert_answers(world, requests, inbox, ids(cancels), set())
+
+
+def test_riders_whose_host_never_answers_can_be_cancelled():
+    world, arrivals, make = crowded()
+    world = replace(world, piggyback=partial(Piggyback, LAYERS, lambda _: 1e9))
+    plans_seen = []
+
+    def watched(cache, limits):
+        scheduler = closing_soon(make, world.depth)(cache, limits)
+        launch = scheduler._launch
+
+        def note(step):
+            plans_seen.append(launch(step))
+            return plans_seen[-1]
+
+        scheduler._launch = note
+        return scheduler
+
+    run(world, arrivals, {40: list(range(6))}, make=watched, step_s=0.05)
+    assert sum(len(plan.abort) for plan in plans_seen) > 0
+    assert all(plan.computes_on_host for plan in plans_seen if plan.abort)
+
+
+def test_an_aborted_rider_frees_its_row_and_leaves_the_others_their_order():
+    riders = Piggyback(1, lambda _: 0.01)
+    for row in range(3):
+        riders.keep(row, 10)
+        riders.begin(row, 10, at_s=0.0)
+    riders.abort(1)
+    riders.abort(1)
+    riders.give_up(1)
+    assert riders.in_layers == (2,)
+    assert riders.ride(1.0, 1.0, (9,)).finished == [0, 2]
 
 
 @searching(60, **COMMON)

@@ -104,7 +104,7 @@ class SubBatch:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step. The executor applies zero, drop, add, moves, extend in this order, then computes.
+    """One step. The executor applies zero, abort, drop, add, moves and extend, then computes.
 
     Layer-wise moves take place while it computes, so their rows are extended before they move.
 
@@ -118,6 +118,8 @@ class StepPlan:
             QKV ride along; the token comes with the result of a later step.
         rider_caps: for each layer, how many results of attention that the host has finished may
             ride along through that layer (OmniServe, piggybacking); empty if none may.
+        abort: rows whose token on its way is dropped, before this step carries riders; ignored
+            where an earlier step has ended the token. The row stays until it is dropped.
     """
 
     step_id: int
@@ -130,6 +132,7 @@ class StepPlan:
     zero_host: tuple[tuple[int, int], ...] = ()
     riders: tuple[int, ...] = ()
     rider_caps: tuple[int, ...] = ()
+    abort: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -146,6 +149,7 @@ class StepPlan:
         return bool(
             self.riders
             or self.rider_caps
+            or self.abort
             or any(batch.tiers for batch in self.batches)
             or any(add.tier is Tier.HOST for add in self.add)
         )

@@ -421,6 +421,10 @@ class Sequence:
         computed = self.computed = self.computed + count
         return computed
 
+    def abort(self) -> None:
+        """Take back what is pending: the executor has dropped it."""
+        self.planned = self.computed
+
     def accept(self, token: int) -> None:
         """Append a drafted token that came out right: it was computed with the one before it."""
         self.computed += 1

@@ -5,13 +5,15 @@ has no time, and the newest ones when memory runs short. There each token goes t
 a rider: the host attends, and results ride along with later steps, as many in each layer as the
 target allows, counted greedily from the first layer upward. A sequence comes back only between two
 tokens, when the step has time for it and the device has room (delayed swap-in). One whose token is
-on its way is neither moved nor preempted. One rider in each layer may always ride: within a tile of
-the GEMM it costs nothing, and so nobody is starved.
+on its way is neither moved nor preempted; if it ends meanwhile, the next plan aborts the token. One
+rider in each layer may always ride: within a tile of the GEMM it costs nothing, and so nobody is
+starved.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -43,6 +45,8 @@ class PiggybackPart:
         self._cost = policy.cost
         self._scheduler: Scheduler
         self._riding: dict[int, Sequence] = {}
+        self._aborted: dict[int, Sequence] = {}  # ended ones, until their abort is committed
+        self._aborts: deque[list[int]] = deque()  # their ids, for each launched step
         self._in_layers: tuple[int, ...] = (0,) * self._cost.layers
         self._wanted = 0
         self._last_s = 0.0
@@ -279,19 +283,37 @@ class PiggybackPart:
     # -- launching and committing -------------------------------------------------------------
 
     def launch(self, step: BatchBuilder, plan: StepPlan) -> StepPlan:  # noqa: ARG002
-        """Add the riders that begin, and how many may go through each layer."""
-        caps = self._caps if self._riding else ()
-        return replace(plan, riders=tuple(self._begun), rider_caps=caps)
+        """Add the riders that begin or have ended, and how many may go through each layer."""
+        ended = [s for s in self._riding.values() if s.finish is not None]
+        for sequence in ended:
+            self._aborted[sequence.id] = self._riding.pop(sequence.id)
+        self._aborts.append([sequence.id for sequence in ended])
+        return replace(
+            plan,
+            riders=tuple(self._begun),
+            rider_caps=self._caps if self._riding else (),
+            abort=tuple(sequence.row for sequence in ended),
+        )
 
     def commit(self, result: StepResult, news: Commit) -> None:
-        """Take in the tokens of riders that a step has ended."""
+        """Take in the tokens of riders that a step has ended; let go of those it has aborted.
+
+        A step that was launched before an abort may still have ended the token.
+        """
         for sequence_id, token in result.ridden:
-            self._scheduler.committer.ride(self._riding.pop(sequence_id), token, news)
+            riders = self._riding if sequence_id in self._riding else self._aborted
+            self._scheduler.committer.ride(riders.pop(sequence_id), token, news)
+        for sequence_id in self._aborts.popleft():
+            if (sequence := self._aborted.pop(sequence_id, None)) is not None:
+                sequence.abort()
         if result.rider_layers:
             self._in_layers = result.rider_layers
 
     def check(self) -> None:
         """Raise InvariantError if a rider is not one."""
-        for sequence in self._riding.values():
+        for sequence in chain(self._riding.values(), self._aborted.values()):
             if sequence.pending != 1 or self._host.table(sequence.id) is None:
                 raise InvariantError(f"sequence {sequence.id} rides, but not from the host")
+        launched = [sequence_id for ids in self._aborts for sequence_id in ids]
+        if not set(self._aborted) <= set(launched):
+            raise InvariantError("an ended rider is aborted by no launched step")

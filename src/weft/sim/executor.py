@@ -238,6 +238,10 @@ class ModelledExecutor:
         for tier, pairs in ((Tier.DEVICE, plan.zero), (Tier.HOST, plan.zero_host)):
             for group, block in pairs:
                 self._kv[tier][group][block] = [None] * self._groups[group].block_size
+        for index in plan.abort:
+            if self._piggyback is None:
+                raise InvariantError("the modelled executor carries no riders")
+            self._piggyback.abort(index)
         for index in plan.drop:
             if self._piggyback is not None:
                 self._piggyback.give_up(index)

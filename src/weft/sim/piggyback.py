@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 from weft.core.errors import InvariantError
@@ -106,6 +106,20 @@ class Piggyback:
             raise InvariantError(f"row {row} leaves the host while its token is on its way")
         host, tokens = self._kept.pop(row, (0, 0))
         self._held[host] -= tokens
+
+    def abort(self, row: int) -> None:
+        """Drop the token of a row; one that has none on its way is ignored.
+
+        The host attends in vain to what it has begun.
+        """
+        if row not in self._rows:
+            return
+        self._rows.remove(row)
+        for results in self._back:
+            kept = [result for result in results if result[2].row != row]
+            if len(kept) < len(results):
+                results[:] = kept
+                heapify(results)
 
     def next_back_s(self) -> float:
         """When the next result is back; infinity if there are no riders."""

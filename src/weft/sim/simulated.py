@@ -126,6 +126,9 @@ class SimulatedExecutor:
         """
         if len(self._outstanding) > self.depth:
             raise InvariantError(f"{len(self._outstanding)} steps are outstanding already")
+        for row in plan.abort:
+            if self._piggyback is not None:
+                self._piggyback.abort(row)
         for row in plan.drop:
             del self._rows[row]
             if self._piggyback is not None:
