@@ -201,19 +201,21 @@ class Reading(LinearCost):
     """Reading the weights hides so many tokens of a step."""
 
     hidden: int = 16
+    rider_s: float = 0.0
 
     def terms(self, work):
         terms = LinearCost.terms(self, work)
+        terms = terms._replace(riders=self.rider_s * work.rider_layers)
         if not work.tokens:
             return terms
         return terms._replace(dense=self.step_s + self.token_s * max(0, work.tokens - self.hidden))
 
 
-@pytest.mark.parametrize("targets", [0, 30])
-def test_riders_are_priced_with_what_the_step_has_in_the_end(targets):
+@pytest.mark.parametrize(("targets", "rider_s"), [(0, 0.0), (30, 0.0), (30, 1e-4)])
+def test_riders_are_priced_with_what_the_step_has_in_the_end(targets, rider_s):
     """Reading the weights is counted once, and a rider beside a long prompt is not for nothing."""
     world, arrivals, _ = crowded()
-    cost = Reading(0.01, 0.001, layers=LAYERS, move_s=1e-5)
+    cost = Reading(0.01, 0.001, layers=LAYERS, move_s=1e-5, rider_s=rider_s)
     late = {turn: asked for turn, asked in arrivals.items() if turn > 30 + targets}
     arrivals = {turn: asked for turn, asked in arrivals.items() if turn <= 30}
     arrivals |= {turn: [replace(each, service_class="batch") for each in asked]
@@ -229,7 +231,7 @@ def test_riders_are_priced_with_what_the_step_has_in_the_end(targets):
             if step is not None and part._riding:
                 alone = cost.terms(step.work).linear
                 more = [cost.terms(Work(tokens=step.work.tokens + cap)).linear - alone
-                        for cap in part._caps]  # fmt: skip
+                        + cap * rider_s * LAYERS for cap in part._caps]  # fmt: skip
                 least = sum(s for s, cap in zip(more, part._caps, strict=True) if cap > 1)
                 assert least / LAYERS - 1e-9 <= step.beside_s <= sum(more) / LAYERS + 1e-9
                 found.append((step.work.tokens, step.beside_s))

@@ -122,9 +122,12 @@ class TimedBatch(BatchBuilder):
         work, riders = self.work, self.riders
         if not riders:
             return self.beside_s + (step_time(self.cost, [work]) if work.tokens else 0.0)
+        in_layers = riders * self.cost.layers
         work.tokens += riders
+        work.rider_layers += in_layers
         seconds = step_time(self.cost, [work])
         work.tokens -= riders
+        work.rider_layers -= in_layers
         return self.beside_s + seconds
 
     def room(self, start: int, most: int) -> int:

@@ -112,7 +112,8 @@ class PiggybackPart:
 
         def cost_s(riders: int) -> float:
             if riders not in costs:
-                costs[riders] = (self._dense_s(tokens + riders) - alone_s) / layers
+                dense_s = (self._dense_s(tokens + riders) - alone_s) / layers
+                costs[riders] = dense_s + self._cost.terms(Work(rider_layers=riders)).riders
             return costs[riders]
 
         found, seconds = [], 0.0

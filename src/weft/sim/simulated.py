@@ -15,14 +15,12 @@ from dataclasses import dataclass, field, replace
 
 from weft.core.errors import InvariantError
 from weft.core.plan import KVMove, StepPlan, StepResult, SubBatch, Tier
-from weft.cost.model import CostModel, step_time
+from weft.cost.model import RIDER_LAYER_S, CostModel, step_time
 from weft.cost.work import Work
 from weft.sim.clock import VirtualClock
 from weft.sim.jobs import END_TOKEN, answer_token
 from weft.sim.piggyback import Piggyback
 from weft.sim.record import StepLog
-
-RIDER_S = (75e-6 + 0.5e-3) / 400  # see SimulatedExecutor._carried_s
 
 
 @dataclass(slots=True)
@@ -198,7 +196,7 @@ class SimulatedExecutor:
         carried_s = sum(
             times * (dense_s(tokens + count) - alone_s) for count, times in counts.items() if count
         )
-        return carried_s / len(by_layer) + sum(by_layer) * RIDER_S
+        return carried_s / len(by_layer) + sum(by_layer) * RIDER_LAYER_S
 
     def collected(self, ticket: SimulatedTicket, end_s: float) -> None:
         """Go on to the end of the oldest outstanding step."""
