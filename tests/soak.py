@@ -438,6 +438,9 @@ def soak(
         log = server.errors.read_text()
     if code != 0:
         faults.append(f"exit code {code}: {log[-2000:]}")
+    end = time.monotonic() + 15  # those that were just told to end may take a moment
+    while family.alive() and time.monotonic() < end:
+        time.sleep(0.1)
     if family.alive():
         faults.append(f"processes that outlive the server: {family.alive()}")
     if new := [name for name in in_shared_memory() if name not in shm and not named(name)]:
