@@ -26,6 +26,7 @@ BY_HAND = {
     "src/weft/builtin/model.safetensors": "Weights of the built-in model.",
     "src/weft/builtin/tokenizer.json": "Tokeniser of the built-in model.",
     "src/weft/builtin/tokenizer_config.json": "Control tokens and chat template.",
+    "tests/null/recorded_plans.json": "Digests of what schedulers plan, by scenario and scheduler.",
 }
 
 

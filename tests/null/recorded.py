@@ -29,8 +29,7 @@ import scenarios
 from scenarios import HOST_ONLY, Scenario
 
 import shareddata
-from weft.core.plan import Commit, StepPlan, StepResult, Update
-from weft.core.plan import PromptLogprobs as Scores
+from weft.core.plan import Commit, PromptLogprobs, StepPlan, StepResult, Update
 from weft.core.types import FinishReason, Request, SamplingParams, TokenLogprob
 from weft.engine.loop import EngineLoop
 from weft.kv.tiers import TieredCache
@@ -251,6 +250,9 @@ class Device(ModelledExecutor):
         self._added.update({add.row: (add.sequence_id, add.sampling) for add in plan.add})
         result = super().collect(ticket)
         wants = {number for number, params in self._added.values() if params.logprobs is not None}
+        scores = self._prompt_scores(plan)
+        if not wants and not scores:
+            return result
         pairs = zip(result.sequence_ids, result.tokens, strict=True)
         accepted = {
             number: tuple((token, score(token) if number in wants else None) for token, _ in more)
@@ -259,9 +261,13 @@ class Device(ModelledExecutor):
         return replace(
             result,
             logprobs={number: score(token) for number, token in pairs if number in wants},
-            prompt_logprobs=self._prompt_scores(plan),
+            prompt_logprobs=scores,
             accepted=accepted,
         )
+
+    def _attend(self, row, length: int) -> int:
+        phrase, modelled = self._given.phrase, super()._attend(row, length)
+        return length % phrase + (length % 23 == 0) if phrase else modelled
 
     def _seconds(self, plan: StepPlan) -> float:
         cost = self._given.cost
@@ -269,14 +275,14 @@ class Device(ModelledExecutor):
         noise = 1.0 + (plan.step_id * 7 % 13 - 4) / 32 + 4.0 * (plan.step_id % 61 == 0)
         return noise * (cost.step_s + cost.token_s * plan.num_tokens) + moved * cost.move_s
 
-    def _prompt_scores(self, plan: StepPlan) -> dict[int, Scores]:
+    def _prompt_scores(self, plan: StepPlan) -> dict[int, PromptLogprobs]:
         found = {}
         for batch in plan.batches:
             for row, start, count in zip(batch.rows, batch.starts, batch.counts, strict=True):
                 number, params = self._added[row]
                 if params.prompt_logprobs is not None:
                     known = self._rows[row].tokens[start : start + count]
-                    found[number] = Scores(start, tuple(map(score, known)))
+                    found[number] = PromptLogprobs(start, tuple(map(score, known)))
         return found
 
 
@@ -295,6 +301,8 @@ def record(name: str, given: Scenario, keep: Callable[[str], None] | None = None
     device = Device(given, clock, recording)
     loop = EngineLoop(scheduler, device, inbox, clock)
     while loop.step() or inbox.wait():
+        if inbox.round % 16 == 0:
+            scheduler.check()
         assert inbox.round < MOST_ROUNDS, "the scheduler does not come to an end"
     assert scheduler.idle, "the scheduler stopped with unanswered requests"
     scheduler.check()
@@ -328,7 +336,7 @@ def differences(expected: dict[str, Any], found: dict[str, Any]) -> list[str]:
     return complaints
 
 
-# -- the command line -------------------------------------------------------------------------------
+# -- the command line -----------------------------------------------------------------------------
 
 
 def read() -> dict[str, dict[str, Any]]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import recorded
 import scenarios
-from recorded import differences, record
+from recorded import STEPS, differences, record
 
 from depth import deep
 
@@ -30,15 +30,21 @@ def test_plans_are_those_that_were_recorded(scenario, name):
 
 
 def test_every_scenario_is_recorded_with_every_scheduler_that_it_is_for():
-    made = {name for name in scenarios.ALL if name not in scenarios.OF_TRACES}
+    assert set(EXPECTED) == set(scenarios.ALL)
+    made = [name for name in scenarios.ALL if name not in scenarios.OF_TRACES]
     wanted = {name: set(scenarios.ALL[name]().schedulers) for name in made}
     assert {name: set(EXPECTED[name]) for name in made} == wanted
-    assert set(EXPECTED) == set(scenarios.ALL)
 
 
-def test_a_small_change_of_a_scheduler_is_found():
-    given, expected = scenarios.ALL["recovered"](), EXPECTED["recovered"]["fcfs"]
-    for change in ({"ahead_tokens": 31}, {"prefix_caching": False}):
-        found = differences(expected, record("fcfs", replace(given, **change)))
-        assert found
-        assert found[0].startswith("plans first differ between steps ")
+@pytest.mark.parametrize("change", [{"ahead_tokens": 24}, {"prefix_caching": False}])
+@pytest.mark.parametrize("scenario", ["full-pool", "recovered"])
+def test_a_small_change_is_found_and_placed(scenario, change):
+    given, plans, changed_plans = scenarios.ALL[scenario](), [], []
+    same = record("fcfs", given, plans.append)
+    changed = record("fcfs", replace(given, **change), changed_plans.append)
+    assert not differences(EXPECTED[scenario]["fcfs"], same)
+    pairs = zip(plans, changed_plans, strict=False)
+    first = next(step for step, (a, b) in enumerate(pairs, 1) if a != b)
+    window = (first - 1) // STEPS * STEPS
+    complaints = differences(same, changed)
+    assert complaints[0] == f"plans first differ between steps {window + 1} and {window + STEPS}"
