@@ -27,12 +27,12 @@ from weft.kv.tiers import TieredCache
 from weft.sched.policy_slo import TargetPolicy
 from weft.sched.registry import fcfs, slo, slo_riders
 from weft.sched.scheduler import Limits, Scheduler
-from weft.sim.arrivals import gamma_times
 from weft.sim.jobs import Job, own_text
 from weft.sim.learn import learn
 from weft.sim.piggyback import Piggyback, Ridden
 from weft.sim.run import Simulated, Traffic, simulate
 from weft.sim.simulated import Errors
+from weft.workload.arrivals import gamma_times
 
 BLOCK = 16
 ROWS = 1024

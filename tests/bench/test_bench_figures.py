@@ -22,11 +22,11 @@ from weft.bench.stats import Outcome, Slo, summarise
 from weft.bench.throughput import bench_throughput
 from weft.core.errors import ConfigError, ParameterError, WeftError
 from weft.kernels.measure import Case
-from weft.sim.arrivals import gamma_times
-from weft.sim.lengths import parse_lengths
-from weft.sim.percentiles import percentiles_ms
-from weft.sim.sweep import fit_saturation, serviceable
-from weft.sim.trace import read_trace
+from weft.workload.arrivals import gamma_times
+from weft.workload.lengths import parse_lengths
+from weft.workload.percentiles import percentiles_ms
+from weft.workload.sweep import fit_saturation, serviceable
+from weft.workload.trace import read_trace
 
 
 def done(sent: float, *events: float, tokens: int | None = None) -> Outcome:

@@ -32,7 +32,7 @@ from weft.sim.record import STEP_COLUMNS, StepLog
 from weft.sim.run import Simulated, Traffic, simulate
 from weft.sim.simulated import Errors
 from weft.sim.usage import Machine, spread, timeline, usage
-from weft.sim.workload import Target, conversations, distribution, read_workload
+from weft.sim.workload_file import Target, conversations, distribution, read_workload
 
 SHAPE, A100 = model_shape("llama-3.1-8b"), hardware("a100")
 KEY = ProfileKey("a100", "llama-3.1-8b", "bf16", "tp1", "simulated")

@@ -26,7 +26,7 @@ from weft.sim.jobs import Job, answer_text, own_text, shared_text, trace_jobs
 from weft.sim.record import CANCELLED, COMPLETED, FAILED, StepLog
 from weft.sim.run import Simulated, Traffic, simulate
 from weft.sim.simulated import Errors, SimulatedExecutor
-from weft.sim.trace import BLOCK_TOKENS, read_trace
+from weft.workload.trace import BLOCK_TOKENS, read_trace
 
 EXACT = Errors(0.0, 0.0)
 CLASSES = (ServiceClass("urgent", 0, 1e4, 1e4), ServiceClass("batch", 1))

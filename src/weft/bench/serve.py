@@ -20,11 +20,11 @@ from weft.bench.options import DEFAULT_REQUESTS, ServeBench
 from weft.bench.prompts import PromptMaker
 from weft.bench.stats import Outcome, Slo, summarise
 from weft.core.errors import WeftError
-from weft.sim.arrivals import gamma_times
-from weft.sim.lengths import parse_lengths
-from weft.sim.percentiles import percentiles_ms
-from weft.sim.sweep import FEWEST_RATES, fit_saturation, serviceable
-from weft.sim.trace import Arrival, read_trace
+from weft.workload.arrivals import gamma_times
+from weft.workload.lengths import parse_lengths
+from weft.workload.percentiles import percentiles_ms
+from weft.workload.sweep import FEWEST_RATES, fit_saturation, serviceable
+from weft.workload.trace import Arrival, read_trace
 
 CALIBRATION_WORDS = (64, 192)
 

@@ -16,7 +16,7 @@ from weft.bench.options import ThroughputBench
 from weft.bench.prompts import FIRST_ID
 from weft.core.errors import ConfigError
 from weft.core.types import SamplingParams
-from weft.sim.lengths import parse_lengths
+from weft.workload.lengths import parse_lengths
 
 
 class Engine(Protocol):

@@ -23,15 +23,15 @@ from weft.cost.work import Work
 from weft.kv.cache import GroupSpec
 from weft.sched.registry import SCHEDULERS, Resources, make_scheduler
 from weft.sched.scheduler import Limits, Scheduler
-from weft.sim.arrivals import gamma_times
 from weft.sim.jobs import Job, trace_jobs
 from weft.sim.learn import learn
-from weft.sim.lengths import parse_lengths
 from weft.sim.options import DEFAULT_REQUESTS, SYNTHETIC, SimOptions
 from weft.sim.run import Traffic
 from weft.sim.simulated import Errors
-from weft.sim.trace import Arrival, read_requests, read_text
-from weft.sim.workload import Workload, conversations, is_workload, read_workload
+from weft.sim.workload_file import Workload, conversations, is_workload, read_workload
+from weft.workload.arrivals import gamma_times
+from weft.workload.lengths import parse_lengths
+from weft.workload.trace import Arrival, read_requests, read_text
 
 BEST_EFFORT_TEXTS = 2**33  # texts of best-effort prompts are numbered from here
 

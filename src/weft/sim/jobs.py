@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import NamedTuple
 
-from weft.sim.trace import BLOCK_TOKENS, Arrival
+from weft.workload.trace import BLOCK_TOKENS, Arrival
 
 END_TOKEN = 0  # what ends every answer
 _BLOCK, _SHARED, _OWN, _ANSWER = (kind << 58 for kind in (1, 2, 3, 4))

@@ -18,7 +18,7 @@ from typing import Any
 
 from weft.core.errors import ParameterError
 from weft.sim.jobs import Job, Segment, answer_text, own_text, shared_text
-from weft.sim.trace import read_text
+from weft.workload.trace import read_text
 
 Draw = Callable[[random.Random], float]
 METRICS = ("ttft", "itl", "tpot", "e2e")
