@@ -18,9 +18,9 @@ from weft.core.errors import ConfigError, InvariantError
 from weft.core.plan import KVMove, RowAdd, StepPlan, SubBatch, Tier
 from weft.cost.curves import Curve
 from weft.cost.fit import FEATURES, Fitted
-from weft.engine.build import find_model
+from weft.engine.costs import profile_key
 from weft.engine.devices import make_executor
-from weft.engine.profiling import profile_key
+from weft.engine.model import find_model
 from weft.exec.buckets import SIZES as ALL_SIZES
 from weft.exec.buckets import captured_sizes, larger_sizes, padded_size
 from weft.exec.device import HostDevice

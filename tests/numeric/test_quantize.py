@@ -21,8 +21,8 @@ from depth import deep
 from weft import LLM, SamplingParams
 from weft.core.config import EngineConfig
 from weft.core.errors import CheckpointError, ConfigError
-from weft.engine.build import find_model
 from weft.engine.info import collect_info, format_info
+from weft.engine.model import find_model
 from weft.kernels.cpu.matrix import Matrix
 from weft.kernels.ops import select_ops
 from weft.models.decoder import Decoder

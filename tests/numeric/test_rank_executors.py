@@ -17,9 +17,10 @@ from weft.core.config import EngineConfig, ResolvedConfig
 from weft.core.errors import OutOfMemoryError
 from weft.core.plan import StepPlan, StepResult, Tier
 from weft.core.ports import Executor
-from weft.engine.build import _grammar_tokenizer, find_model
+from weft.engine.build import _grammar_tokenizer
 from weft.engine.channel import Channel
 from weft.engine.devices import check_host_memory, make_executor
+from weft.engine.model import find_model
 from weft.engine.rank import _Follower
 from weft.engine.ranks import Collected, Followers, ParallelExecutor
 from weft.exec.grammar import GrammarRows, Grammars

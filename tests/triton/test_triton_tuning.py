@@ -14,7 +14,7 @@ from attention_cases import Case, make_case
 from attention_cases import Shape as AttentionShape
 from weft.core.config import EngineConfig
 from weft.core.errors import ConfigError, KernelError
-from weft.engine.build import describe_kernels, find_model
+from weft.engine.model import describe_kernels, find_model
 from weft.engine.tuning import tune_kernels
 from weft.engine.weights import check_heads, check_launches, launch_shapes
 from weft.kernels import reference, tuning
