@@ -22,8 +22,8 @@ from serving import Asking, serving
 from live import eventually
 from weft.core.errors import ConfigError
 from weft.core.types import FinishReason
-from weft.server import auth
-from weft.server.auth import KeyRing
+from weft.server import keys as key_files
+from weft.server.keys import KeyRing
 from weft.server.listen import listen
 from weft.server.options import ServerOptions
 from weft.server.probe import Load, NoProbe
@@ -206,7 +206,7 @@ def bearer(key: str) -> dict[str, str]:
 
 
 def test_keys_come_from_a_file_and_change_with_it(text, tmp_path, monkeypatch):
-    monkeypatch.setattr(auth, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(key_files, "LOOK_EVERY_S", 0.0)
     file = tmp_path / "keys"
     file.write_text(
         "# who may ask\nalice: first:with-colon # until May\n\n  second  \nbob: a#b\nfifth\t# x\n"
@@ -238,7 +238,7 @@ def test_keys_come_from_a_file_and_change_with_it(text, tmp_path, monkeypatch):
 
 
 def test_a_file_without_keys_revokes_all(text, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(auth, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(key_files, "LOOK_EVERY_S", 0.0)
     file = tmp_path / "keys"
     file.write_text("only\n")
     with (
@@ -362,7 +362,7 @@ def test_a_key_is_compared_with_every_other(monkeypatch):
         compared.append((left, right))
         return left == right
 
-    monkeypatch.setattr(auth.hmac, "compare_digest", spy)
+    monkeypatch.setattr(key_files.hmac, "compare_digest", spy)
     ring = KeyRing(("a", "b", "c"))
     for given in ("a", "c", "none"):
         compared.clear()

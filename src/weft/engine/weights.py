@@ -12,7 +12,8 @@ from weft.kernels.storage import MULTIPLIED
 from weft.kernels.tuning import DECODE, PREFILL, Pinned, Shape, kind_of, kv_kind, op_of
 from weft.kernels.unavailable import KernelUnavailable
 from weft.models.families import UNSOUND_KV
-from weft.models.layout import Parameter, parameters, storage_of, stored_as
+from weft.models.layout import parameters, storage_of, stored_as
+from weft.models.parameter import Parameter
 from weft.models.shard import Shard, cut, cut_spec
 from weft.models.spec import ModelSpec
 

@@ -32,7 +32,8 @@ from weft.models.decoder import Decoder
 from weft.models.families import read_spec
 from weft.models.gguf import GgufFile
 from weft.models.hub import SUFFIX
-from weft.models.layout import Parameter, Piece, parameters, stored_as
+from weft.models.layout import parameters, stored_as
+from weft.models.parameter import Parameter, Piece
 from weft.models.quant import FLOATS, Limits, Part, parts_of, unpack
 from weft.models.shard import WHOLE, Shard, cut, cut_spec
 from weft.models.spec import ModelSpec
