@@ -37,8 +37,8 @@ from weft.exec.grammar import GrammarRows, Grammars
 from weft.exec.rows import RowTable
 from weft.exec.store import KVStore
 from weft.kernels.collectives import Group
+from weft.kernels.interface import OpTable
 from weft.kernels.kv_storage import KV_TYPES
-from weft.kernels.ops import OpTable
 from weft.kv.cache import GroupSpec
 from weft.models.layout import num_parameters, storage_of
 from weft.models.loader import load_model

@@ -25,7 +25,8 @@ from weft.engine.devices import free_memory, pick_device
 from weft.engine.machine import has_fast_bfloat16
 from weft.engine.weights import check_heads, check_launches, check_storage, stored_weights
 from weft.exec.workspace import StepSizes, workspace_bytes
-from weft.kernels.ops import OP_DTYPES, TUNED, OpTable, select_ops
+from weft.kernels.interface import OpTable
+from weft.kernels.ops import OP_DTYPES, TUNED, select_ops
 from weft.kernels.unavailable import KernelUnavailable
 from weft.models.families import read_spec
 from weft.models.fused import describe_layers

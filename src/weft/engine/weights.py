@@ -6,8 +6,8 @@ import torch
 
 from weft.core.config import EngineConfig
 from weft.core.errors import ConfigError, KernelError
+from weft.kernels.interface import OpTable
 from weft.kernels.kv_storage import KV_TYPES
-from weft.kernels.ops import OpTable
 from weft.kernels.storage import MULTIPLIED
 from weft.kernels.tuning import DECODE, PREFILL, Pinned, Shape, kind_of, kv_kind, op_of
 from weft.kernels.unavailable import KernelUnavailable

@@ -12,7 +12,7 @@ from torch import Tensor
 from weft.core.plan import SubBatch
 from weft.exec.rows import RowTable
 from weft.kernels.cpu import _native
-from weft.kernels.ops import AttentionBatch
+from weft.kernels.interface import AttentionBatch
 
 VIEWS = 256  # shapes of steps whose views are remembered
 

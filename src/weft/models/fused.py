@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.kernels.ops import FusedLayer, OpTable
+from weft.kernels.interface import FusedLayer, OpTable
 from weft.kernels.parts import Biases, Norms, Shape
 from weft.models.layers import LayerWeights, mixture
 from weft.models.spec import LayerSpec, ModelSpec

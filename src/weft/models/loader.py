@@ -24,7 +24,7 @@ from torch import Tensor
 from weft.core.errors import CheckpointError, short
 from weft.core.json_files import read_object
 from weft.kernels.float8 import Float8
-from weft.kernels.ops import OpTable
+from weft.kernels.interface import OpTable
 from weft.kernels.quantized import Quantized, stacked
 from weft.kernels.storage import Storage
 from weft.models.bounds import MOST_HEADER_BYTES, MOST_INDEX_BYTES

@@ -165,7 +165,7 @@ def embedding(ids: Tensor, table: Tensor | Matrix) -> Tensor:
 
 
 def pack(parameter: str, tensor: Tensor) -> Tensor | Matrix | tuple[Matrix, ...]:
-    """Pack the parameters that ``linear`` multiplies with; see ``ops.Pack``."""
+    """Pack the parameters that ``linear`` multiplies with; see ``interface.Pack``."""
     name = parameter.rpartition(".")[2]
     if name not in MULTIPLIED:
         return tensor
@@ -182,7 +182,7 @@ def computes(storage: Storage) -> bool:
 def quantised(
     parameter: str, shape: torch.Size, dtype: torch.dtype, storage: Storage
 ) -> Matrix | tuple[Matrix, ...]:
-    """Return what a parameter is written into that is stored as integers; see ``ops.Quantise``."""
+    """Return where a parameter in integers is written; see ``interface.Quantise``."""
     gated = parameter.rpartition(".")[2] == "gate_up"
     if len(shape) == 3:
         return tuple(Matrix.quantised(shape[1:], dtype, storage) for _ in range(shape[0]))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,9 +11,7 @@ from weft.kernels.cpu import _native
 from weft.kernels.cpu.attention import view
 from weft.kernels.cpu.layer import Layer
 from weft.kernels.cpu.matrix import Matrix
-
-if TYPE_CHECKING:
-    from weft.kernels.ops import AttentionBatch
+from weft.kernels.interface import AttentionBatch
 
 
 class Stack:

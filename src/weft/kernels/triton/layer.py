@@ -45,7 +45,7 @@ class Layer:
         biases: Biases,
         mixture: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """Bind the matrices ``qkv``, ``output``, ``gate_up`` and ``down``; see ``ops.BindLayer``.
+        """Bind ``qkv``, ``output``, ``gate_up`` and ``down``; see ``interface.BindLayer``.
 
         Raises:
             ValueError: shapes or dtypes do not fit together.

@@ -182,7 +182,7 @@ def embedding(ids: Tensor, table: Tensor | Matrix) -> Tensor:
 
 
 def pack(parameter: str, tensor: Tensor, tuning: Tuning) -> Tensor | Matrix:
-    """Wrap the parameters that are multiplied with; see ``ops.Pack``."""
+    """Wrap the parameters that are multiplied with; see ``interface.Pack``."""
     name = parameter.rpartition(".")[2]
     if name not in MULTIPLIED:
         return tensor
@@ -204,7 +204,7 @@ def quantised(
     device: torch.device,
     tuning: Tuning,
 ) -> Matrix:
-    """Return what a parameter is written into that is stored in 8 bits; see ``ops.Quantise``."""
+    """Return where a parameter in 8 bits is written; see ``interface.Quantise``."""
     if not computes(storage):
         raise KernelUnavailable(f"no GPU kernel multiplies with {storage}; use fp8 or int8")
     op = op_of(parameter)

@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from weft.kernels.interface import AttentionBatch
 from weft.kernels.triton.attention import paged_attention
 from weft.kernels.triton.layer import Layer, Sum, add_up
 from weft.kernels.triton.matrix import Matrix, embedding
 from weft.kernels.triton.norm import NormKind
 from weft.kernels.triton.rope import Places, angles
-
-if TYPE_CHECKING:
-    from weft.kernels.ops import AttentionBatch
-    from weft.kernels.tuning import Tuning
+from weft.kernels.tuning import Tuning
 
 
 @dataclass(frozen=True)

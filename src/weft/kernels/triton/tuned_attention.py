@@ -9,8 +9,8 @@ from functools import partial
 
 import torch
 
+from weft.kernels.interface import AttentionBatch
 from weft.kernels.kv_storage import KV_TYPES, row_size, write_rows
-from weft.kernels.ops import AttentionBatch
 from weft.kernels.triton.attention import paged_attention
 from weft.kernels.triton.device import copies_beyond_caches, shared_bytes
 from weft.kernels.triton.tiles import Heads, launches, plan
