@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from weft.core.plan import SubBatch
-from weft.exec.pack import Packer
+from weft.exec.inputs import Packer
 from weft.exec.rows import RowTable
 
 ROWS, LENGTH, BLOCK_SIZE, GROUPS = 9, 40, 4, 2

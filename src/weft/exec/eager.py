@@ -20,7 +20,7 @@ from weft.exec.collect import (
     score_prompt,
     split_rows,
 )
-from weft.exec.pack import Packer, StepInputs
+from weft.exec.inputs import Packer, StepInputs
 from weft.exec.rows import RowTable
 from weft.exec.sample import sample
 from weft.exec.store import KVStore

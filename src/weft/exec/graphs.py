@@ -27,7 +27,6 @@ from torch import Tensor
 
 from weft.core.errors import InvariantError, OutOfMemoryError
 from weft.core.plan import StepPlan, StepResult, SubBatch
-from weft.exec.buckets import SIZES, captured_sizes, larger_sizes, padded_size
 from weft.exec.collect import (
     Collected,
     Contained,
@@ -38,13 +37,19 @@ from weft.exec.collect import (
     split_rows,
 )
 from weft.exec.device import Device, Event, Replay
-from weft.exec.device_rows import DeviceRows
 from weft.exec.functions import StepFunctions
-from weft.exec.layout import Layout, sample_layout
+from weft.exec.inputs import BUFFERS, PackedStep, StepPacker
 from weft.exec.logprobs import COLUMNS, describe
-from weft.exec.packed import BUFFERS, PackedStep, StepPacker
-from weft.exec.rows import RowTable
+from weft.exec.rows import DeviceRows, RowTable
 from weft.exec.sample import Sampled, sample
+from weft.exec.step_layout import (
+    SIZES,
+    Layout,
+    captured_sizes,
+    larger_sizes,
+    padded_size,
+    sample_layout,
+)
 from weft.exec.store import KVStore
 from weft.exec.tiers import HostTier, check_computes
 from weft.kernels.sampling import NOT_FINITE
