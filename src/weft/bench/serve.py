@@ -14,7 +14,7 @@ import uvloop
 from tqdm import tqdm
 
 from weft.bench.asking import ask
-from weft.bench.client import Client, first_model
+from weft.bench.client import LoadClient, first_model
 from weft.bench.load import Load, Stop
 from weft.bench.options import DEFAULT_REQUESTS, ServeBench
 from weft.bench.prompts import PromptMaker
@@ -44,7 +44,7 @@ class _Bench:
         self.options = options
         self.arrivals = arrivals
         key = options.api_key or os.environ.get("OPENAI_API_KEY")
-        self.client = Client(options.url, key, options.timeout_s)
+        self.client = LoadClient(options.url, key, options.timeout_s)
         self.body: dict[str, Any] = {
             "stream": True,
             "stream_options": {"include_usage": True},

@@ -14,7 +14,7 @@ from weft.core.ports import Executor, Ticket
 from weft.cost.fit import Fitted, ProfileKey
 from weft.cost.options import ProfileOptions
 from weft.cost.profiler import profile
-from weft.cost.steps import Group, Room
+from weft.cost.steps import GroupRoom, StepRoom
 from weft.engine.build import Engine, build_engine
 from weft.engine.costs import profile_key
 
@@ -38,17 +38,17 @@ def profile_engine(
     return key, fitted, report
 
 
-def room_of(engine: Engine) -> Room:
+def room_of(engine: Engine) -> StepRoom:
     """What steps by hand may use of an engine."""
     resolved, model = engine.resolved, engine.model
     groups = zip(model.facts.groups, resolved.group_blocks, strict=True)
-    return Room(
+    return StepRoom(
         rows=resolved.max_num_seqs,
         longest=resolved.max_model_len,
         tokens=resolved.max_num_batched_tokens,
         block_size=resolved.block_size,
         vocab_size=model.spec.vocab_size,
-        groups=tuple(Group(blocks, group.window) for group, blocks in groups),
+        groups=tuple(GroupRoom(blocks, group.window) for group, blocks in groups),
     )
 
 

@@ -1,7 +1,7 @@
 """Input preparation: from a planned sub-batch to the tensors or the buffer that a step reads.
 
-``Packer`` makes the tensors of a forward pass on the host; ``StepPacker`` packs them into the one
-buffer that a step on a device uploads.
+``InputPacker`` makes the tensors of a forward pass on the host; ``StepPacker`` packs them into the
+one buffer that a step on a device uploads.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class StepInputs:
     sample_lengths: NDArray[np.int64]
 
 
-class Packer:
+class InputPacker:
     """Gathers tokens, positions, write slots and block tables of sub-batches, in one native call.
 
     All steps use the same memory, and steps of the same shape the same views of it: what ``pack``
@@ -200,7 +200,7 @@ class StepPacker:
         self._table = table
         self._windows = [window or 0 for window in windows]
         self._sizes = sizes
-        self._packer = Packer(table, block_size)
+        self._packer = InputPacker(table, block_size)
         self.max_rows = len(table.sequence_ids)
         self.max_tokens = padded_size(max_tokens, sizes)
         self.most_decodes = padded_size(min(self.max_rows, max_tokens), sizes)

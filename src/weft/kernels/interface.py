@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from weft.kernels.collectives import ALONE, Collectives
-from weft.kernels.parts import Biases, Norms, Shape
+from weft.kernels.parts import Biases, LayerShape, Norms
 from weft.kernels.sampling import Accept, Adjust
 from weft.kernels.storage import Storage
 from weft.kernels.tuning import Tuning
@@ -172,7 +172,7 @@ class PagedAttention(Protocol):
 
 
 class FusedLayer(Protocol):
-    """The parts of a layer around attention; see ``cpu.layer.Layer``."""
+    """The parts of a layer around attention; see ``cpu.layer.CpuLayer``."""
 
     def pre(self, residual: Tensor, cos: Tensor, sin: Tensor) -> Tensor: ...
 
@@ -187,7 +187,7 @@ class BindLayer(Protocol):
 
     def __call__(
         self,
-        shape: Shape,
+        shape: LayerShape,
         matrices: dict[str, Any],
         norms: Norms,
         biases: Biases,
@@ -197,7 +197,7 @@ class BindLayer(Protocol):
 
 
 class FusedStack(Protocol):
-    """A whole forward pass; see ``cpu.stack.Stack``."""
+    """A whole forward pass; see ``cpu.stack.CpuStack``."""
 
     def add_rope(self, frequencies: Tensor, scale: float) -> None: ...
 

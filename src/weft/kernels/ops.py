@@ -135,7 +135,7 @@ def _native_ops(dtype: str, weights: Mapping[str, str]) -> OpTable:
         quantise=matrix.quantised,
         computes=matrix.computes,
         widens=False,
-        fused=Fused(layer.Layer, stack.Stack, "all in one native call"),
+        fused=Fused(layer.CpuLayer, stack.CpuStack, "all in one native call"),
         batch_invariant=True,
         names={
             "rms_norm": "cpu",
@@ -202,7 +202,11 @@ def _triton_ops(
         computes=matrix.computes,
         widens=False,
         fused=Fused(
-            layer.Layer, partial(stack.Stack, tuning=found), "all of fused kernels", True, True
+            layer.TritonLayer,
+            partial(stack.TritonStack, tuning=found),
+            "all of fused kernels",
+            True,
+            True,
         ),
         batch_invariant=False,
         names={

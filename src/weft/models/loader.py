@@ -34,7 +34,7 @@ from weft.models.gguf import GgufFile
 from weft.models.hub import SUFFIX
 from weft.models.layout import parameters, stored_as
 from weft.models.parameter import Parameter, Piece
-from weft.models.quant import FLOATS, Limits, Part, parts_of, unpack
+from weft.models.quant import FLOATS, ClippedCount, ExpectedTensor, parts_of, unpack
 from weft.models.shard import WHOLE, Shard, cut, cut_spec
 from weft.models.spec import ModelSpec
 
@@ -112,7 +112,7 @@ class Checkpoint:
         whole = tuple(parameters(spec, stacked_experts=stacked))
         self._check(whole)
         self._parameters = tuple(cut(whole, spec, shard))
-        self._limits = Limits()
+        self._limits = ClippedCount()
 
     def load(
         self,
@@ -229,10 +229,12 @@ class Checkpoint:
         return nested if nested in self._stored else piece.tensor
 
     def _check(self, whole: Iterable[Parameter]) -> None:
-        needed: dict[str, Part] = {}
+        needed: dict[str, ExpectedTensor] = {}
         for parameter in whole:
             for piece in parameter.pieces:
-                needed |= self._parts(piece) or {self._full_name(piece): Part(piece.shape, FLOATS)}
+                needed |= self._parts(piece) or {
+                    self._full_name(piece): ExpectedTensor(piece.shape, FLOATS)
+                }
         missing = [n for n, part in needed.items() if n not in self._stored and not part.optional]
         ignored = [re.compile(pattern) for pattern in self._ignored()]
         extra = [
@@ -277,7 +279,7 @@ class Checkpoint:
             "config.json says tie_word_embeddings; set it to false or remove the tensor"
         )
 
-    def _parts(self, piece: Piece) -> dict[str, Part]:
+    def _parts(self, piece: Piece) -> dict[str, ExpectedTensor]:
         """Return the tensors of a weight that is stored quantised, none for another one."""
         name, stored = self._full_name(piece), self._spec.stored_weights
         if stored is None or len(piece.shape) != 2 or not name.endswith(".weight"):
@@ -291,7 +293,7 @@ class Checkpoint:
             raise CheckpointError(f"tensor '{name}' in {self._folder}: {error.message}") from error
         return {module + suffix: part for suffix, part in parts.items()}
 
-    def _misfits(self, needed: dict[str, Part]) -> Iterator[str]:
+    def _misfits(self, needed: dict[str, ExpectedTensor]) -> Iterator[str]:
         for name, part in needed.items():
             stored = self._stored.get(name)
             if stored is None:

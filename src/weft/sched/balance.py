@@ -21,7 +21,7 @@ from weft.cost.work import Work
 GAIN = 1e-3  # what a schedule must be better by to be preferred to a plainer one
 
 
-class Choice(NamedTuple):
+class HostShare(NamedTuple):
     """What goes along with the device's own work.
 
     Attributes:
@@ -80,7 +80,7 @@ class Balance:
         """Time to bring the KV of so many tokens from one tier to the other."""
         return self.cost.terms(Work(in_tokens=tokens)).kv_move
 
-    def choose(self, base: Work, host: HostWork, least: tuple[int, int] = (0, 0)) -> Choice:
+    def choose(self, base: Work, host: HostWork, least: tuple[int, int] = (0, 0)) -> HostShare:
         """Choose what goes along with ``base``, the device's own work.
 
         Args:
@@ -88,7 +88,7 @@ class Balance:
         """
         return _Choosing(self.cost, self._token_s, self.free_tokens, base, host).best(least)
 
-    def choose_all(self, host: HostWork) -> Choice:
+    def choose_all(self, host: HostWork) -> HostShare:
         """Take everything along, in two sub-batches that are as equal as can be."""
         count = min(len(host.contexts), host.budget)
         chunk = min(host.budget - count, sum(count for _, count in host.pieces))
@@ -131,12 +131,12 @@ class _Choosing:
         one = Work(tokens=1, sampled=1, decodes=1, decode_context=mean)
         return step_time(self.cost, [one])
 
-    def best(self, least: tuple[int, int]) -> Choice:
+    def best(self, least: tuple[int, int]) -> HostShare:
         """The schedule of the highest rate; of two that are about equal, the plainer one."""
         decodes = min(len(self.host.contexts), self.host.budget)
         prompts = min(self.host.budget, sum(count for _, count in self.host.pieces))
         must = min(least[0], decodes), min(least[1], prompts)
-        best = Choice(0, 0, 0, self._alone_s, 1.0 if self.base.tokens else 0.0)
+        best = HostShare(0, 0, 0, self._alone_s, 1.0 if self.base.tokens else 0.0)
         found = None if any(must) else best
         for chunk in self._chunks(prompts):
             for option in self._options(chunk, decodes):
@@ -150,7 +150,7 @@ class _Choosing:
         free = min(most, max(0, self._free_tokens - self.base.tokens))
         return sorted({0, free, most})
 
-    def _options(self, chunk: int, decodes: int) -> list[Choice]:
+    def _options(self, chunk: int, decodes: int) -> list[HostShare]:
         decodes = min(decodes, self.host.budget - chunk)
         options = [self.choice(chunk, count, 0) for count in self._counts(chunk, decodes)]
         second = self._second(chunk, decodes)
@@ -214,7 +214,7 @@ class _Choosing:
         work.host_context += self.sums[high] - self.sums[low]
         return work
 
-    def choice(self, chunk: int, first: int, second: int) -> Choice:
+    def choice(self, chunk: int, first: int, second: int) -> HostShare:
         """A schedule with its time and its rate."""
         works = [self._batch(chunk, second, second + first)]
         prefill_s = self.cost.terms(works[0]).prefill_attention - self._prefill_s
@@ -223,4 +223,4 @@ class _Choosing:
         seconds = step_time(self.cost, works)
         worth = self._alone_s if self.base.tokens else 0.0
         worth += (first + second) * self._decode_s + chunk * self._token_s + prefill_s
-        return Choice(chunk, first, second, seconds, worth / seconds if seconds else 0.0)
+        return HostShare(chunk, first, second, seconds, worth / seconds if seconds else 0.0)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from weft.kernels.interface import AttentionBatch
 from weft.kernels.triton.attention import paged_attention
-from weft.kernels.triton.layer import Layer, Sum, add_up
-from weft.kernels.triton.matrix import Matrix, embedding
+from weft.kernels.triton.layer import Sum, TritonLayer, add_up
+from weft.kernels.triton.matrix import TritonMatrix, embedding
 from weft.kernels.triton.norm import NormKind
 from weft.kernels.triton.rope import Places, angles
 from weft.kernels.tuning import Tuning
@@ -22,7 +22,7 @@ from weft.kernels.tuning import Tuning
 class _Bound:
     """A layer, which rope and which KV group of a call it has, and its caches."""
 
-    layer: Layer
+    layer: TritonLayer
     rope: int
     group: int
     keys: Tensor
@@ -32,15 +32,15 @@ class _Bound:
     softcap: float | None
 
 
-class Stack:
-    """Embedding, layers bound to their caches, and final norm; see ``cpu.stack.Stack``.
+class TritonStack:
+    """Embedding, layers bound to their caches, and final norm; see ``cpu.stack.CpuStack``.
 
     Every call depends on the shapes of its arguments alone, so that it can be captured.
     """
 
     def __init__(
         self,
-        embedding: Tensor | Matrix,
+        embedding: Tensor | TritonMatrix,
         embedding_scale: float,
         norm: Tensor,
         norm_eps: float,
@@ -70,7 +70,7 @@ class Stack:
 
     def add_layer(
         self,
-        layer: Layer,
+        layer: TritonLayer,
         places: tuple[int, int],
         caches: tuple[Tensor, Tensor],
         *,
