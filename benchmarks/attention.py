@@ -23,8 +23,8 @@ import report
 from weft.exec.store import KVStore
 from weft.kernels.cpu import _native
 from weft.kernels.cpu import attention as cpu
+from weft.kernels.interface import AttentionBatch
 from weft.kernels.kv_storage import KV_TYPES
-from weft.kernels.ops import AttentionBatch
 from weft.models.spec import KVGroup
 
 SHAPES = {"A": (12, 4, 64), "B": (16, 8, 128)}  # heads, KV heads, head size

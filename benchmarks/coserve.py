@@ -34,7 +34,7 @@ import yaml
 import report
 from serve import start_server
 from weft.core.errors import ParameterError
-from weft.sim.arrivals import parse_rates
+from weft.workload.arrivals import parse_rates
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 64, 32
 BE_PROMPT_TOKENS, BE_OUTPUT_TOKENS = 256, 128

@@ -27,7 +27,7 @@ from weft.cost.hardware import hardware
 from weft.cost.model import CostModel, step_time
 from weft.cost.roofline import CPU_DRIVEN, NO_OVERHEAD, Roofline
 from weft.cost.shape import model_shape
-from weft.cost.table import Measured
+from weft.cost.table import MeasuredCosts
 from weft.cost.work import Work
 
 HERE = Path(__file__).parent
@@ -68,7 +68,9 @@ def cost_of(predictor: str, setup: Setup) -> CostModel:
     if predictor == "roofline":
         return Roofline(shape, machine, setup.dtype, setup.kv_dtype, setup.tp, NO_OVERHEAD)
     overhead = CPU_DRIVEN if predictor == "kernels + host" else NO_OVERHEAD
-    return Measured(shape, machine, setup.dtype, setup.kv_dtype, setup.tp, overhead, setup.backend)
+    return MeasuredCosts(
+        shape, machine, setup.dtype, setup.kv_dtype, setup.tp, overhead, setup.backend
+    )
 
 
 def step(cost: CostModel, decodes: int, context: float, prompts: int = 0, length: int = 0) -> float:

@@ -8,8 +8,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from weft.kernels.interface import AttentionBatch
 from weft.kernels.kv_storage import read_rows, row_size, write_rows
-from weft.kernels.ops import AttentionBatch
 
 NAN = float("nan")
 T = TypeVar("T", "Case", AttentionBatch)

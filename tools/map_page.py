@@ -18,6 +18,7 @@ READING_ORDER = (  # a folder stands before those below it that are not named he
     "src/weft/core",
     "src/weft/kv",
     "src/weft/cost",
+    "src/weft/workload",
     "src/weft/sched",
     "src/weft/blend",
     "src/weft/ring",

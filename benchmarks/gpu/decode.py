@@ -28,10 +28,10 @@ from weft.core.plan import Commit
 from weft.core.types import Request, SamplingParams
 from weft.engine.loop import EngineLoop
 from weft.engine.machine import WallClock
-from weft.exec.buckets import SIZES
 from weft.exec.device import CudaDevice, Device, HostDevice
 from weft.exec.graphs import GraphExecutor, Steps
 from weft.exec.rows import RowTable
+from weft.exec.step_layout import SIZES
 from weft.exec.store import KVStore
 from weft.kernels.ops import select_ops
 from weft.kv.cache import GroupSpec, KVCache

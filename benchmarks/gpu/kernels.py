@@ -17,12 +17,12 @@ from peaks import Clock, clock_of, report_bandwidth, report_peak
 from weft.kernels.kv_storage import KV_TYPES, row_size
 from weft.kernels.triton.device import copies_beyond_caches
 from weft.kernels.triton.fp8 import round_rows
-from weft.kernels.triton.matrix import Matrix, linear, logits
+from weft.kernels.triton.matrix import TritonMatrix, linear, logits
 from weft.kernels.triton.sample import choose
 from weft.kernels.triton.tiles import Heads
 from weft.kernels.triton.tuned import find_tuning, random_matrix
 from weft.kernels.triton.tuned_attention import Rows, attention_calls
-from weft.kernels.tuning import Shape, Tuning
+from weft.kernels.tuning import LaunchShape, Tuning
 
 ATTENTION_GOAL = 0.80  # of the read bandwidth, decodes at contexts from 4k on
 PREFILL_GOAL = 0.60  # of the matrix peak in FP8
@@ -135,17 +135,19 @@ def measure_prefill_attention(
             figure(name, operations / seconds / peak, "of the matrix peak")
 
 
-def matrices(model: Model, kind: str, device: torch.device, tuning: Tuning) -> Iterator[Matrix]:
+def matrices(
+    model: Model, kind: str, device: torch.device, tuning: Tuning
+) -> Iterator[TritonMatrix]:
     """A layer's matrices with random numbers, one after another."""
     for sizes in model.products.values():
-        yield random_matrix(Shape("gemm", kind, sizes), device, tuning)
+        yield random_matrix(LaunchShape("gemm", kind, sizes), device, tuning)
 
 
 def product_seconds(
-    first: Matrix, rows: int, device: torch.device, clock: Clock, tuning: Tuning
+    first: TritonMatrix, rows: int, device: torch.device, clock: Clock, tuning: Tuning
 ) -> float:
     """Seconds of a product whose weights are not in the caches, its activations rounded before."""
-    shape = Shape("gemm", first.kind, tuple(first.shape))
+    shape = LaunchShape("gemm", first.kind, tuple(first.shape))
     count = copies_beyond_caches(first.nbytes, device)
     weights = [first, *(random_matrix(shape, device, tuning) for _ in range(count - 1))]
     x = torch.randn(rows, first.shape[1], device=device, dtype=first.dtype)
@@ -193,7 +195,7 @@ def measure_small_products(
                 name = f"{model.name} {label} products of a layer, {rows} tokens"
                 figure(name, read / spent / bandwidth, "of bandwidth")
         for rows in sizes.rows:
-            shape = Shape("gemm", "bfloat16", (model.vocab, model.hidden))
+            shape = LaunchShape("gemm", "bfloat16", (model.vocab, model.hidden))
             head = random_matrix(shape, device, tuning)
             x = torch.randn(rows, model.hidden, device=device, dtype=torch.bfloat16)
             seconds = clock(lambda _, x=x, head=head: _discard(logits(x, head)), 1)

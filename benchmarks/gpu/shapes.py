@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from weft.kernels.ops import OpTable
+from weft.kernels.interface import OpTable
 from weft.models.decoder import Decoder
 from weft.models.families import spec_from_config
 from weft.models.layout import parameters, storage_of

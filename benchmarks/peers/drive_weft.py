@@ -42,7 +42,7 @@ def over_http(model: str, settings: dict[str, Any]) -> Callable[[Work], dict[str
     import uvloop
 
     from weft.bench.asking import ask
-    from weft.bench.client import Client
+    from weft.bench.client import LoadClient
     from weft.bench.stats import Outcome
 
     with socket.socket() as probe:
@@ -60,7 +60,7 @@ def over_http(model: str, settings: dict[str, Any]) -> Callable[[Work], dict[str
     body["stream_options"] = {"include_usage": True}
 
     async def clients(prompts: list[list[int]], output: int) -> list[Outcome]:
-        client = Client(f"http://127.0.0.1:{port}", None, 600.0)
+        client = LoadClient(f"http://127.0.0.1:{port}", None, 600.0)
         outcomes = await asyncio.gather(
             *(ask(client, body, prompt, Outcome(0.0, output), lambda t: t) for prompt in prompts)
         )

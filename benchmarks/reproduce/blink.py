@@ -18,9 +18,9 @@ from reproduction import Reproduction, chat_spreads
 
 from weft.sim.build import build
 from weft.sim.options import SimOptions
-from weft.sim.percentiles import percentiles_ms
 from weft.sim.run import Simulated, simulate
-from weft.sim.sweep import ATTAINED, Fit, fit_saturation
+from weft.workload.percentiles import percentiles_ms
+from weft.workload.sweep import ATTAINED, Fit, fit_saturation
 
 SECONDS = 60.0  # at each rate (section 6.1), longer where that is too short for
 REQUESTS = 1000  # so many, since chance would tell more of them than the load

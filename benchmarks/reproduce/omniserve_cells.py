@@ -27,12 +27,12 @@ from weft.kv.tiers import TieredCache
 from weft.sched.policy_slo import TargetPolicy
 from weft.sched.registry import fcfs, slo, slo_riders
 from weft.sched.scheduler import Limits, Scheduler
-from weft.sim.arrivals import gamma_times
-from weft.sim.jobs import Job, own_text
+from weft.sim.jobs import SimulatedRequest, own_text
 from weft.sim.learn import learn
 from weft.sim.piggyback import Piggyback, Ridden
 from weft.sim.run import Simulated, Traffic, simulate
 from weft.sim.simulated import Errors
+from weft.workload.arrivals import gamma_times
 
 BLOCK = 16
 ROWS = 1024
@@ -174,17 +174,17 @@ def length(draw: random.Random, mean: float, spread: float) -> int:
     return min(2048, max(1, round(drawn)))
 
 
-def interactive(times: Iterator[float], seconds: float, seed: int) -> Iterator[Job]:
+def interactive(times: Iterator[float], seconds: float, seed: int) -> Iterator[SimulatedRequest]:
     draw = random.Random(f"chats {seed}")
     for number, at_s in enumerate(times):
         if at_s > seconds:
             return
         parts = zip((CHAT_INPUT, CHAT_OUTPUT), chat_spreads(), strict=True)
         given, asked = (length(draw, mean, spread) for mean, spread in parts)
-        yield Job(at_s, (own_text(number, given),), asked, "interactive")
+        yield SimulatedRequest(at_s, (own_text(number, given),), asked, "interactive")
 
 
-def backlog(name: str, seed: int) -> Iterator[Job]:
+def backlog(name: str, seed: int) -> Iterator[SimulatedRequest]:
     draw = random.Random(f"backlog {seed}")
     mean_input, mean_output = BEST_EFFORT[name]
     number = 2**33
@@ -192,7 +192,7 @@ def backlog(name: str, seed: int) -> Iterator[Job]:
         number += 1
         given = round(min(12_288, max(64, draw.gauss(mean_input, BE_SPREAD * mean_input))))
         asked = max(1, round(draw.gauss(mean_output, BE_SPREAD * mean_output)))
-        yield Job(0.0, (own_text(number, given),), asked, "batch")
+        yield SimulatedRequest(0.0, (own_text(number, given),), asked, "batch")
 
 
 def bursts(rates: Sequence[float], every_s: float, seed: int) -> Iterator[float]:

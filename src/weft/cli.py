@@ -319,7 +319,7 @@ def _bench_serve(options: dict[str, Any]) -> int:
     from weft.bench.report import format_serve
     from weft.bench.serve import bench_serve
     from weft.core.results import check_output, write_json
-    from weft.sim.plots import check_plots, plot_loads
+    from weft.workload.plots import check_plots, plot_loads
 
     (settings,) = _settings(options, ServeBench)
     bench = ServeBench(**settings)

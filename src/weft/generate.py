@@ -40,7 +40,7 @@ def generate_stream(llm: Any, text: str, params: SamplingParams, options: dict[s
     return 0
 
 
-class Job(NamedTuple):
+class PromptLine(NamedTuple):
     """A line of a prompt file; ``where`` names file and line."""
 
     where: str
@@ -48,7 +48,7 @@ class Job(NamedTuple):
     params: SamplingParams
 
 
-def generate_file(llm: Any, jobs: list[Job], options: dict[str, Any]) -> int:
+def generate_file(llm: Any, jobs: list[PromptLine], options: dict[str, Any]) -> int:
     """Print a line for each job in their order, as soon as it and those before it are done.
 
     The exit code: 0, or 1 if one has failed.
@@ -79,7 +79,7 @@ def _print_line(bar: Any, line: str) -> None:
     sys.stdout.flush()
 
 
-def _checked_prompt(llm: Any, job: Job, chat: bool) -> list[int]:
+def _checked_prompt(llm: Any, job: PromptLine, chat: bool) -> list[int]:
     """The token ids of a job. Raises ParameterError, naming its line, if it cannot be run."""
     with _located(job.where):
         prompt = job.prompt
@@ -90,7 +90,7 @@ def _checked_prompt(llm: Any, job: Job, chat: bool) -> list[int]:
         return ids
 
 
-def _result_line(index: int, job: Job, result: Any) -> str:
+def _result_line(index: int, job: PromptLine, result: Any) -> str:
     line = {
         "index": index,
         "prompt": job.prompt,
@@ -104,13 +104,13 @@ def _result_line(index: int, job: Job, result: Any) -> str:
     return json.dumps(line, ensure_ascii=not unicode)
 
 
-def read_jobs(path: str, defaults: dict[str, Any]) -> list[Job]:
+def read_jobs(path: str, defaults: dict[str, Any]) -> list[PromptLine]:
     """Read prompts and their sampling settings; an error names file and line."""
     jobs = []
     for number, line in _lines(path):
         where = f"{path}:{number}"
         with _located(where):
-            jobs.append(Job(where, *_job(_parse_json(line), defaults)))
+            jobs.append(PromptLine(where, *_job(_parse_json(line), defaults)))
     if not jobs:
         raise ParameterError(f"{path} has no prompts.")
     return jobs

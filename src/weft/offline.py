@@ -20,8 +20,8 @@ from weft.batch.http import HttpAsker
 from weft.batch.lines import InputFile
 from weft.batch.options import URL_CONCURRENCY, BatchOptions
 from weft.batch.order import InOrder, Planned, Prompt, plan
-from weft.batch.ports import Line, Order
-from weft.batch.progress import Progress
+from weft.batch.ports import BatchLine, LineOrder
+from weft.batch.progress import ProgressBar
 from weft.batch.prompts import guess_prompt
 from weft.batch.results import Results
 from weft.batch.runner import Runner
@@ -66,7 +66,7 @@ def run_batch(path: str, options: BatchOptions, engine_settings: Mapping[str, An
         retry_errors=options.retry_errors,
     )
     with contextlib.closing(source), contextlib.closing(results):
-        progress = Progress(results, len(source))
+        progress = ProgressBar(results, len(source))
         interrupted = False
         if results.resumed < len(source):
             batch = _Batch(options, config, engine_settings, source, results, progress)
@@ -126,7 +126,7 @@ class _Answering:
     name: str
     asker: EngineAsker | HttpAsker
     at_once: int
-    prompt: Callable[[Line], Prompt | None]
+    prompt: Callable[[BatchLine], Prompt | None]
     kv_tokens: int | None
     block_size: int
     rates: Rates | None
@@ -143,7 +143,7 @@ class _Batch:
         engine_settings: Mapping[str, Any],
         source: InputFile,
         results: Results,
-        progress: Progress,
+        progress: ProgressBar,
     ) -> None:
         self._options = options
         self._config = config
@@ -171,7 +171,7 @@ class _Batch:
 
     async def _answer(self, found: _Answering) -> None:
         answering = f"{found.name} answers up to {found.at_once} at once"
-        order: Order = InOrder(len(self._source), self._results, found.at_once)
+        order: LineOrder = InOrder(len(self._source), self._results, found.at_once)
         if self._options.order != "fcfs":
             self._progress.say(f"reading all prompts to put them in order ({self._options.order})")
             order = planned = await self._plan(found)

@@ -17,6 +17,7 @@ MAY_IMPORT = {
     "cost": "core",
     "sched": "core kv cost",
     "blend": "core cost",
+    "workload": "core",
     "ring": "core",
     "text": "core",
     "api": "core text",
@@ -29,11 +30,12 @@ MAY_IMPORT = {
     "engine/loop.py": "core",
     "cluster": "engine exec core",
     "tpu": "core models/spec.py",
-    "sim": "core kv cost sched blend engine/loop.py",
-    "bench": "core api sim",
+    "sim": "core kv cost sched blend workload engine/loop.py",
+    "bench": "core api workload",
 }
-TORCH_FREE = ["core", "kv", "cost", "sched", "blend", "ring", "text", "api", "server", "batch"]
-TORCH_FREE += ["sim", "bench", "engine/loop.py", "models/spec.py", "cli.py", "supervise.py"]
+TORCH_FREE = ["core", "kv", "cost", "sched", "blend", "workload", "ring", "text", "api"]
+TORCH_FREE += ["server", "batch", "sim", "bench", "engine/loop.py", "models/spec.py"]
+TORCH_FREE += ["cli.py", "supervise.py"]
 LAZY = {"__init__.py", "cli.py", "supervise.py"}  # may import anything inside a function
 LONGEST_FILE = 500
 

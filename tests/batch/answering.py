@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from weft.batch.ports import Answer, Line
+from weft.batch.ports import BatchLine, LineAnswer
 
 
 def request(name: str, **fields: Any) -> dict[str, Any]:
@@ -30,7 +30,7 @@ class Answering:
         self.open = self.most = 0
         self._react = react
 
-    async def ask(self, number: int, line: Line) -> Answer:
+    async def ask(self, number: int, line: BatchLine) -> LineAnswer:
         self.asked.append(number)
         self.open += 1
         self.most = max(self.most, self.open)
@@ -40,7 +40,9 @@ class Answering:
         if failure is not None:
             raise failure
         usage = {"prompt_tokens": 3, "completion_tokens": 2}
-        return Answer(200, "req_1", json.dumps({"text": line.custom_id, "usage": usage}).encode())
+        return LineAnswer(
+            200, "req_1", json.dumps({"text": line.custom_id, "usage": usage}).encode()
+        )
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ import weft
 from weft.api import Builder, ModelCard
 from weft.api.errors import DeadlineExceededError
 from weft.batch.engine import TELL_EVERY, EngineAsker
-from weft.batch.ports import Line, NobodyAnswersError
+from weft.batch.ports import BatchLine, NobodyAnswersError
 from weft.core.errors import (
     EngineBusyError,
     EngineDeadError,
@@ -74,9 +74,9 @@ def builder() -> Builder:
     return Builder(Tokenizer.load(FOLDER), ChatTemplate.load(FOLDER), CARD)
 
 
-def line(name: str = "a", **fields: Any) -> Line:
+def line(name: str = "a", **fields: Any) -> BatchLine:
     body = {"model": "m", "prompt": name, "max_tokens": 4, **fields}
-    return msgspec.json.decode(json.dumps(request(name, body=body)), type=Line)
+    return msgspec.json.decode(json.dumps(request(name, body=body)), type=BatchLine)
 
 
 async def settle() -> None:
@@ -214,7 +214,7 @@ def test_what_an_order_knows_of_a_line(builder):
     assert prompt.tokens.tolist() == builder.tokenizer.encode("abc")
     assert prompt.longest == 12
     vectors = request("v", url="/v1/embeddings", body={"model": "m", "input": "x"})
-    assert asker.prompt(msgspec.json.decode(json.dumps(vectors), type=Line)) is None
+    assert asker.prompt(msgspec.json.decode(json.dumps(vectors), type=BatchLine)) is None
     with pytest.raises(WeftError):
         asker.prompt(line(temperature="hot"))
 

@@ -20,7 +20,7 @@ from answering import request
 
 from weft.batch import http
 from weft.batch.http import HttpAsker, NoAnswerError
-from weft.batch.ports import Answer, Line, NobodyAnswersError
+from weft.batch.ports import BatchLine, LineAnswer, NobodyAnswersError
 from weft.core.errors import ConfigError
 
 Said = tuple[int, dict[str, str], Any]  # status, headers, body: JSON, or bytes as they are
@@ -89,14 +89,16 @@ def running(scripted: Scripted, port: int = 0) -> Iterator[str]:
         thread.join()
 
 
-def line(**fields: Any) -> Line:
-    return msgspec.json.decode(json.dumps(request("a", **fields)), type=Line)
+def line(**fields: Any) -> BatchLine:
+    return msgspec.json.decode(json.dumps(request("a", **fields)), type=BatchLine)
 
 
-def ask(url: str, key: str | None = None, asked: Line | None = None, **options: Any) -> Answer:
+def ask(
+    url: str, key: str | None = None, asked: BatchLine | None = None, **options: Any
+) -> LineAnswer:
     """Ask one line of a server."""
 
-    async def go() -> Answer:
+    async def go() -> LineAnswer:
         asker = HttpAsker(url, key, **options)
         try:
             return await asker.ask(1, asked or line())
@@ -126,7 +128,7 @@ def test_a_line_goes_as_it_is_and_the_answer_comes_back():
     scripted = Scripted(GOOD)
     with running(scripted) as url:
         answer = ask(f"{url}/v1/", "secret")
-    assert answer == Answer(200, "r7", b'{"ok": true}')
+    assert answer == LineAnswer(200, "r7", b'{"ok": true}')
     assert scripted.bodies == [("/v1/completions", request("a")["body"])]
     assert scripted.keys == ["Bearer secret"]
 

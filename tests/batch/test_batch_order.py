@@ -13,7 +13,7 @@ import pytest
 from answering import Answering, read, request
 
 from weft.batch.order import InOrder, Planned, Prompt, plan
-from weft.batch.ports import Answer, Line, NobodyAnswersError, Result
+from weft.batch.ports import BatchLine, LineAnswer, NobodyAnswersError, Result
 from weft.batch.prompts import guess_prompt
 from weft.batch.results import Results
 from weft.batch.runner import Runner
@@ -98,7 +98,7 @@ def test_lines_with_a_result_are_left_out_and_their_lengths_known(write):
     for index in range(0, 60, 3):
         failed = index % 2 == 0
         error = {"message": "no"} if failed else None
-        results.put(index, Result(f"r{index}", Answer(200, "x", usage), error))
+        results.put(index, Result(f"r{index}", LineAnswer(200, "x", usage), error))
     results.close()
     results = opened(source)
     assert results.outputs() == dict.fromkeys(range(3, 60, 6), 9)
@@ -154,7 +154,7 @@ def test_progress_of_a_planned_line_is_passed_on(write):
 
 
 def guessed(url: str, **body: object) -> Prompt | None:
-    line = msgspec.json.decode(json.dumps(request("a", url=url, body=body)), type=Line)
+    line = msgspec.json.decode(json.dumps(request("a", url=url, body=body)), type=BatchLine)
     return guess_prompt(line)
 
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.batch.lines import InputChangedError, InputFile
-from weft.batch.ports import Answer, Result
+from weft.batch.ports import LineAnswer, Result
 from weft.batch.results import Results, ResultsError
 from weft.core.errors import ConfigError, WeftError
 
@@ -28,7 +28,7 @@ def body(index: int) -> bytes:
 
 
 def put(results: Results, index: int, failed: bool) -> None:
-    answer = Answer(400 if failed else 200, "req_1", body(index))
+    answer = LineAnswer(400 if failed else 200, "req_1", body(index))
     results.put(index, Result(f"r{index}", answer, ERROR if failed else None))
 
 

@@ -9,7 +9,7 @@ from answering import Answering, read, request
 
 from weft.batch import progress
 from weft.batch.order import InOrder
-from weft.batch.ports import Answer, NobodyAnswersError, Result
+from weft.batch.ports import LineAnswer, NobodyAnswersError, Result
 from weft.batch.results import Results
 from weft.batch.runner import Runner, error_of
 from weft.batch.usage import Usage
@@ -140,21 +140,21 @@ def test_usage_is_counted_by_either_name_of_its_fields(write):
     ],
 )
 def test_errors_of_strange_servers_have_openais_form(body, message):
-    error = error_of(Answer(418, "x", body))
+    error = error_of(LineAnswer(418, "x", body))
     assert error is not None
     assert set(error) == {"message", "type", "param", "code"}
     assert error["message"] == message
-    assert error_of(Answer(200, "x", body)) is None
+    assert error_of(LineAnswer(200, "x", body)) is None
 
 
 def test_a_log_gets_a_line_now_and_then(batch, monkeypatch, capsys):
     monkeypatch.setattr(progress, "SAY_EVERY_S", 0.0)
     results = Results(batch.output, batch.errors, batch.source, "m")
-    shown = progress.Progress(results, len(batch.source))
+    shown = progress.ProgressBar(results, len(batch.source))
     shown.start("somebody answers")
     for index in range(2):
         error = {"message": "no"} if index else None
-        result = Result("x", Answer(200, "x", b"{}"), error, Usage(30, 10))
+        result = Result("x", LineAnswer(200, "x", b"{}"), error, Usage(30, 10))
         results.put(index, result)
         shown.watch(result)
     shown.close()

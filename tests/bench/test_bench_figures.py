@@ -13,7 +13,7 @@ import pytest
 from fakeserver import chunk
 
 from weft.bench.asking import _Reading
-from weft.bench.client import Answer, BrokenError
+from weft.bench.client import BrokenError, TimedAnswer
 from weft.bench.kernels import bench_kernels
 from weft.bench.load import Load, Stop
 from weft.bench.options import KernelsBench, ServeBench, ThroughputBench
@@ -22,11 +22,11 @@ from weft.bench.stats import Outcome, Slo, summarise
 from weft.bench.throughput import bench_throughput
 from weft.core.errors import ConfigError, ParameterError, WeftError
 from weft.kernels.measure import Case
-from weft.sim.arrivals import gamma_times
-from weft.sim.lengths import parse_lengths
-from weft.sim.percentiles import percentiles_ms
-from weft.sim.sweep import fit_saturation, serviceable
-from weft.sim.trace import read_trace
+from weft.workload.arrivals import gamma_times
+from weft.workload.lengths import parse_lengths
+from weft.workload.percentiles import percentiles_ms
+from weft.workload.sweep import fit_saturation, serviceable
+from weft.workload.trace import read_trace
 
 
 def done(sent: float, *events: float, tokens: int | None = None) -> Outcome:
@@ -102,7 +102,7 @@ def read(pieces: list[bytes]) -> Outcome:
 
     async def go() -> Outcome:
         reading = _Reading(Outcome(0.0, 3), lambda now: now)
-        answer = Answer(reading.event)
+        answer = TimedAnswer(reading.event)
         for second, piece in enumerate(pieces):
             answer.feed(piece, float(second))
         assert await answer.arrived is True
@@ -135,7 +135,7 @@ def test_events_are_read_however_they_are_cut(seed):
 @pytest.mark.parametrize("length", [0, 10, len(STREAM) - 1])
 def test_an_answer_that_ends_early_is_broken(length):
     async def go() -> None:
-        answer = Answer(lambda *_: None)
+        answer = TimedAnswer(lambda *_: None)
         answer.feed(STREAM[:length], 0.0)
         answer.end(None)
         with pytest.raises(BrokenError, match="closed"):

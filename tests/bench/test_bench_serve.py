@@ -9,7 +9,7 @@ import pytest
 from fakeserver import EXTRA, PER_WORD, fake_server
 
 from weft import cli
-from weft.bench.client import Client
+from weft.bench.client import LoadClient
 from weft.bench.options import ServeBench
 from weft.bench.report import format_serve
 from weft.bench.serve import bench_serve
@@ -174,7 +174,7 @@ def test_wrong_uses_are_answered_with_one_sentence(arguments, word, capsys):
 
 def test_a_connection_that_the_server_gave_up_is_replaced():
     async def go(url: str) -> int:
-        client = Client(url, None, 5.0)
+        client = LoadClient(url, None, 5.0)
         await client.request("GET", "/models")
         (kept,) = client._idle
         kept.transport.abort()

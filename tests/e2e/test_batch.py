@@ -16,8 +16,8 @@ from live import START_S, WEFT, eventually, refused, run
 from weft.core.config import EngineConfig
 from weft.cost.curves import Curve
 from weft.cost.fit import FEATURES, Fitted
-from weft.engine.build import find_model
-from weft.engine.profiling import profile_key
+from weft.engine.costs import profile_key
+from weft.engine.model import find_model
 
 SMALL = ["--threads", "1", "--kv-memory", "32MiB", "--max-num-seqs", "8"]
 OPEN = 16  # requests: twice what these engines compute at once

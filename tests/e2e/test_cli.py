@@ -111,8 +111,8 @@ class ScriptedLLM:
             yield end, GenerationResult(None, (1,), text=f"é{end}", error=error)
 
 
-def file_jobs(count: int) -> list[generate.Job]:
-    return [generate.Job(f"x:{i}", f"prompt {i}", SamplingParams()) for i in range(count)]
+def file_jobs(count: int) -> list[generate.PromptLine]:
+    return [generate.PromptLine(f"x:{i}", f"prompt {i}", SamplingParams()) for i in range(count)]
 
 
 QUIET, LOUD = {"quiet": True, "chat": False}, {"quiet": False, "chat": False}

@@ -22,7 +22,7 @@ from weft.core.plan import KVMove, RowAdd, RowExtend, StepPlan, StepResult, SubB
 from weft.engine.channel import Channel
 from weft.engine.info import collect_info, format_info
 from weft.engine.rank import _Follower
-from weft.engine.ranks import Collected, Followers, ParallelExecutor, Report, Step
+from weft.engine.ranks import Followers, ParallelExecutor, RankTokens, Report, Step
 
 SMALL = {"dtype": "float32", "threads": 1, "kv_memory": "32MiB", "max_num_seqs": 8}
 PROMPTS = ["def add(a, b):", [9, 8, 7], "import os\nfor name in os.listdir(", "class A:\n" * 30]
@@ -230,13 +230,13 @@ def test_results_are_compared_with_those_of_rank_0():
         ticket = executor.launch(StepPlan(number, ()))
         step = other.receive(Step)
         assert step.plan == StepPlan(number, ())
-        assert step.collected == ((Collected(number - 1, {7: (3,)}),) if number else ())
+        assert step.collected == ((RankTokens(number - 1, {7: (3,)}),) if number else ())
         ticket.result()
     follower = _Follower(1, other, Scripted(3))
-    follower._compare(Collected(2, {7: (3,)}), StepResult(2, (8, 7), (1, 3)))
+    follower._compare(RankTokens(2, {7: (3,)}), StepResult(2, (8, 7), (1, 3)))
     for mine in (StepResult(2, (7,), (4,)), StepResult(2, (), ()), StepResult(3, (7,), (3,))):
         with pytest.raises(InvariantError, match="in step 2 rank 1 got other tokens"):
-            follower._compare(Collected(2, {7: (3,)}), mine)
+            follower._compare(RankTokens(2, {7: (3,)}), mine)
     executor.close()
     assert other.receive(Step) is None
     other.close()
@@ -301,9 +301,9 @@ def test_long_messages_cross_and_half_ones_do_not():
     ours, theirs = socket.socketpair()
     sender, receiver = Channel(ours), Channel(theirs)
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
-    sender.send(Collected(1, {1: tuple(range(20_000))}))
-    assert receiver.receive(Collected) == Collected(1, {1: tuple(range(20_000))})
+    sender.send(RankTokens(1, {1: tuple(range(20_000))}))
+    assert receiver.receive(RankTokens) == RankTokens(1, {1: tuple(range(20_000))})
     ours.sendall((100).to_bytes(8, "little") + b"half")
     sender.close()
-    assert receiver.receive(Collected) is None
+    assert receiver.receive(RankTokens) is None
     receiver.close()

@@ -11,8 +11,8 @@ from weft.core.config import EngineConfig
 from weft.core.errors import ProfileError
 from weft.cost.fit import Fitted, profile_path
 from weft.cost.work import Work
-from weft.engine.build import find_model
-from weft.engine.profiling import profile_key
+from weft.engine.costs import profile_key
+from weft.engine.model import find_model
 
 SMALL = ["--threads", "1", "--max-model-len", "128", "--max-num-seqs", "4"]
 SMALL += ["--max-num-batched-tokens", "64", "--repeats", "20", "--steps", "20"]

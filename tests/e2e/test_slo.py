@@ -9,8 +9,9 @@ from weft.core.config import EngineConfig
 from weft.core.errors import ConfigError, ProfileError
 from weft.cost.curves import Curve
 from weft.cost.fit import FEATURES, Fitted
-from weft.engine.build import build_engine, find_model
-from weft.engine.profiling import profile_key
+from weft.engine.build import build_engine
+from weft.engine.costs import profile_key
+from weft.engine.model import find_model
 
 SETTINGS = {"model": "builtin", "threads": 1, "max_model_len": 256, "kv_memory": 2**24}
 

@@ -18,8 +18,9 @@ from weft.core.config import EngineConfig
 from weft.core.errors import OutOfMemoryError, WeftError
 from weft.core.plan import Commit, PromptLogprobs, Update
 from weft.core.types import FinishReason, Request, SamplingParams
-from weft.engine.build import Engine, build_engine, settle
+from weft.engine.build import Engine, build_engine
 from weft.engine.loop import EngineLoop
+from weft.engine.model import settle
 from weft.kernels.ops import select_ops
 from weft.models.loader import load_model
 

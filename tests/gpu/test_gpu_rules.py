@@ -25,12 +25,13 @@ from weft.core.plan import RowAdd
 from weft.core.types import SamplingParams
 from weft.exec.functions import StepFunctions
 from weft.exec.grammar import GrammarRows
-from weft.exec.layout import sample_layout
-from weft.exec.packed import StepPacker
+from weft.exec.inputs import StepPacker
 from weft.exec.rows import MOST_EDITS, RowTable
+from weft.exec.step_layout import sample_layout
 from weft.exec.store import KVStore
+from weft.kernels.interface import OpTable
 from weft.kernels.kv_storage import KV_TYPES
-from weft.kernels.ops import OpTable, _triton_ops
+from weft.kernels.ops import _triton_ops
 from weft.kernels.sampling import RowState
 from weft.kernels.triton import attention, device, matrix, tuned
 from weft.kernels.tuning import Heuristic

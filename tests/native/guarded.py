@@ -27,7 +27,7 @@ from test_cpu_layer import Weights
 from attention_cases import Case, Shape, make_case
 from weft.kernels.cpu import attention
 from weft.kernels.cpu.choose import choose
-from weft.kernels.cpu.matrix import Matrix, gather, linear
+from weft.kernels.cpu.matrix import CpuMatrix, gather, linear
 from weft.kernels.kv_storage import SCALED
 
 SIDE = sys.argv[1]
@@ -94,7 +94,7 @@ class GuardedWeights(Weights):
 def multiply(draw: random.Random) -> None:
     dtype = draw.choice([torch.float32, torch.bfloat16])
     outputs, inputs, rows = (draw.randint(1, 300) for _ in range(3))
-    matrix = Matrix(guarded(torch.randn(outputs, inputs).to(dtype)))
+    matrix = CpuMatrix(guarded(torch.randn(outputs, inputs).to(dtype)))
     gather(matrix, guarded(torch.arange(outputs)))
     x, bias = torch.randn(rows, inputs).to(dtype), torch.randn(outputs).to(dtype)
     assert linear(guarded(x), matrix, guarded(bias)).isfinite().all()

@@ -21,7 +21,7 @@ from weft.core.types import DEFAULT_CLASSES, Request, SamplingParams, ServiceCla
 from weft.kv.cache import GroupSpec
 from weft.sched.policy_slo import DEFAULT_POLICY, TargetPolicy
 from weft.sched.scheduler import Limits
-from weft.sim.trace import Arrival, read_trace
+from weft.workload.trace import Arrival, read_trace
 
 HOST_ONLY = "host-only"  # load-aware with all KV on the host
 ON_HOST = ("fcfs-swap", "load-aware", "slo-riders", HOST_ONLY)

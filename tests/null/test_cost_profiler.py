@@ -12,11 +12,11 @@ from weft.core.plan import StepPlan
 from weft.cost.fit import Fitted, ProfileKey
 from weft.cost.options import ProfileOptions
 from weft.cost.profiler import format_report, profile
-from weft.cost.steps import Group, Room, Row, Stage, mixed, structured, work_of
+from weft.cost.steps import GroupRoom, Stage, StepRoom, StepRow, mixed, structured, work_of
 from weft.cost.work import Work
 
 KEY = ProfileKey("a made-up machine", "none", "fp32", "tp1", "all=made-up")
-ROOM = Room(16, 512, 256, 16, 100, (Group(400, None), Group(120, 64)))
+ROOM = StepRoom(16, 512, 256, 16, 100, (GroupRoom(400, None), GroupRoom(120, 64)))
 
 
 class Machine:
@@ -111,24 +111,24 @@ def test_steps_fit_the_room_and_differ():
         assert work_of(step).tokens == sum(row.tokens for row in step)
     assert len(set(structured(ROOM))) == len(structured(ROOM))
     assert mixed(ROOM, 20, 1) == mixed(ROOM, 20, 1) != mixed(ROOM, 20, 2)
-    assert ROOM.share(0.25).groups == (Group(128, None), Group(120, 64))
-    assert ROOM.share(0).groups == (Group(32, None), Group(32, 64))
+    assert ROOM.share(0.25).groups == (GroupRoom(128, None), GroupRoom(120, 64))
+    assert ROOM.share(0).groups == (GroupRoom(32, None), GroupRoom(32, 64))
     assert not ROOM.holds(())
-    assert not ROOM.holds((Row(500, 20),))
-    assert not ROOM.holds((Row(0, 257),))
-    assert not ROOM.holds((Row(5, 1),) * 17)
-    assert not ROOM.holds((Row(500, 1),) * 13)
+    assert not ROOM.holds((StepRow(500, 20),))
+    assert not ROOM.holds((StepRow(0, 257),))
+    assert not ROOM.holds((StepRow(5, 1),) * 17)
+    assert not ROOM.holds((StepRow(500, 1),) * 13)
 
 
 def test_the_first_repetition_does_not_count():
     machine = Machine(plain)
     stage = Stage(machine.run, ROOM)
     stage.fill()
-    assert stage.measure((Row(9, 1),), 7) == [plain(work_of((Row(9, 1),)))] * 7
+    assert stage.measure((StepRow(9, 1),), 7) == [plain(work_of((StepRow(9, 1),)))] * 7
 
 
 def test_rooms_too_small_to_measure_in_are_refused():
-    small = Room(1, 512, 256, 16, 100, (Group(400, None),))
+    small = StepRoom(1, 512, 256, 16, 100, (GroupRoom(400, None),))
     with pytest.raises(ConfigError, match="two rows"):
         profile(Machine(plain).run, small, KEY, 4, OPTIONS)
     with pytest.raises(ConfigError, match="repeats"):

@@ -8,15 +8,15 @@ import pytest
 
 from weft.core.errors import ConfigError
 from weft.cost.hardware import hardware
-from weft.cost.measured_tables import Line, Surface, Tables
+from weft.cost.measured_tables import MeasuredCurve, Surface, Tables
 from weft.cost.roofline import NO_OVERHEAD
 from weft.cost.shape import model_shape
-from weft.cost.table import SYSTEMS, Measured
+from weft.cost.table import SYSTEMS, MeasuredCosts
 from weft.cost.work import Work
 
 
-def measured(model: str, machine: str, dtype: str = "bf16", tp: int = 1) -> Measured:
-    return Measured(model_shape(model), hardware(machine), dtype, tp=tp, overhead=NO_OVERHEAD)
+def measured(model: str, machine: str, dtype: str = "bf16", tp: int = 1) -> MeasuredCosts:
+    return MeasuredCosts(model_shape(model), hardware(machine), dtype, tp=tp, overhead=NO_OVERHEAD)
 
 
 def decodes(number: int, context: int) -> Work:
@@ -34,7 +34,7 @@ def prompts(number: int, length: int) -> Work:
 
 
 def test_lines_are_power_laws_between_points_and_grow_in_proportion_beyond():
-    line = Line({4: 2.0, 16: 4.0})
+    line = MeasuredCurve({4: 2.0, 16: 4.0})
     assert line.at(8) == pytest.approx(2 * 2**0.5)
     assert line.at(64) == pytest.approx(16.0)
     assert line.at(1) == pytest.approx(2.0)

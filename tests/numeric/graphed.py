@@ -15,7 +15,7 @@ from weft.exec.device import CudaDevice, Device, HostDevice, Replay
 from weft.exec.graphs import GraphExecutor, Steps
 from weft.exec.rows import RowTable
 from weft.exec.tiers import host_store
-from weft.kernels.ops import AttentionBatch
+from weft.kernels.interface import AttentionBatch
 from weft.models.decoder import Decoder
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from weft.kernels.ops import AttentionBatch
+from weft.kernels.interface import AttentionBatch
 from weft.models.decoder import Decoder
 
 Rows = list[tuple[str, list[int]]]  # the next tokens of each sequence of a step

@@ -14,8 +14,8 @@ from weft import LLM, SamplingParams
 from weft.core.errors import OutOfMemoryError
 from weft.engine.devices import pick_device
 from weft.exec.collect import is_out_of_memory
-from weft.exec.device_rows import DeviceRows
 from weft.exec.functions import StepFunctions
+from weft.exec.rows import DeviceRows
 
 HUNGRY = 77  # a token that no forward pass has memory for
 GOOD = [t for t in prompt(20, 1) * 2 if t != HUNGRY]

@@ -20,8 +20,8 @@ from attention_cases import Case, Shape, make_case, only_row, row_tokens, same_n
 from depth import searching
 from weft.kernels import reference
 from weft.kernels.cpu import attention as native
+from weft.kernels.interface import AttentionBatch
 from weft.kernels.kv_storage import SCALED, read_rows, row_size
-from weft.kernels.ops import AttentionBatch
 
 # Largest difference from the float32 reference on the same inputs, relative to max(1, |value|).
 # Both sides sum in float32, so a 16-bit result may differ by one rounding step of its type; of

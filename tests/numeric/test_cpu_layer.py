@@ -11,10 +11,10 @@ from torch import Tensor
 
 from weft.kernels import reference
 from weft.kernels.cpu import attention
-from weft.kernels.cpu.layer import Layer
-from weft.kernels.cpu.matrix import Matrix, linear
+from weft.kernels.cpu.layer import CpuLayer
+from weft.kernels.cpu.matrix import CpuMatrix, linear
 from weft.kernels.cpu.stack import angles, rms_norm
-from weft.kernels.parts import Biases, Norms, Shape
+from weft.kernels.parts import Biases, LayerShape, Norms
 
 DTYPES = [torch.bfloat16, torch.float32]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}  # of the largest number of the truth
@@ -37,7 +37,7 @@ class Weights:
         kv_heads, dim = choose.choice([1, 2]), choose.choice([8, 24, 64])
         self.hidden = fixed.get("hidden", choose.choice([31, 64, 130]))
         self.size = fixed.get("size", choose.choice([33, 70, 128]))
-        self.shape = Shape(
+        self.shape = LayerShape(
             heads=kv_heads * choose.choice([1, 3]),
             kv_heads=kv_heads,
             head_dim=dim,
@@ -72,16 +72,16 @@ class Weights:
     def matrix(self, outputs: int, inputs: int) -> Tensor:
         return (self.random(outputs, inputs).float() / inputs**0.5).to(self.dtype)
 
-    def layer(self) -> Layer:
-        packed = {n: Matrix(w, gated=n == "gate_up") for n, w in self.matrices.items()}
-        return Layer(self.shape, packed, self.norms, self.biases)
+    def layer(self) -> CpuLayer:
+        packed = {n: CpuMatrix(w, gated=n == "gate_up") for n, w in self.matrices.items()}
+        return CpuLayer(self.shape, packed, self.norms, self.biases)
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return reference.rms_norm(x, weight, self.shape.norm_eps, self.shape.norm_plus_one)
 
     def linear(self, x: Tensor, name: str) -> Tensor:
         bias = getattr(self.biases, f"{name}_bias")
-        return linear(x, Matrix(self.matrices[name]), bias)
+        return linear(x, CpuMatrix(self.matrices[name]), bias)
 
     def pre(self, residual: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         qkv = self.linear(self.norm(residual, self.norms.input_norm), "qkv")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from weft.kernels.cpu import attention
-from weft.kernels.cpu.matrix import Matrix, embedding, gather, linear, logits, pack
+from weft.kernels.cpu.matrix import CpuMatrix, embedding, gather, linear, logits, pack
 
 DTYPES = [torch.bfloat16, torch.float32]
 SHAPES = [(1, 1), (64, 64), (97, 33), (130, 257), (256, 704), (2, 1), (66, 1000)]
@@ -46,7 +46,7 @@ def test_fuzzed_products(isa, dtype, gated) -> None:
         if gated:
             outputs += outputs % 2
         weight, bias = draw(1, outputs, inputs, dtype=dtype), draw(2, outputs, dtype=dtype)
-        matrix = Matrix(weight, gated=gated)
+        matrix = CpuMatrix(weight, gated=gated)
         assert torch.equal(gather(matrix, torch.arange(outputs)), weight)
         rows = choose.randint(1, 130)
         x = draw(3, rows, inputs, dtype=dtype)
@@ -60,7 +60,7 @@ def test_fuzzed_products(isa, dtype, gated) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_depends_on_no_other_nor_on_threads(isa, dtype) -> None:
     attention.use_isa(isa)
-    matrix, bias = Matrix(draw(1, 1000, 450, dtype=dtype)), draw(2, 1000, dtype=dtype)
+    matrix, bias = CpuMatrix(draw(1, 1000, 450, dtype=dtype)), draw(2, 1000, dtype=dtype)
     x = draw(3, 200, 450, dtype=dtype)
     attention.set_threads(1)
     whole = linear(x, matrix, bias)
@@ -75,9 +75,9 @@ def test_a_row_depends_on_no_other_nor_on_threads(isa, dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_not_finite_stays_in_its_row_and_column(dtype) -> None:
     weight, x = draw(1, 70, 40, dtype=dtype), draw(2, 9, 40, dtype=dtype)
-    whole = linear(x, Matrix(weight), None)
+    whole = linear(x, CpuMatrix(weight), None)
     x[4, 7], weight[66, 3] = float("nan"), float("inf")
-    found = linear(x, Matrix(weight), None)
+    found = linear(x, CpuMatrix(weight), None)
     assert bool(found[4].isnan().all())
     assert not bool(found[:, 66].isfinite().any())
     found[4], found[:, 66] = whole[4], whole[:, 66]
@@ -86,14 +86,14 @@ def test_what_is_not_finite_stays_in_its_row_and_column(dtype) -> None:
 
 def test_strided_rows_and_weights() -> None:
     x, weight = draw(1, 10, 90), draw(2, 50, 80)
-    expected = linear(x[:, 8:40].contiguous(), Matrix(weight[:, 4:36].contiguous()), None)
-    assert torch.equal(linear(x[:, 8:40], Matrix(weight[:, 4:36]), None), expected)
-    assert torch.equal(linear(x[:, 8:40], Matrix(weight.T[4:36].T), None), expected)
+    expected = linear(x[:, 8:40].contiguous(), CpuMatrix(weight[:, 4:36].contiguous()), None)
+    assert torch.equal(linear(x[:, 8:40], CpuMatrix(weight[:, 4:36]), None), expected)
+    assert torch.equal(linear(x[:, 8:40], CpuMatrix(weight.T[4:36].T), None), expected)
 
 
 def test_logits_are_not_rounded() -> None:
     hidden, head = draw(1, 3, 64, dtype=torch.bfloat16), draw(2, 199, 64, dtype=torch.bfloat16)
-    found = logits(hidden, Matrix(head))
+    found = logits(hidden, CpuMatrix(head))
     assert found.dtype == torch.float32
     assert_exact(found, hidden, head, None)
     assert not torch.equal(found, found.bfloat16().float())
@@ -102,23 +102,23 @@ def test_logits_are_not_rounded() -> None:
 def test_embeddings_come_from_the_packed_head() -> None:
     table = draw(1, 199, 33, dtype=torch.bfloat16)
     ids = torch.tensor([198, 0, 7, 7])
-    assert torch.equal(embedding(ids, Matrix(table)), table[ids])
+    assert torch.equal(embedding(ids, CpuMatrix(table)), table[ids])
     assert torch.equal(embedding(ids, table), table[ids])
     with pytest.raises(IndexError, match="199"):
-        embedding(torch.tensor([199]), Matrix(table))
+        embedding(torch.tensor([199]), CpuMatrix(table))
 
 
 def test_only_what_is_multiplied_is_packed() -> None:
     weight = draw(1, 6, 8)
     assert pack("embed", weight) is weight
     assert pack("layers.0.qk_norm", weight) is weight
-    assert isinstance(pack("lm_head", weight), Matrix)
+    assert isinstance(pack("lm_head", weight), CpuMatrix)
     first, second = pack("layers.3.expert_gate_up", draw(2, 2, 6, 8))
     assert first.shape == second.shape == (6, 8)
 
 
 def test_what_does_not_fit_is_an_error() -> None:
-    matrix = Matrix(draw(1, 6, 8))
+    matrix = CpuMatrix(draw(1, 6, 8))
     with pytest.raises(ValueError, match=r"\[2, 7\].*\[6, 8\]"):
         linear(draw(1, 2, 7), matrix, None)
     with pytest.raises(ValueError, match="bfloat16"):
@@ -126,6 +126,6 @@ def test_what_does_not_fit_is_an_error() -> None:
     with pytest.raises(ValueError, match="bias"):
         linear(draw(1, 2, 8), matrix, draw(1, 5))
     with pytest.raises(ValueError, match="float16"):
-        Matrix(draw(1, 6, 8, dtype=torch.float16))
+        CpuMatrix(draw(1, 6, 8, dtype=torch.float16))
     with pytest.raises(ValueError, match="even"):
-        Matrix(draw(1, 5, 8), gated=True)
+        CpuMatrix(draw(1, 5, 8), gated=True)

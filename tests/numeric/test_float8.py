@@ -20,8 +20,8 @@ from torch import Tensor
 
 from weft.core.config import EngineConfig
 from weft.core.errors import CheckpointError, ConfigError, KernelError, UnsupportedModelError
-from weft.engine.build import find_model
 from weft.engine.info import collect_info
+from weft.engine.model import find_model
 from weft.kernels.float8 import E4M3, linear, round_rows
 from weft.kernels.kv_storage import KV_TYPES
 from weft.kernels.ops import select_ops

@@ -18,17 +18,23 @@ from weft.core.errors import ConfigError, InvariantError
 from weft.core.plan import KVMove, RowAdd, StepPlan, SubBatch, Tier
 from weft.cost.curves import Curve
 from weft.cost.fit import FEATURES, Fitted
-from weft.engine.build import find_model
+from weft.engine.costs import profile_key
 from weft.engine.devices import make_executor
-from weft.engine.profiling import profile_key
-from weft.exec.buckets import SIZES as ALL_SIZES
-from weft.exec.buckets import captured_sizes, larger_sizes, padded_size
+from weft.engine.model import find_model
 from weft.exec.device import HostDevice
 from weft.exec.functions import StepFunctions
 from weft.exec.graphs import GraphExecutor
-from weft.exec.layout import HASH_WORDS, forward_layout, sample_layout
-from weft.exec.packed import StepPacker
+from weft.exec.inputs import StepPacker
 from weft.exec.rows import RowTable
+from weft.exec.step_layout import (
+    HASH_WORDS,
+    captured_sizes,
+    forward_layout,
+    larger_sizes,
+    padded_size,
+    sample_layout,
+)
+from weft.exec.step_layout import SIZES as ALL_SIZES
 from weft.exec.tiers import runs
 from weft.exec.workspace import StepSizes, workspace_bytes
 

@@ -10,7 +10,8 @@ from checkpoints import CASES, build, save
 
 from weft.core.errors import InvariantError
 from weft.kernels import reference
-from weft.kernels.ops import KernelUnavailable, select_ops
+from weft.kernels.ops import select_ops
+from weft.kernels.unavailable import KernelUnavailable
 from weft.models.decoder import Decoder
 from weft.models.loader import load_model
 

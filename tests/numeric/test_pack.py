@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from weft.core.plan import SubBatch
-from weft.exec.pack import Packer
+from weft.exec.inputs import InputPacker
 from weft.exec.rows import RowTable
 
 ROWS, LENGTH, BLOCK_SIZE, GROUPS = 9, 40, 4, 2
@@ -39,7 +39,7 @@ def random_batch(table: RowTable, draw: np.random.Generator) -> SubBatch:
 
 def test_inputs_equal_those_gathered_one_by_one(table):
     draw = np.random.default_rng(1)
-    packer = Packer(table, BLOCK_SIZE)
+    packer = InputPacker(table, BLOCK_SIZE)
     for _ in range(200):
         batch = random_batch(table, draw)
         inputs = packer.pack(batch)
@@ -76,7 +76,7 @@ def test_inputs_equal_those_gathered_one_by_one(table):
 
 
 def test_more_tokens_than_ever_before_get_room(table):
-    packer = Packer(table, BLOCK_SIZE)
+    packer = InputPacker(table, BLOCK_SIZE)
     small = packer.pack(SubBatch((0,), (0,), (1,), (True,)))
     assert small.input_ids.tolist() == table.tokens[0, :1].tolist()
     rows = tuple(range(ROWS))
@@ -97,4 +97,4 @@ def test_more_tokens_than_ever_before_get_room(table):
 )
 def test_plans_beyond_the_rows_are_refused(table, batch):
     with pytest.raises(IndexError):
-        Packer(table, BLOCK_SIZE).pack(batch)
+        InputPacker(table, BLOCK_SIZE).pack(batch)

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from attention_cases import padded_batch
 from depth import searching
+from weft.kernels.interface import AttentionBatch
 from weft.kernels.kv_storage import read_rows, row_size
-from weft.kernels.ops import AttentionBatch
 from weft.kernels.reference import paged_attention
 
 SIZE, HEADS, KV_HEADS, DIM = 4, 4, 2, 8

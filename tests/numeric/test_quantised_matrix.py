@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from weft.kernels.cpu import attention
-from weft.kernels.cpu.matrix import Matrix, gather, linear
+from weft.kernels.cpu.matrix import CpuMatrix, gather, linear
 from weft.kernels.quantized import Quantized
 from weft.kernels.storage import ACTIVATION_GROUP, Storage
 
@@ -46,8 +46,8 @@ def drawn(
     )
 
 
-def packed(weight: Quantized, dtype: torch.dtype, *, gated: bool = False) -> Matrix:
-    matrix = Matrix.quantised(weight.shape, dtype, weight.storage, gated=gated)
+def packed(weight: Quantized, dtype: torch.dtype, *, gated: bool = False) -> CpuMatrix:
+    matrix = CpuMatrix.quantised(weight.shape, dtype, weight.storage, gated=gated)
     matrix.write(0, weight)
     return matrix
 
@@ -133,7 +133,7 @@ def test_rounding_weights(storage) -> None:
     found = []
     for isa in attention.isas():
         attention.use_isa(isa)
-        matrix = Matrix.quantised(weight.shape, torch.float32, storage)
+        matrix = CpuMatrix.quantised(weight.shape, torch.float32, storage)
         for first, last in ((100, 130), (0, 7), (7, 100)):
             matrix.write(first, weight[first:last])
         found.append(gather(matrix, torch.arange(130)))
@@ -152,8 +152,8 @@ def test_rounding_weights(storage) -> None:
 
 
 def test_rows_that_do_not_fit_are_refused() -> None:
-    matrix = Matrix.quantised(torch.Size((8, 32)), torch.float32, Storage(8, None))
+    matrix = CpuMatrix.quantised(torch.Size((8, 32)), torch.float32, Storage(8, None))
     with pytest.raises(ValueError, match="do not fit"):
         matrix.write(7, torch.zeros(2, 32))
     with pytest.raises(ValueError, match="groups of"):
-        Matrix.quantised(torch.Size((8, 32)), torch.float32, Storage(4, 24))
+        CpuMatrix.quantised(torch.Size((8, 32)), torch.float32, Storage(4, 24))

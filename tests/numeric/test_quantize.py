@@ -21,9 +21,9 @@ from depth import deep
 from weft import LLM, SamplingParams
 from weft.core.config import EngineConfig
 from weft.core.errors import CheckpointError, ConfigError
-from weft.engine.build import find_model
 from weft.engine.info import collect_info, format_info
-from weft.kernels.cpu.matrix import Matrix
+from weft.engine.model import find_model
+from weft.kernels.cpu.matrix import CpuMatrix
 from weft.kernels.ops import select_ops
 from weft.models.decoder import Decoder
 from weft.models.families import read_spec
@@ -97,10 +97,10 @@ def loaded_weights(decoder: Decoder) -> list[Any]:
     return found
 
 
-def bytes_of(weight: Tensor | Matrix | tuple[Matrix, ...]) -> int:
+def bytes_of(weight: Tensor | CpuMatrix | tuple[CpuMatrix, ...]) -> int:
     if isinstance(weight, tuple):
         return sum(map(bytes_of, weight))
-    if isinstance(weight, Matrix) and weight.format in ("float32", "bfloat16"):
+    if isinstance(weight, CpuMatrix) and weight.format in ("float32", "bfloat16"):
         return math.prod(weight.shape) * 4  # without the padding
     return weight.nbytes
 

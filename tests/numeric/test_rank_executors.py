@@ -17,11 +17,12 @@ from weft.core.config import EngineConfig, ResolvedConfig
 from weft.core.errors import OutOfMemoryError
 from weft.core.plan import StepPlan, StepResult, Tier
 from weft.core.ports import Executor
-from weft.engine.build import _grammar_tokenizer, find_model
+from weft.engine.build import _grammar_tokenizer
 from weft.engine.channel import Channel
 from weft.engine.devices import check_host_memory, make_executor
+from weft.engine.model import find_model
 from weft.engine.rank import _Follower
-from weft.engine.ranks import Collected, Followers, ParallelExecutor
+from weft.engine.ranks import Followers, ParallelExecutor, RankTokens
 from weft.exec.grammar import GrammarRows, Grammars
 from weft.exec.graphs import GraphExecutor
 from weft.exec.rows import RowTable
@@ -112,10 +113,10 @@ def test_ranks_run_captured_steps(tmp_path, monkeypatch) -> None:
         assert executor.captured > 10
         return run(executor, recorder.plans)
 
-    expected = [Collected.of(result) for result in recorder.results]
+    expected = [RankTokens.of(result) for result in recorder.results]
     assert sum(len(step.tokens) for step in expected) > 80
     for found in on_ranks(2, tmp_path, work):
-        assert [Collected.of(result) for result in found] == expected
+        assert [RankTokens.of(result) for result in found] == expected
 
 
 def test_each_rank_moves_the_kv_of_its_heads_to_the_host_and_back(tmp_path, monkeypatch) -> None:
@@ -130,9 +131,9 @@ def test_each_rank_moves_the_kv_of_its_heads_to_the_host_and_back(tmp_path, monk
     def work(group: Group) -> list[StepResult]:
         return run(rank_executor(group, settings, resolved), recorder.plans)
 
-    expected = [Collected.of(result) for result in recorder.results]
+    expected = [RankTokens.of(result) for result in recorder.results]
     for found in on_ranks(2, tmp_path, work):
-        assert [Collected.of(result) for result in found] == expected
+        assert [RankTokens.of(result) for result in found] == expected
 
 
 class Beside(Followers):
@@ -175,8 +176,8 @@ def test_ranks_meet_for_what_a_last_step_needs_of_the_host(params, tmp_path, mon
             ours.close()
 
     found, _ = on_ranks(2, tmp_path, work)
-    expected = [Collected.of(result) for result in recorder.results]
-    assert [Collected.of(result) for result in found] == expected
+    expected = [RankTokens.of(result) for result in recorder.results]
+    assert [RankTokens.of(result) for result in found] == expected
     assert ended == [0]
 
 

@@ -22,12 +22,12 @@ from serving import Asking, serving
 from live import eventually
 from weft.core.errors import ConfigError
 from weft.core.types import FinishReason
-from weft.server import auth
-from weft.server.auth import KeyRing
+from weft.server import keys as key_files
+from weft.server.keys import KeyRing
 from weft.server.listen import listen
 from weft.server.options import ServerOptions
-from weft.server.probe import Load, NoProbe
-from weft.server.queue import QueueFullError, QueueLimit, Rates, Waiting
+from weft.server.probe import EngineLoad, NoProbe
+from weft.server.queue import EngineRates, QueueFullError, QueueLimit, Waiting
 from weft.text.renderer import shared_renderer
 
 BODY = {"model": "builtin", "prompt": "x", "max_tokens": 100}
@@ -116,9 +116,9 @@ def test_deadlines_that_make_no_sense(scripted, wrong):
 class SayingProbe(NoProbe):
     """An engine whose queue is what the test says."""
 
-    said = Load()
+    said = EngineLoad()
 
-    def load(self) -> Load:
+    def load(self) -> EngineLoad:
         return self.said
 
 
@@ -130,22 +130,22 @@ def test_what_waits_is_what_the_engine_says_and_what_was_sent_since():
     probe = SayingProbe()
     queue = limit(probe, max_queued_requests=4)
     own = [Waiting(5 * SECOND, 1, 10), Waiting(3 * SECOND, 1, 10), Waiting(1 * SECOND, 1, 10)]
-    probe.said = Load(updated_ns=2 * SECOND, waiting=1)
+    probe.said = EngineLoad(updated_ns=2 * SECOND, waiting=1)
     queue.admit(1, 10, own)  # 1 said, 2 later ones, 1 new
     with pytest.raises(QueueFullError):
         queue.admit(2, 10, own)
-    probe.said = Load(updated_ns=4 * SECOND, waiting=2)
+    probe.said = EngineLoad(updated_ns=4 * SECOND, waiting=2)
     queue.admit(1, 10, own)
-    probe.said = Load(updated_ns=0, free_rows=3)  # all three will start at once
+    probe.said = EngineLoad(updated_ns=0, free_rows=3)  # all three will start at once
     queue.admit(4, 10, own)
-    probe.said = Load(updated_ns=9 * SECOND)
+    probe.said = EngineLoad(updated_ns=9 * SECOND)
     queue.admit(64, 10, own)  # larger than the limit, but nothing waits
 
 
 def test_queued_tokens():
     probe = SayingProbe()
     queue = limit(probe, max_queued_tokens=1000)
-    probe.said = Load(updated_ns=SECOND, waiting=1, queued_tokens=600)
+    probe.said = EngineLoad(updated_ns=SECOND, waiting=1, queued_tokens=600)
     queue.admit(1, 400, [])
     with pytest.raises(QueueFullError, match="prompt tokens"):
         queue.admit(1, 401, [])
@@ -162,7 +162,9 @@ def test_retry_after_is_what_the_measured_rate_needs():
             queue.admit(sequences, tokens, [])
         return caught.value.retry_after_s
 
-    full = Load(updated_ns=SECOND, waiting=10, queued_tokens=1000, started=100, prompt_tokens=5000)
+    full = EngineLoad(
+        updated_ns=SECOND, waiting=10, queued_tokens=1000, started=100, prompt_tokens=5000
+    )
     probe.said = full
     assert refused(1, 1) == 1  # nothing is known yet
     probe.said = replace(full, updated_ns=11 * SECOND, started=105, prompt_tokens=5500)
@@ -174,7 +176,7 @@ def test_retry_after_is_what_the_measured_rate_needs():
     probe.said = replace(probe.said, updated_ns=85 * SECOND)
     assert refused(5, 1) == 60
     probe.said = replace(full, updated_ns=86 * SECOND, engine=2, started=0, prompt_tokens=0)
-    rates = Rates()
+    rates = EngineRates()
     for load in (full, probe.said):
         rates.sample(load)
     assert rates.tokens != rates.tokens  # another engine: unknown again
@@ -206,7 +208,7 @@ def bearer(key: str) -> dict[str, str]:
 
 
 def test_keys_come_from_a_file_and_change_with_it(text, tmp_path, monkeypatch):
-    monkeypatch.setattr(auth, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(key_files, "LOOK_EVERY_S", 0.0)
     file = tmp_path / "keys"
     file.write_text(
         "# who may ask\nalice: first:with-colon # until May\n\n  second  \nbob: a#b\nfifth\t# x\n"
@@ -238,7 +240,7 @@ def test_keys_come_from_a_file_and_change_with_it(text, tmp_path, monkeypatch):
 
 
 def test_a_file_without_keys_revokes_all(text, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(auth, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(key_files, "LOOK_EVERY_S", 0.0)
     file = tmp_path / "keys"
     file.write_text("only\n")
     with (
@@ -362,7 +364,7 @@ def test_a_key_is_compared_with_every_other(monkeypatch):
         compared.append((left, right))
         return left == right
 
-    monkeypatch.setattr(auth.hmac, "compare_digest", spy)
+    monkeypatch.setattr(key_files.hmac, "compare_digest", spy)
     ring = KeyRing(("a", "b", "c"))
     for given in ("a", "c", "none"):
         compared.clear()

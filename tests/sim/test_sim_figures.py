@@ -25,14 +25,14 @@ from weft.sched.scheduler import Limits
 from weft.sim.build import build
 from weft.sim.chrome import write_timeline
 from weft.sim.figures import summarise
-from weft.sim.jobs import Job, own_text
+from weft.sim.jobs import SimulatedRequest, own_text
 from weft.sim.learn import learn
 from weft.sim.options import SimOptions
 from weft.sim.record import STEP_COLUMNS, StepLog
 from weft.sim.run import Simulated, Traffic, simulate
 from weft.sim.simulated import Errors
 from weft.sim.usage import Machine, spread, timeline, usage
-from weft.sim.workload import Target, conversations, distribution, read_workload
+from weft.sim.workload_file import Target, conversations, distribution, read_workload
 
 SHAPE, A100 = model_shape("llama-3.1-8b"), hardware("a100")
 KEY = ProfileKey("a100", "llama-3.1-8b", "bf16", "tp1", "simulated")
@@ -40,7 +40,7 @@ MACHINE = Machine(SHAPE, A100, "bf16", "bf16")
 CLASSES = (ServiceClass("interactive", 1, 0.5, 0.02), ServiceClass("batch", 3))
 
 
-def run(jobs: list[Job], blocks: int = 1000) -> Simulated:
+def run(jobs: list[SimulatedRequest], blocks: int = 1000) -> Simulated:
     cache = KVCache([GroupSpec("full", 16, blocks)])
     scheduler = fcfs(cache, Limits(64, 512, cache.max_tokens()), CLASSES)
     return simulate(
@@ -48,8 +48,10 @@ def run(jobs: list[Job], blocks: int = 1000) -> Simulated:
     )
 
 
-def job(at_s: float, given: int, asked: int, index: int, name: str = "interactive") -> Job:
-    return Job(at_s, (own_text(index, given),), asked, name)
+def job(
+    at_s: float, given: int, asked: int, index: int, name: str = "interactive"
+) -> SimulatedRequest:
+    return SimulatedRequest(at_s, (own_text(index, given),), asked, name)
 
 
 def test_targets_are_counted_by_class():

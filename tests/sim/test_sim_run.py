@@ -22,11 +22,11 @@ from weft.sched.registry import SCHEDULERS, Resources, fcfs, make_scheduler
 from weft.sched.scheduler import Limits, Scheduler
 from weft.sim.clock import VirtualClock
 from weft.sim.inbox import SAMPLING
-from weft.sim.jobs import Job, answer_text, own_text, shared_text, trace_jobs
+from weft.sim.jobs import SimulatedRequest, answer_text, own_text, shared_text, trace_jobs
 from weft.sim.record import CANCELLED, COMPLETED, FAILED, StepLog
 from weft.sim.run import Simulated, Traffic, simulate
 from weft.sim.simulated import Errors, SimulatedExecutor
-from weft.sim.trace import BLOCK_TOKENS, read_trace
+from weft.workload.trace import BLOCK_TOKENS, read_trace
 
 EXACT = Errors(0.0, 0.0)
 CLASSES = (ServiceClass("urgent", 0, 1e4, 1e4), ServiceClass("batch", 1))
@@ -48,11 +48,13 @@ def small(tokens: int = 4096, seqs: int = 8, budget: int = 1024) -> Scheduler:
     return fcfs(cache, Limits(seqs, budget, cache.max_tokens()))
 
 
-def job(at_s: float, given: int, asked: int, index: int = 0, name: str = "interactive") -> Job:
-    return Job(at_s, (own_text(index, given),), asked, name)
+def job(
+    at_s: float, given: int, asked: int, index: int = 0, name: str = "interactive"
+) -> SimulatedRequest:
+    return SimulatedRequest(at_s, (own_text(index, given),), asked, name)
 
 
-def run(*jobs: Job, errors: Errors = EXACT, **limits: int) -> Simulated:
+def run(*jobs: SimulatedRequest, errors: Errors = EXACT, **limits: int) -> Simulated:
     return simulate(small(**limits), SecondAStep(), Traffic(iter(jobs)), errors)
 
 
@@ -91,7 +93,8 @@ def test_a_batch_shares_its_steps():
 def test_prefixes_in_the_cache_cost_nothing():
     system = shared_text(0, 320)
     jobs = [
-        Job(at, (system, own_text(i, 64)), 2, "interactive") for i, at in enumerate((0.0, 50.0))
+        SimulatedRequest(at, (system, own_text(i, 64)), 2, "interactive")
+        for i, at in enumerate((0.0, 50.0))
     ]
     result = simulate(small(), SecondAStep(), Traffic(iter(jobs)), EXACT)
     assert list(result.record.cached) == [0, 320]
@@ -122,12 +125,12 @@ def test_recorded_prefixes_are_found_exactly():
 def test_a_conversation_finds_what_was_said():
     said = []
 
-    def follow(number: int, now: float) -> Job | None:
+    def follow(number: int, now: float) -> SimulatedRequest | None:
         said.append((number, now))
         prompt = (own_text(0, 100), answer_text(number, 41), own_text(1, 20))
-        return Job(now + 10.0, prompt, 3, "interactive")
+        return SimulatedRequest(now + 10.0, prompt, 3, "interactive")
 
-    first = Job(0.0, (own_text(0, 100),), 41, "interactive", follow)
+    first = SimulatedRequest(0.0, (own_text(0, 100),), 41, "interactive", follow)
     result = simulate(small(), SecondAStep(), Traffic(iter([first])), EXACT)
     record = result.record
     assert said == [(0, record.end_s[0])]
@@ -169,7 +172,7 @@ def test_answers_have_their_length_under_preemption():
     assert result.log.column("device_kv").max() <= 1.0
 
 
-def random_jobs(seed: int) -> list[Job]:
+def random_jobs(seed: int) -> list[SimulatedRequest]:
     draw = np.random.default_rng(seed)
     times = np.cumsum(draw.exponential(3.0, 60))
     names = ("priority", "interactive", "batch")

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from weft.core.errors import ParameterError
 from weft.sim.jobs import answer_text, own_text, prompt_of, shared_text, trace_jobs
-from weft.sim.lengths import parse_lengths
-from weft.sim.percentiles import PERCENTILES, percentiles_ms
-from weft.sim.trace import BLOCK_TOKENS, Arrival, read_requests, read_trace
+from weft.workload.lengths import parse_lengths
+from weft.workload.percentiles import PERCENTILES, percentiles_ms
+from weft.workload.trace import BLOCK_TOKENS, Arrival, read_requests, read_trace
 
 
 def test_files_of_lengths_have_no_times(tmp_path):

@@ -18,7 +18,7 @@ import weft
 from weft.core.errors import GrammarError
 from weft.core.grammar import compile_grammar, grammar_tokenizer
 from weft.text import Tokenizer
-from weft.text.callgrammar import Function, turn_grammar
+from weft.text.callgrammar import CallableFunction, turn_grammar
 from weft.text.closing import close_objects
 from weft.text.dialect import Dialect
 from weft.text.grammar import (
@@ -480,10 +480,10 @@ def test_a_model_without_an_end_has_no_structured_output(builtin):
         GrammarChecker(builtin, 4096, ()).check(json_object_grammar())
 
 
-ADD = Function(
+ADD = CallableFunction(
     "add", schema({"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]})
 )
-NOW = Function("now", schema({"type": "object", "additionalProperties": False}))
+NOW = CallableFunction("now", schema({"type": "object", "additionalProperties": False}))
 CALLS = {
     "hermes": [
         '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>',

@@ -23,7 +23,7 @@ from live import eventually
 from weft.core.errors import RendererDeadError, TemplateError, TokenizerError, WeftError
 from weft.core.logs import NOTICES
 from weft.text import ChatTemplate, sandbox
-from weft.text.renderer import MAX_SOURCE_CHARS, Failure, Renderer, Source
+from weft.text.renderer import MAX_SOURCE_CHARS, Failure, Renderer, TemplateSource
 from weft.text.template import GLOBALS, MAX_OUTPUT_CHARS, find_template
 
 CHAT = [{"role": "user", "content": "hi"}]
@@ -179,7 +179,7 @@ class TestProcess:
 
         monkeypatch.setattr(renderer, "_connected", doomed)
         with pytest.raises(RendererDeadError):
-            renderer.render(Source.of("x"), {}, None, 9)
+            renderer.render(TemplateSource.of("x"), {}, None, 9)
         assert len(killed) == 3, "two for the request, and the next one"
 
     def test_a_silent_process_is_one_error(self, monkeypatch):
@@ -188,9 +188,9 @@ class TestProcess:
         renderer.start()
         os.kill(renderer._process.pid, signal.SIGSTOP)
         with pytest.raises(RendererDeadError):
-            renderer.render(Source.of("x"), {}, None, 9)
+            renderer.render(TemplateSource.of("x"), {}, None, 9)
         renderer._link.settimeout(30)
-        assert renderer.render(Source.of("x"), {}, None, 9) == "x"
+        assert renderer.render(TemplateSource.of("x"), {}, None, 9) == "x"
 
     def test_threads_take_turns(self, renderer):
         template = ChatTemplate({"default": PLAIN}, renderer=renderer)
@@ -230,9 +230,9 @@ class TestProcess:
     def test_it_ends_with_its_parent(self, held):
         script = f"""
             import os, signal, sys, time
-            from weft.text.renderer import Renderer, Source
+            from weft.text.renderer import Renderer, TemplateSource
             renderer = Renderer()
-            renderer.compile(Source.of("x"))
+            renderer.compile(TemplateSource.of("x"))
             fork = os.fork() if {held} else 0
             if {held} and fork == 0:
                 sys.stdin.read()
@@ -251,20 +251,20 @@ class TestProcess:
 
     def test_signals_of_the_terminal_do_not_reach_it(self, renderer):
         renderer.start()
-        renderer.compile(Source.of("x"))
+        renderer.compile(TemplateSource.of("x"))
         assert os.getsid(renderer._process.pid) != os.getsid(0)
         os.kill(renderer._process.pid, signal.SIGINT)
         os.kill(renderer._process.pid, signal.SIGTERM)
-        assert renderer.render(Source.of("y"), {}, None, 9) == "y"
+        assert renderer.render(TemplateSource.of("y"), {}, None, 9) == "y"
 
     def test_no_file_descriptors_are_left(self):
         resource_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
         open_files = len(os.listdir("/proc/self/fd"))
         renderer = Renderer()
         for _ in range(3):
-            assert renderer.render(Source.of("x"), {}, None, 9) == "x"
+            assert renderer.render(TemplateSource.of("x"), {}, None, 9) == "x"
             os.kill(renderer._process.pid, signal.SIGKILL)
-            assert renderer.render(Source.of("x"), {}, None, 9) == "x"
+            assert renderer.render(TemplateSource.of("x"), {}, None, 9) == "x"
         assert len(os.listdir("/proc/self/fd")) <= open_files + 1
         resource.setrlimit(resource.RLIMIT_NOFILE, (open_files, resource_limit[1]))
         try:
@@ -289,7 +289,7 @@ def test_a_server_says_why_chat_is_off(tmp_path, caplog):
 
 def test_a_failure_is_told_apart_from_a_text():
     renderer = Renderer()
-    assert renderer.render(Source.of("{{ x }}"), {"x": "unknown"}, None, 99) == "unknown"
-    assert renderer.render(Source.of("{{ x.y.z }}"), {"x": 1}, None, 99) == Failure(
+    assert renderer.render(TemplateSource.of("{{ x }}"), {"x": "unknown"}, None, 99) == "unknown"
+    assert renderer.render(TemplateSource.of("{{ x.y.z }}"), {"x": 1}, None, 99) == Failure(
         "failed", "UndefinedError: 'int object' has no attribute 'y'"
     )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from weft.kernels.interface import AttentionBatch
 from weft.kernels.kv_storage import KV_TYPES, row_size
-from weft.kernels.ops import AttentionBatch
 from weft.kernels.triton import attention
 
 SHARED = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}  # bytes of a block (CUDA guide, table 30)

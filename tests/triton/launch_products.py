@@ -7,7 +7,7 @@ from launch_attention import SHARED
 from weights import make
 
 from weft.kernels.triton import fp8, matrix
-from weft.kernels.triton.matrix import Matrix
+from weft.kernels.triton.matrix import TritonMatrix
 from weft.kernels.triton.moe import moe
 from weft.kernels.tuning import Heuristic
 
@@ -26,7 +26,7 @@ def launch(capability: int, *cases: str) -> None:
         (gemm if op == "gemm" else experts)(kind, int(rows), tuning)
 
 
-def of_size(kind: str, shape: tuple[int, ...], tuning: Heuristic, parameter: str) -> Matrix:
+def of_size(kind: str, shape: tuple[int, ...], tuning: Heuristic, parameter: str) -> TritonMatrix:
     """A matrix of one number, in a shape: more is not read."""
     made = make(kind, torch.ones(*(1,) * (len(shape) - 2), 6, 8), tuning, parameter)
     made.values = made.values.flatten()[:1].expand(shape)

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from weft.kernels import float8, kv_storage, reference
 from weft.kernels.float8 import E4M3, Rounded
-from weft.kernels.parts import Biases, Norms, Shape
+from weft.kernels.parts import Biases, LayerShape, Norms
 from weft.kernels.storage import Storage
 from weft.kernels.triton.activation import ACTIVATIONS, act_mul_for
-from weft.kernels.triton.layer import Layer, Sum, add_up
+from weft.kernels.triton.layer import Sum, TritonLayer, add_up
 from weft.kernels.triton.matrix import linear, pack, quantised
 from weft.kernels.triton.norm import NormKind, add, add_norm, norm
 from weft.kernels.triton.rope import HeadNorm, Places, rotate
@@ -134,7 +134,7 @@ class Weights:
         kv_heads, dim = choose.choice([1, 2]), choose.choice([8, 24, 64])
         hidden, size = choose.choice([31, 64]), choose.choice([33, 70])
         self.dtype, self.storage, self.hidden = dtype, storage, hidden
-        self.shape = Shape(
+        self.shape = LayerShape(
             heads=kv_heads * choose.choice([1, 3]), kv_heads=kv_heads, head_dim=dim,
             norm_eps=KIND.eps, norm_plus_one=KIND.plus_one, activation=choose.choice(ACTIVATIONS),
         )  # fmt: skip
@@ -205,7 +205,7 @@ def test_fuzzed_layers(dtype, storage) -> None:
     tolerance = (1e-5 if dtype == torch.float32 else 4e-2) if storage is None else 0.1
     for _ in range(FUZZED // 2):
         weights = Weights(choose, dtype, storage)
-        layer = Layer(weights.shape, weights.matrices, weights.norms, weights.biases)
+        layer = TritonLayer(weights.shape, weights.matrices, weights.norms, weights.biases)
         tokens, shape = choose.randint(1, 6), weights.shape
         residual, angle = weights.random(tokens, weights.hidden), torch.randn(tokens, weights.half)
         cos, sin = angle.cos(), angle.sin()

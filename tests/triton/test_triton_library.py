@@ -12,7 +12,7 @@ from weights import Fixed, make
 from weft.kernels import float8
 from weft.kernels.float8 import E4M3
 from weft.kernels.triton import matrix
-from weft.kernels.triton.matrix import Matrix
+from weft.kernels.triton.matrix import TritonMatrix
 
 LAUNCH = Fixed(32, 32, 32, 1)
 BF16 = torch.bfloat16
@@ -64,7 +64,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return noted
 
 
-def operands(inputs: str, strided: bool) -> tuple[Tensor, Matrix, Tensor, Tensor]:
+def operands(inputs: str, strided: bool) -> tuple[Tensor, TritonMatrix, Tensor, Tensor]:
     torch.manual_seed(0)
     made = make("fp8", torch.randn(48, 64) * torch.rand(48, 1), LAUNCH)
     if inputs == "tensor":
@@ -150,7 +150,7 @@ def test_torch_takes_the_calls_for_a_gpu(stored, dtype, out, added: bool) -> Non
     with FakeTensorMode(), torch.device("cuda"):
         fp8 = stored == E4M3
         values = torch.empty(48, 64, dtype=stored)
-        made = Matrix(values, torch.empty(48) if fp8 else None, dtype, LAUNCH)
+        made = TritonMatrix(values, torch.empty(48) if fp8 else None, dtype, LAUNCH)
         rows = torch.empty_strided((130, 64), (192, 1), dtype=stored)
         bias = torch.empty(48, dtype=dtype) if added else None
         residual = torch.empty(130, 48, dtype=dtype) if added else None

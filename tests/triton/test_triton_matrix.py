@@ -15,7 +15,7 @@ from weft.kernels import float8
 from weft.kernels.quantized import Quantized
 from weft.kernels.storage import Storage
 from weft.kernels.triton import fp8, matrix
-from weft.kernels.triton.matrix import Matrix
+from weft.kernels.triton.matrix import TritonMatrix
 from weft.kernels.tuning import Heuristic
 from weft.kernels.unavailable import KernelUnavailable
 
@@ -25,7 +25,7 @@ ROUNDING = {"fp8": 1e-4 if where.ON_GPU else 1e-5}
 FP8_COSINE = 0.999  # to the product of the weights before they were rounded
 
 
-def expected(x: Tensor, made: Matrix, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+def expected(x: Tensor, made: TritonMatrix, bias: Tensor | None, residual: Tensor | None) -> Tensor:
     """The product in float64, of activations as the matrix sees them."""
     rows = float8.rounded_inputs(x, made.inputs).double()
     y = rows @ made.dequantize().double().T

@@ -11,7 +11,8 @@ from paged import PagedRunner, Rows
 
 import where
 from depth import deep_on_cpu
-from weft.kernels.ops import KernelUnavailable, select_ops
+from weft.kernels.ops import select_ops
+from weft.kernels.unavailable import KernelUnavailable
 from weft.models.fused import fusable
 from weft.models.layout import storage_of
 from weft.models.loader import load_model

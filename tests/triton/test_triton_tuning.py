@@ -14,7 +14,7 @@ from attention_cases import Case, make_case
 from attention_cases import Shape as AttentionShape
 from weft.core.config import EngineConfig
 from weft.core.errors import ConfigError, KernelError
-from weft.engine.build import describe_kernels, find_model
+from weft.engine.model import describe_kernels, find_model
 from weft.engine.tuning import tune_kernels
 from weft.engine.weights import check_heads, check_launches, launch_shapes
 from weft.kernels import reference, tuning
@@ -28,8 +28,8 @@ from weft.kernels.tuning import (
     PREFILL,
     ROWS,
     Heuristic,
+    LaunchShape,
     Pinned,
-    Shape,
     load,
     save,
     search,
@@ -42,17 +42,17 @@ GPU, COMPILER = "NVIDIA H200", "3.6.0"
 BUILTIN = EngineConfig(attention="triton", dtype="bfloat16", quantize="fp8", kv_dtype="int8")
 
 
-def by_rule(shape: Shape, rows: int):
+def by_rule(shape: LaunchShape, rows: int):
     if rows != EVERY:
         return H200.launch(shape, rows)
     return launches(plan(tuned_attention.heads_of(shape), None, H200.shared_bytes))[shape.op]
 
 
-def entries(shapes: list[Shape]):
+def entries(shapes: list[LaunchShape]):
     return {(shape, rows): by_rule(shape, rows) for shape in shapes for rows in shape.buckets}
 
 
-def model_shapes() -> list[Shape]:
+def model_shapes() -> list[LaunchShape]:
     model = find_model(BUILTIN)
     return launch_shapes(BUILTIN, model.spec, model.dtype)
 
@@ -164,7 +164,7 @@ def test_the_rule_fills_a_device() -> None:
     for outputs, inputs in ((4608, 3584), (3584, 18944), (152064, 3584), (64, 64)):
         for kind in ("bfloat16", "float32", "fp8 to bfloat16", "int8 weights in bfloat16"):
             for rows in ROWS:
-                launch = H200.launch(Shape("gemm", kind, (outputs, inputs)), rows)
+                launch = H200.launch(LaunchShape("gemm", kind, (outputs, inputs)), rows)
                 programs = -(-outputs // launch["BLOCK_N"]) * launch["SPLITS"]
                 assert rows > 64 or programs >= 132 or launch["SPLITS"] in (1, 8)
                 assert launch["SPLITS"] == 1 or inputs >= 2 * launch["SPLITS"] * launch["BLOCK_K"]
@@ -176,7 +176,7 @@ def test_the_search_finds_what_costs_least() -> None:
             return math.inf
         return abs(launch["BLOCK_N"] - 128) + abs(launch["SPLITS"] - 4) + 1 / launch["num_stages"]
 
-    start = H200.launch(Shape("gemm", "bfloat16", (4608, 3584)), 300)
+    start = H200.launch(LaunchShape("gemm", "bfloat16", (4608, 3584)), 300)
     best, least = search(start, cost)
     assert (best["BLOCK_N"], best["SPLITS"], best["BLOCK_M"]) == (128, 4, start["BLOCK_M"])
     assert least == cost(best) < cost(start)
@@ -186,9 +186,9 @@ def test_the_search_finds_what_costs_least() -> None:
 @pytest.mark.parametrize(
     "shape",
     [
-        Shape("gemm", "fp8 to bfloat16", (40, 64)),
-        Shape("moe_gate_up", "int8 weights in bfloat16", (3, 48, 32)),
-        Shape("moe_down", "bfloat16", (3, 32, 24)),
+        LaunchShape("gemm", "fp8 to bfloat16", (40, 64)),
+        LaunchShape("moe_gate_up", "int8 weights in bfloat16", (3, 48, 32)),
+        LaunchShape("moe_down", "bfloat16", (3, 32, 24)),
     ],
 )
 def test_products_are_measured_with_each_launch(shape, monkeypatch) -> None:
@@ -284,7 +284,7 @@ def test_a_launch_that_attention_cannot_have_does_not_start(op, change, words, t
 
 @pytest.mark.parametrize("kind", ["float32", "int8 KV in bfloat16", "fp8 KV in float16"])
 def test_the_heads_of_a_shape_are_its_own(kind) -> None:
-    shape = Shape(DECODE, kind, (2, 4, 64))
+    shape = LaunchShape(DECODE, kind, (2, 4, 64))
     assert tuned_attention.heads_of(shape).shape(DECODE) == shape
 
 
@@ -306,13 +306,15 @@ def test_attention_is_measured_with_each_launch(op, kind, monkeypatch) -> None:
         tried.append(copies)
         return next(clock)
 
-    best, share = tuned_attention.tune_attention(Shape(op, kind, (2, 3, 16)), 16, CPU, seconds)
+    best, share = tuned_attention.tune_attention(
+        LaunchShape(op, kind, (2, 3, 16)), 16, CPU, seconds
+    )
     assert best["BLOCK_N"] == 16
     assert share == pytest.approx((0.9 + 0.5) / 2)
     assert tried == [1] * 8
 
 
 def test_heads_that_nothing_serves_are_not_measured() -> None:
-    shape = Shape(DECODE, "float32", (1, 1, 1024))
+    shape = LaunchShape(DECODE, "float32", (1, 1, 1024))
     with pytest.raises(KernelUnavailable, match=r"no attention kernel for heads of size 1024"):
         tuned_attention.tune_attention(shape, 16, CPU, lambda *_: 1.0)

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from weft.kernels.storage import Storage
 from weft.kernels.triton import matrix
-from weft.kernels.triton.matrix import Matrix
-from weft.kernels.tuning import Launch, Shape
+from weft.kernels.triton.matrix import TritonMatrix
+from weft.kernels.tuning import Launch, LaunchShape
 
 KINDS = ("float32", "bfloat16", "fp8", "fp8 weights", "int8")
 
@@ -22,11 +22,11 @@ class Fixed:
         self._launch = {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k}
         self._launch |= {"SPLITS": splits, "num_warps": 4, "num_stages": 3}
 
-    def launch(self, shape: Shape, rows: int) -> Launch:  # noqa: ARG002
+    def launch(self, shape: LaunchShape, rows: int) -> Launch:  # noqa: ARG002
         return self._launch
 
 
-def make(kind: str, weight: Tensor, tuning, parameter: str = "down") -> Matrix:
+def make(kind: str, weight: Tensor, tuning, parameter: str = "down") -> TritonMatrix:
     dtype = torch.float32 if kind == "float32" else torch.bfloat16
     if kind in ("float32", "bfloat16"):
         return matrix.pack(parameter, weight.to(dtype), tuning)

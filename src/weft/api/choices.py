@@ -16,7 +16,7 @@ from weft.text.customcalls import CustomCalls
 
 
 @dataclass(slots=True)
-class Delta:
+class ChoiceDelta:
     """What is new of one choice.
 
     Attributes:
@@ -93,7 +93,7 @@ class Choice:
             after=request.prompt if job.endpoint == "completion" else (),
         )
 
-    def push(self, updates: Seq[Update]) -> Delta | None:
+    def push(self, updates: Seq[Update]) -> ChoiceDelta | None:
         """Take updates in; return what they add, None if that is nothing.
 
         Raises:
@@ -144,7 +144,7 @@ class Choice:
 
     def _delta(
         self, tokens: list[int], logprobs: list[TokenLogprob], finish: str | None
-    ) -> Delta | None:
+    ) -> ChoiceDelta | None:
         if self._hidden:
             tokens, logprobs = [], []
             finish = finish and "length"
@@ -164,7 +164,7 @@ class Choice:
             return None
         first, self.started = not self.started, True
         events = self._events(text, finish)
-        return Delta(self, text, events, tokens, logprobs, first, finish)
+        return ChoiceDelta(self, text, events, tokens, logprobs, first, finish)
 
     def _events(self, text: str, finish: str | None) -> list[Event]:
         if self._parser is None:
@@ -201,7 +201,7 @@ class Assembly:
         self._by_id = {choice.request.id: choice for choice in self.choices}
         self._only = self.choices[0] if len(self.choices) == 1 else None
 
-    def push(self, updates: Seq[Update]) -> tuple[list[Delta], list[int]]:
+    def push(self, updates: Seq[Update]) -> tuple[list[ChoiceDelta], list[int]]:
         """Take updates in; return what is new, and the ids whose text a stop string has ended.
 
         The engine should end those with the reason ``stop``; each is named once.
@@ -209,7 +209,7 @@ class Assembly:
         Raises:
             WeftError: a sequence failed; the answer cannot be completed.
         """
-        deltas: list[Delta] = []
+        deltas: list[ChoiceDelta] = []
         halted: list[int] = []
         for choice, own in self._split(updates):
             if choice.ended:
@@ -280,7 +280,7 @@ class Answer:
         calls = [event for event in self.events if isinstance(event, ToolCall)]
         return [(call, "".join(arguments.get(call.index, ()))) for call in calls]
 
-    def add(self, delta: Delta) -> None:
+    def add(self, delta: ChoiceDelta) -> None:
         """Append what is new."""
         self.texts.append(delta.text)
         self.events += delta.events

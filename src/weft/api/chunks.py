@@ -11,7 +11,7 @@ from typing import Any
 
 import orjson
 
-from weft.api.choices import Assembly, Delta
+from weft.api.choices import Assembly, ChoiceDelta
 from weft.api.jobs import Job
 from weft.api.logprobs import CompletionLogprobs, TokenNumbers, TokenTexts, chat_logprobs
 from weft.api.responses import answer_head, call_object, echoed_text, finish_reason, usage
@@ -95,7 +95,7 @@ class ChunkWriter:
         after = closing + b',"logprobs":null,"finish_reason":null}'
         return self._head + before % index, after + self._tail
 
-    def _write(self, delta: Delta) -> bytes:
+    def _write(self, delta: ChoiceDelta) -> bytes:
         if self._plain and not delta.first and delta.finish_reason is None:
             before, after = self._ends[delta.index]
             return before + orjson.dumps(delta.text) + after
@@ -107,7 +107,7 @@ class ChunkWriter:
             out += self._completion_chunk(delta)
         return out + self._closing(delta) if delta.finish_reason is not None else out
 
-    def _opening(self, delta: Delta) -> bytes:
+    def _opening(self, delta: ChoiceDelta) -> bytes:
         """The first chunk of a chat choice: who speaks."""
         more = {}
         if self._job.return_token_ids:
@@ -119,12 +119,12 @@ class ChunkWriter:
             opening += self._chunk(delta.index, {"delta": {"content": echoed}})
         return opening
 
-    def _closing(self, delta: Delta) -> bytes:
+    def _closing(self, delta: ChoiceDelta) -> bytes:
         empty: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
         reason = finish_reason(delta.choice, delta.finish_reason or "stop")
         return self._chunk(delta.index, empty, finish_reason=reason)
 
-    def _chat_chunk(self, delta: Delta) -> bytes:
+    def _chat_chunk(self, delta: ChoiceDelta) -> bytes:
         """The chunks of what is new; the first has what is said of its tokens."""
         pieces = [self._piece(event, delta.index) for event in delta.events]
         if not pieces and self._every_token and delta.token_ids:
@@ -140,7 +140,7 @@ class ChunkWriter:
         out = [self._chunk(delta.index, {"delta": first}, **more)]
         return b"".join(out + [self._chunk(delta.index, {"delta": piece}) for piece in others])
 
-    def _completion_chunk(self, delta: Delta) -> bytes:
+    def _completion_chunk(self, delta: ChoiceDelta) -> bytes:
         echoed = echoed_text(self._job, delta.index) if delta.first else None
         text = (echoed or "") + delta.text
         if not text and echoed is None and not (self._every_token and delta.token_ids):
@@ -154,7 +154,7 @@ class ChunkWriter:
                 more["prompt_token_ids"] = delta.choice.request.prompt
         return self._chunk(delta.index, {"text": text}, **more)
 
-    def _completion_logprobs(self, delta: Delta, echoed: str | None) -> dict[str, Any]:
+    def _completion_logprobs(self, delta: ChoiceDelta, echoed: str | None) -> dict[str, Any]:
         builder = self._scores[delta.index]
         rows = []
         if echoed is not None:

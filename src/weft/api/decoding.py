@@ -95,12 +95,12 @@ def _without_unknown(kind: type[Struct], raw: Raw, path: str, notes: Notes) -> R
     return Raw(msgspec.json.encode(kept))
 
 
-class Part(NamedTuple):
+class NestedBody(NamedTuple):
     kind: type[Struct]
     in_list: bool
 
 
-def _within(part: Part, raw: Raw, path: str, notes: Notes) -> Raw:
+def _within(part: NestedBody, raw: Raw, path: str, notes: Notes) -> Raw:
     if not part.in_list:
         return _without_unknown(part.kind, raw, f"{path}.", notes)
     try:
@@ -115,16 +115,16 @@ def _within(part: Part, raw: Raw, path: str, notes: Notes) -> Raw:
 
 
 @cache
-def parts_of(kind: type[Struct]) -> dict[str, Part]:
+def parts_of(kind: type[Struct]) -> dict[str, NestedBody]:
     """Fields of a structure that are structures themselves, or lists of them."""
     hints = get_type_hints(kind)
     found = {name: _part(hints[name]) for name in kind.__struct_fields__}
     return {name: part for name, part in found.items() if part is not None}
 
 
-def _part(hint: Any, in_list: bool = False) -> Part | None:
+def _part(hint: Any, in_list: bool = False) -> NestedBody | None:
     if isinstance(hint, type) and issubclass(hint, Struct):
-        return Part(hint, in_list)
+        return NestedBody(hint, in_list)
     if get_origin(hint) in (Union, UnionType):
         found = [part for one in get_args(hint) if (part := _part(one)) is not None]
         return found[0] if found else None

@@ -47,7 +47,7 @@ class Thinking(Block, forbid_unknown_fields=True, kw_only=True):
     signature: str = ""
 
 
-class Source(Struct, forbid_unknown_fields=True, kw_only=True):
+class DocumentSource(Struct, forbid_unknown_fields=True, kw_only=True):
     """Where a document's text is."""
 
     type: str
@@ -60,7 +60,7 @@ class Source(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class Document(Block, forbid_unknown_fields=True, kw_only=True):
-    source: Source
+    source: DocumentSource
     title: str | None = None
     context: str | None = None
     citations: Annotated[Raw, Ignored("answers cite nothing", ({"enabled": False}, {}))] = NULL
@@ -83,7 +83,7 @@ class Other(Struct, kw_only=True):
     type: str
 
 
-class Turn(Struct, forbid_unknown_fields=True, kw_only=True):
+class MessageTurn(Struct, forbid_unknown_fields=True, kw_only=True):
     """One message of the conversation."""
 
     role: Literal["user", "assistant", "system"]
@@ -92,7 +92,7 @@ class Turn(Struct, forbid_unknown_fields=True, kw_only=True):
     OPEN: ClassVar[bool] = True
 
 
-class Tool(Struct, forbid_unknown_fields=True, kw_only=True):
+class MessageTool(Struct, forbid_unknown_fields=True, kw_only=True):
     """A tool; one without a type, or of the type ``custom``, is described by its schema."""
 
     name: Name | None = None
@@ -111,7 +111,7 @@ class Tool(Struct, forbid_unknown_fields=True, kw_only=True):
     OPEN: ClassVar[bool] = True
 
 
-class ToolChoice(Struct, forbid_unknown_fields=True, kw_only=True):
+class MessageToolChoice(Struct, forbid_unknown_fields=True, kw_only=True):
     type: Literal["auto", "any", "tool", "none"]
     name: Name | None = None
     disable_parallel_tool_use: bool | None = None
@@ -148,10 +148,10 @@ class PromptBody(Struct, forbid_unknown_fields=True, kw_only=True):
     """What makes the prompt: the body of ``POST /v1/messages/count_tokens``."""
 
     model: Name
-    messages: Annotated[list[Turn], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[list[MessageTurn], Meta(min_length=1, max_length=MAX_MESSAGES)]
     system: Content | None = None
-    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
-    tool_choice: ToolChoice | None = None
+    tools: Annotated[list[MessageTool], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: MessageToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None  # the older name of output_config.format

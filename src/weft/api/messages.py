@@ -18,17 +18,17 @@ from weft.api.jobs import Builder, Job, new_id
 from weft.api.message_body import (
     Content,
     Document,
+    DocumentSource,
     MessageBody,
+    MessageTool,
+    MessageToolChoice,
     Other,
     OutputConfig,
     OutputFormat,
     PromptBody,
     SearchResult,
-    Source,
     Text,
     Thinking,
-    Tool,
-    ToolChoice,
     ToolReference,
     ToolResult,
     ToolUse,
@@ -283,7 +283,7 @@ class _Blocks:
         self.notes.ignore(path)
         return IMAGE
 
-    def _source(self, source: Source, path: str) -> str:
+    def _source(self, source: DocumentSource, path: str) -> str:
         if source.type == "text" and source.data is not None:
             return source.data
         if source.type == "content" and source.content is not None:
@@ -293,10 +293,12 @@ class _Blocks:
         )
 
 
-Placed = tuple[Tool, str]  # and where the request has it
+Placed = tuple[MessageTool, str]  # and where the request has it
 
 
-def _found(tools: Seq[Tool], choice: ToolChoice | None, blocks: _Blocks) -> list[Placed]:
+def _found(
+    tools: Seq[MessageTool], choice: MessageToolChoice | None, blocks: _Blocks
+) -> list[Placed]:
     """The tools that the model is told of.
 
     One that is deferred waits until the result of a client's search refers to it. Where Anthropic
@@ -309,7 +311,9 @@ def _found(tools: Seq[Tool], choice: ToolChoice | None, blocks: _Blocks) -> list
     return [one for one in placed if not one[0].defer_loading or one[0].name in known]
 
 
-def _tool_fields(tools: Seq[Placed], choice: ToolChoice | None, notes: Notes) -> dict[str, Any]:
+def _tool_fields(
+    tools: Seq[Placed], choice: MessageToolChoice | None, notes: Notes
+) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     found = [_tool(tool, path, notes) for tool, path in tools]
     if offered := [tool for tool in found if tool is not None]:
@@ -327,7 +331,7 @@ def _tool_fields(tools: Seq[Placed], choice: ToolChoice | None, notes: Notes) ->
     return fields
 
 
-def _tool(tool: Tool, path: str, notes: Notes) -> dict[str, Any] | None:
+def _tool(tool: MessageTool, path: str, notes: Notes) -> dict[str, Any] | None:
     """A tool of the client's as a function; None for one whose schema only Anthropic knows."""
     if tool.type not in (None, "custom"):
         notes.ignore(f"{path}({tool.type[:MAX_SHOWN_CHARS]})")

@@ -116,7 +116,7 @@ class Call(Struct, forbid_unknown_fields=True, kw_only=True):
     OPEN: ClassVar[bool] = True
 
 
-class Message(Struct, forbid_unknown_fields=True, kw_only=True):
+class OllamaMessage(Struct, forbid_unknown_fields=True, kw_only=True):
     """One message of a conversation."""
 
     role: str
@@ -130,7 +130,7 @@ class Message(Struct, forbid_unknown_fields=True, kw_only=True):
     OPEN: ClassVar[bool] = True
 
 
-class Tool(Struct, forbid_unknown_fields=True, kw_only=True):
+class OllamaTool(Struct, forbid_unknown_fields=True, kw_only=True):
     function: Raw
     type: str | None = None
 
@@ -159,8 +159,8 @@ class OllamaBody(Struct, forbid_unknown_fields=True, kw_only=True):
 class OllamaChatBody(OllamaBody, forbid_unknown_fields=True, kw_only=True):
     """Body of ``POST /api/chat``."""
 
-    messages: Annotated[list[Message], Meta(max_length=MAX_MESSAGES)] | None = None
-    tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
+    messages: Annotated[list[OllamaMessage], Meta(max_length=MAX_MESSAGES)] | None = None
+    tools: Annotated[list[OllamaTool], Meta(max_length=MAX_TOOLS)] | None = None
 
 
 class OllamaGenerateBody(OllamaBody, forbid_unknown_fields=True, kw_only=True):
@@ -395,7 +395,7 @@ def _continued(last: Mapping[str, Any]) -> dict[str, Any]:
     return {"continue_final_message": True} if open_text and last["content"].strip() else {}
 
 
-def _messages(messages: Seq[Message]) -> list[dict[str, Any]]:
+def _messages(messages: Seq[OllamaMessage]) -> list[dict[str, Any]]:
     """Messages of a chat; calls and their results get the ids that tie them together."""
     calls = CallQueue()
     shown = []
@@ -423,7 +423,7 @@ def _call(call: Call, number: str) -> dict[str, Any]:
     return {"id": number, "type": "function", "function": function}
 
 
-def _tools(tools: Seq[Tool] | None) -> list[dict[str, Any]] | None:
+def _tools(tools: Seq[OllamaTool] | None) -> list[dict[str, Any]] | None:
     if not tools:
         return None
     return [{"type": tool.type or "function", "function": tool.function} for tool in tools]

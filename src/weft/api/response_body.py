@@ -121,7 +121,7 @@ class FunctionTool(Struct, forbid_unknown_fields=True, kw_only=True):
     OPEN: ClassVar[bool] = True
 
 
-class CustomFormat(Struct, forbid_unknown_fields=True, kw_only=True):
+class ResponseCustomFormat(Struct, forbid_unknown_fields=True, kw_only=True):
     type: Literal["text", "grammar"]
     syntax: Literal["lark", "regex"] | None = None
     definition: str | None = None
@@ -133,14 +133,14 @@ class CustomTool(Struct, forbid_unknown_fields=True, kw_only=True):
     type: Literal["custom"]
     name: Name
     description: str | None = None
-    format: CustomFormat | None = None
+    format: ResponseCustomFormat | None = None
     defer_loading: Annotated[Raw, Ignored("the model is told of every tool", (False,))] = NULL
     allowed_callers: Annotated[Raw, Ignored("the model calls tools itself", (["direct"],))] = NULL
 
     OPEN: ClassVar[bool] = True
 
 
-class ToolChoice(Struct, forbid_unknown_fields=True, kw_only=True):
+class ResponseToolChoice(Struct, forbid_unknown_fields=True, kw_only=True):
     type: str
     name: Name | None = None
     mode: Literal["auto", "required"] | None = None
@@ -171,7 +171,7 @@ class ResponseBody(Struct, forbid_unknown_fields=True, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     text: TextConfig | None = None
-    tool_choice: str | ToolChoice | None = None
+    tool_choice: str | ResponseToolChoice | None = None
     tools: Annotated[list[Raw], Meta(max_length=MAX_TOOLS)] | None = None
     truncation: Literal["auto", "disabled"] | None = None
     # The chat checks these; all from cache_salt on are extensions.
@@ -319,7 +319,7 @@ def _tool_fields(body: ResponseBody, notes: Notes) -> dict[str, Any]:
     if tools := [tool for tool in found if tool is not None]:
         fields["tools"] = tools
     choice = body.tool_choice
-    if isinstance(choice, ToolChoice):
+    if isinstance(choice, ResponseToolChoice):
         fields["tool_choice"] = _choice(choice)
     elif choice is not None and (tools or choice not in ("auto", "none")):
         fields["tool_choice"] = choice
@@ -354,7 +354,7 @@ def _custom(tool: CustomTool) -> dict[str, Any]:
     return given
 
 
-def _choice(choice: ToolChoice) -> dict[str, Any]:
+def _choice(choice: ResponseToolChoice) -> dict[str, Any]:
     if choice.type in ("function", "custom") and choice.name is not None:
         return {"type": choice.type, choice.type: {"name": choice.name}}
     if choice.type == "allowed_tools":

@@ -15,7 +15,7 @@ from weft.api.jobs import Builder
 from weft.api.rules import MAX_SHOWN_CHARS, NULL, Notes
 from weft.api.structured import Constraint, blaming, raw_text
 from weft.core.errors import ParameterError
-from weft.text.callgrammar import Function as GrammarFunction
+from weft.text.callgrammar import CallableFunction as GrammarFunction
 from weft.text.callgrammar import turn_grammar
 from weft.text.customcalls import PARAMETERS
 from weft.text.dialect import Reading

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from weft.api.choices import Assembly, Delta
+from weft.api.choices import Assembly, ChoiceDelta
 from weft.api.jobs import Job
 from weft.core.plan import Update
 from weft.core.types import TokenLogprob
@@ -131,7 +131,7 @@ class Turn:
             changes += self._take(delta)
         return changes, halted
 
-    def _take(self, delta: Delta) -> list[Change]:
+    def _take(self, delta: ChoiceDelta) -> list[Change]:
         self._unplaced += delta.logprobs
         changes = [change for event in delta.events for change in self._changes(event)]
         if delta.finish_reason is None:

@@ -17,7 +17,7 @@ from weft.api.errors import DeadlineExceededError
 from weft.api.structured import check_grammar
 from weft.api.whole import Asked, Whole, read_request
 from weft.batch.order import Prompt
-from weft.batch.ports import Answer, Line, NobodyAnswersError, new_request_id
+from weft.batch.ports import BatchLine, LineAnswer, NobodyAnswersError, new_request_id
 from weft.core.errors import EngineBusyError, EngineDeadError, ParameterError
 from weft.core.plan import Update
 from weft.core.ports import EngineClient
@@ -50,7 +50,7 @@ class EngineAsker:
         self._running: dict[_Running, None] = {}  # a set that keeps the order
         self._freed = asyncio.Event()
 
-    async def ask(self, number: int, line: Line) -> Answer:
+    async def ask(self, number: int, line: BatchLine) -> LineAnswer:
         asked = self.read(line)
         if asked.job.constrained_by is not None:
             await asyncio.to_thread(check_grammar, asked.job, self._builder)
@@ -60,13 +60,13 @@ class EngineAsker:
                     await self._run(number, self._requests(number, line, part), asked.whole)
         except TimeoutError:
             raise DeadlineExceededError from None
-        return Answer(200, new_request_id(), asked.whole.body())
+        return LineAnswer(200, new_request_id(), asked.whole.body())
 
-    def read(self, line: Line) -> Asked:
+    def read(self, line: BatchLine) -> Asked:
         """Check the body of a line. Raises WeftError if the engine cannot be asked that."""
         return read_request(line.url, bytes(line.body), self._builder, self._texts)
 
-    def prompt(self, line: Line) -> Prompt | None:
+    def prompt(self, line: BatchLine) -> Prompt | None:
         """What an order knows of a line. Raises WeftError if the engine cannot be asked that."""
         job = self.read(line).job
         if job.endpoint == "embedding":
@@ -76,7 +76,7 @@ class EngineAsker:
         longest = None if None in bounds else sum(bound or 0 for bound in bounds)
         return Prompt(np.array(tokens, np.uint32), longest)
 
-    def _requests(self, number: int, line: Line, job: Job) -> list[Request]:
+    def _requests(self, number: int, line: BatchLine, job: Job) -> list[Request]:
         """The sequences of a job, in the class of batches, with seeds that others do not move."""
         requests = [replace(request, service_class=SERVICE_CLASS) for request in job.requests]
         if self._base_seed is None or msgspec.json.decode(line.body, type=_Seeded).seed is not None:

@@ -15,7 +15,7 @@ import msgspec
 import orjson
 from msgspec import Raw
 
-from weft.batch.ports import Answer, Line, NobodyAnswersError, new_request_id
+from weft.batch.ports import BatchLine, LineAnswer, NobodyAnswersError, new_request_id
 from weft.core.errors import ConfigError, WeftError
 
 CONNECT_TIMEOUT_S = 10.0
@@ -99,7 +99,7 @@ class HttpAsker:
         """Close the connections."""
         await self._http.aclose()
 
-    async def ask(self, number: int, line: Line) -> Answer:  # noqa: ARG002
+    async def ask(self, number: int, line: BatchLine) -> LineAnswer:  # noqa: ARG002
         body = self._body(line)
         failures, delay_s = 0, FIRST_DELAY_S
         while True:
@@ -132,7 +132,7 @@ class HttpAsker:
                 "is kept: give the same command again to go on."
             )
 
-    def _body(self, line: Line) -> bytes:
+    def _body(self, line: BatchLine) -> bytes:
         if self._tier is None or line.url.endswith("/embeddings"):
             return bytes(line.body)
         fields = msgspec.json.decode(line.body, type=dict[str, Raw])
@@ -154,7 +154,7 @@ def _base(url: str) -> str:
     return url.rstrip("/").removesuffix("/v1")
 
 
-def _read(answer: httpx.Response) -> Answer:
+def _read(answer: httpx.Response) -> LineAnswer:
     """An answer whose body is JSON; what is none becomes an error that shows it."""
     status, body = answer.status_code, answer.content
     request_id = answer.headers.get("x-request-id") or new_request_id()
@@ -163,10 +163,12 @@ def _read(answer: httpx.Response) -> Answer:
     except ValueError:
         message = f"The server answered {status}, but not with JSON: {_said(answer)}"
         error = {"message": message, "type": "server_error", "param": None, "code": "no_json"}
-        return Answer(status if status >= 400 else 502, request_id, orjson.dumps({"error": error}))
+        return LineAnswer(
+            status if status >= 400 else 502, request_id, orjson.dumps({"error": error})
+        )
     if status < 400 and status != 200:
         status = 502
-    return Answer(status, request_id, body)
+    return LineAnswer(status, request_id, body)
 
 
 def _delay_s(answer: httpx.Response | None, delay_s: float, most_s: float) -> float:

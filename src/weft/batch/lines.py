@@ -18,7 +18,7 @@ from msgspec import Raw, Struct
 from weft.api.decoding import decode_body
 from weft.api.errors import UnsupportedParameterError
 from weft.api.whole import ENDPOINTS
-from weft.batch.ports import Line
+from weft.batch.ports import BatchLine
 from weft.core.errors import ConfigError, ParameterError, WeftError, suggest
 
 MAX_LINE_BYTES = 64 * 2**20
@@ -84,7 +84,7 @@ class InputFile:
         index = bisect_left(self._numbers, number)
         return index if index < len(self) and self._numbers[index] == number else -1
 
-    def line(self, index: int) -> Line:
+    def line(self, index: int) -> BatchLine:
         """Read a line.
 
         Raises:
@@ -187,7 +187,7 @@ class _Head(Struct):
     stream: bool | None = None
 
 
-def parse_line(data: bytes) -> Line:
+def parse_line(data: bytes) -> BatchLine:
     """Read a line of a batch.
 
     Raises:
@@ -195,7 +195,7 @@ def parse_line(data: bytes) -> Line:
             stream; the error names the field.
         UnknownUrlError: its url is none of the endpoints.
     """
-    line: Line = _decode(Line, data)
+    line: BatchLine = _decode(BatchLine, data)
     if not 0 < len(line.custom_id) <= MAX_ID_CHARS:
         raise ParameterError(
             f"custom_id must have 1 to {MAX_ID_CHARS} characters.", param="custom_id"

@@ -12,7 +12,7 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.batch.ports import Line, Sink, Source
+from weft.batch.ports import BatchLine, LineSource, Sink
 from weft.blend.density import Rates
 from weft.blend.order import Jobs, Room, make_order
 from weft.blend.order import Order as BlendOrder
@@ -105,10 +105,10 @@ class Planned:
 
 async def plan(
     kind: str,
-    source: Source,
+    source: LineSource,
     sink: Sink,
     outputs: Mapping[int, int],
-    prompt_of: Callable[[Line], Prompt | None],
+    prompt_of: Callable[[BatchLine], Prompt | None],
     room: Room,
     rates: Rates,
 ) -> Planned:

@@ -13,7 +13,7 @@ from weft.batch.usage import Usage
 from weft.core.errors import WeftError
 
 
-class Line(Struct, forbid_unknown_fields=True, kw_only=True):
+class BatchLine(Struct, forbid_unknown_fields=True, kw_only=True):
     """One request as it stands in a batch's input."""
 
     custom_id: str
@@ -35,7 +35,7 @@ class NobodyAnswersError(WeftError):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class LineAnswer:
     """What an HTTP server says, or would say, to one request.
 
     Attributes:
@@ -59,12 +59,12 @@ class Result:
     """
 
     custom_id: str | None
-    answer: Answer | None = None
+    answer: LineAnswer | None = None
     error: Mapping[str, Any] | None = None
     usage: Usage = field(default_factory=Usage)
 
 
-class Source(Protocol):
+class LineSource(Protocol):
     """The lines of a batch, by index from 0."""
 
     def __len__(self) -> int: ...
@@ -72,7 +72,7 @@ class Source(Protocol):
     def number(self, index: int) -> int:
         """The number of a line as a person counts, from 1."""
 
-    def line(self, index: int) -> Line:
+    def line(self, index: int) -> BatchLine:
         """Read a line. Raises ParameterError if it is no request of this batch."""
 
     def custom_id(self, index: int) -> str | None:
@@ -95,7 +95,7 @@ class Sink(Protocol):
 class Asker(Protocol):
     """Answers requests, many at once."""
 
-    async def ask(self, number: int, line: Line) -> Answer:
+    async def ask(self, number: int, line: BatchLine) -> LineAnswer:
         """Answer the request of line ``number``.
 
         Raises:
@@ -105,7 +105,7 @@ class Asker(Protocol):
         """
 
 
-class Order(Protocol):
+class LineOrder(Protocol):
     """Says which line goes next; each goes once."""
 
     @property

@@ -15,7 +15,7 @@ from weft.batch.usage import Usage
 SAY_EVERY_S = 60.0
 
 
-class Progress:
+class ProgressBar:
     """A bar with lines, time left and rates; where standard error is no terminal, a line a minute.
 
     Attributes:

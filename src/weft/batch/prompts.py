@@ -7,7 +7,7 @@ import numpy as np
 from msgspec import Raw, Struct
 
 from weft.batch.order import Prompt
-from weft.batch.ports import Line
+from weft.batch.ports import BatchLine
 
 BYTES_PER_TOKEN = 4  # of English text, as OpenAI's help pages say
 COMPLETION_TOKENS = 16  # that a completion has by default
@@ -28,7 +28,7 @@ _bodies = msgspec.json.Decoder(_Body)
 _ids = msgspec.json.Decoder(list[int])
 
 
-def guess_prompt(line: Line) -> Prompt | None:
+def guess_prompt(line: BatchLine) -> Prompt | None:
     """The prompt of a line by its bytes; None for embeddings, which have no output to plan with.
 
     Prompts that begin alike do so in their JSON, too, so prefixes are found; lengths are estimates.

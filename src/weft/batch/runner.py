@@ -13,14 +13,14 @@ import orjson
 from weft.api.errors import describe_error, error_object
 from weft.batch.lines import InputChangedError
 from weft.batch.ports import (
-    Answer,
     Asker,
-    Line,
+    BatchLine,
+    LineAnswer,
+    LineOrder,
+    LineSource,
     NobodyAnswersError,
-    Order,
     Result,
     Sink,
-    Source,
     new_request_id,
 )
 from weft.batch.usage import Usage, usage_of
@@ -44,10 +44,10 @@ class Runner:
 
     def __init__(
         self,
-        source: Source,
+        source: LineSource,
         sink: Sink,
         asker: Asker,
-        order: Order,
+        order: LineOrder,
         watch: Callable[[Result], None] = lambda _: None,
     ) -> None:
         self._source = source
@@ -104,8 +104,8 @@ class Runner:
         """Have one line answered, and keep what came of it."""
         number = self._source.number(index)
         REQUEST_ID.set(f"line {number}")
-        line: Line | None = None
-        answer: Answer | None = None
+        line: BatchLine | None = None
+        answer: LineAnswer | None = None
         try:
             line = self._source.line(index)
             answer = await self._asker.ask(number, line)
@@ -131,7 +131,7 @@ class Runner:
             await asyncio.to_thread(self._sink.sync)
 
 
-def error_of(answer: Answer) -> dict[str, Any] | None:
+def error_of(answer: LineAnswer) -> dict[str, Any] | None:
     """OpenAI's error object of an answer; None if it is no error."""
     if answer.status < 400:
         return None
@@ -144,13 +144,13 @@ def error_of(answer: Answer) -> dict[str, Any] | None:
     return {name: given.get(name, value) for name, value in plain["error"].items()}
 
 
-def _refused(failure: Exception, asked: bool) -> tuple[Answer | None, dict[str, Any]]:
+def _refused(failure: Exception, asked: bool) -> tuple[LineAnswer | None, dict[str, Any]]:
     """The answer that a server would give for an error, and OpenAI's error object."""
     status, body = describe_error(failure)
     if not isinstance(failure, WeftError):
         logger.error("%s: %s", REQUEST_ID.get(), failure, exc_info=failure)
     error: dict[str, Any] = body["error"]
-    return Answer(status, new_request_id(), orjson.dumps(body)) if asked else None, error
+    return LineAnswer(status, new_request_id(), orjson.dumps(body)) if asked else None, error
 
 
 def _first(failures: BaseExceptionGroup[Any]) -> BaseException:

@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from weft.bench.client import BrokenError, Client, error_message
+from weft.bench.client import BrokenError, LoadClient, error_message
 from weft.bench.prompts import Prompt
 from weft.bench.stats import Outcome
 
@@ -66,7 +66,7 @@ def _text(choice: dict[str, Any]) -> bool:
 
 
 async def ask(
-    client: Client,
+    client: LoadClient,
     body: dict[str, Any],
     prompt: Prompt,
     outcome: Outcome,

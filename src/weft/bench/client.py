@@ -26,7 +26,7 @@ class BrokenError(Exception):
     """The connection failed, or what came over it was no answer."""
 
 
-class Answer:
+class TimedAnswer:
     """One HTTP answer while it comes; hands on the data of server-sent events."""
 
     def __init__(self, event: Callable[[bytes, float], None]) -> None:
@@ -91,7 +91,7 @@ class _Connection(asyncio.Protocol):
     """A connection that serves one answer after another."""
 
     def __init__(self) -> None:
-        self.answer: Answer | None = None
+        self.answer: TimedAnswer | None = None
         self.transport: asyncio.Transport
         self.lost = False
 
@@ -111,7 +111,7 @@ class _Connection(asyncio.Protocol):
             self.answer.end(BrokenError(f"connection lost: {exc}") if exc else None)
 
 
-class Client:
+class LoadClient:
     """Sends requests to one server over connections that it keeps.
 
     Args:
@@ -151,7 +151,7 @@ class Client:
         body: Any = None,
         event: Callable[[bytes, float], None] = _ignore,
         sending: Callable[[float], None] = _ignore,
-    ) -> Answer:
+    ) -> TimedAnswer:
         """Send a request and wait for the whole answer.
 
         Args:
@@ -170,14 +170,14 @@ class Client:
         sending(time.perf_counter())
         async with asyncio.timeout(self._timeout_s):
             while (kept := self._kept()) is not None:
-                answer = Answer(event)
+                answer = TimedAnswer(event)
                 try:
                     return await self._exchange(kept, raw, answer)
                 except BrokenError:
                     if answer.begun:
                         raise
                     # the server had given up the idle connection: it has not seen the request
-            return await self._exchange(await self._connect(), raw, Answer(event))
+            return await self._exchange(await self._connect(), raw, TimedAnswer(event))
 
     def close(self) -> None:
         """Close the connections that are kept."""
@@ -205,7 +205,9 @@ class Client:
             raise BrokenError(f"cannot connect: {error.strerror or error}") from None
         return connection
 
-    async def _exchange(self, connection: _Connection, raw: bytes, answer: Answer) -> Answer:
+    async def _exchange(
+        self, connection: _Connection, raw: bytes, answer: TimedAnswer
+    ) -> TimedAnswer:
         connection.answer = answer
         keep = False
         try:
@@ -220,7 +222,7 @@ class Client:
         return answer
 
 
-def error_message(answer: Answer) -> str:
+def error_message(answer: TimedAnswer) -> str:
     """What a server says about an error, or the beginning of its answer."""
     try:
         return str(orjson.loads(answer.body)["error"]["message"])
@@ -228,7 +230,7 @@ def error_message(answer: Answer) -> str:
         return answer.body[:_SHOWN_CHARS].decode(errors="replace")
 
 
-async def first_model(client: Client) -> str:
+async def first_model(client: LoadClient) -> str:
     """The server's first model. Raises WeftError if there is no server or no model."""
     try:
         answer = await client.request("GET", "/models")

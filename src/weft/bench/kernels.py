@@ -15,7 +15,7 @@ from weft.bench.options import KernelsBench
 from weft.core.errors import ConfigError
 
 
-class Case(Protocol):
+class KernelCase(Protocol):
     """See ``weft.kernels.measure.Case``."""
 
     @property
@@ -36,7 +36,7 @@ class Kernels(Protocol):
     def set_threads(self, count: int, /) -> None: ...
     def read_rate(self) -> float: ...
     def matmul_rate(self, dtype: str, /) -> float: ...
-    def cases(self) -> Iterable[Case]: ...
+    def cases(self) -> Iterable[KernelCase]: ...
 
 
 def bench_kernels(kernels: Kernels, options: KernelsBench) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def bench_kernels(kernels: Kernels, options: KernelsBench) -> dict[str, Any]:
     if options.threads is not None:
         kernels.set_threads(options.threads)
     before = _yardsticks(kernels)
-    taken: list[tuple[Case, float, float]] = []
+    taken: list[tuple[KernelCase, float, float]] = []
     for case in tqdm(kernels.cases(), unit="kernel", disable=not sys.stderr.isatty()):
         if part in case.name:
             taken.append((case, *_time(case, options.seconds)))
@@ -75,7 +75,7 @@ def _yardsticks(kernels: Kernels) -> dict[str, float]:
     return {"read": kernels.read_rate(), **products}
 
 
-def _time(case: Case, seconds: float) -> tuple[float, float]:
+def _time(case: KernelCase, seconds: float) -> tuple[float, float]:
     """Median and best time of a run."""
     case.run()
     times: list[float] = []
@@ -86,7 +86,9 @@ def _time(case: Case, seconds: float) -> tuple[float, float]:
     return statistics.median(times), min(times)
 
 
-def _row(case: Case, median: float, best: float, rates: Mapping[str, float]) -> dict[str, Any]:
+def _row(
+    case: KernelCase, median: float, best: float, rates: Mapping[str, float]
+) -> dict[str, Any]:
     reading, computing = case.read_bytes / rates["read"], case.flops / rates[case.dtype]
     bound = max(reading, computing)
     return {

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from weft.core.errors import ConfigError, ParameterError
 from weft.core.settings import check_settings, setting, settings_of
-from weft.sim.arrivals import parse_rates
-from weft.sim.lengths import parse_lengths
+from weft.workload.arrivals import parse_rates
+from weft.workload.lengths import parse_lengths
 
 ARRIVALS = ("poisson", "gamma", "closed", "trace")
 _READ_WITH = {

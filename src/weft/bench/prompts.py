@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from weft.sim.trace import BLOCK_TOKENS
+from weft.workload.trace import BLOCK_TOKENS
 
 Prompt = str | list[int]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from weft.sim.report import latencies, sweep_lines, table
+from weft.workload.tables import latencies, sweep_lines, table
 
 BUSY, LATE_MS = 0.7, 20.0  # from here on the client may be what is measured
 

@@ -14,17 +14,17 @@ import uvloop
 from tqdm import tqdm
 
 from weft.bench.asking import ask
-from weft.bench.client import Client, first_model
+from weft.bench.client import LoadClient, first_model
 from weft.bench.load import Load, Stop
 from weft.bench.options import DEFAULT_REQUESTS, ServeBench
 from weft.bench.prompts import PromptMaker
 from weft.bench.stats import Outcome, Slo, summarise
 from weft.core.errors import WeftError
-from weft.sim.arrivals import gamma_times
-from weft.sim.lengths import parse_lengths
-from weft.sim.percentiles import percentiles_ms
-from weft.sim.sweep import FEWEST_RATES, fit_saturation, serviceable
-from weft.sim.trace import Arrival, read_trace
+from weft.workload.arrivals import gamma_times
+from weft.workload.lengths import parse_lengths
+from weft.workload.percentiles import percentiles_ms
+from weft.workload.sweep import FEWEST_RATES, fit_saturation, serviceable
+from weft.workload.trace import Arrival, read_trace
 
 CALIBRATION_WORDS = (64, 192)
 
@@ -44,7 +44,7 @@ class _Bench:
         self.options = options
         self.arrivals = arrivals
         key = options.api_key or os.environ.get("OPENAI_API_KEY")
-        self.client = Client(options.url, key, options.timeout_s)
+        self.client = LoadClient(options.url, key, options.timeout_s)
         self.body: dict[str, Any] = {
             "stream": True,
             "stream_options": {"include_usage": True},

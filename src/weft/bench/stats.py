@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
-from weft.sim.percentiles import percentiles_ms
+from weft.workload.percentiles import percentiles_ms
 
 
 @dataclass(slots=True)

@@ -16,10 +16,10 @@ from weft.bench.options import ThroughputBench
 from weft.bench.prompts import FIRST_ID
 from weft.core.errors import ConfigError
 from weft.core.types import SamplingParams
-from weft.sim.lengths import parse_lengths
+from weft.workload.lengths import parse_lengths
 
 
-class Engine(Protocol):
+class MeasuredEngine(Protocol):
     """What is measured, such as ``weft.LLM``."""
 
     def token_iter(
@@ -29,7 +29,7 @@ class Engine(Protocol):
 
 
 def bench_throughput(
-    engine: Engine, model: str, vocab_size: int, options: ThroughputBench
+    engine: MeasuredEngine, model: str, vocab_size: int, options: ThroughputBench
 ) -> dict[str, Any]:
     """Compute random prompts once to warm up, then ``repeats`` times; each value has a spread.
 
@@ -56,7 +56,7 @@ def bench_throughput(
 
 
 def _run(
-    engine: Engine, vocab_size: int, options: ThroughputBench, number: int
+    engine: MeasuredEngine, vocab_size: int, options: ThroughputBench, number: int
 ) -> dict[str, float | None]:
     draw = random.Random(f"{options.seed} {number}")
     given = parse_lengths(options.input_tokens, "input_tokens")

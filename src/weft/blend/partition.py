@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from weft.blend.density import Floats, Rates
 from weft.blend.sort import LeafOrder, sort_tree
 from weft.blend.tree import PrefixTree
@@ -50,9 +48,3 @@ def partition(tree: PrefixTree, outputs: Floats, rates: Rates, parts: int) -> li
             mine.append(numbers[at])
         found.append(mine)
     return found
-
-
-def spread_of(parts: list[list[int]], loads: Floats) -> float:
-    """Largest load of a part over the average one."""
-    sums = [float(np.sum(loads[part])) for part in parts]
-    return max(sums) * len(sums) / sum(sums)

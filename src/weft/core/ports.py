@@ -16,7 +16,7 @@ class Clock(Protocol):
     def now(self) -> float: ...
 
 
-class Scheduler(Protocol):
+class SchedulerPort(Protocol):
     """Decides what the next step computes. Deterministic for equal inputs."""
 
     def add(self, request: Request) -> list[Update]:

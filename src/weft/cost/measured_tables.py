@@ -83,7 +83,7 @@ class Tables:
         return [(*key, seconds) for key, seconds in sorted(fastest.items())]
 
 
-class Line:
+class MeasuredCurve:
     """Seconds over one size, a power law between measured sizes.
 
     Beyond the last one, time grows as the size does; below the first it stays.
@@ -112,7 +112,7 @@ class Surface:
         by_first: dict[int, dict[int, float]] = {}
         for (first, second), seconds in points.items():
             by_first.setdefault(first, {})[second] = seconds
-        self.lines = {first: Line(line) for first, line in sorted(by_first.items())}
+        self.lines = {first: MeasuredCurve(line) for first, line in sorted(by_first.items())}
 
     def at(self, first: float, second: float) -> float:
-        return Line({size: line.at(second) for size, line in self.lines.items()}).at(first)
+        return MeasuredCurve({size: line.at(second) for size, line in self.lines.items()}).at(first)

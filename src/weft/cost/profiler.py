@@ -16,7 +16,7 @@ from weft.core.errors import ConfigError
 from weft.cost.curves import divide
 from weft.cost.fit import Accuracy, Fitted, Point, ProfileKey, accuracy, agreement, fit
 from weft.cost.options import ProfileOptions
-from weft.cost.steps import Room, Row, Run, Stage, Step, mixed, structured, work_of
+from weft.cost.steps import Run, Stage, Step, StepRoom, StepRow, mixed, structured, work_of
 
 PASSES = 5
 LOOKS = 5  # repetitions that say where the dense curve bends
@@ -26,7 +26,7 @@ GOAL = Accuracy(0.94, 0.91)
 
 
 @dataclass(frozen=True)
-class Measured:
+class StepTimes:
     """Seconds of a step, a list for each time that it was visited."""
 
     step: Step
@@ -39,7 +39,7 @@ class Measured:
 
 
 def profile(
-    run: Run, room: Room, key: ProfileKey, layers: int, options: ProfileOptions
+    run: Run, room: StepRoom, key: ProfileKey, layers: int, options: ProfileOptions
 ) -> tuple[Fitted, dict[str, Any]]:
     """Measure and fit.
 
@@ -82,15 +82,15 @@ def profile(
     return fitted, _report(fitted, times[: len(fitted_to)], times[len(fitted_to) :], options)
 
 
-def _prompt(room: Room, tokens: int) -> Step:
+def _prompt(room: StepRoom, tokens: int) -> Step:
     """Whole prompts of so many tokens in all, without logits; one if the context allows."""
     full, rest = divmod(tokens, room.longest)
-    return (Row(0, room.longest, False),) * full + ((Row(0, rest, False),) if rest else ())
+    return (StepRow(0, room.longest, False),) * full + ((StepRow(0, rest, False),) if rest else ())
 
 
 def _measure(
     stage: Stage, steps: Seq[Step], fitted: int, options: ProfileOptions
-) -> list[Measured]:
+) -> list[StepTimes]:
     """Measure all steps in passes; those after ``fitted`` twice in each."""
     parts: list[list[list[float]]] = [[] for _ in steps]
     share = -(-options.repeats // PASSES)
@@ -106,11 +106,11 @@ def _measure(
             for index in order:
                 parts[index].append(stage.measure(steps[index], share))
                 bar.update()
-    return [Measured(step, tuple(part)) for step, part in zip(steps, parts, strict=True)]
+    return [StepTimes(step, tuple(part)) for step, part in zip(steps, parts, strict=True)]
 
 
 def _report(
-    fitted: Fitted, fitted_to: Seq[Measured], held_out: Seq[Measured], options: ProfileOptions
+    fitted: Fitted, fitted_to: Seq[StepTimes], held_out: Seq[StepTimes], options: ProfileOptions
 ) -> dict[str, Any]:
     points = [one.point() for one in held_out]
     first, second = slice(PASSES), slice(PASSES, None)
@@ -127,7 +127,7 @@ def _report(
     }
 
 
-def _shown(fitted: Fitted, one: Measured, use: str) -> dict[str, Any]:
+def _shown(fitted: Fitted, one: StepTimes, use: str) -> dict[str, Any]:
     """A point for the file: what it computed, measured and predicted."""
     work, seconds = one.point()
     return {

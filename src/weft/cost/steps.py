@@ -21,7 +21,7 @@ Run: TypeAlias = Callable[[Seq[StepPlan]], list[float]]
 """Computes plans one after the other, as an engine does; gives the seconds that each took."""
 
 
-class Row(NamedTuple):
+class StepRow(NamedTuple):
     """One row of a step: ``tokens`` after ``start``, with or without logits."""
 
     start: int
@@ -29,10 +29,10 @@ class Row(NamedTuple):
     sampled: bool = True
 
 
-Step: TypeAlias = tuple[Row, ...]
+Step: TypeAlias = tuple[StepRow, ...]
 
 
-class Group(NamedTuple):
+class GroupRoom(NamedTuple):
     """A KV group: its blocks, and its window (None for all tokens)."""
 
     num_blocks: int
@@ -40,7 +40,7 @@ class Group(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class StepRoom:
     """What steps may use, as the engine was built.
 
     Attributes:
@@ -54,7 +54,7 @@ class Room:
     tokens: int
     block_size: int
     vocab_size: int
-    groups: tuple[Group, ...]
+    groups: tuple[GroupRoom, ...]
 
     @property
     def kv_tokens(self) -> int:
@@ -73,17 +73,17 @@ class Room:
             and all(self._windows_fit(step, group) for group in self.groups)
         )
 
-    def share(self, part: float) -> Room:
+    def share(self, part: float) -> StepRoom:
         """The same with KV for a part of what all rows can grow to, and for one such row at least.
 
         Every block is filled before anything is measured, and large caches are mostly more of the
         same.
         """
         most = -(-int(max(part * self.rows, 1) * self.longest) // self.block_size)
-        groups = tuple(Group(min(blocks, most), window) for blocks, window in self.groups)
+        groups = tuple(GroupRoom(min(blocks, most), window) for blocks, window in self.groups)
         return replace(self, groups=groups)
 
-    def _windows_fit(self, step: Step, group: Group) -> bool:
+    def _windows_fit(self, step: Step, group: GroupRoom) -> bool:
         return sum(len(_held(row, group, self.block_size)) for row in step) <= group.num_blocks
 
 
@@ -103,7 +103,7 @@ class Stage:
     whichever row is measured.
     """
 
-    def __init__(self, run: Run, room: Room) -> None:
+    def __init__(self, run: Run, room: StepRoom) -> None:
         self._run = run
         self._room = room
         self._draw = random.Random(0)
@@ -117,7 +117,7 @@ class Stage:
         """Compute tokens into every block, so that no page is untouched and no number wild."""
         room = self._room
         blocks = -(-min(SHORT, room.longest) // room.block_size)
-        row = Row(0, min(blocks * room.block_size, room.longest), False)
+        row = StepRow(0, min(blocks * room.block_size, room.longest), False)
         step = (row,) * min(room.rows, max(1, room.tokens // row.tokens))
         for first in range(0, max(group.num_blocks for group in room.groups), blocks * len(step)):
             tables = [
@@ -187,48 +187,51 @@ class Stage:
         ]
 
 
-def _held(row: Row, group: Group, block_size: int) -> range:
+def _held(row: StepRow, group: GroupRoom, block_size: int) -> range:
     """The places of a row's table that hold a block: all, or those that a window still sees."""
     first = 0 if group.window is None else max(0, row.start + 1 - group.window) // block_size
     return range(first, -(-(row.start + row.tokens) // block_size))
 
 
-def _table(row: Row, group: Group, block_size: int, free: Iterator[int]) -> Iterator[int]:
+def _table(row: StepRow, group: GroupRoom, block_size: int, free: Iterator[int]) -> Iterator[int]:
     held = _held(row, group, block_size)
     yield from (-1 for _ in range(held.start))
     yield from (next(free) for _ in held)
 
 
-def structured(room: Room) -> list[Step]:
+def structured(room: StepRoom) -> list[Step]:
     """Steps in which one thing varies at a time: decodes by number and context, chunks by size and
     start, short prompts by number, each with and without logits."""
     some = [n for n in (1, 2, 4, 8, 16, 32, 64, 128, 256) if n <= room.rows]
     contexts = sorted({16, room.longest // 16, room.longest // 4, room.longest - 1})
-    steps: list[Step] = [(Row(context, 1),) * number for number in some for context in contexts]
+    steps: list[Step] = [(StepRow(context, 1),) * number for number in some for context in contexts]
     chunks = [c for c in (16, 64, 256, 1024) if c < room.longest]
     for chunk in chunks:
         starts = {0, room.longest // 4, room.longest - chunk}
-        steps += [(Row(start, chunk, bool(start % 2)),) for start in sorted(starts)]
-        steps += [(Row(0, chunk, True),), (Row(0, chunk), *(Row(64, 1),) * min(8, room.rows - 1))]
+        steps += [(StepRow(start, chunk, bool(start % 2)),) for start in sorted(starts)]
+        steps += [
+            (StepRow(0, chunk, True),),
+            (StepRow(0, chunk), *(StepRow(64, 1),) * min(8, room.rows - 1)),
+        ]
     for number in some:
-        steps += [(Row(0, 16, True),) * number, (Row(0, 16, False),) * number]
+        steps += [(StepRow(0, 16, True),) * number, (StepRow(0, 16, False),) * number]
     return [step for step in dict.fromkeys(steps) if room.holds(step)]
 
 
-def mixed(room: Room, number: int, seed: int) -> list[Step]:
+def mixed(room: StepRoom, number: int, seed: int) -> list[Step]:
     """Steps as schedulers make them: decodes of random contexts, and in half of the steps chunks of
     one to three prompts."""
     draw = random.Random(f"steps {seed}")
     made: list[Step] = []
     while len(made) < number:
-        rows: list[Row] = []
+        rows: list[StepRow] = []
         for _ in range(draw.choice((0, 0, 0, 1, 1, 2, 3))):
             start = draw.choice((0, draw.randrange(room.longest // 2)))
             size = int(2 * (room.tokens / 2) ** draw.random())
-            rows.append(Row(start, size, draw.random() < 0.5))
+            rows.append(StepRow(start, size, draw.random() < 0.5))
         most = draw.choice((0, 4, 16, room.rows))
         for _ in range(draw.randint(0, most)):
-            rows.append(Row(int(room.longest ** draw.uniform(0.2, 1)) - 1, 1))
+            rows.append(StepRow(int(room.longest ** draw.uniform(0.2, 1)) - 1, 1))
         if room.holds(tuple(rows)):
             made.append(tuple(rows))
     return made

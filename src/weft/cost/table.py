@@ -5,7 +5,7 @@ from __future__ import annotations
 from weft.core.errors import ConfigError
 from weft.cost.curves import Curve, Grid
 from weft.cost.hardware import HARDWARE, Hardware
-from weft.cost.measured_tables import Line, Surface, Tables
+from weft.cost.measured_tables import MeasuredCurve, Surface, Tables
 from weft.cost.model import Terms
 from weft.cost.roofline import CPU_DRIVEN, Overhead, Roofline
 from weft.cost.shape import ModelShape
@@ -24,7 +24,7 @@ DTYPES = {"bf16": "bfloat16", "fp16": "bfloat16", "fp8": "fp8"}  # half types ar
 LARGEST = 32768  # tokens of a step, up to which the dense curve is laid out
 
 
-class Measured:
+class MeasuredCosts:
     """A cost model from measured kernels; what was not measured is the roofline's.
 
     - dense, head: products of every layer by (tokens, outputs, inputs). Norms with their residuals
@@ -140,7 +140,7 @@ class Measured:
         rate = gpu["mem_bw"] * gpu["mem_bw_empirical_scaling_factor"]
         return float(3 * gpu["mem_empirical_constant_latency"] + 2 * tokens * values / rate)
 
-    def _experts(self, dtype: str) -> Line:
+    def _experts(self, dtype: str) -> MeasuredCurve:
         """Seconds of one layer's experts by tokens."""
         shape = self.shape
         rows = self.tables.read(
@@ -156,7 +156,7 @@ class Measured:
             moe_ep_size=1,
             distribution="power_law_1.01",
         )
-        return Line(dict(rows))
+        return MeasuredCurve(dict(rows))
 
     def _all_reduces(self) -> Curve:
         """Seconds of two all-reduces a layer by tokens; messages are measured in values."""
@@ -168,7 +168,7 @@ class Measured:
             num_gpus=self.tp,
             backend=backend,
         )
-        line = Line(dict(rows))
+        line = MeasuredCurve(dict(rows))
         sizes = self._dense.tokens
         times = (2 * self.layers * line.at(tokens * self.shape.hidden) for tokens in sizes)
         return Curve(sizes, tuple(times))

@@ -35,7 +35,7 @@ from weft.ring.segment import RingFds
 FORK_S = 5.0  # after which a fork server that is ready, but does not fork, hangs
 MESSAGE_BYTES = 2**16
 LOW_PRIORITY = 10  # a tenth of the time of others on a busy core
-IMPORTED = ("weft.engine.build", "weft.engine.profiling", "weft.kernels.cpu.stack")
+IMPORTED = ("weft.engine.build", "weft.kernels.cpu.stack")
 
 # oneDNN keeps a primitive for each of the last 1024 shapes of a matrix product, and malloc an arena
 # for each thread: with batches of every size that grows to several times the model's memory.

@@ -12,9 +12,9 @@ from weft import __version__
 from weft.core.config import EngineConfig, largest_context, resolve
 from weft.core.errors import OutOfMemoryError, TokenizerError
 from weft.core.settings import format_bytes
-from weft.engine.build import Model, describe_kernels, find_model
 from weft.engine.devices import check_host_tier, device_name, free_memory
 from weft.engine.machine import cpu_name, has_fast_bfloat16, usable_cores
+from weft.engine.model import Model, describe_kernels, find_model
 from weft.models.layout import num_parameters
 from weft.text.tokenizer import Tokenizer
 

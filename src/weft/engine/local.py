@@ -11,7 +11,7 @@ from typing import Any
 from weft.core.config import EngineConfig
 from weft.core.errors import EngineDeadError, InvariantError, OutOfMemoryError, WeftError
 from weft.core.plan import Commit, Update
-from weft.core.ports import Executor, Inbox, Scheduler
+from weft.core.ports import Executor, Inbox, SchedulerPort
 from weft.core.sinks import Sink, deliver
 from weft.core.types import FinishReason, Request
 from weft.engine.build import build_engine, describe_served
@@ -108,7 +108,7 @@ class EngineThread:
     """Runs an engine loop until it is closed."""
 
     def __init__(
-        self, scheduler: Scheduler, executor: Executor, grammars: Grammars | None = None
+        self, scheduler: SchedulerPort, executor: Executor, grammars: Grammars | None = None
     ) -> None:
         self.inbox = LocalInbox()
         self._executor = executor

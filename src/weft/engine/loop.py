@@ -11,7 +11,7 @@ from collections import deque
 
 from weft.core.errors import WeftError
 from weft.core.plan import Commit, Update
-from weft.core.ports import Clock, Executor, Inbox, Scheduler, Ticket
+from weft.core.ports import Clock, Executor, Inbox, SchedulerPort, Ticket
 from weft.core.types import FinishReason, Request
 
 
@@ -19,7 +19,7 @@ class EngineLoop:
     """Drives one scheduler and one executor from one inbox."""
 
     def __init__(
-        self, scheduler: Scheduler, executor: Executor, inbox: Inbox, clock: Clock
+        self, scheduler: SchedulerPort, executor: Executor, inbox: Inbox, clock: Clock
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor

@@ -14,10 +14,9 @@ from weft.core.ports import Executor, Ticket
 from weft.cost.fit import Fitted, ProfileKey
 from weft.cost.options import ProfileOptions
 from weft.cost.profiler import profile
-from weft.cost.steps import Group, Room
-from weft.engine.build import Engine, Model, build_engine, compute_threads
-from weft.engine.devices import device_name
-from weft.engine.machine import cpu_name
+from weft.cost.steps import GroupRoom, StepRoom
+from weft.engine.build import Engine, build_engine
+from weft.engine.costs import profile_key
 
 
 def profile_engine(
@@ -39,40 +38,17 @@ def profile_engine(
     return key, fitted, report
 
 
-def profile_key(config: EngineConfig, model: Model) -> ProfileKey:
-    """What a profile of an engine with these settings is valid for."""
-    quantize = "" if config.quantize == "none" else f" {config.quantize}/{config.quantize_group}"
-    kv = "" if config.kv_dtype == "auto" else f" kv {config.kv_dtype}"
-    kernels = model.ops.describe()
-    if model.ops.tuning is not None:
-        kernels["launches"] = model.ops.tuning.source
-    return ProfileKey(
-        hardware=_hardware(config, model),
-        model=config.model,
-        dtype=f"{model.dtype}{quantize}{kv}",
-        parallelism=f"tp{config.tensor_parallel}",
-        kernels=" ".join(f"{op}={name}" for op, name in sorted(kernels.items())),
-    )
-
-
-def _hardware(config: EngineConfig, model: Model) -> str:
-    """What computes, and how steps reach it."""
-    if model.device.type == "cpu":
-        return f"{cpu_name()}, {compute_threads(config)} threads"
-    return f"{device_name(model.device)}{'' if config.graphs else ', uncaptured'}"
-
-
-def room_of(engine: Engine) -> Room:
+def room_of(engine: Engine) -> StepRoom:
     """What steps by hand may use of an engine."""
     resolved, model = engine.resolved, engine.model
     groups = zip(model.facts.groups, resolved.group_blocks, strict=True)
-    return Room(
+    return StepRoom(
         rows=resolved.max_num_seqs,
         longest=resolved.max_model_len,
         tokens=resolved.max_num_batched_tokens,
         block_size=resolved.block_size,
         vocab_size=model.spec.vocab_size,
-        groups=tuple(Group(blocks, group.window) for group, blocks in groups),
+        groups=tuple(GroupRoom(blocks, group.window) for group, blocks in groups),
     )
 
 

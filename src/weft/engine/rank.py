@@ -29,7 +29,7 @@ from weft.engine.postpone import postpone
 
 if TYPE_CHECKING:
     from weft.engine.channel import Channel
-    from weft.engine.ranks import Collected, Task
+    from weft.engine.ranks import RankTokens, Task
 
 logger = logging.getLogger("weft")
 
@@ -113,10 +113,10 @@ class _Follower:
     def _collect(self) -> None:
         self._results.append(self._tickets.popleft().result())
 
-    def _compare(self, theirs: Collected, result: StepResult) -> None:
-        from weft.engine.ranks import Collected
+    def _compare(self, theirs: RankTokens, result: StepResult) -> None:
+        from weft.engine.ranks import RankTokens
 
-        mine = Collected.of(result)
+        mine = RankTokens.of(result)
         other = [i for i, tokens in theirs.tokens.items() if mine.tokens.get(i) != tokens]
         if other or theirs.step_id != mine.step_id:
             raise InvariantError(

@@ -61,14 +61,14 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Collected:
+class RankTokens:
     """The tokens of a step by sequence, drafts that were taken included."""
 
     step_id: int
     tokens: dict[int, tuple[int, ...]]
 
     @classmethod
-    def of(cls, result: StepResult) -> Collected:
+    def of(cls, result: StepResult) -> RankTokens:
         """Of every sequence whose token means something."""
         tokens = {
             i: (token, *(more for more, _ in result.accepted.get(i, ())))
@@ -83,7 +83,7 @@ class Step:
     """A plan, and what rank 0 got from earlier ones since the last message."""
 
     plan: StepPlan
-    collected: tuple[Collected, ...]
+    collected: tuple[RankTokens, ...]
 
 
 @dataclass
@@ -230,7 +230,7 @@ class ParallelExecutor:
         self.depth = inner.depth
         self._inner = inner
         self._followers = followers
-        self._collected: list[Collected] = []
+        self._collected: list[RankTokens] = []
 
     def launch(self, plan: StepPlan) -> ParallelTicket:
         """Launch a step on every rank.
@@ -269,7 +269,7 @@ def _without_texts(plan: StepPlan) -> StepPlan:
 class ParallelTicket:
     """A step that was launched on all ranks; ``result`` waits for rank 0."""
 
-    def __init__(self, inner: Ticket, followers: Followers, collected: list[Collected]) -> None:
+    def __init__(self, inner: Ticket, followers: Followers, collected: list[RankTokens]) -> None:
         self._inner = inner
         self._followers = followers
         self._collected = collected
@@ -281,7 +281,7 @@ class ParallelTicket:
             self._followers.check()
         except Exception as error:
             self._followers.fail(error)
-        self._collected.append(Collected.of(result))
+        self._collected.append(RankTokens.of(result))
         return result
 
 

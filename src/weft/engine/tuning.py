@@ -10,7 +10,7 @@ import torch
 
 from weft.core.config import EngineConfig
 from weft.core.errors import ConfigError, KernelError
-from weft.engine.build import find_model
+from weft.engine.model import find_model
 from weft.engine.weights import attention_shapes, product_shapes
 from weft.kernels.tuning import EVERY, ROWS, load, save
 from weft.kernels.unavailable import KernelUnavailable

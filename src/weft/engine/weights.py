@@ -6,13 +6,14 @@ import torch
 
 from weft.core.config import EngineConfig
 from weft.core.errors import ConfigError, KernelError
+from weft.kernels.interface import OpTable
 from weft.kernels.kv_storage import KV_TYPES
-from weft.kernels.ops import OpTable
 from weft.kernels.storage import MULTIPLIED
-from weft.kernels.tuning import DECODE, PREFILL, Pinned, Shape, kind_of, kv_kind, op_of
+from weft.kernels.tuning import DECODE, PREFILL, LaunchShape, Pinned, kind_of, kv_kind, op_of
 from weft.kernels.unavailable import KernelUnavailable
 from weft.models.families import UNSOUND_KV
-from weft.models.layout import Parameter, parameters, storage_of, stored_as
+from weft.models.layout import parameters, storage_of, stored_as
+from weft.models.parameter import Parameter
 from weft.models.shard import Shard, cut, cut_spec
 from weft.models.spec import ModelSpec
 
@@ -126,16 +127,16 @@ def check_launches(config: EngineConfig, spec: ModelSpec, dtype: str, ops: OpTab
         )
 
 
-def launch_shapes(config: EngineConfig, spec: ModelSpec, dtype: str) -> list[Shape]:
+def launch_shapes(config: EngineConfig, spec: ModelSpec, dtype: str) -> list[LaunchShape]:
     """Return all that launches are chosen for."""
     return product_shapes(config, spec, dtype) + attention_shapes(config, spec, dtype)
 
 
-def attention_shapes(config: EngineConfig, spec: ModelSpec, dtype: str) -> list[Shape]:
+def attention_shapes(config: EngineConfig, spec: ModelSpec, dtype: str) -> list[LaunchShape]:
     """Return the shapes of attention of a rank, once; windows and soft caps change no launch."""
     kind = kv_kind(dtype, dtype if config.kv_dtype == "auto" else config.kv_dtype)
     sizes = _heads(cut_spec(spec, config.tensor_parallel))
-    return [Shape(op, kind, heads) for op in (DECODE, PREFILL) for heads in sizes]
+    return [LaunchShape(op, kind, heads) for op in (DECODE, PREFILL) for heads in sizes]
 
 
 def _heads(spec: ModelSpec) -> list[tuple[int, int, int]]:
@@ -148,7 +149,7 @@ def _heads(spec: ModelSpec) -> list[tuple[int, int, int]]:
     )
 
 
-def product_shapes(config: EngineConfig, spec: ModelSpec, dtype: str) -> list[Shape]:
+def product_shapes(config: EngineConfig, spec: ModelSpec, dtype: str) -> list[LaunchShape]:
     """Return what launches are chosen for: every kind of product of a rank, once."""
     found = set()
     for parameter in cut(parameters(spec), spec, Shard(0, config.tensor_parallel)):
@@ -156,7 +157,7 @@ def product_shapes(config: EngineConfig, spec: ModelSpec, dtype: str) -> list[Sh
         name = "lm_head" if tied else parameter.name
         if name.rpartition(".")[2] in MULTIPLIED:
             kind = _kind(config, spec, dtype, name, parameter)
-            found.add(Shape(op_of(name), kind, parameter.shape))
+            found.add(LaunchShape(op_of(name), kind, parameter.shape))
     return sorted(found)
 
 

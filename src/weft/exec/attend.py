@@ -9,7 +9,7 @@ from typing import TypeAlias
 from torch import Tensor
 
 from weft.exec.store import KVStore
-from weft.kernels.ops import AttentionBatch
+from weft.kernels.interface import AttentionBatch
 from weft.models.decoder import Attend, Decoder
 
 Forward: TypeAlias = Callable[[Tensor, Tensor, Seq[AttentionBatch]], Tensor]

@@ -19,8 +19,8 @@ from weft.core.errors import (
 )
 from weft.core.plan import PromptLogprobs, StepResult, SubBatch
 from weft.core.types import TokenLogprob
+from weft.exec.inputs import StepInputs
 from weft.exec.logprobs import SCORED_TOKENS_AT_ONCE, token_logprobs
-from weft.exec.pack import StepInputs
 from weft.exec.rows import RowTable
 from weft.exec.sample import Sampled
 from weft.kernels.sampling import count_taken

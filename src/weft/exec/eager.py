@@ -20,7 +20,7 @@ from weft.exec.collect import (
     score_prompt,
     split_rows,
 )
-from weft.exec.pack import Packer, StepInputs
+from weft.exec.inputs import InputPacker, StepInputs
 from weft.exec.rows import RowTable
 from weft.exec.sample import sample
 from weft.exec.store import KVStore
@@ -42,7 +42,7 @@ class EagerExecutor:
         self._store = store
         self._compute = bind_forward(decoder, store)
         self._table = table
-        self._packer = Packer(table, store.block_size)
+        self._packer = InputPacker(table, store.block_size)
         self._launched: SimpleQueue[tuple[StepPlan, Answer] | None] = SimpleQueue()
         self._worker = threading.Thread(target=self._work, name="weft-executor", daemon=True)
         self._worker.start()

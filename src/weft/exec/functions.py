@@ -7,11 +7,11 @@ from torch import Tensor
 
 from weft.exec.attend import bind_forward
 from weft.exec.device import Device
-from weft.exec.layout import Layout
+from weft.exec.inputs import StepPacker
 from weft.exec.logprobs import SCORED_TOKENS_AT_ONCE, score
-from weft.exec.packed import StepPacker
+from weft.exec.step_layout import Layout
 from weft.exec.store import KVStore
-from weft.kernels.ops import AttentionBatch
+from weft.kernels.interface import AttentionBatch
 from weft.kernels.sampling import RowState, SampleBatch
 from weft.models.decoder import Decoder
 

@@ -27,7 +27,6 @@ from torch import Tensor
 
 from weft.core.errors import InvariantError, OutOfMemoryError
 from weft.core.plan import StepPlan, StepResult, SubBatch
-from weft.exec.buckets import SIZES, captured_sizes, larger_sizes, padded_size
 from weft.exec.collect import (
     Collected,
     Contained,
@@ -38,13 +37,19 @@ from weft.exec.collect import (
     split_rows,
 )
 from weft.exec.device import Device, Event, Replay
-from weft.exec.device_rows import DeviceRows
 from weft.exec.functions import StepFunctions
-from weft.exec.layout import Layout, sample_layout
+from weft.exec.inputs import BUFFERS, PackedStep, StepPacker
 from weft.exec.logprobs import COLUMNS, describe
-from weft.exec.packed import BUFFERS, PackedStep, StepPacker
-from weft.exec.rows import RowTable
+from weft.exec.rows import DeviceRows, RowTable
 from weft.exec.sample import Sampled, sample
+from weft.exec.step_layout import (
+    SIZES,
+    Layout,
+    captured_sizes,
+    larger_sizes,
+    padded_size,
+    sample_layout,
+)
 from weft.exec.store import KVStore
 from weft.exec.tiers import HostTier, check_computes
 from weft.kernels.sampling import NOT_FINITE
@@ -80,7 +85,7 @@ class Captured:
 
 
 @dataclass(eq=False)
-class Part:
+class LaunchedBatch:
     """A launched sub-batch.
 
     Attributes:
@@ -138,7 +143,7 @@ class GraphExecutor:
         self._results = [device.host_memory(results, torch.int64) for _ in range(BUFFERS)]
         scores = self._packer.max_tokens * COLUMNS
         self._scores = [device.host_memory(scores, torch.float64) for _ in range(BUFFERS)]
-        self._launched: deque[Part] = deque()
+        self._launched: deque[LaunchedBatch] = deque()
         self._forward_graphs: dict[tuple[int, int | None], Captured] = {}
         self._sample_graphs: dict[int, Captured] = {}
         device.synchronize()  # weights and KV were not ordered as its work
@@ -232,7 +237,7 @@ class GraphExecutor:
     def _contained(self) -> Contained:
         return Contained(self._decoder.ops.ranks.size)
 
-    def _run(self, batch: SubBatch, collected: Collected) -> Part:
+    def _run(self, batch: SubBatch, collected: Collected) -> LaunchedBatch:
         packed = self._packer.pack(batch)
         inputs, functions = packed.inputs, self._functions
         self._upload(packed)
@@ -240,7 +245,7 @@ class GraphExecutor:
         found = functions.results[: 1 + len(inputs.sample_rows)].view(-1)
         self._device.download(found, self._results[packed.buffer][: len(found)])
         scored, scores = self._score(packed)
-        return Part(
+        return LaunchedBatch(
             batch,
             packed,
             read,
@@ -278,7 +283,7 @@ class GraphExecutor:
         return graph.layout_hash
 
     def _score(self, packed: PackedStep) -> tuple[list[int], Tensor]:
-        """Order log probabilities of the samples that want them; see ``Part``."""
+        """Order log probabilities of the samples that want them; see ``LaunchedBatch``."""
         wanted, target = self._table.scored, self._scores[packed.buffer]
         at = [
             (i, wanted[row])
@@ -349,7 +354,7 @@ class GraphExecutor:
         while self._launched:
             self._finish(self._launched.popleft())
 
-    def _finish(self, part: Part) -> None:
+    def _finish(self, part: LaunchedBatch) -> None:
         """Wait for a sub-batch, do what the host must do of it, and hand its tokens out."""
         part.done.wait()
         found = self._results[part.packed.buffer].view(-1, 2)[: 1 + len(part.rows)].numpy()
@@ -370,13 +375,13 @@ class GraphExecutor:
             hidden, sample_at = self._functions.hidden, part.packed.inputs.sample_at
             part.collected.take(part.batch, part.rows, sampled, lambda i: hidden[int(sample_at[i])])
 
-    def _describe(self, part: Part, sampled: Sampled) -> None:
+    def _describe(self, part: LaunchedBatch, sampled: Sampled) -> None:
         alternatives = [self._table.scored[int(part.rows[i])] for i in part.scored]
         entries = describe(part.scores, sampled.tokens[part.scored], alternatives)
         scored = zip(part.scored, entries, strict=True)
         sampled.logprobs.update({i: entry for i, entry in scored if sampled.finite[i]})
 
-    def _sample_on_host(self, part: Part, at: list[int], sampled: Sampled) -> None:
+    def _sample_on_host(self, part: LaunchedBatch, at: list[int], sampled: Sampled) -> None:
         """Choose the tokens of some samples, which what the host knows of their rows decides."""
         inputs, rows = part.packed.inputs, part.rows[at]
         with self._contained() as memory:
@@ -397,7 +402,7 @@ class GraphExecutor:
         sampled.logprobs.update({at[i]: entry for i, entry in some.logprobs.items()})
         sampled.faults.update(some.faults)
 
-    def _score_prompts(self, part: Part) -> None:
+    def _score_prompts(self, part: LaunchedBatch) -> None:
         decoder, table, collected = self._decoder, self._table, part.collected
         for index, row in enumerate(part.batch.rows):
             if row not in table.prompt_scored:

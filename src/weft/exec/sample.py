@@ -23,7 +23,7 @@ from weft.core.errors import WeftError
 from weft.core.types import TokenLogprob
 from weft.exec.logprobs import token_logprobs
 from weft.exec.rows import RowTable
-from weft.kernels.ops import Choose
+from weft.kernels.interface import Choose
 from weft.kernels.sampling import LOWEST, penalised
 
 

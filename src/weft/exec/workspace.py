@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from weft.exec.buckets import SIZES, padded_size
-from weft.exec.device_rows import SEAT_BYTES
-from weft.exec.layout import HASH_WORDS, Buffer
 from weft.exec.logprobs import SCORED_TOKENS_AT_ONCE
-from weft.exec.rows import MOST_EDITS
+from weft.exec.rows import MOST_EDITS, SEAT_BYTES
+from weft.exec.step_layout import HASH_WORDS, SIZES, Buffer, padded_size
 from weft.kernels.collectives import ONE_EXCHANGE_BYTES
 from weft.kernels.sampling import state_bytes
 from weft.models.spec import ModelSpec

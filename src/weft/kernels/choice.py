@@ -16,7 +16,7 @@ def choose(
     tokens: Tensor,
     finite: Tensor,
 ) -> None:
-    """Write what ``choose_by`` chooses; see ``ops.Choose``. Tensors may be on any device."""
+    """Write what ``choose_by`` chooses; see ``interface.Choose``. Tensors may be on any device."""
     from weft.kernels.cpu.choose import uniform  # the table of ops says it if that is not built
 
     numbers = uniform(seeds.cpu().numpy(), counters.cpu().numpy())

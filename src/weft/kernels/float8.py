@@ -217,7 +217,7 @@ def quantised(
     *,
     device: torch.device,
 ) -> Float8:
-    """Return what a parameter is written into that is stored in FP8; see ``ops.Quantise``."""
+    """Return what a parameter is written into that is stored in FP8; see ``interface.Quantise``."""
     weight = Float8.empty(shape, storage.inputs, device)
     weight.dtype = dtype
     return weight

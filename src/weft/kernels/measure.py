@@ -13,7 +13,8 @@ from torch import Tensor
 
 from weft.kernels.cpu import _native
 from weft.kernels.cpu import attention as cpu_attention
-from weft.kernels.ops import AttentionBatch, OpTable, select_ops
+from weft.kernels.interface import AttentionBatch, OpTable
+from weft.kernels.ops import select_ops
 from weft.kernels.storage import Storage
 
 LARGER_THAN_CACHES = 192 * 2**20  # bytes; what is read again comes from memory

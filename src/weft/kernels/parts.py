@@ -35,7 +35,7 @@ class Biases:
 
 
 @dataclass(frozen=True)
-class Shape:
+class LayerShape:
     """What a layer is beside its weights."""
 
     heads: int
@@ -56,7 +56,9 @@ class Packed(Protocol):
     def dtype(self) -> torch.dtype: ...
 
 
-def check_parts(shape: Shape, matrices: Mapping[str, Packed], norms: Norms, biases: Biases) -> None:
+def check_parts(
+    shape: LayerShape, matrices: Mapping[str, Packed], norms: Norms, biases: Biases
+) -> None:
     """Raise ValueError if the parts of a layer do not fit together."""
     hidden, dtype = matrices["qkv"].shape[1], matrices["qkv"].dtype
     size = matrices["down"].shape[1] if "down" in matrices else 0

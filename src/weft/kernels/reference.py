@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from weft.kernels import float8
 from weft.kernels.float8 import Float8
+from weft.kernels.interface import AttentionBatch, Experts, Linear
 from weft.kernels.kv_storage import read_rows, write_rows
-
-if TYPE_CHECKING:
-    from weft.kernels.ops import AttentionBatch, Experts, Linear
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, plus_one: bool) -> Tensor:
@@ -98,7 +94,7 @@ def embedding(ids: Tensor, table: Tensor | Float8) -> Tensor:
 
 
 def keep(parameter: str, tensor: Tensor) -> Tensor:  # noqa: ARG001
-    """Leave a parameter as it is; see ``ops.Pack``."""
+    """Leave a parameter as it is; see ``interface.Pack``."""
     return tensor
 
 

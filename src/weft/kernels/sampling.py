@@ -143,7 +143,7 @@ def accept(
     row's ``last_token``; 0 if its logits were not finite.
 
     Args:
-        tokens, finite: [S] as ``ops.Choose`` writes them.
+        tokens, finite: [S] as ``interface.Choose`` writes them.
         results: [S, 2] int64 gets the token of each sample or ``NOT_FINITE``, and for the first
             sample of a row how many of its samples are kept, else 0.
     """

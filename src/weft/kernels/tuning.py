@@ -52,7 +52,7 @@ Launch = Mapping[str, int]
 
 
 @dataclass(frozen=True, order=True)
-class Shape:
+class LaunchShape:
     """What a launch is chosen for, beside the rows.
 
     Attributes:
@@ -82,10 +82,10 @@ class Tuning(Protocol):
     def source(self) -> str:
         """What ``weft info`` says of it."""
 
-    def launch(self, shape: Shape, rows: int) -> Launch:
+    def launch(self, shape: LaunchShape, rows: int) -> Launch:
         """Return the configuration for so many rows. Raises KernelUnavailable: there is none."""
 
-    def attention(self, shape: Shape) -> Launch | None:
+    def attention(self, shape: LaunchShape) -> Launch | None:
         """Return what differs from the rule of attention, None if nothing does.
 
         Raises:
@@ -117,17 +117,17 @@ class Heuristic:
         """See ``Tuning``."""
         return f"heuristic ({self.why})"
 
-    def launch(self, shape: Shape, rows: int) -> Launch:
+    def launch(self, shape: LaunchShape, rows: int) -> Launch:
         """See ``Tuning``."""
         return _by_rule(self, shape, bucket_of(rows))
 
-    def attention(self, shape: Shape) -> Launch | None:  # noqa: ARG002
+    def attention(self, shape: LaunchShape) -> Launch | None:  # noqa: ARG002
         """See ``Tuning``; the rule is ``triton.tiles``."""
         return None
 
 
 @cache
-def _by_rule(device: Heuristic, shape: Shape, bucket: int) -> Launch:
+def _by_rule(device: Heuristic, shape: LaunchShape, bucket: int) -> Launch:
     """Fill the device: two programs for each multiprocessor, by parts of the inputs.
 
     Blocks are as large as registers hold the sums of; as many are loaded ahead as two programs
@@ -175,29 +175,29 @@ class Pinned:
 
     path: Path
     hardware: str
-    entries: Mapping[tuple[Shape, int], Launch]
+    entries: Mapping[tuple[LaunchShape, int], Launch]
 
     @property
     def source(self) -> str:
         """See ``Tuning``."""
         return f"{self.path} ({len(self.entries)} launches measured on {self.hardware})"
 
-    def launch(self, shape: Shape, rows: int) -> Launch:
+    def launch(self, shape: LaunchShape, rows: int) -> Launch:
         """See ``Tuning``."""
         return self._entry(shape, bucket_of(rows))
 
-    def attention(self, shape: Shape) -> Launch:
+    def attention(self, shape: LaunchShape) -> Launch:
         """See ``Tuning``."""
         return self._entry(shape, EVERY)
 
-    def _entry(self, shape: Shape, bucket: int) -> Launch:
+    def _entry(self, shape: LaunchShape, bucket: int) -> Launch:
         found = self.entries.get((shape, bucket))
         if found is None:
             self.require([shape])
             raise KernelUnavailable(f"{self.path} has no tuned launch for {shape}")
         return found
 
-    def require(self, shapes: Iterable[Shape]) -> None:
+    def require(self, shapes: Iterable[LaunchShape]) -> None:
         """Check that there is an entry for every shape, and each of its numbers of rows.
 
         Raises:
@@ -312,7 +312,7 @@ def load(path: Path, hardware: str, triton: str) -> Pinned:
 
 
 def save(
-    path: Path, hardware: str, triton: str, entries: Mapping[tuple[Shape, int], Launch]
+    path: Path, hardware: str, triton: str, entries: Mapping[tuple[LaunchShape, int], Launch]
 ) -> None:
     """Write a file of launches that ``load`` reads."""
     lines = [
@@ -339,7 +339,7 @@ def _head(hardware: str, triton: str) -> dict[str, Any]:
     }
 
 
-def _entry(line: Mapping[str, Any]) -> tuple[tuple[Shape, int], Launch]:
-    shape = Shape(str(line["op"]), str(line["kind"]), tuple(map(int, line["sizes"])))
+def _entry(line: Mapping[str, Any]) -> tuple[tuple[LaunchShape, int], Launch]:
+    shape = LaunchShape(str(line["op"]), str(line["kind"]), tuple(map(int, line["sizes"])))
     launch = {str(name): int(value) for name, value in line["launch"].items()}
     return (shape, int(line["rows"])), launch

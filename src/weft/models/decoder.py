@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from weft.core.errors import InvariantError
-from weft.kernels.ops import FusedStack, OpTable, Weight
+from weft.kernels.interface import FusedStack, OpTable, Weight
 from weft.models.fused import fuse
 from weft.models.layers import (
     Angles,

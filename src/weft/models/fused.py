@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from weft.kernels.ops import FusedLayer, OpTable
-from weft.kernels.parts import Biases, Norms, Shape
+from weft.kernels.interface import FusedLayer, OpTable
+from weft.kernels.parts import Biases, LayerShape, Norms
 from weft.models.layers import LayerWeights, mixture
 from weft.models.spec import LayerSpec, ModelSpec
 
@@ -42,7 +42,7 @@ def fuse(
     """Bind a layer's weights, as ``ops`` packed them; None if it runs op by op."""
     if ops.fused is None or not fusable(spec, layer, ops.fused.mixtures):
         return None
-    shape = Shape(
+    shape = LayerShape(
         spec.num_heads,
         layer.num_kv_heads,
         layer.head_dim,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from weft.core.errors import InvariantError
-from weft.kernels.ops import Experts, OpTable, Weight
+from weft.kernels.interface import Experts, OpTable, Weight
 from weft.models.spec import LayerSpec, ModelSpec, RopeSpec
 
 Angles = tuple[Tensor, Tensor]  # cos and sin, each [T, R] float32

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from weft.kernels.storage import Storage
+from weft.models.parameter import Parameter, Piece, Shape
 from weft.models.quant_config import StoredWeights
 from weft.models.shard import WHOLE, Shard, cut, has_mlp
 from weft.models.spec import LayerSpec, ModelSpec
-
-Shape = tuple[int, ...]
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -25,35 +24,6 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ROUNDED = {"qkv", "output", "gate_up", "down", "expert_gate_up", "expert_down"}
 HEAD_GROUP = 32
 FP8 = Storage(8, None, "float32", format="e4m3")
-
-
-@dataclass(frozen=True)
-class Piece:
-    """One checkpoint tensor and the part of a parameter that it fills.
-
-    ``index`` has a slice or an index for each leading dimension; a tensor with fewer dimensions
-    than the part is repeated over it. ``part`` has a slice for each leading dimension of the
-    tensor, of which no more than that is taken.
-    """
-
-    tensor: str  # without the layout's prefix
-    shape: Shape
-    index: tuple[slice | int, ...] = ()
-    part: tuple[slice, ...] = ()
-
-    @property
-    def taken(self) -> tuple[slice, ...]:
-        """``part`` for all dimensions of the tensor."""
-        return self.part + (slice(None),) * (len(self.shape) - len(self.part))
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """One tensor of the running model."""
-
-    name: str
-    shape: Shape
-    pieces: tuple[Piece, ...]
 
 
 def parameters(spec: ModelSpec, *, stacked_experts: bool = False) -> Iterator[Parameter]:

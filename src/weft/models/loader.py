@@ -24,7 +24,7 @@ from torch import Tensor
 from weft.core.errors import CheckpointError, short
 from weft.core.json_files import read_object
 from weft.kernels.float8 import Float8
-from weft.kernels.ops import OpTable
+from weft.kernels.interface import OpTable
 from weft.kernels.quantized import Quantized, stacked
 from weft.kernels.storage import Storage
 from weft.models.bounds import MOST_HEADER_BYTES, MOST_INDEX_BYTES
@@ -32,8 +32,9 @@ from weft.models.decoder import Decoder
 from weft.models.families import read_spec
 from weft.models.gguf import GgufFile
 from weft.models.hub import SUFFIX
-from weft.models.layout import Parameter, Piece, parameters, stored_as
-from weft.models.quant import FLOATS, Limits, Part, parts_of, unpack
+from weft.models.layout import parameters, stored_as
+from weft.models.parameter import Parameter, Piece
+from weft.models.quant import FLOATS, ClippedCount, ExpectedTensor, parts_of, unpack
 from weft.models.shard import WHOLE, Shard, cut, cut_spec
 from weft.models.spec import ModelSpec
 
@@ -111,7 +112,7 @@ class Checkpoint:
         whole = tuple(parameters(spec, stacked_experts=stacked))
         self._check(whole)
         self._parameters = tuple(cut(whole, spec, shard))
-        self._limits = Limits()
+        self._limits = ClippedCount()
 
     def load(
         self,
@@ -228,10 +229,12 @@ class Checkpoint:
         return nested if nested in self._stored else piece.tensor
 
     def _check(self, whole: Iterable[Parameter]) -> None:
-        needed: dict[str, Part] = {}
+        needed: dict[str, ExpectedTensor] = {}
         for parameter in whole:
             for piece in parameter.pieces:
-                needed |= self._parts(piece) or {self._full_name(piece): Part(piece.shape, FLOATS)}
+                needed |= self._parts(piece) or {
+                    self._full_name(piece): ExpectedTensor(piece.shape, FLOATS)
+                }
         missing = [n for n, part in needed.items() if n not in self._stored and not part.optional]
         ignored = [re.compile(pattern) for pattern in self._ignored()]
         extra = [
@@ -276,7 +279,7 @@ class Checkpoint:
             "config.json says tie_word_embeddings; set it to false or remove the tensor"
         )
 
-    def _parts(self, piece: Piece) -> dict[str, Part]:
+    def _parts(self, piece: Piece) -> dict[str, ExpectedTensor]:
         """Return the tensors of a weight that is stored quantised, none for another one."""
         name, stored = self._full_name(piece), self._spec.stored_weights
         if stored is None or len(piece.shape) != 2 or not name.endswith(".weight"):
@@ -290,7 +293,7 @@ class Checkpoint:
             raise CheckpointError(f"tensor '{name}' in {self._folder}: {error.message}") from error
         return {module + suffix: part for suffix, part in parts.items()}
 
-    def _misfits(self, needed: dict[str, Part]) -> Iterator[str]:
+    def _misfits(self, needed: dict[str, ExpectedTensor]) -> Iterator[str]:
         for name, part in needed.items():
             stored = self._stored.get(name)
             if stored is None:

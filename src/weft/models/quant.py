@@ -31,7 +31,7 @@ AT_LIMIT = 4
 CUT_OFF_PPM = 1000
 
 
-class Limits:
+class ClippedCount:
     """Counts the numbers of FP8 weights that their scales have cut off."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Part:
+class ExpectedTensor:
     """One tensor of a stored weight; ``dtypes`` are those of safetensors that are taken.
 
     ``also`` is another shape that is taken for the same numbers.
@@ -68,7 +68,7 @@ class Part:
     also: tuple[int, ...] | None = None
 
 
-def parts_of(stored: StoredWeights, rows: int, columns: int) -> dict[str, Part]:
+def parts_of(stored: StoredWeights, rows: int, columns: int) -> dict[str, ExpectedTensor]:
     """Return the tensors that stand for a weight [rows, columns], by the ends of their names.
 
     Raises:
@@ -76,40 +76,40 @@ def parts_of(stored: StoredWeights, rows: int, columns: int) -> dict[str, Part]:
     """
     group = stored.group or columns
     groups, per_word = -(-columns // group), WORD // stored.bits
-    scales = Part((rows, groups), FLOATS)
+    scales = ExpectedTensor((rows, groups), FLOATS)
     match stored.method:
         case "awq":
             _divides(per_word, rows, "rows")
             _divides(group, columns, "columns")
             return {
-                "qweight": Part((columns, rows // per_word), INT32),
-                "qzeros": Part((groups, rows // per_word), INT32),
-                "scales": Part((groups, rows), FLOATS),
+                "qweight": ExpectedTensor((columns, rows // per_word), INT32),
+                "qzeros": ExpectedTensor((groups, rows // per_word), INT32),
+                "scales": ExpectedTensor((groups, rows), FLOATS),
             }
         case "gptq":
             _divides(per_word, rows, "rows")
             _divides(per_word, columns, "columns")
             return {
-                "qweight": Part((columns // per_word, rows), INT32),
-                "qzeros": Part((groups, rows // per_word), INT32),
-                "scales": Part((groups, rows), FLOATS),
-                "g_idx": Part((columns,), INT32, optional=True),
+                "qweight": ExpectedTensor((columns // per_word, rows), INT32),
+                "qzeros": ExpectedTensor((groups, rows // per_word), INT32),
+                "scales": ExpectedTensor((groups, rows), FLOATS),
+                "g_idx": ExpectedTensor((columns,), INT32, optional=True),
             }
         case "float-quantized" | "fp8":
-            one = Part((1,), FLOATS, also=())
-            scale = one if stored.one_scale else Part((rows, 1), FLOATS, also=(rows,))
-            parts = {"weight": Part((rows, columns), FP8), "weight_scale": scale}
+            one = ExpectedTensor((1,), FLOATS, also=())
+            scale = one if stored.one_scale else ExpectedTensor((rows, 1), FLOATS, also=(rows,))
+            parts = {"weight": ExpectedTensor((rows, columns), FP8), "weight_scale": scale}
             return parts | ({"input_scale": one} if stored.inputs == "tensor" else {})
         case "pack-quantized":
             parts = {
-                "weight_packed": Part((rows, -(-columns // per_word)), INT32),
+                "weight_packed": ExpectedTensor((rows, -(-columns // per_word)), INT32),
                 "weight_scale": scales,
-                "weight_shape": Part((2,), INT64, optional=True),
+                "weight_shape": ExpectedTensor((2,), INT64, optional=True),
             }
-            zeros = Part((-(-rows // per_word), groups), INT32)
+            zeros = ExpectedTensor((-(-rows // per_word), groups), INT32)
         case _:
-            parts = {"weight": Part((rows, columns), INT8), "weight_scale": scales}
-            zeros = Part((rows, groups), INT8)
+            parts = {"weight": ExpectedTensor((rows, columns), INT8), "weight_scale": scales}
+            zeros = ExpectedTensor((rows, groups), INT8)
     return parts | ({"weight_zero_point": zeros} if stored.zeros else {})
 
 

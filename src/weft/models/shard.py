@@ -9,13 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from weft.core.errors import ConfigError
+from weft.models.parameter import Parameter, Piece
 from weft.models.spec import LayerSpec, ModelSpec
-
-if TYPE_CHECKING:
-    from weft.models.layout import Parameter, Piece
 
 ADDED_ONCE = ("output_bias", "down_bias")  # to sums over all ranks
 

@@ -34,19 +34,14 @@ class RingClient:
     """Implements ``weft.core.ports.EngineClient`` on a ring, of which it is the one request plane.
 
     Sinks are called from ``poll``: on the event loop, or on the client's own thread. They must not
-    block. ``submit``, ``cancel`` and ``consumed`` may be called on any thread.
-
-    Args:
-        auto_credit: tokens count as consumed once the sink has them; otherwise ``consumed`` says
-            how far the reader has come, so that the engine sees a slow reader.
+    block. ``submit`` and ``cancel`` may be called on any thread.
 
     Raises:
         ParameterError: the memory is no ring, or one of another version.
     """
 
-    def __init__(self, fds: RingFds, *, auto_credit: bool = True) -> None:
+    def __init__(self, fds: RingFds) -> None:
         self._fds = fds
-        self._auto_credit = auto_credit
         with attached():
             self._ring = _native.Client(fds.memory)
         self._sinks: dict[int, Sink] = {}
@@ -142,11 +137,6 @@ class RingClient:
         with self._lock:
             self._ring.cancel(sequence_id, REASON_OF[reason])
 
-    def consumed(self, sequence_id: int, tokens: int) -> None:
-        """The reader of this request is done with its first ``tokens`` tokens."""
-        with self._lock:
-            self._ring.consumed(sequence_id, tokens)
-
     def info(self) -> EngineInfo:
         """What the engine last said about itself."""
         values = self._ring.info()
@@ -186,7 +176,7 @@ class RingClient:
         with self._lock:
             if self._closed:
                 return False
-            for news in self._ring.poll(self._auto_credit):
+            for news in self._ring.poll(True):
                 updates = unpack_news(news)
                 if news[0] in self._vectors:
                     updates = self._gather(news[0], updates)

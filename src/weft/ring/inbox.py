@@ -45,7 +45,6 @@ class RingInbox:
         vocab_size: prompts with ids beyond it are refused.
         max_crashes: engines that may die of one request that alone is to blame.
         spin_s: how long ``wait`` looks before it sleeps.
-        lag_limit: unread tokens from which a sequence counts as lagging.
 
     Raises:
         ParameterError: a descriptor is no ring, or one of another version.
@@ -58,7 +57,6 @@ class RingInbox:
         vocab_size: int | None = None,
         max_crashes: int = 3,
         spin_s: float = 50e-6,
-        lag_limit: int = 4096,
     ) -> None:
         with attached():
             self._engine = _native.Engine([(fds.memory, fds.wake) for fds in rings])
@@ -66,7 +64,6 @@ class RingInbox:
         self._vocab_size = vocab_size
         self._quarantine = Quarantine(self._engine, max_crashes)
         self._spin_ns = int(spin_s * 1e9)
-        self._lag_limit = lag_limit
         self._watch = _DeathWatch(self._engine)
 
     # -- the loop's port ----------------------------------------------------------------------
@@ -202,10 +199,6 @@ class RingInbox:
 
     # -- looking ------------------------------------------------------------------------------
 
-    def lagging(self) -> list[tuple[int, int]]:
-        """(sequence id, unread tokens) where the reader is more than ``lag_limit`` behind."""
-        return self._engine.lagging(self._lag_limit)
-
     @property
     def in_flight(self) -> int:
         """Sequences that have not ended."""
@@ -214,14 +207,6 @@ class RingInbox:
     def write_info(self, info: EngineInfo) -> None:
         """Tell the request planes about limits, load and progress."""
         self._engine.write_info(info.values())
-
-    def watch_client(self, ring: int, pidfd: int) -> None:
-        """Reclaim what the request plane of this ring holds when this process dies.
-
-        Request planes in the same pid namespace are found and watched without this call. The
-        inbox closes ``pidfd``.
-        """
-        self._watch.add(ring, pidfd)
 
 
 @dataclass
@@ -249,7 +234,7 @@ class _DeathWatch:
             if epoch % 2 == 0 or self._known.get(ring) == epoch or pid == os.getpid():
                 continue
             try:
-                self.add(ring, os.pidfd_open(pid))
+                self._add(ring, os.pidfd_open(pid))
             except (OSError, OverflowError) as error:
                 if isinstance(error, OSError) and error.errno not in _NO_PROCESS:
                     raise ParameterError(
@@ -259,7 +244,7 @@ class _DeathWatch:
                 self._known[ring] = epoch
                 self._engine.client_died(ring, epoch)
 
-    def add(self, ring: int, pidfd: int) -> None:
+    def _add(self, ring: int, pidfd: int) -> None:
         epoch = self._engine.clients()[ring][0]
         self._known[ring] = epoch
         with self._lock:

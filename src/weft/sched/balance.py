@@ -22,7 +22,7 @@ GAIN = 1e-3  # what a schedule must be better by to be preferred to a plainer on
 ROUNDS = 4  # times that a search goes on behind decodes that are too long for what is left
 
 
-class Choice(NamedTuple):
+class HostShare(NamedTuple):
     """What goes along with the device's own work.
 
     Attributes:
@@ -82,7 +82,7 @@ class Balance:
         """Time to bring the KV of so many tokens from one tier to the other."""
         return self.cost.terms(Work(in_tokens=tokens)).kv_move
 
-    def choose(self, base: Work, host: HostWork, least: tuple[int, int] = (0, 0)) -> Choice:
+    def choose(self, base: Work, host: HostWork, least: tuple[int, int] = (0, 0)) -> HostShare:
         """Choose what goes along with ``base``, the device's own work.
 
         Args:
@@ -91,7 +91,7 @@ class Balance:
         """
         return _Choosing(self.cost, self._token_s, self.free_tokens, base, host).best(least)
 
-    def choose_all(self, host: HostWork) -> Choice:
+    def choose_all(self, host: HostWork) -> HostShare:
         """Take everything along, in two sub-batches that are as equal as can be."""
         count = min(len(host.contexts), host.budget)
         chunk = min(host.budget - count, sum(count for _, count in host.pieces))
@@ -134,12 +134,12 @@ class _Choosing:
         one = Work(tokens=1, sampled=1, decodes=1, decode_context=mean)
         return step_time(self.cost, [one])
 
-    def best(self, least: tuple[int, int]) -> Choice:
+    def best(self, least: tuple[int, int]) -> HostShare:
         """The schedule of the highest rate; of two that are about equal, the plainer one."""
         decodes = min(len(self.host.contexts), self.host.budget)
         prompts = min(self.host.budget, sum(count for _, count in self.host.pieces))
         lead, must = range(min(least[0], decodes)), min(least[1], prompts)
-        best = Choice(0, (), (), self._alone_s, 1.0 if self.base.tokens else 0.0)
+        best = HostShare(0, (), (), self._alone_s, 1.0 if self.base.tokens else 0.0)
         found = None if lead or must else best
         for chunk in self._chunks(prompts):
             for option in self._options(chunk, lead):
@@ -153,7 +153,7 @@ class _Choosing:
         free = min(most, max(0, self._free_tokens - self.base.tokens))
         return sorted({0, free, most})
 
-    def _options(self, chunk: int, lead: Seq[int]) -> list[Choice]:
+    def _options(self, chunk: int, lead: Seq[int]) -> list[HostShare]:
         """Schedules with a chunk, all with the decodes ``lead``, which need not be hidden."""
         most = self.host.budget - chunk
         if len(lead) > most:
@@ -268,7 +268,7 @@ class _Choosing:
         work.host_context += self._context(decodes)
         return work
 
-    def choice(self, chunk: int, first: Seq[int], second: Seq[int]) -> Choice:
+    def choice(self, chunk: int, first: Seq[int], second: Seq[int]) -> HostShare:
         """A schedule with its time and its rate."""
         works = [self._batch(chunk, first)]
         prefill_s = self.cost.terms(works[0]).prefill_attention - self._prefill_s
@@ -279,4 +279,4 @@ class _Choosing:
         decodes = len(first) + len(second)
         worth += decodes * self._decode_s + chunk * self._token_s + prefill_s
         rate = worth / seconds if seconds else 0.0
-        return Choice(chunk, tuple(first), tuple(second), seconds, rate)
+        return HostShare(chunk, tuple(first), tuple(second), seconds, rate)

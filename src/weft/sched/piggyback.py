@@ -35,7 +35,7 @@ PROBE_TOKENS = 4096  # tokens whose move is costed, to know what one takes
 
 
 class PiggybackPart:
-    """See the module docstring; a ``weft.sched.scheduler.Part`` beside an SLO policy."""
+    """See the module docstring; a ``weft.sched.scheduler.SchedulerPart`` beside an SLO policy."""
 
     def __init__(self, memory: HostMemory, policy: SLOPolicy) -> None:
         self._memory = memory

@@ -109,7 +109,7 @@ def slo_riders(
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SchedulerEntry:
     """A scheduler that can be chosen.
 
     Attributes:
@@ -132,17 +132,17 @@ def _slo(given: Resources, cache: AnyCache) -> Scheduler:
     return slo(cache, given.limits, _cost(given), given.classes, given.policy)
 
 
-SCHEDULERS: Mapping[str, Row] = {
-    "fcfs": Row(lambda g: fcfs(g.device(), g.limits, g.classes)),
-    "fcfs-swap": Row(lambda g: fcfs(g.tiers(), g.limits, g.classes), needs_host=True),
-    "slo": Row(lambda g: _slo(g, g.device()), needs_cost=True),
-    "slo-swap": Row(lambda g: _slo(g, g.tiers()), needs_cost=True, needs_host=True),
-    "load-aware": Row(
+SCHEDULERS: Mapping[str, SchedulerEntry] = {
+    "fcfs": SchedulerEntry(lambda g: fcfs(g.device(), g.limits, g.classes)),
+    "fcfs-swap": SchedulerEntry(lambda g: fcfs(g.tiers(), g.limits, g.classes), needs_host=True),
+    "slo": SchedulerEntry(lambda g: _slo(g, g.device()), needs_cost=True),
+    "slo-swap": SchedulerEntry(lambda g: _slo(g, g.tiers()), needs_cost=True, needs_host=True),
+    "load-aware": SchedulerEntry(
         lambda g: load_aware(g.tiers(), g.limits, _cost(g), g.classes),
         needs_cost=True,
         needs_host=True,
     ),
-    "slo-riders": Row(
+    "slo-riders": SchedulerEntry(
         lambda g: slo_riders(g.tiers(), g.limits, _cost(g), g.classes, g.policy),
         needs_cost=True,
         needs_host=True,

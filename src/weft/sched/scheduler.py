@@ -69,7 +69,7 @@ class Policy(Protocol):
         """Raise InvariantError if what the policy remembers is not true."""
 
 
-class Part(Protocol):
+class SchedulerPart(Protocol):
     """What a scheduler does beside policy and memory."""
 
     def attach(self, scheduler: Scheduler) -> None:
@@ -89,7 +89,7 @@ class Part(Protocol):
 
 
 class Scheduler:
-    """See the module docstring; implements ``weft.core.ports.Scheduler``.
+    """See the module docstring; implements ``weft.core.ports.SchedulerPort``.
 
     Attributes:
         cache: the KV of the device.
@@ -98,7 +98,7 @@ class Scheduler:
     """
 
     def __init__(
-        self, policy: Policy, memory: DeviceMemory, limits: Limits, parts: Seq[Part] = ()
+        self, policy: Policy, memory: DeviceMemory, limits: Limits, parts: Seq[SchedulerPart] = ()
     ) -> None:
         self.policy, self.memory, self.limits, self.parts = policy, memory, limits, tuple(parts)
         self.cache = memory.cache

@@ -24,7 +24,7 @@ from dataclasses import replace
 
 from weft.core.plan import Commit, RowExtend, StepPlan, StepResult, Tier
 from weft.core.types import Sequence, SequenceState
-from weft.sched.balance import Balance, Choice, HostWork
+from weft.sched.balance import Balance, HostShare, HostWork
 from weft.sched.batch import BatchBuilder, TimedBatch
 from weft.sched.memory_host import HostMemory
 from weft.sched.preempt import choose_victim
@@ -120,7 +120,7 @@ class TwoBatch:
             return False
         return sequence.known <= sequence.lockstep_at or len(sequence.tokens) == sequence.known
 
-    def _choose(self, step: TimedBatch, work: HostWork, on_host: Seq[Sequence]) -> Choice:
+    def _choose(self, step: TimedBatch, work: HostWork, on_host: Seq[Sequence]) -> HostShare:
         if self._host_only:
             return self._balance.choose_all(work)
         free = self._balance.choose(step.work, work)
@@ -128,7 +128,7 @@ class TwoBatch:
             # Launched steps and moves give the device something to do again.
             soon = bool(self._scheduler.launched or self._memory.moving.moves)
             if soon and free.seconds > self._step_s:
-                return Choice(0, (), (), 0.0, 0.0)
+                return HostShare(0, (), (), 0.0, 0.0)
         elif not on_host or self._left_out < PATIENCE:
             return free
         waits_for_chunk = not on_host or on_host[0].known - on_host[0].planned > 1

@@ -36,7 +36,7 @@ from weft.api.sampling import check_model
 from weft.core.errors import WeftError
 from weft.core.ports import EngineClient
 from weft.core.settings import settings_of
-from weft.server.auth import KeyRing, RequireKey
+from weft.server.auth import RequireKey
 from weft.server.background import Background
 from weft.server.body import read_body
 from weft.server.embeddings import embedding_routes
@@ -46,6 +46,7 @@ from weft.server.exchange import Observe, log_exchange
 from weft.server.generation import chunked_form, generate
 from weft.server.hosts import CheckHost, hosts_checked
 from weft.server.invocations import invocation_routes
+from weft.server.keys import KeyRing
 from weft.server.life import Life, open_life
 from weft.server.messages import PATH as MESSAGES
 from weft.server.messages import anthropic_error, message_routes

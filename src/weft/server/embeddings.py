@@ -32,10 +32,10 @@ async def embed(service: Service, data: bytes) -> Response:
         job = embedding_job(body, service.builder)
         return job, EmbeddingCollector(job, body)
 
-    return Embedding(service, *await service.prepare(len(data), build, renders=False))
+    return EmbeddingResponse(service, *await service.prepare(len(data), build, renders=False))
 
 
-class Embedding(Response):
+class EmbeddingResponse(Response):
     """Runs a job wave after wave and sends its vectors; a client that goes away ends it."""
 
     def __init__(self, service: Service, job: Job, collector: EmbeddingCollector) -> None:

@@ -10,18 +10,16 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from weft.api.jobs import Job
 from weft.api.rules import HEADER, Notes
 from weft.core.logs import REQUEST_ID
-
-if TYPE_CHECKING:
-    from weft.api import Job
-    from weft.server.auth import Key
-    from weft.server.metrics import JobTimer
+from weft.server.keys import Key
+from weft.server.metrics import JobTimer
 
 REQUESTS = logging.getLogger("weft.requests")
 BARE_SEND = "weft.send"  # in the scope: sends parts of a body past everything further in

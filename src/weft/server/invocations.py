@@ -16,7 +16,7 @@ from weft.server.generation import answer, chunked_form
 from weft.server.service import Service
 
 
-class Shape(Struct):
+class BodyShape(Struct):
     """The field that tells what kind of body it is; the endpoint of that kind checks the rest."""
 
     messages: Raw = NULL
@@ -30,7 +30,7 @@ def invocation_routes(service: Service) -> list[Route]:
     async def invoke(request: Request) -> Response:
         with service.metrics.counting_refusals():
             data = await read_body(request, service.options)
-            shape = await service.compute(len(data), lambda: decode_body(Shape, data))
+            shape = await service.compute(len(data), lambda: decode_body(BodyShape, data))
             form = chunked_form(service)
             if not is_neutral(bytes(shape.messages)):
                 return await answer(service, data, ChatBody, chat_job, form)

@@ -9,7 +9,7 @@ import ssl
 import stat
 
 from weft.core.errors import ConfigError
-from weft.server.auth import read_keys
+from weft.server.keys import read_keys
 from weft.server.options import ServerOptions
 from weft.server.response_store import check_store
 

@@ -21,10 +21,10 @@ from weft.api import ModelCard
 from weft.core.ports import EngineClient
 from weft.server.accept import Acceptor
 from weft.server.app import create_app
-from weft.server.auth import KeyRing
 from weft.server.counts import Board
 from weft.server.errors import ShuttingDownError
 from weft.server.exchange import REQUESTS
+from weft.server.keys import KeyRing
 from weft.server.listen import address_of, listen, tls_context
 from weft.server.options import ServerOptions
 from weft.server.probe import EngineProbe

@@ -45,7 +45,7 @@ from weft.api.ollama_models import (
 )
 from weft.core.errors import WeftError
 from weft.server.body import read_body
-from weft.server.embeddings import Embedding
+from weft.server.embeddings import EmbeddingResponse
 from weft.server.errors import json_response
 from weft.server.generation import Form, Generation
 from weft.server.service import Prepared, Service
@@ -142,7 +142,11 @@ class _Handlers:
 
         async def handle(request: Request) -> Response:
             asked = await self._prepared(request, build, renders=False)
-            return json_response(asked) if isinstance(asked, dict) else Embedding(service, *asked)
+            return (
+                json_response(asked)
+                if isinstance(asked, dict)
+                else EmbeddingResponse(service, *asked)
+            )
 
         return handle
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from weft.core.errors import ConfigError, ParameterError
 from weft.core.settings import check_settings, setting
-from weft.server.auth import read_keys
+from weft.server.keys import read_keys
 from weft.server.tracing import make_exporter
 from weft.text.dialect import REASONING_MARKERS, TOOL_PARSERS
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class EngineLoad:
     """What the engine said about its queue.
 
     Attributes:
@@ -51,7 +51,7 @@ class EngineProbe(Protocol):
         from the request plane's own counts.
         """
 
-    def load(self) -> Load | None:
+    def load(self) -> EngineLoad | None:
         """The state of the engine's queue; None if it does not say."""
 
     def info(self) -> Mapping[str, Any]:
@@ -76,7 +76,7 @@ class NoProbe:
     def gauges(self) -> Mapping[str, float]:
         return {}
 
-    def load(self) -> Load | None:
+    def load(self) -> EngineLoad | None:
         return None
 
     def info(self) -> Mapping[str, Any]:

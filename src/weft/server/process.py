@@ -36,7 +36,7 @@ from weft.server.counts import Board
 from weft.server.keeper import EXIT_REFUSED
 from weft.server.main import run_server
 from weft.server.options import ServerOptions
-from weft.server.probe import Load
+from weft.server.probe import EngineLoad
 from weft.text import Tokenizer
 from weft.text.renderer import shared_renderer
 from weft.text.template import find_template
@@ -135,9 +135,9 @@ class RingProbe:
             "slo_requests_demoted": info.demoted,
         }
 
-    def load(self) -> Load:
+    def load(self) -> EngineLoad:
         info = self._client.info()
-        return Load(
+        return EngineLoad(
             updated_ns=info.updated_ns,
             engine=info.started_ns,
             waiting=info.waiting,

@@ -40,7 +40,7 @@ def bounded_protocol(options: ServerOptions) -> type[BoundedProtocol]:
     return Protocol
 
 
-class RefusedError(Exception):
+class RequestRefusedError(Exception):
     """A request that is answered without the application."""
 
     def __init__(self, status: int, message: str, code: str) -> None:
@@ -98,7 +98,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._progressed = False
         self._in_headers = True
         self._running: RequestResponseCycle | None = None  # the oldest without an answer, or done
-        self._refused: RefusedError | None = None
+        self._refused: RequestRefusedError | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -138,7 +138,7 @@ class BoundedProtocol(HttpToolsProtocol):
             room = self.limit - self._stalled_bytes
             if room <= 0:
                 message = f"The headers of the request are longer than {self.limit} bytes."
-                self._refuse(RefusedError(431, message, "headers_too_large"))
+                self._refuse(RequestRefusedError(431, message, "headers_too_large"))
                 return
             taken = self._feed(self._unparsed[: min(room, PIECE_BYTES)])
             self._unparsed = self._unparsed[taken:] or NOTHING  # which keeps no buffer alive
@@ -178,10 +178,10 @@ class BoundedProtocol(HttpToolsProtocol):
         names = [name for name, _ in self.headers]
         hosts = names.count(b"host")
         if hosts > 1 or (not hosts and self.parser.get_http_version() == "1.1"):
-            raise RefusedError(400, "A request needs one Host header.", "invalid_http")
+            raise RequestRefusedError(400, "A request needs one Host header.", "invalid_http")
         if self.parser.should_upgrade() and {b"content-length", b"transfer-encoding"} & set(names):
             # the parser would take the body for a next request
-            raise RefusedError(
+            raise RequestRefusedError(
                 400, "A request with a body cannot ask for an Upgrade.", "invalid_http"
             )
         path = self.url.partition(b"?")[0].decode("latin-1").removeprefix(self.root_path)
@@ -213,7 +213,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.flow.write_paused:
             self.transport.abort()
 
-    def _refuse(self, refused: RefusedError) -> None:
+    def _refuse(self, refused: RequestRefusedError) -> None:
         """Answer without the application, in turn, and parse no more."""
         self._refused = refused
         self._unparsed = NOTHING
@@ -273,22 +273,22 @@ class BoundedProtocol(HttpToolsProtocol):
             self.transport.close()
 
 
-def _full() -> RefusedError:
-    return RefusedError(503, "The server has as many connections as it takes.", "busy")
+def _full() -> RequestRefusedError:
+    return RequestRefusedError(503, "The server has as many connections as it takes.", "busy")
 
 
-def _refusal(error: BaseException | None) -> RefusedError:
+def _refusal(error: BaseException | None) -> RequestRefusedError:
     """What a client is told about a request that could not be parsed."""
     if isinstance(error, httptools.HttpParserCallbackError):
         error = error.__context__  # what one of our own methods has raised
-    if isinstance(error, RefusedError):
+    if isinstance(error, RequestRefusedError):
         return error
     known = isinstance(error, httptools.HttpParserError) and str(error)
     detail = f": {str(error).rstrip('.')}" if known else ""
-    return RefusedError(400, f"The request is no valid HTTP{detail}.", "invalid_http")
+    return RequestRefusedError(400, f"The request is no valid HTTP{detail}.", "invalid_http")
 
 
-def _answer(refused: RefusedError) -> bytes:
+def _answer(refused: RequestRefusedError) -> bytes:
     """A whole answer, after which the connection is closed. It is logged here."""
     status, request_id = refused.status, new_request_id()
     facts = {"request_id": request_id, "status": status, "error": refused.code}

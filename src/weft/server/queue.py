@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from weft.core.errors import WeftError
 from weft.server.options import ServerOptions
-from weft.server.probe import EngineProbe, Load
+from weft.server.probe import EngineLoad, EngineProbe
 
 WINDOW_S = 30.0  # over which the rate is measured
 SAMPLE_EVERY_S = 0.25
@@ -51,7 +51,7 @@ class QueueLimit:
         self._most_requests = options.max_queued_requests
         self._most_tokens = options.max_queued_tokens
         self._probe = probe
-        self._rates = Rates()
+        self._rates = EngineRates()
 
     def admit(self, sequences: int, prompt_tokens: int, waiting: Iterable[Waiting]) -> None:
         """Raise QueueFullError if a request goes beyond a limit.
@@ -63,7 +63,7 @@ class QueueLimit:
             return
         load = self._probe.load()
         if load is None:
-            load = Load()
+            load = EngineLoad()
         else:
             self._rates.sample(load)
         queued, tokens = _queued(load, waiting)
@@ -79,7 +79,7 @@ class QueueLimit:
         )
 
 
-def _queued(load: Load, waiting: Iterable[Waiting]) -> tuple[int, int]:
+def _queued(load: EngineLoad, waiting: Iterable[Waiting]) -> tuple[int, int]:
     """Sequences and prompt tokens that wait; free rows will be taken at once."""
     sequences, tokens = load.waiting, load.queued_tokens
     for job in waiting:
@@ -98,7 +98,7 @@ def _retry_after_s(excess: int, rate: float) -> int:
     return LONGEST_RETRY_S if rate <= 0 else min(LONGEST_RETRY_S, math.ceil(excess / rate))
 
 
-class Rates:
+class EngineRates:
     """How fast the engine starts sequences and reads prompts, from what it says now and then.
 
     Attributes:
@@ -107,9 +107,9 @@ class Rates:
 
     def __init__(self) -> None:
         self.sequences = self.tokens = math.nan
-        self._samples: deque[Load] = deque()
+        self._samples: deque[EngineLoad] = deque()
 
-    def sample(self, load: Load) -> None:
+    def sample(self, load: EngineLoad) -> None:
         """Take in what the engine says at present."""
         samples = self._samples
         if samples and load.engine != samples[-1].engine:  # another engine counts from 0

@@ -23,15 +23,15 @@ from weft.cost.work import Work
 from weft.kv.cache import GroupSpec
 from weft.sched.registry import SCHEDULERS, Resources, make_scheduler
 from weft.sched.scheduler import Limits, Scheduler
-from weft.sim.arrivals import gamma_times
-from weft.sim.jobs import Job, trace_jobs
+from weft.sim.jobs import SimulatedRequest, trace_jobs
 from weft.sim.learn import learn
-from weft.sim.lengths import parse_lengths
 from weft.sim.options import DEFAULT_REQUESTS, SYNTHETIC, SimOptions
 from weft.sim.run import Traffic
 from weft.sim.simulated import Errors
-from weft.sim.trace import Arrival, read_requests, read_text
-from weft.sim.workload import Workload, conversations, is_workload, read_workload
+from weft.sim.workload_file import Workload, conversations, is_workload, read_workload
+from weft.workload.arrivals import gamma_times
+from weft.workload.lengths import parse_lengths
+from weft.workload.trace import Arrival, read_requests, read_text
 
 BEST_EFFORT_TEXTS = 2**33  # texts of best-effort prompts are numbered from here
 
@@ -53,8 +53,8 @@ class World:
     cost: CostModel
     sheet: Roofline
     planned: Resources
-    main: Source
-    best_effort: Source | None
+    main: TrafficSource
+    best_effort: TrafficSource | None
 
     def scheduler(self) -> Scheduler:
         """A new scheduler."""
@@ -78,7 +78,7 @@ class World:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class TrafficSource:
     """Requests of one kind.
 
     Attributes:
@@ -107,7 +107,7 @@ class Source:
         assert self.arrivals is not None
         return len(self.arrivals) / max(self.arrivals[-1].at_s, 1e-3)
 
-    def jobs(self, rate: float | None) -> Iterator[Job]:
+    def jobs(self, rate: float | None) -> Iterator[SimulatedRequest]:
         """Jobs in order of time, at a rate or as recorded."""
         if self.workload is not None:
             assert rate is not None
@@ -125,18 +125,18 @@ class Source:
             times = gamma_times(rate, self.burstiness, self.seed)
             yield from islice(self._untimed(times), self.requests)
 
-    def backlog(self) -> Iterator[Job]:
+    def backlog(self) -> Iterator[SimulatedRequest]:
         """Jobs that have no times; a trace is repeated until there are enough."""
         if self.workload is not None:
             return self._conversations(repeat(0.0), self.requests or DEFAULT_REQUESTS)
         return islice(self._untimed(repeat(0.0)), self.requests)
 
-    def _conversations(self, times: Iterator[float], total: int) -> Iterator[Job]:
+    def _conversations(self, times: Iterator[float], total: int) -> Iterator[SimulatedRequest]:
         assert self.workload is not None
         texts = range(self.first_text, self.first_text + total)
         return conversations(self.workload, times, texts, self.service_class, self.seed)
 
-    def _untimed(self, times: Iterator[float]) -> Iterator[Job]:
+    def _untimed(self, times: Iterator[float]) -> Iterator[SimulatedRequest]:
         draw = random.Random(f"lengths {self.seed} {self.service_class}")
         index = count(self.first_text)
         while True:
@@ -245,9 +245,9 @@ def _costs(options: SimOptions, shape: ModelShape, machine: Hardware) -> tuple[C
     sheet = Roofline(shape, machine, dtype, kv_dtype, tp, overhead)
     if options.step_times == "roofline":
         return sheet, sheet
-    from weft.cost.table import Measured  # reads tables of an extra
+    from weft.cost.table import MeasuredCosts  # reads tables of an extra
 
-    return Measured(shape, machine, dtype, kv_dtype, tp, overhead), sheet
+    return MeasuredCosts(shape, machine, dtype, kv_dtype, tp, overhead), sheet
 
 
 def _host_blocks(options: SimOptions, sheet: Roofline, machine: Hardware) -> tuple[int, ...]:
@@ -260,7 +260,7 @@ def _host_blocks(options: SimOptions, sheet: Roofline, machine: Hardware) -> tup
 
 def _source(
     options: SimOptions, param: str, service_class: str, requests: int | None, first_text: int
-) -> Source:
+) -> TrafficSource:
     """The requests that a setting names; ``param`` is ``trace`` or ``be_trace``."""
     words = getattr(options, param)
     seed = options.seed * 2 + (first_text > 0)
@@ -272,16 +272,16 @@ def _source(
             for name in ("input_tokens", "output_tokens")
         )
         asked = requests or (DEFAULT_REQUESTS if not prefix else None)
-        return Source(
+        return TrafficSource(
             service_class, asked, seed, bursts, first_text, lengths=(lengths[0], lengths[1])
         )
     if is_workload(words):
         workload = read_workload(words, param)
         asked = requests or DEFAULT_REQUESTS
-        return Source(service_class, asked, seed, bursts, first_text, workload=workload)
+        return TrafficSource(service_class, asked, seed, bursts, first_text, workload=workload)
     arrivals = read_requests(words, param)
     if not math.isnan(arrivals[0].at_s):
         arrivals = arrivals[:requests]
     elif requests is None and param == "trace":
         requests = len(arrivals)
-    return Source(service_class, requests, seed, bursts, first_text, arrivals=arrivals)
+    return TrafficSource(service_class, requests, seed, bursts, first_text, arrivals=arrivals)

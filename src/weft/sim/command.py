@@ -14,10 +14,11 @@ from weft.sim.build import World, build
 from weft.sim.chrome import write_timeline
 from weft.sim.figures import summarise
 from weft.sim.options import SimOptions
-from weft.sim.plots import check_plots, plot_loads, plot_run
+from weft.sim.plots import plot_run
 from weft.sim.run import Simulated, simulate
-from weft.sim.sweep import FEWEST_RATES, fit_saturation, serviceable
 from weft.sim.usage import Machine
+from weft.workload.plots import check_plots, plot_loads
+from weft.workload.sweep import FEWEST_RATES, fit_saturation, serviceable
 
 
 def run_sim(options: SimOptions) -> dict[str, Any]:

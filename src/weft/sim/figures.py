@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.core.types import ServiceClass
-from weft.sim.percentiles import PERCENTILES, percentiles_ms
 from weft.sim.record import CANCELLED, COMPLETED, FAILED, Floats, Record
 from weft.sim.run import Simulated
 from weft.sim.usage import Machine, timeline, usage
-from weft.sim.workload import Target
+from weft.sim.workload_file import Target
+from weft.workload.percentiles import PERCENTILES, percentiles_ms
 
 
 def summarise(

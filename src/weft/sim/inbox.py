@@ -11,7 +11,7 @@ from weft.core.errors import InvariantError
 from weft.core.plan import Commit
 from weft.core.types import FinishReason, Request, SamplingParams
 from weft.sim.clock import VirtualClock
-from weft.sim.jobs import END_TOKEN, Job
+from weft.sim.jobs import END_TOKEN, SimulatedRequest
 from weft.sim.record import Record
 
 SAMPLING = SamplingParams(temperature=0.0, seed=0, speculation=0).with_defaults({})
@@ -31,10 +31,10 @@ class SimulatedInbox:
 
     def __init__(
         self,
-        arrivals: Iterator[Job],
+        arrivals: Iterator[SimulatedRequest],
         clock: VirtualClock,
         record: Record,
-        backlog: Iterator[Job] | None = None,
+        backlog: Iterator[SimulatedRequest] | None = None,
         keep: int = 0,
     ) -> None:
         self.ends: dict[int, int] = {}
@@ -42,8 +42,10 @@ class SimulatedInbox:
         self._record = record
         self._arrivals = arrivals
         self._next = next(arrivals, None)
-        self._later: list[tuple[float, int, Job]] = []  # what clients ask after their answers
-        self._follows: dict[int, Callable[[int, float], Job | None]] = {}
+        self._later: list[
+            tuple[float, int, SimulatedRequest]
+        ] = []  # what clients ask after their answers
+        self._follows: dict[int, Callable[[int, float], SimulatedRequest | None]] = {}
         self._ties = count()
         self._backlog = iter(()) if backlog is None else backlog
         self._keep = keep
@@ -103,7 +105,7 @@ class SimulatedInbox:
             times.append(self._next.at_s)
         return min(times, default=None)
 
-    def _request(self, job: Job, at_s: float) -> Request:
+    def _request(self, job: SimulatedRequest, at_s: float) -> Request:
         prompt = job.tokens()
         number = self._record.arrive(at_s, job, len(prompt))
         self.ends[number] = len(prompt) + job.output_tokens

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import NamedTuple
 
-from weft.sim.trace import BLOCK_TOKENS, Arrival
+from weft.workload.trace import BLOCK_TOKENS, Arrival
 
 END_TOKEN = 0  # what ends every answer
 _BLOCK, _SHARED, _OWN, _ANSWER = (kind << 58 for kind in (1, 2, 3, 4))
 _ROOM = 24  # bits for the tokens of one text
 
 
-class Segment(NamedTuple):
+class TokenSegment(NamedTuple):
     """``length`` token ids from ``first`` on: counting up, or all the same."""
 
     first: int
@@ -29,7 +29,7 @@ class Segment(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class SimulatedRequest:
     """A request that comes at ``at_s``.
 
     Attributes:
@@ -39,10 +39,10 @@ class Job:
     """
 
     at_s: float
-    prompt: tuple[Segment, ...]
+    prompt: tuple[TokenSegment, ...]
     output_tokens: int
     service_class: str
-    follow: Callable[[int, float], Job | None] | None = None
+    follow: Callable[[int, float], SimulatedRequest | None] | None = None
 
     @property
     def input_tokens(self) -> int:
@@ -58,14 +58,14 @@ class Job:
         )
 
 
-def shared_text(index: int, count: int) -> Segment:
+def shared_text(index: int, count: int) -> TokenSegment:
     """Text number ``index`` that several prompts have, such as a system prompt."""
-    return Segment(_SHARED + (index << _ROOM), count)
+    return TokenSegment(_SHARED + (index << _ROOM), count)
 
 
-def own_text(index: int, count: int) -> Segment:
+def own_text(index: int, count: int) -> TokenSegment:
     """Text that nobody else has; ``index`` is below 2**34."""
-    return Segment(_OWN + (index << _ROOM), count)
+    return TokenSegment(_OWN + (index << _ROOM), count)
 
 
 def answer_token(number: int) -> int:
@@ -73,18 +73,18 @@ def answer_token(number: int) -> int:
     return _ANSWER + number
 
 
-def answer_text(number: int, count: int) -> Segment:
+def answer_text(number: int, count: int) -> TokenSegment:
     """The answer of request ``number`` without its end, as later prompts quote it."""
-    return Segment(_ANSWER + number, count - 1, same=True)
+    return TokenSegment(_ANSWER + number, count - 1, same=True)
 
 
-def prompt_of(arrival: Arrival, index: int) -> tuple[Segment, ...]:
+def prompt_of(arrival: Arrival, index: int) -> tuple[TokenSegment, ...]:
     """The prompt of request ``index`` of a trace: its blocks, then text of its own."""
     segments, left = [], arrival.input_tokens
     for block in arrival.blocks:
         if left > 0:
             count = min(left, BLOCK_TOKENS)
-            segments.append(Segment(_BLOCK + block * BLOCK_TOKENS, count))
+            segments.append(TokenSegment(_BLOCK + block * BLOCK_TOKENS, count))
             left -= count
     if left > 0:
         segments.append(own_text(index, left))
@@ -97,7 +97,7 @@ def trace_jobs(
     times: Iterator[float] | None = None,
     speed: float = 1.0,
     first: int = 0,
-) -> Iterator[Job]:
+) -> Iterator[SimulatedRequest]:
     """Jobs of a trace, one by one.
 
     Args:
@@ -107,4 +107,6 @@ def trace_jobs(
     """
     for index, arrival in enumerate(arrivals, first):
         at_s = arrival.at_s / speed if times is None else next(times)
-        yield Job(at_s, prompt_of(arrival, index), arrival.output_tokens, service_class)
+        yield SimulatedRequest(
+            at_s, prompt_of(arrival, index), arrival.output_tokens, service_class
+        )

@@ -10,8 +10,8 @@ from weft.core.config import check_budget, class_table
 from weft.core.errors import ConfigError, ParameterError
 from weft.core.settings import check_settings, setting
 from weft.core.types import ServiceClass
-from weft.sim.arrivals import parse_rates
-from weft.sim.lengths import LENGTH_WORDS, parse_lengths
+from weft.workload.arrivals import parse_rates
+from weft.workload.lengths import LENGTH_WORDS, parse_lengths
 
 SYNTHETIC = "synthetic"
 DEFAULT_REQUESTS = 1000

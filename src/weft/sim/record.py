@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from weft.core.plan import Commit
 from weft.core.types import FinishReason
-from weft.sim.jobs import Job
+from weft.sim.jobs import SimulatedRequest
 
 Floats = NDArray[np.float64]
 NEVER_S = -1.0
@@ -70,7 +70,7 @@ class Record:
     def __len__(self) -> int:
         return len(self.arrival_s)
 
-    def arrive(self, at_s: float, job: Job, input_tokens: int) -> int:
+    def arrive(self, at_s: float, job: SimulatedRequest, input_tokens: int) -> int:
         """Note a request and return its number."""
         number = len(self.arrival_s)
         self.arrival_s.append(at_s)

@@ -17,7 +17,7 @@ from weft.sched.piggyback import PiggybackPart
 from weft.sched.scheduler import Scheduler
 from weft.sim.clock import VirtualClock
 from weft.sim.inbox import SimulatedInbox
-from weft.sim.jobs import Job
+from weft.sim.jobs import SimulatedRequest
 from weft.sim.piggyback import Piggyback, on_hosts
 from weft.sim.record import Record, StepLog
 from weft.sim.simulated import Errors, SimulatedExecutor
@@ -27,8 +27,8 @@ from weft.sim.simulated import Errors, SimulatedExecutor
 class Traffic:
     """Who asks: jobs that come by the clock, and a backlog of which ``keep`` are always open."""
 
-    arrivals: Iterator[Job]
-    backlog: Iterator[Job] | None = None
+    arrivals: Iterator[SimulatedRequest]
+    backlog: Iterator[SimulatedRequest] | None = None
     keep: int = 0
 
 

@@ -17,7 +17,7 @@ _ANY = "/(?s:.*)/"
 
 
 @dataclass(frozen=True, slots=True)
-class Function:
+class CallableFunction:
     """A function that may be called.
 
     Attributes:
@@ -31,7 +31,7 @@ class Function:
 def turn_grammar(
     dialect: Dialect,
     tokenizer: Tokenizer,
-    functions: Sequence[Function] = (),
+    functions: Sequence[CallableFunction] = (),
     *,
     forced: bool = False,
     parallel: bool = True,
@@ -141,7 +141,7 @@ class _Calls:
         alone: nothing but calls; else text may stand before, between and after them.
     """
 
-    functions: Sequence[Function]
+    functions: Sequence[CallableFunction]
     spell: Callable[[str], str]
     rules: list[str]
     alone: bool

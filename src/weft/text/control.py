@@ -47,7 +47,7 @@ class AddedToken:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextPiece:
     """A stretch of text; ``token`` is set where it spells an added token."""
 
     text: str
@@ -65,7 +65,7 @@ class Scanner:
         self._lengths = {first: sorted(found, reverse=True) for first, found in lengths.items()}
         self._starts = re.compile(_starts_pattern(self._tokens))
 
-    def split(self, text: str) -> Iterator[Piece]:
+    def split(self, text: str) -> Iterator[TextPiece]:
         """Yield pieces that join to ``text``, spelled tokens apart from the text between them."""
         end = at = 0
         while (match := self._starts.search(text, at)) is not None:
@@ -75,11 +75,11 @@ class Scanner:
                 at += 1
                 continue
             if at > end:
-                yield Piece(text[end:at], None)
-            yield Piece(token.content, token)
+                yield TextPiece(text[end:at], None)
+            yield TextPiece(token.content, token)
             end = at = at + len(token.content)
         if end < len(text):
-            yield Piece(text[end:], None)
+            yield TextPiece(text[end:], None)
 
     def _longest(self, text: str, at: int) -> AddedToken | None:
         for length in self._lengths[text[at]]:

@@ -111,7 +111,7 @@ def _render(template: jinja2.Template, request: dict[str, Any]) -> Reply:
         return _collect(template.generate(variables), request["max_chars"])
     except MemoryError:
         return _error("memory", "")
-    except sandbox.RefusedError as error:
+    except sandbox.TemplateRefusedError as error:
         return _error("refused", str(error))
     except Exception as error:  # a template can fail in any way that Python code can
         return _error("failed", f"{type(error).__name__}: {error}")

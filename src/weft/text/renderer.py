@@ -24,14 +24,14 @@ MAX_SOURCE_CHARS = 128 * 1024  # the longest template that is known has 40,000
 
 
 @dataclass(frozen=True)
-class Source:
+class TemplateSource:
     """The text of a template and the name that the renderer knows it by."""
 
     text: str
     digest: str
 
     @classmethod
-    def of(cls, text: str) -> Source:
+    def of(cls, text: str) -> TemplateSource:
         return cls(text, hashlib.sha256(text.encode("utf-8", "replace")).hexdigest())
 
 
@@ -77,7 +77,7 @@ class Renderer:
             if self._link is not None:
                 self._end()
 
-    def compile(self, source: Source) -> frozenset[str] | Failure:
+    def compile(self, source: TemplateSource) -> frozenset[str] | Failure:
         """Compile a template; return the names of the variables that it reads.
 
         Raises:
@@ -90,7 +90,11 @@ class Renderer:
         return reply if isinstance(reply, Failure) else frozenset(reply["variables"])
 
     def render(
-        self, source: Source, variables: Mapping[str, Any], alphabet: str | None, max_chars: int
+        self,
+        source: TemplateSource,
+        variables: Mapping[str, Any],
+        alphabet: str | None,
+        max_chars: int,
     ) -> str | Failure:
         """Render a template.
 

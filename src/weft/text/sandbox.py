@@ -24,7 +24,7 @@ from weft.text.quoting import join
 _NON_ASCII = re.compile("[^\x00-\x7f\ud800-\udfff]")
 
 
-class RefusedError(jinja2.TemplateError):
+class TemplateRefusedError(jinja2.TemplateError):
     """The template itself called ``raise_exception``."""
 
 
@@ -93,7 +93,7 @@ def _tojson(
 
 
 def _raise_exception(message: str) -> NoReturn:
-    raise RefusedError(message)
+    raise TemplateRefusedError(message)
 
 
 def _strftime_now(format: str) -> str:

@@ -11,7 +11,7 @@ from weft.core.errors import ParameterError, TemplateError, TokenizerError
 from weft.core.json_files import read_text
 from weft.core.logs import notice
 from weft.text.assets import NAMED_TOKENS, named_tokens, read_config
-from weft.text.control import AddedToken, Piece
+from weft.text.control import AddedToken, TextPiece
 from weft.text.quoting import (
     Alphabet,
     from_user,
@@ -19,7 +19,7 @@ from weft.text.quoting import (
     plain_data,
     refuse_surrogates,
 )
-from weft.text.renderer import Failure, Renderer, Source, shared_renderer
+from weft.text.renderer import Failure, Renderer, TemplateSource, shared_renderer
 from weft.text.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
@@ -87,14 +87,14 @@ class ChatTemplate:
                 "pass --chat-template FILE."
             )
         self._renderer = renderer or shared_renderer()
-        self._sources = {name: Source.of(text) for name, text in self.sources.items()}
+        self._sources = {name: TemplateSource.of(text) for name, text in self.sources.items()}
         self.variables: frozenset[str] = frozenset().union(
             *(self._compile(name, source) for name, source in self._sources.items())
         )
         self._reserved = _RESERVED | self.special_tokens.keys()
         self._controls: dict[int, tuple[Tokenizer, _Controls]] = {}
 
-    def _compile(self, name: str, source: Source) -> frozenset[str]:
+    def _compile(self, name: str, source: TemplateSource) -> frozenset[str]:
         found = self._renderer.compile(source)
         if not isinstance(found, Failure):
             return found
@@ -360,7 +360,7 @@ class _Controls:
             start = end
         return pieces
 
-    def _may_spell(self, piece: Piece, quoted: str) -> bool:
+    def _may_spell(self, piece: TextPiece, quoted: str) -> bool:
         token = piece.token
         if token is None or token.token_id not in self._ids:
             return token is not None

@@ -6,15 +6,11 @@ several Python threads at once.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from weft.kernels.cpu import _native
-
-if TYPE_CHECKING:
-    from weft.kernels.ops import AttentionBatch
+from weft.kernels.interface import AttentionBatch
 
 __all__ = ["isa", "isas", "paged_attention", "set_threads", "threads", "use_isa"]
 

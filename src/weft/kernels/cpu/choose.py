@@ -18,7 +18,7 @@ def choose(
     tokens: Tensor,
     finite: Tensor,
 ) -> None:
-    """Choose a token for each row; see ``ops.Choose``.
+    """Choose a token for each row; see ``interface.Choose``.
 
     Raises:
         ValueError: shapes or types do not fit.

@@ -8,19 +8,19 @@ import torch
 from torch import Tensor
 
 from weft.kernels.cpu import _native
-from weft.kernels.cpu.matrix import Matrix
-from weft.kernels.parts import Biases, Norms, Shape, check_parts
+from weft.kernels.cpu.matrix import CpuMatrix
+from weft.kernels.parts import Biases, LayerShape, Norms, check_parts
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}  # the numbers of `Activation` in panel.hpp
 
 
-class Layer:
+class CpuLayer:
     """Native ``pre`` and ``post`` of one layer, bound to its weights."""
 
     def __init__(
         self,
-        shape: Shape,
-        matrices: dict[str, Matrix],
+        shape: LayerShape,
+        matrices: dict[str, CpuMatrix],
         norms: Norms,
         biases: Biases,
         mixture: object = None,

@@ -21,7 +21,7 @@ _CODES = {torch.float32: 0, torch.bfloat16: 1}  # those of `DType` in tensor.hpp
 _SCALE_CODES = {"float32": 0, "bfloat16": 1, "float16": 2}
 
 
-class Matrix:
+class CpuMatrix:
     """A weight [outputs, inputs] in the panels that ``panel.hpp`` describes.
 
     Attributes:
@@ -62,7 +62,7 @@ class Matrix:
     @classmethod
     def quantised(
         cls, shape: Sequence[int], dtype: torch.dtype, storage: Storage, *, gated: bool = False
-    ) -> Matrix:
+    ) -> CpuMatrix:
         """Return a matrix of integers [outputs, inputs] that ``write`` fills.
 
         Its products round the activations to 8 bits, a group of inputs at a time (``quant.hpp``).
@@ -122,7 +122,7 @@ class Matrix:
 
 
 def linear(
-    x: Tensor, matrix: Matrix, bias: Tensor | None, dtype: torch.dtype | None = None
+    x: Tensor, matrix: CpuMatrix, bias: Tensor | None, dtype: torch.dtype | None = None
 ) -> Tensor:
     """Return x [T, I] times the matrix [O, I], plus bias [O] -> [T, O].
 
@@ -154,24 +154,24 @@ def linear(
     return out
 
 
-def logits(hidden: Tensor, matrix: Matrix) -> Tensor:
+def logits(hidden: Tensor, matrix: CpuMatrix) -> Tensor:
     """Return ``linear`` without a bias in float32: the sums as they are, not rounded."""
     return linear(hidden, matrix, None, torch.float32)
 
 
-def embedding(ids: Tensor, table: Tensor | Matrix) -> Tensor:
+def embedding(ids: Tensor, table: Tensor | CpuMatrix) -> Tensor:
     """Return the rows [T, C] of the ids [T] int64; see ``gather``."""
     return functional.embedding(ids, table) if isinstance(table, Tensor) else gather(table, ids)
 
 
-def pack(parameter: str, tensor: Tensor) -> Tensor | Matrix | tuple[Matrix, ...]:
-    """Pack the parameters that ``linear`` multiplies with; see ``ops.Pack``."""
+def pack(parameter: str, tensor: Tensor) -> Tensor | CpuMatrix | tuple[CpuMatrix, ...]:
+    """Pack the parameters that ``linear`` multiplies with; see ``interface.Pack``."""
     name = parameter.rpartition(".")[2]
     if name not in MULTIPLIED:
         return tensor
     if tensor.dim() == 3:
-        return tuple(Matrix(expert) for expert in tensor)
-    return Matrix(tensor, gated=name == "gate_up")
+        return tuple(CpuMatrix(expert) for expert in tensor)
+    return CpuMatrix(tensor, gated=name == "gate_up")
 
 
 def computes(storage: Storage) -> bool:
@@ -181,15 +181,15 @@ def computes(storage: Storage) -> bool:
 
 def quantised(
     parameter: str, shape: torch.Size, dtype: torch.dtype, storage: Storage
-) -> Matrix | tuple[Matrix, ...]:
-    """Return what a parameter is written into that is stored as integers; see ``ops.Quantise``."""
+) -> CpuMatrix | tuple[CpuMatrix, ...]:
+    """Return where a parameter in integers is written; see ``interface.Quantise``."""
     gated = parameter.rpartition(".")[2] == "gate_up"
     if len(shape) == 3:
-        return tuple(Matrix.quantised(shape[1:], dtype, storage) for _ in range(shape[0]))
-    return Matrix.quantised(shape, dtype, storage, gated=gated)
+        return tuple(CpuMatrix.quantised(shape[1:], dtype, storage) for _ in range(shape[0]))
+    return CpuMatrix.quantised(shape, dtype, storage, gated=gated)
 
 
-def gather(matrix: Matrix, outputs: Tensor) -> Tensor:
+def gather(matrix: CpuMatrix, outputs: Tensor) -> Tensor:
     """Return the weights [T, I] of some outputs [T] int64, such as the embeddings of tokens.
 
     Raises:

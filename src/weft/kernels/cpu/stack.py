@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from weft.kernels.cpu import _native
 from weft.kernels.cpu.attention import view
-from weft.kernels.cpu.layer import Layer
-from weft.kernels.cpu.matrix import Matrix
-
-if TYPE_CHECKING:
-    from weft.kernels.ops import AttentionBatch
+from weft.kernels.cpu.layer import CpuLayer
+from weft.kernels.cpu.matrix import CpuMatrix
+from weft.kernels.interface import AttentionBatch
 
 
-class Stack:
+class CpuStack:
     """Embedding, layers bound to their caches, and final norm.
 
     ``run`` gives the very bits of the parts called one by one, without Python in between, whose
@@ -26,7 +23,7 @@ class Stack:
 
     def __init__(
         self,
-        embedding: Tensor | Matrix,
+        embedding: Tensor | CpuMatrix,
         embedding_scale: float,
         norm: Tensor,
         norm_eps: float,
@@ -42,7 +39,7 @@ class Stack:
         native = _native.Stack()
         self._native = native
         self._dtype, self._width = norm.dtype, len(norm)
-        if isinstance(embedding, Matrix):
+        if isinstance(embedding, CpuMatrix):
             native.packed = embedding.native
         else:
             embedding = embedding.contiguous()
@@ -60,7 +57,7 @@ class Stack:
 
     def add_layer(
         self,
-        layer: Layer,
+        layer: CpuLayer,
         places: tuple[int, int],
         caches: tuple[Tensor, Tensor],
         *,

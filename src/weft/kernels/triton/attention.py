@@ -7,22 +7,20 @@ depends on its own context, and on whether its row has few tokens or more, but o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
+from weft.kernels.interface import AttentionBatch
 from weft.kernels.kv_storage import row_size
 from weft.kernels.triton import attend, kv_write
 from weft.kernels.triton.device import has_fp8, shared_bytes
 from weft.kernels.triton.launch import interpreted, power_of_2
 from weft.kernels.triton.storage import as_bytes, scales_of
 from weft.kernels.triton.tiles import Heads, Plan, padded, plan
-
-if TYPE_CHECKING:
-    from weft.kernels.ops import AttentionBatch
-    from weft.kernels.tuning import Tuning
+from weft.kernels.tuning import Tuning
 
 __all__ = ["paged_attention", "plan_for"]
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from weft.kernels.float8 import Rounded
-from weft.kernels.parts import Biases, Norms, Shape, check_parts
+from weft.kernels.parts import Biases, LayerShape, Norms, check_parts
 from weft.kernels.triton.activation import act_mul_for
-from weft.kernels.triton.matrix import Matrix, linear
+from weft.kernels.triton.matrix import TritonMatrix, linear
 from weft.kernels.triton.norm import NormKind, add, add_norm, norm
 from weft.kernels.triton.rope import HeadNorm, Places, rotate
 
@@ -30,7 +30,7 @@ class Sum:
     post: Tensor | None = None
 
 
-class Layer:
+class TritonLayer:
     """``pre`` and ``post`` of one layer, bound to its weights; or ``begin`` and ``end``.
 
     These leave a sum to the norm that follows it, which is in the next layer, and write keys and
@@ -39,13 +39,13 @@ class Layer:
 
     def __init__(
         self,
-        shape: Shape,
-        matrices: dict[str, Matrix],
+        shape: LayerShape,
+        matrices: dict[str, TritonMatrix],
         norms: Norms,
         biases: Biases,
         mixture: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """Bind the matrices ``qkv``, ``output``, ``gate_up`` and ``down``; see ``ops.BindLayer``.
+        """Bind ``qkv``, ``output``, ``gate_up`` and ``down``; see ``interface.BindLayer``.
 
         Raises:
             ValueError: shapes or dtypes do not fit together.
@@ -123,7 +123,7 @@ class Layer:
 
 
 def add_up(
-    total: Sum, weight: Tensor, kind: NormKind, matrix: Matrix | None
+    total: Sum, weight: Tensor, kind: NormKind, matrix: TritonMatrix | None
 ) -> tuple[Tensor | Rounded, Tensor]:
     """Return the norm of a sum, as ``matrix`` takes it, and the sum [T, C]."""
     inputs = "float" if matrix is None else matrix.inputs

@@ -28,7 +28,7 @@ from weft.kernels.triton.embedding import embedding as rows_of
 from weft.kernels.triton.fp8 import round_rows
 from weft.kernels.triton.gemm import add_parts, gemm
 from weft.kernels.triton.launch import interpreted
-from weft.kernels.tuning import Launch, Shape, Tuning, kind_of, op_of
+from weft.kernels.tuning import Launch, LaunchShape, Tuning, kind_of, op_of
 from weft.kernels.unavailable import KernelUnavailable
 
 SMALL = 64  # rows up to which ``gemm.py`` computes every product
@@ -37,7 +37,7 @@ _ADD_BLOCK = 1024  # outputs that a program of ``add_parts`` takes
 _TL = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-class Matrix:
+class TritonMatrix:
     """A weight [N, K], or of E experts [E, N, K], that ``linear`` or ``moe`` multiplies with.
 
     Attributes:
@@ -66,7 +66,7 @@ class Matrix:
         self.inputs = inputs
         self.op = op
         self._tuning = tuning
-        self._shape: Shape | None = None
+        self._shape: LaunchShape | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -93,13 +93,13 @@ class Matrix:
     def launch(self, rows: int) -> Launch:
         """Return the launch configuration for so many rows. Raises KernelUnavailable."""
         if self._shape is None:
-            self._shape = Shape(self.op, self.kind, tuple(self.shape))
+            self._shape = LaunchShape(self.op, self.kind, tuple(self.shape))
         return self._tuning.launch(self._shape, rows)
 
-    def __getitem__(self, expert: int) -> Matrix:
+    def __getitem__(self, expert: int) -> TritonMatrix:
         scales = None if self.scales is None else self.scales[expert]
         values, tuning = self.values[expert], self._tuning
-        return Matrix(values, scales, self.dtype, tuning, inputs=self.inputs, op=self.op)
+        return TritonMatrix(values, scales, self.dtype, tuning, inputs=self.inputs, op=self.op)
 
     def __len__(self) -> int:
         return len(self.values)
@@ -132,7 +132,7 @@ class Matrix:
 
 def linear(
     x: Tensor | Rounded,
-    matrix: Matrix,
+    matrix: TritonMatrix,
     bias: Tensor | None,
     residual: Tensor | None = None,
     dtype: torch.dtype | None = None,
@@ -163,12 +163,12 @@ def linear(
     return small_product(rows, row_scales, matrix, bias, residual, dtype)
 
 
-def logits(hidden: Tensor | Rounded, matrix: Matrix) -> Tensor:
+def logits(hidden: Tensor | Rounded, matrix: TritonMatrix) -> Tensor:
     """Return ``linear`` without a bias in float32: the sums as they are, not rounded."""
     return linear(hidden, matrix, None, None, torch.float32)
 
 
-def gather(matrix: Matrix, outputs: Tensor) -> Tensor:
+def gather(matrix: TritonMatrix, outputs: Tensor) -> Tensor:
     """Return the weights [T, K] of some outputs [T], such as the embeddings of tokens."""
     if matrix.scales is None:
         return rows_of(outputs, matrix.values)
@@ -176,17 +176,17 @@ def gather(matrix: Matrix, outputs: Tensor) -> Tensor:
     return (codes.float() * rows_of(outputs, matrix.scales.unsqueeze(1))).to(matrix.dtype)
 
 
-def embedding(ids: Tensor, table: Tensor | Matrix) -> Tensor:
+def embedding(ids: Tensor, table: Tensor | TritonMatrix) -> Tensor:
     """Return the rows [T, C] of the ids [T] int64, of a table or of the output head."""
     return rows_of(ids, table) if isinstance(table, Tensor) else gather(table, ids)
 
 
-def pack(parameter: str, tensor: Tensor, tuning: Tuning) -> Tensor | Matrix:
-    """Wrap the parameters that are multiplied with; see ``ops.Pack``."""
+def pack(parameter: str, tensor: Tensor, tuning: Tuning) -> Tensor | TritonMatrix:
+    """Wrap the parameters that are multiplied with; see ``interface.Pack``."""
     name = parameter.rpartition(".")[2]
     if name not in MULTIPLIED:
         return tensor
-    return Matrix(tensor.contiguous(), None, tensor.dtype, tuning, op=op_of(name))
+    return TritonMatrix(tensor.contiguous(), None, tensor.dtype, tuning, op=op_of(name))
 
 
 def computes(storage: Storage) -> bool:
@@ -203,20 +203,20 @@ def quantised(
     *,
     device: torch.device,
     tuning: Tuning,
-) -> Matrix:
-    """Return what a parameter is written into that is stored in 8 bits; see ``ops.Quantise``."""
+) -> TritonMatrix:
+    """Return where a parameter in 8 bits is written; see ``interface.Quantise``."""
     if not computes(storage):
         raise KernelUnavailable(f"no GPU kernel multiplies with {storage}; use fp8 or int8")
     op = op_of(parameter)
     if storage.format == "e4m3":
         empty = Float8.empty(shape, storage.inputs, device)
-        return Matrix(empty.values, empty.scales, dtype, tuning, inputs=empty.inputs, op=op)
+        return TritonMatrix(empty.values, empty.scales, dtype, tuning, inputs=empty.inputs, op=op)
     scales = torch.zeros(shape[:-1], dtype=torch.float32, device=device)
     values = torch.zeros(shape, dtype=torch.int8, device=device)
-    return Matrix(values, scales, dtype, tuning, op=op)
+    return TritonMatrix(values, scales, dtype, tuning, op=op)
 
 
-def operand_of(matrix: Matrix, device: torch.device) -> tuple[object, bool]:
+def operand_of(matrix: TritonMatrix, device: torch.device) -> tuple[object, bool]:
     """Return the type in which ``tl.dot`` multiplies, and whether weights are read as bits of E4M3.
 
     The interpreter multiplies in float32: its products of bfloat16 are those of the bit patterns.
@@ -229,12 +229,12 @@ def operand_of(matrix: Matrix, device: torch.device) -> tuple[object, bool]:
     return (tl.bfloat16 if matrix.rounds else _TL[matrix.dtype]), fp8
 
 
-def weight_of(matrix: Matrix, bits: bool) -> Tensor:
+def weight_of(matrix: TritonMatrix, bits: bool) -> Tensor:
     """Return the values as a kernel gets them, E4M3 as its bits if it is to read those."""
     return matrix.values.view(torch.uint8) if bits else matrix.values
 
 
-def _check(x: Tensor, matrix: Matrix) -> None:
+def _check(x: Tensor, matrix: TritonMatrix) -> None:
     if x.dim() != 2 or x.shape[1] != matrix.shape[-1] or x.dtype != matrix.dtype:
         raise ValueError(
             f"x {list(x.shape)} of {x.dtype} does not fit a matrix {list(matrix.shape)} of "
@@ -260,7 +260,7 @@ def _rowwise(device: torch.device) -> bool:
     return capability(device) >= ROWWISE_CAPABILITY
 
 
-def _is_library(matrix: Matrix, device: torch.device, dtype: torch.dtype) -> bool:
+def _is_library(matrix: TritonMatrix, device: torch.device, dtype: torch.dtype) -> bool:
     """Whether torch has the product: floats, and FP8 with a scale a row into bfloat16."""
     if capability(device) == NONE:
         return False
@@ -274,7 +274,7 @@ def _is_library(matrix: Matrix, device: torch.device, dtype: torch.dtype) -> boo
 def _library(
     rows: Tensor,
     row_scales: Tensor | None,
-    matrix: Matrix,
+    matrix: TritonMatrix,
     bias: Tensor | None,
     residual: Tensor | None,
     dtype: torch.dtype,
@@ -298,7 +298,7 @@ def _library(
 def small_product(
     rows: Tensor,
     row_scales: Tensor | None,
-    matrix: Matrix,
+    matrix: TritonMatrix,
     bias: Tensor | None,
     residual: Tensor | None,
     dtype: torch.dtype,

@@ -19,7 +19,7 @@ from weft.kernels.triton.activation import ACTIVATIONS, activated
 from weft.kernels.triton.fp8 import round_rows
 from weft.kernels.triton.gemm import operand
 from weft.kernels.triton.launch import power_of_2
-from weft.kernels.triton.matrix import EXACT, Matrix, operand_of, weight_of
+from weft.kernels.triton.matrix import EXACT, TritonMatrix, operand_of, weight_of
 from weft.kernels.tuning import Launch
 
 _COMBINE_BLOCK = 1024  # outputs that a program of ``_combine`` takes
@@ -152,7 +152,12 @@ def _combine(
 
 
 def moe(
-    x: Tensor, weights: Tensor, experts: Tensor, gate_up: Matrix, down: Matrix, activation: str
+    x: Tensor,
+    weights: Tensor,
+    experts: Tensor,
+    gate_up: TritonMatrix,
+    down: TritonMatrix,
+    activation: str,
 ) -> Tensor:
     """Return the weighted sum of each token's experts [T, D]; see ``reference.moe``.
 
@@ -211,7 +216,7 @@ def _group(order: Tensor, starts: Tensor, block_m: int) -> Groups:
 
 def _product(
     x: Tensor,
-    matrix: Matrix,
+    matrix: TritonMatrix,
     launch: Launch,
     grouped: Mapping[int, Groups],
     shares: Tensor,

@@ -275,7 +275,7 @@ def choose(
     tokens: Tensor,
     finite: Tensor,
 ) -> None:
-    """Choose a token for each row; see ``ops.Choose``.
+    """Choose a token for each row; see ``interface.Choose``.
 
     Raises:
         ValueError: the shapes or types cannot be served.

@@ -5,27 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from weft.kernels.interface import AttentionBatch
 from weft.kernels.triton.attention import paged_attention
-from weft.kernels.triton.layer import Layer, Sum, add_up
-from weft.kernels.triton.matrix import Matrix, embedding
+from weft.kernels.triton.layer import Sum, TritonLayer, add_up
+from weft.kernels.triton.matrix import TritonMatrix, embedding
 from weft.kernels.triton.norm import NormKind
 from weft.kernels.triton.rope import Places, angles
-
-if TYPE_CHECKING:
-    from weft.kernels.ops import AttentionBatch
-    from weft.kernels.tuning import Tuning
+from weft.kernels.tuning import Tuning
 
 
 @dataclass(frozen=True)
 class _Bound:
     """A layer, which rope and which KV group of a call it has, and its caches."""
 
-    layer: Layer
+    layer: TritonLayer
     rope: int
     group: int
     keys: Tensor
@@ -35,15 +32,15 @@ class _Bound:
     softcap: float | None
 
 
-class Stack:
-    """Embedding, layers bound to their caches, and final norm; see ``cpu.stack.Stack``.
+class TritonStack:
+    """Embedding, layers bound to their caches, and final norm; see ``cpu.stack.CpuStack``.
 
     Every call depends on the shapes of its arguments alone, so that it can be captured.
     """
 
     def __init__(
         self,
-        embedding: Tensor | Matrix,
+        embedding: Tensor | TritonMatrix,
         embedding_scale: float,
         norm: Tensor,
         norm_eps: float,
@@ -73,7 +70,7 @@ class Stack:
 
     def add_layer(
         self,
-        layer: Layer,
+        layer: TritonLayer,
         places: tuple[int, int],
         caches: tuple[Tensor, Tensor],
         *,

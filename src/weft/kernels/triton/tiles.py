@@ -13,7 +13,7 @@ import torch
 
 from weft.kernels.kv_storage import KV_TYPES, SCALE_BYTES
 from weft.kernels.triton.launch import power_of_2
-from weft.kernels.tuning import DECODE, MOST_PARTS, PREFILL, Launch, Shape, Tuning, kv_kind
+from weft.kernels.tuning import DECODE, MOST_PARTS, PREFILL, Launch, LaunchShape, Tuning, kv_kind
 
 MOST_FEW = 8  # tokens of a row, such as drafts to verify, up to which a row is cut into splits
 
@@ -32,12 +32,12 @@ class Heads:
     dtype: torch.dtype
     cache_dtype: torch.dtype
 
-    def shape(self, op: str) -> Shape:
+    def shape(self, op: str) -> LaunchShape:
         """What the tuning knows of the heads."""
         dtype = str(self.dtype).removeprefix("torch.")
         stored = str(self.cache_dtype).removeprefix("torch.")
         kv = next((name for name, kind in KV_TYPES.items() if kind == self.cache_dtype), stored)
-        return Shape(op, kv_kind(dtype, kv), (self.kv_heads, self.group, self.dim))
+        return LaunchShape(op, kv_kind(dtype, kv), (self.kv_heads, self.group, self.dim))
 
 
 @dataclass(frozen=True)

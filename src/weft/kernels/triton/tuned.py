@@ -12,9 +12,9 @@ import triton
 from weft.kernels.storage import Storage
 from weft.kernels.triton.device import copies_beyond_caches, processors, shared_bytes
 from weft.kernels.triton.fp8 import round_rows
-from weft.kernels.triton.matrix import Matrix, pack, quantised, small_product
+from weft.kernels.triton.matrix import TritonMatrix, pack, quantised, small_product
 from weft.kernels.triton.moe import moe
-from weft.kernels.tuning import Heuristic, Launch, Shape, Tuning, artefact_path, load, search
+from weft.kernels.tuning import Heuristic, Launch, LaunchShape, Tuning, artefact_path, load, search
 from weft.kernels.unavailable import KernelUnavailable
 
 REPLAYS = 5  # of a graph of launches; the shortest counts
@@ -54,17 +54,17 @@ class Trial:
         self._otherwise = otherwise
         self.chosen: dict[str, Launch] = {}
 
-    def launch(self, shape: Shape, rows: int) -> Launch:
+    def launch(self, shape: LaunchShape, rows: int) -> Launch:
         """See ``Tuning``."""
         return self.chosen.get(shape.op) or self._otherwise.launch(shape, rows)
 
-    def attention(self, shape: Shape) -> Launch | None:
+    def attention(self, shape: LaunchShape) -> Launch | None:
         """See ``Tuning``."""
         return self.chosen.get(shape.op)
 
 
 def tune(
-    shape: Shape,
+    shape: LaunchShape,
     rows: int,
     device: torch.device,
     seconds: Callable[[Callable[[int], None], int], float],
@@ -116,7 +116,7 @@ def graph_seconds(call: Callable[[int], None], copies: int) -> float:
 
 
 def _calls(
-    shape: Shape, rows: int, device: torch.device, trial: Trial
+    shape: LaunchShape, rows: int, device: torch.device, trial: Trial
 ) -> tuple[Callable[[int], None], int]:
     """Return a product with one of several copies of a weight, together larger than the caches."""
     first = random_matrix(shape, device, trial)
@@ -128,7 +128,7 @@ def _calls(
 
 
 def _product(
-    shape: Shape, rows: int, device: torch.device, weights: Sequence[Matrix]
+    shape: LaunchShape, rows: int, device: torch.device, weights: Sequence[TritonMatrix]
 ) -> Callable[[int], None]:
     dtype = weights[0].dtype
     x = torch.randn(rows, shape.sizes[1], device=device, dtype=dtype)
@@ -142,16 +142,20 @@ def _product(
 
 
 def _mixture(
-    shape: Shape, rows: int, device: torch.device, trial: Trial, weights: Sequence[Matrix]
+    shape: LaunchShape,
+    rows: int,
+    device: torch.device,
+    trial: Trial,
+    weights: Sequence[TritonMatrix],
 ) -> Callable[[int], None]:
     """A mixture in which every expert has as many pairs; what is not tuned is by the rule."""
     count, *sizes = shape.sizes
     gated = shape.op == "moe_gate_up"
     inner = sizes[0] // 2 if gated else sizes[1]
     hidden = sizes[1] if gated else sizes[0]
-    other = Shape("moe_down", shape.kind, (count, hidden, inner))
+    other = LaunchShape("moe_down", shape.kind, (count, hidden, inner))
     if not gated:
-        other = Shape("moe_gate_up", shape.kind, (count, 2 * inner, hidden))
+        other = LaunchShape("moe_gate_up", shape.kind, (count, 2 * inner, hidden))
     partner = random_matrix(other, device, trial)
     experts = torch.arange(count, device=device).repeat(rows).unsqueeze(1)  # [T, 1]
     x = torch.randn(len(experts), hidden, device=device, dtype=partner.dtype)
@@ -164,14 +168,14 @@ def _mixture(
     return call
 
 
-def random_matrix(shape: Shape, device: torch.device, tuning: Tuning) -> Matrix:
+def random_matrix(shape: LaunchShape, device: torch.device, tuning: Tuning) -> TritonMatrix:
     """Return a weight of a shape with random numbers."""
     parameter, sizes = _PARAMETERS[shape.op], torch.Size(shape.sizes)
     stored, _, name = shape.kind.rpartition(" ")
     dtype = DTYPES[name]
     if not stored:
         made = pack(parameter, torch.randn(sizes, device=device, dtype=dtype), tuning=tuning)
-        assert isinstance(made, Matrix)
+        assert isinstance(made, TritonMatrix)
         return made
     inputs = "token" if stored == "fp8 to" else "float"
     storage = Storage(8, None, format="int" if stored.startswith("int8") else "e4m3", inputs=inputs)

@@ -9,13 +9,13 @@ from functools import partial
 
 import torch
 
+from weft.kernels.interface import AttentionBatch
 from weft.kernels.kv_storage import KV_TYPES, row_size, write_rows
-from weft.kernels.ops import AttentionBatch
 from weft.kernels.triton.attention import paged_attention
 from weft.kernels.triton.device import copies_beyond_caches, shared_bytes
 from weft.kernels.triton.tiles import Heads, launches, plan
 from weft.kernels.triton.tuned import CANNOT_RUN, DTYPES, Trial, rule
-from weft.kernels.tuning import ATTENTION_ALTERNATIVES, DECODE, Launch, Shape, Tuning, search
+from weft.kernels.tuning import ATTENTION_ALTERNATIVES, DECODE, Launch, LaunchShape, Tuning, search
 from weft.kernels.unavailable import KernelUnavailable
 
 
@@ -35,7 +35,7 @@ PREFILLS = (Rows(1, 2048, 2048), Rows(2, 512, 4096))
 
 
 def tune_attention(
-    shape: Shape,
+    shape: LaunchShape,
     block_size: int,
     device: torch.device,
     seconds: Callable[[Callable[[int], None], int], float],
@@ -71,7 +71,7 @@ def tune_attention(
     return search(start, cost, ATTENTION_ALTERNATIVES)
 
 
-def heads_of(shape: Shape) -> Heads:
+def heads_of(shape: LaunchShape) -> Heads:
     """Return the heads of a shape of attention."""
     stored, _, name = shape.kind.rpartition(" KV in ")
     kv_heads, group, dim = shape.sizes

@@ -1,4 +1,4 @@
-"""Where the numbers of a step lie in the one buffer that is uploaded for it.
+"""Sizes that steps are padded to, and the layout of the one buffer that is uploaded for each.
 
 The buffer is int32 words. What sampling reads lies before a fixed place, what the forward pass
 reads from there on, the block tables last. Between them stand the hashes of both layouts:
@@ -14,6 +14,7 @@ numbers at places that never change.
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_left
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -26,6 +27,35 @@ from torch import Tensor
 VERSION = 3  # of what the sections mean
 HASH_WORDS = 4  # before the pivot, two int64: of the forward layout, of the sample layout or 0
 _WORD = 4
+
+# As many as rvLLM captures (section 3), spread over four times as many tokens: decode steps lose
+# little to padding, and chunks of prompts beside them replay a graph too.
+SIZES = (1, 2, 4, *range(8, 129, 8), *range(144, 257, 16), *range(288, 513, 32))
+STRIDE = 64  # beyond the largest size, so that few shapes meet the kernels
+
+
+def padded_size(count: int, sizes: Seq[int] = SIZES) -> int:
+    """Return the size that ``count`` tokens or samples are padded to.
+
+    Args:
+        sizes: ascending; larger counts are padded to a multiple of ``STRIDE``.
+    """
+    index = bisect_left(sizes, count)
+    return sizes[index] if index < len(sizes) else -(-count // STRIDE) * STRIDE
+
+
+def captured_sizes(most: int, sizes: Seq[int] = SIZES) -> tuple[int, ...]:
+    """Return the sizes that steps of up to ``most`` tokens need, ascending."""
+    return tuple(size for size in sizes if size <= padded_size(most, sizes))
+
+
+def larger_sizes(most: int, captured: int) -> tuple[int, ...]:
+    """Return ``most`` and its halves that are larger than the largest captured size, descending."""
+    sizes = []
+    while most > captured:
+        sizes.append(most)
+        most = most // 2 // STRIDE * STRIDE
+    return tuple(sizes)
 
 
 class Section(NamedTuple):

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from weft.core.errors import ParameterError
-from weft.sim.jobs import Job, Segment, answer_text, own_text, shared_text
-from weft.sim.trace import read_text
+from weft.sim.jobs import SimulatedRequest, TokenSegment, answer_text, own_text, shared_text
+from weft.workload.trace import read_text
 
 Draw = Callable[[random.Random], float]
 METRICS = ("ttft", "itl", "tpot", "e2e")
@@ -134,7 +134,7 @@ def _unbounded(kind: str, low: float, high: float, mean: float, deviation: float
 
 def conversations(
     workload: Workload, times: Iterator[float], texts: range, service_class: str, seed: int
-) -> Iterator[Job]:
+) -> Iterator[SimulatedRequest]:
     """First turns of conversations at the given times; they bring the others along.
 
     Args:
@@ -157,7 +157,7 @@ class _Conversation:
         self._text = own_text(index, 0)
         self._left = max(1, round(workload.turns(draw)))
 
-    def turn(self, at_s: float, said: tuple[Segment, ...]) -> Job:
+    def turn(self, at_s: float, said: tuple[TokenSegment, ...]) -> SimulatedRequest:
         """The next turn, after what was said."""
         workload, draw = self._workload, self._draw
         if not said and (system := round(workload.system_tokens(draw))) > 0:
@@ -165,14 +165,16 @@ class _Conversation:
             given = workload.input(draw)
         else:
             given = workload.input_per_turn(draw) if said else workload.input(draw)
-        new = Segment(self._text.first, max(1, round(given)))
-        self._text = Segment(new.first + new.length, 0)
+        new = TokenSegment(self._text.first, max(1, round(given)))
+        self._text = TokenSegment(new.first + new.length, 0)
         self._left -= 1
         prompt = (*said, new)
         asked = max(1, round(workload.output(draw)))
 
-        def follow(number: int, now: float) -> Job:
+        def follow(number: int, now: float) -> SimulatedRequest:
             answered = (*prompt, answer_text(number, asked))
             return self.turn(now + workload.pause_s(draw), answered)
 
-        return Job(at_s, prompt, asked, self._class, follow if self._left > 0 else None)
+        return SimulatedRequest(
+            at_s, prompt, asked, self._class, follow if self._left > 0 else None
+        )

@@ -1,0 +1,61 @@
+"""The measured costs that an engine plans with, and the key that they are kept by."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from weft.core.config import EngineConfig
+from weft.cost.fit import Fitted, ProfileKey, profile_path
+from weft.engine.devices import device_name
+from weft.engine.machine import cpu_name, usable_cores
+from weft.engine.model import Model
+
+logger = logging.getLogger("weft")
+LINK_BYTES_S = 12e9  # between device and host, as PCIe 3.0 with 16 lanes copies
+MOVE_S = 2e-5  # to launch the copies of a step
+
+
+def measured_costs(config: EngineConfig, model: Model) -> Fitted:
+    """The profile of what is to be served. Raises ProfileError, which says how to make one.
+
+    Profiles have no time for moves of KV; with a host tier it is that of a common link.
+    """
+    key = profile_key(config, model)
+    fitted = Fitted.load(profile_path(key, config.profile), key)
+    if config.host_kv_memory is None or fitted.move is not None:
+        return fitted
+    token_s = sum(group.bytes_per_token for group in model.facts.groups) / LINK_BYTES_S
+    logger.info(
+        "The profile has no time for moves of KV; they are taken to go at %.0f GB/s.",
+        LINK_BYTES_S / 1e9,
+    )
+    return replace(fitted, move=(MOVE_S, token_s))
+
+
+def profile_key(config: EngineConfig, model: Model) -> ProfileKey:
+    """What a profile of an engine with these settings is valid for."""
+    quantize = "" if config.quantize == "none" else f" {config.quantize}/{config.quantize_group}"
+    kv = "" if config.kv_dtype == "auto" else f" kv {config.kv_dtype}"
+    kernels = model.ops.describe()
+    if model.ops.tuning is not None:
+        kernels["launches"] = model.ops.tuning.source
+    return ProfileKey(
+        hardware=_hardware(config, model),
+        model=config.model,
+        dtype=f"{model.dtype}{quantize}{kv}",
+        parallelism=f"tp{config.tensor_parallel}",
+        kernels=" ".join(f"{op}={name}" for op, name in sorted(kernels.items())),
+    )
+
+
+def _hardware(config: EngineConfig, model: Model) -> str:
+    """What computes, and how steps reach it."""
+    if model.device.type == "cpu":
+        return f"{cpu_name()}, {compute_threads(config)} threads"
+    return f"{device_name(model.device)}{'' if config.graphs else ', uncaptured'}"
+
+
+def compute_threads(config: EngineConfig) -> int:
+    """Threads of each rank."""
+    return config.threads or max(1, usable_cores() // config.tensor_parallel)

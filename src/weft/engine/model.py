@@ -1,0 +1,201 @@
+"""The model that is to be served: what it is, and its device, dtype and kernels. Loads nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weft.core.config import (
+    DEVICE_KV_SHARE,
+    DTYPE_BYTES,
+    HOST_KV_SHARE,
+    KV_SCALE_BYTES,
+    EngineConfig,
+    Facts,
+    GroupFacts,
+    ResolvedConfig,
+    resolve,
+)
+from weft.core.errors import ConfigError, KernelError
+from weft.core.types import NEUTRAL
+from weft.engine.devices import free_memory, pick_device
+from weft.engine.machine import has_fast_bfloat16
+from weft.engine.weights import check_heads, check_launches, check_storage, stored_weights
+from weft.exec.workspace import StepSizes, workspace_bytes
+from weft.kernels.interface import OpTable
+from weft.kernels.ops import OP_DTYPES, TUNED, select_ops
+from weft.kernels.unavailable import KernelUnavailable
+from weft.models.families import read_spec
+from weft.models.fused import describe_layers
+from weft.models.generation import GenerationDefaults, read_generation_defaults
+from weft.models.hub import resolve_model
+from weft.models.layout import weight_bytes
+from weft.models.shard import Shard, cut_spec
+from weft.models.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model on disk and what it takes to serve it; nothing is loaded yet.
+
+    Attributes:
+        source: a model folder, or a GGUF file.
+        rank_spec: what each rank computes; the same as ``spec`` where the model is not cut.
+        facts: of one rank.
+        dtype: name of the dtype of weights and KV.
+    """
+
+    source: Path
+    spec: ModelSpec
+    rank_spec: ModelSpec
+    generation: GenerationDefaults
+    dtype: str
+    facts: Facts
+    ops: OpTable
+    device: torch.device
+
+    @property
+    def folder(self) -> Path:
+        """Where tokeniser, template and sampling defaults are looked for."""
+        return self.source.parent if self.source.is_file() else self.source
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """End-of-sequence ids of ``generation_config.json``, else of ``config.json``."""
+        return self.generation.eos_token_ids or self.spec.eos_token_ids
+
+    @property
+    def sampling_defaults(self) -> dict[str, Any]:
+        """What ``SamplingParams`` takes for fields that a request leaves open."""
+        given = self.generation
+        values = {name: getattr(given, name) for name in NEUTRAL}
+        values["max_tokens"] = given.max_new_tokens
+        return {name: value for name, value in values.items() if value is not None}
+
+
+def find_model(config: EngineConfig, returning_bytes: int = 0, rank: int = 0) -> Model:
+    """Find the model, read what it is, and choose device, dtype and kernels.
+
+    Raises:
+        ModelNotFoundError, UnsupportedModelError, ConfigError, KernelError.
+    """
+    source = resolve_model(config.model, revision=config.revision, offline=config.offline)
+    spec = read_spec(source, config.max_model_len)
+    ranks = config.tensor_parallel
+    rank_spec = cut_spec(spec, ranks)
+    device = pick_device(config.device, rank, ranks)
+    dtype = _choose_dtype(config.dtype, spec.dtype, device)
+    storage = stored_weights(config, spec)
+    try:
+        ops = select_ops(device, getattr(torch, dtype), config.attention, storage, config.tuning)
+    except KernelUnavailable as error:
+        raise KernelError(str(error)) from error
+    if config.batch_invariant and not ops.batch_invariant:
+        raise KernelError(
+            f"attention='{config.attention}' is not batch-invariant; set attention='cpu', or turn "
+            "batch_invariant off"
+        )
+    check_storage(config, spec, ops)
+    check_launches(config, spec, dtype, ops)
+    check_heads(config, rank_spec, dtype, ops, device)
+    element, on_host = DTYPE_BYTES[dtype], device.type == "cpu"
+    scale = KV_SCALE_BYTES.get(config.kv_dtype, 0)
+    facts = Facts(
+        max_position_embeddings=spec.max_position_embeddings,
+        weight_bytes=weight_bytes(
+            spec, dtype, config.quantize, config.quantize_group, Shard(0, ranks)
+        ),
+        available_bytes=_free_memory(device, ranks, returning_bytes),
+        groups=tuple(
+            GroupFacts(
+                group.name, group.window, group.bytes_per_token(1 if scale else element, scale)
+            )
+            for group in rank_spec.kv_groups
+        ),
+        workspace_bytes=0
+        if on_host
+        else workspace_bytes(
+            rank_spec, element, _step_sizes(config, rank_spec), graphs=config.graphs, ranks=ranks
+        ),
+        kv_share=HOST_KV_SHARE if on_host else DEVICE_KV_SHARE,
+    )
+    folder = source.parent if source.is_file() else source
+    defaults = read_generation_defaults(folder)
+    return Model(source, spec, rank_spec, defaults, dtype, facts, ops, device)
+
+
+def settle(config: EngineConfig, returning_bytes: int = 0) -> tuple[Model, ResolvedConfig]:
+    """Find the model and decide everything that is open.
+
+    The spec depends on the longest sequence served (longrope factors; a window that no sequence
+    outgrows is none), so it is read again once that length is known.
+    """
+    model = find_model(config, returning_bytes)
+    resolved = resolve(config, model.facts)
+    if resolved.max_model_len == config.max_model_len:
+        return model, resolved
+    limited = resolved.limited_by_memory
+    config = replace(config, max_model_len=resolved.max_model_len)
+    model = find_model(config, returning_bytes)
+    return model, replace(resolve(config, model.facts), limited_by_memory=limited)
+
+
+def describe_kernels(config: EngineConfig, model: Model) -> dict[str, dict[str, str]]:
+    """What computes each op, the layers, and the sums over ranks.
+
+    For each its ``kernel`` and ``dtype``, of attention also its ``kv_dtype``; where kernels are
+    launched, also the ``tuning``: where their launches come from.
+    """
+    ops, ranks = model.ops, config.tensor_parallel
+    found = {}
+    for op, kernel in ops.describe().items():
+        found[op] = {"kernel": kernel, "dtype": OP_DTYPES.get(op, model.dtype)}
+        if op == "paged_attention":
+            kv_dtype = model.dtype if config.kv_dtype == "auto" else config.kv_dtype
+            found[op]["kv_dtype"] = kv_dtype
+        if ops.tuning is not None:
+            found[op]["tuning"] = ops.tuning.source if op in TUNED else "fixed"
+    layers = describe_layers(model.rank_spec, ops, ranks)
+    found["layers"] = {"kernel": layers, "dtype": model.dtype}
+    if ranks > 1:
+        backend = "gloo" if model.device.type == "cpu" else "NCCL"
+        sums = f"{backend}, over {ranks} ranks in their order"
+        found["sums"] = {"kernel": sums, "dtype": "float32"}
+    return found
+
+
+def _free_memory(device: torch.device, ranks: int, returning_bytes: int) -> int:
+    """What a rank may take: its share of a host, all of its GPU."""
+    if device.type == "cpu":
+        return free_memory(device) // ranks + returning_bytes
+    return free_memory(device)
+
+
+def _step_sizes(config: EngineConfig, spec: ModelSpec) -> StepSizes:
+    """The largest step that the settings allow."""
+    longest = config.max_model_len or spec.max_position_embeddings
+    return StepSizes(
+        tokens=config.max_num_batched_tokens,
+        rows=config.max_num_seqs,
+        samples=config.max_num_seqs * (1 + config.speculation),
+        blocks=[-(-longest // config.block_size)] * len(spec.kv_groups),
+    )
+
+
+def _choose_dtype(wish: str, stored: str | None, device: torch.device) -> str:
+    """Follow the checkpoint where its dtype is computed fast, else widen to float32."""
+    if device.type != "cpu":
+        followed = stored if stored is not None and stored in DTYPE_BYTES else "bfloat16"
+        return followed if wish == "auto" else wish
+    if wish == "float16":
+        raise ConfigError(
+            "float16 is very slow on a CPU; set dtype to bfloat16 or float32.", param="dtype"
+        )
+    if wish != "auto":
+        return wish
+    if stored in ("bfloat16", "float16") and has_fast_bfloat16():
+        return "bfloat16"
+    return "float32"
