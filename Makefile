@@ -6,6 +6,7 @@ PYTHON ?=
 TORCH_SPEC ?=
 PIP_ARGS ?=
 WITHIN ?=
+OFFLINE ?=
 PARTS ?=
 export PYTHON
 
@@ -23,7 +24,8 @@ help:  ## Show this
 	@echo
 	@echo "Variables: PYTHON (interpreter), VENV (folder, $(VENV)), PIP_ARGS (for pip install),"
 	@echo "           TORCH_SPEC (install this torch, whatever it brings), WITHIN (seconds for"
-	@echo "           test-deep), PARTS (of test-deep: those named)"
+	@echo "           test-deep), PARTS (of test-deep: those named), OFFLINE (test-deep without"
+	@echo "           what downloads packages)"
 
 serve: setup  ## Set up, then serve the built-in model on port 8000
 	$(BIN)/weft serve
@@ -37,7 +39,7 @@ test: setup-test  ## Set up, then run all checks, also after one that fails
 	done; exit $$status
 
 test-deep: setup-test  ## Set up, then run the long forms of tests, and real clients (downloads them)
-	$(BIN)/python tools/deep.py $(if $(WITHIN),--within $(WITHIN)) $(PARTS)
+	$(BIN)/python tools/deep.py $(if $(WITHIN),--within $(WITHIN)) $(if $(OFFLINE),--offline) $(PARTS)
 
 setup: $(STAMPS)/install  ## Create the environment and build the native part
 

@@ -69,6 +69,19 @@ def test_a_part_without_time_is_left_out_and_one_without_end_is_cut_off(deep, tm
             time.sleep(0.05)
 
 
+def test_offline_leaves_out_what_downloads(deep, monkeypatch, capsys):
+    parts = [
+        deep.Part("far", "nothing", ("-c", "raise SystemExit(1)"), 0, downloads=True),
+        deep.Part("near", "nothing", ("-c", "pass"), 0),
+    ]
+    monkeypatch.setattr(deep, "PARTS", parts)
+    monkeypatch.setattr(sys, "argv", ["deep.py", "--offline"])
+    assert deep.main() == 0
+    told = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
+    assert ["far", "left"] in told
+    assert ["near", "passed"] in told
+
+
 def test_an_unknown_part_is_named(deep, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["deep.py", "mutant"])
     with pytest.raises(SystemExit) as ended:
