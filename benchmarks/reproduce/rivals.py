@@ -88,7 +88,6 @@ def timed_load_aware(
     """Load-aware "with a latency control mechanism similar to OmniServe's" (section 5.1.3)."""
     memory = SwapMemory(cache, host_computes=True)
     part = TwoBatch(memory, Balance(cost, limits.max_num_batched_tokens))
-    memory.takes_too_long = part.takes_too_long
     return Scheduler(TimedFCFS(classes, cost, tpot_s), memory, limits, [part])
 
 

@@ -1,20 +1,17 @@
 // The pool, packed matrices, layers of floats and of integers, and the choice of tokens under a
 // sanitizer: several callers at once, a pool that is resized meanwhile, bodies that throw, and memory
 // of exactly the size that a call may touch.
-#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <random>
-#include <stdexcept>
-#include <thread>
 #include <vector>
 
 #include "choose.hpp"
 #include "dispatch.hpp"
 #include "layer.hpp"
-#include "pool.hpp"
+#include "pool_checks.hpp"
 
 namespace weft {
 // dispatch.cpp names the table of a source that has no part in this.
@@ -25,12 +22,6 @@ const Kernels kernels_baseline{};
 using namespace weft;
 
 namespace {
-
-void require(bool good, const char* what) {
-  if (good) return;
-  std::fprintf(stderr, "failed: %s\n", what);
-  std::exit(1);
-}
 
 // Numbers of a type in memory of exactly their size.
 struct Numbers {
@@ -136,18 +127,6 @@ struct Model {
   }
 };
 
-void check_phases() {
-  constexpr int64_t counts[] = {5, 1, 0, 17, 3};
-  std::atomic<int64_t> done[5] = {};
-  shared_pool().run_phases(counts, [&](int phase, int64_t) {
-    for (int before = 0; before < phase; ++before) {
-      require(done[before] == counts[before], "a phase begins when the one before is done");
-    }
-    ++done[phase];
-  });
-  for (int phase = 0; phase < 5; ++phase) require(done[phase] == counts[phase], "all items ran");
-}
-
 // Rows of logits that fill no whole vectors, by every filter: the same tokens each time.
 void check_choice() {
   constexpr int64_t rows = 5;
@@ -171,18 +150,6 @@ void check_choice() {
   }
 }
 
-void check_throwing() {
-  bool thrown = false;
-  try {
-    shared_pool().run(40, [](int64_t item) {
-      if (item % 7 == 3) throw std::runtime_error("as wished");
-    });
-  } catch (const std::runtime_error&) {
-    thrown = true;
-  }
-  require(thrown, "an exception of a body reaches the caller");
-}
-
 }  // namespace
 
 int main(int, char** words) {
@@ -195,33 +162,19 @@ int main(int, char** words) {
     wholes.push_back(models.back()->run(0, Model::tokens));
   }
   shared_pool().resize(3);
-  std::atomic<bool> over{false};
-  std::thread resizer([&] {
-    for (int i = 0; !over; ++i) {
-      shared_pool().resize(1 + i % 4);
-      std::this_thread::yield();
+  run_callers([&](int caller) {
+    std::mt19937 draw(caller);
+    for (int i = 0; i < rounds; ++i) {
+      const size_t which = draw() % models.size();
+      const int64_t first = draw() % Model::tokens;
+      const int64_t count = 1 + draw() % (Model::tokens - first);
+      const Model& model = *models[which];
+      require(model.run(first, count) == model.expected(wholes[which], first, count),
+              "the same bits for any rows, callers and threads");
+      check_phases();
+      if (i % 8 == 0) check_throwing();
+      if (i % 8 == 4) check_choice();
     }
   });
-  std::vector<std::thread> callers;
-  for (int caller = 0; caller < 3; ++caller) {
-    callers.emplace_back([&, caller] {
-      std::mt19937 draw(caller);
-      for (int i = 0; i < rounds; ++i) {
-        const size_t which = draw() % models.size();
-        const int64_t first = draw() % Model::tokens;
-        const int64_t count = 1 + draw() % (Model::tokens - first);
-        const Model& model = *models[which];
-        require(model.run(first, count) == model.expected(wholes[which], first, count),
-                "the same bits for any rows, callers and threads");
-        check_phases();
-        if (i % 8 == 0) check_throwing();
-        if (i % 8 == 4) check_choice();
-      }
-    });
-  }
-  for (std::thread& caller : callers) caller.join();
-  over = true;
-  resizer.join();
-  shared_pool().resize(1);
   std::puts("good");
 }

@@ -10,7 +10,7 @@ import pytest
 from costs import LinearCost
 from hypothesis import given
 from hypothesis import strategies as st
-from traffic import COMMON, World, assert_answers, ids, run, traffic, worlds
+from traffic import COMMON, World, assert_answers, ids, run, traffic, watching, worlds
 
 from depth import searching
 from weft.core.plan import StepPlan, Tier
@@ -52,25 +52,6 @@ def with_host(world: World, name: str, share: float = 2.0) -> World:
     blocks = tuple(max(1, int(share * group.num_blocks)) for group in world.groups)
     piggyback = partial(Piggyback, LAYERS, lambda _: 0.01) if name == "slo-riders" else None
     return replace(world, host_blocks=blocks, piggyback=piggyback)
-
-
-def watching(make, look):
-    """The scheduler, of which every plan is shown."""
-
-    def made(cache, limits):
-        scheduler = make(cache, limits)
-        plan = scheduler.plan
-
-        def note(now):
-            step = plan(now)
-            if step is not None:
-                look(scheduler, step)
-            return step
-
-        scheduler.plan = note
-        return scheduler
-
-    return made
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from costs import LinearCost
 from hypothesis import given
 from hypothesis import strategies as st
-from traffic import COMMON, World, assert_answers, ids, plans, run, traffic, worlds
+from traffic import COMMON, World, assert_answers, ids, plans, run, traffic, watching, worlds
 
 from depth import searching
 from weft.core.errors import InvariantError
@@ -118,18 +118,7 @@ def test_riders_whose_host_never_answers_can_be_cancelled():
     world, arrivals, make = crowded()
     world = replace(world, piggyback=partial(Piggyback, LAYERS, lambda _: 1e9))
     plans_seen = []
-
-    def watched(cache, limits):
-        scheduler = closing_soon(make, world.depth)(cache, limits)
-        launch = scheduler._launch
-
-        def note(step):
-            plans_seen.append(launch(step))
-            return plans_seen[-1]
-
-        scheduler._launch = note
-        return scheduler
-
+    watched = watching(closing_soon(make, world.depth), lambda _, plan: plans_seen.append(plan))
     run(world, arrivals, {40: list(range(6))}, make=watched, step_s=0.05)
     assert sum(len(plan.abort) for plan in plans_seen) > 0
     assert all(plan.computes_on_host for plan in plans_seen if plan.abort)
@@ -175,22 +164,10 @@ def crowded(patience_s: float = 1e9):
 
 def test_best_effort_rides_where_targets_fill_every_step():
     world, arrivals, make = crowded()
-    seen = []
-
-    def watched(cache, limits):
-        scheduler = make(cache, limits)
-        plan = scheduler.plan
-
-        def note(now):
-            seen.append(plan(now))
-            return seen[-1]
-
-        scheduler.plan = note
-        return scheduler
-
+    steps = []
+    watched = watching(make, lambda _, plan: steps.append(plan))
     requests, inbox, _ = run(world, arrivals, {}, make=watched, step_s=0.05)
     assert_answers(world, requests, inbox, set(), set())
-    steps = [plan for plan in seen if plan is not None]
     assert sum(len(plan.riders) for plan in steps) > 40
     assert all(plan.rider_caps and min(plan.rider_caps) >= 1 for plan in steps if plan.riders)
     assert {move.to for plan in steps for move in plan.moves} == {"host", "device"}

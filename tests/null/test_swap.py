@@ -6,9 +6,8 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from test_fairness_properties import watching
 from test_load_aware import planned, requests
-from traffic import World, assert_answers, run
+from traffic import World, assert_answers, run, watching
 
 from weft.core.errors import ConfigError
 from weft.core.plan import Tier

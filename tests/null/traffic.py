@@ -132,6 +132,25 @@ def run(world: World, arrivals, cancels, faulty=None, make=fcfs, step_s=0.0):
     return requests, inbox, scheduler
 
 
+def watching(make, look):
+    """The scheduler, of which every plan is shown."""
+
+    def made(cache, limits):
+        scheduler = make(cache, limits)
+        plan = scheduler.plan
+
+        def note(now):
+            step = plan(now)
+            if step is not None:
+                look(scheduler, step)
+            return step
+
+        scheduler.plan = note
+        return scheduler
+
+    return made
+
+
 def tiers(cache):
     """Each tier of a cache with its pools."""
     if isinstance(cache, TieredCache):

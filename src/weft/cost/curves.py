@@ -55,7 +55,7 @@ class Curve:
         rising = all(a < b for a, b in zip(self.tokens, self.tokens[1:], strict=False))
         if len(self.tokens) != len(self.seconds) or len(self.tokens) < 2 or not rising:
             raise ProfileError("a curve needs at least two knots of rising tokens")
-        object.__setattr__(self, "_table", self._at_each(self.tokens[-1] + 1))
+        object.__setattr__(self, "_table", self._at_each())
 
     def at(self, tokens: int) -> float:
         """Seconds for so many tokens."""
@@ -71,10 +71,10 @@ class Curve:
     def _between(self, tokens: int) -> float:
         return sum(share * self.seconds[knot] for knot, share in self.weights(tokens))
 
-    def _at_each(self, count: int) -> list[float]:
-        """Seconds of 0 to ``count - 1`` tokens, as `_between` has them."""
+    def _at_each(self) -> list[float]:
+        """Seconds of each number of tokens up to the last knot, as `_between` has them."""
         table: list[float] = []
-        ends = [*self.tokens[1:-1], count]
+        ends = [*self.tokens[1:-1], self.tokens[-1] + 1]
         for left, end in enumerate(ends):
             low, width = self.tokens[left], self.tokens[left + 1] - self.tokens[left]
             a, b = self.seconds[left], self.seconds[left + 1]

@@ -26,7 +26,7 @@ def measured_costs(config: EngineConfig, model: Model) -> Fitted:
     if config.host_kv_memory is None or fitted.move is not None:
         return fitted
     token_s = sum(group.bytes_per_token for group in model.facts.groups) / LINK_BYTES_S
-    logger.info(
+    logger.warning(
         "The profile has no time for moves of KV; they are taken to go at %.0f GB/s.",
         LINK_BYTES_S / 1e9,
     )

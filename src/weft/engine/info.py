@@ -1,4 +1,4 @@
-"""What ``weft info`` shows: machine, model, memory, and the kernel behind each op."""
+"""The report of ``weft info``: machine, model, memory, and the kernel behind each op."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``weft profile`` runs: steps of a built engine, measured as its loop would run them."""
+"""The work of ``weft profile``: steps of a built engine, measured as its loop would run them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``weft profile --tune`` runs: launches of products and attention measured on this GPU."""
+"""The work of ``weft profile --tune``: launches of products and attention measured on this GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What launched steps give: tickets, and the results of a step while its sub-batches come in."""
+"""Tickets of launched steps, and the results of a step while its sub-batches come in."""
 
 from __future__ import annotations
 

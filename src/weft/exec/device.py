@@ -1,4 +1,4 @@
-"""What a graph executor needs of a device: copies, captured work and events, in one order.
+"""The port between a graph executor and its device: copies, captured work and events, in one order.
 
 ``HostDevice`` is the stand-in where there is none: it replays what was captured by calling it
 again, and lets copies arrive as late as they may.

@@ -1,4 +1,4 @@
-"""What the fused kernels of a layer are bound to, on any device."""
+"""Parts of a layer that its fused kernels are bound to: norms, biases, shape, on any device."""
 
 from __future__ import annotations
 

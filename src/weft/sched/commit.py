@@ -1,4 +1,4 @@
-"""What a collected step changes: tokens appended, blocks sealed, sequences ended."""
+"""Commits collected steps: tokens appended, blocks sealed, sequences ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must hold between the sequences that hold rows, whatever the scheduler."""
+"""Invariants of the sequences that hold rows, whatever the policy."""
 
 from __future__ import annotations
 

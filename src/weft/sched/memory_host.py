@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
-from weft.core.plan import KVMove, StepPlan, Tier
+from weft.core.plan import KVMove, RowExtend, StepPlan, Tier
 from weft.core.types import Sequence, SequenceState
 from weft.kv.tiers import Lease, TieredCache
 from weft.sched.batch import BatchBuilder
@@ -127,9 +127,35 @@ class HostMemory(DeviceMemory):
         sequence.cover(0)  # whoever plans it looks at its blocks first
         return True
 
+    def grow_on_host(
+        self,
+        step: BatchBuilder,
+        sequence: Sequence,
+        upto: int,
+        next_victim: Callable[[], Sequence | None],
+    ) -> bool:
+        """Reserve host blocks for the sequence's first ``upto`` tokens; later ones give way.
+
+        Args:
+            next_victim: the sequence of the host that is preempted next, if any may be.
+        """
+        while (grown := self.host.extend(sequence.id, upto)) is None:
+            victim = None if self.sequences.closing else next_victim()
+            if victim is None:
+                return False
+            self.preempt(victim)
+            if victim.state is not SequenceState.PAUSED:
+                return False
+        step.extends += [RowExtend(sequence.row, group, blocks) for group, blocks in grown]
+        sequence.cover(self.host.capacity(sequence.id))
+        return True
+
 
 class SwapMemory(HostMemory):
     """See the module docstring.
+
+    Attributes:
+        takes_too_long: whether the KV of so many tokens is more than one step should bring back.
 
     Args:
         host_computes: a part computes sequences of the host, so that none gets stuck there.
@@ -137,8 +163,6 @@ class SwapMemory(HostMemory):
         preempts_ahead: who should leave before memory runs short, and cannot, is preempted then
             already. Not where prompts are computed before older decodes: begun again each time,
             one would keep those before it from their steps for ever.
-        takes_too_long: whether the KV of so many tokens is more than one step should bring back;
-            unset, more tokens than a step computes, which takes longer than to copy their KV.
     """
 
     def __init__(
@@ -148,7 +172,6 @@ class SwapMemory(HostMemory):
         host_computes: bool = False,
         comes_back: bool = True,
         preempts_ahead: bool = True,
-        takes_too_long: Callable[[int], bool] | None = None,
     ) -> None:
         super().__init__(cache)
         self._host_computes = host_computes
@@ -156,9 +179,10 @@ class SwapMemory(HostMemory):
         self._preempts_ahead = preempts_ahead
         if host_computes:
             self.ahead_tokens = 0  # who gives way is computed on the host: that is how it fills
-        self.takes_too_long = takes_too_long or self._beyond_a_step
+        self.takes_too_long: Callable[[int], bool] = self._beyond_a_step
 
     def _beyond_a_step(self, tokens: int) -> bool:
+        """More tokens than a step computes, which takes longer than to copy their KV."""
         return tokens > self.max_num_batched_tokens
 
     def make_way(self, step: BatchBuilder) -> None:
@@ -179,34 +203,32 @@ class SwapMemory(HostMemory):
             victim = choose_victim(self.victims(), device[0].order)
             if victim is None or self.sequences.closing:
                 return
-            if self._send_away(step, victim, may_preempt=self._preempts_ahead) is None:
+            if self._move_away(step, victim):
+                continue
+            if not self._preempts_ahead:
                 return
+            self.sequences.preempt(victim)
 
     def _available_soon(self) -> list[int]:
         """Blocks of each group that can be taken when launched moves are done."""
         return [a + b for a, b in zip(self.cache.available(), self.coming, strict=True)]
 
-    def _send_away(
-        self, step: BatchBuilder, victim: Sequence, *, may_preempt: bool = True
-    ) -> bool | None:
-        """Move a sequence to the host, or preempt it if it cannot; whether it was preempted.
+    def _move_away(self, step: BatchBuilder, victim: Sequence) -> bool:
+        """Move a sequence to the host, if it can go now.
 
-        One that is in the step already leaves layer by layer as it is computed. None means that it
-        stays where it is.
+        One that is in the step already leaves layer by layer as it is computed.
         """
         can_move = victim.end <= self.host.max_tokens() and not self.tiers.moving(victim.id)
         guessed = victim.drafter is not None and victim.pending > 0  # its KV goes beyond planned
-        if can_move and not guessed and victim.planned > 0:
-            in_step = any(victim is sequence for sequence in step.sequences)
-            held = self.cache.held(victim.id)
-            if self.move(step, victim, after_layer=in_step):
-                self.coming = [a + b for a, b in zip(self.coming, held, strict=True)]
-                if in_step:
-                    self.moving.left.add(victim.id)
-                return False
-        if not may_preempt:
-            return None
-        self.sequences.preempt(victim)
+        if not can_move or guessed or victim.planned == 0:
+            return False
+        in_step = any(victim is sequence for sequence in step.sequences)
+        held = self.cache.held(victim.id)
+        if not self.move(step, victim, after_layer=in_step):
+            return False
+        self.coming = [a + b for a, b in zip(self.coming, held, strict=True)]
+        if in_step:
+            self.moving.left.add(victim.id)
         return True
 
     def _swap_in(self, step: BatchBuilder) -> None:
@@ -273,7 +295,10 @@ class SwapMemory(HostMemory):
         victim = choose_victim(self.victims(), after)
         if victim is None:
             return False
-        return bool(self._send_away(step, victim)) and victim.state is SequenceState.PAUSED
+        if self._move_away(step, victim):
+            return False
+        self.sequences.preempt(victim)
+        return victim.state is SequenceState.PAUSED
 
     def blocks_come_back(self) -> bool:
         """Whether launched steps give up blocks of the device when they are committed."""

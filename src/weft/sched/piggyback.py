@@ -20,7 +20,7 @@ from dataclasses import replace
 from itertools import chain
 
 from weft.core.errors import InvariantError
-from weft.core.plan import Commit, RowExtend, StepPlan, StepResult
+from weft.core.plan import Commit, StepPlan, StepResult
 from weft.core.types import Sequence, SequenceState
 from weft.cost.work import Work
 from weft.sched.batch import BatchBuilder, TimedBatch
@@ -143,16 +143,12 @@ class PiggybackPart:
 
     def _grow_on_host(self, step: TimedBatch, sequence: Sequence) -> bool:
         """Reserve the block of the next token, preempting the newest of the host if need be."""
-        while (grown := self._host.extend(sequence.id, sequence.known)) is None:
+
+        def newest() -> Sequence | None:
             rest = [other for other in self._between_tokens() if other.order > sequence.order]
-            if not rest or self._scheduler.sequences.closing:
-                return False
-            self._memory.preempt(rest[-1])
-            if rest[-1].state is not SequenceState.PAUSED:
-                return False
-        step.extends += [RowExtend(sequence.row, group, blocks) for group, blocks in grown]
-        sequence.cover(self._host.capacity(sequence.id))
-        return True
+            return rest[-1] if rest else None
+
+        return self._memory.grow_on_host(step, sequence, sequence.known, newest)
 
     def blocks_come_back(self) -> bool:
         """Whether moves in flight give up blocks of the device."""

@@ -1,4 +1,4 @@
-"""Who gives way when memory runs out."""
+"""The choice of the sequence to preempt when memory runs out."""
 
 from __future__ import annotations
 

@@ -53,12 +53,18 @@ class Resources:
         return TieredCache(self.groups, self.host_blocks, prefix_caching=self.prefix_caching)
 
 
+def _memory(cache: AnyCache, *, preempts_ahead: bool = True) -> DeviceMemory:
+    """The memory for a cache of one tier or of two, where nothing is computed on the host."""
+    if isinstance(cache, KVCache):
+        return DeviceMemory(cache)
+    return SwapMemory(cache, preempts_ahead=preempts_ahead)
+
+
 def fcfs(
     cache: AnyCache, limits: Limits, classes: Seq[ServiceClass] = DEFAULT_CLASSES
 ) -> Scheduler:
     """First come, first served, within classes."""
-    memory = DeviceMemory(cache) if isinstance(cache, KVCache) else SwapMemory(cache)
-    return Scheduler(FCFSPolicy(classes), memory, limits)
+    return Scheduler(FCFSPolicy(classes), _memory(cache), limits)
 
 
 def slo(
@@ -69,10 +75,7 @@ def slo(
     policy: TargetPolicy = DEFAULT_POLICY,
 ) -> Scheduler:
     """Latency targets first, best effort in what is left (OmniServe section 3.3)."""
-    if isinstance(cache, KVCache):
-        memory = DeviceMemory(cache)
-    else:
-        memory = SwapMemory(cache, preempts_ahead=False)
+    memory = _memory(cache, preempts_ahead=False)
     return Scheduler(SLOPolicy(cost, classes, policy), memory, limits)
 
 
@@ -92,7 +95,6 @@ def load_aware(
     """
     memory = SwapMemory(cache, host_computes=True, comes_back=not host_only)
     part = TwoBatch(memory, Balance(cost, limits.max_num_batched_tokens), host_only=host_only)
-    memory.takes_too_long = part.takes_too_long
     return Scheduler(FCFSPolicy(classes, cost, fills=not host_only), memory, limits, [part])
 
 

@@ -22,11 +22,11 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
-from weft.core.plan import Commit, RowExtend, StepPlan, StepResult, Tier
+from weft.core.plan import Commit, StepPlan, StepResult, Tier
 from weft.core.types import Sequence, SequenceState
 from weft.sched.balance import Balance, HostShare, HostWork
 from weft.sched.batch import BatchBuilder, TimedBatch
-from weft.sched.memory_host import HostMemory
+from weft.sched.memory_host import SwapMemory
 from weft.sched.preempt import choose_victim
 from weft.sched.scheduler import Scheduler, sub_batch
 
@@ -39,13 +39,14 @@ class TwoBatch:
     """See the module docstring; implements ``weft.sched.scheduler.Part``.
 
     Args:
-        cost: what step times are predicted with.
+        balance: chooses what the host adds to a step.
         host_only: all KV lies with the host, so that all decode attention is computed there: the
             baseline that NEO calls FastDecode+ (section 5.1).
     """
 
-    def __init__(self, memory: HostMemory, balance: Balance, *, host_only: bool = False) -> None:
+    def __init__(self, memory: SwapMemory, balance: Balance, *, host_only: bool = False) -> None:
         self._memory = memory
+        memory.takes_too_long = self._takes_too_long
         self._balance = balance
         self._host = memory.host
         self._host_only = host_only
@@ -60,7 +61,7 @@ class TwoBatch:
         self._scheduler = scheduler
         self._chunk = scheduler.limits.max_num_batched_tokens
 
-    def takes_too_long(self, tokens: int) -> bool:
+    def _takes_too_long(self, tokens: int) -> bool:
         """Whether the KV of so many tokens is more than one step should bring back."""
         return self._balance.move_seconds(tokens) > self._step_s
 
@@ -231,23 +232,13 @@ class TwoBatch:
 
     def _grow_on_host(self, step: TimedBatch, sequence: Sequence, upto: int) -> bool:
         """Reserve host blocks for the first ``upto`` tokens, preempting later ones of the host."""
-        while (grown := self._host.extend(sequence.id, upto)) is None:
-            rest = [
-                other
-                for other in self._memory.on_host()
-                if other.id not in self._memory.moving.kept
-            ]
-            victim = (
-                None if self._scheduler.sequences.closing else choose_victim(rest, sequence.order)
-            )
-            if victim is None:
-                return False
-            self._memory.preempt(victim)
-            if victim.state is not SequenceState.PAUSED:
-                return False
-        step.extends += [RowExtend(sequence.row, group, blocks) for group, blocks in grown]
-        sequence.cover(self._host.capacity(sequence.id))
-        return True
+
+        def newest() -> Sequence | None:
+            kept = self._memory.moving.kept
+            rest = [other for other in self._memory.on_host() if other.id not in kept]
+            return choose_victim(rest, sequence.order)
+
+        return self._memory.grow_on_host(step, sequence, upto, newest)
 
     # -- launching ------------------------------------------------------------------------------
 

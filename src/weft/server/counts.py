@@ -1,4 +1,4 @@
-"""What a request plane counts, and a board in shared memory on which several show it each other.
+"""Counts of a request plane, and a board in shared memory that adds up those of several.
 
 A cell of the board has two halves, of which one is written while the other is valid, so that a
 process that dies while it writes takes nothing along. Its successor goes on from there. The head of

@@ -1,4 +1,4 @@
-"""What is known of an HTTP request while it is answered, and the layer that tells it at the end."""
+"""One record of an HTTP request and its answer, and the layer that logs and counts it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the request plane can learn about the engine behind it."""
+"""The state of the engine, as the request plane reads it."""
 
 from __future__ import annotations
 

@@ -1,0 +1,68 @@
+// Checks of the thread pool, alike for the pool alone and beside layers: phases in their order, bodies
+// that throw, and several callers of a pool that is resized meanwhile.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <stdexcept>
+#include <thread>
+#include <vector>
+
+#include "pool.hpp"
+
+namespace weft {
+
+inline void require(bool good, const char* what) {
+  if (good) return;
+  std::fprintf(stderr, "failed: %s\n", what);
+  std::exit(1);
+}
+
+inline void check_phases() {
+  constexpr int64_t counts[] = {5, 1, 0, 17, 3};
+  int64_t written[17] = {};  // by one thread each, and read by others in the next phase
+  std::atomic<int64_t> done[5] = {};
+  shared_pool().run_phases(counts, [&](int phase, int64_t item) {
+    for (int before = 0; before < phase; ++before) {
+      require(done[before] == counts[before], "a phase begins when the one before is done");
+    }
+    if (phase == 3) written[item] = item + 1;
+    if (phase == 4) require(written[16 - item] == 17 - item, "what a phase wrote is seen");
+    ++done[phase];
+  });
+  for (int phase = 0; phase < 5; ++phase) require(done[phase] == counts[phase], "all items ran");
+}
+
+inline void check_throwing() {
+  bool thrown = false;
+  try {
+    shared_pool().run(40, [](int64_t item) {
+      if (item % 7 == 3) throw std::runtime_error("as wished");
+    });
+  } catch (const std::runtime_error&) {
+    thrown = true;
+  }
+  require(thrown, "an exception of a body reaches the caller");
+}
+
+// Runs `body(caller)` on three threads at once while another one resizes the pool.
+template <typename Body>
+void run_callers(Body body) {
+  std::atomic<bool> over{false};
+  std::thread resizer([&] {
+    for (int i = 0; !over; ++i) {
+      shared_pool().resize(1 + i % 4);
+      std::this_thread::yield();
+    }
+  });
+  std::vector<std::thread> callers;
+  for (int caller = 0; caller < 3; ++caller) callers.emplace_back(body, caller);
+  for (std::thread& caller : callers) caller.join();
+  over = true;
+  resizer.join();
+  shared_pool().resize(1);
+}
+
+}  // namespace weft
