@@ -23,7 +23,7 @@ import report
 from weft.exec.store import KVStore
 from weft.kernels.cpu import _native
 from weft.kernels.cpu import attention as cpu
-from weft.kernels.interface import AttentionBatch
+from weft.kernels.interface import AttentionMetadata
 from weft.kernels.kv_storage import KV_TYPES
 from weft.models.spec import KVGroup
 
@@ -54,7 +54,7 @@ class Inputs:
         lengths = torch.full((rows,), context, dtype=torch.int32)
         self.scale = size**-0.5
         for caches in self.caches():
-            writer = AttentionBatch(
+            writer = AttentionMetadata(
                 every.int().div(BLOCK, rounding_mode="floor").view(-1, 1),
                 torch.arange(len(every) + 1, dtype=torch.int32),
                 torch.ones(len(every), dtype=torch.int32),
@@ -64,7 +64,7 @@ class Inputs:
             once = fill[:, :1].expand(-1, 1, -1) if heads == kv_heads else fill
             self.attend(once, fill, fill, *caches, writer)
         slots = torch.zeros(rows * queries, dtype=torch.int64)
-        self.batch = AttentionBatch(tables, starts * queries, lengths, slots, BLOCK)
+        self.batch = AttentionMetadata(tables, starts * queries, lengths, slots, BLOCK)
         self.turn = itertools.cycle(self.caches())
         self.read_bytes = sum(t.nbytes for t in self.caches()[0])
         self.flops = 4 * heads * size * rows * queries * (context - (queries - 1) / 2)
@@ -72,7 +72,9 @@ class Inputs:
     def caches(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         return list(zip(self.store.keys[0], self.store.values[0], strict=True))
 
-    def attend(self, q: Any, k: Any, v: Any, keys: Any, values: Any, batch: AttentionBatch) -> None:
+    def attend(
+        self, q: Any, k: Any, v: Any, keys: Any, values: Any, batch: AttentionMetadata
+    ) -> None:
         cpu.paged_attention(
             q, k, v, keys, values, batch, scale=self.scale, window=None, softcap=None
         )

@@ -1,4 +1,5 @@
-"""Interactive and best-effort requests on one server: scheduler slo beside fcfs with class ranks.
+"""Interactive and best-effort requests on one server: scheduler slo beside fcfs with class
+priorities.
 
     python benchmarks/coserve.py --rates 2,4,6 --seconds 20 --out benchmarks/results/coserve.json
 

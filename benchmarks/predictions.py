@@ -91,9 +91,9 @@ def step(cost: CostModel, decodes: int, context: float, prompts: int = 0, length
 def closed_loop(cost: CostModel, clients: int, prompt: int, output: int) -> dict[str, float]:
     """TTFT and TPOT with so many requests always running.
 
-    While a request generates, each of the others ends once, and the prompt that follows it rides in
-    one of the steps. If requests end one by one, a new prompt waits for half a step; if all begin
-    together, as they do at the start, it waits for half of the other prompts.
+    While a request generates, each of the others ends once, and the prompt that follows it
+    piggybacks in one of the steps. If requests end one by one, a new prompt waits for half a step;
+    if all begin together, as they do at the start, it waits for half of the other prompts.
     """
     context = prompt + output / 2
     plain = step(cost, clients, context)

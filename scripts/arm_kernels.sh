@@ -21,7 +21,7 @@ qemu-aarch64 -cpu max "$out/fuzz" "${1:-20}"
 # pool, products of floats and integers, layers, choice of tokens
 cd "$cpu"
 for march in armv8-a armv8.2-a+bf16; do
-  compile -static -march=$march -DWEFT_ISA=baseline "$root/tests/kernels/layers.cpp" choose.cpp \
+  compile -static -march=$march -DWEFT_ISA=baseline "$root/tests/kernels/layers.cpp" sample.cpp \
     dispatch.cpp layer.cpp matrix.cpp panel.cpp pool.cpp quant.cpp quant_tile.cpp scan.cpp \
     -o "$out/layers" -pthread
   qemu-aarch64 -cpu max "$out/layers" 5

@@ -8,11 +8,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from weft.kernels.interface import AttentionBatch
+from weft.kernels.interface import AttentionMetadata
 from weft.kernels.kv_storage import read_rows, row_size, write_rows
 
 NAN = float("nan")
-T = TypeVar("T", "Case", AttentionBatch)
+T = TypeVar("T", "Case", AttentionMetadata)
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Case:
     v: Tensor | None
     k_cache: Tensor
     v_cache: Tensor
-    batch: AttentionBatch
+    batch: AttentionMetadata
     shape: Shape
 
     def run(self, kernel: object = None) -> Tensor:
@@ -103,11 +103,11 @@ def _case(rows: list[tuple[int, int]], shape: Shape, seed: int) -> Case:
                 write_rows(cache, blocks[seen // size], seen % size, values)
         slots += [int(blocks[p // size]) * size + p % size for p in range(past, past + n)]
     q, k, v = fresh_tensors(len(slots), shape, random)
-    batch = AttentionBatch(
+    batch = AttentionMetadata(
         block_tables=tables,
         query_start=torch.tensor([0, *(n for n, _ in rows)]).cumsum(0).int(),
-        context_len=torch.tensor([n + past for n, past in rows], dtype=torch.int32),
-        slots=torch.tensor(slots, dtype=torch.int64),
+        seq_lens=torch.tensor([n + past for n, past in rows], dtype=torch.int32),
+        slot_mapping=torch.tensor(slots, dtype=torch.int64),
         block_size=size,
     )
     return Case(q, k, v, k_cache, v_cache, batch, shape)
@@ -141,8 +141,8 @@ def only_row(case: Case, row: int) -> Case:
         batch,
         block_tables=batch.block_tables[row : row + 1],
         query_start=torch.tensor([0, tokens.stop - tokens.start], dtype=torch.int32),
-        context_len=batch.context_len[row : row + 1],
-        slots=batch.slots[tokens],
+        seq_lens=batch.seq_lens[row : row + 1],
+        slot_mapping=batch.slot_mapping[tokens],
     )
     assert case.k is not None
     assert case.v is not None
@@ -153,9 +153,9 @@ def row_tokens(case: Case, row: int) -> slice:
     return slice(int(case.batch.query_start[row]), int(case.batch.query_start[row + 1]))
 
 
-def padded_batch(batch: AttentionBatch, rows: int, tokens: int) -> AttentionBatch:
+def padded_batch(batch: AttentionMetadata, rows: int, tokens: int) -> AttentionMetadata:
     """The same rows, then padding; tables one after another in one flat tensor, last row first."""
-    needed = (-(-batch.context_len // batch.block_size)).tolist()
+    needed = (-(-batch.seq_lens // batch.block_size)).tolist()
     starts, flat = [0] * len(needed), [-7]
     for row in reversed(range(len(needed))):
         starts[row] = len(flat)
@@ -165,12 +165,12 @@ def padded_batch(batch: AttentionBatch, rows: int, tokens: int) -> AttentionBatc
     def longer(values: Tensor, count: int, filler: int) -> Tensor:
         return torch.cat((values, torch.full((count,), filler, dtype=values.dtype)))
 
-    return AttentionBatch(
+    return AttentionMetadata(
         block_tables=torch.tensor(flat, dtype=torch.int32),
         query_start=longer(batch.query_start, rows, total),
-        context_len=longer(batch.context_len, rows, 10**9),
-        slots=longer(batch.slots, tokens, -1),
+        seq_lens=longer(batch.seq_lens, rows, 10**9),
+        slot_mapping=longer(batch.slot_mapping, tokens, -1),
         block_size=batch.block_size,
         table_start=longer(torch.tensor(starts, dtype=torch.int32), rows, 10**9),
-        most_queries=int((batch.query_start[1:] - batch.query_start[:-1]).max()),
+        max_query_len=int((batch.query_start[1:] - batch.query_start[:-1]).max()),
     )

@@ -60,7 +60,7 @@ def table(title: str, declared_by: Any) -> str:
 def page() -> str:
     """The whole page."""
     classes = "".join(
-        f"| {c.name} | {c.rank} | {c.ttft_s or '-'} | {c.tpot_s or '-'} |\n"
+        f"| {c.name} | {c.priority} | {c.ttft_s or '-'} | {c.tpot_s or '-'} |\n"
         for c in DEFAULT_CLASSES
     )
     return (

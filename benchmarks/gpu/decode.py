@@ -30,7 +30,7 @@ from weft.engine.loop import EngineLoop
 from weft.engine.machine import WallClock
 from weft.exec.device import CudaDevice, Device, HostDevice
 from weft.exec.graphs import GraphExecutor, Steps
-from weft.exec.rows import RowTable
+from weft.exec.input_batch import InputBatch
 from weft.exec.step_layout import SIZES
 from weft.exec.store import KVStore
 from weft.kernels.ops import select_ops
@@ -134,7 +134,7 @@ class Engine:
         counts = [blocks] * len(groups)
         store = KVStore(spec.kv_groups, counts, BLOCK, kv_dtype, device.where)
         length = PROMPT + OUTPUT
-        table = RowTable(batch, length, [-(-length // BLOCK)] * len(groups))
+        table = InputBatch(batch, length, [-(-length // BLOCK)] * len(groups))
         tokens = max(1024, batch)
         steps = Steps(
             max_tokens=tokens,

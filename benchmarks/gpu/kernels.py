@@ -18,7 +18,7 @@ from weft.kernels.kv_storage import KV_TYPES, row_size
 from weft.kernels.triton.device import copies_beyond_caches
 from weft.kernels.triton.fp8 import round_rows
 from weft.kernels.triton.matrix import TritonMatrix, linear, logits
-from weft.kernels.triton.sample import choose
+from weft.kernels.triton.sample import sample
 from weft.kernels.triton.tiles import Heads
 from weft.kernels.triton.tuned import find_tuning, random_matrix
 from weft.kernels.triton.tuned_attention import Rows, attention_calls
@@ -222,7 +222,7 @@ def measure_sampling(sizes: Sizes, device: torch.device, bandwidth: float) -> No
     for name, values in SETTINGS.items():
         asked = torch.tensor([values] * rows, dtype=torch.float64, device=device)
         seconds = clock(
-            lambda _, asked=asked: choose(numbers, asked, count, count, tokens, finite), 1
+            lambda _, asked=asked: sample(numbers, asked, count, count, tokens, finite), 1
         )
         label = f"sampling {rows} x {vocab}, {name}"
         figure(label, 1e3 * seconds, "ms")

@@ -112,7 +112,7 @@ def trace_of(density: float, sharing: float, heavy: int, shorter: float = SHORTE
     return synthesise(counts(density, sharing, heavy, kinds, RATES), kinds, RATES)
 
 
-def part_of(trace: Blended, part: int, parts: int) -> Blended:
+def shard_range(trace: Blended, part: int, parts: int) -> Blended:
     """One of the data-parallel parts, cut with what a sample tells about lengths."""
     if parts == 1:
         return trace
@@ -132,7 +132,7 @@ def run(cell: Cell) -> Outcome:
     """Serve a trace, or its part."""
     gc.disable()  # nothing here makes cycles worth the look
     whole = trace_of(cell.density, cell.sharing, cell.heavy, cell.shorter)
-    trace = part_of(whole, cell.part, cell.parts)
+    trace = shard_range(whole, cell.part, cell.parts)
     room = Room(KV, cell.sequences)
     order = make_order(cell.order, Jobs(trace.prompts), room, RATES)
     found = run_offline(trace, order, COST, Limits(cell.sequences, cell.step_tokens, KV), KV)

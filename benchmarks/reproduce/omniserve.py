@@ -15,20 +15,20 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from omniserve_cells import BE_MANY, BEST_EFFORT, BUDGETS, MODELS, RIDING, Cell, Model, run
+from omniserve_cells import BE_MANY, BEST_EFFORT, BUDGETS, MODELS, PIGGYBACKING, Cell, Model, run
 from reproduction import Reproduction
 
-HOSTED = ("riders", "load-aware")  # schedulers that use hosts
+HOSTED = ("piggybacked", "load-aware")  # schedulers that use hosts
 HOSTS_RATE = {"yi-34b": 4.0, "llama-2-70b": 3.0}  # sections 5.2.1 and 5.3
 TIGHTER = {"yi-34b": (0.1, 0.125, 0.15, 0.2, 0.25), "llama-2-70b": (0.125, 0.15, 0.2, 0.25, 0.3)}
 LABELS = {
     "alone": "interactive only",
-    "fcfs": "FCFS with ranks",
+    "fcfs": "FCFS with class priorities",
     "headroom": "memory headroom",
     "load-aware": "load-aware with a limit",
     "device": "slo, device alone",
-    "riders": "slo with riders",
-    "eager": "slo with riders, the paper's order",
+    "piggybacked": "slo with piggybacked rows",
+    "eager": "slo with piggybacked rows, the paper's order",
 }
 NAMES = tuple(LABELS)[:-1]
 LONGER, FILLING = 3, 10  # times as long, where contexts have to grow and five hosts to be filled
@@ -151,10 +151,11 @@ def over_rates(made: Reproduction, runs: Runs) -> None:
 def compare(made: Reproduction, models: Sequence[Model], cells: Cells) -> None:
     """The paper's claims in words beside weft's figures; its curves are not given as numbers."""
     for model in models:
-        alone, riders, five, headroom, neo = (
+        alone, piggybacked, five, headroom, neo = (
             [cell for _, cell in cells[model.name, name, hosts]]
             for name, hosts in (
-                ("alone", 1), ("riders", 1), ("riders", 5), ("headroom", 1), ("load-aware", 5),
+                ("alone", 1), ("piggybacked", 1), ("piggybacked", 5), ("headroom", 1),
+                ("load-aware", 5),
             )
         )  # fmt: skip
         loss = max(a.attainment - b.attainment for a, b in zip(alone, five, strict=True))
@@ -162,7 +163,7 @@ def compare(made: Reproduction, models: Sequence[Model], cells: Cells) -> None:
             f"{model.name}: attainment lost to best effort, at most, 5 hosts",
             0.6, 100 * loss, "points", "5.2.1",
         )  # fmt: skip
-        loss = max(a.attainment - b.attainment for a, b in zip(alone, riders, strict=True))
+        loss = max(a.attainment - b.attainment for a, b in zip(alone, piggybacked, strict=True))
         made.compare(f"{model.name}: the same, one host", 0.6, 100 * loss, "points", "5.2.1")
         best = max(
             a.attainment / max(b.attainment, 0.01) for a, b in zip(five, headroom, strict=True)
@@ -208,7 +209,10 @@ def tighter(made: Reproduction, runs: Runs) -> None:
         )  # fmt: skip
         if model.name == "llama-2-70b":
             pairs = zip(
-                targets, curves[LABELS["riders"]][1], curves[LABELS["headroom"]][1], strict=True
+                targets,
+                curves[LABELS["piggybacked"]][1],
+                curves[LABELS["headroom"]][1],
+                strict=True,
             )
             at, ours, theirs = next(pair for pair in pairs if pair[2] >= 0.01)
             made.compare(
@@ -237,7 +241,7 @@ def admission(made: Reproduction, runs: Runs) -> None:
     rows = []
     for model in runs.models:
         jobs = [
-            runs.job("riders", model, times * max(model.rates), 5, admission=way)
+            runs.job("piggybacked", model, times * max(model.rates), 5, admission=way)
             for times in (1, 1.5, 2)
             for way in ways
         ]
@@ -265,11 +269,11 @@ def number_of_hosts(made: Reproduction, runs: Runs) -> None:
             runs.job(name, model, HOSTS_RATE[model.name], hosts, be_open=BE_MANY),
             seconds=(1 if made.quick else FILLING) * runs.seconds,
         )
-        for name in RIDING
+        for name in PIGGYBACKING
         for hosts in counts
     ]
     cells = runs.all(jobs)
-    for at, name in enumerate(RIDING):
+    for at, name in enumerate(PIGGYBACKING):
         found = cells[at * len(counts) :][: len(counts)]
         rows += [
             [*job.row(cell), round(cell.be_hosts, 1), round(cell.itl, 1)]
@@ -295,7 +299,7 @@ def reasons(made: Reproduction, runs: Runs) -> None:
         "a quarter of the device's KV": {"device_kv": 0.25},
         "best effort of long answers": {"best_effort": "long answers", "be_open": 2 * BE_MANY},
     }
-    ways = (("device", 1), ("riders", 5), ("eager", 5))
+    ways = (("device", 1), ("piggybacked", 5), ("eager", 5))
     model, rows = runs.models[0], []
     for what, change in list(changes.items())[:: 2 if made.quick else 1]:
         more = {"be_open": BE_MANY, **change}

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 from reproduction import chat_spreads
-from rivals import eager_riders, headroom, timed_load_aware
+from rivals import eager_piggyback, headroom, timed_load_aware
 
 from weft.core.types import ServiceClass
 from weft.cost.fit import Fitted, ProfileKey
@@ -25,11 +25,11 @@ from weft.cost.work import Work
 from weft.kv.cache import GroupSpec, KVCache
 from weft.kv.tiers import TieredCache
 from weft.sched.policy_slo import TargetPolicy
-from weft.sched.registry import fcfs, slo, slo_riders
+from weft.sched.registry import fcfs, slo, slo_piggyback
 from weft.sched.scheduler import Limits, Scheduler
 from weft.sim.jobs import SimulatedRequest, own_text
 from weft.sim.learn import learn
-from weft.sim.piggyback import Piggyback, Ridden
+from weft.sim.piggyback import Piggyback, Piggybacked
 from weft.sim.run import Simulated, Traffic, simulate
 from weft.sim.simulated import Errors
 from weft.workload.arrivals import gamma_times
@@ -139,24 +139,24 @@ def scheduler(name: str, model: Model, setting: Setting) -> Scheduler:
     tiers = TieredCache(groups, [on_hosts], prefix_caching=False)
     if name == "load-aware":
         return timed_load_aware(tiers, limits, planned, classes, tpot_s=model.tpot_s)
-    riding = eager_riders if name == "eager" else slo_riders
-    return riding(tiers, limits, planned, classes, policy)
+    piggybacking = eager_piggyback if name == "eager" else slo_piggyback
+    return piggybacking(tiers, limits, planned, classes, policy)
 
 
-class CountedRiders(Piggyback):
+class CountedPiggybacked(Piggyback):
     """Counts the tokens that have come to their end."""
 
     finished = 0
 
-    def ride(self, start_s: float, seconds: float, caps: Sequence[int]) -> Ridden:
-        ridden = super().ride(start_s, seconds, caps)
-        self.finished += len(ridden.finished)
-        return ridden
+    def piggyback(self, start_s: float, seconds: float, caps: Sequence[int]) -> Piggybacked:
+        piggybacked_results = super().piggyback(start_s, seconds, caps)
+        self.finished += len(piggybacked_results.finished)
+        return piggybacked_results
 
 
-def riders(name: str, model: Model, setting: Setting) -> CountedRiders | None:
-    """The hosts of a scheduler that has riders; remote ones are behind the network."""
-    if name not in RIDING:
+def piggybacked(name: str, model: Model, setting: Setting) -> CountedPiggybacked | None:
+    """The hosts of a scheduler that has piggybacked rows; remote ones are behind the network."""
+    if name not in PIGGYBACKING:
         return None
     cost = true_cost(model.name, model.tp, setting.machine)
     latency_s = 2 * BYTES["bf16"] * cost.shape.hidden / NETWORK
@@ -164,7 +164,7 @@ def riders(name: str, model: Model, setting: Setting) -> CountedRiders | None:
     if not setting.free_attention:
         probe = Work(tokens=1, host_decodes=1, host_context=LONGEST)
         token_s = cost.terms(probe).cpu_attention / cost.layers / LONGEST
-    return CountedRiders(cost.layers, token_s.__mul__, setting.hosts, latency_s, room)
+    return CountedPiggybacked(cost.layers, token_s.__mul__, setting.hosts, latency_s, room)
 
 
 def length(draw: random.Random, mean: float, spread: float) -> int:
@@ -229,7 +229,7 @@ class Cell:
     be_hosts: float
 
 
-def measure(result: Simulated, model: Model, ridden: int) -> Cell:
+def measure(result: Simulated, model: Model, piggybacked_results: int) -> Cell:
     record, log = result.record, result.log
     own = np.asarray(record.kind) == record.classes.index("interactive")
     arrival, first = np.asarray(record.arrival_s)[own], np.asarray(record.first_s)[own]
@@ -241,7 +241,7 @@ def measure(result: Simulated, model: Model, ridden: int) -> Cell:
     prompts = int(np.asarray(record.input)[own][served].sum())
     tokens, decodes = (np.asarray(log.column(name)).sum() for name in ("tokens", "decodes"))
     host = np.asarray(log.column("host_decodes")).sum()
-    hosted = float(host + ridden)
+    hosted = float(host + piggybacked_results)
     gap_s, counts = (np.asarray(x) for x in (record.by_class[0].gaps, record.by_class[0].counts))
     return Cell(
         float((ttft_ok & tpot_ok).mean()),
@@ -258,7 +258,7 @@ def measure(result: Simulated, model: Model, ridden: int) -> Cell:
 def run(name: str, model: Model, rate: float, seconds: float, **given: Any) -> Cell:
     """Serve chats, and best effort beside them. ``given`` are fields of ``Setting``."""
     setting = Setting(**given)
-    riding = riders(name, model, setting)
+    piggybacking = piggybacked(name, model, setting)
     times = (
         bursts(model.rates, setting.burst_s, 1) if setting.burst_s else gamma_times(rate, 1.0, 1)
     )
@@ -270,9 +270,9 @@ def run(name: str, model: Model, rate: float, seconds: float, **given: Any) -> C
         Traffic(asked, beside, setting.be_open if beside else 0),
         Errors(seed=1),
         model.classes,
-        piggyback=riding,
+        piggyback=piggybacking,
     )
-    return measure(result, model, 0 if riding is None else riding.finished)
+    return measure(result, model, 0 if piggybacking is None else piggybacking.finished)
 
 
-RIDING = ("riders", "eager")
+PIGGYBACKING = ("piggybacked", "eager")

@@ -32,23 +32,23 @@ class HeadroomAdmission(Admission):
         )
         self._best_effort = best_effort
 
-    def admit(self, step: BatchBuilder, rank: int) -> None:
-        if rank == self._best_effort:
+    def admit(self, step: BatchBuilder, priority: int) -> None:
+        if priority == self._best_effort:
             pool, block = self._cache.pools[0], self._cache.groups[0].block_size
-            running = self._sequences.running_of(rank)
+            running = self._sequences.running_of(priority)
             held = sum(self._cache.held(s.id)[0] for s in running)
-            first = next(self._sequences.waiting.of_rank(rank), None)
+            first = next(self._sequences.waiting.of_rank(priority), None)
             if first is None or held + first.end / block > (1 - HEADROOM) * pool.num_blocks:
                 return
-        super().admit(step, rank)
+        super().admit(step, priority)
 
 
 def headroom(
     cache: KVCache, limits: Limits, classes: Seq[ServiceClass] = DEFAULT_CLASSES
 ) -> Scheduler:
-    """Class ranks with memory kept free."""
+    """Class priorities with memory kept free."""
     scheduler = Scheduler(FCFSPolicy(classes), DeviceMemory(cache), limits)
-    best_effort = next(row.rank for row in classes if row.name == "batch")
+    best_effort = next(row.priority for row in classes if row.name == "batch")
     scheduler.admission = HeadroomAdmission(scheduler, best_effort)
     return scheduler
 
@@ -101,27 +101,29 @@ class EagerPiggyback(PiggybackPart):
     _passed_over: Seq[Sequence] = ()
 
     def after_best_effort(self, step: TimedBatch) -> Iterable[int]:
-        ranks = super().after_best_effort(step)
+        priorities = super().after_best_effort(step)
         planned = {sequence.id for sequence in step.sequences}
         self._passed_over = [s for s in self._decoding() if s.id not in planned]
-        return ranks
+        return priorities
 
     def _too_many(self, step: TimedBatch) -> list[Sequence]:  # noqa: ARG002
         passed = {sequence.id for sequence in self._passed_over}
         return [sequence for sequence in self._decoding() if sequence.id in passed]
 
     def _decoding(self) -> list[Sequence]:
-        running = [s for rank in self._policy.best_effort for s in self._policy.running_of(rank)]
+        running = [
+            s for priority in self._policy.best_effort for s in self._policy.running_of(priority)
+        ]
         return [s for s in running if s.known - s.planned == 1]
 
 
-def eager_riders(
+def eager_piggyback(
     cache: TieredCache,
     limits: Limits,
     cost: CostModel,
     classes: Seq[ServiceClass],
     policy: TargetPolicy = DEFAULT_POLICY,
 ) -> Scheduler:
-    """Scheduler slo-riders with the paper's order of moves."""
+    """Scheduler slo-piggyback with the paper's order of moves."""
     targets, memory = SLOPolicy(cost, classes, policy), HostMemory(cache)
     return Scheduler(targets, memory, limits, [EagerPiggyback(memory, targets)])

@@ -274,8 +274,8 @@ def test_plans_arrive_as_they_were_sent():
         *(3, (batch,), (2,), (add,), (RowExtend(0, 1, (6,)),), ((0, 5),)),
         moves=(KVMove(1, Tier.HOST, ((1, -1), ()), ((4, -1), ()), after_layer=True),),
         zero_host=((1, 2),),
-        riders=(1,),
-        rider_caps=(0, 2),
+        piggybacked=(1,),
+        piggyback_limits=(0, 2),
         abort=(1,),
     )
     fields_left_out = [f.name for f in fields(StepPlan) if not getattr(plan, f.name)]

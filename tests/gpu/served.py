@@ -20,7 +20,7 @@ from weft.core.plan import Commit, PromptLogprobs, Update
 from weft.core.types import FinishReason, Request, SamplingParams
 from weft.engine.build import Engine, build_engine
 from weft.engine.loop import EngineLoop
-from weft.engine.model import settle
+from weft.engine.model import resolve_settings
 from weft.kernels.ops import select_ops
 from weft.models.loader import load_model
 
@@ -87,7 +87,7 @@ def tight(folder: Path, **more: Any) -> int:
     memory = 2**12
     while True:
         try:
-            settle(EngineConfig(**settings_for(folder, **more, kv_memory=memory)))
+            resolve_settings(EngineConfig(**settings_for(folder, **more, kv_memory=memory)))
         except OutOfMemoryError:
             memory = memory * 17 // 16
         else:

@@ -59,7 +59,7 @@ def test_weights_in_fp8(aligned) -> None:
     """As plain torch with the same codes; a tie may fall to either side."""
     exact = Truth(aligned)
     rounded = Truth(aligned, partial(storage_of, quantize="fp8", group=64))
-    settings = {"quantize": "fp8", "attention": KERNELS}
+    settings = {"quantize": "fp8", "kernels": KERNELS}
     answers = both_ways(aligned, [SCORED, SCORED, GREEDY, SCORED], **settings)
     for tokens, answer in zip(PROMPTS, answers, strict=True):
         if len(tokens) > 1:
@@ -71,7 +71,7 @@ def test_weights_in_fp8_beside_bfloat16(aligned) -> None:
     """Other activations round to other codes; what is lost in all is about the same."""
     exact = Truth(aligned)
     rounded = Truth(aligned, partial(storage_of, quantize="fp8", group=64))
-    settings = {"quantize": "fp8", "dtype": "bfloat16", "attention": KERNELS}
+    settings = {"quantize": "fp8", "dtype": "bfloat16", "kernels": KERNELS}
     answers = both_ways(aligned, [SCORED, SCORED, GREEDY, SCORED], **settings)
     for tokens, answer in zip(PROMPTS, answers, strict=True):
         if len(tokens) > 8:
@@ -85,7 +85,7 @@ def test_kv_in_8_bits(aligned, kv_dtype) -> None:
     """As plain torch with the same KV; what is lost beside that of floats is more."""
     exact = Truth(aligned)
     asked = [SCORED, SCORED, GREEDY, SCORED]
-    with opened(aligned, device="cpu", attention="reference", kv_dtype=kv_dtype) as engine:
+    with opened(aligned, device="cpu", kernels="reference", kv_dtype=kv_dtype) as engine:
         expected = serve(engine, PROMPTS, asked)
     answers = both_ways(aligned, asked, kv_dtype=kv_dtype)
     for tokens, answer, truth in zip(PROMPTS, answers, expected, strict=True):
@@ -117,7 +117,7 @@ def test_requests_that_need_the_host(folder) -> None:
     """Penalties, bias, least lengths, log probabilities, drafts: the tokens of plain torch."""
     prompts = [PROMPTS[0], prompt(4, 5) * 5, PROMPTS[1], prompt(5, 6) * 6, PROMPTS[2], PROMPTS[3]]
     found = []
-    for settings in ({}, {"graphs": False}, {"device": "cpu", "attention": "reference"}):
+    for settings in ({}, {"graphs": False}, {"device": "cpu", "kernels": "reference"}):
         with opened(folder, **settings) as engine:
             answers = serve(engine, prompts, KINDS)
             assert engine.scheduler.totals.drafted_tokens > 0
@@ -199,8 +199,8 @@ def test_kernels_for_gpus_give_the_tokens_of_plain_torch(folder) -> None:
     ]
     prompts, found = [prompt(5, 1), prompt(2, 2), prompt(3, 3)], []
     for settings in (
-        {"attention": "triton"},
-        {"attention": "reference", "device": "cpu"},
+        {"kernels": "triton"},
+        {"kernels": "reference", "device": "cpu"},
     ):
         with opened(folder, max_num_batched_tokens=16, graphs=False, **settings) as engine:
             found.append([answer.tokens for answer in serve(engine, prompts, asked)])

@@ -25,8 +25,8 @@ from weft.core.plan import RowAdd
 from weft.core.types import SamplingParams
 from weft.exec.functions import StepFunctions
 from weft.exec.grammar import GrammarRows
+from weft.exec.input_batch import MOST_EDITS, InputBatch
 from weft.exec.inputs import StepPacker
-from weft.exec.rows import MOST_EDITS, RowTable
 from weft.exec.step_layout import sample_layout
 from weft.exec.store import KVStore
 from weft.kernels.interface import OpTable
@@ -106,7 +106,7 @@ def decoder_of(name: str, dtype: torch.dtype, quantize: str) -> Decoder:
 def functions_of(decoder: Decoder, kv_dtype: torch.dtype, tokens: int) -> StepFunctions:
     groups = decoder.spec.kv_groups
     store = KVStore(groups, [9] * len(groups), BLOCK_SIZE, kv_dtype, GPU)
-    table = RowTable(ROWS, LENGTH, [LENGTH // BLOCK_SIZE] * len(groups))
+    table = InputBatch(ROWS, LENGTH, [LENGTH // BLOCK_SIZE] * len(groups))
     host = SimpleNamespace(
         where=GPU, host_memory=lambda size, dtype: torch.zeros(size, dtype=dtype)
     )
@@ -139,7 +139,7 @@ def test_steps_need_nothing_of_the_host(kind, launches) -> None:
             functions.sample(sample_layout(size))
     products = "aten._scaled_mm.default" if quantize == "fp8" else "aten.mm"
     assert any(name.startswith(products) for name in watched.called) or quantize == "int8"
-    assert {"decode_kernel", "merge_kernel", "prefill_kernel", "_choose", "gemm"} <= set(launches)
+    assert {"decode_kernel", "merge_kernel", "prefill_kernel", "_sample", "gemm"} <= set(launches)
 
 
 @pytest.mark.parametrize(

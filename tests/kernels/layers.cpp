@@ -8,7 +8,7 @@
 #include <random>
 #include <vector>
 
-#include "choose.hpp"
+#include "sample.hpp"
 #include "dispatch.hpp"
 #include "layer.hpp"
 #include "pool_checks.hpp"
@@ -139,7 +139,7 @@ void check_choice() {
       std::mt19937 draw(3);
       const Numbers logits(draw, DType::f32, rows * size);
       bool finite[rows];
-      choose({reinterpret_cast<float*>(logits.data.get()), rows, size, settings[0], draws, chosen,
+      sample({reinterpret_cast<float*>(logits.data.get()), rows, size, settings[0], draws, chosen,
               finite});
       for (const bool good : finite) require(good, "all logits are finite");
     }

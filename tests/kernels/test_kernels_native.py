@@ -13,7 +13,7 @@ from depth import deep
 
 HERE = Path(__file__).parent
 SOURCES = HERE.parents[1] / "src" / "weft" / "kernels" / "cpu"
-NAMES = ("choose", "dispatch", "layer", "matrix", "panel", "pool", "quant", "quant_tile", "scan")
+NAMES = ("sample", "dispatch", "layer", "matrix", "panel", "pool", "quant", "quant_tile", "scan")
 FLAGS = ["-std=c++20", "-O1", "-g", "-ffp-contract=fast", "-Wall", "-Wextra", "-Wno-psabi"]
 
 

@@ -193,8 +193,8 @@ std::unique_ptr<Case> make_case() {
   c.call.v_cache = keep(c, "v_cache", kv_type, cache);
   c.call.block_tables = keep(c, "block_tables", DType::i32, {c.rows, longest});
   c.call.query_start = keep(c, "query_start", DType::i32, {c.rows + 1});
-  c.call.context_len = keep(c, "context_len", DType::i32, {c.rows});
-  c.call.slots = keep(c, "slots", DType::i64, {c.tokens});
+  c.call.seq_lens = keep(c, "seq_lens", DType::i32, {c.rows});
+  c.call.slot_mapping = keep(c, "slots", DType::i64, {c.tokens});
   for (int i = 1; i < 4; ++i) c.memory[i]->fill_random();
   for (int i : {4, 5}) {
     if (weft::is_scaled(kv_type)) {
@@ -217,11 +217,11 @@ std::unique_ptr<Case> make_case() {
   start[0] = 0;
   for (int64_t row = 0; row < c.rows; ++row) {
     start[row + 1] = static_cast<int32_t>(start[row] + c.counts[row]);
-    c.call.context_len.as<int32_t>()[row] = static_cast<int32_t>(c.counts[row] + c.pasts[row]);
+    c.call.seq_lens.as<int32_t>()[row] = static_cast<int32_t>(c.counts[row] + c.pasts[row]);
     for (int64_t i = 0; i < c.counts[row]; ++i) {
       const int64_t position = c.pasts[row] + i;
       const int64_t block = table[row * longest + position / c.block_size];
-      c.call.slots.as<int64_t>()[start[row] + i] =
+      c.call.slot_mapping.as<int64_t>()[start[row] + i] =
           block * c.block_size + position % c.block_size;
     }
   }

@@ -26,8 +26,8 @@ from test_cpu_layer import Weights
 
 from attention_cases import Case, Shape, make_case
 from weft.kernels.cpu import attention
-from weft.kernels.cpu.choose import choose
 from weft.kernels.cpu.matrix import CpuMatrix, gather, linear
+from weft.kernels.cpu.sample import sample
 from weft.kernels.kv_storage import SCALED
 
 SIDE = sys.argv[1]
@@ -114,7 +114,7 @@ def choose_tokens(draw: random.Random) -> None:
     numbers = torch.arange(rows)
     tokens = room((rows,), torch.int64)
     finite = room((rows,), torch.bool)
-    choose(
+    sample(
         guarded(torch.randn(rows, size)),
         guarded(torch.tensor(settings * rows, dtype=torch.float64)),
         *(guarded(numbers), guarded(numbers), tokens, finite),

@@ -61,8 +61,8 @@ def make(name: str, given: Scenario):
             given.policy,
         )
         scheduler = make_scheduler(name, resources)
-    if given.ahead_tokens is not None:
-        scheduler.memory.ahead_tokens = given.ahead_tokens
+    if given.watermark_tokens is not None:
+        scheduler.memory.watermark_tokens = given.watermark_tokens
     return scheduler
 
 
@@ -97,8 +97,8 @@ def text_of(plan: StepPlan) -> str:
         ]
     if plan.zero or plan.zero_host:
         lines.append(f" zero {_rows(plan.zero)} host {_rows(plan.zero_host)}")
-    if plan.riders or plan.rider_caps:
-        lines.append(f" riders {_row(plan.riders)} caps {_row(plan.rider_caps)}")
+    if plan.piggybacked or plan.piggyback_limits:
+        lines.append(f" riders {_row(plan.piggybacked)} caps {_row(plan.piggyback_limits)}")
     if plan.abort:
         lines.append(f" abort {_row(plan.abort)}")
     return "\n".join(lines) + "\n"

@@ -24,8 +24,8 @@ from weft.sched.scheduler import Limits
 from weft.workload.trace import Arrival, read_trace
 
 HOST_ONLY = "host-only"  # load-aware with all KV on the host
-ON_HOST = ("fcfs-swap", "load-aware", "slo-riders", HOST_ONLY)
-EVERY = ("fcfs", "fcfs-swap", "load-aware", "slo", "slo-riders")
+ON_HOST = ("fcfs-swap", "load-aware", "slo-piggyback", HOST_ONLY)
+EVERY = ("fcfs", "fcfs-swap", "load-aware", "slo", "slo-piggyback")
 CLASSES = tuple(row.name for row in DEFAULT_CLASSES)
 BATCH = (ServiceClass("flex", 2), ServiceClass("batch", 3))
 TIGHT = (
@@ -56,8 +56,8 @@ class Scenario:
         cancels: by round of the loop, requests to cancel.
         faults: (request, tokens that it knows) where its row is faulty.
         phrase: tokens that the text repeats, with a slip now and then; 0 for the modelled text.
-        host_token_steps: steps that the host attends to a token of context, for riders.
-        ahead_tokens: of the scheduler, where it is not its own.
+        host_token_steps: steps that the host attends to a token of context, for piggybacked rows.
+        watermark_tokens: of the scheduler, where it is not its own.
     """
 
     arrivals: Arrivals
@@ -75,7 +75,7 @@ class Scenario:
     cost: LinearCost = COST
     host_token_steps: float = 0.01
     schedulers: Seq[str] = EVERY
-    ahead_tokens: int | None = None
+    watermark_tokens: int | None = None
 
 
 def requests(
@@ -259,13 +259,13 @@ def tight_window(seed: int) -> Scenario:
         limits=Limits(3, 8, 60),
         groups=(GroupSpec("sliding", 1, 8, window=6),),
         host_blocks=(60,),
-        ahead_tokens=0,
+        watermark_tokens=0,
     )
 
 
-def long_rides(seed: int) -> Scenario:
+def long_piggybacks(seed: int) -> Scenario:
     """Two steps in flight, and hosts so full that those who just came have to go again."""
-    draw = random.Random(f"rides {seed}")
+    draw = random.Random(f"piggybacks {seed}")
     return Scenario(
         requests(draw, 40, every_ms=15, prompt=(4, 20), output=(10, 40)),
         limits=Limits(16, 48, 100),
@@ -275,7 +275,7 @@ def long_rides(seed: int) -> Scenario:
         classes=TIGHT,
         policy=TargetPolicy("off", 0.1, 0.4),
         prefix_caching=False,
-        schedulers=("slo-riders", "load-aware"),
+        schedulers=("slo-piggyback", "load-aware"),
     )
 
 
@@ -400,7 +400,7 @@ def anything(seed: int) -> Scenario:
         cost=draw.choice([COST, replace(COST, move_s=2e-4), replace(COST, host_context_s=2e-6)]),
         host_token_steps=draw.choice([0.0, 0.01, 0.1]),
         schedulers=(*EVERY, HOST_ONLY) if roomy else EVERY,
-        ahead_tokens=draw.choice([None, None, 0, 8]),
+        watermark_tokens=draw.choice([None, None, 0, 8]),
     )
 
 
@@ -438,8 +438,8 @@ ALL: Mapping[str, Callable[[], Scenario]] = {
     "small-host": partial(on_host, 200, 1, 0.05),
     "host-depth-0": partial(on_host, 600, 0, 0.002),
     "tight-window": partial(tight_window, 2),
-    "long-rides-1": partial(long_rides, 1),
-    "long-rides-23": partial(long_rides, 23),
+    "long-piggybacks-1": partial(long_piggybacks, 1),
+    "long-piggybacks-23": partial(long_piggybacks, 23),
     "shared-prefixes": partial(shared_prefixes, 1),
     "shared-prefixes-depth-0": partial(shared_prefixes, 0),
     "kinds": partial(kinds, 1, FULL_AND_SLIDING, "both"),

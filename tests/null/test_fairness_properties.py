@@ -17,7 +17,7 @@ from weft.core.plan import StepPlan, Tier
 from weft.core.types import Request, SamplingParams, ServiceClass
 from weft.kv.cache import GroupSpec
 from weft.sched.policy_slo import TargetPolicy
-from weft.sched.registry import fcfs, load_aware, slo, slo_riders
+from weft.sched.registry import fcfs, load_aware, slo, slo_piggyback
 from weft.sched.scheduler import Limits
 from weft.sched.two_batch import PATIENCE
 from weft.sim.piggyback import Piggyback
@@ -41,7 +41,7 @@ def maker(name: str, patience_s: float = 0.1):
         "load-aware": partial(load_aware, **more),
         "slo": partial(slo, **more, policy=policy),
         "slo-swap": partial(slo, **more, policy=policy),
-        "slo-riders": partial(slo_riders, **more, policy=policy),
+        "slo-piggyback": partial(slo_piggyback, **more, policy=policy),
     }[name]
 
 
@@ -50,12 +50,12 @@ def with_host(world: World, name: str, share: float = 2.0) -> World:
     if name in ("fcfs", "slo"):
         return world
     blocks = tuple(max(1, int(share * group.num_blocks)) for group in world.groups)
-    piggyback = partial(Piggyback, LAYERS, lambda _: 0.01) if name == "slo-riders" else None
+    piggyback = partial(Piggyback, LAYERS, lambda _: 0.01) if name == "slo-piggyback" else None
     return replace(world, host_blocks=blocks, piggyback=piggyback)
 
 
 @pytest.mark.parametrize(
-    "name", ["fcfs", "fcfs-swap", "load-aware", "slo", "slo-swap", "slo-riders"]
+    "name", ["fcfs", "fcfs-swap", "load-aware", "slo", "slo-swap", "slo-piggyback"]
 )
 @searching(120, **COMMON)
 @given(st.data())
@@ -81,7 +81,7 @@ def test_within_a_class_who_comes_first_starts_first(name, data):
         assert mine == sorted(mine)
 
 
-@pytest.mark.parametrize("name", ["slo", "slo-swap", "slo-riders"])
+@pytest.mark.parametrize("name", ["slo", "slo-swap", "slo-piggyback"])
 @searching(25, **COMMON)
 @given(st.data())
 def test_best_effort_ends_beside_an_endless_crowd(name, data):

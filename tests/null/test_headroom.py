@@ -63,7 +63,7 @@ def test_no_more_is_left_than_a_sequence_can_still_become():
 
 def test_the_rest_of_a_prompt_that_comes_in_chunks_is_left_to_it():
     scheduler = fcfs(KVCache((GroupSpec("full", 4, 13),), prefix_caching=False), Limits(4, 8, 64))
-    scheduler.memory.ahead_tokens = 0
+    scheduler.memory.watermark_tokens = 0
     executor = ModelledExecutor(scheduler.cache.groups, 97)
     scheduler.add(request(1, 40, 2))
     assert started(scheduler, executor) == [1]
@@ -97,7 +97,7 @@ def test_half_of_what_was_computed_twice_is_spared():
     computed, preempted = [], []
     for ahead in (0, 32):
         scheduler = make("fcfs", blocks=300)
-        scheduler.memory.ahead_tokens = ahead
+        scheduler.memory.watermark_tokens = ahead
         for each in requests(64, output=100):
             scheduler.add(each)
         plans = planned(scheduler, ModelledExecutor(scheduler.cache.groups, 97))

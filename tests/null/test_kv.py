@@ -33,8 +33,8 @@ def drop(cache: KVCache, sequence_id: int, **options) -> None:
 def test_blank_blocks_go_first_then_the_longest_unused():
     pool = BlockPool(3)
     a, b, c = pool.allocate(3)
-    for block, digest in ((a, b"a"), (b, b"b")):
-        pool.seal(block, digest)
+    for block, block_hash in ((a, b"a"), (b, b"b")):
+        pool.register_hash(block, block_hash)
     for block in (b, a, c):
         pool.release(block)
     assert pool.allocate(1) == (c,)
@@ -57,8 +57,8 @@ def test_a_block_released_twice_is_a_bug():
 def test_equal_content_is_found_once():
     pool = BlockPool(2)
     first, second = pool.allocate(2)
-    pool.seal(first, b"same")
-    pool.seal(second, b"same")
+    pool.register_hash(first, b"same")
+    pool.register_hash(second, b"same")
     pool.release(second)
     assert pool.find(b"same") == first
     pool.check({first: 1})
@@ -68,10 +68,10 @@ def test_equal_content_is_found_once():
     "damage",
     [
         lambda pool: pool._references.__setitem__(0, 2),
-        lambda pool: pool._blank.pop(),
-        lambda pool: pool._blank.append(pool._blank[0]),
+        lambda pool: pool._free.pop(),
+        lambda pool: pool._free.append(pool._free[0]),
         lambda pool: pool._block_of.__setitem__(b"x", 1),
-        lambda pool: pool._cached.__setitem__(pool._blank.pop(), None),
+        lambda pool: pool._cached.__setitem__(pool._free.pop(), None),
     ],
 )
 def test_check_finds_every_kind_of_damage(damage):
@@ -84,15 +84,15 @@ def test_check_finds_every_kind_of_damage(damage):
 
 
 def test_hashes_are_chained_and_salted():
-    def digests(tokens, salt=b""):
+    def block_hashes(tokens, salt=b""):
         return HashChain(2, salt).extend(tokens, len(tokens) // 2)
 
-    assert digests([1, 2, 3, 4])[0] == digests([1, 2, 9, 9])[0]
-    assert digests([1, 2, 3, 4])[1] != digests([9, 2, 3, 4])[1]
-    assert digests([1, 2])[0] != digests([1, 2], b"salt")[0]
-    assert digests([258, 0])[0] != digests([2, 1])[0]
-    prefix = digests([1, 2])[0]
-    assert digests([3, 4], salt=prefix)[0] != digests([1, 2, 3, 4])[1]
+    assert block_hashes([1, 2, 3, 4])[0] == block_hashes([1, 2, 9, 9])[0]
+    assert block_hashes([1, 2, 3, 4])[1] != block_hashes([9, 2, 3, 4])[1]
+    assert block_hashes([1, 2])[0] != block_hashes([1, 2], b"salt")[0]
+    assert block_hashes([258, 0])[0] != block_hashes([2, 1])[0]
+    prefix = block_hashes([1, 2])[0]
+    assert block_hashes([3, 4], salt=prefix)[0] != block_hashes([1, 2, 3, 4])[1]
 
 
 def test_a_prefix_hit_leaves_one_token_to_compute():
@@ -124,7 +124,7 @@ def test_a_full_group_stops_at_the_first_gap_a_sliding_one_does_not():
             block = pool.find(chain[0])
             if block is not None:
                 pool.share(block)
-                pool.taint(block)
+                pool.invalidate(block)
                 pool.release(block)
         cache.register(2, b"")
         assert cache.find_prefix(2, tokens) == expected

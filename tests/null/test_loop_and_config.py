@@ -16,7 +16,7 @@ from weft.core.config import (
     largest_context,
     resolve,
 )
-from weft.core.errors import ConfigError, InvariantError, OutOfMemoryError, ParameterError
+from weft.core.errors import ConfigError, InvariantError, OutOfMemoryError, ParameterError, suggest
 from weft.core.plan import Commit
 from weft.core.settings import format_bytes, parse_bytes
 from weft.core.types import FinishReason, Request, SamplingParams
@@ -194,7 +194,7 @@ def test_one_step_looks_up_a_bounded_number_of_prompts():
     for number in range(LOOK_UPS_A_STEP * 3):
         s.add(Request(number, (*prompt, number % 50), SamplingParams(max_tokens=3)))
     s.plan(0.0)
-    hashed = sum(bool(chains[4].digests) for chains in s.cache._chains.values())
+    hashed = sum(bool(chains[4].block_hashes) for chains in s.cache._chains.values())
     assert hashed == LOOK_UPS_A_STEP
 
 
@@ -346,11 +346,18 @@ def test_sizes_in_words():
 
 
 def test_classes_are_changed_and_extended():
-    config = EngineConfig(classes={"gold": {"rank": 0, "ttft_s": 0.5}, "batch": {"rank": 9}})
+    config = EngineConfig(
+        classes={"gold": {"priority": 0, "ttft_s": 0.5}, "batch": {"priority": 9}}
+    )
     table = {row.name: row for row in config.service_classes()}
     assert table["gold"].ttft_s == 0.5
-    assert table["batch"].rank == 9
-    for bad in ({"x": {}}, {"x": 3}, {"x": {"rank": -1}}, {"x": {"rank": 0, "ttft_s": "soon"}}):
+    assert table["batch"].priority == 9
+    for bad in (
+        {"x": {}},
+        {"x": 3},
+        {"x": {"priority": -1}},
+        {"x": {"priority": 0, "ttft_s": "soon"}},
+    ):
         with pytest.raises(ConfigError, match="classes"):
             EngineConfig(classes=bad)
 
@@ -358,6 +365,14 @@ def test_classes_are_changed_and_extended():
 def test_an_unknown_setting_suggests_the_nearest():
     with pytest.raises(ConfigError, match="'max_model_len'"):
         EngineConfig.from_mapping({"max_model_length": 4})
+
+
+def test_a_setting_that_was_renamed_says_its_new_name():
+    for old, new in (("attention", "kernels"), ("batch_invariant", "require_batch_invariance")):
+        with pytest.raises(ConfigError, match=f"'{old}'. It is called '{new}' now"):
+            EngineConfig.from_mapping({old: "cpu"})
+    assert suggest("--attention", ["--kernels"]) == " It is called '--kernels' now."
+    assert suggest("attention", ["attentive"]) == " Did you mean 'attentive'?"
 
 
 @pytest.mark.parametrize(

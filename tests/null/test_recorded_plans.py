@@ -36,7 +36,7 @@ def test_every_scenario_is_recorded_with_every_scheduler_that_it_is_for():
     assert {name: set(EXPECTED[name]) for name in made} == wanted
 
 
-@pytest.mark.parametrize("change", [{"ahead_tokens": 24}, {"prefix_caching": False}])
+@pytest.mark.parametrize("change", [{"watermark_tokens": 24}, {"prefix_caching": False}])
 @pytest.mark.parametrize("scenario", ["full-pool", "recovered"])
 def test_a_small_change_is_found_and_placed(scenario, change):
     given, plans, changed_plans = scenarios.ALL[scenario](), [], []

@@ -15,7 +15,7 @@ from weft.cost.work import Work
 from weft.kv.cache import GroupSpec, KVCache
 from weft.sched.batch import TimedBatch
 from weft.sched.first_token import first_token_s
-from weft.sched.policy_slo import DEFAULT_POLICY, SLOPolicy, TargetPolicy, rank_by_target
+from weft.sched.policy_slo import DEFAULT_POLICY, SLOPolicy, TargetPolicy, prioritise_by_target
 from weft.sched.registry import slo
 from weft.sched.scheduler import Limits, Scheduler
 from weft.sim.executor import ModelledExecutor
@@ -89,7 +89,7 @@ class World:
 
 def test_classes_with_targets_come_first_and_each_has_its_own_rank():
     table = [ServiceClass("a", 0), ServiceClass("b", 5, ttft_s=1.0), ServiceClass("c", 0)]
-    ranks = {row.name: row.rank for row in rank_by_target(table)}
+    ranks = {row.name: row.priority for row in prioritise_by_target(table)}
     assert ranks == {"b": 0, "a": 1, "c": 1}
 
 

@@ -29,7 +29,7 @@ def computed(plans) -> int:
 
 def eager(scheduler):
     """A scheduler that admits whatever fits now, so that sequences must give way later."""
-    scheduler.memory.ahead_tokens = 0
+    scheduler.memory.watermark_tokens = 0
     return scheduler
 
 
@@ -52,10 +52,10 @@ def test_no_token_is_computed_twice_where_the_host_has_room():
 
 def test_a_step_that_only_moves_computes_nothing():
     """While the tokens that all wait for are on their way, those that give way can go already."""
-    world = World(GROUPS, LIMITS, depth=1, host_blocks=(200,), ahead_tokens=0)
+    world = World(GROUPS, LIMITS, depth=1, host_blocks=(200,), watermark_tokens=0)
     asked = requests(8)
     for i, each in enumerate(asked):
-        asked[i] = replace(each, sampling=replace(each.sampling, grammar="in lockstep"))
+        asked[i] = replace(each, sampling=replace(each.sampling, grammar="synchronous"))
     plans = []
     make = watching(fcfs, lambda _, plan: plans.append(plan))
     found, inbox, _ = run(world, {0: asked}, {}, make=make)

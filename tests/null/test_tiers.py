@@ -49,7 +49,7 @@ def test_a_move_takes_its_room_at_once_and_gives_the_old_back_when_it_is_committ
     assert cache.tier_of(1) is Tier.HOST
     assert held(cache) == (3, 3)
     cache.check()
-    cache.settle(lease)
+    cache.complete_move(lease)
     assert held(cache) == (0, 3)
     cache.check()
     assert pickle.loads(pickle.dumps(move)) == move
@@ -60,7 +60,7 @@ def test_a_move_copies_shared_blocks():
     filled(cache, 1, list(range(10)))
     assert filled(cache, 2, list(range(10))) == 8
     _, lease = cache.move(1, 0, 10)
-    cache.settle(lease)
+    cache.complete_move(lease)
     cache.check()
     assert held(cache) == (3, 3)
     cache.register(3, b"")
@@ -75,7 +75,7 @@ def test_each_tier_finds_its_own_prefixes():
     cache.commit(1, tokens, 10)
     cache.register(2, b"")
     assert cache.host.find_prefix(2, tokens) == 0  # nobody may read what is on its way
-    cache.settle(lease)
+    cache.complete_move(lease)
     assert cache.device.find_prefix(2, tokens) == 8  # cached, though nobody holds it
     cache.commit(1, tokens, 10)
     assert cache.host.find_prefix(2, tokens) == 8
@@ -87,7 +87,7 @@ def test_a_sliding_group_moves_its_window_only():
     move, lease = cache.move(1, 0, 20)
     assert move.source[1][:3] == move.target[1][:3] == (-1, -1, -1)
     assert cache.host.pools[1].held == 2
-    cache.settle(lease)
+    cache.complete_move(lease)
     cache.check()
     cache.commit(1, list(range(20)), 20)
     cache.check()
@@ -119,7 +119,7 @@ def test_a_sequence_that_ends_while_it_moves_leaves_both_tables_to_the_lease():
     cache.forget(1)
     assert held(cache) == (3, 3)
     cache.check()
-    cache.settle(lease)
+    cache.complete_move(lease)
     assert held(cache) == (0, 0)
     cache.check()
 
@@ -130,7 +130,7 @@ def test_a_faulty_sequence_that_moves_leaves_nothing_to_find_in_either_tier():
     move, lease = cache.move(1, 0, 10)
     cache.release(1, faulty_from=4)
     cache.forget(1)
-    cache.settle(lease)
+    cache.complete_move(lease)
     cache.check()
     assert {block for _, block in cache.device.take_zero()} == set(move.source[0][1:])
     assert {block for _, block in cache.host.take_zero()} == set(move.target[0][1:])
@@ -146,13 +146,13 @@ def test_check_finds_a_sequence_in_both_tiers():
         cache.check()
 
 
-def test_moves_are_settled_in_their_order():
+def test_moves_are_completed_in_their_order():
     cache = TieredCache([FULL], [8])
     filled(cache, 1, list(range(10)))
     _, first = cache.move(1, 0, 10)
     _, second = cache.move(1, 0, 10)
     with pytest.raises(InvariantError, match="out of order"):
-        cache.settle(second)
+        cache.complete_move(second)
     assert first.tables
 
 
@@ -342,7 +342,7 @@ class Driver:
             self.rows.append(sequence.row)
             self.drop.append(sequence.row)
         for lease in leases:
-            self.cache.settle(lease)
+            self.cache.complete_move(lease)
 
     def check(self) -> None:
         self.cache.check()

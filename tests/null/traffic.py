@@ -60,7 +60,7 @@ class World:
     vocab: int = VOCAB
     host_blocks: tuple[int, ...] = ()
     piggyback: Callable[[], Piggyback] | None = None
-    ahead_tokens: int | None = None  # of the scheduler, where it is not its own
+    watermark_tokens: int | None = None  # of the scheduler, where it is not its own
 
     def cache(self):
         """The KV that a scheduler gets, in two tiers if the world has a host."""
@@ -71,8 +71,8 @@ class World:
     def scheduler(self, make, cache):
         """The scheduler that ``make`` makes of a cache and limits."""
         scheduler = make(cache, self.limits)
-        if self.ahead_tokens is not None:
-            scheduler.memory.ahead_tokens = self.ahead_tokens
+        if self.watermark_tokens is not None:
+            scheduler.memory.watermark_tokens = self.watermark_tokens
         return scheduler
 
     def executor(self, faulty=None) -> ModelledExecutor:
@@ -213,7 +213,7 @@ def worlds(draw, tight: bool = False):
         draw(st.integers(0, 2)),
         draw(st.booleans()),
         vocab,
-        ahead_tokens=ahead,
+        watermark_tokens=ahead,
     )
 
 
@@ -248,7 +248,7 @@ def traffic(draw, world: World):
             )
         sampling = replace(sampling, speculation=draw(st.sampled_from([0, 0, 1, 3, 9])))
         if draw(st.integers(0, 2)) == 0:
-            sampling = replace(sampling, grammar="any: it only puts the sequence in lockstep")
+            sampling = replace(sampling, grammar="any: it only makes the sequence synchronous")
         request = Request(
             request_id,
             prompt,

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from weft.exec.device import CudaDevice, Device, HostDevice, Replay
 from weft.exec.graphs import GraphExecutor, Steps
-from weft.exec.rows import RowTable
+from weft.exec.input_batch import InputBatch
 from weft.exec.tiers import host_store
-from weft.kernels.interface import AttentionBatch
+from weft.kernels.interface import AttentionMetadata
 from weft.models.decoder import Decoder
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -24,7 +24,7 @@ SIZES = (1, 2, 4, 8, 16, 32, 64)
 class BlindDevice(HostDevice):
     """While a captured function runs, all that the host keeps of rows is garbage."""
 
-    def __init__(self, table: RowTable) -> None:
+    def __init__(self, table: InputBatch) -> None:
         super().__init__()
         self._hidden: list[np.ndarray] = [
             *(table.tokens, table.length, table.num_prompt, *table.tables, *table.table_length),
@@ -57,25 +57,25 @@ class BlindDevice(HostDevice):
 def without_padding(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Native attention, which takes neither padding nor ragged tables."""
 
-    def attend(q, k, v, k_cache, v_cache, batch: AttentionBatch, **more: Any) -> Tensor:
+    def attend(q, k, v, k_cache, v_cache, batch: AttentionMetadata, **more: Any) -> Tensor:
         bounds = batch.query_start
         tokens, rows = int(bounds[-1]), int((bounds.diff() > 0).sum())
-        assert (batch.slots[:tokens] >= 0).all()
-        assert (batch.slots[tokens:] == -1).all()
-        assert batch.most_queries is None or int(bounds.diff().max()) <= batch.most_queries
+        assert (batch.slot_mapping[:tokens] >= 0).all()
+        assert (batch.slot_mapping[tokens:] == -1).all()
+        assert batch.max_query_len is None or int(bounds.diff().max()) <= batch.max_query_len
         assert more["window"] is None or dropped_blocks_are_gone(batch, more["window"])
         out = torch.zeros_like(q)
         if tokens == 0:
             return out
-        widths = -(-batch.context_len[:rows] // batch.block_size)
+        widths = -(-batch.seq_lens[:rows] // batch.block_size)
         tables = torch.full((rows, int(widths.max())), -1, dtype=torch.int32)
         for row, (start, width) in enumerate(zip(batch.table_start, widths, strict=False)):
             tables[row, :width] = batch.block_tables[start : start + width]
-        exact = AttentionBatch(
+        exact = AttentionMetadata(
             tables,
             bounds[: rows + 1].contiguous(),
-            batch.context_len[:rows].contiguous(),
-            batch.slots[:tokens].contiguous(),
+            batch.seq_lens[:rows].contiguous(),
+            batch.slot_mapping[:tokens].contiguous(),
             batch.block_size,
         )
         k, v = (None if x is None else x[:tokens] for x in (k, v))
@@ -85,11 +85,11 @@ def without_padding(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return attend
 
 
-def dropped_blocks_are_gone(batch: AttentionBatch, window: int) -> bool:
+def dropped_blocks_are_gone(batch: AttentionMetadata, window: int) -> bool:
     """Whether tables have -1 exactly for the blocks that no query of their row can see."""
     counts = batch.query_start.diff().tolist()
     for count, context, start in zip(
-        counts, batch.context_len.tolist(), batch.table_start.tolist(), strict=True
+        counts, batch.seq_lens.tolist(), batch.table_start.tolist(), strict=True
     ):
         if count:
             table = batch.block_tables[start : start + -(-context // batch.block_size)]
@@ -99,7 +99,7 @@ def dropped_blocks_are_gone(batch: AttentionBatch, window: int) -> bool:
     return True
 
 
-def graph_executor(config, resolved, decoder: Decoder, store, table: RowTable) -> GraphExecutor:
+def graph_executor(config, resolved, decoder: Decoder, store, table: InputBatch) -> GraphExecutor:
     """Stands in for ``make_executor``: fewer sizes, and on the CPU a device that sees nothing."""
     if decoder.ops.describe()["paged_attention"] == "cpu":
         attention = without_padding(decoder.ops.paged_attention)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from weft.kernels.interface import AttentionBatch
+from weft.kernels.interface import AttentionMetadata
 from weft.models.decoder import Decoder
 
 Rows = list[tuple[str, list[int]]]  # the next tokens of each sequence of a step
@@ -99,7 +99,7 @@ class PagedRunner:
         logits = self.decoder.logits(hidden).cpu()
         return list(logits.split([len(tokens) for _, tokens in rows]))
 
-    def _attend(self, batches: list[AttentionBatch]):
+    def _attend(self, batches: list[AttentionMetadata]):
         def attend(layer, q, k, v, residual, positions):
             params = self.decoder.attention_params(layer)
             group = self.groups[params.group]
@@ -118,7 +118,7 @@ class PagedRunner:
 
         return attend
 
-    def _batch(self, group: _Group, rows: Rows, starts: list[int]) -> AttentionBatch:
+    def _batch(self, group: _Group, rows: Rows, starts: list[int]) -> AttentionMetadata:
         tables, bounds, slots, contexts = [], [0], [], []
         for start, (name, tokens) in zip(starts, rows, strict=True):
             table = group.extend(name, start + len(tokens))
@@ -131,11 +131,11 @@ class PagedRunner:
         width = max(len(table) for table in tables)
         padded = [table + [-1] * (width - len(table)) for table in tables]
         device = self.decoder.device
-        return AttentionBatch(
+        return AttentionMetadata(
             block_tables=torch.tensor(padded, dtype=torch.int32, device=device),
             query_start=torch.tensor(bounds, dtype=torch.int32, device=device),
-            context_len=torch.tensor(contexts, dtype=torch.int32, device=device),
-            slots=torch.tensor(slots, device=device),
+            seq_lens=torch.tensor(contexts, dtype=torch.int32, device=device),
+            slot_mapping=torch.tensor(slots, device=device),
             block_size=group.block_size,
         )
 

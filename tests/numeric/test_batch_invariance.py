@@ -87,8 +87,8 @@ def test_without_it_a_continued_stream_stays_within_the_gap_of_another_chunking(
 
 
 def test_the_reference_kernels_are_refused_where_invariance_is_wanted():
-    with pytest.raises(KernelError, match="attention='cpu'"):
-        LLM.in_process("builtin", attention="reference", batch_invariant=True)
+    with pytest.raises(KernelError, match="kernels='cpu'"):
+        LLM.in_process("builtin", kernels="reference", require_batch_invariance=True)
 
 
 @pytest.mark.parametrize(

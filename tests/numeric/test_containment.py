@@ -15,7 +15,7 @@ from weft.core.errors import OutOfMemoryError
 from weft.engine.devices import pick_device
 from weft.exec.collect import is_out_of_memory
 from weft.exec.functions import StepFunctions
-from weft.exec.rows import DeviceRows
+from weft.exec.input_batch import DeviceRows
 
 HUNGRY = 77  # a token that no forward pass has memory for
 GOOD = [t for t in prompt(20, 1) * 2 if t != HUNGRY]
@@ -31,7 +31,7 @@ def folder(tmp_path_factory):
 
 def open_llm(folder, **more) -> LLM:
     settings = {"dtype": "float32", "threads": 1, "kv_memory": "4MiB", "max_num_seqs": 8}
-    return LLM.in_process(folder, batch_invariant=True, **settings, **more)
+    return LLM.in_process(folder, require_batch_invariance=True, **settings, **more)
 
 
 def starve(monkeypatch, llm, when):

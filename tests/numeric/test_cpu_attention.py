@@ -20,7 +20,7 @@ from attention_cases import Case, Shape, make_case, only_row, row_tokens, same_n
 from depth import searching
 from weft.kernels import reference
 from weft.kernels.cpu import attention as native
-from weft.kernels.interface import AttentionBatch
+from weft.kernels.interface import AttentionMetadata
 from weft.kernels.kv_storage import SCALED, read_rows, row_size
 
 # Largest difference from the float32 reference on the same inputs, relative to max(1, |value|).
@@ -154,8 +154,8 @@ def test_same_bits_for_any_chunks(shape: Shape, past: int, chunk: int) -> None:
         batch = replace(
             whole.batch,
             query_start=torch.tensor([0, part.stop - start], dtype=torch.int32),
-            context_len=torch.tensor([past + part.stop], dtype=torch.int32),
-            slots=whole.batch.slots[part],
+            seq_lens=torch.tensor([past + part.stop], dtype=torch.int32),
+            slot_mapping=whole.batch.slot_mapping[part],
         )
         piece = replace(whole, q=whole.q[part], k=whole.k[part], v=whole.v[part], batch=batch)
         out = piece.run_in_place(native.paged_attention, k_cache, v_cache)
@@ -208,11 +208,11 @@ def test_every_16_bit_number_survives_the_cache(dtype: torch.dtype) -> None:
     numbers = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     v = numbers.view(-1, 1, 256)
     tokens = len(v)
-    batch = AttentionBatch(
+    batch = AttentionMetadata(
         block_tables=torch.arange(tokens, dtype=torch.int32).view(-1, 1),
         query_start=torch.arange(tokens + 1, dtype=torch.int32),
-        context_len=torch.ones(tokens, dtype=torch.int32),
-        slots=torch.arange(tokens),
+        seq_lens=torch.ones(tokens, dtype=torch.int32),
+        slot_mapping=torch.arange(tokens),
         block_size=1,
     )
     q = torch.ones(v.shape)
@@ -230,11 +230,11 @@ def test_rounds_like_torch(dtype: torch.dtype) -> None:
     bits = torch.randint(-(2**31), 2**31, (512, 1, 128), generator=random).int()
     v = bits.view(torch.float32)
     caches = [torch.zeros(512, 1, 1, 128, dtype=dtype) for _ in range(2)]
-    batch = AttentionBatch(
+    batch = AttentionMetadata(
         block_tables=torch.zeros(512, 1, dtype=torch.int32),
         query_start=torch.arange(513, dtype=torch.int32),
-        context_len=torch.ones(512, dtype=torch.int32),
-        slots=torch.arange(512),
+        seq_lens=torch.ones(512, dtype=torch.int32),
+        slot_mapping=torch.arange(512),
         block_size=1,
     )
     native.paged_attention(v, v, v, *caches, batch, scale=1.0, window=None, softcap=None)
@@ -253,11 +253,11 @@ def test_8_bit_rows_are_those_of_the_reference(dtype: torch.dtype, isa: str) -> 
     v *= 2.0 ** torch.randint(-12, 1, v.shape, generator=random)
     v[1], v[2, 1, 5], v[3, 0, 71], v[4, 1, 0] = 0, NAN, float("inf"), float("-inf")
     caches = [torch.zeros(32, 2, 16, row_size(dtype, 72), dtype=dtype) for _ in range(4)]
-    batch = AttentionBatch(
+    batch = AttentionMetadata(
         block_tables=torch.zeros(512, 1, dtype=torch.int32),
         query_start=torch.arange(513, dtype=torch.int32),
-        context_len=torch.ones(512, dtype=torch.int32),
-        slots=torch.randperm(512, generator=random),
+        seq_lens=torch.ones(512, dtype=torch.int32),
+        slot_mapping=torch.randperm(512, generator=random),
         block_size=16,
     )
     options = {"scale": 1.0, "window": None, "softcap": None}
@@ -296,16 +296,16 @@ def test_rows_without_queries_and_empty_batches() -> None:
     idle = replace(
         case.batch,
         query_start=torch.tensor([0, 1, 1, 3], dtype=torch.int32),
-        context_len=torch.tensor([21, 0, 5], dtype=torch.int32),
+        seq_lens=torch.tensor([21, 0, 5], dtype=torch.int32),
         block_tables=case.batch.block_tables[[0, 0, 1]],
     )
     assert torch.equal(replace(case, batch=idle).run(), case.run())
     nobody = replace(
         idle,
         query_start=torch.zeros(1, dtype=torch.int32),
-        context_len=torch.empty(0, dtype=torch.int32),
+        seq_lens=torch.empty(0, dtype=torch.int32),
         block_tables=torch.empty(0, 4, dtype=torch.int32),
-        slots=torch.empty(0, dtype=torch.int64),
+        slot_mapping=torch.empty(0, dtype=torch.int64),
     )
     empty = replace(case, q=case.q[:0], k=case.q[:0, :2], v=case.q[:0, :2], batch=nobody)
     assert empty.run().shape == (0, 4, 64)
@@ -370,13 +370,19 @@ GOOD = make_case([(1, 20), (2, 3)], Shape())
         ({"v": torch.zeros(2, 2, 64)}, r"v has shape \[2, 2, 64\], .*tokens=3"),
         ({"v_cache": torch.zeros(4, 2, 16, 64)}, r"v_cache has shape .*blocks=5"),
         ({"block_size": 8}, r"k_cache has shape .*block_size=8"),
-        ({"slots": torch.tensor([1, 2, 80])}, r"slots\[2\] is 80, outside k_cache"),
-        ({"slots": torch.tensor([1, -1, 2])}, r"slots\[1\] is -1"),
-        ({"slots": torch.tensor([1, 2])}, r"slots has shape \[2\], expected \[tokens=3\]"),
-        ({"slots": torch.tensor([1, 2, 3]).int()}, r"slots of shape \[3\] must be int64"),
-        ({"context_len": torch.tensor([21, 1]).int()}, "row 1: context_len 1 is less than its 2"),
-        ({"context_len": torch.tensor([33, 5]).int()}, "row 0: context_len 33 exceeds the table"),
-        ({"context_len": torch.tensor([21, 5])}, r"context_len of shape \[2\] must be int32"),
+        ({"slot_mapping": torch.tensor([1, 2, 80])}, r"slot_mapping\[2\] is 80, outside k_cache"),
+        ({"slot_mapping": torch.tensor([1, -1, 2])}, r"slot_mapping\[1\] is -1"),
+        (
+            {"slot_mapping": torch.tensor([1, 2])},
+            r"slot_mapping has shape \[2\], expected \[tokens=3\]",
+        ),
+        (
+            {"slot_mapping": torch.tensor([1, 2, 3]).int()},
+            r"slot_mapping of shape \[3\] must be int64",
+        ),
+        ({"seq_lens": torch.tensor([21, 1]).int()}, "row 1: seq_lens 1 is less than its 2"),
+        ({"seq_lens": torch.tensor([33, 5]).int()}, "row 0: seq_lens 33 exceeds the table"),
+        ({"seq_lens": torch.tensor([21, 5])}, r"seq_lens of shape \[2\] must be int32"),
         ({"query_start": torch.tensor([0, 1, 2]).int()}, "query_start must run from 0 to"),
         ({"query_start": torch.tensor([0, 4, 3]).int()}, "row 1: query_start decreases"),
         ({"query_start": torch.tensor([0, 3]).int()}, r"query_start has shape \[2\]"),

@@ -31,21 +31,21 @@ def _kernels():
 class Weights:
     """Random weights of one layer, with or without each of its optional parts."""
 
-    def __init__(self, choose: random.Random, dtype: torch.dtype, **fixed: int) -> None:
-        self._draw = torch.Generator().manual_seed(choose.randrange(1000))
+    def __init__(self, sample: random.Random, dtype: torch.dtype, **fixed: int) -> None:
+        self._draw = torch.Generator().manual_seed(sample.randrange(1000))
         self.dtype = dtype
-        kv_heads, dim = choose.choice([1, 2]), choose.choice([8, 24, 64])
-        self.hidden = fixed.get("hidden", choose.choice([31, 64, 130]))
-        self.size = fixed.get("size", choose.choice([33, 70, 128]))
+        kv_heads, dim = sample.choice([1, 2]), sample.choice([8, 24, 64])
+        self.hidden = fixed.get("hidden", sample.choice([31, 64, 130]))
+        self.size = fixed.get("size", sample.choice([33, 70, 128]))
         self.shape = LayerShape(
-            heads=kv_heads * choose.choice([1, 3]),
+            heads=kv_heads * sample.choice([1, 3]),
             kv_heads=kv_heads,
             head_dim=dim,
             norm_eps=1e-5,
-            norm_plus_one=choose.random() < 0.5,
-            activation=choose.choice(["silu", "gelu_tanh"]),
+            norm_plus_one=sample.random() < 0.5,
+            activation=sample.choice(["silu", "gelu_tanh"]),
         )
-        self.half = choose.choice([dim // 2, dim // 4])
+        self.half = sample.choice([dim // 2, dim // 4])
         q, kv = self.shape.heads * dim, kv_heads * dim
         self.matrices = {
             "qkv": self.matrix(q + 2 * kv, self.hidden),
@@ -53,17 +53,17 @@ class Weights:
             "gate_up": self.matrix(2 * self.size, self.hidden),
             "down": self.matrix(self.hidden, self.size),
         }
-        post = choose.random() < 0.5
+        post = sample.random() < 0.5
         heads = self.shape.heads + kv_heads
         self.norms = Norms(
             input_norm=self.random(self.hidden),
             mlp_norm=self.random(self.hidden),
-            qk_norm=self.random(heads, dim) if choose.random() < 0.5 else None,
+            qk_norm=self.random(heads, dim) if sample.random() < 0.5 else None,
             post_attention_norm=self.random(self.hidden) if post else None,
             post_mlp_norm=self.random(self.hidden) if post else None,
         )
         widths = (q + 2 * kv, self.hidden, 2 * self.size, self.hidden)
-        bias = choose.random() < 0.5
+        bias = sample.random() < 0.5
         self.biases = Biases(*(self.random(width) if bias else None for width in widths))
 
     def random(self, *shape: int) -> Tensor:
@@ -119,10 +119,10 @@ def assert_close(found: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_fuzzed_layers(isa, dtype) -> None:
     attention.use_isa(isa)
-    choose = random.Random(f"{isa}{dtype}")
+    sample = random.Random(f"{isa}{dtype}")
     for _ in range(15):
-        weights = Weights(choose, dtype)
-        residual, cos, sin, attended = weights.inputs(choose.randint(1, 40))
+        weights = Weights(sample, dtype)
+        residual, cos, sin, attended = weights.inputs(sample.randint(1, 40))
         layer = weights.layer()
         assert_close(layer.pre(residual, cos, sin), weights.pre(residual, cos, sin))
         assert_close(layer.post(attended, residual), weights.post(attended, residual))

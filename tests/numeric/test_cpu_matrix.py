@@ -40,15 +40,15 @@ def assert_exact(found: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) 
 @pytest.mark.parametrize("gated", [False, True])
 def test_fuzzed_products(isa, dtype, gated) -> None:
     attention.use_isa(isa)
-    choose = random.Random(f"{isa}{dtype}{gated}")
-    fuzzed = [(choose.randint(1, 300), choose.randint(1, 300)) for _ in range(12)]
+    sample = random.Random(f"{isa}{dtype}{gated}")
+    fuzzed = [(sample.randint(1, 300), sample.randint(1, 300)) for _ in range(12)]
     for outputs, inputs in [*SHAPES, *fuzzed]:
         if gated:
             outputs += outputs % 2
         weight, bias = draw(1, outputs, inputs, dtype=dtype), draw(2, outputs, dtype=dtype)
         matrix = CpuMatrix(weight, gated=gated)
         assert torch.equal(gather(matrix, torch.arange(outputs)), weight)
-        rows = choose.randint(1, 130)
+        rows = sample.randint(1, 130)
         x = draw(3, rows, inputs, dtype=dtype)
         for given in (bias, None):
             whole = linear(x, matrix, given, torch.float32)

@@ -13,10 +13,10 @@ from checkpoints import prompt
 from graphed import BlindDevice, use_graphs
 
 from weft import LLM, SamplingParams
-from weft.exec import collect, rows
+from weft.exec import collect, input_batch
 from weft.exec.functions import StepFunctions
 from weft.exec.graphs import GraphExecutor
-from weft.exec.rows import DeviceRows
+from weft.exec.input_batch import DeviceRows
 from weft.kernels.sampling import IN_PROMPT, RowState, state_bytes
 
 FREE = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -140,7 +140,7 @@ def test_a_step_waits_for_a_grammar(monkeypatch):
 def test_a_request_that_names_more_tokens_than_the_device_takes(expected, monkeypatch):
     """Its tokens are chosen on the host, with its drafts and in the crowd of the others."""
     use_graphs(monkeypatch)
-    monkeypatch.setattr(rows, "MOST_EDITS", 2)
+    monkeypatch.setattr(input_batch, "MOST_EDITS", 2)
     on_host = watch_rows_on_host(monkeypatch)
     with packaged() as llm:
         assert answers(llm, list(KINDS.values())) == expected
@@ -180,7 +180,7 @@ def test_tokens_of_a_step_that_ran_out_of_memory_are_counted_once(expected, monk
 
 def test_the_last_token_of_a_row_is_the_last_one_that_is_kept(monkeypatch):
     use_graphs(monkeypatch)
-    take, kept = collect.Collected.take, []
+    take, kept = collect.StepOutput.take, []
     with packaged() as llm:
         executor = llm.engine.built.executor
         last_token = executor._rows.state.last_token
@@ -192,7 +192,7 @@ def test_the_last_token_of_a_row_is_the_last_one_that_is_kept(monkeypatch):
                 latest = int(table.tokens[row, table.length[row] - 1])
                 kept.append((int(last_token[row]), latest, len(draft)))
 
-        monkeypatch.setattr(collect.Collected, "take", watched)
+        monkeypatch.setattr(collect.StepOutput, "take", watched)
         llm.generate(PROMPTS[:1] * 2, KINDS["drafts with everything"], progress=False)
     assert len(kept) > 5
     assert all(found == latest for found, latest, _ in kept)
@@ -222,8 +222,8 @@ def test_plain_torch_serves_too(monkeypatch):
     for graphs in (False, True):
         if graphs:
             use_graphs(monkeypatch)
-        with packaged(attention="reference") as llm:
-            assert llm.engine.served.kernels["adjust"]["kernel"] == "reference"
+        with packaged(kernels="reference") as llm:
+            assert llm.engine.served.kernels["process_logits"]["kernel"] == "reference"
             results = [llm.generate(PROMPTS[:1], kind, progress=False)[0] for kind in kinds]
             found.append([(r.token_ids, r.finish_reason) for r in results])
     assert found[0] == found[1]

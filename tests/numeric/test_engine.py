@@ -41,7 +41,7 @@ PROMPTS = [prompt(90, 1), prompt(7, 2), prompt(90, 1)[:70] + prompt(5, 3), promp
 @pytest.mark.usefixtures("executor")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
-    ("executor", "depth", "attention"),
+    ("executor", "depth", "kernels"),
     [
         ("eager", 0, "cpu"),
         ("eager", 1, "cpu"),
@@ -52,9 +52,9 @@ PROMPTS = [prompt(90, 1), prompt(7, 2), prompt(90, 1)[:70] + prompt(5, 3), promp
     ],
     indirect=["executor"],
 )
-def test_greedy_tokens_equal_the_reference(folders, family, depth, attention):
+def test_greedy_tokens_equal_the_reference(folders, family, depth, kernels):
     model = build(family)
-    with llm(folders[family], steps_in_flight=depth, attention=attention) as engine:
+    with llm(folders[family], steps_in_flight=depth, kernels=kernels) as engine:
         results = engine.generate(PROMPTS, GREEDY, progress=False)
     for tokens, result in zip(PROMPTS, results, strict=True):
         assert len(result.token_ids) == 24

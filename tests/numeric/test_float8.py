@@ -33,9 +33,9 @@ from weft.models.loader import SINGLE, load_model
 CPU = torch.device("cpu")
 
 
-def load(folder: Path, quantize: str = "none", attention: str = "reference") -> Decoder:
+def load(folder: Path, quantize: str = "none", kernels: str = "reference") -> Decoder:
     rounding = partial(storage_of, quantize=quantize, group=64)
-    ops = select_ops(CPU, torch.float32, attention)
+    ops = select_ops(CPU, torch.float32, kernels)
     return load_model(folder, torch.float32, CPU, None, ops, rounding)
 
 
@@ -231,13 +231,13 @@ def test_kernels_without_fp8_say_so(original, tmp_path) -> None:  # noqa: F811
     stored(tmp_path, original, "channel", "token")
     with pytest.raises(KernelError, match=r"fp8.*do not compute"):
         find_model(EngineConfig(model=str(tmp_path)))
-    info = collect_info(EngineConfig(model=str(tmp_path), attention="reference"))
+    info = collect_info(EngineConfig(model=str(tmp_path), kernels="reference"))
     assert (
         info["kernels"]["linear"]["kernel"]
         == "torch, float-quantized fp8, a scale a channel weights"
     )
     with pytest.raises(CheckpointError, match="do not compute"):
-        load(tmp_path, attention="cpu")
+        load(tmp_path, kernels="cpu")
 
 
 REFUSED: dict[str, dict[str, Any]] = {

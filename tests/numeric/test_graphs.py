@@ -24,8 +24,8 @@ from weft.engine.model import find_model
 from weft.exec.device import HostDevice
 from weft.exec.functions import StepFunctions
 from weft.exec.graphs import GraphExecutor
+from weft.exec.input_batch import InputBatch
 from weft.exec.inputs import StepPacker
-from weft.exec.rows import RowTable
 from weft.exec.step_layout import (
     HASH_WORDS,
     captured_sizes,
@@ -354,7 +354,7 @@ def test_sizes():
 def test_packed_steps_equal_those_gathered_one_by_one():
     draw = np.random.default_rng(0)
     rows, length, size, windows = 9, 40, 4, (None, 6)
-    table = RowTable(rows, length, [length // size] * 2)
+    table = InputBatch(rows, length, [length // size] * 2)
     device = HostDevice()
     packer = StepPacker(table, size, windows, device, rows * length, SIZES)
     table.tokens[:] = draw.integers(0, 1000, table.tokens.shape)
@@ -389,12 +389,12 @@ def test_packed_steps_equal_those_gathered_one_by_one():
         assert packed.forward.size == padded_size(tokens, SIZES)
         for name, padding in (("ids", 0), ("positions", 0)):
             assert parts[name].tolist() == padded(expect[name], packed.forward.size, padding)
-        assert [s.tolist() for s in parts["slots"]] == [
+        assert [s.tolist() for s in parts["slot_mapping"]] == [
             padded(slots, packed.forward.size, -1) for slots in expect["slots"]
         ]
         most_rows = min(packed.forward.size, rows)
         contexts = expect["contexts"]
-        assert parts["context_len"].tolist() == padded(contexts, most_rows, 0)
+        assert parts["seq_lens"].tolist() == padded(contexts, most_rows, 0)
         assert parts["query_start"].tolist() == padded(expect["bounds"], most_rows + 1, tokens)
         end = 0
         for group, (window, blocks) in enumerate(zip(windows, table.tables, strict=True)):
@@ -410,7 +410,7 @@ def test_packed_steps_equal_those_gathered_one_by_one():
         check_samples(packer, packed, table, expect)
 
 
-def expected_tokens(table: RowTable, batch: SubBatch, flying: np.ndarray, size: int) -> dict:
+def expected_tokens(table: InputBatch, batch: SubBatch, flying: np.ndarray, size: int) -> dict:
     found: dict = {"ids": [], "positions": [], "bounds": [0], "contexts": [], "samples": []}
     found["slots"] = [[] for _ in table.tables]
     for index, (row, start, count, samples) in enumerate(
@@ -431,7 +431,7 @@ def expected_tokens(table: RowTable, batch: SubBatch, flying: np.ndarray, size: 
     return found
 
 
-def check_samples(packer: StepPacker, packed, table: RowTable, expect: dict) -> None:
+def check_samples(packer: StepPacker, packed, table: InputBatch, expect: dict) -> None:
     wanted = expect["samples"]
     if not wanted:
         assert packed.sample is None
@@ -473,7 +473,7 @@ def test_the_device_of_the_tests_notices_what_a_real_one_would_suffer_from():
 
 
 def test_a_captured_function_sees_nothing_of_the_rows():
-    table = RowTable(2, 8, [2])
+    table = InputBatch(2, 8, [2])
     table.tokens[:] = 3
     seen = []
     device = BlindDevice(table)
@@ -565,7 +565,7 @@ def answer_by_moving(monkeypatch, crowd, wanted, **settings):
     """
     with packaged(**settings) as llm:
         built = llm.engine.built
-        built.scheduler.memory.ahead_tokens = 0  # who fits now may begin, so many must give way
+        built.scheduler.memory.watermark_tokens = 0  # who fits now may begin, so many must give way
         fewest, moves = watch_tiers(monkeypatch, built)
         found = [r.token_ids for r in llm.generate(crowd, DRAWN, progress=False)]
         built.scheduler.check()

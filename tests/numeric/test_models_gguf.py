@@ -137,8 +137,8 @@ def write(model: Any, arch: str, path: Path, kind: Type) -> None:
     writer.close()
 
 
-def load(path: Path, dtype: torch.dtype = torch.float32, attention: str = "reference", **more: Any):
-    return load_model(path, dtype, CPU, None, select_ops(CPU, dtype, attention), **more)
+def load(path: Path, dtype: torch.dtype = torch.float32, kernels: str = "reference", **more: Any):
+    return load_model(path, dtype, CPU, None, select_ops(CPU, dtype, kernels), **more)
 
 
 CASES = [(arch, Type.Q8_0) for arch in ARCHITECTURES]

@@ -123,7 +123,7 @@ def test_ragged_batch_equals_one_by_one(pair: Pair) -> None:
 
 def test_one_native_call_gives_the_bits_of_its_parts(pair: Pair) -> None:
     spec, fused = pair.decoder.spec, pair.decoder.ops.fused
-    if fused is None or not all(fusable(spec, layer, fused.mixtures) for layer in spec.layers):
+    if fused is None or not all(fusable(spec, layer, fused.moe_layers) for layer in spec.layers):
         assert pair.decoder.bind([], []) is None
         return
     others = [prompt(5 + 3 * i, i) for i in range(3)]

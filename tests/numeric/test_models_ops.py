@@ -18,8 +18,8 @@ from weft.models.loader import load_model
 CPU = torch.device("cpu")
 
 
-def load(name: str, folder: Path, attention: str = "reference") -> Decoder:
-    ops = select_ops(CPU, torch.float32, attention)
+def load(name: str, folder: Path, kernels: str = "reference") -> Decoder:
+    ops = select_ops(CPU, torch.float32, kernels)
     save(build(name), folder)
     return load_model(folder, torch.float32, CPU, CASES[name].max_model_len, ops)
 
@@ -33,7 +33,7 @@ def test_describe_names_every_op() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype", "attention", "words"),
+    ("device", "dtype", "kernels", "words"),
     [
         ("cpu", torch.int8, "auto", "int8.*float32"),
         ("cpu", torch.float64, "auto", "float64.*float32"),
@@ -43,9 +43,9 @@ def test_describe_names_every_op() -> None:
         ("meta", torch.float32, "cpu", "meta.*reference"),
     ],
 )
-def test_what_cannot_run_is_an_error(device, dtype, attention, words) -> None:
+def test_what_cannot_run_is_an_error(device, dtype, kernels, words) -> None:
     with pytest.raises(KernelUnavailable, match=words):
-        select_ops(torch.device(device), dtype, attention)
+        select_ops(torch.device(device), dtype, kernels)
 
 
 def test_unbuilt_native_attention_is_an_error(monkeypatch) -> None:
@@ -84,7 +84,9 @@ def _local(q, k, v):
 
 
 def test_attend_may_hand_back_other_rows(tmp_path) -> None:
-    """A row leaves at layer 1 of one step and comes back at layer 1 of the next, as riders do."""
+    """A row leaves at layer 1 of one step and comes back at layer 1 of the next, as piggybacked
+    rows do.
+    """
     decoder = load("llama3-rope", tmp_path)
     assert decoder.spec.rows_exchangeable
     ids, positions = torch.tensor([5, 9, 7]), torch.tensor([3, 90, 41])

@@ -6,23 +6,23 @@ import numpy as np
 import pytest
 
 from weft.core.plan import SubBatch
+from weft.exec.input_batch import InputBatch
 from weft.exec.inputs import InputPacker
-from weft.exec.rows import RowTable
 
 ROWS, LENGTH, BLOCK_SIZE, GROUPS = 9, 40, 4, 2
 
 
 @pytest.fixture
-def table() -> RowTable:
+def table() -> InputBatch:
     draw = np.random.default_rng(0)
-    table = RowTable(ROWS, LENGTH, [LENGTH // BLOCK_SIZE] * GROUPS)
+    table = InputBatch(ROWS, LENGTH, [LENGTH // BLOCK_SIZE] * GROUPS)
     table.tokens[:] = draw.integers(0, 1000, table.tokens.shape)
     for blocks in table.tables:
         blocks[:] = draw.permutation(blocks.size).reshape(blocks.shape)
     return table
 
 
-def random_batch(table: RowTable, draw: np.random.Generator) -> SubBatch:
+def random_batch(table: InputBatch, draw: np.random.Generator) -> SubBatch:
     rows = draw.permutation(ROWS)[: draw.integers(1, ROWS + 1)]
     starts = draw.integers(0, LENGTH // 2, len(rows))
     counts = draw.integers(1, LENGTH // 4, len(rows)) if draw.random() < 0.7 else starts * 0 + 1
@@ -69,9 +69,9 @@ def test_inputs_equal_those_gathered_one_by_one(table):
         assert list(zip(*(x.tolist() for x in found), strict=True)) == wanted
         width = -(-max(context) // BLOCK_SIZE)
         for group, own, blocks in zip(inputs.groups, slots, table.tables, strict=True):
-            assert group.slots.tolist() == own
+            assert group.slot_mapping.tolist() == own
             assert group.query_start.tolist() == ends
-            assert group.context_len.tolist() == context
+            assert group.seq_lens.tolist() == context
             assert group.block_tables.tolist() == blocks[list(batch.rows), :width].tolist()
 
 

@@ -6,14 +6,14 @@ from hypothesis import strategies as st
 
 from attention_cases import padded_batch
 from depth import searching
-from weft.kernels.interface import AttentionBatch
+from weft.kernels.interface import AttentionMetadata
 from weft.kernels.kv_storage import read_rows, row_size
 from weft.kernels.reference import paged_attention
 
 SIZE, HEADS, KV_HEADS, DIM = 4, 4, 2, 8
 
 
-def plain_batch(rows: list[tuple[int, int]]) -> AttentionBatch:
+def plain_batch(rows: list[tuple[int, int]]) -> AttentionMetadata:
     """Rows of (query tokens, earlier tokens) with blocks in falling order."""
     needed = [-(-(n + past) // SIZE) for n, past in rows]
     tables = torch.full((len(rows), max(needed)), -1, dtype=torch.int32)
@@ -23,11 +23,11 @@ def plain_batch(rows: list[tuple[int, int]]) -> AttentionBatch:
             free -= 1
             tables[row, index] = free
         slots += [int(tables[row, p // SIZE]) * SIZE + p % SIZE for p in range(past, past + n)]
-    return AttentionBatch(
+    return AttentionMetadata(
         block_tables=tables,
         query_start=torch.tensor([0, *(n for n, _ in rows)]).cumsum(0).int(),
-        context_len=torch.tensor([n + past for n, past in rows], dtype=torch.int32),
-        slots=torch.tensor(slots, dtype=torch.int64),
+        seq_lens=torch.tensor([n + past for n, past in rows], dtype=torch.int32),
+        slot_mapping=torch.tensor(slots, dtype=torch.int64),
         block_size=SIZE,
     )
 
@@ -49,7 +49,7 @@ def test_padding_and_ragged_tables_change_nothing(
 ) -> None:
     batch = plain_batch(rows)
     padded = padded_batch(batch, pad_rows, pad_tokens)
-    blocks, tokens = int(batch.block_tables.max()) + 1, len(padded.slots)
+    blocks, tokens = int(batch.block_tables.max()) + 1, len(padded.slot_mapping)
     caches = [torch.zeros(blocks, KV_HEADS, SIZE, row_size(dtype, DIM), dtype=dtype)] * 2
     caches, others = [c.clone() for c in caches], [c.clone() for c in caches]
     q, k, v = (torch.randn(tokens, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))

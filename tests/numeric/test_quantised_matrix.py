@@ -75,8 +75,8 @@ def truth(x: Tensor, weight: Quantized) -> Tensor:
 @pytest.mark.parametrize(("bits", "group"), KINDS)
 def test_every_bit_is_that_of_the_definition(isa, bits, group) -> None:
     attention.use_isa(isa)
-    choose = random.Random(f"{isa}{bits}{group}")
-    fuzzed = [(choose.randint(1, 300), choose.randint(1, 300)) for _ in range(8)]
+    sample = random.Random(f"{isa}{bits}{group}")
+    fuzzed = [(sample.randint(1, 300), sample.randint(1, 300)) for _ in range(8)]
     for seed, (outputs, inputs) in enumerate([*SHAPES, *fuzzed]):
         gated = outputs % 2 == 0 and seed % 3 > 0
         weight = drawn(seed, outputs, inputs, bits, group, zeros=seed % 4 > 1)
@@ -84,7 +84,7 @@ def test_every_bit_is_that_of_the_definition(isa, bits, group) -> None:
         matrix = packed(weight, dtype, gated=gated)
         assert matrix.nbytes == weight.storage.nbytes(outputs, inputs, gated=gated)
         assert torch.equal(gather(matrix, torch.arange(outputs)), weight.dequantize().to(dtype))
-        x, bias = draw(3, choose.randint(1, 40), inputs, dtype=dtype), draw(4, outputs).to(dtype)
+        x, bias = draw(3, sample.randint(1, 40), inputs, dtype=dtype), draw(4, outputs).to(dtype)
         x[0, : inputs // 2] = 0.0
         found = linear(x, matrix, bias, torch.float32)
         assert torch.equal(found, truth(x, weight) + bias.float())

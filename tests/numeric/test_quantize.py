@@ -62,9 +62,9 @@ def test_perplexity_stays_near_that_of_bfloat16(quantize, group, limit) -> None:
     assert 0 < abs(perplexity(quantize, group) / perplexity("none") - 1) <= limit
 
 
-def load(folder: Path, quantize: str = "none", group: int = 64, attention: str = "cpu") -> Decoder:
+def load(folder: Path, quantize: str = "none", group: int = 64, kernels: str = "cpu") -> Decoder:
     rounding = partial(storage_of, quantize=quantize, group=group)
-    ops = select_ops(CPU, torch.float32, attention)
+    ops = select_ops(CPU, torch.float32, kernels)
     return load_model(folder, torch.float32, CPU, None, ops, rounding)
 
 
@@ -186,7 +186,7 @@ def test_what_is_told() -> None:
 
 def test_what_contradicts_itself_is_refused(tmp_path) -> None:
     with pytest.raises(ConfigError, match=r"is int8, but those .*reference' do not compute with"):
-        find_model(EngineConfig(quantize="int8", attention="reference"))
+        find_model(EngineConfig(quantize="int8", kernels="reference"))
     with pytest.raises(ConfigError, match=r"is fp8, but the kernels of a CPU do not.*of a GPU"):
         find_model(EngineConfig(quantize="fp8"))
     with pytest.raises(ConfigError, match="32, 64 or 128"):

@@ -25,7 +25,7 @@ from weft.engine.rank import _Follower
 from weft.engine.ranks import Followers, ParallelExecutor, RankTokens
 from weft.exec.grammar import GrammarRows, Grammars
 from weft.exec.graphs import GraphExecutor
-from weft.exec.rows import RowTable
+from weft.exec.input_batch import InputBatch
 from weft.exec.store import KVStore
 from weft.kernels.collectives import Alone, Group
 from weft.models.hub import resolve_model
@@ -100,7 +100,7 @@ def rank_executor(group: Group, settings, resolved: ResolvedConfig) -> GraphExec
     grammars = GrammarRows(
         Grammars(lambda: _grammar_tokenizer(config, find_model(config))), clock=lambda: 0.0
     )
-    table = RowTable(resolved.max_num_seqs, resolved.max_model_len, blocks, grammars)
+    table = InputBatch(resolved.max_num_seqs, resolved.max_model_len, blocks, grammars)
     return graph_executor(config, resolved, decoder, store, table)
 
 

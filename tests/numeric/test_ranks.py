@@ -20,7 +20,7 @@ from weft.kernels.cpu.matrix import gather
 from weft.models.families import read_spec
 from weft.models.hub import resolve_model
 from weft.models.layout import parameters, storage_of, weight_bytes
-from weft.models.shard import Shard, cut, cut_spec, part_of
+from weft.models.shard import Shard, cut, shard_range, shard_spec
 
 SIZES = (2, 4)
 
@@ -85,7 +85,7 @@ def folders(tmp_path_factory):
 def test_every_number_is_on_a_rank(name, size, folders) -> None:
     spec = read_spec(folders(name))
     try:
-        cut_spec(spec, size)
+        shard_spec(spec, size)
     except ConfigError:
         assert name == "qwen2-window"  # 3 KV heads
         return
@@ -145,23 +145,23 @@ def test_the_memory_of_a_rank_is_that_of_its_tensors(folders) -> None:
         spec, shard = read_spec(folders(name)), Shard(0, 4)
         counts = [math.prod(p.shape) for p in cut(parameters(spec), spec, shard)]
         assert weight_bytes(spec, "bfloat16", shard=shard) == 2 * sum(counts)
-        kept = cut_spec(spec, 4).kv_groups
+        kept = shard_spec(spec, 4).kv_groups
         every = zip(kept, spec.kv_groups, strict=True)
         assert all(part.num_kv_heads == max(1, all_.num_kv_heads // 4) for part, all_ in every)
 
 
 def test_a_vocabulary_need_not_divide() -> None:
-    assert [list(part_of(5, Shard(rank, 4))) for rank in range(4)] == [[0, 1], [2, 3], [4], []]
+    assert [list(shard_range(5, Shard(rank, 4))) for rank in range(4)] == [[0, 1], [2, 3], [4], []]
 
 
 def test_what_does_not_divide_is_named_with_what_does(folders) -> None:
     spec = read_spec(folders("llama-gqa"))  # 4 heads, 2 KV heads, 88 wide
     with pytest.raises(ConfigError, match=r"3 does not .* 4 heads\. Sizes that do: 1, 2, 4\."):
-        cut_spec(spec, 3)
+        shard_spec(spec, 3)
     with pytest.raises(ConfigError, match=r"8 .* 4 heads"):
-        cut_spec(spec, 8)
+        shard_spec(spec, 8)
     with pytest.raises(ConfigError, match=r"2 .* 3 KV heads\. Sizes that do: 1\."):
-        cut_spec(read_spec(folders("qwen2-window")), 2)
+        shard_spec(read_spec(folders("qwen2-window")), 2)
 
 
 # -- tokens
@@ -260,7 +260,7 @@ def test_stored_integers_are_cut_between_groups(name, quantised, tmp_path) -> No
 
 def test_groups_that_do_not_divide_are_refused(quantised) -> None:
     with pytest.raises(ConfigError, match=r"groups of 128 of 256 inputs\. Sizes that do: 1, 2"):
-        cut_spec(read_spec(quantised("awq-128")), 4)
+        shard_spec(read_spec(quantised("awq-128")), 4)
 
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])

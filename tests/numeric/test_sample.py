@@ -16,11 +16,12 @@ from depth import searching
 from weft.core.errors import ParameterError
 from weft.core.plan import RowAdd, StepPlan
 from weft.core.types import SamplingParams
-from weft.exec.rows import RowTable
+from weft.exec.input_batch import InputBatch
 from weft.exec.sample import sample
-from weft.kernels import choice
+from weft.kernels import reference_sampling
 from weft.kernels.cpu import attention
-from weft.kernels.cpu.choose import choose, choose_by, uniform
+from weft.kernels.cpu.sample import sample as sample_op
+from weft.kernels.cpu.sample import sample_rows, uniform
 
 VOCAB = 50
 WIDE = 4096  # candidates that the native code sorts at once
@@ -30,9 +31,11 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def table_with(rows: list[tuple[list[int], int, SamplingParams]], stop_ids=frozenset()) -> RowTable:
+def table_with(
+    rows: list[tuple[list[int], int, SamplingParams]], stop_ids=frozenset()
+) -> InputBatch:
     """A row table with (tokens, number of prompt tokens, parameters) in rows 0, 1, ..."""
-    table = RowTable(len(rows), 64, [4])
+    table = InputBatch(len(rows), 64, [4])
     adds = tuple(
         RowAdd(i, 100 + i, tuple(tokens), prompt, params.with_defaults({}), stop_ids, ((),))
         for i, (tokens, prompt, params) in enumerate(rows)
@@ -45,8 +48,8 @@ def params(**changes) -> SamplingParams:
     return SamplingParams(**{"seed": 7, **changes})
 
 
-def run(logits: torch.Tensor, table: RowTable):
-    return sample(logits.clone(), np.arange(len(logits)), table, choose)
+def run(logits: torch.Tensor, table: InputBatch):
+    return sample(logits.clone(), np.arange(len(logits)), table, sample_op)
 
 
 def reference_probabilities(logits: np.ndarray, p: SamplingParams) -> np.ndarray:
@@ -172,7 +175,7 @@ def test_a_row_is_the_same_alone_and_among_rows_with_other_parameters(scale, thr
         assert alone.tokens[0] == together.tokens[i]
         assert alone.logprobs.get(0) == together.logprobs.get(i)
     order = np.arange(count)[::-1].copy()
-    turned = sample(logits[order.copy()].clone(), order, table_with(rows, stop_ids), choose)
+    turned = sample(logits[order.copy()].clone(), order, table_with(rows, stop_ids), sample_op)
     assert turned.tokens.tolist() == together.tokens[order].tolist()
     assert turned.logprobs == {count - 1 - i: x for i, x in together.logprobs.items()}
 
@@ -206,7 +209,7 @@ def test_native_choices_equal_the_reference(isa, size):
         for temperature in (0.0, 0.5, 1.3):
             for kept in filters:
                 row = (scale * draw.standard_normal(size)).astype(np.float32)
-                weights = choice.weights_kept(
+                weights = reference_sampling.weights_kept(
                     row.astype(float), np.array((temperature or 1.0, *kept))
                 )
                 if temperature:
@@ -219,11 +222,11 @@ def test_native_choices_equal_the_reference(isa, size):
                 numbers.append(shares[:token].sum() + shares[token] / 2)
                 expected.append(token)
     arrays = np.array(settings, float), np.array(numbers)
-    reference, _ = choice.choose_by(torch.from_numpy(np.array(logits)), *arrays)
+    reference, _ = reference_sampling.sample_rows(torch.from_numpy(np.array(logits)), *arrays)
     assert reference.tolist() == expected
     attention.use_isa(isa)
     try:
-        tokens, finite = choose_by(torch.from_numpy(np.array(logits)), *arrays)
+        tokens, finite = sample_rows(torch.from_numpy(np.array(logits)), *arrays)
     finally:
         attention.use_isa(attention.isas()[0])
     assert finite.all()
@@ -241,7 +244,7 @@ def test_top_p_of_a_wide_vocabulary_is_exact(scale, top_p, top_k):
     expected = reference_probabilities(logits.numpy(), p)
     kept = int((expected > 0).sum())
     settings = np.array([[1.0, top_k, top_p, 0.0]])
-    (last,), _ = choose_by(logits.unsqueeze(0).clone(), settings, np.array([1 - 2**-53]))
+    (last,), _ = sample_rows(logits.unsqueeze(0).clone(), settings, np.array([1 - 2**-53]))
     assert abs(last + 1 - kept) <= max(1, kept // 10_000)  # float32 against float64
     assert (kept_tokens(logits, 50, top_p=top_p, top_k=top_k) <= last).all()
 
@@ -265,7 +268,7 @@ def test_a_tiny_temperature_draws_among_equally_likely_tokens():
 @pytest.mark.parametrize("draw", [0.0, 1 - 2**-53])
 def test_the_extreme_draws_fall_on_kept_tokens(monkeypatch, filters, draw):
     monkeypatch.setattr(
-        "weft.kernels.cpu.choose.uniform", lambda seeds, _: np.full(len(seeds), draw)
+        "weft.kernels.cpu.sample.uniform", lambda seeds, _: np.full(len(seeds), draw)
     )
     logits = 4 * normal(VOCAB, seed=1)
     logits[[0, VOCAB - 1]] = -500.0  # their probability is exactly 0
@@ -290,7 +293,7 @@ def test_penalties_match_the_formulas():
     changed = both.clone()
     longer = ([1] * 9, 3, params(temperature=0, frequency_penalty=1.0))
     table = table_with([([2], 1, params(temperature=0)), (tokens, prompt, p), longer])
-    result = sample(changed, np.arange(3), table, choose)
+    result = sample(changed, np.arange(3), table, sample_op)
     torch.testing.assert_close(changed[1], expected)
     torch.testing.assert_close(changed[0], both[0])
     assert math.isclose(float(changed[2, 1]), float(logits[0, 1]) - 6, rel_tol=1e-6)

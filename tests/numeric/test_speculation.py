@@ -12,9 +12,9 @@ from checkpoints import prompt
 
 from weft import LLM, SamplingParams
 from weft.core.plan import RowAdd
-from weft.exec.rows import RowTable
+from weft.exec.input_batch import InputBatch
 from weft.exec.sample import sample
-from weft.kernels.cpu.choose import choose
+from weft.kernels.cpu.sample import sample as sample_op
 from weft.kernels.sampling import count_taken
 
 REPEATING = prompt(12, 1) * 4
@@ -97,19 +97,19 @@ def test_the_distribution_is_that_of_the_model():
     draft = (2,)
     seen: Counter[tuple[int, ...]] = Counter()
     for start in range(0, rounds, 500):
-        table = RowTable(500, 8, [1])
+        table = InputBatch(500, 8, [1])
         for row in range(500):
             params = SamplingParams(temperature=1.3, top_k=5, seed=start + row).with_defaults({})
             table._add(RowAdd(row, row, (0,), 1, params, frozenset(), ((0,),)))
         rows, lengths = np.repeat(np.arange(500), 2), np.tile([1, 2], 500)
         logits = torch.stack((first, second[draft[0]])).repeat(500, 1)
-        sampled = sample(logits, rows, table, choose, lengths)
+        sampled = sample(logits, rows, table, sample_op, lengths)
         tokens = sampled.tokens.reshape(500, 2).tolist()
         again = sample(
             torch.stack([second[pair[0]] for pair in tokens]),
             np.arange(500),
             table,
-            choose,
+            sample_op,
             np.full(500, 2),
         ).tokens
         for row, pair in enumerate(tokens):

@@ -231,7 +231,7 @@ def test_what_cannot_be_simulated_is_said_before(settings, error, words):
         ({"be_output_tokens": "x"}, "be_output_tokens must be a length"),
         ({"service_class": "vip"}, "service_class must be one of"),
         ({"max_num_batched_tokens": 8}, "is below max_num_seqs"),
-        ({"classes": {"vip": {}}}, "needs a rank"),
+        ({"classes": {"vip": {}}}, "needs a priority"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(settings, words):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from weft.kernels.interface import AttentionBatch
+from weft.kernels.interface import AttentionMetadata
 from weft.kernels.kv_storage import KV_TYPES, row_size
 from weft.kernels.triton import attention
 
@@ -58,11 +58,11 @@ def launch_shape(
         torch.empty(4, kv_heads, BLOCK, row_size(cache_dtype, dim), dtype=cache_dtype)
         for _ in range(2)
     ]
-    batch = AttentionBatch(
+    batch = AttentionMetadata(
         block_tables=torch.empty(256, dtype=torch.int32),
         query_start=torch.empty(rows + 1, dtype=torch.int32),
-        context_len=torch.empty(rows, dtype=torch.int32),
-        slots=torch.empty(tokens, dtype=torch.int64),
+        seq_lens=torch.empty(rows, dtype=torch.int32),
+        slot_mapping=torch.empty(tokens, dtype=torch.int64),
         block_size=BLOCK,
         table_start=torch.empty(rows, dtype=torch.int32),
     )

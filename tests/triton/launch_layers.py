@@ -6,7 +6,7 @@ import torch
 
 from weft.kernels.kv_storage import KV_TYPES, row_size
 from weft.kernels.sampling import RowState, SampleBatch
-from weft.kernels.triton import activation, adjust, embedding, norm, rope, route, sample
+from weft.kernels.triton import activation, embedding, norm, process_logits, rope, route, sample
 
 TOKENS, HIDDEN, HEADS, KV_HEADS, DIM, BLOCK = 8, 3584, 28, 4, 128, 16
 VOCABULARY = 152_064
@@ -50,6 +50,8 @@ def launch_choice() -> None:
     settings, finite = torch.zeros(TOKENS, 4, dtype=torch.float64), torch.zeros(TOKENS).bool()
     logits, words = torch.empty(TOKENS, VOCABULARY), torch.zeros(TOKENS, dtype=torch.int32)
     samples, state = SampleBatch(rows, rows, words, words), RowState.empty(1, 1184, VOCABULARY, CPU)
-    adjust.adjust(logits, samples, state)
-    sample.choose(logits, settings, rows, rows, rows, finite)
-    adjust.accept(rows, finite, samples, state, torch.zeros(TOKENS, 2, dtype=torch.int64))
+    process_logits.process_logits(logits, samples, state)
+    sample.sample(logits, settings, rows, rows, rows, finite)
+    process_logits.verify_drafts(
+        rows, finite, samples, state, torch.zeros(TOKENS, 2, dtype=torch.int64)
+    )

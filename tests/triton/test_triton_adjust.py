@@ -22,7 +22,7 @@ from weft.kernels.sampling import (
     RowState,
     SampleBatch,
 )
-from weft.kernels.triton import adjust as kernels
+from weft.kernels.triton import process_logits as kernels
 
 SIZE = 150  # of the vocabulary: two spans, three blocks
 ROWS, EDITS = 5, 10
@@ -98,8 +98,8 @@ def test_logits_are_adjusted_as_by_plain_torch(seed, padding, broken):
         bad = on(draw.choice([np.nan, np.inf, -np.inf], 20))
         whole[on(draw.integers(0, count, 20)), on(draw.integers(0, SIZE, 20))] = bad.float()
     expected, found = whole.clone(), whole.clone()
-    sampling.adjust(expected[:, :SIZE], samples, state)
-    kernels.adjust(found[:, :SIZE], samples, state)
+    sampling.process_logits(expected[:, :SIZE], samples, state)
+    kernels.process_logits(found[:, :SIZE], samples, state)
     assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
     plain = samples.changes == 0
     assert torch.equal(found[plain].view(torch.int32), whole[plain].view(torch.int32))
@@ -116,9 +116,9 @@ def test_tokens_are_accepted_as_by_plain_torch(seed, padding, broken):
     tokens = on(draw.integers(0, 3, count), torch.int64)
     finite = on(draw.random(count) >= broken)
     found = []
-    for accept in (sampling.accept, kernels.accept):
+    for verify_drafts in (sampling.verify_drafts, kernels.verify_drafts):
         after, results = copied(state), torch.full((count, 2), 99)
-        accept(tokens, finite, samples, after, results)
+        verify_drafts(tokens, finite, samples, after, results)
         found.append((after, results))
     (expected, truth), (after, results) = found
     assert torch.equal(results, truth)
@@ -134,7 +134,7 @@ def test_the_longest_right_start_of_a_draft_is_kept_and_counted():
     finite = torch.tensor([True] * 5 + [False] * 2)
     changes = torch.full((7,), PENALISED | EDITED, dtype=torch.int32)
     results = torch.zeros(7, 2, dtype=torch.int64)
-    kernels.accept(tokens, finite, SampleBatch(rows, rows, changes, guesses), state, results)
+    kernels.verify_drafts(tokens, finite, SampleBatch(rows, rows, changes, guesses), state, results)
     # Row 1 was guessed right, but what comes after the guess is not finite; row 2 has nothing.
     assert results[:, 1].tolist() == [3, 0, 0, 0, 1, 0, 1]
     assert results[:, 0].tolist() == [5, 5, 7, 9, 8, NOT_FINITE, NOT_FINITE]
@@ -147,6 +147,6 @@ def test_what_cannot_be_adjusted_is_an_error():
     state = RowState.empty(1, 0, SIZE, torch.tensor(0).device)
     samples = some_samples(np.random.default_rng(0), 0)
     with pytest.raises(ValueError, match="float64"):
-        kernels.adjust(torch.zeros(1, SIZE, dtype=torch.float64), samples, state)
+        kernels.process_logits(torch.zeros(1, SIZE, dtype=torch.float64), samples, state)
     with pytest.raises(ValueError, match="150 tokens"):
-        kernels.adjust(torch.zeros(1, 4), samples, state)
+        kernels.process_logits(torch.zeros(1, 4), samples, state)

@@ -154,8 +154,8 @@ def test_same_bits_for_any_chunks_of_more_than_few_tokens(window: int | None) ->
         batch = replace(
             whole.batch,
             query_start=torch.tensor([0, part.stop - part.start], dtype=torch.int32),
-            context_len=torch.tensor([60 + part.stop], dtype=torch.int32),
-            slots=whole.batch.slots[part],
+            seq_lens=torch.tensor([60 + part.stop], dtype=torch.int32),
+            slot_mapping=whole.batch.slot_mapping[part],
         )
         piece = replace(whole, q=whole.q[part], k=whole.k[part], v=whole.v[part], batch=batch)
         assert torch.equal(piece.run_in_place(paged_attention, *caches), expected[part])
@@ -165,7 +165,7 @@ def test_same_bits_for_any_chunks_of_more_than_few_tokens(window: int | None) ->
 def test_a_bound_of_queries_only_leaves_kernels_out(most: int) -> None:
     """Rows of some tokens, as when drafts are verified, are cut into splits, too."""
     case = make_case([(most, 150), (1, 20)], Shape(heads=8, kv_heads=2, head_size=16))
-    batch = replace(case.batch, most_queries=most)
+    batch = replace(case.batch, max_query_len=most)
     assert attention.plan_for(case.q, case.k_cache, most).few >= most
     assert_right(replace(case, batch=batch))
 
@@ -190,18 +190,18 @@ def test_rows_without_queries_and_empty_batches() -> None:
     idle = replace(
         case.batch,
         query_start=torch.tensor([0, 1, 1, 3], dtype=torch.int32),
-        context_len=torch.tensor([21, 0, 5], dtype=torch.int32),
+        seq_lens=torch.tensor([21, 0, 5], dtype=torch.int32),
         block_tables=case.batch.block_tables[[0, 0, 1]],
     )
     assert torch.equal(replace(case, batch=idle).run(paged_attention), case.run(paged_attention))
     nobody = replace(
         idle,
         query_start=torch.zeros(1, dtype=torch.int32),
-        context_len=torch.empty(0, dtype=torch.int32),
+        seq_lens=torch.empty(0, dtype=torch.int32),
         block_tables=torch.empty(0, 4, dtype=torch.int32),
     )
     assert not replace(case, batch=nobody).run(paged_attention).any()
-    nobody = replace(nobody, slots=torch.empty(0, dtype=torch.int64))
+    nobody = replace(nobody, slot_mapping=torch.empty(0, dtype=torch.int64))
     empty = replace(case, q=case.q[:0], k=case.q[:0, :2], v=case.q[:0, :2], batch=nobody)
     assert empty.run(paged_attention).shape == (0, 4, 16)
 
@@ -298,8 +298,8 @@ def test_wrong_calls_are_refused(changes: dict[str, Tensor | None], message: str
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"slots": torch.tensor([1, 2])}, r"slots has shape \[2\] .*expected \[3\]"),
-        ({"context_len": torch.tensor([21, 5])}, "context_len has shape .* of torch.int64"),
+        ({"slot_mapping": torch.tensor([1, 2])}, r"slot_mapping has shape \[2\] .*expected \[3\]"),
+        ({"seq_lens": torch.tensor([21, 5])}, "seq_lens has shape .* of torch.int64"),
         ({"query_start": torch.tensor([0, 3]).int()}, "query_start has shape"),
         ({"table_start": torch.tensor([0, 2]).int()}, r"block_tables has shape \[2, 2\]"),
         ({"block_tables": torch.tensor([1, 2]).int()}, "block_tables has shape"),

@@ -80,18 +80,18 @@ def test_rounding_in_the_same_pass(dtype, stored) -> None:
 
 
 def test_norm_and_rotation_of_heads(dtype) -> None:
-    choose = random.Random(f"rotate{dtype}")
+    sample = random.Random(f"rotate{dtype}")
     for _ in range(FUZZED):
         tokens, kv_heads, size = (
-            choose.randint(1, 4),
-            choose.randint(1, 3),
-            choose.choice([8, 80, 256]),
+            sample.randint(1, 4),
+            sample.randint(1, 3),
+            sample.choice([8, 80, 256]),
         )
-        heads, half = kv_heads * choose.choice([1, 3]), choose.choice([size // 2, size // 4, 3])
+        heads, half = kv_heads * sample.choice([1, 3]), sample.choice([size // 2, size // 4, 3])
         x = torch.randn(tokens, heads + 2 * kv_heads, size).to(dtype)
         weight = torch.randn(heads + kv_heads, size).to(dtype)
         cos, sin = torch.randn(2, tokens, half)
-        normalised = choose.random() < 0.6
+        normalised = sample.random() < 0.6
         qk = x[:, : heads + kv_heads]
         qk = reference.rms_norm(qk.float(), weight, 1e-6, False) if normalised else qk.float()
         expected = torch.cat(
@@ -130,15 +130,15 @@ def test_keys_and_values_go_where_they_belong(dtype, stored) -> None:
 class Weights:
     """Random weights of one layer, with or without each of its optional parts."""
 
-    def __init__(self, choose: random.Random, dtype: torch.dtype, storage: Storage | None) -> None:
-        kv_heads, dim = choose.choice([1, 2]), choose.choice([8, 24, 64])
-        hidden, size = choose.choice([31, 64]), choose.choice([33, 70])
+    def __init__(self, sample: random.Random, dtype: torch.dtype, storage: Storage | None) -> None:
+        kv_heads, dim = sample.choice([1, 2]), sample.choice([8, 24, 64])
+        hidden, size = sample.choice([31, 64]), sample.choice([33, 70])
         self.dtype, self.storage, self.hidden = dtype, storage, hidden
         self.shape = LayerShape(
-            heads=kv_heads * choose.choice([1, 3]), kv_heads=kv_heads, head_dim=dim,
-            norm_eps=KIND.eps, norm_plus_one=KIND.plus_one, activation=choose.choice(ACTIVATIONS),
+            heads=kv_heads * sample.choice([1, 3]), kv_heads=kv_heads, head_dim=dim,
+            norm_eps=KIND.eps, norm_plus_one=KIND.plus_one, activation=sample.choice(ACTIVATIONS),
         )  # fmt: skip
-        self.half = choose.choice([dim // 2, dim // 4])
+        self.half = sample.choice([dim // 2, dim // 4])
         heads = self.shape.heads + kv_heads
         qkv = (heads + kv_heads) * dim
         self.matrices = {
@@ -147,11 +147,11 @@ class Weights:
             "gate_up": self.matrix("gate_up", 2 * size, hidden),
             "down": self.matrix("down", hidden, size),
         }
-        post, bias = choose.random() < 0.5, choose.random() < 0.5
+        post, bias = sample.random() < 0.5, sample.random() < 0.5
         self.norms = Norms(
             self.random(hidden),
             self.random(hidden),
-            self.random(heads, dim) if choose.random() < 0.5 else None,
+            self.random(heads, dim) if sample.random() < 0.5 else None,
             self.random(hidden) if post else None,
             self.random(hidden) if post else None,
         )
@@ -200,13 +200,13 @@ class Weights:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_fuzzed_layers(dtype, storage) -> None:
     torch.manual_seed(3)
-    choose = random.Random(f"{dtype}{storage}")
+    sample = random.Random(f"{dtype}{storage}")
     # Numbers between two codes may go to either.
     tolerance = (1e-5 if dtype == torch.float32 else 4e-2) if storage is None else 0.1
     for _ in range(FUZZED // 2):
-        weights = Weights(choose, dtype, storage)
+        weights = Weights(sample, dtype, storage)
         layer = TritonLayer(weights.shape, weights.matrices, weights.norms, weights.biases)
-        tokens, shape = choose.randint(1, 6), weights.shape
+        tokens, shape = sample.randint(1, 6), weights.shape
         residual, angle = weights.random(tokens, weights.hidden), torch.randn(tokens, weights.half)
         cos, sin = angle.cos(), angle.sin()
         attended = weights.random(tokens, shape.heads, shape.head_dim)

@@ -93,5 +93,7 @@ def test_only_tests_run_them_on_a_cpu(monkeypatch) -> None:
     with pytest.raises(KernelUnavailable, match="TRITON_INTERPRET"):
         select_ops(CPU, torch.float32, "triton")
     for device, kernels in (("meta", "triton"), ("cuda", "cpu")):
-        with pytest.raises(KernelUnavailable, match=f"'{kernels}' has no kernel for device"):
+        with pytest.raises(
+            KernelUnavailable, match=f"kernels='{kernels}' has no kernel for device"
+        ):
             select_ops(torch.device(device), torch.float32, kernels)

@@ -25,30 +25,30 @@ def dtype(request) -> torch.dtype:
 
 
 def test_rms_norm(dtype) -> None:
-    choose = random.Random(f"norm{dtype}")
+    sample = random.Random(f"norm{dtype}")
     for _ in range(FUZZED):
-        tokens, size = choose.randint(1, 9), choose.choice([1, 31, 64, 130, 1100])
+        tokens, size = sample.randint(1, 9), sample.choice([1, 31, 64, 130, 1100])
         x, weight = torch.randn(tokens, size).to(dtype), torch.randn(size).to(dtype)
         arguments = (
-            choose.choice([weight, None]),
-            choose.choice([1e-6, 1e-5]),
-            choose.random() < 0.5,
+            sample.choice([weight, None]),
+            sample.choice([1e-6, 1e-5]),
+            sample.random() < 0.5,
         )
         assert_close(rms_norm(x, *arguments), reference.rms_norm(x, *arguments))
 
 
 def test_rms_norm_of_heads(dtype) -> None:
-    choose = random.Random(f"heads{dtype}")
+    sample = random.Random(f"heads{dtype}")
     for _ in range(FUZZED):
         tokens, heads, size = (
-            choose.randint(1, 5),
-            choose.randint(1, 7),
-            choose.choice([8, 80, 256]),
+            sample.randint(1, 5),
+            sample.randint(1, 7),
+            sample.choice([8, 80, 256]),
         )
         x = torch.randn(tokens, heads + 3, size).to(dtype)[:, 2 : 2 + heads]
-        weight = choose.choice([None, torch.randn(size), torch.randn(heads, size)])
+        weight = sample.choice([None, torch.randn(size), torch.randn(heads, size)])
         weight = None if weight is None else weight.to(dtype)
-        plus_one = choose.random() < 0.5
+        plus_one = sample.random() < 0.5
         assert_close(
             rms_norm(x, weight, 1e-6, plus_one), reference.rms_norm(x, weight, 1e-6, plus_one)
         )
@@ -67,14 +67,14 @@ def test_angles(scale) -> None:
 
 
 def test_rope(dtype) -> None:
-    choose = random.Random(f"rope{dtype}")
+    sample = random.Random(f"rope{dtype}")
     for _ in range(FUZZED):
         tokens, heads, size = (
-            choose.randint(1, 5),
-            choose.randint(1, 9),
-            choose.choice([8, 80, 96, 256]),
+            sample.randint(1, 5),
+            sample.randint(1, 9),
+            sample.choice([8, 80, 96, 256]),
         )
-        half = choose.choice([size // 2, size // 4, 3])
+        half = sample.choice([size // 2, size // 4, 3])
         x = torch.randn(tokens, heads + 2, size).to(dtype)[:, :heads]
         cos, sin = torch.randn(2, tokens, half)
         assert_close(rope(x, cos, sin), reference.rope(x, cos, sin))

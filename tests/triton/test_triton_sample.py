@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from depth import searching
-from weft.kernels import choice
-from weft.kernels.cpu.choose import uniform
+from weft.kernels import reference_sampling
+from weft.kernels.cpu.sample import uniform
 from weft.kernels.triton import sample
 
 SIZE = 150  # of the vocabulary: three blocks
@@ -26,10 +26,10 @@ def _small_blocks(monkeypatch):
     monkeypatch.setattr(sample, "_CANDIDATES", 64)
 
 
-def choose(logits, rows, seeds, counters) -> tuple[list[int], list[bool]]:
+def sampled(logits, rows, seeds, counters) -> tuple[list[int], list[bool]]:
     tokens = torch.full((len(logits),), -1, dtype=torch.int64)
     finite = torch.zeros(len(logits), dtype=torch.bool)
-    sample.choose(
+    sample.sample(
         logits, torch.tensor(rows, dtype=torch.float64), torch.tensor(seeds),
         torch.tensor(counters), tokens, finite,
     )  # fmt: skip
@@ -42,7 +42,7 @@ def acceptable(logits: np.ndarray, row: tuple[float, ...], draw: float) -> set[i
     temperature, top_k, top_p, min_p = row
     for p in (top_p - EDGE, top_p, top_p + EDGE) if top_p < 1 else (1.0,):
         for least in {min_p, min_p * (1 - EDGE), min(1, min_p * (1 + EDGE))}:
-            kept = choice.weights_kept(
+            kept = reference_sampling.weights_kept(
                 logits.astype(np.float64), np.array([temperature, top_k, p, least])
             )
             cumulative = np.cumsum(kept) / kept.sum()
@@ -65,7 +65,7 @@ def test_tokens_are_those_of_the_plain_choice(seed, spread, temperature, top_k, 
     logits = spread * torch.randn(1, SIZE)
     logits = logits.half().float()  # rounding makes ties
     row = (temperature, float(top_k), top_p, min_p)
-    (token,), (finite,) = choose(logits, [row], [seed], [5])
+    (token,), (finite,) = sampled(logits, [row], [seed], [5])
     (draw,) = uniform(np.array([seed]), np.array([5]))
     assert finite
     assert token in acceptable(logits[0].cpu().numpy(), row, draw)
@@ -77,7 +77,7 @@ def test_of_equally_likely_tokens_the_first_are_kept(row):
     logits[:, 20:] = 1.0
     logits[:, 90] = 3.0
     seeds = range(6)
-    tokens, _ = choose(logits, [row] * 6, seeds, [7] * 6)
+    tokens, _ = sampled(logits, [row] * 6, seeds, [7] * 6)
     draws = uniform(np.array(seeds), np.full(6, 7))
     for token, draw in zip(tokens, draws, strict=True):
         assert token in acceptable(logits[0].cpu().numpy(), row, draw)
@@ -90,7 +90,7 @@ def test_greedy_takes_the_first_of_the_likeliest_tokens():
     logits[2, 149] = 9.0
     logits[3] = -0.0
     logits[3, 5:] = 0.0
-    tokens, finite = choose(logits, [(0.0, 0.0, 1.0, 0.0)] * 4, [0] * 4, [0] * 4)
+    tokens, finite = sampled(logits, [(0.0, 0.0, 1.0, 0.0)] * 4, [0] * 4, [0] * 4)
     assert tokens == [int(logits[0].argmax()), 17, 149, 0]
     assert finite == [True] * 4
 
@@ -99,16 +99,16 @@ def test_greedy_takes_the_first_of_the_likeliest_tokens():
 def test_rows_that_are_not_finite_are_told(bad):
     logits = torch.randn(3, SIZE)
     logits[1, 140] = bad
-    tokens, finite = choose(logits, [(1.0, 3.0, 0.5, 0.0)] * 3, [1] * 3, [2] * 3)
+    tokens, finite = sampled(logits, [(1.0, 3.0, 0.5, 0.0)] * 3, [1] * 3, [2] * 3)
     assert finite == [True, False, True]
     assert all(0 <= token < SIZE for token in tokens)
-    alone, _ = choose(logits[:1], [(1.0, 3.0, 0.5, 0.0)], [1], [2])
+    alone, _ = sampled(logits[:1], [(1.0, 3.0, 0.5, 0.0)], [1], [2])
     assert tokens[0] == alone[0]
 
 
 def test_the_smallest_temperature_takes_the_likeliest_token():
     logits = torch.randn(1, SIZE)
-    tokens, _ = choose(logits, [(1e-40, 0.0, 1.0, 0.0)], [1], [2])
+    tokens, _ = sampled(logits, [(1e-40, 0.0, 1.0, 0.0)], [1], [2])
     assert tokens == [int(logits[0].argmax())]
 
 
@@ -128,4 +128,4 @@ def test_numbers_are_those_of_the_cpu():
 
 def test_what_cannot_be_chosen_from_is_an_error():
     with pytest.raises(ValueError, match="float64"):
-        choose(torch.zeros(1, 4, dtype=torch.float64), [(0.0,) * 4], [0], [0])
+        sampled(torch.zeros(1, 4, dtype=torch.float64), [(0.0,) * 4], [0], [0])

@@ -39,7 +39,7 @@ from weft.kernels.unavailable import KernelUnavailable
 CPU = torch.device("cpu")
 H200 = Heuristic(132, 227 * 1024)
 GPU, COMPILER = "NVIDIA H200", "3.6.0"
-BUILTIN = EngineConfig(attention="triton", dtype="bfloat16", quantize="fp8", kv_dtype="int8")
+BUILTIN = EngineConfig(kernels="triton", dtype="bfloat16", quantize="fp8", kv_dtype="int8")
 
 
 def by_rule(shape: LaunchShape, rows: int):
@@ -141,7 +141,7 @@ def test_what_is_told_and_what_is_refused(tmp_path) -> None:
     }
     assert told["linear"]["tuning"] == rule
     assert told["rms_norm"] == {"kernel": "triton", "dtype": "bfloat16", "tuning": "fixed"}
-    assert told["choose"]["dtype"] == "float32"
+    assert told["sample"]["dtype"] == "float32"
     with pytest.raises(ConfigError, match="for the kernels of a GPU"):
         find_model(EngineConfig(tuning=str(tmp_path / "gpu.json")))
     with pytest.raises(ConfigError, match="--tuning FILE"):

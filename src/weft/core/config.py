@@ -63,10 +63,11 @@ class EngineConfig:
         "and head; auto is the type of the weights",
         choices=("auto", *KV_SCALE_BYTES),
     )
-    attention: str = setting(
+    kernels: str = setting(
         "str",
         "auto",
-        "kernels; auto is those of the device, cpu or triton; reference is slow and exact",
+        "what computes every op; auto is the kernels of the device, cpu or triton; reference is "
+        "slow and exact",
         choices=("auto", "cpu", "triton", "reference"),
     )
     tuning: str = setting(
@@ -76,11 +77,11 @@ class EngineConfig:
         "heuristic, by a rule; auto takes what weft brings along for it, or the rule if there is "
         "nothing",
     )
-    batch_invariant: bool = setting(
+    require_batch_invariance: bool = setting(
         "bool",
         False,
         "refuse to start where results depend on what else is computed or on the chunks of a "
-        "prompt, as with attention reference",
+        "prompt, as with kernels reference",
     )
     quantize: str = setting(
         "str",
@@ -164,7 +165,7 @@ class EngineConfig:
     scheduler: str = setting(
         "str",
         "fcfs",
-        "what comes first: fcfs is class ranks, then arrival; slo keeps the targets of the "
+        "what comes first: fcfs is class priorities, then arrival; slo keeps the targets of the "
         "classes, by the costs that weft profile has measured, and fills the rest with best effort",
         choices=SCHEDULERS,
     )
@@ -200,7 +201,7 @@ class EngineConfig:
     )
     log_format: str = setting("str", "text", "form of the log lines of a server", choices=FORMATS)
     classes: Mapping[str, Any] = setting(
-        "map", {}, "service classes: name -> rank, ttft_s, tpot_s", high=64
+        "map", {}, "service classes: name -> priority, ttft_s, tpot_s", high=64
     )
 
     def __post_init__(self) -> None:
@@ -258,13 +259,15 @@ def class_table(changes: Mapping[str, Any]) -> tuple[ServiceClass, ...]:
     table = {row.name: row for row in DEFAULT_CLASSES}
     for name, given in changes.items():
         table[name] = _service_class(name, given, table.get(name))
-    return tuple(sorted(table.values(), key=lambda row: row.rank))
+    return tuple(sorted(table.values(), key=lambda row: row.priority))
 
 
 def _service_class(name: str, given: Any, default: ServiceClass | None) -> ServiceClass:
-    fields = {"rank": int, "ttft_s": (int, float), "tpot_s": (int, float)}
+    fields = {"priority": int, "ttft_s": (int, float), "tpot_s": (int, float)}
     if not isinstance(given, Mapping):
-        raise ConfigError(f"classes: '{name}' must map to rank, ttft_s, tpot_s.", param="classes")
+        raise ConfigError(
+            f"classes: '{name}' must map to priority, ttft_s, tpot_s.", param="classes"
+        )
     for key, value in given.items():
         if key not in fields:
             raise ConfigError(
@@ -272,13 +275,13 @@ def _service_class(name: str, given: Any, default: ServiceClass | None) -> Servi
                 param="classes",
             )
         number = isinstance(value, fields[key]) and not isinstance(value, bool)  # type: ignore[arg-type]
-        if not number or not 0 <= value < 2**31 or (key != "rank" and value == 0):
+        if not number or not 0 <= value < 2**31 or (key != "priority" and value == 0):
             raise ConfigError(
                 f"classes: '{key}' of '{name}' must be a positive number, not {value!r}.",
                 param="classes",
             )
-    if default is None and "rank" not in given:
-        raise ConfigError(f"classes: the new class '{name}' needs a rank.", param="classes")
+    if default is None and "priority" not in given:
+        raise ConfigError(f"classes: the new class '{name}' needs a priority.", param="classes")
     base = default or ServiceClass(name, 0)
     return replace(base, **given)
 

@@ -190,9 +190,25 @@ def short(value: object, chars: int = 200) -> str:
     return text if len(text) <= chars else f"{text[: chars - 3]}..."
 
 
+# Settings and keys of classes that had another name before.
+RENAMED = {
+    "attention": "kernels",
+    "batch_invariant": "require_batch_invariance",
+    "rank": "priority",
+}
+
+
 def suggest(name: str, known: Iterable[str]) -> str:
-    """Return ``" Did you mean 'x'?"`` for the known name nearest to ``name``, else ``""``."""
-    nearest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    """Return ``" Did you mean 'x'?"`` for the known name nearest to ``name``, else ``""``.
+
+    Of a name that was changed, return what it is called now. Flags keep their form.
+    """
+    known = list(known)
+    word = name.lstrip("-").removeprefix("no-").replace("-", "_")
+    for now in (RENAMED.get(word, ""), "--" + RENAMED.get(word, "").replace("_", "-")):
+        if now in known:
+            return f" It is called '{now}' now."
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f" Did you mean '{nearest[0]}'?" if nearest else ""
 
 

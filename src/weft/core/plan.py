@@ -114,12 +114,12 @@ class StepPlan:
             nothing is computed; each has a row.
         zero: (group, block) pairs of the device to fill with zeros before anything is written.
         zero_host: the same of the host.
-        riders: rows of the host tier whose next token begins: its embedding and the first layer's
-            QKV ride along; the token comes with the result of a later step.
-        rider_caps: for each layer, how many results of attention that the host has finished may
-            ride along through that layer (OmniServe, piggybacking); empty if none may.
-        abort: rows whose token on its way is dropped, before this step carries riders; ignored
-            where an earlier step has ended the token. The row stays until it is dropped.
+        piggybacked: rows of the host tier whose next token begins: its embedding and the first
+            layer's QKV are piggybacked; the token comes with the result of a later step.
+        piggyback_limits: for each layer, how many results of attention that the host has finished
+            may be piggybacked through that layer (OmniServe, piggybacking); empty if none may.
+        abort: rows whose token on its way is dropped, before this step carries piggybacked rows;
+            ignored where an earlier step has ended the token. The row stays until it is dropped.
     """
 
     step_id: int
@@ -130,8 +130,8 @@ class StepPlan:
     zero: tuple[tuple[int, int], ...] = ()
     moves: tuple[KVMove, ...] = ()
     zero_host: tuple[tuple[int, int], ...] = ()
-    riders: tuple[int, ...] = ()
-    rider_caps: tuple[int, ...] = ()
+    piggybacked: tuple[int, ...] = ()
+    piggyback_limits: tuple[int, ...] = ()
     abort: tuple[int, ...] = ()
 
     @property
@@ -147,8 +147,8 @@ class StepPlan:
     def computes_on_host(self) -> bool:
         """Whether rows are computed whose KV lies with the host."""
         return bool(
-            self.riders
-            or self.rider_caps
+            self.piggybacked
+            or self.piggyback_limits
             or self.abort
             or any(batch.tiers for batch in self.batches)
             or any(add.tier is Tier.HOST for add in self.add)
@@ -175,9 +175,10 @@ class StepResult:
         accepted: by sequence with drafts, the tokens after its first one that this step gave too,
             with their log probabilities where they are wanted.
         embeddings: by sequence, its normalised vector as float32 bytes.
-        ridden: (sequence id, next token) of riders of earlier steps that came through the last
-            layer in this one.
-        rider_layers: for each layer, how many riders wait for it or for its attention.
+        piggybacked_results: (sequence id, next token) of piggybacked rows of earlier steps that
+            came through the last layer in this one.
+        piggyback_layers: for each layer, how many piggybacked rows wait for it or for its
+            attention.
     """
 
     step_id: int
@@ -190,8 +191,8 @@ class StepResult:
         default_factory=dict
     )
     embeddings: Mapping[int, bytes] = field(default_factory=dict)
-    ridden: tuple[tuple[int, int], ...] = ()
-    rider_layers: tuple[int, ...] = ()
+    piggybacked_results: tuple[tuple[int, int], ...] = ()
+    piggyback_layers: tuple[int, ...] = ()
 
 
 class Update(NamedTuple):

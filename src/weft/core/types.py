@@ -67,10 +67,10 @@ TRANSITIONS: Mapping[SequenceState, frozenset[SequenceState]] = {
 
 @dataclass(frozen=True, slots=True)
 class ServiceClass:
-    """One row of the class table: a lower ``rank`` is served first."""
+    """One row of the class table: a lower ``priority`` is served first."""
 
     name: str
-    rank: int
+    priority: int
     ttft_s: float | None = None
     tpot_s: float | None = None
 
@@ -335,16 +335,16 @@ class Sequence:
     Attributes:
         tokens: prompt and output tokens that the host knows.
         end: length at which the sequence ends at the latest.
-        order: (rank of the class, arrival number); smaller goes first.
+        order: (priority of the class, arrival number); smaller goes first.
         known: tokens that exist on host or device; the last ones may still be in flight.
         computed: tokens whose KV is committed.
         planned: tokens whose KV is committed or being computed by a launched step.
         capacity: tokens that can be planned before the scheduler must look: at its blocks, or at
-            ``lockstep_at``.
-        lockstep_at: from this length on a token is planned only when the one before it is on the
-            host, as a grammar or drafts demand.
+            ``synchronous_from``.
+        synchronous_from: from this length on a token is planned only when the one before it is on
+            the host, as a grammar or drafts demand.
         drafter: of a sequence with speculation.
-        seal_at: ``computed`` value at which the next KV block is full.
+        block_full_at: ``computed`` value at which the next KV block is full.
         row: the executor's row while running, else -1.
         cached: prompt tokens found in the prefix cache at first admission; -1 before it.
         prompt_scored: prompt tokens whose log probabilities were delivered.
@@ -366,9 +366,9 @@ class Sequence:
     computed: int = 0
     planned: int = 0
     capacity: int = 0
-    lockstep_at: int = NEVER
+    synchronous_from: int = NEVER
     drafter: Drafter | None = None
-    seal_at: int = 0
+    block_full_at: int = 0
     row: int = -1
     cached: int = -1
     prompt_scored: int = 0
@@ -397,7 +397,7 @@ class Sequence:
         """Take a row, with the KV of the first ``hit`` tokens from the prefix cache."""
         self.row = row
         self.computed = self.planned = self.reused = hit
-        self.seal_at = hit + 1
+        self.block_full_at = hit + 1
 
     def stop(self) -> None:
         """Give back the row and all KV, with nothing in flight."""
@@ -406,7 +406,7 @@ class Sequence:
 
     def cover(self, capacity: int) -> None:
         """Note that blocks are there for so many tokens."""
-        self.capacity = min(capacity, self.lockstep_at)
+        self.capacity = min(capacity, self.synchronous_from)
 
     def schedule(self, count: int) -> bool:
         """Plan the next ``count`` tokens; whether the last of them gives a new token."""

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from weft.core.errors import ConfigError, ProfileError
 from weft.cost.curves import Curve, Grid
-from weft.cost.model import RIDER_LAYER_S, Terms, step_time
+from weft.cost.model import PIGGYBACK_LAYER_S, Terms, step_time
 from weft.cost.work import Work
 
 VERSION = 2
@@ -128,7 +128,7 @@ class Fitted:
                 raise ConfigError("the profile has no moves of KV")
             move = self.move[0] + moved * self.move[1]
         if not work.tokens:
-            return Terms(kv_move=move, riders=work.rider_layers * RIDER_LAYER_S)
+            return Terms(kv_move=move, piggybacked=work.piggyback_layers * PIGGYBACK_LAYER_S)
         return Terms(
             0.0,
             self.dense.at(work.tokens),
@@ -145,7 +145,7 @@ class Fitted:
             sampled * work.sampled,
             0.0,
             prefill_row * work.prefills,
-            work.rider_layers * RIDER_LAYER_S,
+            work.piggyback_layers * PIGGYBACK_LAYER_S,
         )
 
     def save(self, path: Path, report: Mapping[str, Any] | None = None) -> None:

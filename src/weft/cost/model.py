@@ -9,15 +9,16 @@ from weft.core.errors import InvariantError
 from weft.cost.work import Work
 
 # T_pb of OmniServe: 75 us for queues and to store residuals, 0.5 ms to load residuals, for 400
-# riders (section 5.3). Unless a profile knows better.
-RIDER_LAYER_S = (75e-6 + 0.5e-3) / 400
+# piggybacked rows (section 5.3). Unless a profile knows better.
+PIGGYBACK_LAYER_S = (75e-6 + 0.5e-3) / 400
 
 
 class Terms(NamedTuple):
     """Seconds that each part of a step takes, over all layers.
 
     Attributes:
-        riders: queues and residuals of riders, without their share of the dense layers.
+        piggybacked: queues and residuals of piggybacked rows, without their share of the dense
+            layers.
     """
 
     embedding: float = 0.0
@@ -30,7 +31,7 @@ class Terms(NamedTuple):
     head: float = 0.0
     sampling: float = 0.0
     host: float = 0.0
-    riders: float = 0.0
+    piggybacked: float = 0.0
 
     @property
     def total(self) -> float:
@@ -50,7 +51,7 @@ class Terms(NamedTuple):
     @property
     def outside(self) -> float:
         """What does not lie within the layers."""
-        return self.embedding + self.head + self.sampling + self.host + self.riders
+        return self.embedding + self.head + self.sampling + self.host + self.piggybacked
 
 
 class CostModel(Protocol):

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from weft.core.errors import ConfigError, OutOfMemoryError
 from weft.cost.hardware import Hardware
-from weft.cost.model import RIDER_LAYER_S, Terms
+from weft.cost.model import PIGGYBACK_LAYER_S, Terms
 from weft.cost.shape import ModelShape
 from weft.cost.work import Work
 
@@ -134,7 +134,7 @@ class Roofline:
             queries = work.host_decodes * self._query_s  # out: queries; in: what attention gave
             move = max(work.out_tokens, work.in_tokens) * self._move_s + queries
         if not tokens:
-            return Terms(kv_move=move, riders=work.rider_layers * RIDER_LAYER_S)
+            return Terms(kv_move=move, piggybacked=work.piggyback_layers * PIGGYBACK_LAYER_S)
         read = self._dense_read_s
         if self._expert_read_s:
             read += self._expert_read_s * (1 - self._miss**tokens)
@@ -163,7 +163,7 @@ class Roofline:
             sampled * self._sampling_s,
             self.overhead.step_s
             + (work.prefills + work.decodes + work.host_decodes) * self.overhead.row_s,
-            work.rider_layers * RIDER_LAYER_S,
+            work.piggyback_layers * PIGGYBACK_LAYER_S,
         )
 
     def _kept(self, context: int, rows: int) -> float:

@@ -25,8 +25,8 @@ class Work:
         out_tokens, in_tokens: tokens whose KV (all layers) moves to the host, and to the device.
             Rows in the host tier count what their attention moves; swaps are added by who plans
             them.
-        rider_layers: layers that riders go through with the step, summed over the riders; their
-            rows of the dense layers are not counted.
+        piggyback_layers: layers that piggybacked rows go through with the step, summed over the
+            piggybacked rows; their rows of the dense layers are not counted.
     """
 
     tokens: int = 0
@@ -40,7 +40,7 @@ class Work:
     host_context: int = 0
     out_tokens: int = 0
     in_tokens: int = 0
-    rider_layers: int = 0
+    piggyback_layers: int = 0
 
     @classmethod
     def of(cls, batch: SubBatch) -> Work:
@@ -101,5 +101,5 @@ class Work:
             self.host_context + other.host_context,
             self.out_tokens + other.out_tokens,
             self.in_tokens + other.in_tokens,
-            self.rider_layers + other.rider_layers,
+            self.piggyback_layers + other.piggyback_layers,
         )

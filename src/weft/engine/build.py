@@ -30,11 +30,11 @@ from weft.engine.devices import (
     make_executor,
     pick_device,
 )
-from weft.engine.model import Model, describe_kernels, find_model, settle
+from weft.engine.model import Model, describe_kernels, find_model, resolve_settings
 from weft.engine.ranks import ParallelExecutor, Task, build_parallel, meet
 from weft.engine.weights import stored_weights
 from weft.exec.grammar import GrammarRows, Grammars
-from weft.exec.rows import RowTable
+from weft.exec.input_batch import InputBatch
 from weft.exec.store import KVStore
 from weft.kernels.collectives import Group
 from weft.kernels.interface import OpTable
@@ -91,7 +91,7 @@ def build_engine(config: EngineConfig, returning_bytes: int = 0) -> Engine:
         WeftError: a typed error for everything that can be wrong with settings, model or memory.
     """
     watch = Stopwatch()
-    model, resolved = settle(config, returning_bytes)
+    model, resolved = resolve_settings(config, returning_bytes)
     check_host_memory(config)
     if resolved.limited_by_memory:
         logger.warning(
@@ -192,7 +192,7 @@ def _executor(
         store = KVStore(groups, resolved.group_blocks, resolved.block_size, kv_dtype, device)
     blocks_per_row = -(-resolved.max_model_len // resolved.block_size)
     with within("the buffers of steps", FOR_STEPS):
-        table = RowTable(
+        table = InputBatch(
             resolved.max_num_seqs, resolved.max_model_len, [blocks_per_row] * len(groups), grammars
         )
         return make_executor(config, resolved, decoder, store, table)

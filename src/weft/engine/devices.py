@@ -17,7 +17,7 @@ from weft.exec.collect import is_out_of_memory
 from weft.exec.device import CudaDevice, Device
 from weft.exec.eager import EagerExecutor
 from weft.exec.graphs import GraphExecutor, Steps
-from weft.exec.rows import RowTable
+from weft.exec.input_batch import InputBatch
 from weft.exec.store import KVStore
 from weft.exec.tiers import host_store
 from weft.kernels.collectives import Alone, Collectives
@@ -104,7 +104,7 @@ def make_executor(
     resolved: ResolvedConfig,
     decoder: Decoder,
     store: KVStore,
-    table: RowTable,
+    table: InputBatch,
 ) -> Executor:
     """Return the executor for the device where the model lies.
 

@@ -33,7 +33,7 @@ from weft.models.fused import describe_layers
 from weft.models.generation import GenerationDefaults, read_generation_defaults
 from weft.models.hub import resolve_model
 from weft.models.layout import weight_bytes
-from weft.models.shard import Shard, cut_spec
+from weft.models.shard import Shard, shard_spec
 from weft.models.spec import ModelSpec
 
 
@@ -85,17 +85,17 @@ def find_model(config: EngineConfig, returning_bytes: int = 0, rank: int = 0) ->
     source = resolve_model(config.model, revision=config.revision, offline=config.offline)
     spec = read_spec(source, config.max_model_len)
     ranks = config.tensor_parallel
-    rank_spec = cut_spec(spec, ranks)
+    rank_spec = shard_spec(spec, ranks)
     device = pick_device(config.device, rank, ranks)
     dtype = _choose_dtype(config.dtype, spec.dtype, device)
     storage = stored_weights(config, spec)
     try:
-        ops = select_ops(device, getattr(torch, dtype), config.attention, storage, config.tuning)
+        ops = select_ops(device, getattr(torch, dtype), config.kernels, storage, config.tuning)
     except KernelUnavailable as error:
         raise KernelError(str(error)) from error
-    if config.batch_invariant and not ops.batch_invariant:
+    if config.require_batch_invariance and not ops.batch_invariant:
         raise KernelError(
-            f"attention='{config.attention}' is not batch-invariant; set attention='cpu', or turn "
+            f"kernels='{config.kernels}' is not batch-invariant; set kernels='cpu', or turn "
             "batch_invariant off"
         )
     check_storage(config, spec, ops)
@@ -127,7 +127,9 @@ def find_model(config: EngineConfig, returning_bytes: int = 0, rank: int = 0) ->
     return Model(source, spec, rank_spec, defaults, dtype, facts, ops, device)
 
 
-def settle(config: EngineConfig, returning_bytes: int = 0) -> tuple[Model, ResolvedConfig]:
+def resolve_settings(
+    config: EngineConfig, returning_bytes: int = 0
+) -> tuple[Model, ResolvedConfig]:
     """Find the model and decide everything that is open.
 
     The spec depends on the longest sequence served (longrope factors; a window that no sequence

@@ -14,7 +14,7 @@ from weft.kernels.unavailable import KernelUnavailable
 from weft.models.families import UNSOUND_KV
 from weft.models.layout import parameters, storage_of, stored_as
 from weft.models.parameter import Parameter
-from weft.models.shard import Shard, cut, cut_spec
+from weft.models.shard import Shard, cut, shard_spec
 from weft.models.spec import ModelSpec
 
 KERNELS_OF = {"cpu": "the kernels of a CPU", "triton": "the kernels of a GPU"}  # by their name
@@ -54,7 +54,7 @@ def check_storage(config: EngineConfig, spec: ModelSpec, ops: OpTable) -> None:
         ConfigError: there are none for what they are to be rounded to, or the family loses its
             accuracy with such KV.
     """
-    kernels = KERNELS_OF.get(ops.names["paged_attention"], "those of attention='reference'")
+    kernels = KERNELS_OF.get(ops.names["paged_attention"], "those of kernels='reference'")
     kinds = ("down", "expert_down", "lm_head")
     wanted = [storage_of(kind, config.quantize, config.quantize_group) for kind in kinds]
     missing = [storage for storage in wanted if storage is not None and not ops.computes(storage)]
@@ -62,7 +62,7 @@ def check_storage(config: EngineConfig, spec: ModelSpec, ops: OpTable) -> None:
         raise ConfigError(
             f"quantize is {config.quantize}, but {kernels} do not compute with {missing[0]}: those "
             "of a CPU do with int8 and int4, those of a GPU with fp8 and int8, and those of "
-            "attention='reference' with fp8, slowly.",
+            "kernels='reference' with fp8, slowly.",
             param="quantize",
         )
     stored = None if ops.widens else spec.stored_weights
@@ -71,7 +71,7 @@ def check_storage(config: EngineConfig, spec: ModelSpec, ops: OpTable) -> None:
     if missing:
         raise KernelError(
             f"The checkpoint is quantised ({stored}), and {kernels} do not compute with "
-            f"{missing[0]}; attention='reference' does (slow)."
+            f"{missing[0]}; kernels='reference' does (slow)."
         )
     unsound = UNSOUND_KV[spec.family]
     if config.kv_dtype in unsound:
@@ -105,7 +105,7 @@ def check_heads(
         try:
             plan(Heads(*sizes, kind, cache), None, shared_bytes(device), ops.tuning)
         except ValueError as error:
-            raise KernelError(f"{error}; attention='reference' serves all (slow)") from error
+            raise KernelError(f"{error}; kernels='reference' serves all (slow)") from error
 
 
 def check_launches(config: EngineConfig, spec: ModelSpec, dtype: str, ops: OpTable) -> None:
@@ -135,7 +135,7 @@ def launch_shapes(config: EngineConfig, spec: ModelSpec, dtype: str) -> list[Lau
 def attention_shapes(config: EngineConfig, spec: ModelSpec, dtype: str) -> list[LaunchShape]:
     """Return the shapes of attention of a rank, once; windows and soft caps change no launch."""
     kind = kv_kind(dtype, dtype if config.kv_dtype == "auto" else config.kv_dtype)
-    sizes = _heads(cut_spec(spec, config.tensor_parallel))
+    sizes = _heads(shard_spec(spec, config.tensor_parallel))
     return [LaunchShape(op, kind, heads) for op in (DECODE, PREFILL) for heads in sizes]
 
 

@@ -9,10 +9,10 @@ from typing import TypeAlias
 from torch import Tensor
 
 from weft.exec.store import KVStore
-from weft.kernels.interface import AttentionBatch
+from weft.kernels.interface import AttentionMetadata
 from weft.models.decoder import Attend, Decoder
 
-Forward: TypeAlias = Callable[[Tensor, Tensor, Seq[AttentionBatch]], Tensor]
+Forward: TypeAlias = Callable[[Tensor, Tensor, Seq[AttentionMetadata]], Tensor]
 
 
 def bind_forward(decoder: Decoder, store: KVStore, *, padded: bool = False) -> Forward:
@@ -29,13 +29,13 @@ def bind_forward(decoder: Decoder, store: KVStore, *, padded: bool = False) -> F
         if stack is not None:
             return stack.run
 
-    def forward(ids: Tensor, positions: Tensor, groups: Seq[AttentionBatch]) -> Tensor:
+    def forward(ids: Tensor, positions: Tensor, groups: Seq[AttentionMetadata]) -> Tensor:
         return decoder.forward(ids, positions, _attend(decoder, store, groups))
 
     return forward
 
 
-def _attend(decoder: Decoder, store: KVStore, groups: Seq[AttentionBatch]) -> Attend:
+def _attend(decoder: Decoder, store: KVStore, groups: Seq[AttentionMetadata]) -> Attend:
     """The attention of one step: write K and V into the store, attend over it."""
 
     def attend(

@@ -19,9 +19,9 @@ from weft.core.errors import (
 )
 from weft.core.plan import PromptLogprobs, StepResult, SubBatch
 from weft.core.types import TokenLogprob
+from weft.exec.input_batch import InputBatch
 from weft.exec.inputs import StepInputs
 from weft.exec.logprobs import SCORED_TOKENS_AT_ONCE, token_logprobs
-from weft.exec.rows import RowTable
 from weft.exec.sample import Sampled
 from weft.kernels.sampling import count_taken
 from weft.models.decoder import Decoder
@@ -54,10 +54,10 @@ class StepTicket:
             raise InvariantError(f"step {self.step_id} was never collected")
 
 
-class Collected:
+class StepOutput:
     """Results of a step while its sub-batches come in; the rows get their tokens at once."""
 
-    def __init__(self, table: RowTable) -> None:
+    def __init__(self, table: InputBatch) -> None:
         self._table = table
         self._ids: list[int] = []
         self._tokens: list[int] = []
@@ -159,7 +159,7 @@ class Collected:
 
 
 def score_prompt(
-    decoder: Decoder, table: RowTable, inputs: StepInputs, index: int, hidden: Tensor
+    decoder: Decoder, table: InputBatch, inputs: StepInputs, index: int, hidden: Tensor
 ) -> PromptLogprobs | None:
     """Log probabilities of the prompt tokens that follow each computed token of row ``index``.
 
@@ -198,7 +198,7 @@ def no_memory(tokens: int) -> OutOfMemoryError:
     )
 
 
-class Contained:
+class OutOfMemoryGuard:
     """Ends a block quietly if memory runs out in it; all that it took is free again then.
 
     Where several ranks compute the step it raises OutOfMemoryError, as none goes on without others.

@@ -14,14 +14,14 @@ from weft.core.errors import InvariantError
 from weft.core.plan import StepPlan, StepResult, SubBatch
 from weft.exec.attend import bind_forward
 from weft.exec.collect import (
-    Collected,
-    Contained,
+    OutOfMemoryGuard,
+    StepOutput,
     StepTicket,
     score_prompt,
     split_rows,
 )
+from weft.exec.input_batch import InputBatch
 from weft.exec.inputs import InputPacker, StepInputs
-from weft.exec.rows import RowTable
 from weft.exec.sample import sample
 from weft.exec.store import KVStore
 from weft.models.decoder import Decoder
@@ -36,7 +36,7 @@ class EagerExecutor:
         depth: launched steps that may wait for collection while another is launched.
     """
 
-    def __init__(self, decoder: Decoder, store: KVStore, table: RowTable, depth: int) -> None:
+    def __init__(self, decoder: Decoder, store: KVStore, table: InputBatch, depth: int) -> None:
         self.depth = depth
         self._decoder = decoder
         self._store = store
@@ -71,28 +71,28 @@ class EagerExecutor:
         for group, block in plan.zero:
             self._store.zero(group, block)
         self._table.apply(plan)
-        collected = Collected(self._table)
+        output = StepOutput(self._table)
         for batch in plan.batches:
-            self._run_batch(batch, collected)
-        return collected.result(plan.step_id)
+            self._run_batch(batch, output)
+        return output.result(plan.step_id)
 
-    def _run_batch(self, batch: SubBatch, collected: Collected) -> None:
+    def _run_batch(self, batch: SubBatch, output: StepOutput) -> None:
         """Run a sub-batch; if memory runs out, run its rows one by one to find who is to blame.
 
         Computing a row again is safe: it writes the same KV to the same slots. Drafts are left out
         then, so that they cannot be to blame.
         """
-        with Contained(self._decoder.ops.ranks.size) as memory:
-            self._forward(batch, collected)
+        with OutOfMemoryGuard(self._decoder.ops.ranks.size) as memory:
+            self._forward(batch, output)
         if not memory.ran_out:
             return
         if len(batch.rows) == 1 and not batch.drafts:
-            collected.out_of_memory(batch)
+            output.out_of_memory(batch)
             return
         for single in split_rows(batch):
-            self._run_batch(single, collected)
+            self._run_batch(single, output)
 
-    def _forward(self, batch: SubBatch, collected: Collected) -> None:
+    def _forward(self, batch: SubBatch, output: StepOutput) -> None:
         inputs = self._packer.pack(batch)
         hidden = self._compute(inputs.input_ids, inputs.positions, inputs.groups)  # [T, C]
         scores = {
@@ -100,20 +100,20 @@ class EagerExecutor:
             for index, row in enumerate(batch.rows if self._table.prompt_scored else ())
         }
         if len(inputs.sample_rows):
-            self._sample(batch, inputs, hidden, collected)
+            self._sample(batch, inputs, hidden, output)
         for row, score in scores.items():
-            collected.score(row, score)
+            output.score(row, score)
 
     def _sample(
-        self, batch: SubBatch, inputs: StepInputs, hidden: Tensor, collected: Collected
+        self, batch: SubBatch, inputs: StepInputs, hidden: Tensor, output: StepOutput
     ) -> None:
         """Choose the next tokens, and keep those of drafts that came out as guessed."""
         table, decoder, rows = self._table, self._decoder, inputs.sample_rows
         with torch.inference_mode():
             states = hidden if len(rows) == len(hidden) else hidden[inputs.sample_at]  # [S, C]
             logits = decoder.logits(states)  # [S, V]
-            sampled = sample(logits, rows, table, decoder.ops.choose, inputs.sample_lengths)
-        collected.take(batch, rows, sampled, states.__getitem__)
+            sampled = sample(logits, rows, table, decoder.ops.sample, inputs.sample_lengths)
+        output.take(batch, rows, sampled, states.__getitem__)
 
 
 def _await(answer: Answer) -> StepResult:

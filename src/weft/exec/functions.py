@@ -11,7 +11,7 @@ from weft.exec.inputs import StepPacker
 from weft.exec.logprobs import SCORED_TOKENS_AT_ONCE, score
 from weft.exec.step_layout import Layout
 from weft.exec.store import KVStore
-from weft.kernels.interface import AttentionBatch
+from weft.kernels.interface import AttentionMetadata
 from weft.kernels.sampling import RowState, SampleBatch
 from weft.models.decoder import Decoder
 
@@ -23,7 +23,7 @@ class StepFunctions:
         uploaded: the buffer of ``layout``, on the device.
         hidden: [tokens, C] of the latest forward pass.
         results: [1 + samples, 2] int64 of the latest step: the hashes that came with what it read,
-            as ``Buffer`` has them, then of each sample what ``sampling.accept`` says.
+            as ``Buffer`` has them, then of each sample what ``sampling.verify_drafts`` says.
     """
 
     def __init__(
@@ -47,11 +47,11 @@ class StepFunctions:
         self._finite = torch.zeros(most, dtype=torch.bool, device=where)
 
     @torch.inference_mode()
-    def forward(self, layout: Layout, most_queries: int | None) -> None:
+    def forward(self, layout: Layout, max_query_len: int | None) -> None:
         """Compute the hidden states of the tokens in the buffer.
 
         Args:
-            most_queries: tokens that a row has at the most; None for any number.
+            max_query_len: tokens that a row has at the most; None for any number.
         """
         pivot = self._packer.layout.pivot
         parts = layout.views(self.uploaded, pivot)
@@ -60,16 +60,16 @@ class StepFunctions:
         in_flight = self._state.last_token[(-1 - ids).clamp_(min=0)]
         ids = torch.where(ids < 0, in_flight, ids)
         groups = [
-            AttentionBatch(
+            AttentionMetadata(
                 block_tables=tables,
                 query_start=parts["query_start"],
-                context_len=parts["context_len"],
-                slots=slots,
+                seq_lens=parts["seq_lens"],
+                slot_mapping=slots,
                 block_size=self._block_size,
                 table_start=start,
-                most_queries=most_queries,
+                max_query_len=max_query_len,
             )
-            for slots, start in zip(parts["slots"], parts["table_start"], strict=True)
+            for slots, start in zip(parts["slot_mapping"], parts["table_start"], strict=True)
         ]
         self.results[0].copy_(self._packer.layout.hashes(self.uploaded))
         self.hidden[: layout.size].copy_(self._compute(ids, parts["positions"], groups))
@@ -82,9 +82,9 @@ class StepFunctions:
         tokens, finite = self._tokens[: layout.size], self._finite[: layout.size]
         samples = SampleBatch(parts["row"], parts["counter"], parts["changes"], parts["guesses"])
         ops = self._decoder.ops
-        ops.adjust(logits, samples, self._state)
-        ops.choose(logits, parts["settings"], parts["seed"], parts["counter"], tokens, finite)
-        ops.accept(tokens, finite, samples, self._state, self.results[1 : 1 + layout.size])
+        ops.process_logits(logits, samples, self._state)
+        ops.sample(logits, parts["settings"], parts["seed"], parts["counter"], tokens, finite)
+        ops.verify_drafts(tokens, finite, samples, self._state, self.results[1 : 1 + layout.size])
 
     @torch.inference_mode()
     def score(self, layout: Layout, samples: Tensor, alternatives: bool) -> Tensor:

@@ -28,8 +28,8 @@ from torch import Tensor
 from weft.core.errors import InvariantError, OutOfMemoryError
 from weft.core.plan import StepPlan, StepResult, SubBatch
 from weft.exec.collect import (
-    Collected,
-    Contained,
+    OutOfMemoryGuard,
+    StepOutput,
     StepTicket,
     is_out_of_memory,
     no_memory,
@@ -38,9 +38,9 @@ from weft.exec.collect import (
 )
 from weft.exec.device import Device, Event, Replay
 from weft.exec.functions import StepFunctions
+from weft.exec.input_batch import DeviceRows, InputBatch
 from weft.exec.inputs import BUFFERS, PackedStep, StepPacker
 from weft.exec.logprobs import COLUMNS, describe
-from weft.exec.rows import DeviceRows, RowTable
 from weft.exec.sample import Sampled, sample
 from weft.exec.step_layout import (
     SIZES,
@@ -104,7 +104,7 @@ class LaunchedBatch:
     scores: Tensor
     needs_host: bool
     done: Event
-    collected: Collected
+    output: StepOutput
 
     @property
     def rows_computed(self) -> frozenset[int]:
@@ -122,7 +122,7 @@ class GraphExecutor:
         self,
         decoder: Decoder,
         store: KVStore,
-        table: RowTable,
+        table: InputBatch,
         device: Device,
         steps: Steps,
         host: KVStore | None = None,
@@ -159,20 +159,20 @@ class GraphExecutor:
         check_computes(plan, self._tier)
         while self._launched and (self._launched[-1].needs_host or self._holds(plan.drop)):
             self._finish(self._launched.popleft())
-        collected = Collected(self._table)
+        output = StepOutput(self._table)
         with self._device.work():
             for group, block in plan.zero:
                 self._store.zero(group, block)
             self._move(plan, after_layer=False)
             self._table.apply(plan)
             for add in plan.add:
-                self._seat(add.row, collected)
+                self._seat(add.row, output)
             for batch in plan.batches:
-                self._launch_batch(batch, collected)
+                self._launch_batch(batch, output)
             self._move(plan, after_layer=True)
         if self._decoder.ops.ranks.rank > 0 and self._launched and self._launched[-1].needs_host:
             self._finish_all()  # all ranks do it together, and this one does not hear when
-        return StepTicket(plan.step_id, partial(self._collect, plan.step_id, collected))
+        return StepTicket(plan.step_id, partial(self._collect, plan.step_id, output))
 
     def _move(self, plan: StepPlan, *, after_layer: bool) -> None:
         """Copy KV between the tiers, before the step, or what goes layer by layer after it."""
@@ -194,14 +194,14 @@ class GraphExecutor:
         """Whether a step in flight computes one of these rows."""
         return any(not part.rows_computed.isdisjoint(rows) for part in self._launched)
 
-    def _collect(self, step_id: int, collected: Collected) -> StepResult:
-        while any(part.collected is collected for part in self._launched):
+    def _collect(self, step_id: int, output: StepOutput) -> StepResult:
+        while any(part.output is output for part in self._launched):
             self._finish(self._launched.popleft())
-        return collected.result(step_id)
+        return output.result(step_id)
 
     # -- on the device ------------------------------------------------------------------------
 
-    def _launch_batch(self, batch: SubBatch, collected: Collected) -> None:
+    def _launch_batch(self, batch: SubBatch, output: StepOutput) -> None:
         """Launch a sub-batch; if memory runs out, its rows one by one to find who is to blame.
 
         Computing a row again is safe: it writes the same KV to the same slots. Drafts are left out
@@ -209,35 +209,35 @@ class GraphExecutor:
         """
         while self._launched and (self._launched[-1].needs_host or len(self._launched) == BUFFERS):
             self._finish(self._launched.popleft())
-        with self._contained() as memory:
-            self._launched.append(self._run(batch, collected))
+        with self._memory_guard() as memory:
+            self._launched.append(self._run(batch, output))
         if not memory.ran_out:
             return
         self._device.synchronize()  # what was uploaded may be overwritten now
         self._finish_all()
         for row in batch.rows:  # its tokens of this step may have been counted
-            self._seat(row, collected)
+            self._seat(row, output)
         if len(batch.rows) == 1 and not batch.drafts:
-            collected.out_of_memory(batch)
+            output.out_of_memory(batch)
             return
         for single in split_rows(batch):
-            self._launch_batch(single, collected)
+            self._launch_batch(single, output)
             self._finish_all()
 
-    def _seat(self, row: int, collected: Collected) -> None:
+    def _seat(self, row: int, output: StepOutput) -> None:
         """Have the device know a row; if there is no memory for that, end its sequence alone.
 
         Its steps run on until that is known: what they read of another row is nobody's harm.
         """
-        with self._contained() as memory:
+        with self._memory_guard() as memory:
             self._rows.seat(row)
         if memory.ran_out:
-            collected.fault(row, no_memory(int(self._table.length[row])))
+            output.fault(row, no_memory(int(self._table.length[row])))
 
-    def _contained(self) -> Contained:
-        return Contained(self._decoder.ops.ranks.size)
+    def _memory_guard(self) -> OutOfMemoryGuard:
+        return OutOfMemoryGuard(self._decoder.ops.ranks.size)
 
-    def _run(self, batch: SubBatch, collected: Collected) -> LaunchedBatch:
+    def _run(self, batch: SubBatch, output: StepOutput) -> LaunchedBatch:
         packed = self._packer.pack(batch)
         inputs, functions = packed.inputs, self._functions
         self._upload(packed)
@@ -254,7 +254,7 @@ class GraphExecutor:
             scores,
             self._needs_host(batch),
             self._device.record(),
-            collected,
+            output,
         )
 
     def _upload(self, packed: PackedStep) -> None:
@@ -263,7 +263,7 @@ class GraphExecutor:
 
     def _forward(self, packed: PackedStep) -> int:
         """Order the forward pass; return the hash of the layout by which it reads."""
-        layout, most = packed.forward, packed.most_queries
+        layout, most = packed.forward, packed.max_query_len
         graph = self._forward_graphs.get((layout.size, most))
         if graph is None:
             self._functions.forward(layout, most)
@@ -373,7 +373,7 @@ class GraphExecutor:
                     self._sample_on_host(part, at, sampled)
         if len(part.rows):
             hidden, sample_at = self._functions.hidden, part.packed.inputs.sample_at
-            part.collected.take(part.batch, part.rows, sampled, lambda i: hidden[int(sample_at[i])])
+            part.output.take(part.batch, part.rows, sampled, lambda i: hidden[int(sample_at[i])])
 
     def _describe(self, part: LaunchedBatch, sampled: Sampled) -> None:
         alternatives = [self._table.scored[int(part.rows[i])] for i in part.scored]
@@ -384,7 +384,7 @@ class GraphExecutor:
     def _sample_on_host(self, part: LaunchedBatch, at: list[int], sampled: Sampled) -> None:
         """Choose the tokens of some samples, which what the host knows of their rows decides."""
         inputs, rows = part.packed.inputs, part.rows[at]
-        with self._contained() as memory:
+        with self._memory_guard() as memory:
             of = inputs.sample_at[at].to(self._device.where)
             logits = self._decoder.logits(self._functions.hidden[of])  # [n, V]
         if memory.ran_out:
@@ -395,20 +395,20 @@ class GraphExecutor:
             for row in several:
                 self._sample_on_host(part, [i for i in at if part.rows[i] == row], sampled)
             return
-        choose = self._decoder.ops.choose
-        some = sample(logits, rows, self._table, choose, inputs.sample_lengths[at])
+        op = self._decoder.ops.sample
+        some = sample(logits, rows, self._table, op, inputs.sample_lengths[at])
         sampled.tokens[at], sampled.finite[at] = some.tokens, some.finite
         sampled.taken[at] = 0
         sampled.logprobs.update({at[i]: entry for i, entry in some.logprobs.items()})
         sampled.faults.update(some.faults)
 
     def _score_prompts(self, part: LaunchedBatch) -> None:
-        decoder, table, collected = self._decoder, self._table, part.collected
+        decoder, table, output = self._decoder, self._table, part.output
         for index, row in enumerate(part.batch.rows):
             if row not in table.prompt_scored:
                 continue
-            with self._contained() as memory:
+            with self._memory_guard() as memory:
                 inputs, hidden = part.packed.inputs, self._functions.hidden
-                collected.score(row, score_prompt(decoder, table, inputs, index, hidden))
+                output.score(row, score_prompt(decoder, table, inputs, index, hidden))
             if memory.ran_out:
-                collected.fault(row, no_memory(part.batch.counts[index]))
+                output.fault(row, no_memory(part.batch.counts[index]))

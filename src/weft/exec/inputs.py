@@ -18,7 +18,7 @@ from torch import Tensor
 from weft.core.errors import InvariantError
 from weft.core.plan import SubBatch
 from weft.exec.device import Device
-from weft.exec.rows import RowTable
+from weft.exec.input_batch import InputBatch
 from weft.exec.step_layout import (
     HASH_WORDS,
     Buffer,
@@ -28,7 +28,7 @@ from weft.exec.step_layout import (
     sample_layout,
 )
 from weft.kernels.cpu import _native
-from weft.kernels.interface import AttentionBatch
+from weft.kernels.interface import AttentionMetadata
 
 VIEWS = 256  # shapes of steps whose views of memory are remembered
 BUFFERS = 2  # one is read by the device while the next step is packed into the other
@@ -52,7 +52,7 @@ class StepInputs:
 
     input_ids: Tensor
     positions: Tensor
-    groups: tuple[AttentionBatch, ...]
+    groups: tuple[AttentionMetadata, ...]
     rows: NDArray[np.int64]
     starts: NDArray[np.int64]
     counts: NDArray[np.int64]
@@ -68,7 +68,7 @@ class InputPacker:
     returned is overwritten by the next call.
     """
 
-    def __init__(self, table: RowTable, block_size: int) -> None:
+    def __init__(self, table: InputBatch, block_size: int) -> None:
         self._table = table
         self._block_size = block_size
         self._native = _native.Packer(table.tokens, table.tables, block_size)
@@ -127,13 +127,13 @@ class InputPacker:
     def _view(self, rows: int, tokens: int, samples: int, blocks: int) -> StepInputs:
         """The views of R rows, T tokens, S samples, and block tables so wide."""
         input_ids, positions, row, start, count, sample_row, sample_at, length = self._numbers
-        query_start, context_len = self._bounds
+        query_start, seq_lens = self._bounds
         groups = tuple(
-            AttentionBatch(
+            AttentionMetadata(
                 block_tables=torch.from_numpy(block_tables[:rows, :blocks]),
                 query_start=torch.from_numpy(query_start[: rows + 1]),
-                context_len=torch.from_numpy(context_len[:rows]),
-                slots=torch.from_numpy(slots[:tokens]),
+                seq_lens=torch.from_numpy(seq_lens[:rows]),
+                slot_mapping=torch.from_numpy(slots[:tokens]),
                 block_size=self._block_size,
             )
             for block_tables, slots in zip(self._block_tables, self._slots, strict=True)
@@ -169,7 +169,7 @@ class PackedStep:
     inputs: StepInputs
 
     @property
-    def most_queries(self) -> int | None:
+    def max_query_len(self) -> int | None:
         """1 if no row computes more than one token; None otherwise."""
         return 1 if len(self.inputs.input_ids) == len(self.inputs.rows) else None
 
@@ -190,7 +190,7 @@ class StepPacker:
 
     def __init__(
         self,
-        table: RowTable,
+        table: InputBatch,
         block_size: int,
         windows: Seq[int | None],
         device: Device,
@@ -260,11 +260,11 @@ class StepPacker:
         tokens, rows = len(inputs.input_ids), len(inputs.rows)
         _put(arrays["ids"], inputs.input_ids.numpy())
         _put(arrays["positions"], inputs.positions.numpy())
-        for slots, group in zip(arrays["slots"], inputs.groups, strict=True):
-            _put(slots, group.slots.numpy(), -1)
+        for slots, group in zip(arrays["slot_mapping"], inputs.groups, strict=True):
+            _put(slots, group.slot_mapping.numpy(), -1)
         bounds = inputs.groups[0].query_start.numpy()
         _put(arrays["query_start"], bounds, tokens)
-        _put(arrays["context_len"], inputs.groups[0].context_len.numpy())
+        _put(arrays["seq_lens"], inputs.groups[0].seq_lens.numpy())
         if rows:
             self._point_at_tokens_in_flight(arrays["ids"], bounds[1:] - 1, batch, inputs)
 

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from weft.core.errors import WeftError
 from weft.core.types import TokenLogprob
+from weft.exec.input_batch import InputBatch
 from weft.exec.logprobs import token_logprobs
-from weft.exec.rows import RowTable
-from weft.kernels.interface import Choose
+from weft.kernels.interface import Sample
 from weft.kernels.sampling import LOWEST, penalised
 
 
@@ -46,8 +46,8 @@ class Sampled:
 def sample(
     logits: Tensor,
     rows: NDArray[np.int64],
-    table: RowTable,
-    choose: Choose,
+    table: InputBatch,
+    op: Sample,
     lengths: NDArray[np.int64] | None = None,
 ) -> Sampled:
     """Choose the next token of each row.
@@ -55,7 +55,7 @@ def sample(
     Args:
         logits: [S, V] float32 of the model; changed in place.
         rows: [S] executor rows; a row may stand several times, each time with another length.
-        choose: how a token comes of logits that nothing changes any more.
+        op: samples from logits that nothing changes any more.
         lengths: [S] tokens of the row that come before; None for all that it knows.
     """
     if lengths is None:
@@ -63,7 +63,7 @@ def sample(
     columns = table.columns
     asked = columns.choice[rows], columns.seed[rows], lengths - table.num_prompt[rows]
     if not table.changes_logits:
-        return Sampled(*_choose(logits, *asked, choose), {}, {}, np.zeros(len(rows), np.int64))
+        return Sampled(*_run(op, logits, *asked), {}, {}, np.zeros(len(rows), np.int64))
     finite = _finite_rows(logits)
     if not finite.all():
         logits[_on(logits, ~finite)] = 0.0
@@ -73,7 +73,7 @@ def sample(
     _bias(logits, rows, lengths, table)
     grammars, which = table.grammars, rows.tolist()
     faults = _forbid(logits, which, lengths, table)
-    tokens, _ = _choose(logits, *asked, choose)
+    tokens, _ = _run(op, logits, *asked)
     logprobs: dict[int, TokenLogprob] = {}
     if raw is not None:
         chosen = rows[scored].tolist()
@@ -86,7 +86,7 @@ def sample(
 
 
 def _forbid(
-    logits: Tensor, rows: Seq[int], lengths: NDArray[np.int64], table: RowTable
+    logits: Tensor, rows: Seq[int], lengths: NDArray[np.int64], table: InputBatch
 ) -> dict[int, WeftError]:
     """Make what rows may not sample impossible; return the rows that cannot go on."""
     grammars, restrictions = table.grammars, table.restrictions
@@ -102,7 +102,7 @@ def _forbid(
 
 
 def _score_named(
-    logprobs: dict[int, TokenLogprob], raw: Tensor, rows: Seq[int], table: RowTable
+    logprobs: dict[int, TokenLogprob], raw: Tensor, rows: Seq[int], table: InputBatch
 ) -> None:
     """Put the tokens that rows name in the place of the likeliest ones, likeliest first."""
     for at, (i, entry) in enumerate(logprobs.items()):
@@ -113,18 +113,18 @@ def _score_named(
             logprobs[i] = replace(entry, top=tuple(top))
 
 
-def _choose(
+def _run(
+    op: Sample,
     logits: Tensor,
     settings: NDArray[np.float64],
     seeds: NDArray[np.int64],
     counters: NDArray[np.int64],
-    choose: Choose,
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Return the tokens [S] that come of the logits, and whether a row of them is finite."""
     tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     finite = torch.empty(len(logits), dtype=torch.bool, device=logits.device)
     asked = _on(logits, settings), _on(logits, seeds), _on(logits, counters)
-    choose(logits, *asked, tokens, finite)
+    op(logits, *asked, tokens, finite)
     return tokens.cpu().numpy(), finite.cpu().numpy()
 
 
@@ -150,7 +150,7 @@ def _finite_rows(logits: Tensor) -> NDArray[np.bool_]:
 
 
 def _penalise(
-    logits: Tensor, rows: NDArray[np.int64], lengths: NDArray[np.int64], table: RowTable
+    logits: Tensor, rows: NDArray[np.int64], lengths: NDArray[np.int64], table: InputBatch
 ) -> None:
     """Apply repetition, presence and frequency penalties where a row's tokens [P, L] point."""
     at = _which(rows, table.penalised)
@@ -176,7 +176,7 @@ def _penalise(
 
 
 def _bias(
-    logits: Tensor, rows: NDArray[np.int64], lengths: NDArray[np.int64], table: RowTable
+    logits: Tensor, rows: NDArray[np.int64], lengths: NDArray[np.int64], table: InputBatch
 ) -> None:
     """Apply logit bias, and forbid stop ids before the minimum length."""
     if not table.bias and not table.delayed:

@@ -107,16 +107,17 @@ class Layout:
 def forward_layout(tokens: int, rows: int, groups: int) -> Layout:
     """Return what the forward pass over T tokens of R rows reads, but for the block tables.
 
-    ids: [T], a token or, for the token in flight of row r, -1 - r; positions: [T]; slots: [G, T],
-    -1 for padding; query_start: [R + 1]; context_len: [R], 0 for padding; table_start: [G, R].
+    ids: [T], a token or, for the token in flight of row r, -1 - r; positions: [T]; slot_mapping:
+    [G, T],
+    -1 for padding; query_start: [R + 1]; seq_lens: [R], 0 for padding; table_start: [G, R].
     """
     return _layout(
         tokens,
         ("ids", torch.int64, (tokens,)),
         ("positions", torch.int64, (tokens,)),
-        ("slots", torch.int64, (groups, tokens)),
+        ("slot_mapping", torch.int64, (groups, tokens)),
         ("query_start", torch.int32, (rows + 1,)),
-        ("context_len", torch.int32, (rows,)),
+        ("seq_lens", torch.int32, (rows,)),
         ("table_start", torch.int32, (groups, rows)),
     )
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from weft.exec.input_batch import MOST_EDITS, SEAT_BYTES
 from weft.exec.logprobs import SCORED_TOKENS_AT_ONCE
-from weft.exec.rows import MOST_EDITS, SEAT_BYTES
 from weft.exec.step_layout import HASH_WORDS, SIZES, Buffer, padded_size
 from weft.kernels.collectives import ONE_EXCHANGE_BYTES
 from weft.kernels.sampling import state_bytes

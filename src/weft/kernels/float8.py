@@ -1,6 +1,6 @@
 """Weights in FP8 E4M3 with a scale an output, and activations rounded to FP8 row by row.
 
-Plain torch: what checkpoints in FP8 are read into, what ``attention=reference`` computes with, and
+Plain torch: what checkpoints in FP8 are read into, what ``kernels=reference`` computes with, and
 the truth of the tests of the kernels for GPUs. E4M3 (Micikevicius et al. 2022): 4 bits of exponent
 with bias 7, 3 of mantissa, no infinities, the largest number 448.
 """

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from weft.kernels.collectives import ALONE, Collectives
 from weft.kernels.parts import Biases, LayerShape, Norms
-from weft.kernels.sampling import Accept, Adjust
+from weft.kernels.sampling import ProcessLogits, VerifyDrafts
 from weft.kernels.storage import Storage
 from weft.kernels.tuning import Tuning
 
@@ -22,7 +22,7 @@ Experts: TypeAlias = Any
 
 
 @dataclass(frozen=True)
-class AttentionBatch:
+class AttentionMetadata:
     """One KV group's metadata for the rows of one sub-batch (R rows, T query tokens in all).
 
     Buffers of a fixed size are padded. A row without query tokens is padding: its context and its
@@ -31,21 +31,21 @@ class AttentionBatch:
 
     Attributes:
         block_tables: block ids; blocks wholly before a window may be -1, unread.
-        slots: block * block_size + offset where each query token's K/V is written.
+        slot_mapping: block * block_size + offset where each query token's K/V is written.
         block_size: tokens per block of this group.
         table_start: where each row's table begins in flat ``block_tables``; the CPU's native
             kernels do not take it.
-        most_queries: no row has more query tokens, known before they are: kernels for longer rows
+        max_query_len: no row has more query tokens, known before they are: kernels for longer rows
             are then left out of a captured step. None: any row may have T.
     """
 
     block_tables: Tensor  # [R, B] int32, or flat [N] int32 with table_start
     query_start: Tensor  # [R + 1] int32, cumulative query tokens
-    context_len: Tensor  # [R] int32, tokens in the cache after this step (start + count of the row)
-    slots: Tensor  # [T] int64
+    seq_lens: Tensor  # [R] int32, tokens in the cache after this step (start + count of the row)
+    slot_mapping: Tensor  # [T] int64
     block_size: int
     table_start: Tensor | None = None  # [R] int32
-    most_queries: int | None = None
+    max_query_len: int | None = None
 
 
 class RmsNorm(Protocol):
@@ -133,12 +133,13 @@ class Moe(Protocol):
     ) -> Tensor: ...
 
 
-class Choose(Protocol):
-    """Write a token for each row of logits [S, V] float32, as ``choice.choose_by`` chooses it.
+class Sample(Protocol):
+    """Write a token for each row of logits [S, V] float32, as ``reference_sampling.sample_rows``
+    chooses it.
 
     All tensors lie on the device of the logits, which may be changed. ``settings`` [S, 4] float64
-    are those of ``choice.choose_by``; its numbers are functions of ``seeds`` and ``counters`` [S]
-    int64. ``tokens`` [S] int64 and ``finite`` [S] bool are written.
+    are those of ``reference_sampling.sample_rows``; its numbers are functions of ``seeds`` and
+    ``counters`` [S] int64. ``tokens`` [S] int64 and ``finite`` [S] bool are written.
     """
 
     def __call__(
@@ -163,7 +164,7 @@ class PagedAttention(Protocol):
         v: Tensor | None,
         k_cache: Tensor,
         v_cache: Tensor,
-        batch: AttentionBatch,
+        batch: AttentionMetadata,
         *,
         scale: float,
         window: int | None,
@@ -182,7 +183,7 @@ class FusedLayer(Protocol):
 class BindLayer(Protocol):
     """Bind the matrices ``qkv``, ``output``, ``gate_up`` and ``down`` of a layer.
 
-    ``mixture`` takes the place of the last two: from normalised rows [T, C] to what experts add.
+    ``moe`` takes the place of the last two: from normalised rows [T, C] to what experts add.
     """
 
     def __call__(
@@ -191,7 +192,7 @@ class BindLayer(Protocol):
         matrices: dict[str, Any],
         norms: Norms,
         biases: Biases,
-        mixture: Callable[[Tensor], Tensor] | None = None,
+        moe: Callable[[Tensor], Tensor] | None = None,
         /,
     ) -> FusedLayer: ...
 
@@ -212,7 +213,9 @@ class FusedStack(Protocol):
         softcap: float | None,
     ) -> None: ...
 
-    def run(self, ids: Tensor, positions: Tensor, groups: Sequence[AttentionBatch]) -> Tensor: ...
+    def run(
+        self, ids: Tensor, positions: Tensor, groups: Sequence[AttentionMetadata]
+    ) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -223,14 +226,14 @@ class Fused:
         layer: binds a layer to its weights as ``OpTable.pack`` made them.
         stack: made of what precedes and follows the layers.
         described: how a model runs all of whose layers are bound, for people.
-        mixtures: layers of experts may be bound, too.
+        moe_layers: layers of experts may be bound, too.
         padded: ``stack`` takes batches with padding and ragged tables.
     """
 
     layer: BindLayer
     stack: Callable[[Weight, float, Tensor, float, bool], FusedStack]
     described: str
-    mixtures: bool = False
+    moe_layers: bool = False
     padded: bool = False
 
 
@@ -248,9 +251,9 @@ class OpTable:
     route: Route
     moe: Moe
     paged_attention: PagedAttention
-    adjust: Adjust
-    choose: Choose
-    accept: Accept
+    process_logits: ProcessLogits
+    sample: Sample
+    verify_drafts: VerifyDrafts
     pack: Pack
     quantise: Quantise
     computes: Callable[[Storage], bool]  # whether with weights that are stored so

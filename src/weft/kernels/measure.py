@@ -13,7 +13,7 @@ from torch import Tensor
 
 from weft.kernels.cpu import _native
 from weft.kernels.cpu import attention as cpu_attention
-from weft.kernels.interface import AttentionBatch, OpTable
+from weft.kernels.interface import AttentionMetadata, OpTable
 from weft.kernels.ops import select_ops
 from weft.kernels.storage import Storage
 
@@ -202,7 +202,7 @@ def _attend(
 
 def _attention_inputs(
     dtype: torch.dtype, rows: int, context: int, queries: int, copies: int
-) -> tuple[Tensor, Tensor, Tensor, Iterator[tuple[Tensor, Tensor]], AttentionBatch]:
+) -> tuple[Tensor, Tensor, Tensor, Iterator[tuple[Tensor, Tensor]], AttentionMetadata]:
     """Queries, keys and values of a step; caches in turns; where the step finds and writes them."""
     blocks = rows * context // BLOCK
     shape = (copies, blocks, KV_HEADS, BLOCK, HEAD_DIM)
@@ -215,7 +215,7 @@ def _attention_inputs(
     lengths = torch.full((rows,), context, dtype=torch.int32)
     slots = (torch.arange(rows)[:, None] * context + context - queries
              + torch.arange(queries)).flatten()  # fmt: skip
-    return q, k, v, iter_forever(caches), AttentionBatch(tables, starts, lengths, slots, BLOCK)
+    return q, k, v, iter_forever(caches), AttentionMetadata(tables, starts, lengths, slots, BLOCK)
 
 
 def iter_forever(items: list[Any]) -> Iterator[Any]:

@@ -11,63 +11,68 @@ from functools import partial
 
 import torch
 
-from weft.kernels import choice, float8, reference, sampling
+from weft.kernels import float8, reference, reference_sampling, sampling
 from weft.kernels.interface import Fused, OpTable
 from weft.kernels.unavailable import KernelUnavailable
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-ATTENTION_CHOICES = ("auto", "cpu", "triton", "reference")
+KERNEL_CHOICES = ("auto", "cpu", "triton", "reference")
 WEIGHTED = ("linear", "logits", "embedding", "moe")
 TUNED = ("linear", "logits", "moe", "paged_attention")  # the launches of other ops are fixed
 # What ops compute in whatever the dtype of the model is.
-OP_DTYPES = {"angles": "float32", "adjust": "float32", "choose": "float32", "accept": "int64"}
+OP_DTYPES = {
+    "angles": "float32",
+    "process_logits": "float32",
+    "sample": "float32",
+    "verify_drafts": "int64",
+}
 
 
 def select_ops(
     device: torch.device,
     dtype: torch.dtype,
-    attention: str = "auto",
+    kernels: str = "auto",
     weights: Mapping[str, str] | None = None,
     tuning: str = "auto",
 ) -> OpTable:
     """Choose the implementation of every op for one device and dtype.
 
     Args:
-        attention: ``auto`` for the kernels of the device: ``cpu``, the native ones, or ``triton``;
+        kernels: ``auto`` for the kernels of the device: ``cpu``, the native ones, or ``triton``;
             ``reference`` for plain torch in every op, which is slow and whose results may differ by
             the batch.
         weights: how the weights of an op are stored, where it is not in ``dtype``.
         tuning: where launches on a GPU come from: ``auto``, ``heuristic``, or a file.
 
     Raises:
-        KernelUnavailable: the device, the dtype or the wished attention cannot be served.
+        KernelUnavailable: the device, the dtype or the wished kernels cannot be served.
     """
     if dtype not in FLOAT_DTYPES:
         known = ", ".join(str(d).removeprefix("torch.") for d in FLOAT_DTYPES)
         raise KernelUnavailable(f"no kernels compute in {dtype}; choose one of: {known}")
-    if attention not in ATTENTION_CHOICES:
-        known = ", ".join(ATTENTION_CHOICES)
-        raise KernelUnavailable(f"unknown attention kernel '{attention}'; choose one of: {known}")
-    if attention == "reference":
+    if kernels not in KERNEL_CHOICES:
+        known = ", ".join(KERNEL_CHOICES)
+        raise KernelUnavailable(f"unknown kernels '{kernels}'; choose one of: {known}")
+    if kernels == "reference":
         return _reference_ops(device, weights or {})
-    if device.type == "cuda" or attention == "triton":
-        if attention == "cpu" or device.type not in ("cuda", "cpu"):
-            raise _no_kernel(attention, device)
+    if device.type == "cuda" or kernels == "triton":
+        if kernels == "cpu" or device.type not in ("cuda", "cpu"):
+            raise _no_kernel(kernels, device)
         return _triton_ops(device, str(dtype).removeprefix("torch."), weights or {}, tuning)
     if device.type != "cpu":
-        raise _no_kernel(attention, device)
+        raise _no_kernel(kernels, device)
     if dtype == torch.float16:
         raise KernelUnavailable(
             "no CPU kernels compute in float16; choose bfloat16 or float32, or set "
-            "attention='reference' (slow)"
+            "kernels='reference' (slow)"
         )
     return _native_ops(str(dtype).removeprefix("torch."), weights or {})
 
 
-def _no_kernel(attention: str, device: torch.device) -> KernelUnavailable:
+def _no_kernel(kernels: str, device: torch.device) -> KernelUnavailable:
     return KernelUnavailable(
-        f"attention '{attention}' has no kernel for device '{device}'; "
-        "run on the CPU or a CUDA device, or set attention='reference' (slow)"
+        f"kernels='{kernels}' has no kernel for device '{device}'; "
+        "run on the CPU or a CUDA device, or set kernels='reference' (slow)"
     )
 
 
@@ -84,9 +89,9 @@ def _reference_ops(device: torch.device, weights: Mapping[str, str]) -> OpTable:
         route=reference.route,
         moe=partial(reference.moe, linear=reference.product),
         paged_attention=reference.paged_attention,
-        adjust=sampling.adjust,
-        choose=choice.choose,
-        accept=sampling.accept,
+        process_logits=sampling.process_logits,
+        sample=reference_sampling.sample,
+        verify_drafts=sampling.verify_drafts,
         pack=reference.keep,
         quantise=partial(float8.quantised, device=device),
         computes=float8.computes,
@@ -101,20 +106,20 @@ def _reference_ops(device: torch.device, weights: Mapping[str, str]) -> OpTable:
             "route": "torch",
             **stored,
             "paged_attention": "reference",
-            "adjust": "reference",
-            "choose": "reference",
-            "accept": "reference",
+            "process_logits": "reference",
+            "sample": "reference",
+            "verify_drafts": "reference",
         },
     )
 
 
 def _native_ops(dtype: str, weights: Mapping[str, str]) -> OpTable:
     try:
-        from weft.kernels.cpu import attention, choose, layer, matrix, stack
+        from weft.kernels.cpu import attention, layer, matrix, sample, stack
     except ImportError as error:
         raise KernelUnavailable(
             "the native CPU kernels are not built; install weft with a C++ compiler "
-            f"present, or set attention='reference' (slow): {error}"
+            f"present, or set kernels='reference' (slow): {error}"
         ) from error
     stored = {op: f"cpu, {weights.get(op, dtype)} weights" for op in WEIGHTED}
     return OpTable(
@@ -128,9 +133,9 @@ def _native_ops(dtype: str, weights: Mapping[str, str]) -> OpTable:
         route=reference.route,
         moe=partial(reference.moe, linear=matrix.linear),
         paged_attention=attention.paged_attention,
-        adjust=sampling.adjust,
-        choose=choose.choose,
-        accept=sampling.accept,
+        process_logits=sampling.process_logits,
+        sample=sample.sample,
+        verify_drafts=sampling.verify_drafts,
         pack=matrix.pack,
         quantise=matrix.quantised,
         computes=matrix.computes,
@@ -145,9 +150,9 @@ def _native_ops(dtype: str, weights: Mapping[str, str]) -> OpTable:
             "route": "torch",
             **stored,
             "paged_attention": "cpu",
-            "adjust": "torch",
-            "choose": "cpu",
-            "accept": "torch",
+            "process_logits": "torch",
+            "sample": "cpu",
+            "verify_drafts": "torch",
         },
     )
 
@@ -158,12 +163,12 @@ def _triton_ops(
     try:
         from weft.kernels.triton import (
             activation,
-            adjust,
             attention,
             layer,
             matrix,
             moe,
             norm,
+            process_logits,
             rope,
             route,
             sample,
@@ -174,12 +179,12 @@ def _triton_ops(
     except ImportError as error:
         raise KernelUnavailable(
             f"the kernels for GPUs need Triton: {error}; install the triton package, or set "
-            "attention='reference' (slow)"
+            "kernels='reference' (slow)"
         ) from error
     if device.type == "cpu" and not interpreted():
         raise KernelUnavailable(
-            "attention 'triton' has no kernel for device 'cpu' but in Triton's interpreter, for "
-            "tests: set TRITON_INTERPRET=1 before the start, or attention='cpu'"
+            "kernels='triton' has no kernel for device 'cpu' but in Triton's interpreter, for "
+            "tests: set TRITON_INTERPRET=1 before the start, or kernels='cpu'"
         )
     found = tuned.find_tuning(tuning, device)
     stored = {op: f"triton, {weights.get(op, dtype)} weights" for op in WEIGHTED}
@@ -194,9 +199,9 @@ def _triton_ops(
         route=route.route,
         moe=moe.moe,
         paged_attention=partial(attention.paged_attention, tuning=found),
-        adjust=adjust.adjust,
-        choose=sample.choose,
-        accept=adjust.accept,
+        process_logits=process_logits.process_logits,
+        sample=sample.sample,
+        verify_drafts=process_logits.verify_drafts,
         pack=partial(matrix.pack, tuning=found),
         quantise=partial(matrix.quantised, device=device, tuning=found),
         computes=matrix.computes,
@@ -217,9 +222,9 @@ def _triton_ops(
             "route": "triton",
             **stored,
             "paged_attention": "triton",
-            "adjust": "triton",
-            "choose": "triton",
-            "accept": "triton",
+            "process_logits": "triton",
+            "sample": "triton",
+            "verify_drafts": "triton",
         },
         tuning=found,
     )

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from weft.kernels import float8
 from weft.kernels.float8 import Float8
-from weft.kernels.interface import AttentionBatch, Experts, Linear
+from weft.kernels.interface import AttentionMetadata, Experts, Linear
 from weft.kernels.kv_storage import read_rows, write_rows
 
 
@@ -153,7 +153,7 @@ def paged_attention(
     v: Tensor | None,
     k_cache: Tensor,
     v_cache: Tensor,
-    batch: AttentionBatch,
+    batch: AttentionMetadata,
     *,
     scale: float,
     window: int | None,
@@ -162,7 +162,7 @@ def paged_attention(
     """Write K and V at the batch's slots, then attend causally over each row's context.
 
     The queries of row r are the last tokens of its context: the query at position p sees the
-    positions (p - window, p], or [0, p] without a window. Padding is as ``AttentionBatch`` says.
+    positions (p - window, p], or [0, p] without a window. Padding is as ``AttentionMetadata`` says.
 
     Args:
         q: [T, H, D]; H is a multiple of Hkv, query head h reads KV head h // (H / Hkv).
@@ -175,14 +175,14 @@ def paged_attention(
         [T, H, D] in the dtype of q.
     """
     if k is not None and v is not None:
-        real = batch.slots >= 0  # [T]
-        slots = batch.slots[real]
+        real = batch.slot_mapping >= 0  # [T]
+        slots = batch.slot_mapping[real]
         blocks, offsets = slots // batch.block_size, slots % batch.block_size
         write_rows(k_cache, blocks, offsets, k[real])
         write_rows(v_cache, blocks, offsets, v[real])
     out = torch.zeros_like(q)
     tables = batch.block_tables
-    bounds, contexts = batch.query_start.tolist(), batch.context_len.tolist()
+    bounds, contexts = batch.query_start.tolist(), batch.seq_lens.tolist()
     for row, context in enumerate(contexts):
         queries = slice(bounds[row], bounds[row + 1])
         count = queries.stop - queries.start

@@ -1,6 +1,7 @@
 """Sampling on a device before and after the choice of a token, in plain torch, and what it reads.
 
-``adjust`` changes logits as requests ask for it; ``accept`` takes the tokens that were chosen.
+``process_logits`` changes logits as requests ask for it; ``verify_drafts`` takes the tokens that
+were chosen.
 """
 
 from __future__ import annotations
@@ -73,14 +74,14 @@ def state_bytes(rows: int, edits: int, vocab_size: int) -> int:
     return (rows + 1) * (4 * (HEADER + EDIT * edits) + 4 * vocab_size + 8)
 
 
-class Adjust(Protocol):
-    """See ``adjust``."""
+class ProcessLogits(Protocol):
+    """See ``process_logits``."""
 
     def __call__(self, logits: Tensor, samples: SampleBatch, state: RowState, /) -> None: ...
 
 
-class Accept(Protocol):
-    """See ``accept``."""
+class VerifyDrafts(Protocol):
+    """See ``verify_drafts``."""
 
     def __call__(
         self,
@@ -93,7 +94,7 @@ class Accept(Protocol):
     ) -> None: ...
 
 
-def adjust(logits: Tensor, samples: SampleBatch, state: RowState) -> None:
+def process_logits(logits: Tensor, samples: SampleBatch, state: RowState) -> None:
     """Apply penalties and edits to logits [S, V] float32 in place.
 
     Numbers that are not finite stay as they are, so that who chooses notices them.
@@ -134,7 +135,7 @@ def penalised(
     return torch.nan_to_num_(scores)  # a tiny repetition penalty may overflow
 
 
-def accept(
+def verify_drafts(
     tokens: Tensor, finite: Tensor, samples: SampleBatch, state: RowState, results: Tensor
 ) -> None:
     """Take the tokens that were chosen, and of drafts those that came out as guessed.
@@ -143,7 +144,7 @@ def accept(
     row's ``last_token``; 0 if its logits were not finite.
 
     Args:
-        tokens, finite: [S] as ``interface.Choose`` writes them.
+        tokens, finite: [S] as ``interface.Sample`` writes them.
         results: [S, 2] int64 gets the token of each sample or ``NOT_FINITE``, and for the first
             sample of a row how many of its samples are kept, else 0.
     """

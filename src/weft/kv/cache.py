@@ -5,9 +5,9 @@ Where memory changes hands, for one sequence in a full group (block size 4):
     tokens    0 . . . 4 . . . 8 . . . 12. . . 16. .
               |--cached--|-----new------|
     open()    shared from the prefix cache (references + 1)
-    extend()                blank or evicted blocks, owned by this sequence alone
-    commit()  |==sealed==|==sealed=|      full and computed: hashed, immutable, can be shared
-    release() every reference is given up; sealed blocks stay findable until they are evicted
+    extend()                free or evicted blocks, owned by this sequence alone
+    commit()  |===full==|==full=|      full and computed: hashed, immutable, can be shared
+    release() every reference is given up; hashed blocks stay findable until they are evicted
 
 A sliding group also gives up its head: blocks wholly before ``computed - window`` become -1.
 
@@ -55,17 +55,17 @@ class Table:
 
     Attributes:
         blocks: for each group the block ids by index; -1 where none is held.
-        heads: for each group the number of leading indexes that are given up.
-        sealed: for each group the number of leading blocks that are sealed.
+        num_freed_prefix_blocks: for each group the number of leading blocks that are given up.
+        full: for each group the number of leading blocks that are full and hashed.
     """
 
     blocks: list[list[int]]
-    heads: list[int]
-    sealed: list[int]
+    num_freed_prefix_blocks: list[int]
+    full: list[int]
 
 
 class KVCache:
-    """Reserves, seals, shares and releases the KV blocks of all sequences in one tier.
+    """Reserves, hashes, shares and releases the KV blocks of all sequences in one tier.
 
     Args:
         chains: hashes by sequence, where the cache of another tier keeps them too.
@@ -116,13 +116,13 @@ class KVCache:
         table = Table([[] for _ in range(count)], [0] * count, [0] * count)
         self._tables[sequence_id] = table
         for index, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
-            digests = self._chains[sequence_id][group.block_size].digests
+            block_hashes = self._chains[sequence_id][group.block_size].block_hashes
             first, last = group.first_block(hit), hit // group.block_size
-            table.heads[index] = first
-            table.sealed[index] = last
+            table.num_freed_prefix_blocks[index] = first
+            table.full[index] = last
             table.blocks[index].extend([-1] * first)
-            for digest in digests[first:last]:
-                block = pool.find(digest)
+            for block_hash in block_hashes[first:last]:
+                block = pool.find(block_hash)
                 if block is None:
                     raise InvariantError("the prefix cache changed between find and open")
                 pool.share(block)
@@ -226,7 +226,7 @@ class KVCache:
                 blocks = table.blocks[index]
                 need = -(-upto // size) - len(blocks)
                 if peak is not None:
-                    need = min(need, peak - len(blocks) + table.heads[index])
+                    need = min(need, peak - len(blocks) + table.num_freed_prefix_blocks[index])
                 if need > 0:
                     total += need
             totals.append(total)
@@ -244,7 +244,10 @@ class KVCache:
     def held(self, sequence_id: int) -> list[int]:
         """Blocks of each group that the sequence holds, shared ones included."""
         table = self._tables[sequence_id]
-        return [len(b) - head for b, head in zip(table.blocks, table.heads, strict=True)]
+        return [
+            len(b) - head
+            for b, head in zip(table.blocks, table.num_freed_prefix_blocks, strict=True)
+        ]
 
     def max_tokens(self) -> int:
         """Longest sequence that fits when it has all memory to itself."""
@@ -261,7 +264,7 @@ class KVCache:
     # -- committing ---------------------------------------------------------------------------
 
     def commit(self, sequence_id: int, tokens: Seq[int], computed: int) -> int:
-        """Seal the blocks that are full now, drop heads; return when to call it again.
+        """Hash the blocks that are full now, free those before windows; return when to call again.
 
         Args:
             tokens: tokens that the host knows; only they can be hashed.
@@ -269,17 +272,17 @@ class KVCache:
         """
         table = self._tables[sequence_id]
         known = len(tokens)
-        sealable = computed if computed < known else known
+        known_computed = computed if computed < known else known
         next_full = computed + self.alignment
         for index, size in self._block_sizes:
-            full = sealable // size
-            if full > table.sealed[index] and self.prefix_caching:
-                digests = self._chains[sequence_id][size].extend(tokens, full)
-                blocks, seal = table.blocks[index], self.pools[index].seal
-                for position in range(table.sealed[index], full):
+            full = known_computed // size
+            if full > table.full[index] and self.prefix_caching:
+                block_hashes = self._chains[sequence_id][size].extend(tokens, full)
+                blocks, register_hash = table.blocks[index], self.pools[index].register_hash
+                for position in range(table.full[index], full):
                     if blocks[position] >= 0:
-                        seal(blocks[position], digests[position])
-                table.sealed[index] = full
+                        register_hash(blocks[position], block_hashes[position])
+                table.full[index] = full
             window = self.groups[index].window
             if window is not None:
                 first = self.groups[index].first_block(computed)
@@ -292,12 +295,14 @@ class KVCache:
     @staticmethod
     def _drop_head(pool: BlockPool, table: Table, index: int, first: int) -> None:
         blocks = table.blocks[index]
-        for position in range(table.heads[index], min(first, len(blocks))):
+        for position in range(table.num_freed_prefix_blocks[index], min(first, len(blocks))):
             pool.release(blocks[position])
             blocks[position] = -1
-        table.heads[index] = max(table.heads[index], min(first, len(blocks)))
+        table.num_freed_prefix_blocks[index] = max(
+            table.num_freed_prefix_blocks[index], min(first, len(blocks))
+        )
 
-    def prompt_digests(self, sequence_id: int, tokens: Seq[int]) -> list[bytes]:
+    def prompt_hashes(self, sequence_id: int, tokens: Seq[int]) -> list[bytes]:
         """Hashes of the full blocks of ``tokens`` in the first group that a hit could cover."""
         size = self.groups[0].block_size
         count = (len(tokens) - 1) // size
@@ -306,7 +311,8 @@ class KVCache:
     # -- releasing ----------------------------------------------------------------------------
 
     def release(self, sequence_id: int, *, faulty_from: int | None = None) -> None:
-        """Give up all blocks of the sequence, the tail first so that heads stay cached longest.
+        """Give up all blocks of the sequence, the last first so that prefixes stay
+        cached longest.
 
         Args:
             faulty_from: first token that a faulty sequence computed itself; its block and all
@@ -323,7 +329,7 @@ class KVCache:
         for group, pool, blocks, index in self._by_group(table):
             if faulty_from is not None:
                 for block in blocks[faulty_from // group.block_size :]:
-                    if block >= 0 and pool.taint(block):
+                    if block >= 0 and pool.invalidate(block):
                         self._zero.append((index, block))
             for block in reversed(blocks):
                 if block >= 0:
@@ -347,9 +353,9 @@ class KVCache:
     def open_like(self, sequence_id: int, other: Table, upto: int) -> Table | None:
         """Make a table that can take in the KV of tokens [0, upto) of ``other``, of another tier.
 
-        Its blocks are all new and none is sealed. None, with nothing taken, if there is no room.
+        Its blocks are all new and none is hashed. None, with nothing taken, if there is no room.
         """
-        table = Table([], list(other.heads), [0] * len(self.groups))
+        table = Table([], list(other.num_freed_prefix_blocks), [0] * len(self.groups))
         for group, pool, blocks in zip(self.groups, self.pools, other.blocks, strict=True):
             kept = blocks[: -(-upto // group.block_size)]
             new = pool.allocate(sum(block >= 0 for block in kept))
@@ -379,7 +385,10 @@ class KVCache:
                 held = [block for block in table.blocks[index] if block >= 0]
                 if len(set(held)) != len(held):
                     raise InvariantError(f"sequence {sequence_id} holds a block twice")
-                if any(block >= 0 for block in table.blocks[index][: table.heads[index]]):
+                if any(
+                    block >= 0
+                    for block in table.blocks[index][: table.num_freed_prefix_blocks[index]]
+                ):
                     raise InvariantError(f"sequence {sequence_id} holds a dropped head")
                 references.update(held)
             for table in leased:
@@ -390,7 +399,7 @@ class KVCache:
     def _check_writers(self, index: int, group: GroupSpec) -> None:
         writers: dict[int, int] = {}
         for sequence_id, table in self._tables.items():
-            for block in table.blocks[index][table.sealed[index] :]:
+            for block in table.blocks[index][table.full[index] :]:
                 if block >= 0 and writers.setdefault(block, sequence_id) != sequence_id:
                     raise InvariantError(f"block {block} of {group.name} has two writers")
 
@@ -401,11 +410,11 @@ class KVCache:
         ]
 
 
-def _run_lengths(pool: BlockPool, digests: Seq[bytes], stop_at_gap: bool) -> list[int]:
+def _run_lengths(pool: BlockPool, block_hashes: Seq[bytes], stop_at_gap: bool) -> list[int]:
     """For each block, how many blocks in a row up to it are present in the pool."""
     run, lengths = 0, []
-    for digest in digests:
-        run = run + 1 if pool.find(digest) is not None else 0
+    for block_hash in block_hashes:
+        run = run + 1 if pool.find(block_hash) is not None else 0
         if run == 0 and stop_at_gap:
             break
         lengths.append(run)

@@ -7,7 +7,7 @@ from functools import cache
 from hashlib import blake2b
 from struct import Struct
 
-DIGEST_BYTES = 16
+HASH_BYTES = 16
 
 
 @cache
@@ -21,23 +21,23 @@ class HashChain:
     Cryptographic, so that nobody can craft a prompt that finds another prompt's blocks.
     """
 
-    __slots__ = ("_pack", "_root", "block_size", "digests")
+    __slots__ = ("_pack", "_root", "block_hashes", "block_size")
 
     def __init__(self, block_size: int, salt: bytes) -> None:
         self.block_size = block_size
-        # Another hash than that of blocks, so that no salt can pass for the digest of a prefix.
-        self._root = blake2b(salt, digest_size=DIGEST_BYTES, person=b"weft salt").digest()
-        self.digests: list[bytes] = []
+        # Another hash than that of blocks, so that no salt can pass for the hash of a prefix.
+        self._root = blake2b(salt, digest_size=HASH_BYTES, person=b"weft salt").digest()
+        self.block_hashes: list[bytes] = []
         self._pack = _packer(block_size)
 
     def extend(self, tokens: Sequence[int], upto_blocks: int) -> list[bytes]:
-        """Hash up to ``upto_blocks`` blocks in all and return every digest so far."""
-        size, digests = self.block_size, self.digests
-        if len(digests) >= upto_blocks:
-            return digests
-        parent = digests[-1] if digests else self._root
-        for start in range(len(digests) * size, upto_blocks * size, size):
+        """Hash up to ``upto_blocks`` blocks in all and return every hash so far."""
+        size, block_hashes = self.block_size, self.block_hashes
+        if len(block_hashes) >= upto_blocks:
+            return block_hashes
+        parent = block_hashes[-1] if block_hashes else self._root
+        for start in range(len(block_hashes) * size, upto_blocks * size, size):
             content = self._pack(*tokens[start : start + size])
-            parent = blake2b(content + parent, digest_size=DIGEST_BYTES).digest()
-            digests.append(parent)
-        return digests
+            parent = blake2b(content + parent, digest_size=HASH_BYTES).digest()
+            block_hashes.append(parent)
+        return block_hashes

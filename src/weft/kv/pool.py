@@ -11,22 +11,22 @@ class BlockPool:
     """Hands out block ids 0..num_blocks-1.
 
     A block is *held* while tables refer to it, *cached* when nobody holds it but its content can
-    still be found by hash, else *blank*. Blank blocks are handed out first, then the cached block
+    still be found by hash, else *free*. Free blocks are handed out first, then the cached block
     that was let go longest ago.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self._references = [0] * num_blocks
-        self._blank = list(range(num_blocks - 1, -1, -1))
+        self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
-        self._digest_of: dict[int, bytes] = {}
+        self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
 
     @property
     def available(self) -> int:
         """Blocks that ``allocate`` can still hand out."""
-        return len(self._blank) + len(self._cached)
+        return len(self._free) + len(self._cached)
 
     @property
     def held(self) -> int:
@@ -34,25 +34,25 @@ class BlockPool:
 
     def allocate(self, count: int) -> tuple[int, ...] | None:
         """Hand out blocks with one reference each and no hash, or None if there are fewer."""
-        blank = self._blank
-        if count > len(blank) + len(self._cached):
+        free = self._free
+        if count > len(free) + len(self._cached):
             return None
         blocks = []
         for _ in range(count):
-            block = blank.pop() if blank else self._evict()
+            block = free.pop() if free else self._evict()
             self._references[block] = 1
             blocks.append(block)
         return tuple(blocks)
 
     def _evict(self) -> int:
-        """Make the cached block that was let go longest ago blank."""
+        """Make the cached block that was let go longest ago free."""
         block, _ = self._cached.popitem(last=False)
-        del self._block_of[self._digest_of.pop(block)]
+        del self._block_of[self._hash_of.pop(block)]
         return block
 
-    def find(self, digest: bytes) -> int | None:
+    def find(self, block_hash: bytes) -> int | None:
         """Return the block with this content, without taking a reference."""
-        return self._block_of.get(digest)
+        return self._block_of.get(block_hash)
 
     def share(self, block: int) -> None:
         """Take one more reference to a block that ``find`` returned."""
@@ -60,14 +60,14 @@ class BlockPool:
             del self._cached[block]
         self._references[block] += 1
 
-    def seal(self, block: int, digest: bytes) -> None:
+    def register_hash(self, block: int, block_hash: bytes) -> None:
         """Record the content of a full block, which is immutable from now on.
 
         If another block has the same content already, that one stays the one to be found.
         """
-        if digest not in self._block_of:
-            self._block_of[digest] = block
-            self._digest_of[block] = digest
+        if block_hash not in self._block_of:
+            self._block_of[block_hash] = block
+            self._hash_of[block] = block_hash
 
     def release(self, block: int) -> None:
         """Give up one reference; content that can be found again stays cached."""
@@ -76,16 +76,16 @@ class BlockPool:
             raise InvariantError(f"block {block} was released more often than held")
         self._references[block] = references
         if references == 0:
-            if block in self._digest_of:
+            if block in self._hash_of:
                 self._cached[block] = None
             else:
-                self._blank.append(block)
+                self._free.append(block)
 
-    def taint(self, block: int) -> bool:
+    def invalidate(self, block: int) -> bool:
         """Make the content of a held block impossible to find; whether only one table holds it."""
-        digest = self._digest_of.pop(block, None)
-        if digest is not None:
-            del self._block_of[digest]
+        block_hash = self._hash_of.pop(block, None)
+        if block_hash is not None:
+            del self._block_of[block_hash]
         return self._references[block] == 1
 
     def references(self, block: int) -> int:
@@ -98,7 +98,7 @@ class BlockPool:
             expected = expected_references.get(block, 0)
             if references != expected:
                 raise InvariantError(f"block {block}: {references} references, {expected} tables")
-        free = [*self._blank, *self._cached]
+        free = [*self._free, *self._cached]
         if len(set(free)) != len(free):
             raise InvariantError("a block is free twice")
         if any(self._references[block] for block in free):
@@ -106,7 +106,7 @@ class BlockPool:
         held = sum(1 for references in self._references if references)
         if held + len(free) != self.num_blocks:
             raise InvariantError(f"{self.num_blocks - held - len(free)} blocks are lost")
-        if {digest: block for block, digest in self._digest_of.items()} != self._block_of:
+        if {block_hash: block for block, block_hash in self._hash_of.items()} != self._block_of:
             raise InvariantError("hash index and block hashes differ")
-        if any(block not in self._digest_of for block in self._cached):
+        if any(block not in self._hash_of for block in self._cached):
             raise InvariantError("a cached block has no hash")

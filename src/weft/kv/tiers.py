@@ -4,7 +4,7 @@ Where a sequence's KV lies over a move (swap-out; swap-in is the mirror):
 
     plan of step n    device table ==detached==> lease          host table: new blocks, written by n
     n in flight       its blocks stay taken: n reads them       the sequence grows here from now on
-    commit of n       settle(): the lease gives them up         sealed by the commits that follow
+    commit of n       complete_move(): the lease gives them up   hashed by the commits after it
 
 A sequence that ends while its move is in flight leaves its host table to the lease as well. So
 no block is free that a launched step reads or writes, and no sequence is ever in two tiers.
@@ -81,16 +81,16 @@ class TieredCache:
         """See ``KVCache.forget``."""
         self.of(sequence_id).forget(sequence_id)
 
-    def prompt_digests(self, sequence_id: int, tokens: Seq[int]) -> list[bytes]:
-        """See ``KVCache.prompt_digests``."""
-        return self.device.prompt_digests(sequence_id, tokens)
+    def prompt_hashes(self, sequence_id: int, tokens: Seq[int]) -> list[bytes]:
+        """See ``KVCache.prompt_hashes``."""
+        return self.device.prompt_hashes(sequence_id, tokens)
 
     def capacity(self, sequence_id: int) -> int:
         """See ``KVCache.capacity``."""
         return self.of(sequence_id).capacity(sequence_id)
 
     def commit(self, sequence_id: int, tokens: Seq[int], computed: int) -> int:
-        """See ``KVCache.commit``; while the sequence moves, nothing is sealed or given up."""
+        """See ``KVCache.commit``; while the sequence moves, nothing is hashed or given up."""
         if sequence_id in self._leases:
             return computed + 1
         return self.of(sequence_id).commit(sequence_id, tokens, computed)
@@ -117,8 +117,8 @@ class TieredCache:
     ) -> tuple[KVMove, Lease] | None:
         """Move the KV of tokens [0, upto) to the other tier, or return None if it has no room.
 
-        The sequence has its new table at once. What it moves from stays taken until ``settle`` is
-        called for the lease, when the step of the move is committed.
+        The sequence has its new table at once. What it moves from stays taken until
+        ``complete_move`` is called for the lease, when the step of the move is committed.
         """
         here = self.tier_of(sequence_id)
         to = Tier.HOST if here is Tier.DEVICE else Tier.DEVICE
@@ -136,11 +136,13 @@ class TieredCache:
         move = KVMove(row, to, tuple(a for a, _ in pairs), tuple(b for _, b in pairs), after_layer)
         return move, lease
 
-    def settle(self, lease: Lease) -> None:
-        """Give up what a committed move has left behind. Moves are settled in their order."""
+    def complete_move(self, lease: Lease) -> None:
+        """Give up what a committed move has left behind. Moves are completed in their order."""
         leases = self._leases[lease.sequence_id]
         if leases.pop(0) is not lease:
-            raise InvariantError(f"moves of sequence {lease.sequence_id} are settled out of order")
+            raise InvariantError(
+                f"moves of sequence {lease.sequence_id} are completed out of order"
+            )
         if not leases:
             del self._leases[lease.sequence_id]
         for tier, table in lease.tables:

@@ -22,7 +22,7 @@ from weft.models.layers import (
     inverse_frequencies,
     project_qkv,
 )
-from weft.models.shard import Shard, part_of
+from weft.models.shard import Shard, shard_range
 from weft.models.spec import AttentionParams, ModelSpec
 
 Caches = Seq[Seq[Tensor]]
@@ -59,7 +59,7 @@ class Decoder:
     def __init__(self, spec: ModelSpec, weights: Mapping[str, Any], ops: OpTable) -> None:
         """Take the parameters, as ``ops`` packed them, by the names of ``layout.parameters``.
 
-        Of a model that is cut, ``spec`` and weights are those of a rank, see ``shard.cut_spec``.
+        Of a model that is cut, ``spec`` and weights are those of a rank, see ``shard.shard_spec``.
         """
         self.spec = spec
         self.ops = ops
@@ -151,7 +151,7 @@ class Decoder:
         logits, ranks = self.ops.logits(hidden, self.lm_head), self.ops.ranks
         if ranks.size > 1:
             vocabulary = self.spec.vocab_size
-            most = len(part_of(vocabulary, Shard(0, ranks.size)))
+            most = len(shard_range(vocabulary, Shard(0, ranks.size)))
             logits = functional.pad(logits, (0, most - logits.shape[1]))
             logits = ranks.gather(logits)[:, :vocabulary]
         cap = self.spec.logit_softcap
@@ -167,7 +167,7 @@ class Decoder:
         ranks = self.ops.ranks
         if ranks.size == 1:
             return self.ops.embedding(ids, table)
-        here = part_of(size, Shard(ranks.rank, ranks.size))
+        here = shard_range(size, Shard(ranks.rank, ranks.size))
         missing = (ids < here.start) | (ids >= here.stop)
         rows = self.ops.embedding((ids - here.start).masked_fill(missing, 0), table)
         return ranks.sum(rows.masked_fill(missing.unsqueeze(1), 0.0))

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from weft.kernels.interface import FusedLayer, OpTable
 from weft.kernels.parts import Biases, LayerShape, Norms
-from weft.models.layers import LayerWeights, mixture
+from weft.models.layers import LayerWeights, moe_block
 from weft.models.spec import LayerSpec, ModelSpec
 
 
-def fusable(spec: ModelSpec, layer: LayerSpec, mixtures: bool) -> bool:
+def fusable(spec: ModelSpec, layer: LayerSpec, moe_layers: bool) -> bool:
     """Whether a layer has only the parts that the fused calls compute.
 
-    KV of another layer and the extras of Gemma 4 run op by op, experts if not ``mixtures``.
+    KV of another layer and the extras of Gemma 4 run op by op, experts if not ``moe_layers``.
     """
-    if layer.moe and not (mixtures and spec.moe is not None and not spec.moe.beside_mlp):
+    if layer.moe and not (moe_layers and spec.moe is not None and not spec.moe.beside_mlp):
         return False
     plain = layer.kv_source is None and not layer.value_is_key
     return plain and not (spec.value_norm or spec.per_layer_input_size or spec.layer_scalars)
@@ -26,7 +26,7 @@ def describe_layers(spec: ModelSpec, ops: OpTable, ranks: int = 1) -> str:
     """
     if ops.fused is None:
         return "op by op"
-    fused = sum(fusable(spec, layer, ops.fused.mixtures) for layer in spec.layers)
+    fused = sum(fusable(spec, layer, ops.fused.moe_layers) for layer in spec.layers)
     if not fused:
         return "op by op"
     if ranks > 1:
@@ -40,7 +40,7 @@ def fuse(
     spec: ModelSpec, layer: LayerSpec, weights: LayerWeights, ops: OpTable
 ) -> FusedLayer | None:
     """Bind a layer's weights, as ``ops`` packed them; None if it runs op by op."""
-    if ops.fused is None or not fusable(spec, layer, ops.fused.mixtures):
+    if ops.fused is None or not fusable(spec, layer, ops.fused.moe_layers):
         return None
     shape = LayerShape(
         spec.num_heads,
@@ -62,5 +62,5 @@ def fuse(
     biases = Biases(weights.qkv_bias, weights.output_bias, weights.gate_up_bias, weights.down_bias)
     if not layer.moe:
         return ops.fused.layer(shape, matrices, norms, biases)
-    experts = lambda x: mixture(spec, weights, x, x, ops)  # noqa: E731
+    experts = lambda x: moe_block(spec, weights, x, x, ops)  # noqa: E731
     return ops.fused.layer(shape, matrices, norms, biases, experts)

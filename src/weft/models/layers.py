@@ -136,12 +136,12 @@ def feed_forward(
         return _mlp(spec, weights, x, ops)
     assert spec.moe is not None
     if not spec.moe.beside_mlp:
-        return mixture(spec, weights, x, x, ops)
+        return moe_block(spec, weights, x, x, ops)
     dense = _norm(spec, _mlp(spec, weights, x, ops), weights.dense_post_norm, ops)
     routed = ops.rms_norm(hidden, weights.router_scale, spec.norm_eps, False)
     routed = routed * spec.hidden_size**-0.5
     x = _norm(spec, hidden, weights.expert_norm, ops)
-    sparse = _norm(spec, mixture(spec, weights, routed, x, ops), weights.expert_post_norm, ops)
+    sparse = _norm(spec, moe_block(spec, weights, routed, x, ops), weights.expert_post_norm, ops)
     return dense + sparse
 
 
@@ -169,7 +169,7 @@ def _mlp(spec: ModelSpec, weights: LayerWeights, x: Tensor, ops: OpTable) -> Ten
     return ops.ranks.sum(ops.linear(x, weights.down, weights.down_bias))
 
 
-def mixture(
+def moe_block(
     spec: ModelSpec, weights: LayerWeights, routed: Tensor, x: Tensor, ops: OpTable
 ) -> Tensor:
     """Route by ``routed`` [T, C], compute on ``x`` [T, C]."""

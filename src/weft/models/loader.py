@@ -35,7 +35,7 @@ from weft.models.hub import SUFFIX
 from weft.models.layout import parameters, stored_as
 from weft.models.parameter import Parameter, Piece
 from weft.models.quant import FLOATS, ClippedCount, ExpectedTensor, parts_of, unpack
-from weft.models.shard import WHOLE, Shard, cut, cut_spec
+from weft.models.shard import WHOLE, Shard, cut, shard_spec
 from weft.models.spec import ModelSpec
 
 logger = logging.getLogger("weft")
@@ -81,7 +81,7 @@ def load_model(
     """
     spec = read_spec(path, max_model_len)
     shard = Shard(ops.ranks.rank, ops.ranks.size)
-    rank_spec = cut_spec(spec, shard.size)
+    rank_spec = shard_spec(spec, shard.size)
     with ExitStack() as files:
         checkpoint = Checkpoint(path, spec, files, shard)
         weights = checkpoint.load(dtype, device, ops, rounding)

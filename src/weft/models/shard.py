@@ -28,7 +28,7 @@ class Shard:
 WHOLE = Shard()
 
 
-def cut_spec(spec: ModelSpec, size: int) -> ModelSpec:
+def shard_spec(spec: ModelSpec, size: int) -> ModelSpec:
     """Return the model that each of ``size`` ranks computes; its vocabulary is still the whole one.
 
     Raises:
@@ -82,14 +82,14 @@ def has_mlp(spec: ModelSpec, layer: LayerSpec) -> bool:
     return not layer.moe or (spec.moe is not None and spec.moe.beside_mlp)
 
 
-def part_of(count: int, shard: Shard) -> range:
+def shard_range(count: int, shard: Shard) -> range:
     """Return a rank's share of ``count`` things; the last ranks have less if it does not divide."""
     each = -(-count // shard.size)
     return range(min(count, shard.rank * each), min(count, (shard.rank + 1) * each))
 
 
 def cut(parameters: Iterable[Parameter], spec: ModelSpec, shard: Shard) -> Iterator[Parameter]:
-    """Yield a rank's part of the parameters of a model that ``cut_spec`` can cut."""
+    """Yield a rank's part of the parameters of a model that ``shard_spec`` can cut."""
     for parameter in parameters:
         name = parameter.name.rpartition(".")[2]
         if shard.size == 1 or (shard.rank == 0 and name in ADDED_ONCE):
@@ -105,15 +105,15 @@ def _kept(parameter: Parameter, spec: ModelSpec, shard: Shard) -> tuple[int, lis
     shape = parameter.shape
     match name:
         case "embed" | "lm_head" | "per_layer_embed":
-            return 0, [part_of(shape[0], shard)]
+            return 0, [shard_range(shape[0], shard)]
         case "qkv" | "qkv_bias" | "qk_norm":
             layer = spec.layers[int(prefix.removeprefix("layers."))]
             unit = 1 if name == "qk_norm" else layer.head_dim
             return 0, _heads(spec.num_heads, layer.num_kv_heads, shape[0], unit, shard)
         case "output" | "down":
-            return 1, [part_of(shape[1], shard)]
+            return 1, [shard_range(shape[1], shard)]
         case "expert_down":
-            return 2, [part_of(shape[2], shard)]
+            return 2, [shard_range(shape[2], shard)]
         case "gate_up" | "gate_up_bias":
             return 0, _halves(shape[0], shard)
         case "expert_gate_up":
@@ -126,7 +126,7 @@ def _heads(heads: int, kv_heads: int, rows: int, unit: int, shard: Shard) -> lis
 
     Ranks that share a KV head have it each.
     """
-    query, first = part_of(heads, shard), shard.rank * kv_heads // shard.size
+    query, first = shard_range(heads, shard), shard.rank * kv_heads // shard.size
     kept = [range(query.start * unit, query.stop * unit)]
     count = max(1, kv_heads // shard.size)
     for offset in range(heads * unit, rows, kv_heads * unit):
@@ -136,7 +136,7 @@ def _heads(heads: int, kv_heads: int, rows: int, unit: int, shard: Shard) -> lis
 
 
 def _halves(rows: int, shard: Shard) -> list[range]:
-    half, part = rows // 2, part_of(rows // 2, shard)
+    half, part = rows // 2, shard_range(rows // 2, shard)
     return [part, range(half + part.start, half + part.stop)]
 
 

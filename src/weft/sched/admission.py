@@ -35,18 +35,18 @@ class Admission:
         self.arrivals = 0
         self.planned_ns = 0
 
-    def admit(self, step: BatchBuilder, rank: int) -> None:
-        """Start waiting sequences of the rank in order, until one does not fit.
+    def admit(self, step: BatchBuilder, priority: int) -> None:
+        """Start waiting sequences of the priority in order, until one does not fit.
 
         While blocks come back for that one, lower classes start nothing: they would take the blocks
         and be preempted for it in turn, for ever.
         """
-        if step.held_back:
+        if step.admission_blocked:
             return
         admitted = []
         looked_up = 0
         sequences, memory = self._sequences, self._memory
-        for sequence in sequences.waiting.of_rank(rank):
+        for sequence in sequences.waiting.of_priority(priority):
             if step.room(0, 1) <= 0 or looked_up == LOOK_UPS_A_STEP or not memory.is_next(sequence):
                 break
             if sequence.waiting_on and sequences.prefix_wait.in_progress(sequence.waiting_on):
@@ -56,7 +56,7 @@ class Admission:
             if sequence.waiting_on:
                 continue
             if not self._may_have_row(sequence) or not self._open(step, sequence, hit):
-                step.held_back = memory.blocks_come_back()
+                step.admission_blocked = memory.blocks_come_back()
                 break
             admitted.append(sequence)
         for sequence in admitted:
@@ -90,9 +90,9 @@ class Admission:
         if not self._cache.prefix_caching or sequence.request.sampling.prompt_logprobs is not None:
             return 0
         hit = self._cache.find_prefix(sequence.id, sequence.tokens)
-        digests = self._cache.prompt_digests(sequence.id, sequence.tokens)
+        block_hashes = self._cache.prompt_hashes(sequence.id, sequence.tokens)
         wait = self._sequences.prefix_wait
-        sequence.waiting_on = wait.awaited(sequence.order[0], digests, hit)
+        sequence.waiting_on = wait.awaited(sequence.order[0], block_hashes, hit)
         return hit
 
     def _open(self, step: BatchBuilder, sequence: Sequence, hit: int) -> bool:
@@ -108,8 +108,8 @@ class Admission:
             return False
         self.start(step, sequence, hit, cache, Tier.DEVICE)
         step.put(sequence, upto - hit)
-        rank, own = sequence.order[0], self._memory.needed_soon([sequence])
-        step.reserves[rank] = [a + b for a, b in zip(step.reserves[rank], own, strict=True)]
+        priority, own = sequence.order[0], self._memory.needed_soon([sequence])
+        step.reserves[priority] = [a + b for a, b in zip(step.reserves[priority], own, strict=True)]
         return True
 
     def _make_fit(self, step: BatchBuilder, sequence: Sequence) -> bool:
@@ -118,13 +118,13 @@ class Admission:
         It fits if there is room for all its tokens beside what the sequences that run, and need not
         give way to it, will ask for soon: else they would have to give way to each other.
         """
-        rank, after = sequence.order[0], self._below(sequence)
+        priority, after = sequence.order[0], self._below(sequence)
         cache, memory = self._cache, self._memory
-        if rank not in step.reserves:
+        if priority not in step.reserves:
             stay = (running for running in self.growing() if running.order <= after)
-            step.reserves[rank] = memory.needed_soon(stay)
+            step.reserves[priority] = memory.needed_soon(stay)
         own = cache.needs(sequence.id, len(sequence.tokens), self._chunk)
-        needs = [a + b for a, b in zip(own, step.reserves[rank], strict=True)]
+        needs = [a + b for a, b in zip(own, step.reserves[priority], strict=True)]
         spare = cache.available()
         if covers(spare, needs):
             return True

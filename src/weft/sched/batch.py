@@ -52,12 +52,12 @@ class BatchBuilder:
     """A step under construction; the first five lists are parallel.
 
     Attributes:
-        held_back: a class waits for memory on its way back, so lower classes start nothing.
-        reserves: by rank, the blocks of each group that its newcomers leave to those that run.
+        admission_blocked: a class waits for memory on its way back, so lower classes start nothing.
+        reserves: by priority, the blocks of each group that its newcomers leave to those that run.
     """
 
     budget: int
-    held_back: bool = False
+    admission_blocked: bool = False
     sequences: list[Sequence] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
@@ -108,26 +108,27 @@ class TimedBatch(BatchBuilder):
         limit_s: seconds of ``cost`` that the step may take; ``room`` keeps it.
         work: the tally of what the step computes.
         beside_s: seconds for what the step does beside its own rows.
-        riders: tokens for which room is kept in each layer, on average, while the step is filled.
+        piggybacked: tokens for which room is kept in each layer, on average, while the step is
+            filled.
     """
 
     cost: CostModel
     limit_s: float
     work: Work = field(default_factory=Work)
     beside_s: float = 0.0
-    riders: int = 0
+    piggybacked: int = 0
 
     def seconds(self) -> float:
         """Predicted seconds of what is in the step."""
-        work, riders = self.work, self.riders
-        if not riders:
+        work, piggybacked = self.work, self.piggybacked
+        if not piggybacked:
             return self.beside_s + (step_time(self.cost, [work]) if work.tokens else 0.0)
-        in_layers = riders * self.cost.layers
-        work.tokens += riders
-        work.rider_layers += in_layers
+        in_layers = piggybacked * self.cost.layers
+        work.tokens += piggybacked
+        work.piggyback_layers += in_layers
         seconds = step_time(self.cost, [work])
-        work.tokens -= riders
-        work.rider_layers -= in_layers
+        work.tokens -= piggybacked
+        work.piggyback_layers -= in_layers
         return self.beside_s + seconds
 
     def room(self, start: int, most: int) -> int:

@@ -1,4 +1,4 @@
-"""Commits collected steps: tokens appended, blocks sealed, sequences ended."""
+"""Commits collected steps: tokens appended, full blocks hashed, sequences ended."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Committer:
         self._sequences.totals.output_tokens += len(result.tokens) - len(result.embeddings)
         for sequence, draft in step.drafts:
             self._accept(sequence, draft, result, Commit(tokens, updates), due)
-        self.seal(due)
+        self.hash_full_blocks(due)
         self._sequences.close()
         return Commit(tokens, updates)
 
@@ -48,7 +48,7 @@ class Committer:
             step.sequences, step.counts, *spread(step.samples, result), strict=True
         ):
             computed = sequence.computed = sequence.computed + count  # `commit`, without a call
-            if computed >= sequence.seal_at:
+            if computed >= sequence.block_full_at:
                 due.append(sequence)
                 if not sequence.prefilled_ns and computed >= sequence.num_prompt:
                     sequence.prefilled_ns = now_ns
@@ -75,15 +75,15 @@ class Committer:
             plain = [pair for pair in plain if pair[0] not in special]
         return plain, due
 
-    def ride(self, sequence: Sequence, token: int, news: Commit) -> None:
-        """Append the token of a rider, which an earlier step has begun."""
+    def piggyback(self, sequence: Sequence, token: int, news: Commit) -> None:
+        """Append the token of a piggybacked row, which an earlier step has begun."""
         sequence.commit(1)
         if sequence.finish is not None:
             return
         self._sequences.totals.output_tokens += 1
         sequence.tokens.append(token)
-        if sequence.computed >= sequence.seal_at:
-            self.seal([sequence])
+        if sequence.computed >= sequence.block_full_at:
+            self.hash_full_blocks([sequence])
         if (end := end_after(sequence, token)) is None:
             news.tokens.append((sequence.id, token))
             return
@@ -118,10 +118,12 @@ class Committer:
                 news.tokens.append((sequence.id, token))
             if end is not None:
                 break
-        if sequence.computed >= sequence.seal_at and sequence not in due:
+        if sequence.computed >= sequence.block_full_at and sequence not in due:
             due.append(sequence)
         assert sequence.drafter is not None
-        sequence.lockstep_at = sequence.known + sequence.drafter.learn(len(draft), len(accepted))
+        sequence.synchronous_from = sequence.known + sequence.drafter.learn(
+            len(draft), len(accepted)
+        )
 
     def _embed(self, result: StepResult, updates: list[Update], now_ns: int) -> None:
         """End sequences whose embedding is there."""
@@ -156,20 +158,22 @@ class Committer:
                 sequence.prompt_scored = end
                 updates.append(Update(sequence_id, None, prompt_logprobs=new))
 
-    def settle(self, tiers: TieredCache, leases: Iterable[Lease]) -> None:
-        """Give up what committed moves have left behind; seal what had to wait for them."""
+    def complete_moves(self, tiers: TieredCache, leases: Iterable[Lease]) -> None:
+        """Give up what committed moves have left behind; hash blocks that had to wait for them."""
         for lease in leases:
-            tiers.settle(lease)
+            tiers.complete_move(lease)
             sequence = self._sequences.find(lease.sequence_id)
             if sequence is not None and sequence.state is SequenceState.RUNNING:
-                self.seal([sequence])
+                self.hash_full_blocks([sequence])
 
-    def seal(self, due: list[Sequence]) -> None:
+    def hash_full_blocks(self, due: list[Sequence]) -> None:
         """Seal the blocks of these sequences that are full, and give up what they are done with."""
         for sequence in due:
             if sequence.error is not None:
                 continue
             full_at = self._sequences.cache.commit(sequence.id, sequence.tokens, sequence.computed)
             prompt = sequence.num_prompt  # its end is looked at as well, to be dated
-            sequence.seal_at = full_at if sequence.computed >= prompt else min(full_at, prompt)
+            sequence.block_full_at = (
+                full_at if sequence.computed >= prompt else min(full_at, prompt)
+            )
             self._sequences.prefix_wait.advance(sequence.id, sequence.computed)

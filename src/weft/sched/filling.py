@@ -25,34 +25,34 @@ class Filler:
 
     def single_tokens(self, step: BatchBuilder, sequences: list[Sequence]) -> list[Sequence]:
         """Add running sequences that need one token; return those that need more care."""
-        lockstep: list[Sequence] = []
+        synchronous: list[Sequence] = []
         chosen, starts, more = schedule_single_tokens(
-            sequences[: step.budget], lambda sequence: self._go_on(step, sequence, lockstep)
+            sequences[: step.budget], lambda sequence: self._go_on(step, sequence, synchronous)
         )
         step.put_single(chosen, starts)
-        if lockstep:
-            self._in_lockstep(step, lockstep)
+        if synchronous:
+            self._schedule_synchronous(step, synchronous)
         return more
 
-    def _go_on(self, step: BatchBuilder, sequence: Sequence, lockstep: list[Sequence]) -> bool:
+    def _go_on(self, step: BatchBuilder, sequence: Sequence, synchronous: list[Sequence]) -> bool:
         """Whether a sequence that has come to its capacity may compute one token more.
 
-        One in lockstep is put aside, to be planned where time matters less; if the result of its
+        A synchronous one is put aside, to be planned where time matters less; if the result of its
         last step is not on the host yet, it is not planned at all.
         """
         if not self._memory.may_plan(sequence):
             return False
-        if sequence.planned < sequence.lockstep_at:
+        if sequence.planned < sequence.synchronous_from:
             return self.grow(step, sequence, sequence.known)
         drafter = sequence.drafter
         if drafter is not None and not drafter.promising(sequence.tokens):
-            sequence.lockstep_at = sequence.known + drafter.searched_in_vain()
+            sequence.synchronous_from = sequence.known + drafter.searched_in_vain()
             return self.grow(step, sequence, sequence.known)
         if len(sequence.tokens) == sequence.known:
-            lockstep.append(sequence)
+            synchronous.append(sequence)
         return False
 
-    def _in_lockstep(self, step: BatchBuilder, sequences: list[Sequence]) -> None:
+    def _schedule_synchronous(self, step: BatchBuilder, sequences: list[Sequence]) -> None:
         """Add sequences whose last token is on the host, with drafts where there are some."""
         spare = step.budget - len(sequences)
         for sequence in sequences:
@@ -73,7 +73,7 @@ class Filler:
         most = step.room(sequence.known, min(spare, sequence.end - sequence.known - 1))
         draft = sequence.drafter.propose(sequence.tokens, most) if most > 0 else ()
         if not draft:
-            sequence.lockstep_at = sequence.known + sequence.drafter.searched_in_vain()
+            sequence.synchronous_from = sequence.known + sequence.drafter.searched_in_vain()
             return ()
         grown = self._cache.extend(sequence.id, sequence.known + len(draft))
         if grown is None:

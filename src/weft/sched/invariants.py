@@ -45,5 +45,9 @@ def check_rows(
         if done > cache.capacity(sequence.id):
             raise InvariantError(f"sequence {sequence.id} has outgrown its blocks")
         unseen = sequence.known - len(sequence.tokens)
-        if sequence.finish is None and unseen > 1 and sequence.known > sequence.lockstep_at + 1:
-            raise InvariantError(f"sequence {sequence.id} is out of lockstep")
+        if (
+            sequence.finish is None
+            and unseen > 1
+            and sequence.known > sequence.synchronous_from + 1
+        ):
+            raise InvariantError(f"sequence {sequence.id} is planned before its last token")

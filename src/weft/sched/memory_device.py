@@ -24,11 +24,11 @@ class DeviceMemory:
     Attributes:
         cache: the KV of the device.
         kv: the KV of all tiers.
-        ahead_tokens: admission leaves blocks free for so many more tokens of each sequence that
+        watermark_tokens: admission leaves blocks free for so many more tokens of each sequence that
             runs, so that newcomers do not make those before them give way soon.
     """
 
-    ahead_tokens = 32
+    watermark_tokens = 32
 
     def __init__(self, cache: KVCache) -> None:
         self.cache = cache
@@ -52,7 +52,7 @@ class DeviceMemory:
         """Add to a plan what its step moves."""
         return plan
 
-    def settle(self, committer: Committer) -> None:
+    def complete_moves(self, committer: Committer) -> None:
         """The step of the oldest launched plan is committed."""
 
     @property
@@ -114,9 +114,9 @@ class DeviceMemory:
         """Blocks of each group that sequences ask for until each has ``ahead`` tokens more.
 
         Args:
-            ahead: ``ahead_tokens``, if not given.
+            ahead: ``watermark_tokens``, if not given.
             chunk: tokens that each computes at once; all that a step may have, if not given.
         """
-        ahead = self.ahead_tokens if ahead is None else ahead
+        ahead = self.watermark_tokens if ahead is None else ahead
         ends = ((s.id, min(s.known + ahead, s.end)) for s in sequences)
         return self.cache.needs_of_all(ends, chunk or self.max_num_batched_tokens)

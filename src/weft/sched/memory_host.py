@@ -73,9 +73,9 @@ class HostMemory(DeviceMemory):
         moves = tuple(self.moving.moves)
         return replace(plan, moves=moves, zero_host=self.host.take_zero())
 
-    def settle(self, committer: Committer) -> None:
+    def complete_moves(self, committer: Committer) -> None:
         """The step of the oldest launched plan is committed: its moves are done."""
-        committer.settle(self.tiers, self._leases.popleft())
+        committer.complete_moves(self.tiers, self._leases.popleft())
         self.coming = self.tiers.coming()
         self.sequences.close()
 
@@ -178,7 +178,7 @@ class SwapMemory(HostMemory):
         self._comes_back = comes_back
         self._preempts_ahead = preempts_ahead
         if host_computes:
-            self.ahead_tokens = 0  # who gives way is computed on the host: that is how it fills
+            self.watermark_tokens = 0  # who gives way is computed on the host: that is how it fills
         self.takes_too_long: Callable[[int], bool] = self._beyond_a_step
 
     def _beyond_a_step(self, tokens: int) -> bool:
@@ -237,7 +237,7 @@ class SwapMemory(HostMemory):
         if not on_host or any(self.coming) or self.moving.moves:
             return
         device = self.on_device(self.sequences.running)
-        ranks = self.sequences.waiting.ranks()
+        priorities = self.sequences.waiting.priorities()
         spare = self.needed_soon(device, SOON - 1, SOON)
         if device:
             spare = [
@@ -248,7 +248,11 @@ class SwapMemory(HostMemory):
         for sequence in on_host:
             tokens += sequence.planned
             late = self.moving.moves and self.takes_too_long(tokens)
-            if late or self.tiers.moving(sequence.id) or (ranks and ranks[0] < sequence.order[0]):
+            if (
+                late
+                or self.tiers.moving(sequence.id)
+                or (priorities and priorities[0] < sequence.order[0])
+            ):
                 return
             if not self._fits_device(sequence, spare) or not self.move(step, sequence):
                 return

@@ -2,12 +2,12 @@
 
 What scheduler slo cannot hold on the device goes to the host with its KV: decodes for which a step
 has no time, and the newest ones when memory runs short. There each token goes through the layers as
-a rider: the host attends, and results ride along with later steps, as many in each layer as the
-target allows, counted greedily from the first layer upward. A sequence comes back only between two
-tokens, when the step has time for it and the device has room (delayed swap-in). One whose token is
-on its way is neither moved nor preempted; if it ends meanwhile, the next plan aborts the token. One
-rider in each layer may always ride: within a tile of the GEMM it costs nothing, and so nobody is
-starved.
+a piggybacked row: the host attends, and results are piggybacked with later steps, as many in each
+layer as the target allows, counted greedily from the first layer upward. A sequence comes back only
+between two tokens, when the step has time for it and the device has room (delayed swap-in). One
+whose token is on its way is neither moved nor preempted; if it ends meanwhile, the next plan aborts
+the token. One result in each layer may always be carried: within a tile of the GEMM it costs
+nothing, and so nobody is starved.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from weft.sched.policy_slo import SLOPolicy
 from weft.sched.preempt import covers
 from weft.sched.scheduler import Scheduler
 
-STALE_LAYERS = 2  # layers that a rider may have come further since the last result: steps in flight
+# Layers that a piggybacked row may have come further since the last result: steps in flight.
+STALE_LAYERS = 2
 KEPT_ROWS = 8  # one row in so many is kept for sequences with targets
 PROBE_TOKENS = 4096  # tokens whose move is costed, to know what one takes
 
@@ -44,7 +45,7 @@ class PiggybackPart:
         self._policy = policy
         self._cost = policy.cost
         self._scheduler: Scheduler
-        self._riding: dict[int, Sequence] = {}
+        self._piggybacking: dict[int, Sequence] = {}
         self._aborted: dict[int, Sequence] = {}  # ended ones, until their abort is committed
         self._aborts: deque[list[int]] = deque()  # their ids, for each launched step
         self._in_layers: tuple[int, ...] = (0,) * self._cost.layers
@@ -55,7 +56,7 @@ class PiggybackPart:
         self._begun: list[int] = []
         self._caps: tuple[int, ...] = ()
         self._crowded = False  # decodes of best effort do not fit
-        memory.ahead_tokens = 0  # who gives way is computed on the host: that is how it fills
+        memory.watermark_tokens = 0  # who gives way is computed on the host: that is how it fills
         policy.part = self
 
     def attach(self, scheduler: Scheduler) -> None:
@@ -68,41 +69,43 @@ class PiggybackPart:
     def _between_tokens(self) -> Iterator[Sequence]:
         """Sequences of the host that have no token on its way."""
         for sequence in self._scheduler.sequences.running:
-            if sequence.id not in self._riding and self._on_host(sequence):
+            if sequence.id not in self._piggybacking and self._on_host(sequence):
                 yield sequence
 
     # -- planning -----------------------------------------------------------------------------
 
     def busy(self) -> bool:
         """Whether a step without rows has something to do."""
-        return bool(self._memory.moves or self._begun or self._riding)
+        return bool(self._memory.moves or self._begun or self._piggybacking)
 
     def before_best_effort(self, step: TimedBatch) -> None:
-        """Keep room for riders, then plan moves; the device's own best effort follows."""
+        """Keep room for piggybacked rows, then plan moves; the device's own best effort follows."""
         self._begun = []
         self._bring_back(step)
         self._begin_tokens(step)
-        step.riders = math.ceil(sum(self._count_riders(step)[0]) / self._cost.layers)
+        step.piggybacked = math.ceil(sum(self._count_piggybacked(step)[0]) / self._cost.layers)
         self._make_headroom(step)
         too_many = self._too_many(step)
         self._send_away(step, too_many)
         self._crowded = bool(too_many)
 
     def after_best_effort(self, step: TimedBatch) -> set[int]:
-        """The step is full: price riders with what is in it; return the ranks that ride along."""
-        step.riders = 0
-        riders, seconds = self._count_riders(step)
+        """The step is full: price piggybacked rows with what is in it; return the priorities that
+        are piggybacked.
+        """
+        step.piggybacked = 0
+        piggybacked, seconds = self._count_piggybacked(step)
         step.beside_s += seconds
-        self._caps = tuple(max(1, count) for count in riders)
+        self._caps = tuple(max(1, count) for count in piggybacked)
         self._wanted = 0 if self._crowded else self._count_wanted(step)
         self._last_s = step.seconds()
-        return {sequence.order[0] for sequence in self._riding.values()}
+        return {sequence.order[0] for sequence in self._piggybacking.values()}
 
     def filled(self, step: BatchBuilder) -> None:
         """The policy has asked already."""
 
-    def _count_riders(self, step: TimedBatch) -> tuple[list[int], float]:
-        """Riders layer by layer, from the first one upward, for which the step has time.
+    def _count_piggybacked(self, step: TimedBatch) -> tuple[list[int], float]:
+        """Piggybacked rows layer by layer, from the first one upward, for which the step has time.
 
         Returns them with what they add to the time of the step.
         """
@@ -110,21 +113,23 @@ class PiggybackPart:
         alone_s, room_s = self._dense_s(tokens), step.limit_s - step.seconds()
         costs: dict[int, float] = {}
 
-        def cost_s(riders: int) -> float:
-            if riders not in costs:
-                dense_s = (self._dense_s(tokens + riders) - alone_s) / layers
-                costs[riders] = dense_s + self._cost.terms(Work(rider_layers=riders)).riders
-            return costs[riders]
+        def cost_s(piggybacked: int) -> float:
+            if piggybacked not in costs:
+                dense_s = (self._dense_s(tokens + piggybacked) - alone_s) / layers
+                costs[piggybacked] = (
+                    dense_s + self._cost.terms(Work(piggyback_layers=piggybacked)).piggybacked
+                )
+            return costs[piggybacked]
 
         found, seconds = [], 0.0
         for layer in range(layers):
-            riders = max(self._in_layers[max(0, layer - STALE_LAYERS) : layer + 1])
-            riders += len(self._begun) if layer <= STALE_LAYERS else 0
-            while riders > 1 and cost_s(riders) > room_s - seconds:
-                riders //= 2
-            if riders > 0:
-                seconds += cost_s(riders)
-            found.append(riders)
+            piggybacked = max(self._in_layers[max(0, layer - STALE_LAYERS) : layer + 1])
+            piggybacked += len(self._begun) if layer <= STALE_LAYERS else 0
+            while piggybacked > 1 and cost_s(piggybacked) > room_s - seconds:
+                piggybacked //= 2
+            if piggybacked > 0:
+                seconds += cost_s(piggybacked)
+            found.append(piggybacked)
         return found, seconds
 
     def _dense_s(self, tokens: int) -> float:
@@ -138,7 +143,7 @@ class PiggybackPart:
             if not self._grow_on_host(step, sequence):
                 continue
             sequence.schedule(1)
-            self._riding[sequence.id] = sequence
+            self._piggybacking[sequence.id] = sequence
             self._begun.append(sequence.row)
 
     def _grow_on_host(self, step: TimedBatch, sequence: Sequence) -> bool:
@@ -169,7 +174,7 @@ class PiggybackPart:
         sequences = self._scheduler.sequences
         if len(sequences.free_rows) <= self._scheduler.limits.max_num_seqs // KEPT_ROWS:
             return False
-        waiting = (sequences.waiting.of_rank(rank) for rank in self._policy.best_effort)
+        waiting = (sequences.waiting.of_priority(priority) for priority in self._policy.best_effort)
         first = next(chain.from_iterable(waiting), None)
         if first is None:
             return False
@@ -198,7 +203,9 @@ class PiggybackPart:
         """Send the newest best-effort decodes away before memory runs short."""
         free = [a + b for a, b in zip(self._cache.available(), self._tiers.coming(), strict=True)]
         reserve = self._reserve()
-        leaving = [s for rank in self._policy.best_effort for s in self._policy.running_of(rank)]
+        leaving = [
+            s for priority in self._policy.best_effort for s in self._policy.running_of(priority)
+        ]
         for sequence in reversed(leaving):
             if covers(free, reserve):
                 return
@@ -214,8 +221,8 @@ class PiggybackPart:
         """
         decodes = [
             sequence
-            for rank in self._policy.best_effort
-            for sequence in self._policy.running_of(rank)
+            for priority in self._policy.best_effort
+            for sequence in self._policy.running_of(priority)
             if sequence.known - sequence.planned == 1
         ]
         return decodes[step.decodes_that_fit([s.planned for s in decodes]) :]
@@ -280,37 +287,40 @@ class PiggybackPart:
     # -- launching and committing -------------------------------------------------------------
 
     def launch(self, step: BatchBuilder, plan: StepPlan) -> StepPlan:  # noqa: ARG002
-        """Add the riders that begin or have ended, and how many may go through each layer."""
-        ended = [s for s in self._riding.values() if s.finish is not None]
+        """Add the piggybacked rows that begin or have ended, and how many may go through each
+        layer.
+        """
+        ended = [s for s in self._piggybacking.values() if s.finish is not None]
         for sequence in ended:
-            self._aborted[sequence.id] = self._riding.pop(sequence.id)
+            self._aborted[sequence.id] = self._piggybacking.pop(sequence.id)
         self._aborts.append([sequence.id for sequence in ended])
         return replace(
             plan,
-            riders=tuple(self._begun),
-            rider_caps=self._caps if self._riding else (),
+            piggybacked=tuple(self._begun),
+            piggyback_limits=self._caps if self._piggybacking else (),
             abort=tuple(sequence.row for sequence in ended),
         )
 
     def commit(self, result: StepResult, news: Commit) -> None:
-        """Take in the tokens of riders that a step has ended; let go of those it has aborted.
+        """Take in the tokens of piggybacked rows that a step has ended; let go of those it has
+        aborted.
 
         A step that was launched before an abort may still have ended the token.
         """
-        for sequence_id, token in result.ridden:
-            riders = self._riding if sequence_id in self._riding else self._aborted
-            self._scheduler.committer.ride(riders.pop(sequence_id), token, news)
+        for sequence_id, token in result.piggybacked_results:
+            piggybacked = self._piggybacking if sequence_id in self._piggybacking else self._aborted
+            self._scheduler.committer.piggyback(piggybacked.pop(sequence_id), token, news)
         for sequence_id in self._aborts.popleft():
             if (sequence := self._aborted.pop(sequence_id, None)) is not None:
                 sequence.abort()
-        if result.rider_layers:
-            self._in_layers = result.rider_layers
+        if result.piggyback_layers:
+            self._in_layers = result.piggyback_layers
 
     def check(self) -> None:
-        """Raise InvariantError if a rider is not one."""
-        for sequence in chain(self._riding.values(), self._aborted.values()):
+        """Raise InvariantError if a piggybacked row is not one."""
+        for sequence in chain(self._piggybacking.values(), self._aborted.values()):
             if sequence.pending != 1 or self._host.table(sequence.id) is None:
-                raise InvariantError(f"sequence {sequence.id} rides, but not from the host")
+                raise InvariantError(f"sequence {sequence.id} piggybacks, but not from the host")
         launched = [sequence_id for ids in self._aborts for sequence_id in ids]
         if not set(self._aborted) <= set(launched):
-            raise InvariantError("an ended rider is aborted by no launched step")
+            raise InvariantError("an ended piggybacked row is aborted by no launched step")

@@ -1,4 +1,4 @@
-"""First come, first served, without phases, within class ranks.
+"""First come, first served, without phases, within class priorities.
 
 Every step, for one class after the other: running sequences that need one token first (so that no
 long prompt of their class stalls them), then running ones with more to compute in chunks, then new
@@ -64,11 +64,11 @@ class FCFSPolicy:
     def _fill(self, step: BatchBuilder) -> None:
         """One class after the other: single tokens, chunks, then new sequences."""
         scheduler = self._scheduler
-        for rank in scheduler.sequences.ranks():
-            running = scheduler.memory.on_device(scheduler.sequences.running_of(rank))
+        for priority in scheduler.sequences.priorities():
+            running = scheduler.memory.on_device(scheduler.sequences.running_of(priority))
             rest = scheduler.filler.single_tokens(step, running)
             scheduler.filler.chunks(step, rest)
-            scheduler.admission.admit(step, rank)
+            scheduler.admission.admit(step, priority)
 
     def collected(self, now: float) -> None:
         """Time decides nothing."""

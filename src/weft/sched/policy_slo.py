@@ -29,7 +29,7 @@ from weft.sched.first_token import first_token_s
 from weft.sched.pace import Pace
 from weft.sched.scheduler import Scheduler
 
-AGED = -1  # rank of the best-effort sequence that has waited for too long
+AGED = -1  # priority of the best-effort sequence that has waited for too long
 LEAST_PIECE = 16  # tokens that cost hardly more than one (OmniServe section 3.3.1, flat region)
 LONGEST_RETRY_S = 60
 PRIOR_STEPS = 3  # steps at the tightest target that predictions count as exact for, at the start
@@ -55,14 +55,16 @@ class TargetPolicy:
 DEFAULT_POLICY = TargetPolicy()
 
 
-def rank_by_target(classes: Seq[ServiceClass]) -> list[ServiceClass]:
-    """The table with new ranks: first the classes with targets, each with a rank of its own."""
+def prioritise_by_target(classes: Seq[ServiceClass]) -> list[ServiceClass]:
+    """The table with new priorities: first the classes with targets, each with a priority of its
+    own.
+    """
     urgent = [row for row in classes if row.ttft_s is not None or row.tpot_s is not None]
     others = [row for row in classes if row not in urgent]
-    urgent.sort(key=lambda row: (row.rank, row.tpot_s or math.inf, row.ttft_s or math.inf))
-    levels = sorted({row.rank for row in others})
-    return [replace(row, rank=rank) for rank, row in enumerate(urgent)] + [
-        replace(row, rank=len(urgent) + levels.index(row.rank)) for row in others
+    urgent.sort(key=lambda row: (row.priority, row.tpot_s or math.inf, row.ttft_s or math.inf))
+    levels = sorted({row.priority for row in others})
+    return [replace(row, priority=priority) for priority, row in enumerate(urgent)] + [
+        replace(row, priority=len(urgent) + levels.index(row.priority)) for row in others
     ]
 
 
@@ -99,7 +101,7 @@ class BestEffortPart(Protocol):
         """Latency-sensitive sequences are in the step; best effort comes next."""
 
     def after_best_effort(self, step: TimedBatch) -> Iterable[int]:
-        """The step is full; return ranks that advance beside it."""
+        """The step is full; return priorities that advance beside it."""
 
     def may_begin(self, fits: bool) -> bool:
         """Whether best-effort prompts may begin, given whether decodes of their class fit."""
@@ -112,7 +114,7 @@ class SLOPolicy:
     """See the module docstring; implements ``weft.sched.scheduler.Policy``.
 
     Attributes:
-        best_effort: ranks of the classes without targets.
+        best_effort: priorities of the classes without targets.
         part: what is done for best effort beside the steps of the device, if anything.
     """
 
@@ -123,7 +125,7 @@ class SLOPolicy:
         targets: TargetPolicy = DEFAULT_POLICY,
     ) -> None:
         """Raises ConfigError if no class has a target, or no load can meet one."""
-        table = rank_by_target(classes)
+        table = prioritise_by_target(classes)
         self.classes: Seq[ServiceClass] = table
         self.cost = cost
         self.policy = targets
@@ -132,7 +134,7 @@ class SLOPolicy:
         self._scheduler: Scheduler
         self._targets = [row for row in table if row.ttft_s is not None or row.tpot_s is not None]
         self._num_urgent = len(self._targets)
-        top = max([row.rank for row in table[self._num_urgent :]], default=self._num_urgent)
+        top = max([row.priority for row in table[self._num_urgent :]], default=self._num_urgent)
         self.best_effort = range(self._num_urgent, top + 1)
         tpots = [row.tpot_s for row in self._targets if row.tpot_s is not None]
         self._tightest_s = min(tpots, default=math.inf)
@@ -154,9 +156,9 @@ class SLOPolicy:
         self._filler, self._admission = scheduler.filler, scheduler.admission
         self._admission.growing = self._growing
 
-    def running_of(self, rank: int) -> list[Sequence]:
-        """Running sequences of a rank that the device computes, in order."""
-        return self._memory.on_device(self._sequences.running_of(rank))
+    def running_of(self, priority: int) -> list[Sequence]:
+        """Running sequences of a priority that the device computes, in order."""
+        return self._memory.on_device(self._sequences.running_of(priority))
 
     # -- arrivals -----------------------------------------------------------------------------
 
@@ -166,10 +168,10 @@ class SLOPolicy:
         Raises:
             TargetError: it would, and ``TargetPolicy.admission`` is "reject".
         """
-        rank = sequence.order[0]
-        if rank >= self._num_urgent:
+        priority = sequence.order[0]
+        if priority >= self._num_urgent:
             return
-        target = self._targets[rank].ttft_s
+        target = self._targets[priority].ttft_s
         request = sequence.request
         known = request.output or request.crashes or request.memory_kills  # it was promised before
         if target is not None and self.policy.admission != "off" and not known:
@@ -188,14 +190,14 @@ class SLOPolicy:
         self.pace.urgent = True
         sequence.reused = self._cached_tokens(sequence)
         prompts, decodes, tokens, count = [], Work(), sequence.known, 1
-        for rank in range(self._num_urgent):
-            for other in self.running_of(rank):
+        for priority in range(self._num_urgent):
+            for other in self.running_of(priority):
                 tokens, count = tokens + self._known_soon(other), count + 1
                 if other.known - other.planned <= 1:
                     decodes.add(other.known, 1)
                 elif other.order < sequence.order:
                     prompts.append((other.planned, other.known - other.planned))
-            for other in self._sequences.waiting.of_rank(rank):
+            for other in self._sequences.waiting.of_priority(priority):
                 tokens, count = tokens + self._known_soon(other), count + 1
                 if other.order < sequence.order:
                     prompts.append((other.reused, other.known - other.reused))
@@ -215,7 +217,7 @@ class SLOPolicy:
 
     def _known_soon(self, sequence: Sequence) -> int:
         """Tokens for which admission leaves room to a sequence."""
-        return min(sequence.known + self._memory.ahead_tokens, sequence.end)
+        return min(sequence.known + self._memory.watermark_tokens, sequence.end)
 
     def _growing(self) -> Iterable[Sequence]:
         """Not the aged one: it advances by a least piece a step, however long it still is."""
@@ -276,7 +278,7 @@ class SLOPolicy:
             self._fill(step, begin, now)
         if self._is_empty(step):
             return None
-        # A step of riders only waits for the host, which says nothing of the device.
+        # A step of piggybacked rows only waits for the host, which says nothing of the device.
         self.pace.launched(step.seconds(), now, teaches=bool(step.rows) or self.part is None)
         return step
 
@@ -294,8 +296,8 @@ class SLOPolicy:
             self.part.before_best_effort(step)
         self._plan_best_effort(step, now, prompts=done)
         if self.part is not None:
-            for rank in self.part.after_best_effort(step):
-                self._served_at[rank] = now
+            for priority in self.part.after_best_effort(step):
+                self._served_at[priority] = now
 
     def _is_empty(self, step: TimedBatch) -> bool:
         beside = self._memory.moves or (self.part is not None and self.part.busy())
@@ -332,10 +334,10 @@ class SLOPolicy:
         limit, so that prompts that wait for their first token go on.
         """
         least = limit_s / 2
-        for rank, target in enumerate(self._targets):
+        for priority, target in enumerate(self._targets):
             if target.tpot_s is None:
                 continue
-            for sequence in self.running_of(rank):
+            for sequence in self.running_of(priority):
                 if sequence.prefilled_ns and sequence.known - sequence.planned == 1:
                     tokens = sequence.known - sequence.num_prompt
                     due = sequence.prefilled_ns * 1e-9 + tokens * target.tpot_s
@@ -344,25 +346,25 @@ class SLOPolicy:
 
     def _present(self) -> set[int]:
         """Ranks of latency-sensitive classes that have sequences."""
-        ranks = {rank for rank in range(self._num_urgent) if self.running_of(rank)}
-        waiting = self._sequences.waiting.ranks()
-        return ranks | {rank for rank in waiting if 0 <= rank < self._num_urgent}
+        priorities = {priority for priority in range(self._num_urgent) if self.running_of(priority)}
+        waiting = self._sequences.waiting.priorities()
+        return priorities | {priority for priority in waiting if 0 <= priority < self._num_urgent}
 
-    def _tpot_of(self, ranks: set[int]) -> float:
-        """The tightest target between tokens of these ranks; of all, if they have none."""
-        tpots = [self._targets[rank].tpot_s for rank in ranks]
+    def _tpot_of(self, priorities: set[int]) -> float:
+        """The tightest target between tokens of these priorities; of all, if they have none."""
+        tpots = [self._targets[priority].tpot_s for priority in priorities]
         return min([tpot for tpot in tpots if tpot is not None], default=self._tightest_s)
 
     def _plan_urgent_decodes(self, step: TimedBatch, begin: float) -> list[list[Sequence]]:
-        """Add latency-sensitive sequences that decode; return, by rank, those that do not."""
+        """Add latency-sensitive sequences that decode; return, by priority, those that do not."""
         rest = []
-        for rank, target in enumerate(self._targets):
-            running = self.running_of(rank)
+        for priority, target in enumerate(self._targets):
+            running = self.running_of(priority)
             if step.rows and running and self._can_skip(step, running, target, begin):
                 rest.append([s for s in running if s.known - s.planned > 1])
                 continue
             rest.append(self._filler.single_tokens(step, running))
-            self._token_at[rank] = begin + step.seconds() * self.pace.correction
+            self._token_at[priority] = begin + step.seconds() * self.pace.correction
         return rest
 
     def _can_skip(
@@ -376,7 +378,7 @@ class SLOPolicy:
             return False
         next_token_at = begin + 2 * step.limit_s * self.pace.correction
         kept = target.tpot_s * (1 - self.policy.margin)
-        return next_token_at - self._token_at[target.rank] <= kept
+        return next_token_at - self._token_at[target.priority] <= kept
 
     def _plan_urgent_prompts(
         self, step: TimedBatch, running: list[list[Sequence]]
@@ -386,28 +388,32 @@ class SLOPolicy:
         Also whether no latency-sensitive prompt is left after this step.
         """
         first, admitted = len(step.sequences), len(step.adds)
-        for rank, sequences in enumerate(running):
+        for priority, sequences in enumerate(running):
             self._filler.chunks(step, sequences)
-            self._admission.admit(step, rank)
+            self._admission.admit(step, priority)
         wanted = sum(map(len, running)) + len(step.adds) - admitted
-        waits = any(0 <= rank < self._num_urgent for rank in self._sequences.waiting.ranks())
+        waits = any(
+            0 <= priority < self._num_urgent for priority in self._sequences.waiting.priorities()
+        )
         due = min((sequence.due_s for sequence in step.sequences[first:]), default=math.inf)
         return due, not waits and sum(step.samples[first:]) == wanted
 
     def _plan_best_effort(self, step: TimedBatch, now: float, *, prompts: bool) -> None:
         """Add best-effort prompts, if they may, and decodes, one class after the other."""
-        for rank in self.best_effort:
-            before, running = len(step.rows), self.running_of(rank)
+        for priority in self.best_effort:
+            before, running = len(step.rows), self.running_of(priority)
             decodes = [s for s in running if s.known - s.planned == 1]
             contexts = [s.planned for s in decodes]
             if prompts:
                 may_begin = self._may_begin(step, contexts)
                 self._filler.chunks(step, [s for s in running if s.known - s.planned > 1])
                 if may_begin:
-                    self._admission.admit(step, rank)
+                    self._admission.admit(step, priority)
             self._filler.single_tokens(step, decodes[: step.decodes_that_fit(contexts)])
-            if len(step.rows) > before or not (running or rank in self._sequences.waiting.ranks()):
-                self._served_at[rank] = now
+            if len(step.rows) > before or not (
+                running or priority in self._sequences.waiting.priorities()
+            ):
+                self._served_at[priority] = now
 
     def _may_begin(self, step: TimedBatch, contexts: list[int]) -> bool:
         """Whether best-effort prompts may begin, given the decodes of those that have.
@@ -424,13 +430,13 @@ class SLOPolicy:
             self._aged = None
         if self._aged is not None:
             return
-        for rank in self.best_effort:
-            if now - self._served_at.setdefault(rank, now) <= self.policy.patience_s:
+        for priority in self.best_effort:
+            if now - self._served_at.setdefault(priority, now) <= self.policy.patience_s:
                 continue
-            waiting = self._sequences.waiting.of_rank(rank)
-            first = next(iter([*self.running_of(rank), *waiting]), None)
+            waiting = self._sequences.waiting.of_priority(priority)
+            first = next(iter([*self.running_of(priority), *waiting]), None)
             if first is not None:
-                self._served_at[rank] = now
+                self._served_at[priority] = now
                 self._aged = first
                 self._sequences.reorder(first, AGED)
                 return
@@ -450,11 +456,11 @@ class SLOPolicy:
         self._filler.chunks(step, self._filler.single_tokens(step, running))
         self._admission.admit(step, AGED)
         if running and not step.rows:
-            step.held_back = bool(self._sequences.closing)  # what comes back is for it
+            step.admission_blocked = bool(self._sequences.closing)  # what comes back is for it
         step.limit_s, step.budget = limit, budget - (step.work.tokens - tokens)
-        waits = self._sequences.waiting.ranks()[:1] == [AGED]
+        waits = self._sequences.waiting.priorities()[:1] == [AGED]
         if waits and self.part is not None and self.part.blocks_come_back():
-            step.held_back = True  # what the device gets back is for it
+            step.admission_blocked = True  # what the device gets back is for it
 
     # -- committing ---------------------------------------------------------------------------
 
@@ -465,6 +471,6 @@ class SLOPolicy:
 
     def check(self) -> None:
         """Raise InvariantError if more than one sequence is served out of its turn."""
-        aged = [*self.running_of(AGED), *self._sequences.waiting.of_rank(AGED)]
+        aged = [*self.running_of(AGED), *self._sequences.waiting.of_priority(AGED)]
         if len(aged) > 1 or any(sequence is not self._aged for sequence in aged):
             raise InvariantError("more than one best-effort sequence is served out of its turn")

@@ -11,7 +11,7 @@ from weft.core.types import Sequence
 def choose_victim(running: Iterable[Sequence], after: tuple[int, int]) -> Sequence | None:
     """Return the sequence that loses least work when it is computed again later.
 
-    Only sequences that come after ``after`` in (rank, arrival) may be chosen, so that the first
+    Only sequences that come after ``after`` in (priority, arrival) may be chosen, so that the first
     sequence always advances and nobody is preempted for ever. The lowest class gives way first;
     within it the sequence with the fewest computed tokens, the newest on a tie.
     """

@@ -11,27 +11,27 @@ class PrefixWait:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._computing: dict[bytes, int] = {}  # block -> rank of the class that computes it
+        self._computing: dict[bytes, int] = {}  # block -> priority of the class that computes it
         self._leads: dict[int, deque[tuple[int, bytes]]] = {}
 
-    def lead(self, sequence_id: int, rank: int, digests: Seq[bytes], hit: int) -> None:
-        """Announce that a sequence of this rank computes its blocks from token ``hit`` on."""
+    def lead(self, sequence_id: int, priority: int, block_hashes: Seq[bytes], hit: int) -> None:
+        """Announce that a sequence of this priority computes its blocks from token ``hit`` on."""
         own: deque[tuple[int, bytes]] = deque()
-        for index in range(hit // self._block_size, len(digests)):
-            if digests[index] not in self._computing:
-                self._computing[digests[index]] = rank
-                own.append(((index + 1) * self._block_size, digests[index]))
+        for index in range(hit // self._block_size, len(block_hashes)):
+            if block_hashes[index] not in self._computing:
+                self._computing[block_hashes[index]] = priority
+                own.append(((index + 1) * self._block_size, block_hashes[index]))
         if own:
             self._leads[sequence_id] = own
 
-    def awaited(self, rank: int, digests: Seq[bytes], hit: int) -> bytes:
+    def awaited(self, priority: int, block_hashes: Seq[bytes], hit: int) -> bytes:
         """Return the last block after ``hit`` that someone else is computing, or b"" for none.
 
         Nobody waits for a lower class, which may be starved.
         """
         found = b""
-        for digest in digests[hit // self._block_size :]:
-            if self._computing.get(digest, rank + 1) > rank:
+        for digest in block_hashes[hit // self._block_size :]:
+            if self._computing.get(digest, priority + 1) > priority:
                 break
             found = digest
         return found

@@ -98,14 +98,14 @@ def load_aware(
     return Scheduler(FCFSPolicy(classes, cost, fills=not host_only), memory, limits, [part])
 
 
-def slo_riders(
+def slo_piggyback(
     cache: TieredCache,
     limits: Limits,
     cost: CostModel,
     classes: Seq[ServiceClass] = DEFAULT_CLASSES,
     policy: TargetPolicy = DEFAULT_POLICY,
 ) -> Scheduler:
-    """Latency targets first; best effort of the host rides along (OmniServe section 3.2)."""
+    """Latency targets first; best effort of the host is piggybacked (OmniServe section 3.2)."""
     targets, memory = SLOPolicy(cost, classes, policy), HostMemory(cache)
     return Scheduler(targets, memory, limits, [PiggybackPart(memory, targets)])
 
@@ -144,8 +144,8 @@ SCHEDULERS: Mapping[str, SchedulerEntry] = {
         needs_cost=True,
         needs_host=True,
     ),
-    "slo-riders": SchedulerEntry(
-        lambda g: slo_riders(g.tiers(), g.limits, _cost(g), g.classes, g.policy),
+    "slo-piggyback": SchedulerEntry(
+        lambda g: slo_piggyback(g.tiers(), g.limits, _cost(g), g.classes, g.policy),
         needs_cost=True,
         needs_host=True,
     ),

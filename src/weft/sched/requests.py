@@ -18,7 +18,7 @@ def sequence_of(
     """Return the sequence of a request, with the output that it brings along.
 
     Args:
-        order: the rank of its class, and the number of its arrival.
+        order: the priority of its class, and the number of its arrival.
         max_model_len: tokens in one sequence, prompt and output.
         kv_tokens: tokens of the longest sequence that the KV memory holds.
         speculation: tokens of the longest draft of a request that does not say; 0 for none.
@@ -45,7 +45,7 @@ def sequence_of(
         )
     tokens = [*request.prompt, *request.output]
     drafter = _drafter(request, speculation)
-    lockstep = drafter is not None or request.sampling.grammar is not None
+    synchronous = drafter is not None or request.sampling.grammar is not None
     return Sequence(
         request,
         request.id,
@@ -54,7 +54,7 @@ def sequence_of(
         order,
         request.stop_ids(),
         known=len(tokens),
-        lockstep_at=0 if lockstep else NEVER,
+        synchronous_from=0 if synchronous else NEVER,
         drafter=drafter,
     )
 

@@ -4,7 +4,7 @@ The policy says who comes first, how much of a step each may have, and who is ad
 (``policy_fcfs.py``, ``policy_slo.py``). The memory says what happens when KV blocks run out, and
 what moves between the tiers (``memory_device.py``, ``memory_host.py``). Each policy works with each
 memory. Parts plug into the pair: decodes of the host beside a step of the device
-(``two_batch.py``), or riding along with it (``piggyback.py``).
+(``two_batch.py``), or piggybacked along with it (``piggyback.py``).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Policy(Protocol):
     """Who comes first, how much of a step each may have, and who is admitted.
 
     Attributes:
-        classes: the table of service classes; the policy may have given them other ranks.
+        classes: the table of service classes; the policy may have given them other priorities.
     """
 
     classes: Seq[ServiceClass]
@@ -107,7 +107,7 @@ class Scheduler:
         self.admission = Admission(self.sequences, memory, limits.max_num_batched_tokens)
         self.committer = Committer(self.sequences)
         self.totals = self.sequences.totals
-        self._ranks = {row.name: row.rank for row in policy.classes}
+        self._priorities = {row.name: row.priority for row in policy.classes}
         self._launched: deque[Launched] = deque()
         memory.attach(self.sequences, limits.max_num_batched_tokens)
         policy.attach(self)
@@ -126,15 +126,15 @@ class Scheduler:
         """
         if request.id in self.sequences.by_id:
             raise ParameterError(f"Request id {request.id} is in use already.", param="id")
-        if request.service_class not in self._ranks:
+        if request.service_class not in self._priorities:
             raise ParameterError(
                 f"Unknown service class '{request.service_class}'; "
-                f"known: {', '.join(self._ranks)}.",
+                f"known: {', '.join(self._priorities)}.",
                 param="service_class",
             )
         sequence = sequence_of(
             request,
-            (self._ranks[request.service_class], self.admission.arrivals + 1),
+            (self._priorities[request.service_class], self.admission.arrivals + 1),
             max_model_len=self.limits.max_model_len,
             kv_tokens=self.cache.max_tokens(),
             speculation=self.limits.speculation,
@@ -205,7 +205,7 @@ class Scheduler:
         news = self.committer.commit(self._launched.popleft(), result, int(now * 1e9))
         for part in self.parts:
             part.commit(result, news)
-        self.memory.settle(self.committer)
+        self.memory.complete_moves(self.committer)
         return news
 
     def check(self) -> None:

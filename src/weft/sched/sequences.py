@@ -50,17 +50,17 @@ class SequenceManager:
             return None
         return sequence
 
-    def ranks(self) -> list[int]:
+    def priorities(self) -> list[int]:
         """Ranks that have running or waiting sequences, the best one first."""
-        ranks = set(self.waiting.ranks())
+        priorities = set(self.waiting.priorities())
         if self.running:
-            ranks.update(range(self.running[0].order[0], self.running[-1].order[0] + 1))
-        return sorted(ranks)
+            priorities.update(range(self.running[0].order[0], self.running[-1].order[0] + 1))
+        return sorted(priorities)
 
-    def running_of(self, rank: int) -> list[Sequence]:
-        """Running sequences of a rank, in order."""
-        low = bisect_left(self.running, (rank, 0), key=by_order)
-        high = bisect_left(self.running, (rank + 1, 0), key=by_order)
+    def running_of(self, priority: int) -> list[Sequence]:
+        """Running sequences of a priority, in order."""
+        low = bisect_left(self.running, (priority, 0), key=by_order)
+        high = bisect_left(self.running, (priority + 1, 0), key=by_order)
         return self.running[low:high]
 
     def arrive(self, sequence: Sequence) -> None:
@@ -83,8 +83,8 @@ class SequenceManager:
             self.totals.prompt_tokens += sequence.num_prompt
             sequence.scheduled_ns = now_ns
         if self.cache.prefix_caching:
-            digests = self.cache.prompt_digests(sequence.id, sequence.tokens)
-            self.prefix_wait.lead(sequence.id, sequence.order[0], digests, hit)
+            block_hashes = self.cache.prompt_hashes(sequence.id, sequence.tokens)
+            self.prefix_wait.lead(sequence.id, sequence.order[0], block_hashes, hit)
         insort(self.running, sequence, key=by_order)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
@@ -114,9 +114,9 @@ class SequenceManager:
         self.closing.append(sequence)
         self.close()
 
-    def reorder(self, sequence: Sequence, rank: int) -> None:
-        """Serve a waiting or running sequence with another rank from now on."""
-        order = (rank, sequence.order[1])
+    def reorder(self, sequence: Sequence, priority: int) -> None:
+        """Serve a waiting or running sequence with another priority from now on."""
+        order = (priority, sequence.order[1])
         if sequence.state is SequenceState.RUNNING:
             self.running.remove(sequence)
             sequence.order = order

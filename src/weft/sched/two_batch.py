@@ -119,7 +119,7 @@ class TwoBatch:
         """Whether the sequence needs one token and may have it now."""
         if sequence.known - sequence.planned != 1 or sequence.known >= sequence.end:
             return False
-        return sequence.known <= sequence.lockstep_at or len(sequence.tokens) == sequence.known
+        return sequence.known <= sequence.synchronous_from or len(sequence.tokens) == sequence.known
 
     def _choose(self, step: TimedBatch, work: HostWork, on_host: Seq[Sequence]) -> HostShare:
         if self._host_only:
@@ -151,7 +151,7 @@ class TwoBatch:
 
         As many as the host can keep up with if all that it has decode in every step.
         """
-        if step.held_back:
+        if step.admission_blocked:
             return []
         contexts = [sequence.known for sequence in on_host]
         seconds = max(self._step_s, step.seconds())
@@ -167,8 +167,8 @@ class TwoBatch:
         return found
 
     def _next_waiting(self) -> Iterator[Sequence]:
-        for rank in self._scheduler.sequences.waiting.ranks():
-            for sequence in self._scheduler.sequences.waiting.of_rank(rank):
+        for priority in self._scheduler.sequences.waiting.priorities():
+            for sequence in self._scheduler.sequences.waiting.of_priority(priority):
                 shared = sequence.waiting_on
                 if not (shared and self._scheduler.sequences.prefix_wait.in_progress(shared)):
                     yield sequence

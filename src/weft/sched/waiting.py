@@ -10,12 +10,12 @@ from weft.core.types import Sequence, SequenceState
 
 
 class WaitingQueue:
-    """By class rank, then preempted sequences, then new ones by arrival."""
+    """By class priority, then preempted sequences, then new ones by arrival."""
 
     def __init__(self) -> None:
         self._resumed: dict[int, list[Sequence]] = {}
         self._fresh: dict[int, dict[int, Sequence]] = {}
-        self._ranks: list[int] = []
+        self._priorities: list[int] = []
 
     def __len__(self) -> int:
         resumed = sum(len(sequences) for sequences in self._resumed.values())
@@ -23,17 +23,21 @@ class WaitingQueue:
 
     def __iter__(self) -> Iterator[Sequence]:
         """Yield in order; the queue must not change meanwhile."""
-        for rank in self._ranks:
-            yield from self.of_rank(rank)
+        for priority in self._priorities:
+            yield from self.of_priority(priority)
 
-    def of_rank(self, rank: int) -> Iterator[Sequence]:
-        """Yield the sequences of one rank in order; what is resumed meanwhile is left out."""
-        yield from tuple(self._resumed.get(rank, ()))
-        yield from self._fresh.get(rank, {}).values()
+    def of_priority(self, priority: int) -> Iterator[Sequence]:
+        """Yield the sequences of one priority in order; what is resumed meanwhile is left out."""
+        yield from tuple(self._resumed.get(priority, ()))
+        yield from self._fresh.get(priority, {}).values()
 
-    def ranks(self) -> list[int]:
+    def priorities(self) -> list[int]:
         """Ranks that have sequences."""
-        return [rank for rank in self._ranks if self._resumed[rank] or self._fresh[rank]]
+        return [
+            priority
+            for priority in self._priorities
+            if self._resumed[priority] or self._fresh[priority]
+        ]
 
     def add(self, sequence: Sequence) -> None:
         """Append a sequence that has never run."""
@@ -46,9 +50,9 @@ class WaitingQueue:
         insort(self._resumed[sequence.order[0]], sequence, key=lambda s: s.order)
 
     def remove(self, sequence: Sequence) -> None:
-        rank = sequence.order[0]
-        if self._fresh[rank].pop(sequence.id, None) is None:
-            self._resumed[rank].remove(sequence)
+        priority = sequence.order[0]
+        if self._fresh[priority].pop(sequence.id, None) is None:
+            self._resumed[priority].remove(sequence)
 
     def check(self) -> None:
         """Raise InvariantError if the queue holds a sequence that does not wait."""
@@ -60,8 +64,8 @@ class WaitingQueue:
                 raise InvariantError(f"queued sequence {sequence.id} holds a row or has work")
 
     def _rank(self, sequence: Sequence) -> None:
-        rank = sequence.order[0]
-        if rank not in self._fresh:
-            self._fresh[rank] = {}
-            self._resumed[rank] = []
-            insort(self._ranks, rank)
+        priority = sequence.order[0]
+        if priority not in self._fresh:
+            self._fresh[priority] = {}
+            self._resumed[priority] = []
+            insort(self._priorities, priority)

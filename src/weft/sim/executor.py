@@ -106,7 +106,7 @@ class ModelledExecutor:
         self._faulty = faulty
         self._rows: dict[int, _Row] = {}
         self._outstanding: list[ModelledTicket] = []
-        self._lockstep: set[int] = set()
+        self._synchronous: set[int] = set()
         counts = {Tier.DEVICE: [group.num_blocks for group in groups], Tier.HOST: host_blocks}
         self._kv: dict[Tier, list[list[list[Slot]]]] = {
             tier: [
@@ -125,10 +125,10 @@ class ModelledExecutor:
         """
         if len(self._outstanding) > self.depth:
             raise InvariantError(f"{len(self._outstanding)} steps are outstanding already")
-        self._lockstep.difference_update(plan.drop)
-        self._lockstep.update(add.row for add in plan.add if add.sampling.grammar is not None)
+        self._synchronous.difference_update(plan.drop)
+        self._synchronous.update(add.row for add in plan.add if add.sampling.grammar is not None)
         drafted = {row for batch in plan.batches for row in batch.drafts}
-        early = (self._lockstep & _sampled(plan)) | drafted
+        early = (self._synchronous & _sampled(plan)) | drafted
         if any(early & _sampled(ticket.plan) for ticket in self._outstanding):
             raise InvariantError(f"of rows {early} one is planned while its token is in flight")
         ticket = ModelledTicket(self, plan)
@@ -172,29 +172,37 @@ class ModelledExecutor:
                     embeddings[row.sequence_id] = struct.pack("<f", token)
                 if draft:
                     accepted[row.sequence_id] = self._verify(row, draft, token)
-        ridden = self._ride(ticket.plan, faults)
+        piggybacked_results = self._piggyback_results(ticket.plan, faults)
         for move in ticket.plan.moves:
             if move.after_layer:
                 self._move(move)
         result = self._result(ticket.plan.step_id, ids, tokens, faults, accepted, embeddings)
         if self._piggyback is None:
             return result
-        return replace(result, ridden=ridden, rider_layers=self._piggyback.in_layers)
+        return replace(
+            result,
+            piggybacked_results=piggybacked_results,
+            piggyback_layers=self._piggyback.in_layers,
+        )
 
-    def _ride(self, plan: StepPlan, faults: dict[int, WeftError]) -> tuple[tuple[int, int], ...]:
-        """Begin tokens of riders, and end those whose last result is back."""
+    def _piggyback_results(
+        self, plan: StepPlan, faults: dict[int, WeftError]
+    ) -> tuple[tuple[int, int], ...]:
+        """Begin tokens of piggybacked rows, and end those whose last result is back."""
         if self._piggyback is None:
-            if plan.riders or plan.rider_caps:
-                raise InvariantError("the modelled executor carries no riders")
+            if plan.piggybacked or plan.piggyback_limits:
+                raise InvariantError("the modelled executor carries no piggybacked rows")
             return ()
-        for index in plan.riders:
+        for index in plan.piggybacked:
             row = self._rows[index]
             if row.tier is not Tier.HOST:
-                raise InvariantError(f"sequence {row.sequence_id} rides, but its KV is no host's")
+                raise InvariantError(
+                    f"sequence {row.sequence_id} piggybacks, but its KV is no host's"
+                )
             self._write(row, len(row.tokens) - 1, row.tokens[-1:])
             self._piggyback.begin(index, len(row.tokens), float(self._steps))
         ended = []
-        for index in self._piggyback.ride(self._steps, 1.0, plan.rider_caps).finished:
+        for index in self._piggyback.piggyback(self._steps, 1.0, plan.piggyback_limits).finished:
             row = self._rows[index]
             token = self._sample(row, len(row.tokens), faults)
             row.tokens.append(token)
@@ -240,7 +248,7 @@ class ModelledExecutor:
                 self._kv[tier][group][block] = [None] * self._groups[group].block_size
         for index in plan.abort:
             if self._piggyback is None:
-                raise InvariantError("the modelled executor carries no riders")
+                raise InvariantError("the modelled executor carries no piggybacked rows")
             self._piggyback.abort(index)
         for index in plan.drop:
             if self._piggyback is not None:
@@ -328,9 +336,9 @@ class ModelledExecutor:
         where = {index: row.tier for index, row in self._rows.items()}
         tables = {index: [list(t) for t in row.tables] for index, row in self._rows.items()}
         lengths = {index: len(row.tokens) for index, row in self._rows.items()}
-        riding: dict[int, int] = {}  # row -> tokens when its token began, at most
+        piggybacking: dict[int, int] = {}  # row -> tokens when its token began, at most
         if self._piggyback is not None:
-            riding = {row: count for row, count in lengths.items() if row in self._piggyback}
+            piggybacking = {row: count for row, count in lengths.items() if row in self._piggyback}
 
         def move(moves: Seq[KVMove]) -> None:
             for change in moves:
@@ -360,8 +368,8 @@ class ModelledExecutor:
                         touched[group_index].update(tables[index][group_index][first:last])
             move([change for change in plan.moves if change.after_layer])
             lengths |= {add.row: len(add.tokens) for add in plan.add}
-            riding |= {row: lengths[row] + len(self._outstanding) for row in plan.riders}
-        for index, length in riding.items() if tier is Tier.HOST else ():
+            piggybacking |= {row: lengths[row] + len(self._outstanding) for row in plan.piggybacked}
+        for index, length in piggybacking.items() if tier is Tier.HOST else ():
             parts = zip(self._groups, touched, tables[index], strict=True)
             for group, group_blocks, table in parts:
                 group_blocks.update(table[group.first_block(length) :])

@@ -103,7 +103,7 @@ class SimOptions:
     be_output_tokens: str = setting("str", "128", "length of their answers")
     be_class: str = setting("str", "batch", "class of best-effort requests")
     classes: Mapping[str, Any] = setting(
-        "map", {}, "service classes: name -> rank, ttft_s, tpot_s", high=64
+        "map", {}, "service classes: name -> priority, ttft_s, tpot_s", high=64
     )
     max_num_seqs: int = setting("int", 256, "sequences that run at once", low=1, high=2**16)
     max_num_batched_tokens: int = setting("int", 2048, "tokens of a step", low=1, high=2**20)

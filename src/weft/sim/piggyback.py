@@ -1,11 +1,11 @@
-"""Attention piggybacking in virtual time: the host attends, and results ride with later steps.
+"""Attention piggybacking in virtual time: the host attends, and results piggyback with later steps.
 
-OmniServe section 3.2, layer by layer. A rider's token begins with the embedding and the first QKV,
-which a step computes along with its own rows. Then q, k and v of layer i go to a host, whose CPUs
-attend in the order of arrival. The device never waits: the result rides with the first step that
-executes the rest of layer i after it is back, if the step's cap for the layer allows; that step
-also computes QKV of layer i + 1, and so on up to the token. So a rider usually comes one layer
-further with each step, and a token takes as many steps as there are layers.
+OmniServe section 3.2, layer by layer. A piggybacked row's token begins with the embedding and the
+first QKV, which a step computes along with its own rows. Then q, k and v of layer i go to a host,
+whose CPUs attend in the order of arrival. The device never waits: the result piggybacks with the
+first step that executes the rest of layer i after it is back, if the step's cap for the layer
+allows; that step also computes QKV of layer i + 1, and so on up to the token. So a piggybacked row
+usually comes one layer further with each step, and a token takes as many steps as there are layers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from weft.cost.work import Work
 PROBE_TOKENS = 4096  # context of which the attention is costed
 
 
-class Rider(NamedTuple):
+class PiggybackRow(NamedTuple):
     """A token on its way: the context that its attention reads, and the host that has its KV."""
 
     row: int
@@ -31,12 +31,12 @@ class Rider(NamedTuple):
     host: int
 
 
-class Ridden(NamedTuple):
-    """What a step did for riders.
+class Piggybacked(NamedTuple):
+    """What a step did for piggybacked rows.
 
     Attributes:
         finished: rows whose token is complete, in the order in which it happened.
-        by_layer: riders that each layer carried.
+        by_layer: piggybacked rows that each layer carried.
     """
 
     finished: list[int]
@@ -44,7 +44,7 @@ class Ridden(NamedTuple):
 
 
 class Piggyback:
-    """The riders of an executor.
+    """The piggybacked rows of an executor.
 
     Args:
         attention_s: seconds for which one host attends for one layer to a context of so many
@@ -74,7 +74,7 @@ class Piggyback:
         self._rows: set[int] = set()
         self._count = 0
         # For each layer, results by the time at which they are back.
-        self._back: list[list[tuple[float, int, Rider]]] = [[] for _ in range(layers)]
+        self._back: list[list[tuple[float, int, PiggybackRow]]] = [[] for _ in range(layers)]
 
     def __contains__(self, row: int) -> bool:
         """Whether a token of the row is on its way."""
@@ -85,7 +85,7 @@ class Piggyback:
 
     @property
     def in_layers(self) -> tuple[int, ...]:
-        """How many riders wait for each layer or its attention."""
+        """How many piggybacked rows wait for each layer or its attention."""
         return tuple(len(results) for results in self._back)
 
     def keep(self, row: int, tokens: int) -> None:
@@ -122,7 +122,7 @@ class Piggyback:
                 heapify(results)
 
     def next_back_s(self) -> float:
-        """When the next result is back; infinity if there are no riders."""
+        """When the next result is back; infinity if there are no piggybacked rows."""
         return min((results[0][0] for results in self._back if results), default=float("inf"))
 
     def begin(self, row: int, context: int, at_s: float) -> None:
@@ -133,45 +133,47 @@ class Piggyback:
         self._kept[row] = (host, tokens + 1)
         self._held[host] += 1
         self._rows.add(row)
-        self._attend(Rider(row, context, host), 0, at_s)
+        self._attend(PiggybackRow(row, context, host), 0, at_s)
 
-    def _attend(self, rider: Rider, layer: int, at_s: float) -> None:
-        each_way_s = self._latency_s[rider.host] / 2
+    def _attend(self, piggybacked_row: PiggybackRow, layer: int, at_s: float) -> None:
+        each_way_s = self._latency_s[piggybacked_row.host] / 2
         arrives = at_s + each_way_s
-        done = max(arrives, self._free_at[rider.host]) + self._attention_s(rider.context)
-        self._free_at[rider.host] = done
+        done = max(arrives, self._free_at[piggybacked_row.host]) + self._attention_s(
+            piggybacked_row.context
+        )
+        self._free_at[piggybacked_row.host] = done
         self._count += 1  # equal times keep their order
-        heappush(self._back[layer], (done + each_way_s, self._count, rider))
+        heappush(self._back[layer], (done + each_way_s, self._count, piggybacked_row))
 
-    def ride(self, start_s: float, seconds: float, caps: Seq[int]) -> Ridden:
-        """Let results ride with a step that executes its layers evenly over its time.
+    def piggyback(self, start_s: float, seconds: float, caps: Seq[int]) -> Piggybacked:
+        """Let results piggyback with a step that executes its layers evenly over its time.
 
         Args:
-            caps: for each layer, how many may ride; none may if it is empty.
+            caps: for each layer, how many may piggyback; none may if it is empty.
         """
         finished: list[int] = []
         by_layer = [0] * self._layers
         if not caps:
-            return Ridden(finished, by_layer)
+            return Piggybacked(finished, by_layer)
         for layer, results in enumerate(self._back):
             at_s = start_s + seconds * (layer + 1) / self._layers
             carried = 0
             while results and carried < caps[layer] and results[0][0] <= at_s:
-                rider = heappop(results)[2]
+                piggybacked_row = heappop(results)[2]
                 carried += 1
                 if layer + 1 < self._layers:
-                    self._attend(rider, layer + 1, at_s)
+                    self._attend(piggybacked_row, layer + 1, at_s)
                 else:
-                    self._rows.remove(rider.row)
-                    finished.append(rider.row)
+                    self._rows.remove(piggybacked_row.row)
+                    finished.append(piggybacked_row.row)
             by_layer[layer] = carried
-        return Ridden(finished, by_layer)
+        return Piggybacked(finished, by_layer)
 
 
 def on_hosts(
     cost: CostModel, hosts: int = 1, latency_s: float = 0.0, room: float = math.inf
 ) -> Piggyback:
-    """Riders on hosts that each attend as fast as a cost model says of one."""
+    """Piggybacked rows on hosts that each attend as fast as a cost model says of one."""
     probe = Work(tokens=1, host_decodes=1, host_context=PROBE_TOKENS)
     token_s = cost.terms(probe).cpu_attention / cost.layers / PROBE_TOKENS
     return Piggyback(cost.layers, lambda context: context * token_s, hosts, latency_s, room)

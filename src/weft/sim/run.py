@@ -58,7 +58,8 @@ def simulate(
         cost: what steps really take: another source than the scheduler's own costs.
         errors: by how much they differ from that.
         done: hears the number of each request that has ended.
-        piggyback: the hosts of a scheduler that has riders; unset is one, as fast as ``cost`` says.
+        piggyback: the hosts of a scheduler that has piggybacked rows; unset is one, as fast as
+            ``cost`` says.
 
     Raises:
         InvariantError: the scheduler got stuck or lost something.

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from weft.core.errors import InvariantError
 from weft.core.plan import KVMove, StepPlan, StepResult, SubBatch, Tier
-from weft.cost.model import RIDER_LAYER_S, CostModel, step_time
+from weft.cost.model import PIGGYBACK_LAYER_S, CostModel, step_time
 from weft.cost.work import Work
 from weft.sim.clock import VirtualClock
 from weft.sim.jobs import END_TOKEN, answer_token
@@ -87,7 +87,7 @@ class SimulatedExecutor:
         gauges: shares of device and host KV memory in use, and requests that wait.
         block_size: tokens of a block, for KV that moves.
         depth: steps that may be in flight while another one is launched, as with real devices.
-        piggyback: carries the riders of plans that have some.
+        piggyback: carries the piggybacked rows of plans that have some.
     """
 
     def __init__(
@@ -141,50 +141,57 @@ class SimulatedExecutor:
         seconds = step_time(self._cost, works) * self._errors.factor()
         result = self._result(plan)
         if self._piggyback is not None:
-            start_s, carried_s, ridden = self._ride(plan, works, start_s, seconds)
+            start_s, carried_s, piggybacked_results = self._piggyback_results(
+                plan, works, start_s, seconds
+            )
             seconds += carried_s
-            result = replace(result, ridden=ridden, rider_layers=self._piggyback.in_layers)
+            result = replace(
+                result,
+                piggybacked_results=piggybacked_results,
+                piggyback_layers=self._piggyback.in_layers,
+            )
         self._free_at = start_s + seconds
         self._write(works, start_s, seconds)
         ticket = SimulatedTicket(self, self._free_at, result)
         self._outstanding.append(ticket)
         return ticket
 
-    def _ride(
+    def _piggyback_results(
         self, plan: StepPlan, works: list[Work], start_s: float, seconds: float
     ) -> tuple[float, float, tuple[tuple[int, int], ...]]:
-        """Carry riders; when the step starts, what they add to it, and tokens that they end.
+        """Carry piggybacked rows; when the step starts, what they add to it, and tokens that they
+        end.
 
         A step that has nothing else to do starts when the first result is back.
         """
-        riders = self._piggyback
-        assert riders is not None
+        piggybacked = self._piggyback
+        assert piggybacked is not None
         for move in plan.moves:
             if move.to is Tier.HOST:
-                riders.keep(move.row, len(move.source[0]) * self._block_size)
+                piggybacked.keep(move.row, len(move.source[0]) * self._block_size)
             else:
-                riders.give_up(move.row)
-        for row in plan.riders:
-            riders.begin(row, self._rows[row].length, start_s)
+                piggybacked.give_up(move.row)
+        for row in plan.piggybacked:
+            piggybacked.begin(row, self._rows[row].length, start_s)
         tokens = sum(work.tokens for work in works)
-        if not tokens and plan.rider_caps and (back := riders.next_back_s()) != math.inf:
+        if not tokens and plan.piggyback_limits and (back := piggybacked.next_back_s()) != math.inf:
             start_s = max(start_s, back)
-        ridden = riders.ride(start_s, seconds, plan.rider_caps)
+        piggybacked_results = piggybacked.piggyback(start_s, seconds, plan.piggyback_limits)
         ended = []
-        for number in ridden.finished:
+        for number in piggybacked_results.finished:
             row_of = self._rows[number]
             row_of.length += 1
             token = row_of.token if row_of.length < row_of.end else END_TOKEN
             ended.append((row_of.sequence_id, token))
-        begun = len(plan.riders)
-        carried = [begun + ridden.by_layer[0], *ridden.by_layer[1:]]
+        begun = len(plan.piggybacked)
+        carried = [begun + piggybacked_results.by_layer[0], *piggybacked_results.by_layer[1:]]
         return start_s, self._carried_s(tokens, carried), tuple(ended)
 
     def _carried_s(self, tokens: int, by_layer: list[int]) -> float:
-        """What riders add to the dense part of each layer, and fetching their residuals.
+        """What piggybacked rows add to the dense part of each layer, and fetching their residuals.
 
         OmniServe section 5.3: 75 us to write queues and residuals and 0.5 ms to load residuals, for
-        400 riders in all.
+        400 piggybacked rows in all.
         """
 
         def dense_s(count: int) -> float:
@@ -196,7 +203,7 @@ class SimulatedExecutor:
         carried_s = sum(
             times * (dense_s(tokens + count) - alone_s) for count, times in counts.items() if count
         )
-        return carried_s / len(by_layer) + sum(by_layer) * RIDER_LAYER_S
+        return carried_s / len(by_layer) + sum(by_layer) * PIGGYBACK_LAYER_S
 
     def collected(self, ticket: SimulatedTicket, end_s: float) -> None:
         """Go on to the end of the oldest outstanding step."""

@@ -14,8 +14,8 @@ def paged_attention(
     v_cache: _View,
     block_tables: _View,
     query_start: _View,
-    context_len: _View,
-    slots: _View,
+    seq_lens: _View,
+    slot_mapping: _View,
     block_size: int,
     scale: float,
     window: int,
@@ -63,7 +63,7 @@ class Packer:
         self,
         numbers: NDArray[np.int64],
         bounds: NDArray[np.int32],
-        slots: list[NDArray[np.int64]],
+        slot_mapping: list[NDArray[np.int64]],
         block_tables: list[NDArray[np.int32]],
     ) -> None: ...
     def pack(
@@ -78,7 +78,7 @@ class Packer:
         self, windows: list[int], blocks: NDArray[np.int32], starts: NDArray[np.int32]
     ) -> int: ...
 
-def choose(
+def sample(
     logits: int,
     size: int,
     settings: NDArray[np.float64],

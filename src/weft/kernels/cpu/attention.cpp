@@ -32,7 +32,7 @@ void run_items(int64_t count, int64_t work, const std::function<void(int64_t)>& 
 // ---- writing the new keys and values ----
 
 void write_token(const Kernels& kernels, const Attention& call, int64_t token) {
-  const int64_t slot = call.slots.as<int64_t>()[token];
+  const int64_t slot = call.slot_mapping.as<int64_t>()[token];
   const int64_t block = slot / call.block_size, offset = slot % call.block_size;
   const auto write = [&](const Tensor& fresh, const Tensor& cache) {
     for (int64_t head = 0; head < cache.shape[1]; ++head) {
@@ -133,7 +133,7 @@ class Work {
         kv_heads_(call.k_cache.shape[1]),
         group_(call.q.shape[1] / kv_heads_),
         width_(padded(call.q.shape[2], kernels.lanes)) {
-    for (int64_t row = 0; row < call.context_len.shape[0]; ++row) add_row(row);
+    for (int64_t row = 0; row < call.seq_lens.shape[0]; ++row) add_row(row);
     if (!items_.empty()) {
       // The largest first, so that no thread is left alone with a large one at the end.
       std::stable_sort(items_.begin(), items_.end(), [](const Item& a, const Item& b) {
@@ -166,7 +166,7 @@ class Work {
 
   void add_row(int64_t row) {
     const int64_t tokens = tokens_of(row), vectors = tokens * group_;
-    const int64_t context = call_.context_len.as<int32_t>()[row], past = context - tokens;
+    const int64_t context = call_.seq_lens.as<int32_t>()[row], past = context - tokens;
     const auto first_seen = [&](int64_t position) {
       return call_.window == 0 ? 0 : std::max<int64_t>(0, position + 1 - call_.window);
     };
@@ -272,7 +272,7 @@ class Work {
   // Fill in the query vectors [first, first + count) of a row.
   void add_queries(int64_t row, int64_t kv_head, int64_t first, int64_t count, Query* to) const {
     const int64_t start = call_.query_start.as<int32_t>()[row];
-    const int64_t past = call_.context_len.as<int32_t>()[row] - tokens_of(row);
+    const int64_t past = call_.seq_lens.as<int32_t>()[row] - tokens_of(row);
     for (int64_t i = first; i < first + count; ++i) {
       const int64_t token = i / group_, head = kv_head * group_ + i % group_;
       *to++ = {at(call_.q, start + token, head), at(call_.out, start + token, head), past + token};

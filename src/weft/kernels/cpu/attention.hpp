@@ -14,8 +14,8 @@ struct Attention {
   Tensor k_cache, v_cache;           // [num_blocks, Hkv, block_size, D]
   Tensor block_tables;               // [R, B] i32; an entry that no query sees may be anything
   Tensor query_start;                // [R + 1] i32
-  Tensor context_len;                // [R] i32
-  Tensor slots;                      // [T] i64
+  Tensor seq_lens;                // [R] i32
+  Tensor slot_mapping;                      // [T] i64
   int64_t block_size = 0;
   int64_t window = 0;                // positions that a query sees, itself included; 0: all
   float scale = 1.0f;

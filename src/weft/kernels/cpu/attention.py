@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from weft.kernels.cpu import _native
-from weft.kernels.interface import AttentionBatch
+from weft.kernels.interface import AttentionMetadata
 
 __all__ = ["isa", "isas", "paged_attention", "set_threads", "threads", "use_isa"]
 
@@ -34,13 +34,14 @@ def paged_attention(
     v: Tensor | None,
     k_cache: Tensor,
     v_cache: Tensor,
-    batch: AttentionBatch,
+    batch: AttentionMetadata,
     *,
     scale: float,
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """Write ``k`` and ``v`` at their slots, then attend causally; returns ``[T, H, D]`` like ``q``.
+    """Write ``k`` and ``v`` at their slot_mapping, then attend causally; returns ``[T, H, D]`` like
+    ``q``.
 
     The queries of row r are the last tokens of its context. Sums are float32; where queries and
     cache are bfloat16 and the machine multiplies pairs of them, so are the products' factors, the
@@ -81,8 +82,8 @@ def paged_attention(
         view("v_cache", v_cache),
         view("block_tables", batch.block_tables),
         view("query_start", batch.query_start),
-        view("context_len", batch.context_len),
-        view("slots", batch.slots),
+        view("seq_lens", batch.seq_lens),
+        view("slot_mapping", batch.slot_mapping),
         batch.block_size,
         scale,
         window or 0,

@@ -34,8 +34,8 @@ void run(const Stack& stack, uintptr_t ids, uintptr_t positions, int64_t tokens,
     const auto views = nb::cast<nb::tuple>(item);
     batches.push_back({tensor_of("block_tables", nb::cast<nb::tuple>(views[0])),
                        tensor_of("query_start", nb::cast<nb::tuple>(views[1])),
-                       tensor_of("context_len", nb::cast<nb::tuple>(views[2])),
-                       tensor_of("slots", nb::cast<nb::tuple>(views[3])),
+                       tensor_of("seq_lens", nb::cast<nb::tuple>(views[2])),
+                       tensor_of("slot_mapping", nb::cast<nb::tuple>(views[3])),
                        nb::cast<int64_t>(views[4])});
   }
   const nb::gil_scoped_release released;

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "bind.hpp"
-#include "choose.hpp"
+#include "sample.hpp"
 #include "pack.hpp"
 
 namespace nb = nanobind;
@@ -51,7 +51,7 @@ class Packer {
                          &memory_.sample_at, &memory_.sample_lengths};
     for (int i = 0; i < 8; ++i) *parts[i] = numbers.data() + i * capacity;
     memory_.query_start = bounds.data();
-    memory_.context_len = bounds.data() + memory_.max_rows + 1;
+    memory_.seq_lens = bounds.data() + memory_.max_rows + 1;
     memory_.groups.clear();
     for (size_t i = 0; i < tables_.size(); ++i) {
       memory_.groups.push_back({tables_[i].data(), static_cast<int64_t>(tables_[i].shape(1)),
@@ -99,7 +99,7 @@ class Packer {
   std::vector<Array<int32_t, 2>> block_tables_;
 };
 
-void choose(uintptr_t logits, int64_t size, Array<const double, 2> settings,
+void sample(uintptr_t logits, int64_t size, Array<const double, 2> settings,
             Array<const double, 1> draws, Array<int64_t, 1> tokens, Array<bool, 1> finite) {
   const size_t rows = tokens.shape(0);
   if (settings.shape(0) != rows || settings.shape(1) != 4 || draws.shape(0) != rows ||
@@ -109,7 +109,7 @@ void choose(uintptr_t logits, int64_t size, Array<const double, 2> settings,
   const weft::Choice choice{reinterpret_cast<float*>(logits), static_cast<int64_t>(rows), size,
                             settings.data(), draws.data(), tokens.data(), finite.data()};
   const nb::gil_scoped_release released;
-  weft::choose(choice);
+  weft::sample(choice);
 }
 
 void uniform(Array<const int64_t, 1> seeds, Array<const int64_t, 1> counters,
@@ -133,7 +133,7 @@ void bind_step(nb::module_& m) {
            nb::arg("samples"), nb::arg("guessed"))
       .def("pack_tables", &Packer::pack_tables, nb::arg("windows"), nb::arg("blocks"),
            nb::arg("starts"));
-  m.def("choose", &choose, nb::arg("logits"), nb::arg("size"), nb::arg("settings"),
+  m.def("sample", &sample, nb::arg("logits"), nb::arg("size"), nb::arg("settings"),
         nb::arg("draws"), nb::arg("tokens"), nb::arg("finite"));
   m.def("uniform", &uniform, nb::arg("seeds"), nb::arg("counters"), nb::arg("numbers"));
 }

@@ -109,15 +109,15 @@ void check_tensors(const Attention& call) {
 }
 
 void check_metadata(const Attention& call) {
-  check_shape(call.context_len, {{"rows", -1}});
-  const int64_t rows = call.context_len.shape[0];
+  check_shape(call.seq_lens, {{"rows", -1}});
+  const int64_t rows = call.seq_lens.shape[0];
   check_shape(call.query_start, {{"rows+1", rows + 1}});
   check_shape(call.block_tables, {{"rows", rows}, {"blocks_per_row", -1}});
-  check_shape(call.slots, {{"tokens", call.q.shape[0]}});
-  check_indices(call.context_len, DType::i32);
+  check_shape(call.slot_mapping, {{"tokens", call.q.shape[0]}});
+  check_indices(call.seq_lens, DType::i32);
   check_indices(call.query_start, DType::i32);
   check_indices(call.block_tables, DType::i32);
-  check_indices(call.slots, DType::i64);
+  check_indices(call.slot_mapping, DType::i64);
 }
 
 void check_numbers(const Attention& call) {
@@ -133,14 +133,14 @@ void check_row(const Attention& call, int64_t row) {
   if (start[row + 1] < start[row]) fail(name + ": query_start decreases");
   const int64_t queries = start[row + 1] - start[row];
   if (queries == 0) return;
-  const int64_t context = call.context_len.as<int32_t>()[row];
+  const int64_t context = call.seq_lens.as<int32_t>()[row];
   if (context < queries) {
-    fail(name + ": context_len " + text(context) + " is less than its " + text(queries) +
+    fail(name + ": seq_lens " + text(context) + " is less than its " + text(queries) +
          " query tokens");
   }
   const int64_t blocks = call.block_tables.shape[1];
   if (context > blocks * call.block_size) {
-    fail(name + ": context_len " + text(context) + " exceeds the table of " + text(blocks) +
+    fail(name + ": seq_lens " + text(context) + " exceeds the table of " + text(blocks) +
          " blocks of " + text(call.block_size));
   }
   const int64_t oldest = context - queries + 1 - call.window;
@@ -155,7 +155,7 @@ void check_row(const Attention& call, int64_t row) {
 }
 
 void check_rows(const Attention& call) {
-  const int64_t rows = call.context_len.shape[0];
+  const int64_t rows = call.seq_lens.shape[0];
   const int32_t* start = call.query_start.as<int32_t>();
   if (start[0] != 0 || start[rows] != call.q.shape[0]) {
     fail("query_start must run from 0 to the number of tokens of q of shape " +
@@ -166,11 +166,11 @@ void check_rows(const Attention& call) {
 
 void check_slots(const Attention& call) {
   if (!call.k) return;
-  const int64_t* slots = call.slots.as<int64_t>();
+  const int64_t* slot_mapping = call.slot_mapping.as<int64_t>();
   const int64_t limit = call.k_cache.shape[0] * call.block_size;
-  for (int64_t t = 0; t < call.slots.shape[0]; ++t) {
-    if (slots[t] < 0 || slots[t] >= limit) {
-      fail("slots[" + text(t) + "] is " + text(slots[t]) + ", outside k_cache of shape " +
+  for (int64_t t = 0; t < call.slot_mapping.shape[0]; ++t) {
+    if (slot_mapping[t] < 0 || slot_mapping[t] >= limit) {
+      fail("slot_mapping[" + text(t) + "] is " + text(slot_mapping[t]) + ", outside k_cache of shape " +
            shape_text(call.k_cache));
     }
   }

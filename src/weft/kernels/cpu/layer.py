@@ -23,14 +23,14 @@ class CpuLayer:
         matrices: dict[str, CpuMatrix],
         norms: Norms,
         biases: Biases,
-        mixture: object = None,
+        moe: object = None,
     ) -> None:
         """Bind the matrices ``qkv``, ``output``, ``gate_up`` (gated) and ``down``.
 
         Raises:
-            ValueError: shapes or dtypes do not fit together, or there is a ``mixture`` of experts.
+            ValueError: shapes or dtypes do not fit together, or there is a ``moe`` of experts.
         """
-        if mixture is not None:
+        if moe is not None:
             raise ValueError("layers of experts run op by op on a CPU")
         check_parts(shape, matrices, norms, biases)
         if not matrices["gate_up"].gated:

@@ -40,8 +40,8 @@ std::optional<weft::Tensor> maybe_tensor_of(const char* name, std::optional<nb::
 
 void paged_attention(nb::tuple out, nb::tuple q, std::optional<nb::tuple> k,
                      std::optional<nb::tuple> v, nb::tuple k_cache, nb::tuple v_cache,
-                     nb::tuple block_tables, nb::tuple query_start, nb::tuple context_len,
-                     nb::tuple slots, int64_t block_size, double scale, int64_t window,
+                     nb::tuple block_tables, nb::tuple query_start, nb::tuple seq_lens,
+                     nb::tuple slot_mapping, int64_t block_size, double scale, int64_t window,
                      double softcap) {
   const weft::Attention call{
       .out = tensor_of("out", out),
@@ -52,8 +52,8 @@ void paged_attention(nb::tuple out, nb::tuple q, std::optional<nb::tuple> k,
       .v_cache = tensor_of("v_cache", v_cache),
       .block_tables = tensor_of("block_tables", block_tables),
       .query_start = tensor_of("query_start", query_start),
-      .context_len = tensor_of("context_len", context_len),
-      .slots = tensor_of("slots", slots),
+      .seq_lens = tensor_of("seq_lens", seq_lens),
+      .slot_mapping = tensor_of("slot_mapping", slot_mapping),
       .block_size = block_size,
       .window = window,
       .scale = static_cast<float>(scale),
@@ -69,7 +69,7 @@ NB_MODULE(_native, m) {
   nb::set_leak_warnings(false);  // a process that ends by a signal has no time to tidy up
   m.def("paged_attention", &paged_attention, nb::arg("out"), nb::arg("q"), nb::arg("k").none(),
         nb::arg("v").none(), nb::arg("k_cache"), nb::arg("v_cache"), nb::arg("block_tables"),
-        nb::arg("query_start"), nb::arg("context_len"), nb::arg("slots"), nb::arg("block_size"),
+        nb::arg("query_start"), nb::arg("seq_lens"), nb::arg("slot_mapping"), nb::arg("block_size"),
         nb::arg("scale"), nb::arg("window"), nb::arg("softcap"));
   m.def("read_all", [](uintptr_t data, int64_t words) {
     return weft::read_all({reinterpret_cast<const uint64_t*>(data), static_cast<size_t>(words)});

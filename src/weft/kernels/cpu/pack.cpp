@@ -37,10 +37,10 @@ StepSize pack(const std::vector<PlannedRow>& planned, const StepMemory& memory) 
     memory.starts[i] = part.start;
     memory.counts[i] = part.count;
     memory.query_start[i] = static_cast<int32_t>(token);
-    memory.context_len[i] = static_cast<int32_t>(end);
+    memory.seq_lens[i] = static_cast<int32_t>(end);
     for (const auto& group : memory.groups) {
       const int32_t* table = group.tables + part.row * group.max_blocks;
-      int64_t* slots = group.slots + token;
+      int64_t* slots = group.slot_mapping + token;
       for (int64_t at = part.start; at < end; ++at) {
         *slots++ = table[at / memory.block_size] * memory.block_size + at % memory.block_size;
       }

@@ -12,13 +12,13 @@ struct StepMemory {
     const int32_t* tables;  // [max_rows, max_blocks]
     int64_t max_blocks;
     int32_t* block_tables;  // [max_rows, max_blocks], of the rows of the batch
-    int64_t* slots;         // [capacity]
+    int64_t* slot_mapping;         // [capacity]
   };
   const int32_t* tokens;  // [max_rows, max_tokens]
   int64_t max_rows, max_tokens, block_size;
   int64_t capacity;                // tokens of a step
   int64_t *input_ids, *positions;  // [capacity]
-  int32_t *query_start, *context_len;  // [max_rows + 1], [max_rows]
+  int32_t *query_start, *seq_lens;  // [max_rows + 1], [max_rows]
   int64_t *rows, *starts, *counts;     // [max_rows]
   int64_t *sample_rows, *sample_at, *sample_lengths;  // [capacity]
   std::vector<Group> groups;

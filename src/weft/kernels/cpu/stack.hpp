@@ -41,7 +41,7 @@ struct Stack {
 
 // Attention metadata of one KV group; see Attention.
 struct GroupBatch {
-  Tensor block_tables, query_start, context_len, slots;
+  Tensor block_tables, query_start, seq_lens, slot_mapping;
   int64_t block_size;
 };
 

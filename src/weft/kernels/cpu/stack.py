@@ -11,7 +11,7 @@ from weft.kernels.cpu import _native
 from weft.kernels.cpu.attention import view
 from weft.kernels.cpu.layer import CpuLayer
 from weft.kernels.cpu.matrix import CpuMatrix
-from weft.kernels.interface import AttentionBatch
+from weft.kernels.interface import AttentionMetadata
 
 
 class CpuStack:
@@ -84,7 +84,7 @@ class CpuStack:
         )
         self._kept += [layer, keys, values]
 
-    def run(self, ids: Tensor, positions: Tensor, groups: Sequence[AttentionBatch]) -> Tensor:
+    def run(self, ids: Tensor, positions: Tensor, groups: Sequence[AttentionMetadata]) -> Tensor:
         """Return the normalised hidden states [T, C].
 
         Args:
@@ -108,8 +108,8 @@ class CpuStack:
                 (
                     view("block_tables", group.block_tables),
                     view("query_start", group.query_start),
-                    view("context_len", group.context_len),
-                    view("slots", group.slots),
+                    view("seq_lens", group.seq_lens),
+                    view("slot_mapping", group.slot_mapping),
                     group.block_size,
                 )
                 for group in groups

@@ -174,7 +174,7 @@ def first_place(start, row, rows, tokens, FEW: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows", "tokens", "stride_table"])
 def decode_kernel(
-    q, keys, values, key_scales, value_scales, tables, table_start, query_start, context_len,
+    q, keys, values, key_scales, value_scales, tables, table_start, query_start, seq_lens,
     out, partial_sums, partial_stats,
     rows, tokens, stride_qt, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_table,
     scale, softcap,
@@ -198,7 +198,7 @@ def decode_kernel(
     count = tl.load(query_start + row + 1) - start
     if (count == 0) | (count > FEW):
         return
-    context = tl.load(context_len + row)
+    context = tl.load(seq_lens + row)
     first, begin, size, splits = cut(context, count, WINDOW, BLOCK_N, SPLITS, LEAST)
     if program >= splits:
         return
@@ -236,7 +236,7 @@ def decode_kernel(
 
 @triton.jit(do_not_specialize=["rows", "tokens"])
 def merge_kernel(
-    query_start, context_len, out, partial_sums, partial_stats, rows, tokens,
+    query_start, seq_lens, out, partial_sums, partial_stats, rows, tokens,
     HEADS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
@@ -249,7 +249,7 @@ def merge_kernel(
     count = tl.load(query_start + row + 1) - start
     if (count == 0) | (count > FEW):
         return
-    _, _, _, splits = cut(tl.load(context_len + row), count, WINDOW, BLOCK_N, SPLITS, LEAST)
+    _, _, _, splits = cut(tl.load(seq_lens + row), count, WINDOW, BLOCK_N, SPLITS, LEAST)
     if splits == 1:
         return
     split = tl.arange(0, SPLITS)
@@ -271,7 +271,7 @@ def merge_kernel(
 
 @triton.jit(do_not_specialize=["rows", "stride_table"])
 def prefill_kernel(
-    q, keys, values, key_scales, value_scales, tables, table_start, query_start, context_len, out,
+    q, keys, values, key_scales, value_scales, tables, table_start, query_start, seq_lens, out,
     rows, stride_qt, stride_qh, stride_kb, stride_kh, stride_vb, stride_vh, stride_table,
     scale, softcap,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
@@ -298,7 +298,7 @@ def prefill_kernel(
     begin = (tile - start // TILE - row) * TILE  # within the row's queries
     if (count <= FEW) | (begin >= count):
         return
-    context = tl.load(context_len + row)
+    context = tl.load(seq_lens + row)
     position = context - count + begin
     stop = tl.minimum(position + TILE, context)
     first = position * 0

@@ -13,7 +13,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.interface import AttentionBatch
+from weft.kernels.interface import AttentionMetadata
 from weft.kernels.kv_storage import row_size
 from weft.kernels.triton import attend, kv_write
 from weft.kernels.triton.device import has_fp8, shared_bytes
@@ -35,7 +35,7 @@ def paged_attention(
     v: Tensor | None,
     k_cache: Tensor,
     v_cache: Tensor,
-    batch: AttentionBatch,
+    batch: AttentionMetadata,
     *,
     scale: float,
     window: int | None,
@@ -63,13 +63,13 @@ def paged_attention(
         raise ValueError(f"window is {window}; it must be at least 1, or None")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap is {softcap}; it must be positive, or None")
-    chosen = plan_for(q, k_cache, batch.most_queries, tuning)
+    chosen = plan_for(q, k_cache, batch.max_query_len, tuning)
     tokens, heads, dim = q.shape
-    rows, out = len(batch.context_len), torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    rows, out = len(batch.seq_lens), torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if rows == 0 or tokens == 0:
         return out.zero_()
     if k is not None and v is not None:
-        kv_write.write(k_cache, v_cache, k, v, batch.slots)
+        kv_write.write(k_cache, v_cache, k, v, batch.slot_mapping)
     common = {
         "q": q,
         "keys": _numbers(k_cache),
@@ -79,7 +79,7 @@ def paged_attention(
         "tables": batch.block_tables,
         "table_start": batch.table_start,
         "query_start": batch.query_start,
-        "context_len": batch.context_len,
+        "seq_lens": batch.seq_lens,
         "out": out,
         "rows": rows,
         "stride_qt": q.stride(0),
@@ -101,13 +101,13 @@ def paged_attention(
         "TYPE": _factor_type(q.dtype),
     }
     _few(chosen, tokens, common)
-    if min(batch.most_queries or tokens, tokens) > chosen.few:
+    if min(batch.max_query_len or tokens, tokens) > chosen.few:
         _more(chosen, tokens, common)
     return out
 
 
 def plan_for(
-    q: Tensor, k_cache: Tensor, most_queries: int | None, tuning: Tuning | None = None
+    q: Tensor, k_cache: Tensor, max_query_len: int | None, tuning: Tuning | None = None
 ) -> Plan:
     """Return how queries q [T, H, D] over a cache are computed. Raises as ``tiles.plan``."""
     heads, kv_heads = q.shape[1], k_cache.shape[1]
@@ -116,7 +116,7 @@ def plan_for(
             f"{heads} query heads are no multiple of the {kv_heads} heads of the cache"
         )
     found = Heads(kv_heads, heads // kv_heads, q.shape[2], q.dtype, k_cache.dtype)
-    return plan(found, most_queries, shared_bytes(q.device), tuning)
+    return plan(found, max_query_len, shared_bytes(q.device), tuning)
 
 
 def _few(chosen: Plan, tokens: int, common: dict[str, Any]) -> None:
@@ -140,7 +140,7 @@ def _few(chosen: Plan, tokens: int, common: dict[str, Any]) -> None:
         **common, **splitting, BLOCK_M=chosen.decode.block_m,
         num_warps=chosen.decode.warps, num_stages=chosen.decode.stages,
     )  # fmt: skip
-    names = ("query_start", "context_len", "out", "rows", "HEADS", "DIM", "PADDED", "WINDOW")
+    names = ("query_start", "seq_lens", "out", "rows", "HEADS", "DIM", "PADDED", "WINDOW")
     attend.merge_kernel[(rows, heads)](
         **{name: common[name] for name in names}, **splitting, FEW=chosen.few,
         num_warps=8 if common["PADDED"] > 256 else 4, num_stages=1,
@@ -172,7 +172,7 @@ def _check(
     v: Tensor | None,
     k_cache: Tensor,
     v_cache: Tensor,
-    batch: AttentionBatch,
+    batch: AttentionMetadata,
 ) -> None:
     """Raise ValueError unless shapes, types and strides fit."""
     if (k is None) != (v is None):
@@ -201,13 +201,13 @@ def _check(
     _check_batch(batch, tokens)
 
 
-def _check_batch(batch: AttentionBatch, tokens: int) -> None:
-    rows = len(batch.context_len)
+def _check_batch(batch: AttentionMetadata, tokens: int) -> None:
+    rows = len(batch.seq_lens)
     tables, flat = batch.block_tables, batch.table_start is not None
     wanted = {
-        "context_len": (batch.context_len, (rows,), torch.int32),
+        "seq_lens": (batch.seq_lens, (rows,), torch.int32),
         "query_start": (batch.query_start, (rows + 1,), torch.int32),
-        "slots": (batch.slots, (tokens,), torch.int64),
+        "slot_mapping": (batch.slot_mapping, (tokens,), torch.int64),
         "block_tables": (tables, tables.shape[:1] if flat else (rows, tables.shape[-1]), None),
         "table_start": (batch.table_start, (rows,), torch.int32),
     }

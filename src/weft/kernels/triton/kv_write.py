@@ -11,8 +11,8 @@ from weft.kernels.triton.storage import SMALLEST, as_bytes, encode_e4m3, is_scal
 BLOCK_TOKENS = 4  # tokens of one head that a program writes, a warp for all of them
 
 
-def write(cache_k: Tensor, cache_v: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
-    """Store k and v [T, Hkv, D] at slots [T] of the caches; negative slots are left out.
+def write(cache_k: Tensor, cache_v: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
+    """Store k and v [T, Hkv, D] at ``slot_mapping`` [T] of the caches; negative slots are left out.
 
     The bytes are those of ``kv_storage.write_rows``. The rows of a head of a
     block must lie one after another in the caches.
@@ -20,8 +20,8 @@ def write(cache_k: Tensor, cache_v: Tensor, k: Tensor, v: Tensor, slots: Tensor)
     tokens, heads, dim = k.shape
     scaled = is_scaled(cache_k)
     _write_kernel[(triton.cdiv(tokens, BLOCK_TOKENS), heads)](
-        k, v, as_bytes(cache_k), as_bytes(cache_v), scales_of(cache_k), scales_of(cache_v), slots,
-        tokens, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        k, v, as_bytes(cache_k), as_bytes(cache_v), scales_of(cache_k), scales_of(cache_v),
+        slot_mapping, tokens, k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         cache_k.stride(0), cache_k.stride(1), cache_v.stride(0), cache_v.stride(1),
         DIM=dim, PADDED=triton.next_power_of_2(dim), BLOCK_SIZE=cache_k.shape[2],
         SCALED=scaled, BLOCK_TOKENS=BLOCK_TOKENS,
@@ -31,7 +31,7 @@ def write(cache_k: Tensor, cache_v: Tensor, k: Tensor, v: Tensor, slots: Tensor)
 
 @triton.jit
 def _write_kernel(
-    k, v, cache_k, cache_v, scales_k, scales_v, slots,
+    k, v, cache_k, cache_v, scales_k, scales_v, slot_mapping,
     tokens, stride_kt, stride_kh, stride_vt, stride_vh,
     stride_kb, stride_kc, stride_vb, stride_vc,
     DIM: tl.constexpr, PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
@@ -39,7 +39,7 @@ def _write_kernel(
 ):  # fmt: skip
     head = tl.program_id(1)
     token = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
-    slot = tl.load(slots + token, mask=token < tokens, other=-1)
+    slot = tl.load(slot_mapping + token, mask=token < tokens, other=-1)
     real = slot >= 0
     slot = tl.where(real, slot, 0)
     block, offset = slot // BLOCK_SIZE, (slot % BLOCK_SIZE).to(tl.int32)

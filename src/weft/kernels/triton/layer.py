@@ -43,7 +43,7 @@ class TritonLayer:
         matrices: dict[str, TritonMatrix],
         norms: Norms,
         biases: Biases,
-        mixture: Callable[[Tensor], Tensor] | None = None,
+        moe: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         """Bind ``qkv``, ``output``, ``gate_up`` and ``down``; see ``interface.BindLayer``.
 
@@ -56,7 +56,7 @@ class TritonLayer:
         self._biases = biases
         self._qkv, self._output = matrices["qkv"], matrices["output"]
         self._gate_up, self._down = matrices.get("gate_up"), matrices.get("down")
-        self._mixture = mixture
+        self._moe = moe
         self._kind = NormKind(shape.norm_eps, shape.norm_plus_one)
         weight = norms.qk_norm
         self._head_norm = (
@@ -107,9 +107,9 @@ class TritonLayer:
         return Sum(residual, self._feed_forward(x), norms.post_mlp_norm)
 
     def _feed_forward(self, x: Tensor | Rounded) -> Tensor:
-        if self._mixture is not None:
+        if self._moe is not None:
             assert isinstance(x, Tensor)
-            return self._mixture(x)
+            return self._moe(x)
         assert self._gate_up is not None
         assert self._down is not None
         y = linear(x, self._gate_up, self._biases.gate_up_bias)  # [T, 2 I]

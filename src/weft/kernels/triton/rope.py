@@ -67,7 +67,7 @@ def _store(
 
 @triton.jit
 def _rotate(
-    x, weight, cos, sin, out, k_cache, v_cache, k_scales, v_scales, slots,
+    x, weight, cos, sin, out, k_cache, v_cache, k_scales, v_scales, slot_mapping,
     stride_token, stride_head, stride_kb, stride_kh, stride_vb, stride_vh, eps,
     HEADS: tl.constexpr, ROTATED: tl.constexpr, OUT: tl.constexpr, KV_HEADS: tl.constexpr,
     D: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
@@ -99,7 +99,7 @@ def _rotate(
     tl.store(to, y, mask=mask & (head < OUT)[:, None])
     if CACHED:
         _store(
-            y, head, k_cache, v_cache, k_scales, v_scales, tl.load(slots + token),
+            y, head, k_cache, v_cache, k_scales, v_scales, tl.load(slot_mapping + token),
             stride_kb, stride_kh, stride_vb, stride_vh,
             HEADS, OUT, KV_HEADS, D, BLOCK, TILE, BLOCK_SIZE, SCALED,
         )  # fmt: skip
@@ -125,7 +125,7 @@ class Places:
 
     k_cache: Tensor
     v_cache: Tensor
-    slots: Tensor  # [T] int64; negative: nowhere
+    slot_mapping: Tensor  # [T] int64; negative: nowhere
     block_size: int
 
 
@@ -182,7 +182,7 @@ def rotate(
         out,
         *(None if cache is None else as_bytes(cache) for cache in (k_cache, v_cache)),
         *(None if cache is None else scales_of(cache) for cache in (k_cache, v_cache)),
-        None if places is None else places.slots,
+        None if places is None else places.slot_mapping,
         x.stride(0), x.stride(1), *strides, 0.0 if norm is None else norm.eps,
         HEADS=count, ROTATED=heads + kv_heads, OUT=written, KV_HEADS=kv_heads,
         D=size, R=half, BLOCK=block, TILE=tile,

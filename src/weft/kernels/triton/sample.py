@@ -1,4 +1,4 @@
-"""The choice of tokens on the device: ``choice.choose_by`` without a sort.
+"""The choice of tokens on the device: ``reference_sampling.sample_rows`` without a sort.
 
 Tokens are ranked by their logits, as integers in the order of the floats. What top-k and top-p keep
 is found by bisection over these integers, on the few tokens that can be kept where there are few.
@@ -141,7 +141,7 @@ def _draw(values, size, low, high, last, min_p, top, temperature, number, BLOCK:
 
 @triton.jit
 def uniform(seed, counter):
-    """The float64 in [0, 1) of a seed and a counter, both int64; see ``choose.cpp``."""
+    """The float64 in [0, 1) of a seed and a counter, both int64; see ``sample.cpp``."""
     low = (counter & 0xFFFFFFFF).to(tl.uint32)
     high = ((counter >> 32) & 0xFFFFFFFF).to(tl.uint32)
     zero = low - low
@@ -151,8 +151,8 @@ def uniform(seed, counter):
 
 
 @triton.jit
-def _peaks(
-    logits, stride, peaks, places, finite,
+def _largest(
+    logits, stride, largest, indices, finite,
     SIZE: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The first of the largest logits of a span of a row, and whether all are finite."""
@@ -160,24 +160,25 @@ def _peaks(
     offset = tl.arange(0, BLOCK)
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     place = tl.full([BLOCK], SIZE - 1, tl.int32)
-    usual = tl.full([BLOCK], 1, tl.int32)
+    all_finite = tl.full([BLOCK], 1, tl.int32)
     for start in range(0, SPAN, BLOCK):
         at = span * SPAN + start + offset
         x = tl.load(logits + row * stride + at, mask=at < SIZE, other=float("-inf"))
         better = x > best
         best = tl.where(better, x, best)
         place = tl.where(better, at, place)
-        usual &= ((at >= SIZE) | (tl.abs(x) < float("inf"))).to(tl.int32)
+        all_finite &= ((at >= SIZE) | (tl.abs(x) < float("inf"))).to(tl.int32)
     top = tl.max(best, axis=0)
     to = row * spans + span
-    tl.store(peaks + to, top)
-    tl.store(places + to, tl.min(tl.where(best == top, place, SIZE - 1), axis=0))
-    tl.store(finite + to, tl.min(usual, axis=0))
+    tl.store(largest + to, top)
+    tl.store(indices + to, tl.min(tl.where(best == top, place, SIZE - 1), axis=0))
+    tl.store(finite + to, tl.min(all_finite, axis=0))
 
 
 @triton.jit
-def _choose(
-    logits, stride, peaks, places, usual, settings, seeds, counters, values, ids, tokens, finite,
+def _sample(
+    logits, stride, largest, indices, all_finite, settings, seeds, counters, values, ids, tokens,
+    finite,
     SIZE: tl.constexpr, SPANS: tl.constexpr, SPANS_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
     CANDIDATES: tl.constexpr,
 ):  # fmt: skip
@@ -185,11 +186,11 @@ def _choose(
     offset = tl.arange(0, BLOCK)
     span = tl.arange(0, SPANS_BLOCK)
     part, there = row * SPANS + span, span < SPANS
-    best = tl.load(peaks + part, mask=there, other=float("-inf"))
+    best = tl.load(largest + part, mask=there, other=float("-inf"))
     top = tl.max(best, axis=0)
-    place = tl.load(places + part, mask=there, other=SIZE - 1)
+    place = tl.load(indices + part, mask=there, other=SIZE - 1)
     token = tl.min(tl.where(best == top, place, SIZE - 1), axis=0)
-    is_finite = tl.min(tl.load(usual + part, mask=there, other=1), axis=0) > 0
+    is_finite = tl.min(tl.load(all_finite + part, mask=there, other=1), axis=0) > 0
     tl.store(finite + row, is_finite)
     temperature = tl.load(settings + 4 * row).to(tl.float32)
     if (temperature > 0.0) & is_finite:
@@ -267,7 +268,7 @@ def _choose(
     tl.store(tokens + row, token.to(tl.int64))
 
 
-def choose(
+def sample(
     logits: Tensor,
     settings: Tensor,
     seeds: Tensor,
@@ -275,7 +276,7 @@ def choose(
     tokens: Tensor,
     finite: Tensor,
 ) -> None:
-    """Choose a token for each row; see ``interface.Choose``.
+    """Choose a token for each row; see ``interface.Sample``.
 
     Raises:
         ValueError: the shapes or types cannot be served.
@@ -287,18 +288,18 @@ def choose(
         return
     spans = triton.cdiv(size, _SPAN)
     device = logits.device
-    peaks = torch.empty((rows, spans), dtype=torch.float32, device=device)
-    places = torch.empty((rows, spans), dtype=torch.int32, device=device)
-    usual = torch.empty_like(places)
+    largest = torch.empty((rows, spans), dtype=torch.float32, device=device)
+    indices = torch.empty((rows, spans), dtype=torch.int32, device=device)
+    all_finite = torch.empty_like(indices)
     values = torch.empty((rows, _CANDIDATES), dtype=torch.float32, device=device)
     ids = torch.empty((rows, _CANDIDATES), dtype=torch.int32, device=device)
-    _peaks[(rows, spans)](
-        logits, logits.stride(0), peaks, places, usual, SIZE=size, SPAN=_SPAN,
+    _largest[(rows, spans)](
+        logits, logits.stride(0), largest, indices, all_finite, SIZE=size, SPAN=_SPAN,
         BLOCK=min(_BLOCK, _SPAN), num_warps=8, num_stages=2,
     )  # fmt: skip
-    _choose[(rows,)](
-        logits, logits.stride(0), peaks, places, usual, settings.contiguous(), seeds.contiguous(),
-        counters.contiguous(), values, ids, tokens, finite, SIZE=size, SPANS=spans,
-        SPANS_BLOCK=power_of_2(spans), BLOCK=_BLOCK, CANDIDATES=_CANDIDATES, num_warps=16,
-        num_stages=2,
+    _sample[(rows,)](
+        logits, logits.stride(0), largest, indices, all_finite, settings.contiguous(),
+        seeds.contiguous(), counters.contiguous(), values, ids, tokens, finite, SIZE=size,
+        SPANS=spans, SPANS_BLOCK=power_of_2(spans), BLOCK=_BLOCK, CANDIDATES=_CANDIDATES,
+        num_warps=16, num_stages=2,
     )  # fmt: skip

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from weft.kernels.interface import AttentionBatch
+from weft.kernels.interface import AttentionMetadata
 from weft.kernels.triton.attention import paged_attention
 from weft.kernels.triton.layer import Sum, TritonLayer, add_up
 from weft.kernels.triton.matrix import TritonMatrix, embedding
@@ -87,7 +87,7 @@ class TritonStack:
         """
         self._layers.append(_Bound(layer, *places, *caches, scale, window, softcap))
 
-    def run(self, ids: Tensor, positions: Tensor, groups: Sequence[AttentionBatch]) -> Tensor:
+    def run(self, ids: Tensor, positions: Tensor, groups: Sequence[AttentionMetadata]) -> Tensor:
         """Return the normalised hidden states [T, C].
 
         Args:
@@ -102,7 +102,7 @@ class TritonStack:
         turns = [angles(positions, frequencies, scale) for frequencies, scale in self._ropes]
         for at in self._layers:
             batch = groups[at.group]
-            places = Places(at.keys, at.values, batch.slots, batch.block_size)
+            places = Places(at.keys, at.values, batch.slot_mapping, batch.block_size)
             q, residual = at.layer.begin(total, *turns[at.rope], places)
             attended = self._attention(
                 q, None, None, at.keys, at.values, batch,

@@ -110,7 +110,7 @@ def _table(dtype: torch.dtype, cache_dtype: torch.dtype, shared_bytes: int) -> _
 
 
 def plan(
-    heads: Heads, most_queries: int | None, shared_bytes: int, tuning: Tuning | None = None
+    heads: Heads, max_query_len: int | None, shared_bytes: int, tuning: Tuning | None = None
 ) -> Plan:
     """Return the plan for heads, by the tuning or, without one, by rule in so much shared memory.
 
@@ -118,7 +118,7 @@ def plan(
         ValueError: no kernel fits the shape, or a launch of the tuning does not.
         KernelUnavailable: the tuning is a file without the shape.
     """
-    rule = by_rule(heads, most_queries, shared_bytes)
+    rule = by_rule(heads, max_query_len, shared_bytes)
     if tuning is None:
         return rule
     decode, prefill = (tuning.attention(heads.shape(op)) for op in (DECODE, PREFILL))
@@ -173,7 +173,7 @@ def _tuned(block_m: int, launch: Launch) -> Tile:
 
 
 @cache
-def by_rule(heads: Heads, most_queries: int | None, shared_bytes: int) -> Plan:
+def by_rule(heads: Heads, max_query_len: int | None, shared_bytes: int) -> Plan:
     """Return the plan for heads in so much shared memory; nothing was measured for it.
 
     Raises:
@@ -193,7 +193,7 @@ def by_rule(heads: Heads, most_queries: int | None, shared_bytes: int) -> Plan:
             f"them in the cache, so it must be a multiple of {SCALE_BYTES}"
         )
     (decode_n, decode_warps), (prefill_m, prefill_n, prefill_warps) = table[size]
-    wanted = power_of_2(group * min(most_queries or 1, MOST_FEW))
+    wanted = power_of_2(group * min(max_query_len or 1, MOST_FEW))
     least_m = max(16, power_of_2(group))
     decode_m = max(least_m, min(wanted, _WIDEST_DECODE))
     sizes = (size, dtype.itemsize, cache_dtype.itemsize, shared_bytes)

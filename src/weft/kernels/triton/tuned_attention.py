@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from weft.kernels.interface import AttentionBatch
+from weft.kernels.interface import AttentionMetadata
 from weft.kernels.kv_storage import KV_TYPES, row_size, write_rows
 from weft.kernels.triton.attention import paged_attention
 from weft.kernels.triton.device import copies_beyond_caches, shared_bytes
@@ -121,16 +121,16 @@ def _caches(
 
 def _batches(
     rows: Rows, copies: int, blocks: int, block_size: int, device: torch.device
-) -> Iterator[AttentionBatch]:
+) -> Iterator[AttentionMetadata]:
     """Yield a batch for each copy; each reads blocks of its own in no order."""
     for copy in range(copies):
         order = copy * blocks + torch.randperm(blocks, device=device)
-        yield AttentionBatch(
+        yield AttentionMetadata(
             block_tables=order.int().view(rows.count, -1),
             query_start=torch.arange(rows.count + 1, device=device, dtype=torch.int32)
             * rows.queries,
-            context_len=torch.full((rows.count,), rows.context, device=device, dtype=torch.int32),
-            slots=torch.zeros(rows.count * rows.queries, device=device, dtype=torch.int64),
+            seq_lens=torch.full((rows.count,), rows.context, device=device, dtype=torch.int32),
+            slot_mapping=torch.zeros(rows.count * rows.queries, device=device, dtype=torch.int64),
             block_size=block_size,
-            most_queries=1 if rows.queries == 1 else None,
+            max_query_len=1 if rows.queries == 1 else None,
         )

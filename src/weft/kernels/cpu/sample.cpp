@@ -1,7 +1,7 @@
 // The choice of tokens. Weights are exp((logit - largest) / temperature): nothing has to divide them
 // by their sum. Sums are in float64, in an order that depends on nothing but the size of a row.
 
-#include "choose.hpp"
+#include "sample.hpp"
 
 #include <algorithm>
 #include <bit>
@@ -158,7 +158,7 @@ std::vector<float> Row::at_least(float least) {
 
 }  // namespace
 
-void choose(const Choice& choice) {
+void sample(const Choice& choice) {
   shared_pool().run(choice.rows, [&](int64_t row) {
     const ScanKernels& scan = *chosen_isa().scan;
     const double* settings = choice.settings + 4 * row;

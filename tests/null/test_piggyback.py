@@ -1,4 +1,6 @@
-"""Riders: tokens that go through the layers with later steps, exactly and by nobody forgotten."""
+"""Piggybacked rows: tokens that go through the layers with later steps, exactly and by nobody
+forgotten.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from weft.cost.work import Work
 from weft.kv.cache import GroupSpec
 from weft.kv.tiers import TieredCache
 from weft.sched.policy_slo import TargetPolicy
-from weft.sched.registry import slo_riders
+from weft.sched.registry import slo_piggyback
 from weft.sched.scheduler import Limits
 from weft.sim.piggyback import Piggyback
 
@@ -43,17 +45,17 @@ def cases(draw):
     world = draw(worlds(tight=draw(st.booleans())))
     share = draw(st.sampled_from([0.3, 1, 4]))
     speed = draw(st.sampled_from([0.0, 0.4, 3.0]))
-    riding = partial(piggyback, speed, draw(st.integers(0, 9)), draw(st.integers(1, 3)))
+    piggybacking = partial(piggyback, speed, draw(st.integers(0, 9)), draw(st.integers(1, 3)))
     world = replace(
         world,
         host_blocks=tuple(max(1, int(share * group.num_blocks)) for group in world.groups),
-        piggyback=riding,
+        piggyback=piggybacking,
     )
     token_s = draw(st.sampled_from([0.001, 0.01, 0.02]))
     move_s = draw(st.sampled_from([0.0, 0.001]))
     cost = LinearCost(0.01, token_s, layers=LAYERS, move_s=move_s)
     policy = TargetPolicy("off", 0.0, draw(st.sampled_from([0.0, 0.05, 1e9])))
-    make = partial(slo_riders, cost=cost, classes=CLASSES, policy=policy)
+    make = partial(slo_piggyback, cost=cost, classes=CLASSES, policy=policy)
     return world, draw(traffic(world)), make, draw(st.sampled_from([0.0, 0.02]))
 
 
@@ -101,7 +103,7 @@ def closing_soon(make, depth: int):
 
 @searching(200, **COMMON)
 @given(cases(), st.integers(1, 9))
-def test_a_rider_that_ends_on_its_way_gives_back_its_row_at_once(case, often):
+def test_a_piggybacked_row_that_ends_on_its_way_gives_back_its_row_at_once(case, often):
     """However slow the host is."""
     world, (arrivals, cancels), make, step_s = case
     numbers = [request.id for batch in arrivals.values() for request in batch]
@@ -114,7 +116,7 @@ def test_a_rider_that_ends_on_its_way_gives_back_its_row_at_once(case, often):
     assert_answers(world, requests, inbox, ids(cancels), set())
 
 
-def test_riders_whose_host_never_answers_can_be_cancelled():
+def test_piggybacked_rows_whose_host_never_answers_can_be_cancelled():
     world, arrivals, make = crowded()
     world = replace(world, piggyback=partial(Piggyback, LAYERS, lambda _: 1e9))
     plans_seen = []
@@ -124,16 +126,16 @@ def test_riders_whose_host_never_answers_can_be_cancelled():
     assert all(plan.computes_on_host for plan in plans_seen if plan.abort)
 
 
-def test_an_aborted_rider_frees_its_row_and_leaves_the_others_their_order():
-    riders = Piggyback(1, lambda _: 0.01)
+def test_an_aborted_piggybacked_row_frees_its_row_and_leaves_the_others_their_order():
+    piggybacked = Piggyback(1, lambda _: 0.01)
     for row in range(3):
-        riders.keep(row, 10)
-        riders.begin(row, 10, at_s=0.0)
-    riders.abort(1)
-    riders.abort(1)
-    riders.give_up(1)
-    assert riders.in_layers == (2,)
-    assert riders.ride(1.0, 1.0, (9,)).finished == [0, 2]
+        piggybacked.keep(row, 10)
+        piggybacked.begin(row, 10, at_s=0.0)
+    piggybacked.abort(1)
+    piggybacked.abort(1)
+    piggybacked.give_up(1)
+    assert piggybacked.in_layers == (2,)
+    assert piggybacked.piggyback(1.0, 1.0, (9,)).finished == [0, 2]
 
 
 @searching(60, **COMMON)
@@ -145,13 +147,13 @@ def test_equal_inputs_give_equal_plans(case):
 
 
 def crowded(patience_s: float = 1e9):
-    """Prompts with a target fill every step, so that all best-effort decodes ride."""
+    """Prompts with a target fill every step, so that all best-effort decodes piggyback."""
     groups = (GroupSpec("full", 4, 200),)
     world = World(
         groups, Limits(32, 64, 60), 1, host_blocks=(400,), piggyback=partial(piggyback, 0.4, 1, 2)
     )
     cost = LinearCost(0.01, 0.001, layers=LAYERS, move_s=1e-5)
-    make = partial(slo_riders, cost=cost, classes=CLASSES,
+    make = partial(slo_piggyback, cost=cost, classes=CLASSES,
                    policy=TargetPolicy("off", 0.0, patience_s))  # fmt: skip
     arrivals = {0: [Request(i, tuple(range(i, i + 9)), SamplingParams(max_tokens=40), (), "batch")
                     for i in range(6)]}  # fmt: skip
@@ -162,14 +164,18 @@ def crowded(patience_s: float = 1e9):
     return world, arrivals, make
 
 
-def test_best_effort_rides_where_targets_fill_every_step():
+def test_best_effort_piggybacks_where_targets_fill_every_step():
     world, arrivals, make = crowded()
     steps = []
     watched = watching(make, lambda _, plan: steps.append(plan))
     requests, inbox, _ = run(world, arrivals, {}, make=watched, step_s=0.05)
     assert_answers(world, requests, inbox, set(), set())
-    assert sum(len(plan.riders) for plan in steps) > 40
-    assert all(plan.rider_caps and min(plan.rider_caps) >= 1 for plan in steps if plan.riders)
+    assert sum(len(plan.piggybacked) for plan in steps) > 40
+    assert all(
+        plan.piggyback_limits and min(plan.piggyback_limits) >= 1
+        for plan in steps
+        if plan.piggybacked
+    )
     assert {move.to for plan in steps for move in plan.moves} == {"host", "device"}
 
 
@@ -178,21 +184,23 @@ class Reading(LinearCost):
     """Reading the weights hides so many tokens of a step."""
 
     hidden: int = 16
-    rider_s: float = 0.0
+    piggyback_row_s: float = 0.0
 
     def terms(self, work):
         terms = LinearCost.terms(self, work)
-        terms = terms._replace(riders=self.rider_s * work.rider_layers)
+        terms = terms._replace(piggybacked=self.piggyback_row_s * work.piggyback_layers)
         if not work.tokens:
             return terms
         return terms._replace(dense=self.step_s + self.token_s * max(0, work.tokens - self.hidden))
 
 
-@pytest.mark.parametrize(("targets", "rider_s"), [(0, 0.0), (30, 0.0), (30, 1e-4)])
-def test_riders_are_priced_with_what_the_step_has_in_the_end(targets, rider_s):
-    """Reading the weights is counted once, and a rider beside a long prompt is not for nothing."""
+@pytest.mark.parametrize(("targets", "piggyback_row_s"), [(0, 0.0), (30, 0.0), (30, 1e-4)])
+def test_piggybacked_rows_are_priced_with_what_the_step_has_in_the_end(targets, piggyback_row_s):
+    """Reading the weights is counted once, and a piggybacked row beside a long prompt is not for
+    nothing.
+    """
     world, arrivals, _ = crowded()
-    cost = Reading(0.01, 0.001, layers=LAYERS, move_s=1e-5, rider_s=rider_s)
+    cost = Reading(0.01, 0.001, layers=LAYERS, move_s=1e-5, piggyback_row_s=piggyback_row_s)
     late = {turn: asked for turn, asked in arrivals.items() if turn > 30 + targets}
     arrivals = {turn: asked for turn, asked in arrivals.items() if turn <= 30}
     arrivals |= {turn: [replace(each, service_class="batch") for each in asked]
@@ -200,15 +208,15 @@ def test_riders_are_priced_with_what_the_step_has_in_the_end(targets, rider_s):
     found = []
 
     def watched(cache, limits):
-        scheduler = slo_riders(cache, limits, cost, CLASSES, TargetPolicy("off", 0.0, 1e9))
+        scheduler = slo_piggyback(cache, limits, cost, CLASSES, TargetPolicy("off", 0.0, 1e9))
         (part,), fill = scheduler.parts, scheduler.policy.fill
 
         def note(now):
             step = fill(now)
-            if step is not None and part._riding:
+            if step is not None and part._piggybacking:
                 alone = cost.terms(step.work).linear
                 more = [cost.terms(Work(tokens=step.work.tokens + cap)).linear - alone
-                        + cap * rider_s * LAYERS for cap in part._caps]  # fmt: skip
+                        + cap * piggyback_row_s * LAYERS for cap in part._caps]  # fmt: skip
                 least = sum(s for s, cap in zip(more, part._caps, strict=True) if cap > 1)
                 assert least / LAYERS - 1e-9 <= step.beside_s <= sum(more) / LAYERS + 1e-9
                 found.append((step.work.tokens, step.beside_s))
@@ -221,7 +229,7 @@ def test_riders_are_priced_with_what_the_step_has_in_the_end(targets, rider_s):
     assert any(tokens > 16 and beside_s for tokens, beside_s in found)
 
 
-class Riding:
+class Piggybacking:
     """Does something beside every step that takes so long by prediction."""
 
     def __init__(self, beside_s: float) -> None:
@@ -243,9 +251,9 @@ class Riding:
 def test_the_wait_for_the_host_is_no_slowness_of_the_device():
     cost = LinearCost(0.01, 0.0, layers=LAYERS)
     cache = TieredCache((GroupSpec("full", 4, 20),), (20,))
-    scheduler = slo_riders(cache, Limits(4, 16, 32), cost, CLASSES)
+    scheduler = slo_piggyback(cache, Limits(4, 16, 32), cost, CLASSES)
     policy, now = scheduler.policy, 1.0
-    policy.part = Riding(0.0175)
+    policy.part = Piggybacking(0.0175)
     for _ in range(60):
         step = policy.fill(now)
         assert step is not None
@@ -256,53 +264,53 @@ def test_the_wait_for_the_host_is_no_slowness_of_the_device():
     assert policy.pace.ends_at(now) == now
 
 
-def test_a_rider_comes_a_layer_further_with_each_step():
-    riders = Piggyback(4, lambda context: 0.001 * context)
-    riders.keep(7, 100)
-    riders.begin(7, 100, at_s=0.0)
-    carried = [riders.ride(float(step), 1.0, (1,) * 4) for step in range(4)]
+def test_a_piggybacked_row_comes_a_layer_further_with_each_step():
+    piggybacked = Piggyback(4, lambda context: 0.001 * context)
+    piggybacked.keep(7, 100)
+    piggybacked.begin(7, 100, at_s=0.0)
+    carried = [piggybacked.piggyback(float(step), 1.0, (1,) * 4) for step in range(4)]
     # attention takes 100 ms and a layer 250 ms, so one step carries it through several layers
     assert carried[0].by_layer == [1, 1, 1, 1]
     assert carried[0].finished == [7]
-    riders.begin(7, 300, at_s=4.0)
-    carried = [riders.ride(4.0 + step, 1.0, (1,) * 4) for step in range(4)]
+    piggybacked.begin(7, 300, at_s=4.0)
+    carried = [piggybacked.piggyback(4.0 + step, 1.0, (1,) * 4) for step in range(4)]
     # 300 ms are longer than a layer: back too late for this step, in time for the next one
     assert [each.by_layer for each in carried] == [
         [0, 0, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0],
     ]  # fmt: skip
-    assert riders.ride(8.0, 1.0, (1,) * 4).finished == [7]
+    assert piggybacked.piggyback(8.0, 1.0, (1,) * 4).finished == [7]
 
 
 def test_caps_hold_results_back_in_their_order():
-    riders = Piggyback(2, lambda _: 0.01)
+    piggybacked = Piggyback(2, lambda _: 0.01)
     for row in range(4):
-        riders.keep(row, 10)
-        riders.begin(row, 10, at_s=0.0)
-    assert riders.ride(1.0, 1.0, (2, 9)).by_layer == [2, 2]
-    assert riders.ride(2.0, 1.0, ()).by_layer == [0, 0]
-    assert riders.ride(3.0, 1.0, (9, 1)).by_layer == [2, 1]
-    assert len(riders) == 1
-    assert riders.in_layers == (0, 1)
+        piggybacked.keep(row, 10)
+        piggybacked.begin(row, 10, at_s=0.0)
+    assert piggybacked.piggyback(1.0, 1.0, (2, 9)).by_layer == [2, 2]
+    assert piggybacked.piggyback(2.0, 1.0, ()).by_layer == [0, 0]
+    assert piggybacked.piggyback(3.0, 1.0, (9, 1)).by_layer == [2, 1]
+    assert len(piggybacked) == 1
+    assert piggybacked.in_layers == (0, 1)
 
 
 def test_hosts_share_the_work_and_a_row_on_its_way_stays():
     alone, many = (Piggyback(1, lambda _: 1.0, hosts, room=10) for hosts in (1, 4))
-    for riders in (alone, many):
+    for piggybacked in (alone, many):
         for row in range(4):
-            riders.keep(row, 10)
-            riders.begin(row, 10, at_s=0.0)
-    assert len(many.ride(1.0, 0.6, (9,)).finished) == 4
-    assert len(alone.ride(1.0, 0.6, (9,)).finished) == 1
+            piggybacked.keep(row, 10)
+            piggybacked.begin(row, 10, at_s=0.0)
+    assert len(many.piggyback(1.0, 0.6, (9,)).finished) == 4
+    assert len(alone.piggyback(1.0, 0.6, (9,)).finished) == 1
     with pytest.raises(InvariantError, match="on its way"):
         alone.give_up(3)
     many.give_up(3)
 
 
 def test_the_own_host_is_filled_first_and_only_the_others_are_far():
-    riders = Piggyback(1, lambda _: 1.0, 3, latency_s=0.5, room=25)
+    piggybacked = Piggyback(1, lambda _: 1.0, 3, latency_s=0.5, room=25)
     for row in range(6):
-        riders.keep(row, 10)  # 0 and 1 here, then 2 and 4 on one host, 3 and 5 on the other
+        piggybacked.keep(row, 10)  # 0 and 1 here, then 2 and 4 on one host, 3 and 5 on the other
     for row in (1, 2, 3):
-        riders.begin(row, 10, at_s=0.0)
-    assert riders.ride(0.0, 1.2, (9,)).finished == [1]
-    assert riders.ride(1.2, 0.4, (9,)).finished == [2, 3]
+        piggybacked.begin(row, 10, at_s=0.0)
+    assert piggybacked.piggyback(0.0, 1.2, (9,)).finished == [1]
+    assert piggybacked.piggyback(1.2, 0.4, (9,)).finished == [2, 3]

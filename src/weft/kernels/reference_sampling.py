@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 
-def choose(
+def sample(
     logits: Tensor,
     settings: Tensor,
     seeds: Tensor,
@@ -16,16 +16,16 @@ def choose(
     tokens: Tensor,
     finite: Tensor,
 ) -> None:
-    """Write what ``choose_by`` chooses; see ``interface.Choose``. Tensors may be on any device."""
-    from weft.kernels.cpu.choose import uniform  # the table of ops says it if that is not built
+    """Write the tokens of ``sample_rows`` (``interface.Sample``) on any device."""
+    from weft.kernels.cpu.sample import uniform  # the table of ops says it if that is not built
 
     numbers = uniform(seeds.cpu().numpy(), counters.cpu().numpy())
-    chosen, good = choose_by(logits.cpu(), settings.double().cpu().numpy(), numbers)
+    chosen, good = sample_rows(logits.cpu(), settings.double().cpu().numpy(), numbers)
     tokens.copy_(torch.from_numpy(chosen))
     finite.copy_(torch.from_numpy(good))
 
 
-def choose_by(
+def sample_rows(
     logits: Tensor, settings: NDArray[np.float64], draws: NDArray[np.float64]
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Choose a token for each row: the likeliest, or the one on which a number falls.
@@ -44,11 +44,11 @@ def choose_by(
     """
     finite: NDArray[np.bool_] = torch.isfinite(logits).all(dim=-1).numpy()
     rows = logits.double().numpy()
-    tokens = [_choose(*row) for row in zip(rows, settings, draws, strict=True)]
+    tokens = [_sample(*row) for row in zip(rows, settings, draws, strict=True)]
     return np.array(tokens, np.int64), finite
 
 
-def _choose(logits: NDArray[np.float64], settings: NDArray[np.float64], draw: float) -> int:
+def _sample(logits: NDArray[np.float64], settings: NDArray[np.float64], draw: float) -> int:
     if settings[0] <= 0 or not np.isfinite(logits.max()):
         return int(logits.argmax())
     kept = weights_kept(logits, settings)

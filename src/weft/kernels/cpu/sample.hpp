@@ -16,7 +16,7 @@ struct Choice {
 };
 
 // A row's token depends on this row alone. Runs on the thread pool.
-void choose(const Choice& choice);
+void sample(const Choice& choice);
 
 // For each (seed, counter) a number in [0, 1) with 53 random bits, by Philox4x32-10 (Salmon et al.
 // 2011, "Parallel random numbers").

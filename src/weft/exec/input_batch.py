@@ -62,7 +62,7 @@ class SamplingColumns:
         self.seed[row] = params.seed or 0
 
 
-class RowTable:
+class InputBatch:
     """Tokens, block tables and sampling state by row.
 
     Args:
@@ -243,7 +243,7 @@ class DeviceRows:
         state: tensors that stay where they are.
     """
 
-    def __init__(self, table: RowTable, vocab_size: int, device: Device) -> None:
+    def __init__(self, table: InputBatch, vocab_size: int, device: Device) -> None:
         self._table = table
         self._device = device
         rows = len(table.sequence_ids)

@@ -77,7 +77,7 @@ def _edit(source, asked, counter, low, high, EDITS: tl.constexpr):
 
 
 @triton.jit
-def _adjust(
+def _process_logits(
     logits, stride, rows, counters, changes, guesses, asked, words, counts,
     SIZE: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr, EDITS: tl.constexpr,
 ):  # fmt: skip
@@ -98,7 +98,7 @@ def _adjust(
 
 
 @triton.jit
-def _accept(
+def _verify_drafts(
     tokens, finite, rows, changes, guesses, counts, last_token, results, samples,
     SIZE: tl.constexpr,
 ):  # fmt: skip
@@ -125,8 +125,8 @@ def _accept(
     tl.store(results + 2 * first + 1, taken)
 
 
-def adjust(logits: Tensor, samples: SampleBatch, state: RowState) -> None:
-    """Apply penalties and edits to logits; see ``sampling.adjust``.
+def process_logits(logits: Tensor, samples: SampleBatch, state: RowState) -> None:
+    """Apply penalties and edits to logits; see ``sampling.process_logits``.
 
     Raises:
         ValueError: the shapes or types cannot be served.
@@ -139,20 +139,20 @@ def adjust(logits: Tensor, samples: SampleBatch, state: RowState) -> None:
         )
     if count == 0:
         return
-    _adjust[(count, triton.cdiv(size, _SPAN))](
+    _process_logits[(count, triton.cdiv(size, _SPAN))](
         logits, logits.stride(0), samples.rows, samples.counters, samples.changes, samples.guesses,
         state.asked, state.asked.shape[1], state.counts, SIZE=size, SPAN=_SPAN,
         BLOCK=min(_BLOCK, _SPAN), EDITS=_EDITS, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
 
-def accept(
+def verify_drafts(
     tokens: Tensor, finite: Tensor, samples: SampleBatch, state: RowState, results: Tensor
 ) -> None:
-    """Take the tokens that were chosen; see ``sampling.accept``."""
+    """Take the tokens that were chosen; see ``sampling.verify_drafts``."""
     if len(tokens) == 0:
         return
-    _accept[(len(tokens),)](
+    _verify_drafts[(len(tokens),)](
         tokens, finite, samples.rows, samples.changes, samples.guesses, state.counts,
         state.last_token, results, len(tokens), SIZE=state.counts.shape[1], num_warps=1,
     )  # fmt: skip

@@ -10,7 +10,7 @@ from torch import Tensor
 from weft.kernels.cpu import _native
 
 
-def choose(
+def sample(
     logits: Tensor,
     settings: Tensor,
     seeds: Tensor,
@@ -18,30 +18,31 @@ def choose(
     tokens: Tensor,
     finite: Tensor,
 ) -> None:
-    """Choose a token for each row; see ``interface.Choose``.
+    """Choose a token for each row; see ``interface.Sample``.
 
     Raises:
         ValueError: shapes or types do not fit.
     """
     draws = uniform(seeds.numpy(), counters.numpy())
-    _choose(logits, settings.numpy(), draws, tokens.numpy(), finite.numpy())
+    _sample(logits, settings.numpy(), draws, tokens.numpy(), finite.numpy())
 
 
-def choose_by(
+def sample_rows(
     logits: Tensor, settings: NDArray[np.float64], draws: NDArray[np.float64]
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """Return a token for each row, and whether its logits are finite; see ``choice.choose_by``.
+    """Return a token for each row, and whether its logits are finite; see
+    ``reference_sampling.sample_rows``.
 
     Raises:
         ValueError: shapes or types do not fit.
     """
     rows = len(logits)
     tokens, finite = np.empty(rows, np.int64), np.empty(rows, np.bool_)
-    _choose(logits, settings, draws, tokens, finite)
+    _sample(logits, settings, draws, tokens, finite)
     return tokens, finite
 
 
-def _choose(
+def _sample(
     logits: Tensor,
     settings: NDArray[np.float64],
     draws: NDArray[np.float64],
@@ -51,7 +52,7 @@ def _choose(
     size = logits.shape[1]
     if logits.dtype != torch.float32 or not logits.is_contiguous() or not logits.is_cpu or not size:
         raise ValueError(f"cannot choose from {list(logits.shape)} of {logits.dtype}")
-    _native.choose(logits.data_ptr(), size, settings, draws, tokens, finite)
+    _native.sample(logits.data_ptr(), size, settings, draws, tokens, finite)
 
 
 def uniform(seeds: NDArray[np.int64], counters: NDArray[np.int64]) -> NDArray[np.float64]:
