@@ -20,7 +20,7 @@ import torch
 
 import report
 from weft.core.config import EngineConfig
-from weft.core.plan import Commit
+from weft.core.plan import StepOutputs
 from weft.core.types import Request, SamplingParams
 from weft.engine.build import Engine, build_engine
 from weft.engine.loop import EngineLoop
@@ -44,8 +44,8 @@ class Counter:
     def computing(self, sequence_ids: Any) -> None:
         """Nobody is blamed for crashes here."""
 
-    def publish(self, news: Commit) -> None:
-        self.tokens += len(news.tokens) + sum(u.token is not None for u in news.updates)
+    def publish(self, outputs: StepOutputs) -> None:
+        self.tokens += len(outputs.tokens) + sum(u.token is not None for u in outputs.updates)
 
     def wait(self) -> None:
         raise AssertionError("the benchmark never waits")

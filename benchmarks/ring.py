@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import report
-from weft.core.plan import Commit, Update
+from weft.core.plan import StepOutputs, Update
 from weft.core.types import FinishReason, Request, SamplingParams
 from weft.ring.client import RingClient
 from weft.ring.inbox import RingInbox
@@ -78,9 +78,9 @@ def measure_tokens(steps: int) -> dict[str, float]:
     ids = [request.id for request in inbox.receive()[0]]
     publish, poll = [], []
     for step in range(steps):
-        news = Commit([(i, step) for i in ids], [])
+        outputs = StepOutputs([(i, step) for i in ids], [])
         start = time.perf_counter()
-        inbox.publish(news)
+        inbox.publish(outputs)
         between = time.perf_counter()
         client.poll()
         publish.append(between - start)
@@ -104,7 +104,7 @@ def serve(text: str) -> None:
         requests, _ = inbox.receive()
         if requests:
             ends = [Update(r.id, r.prompt[0], finish=FinishReason.LENGTH) for r in requests]
-            inbox.publish(Commit([], ends))
+            inbox.publish(StepOutputs([], ends))
         else:
             inbox.wait()
 

@@ -24,7 +24,7 @@ from figures import figure
 from peaks import read_bandwidth
 from shapes import random_decoder, shape
 
-from weft.core.plan import Commit
+from weft.core.plan import StepOutputs
 from weft.core.types import Request, SamplingParams
 from weft.engine.loop import EngineLoop
 from weft.engine.machine import WallClock
@@ -82,10 +82,10 @@ class Inbox:
     def computing(self, sequence_ids: list[int]) -> None:
         """Nothing outlives this process."""
 
-    def publish(self, news: Commit) -> None:
+    def publish(self, outputs: StepOutputs) -> None:
         now = time.perf_counter()
-        ids = [pair[0] for pair in news.tokens]
-        ids += [update.sequence_id for update in news.updates if update.token is not None]
+        ids = [pair[0] for pair in outputs.tokens]
+        ids += [update.sequence_id for update in outputs.updates if update.token is not None]
         for sequence_id in ids:
             self.first.setdefault(sequence_id, now)
         self.steps.append((now, len(ids)))

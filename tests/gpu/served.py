@@ -16,7 +16,7 @@ from torch import Tensor
 import where
 from weft.core.config import EngineConfig
 from weft.core.errors import OutOfMemoryError, WeftError
-from weft.core.plan import Commit, PromptLogprobs, Update
+from weft.core.plan import PromptLogprobs, StepOutputs, Update
 from weft.core.types import FinishReason, Request, SamplingParams
 from weft.engine.build import Engine, build_engine
 from weft.engine.loop import EngineLoop
@@ -54,8 +54,8 @@ class Crowd:
     def computing(self, sequence_ids: Seq[int]) -> None:
         """Nothing outlives the test."""
 
-    def publish(self, news: Commit) -> None:
-        for update in (*(Update(*pair) for pair in news.tokens), *news.updates):
+    def publish(self, outputs: StepOutputs) -> None:
+        for update in (*(Update(*pair) for pair in outputs.tokens), *outputs.updates):
             answer = self.answers[update.sequence_id]
             if update.token is not None:
                 answer.tokens.append(update.token)

@@ -29,7 +29,7 @@ import scenarios
 from scenarios import HOST_ONLY, Scenario
 
 import shareddata
-from weft.core.plan import Commit, PromptLogprobs, StepPlan, StepResult, Update
+from weft.core.plan import PromptLogprobs, StepOutputs, StepPlan, StepResult, Update
 from weft.core.types import FinishReason, Request, SamplingParams, TokenLogprob
 from weft.engine.loop import EngineLoop
 from weft.kv.tiers import TieredCache
@@ -206,10 +206,10 @@ class Inbox:
     def computing(self, sequence_ids) -> None:
         """Nothing here outlives an engine."""
 
-    def publish(self, news: Commit) -> None:
-        for number, token in news.tokens:
+    def publish(self, outputs: StepOutputs) -> None:
+        for number, token in outputs.tokens:
             self.said.setdefault(number, []).append(f"round {self.round} token {token}")
-        for update in news.updates:
+        for update in outputs.updates:
             line = f"round {self.round} {said(update)}"
             self.said.setdefault(update.sequence_id, []).append(line)
 

@@ -17,7 +17,7 @@ from weft.core.config import (
     resolve,
 )
 from weft.core.errors import ConfigError, InvariantError, OutOfMemoryError, ParameterError, suggest
-from weft.core.plan import Commit
+from weft.core.plan import StepOutputs
 from weft.core.settings import format_bytes, parse_bytes
 from weft.core.types import FinishReason, Request, SamplingParams
 from weft.engine.loop import EngineLoop
@@ -47,7 +47,7 @@ def request(
 
 class ListInbox:
     def __init__(self, requests):
-        self.requests, self.news = list(requests), []
+        self.requests, self.outputs = list(requests), []
 
     def computing(self, sequence_ids):
         """Nothing here outlives an engine."""
@@ -56,8 +56,8 @@ class ListInbox:
         requests, self.requests = self.requests, []
         return requests, []
 
-    def publish(self, news: Commit):
-        self.news += [*news.tokens, *news.updates]
+    def publish(self, outputs: StepOutputs):
+        self.outputs += [*outputs.tokens, *outputs.updates]
 
 
 def test_a_ticket_is_collected_exactly_once():
@@ -103,10 +103,10 @@ def test_the_loop_answers_what_the_scheduler_refuses(bad, error):
     inbox = ListInbox([bad, request(2)])
     loop = EngineLoop(scheduler(), ModelledExecutor([GROUP], 50), inbox, VirtualClock())
     loop.run_until_idle()
-    (refusal,) = [n for n in inbox.news if n[0] == 1]
+    (refusal,) = [n for n in inbox.outputs if n[0] == 1]
     assert refusal.finish is FinishReason.ERROR
     assert isinstance(refusal.error, error)
-    assert [n for n in inbox.news if n[0] == 2]
+    assert [n for n in inbox.outputs if n[0] == 2]
 
 
 def test_a_request_that_can_never_fit_is_refused():
@@ -211,7 +211,7 @@ def test_a_hit_in_a_small_sliding_group_counts_as_held():
     inbox.requests = [Request(2, (*prompt, *prompt[::-1] * 4), SamplingParams(max_tokens=2))]
     loop.run_until_idle()
     assert s.idle
-    assert [n for n in inbox.news if n[0] == 2]
+    assert [n for n in inbox.outputs if n[0] == 2]
 
 
 def test_equals_are_not_preempted_for_a_row():
@@ -262,8 +262,8 @@ def test_an_end_says_when_its_sequence_began_and_when_its_prompt_was_computed():
         plan = s.plan(float(second))
         if plan is None:
             break
-        news = s.commit(executor.launch(plan).result(), second + 0.5)
-        ends |= {u.sequence_id: u for u in news.updates if u.finish is not None}
+        outputs = s.commit(executor.launch(plan).result(), second + 0.5)
+        ends |= {u.sequence_id: u for u in outputs.updates if u.finish is not None}
     assert (ends[1].scheduled_ns, ends[1].prefilled_ns) == (1 * 10**9, 35 * 10**8)
     assert (ends[2].scheduled_ns, ends[2].prefilled_ns) == (5 * 10**9, 55 * 10**8)
     s.add(request(3))

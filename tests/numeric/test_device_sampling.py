@@ -151,13 +151,13 @@ def test_a_request_that_names_more_tokens_than_the_device_takes(expected, monkey
 def watch_rows_on_host(monkeypatch) -> list[bool]:
     """For each row that is added, whether the device leaves its tokens to the host."""
     found: list[bool] = []
-    seat = DeviceRows.seat
+    add_row = DeviceRows.add_row
 
     def watched(self, row):
         found.append(row in self._table.on_host)
-        seat(self, row)
+        add_row(self, row)
 
-    monkeypatch.setattr(DeviceRows, "seat", watched)
+    monkeypatch.setattr(DeviceRows, "add_row", watched)
     return found
 
 

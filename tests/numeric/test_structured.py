@@ -14,7 +14,7 @@ import pytest
 from schemas import random_schema
 
 from weft.core.errors import GrammarError
-from weft.core.plan import Commit, Update
+from weft.core.plan import StepOutputs, Update
 from weft.core.types import FinishReason, Request, SamplingParams
 from weft.engine.compiling import CompilingInbox
 from weft.engine.local import LocalEngine, LocalInbox
@@ -204,5 +204,5 @@ def test_requests_wait_for_their_grammar_and_nobody_waits_for_them():
     assert [(u.sequence_id, u.finish) for u in heard] == [(4, FinishReason.CANCELLED)]
     futures["slower"].set_exception(GrammarError("too late"))
     assert received() == ([], [])
-    inbox.publish(Commit([], [Update(1, None, finish=FinishReason.STOP)]))
+    inbox.publish(StepOutputs([], [Update(1, None, finish=FinishReason.STOP)]))
     assert heard[-1].sequence_id == 1

@@ -22,7 +22,7 @@ from weft.core.errors import (
     ParameterError,
     WeftError,
 )
-from weft.core.plan import Commit, PromptLogprobs, Update
+from weft.core.plan import PromptLogprobs, StepOutputs, Update
 from weft.core.types import FinishReason, Request, SamplingParams, TokenLogprob
 from weft.ring import _native
 from weft.ring.client import RingClient
@@ -56,7 +56,7 @@ class Pair:
         return list(self.inbox.receive()[0])
 
     def publish(self, *updates: Update) -> None:
-        self.inbox.publish(Commit([], list(updates)))
+        self.inbox.publish(StepOutputs([], list(updates)))
         self.client.poll()
 
     def end(self, sequence_id: int) -> None:
@@ -175,7 +175,7 @@ def test_every_kind_of_update_crosses(pair):
     plain, full, failed, cancelled = (r.id for r in pair.receive())
     error = NonFiniteLogitsError("Row 3 is not finite. ü", param="prompt")
     pair.inbox.publish(
-        Commit(
+        StepOutputs(
             [(plain, 11)],
             [
                 Update(full, None, prompt_logprobs=PromptLogprobs(1, (scored(2, 1), scored(3, 1)))),
@@ -242,7 +242,7 @@ def test_several_rings_share_one_engine():
     requests, _ = inbox.receive()
     assert len({r.id for r in requests}) == 3
     ends = [Update(r.id, i, finish=FinishReason.STOP) for i, r in enumerate(requests)]
-    inbox.publish(Commit([], ends))
+    inbox.publish(StepOutputs([], ends))
     for i, (client, own) in enumerate(zip(clients, got, strict=True)):
         client.poll()
         assert own == [Update(7, i, finish=FinishReason.STOP)]
@@ -289,13 +289,13 @@ def test_wake_ups_are_written_for_sleepers_only(pair):
     pair.submit(request(1))
     (got,) = pair.receive()
     rung()
-    pair.inbox.publish(Commit([(got.id, 1)], []))
+    pair.inbox.publish(StepOutputs([(got.id, 1)], []))
     assert rung() == 0
     assert not pair.client.arm()  # there is news
     pair.client.poll()
     assert pair.client.arm()
-    pair.inbox.publish(Commit([(got.id, 2)], []))
-    pair.inbox.publish(Commit([(got.id, 3)], []))
+    pair.inbox.publish(StepOutputs([(got.id, 2)], []))
+    pair.inbox.publish(StepOutputs([(got.id, 3)], []))
     assert rung() == 1
     pair.client.poll()
     assert [u.token for u in pair.updates[1]] == [1, 2, 3]
@@ -308,7 +308,7 @@ def test_a_sink_that_fails_takes_no_other_with_it(pair, caplog):
     pair.client.submit([request(1)], broken)
     pair.submit(request(2))
     first, second = pair.receive()
-    pair.inbox.publish(Commit([(first.id, 1), (second.id, 2)], []))
+    pair.inbox.publish(StepOutputs([(first.id, 1), (second.id, 2)], []))
     assert pair.client.poll()
     assert [u.token for u in pair.updates[2]] == [2]
     assert "a bug" in caplog.text
@@ -379,9 +379,9 @@ def test_an_unlimited_request_gets_the_rest_of_the_context(pair):
     pair.submit(request(1, tokens=500, sampling=SamplingParams()))
     (got,) = pair.receive()
     for token in range(12):
-        pair.inbox.publish(Commit([(got.id, token)], []))
+        pair.inbox.publish(StepOutputs([(got.id, token)], []))
     with pytest.raises(ValueError, match="outgrown"):
-        pair.inbox.publish(Commit([(got.id, 13)], []))
+        pair.inbox.publish(StepOutputs([(got.id, 13)], []))
 
 
 def test_the_vocabulary_is_checked_by_the_engine():
@@ -581,14 +581,14 @@ def test_generations_wrap_around(pair):
 def test_a_stalled_engine_cannot_touch_what_its_successor_has(pair):
     pair.submit(request(1))
     (old,) = pair.receive()
-    pair.inbox.publish(Commit([(old.id, 5)], []))
+    pair.inbox.publish(StepOutputs([(old.id, 5)], []))
     pair.inbox.computing([old.id])
     successor = RingInbox([pair.fds])
     ((again,), _) = successor.receive()
     assert (again.prompt, again.output, again.crashes) == (old.prompt, (5,), 1)
     for update in (Update(old.id, 6), Update(old.id, 6, finish=FinishReason.STOP)):
         assert pair.inbox._say(update) is False
-    successor.publish(Commit([(again.id, 7)], [Update(again.id, 8, finish=FinishReason.STOP)]))
+    successor.publish(StepOutputs([(again.id, 7)], [Update(again.id, 8, finish=FinishReason.STOP)]))
     pair.client.poll()
     assert [u.token for u in pair.updates[1]] == [5, 7, 8]
     assert [u.finish for u in pair.updates[1]] == [None, None, FinishReason.STOP]
@@ -603,7 +603,7 @@ def test_a_successor_serves_what_had_not_spoken(pair):
     requests, _ = successor.receive()
     assert [len(r.prompt) for r in requests] == [3, 3, 3]
     ends = [Update(r.id, 4, finish=FinishReason.STOP) for r in requests]
-    successor.publish(Commit([], ends))
+    successor.publish(StepOutputs([], ends))
     pair.client.poll()
     assert all([u.token for u in pair.updates[i]] == [4] for i in (1, 2, 3))
     successor.close()
@@ -613,7 +613,7 @@ def test_everything_that_recovery_needs_is_in_the_slot(pair):
     """Prompt, parameters, published tokens and crash count come with the claim."""
     pair.submit(request(1, sampling=SamplingParams(max_tokens=8, seed=3, temperature=0.5)))
     (old,) = pair.receive()
-    pair.inbox.publish(Commit([(old.id, 5), (old.id, 6)], []))
+    pair.inbox.publish(StepOutputs([(old.id, 5), (old.id, 6)], []))
     pair.inbox.computing([old.id])
     for crashes in (1, 2):
         engine = _native.Engine([(pair.fds.memory, pair.fds.wake)])
@@ -636,7 +636,7 @@ def test_a_request_goes_on_behind_what_it_has_given_out(pair, logprobs):
     successor = RingInbox([pair.fds])
     ((again,), _) = successor.receive()
     assert again.output == (5, 6, 7)
-    successor.publish(Commit([], [Update(again.id, 8, finish=FinishReason.LENGTH)]))
+    successor.publish(StepOutputs([], [Update(again.id, 8, finish=FinishReason.LENGTH)]))
     pair.client.poll()
     assert [u.token for u in pair.updates[1]] == [7, 8]
     assert pair.updates[1][0].logprob == scored
@@ -664,7 +664,7 @@ def test_a_new_request_plane_takes_over_what_is_left(pair):
     requests, cancels = pair.inbox.receive()
     assert (len(requests), len(cancels)) == (0, 3)
     for sequence_id, reason in cancels:
-        pair.inbox.publish(Commit([], [Update(sequence_id, None, finish=reason)]))
+        pair.inbox.publish(StepOutputs([], [Update(sequence_id, None, finish=reason)]))
     successor.poll()
     assert successor._ring.free_slots == 8
     assert successor._ring.free_bytes == 1 << 16
@@ -678,7 +678,7 @@ def test_a_request_plane_that_leaves_frees_its_slots(pair):
     pair.client.close()
     _, cancels = pair.inbox.receive()
     for sequence_id, reason in cancels:
-        pair.inbox.publish(Commit([], [Update(sequence_id, None, finish=reason)]))
+        pair.inbox.publish(StepOutputs([], [Update(sequence_id, None, finish=reason)]))
     assert len(cancels) == 2
     states = [pair.client._ring.look(i)["state"] for i in range(8)]
     assert states == [State.EMPTY] * 8
@@ -700,7 +700,7 @@ def test_a_sink_that_fails_loses_its_own_requests_only(pair, caplog):
     pair.client.submit([request(1)], broken)
     pair.submit(request(2))
     first, second = pair.receive()
-    pair.inbox.publish(Commit([(first.id, 5), (second.id, 6)], []))
+    pair.inbox.publish(StepOutputs([(first.id, 5), (second.id, 6)], []))
     pair.client.poll()
     assert [update.token for update in pair.updates[2]] == [6]
     assert "its requests are cancelled" in caplog.text

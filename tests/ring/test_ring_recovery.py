@@ -21,7 +21,7 @@ from test_ring_processes import (
 )
 
 from weft.core.errors import RequestCrashedError, RequestOutOfMemoryError
-from weft.core.plan import Commit, PromptLogprobs, Update
+from weft.core.plan import PromptLogprobs, StepOutputs, Update
 from weft.core.types import FinishReason, Request, SamplingParams, TokenLogprob
 from weft.ring import _native
 from weft.ring.inbox import RingInbox
@@ -116,7 +116,7 @@ def test_a_poison_request_fails_alone(ring):
 def test_a_stop_that_came_while_there_was_no_engine_counts_what_was_said(pair):
     pair.submit(request(1))
     (old,) = pair.receive()
-    pair.inbox.publish(Commit([(old.id, 5), (old.id, 6)], []))
+    pair.inbox.publish(StepOutputs([(old.id, 5), (old.id, 6)], []))
     pair.client.poll()
     pair.client.cancel(1, FinishReason.STOP)
     engine = successor(pair)
@@ -141,8 +141,8 @@ def test_prompt_logprobs_are_not_delivered_twice(pair):
     ((again,), _) = engine.receive()
     for start, end in ((1, 3), (3, 6)):  # in other pieces
         said = Update(again.id, None, prompt_logprobs=scores(start, end))
-        engine.publish(Commit([], [said]))
-    engine.publish(Commit([], [Update(again.id, 7, finish=FinishReason.STOP)]))
+        engine.publish(StepOutputs([], [said]))
+    engine.publish(StepOutputs([], [Update(again.id, 7, finish=FinishReason.STOP)]))
     pair.client.poll()
     entries = [entry for u in pair.updates[1] if u.prompt_logprobs
                for entry in u.prompt_logprobs.entries]  # fmt: skip
@@ -244,7 +244,7 @@ def test_an_engine_killed_for_memory_is_no_crash_of_its_requests(pair, blame, co
         ((held,), _) = engine.receive()
         assert (held.crashes, held.memory_kills) == (0, count)
     engine.computing([held.id])
-    engine.publish(Commit([(held.id, 7)] * 4, []))
+    engine.publish(StepOutputs([(held.id, 7)] * 4, []))
     assert ring.look(0)["memory_kills"] == 0  # it has got ahead
     engine.close()
 
@@ -255,7 +255,7 @@ def test_engines_killed_for_memory_one_after_the_other_count_a_request_once(pair
         pair.submit(request(number))
     first, second, _ = pair.receive()
     pair.inbox.computing([first.id, second.id])
-    pair.inbox.publish(Commit([], [Update(second.id, 7, finish=FinishReason.STOP)]))
+    pair.inbox.publish(StepOutputs([], [Update(second.id, 7, finish=FinishReason.STOP)]))
     for _ in range(3):  # the successors of the first one do not get as far as to the ring
         page.killed_for_memory()
     assert [ring.look(slot)["memory_kills"] for slot in range(3)] == [1, 0, 0]
@@ -289,7 +289,7 @@ def test_kills_from_outside_are_no_crashes_unless_they_never_end(pair):
         assert pair.client._ring.look(0)["crashes"] == crashes
         ((held,), _) = engine.receive()
         engine.computing([held.id])
-    engine.publish(Commit([(held.id, 7)] * 4, []))  # it gets ahead, and starts afresh
+    engine.publish(StepOutputs([(held.id, 7)] * 4, []))  # it gets ahead, and starts afresh
     page.killed_from_outside()
     engine = successor(pair)
     assert pair.client._ring.look(0)["crashes"] == 0
@@ -315,7 +315,7 @@ def test_getting_ahead_clears_a_sequence(pair):
         ((again,), _) = engine.receive()
         assert again.crashes == before
         engine.computing([again.id])
-        engine.publish(Commit([(again.id, 7)] * tokens, []))
+        engine.publish(StepOutputs([(again.id, 7)] * tokens, []))
         assert pair.client._ring.look(0)["crashes"] == after
 
 
@@ -326,7 +326,7 @@ def test_a_new_holder_of_a_slot_starts_without_blame(pair):
     ((again,), _) = engine.receive()
     engine.computing([again.id])
     assert pair.client._ring.look(0)["crashes"] == pair.client._ring.look(0)["blame"] == 1
-    engine.publish(Commit([], [Update(again.id, 7, finish=FinishReason.STOP)]))
+    engine.publish(StepOutputs([], [Update(again.id, 7, finish=FinishReason.STOP)]))
     pair.client.poll()
     pair.submit(request(2))
     assert pair.client._ring.look(0)["crashes"] == pair.client._ring.look(0)["blame"] == 0

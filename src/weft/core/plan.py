@@ -217,7 +217,7 @@ class Update(NamedTuple):
     embedding: bytes | None = None
 
 
-class Commit(NamedTuple):
+class StepOutputs(NamedTuple):
     """What a committed step made known, as the loop publishes it.
 
     Attributes:

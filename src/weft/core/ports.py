@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import Protocol
 
-from weft.core.plan import Commit, StepPlan, StepResult, Update
+from weft.core.plan import StepOutputs, StepPlan, StepResult, Update
 from weft.core.sinks import Sink
 from weft.core.types import FinishReason, Request
 
@@ -31,7 +31,7 @@ class SchedulerPort(Protocol):
     def plan(self, now: float) -> StepPlan | None:
         """Return the next step, or None if nothing can be computed before a commit or an add."""
 
-    def commit(self, result: StepResult, now: float = 0.0) -> Commit:
+    def commit(self, result: StepResult, now: float = 0.0) -> StepOutputs:
         """Take in a collected step. Steps are committed in the order in which they were planned.
 
         ``now`` dates what was computed; 0 leaves it undated.
@@ -88,7 +88,7 @@ class Inbox(Protocol):
     def computing(self, sequence_ids: Seq[int]) -> None:
         """Hear which sequences have got a row: they are in the steps from now on."""
 
-    def publish(self, news: Commit) -> None:
+    def publish(self, outputs: StepOutputs) -> None:
         """Hand out tokens and ends."""
 
     def wait(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from weft.core.plan import Commit, Update
+from weft.core.plan import StepOutputs, Update
 from weft.core.ports import Inbox
 from weft.core.types import FinishReason, Request
 
@@ -39,8 +39,8 @@ class CompilingInbox:
     def computing(self, sequence_ids: Seq[int]) -> None:
         self._inbox.computing(sequence_ids)
 
-    def publish(self, news: Commit) -> None:
-        self._inbox.publish(news)
+    def publish(self, outputs: StepOutputs) -> None:
+        self._inbox.publish(outputs)
 
     def wait(self) -> None:
         self._inbox.wait()
@@ -61,5 +61,5 @@ class CompilingInbox:
         """End a request that is held back, if it is."""
         held = self._held.pop(sequence_id, None)
         if held is not None:
-            self.publish(Commit([], [Update(sequence_id, None, finish=reason)]))
+            self.publish(StepOutputs([], [Update(sequence_id, None, finish=reason)]))
         return held is not None

@@ -10,7 +10,7 @@ from typing import Any
 
 from weft.core.config import EngineConfig
 from weft.core.errors import EngineDeadError, InvariantError, OutOfMemoryError, WeftError
-from weft.core.plan import Commit, Update
+from weft.core.plan import StepOutputs, Update
 from weft.core.ports import Executor, Inbox, SchedulerPort
 from weft.core.sinks import Sink, deliver
 from weft.core.types import FinishReason, Request
@@ -70,11 +70,11 @@ class LocalInbox:
     def computing(self, sequence_ids: Seq[int]) -> None:
         """Nobody here survives the engine."""
 
-    def publish(self, news: Commit) -> None:
+    def publish(self, outputs: StepOutputs) -> None:
         by_sink: dict[Sink, list[Update]] = {}
-        for sequence_id, token in news.tokens:
+        for sequence_id, token in outputs.tokens:
             by_sink.setdefault(self._sinks[sequence_id], []).append(Update(sequence_id, token))
-        for update in news.updates:
+        for update in outputs.updates:
             by_sink.setdefault(self._sinks[update.sequence_id], []).append(update)
             if update.finish is not None:
                 del self._sinks[update.sequence_id]
@@ -101,7 +101,7 @@ class LocalInbox:
             self._requests.clear()
             open_ids = list(self._sinks)
         ends = [Update(i, None, finish=FinishReason.ERROR, error=error) for i in open_ids]
-        self.publish(Commit([], ends))
+        self.publish(StepOutputs([], ends))
 
 
 class EngineThread:

@@ -10,7 +10,7 @@ import contextlib
 from collections import deque
 
 from weft.core.errors import WeftError
-from weft.core.plan import Commit, Update
+from weft.core.plan import StepOutputs, Update
 from weft.core.ports import Clock, Executor, Inbox, SchedulerPort, Ticket
 from weft.core.types import FinishReason, Request
 
@@ -65,12 +65,12 @@ class EngineLoop:
         for request in requests:
             self._add(request)
         for sequence_id, reason in cancels:
-            self.inbox.publish(Commit([], self.scheduler.cancel(sequence_id, reason)))
+            self.inbox.publish(StepOutputs([], self.scheduler.cancel(sequence_id, reason)))
 
     def _add(self, request: Request) -> None:
         try:
-            news = self.scheduler.add(request)
+            outputs = self.scheduler.add(request)
         except WeftError as error:
-            news = [Update(request.id, None, finish=FinishReason.ERROR, error=error)]
-        if news:
-            self.inbox.publish(Commit([], news))
+            outputs = [Update(request.id, None, finish=FinishReason.ERROR, error=error)]
+        if outputs:
+            self.inbox.publish(StepOutputs([], outputs))

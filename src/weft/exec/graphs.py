@@ -166,7 +166,7 @@ class GraphExecutor:
             self._move(plan, after_layer=False)
             self._table.apply(plan)
             for add in plan.add:
-                self._seat(add.row, output)
+                self._add_row(add.row, output)
             for batch in plan.batches:
                 self._launch_batch(batch, output)
             self._move(plan, after_layer=True)
@@ -216,7 +216,7 @@ class GraphExecutor:
         self._device.synchronize()  # what was uploaded may be overwritten now
         self._finish_all()
         for row in batch.rows:  # its tokens of this step may have been counted
-            self._seat(row, output)
+            self._add_row(row, output)
         if len(batch.rows) == 1 and not batch.drafts:
             output.out_of_memory(batch)
             return
@@ -224,13 +224,13 @@ class GraphExecutor:
             self._launch_batch(single, output)
             self._finish_all()
 
-    def _seat(self, row: int, output: StepOutput) -> None:
+    def _add_row(self, row: int, output: StepOutput) -> None:
         """Have the device know a row; if there is no memory for that, end its sequence alone.
 
         Its steps run on until that is known: what they read of another row is nobody's harm.
         """
         with self._memory_guard() as memory:
-            self._rows.seat(row)
+            self._rows.add_row(row)
         if memory.ran_out:
             output.fault(row, no_memory(int(self._table.length[row])))
 

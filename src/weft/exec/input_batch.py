@@ -249,7 +249,7 @@ class DeviceRows:
         rows = len(table.sequence_ids)
         self.state = RowState.empty(rows, MOST_EDITS, vocab_size, device.where)
 
-    def seat(self, row: int) -> None:
+    def add_row(self, row: int) -> None:
         """Order that the device learns what a row asks for, and counts the tokens that it knows.
 
         For rows that are added; their later tokens are counted as they are sampled.

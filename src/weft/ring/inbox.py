@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.core.errors import EngineDeadError, InvariantError, ParameterError, WeftError
-from weft.core.plan import Commit, Update
+from weft.core.plan import StepOutputs, Update
 from weft.core.types import FinishReason, Request
 from weft.ring import _native
 from weft.ring.codec import pack_logprob, unpack_request
@@ -110,7 +110,7 @@ class RingInbox:
             held = self._quarantine.held
             self.computing([i for i in self._engine.open_ids() if i not in held])
 
-    def publish(self, news: Commit) -> None:
+    def publish(self, outputs: StepOutputs) -> None:
         """Write tokens and ends where the request planes find them, and wake those who sleep.
 
         What a slot can no longer take, because its words are corrupt, is lost with that slot alone.
@@ -118,8 +118,8 @@ class RingInbox:
         Raises:
             InvariantError: another engine holds the rings now; this one must end.
         """
-        held = self._engine.publish(news.tokens)
-        for update in news.updates:
+        held = self._engine.publish(outputs.tokens)
+        for update in outputs.updates:
             held &= self._say(update)
         self._engine.flush()
         if not held and self._engine.superseded:

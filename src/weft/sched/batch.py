@@ -232,7 +232,7 @@ def end_after(sequence: Sequence, token: int) -> FinishReason | None:
     return FinishReason.LENGTH if len(sequence.tokens) >= sequence.end else None
 
 
-def news_of(
+def update_of(
     sequence: Sequence, token: int | None = None, logprob: TokenLogprob | None = None
 ) -> Update:
     """What there is to say about a sequence: its new token, and how it ended if it has."""

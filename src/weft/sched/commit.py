@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from weft.core.errors import InvariantError
-from weft.core.plan import Commit, PromptLogprobs, StepResult, Update
+from weft.core.plan import PromptLogprobs, StepOutputs, StepResult, Update
 from weft.core.types import FinishReason, Sequence, SequenceState
 from weft.kv.tiers import Lease, TieredCache
-from weft.sched.batch import Launched, end_after, news_of, spread
+from weft.sched.batch import Launched, end_after, spread, update_of
 from weft.sched.sequences import SequenceManager
 
 
@@ -18,7 +18,7 @@ class Committer:
     def __init__(self, sequences: SequenceManager) -> None:
         self._sequences = sequences
 
-    def commit(self, step: Launched, result: StepResult, now_ns: int) -> Commit:
+    def commit(self, step: Launched, result: StepResult, now_ns: int) -> StepOutputs:
         """Take in the oldest launched step and return what is new."""
         if step.step_id != result.step_id:
             raise InvariantError(f"step {result.step_id} committed, {step.step_id} expected")
@@ -28,10 +28,10 @@ class Committer:
         tokens, due = self._advance(step, result, updates, now_ns)
         self._sequences.totals.output_tokens += len(result.tokens) - len(result.embeddings)
         for sequence, draft in step.drafts:
-            self._accept(sequence, draft, result, Commit(tokens, updates), due)
+            self._accept(sequence, draft, result, StepOutputs(tokens, updates), due)
         self.hash_full_blocks(due)
         self._sequences.close()
-        return Commit(tokens, updates)
+        return StepOutputs(tokens, updates)
 
     def _advance(
         self, step: Launched, result: StepResult, updates: list[Update], now_ns: int
@@ -69,13 +69,13 @@ class Committer:
             elif not logprobs or sequence_id not in logprobs:
                 continue
             special.add(sequence_id)
-            updates.append(news_of(sequence, token, logprobs.get(sequence_id)))
+            updates.append(update_of(sequence, token, logprobs.get(sequence_id)))
         plain = list(zip(result.sequence_ids, result.tokens, strict=True))
         if special:
             plain = [pair for pair in plain if pair[0] not in special]
         return plain, due
 
-    def piggyback(self, sequence: Sequence, token: int, news: Commit) -> None:
+    def piggyback(self, sequence: Sequence, token: int, outputs: StepOutputs) -> None:
         """Append the token of a piggybacked row, which an earlier step has begun."""
         sequence.commit(1)
         if sequence.finish is not None:
@@ -85,17 +85,17 @@ class Committer:
         if sequence.computed >= sequence.block_full_at:
             self.hash_full_blocks([sequence])
         if (end := end_after(sequence, token)) is None:
-            news.tokens.append((sequence.id, token))
+            outputs.tokens.append((sequence.id, token))
             return
         self._sequences.finish(sequence, end)
-        news.updates.append(news_of(sequence, token))
+        outputs.updates.append(update_of(sequence, token))
 
     def _accept(
         self,
         sequence: Sequence,
         draft: tuple[int, ...],
         result: StepResult,
-        news: Commit,
+        outputs: StepOutputs,
         due: list[Sequence],
     ) -> None:
         """Append the tokens that came out as they were guessed, up to the end of the sequence.
@@ -113,9 +113,9 @@ class Committer:
             if (end := end_after(sequence, token)) is not None:
                 self._sequences.finish(sequence, end)
             if end is not None or logprob is not None:
-                news.updates.append(news_of(sequence, token, logprob))
+                outputs.updates.append(update_of(sequence, token, logprob))
             else:
-                news.tokens.append((sequence.id, token))
+                outputs.tokens.append((sequence.id, token))
             if end is not None:
                 break
         if sequence.computed >= sequence.block_full_at and sequence not in due:
@@ -132,7 +132,7 @@ class Committer:
             if sequence is not None:
                 sequence.prefilled_ns = sequence.prefilled_ns or now_ns
                 self._sequences.finish(sequence, FinishReason.STOP)
-                updates.append(news_of(sequence)._replace(embedding=vector))
+                updates.append(update_of(sequence)._replace(embedding=vector))
 
     def _fault(self, result: StepResult) -> list[Update]:
         """End faulty sequences, each with its own error; nothing they computed is shared on."""
@@ -142,7 +142,7 @@ class Committer:
             if sequence is not None:
                 sequence.error = error
                 self._sequences.finish(sequence, FinishReason.ERROR)
-                updates.append(news_of(sequence))
+                updates.append(update_of(sequence))
         return updates
 
     def _deliver_prompt_logprobs(self, result: StepResult, updates: list[Update]) -> None:

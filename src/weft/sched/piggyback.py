@@ -20,7 +20,7 @@ from dataclasses import replace
 from itertools import chain
 
 from weft.core.errors import InvariantError
-from weft.core.plan import Commit, StepPlan, StepResult
+from weft.core.plan import StepOutputs, StepPlan, StepResult
 from weft.core.types import Sequence, SequenceState
 from weft.cost.work import Work
 from weft.sched.batch import BatchBuilder, TimedBatch
@@ -301,7 +301,7 @@ class PiggybackPart:
             abort=tuple(sequence.row for sequence in ended),
         )
 
-    def commit(self, result: StepResult, news: Commit) -> None:
+    def commit(self, result: StepResult, outputs: StepOutputs) -> None:
         """Take in the tokens of piggybacked rows that a step has ended; let go of those it has
         aborted.
 
@@ -309,7 +309,7 @@ class PiggybackPart:
         """
         for sequence_id, token in result.piggybacked_results:
             piggybacked = self._piggybacking if sequence_id in self._piggybacking else self._aborted
-            self._scheduler.committer.piggyback(piggybacked.pop(sequence_id), token, news)
+            self._scheduler.committer.piggyback(piggybacked.pop(sequence_id), token, outputs)
         for sequence_id in self._aborts.popleft():
             if (sequence := self._aborted.pop(sequence_id, None)) is not None:
                 sequence.abort()

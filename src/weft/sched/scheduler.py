@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from weft.core.errors import ParameterError
-from weft.core.plan import Commit, StepPlan, StepResult, SubBatch, Tier, Update
+from weft.core.plan import StepOutputs, StepPlan, StepResult, SubBatch, Tier, Update
 from weft.core.types import FinishReason, Request, Sequence, ServiceClass
 from weft.sched.admission import Admission
-from weft.sched.batch import BatchBuilder, Launched, end_after, news_of
+from weft.sched.batch import BatchBuilder, Launched, end_after, update_of
 from weft.sched.commit import Committer
 from weft.sched.filling import Filler
 from weft.sched.invariants import check_drafts
@@ -81,7 +81,7 @@ class SchedulerPart(Protocol):
     def launch(self, step: BatchBuilder, plan: StepPlan) -> StepPlan:
         """Add to the plan of a step."""
 
-    def commit(self, result: StepResult, news: Commit) -> None:
+    def commit(self, result: StepResult, outputs: StepOutputs) -> None:
         """Take in what a result has for the part."""
 
     def check(self) -> None:
@@ -142,7 +142,7 @@ class Scheduler:
         self.admission.arrivals += 1
         if request.output and (end := end_after(sequence, request.output[-1])) is not None:
             sequence.finish = end
-            return [news_of(sequence)]
+            return [update_of(sequence)]
         self.policy.consider(sequence)
         self.sequences.arrive(sequence)
         return []
@@ -154,7 +154,7 @@ class Scheduler:
             return []
         self.sequences.finish(sequence, reason)
         self.sequences.close()
-        return [news_of(sequence)]
+        return [update_of(sequence)]
 
     @property
     def idle(self) -> bool:
@@ -199,14 +199,14 @@ class Scheduler:
 
     # -- committing ---------------------------------------------------------------------------
 
-    def commit(self, result: StepResult, now: float = 0.0) -> Commit:
+    def commit(self, result: StepResult, now: float = 0.0) -> StepOutputs:
         """Take in the oldest launched step and return what is new."""
         self.policy.collected(now)
-        news = self.committer.commit(self._launched.popleft(), result, int(now * 1e9))
+        outputs = self.committer.commit(self._launched.popleft(), result, int(now * 1e9))
         for part in self.parts:
-            part.commit(result, news)
+            part.commit(result, outputs)
         self.memory.complete_moves(self.committer)
-        return news
+        return outputs
 
     def check(self) -> None:
         """Raise InvariantError if sequences, rows, queue or blocks do not agree."""

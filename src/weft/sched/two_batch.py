@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
-from weft.core.plan import Commit, StepPlan, StepResult, Tier
+from weft.core.plan import StepOutputs, StepPlan, StepResult, Tier
 from weft.core.types import Sequence, SequenceState
 from weft.sched.balance import Balance, HostShare, HostWork
 from weft.sched.batch import BatchBuilder, TimedBatch
@@ -71,7 +71,7 @@ class TwoBatch:
         self._on_device = self._in_first = len(step.rows)
         self._join_host(step)
 
-    def commit(self, result: StepResult, news: Commit) -> None:
+    def commit(self, result: StepResult, outputs: StepOutputs) -> None:
         """Results of the host are results of the step."""
 
     def check(self) -> None:

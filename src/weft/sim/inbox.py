@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 from itertools import count, islice
 
 from weft.core.errors import InvariantError
-from weft.core.plan import Commit
+from weft.core.plan import StepOutputs
 from weft.core.types import FinishReason, Request, SamplingParams
 from weft.sim.clock import VirtualClock
 from weft.sim.jobs import END_TOKEN, SimulatedRequest
@@ -77,9 +77,9 @@ class SimulatedInbox:
     def computing(self, sequence_ids: Seq[int]) -> None:
         self._record.scheduled(sequence_ids, self._clock.now())
 
-    def publish(self, news: Commit) -> None:
+    def publish(self, outputs: StepOutputs) -> None:
         now = self._clock.now()
-        for number in self._record.news(news, now):
+        for number in self._record.outputs(outputs, now):
             del self.ends[number]
             self._kept.discard(number)
             follow = self._follows.pop(number, None)

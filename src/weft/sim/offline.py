@@ -10,7 +10,7 @@ import numpy as np
 from weft.blend.density import Floats
 from weft.blend.order import Order
 from weft.core.errors import InvariantError
-from weft.core.plan import Commit
+from weft.core.plan import StepOutputs
 from weft.core.types import FinishReason, Request, SamplingParams
 from weft.cost.model import CostModel
 from weft.cost.work import Work
@@ -53,14 +53,14 @@ class OrderedInbox:
     def computing(self, sequence_ids: Seq[int]) -> None:
         """Nothing depends on when a request starts."""
 
-    def publish(self, news: Commit) -> None:
+    def publish(self, outputs: StepOutputs) -> None:
         tokens = self._tokens
-        for number, _ in news.tokens:
+        for number, _ in outputs.tokens:
             tokens[number] += 1
-        if news.tokens:
-            oldest = news.tokens[0][0]
+        if outputs.tokens:
+            oldest = outputs.tokens[0][0]
             self._order.progress(oldest, tokens[oldest])
-        for update in news.updates:
+        for update in outputs.updates:
             number = update.sequence_id
             if update.finish is None:
                 tokens[number] += 1

@@ -14,7 +14,7 @@ from collections.abc import Sequence as Seq
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core.plan import Commit
+from weft.core.plan import StepOutputs
 from weft.core.types import FinishReason
 from weft.sim.jobs import SimulatedRequest
 
@@ -91,10 +91,10 @@ class Record:
             if self.scheduled_s[number] < 0:
                 self.scheduled_s[number] = now
 
-    def news(self, news: Commit, now: float) -> list[int]:
+    def outputs(self, outputs: StepOutputs, now: float) -> list[int]:
         """Note the tokens of a step and return the requests that ended."""
-        numbers = [number for number, _ in news.tokens]
-        numbers += [update.sequence_id for update in news.updates if update.token is not None]
+        numbers = [number for number, _ in outputs.tokens]
+        numbers += [update.sequence_id for update in outputs.updates if update.token is not None]
         for number in self._fresh.intersection(numbers):
             self._fresh.discard(number)
             self.first_s[number] = now
@@ -103,7 +103,7 @@ class Record:
             if record.last:
                 self._gaps(record, numbers, now)
         ended = []
-        for update in news.updates:
+        for update in outputs.updates:
             if update.finish is not None:
                 number = update.sequence_id
                 self.cached[number] = update.cached_tokens
