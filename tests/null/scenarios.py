@@ -265,7 +265,7 @@ def tight_window(seed: int) -> Scenario:
 
 def long_piggybacks(seed: int) -> Scenario:
     """Two steps in flight, and hosts so full that those who just came have to go again."""
-    draw = random.Random(f"piggybacks {seed}")
+    draw = random.Random(f"rides {seed}")
     return Scenario(
         requests(draw, 40, every_ms=15, prompt=(4, 20), output=(10, 40)),
         limits=Limits(16, 48, 100),
