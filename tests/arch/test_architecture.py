@@ -205,6 +205,19 @@ def test_files_stay_readable(capsys):
         print("\nlines per package: " + ", ".join(f"{k} {v}" for k, v in sorted(lines.items())))
 
 
+def class_names(source: str) -> list[str]:
+    return [node.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)]
+
+
+def test_a_class_name_is_defined_once():
+    places: dict[str, list[str]] = {}
+    for path in modules():
+        for name in class_names(path.read_text(encoding="utf-8")):
+            places.setdefault(name, []).append(name_of(path))
+    twice = {name: files for name, files in places.items() if len(files) > 1}
+    assert not twice, f"one word for one thing; rename all but one of {twice}"
+
+
 def forbidden_calls(source: str) -> list[str]:
     """Imports and calls that would run code out of a file: pickle, torch.load, eval, exec."""
     found = []

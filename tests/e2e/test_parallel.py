@@ -19,10 +19,10 @@ from weft import LLM, SamplingParams
 from weft.core.config import EngineConfig
 from weft.core.errors import ConfigError, EngineDeadError, InvariantError, OutOfMemoryError
 from weft.core.plan import KVMove, RowAdd, RowExtend, StepPlan, StepResult, SubBatch, Tier
-from weft.engine.channel import Channel
+from weft.engine.channel import Channel, RankTokens, Report, Step
 from weft.engine.info import collect_info, format_info
-from weft.engine.rank import _Follower
-from weft.engine.ranks import Followers, ParallelExecutor, RankTokens, Report, Step
+from weft.engine.rank_follower import Follower
+from weft.engine.rank_leader import Followers, ParallelExecutor
 
 SMALL = {"dtype": "float32", "threads": 1, "kv_memory": "32MiB", "max_num_seqs": 8}
 PROMPTS = ["def add(a, b):", [9, 8, 7], "import os\nfor name in os.listdir(", "class A:\n" * 30]
@@ -232,7 +232,7 @@ def test_results_are_compared_with_those_of_rank_0():
         assert step.plan == StepPlan(number, ())
         assert step.collected == ((RankTokens(number - 1, {7: (3,)}),) if number else ())
         ticket.result()
-    follower = _Follower(1, other, Scripted(3))
+    follower = Follower(1, other, Scripted(3))
     follower._compare(RankTokens(2, {7: (3,)}), StepResult(2, (8, 7), (1, 3)))
     for mine in (StepResult(2, (7,), (4,)), StepResult(2, (), ()), StepResult(3, (7,), (3,))):
         with pytest.raises(InvariantError, match="in step 2 rank 1 got other tokens"):

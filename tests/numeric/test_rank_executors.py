@@ -18,11 +18,11 @@ from weft.core.errors import OutOfMemoryError
 from weft.core.plan import StepPlan, StepResult, Tier
 from weft.core.ports import Executor
 from weft.engine.build import _grammar_tokenizer
-from weft.engine.channel import Channel
+from weft.engine.channel import Channel, RankTokens
 from weft.engine.devices import check_host_memory, make_executor
 from weft.engine.model import find_model
-from weft.engine.rank import _Follower
-from weft.engine.ranks import Followers, ParallelExecutor, RankTokens
+from weft.engine.rank_follower import Follower
+from weft.engine.rank_leader import Followers, ParallelExecutor
 from weft.exec.grammar import GrammarRows, Grammars
 from weft.exec.graphs import GraphExecutor
 from weft.exec.input_batch import InputBatch
@@ -156,7 +156,7 @@ class Beside(Followers):
 def test_ranks_meet_for_what_a_last_step_needs_of_the_host(params, tmp_path, monkeypatch) -> None:
     """Rank 0 collects it with no further step to tell the other one."""
     monkeypatch.setattr("weft.kernels.collectives.TIMEOUT_S", 30)
-    monkeypatch.setattr("weft.engine.rank.os._exit", lambda code: ended.append(code))
+    monkeypatch.setattr("weft.engine.rank_follower.os._exit", lambda code: ended.append(code))
     settings = SETTINGS | {"steps_in_flight": 1}
     recorder, resolved = recorded(monkeypatch, make_executor, settings, [prompt(12, 1)], params)
     ours, theirs = (Channel(end) for end in socket.socketpair())
@@ -165,7 +165,7 @@ def test_ranks_meet_for_what_a_last_step_needs_of_the_host(params, tmp_path, mon
     def work(group: Group) -> list[StepResult]:
         executor = rank_executor(group, settings, resolved)
         if group.rank:
-            follower = _Follower(group.rank, theirs, executor)
+            follower = Follower(group.rank, theirs, executor)
             follower.run()
             for ticket in follower._tickets:  # with which a process would have ended
                 ticket.result()

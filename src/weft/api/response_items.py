@@ -147,7 +147,7 @@ def read_items(given: str | Seq[Raw], at: str = "input", notes: Notes | None = N
     Raises:
         ParameterError: an item is malformed, of an unknown type, or has content that is not text.
     """
-    reader = _Reader(Notes() if notes is None else notes)
+    reader = _ItemReader(Notes() if notes is None else notes)
     if isinstance(given, str):
         return [reader.message(MessageItem(role="user", content=given), at)]
     if not given:
@@ -166,7 +166,7 @@ def _head(
 
 
 @dataclass(frozen=True, slots=True)
-class _Reader:
+class _ItemReader:
     """Decodes items and their parts.
 
     Attributes:

@@ -13,7 +13,7 @@ BYTES_PER_TOKEN = 4  # of English text, as OpenAI's help pages say
 COMPLETION_TOKENS = 16  # that a completion has by default
 
 
-class _Body(Struct):
+class _PromptFields(Struct):
     instructions: Raw = Raw(b"")
     prompt: Raw = Raw(b"")
     messages: Raw = Raw(b"")
@@ -24,7 +24,7 @@ class _Body(Struct):
     n: int | None = None
 
 
-_bodies = msgspec.json.Decoder(_Body)
+_bodies = msgspec.json.Decoder(_PromptFields)
 _ids = msgspec.json.Decoder(list[int])
 
 
@@ -50,7 +50,7 @@ def guess_prompt(line: BatchLine) -> Prompt | None:
     return Prompt(_tokens(body), None if longest is None else max(1, longest) * n)
 
 
-def _tokens(body: _Body) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
+def _tokens(body: _PromptFields) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
     try:
         return np.array(_ids.decode(body.prompt), np.uint32)
     except (msgspec.DecodeError, ValueError, OverflowError):

@@ -15,11 +15,11 @@ class _Tokens(Struct):
     output_tokens: int | None = None
 
 
-class _Body(Struct):
+class _AnswerBody(Struct):
     usage: _Tokens | None = None
 
 
-_bodies = msgspec.json.Decoder(_Body)
+_bodies = msgspec.json.Decoder(_AnswerBody)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,8 @@ from weft.core.grammar import grammar_tokenizer
 from weft.core.ports import Executor
 from weft.core.served import ServedModel
 from weft.core.settings import format_bytes
-from weft.engine.costs import compute_threads, measured_costs, profile_key
+from weft.engine.channel import Task
+from weft.engine.costs import measured_costs, profile_key
 from weft.engine.devices import (
     Stopwatch,
     allocating,
@@ -30,8 +31,9 @@ from weft.engine.devices import (
     make_executor,
     pick_device,
 )
+from weft.engine.machine import compute_threads
 from weft.engine.model import Model, describe_kernels, find_model, resolve_settings
-from weft.engine.ranks import ParallelExecutor, Task, build_parallel, meet
+from weft.engine.rank_leader import ParallelExecutor, build_parallel, meet
 from weft.engine.weights import stored_weights
 from weft.exec.grammar import GrammarRows, Grammars
 from weft.exec.input_batch import InputBatch

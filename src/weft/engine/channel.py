@@ -1,9 +1,16 @@
-"""Typed messages between two processes over a pair of sockets; decoding one runs no code."""
+"""The messages between rank 0 and the other ranks, and the pair of sockets that they go over.
+
+Decoding a message runs no code.
+"""
 
 from __future__ import annotations
 
 import socket
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from weft.core.config import ResolvedConfig
+from weft.core.plan import StepPlan, StepResult
 
 T = TypeVar("T")
 LENGTH_BYTES = 8
@@ -39,3 +46,52 @@ class Channel:
     def close(self) -> None:
         self._reader.close()
         self._socket.close()
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a rank has to know; the first message to it.
+
+    Attributes:
+        settings: those of the engine, with what rank 0 has decided.
+        meeting_point: see ``collectives.Group``.
+    """
+
+    settings: dict[str, Any]
+    resolved: ResolvedConfig
+    rank: int
+    meeting_point: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """That a rank is as far as it should be, or the name of an error and its message."""
+
+    error: str = ""
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class RankTokens:
+    """The tokens of a step by sequence, drafts that were taken included."""
+
+    step_id: int
+    tokens: dict[int, tuple[int, ...]]
+
+    @classmethod
+    def of(cls, result: StepResult) -> RankTokens:
+        """Of every sequence whose token means something."""
+        tokens = {
+            i: (token, *(more for more, _ in result.accepted.get(i, ())))
+            for i, token in zip(result.sequence_ids, result.tokens, strict=True)
+            if i not in result.faults and i not in result.embeddings
+        }
+        return cls(result.step_id, tokens)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A plan, and what rank 0 got from earlier ones since the last message."""
+
+    plan: StepPlan
+    collected: tuple[RankTokens, ...]

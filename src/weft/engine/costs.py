@@ -8,7 +8,7 @@ from dataclasses import replace
 from weft.core.config import EngineConfig
 from weft.cost.fit import Fitted, ProfileKey, profile_path
 from weft.engine.devices import device_name
-from weft.engine.machine import cpu_name, usable_cores
+from weft.engine.machine import compute_threads, cpu_name
 from weft.engine.model import Model
 
 logger = logging.getLogger("weft")
@@ -54,8 +54,3 @@ def _hardware(config: EngineConfig, model: Model) -> str:
     if model.device.type == "cpu":
         return f"{cpu_name()}, {compute_threads(config)} threads"
     return f"{device_name(model.device)}{'' if config.graphs else ', uncaptured'}"
-
-
-def compute_threads(config: EngineConfig) -> int:
-    """Threads of each rank."""
-    return config.threads or max(1, usable_cores() // config.tensor_parallel)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 
+from weft.core.config import EngineConfig
 from weft.core.memory import memory_groups
 
 BF16_FLAGS = ("avx512_bf16", "amx_bf16", "bf16")  # the last one is Arm's
@@ -23,6 +24,11 @@ class WallClock:
 def usable_cores() -> int:
     """Cores that this process may run on."""
     return len(os.sched_getaffinity(0))
+
+
+def compute_threads(config: EngineConfig) -> int:
+    """Threads of each rank."""
+    return config.threads or max(1, usable_cores() // config.tensor_parallel)
 
 
 def available_memory(root: Path = Path("/")) -> int:

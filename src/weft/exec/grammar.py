@@ -74,7 +74,7 @@ class Grammars:
 
 
 @dataclass(slots=True)
-class _Row:
+class _GrammarRow:
     """Where one row stands in its grammar; ``error`` says why it cannot go on."""
 
     grammar: str
@@ -124,7 +124,7 @@ class GrammarRows:
     def __init__(self, grammars: Grammars, clock: Callable[[], float] = time.thread_time) -> None:
         self._grammars = grammars
         self._clock = clock
-        self._rows: dict[int, _Row] = {}
+        self._rows: dict[int, _GrammarRow] = {}
         self._costs = _Costs()
 
     def add(self, add: RowAdd) -> None:
@@ -132,12 +132,13 @@ class GrammarRows:
         grammar = add.sampling.grammar
         if grammar is not None:
             output = list(add.tokens[add.num_prompt :])
-            row = self._rows[add.row] = _Row(grammar, output, self._grammars.compile(grammar))
+            row = _GrammarRow(grammar, output, self._grammars.compile(grammar))
+            self._rows[add.row] = row
             started = self._clock()
             self._start(row)
             self._charge(row, started)
 
-    def _start(self, row: _Row) -> None:
+    def _start(self, row: _GrammarRow) -> None:
         try:
             row.matcher = row.compiled.result().deep_copy()
         except WeftError as error:
@@ -196,7 +197,7 @@ class GrammarRows:
                 row.matcher.consume_token(token)
                 since = self._charge(row, since)
 
-    def _charge(self, row: _Row, since: float) -> float:
+    def _charge(self, row: _GrammarRow, since: float) -> float:
         """Count what a row took since a time, end a grammar that is too costly; return the time."""
         now = self._clock()
         costly = self._costs.charge(row.grammar, now - since)
@@ -218,7 +219,7 @@ class GrammarRows:
                 row.error = _failure(row.matcher)
         return row.error
 
-    def _renew(self, row: _Row) -> None:
+    def _renew(self, row: _GrammarRow) -> None:
         """Start a row again on a grammar compiled anew, unless that was tried just before.
 
         All copies of a grammar share what they have learnt, and that is bounded: a grammar in long

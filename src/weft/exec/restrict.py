@@ -19,7 +19,7 @@ from weft.core.types import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class _RestrictedRow:
     """What one row may sample.
 
     Attributes:
@@ -46,7 +46,7 @@ class Restrictions:
     """The rows that may not sample everything."""
 
     def __init__(self) -> None:
-        self._rows: dict[int, _Row] = {}
+        self._rows: dict[int, _RestrictedRow] = {}
 
     @property
     def empty(self) -> bool:
@@ -59,7 +59,7 @@ class Restrictions:
             ends.setdefault(tuple(before), []).append(last)
         ids = params.allowed_token_ids
         allowed = np.unique(np.array(ids, np.int64)) if ids else None
-        self._rows[row] = _Row(allowed, ends, frozenset(map(len, ends)))
+        self._rows[row] = _RestrictedRow(allowed, ends, frozenset(map(len, ends)))
 
     def drop(self, row: int) -> None:
         self._rows.pop(row, None)

@@ -73,14 +73,14 @@ def read_header(path: Path) -> GgufHeader:
     try:
         with path.open("rb") as file:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        return _Reader(data).read()
+        return _HeaderReader(data).read()
     except (OSError, ValueError, struct.error) as error:
         raise CheckpointError(
             f"cannot read {path}: {short(error)}; the file is damaged or incomplete, fetch it again"
         ) from error
 
 
-class _Reader:
+class _HeaderReader:
     """A place in a file that moves on with every value that is read. Raises ValueError."""
 
     def __init__(self, data: mmap.mmap) -> None:

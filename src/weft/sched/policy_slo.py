@@ -128,17 +128,19 @@ class SLOPolicy:
         table = prioritise_by_target(classes)
         self.classes: Seq[ServiceClass] = table
         self.cost = cost
-        self.policy = targets
+        self.targets = targets
         check_targets(table, cost, targets)
         self.part: BestEffortPart | None = None
         self._scheduler: Scheduler
-        self._targets = [row for row in table if row.ttft_s is not None or row.tpot_s is not None]
-        self._num_urgent = len(self._targets)
+        self._with_target = [
+            row for row in table if row.ttft_s is not None or row.tpot_s is not None
+        ]
+        self._num_urgent = len(self._with_target)
         top = max([row.priority for row in table[self._num_urgent :]], default=self._num_urgent)
         self.best_effort = range(self._num_urgent, top + 1)
-        tpots = [row.tpot_s for row in self._targets if row.tpot_s is not None]
+        tpots = [row.tpot_s for row in self._with_target if row.tpot_s is not None]
         self._tightest_s = min(tpots, default=math.inf)
-        ttfts = [row.ttft_s for row in self._targets if row.ttft_s is not None]
+        ttfts = [row.ttft_s for row in self._with_target if row.ttft_s is not None]
         self._tightest_ttft_s = min(ttfts, default=math.inf)
         steady = min(self._tightest_s, self._tightest_ttft_s)
         self.pace = Pace(prior_s=PRIOR_STEPS * steady)
@@ -171,10 +173,10 @@ class SLOPolicy:
         priority = sequence.order[0]
         if priority >= self._num_urgent:
             return
-        target = self._targets[priority].ttft_s
+        target = self._with_target[priority].ttft_s
         request = sequence.request
         known = request.output or request.crashes or request.memory_kills  # it was promised before
-        if target is not None and self.policy.admission != "off" and not known:
+        if target is not None and self.targets.admission != "off" and not known:
             seconds = self._predict_first_token(sequence, target)
             if seconds > target:
                 self._turn_away(sequence, seconds, target)
@@ -232,7 +234,7 @@ class SLOPolicy:
         return hit
 
     def _turn_away(self, sequence: Sequence, seconds: float, target: float) -> None:
-        if self.policy.admission == "demote":
+        if self.targets.admission == "demote":
             self._scheduler.totals.demoted += 1
             sequence.order = (self.best_effort[0], sequence.order[1])
             return
@@ -307,14 +309,14 @@ class SLOPolicy:
         """Set when first tokens are due; a request may have waited since the last look."""
         since = self._looked_at if self._looked_at and not self.pace.idle else now
         for sequence in self._undated:
-            target = self._targets[sequence.order[0]].ttft_s
+            target = self._with_target[sequence.order[0]].ttft_s
             sequence.due_s = math.inf if target is None else since + target
         self._undated.clear()
         self._now = self._looked_at = now
 
     def _in_predictions(self, seconds: float) -> float:
         """Seconds as the cost model counts them, with the margin taken off."""
-        return seconds * (1 - self.policy.margin) / self.pace.correction
+        return seconds * (1 - self.targets.margin) / self.pace.correction
 
     def _limit_s(self) -> float:
         """Seconds that the next step may take.
@@ -334,7 +336,7 @@ class SLOPolicy:
         limit, so that prompts that wait for their first token go on.
         """
         least = limit_s / 2
-        for priority, target in enumerate(self._targets):
+        for priority, target in enumerate(self._with_target):
             if target.tpot_s is None:
                 continue
             for sequence in self.running_of(priority):
@@ -352,13 +354,13 @@ class SLOPolicy:
 
     def _tpot_of(self, priorities: set[int]) -> float:
         """The tightest target between tokens of these priorities; of all, if they have none."""
-        tpots = [self._targets[priority].tpot_s for priority in priorities]
+        tpots = [self._with_target[priority].tpot_s for priority in priorities]
         return min([tpot for tpot in tpots if tpot is not None], default=self._tightest_s)
 
     def _plan_urgent_decodes(self, step: TimedBatch, begin: float) -> list[list[Sequence]]:
         """Add latency-sensitive sequences that decode; return, by priority, those that do not."""
         rest = []
-        for priority, target in enumerate(self._targets):
+        for priority, target in enumerate(self._with_target):
             running = self.running_of(priority)
             if step.rows and running and self._can_skip(step, running, target, begin):
                 rest.append([s for s in running if s.known - s.planned > 1])
@@ -377,7 +379,7 @@ class SLOPolicy:
         if step.decodes_that_fit(contexts) == len(contexts):
             return False
         next_token_at = begin + 2 * step.limit_s * self.pace.correction
-        kept = target.tpot_s * (1 - self.policy.margin)
+        kept = target.tpot_s * (1 - self.targets.margin)
         return next_token_at - self._token_at[target.priority] <= kept
 
     def _plan_urgent_prompts(
@@ -431,7 +433,7 @@ class SLOPolicy:
         if self._aged is not None:
             return
         for priority in self.best_effort:
-            if now - self._served_at.setdefault(priority, now) <= self.policy.patience_s:
+            if now - self._served_at.setdefault(priority, now) <= self.targets.patience_s:
                 continue
             waiting = self._sequences.waiting.of_priority(priority)
             first = next(iter([*self.running_of(priority), *waiting]), None)

@@ -112,7 +112,7 @@ def create_app(
     keys = KeyRing(options.api_key, options.api_key_file)
     app = Starlette(
         routes=[
-            *_routes(_Handlers(service)),
+            *_routes(_PlainHandlers(service)),
             *embedding_routes(service),
             *invocation_routes(service),
             *message_routes(service),
@@ -171,7 +171,7 @@ def _middleware(options: ServerOptions, keys: KeyRing, tracer: Tracer | None) ->
     return [Middleware(Observe, tell=tell), *middleware]
 
 
-def _routes(handlers: _Handlers) -> list[Route]:
+def _routes(handlers: _PlainHandlers) -> list[Route]:
     def route(path: str, method: str, handler: Callable[[Request], Awaitable[Response]]) -> Route:
         return Route(path, handler, methods=[method])
 
@@ -205,7 +205,7 @@ def _public(info: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in info.items() if name != "folder"}
 
 
-class _Handlers:
+class _PlainHandlers:
     """One method for each route."""
 
     def __init__(self, service: Service) -> None:

@@ -65,7 +65,7 @@ class ModelStoreError(WeftError):
 
 def ollama_routes(service: Service) -> list[Route]:
     """The routes of Ollama's API."""
-    handlers = _Handlers(service)
+    handlers = _OllamaHandlers(service)
     chat = handlers.generating(OllamaChatBody, ollama_chat_job, chat_said)
     generate = handlers.generating(OllamaGenerateBody, ollama_generate_job, generate_said)
     embed = handlers.embedding(OllamaEmbedBody, ollama_embed)
@@ -95,7 +95,7 @@ def ollama_error(_: int, body: Mapping[str, Any]) -> tuple[Any, Mapping[str, str
     return error_of(body), {}
 
 
-class _Handlers:
+class _OllamaHandlers:
     """What answers each route."""
 
     def __init__(self, service: Service) -> None:

@@ -33,7 +33,7 @@ MOST_DIGITS = 15  # of the number of an event
 
 def response_routes(service: Service, store: ResponseStore, background: Background) -> list[Route]:
     """The routes of responses."""
-    handlers = _Handlers(service, store, background)
+    handlers = _ResponseHandlers(service, store, background)
     one = f"{PATH}/{{response_id}}"
     return [
         Route(PATH, handlers.create, methods=["POST"]),
@@ -55,7 +55,7 @@ class _Asked:
     job: Job
 
 
-class _Handlers:
+class _ResponseHandlers:
     """One method for each route."""
 
     def __init__(self, service: Service, store: ResponseStore, background: Background) -> None:

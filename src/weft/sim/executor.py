@@ -45,7 +45,7 @@ def _sampled(plan: StepPlan) -> set[int]:
 
 
 @dataclass(slots=True)
-class _Row:
+class _ModelledRow:
     sequence_id: int
     tokens: list[int]
     tables: list[list[int]]
@@ -104,7 +104,7 @@ class ModelledExecutor:
         self._groups = tuple(groups)
         self._vocab_size = vocab_size
         self._faulty = faulty
-        self._rows: dict[int, _Row] = {}
+        self._rows: dict[int, _ModelledRow] = {}
         self._outstanding: list[ModelledTicket] = []
         self._synchronous: set[int] = set()
         counts = {Tier.DEVICE: [group.num_blocks for group in groups], Tier.HOST: host_blocks}
@@ -228,7 +228,9 @@ class ModelledExecutor:
             embeddings=embeddings,
         )
 
-    def _verify(self, row: _Row, draft: Seq[int], token: int) -> tuple[tuple[int, None], ...]:
+    def _verify(
+        self, row: _ModelledRow, draft: Seq[int], token: int
+    ) -> tuple[tuple[int, None], ...]:
         """Tokens that follow as long as each one before was guessed; ``token`` is the first."""
         more: list[tuple[int, None]] = []
         for guess in draft:
@@ -294,13 +296,15 @@ class ModelledExecutor:
                 self._piggyback.give_up(move.row)
 
     @staticmethod
-    def _row(add: RowAdd) -> _Row:
+    def _row(add: RowAdd) -> _ModelledRow:
         tables = [list(table) for table in add.tables]
         min_length = add.num_prompt + add.sampling.min_tokens
         tokens = list(add.tokens)
-        return _Row(add.sequence_id, tokens, tables, add.stop_ids, min_length, add.embed, add.tier)
+        return _ModelledRow(
+            add.sequence_id, tokens, tables, add.stop_ids, min_length, add.embed, add.tier
+        )
 
-    def _write(self, row: _Row, start: int, tokens: Seq[int]) -> None:
+    def _write(self, row: _ModelledRow, start: int, tokens: Seq[int]) -> None:
         for group, blocks, table in zip(self._groups, self._kv[row.tier], row.tables, strict=True):
             for position, token in enumerate(tokens, start):
                 block = table[position // group.block_size]
@@ -308,7 +312,7 @@ class ModelledExecutor:
                     raise InvariantError(f"sequence {row.sequence_id} writes where it has no block")
                 blocks[block][position % group.block_size] = (position, token)
 
-    def _sample(self, row: _Row, length: int, faults: dict[int, WeftError]) -> int:
+    def _sample(self, row: _ModelledRow, length: int, faults: dict[int, WeftError]) -> int:
         if self._faulty is not None and self._faulty(row.sequence_id, length):
             faults[row.sequence_id] = NonFiniteLogitsError("The modelled row is faulty.")
             return 0
@@ -317,7 +321,7 @@ class ModelledExecutor:
             token = first_allowed(token, row.stop_ids, self._vocab_size)
         return token
 
-    def _attend(self, row: _Row, length: int) -> int:
+    def _attend(self, row: _ModelledRow, length: int) -> int:
         total = 0
         for group, blocks, table in zip(self._groups, self._kv[row.tier], row.tables, strict=True):
             first = 0 if group.window is None else max(0, length - group.window)

@@ -49,7 +49,7 @@ class Errors:
 
 
 @dataclass(slots=True)
-class _Row:
+class _TracedRow:
     """Attributes:
     end: length at which the answer is complete.
     length: tokens that there are, as far as steps with samples have told.
@@ -111,7 +111,7 @@ class SimulatedExecutor:
         self._log = log
         self._gauges = gauges
         self._block_size = block_size
-        self._rows: dict[int, _Row] = {}
+        self._rows: dict[int, _TracedRow] = {}
         self._free_at = 0.0
         self._piggyback = piggyback
         self._outstanding: deque[SimulatedTicket] = deque()
@@ -133,7 +133,7 @@ class SimulatedExecutor:
                 self._piggyback.give_up(row)
         for add in plan.add:
             number = add.sequence_id
-            self._rows[add.row] = _Row(number, self._ends[number], answer_token(number))
+            self._rows[add.row] = _TracedRow(number, self._ends[number], answer_token(number))
         works = [Work.of(batch) for batch in plan.batches] or [Work()]
         works[0].out_tokens += self._moved(plan.moves, Tier.HOST)
         works[0].in_tokens += self._moved(plan.moves, Tier.DEVICE)
@@ -224,7 +224,7 @@ class SimulatedExecutor:
             if batch.drafts:
                 raise InvariantError("simulated answers cannot be guessed: plan without drafts")
             if all(batch.samples):
-                chosen: Iterable[tuple[_Row, int, int]] = zip(
+                chosen: Iterable[tuple[_TracedRow, int, int]] = zip(
                     rows, batch.starts, batch.counts, strict=True
                 )
             else:
@@ -257,7 +257,7 @@ class SimulatedExecutor:
         )  # fmt: skip
 
 
-def _sampled(rows: list[_Row], batch: SubBatch) -> list[tuple[_Row, int, int]]:
+def _sampled(rows: list[_TracedRow], batch: SubBatch) -> list[tuple[_TracedRow, int, int]]:
     """Rows whose next token the step gives."""
     return [
         (row, start, count)

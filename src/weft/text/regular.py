@@ -145,7 +145,7 @@ class _Grammar:
     def expression(self) -> str:
         ignored = _Parts("|")
         for body in self._ignored:
-            ignored.add(_Body(self, body, "").read())
+            ignored.add(_BodyReader(self, body, "").read())
         between = f"(?:{ignored.joined()})*" if self._ignored else ""
         whole = _Parts()
         whole.add(between)
@@ -164,7 +164,7 @@ class _Grammar:
             if name not in self._bodies:
                 raise GrammarError(f"the Lark grammar does not define '{name[:100]}'")
             self._within.append(name)
-            self._known[name] = _Body(self, self._bodies[name], between).read()
+            self._known[name] = _BodyReader(self, self._bodies[name], between).read()
             self._within.pop()
         return self._known[name]
 
@@ -198,7 +198,7 @@ class _Grammar:
             self._known[names[-1] if renamed else name] = f"(?:{_COMMON[name]})"
 
 
-class _Body:
+class _BodyReader:
     """Reads one body: what alternatives, sequences, repetitions and groups stand for."""
 
     def __init__(self, grammar: _Grammar, tokens: list[_Token], between: str) -> None:

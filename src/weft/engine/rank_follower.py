@@ -1,6 +1,6 @@
 """The process of a rank from 1 on: builds its part of the model, then follows rank 0's plans.
 
-    python -m weft.engine.rank --rank N --channel FD --parent PID
+    python -m weft.engine.rank_follower --rank N --channel FD --parent PID
 
 Over the channel come a ``Task`` and then ``Step`` after ``Step`` until it is closed; a ``Report``
 goes back when the process can load, when it has loaded, and if it has to end by itself.
@@ -17,7 +17,6 @@ import signal
 import socket
 import sys
 from collections import deque
-from typing import TYPE_CHECKING
 
 from weft.core.config import EngineConfig
 from weft.core.errors import InvariantError, WeftError
@@ -25,11 +24,8 @@ from weft.core.logs import log_level, set_up_logs
 from weft.core.plan import StepResult
 from weft.core.ports import Executor, Ticket
 from weft.core.process import die_with, set_process_title
+from weft.engine.channel import Channel, RankTokens, Report, Step, Task
 from weft.engine.postpone import postpone
-
-if TYPE_CHECKING:
-    from weft.engine.channel import Channel
-    from weft.engine.ranks import RankTokens, Task
 
 logger = logging.getLogger("weft")
 
@@ -47,8 +43,6 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     postpone("torch._meta_registrations")  # a fourth of the import of torch; for compilers
     import weft.engine.build  # noqa: F401 - all that takes time
-    from weft.engine.channel import Channel
-    from weft.engine.ranks import Report, Task
 
     channel = Channel(socket.socket(fileno=options.channel))
     channel.send(Report())
@@ -68,7 +62,7 @@ def main() -> None:
     channel.send(Report())
     gc.collect()
     gc.freeze()
-    _Follower(task.rank, channel, executor).run()
+    Follower(task.rank, channel, executor).run()
 
 
 def _build(task: Task) -> Executor:
@@ -79,7 +73,7 @@ def _build(task: Task) -> Executor:
     return build_rank(config, task)
 
 
-class _Follower:
+class Follower:
     """Launches plans as they come, and collects each step when rank 0 has: no more are in flight.
 
     An executor without depth computes on a thread of its own, whose failure rank 0 would wait for;
@@ -95,8 +89,6 @@ class _Follower:
 
     def run(self) -> None:
         """Work until rank 0 closes the channel; the process then ends, whatever it does."""
-        from weft.engine.ranks import Step
-
         try:
             while (step := self._channel.receive(Step)) is not None:
                 for theirs in step.collected:
@@ -114,7 +106,6 @@ class _Follower:
         self._results.append(self._tickets.popleft().result())
 
     def _compare(self, theirs: RankTokens, result: StepResult) -> None:
-        from weft.engine.ranks import RankTokens
 
         mine = RankTokens.of(result)
         other = [i for i, tokens in theirs.tokens.items() if mine.tokens.get(i) != tokens]
@@ -125,7 +116,6 @@ class _Follower:
             )
 
     def _end_by(self, error: Exception) -> None:
-        from weft.engine.ranks import Report
 
         logger.error("Rank %d ends.", self._rank, exc_info=error)
         with contextlib.suppress(OSError):

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
@@ -28,62 +28,13 @@ from weft.core.errors import EngineDeadError, KernelError, WeftError
 from weft.core.plan import StepPlan, StepResult
 from weft.core.ports import Executor, Ticket
 from weft.core.process import describe_exit, start_child
-from weft.engine.channel import Channel
+from weft.engine.channel import Channel, RankTokens, Report, Step, Task
 from weft.engine.forkserver import MEMORY_SETTINGS
 from weft.kernels.collectives import Group
 from weft.kernels.unavailable import KernelUnavailable
 
 STOP_TIMEOUT_S = 5.0
 DEATH_S = 1.0  # in which a rank that has ended is found after a collective has failed
-
-
-@dataclass(frozen=True)
-class Task:
-    """What a rank has to know; the first message to it.
-
-    Attributes:
-        settings: those of the engine, with what rank 0 has decided.
-        meeting_point: see ``collectives.Group``.
-    """
-
-    settings: dict[str, Any]
-    resolved: ResolvedConfig
-    rank: int
-    meeting_point: str
-
-
-@dataclass(frozen=True)
-class Report:
-    """That a rank is as far as it should be, or the name of an error and its message."""
-
-    error: str = ""
-    message: str = ""
-
-
-@dataclass(frozen=True)
-class RankTokens:
-    """The tokens of a step by sequence, drafts that were taken included."""
-
-    step_id: int
-    tokens: dict[int, tuple[int, ...]]
-
-    @classmethod
-    def of(cls, result: StepResult) -> RankTokens:
-        """Of every sequence whose token means something."""
-        tokens = {
-            i: (token, *(more for more, _ in result.accepted.get(i, ())))
-            for i, token in zip(result.sequence_ids, result.tokens, strict=True)
-            if i not in result.faults and i not in result.embeddings
-        }
-        return cls(result.step_id, tokens)
-
-
-@dataclass(frozen=True)
-class Step:
-    """A plan, and what rank 0 got from earlier ones since the last message."""
-
-    plan: StepPlan
-    collected: tuple[RankTokens, ...]
 
 
 @dataclass
@@ -113,7 +64,7 @@ class Followers:
 
     def _start(self, rank: int) -> None:
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "weft.engine.rank", "--rank", str(rank)]
+        command = [sys.executable, "-m", "weft.engine.rank_follower", "--rank", str(rank)]
         command += ["--channel", str(theirs.fileno()), "--parent", str(os.getpid())]
         environment = {**MEMORY_SETTINGS, **os.environ}
         with theirs:
