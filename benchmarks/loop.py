@@ -28,8 +28,8 @@ from weft.cost.roofline import Roofline
 from weft.cost.shape import model_shape
 from weft.kv.cache import GroupSpec, KVCache
 from weft.kv.tiers import TieredCache
-from weft.sched.policy_slo import TargetPolicy
 from weft.sched.registry import fcfs, load_aware, slo
+from weft.sched.resources import TargetPolicy
 from weft.sched.scheduler import Limits, Scheduler
 
 GOALS_US = {"fcfs": {256: 300.0, 1024: 1000.0}, "slo": {512: 1000.0}, "load-aware": {512: 3000.0}}
@@ -54,7 +54,7 @@ def scheduler_with(name: str, sequences: int, steps: int) -> Scheduler:
         scheduler: Scheduler = load_aware(TieredCache([group], (blocks,)), limits, cost)
     elif name == "slo":
         cost = Roofline(model_shape("llama-3.1-8b"), hardware("h100"))
-        scheduler = slo(cache, limits, cost, policy=TargetPolicy("off"))
+        scheduler = slo(cache, limits, cost, targets=TargetPolicy("off"))
     else:
         scheduler = fcfs(cache, limits)
     mixed = name == "slo"

@@ -24,8 +24,8 @@ from weft.cost.shape import model_shape
 from weft.cost.work import Work
 from weft.kv.cache import GroupSpec, KVCache
 from weft.kv.tiers import TieredCache
-from weft.sched.policy_slo import TargetPolicy
 from weft.sched.registry import fcfs, slo, slo_piggyback
+from weft.sched.resources import TargetPolicy
 from weft.sched.scheduler import Limits, Scheduler
 from weft.sim.jobs import SimulatedRequest, own_text
 from weft.sim.learn import learn

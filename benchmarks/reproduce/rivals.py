@@ -16,7 +16,8 @@ from weft.sched.memory_device import DeviceMemory
 from weft.sched.memory_host import HostMemory, SwapMemory
 from weft.sched.piggyback import PiggybackPart
 from weft.sched.policy_fcfs import FCFSPolicy
-from weft.sched.policy_slo import DEFAULT_POLICY, SLOPolicy, TargetPolicy
+from weft.sched.policy_slo import SLOPolicy
+from weft.sched.resources import DEFAULT_POLICY, TargetPolicy
 from weft.sched.scheduler import Limits, Scheduler
 from weft.sched.two_batch import TwoBatch
 

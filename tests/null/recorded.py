@@ -34,7 +34,8 @@ from weft.core.types import FinishReason, Request, SamplingParams, TokenLogprob
 from weft.engine.loop import EngineLoop
 from weft.kv.tiers import TieredCache
 from weft.sched.batch import Totals
-from weft.sched.registry import Resources, load_aware, make_scheduler
+from weft.sched.registry import load_aware, make_scheduler
+from weft.sched.resources import Resources
 from weft.sim.clock import VirtualClock
 from weft.sim.executor import ModelledExecutor, ModelledTicket
 from weft.sim.piggyback import Piggyback

@@ -19,7 +19,7 @@ from costs import LinearCost
 from shareddata import need
 from weft.core.types import DEFAULT_CLASSES, Request, SamplingParams, ServiceClass
 from weft.kv.cache import GroupSpec
-from weft.sched.policy_slo import DEFAULT_POLICY, TargetPolicy
+from weft.sched.resources import DEFAULT_POLICY, TargetPolicy
 from weft.sched.scheduler import Limits
 from weft.workload.trace import Arrival, read_trace
 

@@ -16,8 +16,8 @@ from depth import searching
 from weft.core.plan import StepPlan, Tier
 from weft.core.types import Request, SamplingParams, ServiceClass
 from weft.kv.cache import GroupSpec
-from weft.sched.policy_slo import TargetPolicy
 from weft.sched.registry import fcfs, load_aware, slo, slo_piggyback
+from weft.sched.resources import TargetPolicy
 from weft.sched.scheduler import Limits
 from weft.sched.two_batch import PATIENCE
 from weft.sim.piggyback import Piggyback
@@ -34,14 +34,14 @@ COST = LinearCost(0.01, 0.001, layers=LAYERS, host_context_s=0.002, move_s=1e-4)
 def maker(name: str, patience_s: float = 0.1):
     """Makes the scheduler of that name."""
     more = {"cost": COST, "classes": CLASSES}
-    policy = TargetPolicy("off", 0.0, patience_s)
+    targets = TargetPolicy("off", 0.0, patience_s)
     return {
         "fcfs": fcfs,
         "fcfs-swap": fcfs,
         "load-aware": partial(load_aware, **more),
-        "slo": partial(slo, **more, policy=policy),
-        "slo-swap": partial(slo, **more, policy=policy),
-        "slo-piggyback": partial(slo_piggyback, **more, policy=policy),
+        "slo": partial(slo, **more, targets=targets),
+        "slo-swap": partial(slo, **more, targets=targets),
+        "slo-piggyback": partial(slo_piggyback, **more, targets=targets),
     }[name]
 
 

@@ -11,12 +11,12 @@ from test_load_aware import planned, requests
 from weft.core.types import Request, SamplingParams
 from weft.kv.cache import GroupSpec, KVCache
 from weft.kv.tiers import TieredCache
-from weft.sched.policy_slo import TargetPolicy
 from weft.sched.registry import fcfs, slo
+from weft.sched.resources import TargetPolicy
 from weft.sched.scheduler import Limits
 from weft.sim.executor import ModelledExecutor
 
-SLO = partial(slo, cost=LinearCost(0.01, 0.001), policy=TargetPolicy("off"))
+SLO = partial(slo, cost=LinearCost(0.01, 0.001), targets=TargetPolicy("off"))
 
 
 def make(kind, blocks: int, rows: int = 32):

@@ -17,7 +17,8 @@ from weft.cost.work import Work
 from weft.kv.cache import GroupSpec, KVCache
 from weft.kv.tiers import TieredCache
 from weft.sched.balance import Balance, HostWork
-from weft.sched.registry import Resources, fcfs, load_aware, make_scheduler
+from weft.sched.registry import fcfs, load_aware, make_scheduler
+from weft.sched.resources import Resources
 from weft.sched.scheduler import Limits, Scheduler
 from weft.sched.two_batch import PATIENCE, TwoBatch
 from weft.sim.executor import ModelledExecutor

@@ -22,8 +22,8 @@ from weft.core.types import Request, SamplingParams, ServiceClass
 from weft.cost.work import Work
 from weft.kv.cache import GroupSpec
 from weft.kv.tiers import TieredCache
-from weft.sched.policy_slo import TargetPolicy
 from weft.sched.registry import slo_piggyback
+from weft.sched.resources import TargetPolicy
 from weft.sched.scheduler import Limits
 from weft.sim.piggyback import Piggyback
 
@@ -54,8 +54,8 @@ def cases(draw):
     token_s = draw(st.sampled_from([0.001, 0.01, 0.02]))
     move_s = draw(st.sampled_from([0.0, 0.001]))
     cost = LinearCost(0.01, token_s, layers=LAYERS, move_s=move_s)
-    policy = TargetPolicy("off", 0.0, draw(st.sampled_from([0.0, 0.05, 1e9])))
-    make = partial(slo_piggyback, cost=cost, classes=CLASSES, policy=policy)
+    targets = TargetPolicy("off", 0.0, draw(st.sampled_from([0.0, 0.05, 1e9])))
+    make = partial(slo_piggyback, cost=cost, classes=CLASSES, targets=targets)
     return world, draw(traffic(world)), make, draw(st.sampled_from([0.0, 0.02]))
 
 
@@ -154,7 +154,7 @@ def crowded(patience_s: float = 1e9):
     )
     cost = LinearCost(0.01, 0.001, layers=LAYERS, move_s=1e-5)
     make = partial(slo_piggyback, cost=cost, classes=CLASSES,
-                   policy=TargetPolicy("off", 0.0, patience_s))  # fmt: skip
+                   targets=TargetPolicy("off", 0.0, patience_s))  # fmt: skip
     arrivals = {0: [Request(i, tuple(range(i, i + 9)), SamplingParams(max_tokens=40), (), "batch")
                     for i in range(6)]}  # fmt: skip
     for turn in range(2, 60):

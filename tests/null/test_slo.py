@@ -15,8 +15,9 @@ from weft.cost.work import Work
 from weft.kv.cache import GroupSpec, KVCache
 from weft.sched.batch import TimedBatch
 from weft.sched.first_token import first_token_s
-from weft.sched.policy_slo import DEFAULT_POLICY, SLOPolicy, TargetPolicy, prioritise_by_target
+from weft.sched.policy_slo import SLOPolicy, prioritise_by_target
 from weft.sched.registry import slo
+from weft.sched.resources import DEFAULT_POLICY, TargetPolicy
 from weft.sched.scheduler import Limits, Scheduler
 from weft.sim.executor import ModelledExecutor
 

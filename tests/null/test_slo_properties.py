@@ -13,8 +13,8 @@ from traffic import COMMON, World, assert_answers, ids, plans, run, traffic, wor
 
 from depth import searching
 from weft.core.types import ServiceClass
-from weft.sched.policy_slo import TargetPolicy
 from weft.sched.registry import slo
+from weft.sched.resources import TargetPolicy
 
 CLASSES = [
     ServiceClass("priority", 0, ttft_s=0.5, tpot_s=0.05),
@@ -29,13 +29,13 @@ def makers(draw):
     cost = LinearCost(
         draw(st.sampled_from([0.001, 0.01, 0.03])), draw(st.sampled_from([1e-5, 1e-3, 0.01]))
     )
-    policy = TargetPolicy(
+    targets = TargetPolicy(
         draw(st.sampled_from(["demote", "off"])),
         draw(st.sampled_from([0.0, 0.1])),
         draw(st.sampled_from([0.0, 0.05, 1e9])),
     )
     step_s = draw(st.sampled_from([0.0, 0.001, 0.3]))
-    return partial(slo, cost=cost, classes=CLASSES, policy=policy), step_s
+    return partial(slo, cost=cost, classes=CLASSES, targets=targets), step_s
 
 
 def drawn(data, memory: str) -> World:

@@ -15,7 +15,8 @@ from weft.core.types import Request, SamplingParams
 from weft.kv.cache import GroupSpec, KVCache
 from weft.kv.tiers import TieredCache
 from weft.sched.memory_host import SwapMemory
-from weft.sched.registry import Resources, fcfs, make_scheduler
+from weft.sched.registry import fcfs, make_scheduler
+from weft.sched.resources import Resources
 from weft.sched.scheduler import Limits
 from weft.sim.executor import ModelledExecutor
 

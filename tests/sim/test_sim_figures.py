@@ -210,7 +210,7 @@ def test_every_workload_with_distributions_can_be_drawn():
             ConfigError,
             "Unknown hardware 'h1000'. Did you mean 'h100'.* Known: .*a100",
         ),
-        ({"scheduler": "best"}, ConfigError, "Known: fcfs"),
+        ({"scheduler": "best"}, ConfigError, "one of fcfs, fcfs-swap, slo, slo-swap, "),
         ({"model": "llama-3.1-70b"}, OutOfMemoryError, r"[0-9]{9,} bytes short"),
         ({"rate": None}, ConfigError, "give a rate"),
         ({"slo_tpot_ms": 1.0}, ConfigError, "No load can meet the tpot target of 1 ms"),

@@ -14,11 +14,13 @@ from depth import searching
 from shareddata import need
 from weft.core.errors import InvariantError
 from weft.core.plan import RowAdd, StepPlan, SubBatch
+from weft.core.schedulers import SCHEDULERS
 from weft.core.types import ServiceClass
 from weft.cost.model import Terms
 from weft.cost.work import Work
 from weft.kv.cache import GroupSpec, KVCache
-from weft.sched.registry import SCHEDULERS, Resources, fcfs, make_scheduler
+from weft.sched.registry import fcfs, make_scheduler
+from weft.sched.resources import Resources
 from weft.sched.scheduler import Limits, Scheduler
 from weft.sim.clock import VirtualClock
 from weft.sim.inbox import SAMPLING

@@ -13,13 +13,13 @@ from typing import Any
 
 from weft.core.errors import ConfigError, OutOfMemoryError, ParameterError, suggest
 from weft.core.logs import FORMATS, LEVELS
+from weft.core.schedulers import POLICIES, describe_policies
 from weft.core.settings import check_settings, format_bytes, setting, settings_of
 from weft.core.types import DEFAULT_CLASSES, MAX_SEED, MAX_SPECULATION, ServiceClass
 
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZE_GROUPS = (32, 64, 128)
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-SCHEDULERS = ("fcfs", "slo")  # those that need no host tier
 DEVICES = ("cpu", "cuda")
 ADMISSIONS = ("demote", "reject", "off")
 KV_SCALE_BYTES = {"int8": 4, "fp8": 4}  # beside each row of codes of one byte
@@ -165,9 +165,8 @@ class EngineConfig:
     scheduler: str = setting(
         "str",
         "fcfs",
-        "what comes first: fcfs is class priorities, then arrival; slo keeps the targets of the "
-        "classes, by the costs that weft profile has measured, and fills the rest with best effort",
-        choices=SCHEDULERS,
+        describe_policies(),
+        choices=tuple(POLICIES),
     )
     slo_admission: str = setting(
         "str",

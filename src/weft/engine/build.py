@@ -18,6 +18,7 @@ from weft import __version__
 from weft.core.config import EngineConfig, ResolvedConfig
 from weft.core.grammar import grammar_tokenizer
 from weft.core.ports import Executor
+from weft.core.schedulers import POLICIES, scheduler_name
 from weft.core.served import ServedModel
 from weft.core.settings import format_bytes
 from weft.engine.channel import Task
@@ -44,8 +45,8 @@ from weft.kernels.kv_storage import KV_TYPES
 from weft.kv.cache import GroupSpec
 from weft.models.layout import num_parameters, storage_of
 from weft.models.loader import load_model
-from weft.sched.policy_slo import TargetPolicy
-from weft.sched.registry import Resources, make_scheduler
+from weft.sched.registry import make_scheduler
+from weft.sched.resources import Resources, TargetPolicy
 from weft.sched.scheduler import Limits, Scheduler
 
 if TYPE_CHECKING:
@@ -225,12 +226,11 @@ def _scheduler(config: EngineConfig, resolved: ResolvedConfig, model: Model) -> 
         limits,
         config.service_classes(),
         prefix_caching=config.prefix_caching,
-        cost=None if config.scheduler == "fcfs" else measured_costs(config, model),
-        policy=TargetPolicy(config.slo_admission, config.slo_margin, config.slo_patience_s),
+        cost=measured_costs(config, model) if POLICIES[config.scheduler].needs_cost else None,
+        targets=TargetPolicy(config.slo_admission, config.slo_margin, config.slo_patience_s),
         host_blocks=resolved.host_blocks,
     )
-    name = f"{config.scheduler}-swap" if resolved.host_blocks else config.scheduler
-    return make_scheduler(name, resources)
+    return make_scheduler(scheduler_name(config.scheduler, bool(resolved.host_blocks)), resources)
 
 
 def describe_served(config: EngineConfig, engine: Engine) -> ServedModel:

@@ -13,7 +13,8 @@ from collections.abc import Sequence as Seq
 from weft.core.types import DEFAULT_CLASSES, Sequence, ServiceClass
 from weft.cost.model import CostModel
 from weft.sched.batch import BatchBuilder, TimedBatch
-from weft.sched.scheduler import Scheduler
+from weft.sched.resources import Resources
+from weft.sched.scheduler import Policy, Scheduler
 
 
 class FCFSPolicy:
@@ -23,6 +24,8 @@ class FCFSPolicy:
         cost: what the time of a step is predicted with, where a part of the scheduler asks.
         fills: whether the device computes anything; not with all KV on the host.
     """
+
+    preempts_ahead = True
 
     def __init__(
         self,
@@ -75,3 +78,8 @@ class FCFSPolicy:
 
     def check(self) -> None:
         """Nothing is remembered."""
+
+
+def make_policy(given: Resources) -> Policy:
+    """Made of what a scheduler has."""
+    return FCFSPolicy(given.classes)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 from weft.core.errors import ConfigError, InvariantError, TargetError
@@ -27,32 +27,13 @@ from weft.cost.work import Work
 from weft.sched.batch import TimedBatch
 from weft.sched.first_token import first_token_s
 from weft.sched.pace import Pace
-from weft.sched.scheduler import Scheduler
+from weft.sched.resources import DEFAULT_POLICY, Resources, TargetPolicy
+from weft.sched.scheduler import Policy, Scheduler
 
 AGED = -1  # priority of the best-effort sequence that has waited for too long
 LEAST_PIECE = 16  # tokens that cost hardly more than one (OmniServe section 3.3.1, flat region)
 LONGEST_RETRY_S = 60
 PRIOR_STEPS = 3  # steps at the tightest target that predictions count as exact for, at the start
-
-
-@dataclass(frozen=True, slots=True)
-class TargetPolicy:
-    """How targets are kept.
-
-    Attributes:
-        admission: what becomes of a request that would miss its target for the first token, as is
-            predicted: "demote" serves it as best effort, "reject" refuses it with the time after
-            which it may come again, "off" takes it and lets it be late.
-        margin: share of the target between tokens that predictions leave unused.
-        patience_s: seconds without progress after which a best-effort class is helped.
-    """
-
-    admission: str = "demote"
-    margin: float = 0.1
-    patience_s: float = 30.0
-
-
-DEFAULT_POLICY = TargetPolicy()
 
 
 def prioritise_by_target(classes: Seq[ServiceClass]) -> list[ServiceClass]:
@@ -68,7 +49,7 @@ def prioritise_by_target(classes: Seq[ServiceClass]) -> list[ServiceClass]:
     ]
 
 
-def check_targets(classes: Seq[ServiceClass], cost: CostModel, policy: TargetPolicy) -> None:
+def check_targets(classes: Seq[ServiceClass], cost: CostModel, targets: TargetPolicy) -> None:
     """Raise ConfigError if a target would be missed by a server that has nothing else to do."""
     if not any(row.ttft_s or row.tpot_s for row in classes):
         raise ConfigError(
@@ -79,13 +60,13 @@ def check_targets(classes: Seq[ServiceClass], cost: CostModel, policy: TargetPol
     decode = Work()
     decode.add(1, 1)
     takes = step_time(cost, [decode])
-    least = takes / (1 - policy.margin)
+    least = takes / (1 - targets.margin)
     for row in classes:
         for name, target in (("tpot_s", row.tpot_s), ("ttft_s", row.ttft_s)):
             if target is not None and target < least:
                 raise ConfigError(
                     f"Class '{row.name}' has {name} {target:g}, but a step with a single token "
-                    f"takes {takes:.4g} s as predicted, and a margin of {policy.margin:.0%} is "
+                    f"takes {takes:.4g} s as predicted, and a margin of {targets.margin:.0%} is "
                     f"kept: no load can meet it. Raise it to {least:.4g} at least.",
                     param="classes",
                 )
@@ -117,6 +98,8 @@ class SLOPolicy:
         best_effort: priorities of the classes without targets.
         part: what is done for best effort beside the steps of the device, if anything.
     """
+
+    preempts_ahead = False
 
     def __init__(
         self,
@@ -476,3 +459,8 @@ class SLOPolicy:
         aged = [*self.running_of(AGED), *self._sequences.waiting.of_priority(AGED)]
         if len(aged) > 1 or any(sequence is not self._aged for sequence in aged):
             raise InvariantError("more than one best-effort sequence is served out of its turn")
+
+
+def make_policy(given: Resources) -> Policy:
+    """Made of what a scheduler has."""
+    return SLOPolicy(given.known_cost, given.classes, given.targets)

@@ -1,70 +1,52 @@
-"""Schedulers by name, alike for the engine and for simulations: a policy, and parts beside it.
+"""Makes the schedulers of ``weft.core.schedulers``, alike for the engine and for simulations.
 
-Each policy has a row without a host tier, and one (``-swap``) where KV that gives way is kept
-there; then come the rows with a part that computes what lies with the host.
+Each policy makes two: one without a host tier, and one (``-swap``) where KV that gives way is kept
+there. Others have a part that computes what lies with the host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from importlib import import_module
+from typing import cast
 
 from weft.core.errors import ConfigError, look_up
+from weft.core.schedulers import SCHEDULERS
 from weft.core.types import DEFAULT_CLASSES, ServiceClass
 from weft.cost.model import CostModel
-from weft.kv.cache import GroupSpec, KVCache
+from weft.kv.cache import KVCache
 from weft.kv.tiers import AnyCache, TieredCache
 from weft.sched.balance import Balance
 from weft.sched.memory_device import DeviceMemory
 from weft.sched.memory_host import HostMemory, SwapMemory
 from weft.sched.piggyback import PiggybackPart
 from weft.sched.policy_fcfs import FCFSPolicy
-from weft.sched.policy_slo import DEFAULT_POLICY, SLOPolicy, TargetPolicy
-from weft.sched.scheduler import Limits, Scheduler
+from weft.sched.policy_slo import SLOPolicy
+from weft.sched.resources import DEFAULT_POLICY, Resources, TargetPolicy
+from weft.sched.scheduler import Limits, Policy, Scheduler
 from weft.sched.two_batch import TwoBatch
 
 
-@dataclass(frozen=True, slots=True)
-class Resources:
-    """What a scheduler is made of; each takes what it needs.
-
-    Attributes:
-        groups: KV groups of the device.
-        host_blocks: for each group, blocks that the host has; empty without a host tier.
-        cost: what the scheduler predicts step times with; None where nothing was profiled.
-        policy: how the targets of the classes are kept.
-    """
-
-    groups: Seq[GroupSpec]
-    limits: Limits
-    classes: Seq[ServiceClass] = DEFAULT_CLASSES
-    prefix_caching: bool = True
-    host_blocks: Seq[int] = ()
-    cost: CostModel | None = None
-    policy: TargetPolicy = DEFAULT_POLICY
-
-    def device(self) -> KVCache:
-        """A KV cache of the device alone."""
-        return KVCache(self.groups, prefix_caching=self.prefix_caching)
-
-    def tiers(self) -> TieredCache:
-        """A KV cache of device and host."""
-        return TieredCache(self.groups, self.host_blocks, prefix_caching=self.prefix_caching)
+def make_policy(name: str, given: Resources) -> Policy:
+    """The policy of this name, from its own module."""
+    module = import_module(f"weft.sched.policy_{name.replace('-', '_')}")
+    return cast(Policy, module.make_policy(given))
 
 
-def _memory(cache: AnyCache, *, preempts_ahead: bool = True) -> DeviceMemory:
-    """The memory for a cache of one tier or of two, where nothing is computed on the host."""
+def compose(policy: Policy, cache: AnyCache, limits: Limits) -> Scheduler:
+    """A scheduler over one tier or over two, where nothing is computed on the host."""
     if isinstance(cache, KVCache):
-        return DeviceMemory(cache)
-    return SwapMemory(cache, preempts_ahead=preempts_ahead)
+        return Scheduler(policy, DeviceMemory(cache), limits)
+    memory = SwapMemory(cache, preempts_ahead=policy.preempts_ahead)
+    return Scheduler(policy, memory, limits)
 
 
 def fcfs(
     cache: AnyCache, limits: Limits, classes: Seq[ServiceClass] = DEFAULT_CLASSES
 ) -> Scheduler:
     """First come, first served, within classes."""
-    return Scheduler(FCFSPolicy(classes), _memory(cache), limits)
+    return compose(FCFSPolicy(classes), cache, limits)
 
 
 def slo(
@@ -72,11 +54,10 @@ def slo(
     limits: Limits,
     cost: CostModel,
     classes: Seq[ServiceClass] = DEFAULT_CLASSES,
-    policy: TargetPolicy = DEFAULT_POLICY,
+    targets: TargetPolicy = DEFAULT_POLICY,
 ) -> Scheduler:
     """Latency targets first, best effort in what is left (OmniServe section 3.3)."""
-    memory = _memory(cache, preempts_ahead=False)
-    return Scheduler(SLOPolicy(cost, classes, policy), memory, limits)
+    return compose(SLOPolicy(cost, classes, targets), cache, limits)
 
 
 def load_aware(
@@ -103,51 +84,18 @@ def slo_piggyback(
     limits: Limits,
     cost: CostModel,
     classes: Seq[ServiceClass] = DEFAULT_CLASSES,
-    policy: TargetPolicy = DEFAULT_POLICY,
+    targets: TargetPolicy = DEFAULT_POLICY,
 ) -> Scheduler:
     """Latency targets first; best effort of the host is piggybacked (OmniServe section 3.2)."""
-    targets, memory = SLOPolicy(cost, classes, policy), HostMemory(cache)
-    return Scheduler(targets, memory, limits, [PiggybackPart(memory, targets)])
+    policy, memory = SLOPolicy(cost, classes, targets), HostMemory(cache)
+    return Scheduler(policy, memory, limits, [PiggybackPart(memory, policy)])
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerEntry:
-    """A scheduler that can be chosen.
-
-    Attributes:
-        make: makes it of what there is.
-        needs_cost: it predicts step times.
-        needs_host: it has a host tier; without that KV that gives way is computed again.
-    """
-
-    make: Callable[[Resources], Scheduler]
-    needs_cost: bool = False
-    needs_host: bool = False
-
-
-def _cost(given: Resources) -> CostModel:
-    assert given.cost is not None
-    return given.cost
-
-
-def _slo(given: Resources, cache: AnyCache) -> Scheduler:
-    return slo(cache, given.limits, _cost(given), given.classes, given.policy)
-
-
-SCHEDULERS: Mapping[str, SchedulerEntry] = {
-    "fcfs": SchedulerEntry(lambda g: fcfs(g.device(), g.limits, g.classes)),
-    "fcfs-swap": SchedulerEntry(lambda g: fcfs(g.tiers(), g.limits, g.classes), needs_host=True),
-    "slo": SchedulerEntry(lambda g: _slo(g, g.device()), needs_cost=True),
-    "slo-swap": SchedulerEntry(lambda g: _slo(g, g.tiers()), needs_cost=True, needs_host=True),
-    "load-aware": SchedulerEntry(
-        lambda g: load_aware(g.tiers(), g.limits, _cost(g), g.classes),
-        needs_cost=True,
-        needs_host=True,
-    ),
-    "slo-piggyback": SchedulerEntry(
-        lambda g: slo_piggyback(g.tiers(), g.limits, _cost(g), g.classes, g.policy),
-        needs_cost=True,
-        needs_host=True,
+# The schedulers that have a part.
+WITH_PART: Mapping[str, Callable[[Resources], Scheduler]] = {
+    "load-aware": lambda g: load_aware(g.tiers(), g.limits, g.known_cost, g.classes),
+    "slo-piggyback": lambda g: slo_piggyback(
+        g.tiers(), g.limits, g.known_cost, g.classes, g.targets
     ),
 }
 
@@ -163,4 +111,6 @@ def make_scheduler(name: str, given: Resources) -> Scheduler:
         raise ConfigError(f"Scheduler '{name}' needs a host tier, and there is none.")
     if row.needs_cost and given.cost is None:
         raise ConfigError(f"Scheduler '{name}' predicts step times and got no costs to do so.")
-    return row.make(given)
+    if row.has_part:
+        return WITH_PART[name](given)
+    return compose(make_policy(row.policy, given), given.cache(row.needs_host), given.limits)

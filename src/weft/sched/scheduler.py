@@ -49,9 +49,12 @@ class Policy(Protocol):
 
     Attributes:
         classes: the table of service classes; the policy may have given them other priorities.
+        preempts_ahead: see ``SwapMemory``; whether newest sequences may be preempted before memory
+            runs short.
     """
 
     classes: Seq[ServiceClass]
+    preempts_ahead: bool
 
     def attach(self, scheduler: Scheduler) -> None:
         """Decide for this scheduler."""

@@ -13,6 +13,7 @@ from itertools import count, islice, repeat
 from pathlib import Path
 
 from weft.core.errors import ConfigError, UnsupportedModelError
+from weft.core.schedulers import SCHEDULERS
 from weft.core.types import ServiceClass
 from weft.cost.fit import ProfileKey
 from weft.cost.hardware import Hardware, hardware
@@ -21,7 +22,8 @@ from weft.cost.roofline import BYTES, CPU_DRIVEN, NO_OVERHEAD, Roofline
 from weft.cost.shape import ModelShape, model_shape
 from weft.cost.work import Work
 from weft.kv.cache import GroupSpec
-from weft.sched.registry import SCHEDULERS, Resources, make_scheduler
+from weft.sched.registry import make_scheduler
+from weft.sched.resources import Resources
 from weft.sched.scheduler import Limits, Scheduler
 from weft.sim.jobs import SimulatedRequest, trace_jobs
 from weft.sim.learn import learn
@@ -159,8 +161,6 @@ def build(options: SimOptions) -> World:
         OutOfMemoryError: the model does not fit the hardware; says by how many bytes.
         ParameterError: a trace is wrong; says in which line.
     """
-    if options.scheduler not in SCHEDULERS:
-        make_scheduler(options.scheduler, Resources((), Limits(1, 1, 1)))  # which says so
     shape, machine = find_shape(options.model), hardware(options.hardware)
     cost, sheet = _costs(options, shape, machine)
     room = sheet.kv_room(options.memory_share) // options.block_size
@@ -188,7 +188,7 @@ def build(options: SimOptions) -> World:
     )
     world = World(options, shape, machine, cost, sheet, resources, main, best_effort)
     check_targets(world, [options.service_class])
-    if options.scheduler == "fcfs":
+    if not SCHEDULERS[options.scheduler].needs_cost:
         return world
     key = ProfileKey(machine.name, shape.name, sheet.dtype, f"tp{options.tp}", "simulated")
     noise = Errors(options.error, 0.0, 1.0, options.seed)

@@ -8,6 +8,7 @@ from typing import Any
 
 from weft.core.config import check_budget, class_table
 from weft.core.errors import ConfigError, ParameterError
+from weft.core.schedulers import SCHEDULERS
 from weft.core.settings import check_settings, setting
 from weft.core.types import ServiceClass
 from weft.workload.arrivals import parse_rates
@@ -48,7 +49,9 @@ class SimOptions:
         "what the host adds to each step: as measured on an engine that a CPU drives, or nothing",
         choices=("cpu-driven", "none"),
     )
-    scheduler: str = setting("str", "fcfs", "who decides what each step computes")
+    scheduler: str = setting(
+        "str", "fcfs", "who decides what each step computes", choices=tuple(SCHEDULERS)
+    )
     trace: str = setting("str", SYNTHETIC, TRACES)
     rate: str | None = setting(
         "str",
