@@ -24,14 +24,14 @@ from weft.exec.store import KVStore
 from weft.kernels.cpu import _native
 from weft.kernels.cpu import attention as cpu
 from weft.kernels.interface import AttentionMetadata
-from weft.kernels.kv_storage import KV_TYPES
+from weft.kernels.kv_storage import KV_DTYPES
 from weft.models.spec import KVGroup
 
 SHAPES = {"A": (12, 4, 64), "B": (16, 8, 128)}  # heads, KV heads, head size
 BLOCK = 16
 LARGER_THAN_CACHES = 192 * 2**20
 PAUSE_S = 0.05  # torch's threads spin on the cores for some milliseconds after a product
-KV = {"bfloat16": torch.bfloat16, "float32": torch.float32, **KV_TYPES}
+KV = {"bfloat16": torch.bfloat16, "float32": torch.float32, **KV_DTYPES}
 
 
 class Inputs:

@@ -14,7 +14,7 @@ import torch
 from figures import figure
 from peaks import Clock, clock_of, report_bandwidth, report_peak
 
-from weft.kernels.kv_storage import KV_TYPES, row_size
+from weft.kernels.kv_storage import KV_DTYPES, row_size
 from weft.kernels.triton.device import copies_beyond_caches
 from weft.kernels.triton.fp8 import round_rows
 from weft.kernels.triton.matrix import TritonMatrix, linear, logits
@@ -27,7 +27,7 @@ from weft.kernels.tuning import LaunchShape, Tuning
 ATTENTION_GOAL = 0.80  # of the read bandwidth, decodes at contexts from 4k on
 PREFILL_GOAL = 0.60  # of the matrix peak in FP8
 BLOCK = 16
-KV = {"bf16": torch.bfloat16, **KV_TYPES}
+KV = {"bf16": torch.bfloat16, **KV_DTYPES}
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from weft.exec.inputs import StepPacker
 from weft.exec.step_layout import sample_layout
 from weft.exec.store import KVStore
 from weft.kernels.interface import OpTable
-from weft.kernels.kv_storage import KV_TYPES
+from weft.kernels.kv_storage import KV_DTYPES
 from weft.kernels.ops import _triton_ops
 from weft.kernels.sampling import RowState
 from weft.kernels.triton import attention, device, matrix, tuned
@@ -129,7 +129,7 @@ KINDS = [
 def test_steps_need_nothing_of_the_host(kind, launches) -> None:
     name, dtype, quantize, kv = kind
     decoder = decoder_of(name, dtype, quantize)
-    functions = functions_of(decoder, KV_TYPES.get(kv, dtype), 128)
+    functions = functions_of(decoder, KV_DTYPES.get(kv, dtype), 128)
     layouts = [functions._packer.forward_layout(size) for size in (1, 16, 128)]
     with OnlyOnTheDevice() as watched:
         for layout in layouts:

@@ -23,7 +23,7 @@ from weft.core.errors import CheckpointError, ConfigError, KernelError, Unsuppor
 from weft.engine.info import collect_info
 from weft.engine.model import find_model
 from weft.kernels.float8 import E4M3, linear, round_rows
-from weft.kernels.kv_storage import KV_TYPES
+from weft.kernels.kv_storage import KV_DTYPES
 from weft.kernels.ops import select_ops
 from weft.models.decoder import Decoder
 from weft.models.families import FAMILIES, UNSOUND_KV, read_spec
@@ -279,7 +279,7 @@ def test_each_family_takes_the_kv_that_is_declared_for_it(family, case, tmp_path
         if kv_dtype not in UNSOUND_KV[family]:
             find_model(config)
             continue
-        allowed = ", ".join(name for name in ("auto", *KV_TYPES) if name not in UNSOUND_KV[family])
+        allowed = ", ".join(name for name in ("auto", *KV_DTYPES) if name not in UNSOUND_KV[family])
         with pytest.raises(ConfigError) as caught:
             find_model(config)
         assert caught.value.param == "kv_dtype"
@@ -292,5 +292,5 @@ def test_every_family_is_in_the_table_and_two_of_them_refuse_fp8() -> None:
     assert set(UNSOUND_KV) == set(FAMILY_CASES)
     names = {family.__name__.removesuffix("_multimodal") for family in FAMILIES.values()}
     assert set(UNSOUND_KV) == names
-    assert all(set(found) <= set(KV_TYPES) for found in UNSOUND_KV.values())
+    assert all(set(found) <= set(KV_DTYPES) for found in UNSOUND_KV.values())
     assert {name for name, found in UNSOUND_KV.items() if "fp8" in found} == {"qwen2", "gemma4"}

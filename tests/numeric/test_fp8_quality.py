@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from depth import DEEP
-from weft.kernels.kv_storage import KV_TYPES, quantise
+from weft.kernels.kv_storage import KV_DTYPES, quantise
 from weft.kernels.ops import select_ops
 from weft.models.decoder import Decoder
 from weft.models.hub import resolve_model
@@ -45,7 +45,7 @@ def windows() -> tuple[list[int], ...]:
 def as_stored(rows: Tensor, kv_dtype: str | None) -> Tensor:
     if kv_dtype is None:
         return rows
-    codes, scales = quantise(rows, KV_TYPES[kv_dtype])
+    codes, scales = quantise(rows, KV_DTYPES[kv_dtype])
     return codes.float() * scales
 
 

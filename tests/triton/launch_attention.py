@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from weft.kernels.interface import AttentionMetadata
-from weft.kernels.kv_storage import KV_TYPES, row_size
+from weft.kernels.kv_storage import KV_DTYPES, row_size
 from weft.kernels.triton import attention
 
 SHARED = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}  # bytes of a block (CUDA guide, table 30)
@@ -50,7 +50,7 @@ def launch_shape(
 ) -> None:
     group, dim = map(int, sizes.split("x"))
     dtype = getattr(torch, dtype_name)
-    cache_dtype = KV_TYPES.get(cache_name) or getattr(torch, cache_name)
+    cache_dtype = KV_DTYPES.get(cache_name) or getattr(torch, cache_name)
     tokens, rows, kv_heads = 64, 16, 8
     fused = torch.empty(tokens, (group + 2) * kv_heads * dim, dtype=dtype)
     q, k, v = fused.view(tokens, -1, dim).split([group * kv_heads, kv_heads, kv_heads], dim=1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from weft.kernels.kv_storage import KV_TYPES, row_size
+from weft.kernels.kv_storage import KV_DTYPES, row_size
 from weft.kernels.sampling import RowState, SampleBatch
 from weft.kernels.triton import activation, embedding, norm, process_logits, rope, route, sample
 
@@ -37,7 +37,7 @@ def launch_heads(dtype: torch.dtype) -> None:
     cos, sin = rope.angles(torch.zeros(TOKENS, dtype=torch.int64), torch.empty(DIM // 2), 1.0)
     heads = rope.HeadNorm(torch.empty(HEADS + KV_HEADS, DIM, dtype=dtype), 1e-6, False)
     rope.rope(x, cos, sin)
-    for kind in (dtype, *KV_TYPES.values()):
+    for kind in (dtype, *KV_DTYPES.values()):
         caches = [
             torch.empty(4, KV_HEADS, BLOCK, row_size(kind, DIM), dtype=kind) for _ in range(2)
         ]

@@ -104,7 +104,7 @@ def test_norm_and_rotation_of_heads(dtype) -> None:
         assert torch.equal(found[:, heads + kv_heads :], x[:, heads + kv_heads :])
 
 
-@pytest.mark.parametrize("stored", [None, *kv_storage.KV_TYPES.values()], ids=str)
+@pytest.mark.parametrize("stored", [None, *kv_storage.KV_DTYPES.values()], ids=str)
 def test_keys_and_values_go_where_they_belong(dtype, stored) -> None:
     heads, kv_heads, size, block_size, tokens = 4, 2, 24, 8, 5
     kind = stored or dtype

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.core.errors import ConfigError, OutOfMemoryError, ParameterError, suggest
+from weft.core.kv_types import KV_TYPES, describe_kv_types
 from weft.core.logs import FORMATS, LEVELS
 from weft.core.schedulers import POLICIES, describe_policies
 from weft.core.settings import check_settings, format_bytes, setting, settings_of
@@ -22,7 +23,6 @@ QUANTIZE_GROUPS = (32, 64, 128)
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 DEVICES = ("cpu", "cuda")
 ADMISSIONS = ("demote", "reject", "off")
-KV_SCALE_BYTES = {"int8": 4, "fp8": 4}  # beside each row of codes of one byte
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +59,8 @@ class EngineConfig:
     kv_dtype: str = setting(
         "str",
         "auto",
-        "how KV is kept: int8 and fp8 (E4M3) take half of bfloat16, with a scale for each token "
-        "and head; auto is the type of the weights",
-        choices=("auto", *KV_SCALE_BYTES),
+        describe_kv_types(),
+        choices=("auto", *KV_TYPES),
     )
     kernels: str = setting(
         "str",
@@ -225,6 +224,10 @@ class EngineConfig:
             if path is not None and not Path(path).exists():
                 raise ConfigError(f"{name}: '{path}' does not exist; check the path.", param=name)
         self.service_classes()
+
+    def kv_name(self, dtype: str) -> str:
+        """The type that KV is kept in, where weights are of type ``dtype``."""
+        return dtype if self.kv_dtype == "auto" else self.kv_dtype
 
     def service_classes(self) -> tuple[ServiceClass, ...]:
         """The class table: the defaults, changed and extended by ``classes``."""

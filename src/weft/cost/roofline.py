@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from weft.core.errors import ConfigError, OutOfMemoryError
+from weft.core.kv_types import KV_TYPES
 from weft.cost.hardware import Hardware
 from weft.cost.model import PIGGYBACK_LAYER_S, Terms
 from weft.cost.shape import ModelShape
 from weft.cost.work import Work
 
-BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0}
+_FLOAT_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0}
+BYTES = {**_FLOAT_BYTES, "fp8": 1.0, "int8": 1.0}  # of weights
+KV_BYTES = {**_FLOAT_BYTES, **{name: float(kv.code_bytes) for name, kv in KV_TYPES.items()}}
 
 
 class Overhead(NamedTuple):
@@ -77,8 +80,8 @@ class Roofline:
         flops = hardware.peak(dtype) * tp
         size = BYTES[dtype]
         kv_dtype = kv_dtype or ("bf16" if size < 2 else dtype)
-        if kv_dtype not in BYTES:
-            raise ConfigError(f"unknown KV dtype '{kv_dtype}'; known: {', '.join(BYTES)}")
+        if kv_dtype not in KV_BYTES:
+            raise ConfigError(f"unknown KV dtype '{kv_dtype}'; known: {', '.join(KV_BYTES)}")
         bandwidth = hardware.bandwidth * tp
         self.shape, self.hardware, self.tp = shape, hardware, tp
         self.dtype, self.kv_dtype = dtype, kv_dtype
@@ -95,7 +98,7 @@ class Roofline:
         self._miss = 1 - shape.experts_per_token / shape.experts if shape.experts else 1.0
 
         pair_flops = 4 * shape.attention_width
-        kv_layer_bytes = 2 * shape.kv_width * BYTES[kv_dtype]
+        kv_layer_bytes = 2 * shape.kv_width * KV_BYTES[kv_dtype]
         self._pair_s = pair_flops * shape.layers / flops
         self._context_s = kv_layer_bytes * shape.layers / bandwidth
         self._full_layers = (shape.layers - shape.window_layers) / shape.layers
@@ -193,4 +196,4 @@ class Roofline:
                 f"{self.shape.name} in {self.dtype} needs {weights:.0f} bytes for its weights; "
                 f"{usable:.0%} of {self.tp} x {self.hardware.name} is {-room:.0f} bytes short"
             )
-        return int(room / (self.shape.kv_values_per_token * BYTES[self.kv_dtype]))
+        return int(room / (self.shape.kv_values_per_token * KV_BYTES[self.kv_dtype]))

@@ -41,7 +41,7 @@ from weft.exec.input_batch import InputBatch
 from weft.exec.store import KVStore
 from weft.kernels.collectives import Group
 from weft.kernels.interface import OpTable
-from weft.kernels.kv_storage import KV_TYPES
+from weft.kernels.kv_storage import cache_dtype
 from weft.kv.cache import GroupSpec
 from weft.models.layout import num_parameters, storage_of
 from weft.models.loader import load_model
@@ -190,7 +190,7 @@ def _executor(
     torch.set_num_threads(threads)
     watch.mark("weights")
     groups = model.rank_spec.kv_groups
-    kv_dtype = KV_TYPES.get(config.kv_dtype, dtype)
+    kv_dtype = cache_dtype(config.kv_name(model.dtype))
     with within(f"KV ({format_bytes(resolved.kv_bytes)})", FOR_KV):
         store = KVStore(groups, resolved.group_blocks, resolved.block_size, kv_dtype, device)
     blocks_per_row = -(-resolved.max_model_len // resolved.block_size)

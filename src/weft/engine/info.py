@@ -83,7 +83,7 @@ def _memory_facts(config: EngineConfig, model: Model) -> dict[str, Any]:
     memory: dict[str, Any] = {
         "weight_bytes": facts.weight_bytes,
         "workspace_bytes": facts.workspace_bytes,
-        "kv_dtype": model.dtype if config.kv_dtype == "auto" else config.kv_dtype,
+        "kv_dtype": config.kv_name(model.dtype),
         "kv_bytes_per_token": sum(group.bytes_per_token for group in facts.groups),
         "largest_context": largest_context(config, facts),
     }

@@ -12,7 +12,6 @@ from weft.core.config import (
     DEVICE_KV_SHARE,
     DTYPE_BYTES,
     HOST_KV_SHARE,
-    KV_SCALE_BYTES,
     EngineConfig,
     Facts,
     GroupFacts,
@@ -20,6 +19,7 @@ from weft.core.config import (
     resolve,
 )
 from weft.core.errors import ConfigError, KernelError
+from weft.core.kv_types import KV_TYPES
 from weft.core.types import NEUTRAL
 from weft.engine.devices import free_memory, pick_device
 from weft.engine.machine import has_fast_bfloat16
@@ -102,7 +102,8 @@ def find_model(config: EngineConfig, returning_bytes: int = 0, rank: int = 0) ->
     check_launches(config, spec, dtype, ops)
     check_heads(config, rank_spec, dtype, ops, device)
     element, on_host = DTYPE_BYTES[dtype], device.type == "cpu"
-    scale = KV_SCALE_BYTES.get(config.kv_dtype, 0)
+    kv = KV_TYPES.get(config.kv_dtype)
+    kv_bytes = (element, 0) if kv is None else (kv.code_bytes, kv.scale_bytes)
     facts = Facts(
         max_position_embeddings=spec.max_position_embeddings,
         weight_bytes=weight_bytes(
@@ -110,9 +111,7 @@ def find_model(config: EngineConfig, returning_bytes: int = 0, rank: int = 0) ->
         ),
         available_bytes=_free_memory(device, ranks, returning_bytes),
         groups=tuple(
-            GroupFacts(
-                group.name, group.window, group.bytes_per_token(1 if scale else element, scale)
-            )
+            GroupFacts(group.name, group.window, group.bytes_per_token(*kv_bytes))
             for group in rank_spec.kv_groups
         ),
         workspace_bytes=0
@@ -156,8 +155,7 @@ def describe_kernels(config: EngineConfig, model: Model) -> dict[str, dict[str, 
     for op, kernel in ops.describe().items():
         found[op] = {"kernel": kernel, "dtype": OP_DTYPES.get(op, model.dtype)}
         if op == "paged_attention":
-            kv_dtype = model.dtype if config.kv_dtype == "auto" else config.kv_dtype
-            found[op]["kv_dtype"] = kv_dtype
+            found[op]["kv_dtype"] = config.kv_name(model.dtype)
         if ops.tuning is not None:
             found[op]["tuning"] = ops.tuning.source if op in TUNED else "fixed"
     layers = describe_layers(model.rank_spec, ops, ranks)

@@ -6,8 +6,9 @@ import torch
 
 from weft.core.config import EngineConfig
 from weft.core.errors import ConfigError, KernelError
+from weft.core.kv_types import KV_TYPES
 from weft.kernels.interface import OpTable
-from weft.kernels.kv_storage import KV_TYPES
+from weft.kernels.kv_storage import cache_dtype
 from weft.kernels.storage import MULTIPLIED
 from weft.kernels.tuning import DECODE, PREFILL, LaunchShape, Pinned, kind_of, kv_kind, op_of
 from weft.kernels.unavailable import KernelUnavailable
@@ -100,7 +101,7 @@ def check_heads(
     from weft.kernels.triton.tiles import Heads, plan
 
     kind = getattr(torch, dtype)
-    cache = KV_TYPES.get(config.kv_dtype, kind)
+    cache = cache_dtype(config.kv_name(dtype))
     for sizes in _heads(spec):
         try:
             plan(Heads(*sizes, kind, cache), None, shared_bytes(device), ops.tuning)
@@ -134,7 +135,7 @@ def launch_shapes(config: EngineConfig, spec: ModelSpec, dtype: str) -> list[Lau
 
 def attention_shapes(config: EngineConfig, spec: ModelSpec, dtype: str) -> list[LaunchShape]:
     """Return the shapes of attention of a rank, once; windows and soft caps change no launch."""
-    kind = kv_kind(dtype, dtype if config.kv_dtype == "auto" else config.kv_dtype)
+    kind = kv_kind(dtype, config.kv_name(dtype))
     sizes = _heads(shard_spec(spec, config.tensor_parallel))
     return [LaunchShape(op, kind, heads) for op in (DECODE, PREFILL) for heads in sizes]
 

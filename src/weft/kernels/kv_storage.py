@@ -11,19 +11,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["KV_TYPES", "SCALED", "read_rows", "row_size", "write_rows"]
+from weft.core.kv_types import KV_TYPES, KVType
 
-KV_TYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}  # by the names of the setting
+__all__ = ["KV_DTYPES", "SCALED", "cache_dtype", "read_rows", "row_size", "write_rows"]
 
-# The largest code of each type.
-SCALED = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-SCALE_BYTES = 4
+KV_DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, row.dtype) for name, row in KV_TYPES.items()
+}
+SCALED: dict[torch.dtype, KVType] = {KV_DTYPES[name]: row for name, row in KV_TYPES.items()}
 _SMALLEST = 2.0**-100  # a row of smaller numbers is stored as zeros
+
+
+def cache_dtype(name: str) -> torch.dtype:
+    """Return the type of a cache by the name of a type of KV or of weights."""
+    found = KV_DTYPES.get(name) or getattr(torch, name)
+    assert isinstance(found, torch.dtype)
+    return found
 
 
 def row_size(dtype: torch.dtype, head_dim: int) -> int:
     """Return the last dimension of a cache of this type."""
-    return head_dim + SCALE_BYTES if dtype in SCALED else head_dim
+    return head_dim + SCALED[dtype].scale_bytes if dtype in SCALED else head_dim
 
 
 def quantise(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -34,12 +42,13 @@ def quantise(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     rows = rows.float()
     largest = rows.abs().amax(-1, keepdim=True)
     usable = (largest >= _SMALLEST) & largest.isfinite()
-    most = torch.full_like(largest, SCALED[dtype])  # a number / a tensor would be a reciprocal
+    # A tensor, because a number / a tensor would be a product with a reciprocal.
+    most = torch.full_like(largest, SCALED[dtype].largest)
     factor = torch.where(usable, most / largest, 0.0)
     scales = torch.where(usable, largest / most, 0.0)
     scales = torch.where(rows.isfinite().all(-1, keepdim=True), scales, float("nan"))
     scaled = torch.where(usable, rows * factor, 0.0)
-    return (scaled.round() if dtype == torch.int8 else scaled).to(dtype), scales
+    return (scaled.round() if SCALED[dtype].whole else scaled).to(dtype), scales
 
 
 def write_rows(cache: Tensor, blocks: Tensor, offsets: Tensor, rows: Tensor) -> None:
@@ -64,9 +73,10 @@ def read_rows(cache: Tensor, blocks: Tensor) -> Tensor:
 def _parts(cache: Tensor) -> tuple[Tensor, Tensor]:
     """Views of the bytes: codes [blocks, Hkv, block_size, D] and scales [..., block_size, 4]."""
     *heads, block_size, row = cache.shape
-    codes = block_size * (row - SCALE_BYTES)
+    scale_bytes = SCALED[cache.dtype].scale_bytes
+    codes = block_size * (row - scale_bytes)
     flat = cache.view(torch.uint8).flatten(2)  # [blocks, Hkv, block_size * (D + 4)]
     return (
-        flat[..., :codes].view(*heads, block_size, row - SCALE_BYTES),
-        flat[..., codes:].view(*heads, block_size, SCALE_BYTES),
+        flat[..., :codes].view(*heads, block_size, row - scale_bytes),
+        flat[..., codes:].view(*heads, block_size, scale_bytes),
     )

@@ -18,7 +18,7 @@ from weft.core.types import ServiceClass
 from weft.cost.fit import ProfileKey
 from weft.cost.hardware import Hardware, hardware
 from weft.cost.model import CostModel, step_time
-from weft.cost.roofline import BYTES, CPU_DRIVEN, NO_OVERHEAD, Roofline
+from weft.cost.roofline import CPU_DRIVEN, KV_BYTES, NO_OVERHEAD, Roofline
 from weft.cost.shape import ModelShape, model_shape
 from weft.cost.work import Work
 from weft.kv.cache import GroupSpec
@@ -254,7 +254,7 @@ def _host_blocks(options: SimOptions, sheet: Roofline, machine: Hardware) -> tup
     if machine.host is None:
         return ()
     given = machine.host.memory // 2 if options.host_kv is None else options.host_kv
-    block = sheet.shape.kv_values_per_token * BYTES[sheet.kv_dtype] * options.block_size
+    block = sheet.shape.kv_values_per_token * KV_BYTES[sheet.kv_dtype] * options.block_size
     return (int(given // block),)
 
 

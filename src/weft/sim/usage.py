@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from weft.cost.hardware import Hardware
-from weft.cost.roofline import BYTES
+from weft.cost.roofline import BYTES, KV_BYTES
 from weft.cost.shape import ModelShape
 from weft.sim.record import Floats, StepLog
 
@@ -43,7 +43,7 @@ class Machine:
     def bytes(self, log: StepLog) -> Floats:
         """Device memory that each step reads and writes: weights, and the KV of its contexts."""
         shape, size = self.shape, BYTES[self.dtype]
-        kv = shape.kv_values_per_token * BYTES[self.kv_dtype]
+        kv = shape.kv_values_per_token * KV_BYTES[self.kv_dtype]
         contexts = self._kept(log, "prefill_context", "prefills")
         contexts = contexts + self._kept(log, "decode_context", "decodes")
         written = log.column("tokens") - log.column("host_decodes")

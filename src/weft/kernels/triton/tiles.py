@@ -11,7 +11,7 @@ from functools import cache
 
 import torch
 
-from weft.kernels.kv_storage import KV_TYPES, SCALE_BYTES
+from weft.kernels.kv_storage import KV_DTYPES, SCALED
 from weft.kernels.triton.launch import power_of_2
 from weft.kernels.tuning import DECODE, MOST_PARTS, PREFILL, Launch, LaunchShape, Tuning, kv_kind
 
@@ -36,7 +36,7 @@ class Heads:
         """What the tuning knows of the heads."""
         dtype = str(self.dtype).removeprefix("torch.")
         stored = str(self.cache_dtype).removeprefix("torch.")
-        kv = next((name for name, kind in KV_TYPES.items() if kind == self.cache_dtype), stored)
+        kv = next((name for name, kind in KV_DTYPES.items() if kind == self.cache_dtype), stored)
         return LaunchShape(op, kv_kind(dtype, kv), (self.kv_heads, self.group, self.dim))
 
 
@@ -187,10 +187,10 @@ def by_rule(heads: Heads, max_query_len: int | None, shared_bytes: int) -> Plan:
             f"no attention kernel for heads of size {dim} with {group} query heads for each KV "
             f"head; sizes up to {max(table)} and 128 query heads are served"
         )
-    if cache_dtype.itemsize == 1 and dim % SCALE_BYTES:
+    if cache_dtype in SCALED and dim % SCALED[cache_dtype].scale_bytes:
         raise ValueError(
             f"no attention kernel for heads of size {dim} with 8-bit KV: their scales lie behind "
-            f"them in the cache, so it must be a multiple of {SCALE_BYTES}"
+            f"them in the cache, so it must be a multiple of {SCALED[cache_dtype].scale_bytes}"
         )
     (decode_n, decode_warps), (prefill_m, prefill_n, prefill_warps) = table[size]
     wanted = power_of_2(group * min(max_query_len or 1, MOST_FEW))

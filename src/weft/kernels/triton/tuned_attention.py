@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from weft.kernels.interface import AttentionMetadata
-from weft.kernels.kv_storage import KV_TYPES, row_size, write_rows
+from weft.kernels.kv_storage import cache_dtype, row_size, write_rows
 from weft.kernels.triton.attention import paged_attention
 from weft.kernels.triton.device import copies_beyond_caches, shared_bytes
 from weft.kernels.triton.tiles import Heads, launches, plan
@@ -75,7 +75,7 @@ def heads_of(shape: LaunchShape) -> Heads:
     """Return the heads of a shape of attention."""
     stored, _, name = shape.kind.rpartition(" KV in ")
     kv_heads, group, dim = shape.sizes
-    return Heads(kv_heads, group, dim, DTYPES[name], KV_TYPES[stored] if stored else DTYPES[name])
+    return Heads(kv_heads, group, dim, DTYPES[name], cache_dtype(stored or name))
 
 
 def attention_calls(
