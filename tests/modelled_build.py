@@ -15,9 +15,9 @@ from weft.core.config import EngineConfig
 from weft.core.served import ServedModel
 from weft.core.types import DEFAULT_CLASSES
 from weft.kv.cache import GroupSpec, KVCache
-from weft.models.families import read_spec
 from weft.models.generation import read_generation_defaults
 from weft.models.hub import resolve_model
+from weft.models.spec_reader import read_spec
 from weft.sched.registry import fcfs
 from weft.sched.scheduler import Limits
 from weft.sim.executor import ModelledExecutor, ModelledTicket

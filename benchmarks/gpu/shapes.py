@@ -8,9 +8,9 @@ import torch
 
 from weft.kernels.interface import OpTable
 from weft.models.decoder import Decoder
-from weft.models.families import spec_from_config
 from weft.models.layout import parameters, storage_of
 from weft.models.spec import ModelSpec
+from weft.models.spec_reader import spec_from_config
 
 # config.json as published, without what has no bearing on a shape
 CONFIGS: dict[str, dict[str, Any]] = {

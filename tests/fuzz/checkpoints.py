@@ -223,8 +223,8 @@ KINDS: tuple[tuple[Callable[[Case], None], int], ...] = (
 def load(kind: str, folder: Path) -> None:
     """Use a model folder as far as the file that is damaged matters."""
     from weft.engine.llm import LLM
-    from weft.models.families import read_spec
     from weft.models.layout import num_parameters, weight_bytes
+    from weft.models.spec_reader import read_spec
     from weft.text import ChatTemplate, Tokenizer, encode_chat
 
     chat = [{"role": "user", "content": "What is a tree?"}]

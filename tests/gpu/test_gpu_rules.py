@@ -36,8 +36,8 @@ from weft.kernels.sampling import RowState
 from weft.kernels.triton import attention, device, matrix, tuned
 from weft.kernels.tuning import Heuristic
 from weft.models.decoder import Decoder
-from weft.models.families import spec_from_config
 from weft.models.layout import parameters, storage_of
+from weft.models.spec_reader import spec_from_config
 
 GPU = torch.device("meta")
 BLOCK_SIZE, ROWS, LENGTH = 16, 8, 112

@@ -13,6 +13,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from weft.models.families import FAMILIES
 from weft.models.hub import resolve_model
 
 VOCAB = 199
@@ -237,6 +238,12 @@ CASES: dict[str, Case] = {
         moe_intermediate_size=24,
         tie_word_embeddings=False,
     ),
+}
+
+
+FAMILY_CASES = {  # the first one of each family
+    name: next(case for case, how in CASES.items() if how.architecture == row.architecture)
+    for name, row in FAMILIES.items()
 }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import build, prompt, reference_logits, save
+from checkpoints import FAMILY_CASES, build, prompt, reference_logits, save
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from paged import PagedRunner
@@ -26,9 +26,10 @@ from weft.kernels.float8 import E4M3, linear, round_rows
 from weft.kernels.kv_storage import KV_DTYPES
 from weft.kernels.ops import select_ops
 from weft.models.decoder import Decoder
-from weft.models.families import FAMILIES, UNSOUND_KV, read_spec
+from weft.models.families import FAMILIES
 from weft.models.layout import storage_of, weight_bytes
 from weft.models.loader import SINGLE, load_model
+from weft.models.spec_reader import read_spec
 
 CPU = torch.device("cpu")
 
@@ -257,40 +258,27 @@ def test_other_ways_of_fp8_are_refused(original, tmp_path, name) -> None:  # noq
         read_spec(tmp_path)
 
 
-FAMILY_CASES = {
-    "llama": "llama-gqa",
-    "mistral": "mistral-full",
-    "qwen2": "qwen2-full",
-    "qwen3": "qwen3-full",
-    "qwen3_moe": "qwen3-moe",
-    "phi3": "phi3-plain",
-    "gemma2": "gemma2",
-    "gemma3": "gemma3",
-    "gemma4": "gemma4",
-}
-
-
 @pytest.mark.parametrize(("family", "case"), FAMILY_CASES.items())
 def test_each_family_takes_the_kv_that_is_declared_for_it(family, case, tmp_path) -> None:
     folder = save(build(case), tmp_path)
     assert read_spec(folder).family == family
     for kv_dtype in ("auto", "int8", "fp8"):
         config = EngineConfig(model=str(folder), kv_dtype=kv_dtype)
-        if kv_dtype not in UNSOUND_KV[family]:
+        if kv_dtype not in FAMILIES[family].unsound_kv:
             find_model(config)
             continue
-        allowed = ", ".join(name for name in ("auto", *KV_DTYPES) if name not in UNSOUND_KV[family])
+        allowed = ", ".join(
+            name for name in ("auto", *KV_DTYPES) if name not in FAMILIES[family].unsound_kv
+        )
         with pytest.raises(ConfigError) as caught:
             find_model(config)
         assert caught.value.param == "kv_dtype"
         assert f"family {family}" in caught.value.message
-        assert UNSOUND_KV[family][kv_dtype] in caught.value.message
+        assert FAMILIES[family].unsound_kv[kv_dtype] in caught.value.message
         assert f"Allowed: {allowed}." in caught.value.message
 
 
-def test_every_family_is_in_the_table_and_two_of_them_refuse_fp8() -> None:
-    assert set(UNSOUND_KV) == set(FAMILY_CASES)
-    names = {family.__name__.removesuffix("_multimodal") for family in FAMILIES.values()}
-    assert set(UNSOUND_KV) == names
-    assert all(set(found) <= set(KV_DTYPES) for found in UNSOUND_KV.values())
-    assert {name for name, found in UNSOUND_KV.items() if "fp8" in found} == {"qwen2", "gemma4"}
+def test_two_families_refuse_fp8() -> None:
+    unsound = {name: row.unsound_kv for name, row in FAMILIES.items()}
+    assert all(set(found) <= set(KV_DTYPES) for found in unsound.values())
+    assert {name for name, found in unsound.items() if "fp8" in found} == {"qwen2", "gemma4"}

@@ -19,11 +19,11 @@ from weft.core.errors import CheckpointError, UnsupportedModelError
 from weft.core.json_files import MOST_BYTES, MOST_DEPTH
 from weft.kernels.ops import select_ops
 from weft.models.bounds import MOST, MOST_HEADER_BYTES, MOST_INTEGER
-from weft.models.families import read_spec, spec_from_config
 from weft.models.generation import read_generation_defaults
 from weft.models.gguf import GgufFile
 from weft.models.gguf_header import MOST_STRINGS, read_header
 from weft.models.loader import load_model
+from weft.models.spec_reader import read_spec, spec_from_config
 
 LLAMA = HUB["llama-3.1-8b"]
 EXPERTS = {

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from weft.core.errors import UnsupportedModelError
-from weft.models.families import spec_from_config
 from weft.models.generation import GenerationDefaults, read_generation_defaults
 from weft.models.layers import inverse_frequencies
 from weft.models.layout import num_parameters
+from weft.models.spec_reader import spec_from_config
 
 HUB = {
     "llama-3.1-8b": {
@@ -489,7 +489,7 @@ def test_generation_defaults_out_of_range(tmp_path, values) -> None:
 
 
 def test_reading_a_config_needs_no_torch() -> None:
-    modules = ["spec", "families", "layout", "generation", "hub"]
+    modules = ["spec", "spec_reader", "layout", "generation", "hub"]
     imports = "; ".join(f"import weft.models.{name}" for name in modules)
     code = f"import sys; {imports}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

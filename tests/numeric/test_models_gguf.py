@@ -19,10 +19,10 @@ from paged import PagedRunner
 from weft import LLM, SamplingParams
 from weft.core.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
 from weft.kernels.ops import select_ops
-from weft.models.families import read_spec
 from weft.models.hub import resolve_model
 from weft.models.layout import storage_of
 from weft.models.loader import load_model
+from weft.models.spec_reader import read_spec
 
 CPU = torch.device("cpu")
 SIZES = {

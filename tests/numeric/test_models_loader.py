@@ -17,9 +17,9 @@ from torch import Tensor
 from weft.core.errors import CheckpointError, UnsupportedModelError
 from weft.kernels.ops import select_ops
 from weft.models.decoder import Decoder
-from weft.models.families import read_spec
 from weft.models.layout import num_parameters, parameters, weight_bytes
 from weft.models.loader import INDEX, SINGLE, load_model
+from weft.models.spec_reader import read_spec
 
 CPU = torch.device("cpu")
 NORM = "model.layers.1.post_attention_layernorm.weight"

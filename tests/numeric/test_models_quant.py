@@ -20,8 +20,8 @@ from weft.core.errors import CheckpointError, UnsupportedModelError
 from weft.kernels.cpu.matrix import gather
 from weft.kernels.ops import select_ops
 from weft.models.decoder import Decoder
-from weft.models.families import read_spec
 from weft.models.loader import SINGLE, load_model
+from weft.models.spec_reader import read_spec
 
 CPU = torch.device("cpu")
 HIDDEN, INNER = 128, 256

@@ -26,10 +26,10 @@ from weft.engine.model import find_model
 from weft.kernels.cpu.matrix import CpuMatrix
 from weft.kernels.ops import select_ops
 from weft.models.decoder import Decoder
-from weft.models.families import read_spec
 from weft.models.hub import resolve_model
 from weft.models.layout import parameters, storage_of, weight_bytes
 from weft.models.loader import SINGLE, load_model
+from weft.models.spec_reader import read_spec
 
 CPU = torch.device("cpu")
 WINDOWS, WINDOW = 12, 1023  # of the held-out text, by the method of the built-in model's card

@@ -17,10 +17,10 @@ from depth import deep
 from weft.core.errors import ConfigError
 from weft.kernels.collectives import ALONE, ONE_EXCHANGE_BYTES, Group
 from weft.kernels.cpu.matrix import gather
-from weft.models.families import read_spec
 from weft.models.hub import resolve_model
 from weft.models.layout import parameters, storage_of, weight_bytes
 from weft.models.shard import Shard, cut, shard_range, shard_spec
+from weft.models.spec_reader import read_spec
 
 SIZES = (2, 4)
 

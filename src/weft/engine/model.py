@@ -28,13 +28,13 @@ from weft.exec.workspace import StepSizes, workspace_bytes
 from weft.kernels.interface import OpTable
 from weft.kernels.ops import OP_DTYPES, TUNED, select_ops
 from weft.kernels.unavailable import KernelUnavailable
-from weft.models.families import read_spec
 from weft.models.fused import describe_layers
 from weft.models.generation import GenerationDefaults, read_generation_defaults
 from weft.models.hub import resolve_model
 from weft.models.layout import weight_bytes
 from weft.models.shard import Shard, shard_spec
 from weft.models.spec import ModelSpec
+from weft.models.spec_reader import read_spec
 
 
 @dataclass(frozen=True)

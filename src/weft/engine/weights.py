@@ -12,7 +12,7 @@ from weft.kernels.kv_storage import cache_dtype
 from weft.kernels.storage import MULTIPLIED
 from weft.kernels.tuning import DECODE, PREFILL, LaunchShape, Pinned, kind_of, kv_kind, op_of
 from weft.kernels.unavailable import KernelUnavailable
-from weft.models.families import UNSOUND_KV
+from weft.models.families import FAMILIES
 from weft.models.layout import parameters, storage_of, stored_as
 from weft.models.parameter import Parameter
 from weft.models.shard import Shard, cut, shard_spec
@@ -74,7 +74,7 @@ def check_storage(config: EngineConfig, spec: ModelSpec, ops: OpTable) -> None:
             f"The checkpoint is quantised ({stored}), and {kernels} do not compute with "
             f"{missing[0]}; kernels='reference' does (slow)."
         )
-    unsound = UNSOUND_KV[spec.family]
+    unsound = FAMILIES[spec.family].unsound_kv
     if config.kv_dtype in unsound:
         allowed = ", ".join(name for name in ("auto", *KV_TYPES) if name not in unsound)
         raise ConfigError(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from weft.models.config_reader import ConfigReader
-from weft.models.family_common import (
+from weft.models.family import (
     FULL,
     SLIDING,
+    Family,
+    GgufForm,
+    Multimodal,
+    Reader,
     Sizes,
     read_common,
     read_layer_types,
@@ -33,6 +36,7 @@ GEMMA4_ROPES = {
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
 }
+_GLOBAL_HEADS = "its attention loses its precision (Zheng et al. 2026, rvLLM, section 8.10)"
 MULTIMODAL_LAYOUT = CheckpointLayout(
     prefixes=("model.language_model.", "language_model.model.", "model."),
     ignored=(
@@ -57,7 +61,6 @@ def gemma2(config: ConfigReader, limit: int | None) -> ModelSpec:
     bias = config.flag("attention_bias", False)
     config.ignore("hidden_act")  # stands beside hidden_activation, which is the one in use
     return ModelSpec(
-        family="gemma2",
         layers=tuple(sizes.layer(window=window if kind == SLIDING else None) for kind in kinds),
         ropes=(read_rope(config, sizes.rope_context()),),
         attention_scale=config.number("query_pre_attn_scalar", 256) ** -0.5,
@@ -89,7 +92,6 @@ def gemma3(config: ConfigReader, limit: int | None) -> ModelSpec:
     bias = config.flag("attention_bias", False)
     config.ignore("hidden_act")
     return ModelSpec(
-        family="gemma3",
         layers=tuple(
             sizes.layer(window=window, rope=1) if kind == SLIDING else sizes.layer()
             for kind in kinds
@@ -127,7 +129,6 @@ def gemma4(config: ConfigReader, limit: int | None) -> ModelSpec:
     if config.value("use_bidirectional_attention", None) == "all":
         config.refuse("use_bidirectional_attention", "all", "text must be attended causally")
     return ModelSpec(
-        family="gemma4",
         layers=layers,
         ropes=(ropes[FULL], ropes[SLIDING]),
         attention_scale=1.0,
@@ -220,15 +221,13 @@ def _gemma4_moe(config: ConfigReader) -> MoeSpec | None:
     )
 
 
-def _text_part(
-    family: Callable[[ConfigReader, int | None], ModelSpec], config: ConfigReader, limit: int | None
-) -> ModelSpec:
+def _text_part(read: Reader, config: ConfigReader, limit: int | None) -> ModelSpec:
     """Return the text model of a multimodal checkpoint, whose other towers are left unread."""
     config.assume(tie_word_embeddings=True)
     text = config.section("text_config")
     if text is None:
         config.refuse("text_config", None, "it must describe the text model")
-    spec = family(text, limit)
+    spec = read(text, limit)
     text.finish()
     config.ignore(
         "vision_config", "audio_config", "mm_tokens_per_image", "vision_soft_tokens_per_image"
@@ -254,3 +253,30 @@ def gemma3_multimodal(config: ConfigReader, limit: int | None) -> ModelSpec:
 def gemma4_multimodal(config: ConfigReader, limit: int | None) -> ModelSpec:
     """The text model of a Gemma 4 that also reads images and sound."""
     return _text_part(gemma4, config, limit)
+
+
+GEMMA = (
+    Family(
+        "gemma2",
+        "Gemma2ForCausalLM",
+        "gemma2",
+        gemma2,
+        gguf=GgufForm(norms_plus_one=True, scaled_by_width=46),
+    ),
+    Family(
+        "gemma3",
+        "Gemma3ForCausalLM",
+        "gemma3_text",
+        gemma3,
+        Multimodal("Gemma3ForConditionalGeneration", "gemma3", gemma3_multimodal),
+        GgufForm(norms_plus_one=True, scaled_by_width=62),
+    ),
+    Family(
+        "gemma4",
+        "Gemma4ForCausalLM",
+        "gemma4_text",
+        gemma4,
+        Multimodal("Gemma4ForConditionalGeneration", "gemma4", gemma4_multimodal),
+        unsound_kv={"fp8": _GLOBAL_HEADS},
+    ),
+)

@@ -16,22 +16,11 @@ from numpy.typing import NDArray
 
 from weft.core.errors import CheckpointError, UnsupportedModelError
 from weft.models.config_reader import ConfigReader
+from weft.models.families import GGUF_FAMILIES
 from weft.models.gguf_header import read_header
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
-    "gemma3": "Gemma3ForCausalLM",
-}
-NORMS_PLUS_ONE = {"gemma2", "gemma3"}  # stored with the 1 that the model adds
-ROTATED_BY_PAIRS = {"llama"}  # rows of Q and K are stored in the order of interleaved rotation
-# Layers whose count tells the one size whose queries are scaled by hidden / heads.
-SCALED_BY_WIDTH = {"gemma2": 46, "gemma3": 62}
 
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
@@ -76,12 +65,14 @@ class GgufFile:
         header = read_header(path)
         self._fields = header.fields
         self._arch = str(self._fields.get("general.architecture"))
-        if self._arch not in ARCHITECTURES:
+        family = GGUF_FAMILIES.get(self._arch)
+        if family is None or family.gguf is None:
             raise UnsupportedModelError(
                 f"{path.name}: architecture '{self._arch}' is not supported in GGUF files; "
-                f"supported: {', '.join(ARCHITECTURES)}",
+                f"supported: {', '.join(GGUF_FAMILIES)}",
                 param="general.architecture",
             )
+        self._architecture, self._form = family.architecture, family.gguf
         self._stored = header.tensors
         if len(self._shape_of_embedding()) != 2:
             raise CheckpointError(f"{path} has no table of embeddings; fetch it again")
@@ -98,7 +89,7 @@ class GgufFile:
             return _NAMES.get(name, name)
         number, part, kind = layer.groups()
         names = _LAYER_NAMES
-        if self._arch in NORMS_PLUS_ONE:
+        if self._form.norms_plus_one:
             names = names | _POST_NORM_NAMES
         return f"model.layers.{number}.{names.get(part, part)}.{kind}"
 
@@ -120,7 +111,7 @@ class GgufFile:
                 found.refuse(key, values[key], f"whole heads of {head_dim} are supported")
         layers = found.positive("block_count")
         config: dict[str, Any] = {
-            "architectures": [ARCHITECTURES[self._arch]],
+            "architectures": [self._architecture],
             "hidden_size": hidden,
             "num_hidden_layers": layers,
             "num_attention_heads": heads,
@@ -134,7 +125,7 @@ class GgufFile:
             "rope_theta": found.number("rope.freq_base", 10_000.0),
             "dtype": self._dtype(),
         }
-        if self._arch == "llama":
+        if self._form.attention_bias:
             config["attention_bias"] = "blk.0.attn_q.bias" in self._stored
         config |= self._rope(found) | self._gemma(found, hidden, heads, head_dim, layers)
         for key, stored in (("bos_token_id", "bos_token_id"), ("eos_token_id", "eos_token_id")):
@@ -164,9 +155,9 @@ class GgufFile:
     def _gemma(
         self, found: ConfigReader, hidden: int, heads: int, head_dim: int, layers: int
     ) -> dict[str, Any]:
-        if self._arch not in SCALED_BY_WIDTH:
+        if self._form.scaled_by_width is None:
             return {}
-        by_width = layers == SCALED_BY_WIDTH[self._arch]
+        by_width = layers == self._form.scaled_by_width
         return {
             "sliding_window": found.positive("attention.sliding_window"),
             "attn_logit_softcapping": found.optional_number("attn_logit_softcapping"),
@@ -195,14 +186,14 @@ class GgufFile:
             order = _rotated_by_halves(self.shape(name)[0], heads)[first:last]
             return self._floats(name, tensor.data[order])
         found = self._floats(name, tensor.data[first:last])
-        if self._arch in NORMS_PLUS_ONE and name.endswith("norm.weight"):
+        if self._form.norms_plus_one and name.endswith("norm.weight"):
             found = found - 1.0
         return found
 
     def _permuted_heads(self, name: str) -> int:
         """Return the heads of a tensor whose rows were reordered by llama.cpp, 0 for others."""
         part = re.search(r"self_attn\.([qk])_proj", name)
-        if part is None or self._arch not in ROTATED_BY_PAIRS:
+        if part is None or not self._form.rotated_by_pairs:
             return 0
         key = "attention.head_count" + ("_kv" if part[1] == "k" else "")
         heads = self._fields.get(f"{self._arch}.{key}")

@@ -29,7 +29,6 @@ from weft.kernels.quantized import Quantized, stacked
 from weft.kernels.storage import Storage
 from weft.models.bounds import MOST_HEADER_BYTES, MOST_INDEX_BYTES
 from weft.models.decoder import Decoder
-from weft.models.families import read_spec
 from weft.models.gguf import GgufFile
 from weft.models.hub import SUFFIX
 from weft.models.layout import parameters, stored_as
@@ -37,6 +36,7 @@ from weft.models.parameter import Parameter, Piece
 from weft.models.quant import FLOATS, ClippedCount, ExpectedTensor, parts_of, unpack
 from weft.models.shard import WHOLE, Shard, cut, shard_spec
 from weft.models.spec import ModelSpec
+from weft.models.spec_reader import read_spec
 
 logger = logging.getLogger("weft")
 

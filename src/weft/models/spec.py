@@ -100,7 +100,6 @@ class CheckpointLayout:
 class ModelSpec:
     """A decoder-only transformer."""
 
-    family: str
     vocab_size: int
     hidden_size: int
     num_heads: int
@@ -109,6 +108,7 @@ class ModelSpec:
     norm_eps: float
     max_position_embeddings: int
     attention_scale: float
+    family: str = ""  # the name of its row in ``families``
     activation: str = "silu"  # or gelu_tanh
     norm_plus_one: bool = False  # norms multiply by 1 + weight
     post_norms: bool = False  # a norm also after attention and after the MLP

@@ -1,17 +1,68 @@
-"""What the families share when they read ``config.json``. Torch-free."""
+"""The record of a model family, and what families share when they read ``config.json``."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from weft.models.config_reader import ConfigReader
 from weft.models.rope_config import RopeContext
-from weft.models.spec import LayerSpec
+from weft.models.spec import LayerSpec, ModelSpec
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+# From a config, and the longest sequence that will be served if one is set, to the model.
+Reader = Callable[[ConfigReader, int | None], ModelSpec]
+
+
+@dataclass(frozen=True)
+class GgufForm:
+    """How files of llama.cpp store a family, whose architecture there has the family's name.
+
+    Attributes:
+        attention_bias: tensors and not the metadata tell whether attention has biases.
+        rotated_by_pairs: rows of Q and K are stored in the order of interleaved rotation.
+        norms_plus_one: norms are stored with the 1 that the model adds.
+        scaled_by_width: layers of the one size whose queries are scaled by hidden / heads.
+    """
+
+    attention_bias: bool = False
+    rotated_by_pairs: bool = False
+    norms_plus_one: bool = False
+    scaled_by_width: int | None = None
+
+
+@dataclass(frozen=True)
+class Multimodal:
+    """Checkpoints of a family that also read images or sound; their text model is served."""
+
+    architecture: str
+    model_type: str
+    read: Reader
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model family: all that has to be known to serve it.
+
+    Attributes:
+        name: ``ModelSpec.family``.
+        architecture, model_type: what ``config.json`` calls it.
+        read: reads its configs; leaves ``ModelSpec.family`` open.
+        multimodal: its checkpoints with further towers, if there are any.
+        gguf: how files of llama.cpp store it; None where they are not read.
+        unsound_kv: types of KV under which results do not stay what they are, and why.
+    """
+
+    name: str
+    architecture: str
+    model_type: str
+    read: Reader
+    multimodal: Multimodal | None = None
+    gguf: GgufForm | None = None
+    unsound_kv: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,77 @@
+"""``config.json`` or a GGUF file -> ``ModelSpec``, by the family that it belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from weft.core.errors import UnsupportedModelError, short, suggest
+from weft.core.json_files import check_depth, read_object
+from weft.models.bounds import MOST_LAYER_EXPERTS
+from weft.models.config_reader import SHOWN, ConfigReader
+from weft.models.families import BY_ARCHITECTURE, BY_MODEL_TYPE
+from weft.models.gguf import GgufFile
+from weft.models.hub import SUFFIX
+from weft.models.quant_config import read_stored_weights
+from weft.models.spec import ModelSpec
+
+
+def read_spec(folder: Path, max_model_len: int | None = None) -> ModelSpec:
+    """Read ``config.json`` of a model folder, or a GGUF file; see ``spec_from_config``."""
+    if folder.suffix == SUFFIX and folder.is_file():
+        return spec_from_config(GgufFile(folder).config(), max_model_len)
+    config = read_object(folder / "config.json", UnsupportedModelError)
+    check_depth(config, "config.json", UnsupportedModelError)
+    return spec_from_config(config, max_model_len)
+
+
+def spec_from_config(config: Mapping[str, Any], max_model_len: int | None = None) -> ModelSpec:
+    """Return what the model is.
+
+    Args:
+        max_model_len: the longest sequence that will be served, in tokens; fixes the factors of a
+            longrope. None: what the config allows.
+
+    Raises:
+        UnsupportedModelError: the architecture, a key or a value that weft does not implement.
+    """
+    architectures = config.get("architectures") or []
+    listed = isinstance(architectures, list) and architectures
+    name = short(architectures[0] if listed else config.get("model_type", ""), SHOWN)
+    found = BY_ARCHITECTURE.get(name) or (None if architectures else BY_MODEL_TYPE.get(name))
+    if found is None:
+        known = ", ".join(BY_ARCHITECTURE)
+        hint = suggest(name, BY_ARCHITECTURE)
+        raise UnsupportedModelError(
+            f"config.json: architecture '{name}' is not supported.{hint} Supported: {known}",
+            param="architectures",
+        )
+    reader = ConfigReader(config)
+    family, read = found
+    spec = read(reader, max_model_len)
+    spec = replace(spec, family=family.name, stored_weights=read_stored_weights(reader))
+    reader.finish()
+    _check_experts(reader, spec)
+    return _without_idle_windows(spec, max(spec.max_position_embeddings, max_model_len or 0))
+
+
+def _check_experts(config: ConfigReader, spec: ModelSpec) -> None:
+    if spec.moe is None:
+        return
+    layers = sum(layer.moe for layer in spec.layers)
+    if layers * spec.moe.num_experts > MOST_LAYER_EXPERTS:
+        total = f"{MOST_LAYER_EXPERTS} in all {layers} layers together are"
+        config.refuse("num_experts", spec.moe.num_experts, total)
+    if spec.moe.top_k > spec.moe.num_experts:
+        config.refuse("num_experts_per_tok", spec.moe.top_k, f"only {spec.moe.num_experts} exist")
+
+
+def _without_idle_windows(spec: ModelSpec, longest: int) -> ModelSpec:
+    """Drop the windows that no sequence can outgrow."""
+    layers = tuple(
+        replace(layer, window=None) if layer.window and layer.window >= longest else layer
+        for layer in spec.layers
+    )
+    return replace(spec, layers=layers)

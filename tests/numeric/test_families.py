@@ -1,0 +1,37 @@
+"""One row makes a family known: to configs, GGUF files, the check of KV types, and the tests."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from checkpoints import CASES, FAMILY_CASES
+from test_models_gguf import ARCHITECTURES
+
+from weft.core.kv_types import KV_TYPES
+from weft.models.families import BY_ARCHITECTURE, BY_MODEL_TYPE, FAMILIES, GGUF_FAMILIES
+from weft.models.gemma import GEMMA
+from weft.models.llama_like import LLAMA_LIKE
+from weft.models.spec_reader import spec_from_config
+
+
+def test_no_name_stands_in_two_rows():
+    rows = [*LLAMA_LIKE, *GEMMA]
+    checkpoints = len(rows) + sum(row.multimodal is not None for row in rows)
+    assert len(FAMILIES) == len(rows)
+    assert len(BY_ARCHITECTURE) == len(BY_MODEL_TYPE) == checkpoints
+
+
+@pytest.mark.parametrize(("name", "row"), FAMILIES.items())
+def test_configs_are_read_by_each_name_of_their_family(name, row):
+    config = CASES[FAMILY_CASES[name]].config().to_dict()
+    by_type = spec_from_config({**config, "architectures": None, "model_type": row.model_type})
+    by_architecture = spec_from_config({**config, "architectures": [row.architecture]})
+    assert by_type == by_architecture
+    assert by_type.family == name
+    assert replace(by_type, family="") != by_type
+    assert set(row.unsound_kv) <= set(KV_TYPES)
+
+
+def test_every_family_that_llama_cpp_stores_is_tried_in_its_files():
+    assert set(ARCHITECTURES) == set(GGUF_FAMILIES)
