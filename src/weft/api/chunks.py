@@ -12,12 +12,17 @@ from typing import Any
 import orjson
 
 from weft.api.choices import Assembly, ChoiceDelta
+from weft.api.errors import describe_error
 from weft.api.jobs import Job
 from weft.api.logprobs import CompletionLogprobs, TokenNumbers, TokenTexts, chat_logprobs
 from weft.api.responses import answer_head, call_object, echoed_text, finish_reason, usage
+from weft.core.errors import WeftError
 from weft.core.plan import Update
 from weft.text import Tokenizer
 from weft.text.assistant import Content, Event, Reasoning, ToolCall
+
+FRAME = (b"data: ", b"\n\n")
+DONE = b"data: [DONE]\n\n"
 
 _ROLE = {"role": "assistant", "content": "", "refusal": None}
 _SILENT = {**_ROLE, "content": None}
@@ -184,3 +189,16 @@ class ChunkWriter:
         if (choice, event.index) in self._custom:
             grown = {"custom": {"input": event.text}}
         return {"tool_calls": [{"index": event.index, **grown}]}
+
+
+class EventStream(ChunkWriter):
+    """Chunks as server-sent events, with OpenAI's mark of the end."""
+
+    def __init__(self, job: Job, tokenizer: Tokenizer, texts: TokenTexts) -> None:
+        super().__init__(job, tokenizer, texts, FRAME)
+
+    def last(self) -> bytes:
+        return super().last() + DONE
+
+    def failed(self, error: WeftError) -> bytes:
+        return FRAME[0] + orjson.dumps(describe_error(error)[1]) + FRAME[1]

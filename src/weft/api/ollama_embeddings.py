@@ -69,10 +69,10 @@ class OllamaOnlyEmbedding(EmbeddingCollector):
         return orjson.dumps(whole, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
-Asked = tuple[Job, EmbeddingCollector] | dict[str, Any]
+OllamaVectors = tuple[Job, EmbeddingCollector] | dict[str, Any]
 
 
-def ollama_embed(body: OllamaEmbedBody, builder: Builder, notes: Notes) -> Asked:
+def ollama_embed(body: OllamaEmbedBody, builder: Builder, notes: Notes) -> OllamaVectors:
     """Check a body; return its job and what gathers its vectors, or the answer without any.
 
     Inputs that are too long for the context lose their end, unless ``truncate`` is false.
@@ -94,7 +94,7 @@ def ollama_embed(body: OllamaEmbedBody, builder: Builder, notes: Notes) -> Asked
     return job, OllamaEmbedding(job, whole)
 
 
-def ollama_embeddings(body: OllamaEmbeddingsBody, builder: Builder, notes: Notes) -> Asked:
+def ollama_embeddings(body: OllamaEmbeddingsBody, builder: Builder, notes: Notes) -> OllamaVectors:
     """As `ollama_embed`, for one prompt; without one there is no vector."""
     model = check_model(body.model, builder.card)
     read_options(body.options, notes)

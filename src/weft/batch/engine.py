@@ -13,9 +13,10 @@ import numpy as np
 from msgspec import Struct
 
 from weft.api import Builder, Job, TokenTexts
+from weft.api.asked import Asked, Whole
+from weft.api.endpoints import read_whole
 from weft.api.errors import DeadlineExceededError
 from weft.api.structured import check_grammar
-from weft.api.whole import Asked, Whole, read_request
 from weft.batch.order import Prompt
 from weft.batch.ports import BatchLine, LineAnswer, NobodyAnswersError, new_request_id
 from weft.core.errors import EngineBusyError, EngineDeadError, ParameterError
@@ -54,17 +55,18 @@ class EngineAsker:
         asked = self.read(line)
         if asked.job.constrained_by is not None:
             await asyncio.to_thread(check_grammar, asked.job, self._builder)
+        whole = asked.whole()
         try:
             async with asyncio.timeout(asked.job.timeout_s):
                 for part in asked.parts():
-                    await self._run(number, self._requests(number, line, part), asked.whole)
+                    await self._run(number, self._requests(number, line, part), whole)
         except TimeoutError:
             raise DeadlineExceededError from None
-        return LineAnswer(200, new_request_id(), asked.whole.body())
+        return LineAnswer(200, new_request_id(), whole.body())
 
     def read(self, line: BatchLine) -> Asked:
         """Check the body of a line. Raises WeftError if the engine cannot be asked that."""
-        return read_request(line.url, bytes(line.body), self._builder, self._texts)
+        return read_whole(line.url, bytes(line.body), self._builder, self._texts)
 
     def prompt(self, line: BatchLine) -> Prompt | None:
         """What an order knows of a line. Raises WeftError if the engine cannot be asked that."""

@@ -16,8 +16,8 @@ import numpy as np
 from msgspec import Raw, Struct
 
 from weft.api.decoding import decode_body
+from weft.api.endpoints import BATCH_ENDPOINTS
 from weft.api.errors import UnsupportedParameterError
-from weft.api.whole import ENDPOINTS
 from weft.batch.ports import BatchLine
 from weft.core.errors import ConfigError, ParameterError, WeftError, suggest
 
@@ -200,10 +200,10 @@ def parse_line(data: bytes) -> BatchLine:
         raise ParameterError(
             f"custom_id must have 1 to {MAX_ID_CHARS} characters.", param="custom_id"
         )
-    if line.url not in ENDPOINTS:
+    if line.url not in BATCH_ENDPOINTS:
         raise UnknownUrlError(
-            f"url must be one of {', '.join(ENDPOINTS)}, not '{line.url[:100]}'."
-            f"{suggest(line.url[:100], ENDPOINTS)}",
+            f"url must be one of {', '.join(BATCH_ENDPOINTS)}, not '{line.url[:100]}'."
+            f"{suggest(line.url[:100], BATCH_ENDPOINTS)}",
             param="url",
         )
     if line.method != "POST":

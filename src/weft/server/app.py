@@ -17,13 +17,9 @@ from starlette.routing import Route
 
 from weft import __version__
 from weft.api import (
-    ChatBody,
-    CompletionBody,
     DetokenizeBody,
     ModelCard,
     TokenizeBody,
-    chat_job,
-    completion_job,
     decode_body,
     detokenize,
     model_list,
@@ -39,13 +35,11 @@ from weft.core.settings import settings_of
 from weft.server.auth import RequireKey
 from weft.server.background import Background
 from weft.server.body import read_body
-from weft.server.embeddings import embedding_routes
 from weft.server.errorforms import ErrorForms
 from weft.server.errors import handle_bug, handle_http_error, handle_weft_error, json_response
 from weft.server.exchange import Observe, log_exchange
-from weft.server.generation import chunked_form, generate
+from weft.server.generation import endpoint_routes
 from weft.server.hosts import CheckHost, hosts_checked
-from weft.server.invocations import invocation_routes
 from weft.server.keys import KeyRing
 from weft.server.life import Life, open_life
 from weft.server.messages import PATH as MESSAGES
@@ -113,8 +107,7 @@ def create_app(
     app = Starlette(
         routes=[
             *_routes(_PlainHandlers(service)),
-            *embedding_routes(service),
-            *invocation_routes(service),
+            *endpoint_routes(service),
             *message_routes(service),
             *ollama_routes(service),
             *response_routes(service, store, background),
@@ -176,8 +169,6 @@ def _routes(handlers: _PlainHandlers) -> list[Route]:
         return Route(path, handler, methods=[method])
 
     return [
-        route("/v1/completions", "POST", handlers.completions),
-        route("/v1/chat/completions", "POST", handlers.chat),
         route("/v1/models", "GET", handlers.models),
         route("/v1/models/{name:path}", "GET", handlers.model),
         route("/tokenize", "POST", handlers.tokenize),
@@ -210,14 +201,6 @@ class _PlainHandlers:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-
-    async def completions(self, request: Request) -> Response:
-        form = chunked_form(self._service)
-        return await generate(self._service, request, CompletionBody, completion_job, form)
-
-    async def chat(self, request: Request) -> Response:
-        form = chunked_form(self._service)
-        return await generate(self._service, request, ChatBody, chat_job, form)
 
     async def models(self, _: Request) -> Response:
         return json_response(model_list(self._service.builder.card))

@@ -16,6 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from weft.api import Job, decode_body
+from weft.api.endpoints import EVENT_STREAM
 from weft.api.errors import DeadlineExceededError
 from weft.api.response_answers import ResponseCancelledError, ResponseWriter
 from weft.api.response_body import ResponseBody
@@ -25,7 +26,7 @@ from weft.core.plan import Update
 from weft.core.types import TokenLogprob
 from weft.server.errors import ShuttingDownError, log_failure
 from weft.server.exchange import EXCHANGE
-from weft.server.generation import EVENT_STREAM, STREAM_HEADERS
+from weft.server.generation import STREAM_HEADERS
 from weft.server.rareline import RareLine
 from weft.server.response_store import (
     UNFINISHED,

@@ -1,129 +1,56 @@
-"""Answers that the engine computes: whole, or as server-sent events."""
+"""Endpoints whose answers the engine computes: their routes, and answers whole or streamed."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
-from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-import orjson
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from weft.api import (
-    Builder,
-    ChunkWriter,
-    Collector,
-    CompletionBody,
-    Job,
-    Notes,
-    decode_body,
-    describe_error,
-)
-from weft.api.decoding import Body
-from weft.api.whole import Whole
+from weft.api import Job
+from weft.api.asked import Asked, Streamed
+from weft.api.endpoints import ENDPOINTS, EVENT_STREAM, Endpoint
 from weft.core.errors import WeftError
-from weft.core.plan import Update
 from weft.server.body import read_body
-from weft.server.errors import log_failure
+from weft.server.errors import json_response, log_failure
 from weft.server.exchange import BARE_SEND
 from weft.server.service import DisconnectedError, OpenJob, Service
 
-FRAME = (b"data: ", b"\n\n")
-DONE = b"data: [DONE]\n\n"
-EVENT_STREAM = "text/event-stream; charset=utf-8"
 STREAM_HEADERS = {
     "cache-control": "no-cache",
     "x-accel-buffering": "no",
 }
 
 
-class Streamed(Protocol):
-    """Writes the events of a job; ``push`` also returns ids that a stop string has ended.
-
-    The stream ends with ``last``, or with what ``failed`` makes of an error.
-    """
-
-    @property
-    def done(self) -> bool: ...
-
-    def push(self, updates: Seq[Update]) -> tuple[bytes, list[int]]: ...
-
-    def last(self) -> bytes: ...
-
-    def failed(self, error: WeftError) -> bytes: ...
-
-
 async def _nothing(_: Any) -> None:
     """The end of an answer that nobody keeps."""
 
 
-@dataclass(frozen=True, slots=True)
-class Form:
-    """How an endpoint answers a job.
-
-    Attributes:
-        keep: awaited when the answer is complete, before its end is sent.
-        content_type: of the stream.
-    """
-
-    whole: Callable[[Job], Whole]
-    stream: Callable[[Job], Streamed]
-    keep: Callable[[Any], Awaitable[None]] = _nothing
-    content_type: str = EVENT_STREAM
+def endpoint_routes(service: Service) -> list[Route]:
+    """A route for each endpoint whose answers are not stored."""
+    return [_route(service, row) for row in ENDPOINTS.values() if not row.stored]
 
 
-def chunked_form(service: Service) -> Form:
-    """Objects and chunks of completions and chat completions."""
-    tokenizer, texts = service.builder.tokenizer, service.texts
-    return Form(
-        lambda job: Collector(job, tokenizer, texts),
-        lambda job: _EventStream(job, tokenizer, texts, FRAME),
-    )
+def _route(service: Service, row: Endpoint) -> Route:
+    async def handle(request: Request) -> Response:
+        with service.metrics.counting_refusals():
+            data = await read_body(request, service.options)
+            notes = service.notes()
+            asked = await service.prepare(
+                len(data),
+                lambda: row.read(data, service.builder, service.texts, notes),
+                renders=row.renders,
+            )
+        if isinstance(asked, Asked):
+            return Generation(service, asked, content_type=row.content_type)
+        return json_response(asked)
 
-
-class _EventStream(ChunkWriter):
-    """Chunks as server-sent events, with OpenAI's mark of the end."""
-
-    def last(self) -> bytes:
-        return super().last() + DONE
-
-    def failed(self, error: WeftError) -> bytes:
-        return FRAME[0] + orjson.dumps(describe_error(error)[1]) + FRAME[1]
-
-
-async def generate(
-    service: Service,
-    request: Request,
-    body: type[Body],
-    job_of: Callable[[Body, Builder, Notes], Job],
-    form: Form,
-) -> Response:
-    """Read the body of a request and answer the job that it asks for. Raises what is wrong."""
-    with service.metrics.counting_refusals():
-        data = await read_body(request, service.options)
-        return await answer(service, data, body, job_of, form)
-
-
-async def answer(
-    service: Service,
-    data: bytes,
-    body: type[Body],
-    job_of: Callable[[Body, Builder, Notes], Job],
-    form: Form,
-) -> Response:
-    """Answer the job that a body asks for. Raises what is wrong with it."""
-    notes = service.notes()
-    job = await service.prepare(
-        len(data),
-        lambda: job_of(decode_body(body, data, notes=notes), service.builder, notes),
-        renders=body is not CompletionBody,
-    )
-    return Generation(service, job, form)
+    return Route(row.path, handle, methods=["POST"])
 
 
 class Generation(Response):
@@ -132,40 +59,58 @@ class Generation(Response):
     Nothing is sent before the engine's first news, so a job that cannot start gets an HTTP error.
     A client that goes away frees everything at once; one that reads slowly is waited for, and gets
     what came meanwhile in larger chunks.
+
+    Args:
+        keep: awaited when the answer is complete, before its end is sent.
+        content_type: of a stream.
     """
 
-    def __init__(self, service: Service, job: Job, form: Form) -> None:
+    def __init__(
+        self,
+        service: Service,
+        asked: Asked,
+        keep: Callable[[Any], Awaitable[None]] = _nothing,
+        content_type: str = EVENT_STREAM,
+    ) -> None:
         super().__init__()
         self._service = service
-        self._job = job
-        self._form = form
+        self._asked = asked
+        self._keep = keep
+        self._content_type = content_type
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        job, writer = self._asked.job, self._asked.stream
         try:
-            async with running(self._service, self._job, receive) as job:
-                if self._job.stream:
+            if job.stream and writer is not None:
+                async with running(self._service, job, receive) as opened:
                     # A task of its own: each token wakes this coroutine, not all around it.
                     bare = scope.get(BARE_SEND, send)
-                    await asyncio.create_task(self._stream(job, send, bare))
-                else:
-                    body = await self._collect(job)
-                    await Response(body, media_type="application/json")(scope, receive, send)
+                    await asyncio.create_task(self._stream(opened, writer(), send, bare))
+            else:
+                body = await self._collect(receive)
+                await Response(body, media_type="application/json")(scope, receive, send)
         except DisconnectedError:
             return
 
-    async def _collect(self, job: OpenJob) -> bytes:
-        collector = self._form.whole(self._job)
-        while not collector.done:
-            job.stop(collector.push(await job.take()))
-        await self._form.keep(collector)
-        return collector.body()
+    async def _collect(self, receive: Receive) -> bytes:
+        """The whole answer; parts of a job, if it has several, leave room for other clients."""
+        whole = self._asked.whole()
+        for part in self._asked.parts():
+            left = len(part.requests)
+            async with running(self._service, part, receive) as opened:
+                while left and not whole.done:
+                    updates = await opened.take()
+                    left -= sum(update.finish is not None for update in updates)
+                    opened.stop(whole.push(updates))
+                if whole.done:
+                    await self._keep(whole)
+        return whole.body()
 
-    async def _stream(self, job: OpenJob, send: Send, send_part: Send) -> None:
+    async def _stream(self, job: OpenJob, writer: Streamed, send: Send, send_part: Send) -> None:
         """Stream; parts of the body need nothing from the layers that wrap ``send``."""
-        writer = self._form.stream(self._job)
         data, halted = writer.push(await job.take())
         job.stop(halted)
-        given = {"content-type": self._form.content_type, **STREAM_HEADERS}
+        given = {"content-type": self._content_type, **STREAM_HEADERS}
         headers = [(name.encode(), value.encode()) for name, value in given.items()]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         try:
@@ -177,7 +122,7 @@ class Generation(Response):
                 data, halted = writer.push(await job.take())
                 if halted:
                     job.stop(halted)
-            await self._form.keep(writer)
+            await self._keep(writer)
             last = data + writer.last()
         except WeftError as error:
             log_failure(error)

@@ -10,28 +10,19 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from weft.api import decode_body
-from weft.api.message_answers import MessageCollector, MessageWriter, error_of
-from weft.api.message_body import MessageBody, PromptBody
-from weft.api.messages import count_tokens, message_job
+from weft.api.message_answers import error_of
+from weft.api.message_body import PromptBody
+from weft.api.messages import count_tokens
 from weft.core.logs import REQUEST_ID
 from weft.server.body import read_body
 from weft.server.errors import json_response
-from weft.server.generation import Form, generate
 from weft.server.service import Service
 
 PATH = "/v1/messages"
 
 
 def message_routes(service: Service) -> list[Route]:
-    """The routes of messages."""
-    tokenizer = service.builder.tokenizer
-    form = Form(
-        lambda job: MessageCollector(job, tokenizer),
-        lambda job: MessageWriter(job, tokenizer),
-    )
-
-    async def create(request: Request) -> Response:
-        return await generate(service, request, MessageBody, message_job, form)
+    """The routes of messages beside the endpoint itself."""
 
     async def count(request: Request) -> Response:
         data = await read_body(request, service.options)
@@ -43,7 +34,6 @@ def message_routes(service: Service) -> list[Route]:
         return json_response({"input_tokens": await service.prepare(len(data), work)})
 
     return [
-        Route(PATH, create, methods=["POST"]),
         Route(f"{PATH}/count_tokens", count, methods=["POST"]),
     ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import get_args
 
@@ -11,8 +12,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from weft.api import Job, decode_body
+from weft.api.endpoints import EVENT_STREAM, answer_response
 from weft.api.errors import UnsupportedParameterError
-from weft.api.response_answers import ResponseAnswer, ResponseCollector, ResponseWriter
+from weft.api.response_answers import ResponseAnswer
 from weft.api.response_body import Include, ResponseBody, response_job
 from weft.api.response_events import events_after, replay
 from weft.api.response_items import Item, read_items
@@ -21,7 +23,7 @@ from weft.server.background import Background
 from weft.server.body import read_body
 from weft.server.errors import json_response
 from weft.server.exchange import EXCHANGE
-from weft.server.generation import EVENT_STREAM, STREAM_HEADERS, Form, Generation
+from weft.server.generation import STREAM_HEADERS, Generation
 from weft.server.response_store import ResponseStore, Stored
 from weft.server.service import INLINE_BYTES, Service
 
@@ -46,7 +48,7 @@ def response_routes(service: Service, store: ResponseStore, background: Backgrou
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _AskedResponse:
     """A checked body, its bytes, its own input, and the job of the whole conversation."""
 
     data: bytes
@@ -68,9 +70,11 @@ class _ResponseHandlers:
             asked = await self._read(request)
         if asked.body.background:
             return await self._begin(asked, _owner())
-        return Generation(self._service, asked.job, self._form(asked, _owner()))
+        service = self._service
+        answer = answer_response(asked.job, asked.body, service.builder, service.texts)
+        return Generation(service, answer, self._keeper(asked, _owner()))
 
-    async def _begin(self, asked: _Asked, owner: bytes) -> Response:
+    async def _begin(self, asked: _AskedResponse, owner: bytes) -> Response:
         """Let a response be made in the background; its stream may be left and resumed."""
         items = orjson.dumps(asked.items)
         response = await self._background.start(asked.job, asked.data, items, owner)
@@ -83,7 +87,7 @@ class _ResponseHandlers:
         tokens = asked.job.prompt_tokens
         return json_response({"object": "response.input_tokens", "input_tokens": tokens})
 
-    async def _read(self, request: Request) -> _Asked:
+    async def _read(self, request: Request) -> _AskedResponse:
         service = self._service
         data = await read_body(request, service.options)
         notes = service.notes()
@@ -101,7 +105,7 @@ class _ResponseHandlers:
             INLINE_BYTES + 1 if before else len(data),
             lambda: response_job(body, before + items, service.builder, notes),
         )
-        return _Asked(data, body, items, job)
+        return _AskedResponse(data, body, items, job)
 
     @property
     def _stores(self) -> bool:
@@ -121,8 +125,10 @@ class _ResponseHandlers:
         if body.background and body.store is False:
             raise ParameterError("A background response has to be stored.", param="background")
 
-    def _form(self, asked: _Asked, owner: bytes) -> Form:
-        tokenizer, texts = self._service.builder.tokenizer, self._service.texts
+    def _keeper(
+        self, asked: _AskedResponse, owner: bytes
+    ) -> Callable[[ResponseAnswer], Awaitable[None]]:
+        """What stores the answer, if it is to be stored."""
 
         async def keep(answer: ResponseAnswer) -> None:
             if asked.body.store is not False and self._stores:
@@ -131,11 +137,7 @@ class _ResponseHandlers:
                 stored = Stored(answer.id, owner, previous, items, answer.body(), cuts)
                 await self._store.save(stored)
 
-        return Form(
-            lambda job: ResponseCollector(job, asked.body, tokenizer, texts),
-            lambda job: ResponseWriter(job, asked.body, tokenizer, texts),
-            keep,
-        )
+        return keep
 
     async def retrieve(self, request: Request) -> Response:
         _check_include(request)

@@ -1,0 +1,221 @@
+"""All endpoints whose answer the engine computes: a row for each.
+
+The routes of servers, the urls of batches and what both make of a body derive from the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from msgspec import Raw, Struct
+
+from weft.api.asked import Asked
+from weft.api.bodies import ChatBody, CompletionBody
+from weft.api.chat import chat_job
+from weft.api.chunks import EventStream
+from weft.api.completions import completion_job
+from weft.api.decoding import Body, decode_body
+from weft.api.embeddings import EmbeddingBody, EmbeddingCollector, embedding_job
+from weft.api.errors import MissingParameterError, UnsupportedParameterError
+from weft.api.jobs import Builder, Job
+from weft.api.logprobs import TokenTexts
+from weft.api.message_answers import MessageCollector, MessageWriter
+from weft.api.message_body import MessageBody
+from weft.api.messages import message_job
+from weft.api.ollama import (
+    OllamaBody,
+    OllamaChatBody,
+    OllamaGenerateBody,
+    ollama_chat_job,
+    ollama_generate_job,
+    unloads,
+)
+from weft.api.ollama_answers import (
+    OllamaCollector,
+    OllamaWriter,
+    Said,
+    chat_said,
+    generate_said,
+    loaded,
+)
+from weft.api.ollama_embeddings import (
+    OllamaEmbedBody,
+    OllamaEmbeddingsBody,
+    OllamaVectors,
+    ollama_embed,
+    ollama_embeddings,
+)
+from weft.api.response_answers import ResponseCollector, ResponseWriter
+from weft.api.response_body import ResponseBody, response_job
+from weft.api.response_items import read_items
+from weft.api.responses import Collector
+from weft.api.rules import NULL, Notes, is_neutral
+
+EVENT_STREAM = "text/event-stream; charset=utf-8"
+JSON_LINES = "application/x-ndjson"
+
+AtOnce = dict[str, Any]  # an answer for which nothing has to be computed
+Read = Callable[[bytes, Builder, TokenTexts, Notes], Asked | AtOnce]
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """An endpoint that is asked by ``POST``.
+
+    Attributes:
+        read: checks a body; a typed error names the parameter that is wrong.
+        renders: whether it may render a chat template.
+        in_batches: whether lines of batches may ask it.
+        stored: whether servers keep the answers; they have a handler of their own then.
+        content_type: of its streams.
+    """
+
+    path: str
+    read: Read
+    renders: bool = True
+    in_batches: bool = False
+    stored: bool = False
+    content_type: str = EVENT_STREAM
+
+
+def _chunked(body: type[Body], job_of: Callable[[Body, Builder, Notes], Job]) -> Read:
+    """Bodies that are answered with an object of choices or its chunks."""
+
+    def read(data: bytes, builder: Builder, texts: TokenTexts, notes: Notes) -> Asked:
+        job = job_of(decode_body(body, data, notes=notes), builder, notes)
+        tokenizer = builder.tokenizer
+        return Asked(
+            job,
+            lambda: Collector(job, tokenizer, texts),
+            lambda: EventStream(job, tokenizer, texts),
+        )
+
+    return read
+
+
+def _embedding(data: bytes, builder: Builder, _: TokenTexts, notes: Notes) -> Asked:
+    body = decode_body(EmbeddingBody, data, notes=notes)
+    job = embedding_job(body, builder)
+    return Asked(job, lambda: EmbeddingCollector(job, body))
+
+
+def _message(data: bytes, builder: Builder, _: TokenTexts, notes: Notes) -> Asked:
+    job = message_job(decode_body(MessageBody, data, notes=notes), builder, notes)
+    tokenizer = builder.tokenizer
+    return Asked(
+        job, lambda: MessageCollector(job, tokenizer), lambda: MessageWriter(job, tokenizer)
+    )
+
+
+def answer_response(job: Job, body: ResponseBody, builder: Builder, texts: TokenTexts) -> Asked:
+    """The response that a job makes."""
+    tokenizer = builder.tokenizer
+    return Asked(
+        job,
+        lambda: ResponseCollector(job, body, tokenizer, texts),
+        lambda: ResponseWriter(job, body, tokenizer, texts),
+    )
+
+
+def _response(data: bytes, builder: Builder, texts: TokenTexts, notes: Notes) -> Asked:
+    """A response where none are stored; servers that store them read bodies themselves."""
+    body = decode_body(ResponseBody, data, notes=notes)
+    for name in ("store", "previous_response_id", "background"):
+        if getattr(body, name):
+            raise UnsupportedParameterError(name, " No responses are stored here.")
+    job = response_job(body, read_items(body.input, notes=notes), builder, notes)
+    return answer_response(job, body, builder, texts)
+
+
+class InvocationShape(Struct):
+    """The field that tells what kind of body it is; the endpoint of that kind checks the rest."""
+
+    messages: Raw = NULL
+    prompt: Raw = NULL
+    input: Raw = NULL
+
+
+def _invocation(data: bytes, builder: Builder, texts: TokenTexts, notes: Notes) -> Asked | AtOnce:
+    """The one path that hosting platforms know: chats, completions, embeddings."""
+    shape = decode_body(InvocationShape, data)
+    for part, read in ((shape.messages, _CHAT), (shape.prompt, _COMPLETION)):
+        if not is_neutral(bytes(part)):
+            return read(data, builder, texts, notes)
+    if not is_neutral(bytes(shape.input)):
+        return _embedding(data, builder, texts, notes)
+    raise MissingParameterError("messages")
+
+
+def _ollama(
+    body: type[Body], job_of: Callable[[Body, Builder, Notes], Job | None], said: Said
+) -> Read:
+    """Bodies that ask for text, or for nothing but the model to be loaded."""
+
+    def read(data: bytes, builder: Builder, texts: TokenTexts, notes: Notes) -> Asked | AtOnce:
+        asked = decode_body(body, data, notes=notes)
+        job = job_of(asked, builder, notes)
+        if job is None:
+            assert isinstance(asked, OllamaBody)
+            return loaded(asked.model, said, unload=unloads(asked))
+        tokenizer = builder.tokenizer
+        return Asked(
+            job,
+            lambda: OllamaCollector(job, tokenizer, texts, said),
+            lambda: OllamaWriter(job, tokenizer, texts, said),
+        )
+
+    return read
+
+
+def _ollama_vectors(
+    body: type[Body], vectors_of: Callable[[Body, Builder, Notes], OllamaVectors]
+) -> Read:
+    """Bodies that ask for vectors."""
+
+    def read(data: bytes, builder: Builder, _: TokenTexts, notes: Notes) -> Asked | AtOnce:
+        found = vectors_of(decode_body(body, data, notes=notes), builder, notes)
+        if isinstance(found, dict):
+            return found
+        job, collector = found
+        return Asked(job, lambda: collector)
+
+    return read
+
+
+_CHAT, _COMPLETION = _chunked(ChatBody, chat_job), _chunked(CompletionBody, completion_job)
+_OLLAMA_CHAT = _ollama(OllamaChatBody, ollama_chat_job, chat_said)
+_OLLAMA_GENERATE = _ollama(OllamaGenerateBody, ollama_generate_job, generate_said)
+_OLLAMA_EMBED = _ollama_vectors(OllamaEmbedBody, ollama_embed)
+_OLLAMA_EMBEDDINGS = _ollama_vectors(OllamaEmbeddingsBody, ollama_embeddings)
+
+_ROWS = (
+    Endpoint("/v1/chat/completions", _CHAT, in_batches=True),
+    Endpoint("/v1/completions", _COMPLETION, renders=False, in_batches=True),
+    Endpoint("/v1/embeddings", _embedding, renders=False, in_batches=True),
+    Endpoint("/v1/responses", _response, in_batches=True, stored=True),
+    Endpoint("/v1/messages", _message),
+    Endpoint("/invocations", _invocation),
+    Endpoint("/api/chat", _OLLAMA_CHAT, content_type=JSON_LINES),
+    Endpoint("/api/generate", _OLLAMA_GENERATE, content_type=JSON_LINES),
+    Endpoint("/api/embed", _OLLAMA_EMBED, renders=False),
+    Endpoint("/api/embeddings", _OLLAMA_EMBEDDINGS, renders=False),
+)
+ENDPOINTS = {row.path: row for row in _ROWS}
+BATCH_ENDPOINTS = {path: row for path, row in ENDPOINTS.items() if row.in_batches}
+
+
+def read_whole(path: str, data: bytes, builder: Builder, texts: TokenTexts) -> Asked:
+    """Check the body of a request to one of ``BATCH_ENDPOINTS``, to be answered as a whole.
+
+    Raises:
+        WeftError: a typed error that names the parameter; nothing has been started.
+    """
+    notes = Notes()
+    asked = BATCH_ENDPOINTS[path].read(data, builder, texts, notes)
+    notes.log()
+    assert isinstance(asked, Asked), "only Ollama's endpoints answer at once"
+    if asked.job.stream:
+        raise UnsupportedParameterError("stream", " There is nobody to stream to.")
+    return asked
