@@ -7,12 +7,11 @@ from collections.abc import Iterator
 import orjson
 from msgspec import Struct
 
-from weft.api.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from weft.api.bodies import DetokenizeBody, TokenizeBody
 from weft.api.decoding import parts_of
-from weft.api.embeddings import EmbeddingBody
+from weft.api.endpoints import ENDPOINTS
 from weft.api.message_body import (
     Document,
-    MessageBody,
     SearchResult,
     Text,
     Thinking,
@@ -20,10 +19,9 @@ from weft.api.message_body import (
     ToolResult,
     ToolUse,
 )
-from weft.api.ollama import OllamaChatBody, OllamaGenerateBody, Options
-from weft.api.ollama_embeddings import OllamaEmbedBody, OllamaEmbeddingsBody
+from weft.api.ollama import Options
 from weft.api.ollama_models import ModelBody
-from weft.api.response_body import CustomTool, FunctionTool, ResponseBody
+from weft.api.response_body import CustomTool, FunctionTool
 from weft.api.response_items import (
     CallItem,
     CustomCallItem,
@@ -78,20 +76,14 @@ ITEMS: Kinds = (
 )
 NAMED = ("block", "item", "object", "part", "tool `")  # paths that say what they are themselves
 OPTIONS: Kinds = (("object `options`", Options),)
-PAGES: tuple[tuple[str, type[Struct], Kinds], ...] = (
-    ("POST /v1/chat/completions", ChatBody, ()),
-    ("POST /v1/completions", CompletionBody, ()),
-    ("POST /v1/responses", ResponseBody, ITEMS),
-    ("POST /v1/messages", MessageBody, BLOCKS),
-    ("POST /v1/embeddings", EmbeddingBody, ()),
-    ("POST /api/chat", OllamaChatBody, OPTIONS),
-    ("POST /api/generate", OllamaGenerateBody, OPTIONS),
-    ("POST /api/embed", OllamaEmbedBody, ()),
-    ("POST /api/embeddings", OllamaEmbeddingsBody, ()),
-    ("POST /api/show", ModelBody, ()),
-    ("POST /tokenize", TokenizeBody, ()),
-    ("POST /detokenize", DetokenizeBody, ()),
-)
+INSIDE = {  # structures that stand in lists of several kinds
+    "/v1/responses": ITEMS,
+    "/v1/messages": BLOCKS,
+    "/api/chat": OPTIONS,
+    "/api/generate": OPTIONS,
+}
+BODIES = {row.path: row.body for row in ENDPOINTS.values() if row.body is not None}
+BODIES |= {"/api/show": ModelBody, "/tokenize": TokenizeBody, "/detokenize": DetokenizeBody}
 
 
 def structures(kind: type[Struct], path: str = "") -> Iterator[tuple[str, type[Struct]]]:
@@ -126,7 +118,10 @@ def section(title: str, body: type[Struct], more: Kinds) -> str:
 
 def page() -> str:
     """The whole page."""
-    return HEAD + "".join(section(*one) for one in PAGES)
+    sections = [
+        section(f"POST {path}", body, INSIDE.get(path, ())) for path, body in BODIES.items()
+    ]
+    return HEAD + "".join(sections)
 
 
 if __name__ == "__main__":

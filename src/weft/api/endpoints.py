@@ -1,6 +1,6 @@
 """All endpoints whose answer the engine computes: a row for each.
 
-The routes of servers, the urls of batches and what both make of a body derive from the rows.
+Routes of servers, urls of batches and the page of parameters derive from the rows.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ class Endpoint:
     """An endpoint that is asked by ``POST``.
 
     Attributes:
+        body: what a body may have; None where it is one of another endpoint.
         read: checks a body; a typed error names the parameter that is wrong.
         renders: whether it may render a chat template.
         in_batches: whether lines of batches may ask it.
@@ -73,6 +74,7 @@ class Endpoint:
     """
 
     path: str
+    body: type[Struct] | None
     read: Read
     renders: bool = True
     in_batches: bool = False
@@ -80,7 +82,13 @@ class Endpoint:
     content_type: str = EVENT_STREAM
 
 
-def _chunked(body: type[Body], job_of: Callable[[Body, Builder, Notes], Job]) -> Read:
+def _chunked(
+    path: str,
+    body: type[Body],
+    job_of: Callable[[Body, Builder, Notes], Job],
+    *,
+    renders: bool = True,
+) -> Endpoint:
     """Bodies that are answered with an object of choices or its chunks."""
 
     def read(data: bytes, builder: Builder, texts: TokenTexts, notes: Notes) -> Asked:
@@ -92,7 +100,7 @@ def _chunked(body: type[Body], job_of: Callable[[Body, Builder, Notes], Job]) ->
             lambda: EventStream(job, tokenizer, texts),
         )
 
-    return read
+    return Endpoint(path, body, read, renders, in_batches=True)
 
 
 def _embedding(data: bytes, builder: Builder, _: TokenTexts, notes: Notes) -> Asked:
@@ -140,7 +148,7 @@ class InvocationShape(Struct):
 def _invocation(data: bytes, builder: Builder, texts: TokenTexts, notes: Notes) -> Asked | AtOnce:
     """The one path that hosting platforms know: chats, completions, embeddings."""
     shape = decode_body(InvocationShape, data)
-    for part, read in ((shape.messages, _CHAT), (shape.prompt, _COMPLETION)):
+    for part, read in ((shape.messages, _CHAT.read), (shape.prompt, _COMPLETION.read)):
         if not is_neutral(bytes(part)):
             return read(data, builder, texts, notes)
     if not is_neutral(bytes(shape.input)):
@@ -149,8 +157,8 @@ def _invocation(data: bytes, builder: Builder, texts: TokenTexts, notes: Notes) 
 
 
 def _ollama(
-    body: type[Body], job_of: Callable[[Body, Builder, Notes], Job | None], said: Said
-) -> Read:
+    path: str, body: type[Body], job_of: Callable[[Body, Builder, Notes], Job | None], said: Said
+) -> Endpoint:
     """Bodies that ask for text, or for nothing but the model to be loaded."""
 
     def read(data: bytes, builder: Builder, texts: TokenTexts, notes: Notes) -> Asked | AtOnce:
@@ -166,12 +174,12 @@ def _ollama(
             lambda: OllamaWriter(job, tokenizer, texts, said),
         )
 
-    return read
+    return Endpoint(path, body, read, content_type=JSON_LINES)
 
 
 def _ollama_vectors(
-    body: type[Body], vectors_of: Callable[[Body, Builder, Notes], OllamaVectors]
-) -> Read:
+    path: str, body: type[Body], vectors_of: Callable[[Body, Builder, Notes], OllamaVectors]
+) -> Endpoint:
     """Bodies that ask for vectors."""
 
     def read(data: bytes, builder: Builder, _: TokenTexts, notes: Notes) -> Asked | AtOnce:
@@ -181,26 +189,23 @@ def _ollama_vectors(
         job, collector = found
         return Asked(job, lambda: collector)
 
-    return read
+    return Endpoint(path, body, read, renders=False)
 
 
-_CHAT, _COMPLETION = _chunked(ChatBody, chat_job), _chunked(CompletionBody, completion_job)
-_OLLAMA_CHAT = _ollama(OllamaChatBody, ollama_chat_job, chat_said)
-_OLLAMA_GENERATE = _ollama(OllamaGenerateBody, ollama_generate_job, generate_said)
-_OLLAMA_EMBED = _ollama_vectors(OllamaEmbedBody, ollama_embed)
-_OLLAMA_EMBEDDINGS = _ollama_vectors(OllamaEmbeddingsBody, ollama_embeddings)
+_CHAT = _chunked("/v1/chat/completions", ChatBody, chat_job)
+_COMPLETION = _chunked("/v1/completions", CompletionBody, completion_job, renders=False)
 
 _ROWS = (
-    Endpoint("/v1/chat/completions", _CHAT, in_batches=True),
-    Endpoint("/v1/completions", _COMPLETION, renders=False, in_batches=True),
-    Endpoint("/v1/embeddings", _embedding, renders=False, in_batches=True),
-    Endpoint("/v1/responses", _response, in_batches=True, stored=True),
-    Endpoint("/v1/messages", _message),
-    Endpoint("/invocations", _invocation),
-    Endpoint("/api/chat", _OLLAMA_CHAT, content_type=JSON_LINES),
-    Endpoint("/api/generate", _OLLAMA_GENERATE, content_type=JSON_LINES),
-    Endpoint("/api/embed", _OLLAMA_EMBED, renders=False),
-    Endpoint("/api/embeddings", _OLLAMA_EMBEDDINGS, renders=False),
+    _CHAT,
+    _COMPLETION,
+    Endpoint("/v1/embeddings", EmbeddingBody, _embedding, renders=False, in_batches=True),
+    Endpoint("/v1/responses", ResponseBody, _response, in_batches=True, stored=True),
+    Endpoint("/v1/messages", MessageBody, _message),
+    Endpoint("/invocations", None, _invocation),
+    _ollama("/api/chat", OllamaChatBody, ollama_chat_job, chat_said),
+    _ollama("/api/generate", OllamaGenerateBody, ollama_generate_job, generate_said),
+    _ollama_vectors("/api/embed", OllamaEmbedBody, ollama_embed),
+    _ollama_vectors("/api/embeddings", OllamaEmbeddingsBody, ollama_embeddings),
 )
 ENDPOINTS = {row.path: row for row in _ROWS}
 BATCH_ENDPOINTS = {path: row for path, row in ENDPOINTS.items() if row.in_batches}
