@@ -35,18 +35,24 @@ class Admission:
         self.arrivals = 0
         self.planned_ns = 0
 
-    def admit(self, step: BatchBuilder, priority: int) -> None:
+    def admit(
+        self, step: BatchBuilder, priority: int, waiting: Iterable[Sequence] | None = None
+    ) -> None:
         """Start waiting sequences of the priority in order, until one does not fit.
 
         While blocks come back for that one, lower classes start nothing: they would take the blocks
         and be preempted for it in turn, for ever.
+
+        Args:
+            waiting: those of the priority in the order in which they are to be considered; None for
+                preempted ones, then new ones by arrival.
         """
         if step.admission_blocked:
             return
         admitted = []
         looked_up = 0
         sequences, memory = self._sequences, self._memory
-        for sequence in sequences.waiting.of_priority(priority):
+        for sequence in sequences.waiting.of_priority(priority) if waiting is None else waiting:
             if step.room(0, 1) <= 0 or looked_up == LOOK_UPS_A_STEP or not memory.is_next(sequence):
                 break
             if sequence.waiting_on and sequences.prefix_wait.in_progress(sequence.waiting_on):
