@@ -242,8 +242,10 @@ CASES: dict[str, Case] = {
 
 
 FAMILY_CASES = {  # the first one of each family
-    name: next(case for case, how in CASES.items() if how.architecture == row.architecture)
-    for name, row in FAMILIES.items()
+    row.name: case
+    for row in FAMILIES.values()
+    for case in reversed(CASES)
+    if CASES[case].architecture == row.architecture
 }
 
 
