@@ -31,7 +31,8 @@ GIVEN = Resources(
 def test_every_policy_has_a_row_and_every_row_a_policy():
     folder = Path(weft.sched.__path__[0])
     files = {path.stem.removeprefix("policy_") for path in folder.glob("policy_*.py")}
-    assert files == {name.replace("-", "_") for name in POLICIES}
+    rows = {name.replace("-", "_") for name in POLICIES}
+    assert files == rows, "POLICIES in core/schedulers.py and the files of weft/sched differ"
 
 
 @pytest.mark.parametrize("name", POLICIES)
