@@ -461,28 +461,29 @@ def generation(folder: Path, **values) -> GenerationDefaults:
 
 def test_generation_defaults(tmp_path) -> None:
     assert read_generation_defaults(tmp_path) == GenerationDefaults()
+    sampling = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.0}
+    sampling["repetition_penalty"] = 1.05
     found = generation(
         tmp_path,
+        **sampling,
         do_sample=True,
-        temperature=0.6,
-        top_k=20,
-        top_p=0.95,
-        min_p=0,
-        repetition_penalty=1.05,
         max_new_tokens=2048,
         eos_token_id=[1, 106],
         num_beams=1,
         transformers_version="4.51.0",
     )
-    assert found == GenerationDefaults(0.6, 20, 0.95, 0.0, 1.05, 2048, (1, 106))
+    sampling["max_tokens"] = 2048
+    assert found == GenerationDefaults(sampling, (1, 106))
     greedy = generation(tmp_path, do_sample=False, temperature=0.6, eos_token_id=2)
-    assert greedy.temperature == 0.0
+    assert greedy.sampling == {"temperature": 0.0}
     assert greedy.eos_token_ids == (2,)
     odd = generation(tmp_path, num_beams=4, no_repeat_ngram_size=3)
     assert odd.unhonoured == ("no_repeat_ngram_size", "num_beams")
 
 
-@pytest.mark.parametrize("values", [{"temperature": -1}, {"top_p": 1.5}, {"top_k": 0.5}])
+@pytest.mark.parametrize(
+    "values", [{"temperature": -1}, {"top_p": 1.5}, {"top_k": 0.5}, {"min_p": 2}]
+)
 def test_generation_defaults_out_of_range(tmp_path, values) -> None:
     with pytest.raises(UnsupportedModelError, match=next(iter(values))):
         generation(tmp_path, **values)

@@ -46,6 +46,7 @@ class Setting:
         above: whether ``low`` itself is excluded.
         choices: the only values allowed, if not empty.
         optional: whether None ("decide for me") is allowed.
+        neutral: of a sampling parameter, what None becomes where the model has no default either.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Setting:
     above: bool = False
     choices: tuple[str, ...] = ()
     optional: bool = False
+    neutral: float | None = None
 
     @property
     def flag(self) -> str:
@@ -168,6 +170,7 @@ def setting(
     high: float | None = None,
     above: bool = False,
     choices: tuple[str, ...] = (),
+    neutral: float | None = None,
 ) -> Any:
     """Declare a setting as a dataclass field. A default of None makes it optional."""
     metadata = {
@@ -179,6 +182,7 @@ def setting(
             "above": above,
             "choices": choices,
             "optional": default is None,
+            "neutral": neutral,
         }
     }
     if isinstance(default, dict):

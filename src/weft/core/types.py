@@ -15,7 +15,7 @@ from enum import Enum, StrEnum
 from typing import Any, Protocol
 
 from weft.core.errors import InvariantError, ParameterError, WeftError
-from weft.core.settings import Kind, Setting, check_settings, setting
+from weft.core.settings import Kind, Setting, check_settings, setting, settings_of
 
 MAX_LOGPROBS = 20
 MAX_TEMPERATURE = 100
@@ -83,17 +83,26 @@ DEFAULT_CLASSES: tuple[ServiceClass, ...] = (
 )
 
 
-def _optional(kind: Kind, help: str, low: float, high: float, above: bool = False) -> Any:
-    return setting(kind, None, help, low=low, high=high, above=above)
+def _optional(
+    kind: Kind,
+    help: str,
+    low: float,
+    high: float,
+    above: bool = False,
+    neutral: float | None = None,
+) -> Any:
+    return setting(kind, None, help, low=low, high=high, above=above, neutral=neutral)
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to choose tokens and when to stop.
 
-    ``None`` in the first six fields means "the model's own default" (its
-    ``generation_config.json``), else the neutral value that ``NEUTRAL`` gives; ``max_tokens=None``
-    generates to the end of the context.
+    ``None`` in a field with a neutral value, and in ``max_tokens``, means "the model's own default"
+    (its ``generation_config.json``), else the neutral value, or the end of the context.
+
+    A field is declared here and nowhere else: request bodies, command line, the ring and the
+    executor's rows take numbers and switches from ``NUMBERS``.
 
     Raises:
         ParameterError: a value is malformed or out of bounds; it names the parameter.
@@ -104,18 +113,29 @@ class SamplingParams:
         "0 takes the likeliest token; higher is more random; unset follows the model",
         0,
         MAX_TEMPERATURE,
+        neutral=1.0,
     )
     top_k: int | None = _optional(
-        "int", "keep the k likeliest tokens; 0 or -1 keeps all", -1, 2**31 - 1
+        "int", "keep the k likeliest tokens; 0 or -1 keeps all", -1, 2**31 - 1, neutral=0
     )
     top_p: float | None = _optional(
-        "float", "keep the likeliest tokens whose probabilities sum to this", 0, 1, above=True
+        "float",
+        "keep the likeliest tokens whose probabilities sum to this",
+        0,
+        1,
+        above=True,
+        neutral=1.0,
     )
     min_p: float | None = _optional(
-        "float", "drop tokens less likely than this share of the likeliest one", 0, 1
+        "float", "drop tokens less likely than this share of the likeliest one", 0, 1, neutral=0.0
     )
     repetition_penalty: float | None = _optional(
-        "float", "above 1 makes tokens of prompt and output less likely", 0, 100, above=True
+        "float",
+        "above 1 makes tokens of prompt and output less likely",
+        0,
+        100,
+        above=True,
+        neutral=1.0,
     )
     max_tokens: int | None = _optional("int", "tokens to generate at most", 1, 2**31 - 1)
     presence_penalty: float = setting(
@@ -253,12 +273,13 @@ class SamplingParams:
                     )
 
 
+NUMBERS: Mapping[str, Setting] = {
+    name: declared
+    for name, declared in settings_of(SamplingParams).items()
+    if declared.kind in ("int", "float", "bool")
+}
 NEUTRAL: Mapping[str, Any] = {
-    "temperature": 1.0,
-    "top_k": 0,
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
+    name: declared.neutral for name, declared in NUMBERS.items() if declared.neutral is not None
 }
 
 

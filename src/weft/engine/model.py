@@ -20,7 +20,6 @@ from weft.core.config import (
 )
 from weft.core.errors import ConfigError, KernelError
 from weft.core.kv_types import KV_TYPES
-from weft.core.types import NEUTRAL
 from weft.engine.devices import free_memory, pick_device
 from weft.engine.machine import has_fast_bfloat16
 from weft.engine.weights import check_heads, check_launches, check_storage, stored_weights
@@ -70,10 +69,7 @@ class Model:
     @property
     def sampling_defaults(self) -> dict[str, Any]:
         """What ``SamplingParams`` takes for fields that a request leaves open."""
-        given = self.generation
-        values = {name: getattr(given, name) for name in NEUTRAL}
-        values["max_tokens"] = given.max_new_tokens
-        return {name: value for name, value in values.items() if value is not None}
+        return dict(self.generation.sampling)
 
 
 def find_model(config: EngineConfig, returning_bytes: int = 0, rank: int = 0) -> Model:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from weft.core.errors import UnsupportedModelError
 from weft.core.json_files import check_depth, read_object
+from weft.core.settings import Setting
+from weft.core.types import NEUTRAL, NUMBERS
 from weft.models.config_reader import ConfigReader
 
 # Keys that would change the tokens but that weft does not honour, with the value that is off.
@@ -33,14 +36,13 @@ UNHONOURED: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """Sampling defaults of a checkpoint; None where it states none."""
+    """Sampling defaults of a checkpoint.
 
-    temperature: float | None = None  # 0 is greedy
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    max_new_tokens: int | None = None
+    Attributes:
+        sampling: what ``SamplingParams`` takes, without what the checkpoint does not state.
+    """
+
+    sampling: Mapping[str, Any] = field(default_factory=dict)
     eos_token_ids: tuple[int, ...] = ()
     unhonoured: tuple[str, ...] = ()  # keys that would change the tokens, but are not supported
 
@@ -57,15 +59,15 @@ def read_generation_defaults(folder: Path) -> GenerationDefaults:
     values = read_object(path, UnsupportedModelError)
     check_depth(values, path.name, UnsupportedModelError)
     config = ConfigReader(values, path.name)
+    greedy = not config.flag("do_sample", True)
+    found = {
+        name: 0.0 if greedy and name == "temperature" else _number(config, NUMBERS[name])
+        for name in NEUTRAL
+    }
+    if not config.switched_off("max_new_tokens"):
+        found["max_tokens"] = config.positive("max_new_tokens")
     return GenerationDefaults(
-        temperature=0.0 if not config.flag("do_sample", True) else _number(config, "temperature"),
-        top_k=None if config.switched_off("top_k") else config.count("top_k"),
-        top_p=_number(config, "top_p", 1.0),
-        min_p=_number(config, "min_p", 1.0),
-        repetition_penalty=_number(config, "repetition_penalty"),
-        max_new_tokens=None
-        if config.switched_off("max_new_tokens")
-        else config.positive("max_new_tokens"),
+        sampling={name: value for name, value in found.items() if value is not None},
         eos_token_ids=config.integers("eos_token_id"),
         unhonoured=tuple(
             key for key, off in UNHONOURED.items() if values.get(key) not in (None, off)
@@ -73,12 +75,15 @@ def read_generation_defaults(folder: Path) -> GenerationDefaults:
     )
 
 
-def _number(config: ConfigReader, key: str, most: float | None = None) -> float | None:
+def _number(config: ConfigReader, declared: Setting) -> float | None:
+    key = declared.name
     if config.switched_off(key):
         return None
+    if declared.kind == "int":
+        return config.count(key)
     if config.value(key) == 0:
         return 0.0
     found = config.number(key)
-    if most is not None and found > most:
-        config.refuse(key, found, f"at most {most} is allowed")
+    if found is not None and declared.high is not None and found > declared.high:
+        config.refuse(key, found, f"at most {float(declared.high)} is allowed")
     return found
