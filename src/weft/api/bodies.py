@@ -8,20 +8,21 @@ decode a long value holds up every other thread.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from msgspec import Meta, Raw, Struct
+from msgspec import Meta, Raw, Struct, defstruct
 
 from weft.api.decoding import MAX_CONTAINERS, MAX_STRINGS
 from weft.api.rules import NULL, Ignored, Refused
+from weft.core.settings import Setting
 from weft.core.types import (
     MAX_ALLOWED_TOKENS,
     MAX_BAD_SEQUENCES,
     MAX_LOGIT_BIAS,
     MAX_LOGPROBS,
-    MAX_SPECULATION,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
+    NUMBERS,
 )
 
 MAX_N = 128
@@ -48,7 +49,6 @@ FIXED_LIMITS: Mapping[str, int] = {
 }
 
 Name = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
-Penalty = Annotated[float, Meta(ge=-2, le=2)]
 TokenId = Annotated[int, Meta(ge=0)]
 Logprobs = Annotated[int, Meta(ge=-1, le=MAX_LOGPROBS)]
 BadWord = Annotated[str, Meta(min_length=1, max_length=MAX_BAD_WORD_CHARS)]
@@ -209,15 +209,38 @@ class ToolChoice(Struct, forbid_unknown_fields=True, kw_only=True):
     allowed_tools: AllowedTools | None = None
 
 
-class GenerationBody(Struct, forbid_unknown_fields=True, kw_only=True):
-    """What completions and chat completions share."""
+# Numbers of ``SamplingParams`` that bodies spell in ways of their own; the others are fields of
+# bodies by the same names, with the bounds that are declared there.
+APART = frozenset({"include_stop", "logprobs", "max_tokens", "prompt_logprobs", "seed", "top_p"})
+SAME_NAME = tuple(name for name in NUMBERS if name not in APART)
+
+
+def _number(declared: Setting) -> Any:
+    """The type of a number or switch in a body."""
+    if declared.kind == "bool":
+        return bool | None
+    low, high = declared.low, declared.high
+    bounds = Meta(gt=low, le=high) if declared.above else Meta(ge=low, le=high)
+    return Annotated[int if declared.kind == "int" else float, bounds] | None
+
+
+if TYPE_CHECKING:
+    SamplingFields = Struct  # code reads them by ``SAME_NAME``
+else:
+    _NUMBERS = [(name, _number(NUMBERS[name]), None) for name in SAME_NAME]
+    SamplingFields = defstruct("SamplingFields", _NUMBERS, kw_only=True)
+
+
+class GenerationBody(SamplingFields, forbid_unknown_fields=True, kw_only=True):
+    """What completions and chat completions share.
+
+    A field of ``SamplingFields`` that stands here again has other bounds in OpenAI's API.
+    """
 
     model: Name
-    frequency_penalty: Penalty | None = None
     logit_bias: Annotated[dict[int, float], Meta(max_length=MAX_LOGIT_BIAS)] | None = None
     max_tokens: int | None = None
     n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
-    presence_penalty: Penalty | None = None
     response_format: ResponseFormat | None = None  # an extension of completions
     seed: int | None = None
     service_tier: str | None = None
@@ -237,24 +260,18 @@ class GenerationBody(Struct, forbid_unknown_fields=True, kw_only=True):
     guided_grammar: str | None = None
     guided_json: Raw = NULL
     guided_regex: str | None = None
-    ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     json_whitespace: Literal["compact", "flexible"] | None = None
     logprob_token_ids: (
         Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_LOGPROBS)] | None
     ) = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     min_tokens: Annotated[int, Meta(ge=0)] | None = None
     prompt_logprobs: Logprobs | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    skip_special_tokens: bool | None = None
     structured_outputs: StructuredOutputs | None = None
-    speculation: Annotated[int, Meta(ge=0, le=MAX_SPECULATION)] | None = None
     timeout: Annotated[float, Meta(gt=0)] | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, lt=2**31)] | None = None
     priority: int | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1)] | None = None
     truncation_side: Literal["left", "right"] | None = None

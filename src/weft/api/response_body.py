@@ -5,11 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from msgspec import Meta, Raw, Struct
+from msgspec import Meta, Raw, Struct, defstruct
 
-from weft.api.bodies import CACHE_HINT, KEPT_ELSEWHERE, MAX_TOOLS, Name, Parts, StreamOptions
+from weft.api.bodies import (
+    CACHE_HINT,
+    KEPT_ELSEWHERE,
+    MAX_TOOLS,
+    SAME_NAME,
+    Name,
+    Parts,
+    StreamOptions,
+)
 from weft.api.decoding import decode_body, kind_of
 from weft.api.errors import MissingParameterError, UnsupportedParameterError
 from weft.api.jobs import Builder, Job, new_id
@@ -45,30 +53,20 @@ NAMES = {
 }
 
 # Fields that a chat has by the same name; the chat checks them.
-SAME = (
-    "temperature",
+CHECKED_BY_CHAT = (
+    *SAME_NAME,
     "top_p",
-    "top_logprobs",
     "parallel_tool_calls",
     "service_tier",
     "cache_salt",
     "chat_template_kwargs",
-    "frequency_penalty",
-    "ignore_eos",
     "include_stop_str_in_output",
     "logit_bias",
-    "min_p",
-    "min_tokens",
-    "presence_penalty",
-    "repetition_penalty",
     "seed",
-    "skip_special_tokens",
-    "speculation",
     "stop",
     "stop_token_ids",
     "structured_outputs",
     "timeout",
-    "top_k",
     "json_whitespace",
     "priority",
     "thinking_token_budget",
@@ -76,6 +74,12 @@ SAME = (
     "bad_words",
     "logprob_token_ids",
 )
+
+if TYPE_CHECKING:
+    ChatFields = Struct  # code reads them by ``CHECKED_BY_CHAT``
+else:
+    _FIELDS = [(name, Raw, NULL) for name in CHECKED_BY_CHAT]
+    ChatFields = defstruct("ChatFields", _FIELDS, kw_only=True)
 
 
 class Format(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -147,7 +151,7 @@ class ResponseToolChoice(Struct, forbid_unknown_fields=True, kw_only=True):
     tools: Annotated[list[Raw], Meta(max_length=MAX_TOOLS)] | None = None
 
 
-class ResponseBody(Struct, forbid_unknown_fields=True, kw_only=True):
+class ResponseBody(ChatFields, forbid_unknown_fields=True, kw_only=True):
     """Body of ``POST /v1/responses``."""
 
     model: Name | None = None
@@ -174,37 +178,9 @@ class ResponseBody(Struct, forbid_unknown_fields=True, kw_only=True):
     tool_choice: str | ResponseToolChoice | None = None
     tools: Annotated[list[Raw], Meta(max_length=MAX_TOOLS)] | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    # The chat checks these; all from cache_salt on are extensions.
     parallel_tool_calls: Raw = NULL
-    service_tier: Raw = NULL
-    temperature: Raw = NULL
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
-    top_p: Raw = NULL
     user: Name | None = None
-    cache_salt: Raw = NULL
-    chat_template_kwargs: Raw = NULL
-    frequency_penalty: Raw = NULL
-    ignore_eos: Raw = NULL
-    include_stop_str_in_output: Raw = NULL
-    logit_bias: Raw = NULL
-    min_p: Raw = NULL
-    min_tokens: Raw = NULL
-    presence_penalty: Raw = NULL
-    repetition_penalty: Raw = NULL
-    seed: Raw = NULL
-    skip_special_tokens: Raw = NULL
-    speculation: Raw = NULL
-    stop: Raw = NULL
-    stop_token_ids: Raw = NULL
-    structured_outputs: Raw = NULL
-    timeout: Raw = NULL
-    top_k: Raw = NULL
-    json_whitespace: Raw = NULL
-    priority: Raw = NULL
-    thinking_token_budget: Raw = NULL
-    allowed_token_ids: Raw = NULL
-    bad_words: Raw = NULL
-    logprob_token_ids: Raw = NULL
     # Not honoured.
     client_metadata: Annotated[Raw, KEPT_ELSEWHERE] = NULL
     session_id: Annotated[Raw, KEPT_ELSEWHERE] = NULL
@@ -233,7 +209,8 @@ def response_job(
     """
     notes = Notes() if notes is None else notes
     messages = _instructed(messages_of(items), body.instructions)
-    fields = {name: value for name in SAME if (value := getattr(body, name)) is not NULL}
+    given = ((name, getattr(body, name)) for name in CHECKED_BY_CHAT)
+    fields = {name: value for name, value in given if value is not NULL}
     fields |= {
         "model": check_model(body.model, builder.card),
         "max_completion_tokens": body.max_output_tokens,
@@ -243,9 +220,7 @@ def response_job(
         **_tool_fields(body, notes),
     }
     if body.top_logprobs or LOGPROBS in (body.include or ()):
-        fields["logprobs"] = True
-    else:
-        fields.pop("top_logprobs")
+        fields |= {"logprobs": True, "top_logprobs": body.top_logprobs}
 
     def job_of(chosen: Seq[Mapping[str, Any]]) -> Job:
         return job_of_chat({**fields, "messages": chosen}, builder, NAMES, notes)

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from weft.api.bodies import ChatBody, CompletionBody
+from weft.api.bodies import SAME_NAME, ChatBody, CompletionBody
 from weft.api.card import ModelCard
 from weft.api.errors import UnknownModelError
 from weft.api.rules import Notes
@@ -33,19 +33,6 @@ TIERS: Mapping[str, tuple[str, str]] = {
 }
 
 _COUNTS = ("logprobs", "top_logprobs", "prompt_logprobs")  # of alternatives
-_SAME_NAME = (
-    "frequency_penalty",
-    "ignore_eos",
-    "logit_bias",
-    "min_p",
-    "min_tokens",
-    "presence_penalty",
-    "repetition_penalty",
-    "skip_special_tokens",
-    "speculation",
-    "temperature",
-    "top_k",
-)
 
 
 def check_model(name: str | None, card: ModelCard) -> str:
@@ -100,7 +87,9 @@ def build_sampling(
         ParameterError: a value is out of bounds, or outside the vocabulary.
     """
     values: dict[str, Any] = {
-        name: value for name in _SAME_NAME if (value := getattr(body, name)) is not None
+        name: value
+        for name in (*SAME_NAME, "logit_bias")
+        if (value := getattr(body, name)) is not None
     }
     if body.top_p is not None:
         values["top_p"] = max(body.top_p, SMALLEST_TOP_P)
