@@ -17,16 +17,25 @@ from depth import searching
 from weft.core.errors import (
     EngineBusyError,
     EngineDeadError,
+    InvariantError,
     NonFiniteLogitsError,
     OutOfMemoryError,
     ParameterError,
     WeftError,
 )
 from weft.core.plan import PromptLogprobs, StepOutputs, Update
-from weft.core.types import FinishReason, Request, SamplingParams, TokenLogprob
+from weft.core.types import NUMBERS, FinishReason, Request, SamplingParams, TokenLogprob
 from weft.ring import _native
 from weft.ring.client import RingClient
-from weft.ring.codec import STAY, unpack_token_lists
+from weft.ring.codec import (
+    HEAD,
+    PACKED,
+    SAMPLING,
+    STAY,
+    pack_sampling,
+    unpack_numbers,
+    unpack_token_lists,
+)
 from weft.ring.inbox import RingInbox
 from weft.ring.layout import SIZES, EngineInfo, Side, State
 from weft.ring.recover import SHARED
@@ -89,32 +98,32 @@ def sampling_params():
 
 
 def params_with(**more):
-    floats = st.floats(0, 100, exclude_min=True)
     token = st.integers(0, 996)
-    return st.builds(
-        SamplingParams,
-        temperature=st.none() | st.floats(0, 100),
-        top_k=st.none() | st.integers(0, 2**31 - 1),
-        top_p=st.none() | st.floats(0, 1, exclude_min=True),
-        min_p=st.none() | st.floats(0, 1),
-        repetition_penalty=st.none() | floats,
-        max_tokens=st.integers(100, 2**31 - 1),
-        presence_penalty=st.floats(-2, 2),
-        frequency_penalty=st.floats(-2, 2),
-        logit_bias=st.dictionaries(token, st.floats(-100, 100), max_size=20),
-        min_tokens=st.integers(0, 100),
-        stop_token_ids=st.lists(token, max_size=20).map(tuple),
-        seed=st.none() | st.integers(0, 2**63 - 1),
-        logprobs=st.none() | st.integers(0, 20),
-        prompt_logprobs=st.none() | st.integers(0, 20),
-        speculation=st.none() | st.integers(0, 16),
-        allowed_token_ids=st.lists(token, max_size=20).map(tuple),
-        bad_token_sequences=st.lists(
+    numbers = {name: values_of(NUMBERS[name]) for name in (*PACKED, *HEAD)}
+    chosen = {
+        "max_tokens": st.integers(100, 2**31 - 1),
+        "min_tokens": st.integers(0, 100),
+        "ignore_eos": st.just(False),
+        "logit_bias": st.dictionaries(token, st.floats(-100, 100), max_size=20),
+        "stop_token_ids": st.lists(token, max_size=20).map(tuple),
+        "allowed_token_ids": st.lists(token, max_size=20).map(tuple),
+        "bad_token_sequences": st.lists(
             st.lists(token, min_size=1, max_size=5).map(tuple), max_size=5
         ).map(tuple),
-        logprob_token_ids=st.lists(token, max_size=20).map(tuple),
-        **more,
-    )
+        "logprob_token_ids": st.lists(token, max_size=20).map(tuple),
+    }
+    return st.builds(SamplingParams, **{**numbers, **chosen, **more})
+
+
+def values_of(declared):
+    """All values of a number or switch, None among them where that is allowed."""
+    if declared.kind == "bool":
+        values = st.booleans()
+    elif declared.kind == "int":
+        values = st.integers(declared.low, declared.high)
+    else:
+        values = st.floats(declared.low, declared.high, exclude_min=declared.above)
+    return st.none() | values if declared.optional else values
 
 
 @given(
@@ -156,13 +165,42 @@ def test_a_slot_whose_token_ids_cannot_be_right_is_refused_alone():
 
 
 def test_every_sampling_parameter_crosses_or_stays():
-    """A new parameter must be given a place: in the record, in a section, or in ``STAY``."""
+    """A new parameter must be given a place: in the block, in a section, or in ``STAY``."""
     sections = {"logit_bias", "stop_token_ids", "grammar"}
     sections |= {"allowed_token_ids", "bad_token_sequences", "logprob_token_ids"}
-    record = {name for name in dir(_native.SamplingRecord) if not name.startswith("_")} - {"set"}
-    flags = {"ignore_eos"}
     names = {field.name for field in dataclasses.fields(SamplingParams)}
-    assert names == sections | record | flags | STAY
+    assert names == sections | set(PACKED) | HEAD | STAY
+
+
+@pytest.mark.parametrize("name", [*PACKED, *sorted(HEAD)])
+def test_each_number_crosses_alone(name):
+    pair = Pair(slots=1, arena_bytes=1 << 20)
+    declared = NUMBERS[name]
+    value = declared.high if declared.kind != "bool" else not declared.default
+    neutral = SamplingParams()
+    pair.submit(request(1, sampling=dataclasses.replace(neutral, **{name: value})))
+    (got,) = pair.receive()
+    changed = {n for n in NUMBERS if getattr(got.sampling, n) != getattr(neutral, n)}
+    assert (changed, getattr(got.sampling, name)) == ({name}, value)
+    pair.close()
+
+
+def test_builds_with_other_sampling_parameters_refuse_each_other(pair, monkeypatch):
+    """Whichever side is the other one; those who read none of them do not mind."""
+    for side, attach in (("client", RingClient), ("inbox", lambda fds: RingInbox([fds]))):
+        monkeypatch.setattr(f"weft.ring.{side}.SAMPLING", SAMPLING ^ 1)
+        with pytest.raises(ParameterError, match="other sampling parameters"):
+            attach(pair.fds)
+    assert _native.Page(pair.fds.memory).info()
+    pair.submit(request(1))
+    assert len(pair.receive()) == 1  # nothing was disturbed
+
+
+@pytest.mark.parametrize("size", [-8, -1, 1, 8])
+def test_a_block_of_another_size_is_refused(size):
+    packed = pack_sampling(request(1))
+    with pytest.raises(InvariantError):
+        unpack_numbers((packed + bytes(8))[: len(packed) + size])
 
 
 def scored(token: int, top: int) -> TokenLogprob:
@@ -616,11 +654,11 @@ def test_everything_that_recovery_needs_is_in_the_slot(pair):
     pair.inbox.publish(StepOutputs([(old.id, 5), (old.id, 6)], []))
     pair.inbox.computing([old.id])
     for crashes in (1, 2):
-        engine = _native.Engine([(pair.fds.memory, pair.fds.wake)])
+        engine = _native.Engine([(pair.fds.memory, pair.fds.wake)], SAMPLING)
         (claim,) = engine.receive()[0]
-        sampling = claim[2]
+        sampling, _ = unpack_numbers(claim[2])
         assert (claim[1], claim[8], claim[9]) == ((1, 2, 3), (5, 6), crashes)
-        assert (sampling.seed, sampling.temperature) == (3, 0.5)
+        assert (sampling["seed"], sampling["temperature"]) == (3, 0.5)
         engine.set_blame([claim[0]], SHARED)
 
 
@@ -656,7 +694,7 @@ def test_a_new_request_plane_takes_over_what_is_left(pair):
     pair.end(working[0].id)
     pair.submit(request(9))
     index = pair.client._ring.prepare(
-        10, [1], _native.SamplingRecord(), [], [], [], b"interactive", b"", b"", [], [], 4
+        10, [1], pack_sampling(request(10)), [], [], [], b"interactive", b"", b"", [], [], 4
     )  # dies amid writing
     assert index >= 0
     successor = RingClient(pair.fds)

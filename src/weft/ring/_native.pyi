@@ -13,32 +13,15 @@ INFO_FIELDS: tuple[str, ...]
 
 def may_move(before: int, after: int, by: int) -> bool: ...
 def owner(state: int) -> int: ...
-def create(slots: int, arena_bytes: int) -> int: ...
-
-class SamplingRecord:
-    temperature: float
-    top_p: float
-    min_p: float
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    seed: int
-    set: int
-    top_k: int
-    max_tokens: int
-    min_tokens: int
-    logprobs: int
-    prompt_logprobs: int
-    speculation: int
-    def __init__(self) -> None: ...
+def create(slots: int, arena_bytes: int, sampling: int) -> int: ...
 
 class Client:
-    def __init__(self, memory: int) -> None: ...
+    def __init__(self, memory: int, sampling: int) -> None: ...
     def prepare(
         self,
         id: int,
         prompt: Sequence[int],
-        sampling: SamplingRecord,
+        sampling: bytes,
         logit_bias: list[tuple[int, float]],
         stop_ids: Sequence[int],
         eos_ids: Sequence[int],
@@ -79,7 +62,7 @@ class Page:
     def killed_for_memory(self) -> None: ...
 
 class Engine:
-    def __init__(self, rings: list[tuple[int, int]]) -> None: ...
+    def __init__(self, rings: list[tuple[int, int]], sampling: int) -> None: ...
     def receive(self) -> tuple[list[tuple[Any, ...]], list[tuple[int, int]]]: ...
     def publish(self, tokens: list[tuple[int, int]]) -> bool: ...
     def publish_scored(

@@ -22,8 +22,6 @@ WEFT_HD constexpr uint64_t element_bytes(Section section) {
     case Section::EosIds:
     case Section::TokenLists:
       return sizeof(uint32_t);
-    case Section::Sampling:
-      return sizeof(SamplingRecord);
     case Section::LogitBias:
       return sizeof(BiasRecord);
     default:
@@ -47,7 +45,7 @@ WEFT_HD inline const char* fault_of(const Input& input, uint64_t arena_bytes) {
   const auto section = [&](Section which) { return input.sections[static_cast<int>(which)]; };
   const uint64_t tokens = section(Section::Prompt).bytes / sizeof(uint32_t);
   if (tokens == 0 || tokens > kMaxRecords) return "the length of its prompt";
-  if (section(Section::Sampling).bytes != sizeof(SamplingRecord)) return "its sampling record";
+  if (section(Section::Sampling).bytes < sizeof(SamplingHead)) return "its sampling parameters";
   const auto stride_ok = [](uint32_t stride) {
     const uint32_t top = (stride - sizeof(TokenRecord)) / sizeof(TopRecord);
     return stride == kPlainStride || (top <= kMaxTop && stride == stride_for(true, top));

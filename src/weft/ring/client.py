@@ -25,7 +25,7 @@ from weft.core.plan import Update
 from weft.core.sinks import Sink, deliver
 from weft.core.types import FinishReason, Request
 from weft.ring import _native
-from weft.ring.codec import pack_sampling, pack_token_lists, unpack_news
+from weft.ring.codec import SAMPLING, pack_sampling, pack_token_lists, unpack_news
 from weft.ring.layout import REASON_OF, SIZES, EngineInfo, Refusal
 from weft.ring.segment import RingFds, attached
 
@@ -43,7 +43,7 @@ class RingClient:
     def __init__(self, fds: RingFds) -> None:
         self._fds = fds
         with attached():
-            self._ring = _native.Client(fds.memory)
+            self._ring = _native.Client(fds.memory, SAMPLING)
         self._sinks: dict[int, Sink] = {}
         self._vectors: dict[int, array[int]] = {}  # words of embeddings so far
         self._lock = threading.Lock()

@@ -1,43 +1,72 @@
 """Requests and errors as the ring carries them.
 
 Of the sampling parameters those cross that the engine uses; ``STAY`` (stop strings and what else
-concerns text) stays with the request plane.
+concerns text) stays with the request plane. Numbers and switches cross as one block of bytes, laid
+out by ``NUMBERS``; the native part reads no more of it than its head.
 """
 
 from __future__ import annotations
 
+import math
+import struct
+from hashlib import sha256
+from operator import attrgetter
 from typing import Any
 
 from weft.core import errors
 from weft.core.errors import WeftError
 from weft.core.plan import PromptLogprobs, Update
-from weft.core.types import Request, SamplingParams, TokenLogprob
-from weft.ring import _native
+from weft.core.types import NUMBERS, Request, SamplingParams, TokenLogprob
 from weft.ring.layout import FINISH_OF, SET
 
 STAY = frozenset({"stop", "include_stop", "skip_special_tokens"})
-FLAGS = frozenset({"ignore_eos", "embed"})
-OPTIONAL = tuple(name for name in SET if name not in FLAGS)
-PLAIN = ("presence_penalty", "frequency_penalty", "min_tokens")
+HEAD = frozenset({"logprobs", "prompt_logprobs"})  # the native part reads these, too
+PACKED = tuple(name for name in NUMBERS if name not in STAY and name not in HEAD)
+_CODES = {"float": "d", "int": "q", "bool": "?7x"}
+_NONE = {"float": math.nan, "int": -(2**63)}  # what no parameter can be stands for None
+
+# A SamplingHead of ring.hpp, then the numbers.
+_RECORD = struct.Struct("<4I" + "".join(_CODES[NUMBERS[name].kind] for name in PACKED))
+_NONES = tuple(_NONE.get(NUMBERS[name].kind) for name in PACKED)
+_packed_of = attrgetter(*PACKED)
+
+# Tells rings of builds apart that have other parameters: they refuse each other.
+SAMPLING = int.from_bytes(sha256(f"{PACKED} {_RECORD.format}".encode()).digest()[:8], "little")
 
 Scored = tuple[int, float, int, tuple[tuple[int, float], ...]]
 
 
-def pack_sampling(request: Request) -> _native.SamplingRecord:
-    """The fixed-size part of the parameters; what has no fixed size travels in its section."""
+def pack_sampling(request: Request) -> bytes:
+    """The parameters that are numbers; what has no fixed size travels in its section."""
     params = request.sampling
-    record = _native.SamplingRecord()
-    given = 0
-    for name in OPTIONAL:
-        value = getattr(params, name)
-        if value is not None:
-            setattr(record, name, value)
-            given |= SET[name]
-    for name in PLAIN:
-        setattr(record, name, getattr(params, name))
-    given |= SET["ignore_eos"] if params.ignore_eos else 0
-    record.set = given | (SET["embed"] if request.embed else 0)
-    return record
+    scored, prompt_scored = params.logprobs, params.prompt_logprobs
+    given = SET["embed"] if request.embed else 0
+    given |= 0 if scored is None else SET["logprobs"]
+    given |= 0 if prompt_scored is None else SET["prompt_logprobs"]
+    numbers = zip(_packed_of(params), _NONES, strict=True)
+    values = [none if value is None else value for value, none in numbers]
+    return _RECORD.pack(given, scored or 0, prompt_scored or 0, 0, *values)
+
+
+def unpack_numbers(packed: bytes) -> tuple[dict[str, Any], bool]:
+    """The parameters that were packed, without those that are None; whether to embed.
+
+    Raises:
+        InvariantError: there are more or fewer bytes than the parameters have.
+    """
+    if len(packed) != _RECORD.size:
+        raise errors.InvariantError("The sampling parameters of a request are cut off.")
+    given, scored, prompt_scored, _, *numbers = _RECORD.unpack(packed)
+    values: dict[str, Any] = {
+        name: value
+        for name, value in zip(PACKED, numbers, strict=True)
+        if value == value and value != _NONE["int"]  # NaN differs from itself
+    }
+    if given & SET["logprobs"]:
+        values["logprobs"] = scored
+    if given & SET["prompt_logprobs"]:
+        values["prompt_logprobs"] = prompt_scored
+    return values, bool(given & SET["embed"])
 
 
 def pack_token_lists(params: SamplingParams) -> list[int]:
@@ -67,7 +96,7 @@ def unpack_token_lists(words: list[int]) -> dict[str, Any]:
 
 
 def unpack_sampling(
-    record: _native.SamplingRecord,
+    numbers: dict[str, Any],
     logit_bias: list[tuple[int, float]],
     stop_ids: list[int],
     grammar: bytes,
@@ -76,23 +105,20 @@ def unpack_sampling(
     """Raises ParameterError if a value is out of bounds, as in a corrupted slot."""
     lists = unpack_token_lists(token_lists)
     scored = lists.get("logprob_token_ids")
-    if scored and (not record.set & SET["logprobs"] or record.logprobs != len(scored)):
+    if scored and numbers.get("logprobs") != len(scored):
         raise errors.ParameterError("logprobs is not the number of logprob_token_ids.")
-    values: dict[str, Any] = {name: getattr(record, name) for name in PLAIN}
-    values |= {name: getattr(record, name) for name in OPTIONAL if record.set & SET[name]}
     return SamplingParams(
-        **values,
+        **numbers,
         **lists,
         logit_bias=dict(logit_bias),
         stop_token_ids=tuple(stop_ids),
-        ignore_eos=bool(record.set & SET["ignore_eos"]),
         grammar=_text(grammar, "grammar") or None,
     )
 
 
 def unpack_request(claim: tuple[Any, ...], vocab_size: int | None) -> Request:
     """The request of a claimed slot. Raises ParameterError for anything that cannot be right."""
-    sequence_id, prompt, record, bias, stop_ids, eos_ids, service_class, salt = claim[:8]
+    sequence_id, prompt, packed, bias, stop_ids, eos_ids, service_class, salt = claim[:8]
     output, crashes, memory_kills, grammar, token_lists = claim[8:]
     if vocab_size is not None and max(output, default=0) >= vocab_size:
         raise errors.InvariantError("A token that a dead engine has given out cannot be right.")
@@ -101,7 +127,8 @@ def unpack_request(claim: tuple[Any, ...], vocab_size: int | None) -> Request:
             f"The prompt has token id {max(prompt)}, but the vocabulary has {vocab_size}.",
             param="prompt",
         )
-    sampling = unpack_sampling(record, bias, stop_ids, grammar, token_lists)
+    numbers, embed = unpack_numbers(packed)
+    sampling = unpack_sampling(numbers, bias, stop_ids, grammar, token_lists)
     if vocab_size is not None:
         sampling.check_vocabulary(vocab_size)
     return Request(
@@ -111,7 +138,7 @@ def unpack_request(claim: tuple[Any, ...], vocab_size: int | None) -> Request:
         tuple(eos_ids),
         _text(service_class, "service_class"),
         salt,
-        embed=bool(record.set & SET["embed"]),
+        embed=embed,
         output=output,
         crashes=crashes,
         memory_kills=memory_kills,

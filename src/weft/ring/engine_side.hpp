@@ -17,9 +17,8 @@ namespace weft::ring {
 struct Claim {
   uint64_t id = 0;  // the engine's own name for the sequence
   std::vector<uint32_t> prompt, stop_ids, eos_ids, token_lists, published;
-  SamplingRecord sampling{};
   std::vector<BiasRecord> logit_bias;
-  std::string service_class, cache_salt, grammar;
+  std::string sampling, service_class, cache_salt, grammar;  // `sampling` begins with its head
   uint32_t crashes = 0, memory_kills = 0;
   uint64_t group_id = 0, deadline_ns = 0, arrival = 0;
 };
@@ -292,7 +291,8 @@ class EngineSide {
       if (overlap(other.extent, input.extent)) fault = "an extent that is in use";
     }
     if (!fault) fault = adopt_output(slot, input, held);
-    if (!fault) fault = read_sampling(input, found.sampling);
+    SamplingHead sampling{};
+    if (!fault) fault = read_sampling(input, found.sampling, sampling);
     if (fault) {
       end.reason = Reason::Error;
       end.http_status = 500;
@@ -310,7 +310,7 @@ class EngineSide {
     found.cache_salt = text(input, Section::CacheSalt);
     found.grammar = text(input, Section::Grammar);
     found.token_lists = ids(input, Section::TokenLists);
-    if (found.sampling.set & kEmbed) {
+    if (sampling.set & kEmbed) {
       held.repeated = held.published;  // computed again from the start: equal words
     } else {
       for (uint32_t i = 0; i < held.published; ++i) found.published.push_back(held.output.token(i));
@@ -348,11 +348,12 @@ class EngineSide {
     return nullptr;
   }
 
-  const char* read_sampling(const Input& input, SamplingRecord& record) {
-    copy(input, Section::Sampling, &record);
-    if (record.set & ~kAllSet) return "its sampling record";
-    const bool scored = record.set & kLogprobs, prompt_scored = record.set & kPromptLogprobs;
-    if (scored && stride_for(true, std::min(record.logprobs, kMaxTop)) != input.output_stride) {
+  const char* read_sampling(const Input& input, std::string& packed, SamplingHead& head) {
+    packed = text(input, Section::Sampling);
+    std::memcpy(&head, packed.data(), sizeof head);
+    if (head.set & ~kAllSet) return "its sampling parameters";
+    const bool scored = head.set & kLogprobs, prompt_scored = head.set & kPromptLogprobs;
+    if (scored && stride_for(true, std::min(head.logprobs, kMaxTop)) != input.output_stride) {
       return "its output stride";
     }
     if (prompt_scored != (size(input, Section::PromptOutput) != 0)) return "its prompt records";

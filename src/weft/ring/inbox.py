@@ -24,7 +24,7 @@ from weft.core.errors import EngineDeadError, InvariantError, ParameterError, We
 from weft.core.plan import StepOutputs, Update
 from weft.core.types import FinishReason, Request
 from weft.ring import _native
-from weft.ring.codec import pack_logprob, unpack_request
+from weft.ring.codec import SAMPLING, pack_logprob, unpack_request
 from weft.ring.layout import FINISH_OF, REASON_OF, EngineInfo
 from weft.ring.recover import Quarantine
 from weft.ring.segment import RingFds, attached
@@ -59,7 +59,7 @@ class RingInbox:
         spin_s: float = 50e-6,
     ) -> None:
         with attached():
-            self._engine = _native.Engine([(fds.memory, fds.wake) for fds in rings])
+            self._engine = _native.Engine([(fds.memory, fds.wake) for fds in rings], SAMPLING)
         self.closed = False
         self._vocab_size = vocab_size
         self._quarantine = Quarantine(self._engine, max_crashes)

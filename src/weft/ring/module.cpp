@@ -80,22 +80,23 @@ nb::object python_of(const Final& final, Reason reason) {
 
 class Client {
  public:
-  explicit Client(int fd) : side_(std::make_shared<Segment>(fd)) { ring(); }
+  Client(int fd, uint64_t sampling) : side_(std::make_shared<Segment>(fd, sampling)) { ring(); }
   Client(const Client&) = delete;
 
   // A slot number; a negative number is a Refusal.
-  int64_t prepare(uint64_t id, std::vector<uint32_t> prompt, const SamplingRecord& sampling,
+  int64_t prepare(uint64_t id, std::vector<uint32_t> prompt, nb::bytes sampling,
                   const std::vector<std::pair<uint32_t, double>>& logit_bias,
                   std::vector<uint32_t> stop_ids, std::vector<uint32_t> eos_ids,
                   nb::bytes service_class, nb::bytes cache_salt, nb::bytes grammar,
                   std::vector<uint32_t> token_lists, std::vector<uint32_t> output,
                   uint32_t max_records) {
+    if (sampling.size() < sizeof(SamplingHead)) throw nb::value_error("sampling has no head");
     Submission request;
     request.request_id = id;
     request.prompt = std::move(prompt);
     request.stop_ids = std::move(stop_ids);
     request.eos_ids = std::move(eos_ids);
-    request.sampling = sampling;
+    request.sampling.assign(sampling.c_str(), sampling.size());
     for (const auto& [token, value] : logit_bias) request.logit_bias.push_back({value, token, 0});
     request.service_class.assign(service_class.c_str(), service_class.size());
     request.cache_salt.assign(cache_salt.c_str(), cache_salt.size());
@@ -166,10 +167,11 @@ class Page : public KeeperSide {
 class Engine {
  public:
   Engine(const Engine&) = delete;
-  explicit Engine(const std::vector<std::pair<int, int>>& rings) {
+  Engine(const std::vector<std::pair<int, int>>& rings, uint64_t sampling) {
     if (rings.empty() || rings.size() > 100) throw nb::value_error("an engine has 1 to 100 rings");
     for (const auto& [memory, wake] : rings) {
-      sides_.emplace_back(std::make_shared<Segment>(memory), static_cast<uint8_t>(sides_.size()));
+      sides_.emplace_back(std::make_shared<Segment>(memory, sampling),
+                          static_cast<uint8_t>(sides_.size()));
       wake_fds_.push_back(wake);
     }
   }
@@ -306,7 +308,7 @@ class Engine {
     std::vector<std::pair<uint32_t, double>> bias;
     for (const BiasRecord& record : claim.logit_bias) bias.emplace_back(record.token, record.value);
     const auto bytes = [](const std::string& text) { return nb::bytes(text.data(), text.size()); };
-    return nb::make_tuple(claim.id, nb::tuple(prompt), claim.sampling, bias, claim.stop_ids,
+    return nb::make_tuple(claim.id, nb::tuple(prompt), bytes(claim.sampling), bias, claim.stop_ids,
                           claim.eos_ids, bytes(claim.service_class), bytes(claim.cache_salt),
                           nb::tuple(published), claim.crashes, claim.memory_kills,
                           bytes(claim.grammar), claim.token_lists);
@@ -330,25 +332,6 @@ class Engine {
   uint32_t poke_ = 0, poked_ = 0;
 };
 
-void bind_sampling(nb::module_& m) {
-  nb::class_<SamplingRecord>(m, "SamplingRecord")
-      .def("__init__", [](SamplingRecord* self) { new (self) SamplingRecord{}; })
-      .def_rw("temperature", &SamplingRecord::temperature)
-      .def_rw("top_p", &SamplingRecord::top_p)
-      .def_rw("min_p", &SamplingRecord::min_p)
-      .def_rw("repetition_penalty", &SamplingRecord::repetition_penalty)
-      .def_rw("presence_penalty", &SamplingRecord::presence_penalty)
-      .def_rw("frequency_penalty", &SamplingRecord::frequency_penalty)
-      .def_rw("seed", &SamplingRecord::seed)
-      .def_rw("set", &SamplingRecord::set)
-      .def_rw("top_k", &SamplingRecord::top_k)
-      .def_rw("max_tokens", &SamplingRecord::max_tokens)
-      .def_rw("min_tokens", &SamplingRecord::min_tokens)
-      .def_rw("logprobs", &SamplingRecord::logprobs)
-      .def_rw("prompt_logprobs", &SamplingRecord::prompt_logprobs)
-      .def_rw("speculation", &SamplingRecord::speculation);
-}
-
 // Numbers that Python shares with the header.
 void bind_layout(nb::module_& m) {
   nb::dict sizes;
@@ -365,6 +348,7 @@ void bind_layout(nb::module_& m) {
   sizes["max_slots"] = kMaxSlots;
   sizes["max_records"] = kMaxRecords;
   sizes["max_top"] = kMaxTop;
+  sizes["sampling_head"] = sizeof(SamplingHead);
   sizes["suspected"] = kSuspected;
   m.attr("SIZES") = sizes;
   m.attr("STATES") = nb::make_tuple("EMPTY", "WRITING", "PREFILL_PENDING", "PREFILL_PROCESSING",
@@ -374,17 +358,8 @@ void bind_layout(nb::module_& m) {
                                      "PREEMPTED");
   m.attr("REFUSALS") = nb::make_tuple("NONE", "NO_SLOT", "NO_ROOM", "TOO_LARGE");
   nb::dict set;
-  set["temperature"] = uint32_t{kTemperature};
-  set["top_k"] = uint32_t{kTopK};
-  set["top_p"] = uint32_t{kTopP};
-  set["min_p"] = uint32_t{kMinP};
-  set["repetition_penalty"] = uint32_t{kRepetitionPenalty};
-  set["max_tokens"] = uint32_t{kMaxTokens};
-  set["seed"] = uint32_t{kSeed};
   set["logprobs"] = uint32_t{kLogprobs};
   set["prompt_logprobs"] = uint32_t{kPromptLogprobs};
-  set["ignore_eos"] = uint32_t{kIgnoreEos};
-  set["speculation"] = uint32_t{kSpeculation};
   set["embed"] = uint32_t{kEmbed};
   m.attr("SET") = set;
   nb::list fields;
@@ -425,11 +400,10 @@ nb::dict look(Segment& segment, uint32_t index) {
 NB_MODULE(_native, m) {
   nb::set_leak_warnings(false);  // a process that ends by a signal has no time to tidy up
   bind_layout(m);
-  bind_sampling(m);
-  m.def("create", &Segment::create, "slots"_a, "arena_bytes"_a);
+  m.def("create", &Segment::create, "slots"_a, "arena_bytes"_a, "sampling"_a);
 
   nb::class_<Client>(m, "Client")
-      .def(nb::init<int>(), "memory"_a)
+      .def(nb::init<int, uint64_t>(), "memory"_a, "sampling"_a)
       .def("prepare", &Client::prepare, "id"_a, "prompt"_a, "sampling"_a, "logit_bias"_a,
            "stop_ids"_a, "eos_ids"_a, "service_class"_a, "cache_salt"_a, "grammar"_a,
            "token_lists"_a, "output"_a, "max_records"_a)
@@ -461,7 +435,7 @@ NB_MODULE(_native, m) {
       .def("killed_for_memory", &Page::killed_for_memory);
 
   nb::class_<Engine>(m, "Engine")
-      .def(nb::init<const std::vector<std::pair<int, int>>&>(), "rings"_a)
+      .def(nb::init<const std::vector<std::pair<int, int>>&, uint64_t>(), "rings"_a, "sampling"_a)
       .def("receive", &Engine::receive)
       .def("publish", &Engine::publish, "tokens"_a)
       .def("publish_scored", &Engine::publish_scored, "id"_a, "scored"_a, "cached_tokens"_a)

@@ -75,7 +75,7 @@ class Arena {
 struct Submission {
   uint64_t request_id = 0;
   std::vector<uint32_t> prompt, stop_ids, eos_ids, token_lists;
-  SamplingRecord sampling{};
+  std::string sampling = std::string(sizeof(SamplingHead), '\0');  // begins with one
   std::vector<BiasRecord> logit_bias;
   std::string service_class, cache_salt, grammar;
   std::vector<uint32_t> output;  // given out before: counted as published and read
@@ -230,7 +230,8 @@ class RequestSide {
 
   // Lay the sections out from offset 0; returns the bytes of all of them.
   static uint64_t lay_out(const Submission& request, Input& input, Live& live) {
-    const SamplingRecord& sampling = request.sampling;
+    SamplingHead sampling;
+    std::memcpy(&sampling, request.sampling.data(), sizeof sampling);
     input.output_stride = stride_for(sampling.set & kLogprobs, sampling.logprobs);
     input.prompt_stride = stride_for(sampling.set & kPromptLogprobs, sampling.prompt_logprobs);
     live.output = {nullptr, input.output_stride, request.max_records};
@@ -244,7 +245,7 @@ class RequestSide {
       end = round_up(end + bytes, sizeof(uint64_t));
     };
     place(Section::Prompt, request.prompt.size() * sizeof(uint32_t));
-    place(Section::Sampling, sizeof(SamplingRecord));
+    place(Section::Sampling, request.sampling.size());
     place(Section::LogitBias, request.logit_bias.size() * sizeof(BiasRecord));
     place(Section::StopIds, request.stop_ids.size() * sizeof(uint32_t));
     place(Section::EosIds, request.eos_ids.size() * sizeof(uint32_t));
@@ -267,7 +268,7 @@ class RequestSide {
       if (bytes) std::memcpy(at(input, section), from, bytes);
     };
     copy(Section::Prompt, request.prompt.data());
-    copy(Section::Sampling, &request.sampling);
+    copy(Section::Sampling, request.sampling.data());
     copy(Section::LogitBias, request.logit_bias.data());
     copy(Section::StopIds, request.stop_ids.data());
     copy(Section::EosIds, request.eos_ids.data());

@@ -41,7 +41,7 @@ namespace order = std;
 #endif
 
 inline constexpr uint64_t kMagic = 0x676e697274666577;  // "weftring"
-inline constexpr uint32_t kVersion = 8;  // any change of layout or meaning
+inline constexpr uint32_t kVersion = 9;  // any change of layout or meaning
 inline constexpr uint64_t kPage = 4096;
 inline constexpr uint64_t kAlign = 64;  // of every extent in the arena, and of slots
 inline constexpr uint32_t kMaxSlots = 65535;
@@ -167,7 +167,7 @@ struct Extent {
 
 enum class Section : uint8_t {
   Prompt,         // uint32 ids
-  Sampling,       // one SamplingRecord
+  Sampling,       // a SamplingHead, then numbers that only Python reads: codec.py packs them
   LogitBias,      // BiasRecord
   StopIds,        // uint32 ids
   EosIds,         // uint32 ids
@@ -180,18 +180,13 @@ enum class Section : uint8_t {
 };
 inline constexpr int kSections = 11;
 
-// Bits of SamplingRecord::set: optional fields that have a value, and flags.
-enum Set : uint32_t {
-  kTemperature = 1, kTopK = 2, kTopP = 4, kMinP = 8, kRepetitionPenalty = 16, kMaxTokens = 32,
-  kSeed = 64, kLogprobs = 128, kPromptLogprobs = 256, kIgnoreEos = 512, kSpeculation = 1024,
-  kEmbed = 2048,
-};
-inline constexpr uint32_t kAllSet = 4095;
+// Bits of SamplingHead::set: numbers that have a value, and whether an embedding is wanted.
+enum Set : uint32_t { kLogprobs = 1, kPromptLogprobs = 2, kEmbed = 4 };
+inline constexpr uint32_t kAllSet = 7;
 
-struct SamplingRecord {
-  double temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty;
-  uint64_t seed;
-  uint32_t set, top_k, max_tokens, min_tokens, logprobs, prompt_logprobs, speculation, unused;
+// The sampling parameters that the ring itself reads; Header::sampling says what follows them.
+struct SamplingHead {
+  uint32_t set, logprobs, prompt_logprobs, unused;
 };
 
 struct BiasRecord {
@@ -265,6 +260,7 @@ struct Header {
   uint32_t version, header_bytes, info_bytes, slot_bytes;
   uint32_t slots, not_slots;  // the latter has every bit the other way
   uint64_t total_bytes, info_offset, slots_offset, arena_offset, arena_bytes;
+  uint64_t sampling;  // a hash of the fields that follow SamplingHead
   alignas(kAlign) uint32_t epoch;  // of the attached engine; grows by one with each; engine
   uint32_t engine_pid;
   alignas(kAlign) uint32_t memory_kills;  // engines killed because memory ran out; keeper
@@ -299,7 +295,7 @@ struct InfoPage {
 };
 
 static_assert(sizeof(Header) <= kPage && sizeof(InfoPage) <= kPage);
-static_assert(sizeof(SamplingRecord) == 88 && sizeof(BiasRecord) == 16 && sizeof(TopRecord) == 8);
+static_assert(sizeof(SamplingHead) == 16 && sizeof(BiasRecord) == 16 && sizeof(TopRecord) == 8);
 static_assert(sizeof(Slot) % kAlign == 0);
 
 // -- steps on one slot ----------------------------------------------------------------------------

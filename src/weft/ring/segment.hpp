@@ -10,6 +10,7 @@
 #include <cerrno>
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 
@@ -24,9 +25,9 @@ inline uint64_t round_up(uint64_t value, uint64_t unit) { return (value + unit -
 
 class Segment {
  public:
-  // Make an empty ring and return its descriptor.
-  static int create(uint32_t slots, uint64_t arena_bytes) {
-    const Header header = plan(slots, arena_bytes);
+  // Make an empty ring and return its descriptor. `sampling`: see Header.
+  static int create(uint32_t slots, uint64_t arena_bytes, uint64_t sampling = 0) {
+    const Header header = plan(slots, arena_bytes, sampling);
     const int fd = memfd_create("weft-ring", MFD_CLOEXEC | MFD_ALLOW_SEALING);
     if (fd < 0) throw SegmentError(std::string("no anonymous memory: ") + strerror(errno));
     try {
@@ -38,15 +39,16 @@ class Segment {
     return fd;
   }
 
-  // Map a ring. Refuses one of another version, and one whose sizes do not fit its memory.
-  explicit Segment(int fd) {
+  // Map a ring. Refuses one of another version, one whose sizes do not fit its memory, and one of
+  // other sampling parameters, unless they are not to be read.
+  explicit Segment(int fd, std::optional<uint64_t> sampling = std::nullopt) {
     struct stat file{};
     if (fstat(fd, &file) != 0) throw SegmentError("the descriptor is not a ring");
     const auto bytes = static_cast<uint64_t>(file.st_size);
     if (!S_ISREG(file.st_mode) || bytes < kPage) throw SegmentError("the ring is truncated");
     map(fd, bytes);
     try {
-      verify();
+      verify(sampling);
     } catch (...) {
       munmap(base_, bytes_);
       throw;
@@ -67,7 +69,7 @@ class Segment {
   uint64_t arena_bytes() const { return arena_bytes_; }
 
  private:
-  static Header plan(uint32_t slots, uint64_t arena_bytes) {
+  static Header plan(uint32_t slots, uint64_t arena_bytes, uint64_t sampling) {
     if (slots < 1 || slots > kMaxSlots) throw SegmentError("a ring has 1 to 65535 slots");
     if (arena_bytes < kPage || arena_bytes > uint64_t{1} << 44) {
       throw SegmentError("the arena of a ring has 4 KiB to 16 TiB");
@@ -85,6 +87,7 @@ class Segment {
     header.arena_offset = round_up(header.slots_offset + slots * sizeof(Slot), kPage);
     header.arena_bytes = round_up(arena_bytes, kPage);
     header.total_bytes = header.arena_offset + header.arena_bytes;
+    header.sampling = sampling;
     return header;
   }
 
@@ -106,7 +109,7 @@ class Segment {
     bytes_ = bytes;
   }
 
-  void verify() {
+  void verify(std::optional<uint64_t> sampling) {
     Header seen{};  // only the constant part: the rest is shared and changes
     std::memcpy(&seen, base_, offsetof(Header, epoch));
     if (seen.magic != kMagic) throw SegmentError("the memory does not hold a ring");
@@ -115,11 +118,14 @@ class Segment {
                          ", this process speaks version " + std::to_string(kVersion));
     }
     if (seen.slots < 1 || seen.slots > kMaxSlots) throw SegmentError("the ring's header is broken");
-    const Header wanted = plan(seen.slots, seen.arena_bytes);
+    const Header wanted = plan(seen.slots, seen.arena_bytes, seen.sampling);
     if (std::memcmp(&wanted, &seen, offsetof(Header, epoch)) != 0) {
       throw SegmentError("the ring's header is broken or has another layout");
     }
     if (seen.total_bytes > bytes_) throw SegmentError("the ring is truncated");
+    if (sampling && *sampling != seen.sampling) {
+      throw SegmentError("the ring carries other sampling parameters than this process knows");
+    }
     slots_ = seen.slots;
     info_offset_ = seen.info_offset;
     slots_offset_ = seen.slots_offset;

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from weft.core.errors import ParameterError
 from weft.ring import _native
+from weft.ring.codec import SAMPLING
 
 DEFAULT_SLOTS = 512
 DEFAULT_ARENA_BYTES = 64 * 2**20
@@ -63,7 +64,7 @@ def create_ring(slots: int = DEFAULT_SLOTS, arena_bytes: int = DEFAULT_ARENA_BYT
         ParameterError: a size is out of bounds.
     """
     with attached():
-        memory = _native.create(slots, arena_bytes)
+        memory = _native.create(slots, arena_bytes, SAMPLING)
     return RingFds(memory, os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
 
 
