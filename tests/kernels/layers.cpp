@@ -127,19 +127,29 @@ struct Model {
   }
 };
 
+// Rows of settings, whose further columns are 0.
+std::vector<double> rows_of(const std::vector<std::vector<double>>& given) {
+  std::vector<double> all;
+  for (std::vector<double> row : given) {
+    row.resize(weft::settings().size());
+    all.insert(all.end(), row.begin(), row.end());
+  }
+  return all;
+}
+
 // Rows of logits that fill no whole vectors, by every filter: the same tokens each time.
 void check_choice() {
   constexpr int64_t rows = 5;
   for (const int64_t size : {1, 3, 130, 5003}) {
-    const double settings[rows][4] = {
-        {0, 0, 1, 0}, {1, 0, 1, 0}, {0.7, 7, 1, 0}, {1.2, 0, 0.9, 0}, {1, 40, 0.8, 0.01}};
+    const std::vector<double> settings = rows_of(
+        {{0, 0, 1, 0}, {1, 0, 1, 0}, {0.7, 7, 1, 0}, {1.2, 0, 0.9, 0}, {1, 40, 0.8, 0.01}});
     const double draws[rows] = {0, 0.999, 0.5, 0.1, 0.3};
     int64_t tokens[2][rows];
     for (auto& chosen : tokens) {
       std::mt19937 draw(3);
       const Numbers logits(draw, DType::f32, rows * size);
       bool finite[rows];
-      sample({reinterpret_cast<float*>(logits.data.get()), rows, size, settings[0], draws, chosen,
+      sample({reinterpret_cast<float*>(logits.data.get()), rows, size, settings.data(), draws, chosen,
               finite});
       for (const bool good : finite) require(good, "all logits are finite");
     }

@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "numeric"))
 from test_cpu_layer import Weights
 
 from attention_cases import Case, Shape, make_case
+from rows_of_settings import whole_row
 from weft.kernels.cpu import attention
 from weft.kernels.cpu.matrix import CpuMatrix, gather, linear
 from weft.kernels.cpu.sample import sample
@@ -110,7 +111,8 @@ def run_layer(draw: random.Random) -> None:
 
 def choose_tokens(draw: random.Random) -> None:
     rows, size = draw.randint(1, 5), draw.choice([1, 3, 130, 5003])
-    settings = [[draw.choice([0, 0.7, 1]), draw.choice([0, 7]), draw.choice([1, 0.9]), 0.01]]
+    filters = draw.choice([0, 7]), draw.choice([1, 0.9]), 0.01
+    settings = [whole_row(draw.choice([0, 0.7, 1]), *filters)]
     numbers = torch.arange(rows)
     tokens = room((rows,), torch.int64)
     finite = room((rows,), torch.bool)

@@ -360,7 +360,7 @@ def test_packed_steps_equal_those_gathered_one_by_one():
     table.tokens[:] = draw.integers(0, 1000, table.tokens.shape)
     for blocks in table.tables:
         blocks[:] = draw.permutation(blocks.size).reshape(blocks.shape)
-    table.columns.choice[:] = draw.random((rows, 4))
+    table.columns.choice[:] = draw.random(table.columns.choice.shape)
     table.columns.seed[:] = draw.integers(0, 2**60, rows)
     for _ in range(100):
         chosen = draw.permutation(rows)[: draw.integers(1, rows + 1)]

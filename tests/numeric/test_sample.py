@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from depth import searching
+from rows_of_settings import whole_row
 from weft.core.errors import ParameterError
 from weft.core.plan import RowAdd, StepPlan
 from weft.core.types import SamplingParams
@@ -210,7 +211,7 @@ def test_native_choices_equal_the_reference(isa, size):
             for kept in filters:
                 row = (scale * draw.standard_normal(size)).astype(np.float32)
                 weights = reference_sampling.weights_kept(
-                    row.astype(float), np.array((temperature or 1.0, *kept))
+                    row.astype(float), np.array(whole_row(temperature or 1.0, *kept))
                 )
                 if temperature:
                     token = draw.choice(np.flatnonzero(weights > weights.max() * 1e-3))
@@ -218,7 +219,7 @@ def test_native_choices_equal_the_reference(isa, size):
                     token = row.argmax()
                 shares = weights / weights.sum()
                 logits.append(row)
-                settings.append((temperature, *kept))
+                settings.append(whole_row(temperature, *kept))
                 numbers.append(shares[:token].sum() + shares[token] / 2)
                 expected.append(token)
     arrays = np.array(settings, float), np.array(numbers)
@@ -243,7 +244,7 @@ def test_top_p_of_a_wide_vocabulary_is_exact(scale, top_p, top_k):
     p = params(top_p=top_p, top_k=top_k).with_defaults({})
     expected = reference_probabilities(logits.numpy(), p)
     kept = int((expected > 0).sum())
-    settings = np.array([[1.0, top_k, top_p, 0.0]])
+    settings = np.array([whole_row(1.0, top_k, top_p)])
     (last,), _ = sample_rows(logits.unsqueeze(0).clone(), settings, np.array([1 - 2**-53]))
     assert abs(last + 1 - kept) <= max(1, kept // 10_000)  # float32 against float64
     assert (kept_tokens(logits, 50, top_p=top_p, top_k=top_k) <= last).all()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from weft.kernels.kv_storage import KV_DTYPES, row_size
+from weft.kernels.reference_sampling import SETTINGS
 from weft.kernels.sampling import RowState, SampleBatch
 from weft.kernels.triton import activation, embedding, norm, process_logits, rope, route, sample
 
@@ -47,7 +48,8 @@ def launch_heads(dtype: torch.dtype) -> None:
 
 def launch_choice() -> None:
     rows = torch.zeros(TOKENS, dtype=torch.int64)
-    settings, finite = torch.zeros(TOKENS, 4, dtype=torch.float64), torch.zeros(TOKENS).bool()
+    settings = torch.zeros(TOKENS, len(SETTINGS), dtype=torch.float64)
+    finite = torch.zeros(TOKENS).bool()
     logits, words = torch.empty(TOKENS, VOCABULARY), torch.zeros(TOKENS, dtype=torch.int32)
     samples, state = SampleBatch(rows, rows, words, words), RowState.empty(1, 1184, VOCABULARY, CPU)
     process_logits.process_logits(logits, samples, state)

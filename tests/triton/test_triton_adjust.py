@@ -52,8 +52,8 @@ def some_rows(draw: np.random.Generator) -> RowState:
         parts[:, 1] = on(draw.uniform(-100, 100, EDITS), torch.float32).view(torch.int32)
         parts[:, 2] = on(draw.integers(0, 9, EDITS))
         asked = state.asked[row]
-        asked[:3] = torch.tensor([float(p) for p in penalties]).view(torch.int32)
-        asked[3] = number
+        asked[: HEADER - 1] = torch.tensor([float(p) for p in penalties]).view(torch.int32)
+        asked[HEADER - 1] = number
         asked[HEADER:] = parts.view(-1)
     counts = draw.integers(0, 4, (ROWS, SIZE)) * (draw.random((ROWS, SIZE)) < 0.3)
     prompts = IN_PROMPT * (draw.random((ROWS, SIZE)) < 0.3)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from depth import searching
 from weft.kernels import reference_sampling
+from rows_of_settings import whole_row
 from weft.kernels.cpu.sample import uniform
 from weft.kernels.triton import sample
 
@@ -30,7 +31,7 @@ def sampled(logits, rows, seeds, counters) -> tuple[list[int], list[bool]]:
     tokens = torch.full((len(logits),), -1, dtype=torch.int64)
     finite = torch.zeros(len(logits), dtype=torch.bool)
     sample.sample(
-        logits, torch.tensor(rows, dtype=torch.float64), torch.tensor(seeds),
+        logits, torch.tensor([whole_row(*row) for row in rows]).double(), torch.tensor(seeds),
         torch.tensor(counters), tokens, finite,
     )  # fmt: skip
     return tokens.tolist(), finite.tolist()
@@ -43,7 +44,7 @@ def acceptable(logits: np.ndarray, row: tuple[float, ...], draw: float) -> set[i
     for p in (top_p - EDGE, top_p, top_p + EDGE) if top_p < 1 else (1.0,):
         for least in {min_p, min_p * (1 - EDGE), min(1, min_p * (1 + EDGE))}:
             kept = reference_sampling.weights_kept(
-                logits.astype(np.float64), np.array([temperature, top_k, p, least])
+                logits.astype(np.float64), np.array(whole_row(temperature, top_k, p, least))
             )
             cumulative = np.cumsum(kept) / kept.sum()
             for number in (draw - EDGE, draw, draw + EDGE):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -11,16 +12,20 @@ from numpy.typing import NDArray
 
 from weft.core.errors import InvariantError
 from weft.core.plan import KVMove, RowAdd, StepPlan
-from weft.core.types import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, NEUTRAL, SamplingParams
+from weft.core.types import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, NEUTRAL, NUMBERS, SamplingParams
 from weft.exec.device import Device
 from weft.exec.grammar import GrammarRows
 from weft.exec.restrict import Restrictions
-from weft.kernels.sampling import EDIT, EDITED, HEADER, IN_PROMPT, PENALISED, RowState
+from weft.kernels.reference_sampling import SETTINGS
+from weft.kernels.sampling import EDIT, EDITED, HEADER, IN_PROMPT, PENALISED, PENALTIES, RowState
 
 # Token ids of a row whose logits the device changes: all that a request may name, and end ids.
 MOST_EDITS = MAX_LOGIT_BIAS + MAX_STOP_TOKEN_IDS + 32
 TOKENS_AT_ONCE = 2**14  # that are brought to the device
 SEAT_BYTES = 4 * HEADER + 4 * EDIT * MOST_EDITS + TOKENS_AT_ONCE * (4 + 8 + 4)  # while one is
+
+_settings_of, _penalties_of = attrgetter(*SETTINGS), attrgetter(*PENALTIES)
+NO_PENALTIES = tuple(NEUTRAL.get(name, NUMBERS[name].default) for name in PENALTIES)
 
 
 @dataclass(slots=True)
@@ -28,24 +33,21 @@ class SamplingColumns:
     """Sampling parameters of all rows as arrays of length R, so that they can be gathered.
 
     Attributes:
-        choice: [R, 4] temperature, top-k, top-p and min-p; see ``kernels.choice``.
+        choice: [R, len(SETTINGS)], see ``kernels.choice``.
+        penalties: [R, len(PENALTIES)], see ``kernels.sampling``.
         changes: [R] what the device does to logits; see ``kernels.sampling``.
     """
 
     choice: NDArray[np.float64]
-    repetition: NDArray[np.float32]
-    presence: NDArray[np.float32]
-    frequency: NDArray[np.float32]
+    penalties: NDArray[np.float32]
     seed: NDArray[np.int64]
     changes: NDArray[np.int32]
 
     @classmethod
     def empty(cls, rows: int) -> SamplingColumns:
         return cls(
-            choice=np.zeros((rows, 4), np.float64),
-            repetition=np.ones(rows, np.float32),
-            presence=np.zeros(rows, np.float32),
-            frequency=np.zeros(rows, np.float32),
+            choice=np.zeros((rows, len(SETTINGS)), np.float64),
+            penalties=np.tile(np.array(NO_PENALTIES, np.float32), (rows, 1)),
             seed=np.zeros(rows, np.int64),
             changes=np.zeros(rows, np.int32),
         )
@@ -55,10 +57,8 @@ class SamplingColumns:
         for name in ("seed", *NEUTRAL):
             if getattr(params, name) is None:
                 raise InvariantError(f"a request reached the executor with open {name}")
-        self.choice[row] = params.temperature, params.top_k or 0, params.top_p, params.min_p
-        self.repetition[row] = params.repetition_penalty
-        self.presence[row] = params.presence_penalty
-        self.frequency[row] = params.frequency_penalty
+        self.choice[row] = _settings_of(params)
+        self.penalties[row] = _penalties_of(params)
         self.seed[row] = params.seed or 0
 
 
@@ -198,7 +198,7 @@ class InputBatch:
 
     def _mark(self, row: int, params: SamplingParams, stop_ids: frozenset[int]) -> None:
         """Note what few rows want, so that the others cost nothing."""
-        if params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty:
+        if _penalties_of(params) != NO_PENALTIES:
             self.penalised.add(row)
         if params.prompt_logprobs is not None:
             self.prompt_scored.add(row)
@@ -274,10 +274,8 @@ class DeviceRows:
             for token in stop_ids[stop_ids < size].tolist():
                 edits[token] = edits.get(token, (0.0, 0))[0], min_tokens
         asked = np.zeros(HEADER + EDIT * len(edits), np.int32)
-        columns = table.columns
-        penalties = columns.repetition[row], columns.presence[row], columns.frequency[row]
-        asked[:3] = np.array(penalties, np.float32).view(np.int32)
-        asked[3] = len(edits)
+        asked[: HEADER - 1] = table.columns.penalties[row].view(np.int32)
+        asked[HEADER - 1] = len(edits)
         parts = asked[HEADER:].reshape(-1, EDIT)
         parts[:, 0] = list(edits)
         parts[:, 1] = np.array([value for value, _ in edits.values()], np.float32).view(np.int32)

@@ -157,7 +157,7 @@ def _penalise(
     if not at:
         return
     which = rows[at]
-    length, columns = lengths[at, None], table.columns
+    length = lengths[at, None]
     place = np.arange(int(length.max()))
     known = table.tokens[which, : len(place)]
     # Beyond its length a row repeats its first token, which is penalised once however often met.
@@ -166,12 +166,9 @@ def _penalise(
     counts = torch.zeros(len(at), logits.shape[1], device=logits.device)
     counts.scatter_add_(1, ids, _on(logits, is_output.astype(np.float32)))
     output = counts.gather(1, ids)  # [P, L] times that the output has the token
-    repetition, presence, frequency = (
-        _on(logits, column[which]).unsqueeze(1)
-        for column in (columns.repetition, columns.presence, columns.frequency)
-    )
+    penalties = _on(logits, table.columns.penalties[which]).unsqueeze(1).unbind(-1)  # of [P, 1]
     index = torch.tensor(at, device=logits.device).unsqueeze(1)
-    scores = penalised(logits[index, ids], output, repetition, presence, frequency)
+    scores = penalised(logits[index, ids], output, penalties)
     logits[index, ids] = scores
 
 

@@ -24,6 +24,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from weft.kernels.reference_sampling import SETTINGS
+
 VERSION = 3  # of what the sections mean
 HASH_WORDS = 4  # before the pivot, two int64: of the forward layout, of the sample layout or 0
 _WORD = 4
@@ -127,7 +129,7 @@ def sample_layout(samples: int) -> Layout:
     """Return what sampling of S tokens reads.
 
     at: [S], the index within T; row: [S] executor rows; seed and counter: [S], of the random
-    numbers; settings: [S, 4], see ``kernels.choice``; changes and guesses: [S], see
+    numbers; settings: [S, len(SETTINGS)], see ``kernels.choice``; changes and guesses: [S], see
     ``kernels.sampling``.
     """
     return _layout(
@@ -136,7 +138,7 @@ def sample_layout(samples: int) -> Layout:
         ("row", torch.int64, (samples,)),
         ("seed", torch.int64, (samples,)),
         ("counter", torch.int64, (samples,)),
-        ("settings", torch.float64, (samples, 4)),
+        ("settings", torch.float64, (samples, len(SETTINGS))),
         ("changes", torch.int32, (samples,)),
         ("guesses", torch.int32, (samples,)),
     )

@@ -137,8 +137,8 @@ class Sample(Protocol):
     """Write a token for each row of logits [S, V] float32, as ``reference_sampling.sample_rows``
     chooses it.
 
-    All tensors lie on the device of the logits, which may be changed. ``settings`` [S, 4] float64
-    are those of ``reference_sampling.sample_rows``; its numbers are functions of ``seeds`` and
+    All tensors lie on the device of the logits, which may be changed. ``settings`` float64
+    [S, len(SETTINGS)] are those of ``reference_sampling.sample_rows``; its numbers are functions of ``seeds`` and
     ``counters`` [S] int64. ``tokens`` [S] int64 and ``finite`` [S] bool are written.
     """
 

@@ -1,4 +1,8 @@
-"""The choice of tokens in plain numpy, a row at a time: the truth of the tests of every sampler."""
+"""The choice of tokens in plain numpy, a row at a time: the truth of the tests of every sampler.
+
+``SETTINGS`` says which sampling parameters it takes, in the order of their columns; whoever fills
+rows, and every other sampler, goes by it.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+SETTINGS = ("temperature", "top_k", "top_p", "min_p")
 
 
 def sample(
@@ -35,8 +41,9 @@ def sample_rows(
 
     Args:
         logits: [S, V] float32; changed in place.
-        settings: [S, 4] temperature (0 takes the likeliest token), top-k (0 keeps all), top-p
-            and min-p, applied in this order; of equally likely tokens the first ones are kept.
+        settings: [S, len(SETTINGS)] temperature (0 takes the likeliest token), top-k (0 keeps
+            all), top-p and min-p, applied in this order; of equally likely tokens the first ones
+            are kept.
         draws: [S] numbers in [0, 1).
 
     Returns:

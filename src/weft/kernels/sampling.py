@@ -15,7 +15,11 @@ from torch import Tensor
 
 PENALISED, EDITED = 1, 2  # bits of ``SampleBatch.changes``
 IN_PROMPT = 1 << 30  # beside the count of a token in ``RowState.counts``
-HEADER, EDIT = 4, 3  # words of ``RowState.asked``: before the edits, and of an edit
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+HEADER, EDIT = (
+    len(PENALTIES) + 1,
+    3,
+)  # words of ``RowState.asked``: before the edits, and of an edit
 NOT_FINITE = -1  # stands for the token of a sample whose logits are not all finite
 LOWEST = torch.finfo(torch.float32).min  # of a forbidden token; infinity could breed NaN
 
@@ -42,10 +46,9 @@ class SampleBatch:
 class RowState:
     """What sampling keeps of executor rows [R] on the device, and of one row more, for padding.
 
-    ``asked`` has for each row three float32 numbers, the repetition, presence and frequency
-    penalty, the number of edits, and the edits. An edit is a token id, a float32 value and a count:
-    while the output has fewer tokens than that the token is impossible; from then on the value is
-    added to its logit. Each id is edited once.
+    ``asked`` has for each row its ``PENALTIES`` as float32, the number of edits, and the edits. An
+    edit is a token id, a float32 value and a count: while the output has fewer tokens than that the
+    token is impossible; from then on the value is added to its logit. Each id is edited once.
 
     Attributes:
         asked: [R + 1, HEADER + EDIT * E] int32, with the bits of floats.
@@ -110,25 +113,26 @@ def process_logits(logits: Tensor, samples: SampleBatch, state: RowState) -> Non
             while samples.guesses[guess] >= 0:
                 counts[int(samples.guesses[guess])] += 1
                 guess -= 1
-            scores = penalised(raw.clone(), counts % IN_PROMPT, *asked[:3].view(torch.float32))
+            penalties = asked[: HEADER - 1].view(torch.float32)
+            scores = penalised(raw.clone(), counts % IN_PROMPT, list(penalties))
             logits[sample] = torch.where(counts > 0, scores, raw)
         if changes & EDITED:
-            ids, values, until = asked[HEADER:].view(-1, EDIT)[: int(asked[3])].unbind(1)
+            ids, values, until = asked[HEADER:].view(-1, EDIT)[: int(asked[HEADER - 1])].unbind(1)
             wanted = logits[sample, ids.long()] + values.contiguous().view(torch.float32)
             forbidden = samples.counters[sample] < until
             logits[sample, ids.long()] = torch.where(forbidden, LOWEST, wanted)
         logits[sample] = torch.where(torch.isfinite(raw), logits[sample], raw)
 
 
-def penalised(
-    scores: Tensor, output: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
-) -> Tensor:
+def penalised(scores: Tensor, output: Tensor, penalties: Sequence[Tensor]) -> Tensor:
     """Return the logits of tokens that a row has, with its penalties; ``scores`` are overwritten.
 
     Args:
         scores: float32 logits.
         output: how often the output has each of these tokens.
+        penalties: those of ``PENALTIES``.
     """
+    repetition, presence, frequency = penalties
     scores = torch.where(scores > 0, scores / repetition, scores * repetition)
     scores -= frequency * output
     scores -= presence * (output > 0)

@@ -78,6 +78,8 @@ class Packer:
         self, windows: list[int], blocks: NDArray[np.int32], starts: NDArray[np.int32]
     ) -> int: ...
 
+SETTINGS: tuple[str, ...]
+
 def sample(
     logits: int,
     size: int,

@@ -1,6 +1,7 @@
 // Python binding of what surrounds a forward pass: packing its inputs, choosing tokens.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <vector>
@@ -102,8 +103,8 @@ class Packer {
 void sample(uintptr_t logits, int64_t size, Array<const double, 2> settings,
             Array<const double, 1> draws, Array<int64_t, 1> tokens, Array<bool, 1> finite) {
   const size_t rows = tokens.shape(0);
-  if (settings.shape(0) != rows || settings.shape(1) != 4 || draws.shape(0) != rows ||
-      finite.shape(0) != rows) {
+  if (settings.shape(0) != rows || settings.shape(1) != weft::settings().size() ||
+      draws.shape(0) != rows || finite.shape(0) != rows) {
     throw nb::value_error("settings, draws, tokens and finite differ in their rows");
   }
   const weft::Choice choice{reinterpret_cast<float*>(logits), static_cast<int64_t>(rows), size,
@@ -133,6 +134,7 @@ void bind_step(nb::module_& m) {
            nb::arg("samples"), nb::arg("guessed"))
       .def("pack_tables", &Packer::pack_tables, nb::arg("windows"), nb::arg("blocks"),
            nb::arg("starts"));
+  m.attr("SETTINGS") = nb::tuple(nb::cast(weft::settings()));
   m.def("sample", &sample, nb::arg("logits"), nb::arg("size"), nb::arg("settings"),
         nb::arg("draws"), nb::arg("tokens"), nb::arg("finite"));
   m.def("uniform", &uniform, nb::arg("seeds"), nb::arg("counters"), nb::arg("numbers"));

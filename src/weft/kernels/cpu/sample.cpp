@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <cstring>
 #include <functional>
 #include <limits>
 #include <vector>
@@ -20,9 +21,13 @@ constexpr int64_t kSortedAtOnce = 4096;  // candidates; more are first cut to th
 constexpr int kBucketShift = 20;         // buckets by exponent and 3 bits of the mantissa
 constexpr int kBuckets = (0x3f800000 >> kBucketShift) + 1;  // weights are at most 1
 
-struct Filters {
-  int64_t top_k;
-  double top_p, min_p;
+// The settings of a row, in the order of kernels/choice.py.
+#define WEFT_SETTINGS(X) X(temperature) X(top_k) X(top_p) X(min_p)
+
+struct Settings {
+#define WEFT_SETTING(name) double name;
+  WEFT_SETTINGS(WEFT_SETTING)
+#undef WEFT_SETTING
 };
 
 // The weights that are kept: all above `least`, and so many that equal it that they are `count`.
@@ -36,10 +41,10 @@ class Row {
   Row(float* weights, int64_t size) : weights_(weights), size_(size), scan_(*chosen_isa().scan) {}
 
   int64_t draw(double number);
-  void filter(const Filters& filters);
+  void filter(const Settings& asked);
 
  private:
-  Kept last_kept(const Filters& filters);
+  Kept last_kept(int64_t top_k, double top_p);
   std::vector<float> largest(int64_t count);
   std::vector<float> at_least(float least);
 
@@ -72,11 +77,12 @@ int64_t Row::draw(double number) {
 }
 
 // Makes what the filters do not keep 0. The largest weight is 1.
-void Row::filter(const Filters& filters) {
-  const bool ranked = filters.top_p < 1.0 || (filters.top_k > 0 && filters.top_k < size_);
-  const auto limit = static_cast<float>(filters.min_p);
+void Row::filter(const Settings& asked) {
+  const auto top_k = static_cast<int64_t>(asked.top_k);
+  const bool ranked = asked.top_p < 1.0 || (top_k > 0 && top_k < size_);
+  const auto limit = static_cast<float>(asked.min_p);
   if (!ranked && limit <= 0.0f) return;
-  const Kept kept = ranked ? last_kept(filters) : Kept{0.0f, size_};
+  const Kept kept = ranked ? last_kept(top_k, asked.top_p) : Kept{0.0f, size_};
   scan_.drop(weights_, size_, std::max(kept.least, limit));
   if (!ranked || limit > kept.least) return;
   // Of equally likely tokens the first ones are kept.
@@ -90,12 +96,12 @@ void Row::filter(const Filters& filters) {
 }
 
 // What top-k and top-p keep.
-Kept Row::last_kept(const Filters& filters) {
+Kept Row::last_kept(int64_t top_k, double top_p) {
   std::vector<float> rest;  // candidates for the last one kept
   double total = 0.0;
-  if (filters.top_k > 0 && filters.top_k < size_) {
-    rest = largest(filters.top_k);
-    if (filters.top_p >= 1.0) return {rest.back(), filters.top_k};
+  if (top_k > 0 && top_k < size_) {
+    rest = largest(top_k);
+    if (top_p >= 1.0) return {rest.back(), top_k};
     std::sort(rest.begin(), rest.end(), std::greater<>());
     for (float weight : rest) total += weight;
   } else {
@@ -103,10 +109,10 @@ Kept Row::last_kept(const Filters& filters) {
     scan_.sum_blocks(weights_, size_, sums.data());
     for (double sum : sums) total += sum;
     // Tokens below (1 - top_p) / V of the mass are less than 1 - top_p together; half, to be safe.
-    const double low = (1.0 - filters.top_p) * total / static_cast<double>(size_) / 2.0;
+    const double low = (1.0 - top_p) * total / static_cast<double>(size_) / 2.0;
     rest = at_least(static_cast<float>(low));
   }
-  const double share = filters.top_p * total;
+  const double share = top_p * total;
   double mass = 0.0;  // of tokens likelier than all of the rest
   int64_t count = 0;
   if (static_cast<int64_t>(rest.size()) > kSortedAtOnce) {
@@ -158,14 +164,22 @@ std::vector<float> Row::at_least(float least) {
 
 }  // namespace
 
+const std::vector<std::string>& settings() {
+#define WEFT_SETTING(name) #name,
+  static const std::vector<std::string> names{WEFT_SETTINGS(WEFT_SETTING)};
+#undef WEFT_SETTING
+  return names;
+}
+
 void sample(const Choice& choice) {
   shared_pool().run(choice.rows, [&](int64_t row) {
     const ScanKernels& scan = *chosen_isa().scan;
-    const double* settings = choice.settings + 4 * row;
+    Settings asked;
+    std::memcpy(&asked, choice.settings + row * static_cast<int64_t>(settings().size()), sizeof asked);
     float* const logits = choice.logits + row * choice.size;
     const Peak peak = scan.peak(logits, choice.size);
     choice.finite[row] = peak.finite;
-    if (!(settings[0] > 0.0) || !std::isfinite(peak.value)) {
+    if (!(asked.temperature > 0.0) || !std::isfinite(peak.value)) {
       const int64_t token = scan.find(logits, choice.size, peak.value);
       choice.tokens[row] = token < choice.size ? token : 0;
       return;
@@ -173,10 +187,10 @@ void sample(const Choice& choice) {
     // The smallest temperature overflows nothing: it leaves the likeliest token, or draws among
     // equally likely ones.
     const float temperature =
-        std::max(static_cast<float>(settings[0]), std::numeric_limits<float>::min());
+        std::max(static_cast<float>(asked.temperature), std::numeric_limits<float>::min());
     scan.weigh(logits, choice.size, peak.value, temperature);
     Row weights(logits, choice.size);
-    weights.filter({static_cast<int64_t>(settings[1]), settings[2], settings[3]});
+    weights.filter(asked);
     choice.tokens[row] = weights.draw(choice.draws[row]);
   });
 }

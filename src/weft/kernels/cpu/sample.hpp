@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
+#include <vector>
 
 namespace weft {
 
@@ -9,11 +11,14 @@ namespace weft {
 struct Choice {
   float* logits;
   int64_t rows, size;
-  const double* settings;  // [rows, 4]: temperature (0: the likeliest), top-k (0: all), top-p, min-p
+  const double* settings;  // [rows, number of settings()]
   const double* draws;     // [rows], in [0, 1)
   int64_t* tokens;         // [rows]; those of rows that are not finite mean nothing
   bool* finite;            // [rows]: whether all logits are
 };
+
+// Names of the columns of `Choice::settings`; see kernels/choice.py.
+const std::vector<std::string>& settings();
 
 // A row's token depends on this row alone. Runs on the thread pool.
 void sample(const Choice& choice);

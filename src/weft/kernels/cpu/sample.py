@@ -8,6 +8,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from weft.kernels.cpu import _native
+from weft.kernels.reference_sampling import SETTINGS
+
+if _native.SETTINGS != SETTINGS:
+    raise ImportError("weft.kernels.cpu._native was built from another version; build it again")
 
 
 def sample(

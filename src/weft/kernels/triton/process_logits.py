@@ -23,6 +23,9 @@ _EDITED = tl.constexpr(sampling.EDITED)
 _IN_PROMPT = tl.constexpr(sampling.IN_PROMPT)
 _HEADER = tl.constexpr(sampling.HEADER)
 _EDIT = tl.constexpr(sampling.EDIT)
+_REPETITION = tl.constexpr(sampling.PENALTIES.index("repetition_penalty"))
+_PRESENCE = tl.constexpr(sampling.PENALTIES.index("presence_penalty"))
+_FREQUENCY = tl.constexpr(sampling.PENALTIES.index("frequency_penalty"))
 _LOWEST = tl.constexpr(sampling.LOWEST)
 _NOT_FINITE = tl.constexpr(sampling.NOT_FINITE)
 
@@ -50,10 +53,10 @@ def _penalise(source, counts, guess, asked, first, SIZE: tl.constexpr, BLOCK: tl
         guess -= 1
         token = tl.load(guess)
     output = (count & (_IN_PROMPT - 1)).to(tl.float32)
-    repetition = _float(asked)
+    repetition = _float(asked + _REPETITION)
     y = tl.where(x > 0.0, tl.div_rn(x, repetition), x * repetition)
-    y -= _float(asked + 2) * output
-    y -= _float(asked + 1) * (output > 0.0).to(tl.float32)
+    y -= _float(asked + _FREQUENCY) * output
+    y -= _float(asked + _PRESENCE) * (output > 0.0).to(tl.float32)
     y = tl.where(y != y, 0.0, tl.minimum(tl.maximum(y, _LOWEST), -_LOWEST))
     tl.store(source + at, y, mask=(count > 0) & _is_finite(x) & (at < SIZE))
 
@@ -61,7 +64,7 @@ def _penalise(source, counts, guess, asked, first, SIZE: tl.constexpr, BLOCK: tl
 @triton.jit
 def _edit(source, asked, counter, low, high, EDITS: tl.constexpr):
     """Apply the edits of a sample to its logits of tokens in [low, high)."""
-    number = tl.load(asked + 3)
+    number = tl.load(asked + _HEADER - 1)
     start = tl.zeros([], tl.int32)
     while start < number:
         at = start + tl.arange(0, EDITS)

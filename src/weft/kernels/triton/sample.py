@@ -12,11 +12,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.kernels.reference_sampling import SETTINGS
 from weft.kernels.triton.launch import power_of_2
 
 _SPAN = 8192  # logits of one program that looks for the largest
 _BLOCK = 4096  # logits that a program looks at at once
 _CANDIDATES = 8192  # tokens of a row that are written out to be ranked; if more, the row is read
+
+_SETTINGS = tl.constexpr(len(SETTINGS))
+_TEMPERATURE = tl.constexpr(SETTINGS.index("temperature"))
+_TOP_K = tl.constexpr(SETTINGS.index("top_k"))
+_TOP_P = tl.constexpr(SETTINGS.index("top_p"))
+_MIN_P = tl.constexpr(SETTINGS.index("min_p"))
 
 _ONE = tl.constexpr(2.0**42)  # a weight of 1: 2^20 of them do not overflow
 _ALL = tl.constexpr(2**62)  # more than any count or mass
@@ -192,12 +199,13 @@ def _sample(
     token = tl.min(tl.where(best == top, place, SIZE - 1), axis=0)
     is_finite = tl.min(tl.load(all_finite + part, mask=there, other=1), axis=0) > 0
     tl.store(finite + row, is_finite)
-    temperature = tl.load(settings + 4 * row).to(tl.float32)
+    settings += _SETTINGS * row
+    temperature = tl.load(settings + _TEMPERATURE).to(tl.float32)
     if (temperature > 0.0) & is_finite:
         temperature = tl.maximum(temperature, 1.1754943508222875e-38)  # which is never denormal
-        top_k = tl.load(settings + 4 * row + 1).to(tl.int64)
-        top_p = tl.load(settings + 4 * row + 2).to(tl.float64)
-        min_p = tl.load(settings + 4 * row + 3).to(tl.float32)
+        top_k = tl.load(settings + _TOP_K).to(tl.int64)
+        top_p = tl.load(settings + _TOP_P).to(tl.float64)
+        min_p = tl.load(settings + _MIN_P).to(tl.float32)
         top_k = tl.where(top_k < SIZE, top_k, 0)
         values += row * CANDIDATES
         ids += row * CANDIDATES
