@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from depth import searching
-from weft.kernels import reference_sampling
 from rows_of_settings import whole_row
+from weft.kernels import reference_sampling
 from weft.kernels.cpu.sample import uniform
 from weft.kernels.triton import sample
 

@@ -33,7 +33,7 @@ class SamplingColumns:
     """Sampling parameters of all rows as arrays of length R, so that they can be gathered.
 
     Attributes:
-        choice: [R, len(SETTINGS)], see ``kernels.choice``.
+        choice: [R, len(SETTINGS)], see ``kernels.reference_sampling``.
         penalties: [R, len(PENALTIES)], see ``kernels.sampling``.
         changes: [R] what the device does to logits; see ``kernels.sampling``.
     """

@@ -129,7 +129,7 @@ def sample_layout(samples: int) -> Layout:
     """Return what sampling of S tokens reads.
 
     at: [S], the index within T; row: [S] executor rows; seed and counter: [S], of the random
-    numbers; settings: [S, len(SETTINGS)], see ``kernels.choice``; changes and guesses: [S], see
+    numbers; settings: [S, len(SETTINGS)], see ``kernels.reference_sampling``; changes and guesses: [S], see
     ``kernels.sampling``.
     """
     return _layout(

@@ -137,9 +137,9 @@ class Sample(Protocol):
     """Write a token for each row of logits [S, V] float32, as ``reference_sampling.sample_rows``
     chooses it.
 
-    All tensors lie on the device of the logits, which may be changed. ``settings`` float64
-    [S, len(SETTINGS)] are those of ``reference_sampling.sample_rows``; its numbers are functions of ``seeds`` and
-    ``counters`` [S] int64. ``tokens`` [S] int64 and ``finite`` [S] bool are written.
+    All tensors lie on the device of the logits, which may be changed. ``settings`` float64 [S,
+    len(SETTINGS)] are those of ``reference_sampling.sample_rows``; its numbers are functions of
+    ``seeds`` and ``counters`` [S] int64. ``tokens`` [S] int64 and ``finite`` [S] bool are written.
     """
 
     def __call__(

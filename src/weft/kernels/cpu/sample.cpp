@@ -21,7 +21,7 @@ constexpr int64_t kSortedAtOnce = 4096;  // candidates; more are first cut to th
 constexpr int kBucketShift = 20;         // buckets by exponent and 3 bits of the mantissa
 constexpr int kBuckets = (0x3f800000 >> kBucketShift) + 1;  // weights are at most 1
 
-// The settings of a row, in the order of kernels/choice.py.
+// The settings of a row, in the order of kernels/reference_sampling.py.
 #define WEFT_SETTINGS(X) X(temperature) X(top_k) X(top_p) X(min_p)
 
 struct Settings {

@@ -17,7 +17,7 @@ struct Choice {
   bool* finite;            // [rows]: whether all logits are
 };
 
-// Names of the columns of `Choice::settings`; see kernels/choice.py.
+// Names of the columns of `Choice::settings`; see kernels/reference_sampling.py.
 const std::vector<std::string>& settings();
 
 // A row's token depends on this row alone. Runs on the thread pool.
