@@ -129,8 +129,8 @@ def sample_layout(samples: int) -> Layout:
     """Return what sampling of S tokens reads.
 
     at: [S], the index within T; row: [S] executor rows; seed and counter: [S], of the random
-    numbers; settings: [S, len(SETTINGS)], see ``kernels.reference_sampling``; changes and guesses: [S], see
-    ``kernels.sampling``.
+    numbers; settings: [S, len(SETTINGS)], see ``kernels.reference_sampling``; changes and guesses:
+    [S], see ``kernels.sampling``.
     """
     return _layout(
         samples,
