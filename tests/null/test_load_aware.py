@@ -10,7 +10,7 @@ import pytest
 from costs import LinearCost
 from traffic import World, assert_answers, run
 
-from weft.core.errors import ConfigError
+from weft.core.errors import ConfigError, OutOfMemoryError
 from weft.core.plan import StepPlan, Tier
 from weft.core.types import Request, SamplingParams
 from weft.cost.work import Work
@@ -322,6 +322,16 @@ def test_host_only_computes_no_decode_attention_on_the_device():
         scheduler.add(request)
     steps = planned(scheduler, ModelledExecutor(groups, 97, host_blocks=(200,)))
     assert all(host_rows(plan) == sum(len(b.rows) for b in plan.batches) for plan in steps)
+
+
+def test_host_only_refuses_what_is_longer_than_the_hosts_memory():
+    """Queued, it would wait for ever, and all behind it."""
+    groups = (GroupSpec("full", 4, 16),)
+    scheduler = load_aware(TieredCache(groups, (7,)), Limits(16, 64, 64), HALVES, host_only=True)
+    with pytest.raises(OutOfMemoryError, match="32 tokens, but the KV memory holds 28"):
+        scheduler.add(requests(1)[0])
+    scheduler.add(requests(1, output=16)[0])
+    assert planned(scheduler, ModelledExecutor(groups, 97, host_blocks=(7,)))
 
 
 def test_it_is_made_by_name_and_says_what_it_lacks():

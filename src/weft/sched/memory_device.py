@@ -60,6 +60,10 @@ class DeviceMemory:
         """Whether the plan moves KV."""
         return False
 
+    def max_tokens(self) -> int:
+        """The longest sequence that can be computed here, when it has all blocks to itself."""
+        return self.cache.max_tokens()
+
     # -- who is where -----------------------------------------------------------------------------
 
     def on_device(self, sequences: list[Sequence]) -> list[Sequence]:

@@ -185,6 +185,11 @@ class SwapMemory(HostMemory):
         """More tokens than a step computes, which takes longer than to copy their KV."""
         return tokens > self.max_num_batched_tokens
 
+    def max_tokens(self) -> int:
+        """The longest sequence that can be computed here; of the host where nothing comes back."""
+        most = super().max_tokens()
+        return most if self._comes_back else min(most, self.host.max_tokens())
+
     def make_way(self, step: BatchBuilder) -> None:
         """Send the newest away before memory runs short, and bring the oldest back."""
         self._swap_out_ahead(step)

@@ -139,7 +139,7 @@ class Scheduler:
             request,
             (self._priorities[request.service_class], self.admission.arrivals + 1),
             max_model_len=self.limits.max_model_len,
-            kv_tokens=self.cache.max_tokens(),
+            kv_tokens=self.memory.max_tokens(),
             speculation=self.limits.speculation,
         )
         self.admission.arrivals += 1
