@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,10 +27,10 @@ from weft.batch.results import Results
 from weft.batch.runner import Runner
 from weft.blend.density import Rates
 from weft.blend.order import Room
-from weft.core.config import EngineConfig
+from weft.core.config import DTYPE_BYTES, KV_SCALE_BYTES, EngineConfig
 from weft.core.errors import ConfigError, ProfileError, WeftError
 from weft.cost.fit import Fitted, ProfileKey, profile_path
-from weft.cost.hardware import hardware
+from weft.cost.hardware import Hardware, hardware
 from weft.cost.shape import ModelShape, model_shape
 from weft.text import Tokenizer
 from weft.text.template import find_template
@@ -40,6 +40,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 WATCHDOG_S = 300.0  # as of a server
 WAITING_SHARE = 2  # requests that are open, for each that the engine computes at once
 BLOCK_TOKENS = 16  # in which servers that do not say it share prefixes, as most do
+SHEET_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 UNWEIGHED = Rates(1.0, 0.0, 1.0)  # for orders that weigh nothing
 
 
@@ -109,6 +110,30 @@ def _shape(folder: Path) -> ModelShape:
             "read.",
             param="order",
         ) from None
+
+
+def sheet_rates(shape: ModelShape, sheet: Hardware, engine: Mapping[str, Any]) -> Rates:
+    """The rates of a data sheet, for the arithmetic and the KV of an engine.
+
+    Integer weights are multiplied as floats; those in FP8 as FP8, if the device has it.
+
+    Args:
+        engine: what is known of it, by the names of ``ServedModel``; a server that says nothing is
+            taken to have the sheet's usual dtype and two bytes for a value of KV.
+
+    Raises:
+        ConfigError: the device does not compute in the engine's dtype.
+    """
+    known = engine.get("dtype")
+    if known not in SHEET_DTYPES:
+        return Rates.of(shape, sheet)
+    dtype, kept = SHEET_DTYPES[known], engine.get("kv_dtype") or known
+    weights = str(engine.get("weights", ""))
+    if "fp8" in sheet.flops and "fp8" in weights and "activations in floats" not in weights:
+        dtype = "fp8"
+    scale = KV_SCALE_BYTES.get(kept)
+    values = DTYPE_BYTES.get(kept, 2) if scale is None else 1 + scale / shape.head_size
+    return Rates.of(shape, sheet, dtype, values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,13 +227,11 @@ class _Batch:
         rates = found.rates or UNWEIGHED
         return await plan(kind, self._source, results, results.outputs(), found.prompt, room, rates)
 
-    def _rates(
-        self, shape: Callable[[], ModelShape], key: Mapping[str, str] | None
-    ) -> Rates | None:
+    def _rates(self, shape: Callable[[], ModelShape], engine: Mapping[str, Any]) -> Rates | None:
         """What order blend weighs with: a sheet if one is named, else the engine's own profile.
 
         Args:
-            key: of the profile; None if nobody knows it.
+            engine: what is known of it, by the names of ``ServedModel``.
 
         Raises:
             ConfigError: there is neither.
@@ -217,7 +240,8 @@ class _Batch:
         if self._options.order != "blend":
             return None
         if name is not None:
-            return Rates.of(shape(), hardware(name))
+            return sheet_rates(shape(), hardware(name), engine)
+        key = engine.get("profile_key")
         try:
             if key is None:
                 raise ProfileError("This server does not say which profile is its own.")
@@ -271,7 +295,7 @@ class _Batch:
                 guess_prompt,
                 options.kv_tokens or (max(blocks.values()) * block_size if blocks else None),
                 block_size,
-                self._rates(shape, facts.get("profile_key")),
+                self._rates(shape, facts),
             )
         finally:
             await asker.aclose()
@@ -303,7 +327,7 @@ class _Batch:
                 asker.prompt,
                 max(served.kv_blocks.values()) * served.block_size,
                 served.block_size,
-                self._rates(partial(_shape, folder), served.profile_key),
+                self._rates(partial(_shape, folder), asdict(served)),
                 keeping,
             )
         finally:

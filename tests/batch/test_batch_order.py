@@ -19,6 +19,10 @@ from weft.batch.results import Results
 from weft.batch.runner import Runner
 from weft.blend.density import Rates
 from weft.blend.order import Room
+from weft.core.errors import ConfigError
+from weft.cost.hardware import hardware
+from weft.cost.shape import model_shape
+from weft.offline import sheet_rates
 
 RATES = Rates(token_s=1e-4, square_s=1e-9, read_s=1e-7)
 ROOM = Room(kv_tokens=4000, requests=8)
@@ -189,3 +193,21 @@ def test_token_ids_are_taken_as_they_are():
     assert prompt.tokens.tolist() == [5, 6, 70000]
     assert guessed("/v1/embeddings", input="x") is None
     assert guessed("/v1/completions", prompt="x", max_tokens="many") is None
+
+
+def test_a_sheet_weighs_with_the_types_that_the_engine_has():
+    shape, h100 = model_shape("llama-3.1-8b"), hardware("h100")
+    assert sheet_rates(shape, h100, {}) == Rates.of(shape, h100, "bf16", 2.0)
+    for engine, dtype, kv_bytes in (
+        ({"dtype": "float32"}, "fp32", 4.0),
+        ({"dtype": "float16", "kv_dtype": "float16"}, "fp16", 2.0),
+        ({"dtype": "bfloat16", "kv_dtype": "int8"}, "bf16", 1 + 4 / 128),
+        ({"dtype": "bfloat16", "weights": "fp8 (a scale an output, activations in FP8 by token)"},
+         "fp8", 2.0),
+        ({"dtype": "bfloat16", "weights": "fp8 (a scale an output, activations in floats)"},
+         "bf16", 2.0),
+        ({"dtype": "bfloat16", "weights": "int8 (a scale an output)"}, "bf16", 2.0),
+    ):  # fmt: skip
+        assert sheet_rates(shape, h100, engine) == Rates.of(shape, h100, dtype, kv_bytes)
+    with pytest.raises(ConfigError, match="t4 does not compute in bf16"):
+        sheet_rates(shape, hardware("t4"), {"dtype": "bfloat16"})

@@ -67,6 +67,24 @@ def test_times_of_a_request_by_hand():
     assert density(20.0, 5.0, 10.0) == 2.0
 
 
+def test_sliding_layers_read_their_window_only():
+    """Half of the layers look back 5 tokens: 29.5 in all there, instead of 42."""
+    rates = Rates(2.0, 0.5, 3.0, window=5, sliding=0.5)
+    exactly = Rates(2.0, 0.5, 3.0)
+    assert rates.memory_s(4, 6) == 3 * (42 + 29.5) / 2
+    assert rates.memory_s(1, 4) == exactly.memory_s(1, 4)
+    assert rates.compute_s(4, 6) == exactly.compute_s(4, 6)
+    assert rates.compute_s(10, 0) == 2 * 10 + 0.5 * (100 + 75) / 2
+    lengths, outputs = np.array([4.0, 1.0]), np.array([6.0, 4.0])
+    assert rates.memory_s(lengths, outputs).tolist() == [107.25, 36.0]
+
+
+def test_rates_of_a_sheet_know_which_layers_slide():
+    sliding = Rates.of(model_shape("mistral-7b"), hardware("a100"))
+    assert (sliding.window, sliding.sliding) == (4096, 1.0)
+    assert RATES.sliding == 0
+
+
 def test_rates_of_a_profile_are_those_of_its_largest_step():
     """0.1 ms a token in a step of 1024; a prompt of p tokens has p * p / 2 pairs."""
     key = ProfileKey("cpu", "m", "bf16", "tp1", "none")

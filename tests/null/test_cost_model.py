@@ -75,6 +75,10 @@ def test_windows_and_experts_are_read_from_configs():
     shape = ModelShape.from_config(config)
     assert (shape.window, shape.window_layers, shape.kv_heads, shape.head_size) == (32, 2, 4, 16)
     assert (shape.experts, shape.experts_per_token) == (8, 2)
+    older = {key: value for key, value in config.items() if key != "layer_types"}
+    assert ModelShape.from_config(older).window_layers == 4
+    assert ModelShape.from_config(older | {"model_type": "gemma2"}).window_layers == 2
+    assert ModelShape.from_config(older | {"sliding_window_pattern": 3}).window_layers == 3
     off = ModelShape.from_config(config | {"use_sliding_window": False})
     assert off.window is None
     with pytest.raises(UnsupportedModelError, match="vocab_size"):

@@ -29,11 +29,15 @@ class Rates:
         token_s: arithmetic of the weights on one token, ``2 P / C``.
         square_s: arithmetic of prefill attention per squared prompt token, ``4 D L / C``.
         read_s: reading the KV of one token once, ``2 b H_kv L / B``.
+        window: tokens that a sliding layer looks back.
+        sliding: the share of layers that slide.
     """
 
     token_s: float
     square_s: float
     read_s: float
+    window: float = math.inf
+    sliding: float = 0.0
 
     @classmethod
     def of(
@@ -53,6 +57,8 @@ class Rates:
             2 * shape.active_parameters / flops,
             4 * shape.hidden * shape.layers / flops,
             shape.kv_values_per_token * kv_bytes / hardware.bandwidth,
+            math.inf if shape.window is None else shape.window,
+            shape.window_layers / shape.layers,
         )
 
     @classmethod
@@ -60,7 +66,8 @@ class Rates:
         """The rates of an engine by its own profile, as ``weft profile`` has measured it.
 
         A token costs what one does in the largest step that was measured, where reading the weights
-        is shared by most.
+        is shared by most. Sliding layers are in the price of a token of context, as far as the
+        contexts that were measured outgrew their windows.
 
         Raises:
             ProfileError: the profile has no price for tokens, or none for reading their KV, as it
@@ -82,7 +89,8 @@ class Rates:
 
     def compute_s(self, prompt: Any, output: Any) -> Any:
         """Seconds of arithmetic, ``T_comp``: scalars or arrays of tokens (BlendServe 4.1)."""
-        return self.token_s * (prompt + output) + self.square_s * prompt * prompt
+        squares = 2 * self._seen(0 * prompt, prompt) if self.sliding else prompt * prompt
+        return self.token_s * (prompt + output) + self.square_s * squares
 
     def balanced_tokens(self, density: float, kv_tokens: int) -> int:
         """Tokens a step with which its arithmetic is to reading the full KV memory as the density.
@@ -94,8 +102,25 @@ class Rates:
         return BATCH * max(1, math.ceil(tokens / BATCH))
 
     def memory_s(self, prompt: Any, output: Any) -> Any:
-        """Seconds of reading KV, ``T_mem``: each output token reads all before it."""
+        """Seconds of reading KV, ``T_mem``: each output token reads all before it.
+
+        In a sliding layer no more than the window.
+        """
+        if self.sliding:
+            return self.read_s * self._seen(prompt, output)
         return self.read_s * (prompt * output + output * output / 2)
+
+    def _seen(self, first: Any, count: Any) -> Any:
+        """Tokens that ``count`` ones after ``first`` look back on, averaged over the layers."""
+        whole = first * count + count * count / 2
+        upto, before = _within(first + count, self.window), _within(first, self.window)
+        return (1 - self.sliding) * whole + self.sliding * (upto - before)
+
+
+def _within(tokens: Any, window: float) -> Any:
+    """Tokens within the window of each of so many, summed."""
+    near = np.minimum(tokens, window)
+    return near * near / 2 + near * (tokens - near)
 
 
 BATCH = 128  # batches come in multiples of so many tokens (BlendServe appendix A.2)

@@ -24,6 +24,7 @@ class ServedModel:
         weight_bytes: memory of the weights.
         weights: how most of them are stored: a dtype, or the bits of integers and their scales.
         kv_memory: what was set or found for the KV, so that another engine gets the same.
+        kv_dtype: how the KV is kept: a dtype, or ``int8`` or ``fp8`` with scales.
         device: what computes: ``cpu``, or the name of a GPU.
         executor: how steps are run, for people.
         start_s: seconds from the settings to an engine that is ready, and of the parts of that.
@@ -50,6 +51,7 @@ class ServedModel:
     weight_bytes: int
     kv_memory: int
     profile_key: Mapping[str, str]
+    kv_dtype: str = ""
     device: str = "cpu"
     executor: str = ""
     weights: str = ""

@@ -152,7 +152,10 @@ def _cpus() -> dict[str, Hardware]:
     """Each host on its own, computing in float32 whatever the weights are stored in."""
     return {
         host.name: Hardware(
-            host.name, {"bf16": host.flops, "fp32": host.flops}, host.bandwidth, host.memory
+            host.name,
+            dict.fromkeys(("bf16", "fp16", "fp32"), host.flops),
+            host.bandwidth,
+            host.memory,
         )
         for host in HOSTS.values()
     }

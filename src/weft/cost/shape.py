@@ -8,6 +8,9 @@ from typing import Any
 
 from weft.core.errors import UnsupportedModelError, look_up
 
+# Of how many layers one has no window, where a config does not say it (Hugging Face's defaults).
+PATTERNS = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6}
+
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
@@ -83,7 +86,7 @@ class ModelShape:
 
     @property
     def kv_values_per_token(self) -> int:
-        """Values of K and V that one token keeps in all layers; sliding layers count in full."""
+        """Values of K and V of one token in all layers, sliding ones too while it is in reach."""
         return 2 * self.kv_width * self.layers
 
     @classmethod
@@ -135,8 +138,12 @@ def _window(config: Mapping[str, Any], layers: int) -> tuple[int | None, int]:
     window = config.get("sliding_window")
     if not window or config.get("use_sliding_window") is False:
         return None, 0
-    types = config.get("layer_types")
-    sliding = layers if types is None else sum(kind == "sliding_attention" for kind in types)
+    types, sliding = config.get("layer_types"), layers
+    every = config.get("sliding_window_pattern") or PATTERNS.get(config.get("model_type", ""))
+    if types is not None:
+        sliding = sum(kind == "sliding_attention" for kind in types)
+    elif every:
+        sliding = layers - layers // every
     return (int(window), sliding) if sliding else (None, 0)
 
 

@@ -255,6 +255,7 @@ def describe_served(config: EngineConfig, engine: Engine) -> ServedModel:
         kv_blocks={group.name: blocks for group, blocks in groups},
         weight_bytes=model.facts.weight_bytes,
         kv_memory=resolved.kv_memory,
+        kv_dtype=model.dtype if config.kv_dtype == "auto" else config.kv_dtype,
         device=device_name(model.device),
         executor=describe_executor(engine.executor),
         weights=stored_weights(config, model.spec).get("linear", model.dtype),
