@@ -92,6 +92,26 @@ def test_nothing_is_left_to_a_lower_class():
     assert scheduler.totals.preemptions == 0
 
 
+@pytest.mark.parametrize("kind", ["fcfs", "slo"])
+@pytest.mark.parametrize(("prompt", "preempted"), [(8, 0), (24, 1)])
+def test_lower_classes_give_up_no_more_than_the_newcomer_needs_now(kind, prompt, preempted):
+    """What those that run will ask for they take themselves, when they need it.
+
+    Were it to be free at once, lower classes that grow could take each block that one gives up, and
+    the newcomer would wait for as long as they run. Here 4 of 16 blocks are free, and the first
+    will ask for 4 more.
+    """
+    scheduler = make(kind, blocks=16)
+    executor = ModelledExecutor(scheduler.cache.groups, 97)
+    scheduler.add(request(1, 7, 16))
+    scheduler.add(request(2, 17, 3, "batch"))
+    scheduler.add(request(3, 17, 3, "batch"))
+    assert started(scheduler, executor) == [1, 2, 3]
+    scheduler.add(request(4, prompt, 1))
+    assert started(scheduler, executor) == [4]
+    assert scheduler.totals.preemptions == preempted
+
+
 def test_half_of_what_was_computed_twice_is_spared():
     """Answers much longer than what is looked ahead, in a pool for some ten of 64 sequences."""
     computed, preempted = [], []

@@ -122,7 +122,9 @@ class Admission:
         """Preempt lower classes until the sequence fits, but nobody if that would not be enough.
 
         It fits if there is room for all its tokens beside what the sequences that run, and need not
-        give way to it, will ask for soon: else they would have to give way to each other.
+        give way to it, will ask for soon: else they would have to give way to each other. Of lower
+        classes only its own room is taken now: the others will take theirs when they need it, and
+        until then those that have it would grow into whatever was set free for them.
         """
         priority, after = sequence.order[0], self._below(sequence)
         cache, memory = self._cache, self._memory
@@ -138,7 +140,7 @@ class Admission:
         freed = cache.freed(victims) if victims else [0] * len(spare)
         if not covers([a + b for a, b in zip(spare, freed, strict=True)], needs):
             return False
-        while not covers(cache.available(), needs):
+        while not covers(cache.available(), own):
             if not memory.make_room(step, after):
                 return False
         return True
