@@ -27,8 +27,9 @@ from weft.batch.results import Results
 from weft.batch.runner import Runner
 from weft.blend.density import Rates
 from weft.blend.order import Room
-from weft.core.config import DTYPE_BYTES, KV_SCALE_BYTES, EngineConfig
+from weft.core.config import DTYPE_BYTES, EngineConfig
 from weft.core.errors import ConfigError, ProfileError, WeftError
+from weft.core.kv_types import KV_TYPES
 from weft.cost.fit import Fitted, ProfileKey, profile_path
 from weft.cost.hardware import Hardware, hardware
 from weft.cost.shape import ModelShape, model_shape
@@ -131,8 +132,12 @@ def sheet_rates(shape: ModelShape, sheet: Hardware, engine: Mapping[str, Any]) -
     weights = str(engine.get("weights", ""))
     if "fp8" in sheet.flops and "fp8" in weights and "activations in floats" not in weights:
         dtype = "fp8"
-    scale = KV_SCALE_BYTES.get(kept)
-    values = DTYPE_BYTES.get(kept, 2) if scale is None else 1 + scale / shape.head_size
+    row = KV_TYPES.get(kept)
+    values = (
+        DTYPE_BYTES.get(kept, 2)
+        if row is None
+        else (row.code_bytes + row.scale_bytes / shape.head_size)
+    )
     return Rates.of(shape, sheet, dtype, values)
 
 

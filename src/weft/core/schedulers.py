@@ -60,7 +60,7 @@ def _of_policies() -> Iterator[tuple[str, SchedulerEntry]]:
 SCHEDULERS: Mapping[str, SchedulerEntry] = {
     **dict(_of_policies()),
     "load-aware": SchedulerEntry("fcfs", needs_cost=True, needs_host=True, has_part=True),
-    "slo-riders": SchedulerEntry("slo", needs_cost=True, needs_host=True, has_part=True),
+    "slo-piggyback": SchedulerEntry("slo", needs_cost=True, needs_host=True, has_part=True),
 }
 
 
