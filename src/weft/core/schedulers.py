@@ -20,7 +20,7 @@ class PolicyEntry:
 
 
 POLICIES: Mapping[str, PolicyEntry] = {
-    "fcfs": PolicyEntry("is class ranks, then arrival"),
+    "fcfs": PolicyEntry("is class priorities, then arrival"),
     "slo": PolicyEntry(
         "keeps the targets of the classes, by the costs that weft profile has measured, and fills "
         "the rest with best effort",
