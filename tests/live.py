@@ -23,6 +23,7 @@ from groups import join
 
 WEFT = [sys.executable, "-m", "weft.cli"]
 SMALL = ["--threads", "1", "--kv-memory", "32MiB", "--max-num-seqs", "16", "--no-standby"]
+SMALL += ["--self-profile-s", "0"]  # no test waits for an engine that measures itself
 START_S = 60.0
 
 # Run by every Python process that has its folder on the path; concerns engines only.

@@ -58,6 +58,10 @@ def build_engine(config: EngineConfig, returning_bytes: int = 0) -> Any:  # noqa
     )
 
 
+def choose_policy(config: EngineConfig, engine: Any) -> None:
+    """It plans by FCFS."""
+
+
 def _compile(_: str) -> Future[None]:
     """No grammar is followed here."""
     future: Future[None] = Future()

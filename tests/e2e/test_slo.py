@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import time
+
+import httpx
 import pytest
 
+from live import serving
 from weft import LLM, SamplingParams
 from weft.core.config import EngineConfig
 from weft.core.errors import ConfigError, ProfileError
@@ -47,3 +51,29 @@ def test_the_answers_are_those_of_fcfs(profile):
         with LLM(**SETTINGS, **more) as llm:
             answers.append([one.text for one in llm.generate(prompts, params)])
     assert answers[0] == answers[1]
+
+
+def test_a_server_measures_itself_while_idle_and_keeps_targets_from_then_on(tmp_path, monkeypatch):
+    """Answers stay the same meanwhile; the next start knows the costs already."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    asked = {"model": "builtin", "prompt": "def add(a, b):\n", "max_tokens": 12, "temperature": 0}
+    texts, policies = [], []
+    with serving(tmp_path, "--self-profile-s", "2") as server:
+        end = time.monotonic() + 120
+        while time.monotonic() < end and policies[-1:] != ["slo"]:
+            answer = httpx.post(f"{server.url}/v1/completions", json=asked, timeout=60)
+            texts.append(answer.raise_for_status().json()["choices"][0]["text"])
+            info = httpx.get(f"{server.url}/server_info").json()["engine"]["scheduling"]
+            policies.append(info["policy"])
+            time.sleep(0.3)
+        assert server.idle()
+        said = server.errors.read_text()
+    assert (policies[0], policies[-1]) == ("fcfs", "slo")
+    assert len(set(texts)) == 1
+    assert info["targets"]["interactive"]["ttft_s"] > info["targets"]["priority"]["tpot_s"] > 0
+    assert "scheduling by fcfs, as there is no profile" in said
+    assert "scheduling by slo" in said
+    with serving(tmp_path, "--self-profile-s", "2") as server:
+        info = httpx.get(f"{server.url}/server_info").json()["engine"]["scheduling"]
+        assert info["policy"] == "slo"
+        assert "scheduling by slo" in server.errors.read_text()

@@ -210,3 +210,19 @@ def test_the_longest_sequence_that_fits():
     assert KVCache([SLIDING]).max_tokens() > 10**6
     assert KVCache([FULL, SLIDING]).max_tokens() == 32
     assert KVCache([GroupSpec("s", 4, 3, window=6)]).max_tokens() == 12
+
+
+def test_blocks_that_are_evicted_are_free_and_forgotten():
+    pool = BlockPool(4)
+    held, cached, plain = (pool.allocate(1)[0] for _ in range(3))
+    pool.register_hash(held, b"held")
+    pool.register_hash(cached, b"cached")
+    pool.release(cached)
+    pool.release(plain)
+    with pytest.raises(InvariantError, match="held"):
+        pool.evict([held])
+    pool.evict([cached, plain, 3])
+    assert pool.find(b"cached") is None
+    assert pool.find(b"held") == held
+    pool.check({held: 1})
+    assert pool.available == 3

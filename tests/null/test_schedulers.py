@@ -55,7 +55,7 @@ def test_those_that_have_a_part_are_made_with_one():
 
 def test_settings_offer_what_there_is():
     served, simulated = settings_of(EngineConfig)["scheduler"], settings_of(SimOptions)["scheduler"]
-    assert served.choices == tuple(POLICIES)
+    assert served.choices == ("auto", *POLICIES)
     assert simulated.choices == tuple(SCHEDULERS)
     assert all(f"{name} {row.comes_first}" in served.help for name, row in POLICIES.items())
     with pytest.raises(ConfigError, match="no costs"):

@@ -9,6 +9,7 @@ import pytest
 from costs import LinearCost
 
 from weft.core.errors import ConfigError, TargetError
+from weft.core.plan import SubBatch
 from weft.core.types import Request, SamplingParams, ServiceClass
 from weft.cost.model import step_time
 from weft.cost.work import Work
@@ -290,3 +291,38 @@ def test_targets_that_no_load_can_meet_are_refused_with_the_figures():
         slo(cache, limits, COST, [ServiceClass("fast", 0, tpot_s=0.01)])
     with pytest.raises(ConfigError, match="No service class has a target"):
         slo(cache, limits, COST, [ServiceClass("batch", 0)])
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.5, 2.0, 4.0])
+def test_best_effort_slows_interactive_steps_down_by_a_factor_at_the_most(factor):
+    """However lax the targets are: each step with an interactive row, as predicted."""
+    world = World(scheduler(TargetPolicy(admission="off", slowdown=factor)))
+    arrivals = [(1.0, request(number, 60, "batch", 400)) for number in range(100, 140)]
+    arrivals += [(1.5 + number / 10, request(number, 60, most=60)) for number in range(1, 5)]
+    shared = alone = 0
+    numbers: dict[int, int] = {}
+    for at, asked in sorted(arrivals, key=lambda pair: pair[0]):
+        while world.now < at and world.step():
+            numbers |= {add.row: add.sequence_id for add in world.plans[-1].add}
+        world.scheduler.add(asked)
+        world.now = max(world.now, at)
+        for _ in range(20):
+            if not world.step():
+                break
+            numbers |= {add.row: add.sequence_id for add in world.plans[-1].add}
+            batch = world.plans[-1].batches[0]
+            rows = [i for i, row in enumerate(batch.rows) if numbers[row] < 100]
+            if rows:
+                part = SubBatch(
+                    *(
+                        tuple(values[i] for i in rows)
+                        for values in (batch.rows, batch.starts, batch.counts, batch.samples)
+                    )
+                )
+                least = step_time(COST, [Work.of(part)])
+                taken = step_time(COST, [Work.of(batch)])
+                assert taken <= factor * least * (1 + 1e-9)
+                shared += len(rows) < len(batch.rows)
+                alone += 1
+    assert alone > 20
+    assert bool(shared) == (factor > 1)

@@ -106,7 +106,7 @@ def fork_orphan() -> int | None:
     """Fork a process that falls to the next ancestor that adopts orphans, and leads a session.
 
     Returns its number, 0 if there can be none, and None in the process itself. When this returns,
-    it has its new parent.
+    it has its new parent and its session.
     """
     read_end, write_end = os.pipe()
     try:
@@ -118,8 +118,8 @@ def fork_orphan() -> int | None:
             pid = os.fork()
             if pid == 0:
                 os.close(read_end)
-                os.close(write_end)
                 os.setsid()
+                os.close(write_end)  # the parent reads until this
                 return None
             os.write(write_end, str(pid).encode())
         os._exit(0)

@@ -30,7 +30,8 @@ class ServedModel:
         start_s: seconds from the settings to an engine that is ready, and of the parts of that.
         profile_key: what a profile of its costs is kept by (``weft.cost.fit.ProfileKey``).
         versions: of what the engine runs on.
-        classes: the class table.
+        classes: the class table, with the targets that hold at the start.
+        scheduling: the policy that plans at the start and why, as a sentence.
     """
 
     name: str
@@ -58,6 +59,7 @@ class ServedModel:
     start_s: Mapping[str, float] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     classes: tuple[ServiceClass, ...] = DEFAULT_CLASSES
+    scheduling: str = ""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -21,6 +21,7 @@ from weft.cost.steps import Run, Stage, Step, StepRoom, StepRow, mixed, structur
 PASSES = 5
 LOOKS = 5  # repetitions that say where the dense curve bends
 SMALL = (1, 2, 4, 8, 16)
+LEAST_CONTEXT, LEAST_TOKENS = 64, 32  # of a sequence, and of a step
 KV_SHARE = 0.25  # of what all rows could hold; beyond that, reading KV only goes on
 GOAL = Accuracy(0.94, 0.91)
 
@@ -57,8 +58,11 @@ def profile(
         ProfileError: too few steps to fit to.
         ConfigError: the engine has no room for them.
     """
-    if room.longest < 64 or room.tokens < 32 or room.rows < 2:
-        raise ConfigError("a profile needs 64 tokens in a sequence, 32 in a step, and two rows")
+    if room.longest < LEAST_CONTEXT or room.tokens < LEAST_TOKENS or room.rows < 2:
+        raise ConfigError(
+            f"a profile needs {LEAST_CONTEXT} tokens in a sequence, {LEAST_TOKENS} in a step, and "
+            "two rows"
+        )
     room = room.share(KV_SHARE)
     stage = Stage(run, room)
     stage.fill()
@@ -66,14 +70,14 @@ def profile(
 
     def look(tokens: int) -> float:
         bar.update()
-        return statistics.median(stage.measure(_prompt(room, tokens), LOOKS))
+        return statistics.median(stage.measure(prompt_step(room, tokens), LOOKS))
 
     last = min(room.tokens, room.kv_tokens, room.rows * room.longest)
     knots = sorted(
         {*divide(look, 1, last, max(16, last // 32)), *(small for small in SMALL if small < last)}
     )
     bar.close()
-    fitted_to = [_prompt(room, tokens) for tokens in knots]
+    fitted_to = [prompt_step(room, tokens) for tokens in knots]
     fitted_to += structured(room) + mixed(room, options.steps, options.seed)
     held_out = mixed(room, options.steps // 2, options.seed + 1)
     times = _measure(stage, [*fitted_to, *held_out], len(fitted_to), options)
@@ -82,7 +86,7 @@ def profile(
     return fitted, _report(fitted, times[: len(fitted_to)], times[len(fitted_to) :], options)
 
 
-def _prompt(room: StepRoom, tokens: int) -> Step:
+def prompt_step(room: StepRoom, tokens: int) -> Step:
     """Whole prompts of so many tokens in all, without logits; one if the context allows."""
     full, rest = divmod(tokens, room.longest)
     return (StepRow(0, room.longest, False),) * full + ((StepRow(0, rest, False),) if rest else ())

@@ -115,6 +115,11 @@ class Stage:
 
     def fill(self) -> None:
         """Compute tokens into every block, so that no page is untouched and no number wild."""
+        for _ in self.filling():
+            pass
+
+    def filling(self) -> Iterator[int]:
+        """Do what ``fill`` does, a step at a time; yield how many blocks of a group are filled."""
         room = self._room
         blocks = -(-min(SHORT, room.longest) // room.block_size)
         row = StepRow(0, min(blocks * room.block_size, room.longest), False)
@@ -129,6 +134,17 @@ class Stage:
             ]
             self._seat(self._adds(step, tables))
             self._run([self._plan(step)])
+            yield first + blocks * len(step)
+
+    def repeat(self, step: Step, seconds: float, most: int) -> list[float]:
+        """Seconds of a few repetitions after one that does not count: as many as take so long.
+
+        At least one, at most ``most``.
+        """
+        self._seat(self._adds(step, self._tables(step)))
+        (first,) = self._run([self._plan(step)])
+        times = max(1, min(most, int(seconds / first)))
+        return self._run([self._plan(step) for _ in range(times)])
 
     def measure(self, step: Step, repeats: int) -> list[float]:
         """Seconds of each repetition, after some that do not count, until caches are warm."""

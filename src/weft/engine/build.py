@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from weft import __version__
+from weft.core.classes import with_targets
 from weft.core.config import EngineConfig, ResolvedConfig
 from weft.core.grammar import grammar_tokenizer
 from weft.core.ports import Executor
@@ -35,6 +36,7 @@ from weft.engine.devices import (
 from weft.engine.machine import compute_threads
 from weft.engine.model import Model, describe_kernels, find_model, resolve_settings
 from weft.engine.rank_leader import ParallelExecutor, build_parallel, meet
+from weft.engine.self_profile import choose_policy as choose_policy
 from weft.engine.weights import stored_weights
 from weft.exec.grammar import GrammarRows, Grammars
 from weft.exec.input_batch import InputBatch
@@ -48,6 +50,7 @@ from weft.models.loader import load_model
 from weft.sched.registry import make_scheduler
 from weft.sched.resources import Resources, TargetPolicy
 from weft.sched.scheduler import Limits, Scheduler
+from weft.sched.targets import derived_targets, slowdown
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -62,16 +65,18 @@ FOR_STEPS = "lower max_num_seqs, max_num_batched_tokens or kv_memory"
 SMALL_BYTES = 256 * 2**20  # of weights that one thread has copied before others have begun to help
 
 
-@dataclass(frozen=True)
+@dataclass
 class Engine:
     """A loaded model with its scheduler and executor.
 
     Attributes:
+        resources: what the scheduler is made of, but for costs and derived targets.
         start_s: seconds from the settings to each part of the start, ``ready`` being the end.
     """
 
     model: Model
     resolved: ResolvedConfig
+    resources: Resources
     scheduler: Scheduler
     executor: Executor
     grammars: Grammars
@@ -106,7 +111,8 @@ def build_engine(config: EngineConfig, returning_bytes: int = 0) -> Engine:
         )
     for key in model.generation.unhonoured:
         logger.warning("generation_config.json sets '%s', which weft does not apply.", key)
-    scheduler = _scheduler(config, resolved, model)
+    resources = _resources(config, resolved, model)
+    scheduler = _scheduler(config, resources, model)
     grammars = Grammars(lambda: _grammar_tokenizer(config, model))
     rows = GrammarRows(grammars)
     executor: Executor
@@ -130,7 +136,7 @@ def build_engine(config: EngineConfig, returning_bytes: int = 0) -> Engine:
     watch.mark("ready")
     spent = ", ".join(f"{name} after {seconds:.2f} s" for name, seconds in watch.seconds.items())
     logger.info("The start, %s: %s.", describe_executor(executor), spent)
-    return Engine(model, resolved, scheduler, executor, grammars, watch.seconds)
+    return Engine(model, resolved, resources, scheduler, executor, grammars, watch.seconds)
 
 
 def build_rank(config: EngineConfig, task: Task) -> Executor:
@@ -210,7 +216,8 @@ def _grammar_tokenizer(config: EngineConfig, model: Model) -> LLTokenizer:
     return grammar_tokenizer(text, model.spec.vocab_size, model.eos_token_ids)
 
 
-def _scheduler(config: EngineConfig, resolved: ResolvedConfig, model: Model) -> Scheduler:
+def _resources(config: EngineConfig, resolved: ResolvedConfig, model: Model) -> Resources:
+    """What schedulers are made of, but for costs and derived targets."""
     groups = [
         GroupSpec(group.name, resolved.block_size, blocks, group.window)
         for group, blocks in zip(model.facts.groups, resolved.group_blocks, strict=True)
@@ -221,16 +228,36 @@ def _scheduler(config: EngineConfig, resolved: ResolvedConfig, model: Model) -> 
         resolved.max_model_len,
         config.speculation,
     )
-    resources = Resources(
+    return Resources(
         groups,
         limits,
         config.service_classes(),
         prefix_caching=config.prefix_caching,
-        cost=measured_costs(config, model) if POLICIES[config.scheduler].needs_cost else None,
-        targets=TargetPolicy(config.slo_admission, config.slo_margin, config.slo_patience_s),
+        targets=TargetPolicy(
+            config.slo_admission,
+            config.slo_margin,
+            config.slo_patience_s,
+            slowdown(config.interactivity),
+        ),
         host_blocks=resolved.host_blocks,
     )
-    return make_scheduler(scheduler_name(config.scheduler, bool(resolved.host_blocks)), resources)
+
+
+def _scheduler(config: EngineConfig, resources: Resources, model: Model) -> Scheduler:
+    """The scheduler that is set; FCFS where that is left to weft, see ``choose_policy``."""
+    name = "fcfs" if config.scheduler == "auto" else config.scheduler
+    if POLICIES[name].needs_cost:
+        cost = measured_costs(config, model)
+        classes = derived_targets(
+            resources.classes,
+            with_targets(config.classes),
+            cost,
+            resources.limits,
+            config.interactivity,
+            config.slo_margin,
+        )
+        resources = replace(resources, cost=cost, classes=classes)
+    return make_scheduler(scheduler_name(name, bool(resources.host_blocks)), resources)
 
 
 def describe_served(config: EngineConfig, engine: Engine) -> ServedModel:

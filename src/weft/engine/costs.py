@@ -17,12 +17,13 @@ MOVE_S = 2e-5  # to launch the copies of a step
 
 
 def measured_costs(config: EngineConfig, model: Model) -> Fitted:
-    """The profile of what is to be served. Raises ProfileError, which says how to make one.
-
-    Profiles have no time for moves of KV; with a host tier it is that of a common link.
-    """
+    """The profile of what is to be served. Raises ProfileError, which says how to make one."""
     key = profile_key(config, model)
-    fitted = Fitted.load(profile_path(key, config.profile), key)
+    return with_moves(config, model, Fitted.load(profile_path(key, config.profile), key))
+
+
+def with_moves(config: EngineConfig, model: Model, fitted: Fitted) -> Fitted:
+    """The costs with the time of a common link for moves of KV, if there is a host tier."""
     if config.host_kv_memory is None or fitted.move is not None:
         return fitted
     token_s = sum(group.bytes_per_token for group in model.facts.groups) / LINK_BYTES_S

@@ -24,24 +24,27 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from weft.core.config import EngineConfig
 from weft.core.errors import EngineDeadError, InvariantError, WeftError
-from weft.core.logs import log_level, set_up_logs
+from weft.core.logs import log_level, notice, set_up_logs
 from weft.core.process import STALLED, die_with, set_process_title
+from weft.core.schedulers import POLICIES
+from weft.core.types import ServiceClass
 from weft.engine.compiling import CompilingInbox
 from weft.engine.forkserver import serve_forks
 from weft.engine.loop import EngineLoop
 from weft.engine.machine import WallClock
 from weft.engine.postpone import postpone
 from weft.ring.inbox import RingInbox
-from weft.ring.layout import EngineInfo
+from weft.ring.layout import INFO_CLASSES, EngineInfo
 from weft.ring.segment import RingFds
 
 if TYPE_CHECKING:
     from weft.engine.build import Engine
+    from weft.engine.self_profile import PolicyChoice
 
 INFO_EVERY_S = 0.25
 CHECK_EVERY_S = 10.0
@@ -84,7 +87,7 @@ def _run(options: argparse.Namespace) -> NoReturn:
     try:
         config = EngineConfig.from_mapping(orders.settings)
         set_up_logs("engine", log_level(config.log_level), config.log_format)
-        engine, served = _build(config, options.returning_bytes, laps)
+        engine, choice, served = _build(config, options.returning_bytes, laps)
         _tell(report, {"served": served})
         orders.go.wait()
         if options.standby:
@@ -102,7 +105,7 @@ def _run(options: argparse.Namespace) -> NoReturn:
     inbox.write_info(_info(engine, ready=True))
     laps.mark("rings")
     _tell(report, {"attached": laps.seconds})
-    sys.exit(_serve(engine, inbox))
+    sys.exit(_serve(engine, inbox, choice))
 
 
 class Laps:
@@ -151,17 +154,22 @@ class _Orders:
         self.inbox.stop()
 
 
-def _build(config: EngineConfig, returning_bytes: int, laps: Laps) -> tuple[Engine, str]:
-    from weft.engine.build import build_engine, describe_served
+def _build(
+    config: EngineConfig, returning_bytes: int, laps: Laps
+) -> tuple[Engine, PolicyChoice | None, str]:
+    from weft.engine.build import build_engine, choose_policy, describe_served
 
     laps.mark("imports")
     engine = build_engine(config, returning_bytes)
-    served = describe_served(config, engine).to_json()
+    choice = choose_policy(config, engine) if config.scheduler == "auto" else None
+    served = describe_served(config, engine)
+    if choice is not None:
+        served = replace(served, scheduling=choice.describe(), classes=choice.classes)
     laps.mark("model")
-    return engine, served
+    return engine, choice, served.to_json()
 
 
-def _serve(engine: Engine, inbox: RingInbox) -> int:
+def _serve(engine: Engine, inbox: RingInbox, choice: PolicyChoice | None) -> int:
     ready = CompilingInbox(inbox, engine.grammars.compile)
     loop = EngineLoop(engine.scheduler, engine.executor, ready, WallClock())
     gc.collect()
@@ -171,15 +179,19 @@ def _serve(engine: Engine, inbox: RingInbox) -> int:
     try:
         while not inbox.closed:
             busy = loop.step()
-            if not busy and time.monotonic() - checked > CHECK_EVERY_S:
-                engine.scheduler.check()
+            if time.monotonic() - checked > CHECK_EVERY_S:
+                if not busy:
+                    engine.scheduler.check()
+                if choice is not None:
+                    choice.watch(engine.scheduler, time.monotonic())
                 checked = time.monotonic()
             if not busy or time.monotonic() - told > INFO_EVERY_S:
                 inbox.write_info(_info(engine, ready=True))
                 told = time.monotonic()
             if not busy:
                 engine.check_ranks()
-                inbox.wait()
+                if not _measured(choice, engine, loop):
+                    inbox.wait()
         loop.drain()
     except Exception as error:
         loop.abandon()  # what is open stays open, for the next engine
@@ -191,6 +203,20 @@ def _serve(engine: Engine, inbox: RingInbox) -> int:
         engine.executor.close()
     inbox.close()
     return 0
+
+
+def _measured(choice: PolicyChoice | None, engine: Engine, loop: EngineLoop) -> bool:
+    """Use an idle moment for the choice of a policy; whether there was something to do."""
+    if choice is None:
+        return False
+    before = choice.policy
+    scheduler = choice.idle(engine.scheduler, engine.executor)
+    if scheduler is None:
+        return False
+    loop.scheduler = engine.scheduler = scheduler
+    if choice.policy != before:
+        notice(choice.describe())
+    return True
 
 
 def _raise_stalled(*_: object) -> None:
@@ -218,8 +244,19 @@ def _info(engine: Engine, ready: bool) -> EngineInfo:
         running=len(scheduler.sequences.running),
         paused=sum(sequence.preemptions > 0 for sequence in waiting),
         queued_prompt_tokens=sum(len(sequence.tokens) for sequence in waiting),
+        policy=list(POLICIES).index(scheduler.policy.name),
+        **_targets(scheduler.policy.classes),
         **asdict(scheduler.totals),
     )
+
+
+def _targets(classes: Sequence[ServiceClass]) -> dict[str, int]:
+    """Targets as the info page has them: of the first classes in the order of their names."""
+    found = {}
+    for index, row in enumerate(sorted(classes, key=lambda row: row.name)[:INFO_CLASSES]):
+        found[f"ttft_us_{index}"] = round(1e6 * (row.ttft_s or 0))
+        found[f"tpot_us_{index}"] = round(1e6 * (row.tpot_s or 0))
+    return found
 
 
 def _tell(report: Any, line: dict[str, Any]) -> None:

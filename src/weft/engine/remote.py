@@ -201,7 +201,9 @@ class RemoteEngine:
     def __init__(self, settings: Mapping[str, Any], meanwhile: Callable[[], None]) -> None:
         self._pid = os.getpid()
         ring = self._ring = create_ring()
-        self._process = EngineProcess.start(settings, [ring])
+        # A program that computes what it has needs no targets kept, nor an engine busy while idle.
+        given = {"scheduler": "fcfs", **settings}
+        self._process = EngineProcess.start(given, [ring])
         try:
             meanwhile()
             self.served = self._process.wait_until_ready()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 
 from weft.core.errors import InvariantError
 
@@ -49,6 +50,20 @@ class BlockPool:
         block, _ = self._cached.popitem(last=False)
         del self._block_of[self._hash_of.pop(block)]
         return block
+
+    def evict(self, blocks: Iterable[int]) -> None:
+        """Forget the content of blocks that nobody holds, so that they may be written.
+
+        Raises:
+            InvariantError: a block is held.
+        """
+        for block in blocks:
+            if self._references[block]:
+                raise InvariantError(f"block {block} is held and cannot be evicted")
+            if block in self._cached:
+                del self._cached[block]
+                del self._block_of[self._hash_of.pop(block)]
+                self._free.append(block)
 
     def find(self, block_hash: bytes) -> int | None:
         """Return the block with this content, without taking a reference."""

@@ -31,6 +31,9 @@ REASON_OF: Mapping[FinishReason, int] = {
 FINISH_OF: Mapping[int, FinishReason] = {value: reason for reason, value in REASON_OF.items()}
 
 
+INFO_CLASSES = 4  # whose targets the info page has
+
+
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
     """The info page: what the engine says about itself. All numbers; 0 where there is nothing.
@@ -47,6 +50,9 @@ class EngineInfo:
         drafted_tokens, accepted_tokens: of speculation, since the start.
         refused, demoted: requests that would have missed the target of their class.
         hidden_size: of the model, the length of an embedding.
+        policy: index in ``POLICIES`` of the policy that plans.
+        ttft_us_0, tpot_us_0, ...: targets in microseconds of the first ``INFO_CLASSES`` classes in
+            the order of their names; 0 for none.
     """
 
     ready: int = 0
@@ -80,6 +86,26 @@ class EngineInfo:
     refused: int = 0
     demoted: int = 0
     hidden_size: int = 0
+    policy: int = 0
+    ttft_us_0: int = 0
+    tpot_us_0: int = 0
+    ttft_us_1: int = 0
+    tpot_us_1: int = 0
+    ttft_us_2: int = 0
+    tpot_us_2: int = 0
+    ttft_us_3: int = 0
+    tpot_us_3: int = 0
+
+    @property
+    def targets(self) -> tuple[tuple[float | None, float | None], ...]:
+        """Seconds to the first token and between tokens of the first classes; None for none."""
+        given = (
+            (self.ttft_us_0, self.tpot_us_0),
+            (self.ttft_us_1, self.tpot_us_1),
+            (self.ttft_us_2, self.tpot_us_2),
+            (self.ttft_us_3, self.tpot_us_3),
+        )
+        return tuple((ttft / 1e6 or None, tpot / 1e6 or None) for ttft, tpot in given)
 
     def values(self) -> list[int]:
         """The fields in the order of the page."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 MEMORY = 0.95  # weight of the past at each step: about the last 20 steps count
@@ -49,6 +50,11 @@ class Pace:
     def idle(self) -> bool:
         """Whether no launched step is open."""
         return not self._launched
+
+    @property
+    def drift(self) -> float:
+        """How far predictions are off, of the kind of steps that is off farther."""
+        return max((r.value for r in self._ratios.values()), key=lambda v: abs(math.log(v)))
 
     @property
     def correction(self) -> float:

@@ -25,6 +25,7 @@ class FCFSPolicy:
         fills: whether the device computes anything; not with all KV on the host.
     """
 
+    name = "fcfs"
     preempts_ahead = True
 
     def __init__(

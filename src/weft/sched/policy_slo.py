@@ -99,6 +99,7 @@ class SLOPolicy:
         part: what is done for best effort beside the steps of the device, if anything.
     """
 
+    name = "slo"
     preempts_ahead = False
 
     def __init__(
@@ -277,6 +278,8 @@ class SLOPolicy:
         prompts = self._plan_urgent_decodes(step, begin)
         due, done = self._plan_urgent_prompts(step, prompts)
         step.limit_s = min(step.limit_s, (due - begin) / self.pace.correction)
+        if step.rows and self._present():
+            step.limit_s = min(step.limit_s, self.targets.slowdown * step.seconds())
         if self.part is not None:
             self.part.before_best_effort(step)
         self._plan_best_effort(step, now, prompts=done)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -22,11 +23,14 @@ class TargetPolicy:
             which it may come again, "off" takes it and lets it be late.
         margin: share of the target between tokens that predictions leave unused.
         patience_s: seconds without progress after which a best-effort class is helped.
+        slowdown: times as long as by itself that best effort may make a step with latency-sensitive
+            rows, however lax their targets are.
     """
 
     admission: str = "demote"
     margin: float = 0.1
     patience_s: float = 30.0
+    slowdown: float = math.inf
 
 
 DEFAULT_POLICY = TargetPolicy()

@@ -48,11 +48,13 @@ class Policy(Protocol):
     """Who comes first, how much of a step each may have, and who is admitted.
 
     Attributes:
+        name: as in ``core.schedulers.POLICIES``.
         classes: the table of service classes; the policy may have given them other priorities.
         preempts_ahead: see ``SwapMemory``; whether newest sequences may be preempted before memory
             runs short.
     """
 
+    name: str
     classes: Seq[ServiceClass]
     preempts_ahead: bool
 

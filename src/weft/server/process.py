@@ -19,8 +19,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,9 @@ from weft.api import ModelCard
 from weft.core.errors import WeftError
 from weft.core.logs import log_level, notice, set_up_logs
 from weft.core.process import die_with, raise_file_limit, set_process_title
+from weft.core.schedulers import POLICIES
 from weft.core.served import ServedModel
+from weft.core.types import ServiceClass
 from weft.ring.client import RingClient
 from weft.ring.progress import Progress
 from weft.ring.segment import RingFds
@@ -83,6 +85,8 @@ def _serve(arguments: argparse.Namespace, settings: Mapping[str, Any], served: S
             planes = options.frontends or 1
             by = f" by {planes} request planes" if planes > 1 else ""
             notice(f"serving {served.name} on {address}{by}")
+            if served.scheduling:
+                notice(served.scheduling)
 
     run_server(
         client,
@@ -148,7 +152,27 @@ class RingProbe:
         )
 
     def info(self) -> Mapping[str, Any]:
-        return asdict(self._served)
+        return {**asdict(self._served), "scheduling": self._scheduling()}
+
+    def _scheduling(self) -> dict[str, Any]:
+        """The policy that plans now, and the targets that it keeps, by class."""
+        targets = {
+            row.name: {"ttft_s": row.ttft_s, "tpot_s": row.tpot_s}
+            for row in self.classes()
+            if row.ttft_s is not None or row.tpot_s is not None
+        }
+        return {"policy": list(POLICIES)[self._client.info().policy], "targets": targets}
+
+    def classes(self) -> Sequence[ServiceClass]:
+        """The class table with the targets that the engine keeps now."""
+        names = sorted(row.name for row in self._served.classes)
+        known = dict(zip(names, self._client.info().targets, strict=False))
+        return [
+            replace(row, ttft_s=known[row.name][0], tpot_s=known[row.name][1])
+            if row.name in known
+            else row
+            for row in self._served.classes
+        ]
 
 
 if __name__ == "__main__":

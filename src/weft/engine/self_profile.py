@@ -1,0 +1,244 @@
+"""The policy of a server that sets none: FCFS until the costs of steps are known, then SLO.
+
+If no profile of this model on this machine lies in the cache folder, the engine measures itself
+while it is idle (``cost.quick_profile``), keeps the result, and goes over to the SLO policy as soon
+as no request is open. It measures again when steps take much longer or shorter than predicted.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Collection, Generator
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from weft.core.classes import with_targets
+from weft.core.config import EngineConfig
+from weft.core.errors import ConfigError, ProfileError
+from weft.core.plan import StepPlan
+from weft.core.ports import Executor
+from weft.core.types import ServiceClass
+from weft.cost.fit import Fitted, ProfileKey, profile_path
+from weft.cost.quick_profile import Result, quick_profile
+from weft.cost.steps import Run, StepRoom
+from weft.engine.costs import profile_key, with_moves
+from weft.engine.timer import Timer, room_of
+from weft.sched.batch import Totals
+from weft.sched.policy_slo import SLOPolicy
+from weft.sched.registry import compose, make_policy
+from weft.sched.resources import Resources
+from weft.sched.scheduler import Scheduler
+from weft.sched.targets import derived_targets
+
+if TYPE_CHECKING:
+    from weft.engine.build import Engine
+
+logger = logging.getLogger("weft")
+DRIFT = 1.5  # a pace of so many times the predicted one, or less than its inverse, is a drift
+DRIFT_S = 30.0  # that it must last
+AGAIN_S = 600.0  # at least between two measurements
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Where the costs of steps come from.
+
+    Attributes:
+        key: what the profile is kept by.
+        path: its file.
+        complete: adds what a profile does not measure.
+    """
+
+    key: ProfileKey
+    path: Path
+    complete: Callable[[Fitted], Fitted]
+
+
+class PolicyChoice:
+    """Chooses between FCFS and SLO while an engine serves.
+
+    Args:
+        resources: of schedulers, with costs where there is a profile.
+        given: names of classes whose targets the user has set.
+        interactivity: see ``sched.targets``.
+        seconds: that measuring may take; 0 for never.
+        run, room: how and where steps are measured.
+
+    Attributes:
+        policy: the name of the one that plans.
+        reason: why, as a sentence.
+        classes: the class table with the targets that hold.
+    """
+
+    def __init__(
+        self,
+        resources: Resources,
+        given: Collection[str],
+        interactivity: float,
+        seconds: float,
+        costs: Costs,
+        run: Run,
+        room: StepRoom,
+        layers: int,
+    ) -> None:
+        self._resources, self._given, self._interactivity = resources, given, interactivity
+        self._seconds, self._costs = seconds, costs
+        self._run, self._room, self._layers = run, room, layers
+        self.policy, self.classes = "fcfs", tuple(resources.classes)
+        self.reason = "there is no profile of the costs of steps"
+        if seconds:
+            self.reason += "; the engine measures them while it is idle"
+        self._measuring: Generator[None, None, Result] | None = None
+        self._wanted = bool(seconds)
+        self._found: Fitted | None = None
+        self._drifts_since: float | None = None
+        self._measured_at = -math.inf
+
+    def with_costs(self, cost: Fitted, scheduler: Scheduler) -> Scheduler:
+        """Return an SLO scheduler over the same cache; the given one must be idle.
+
+        Raises:
+            ConfigError: no load can keep a target that the user has set.
+        """
+        complete = self._costs.complete(cost)
+        classes = self.targets(complete)
+        resources = replace(self._resources, cost=complete, classes=classes)
+        made = compose(make_policy("slo", resources), scheduler.memory.kv, scheduler.limits)
+        for counted in fields(Totals):
+            setattr(made.totals, counted.name, getattr(scheduler.totals, counted.name))
+        self.policy, self.classes = "slo", classes
+        self.reason = f"the costs of steps are those of {self._costs.path}"
+        self._wanted = False
+        return made
+
+    def targets(self, cost: Fitted) -> tuple[ServiceClass, ...]:
+        """The class table with derived targets where the user has set none."""
+        return derived_targets(
+            self._resources.classes,
+            self._given,
+            cost,
+            self._resources.limits,
+            self._interactivity,
+            self._resources.targets.margin,
+        )
+
+    def idle(self, scheduler: Scheduler, executor: Executor) -> Scheduler | None:
+        """Use a moment in which no request is open and no step in flight.
+
+        Returns:
+            The scheduler that plans from now on, or None if there was nothing to do.
+        """
+        if self._found is not None:
+            return self._switch(scheduler, self._found)
+        if not self._wanted:
+            return None
+        self._clear(scheduler, executor)
+        try:
+            if self._measuring is None:
+                logger.info("Measuring the costs of steps while idle, %g s at most.", self._seconds)
+                self._measuring = quick_profile(
+                    self._run, self._room, self._costs.key, self._layers, self._seconds
+                )
+            next(self._measuring)
+        except StopIteration as end:
+            self._keep(end.value)
+        except (ProfileError, ConfigError) as error:
+            self._give_up(str(error))
+        return scheduler
+
+    def watch(self, scheduler: Scheduler, now: float) -> None:
+        """Want new costs where steps have taken much longer or shorter than predicted for long.
+
+        Args:
+            now: seconds, on any clock that goes on.
+        """
+        if not isinstance(scheduler.policy, SLOPolicy) or not self._seconds:
+            return
+        if not 1 / DRIFT < scheduler.policy.pace.drift < DRIFT:
+            self._drifts_since = now if self._drifts_since is None else self._drifts_since
+        else:
+            self._drifts_since = None
+        if self._drifts_since is None or now - self._drifts_since < DRIFT_S:
+            return
+        if not self._wanted and now - self._measured_at > AGAIN_S:
+            logger.warning(
+                "Steps take %.2f times what the profile predicts; their costs are measured again "
+                "while the engine is idle.",
+                scheduler.policy.pace.drift,
+            )
+            self._wanted, self._measured_at, self._drifts_since = True, now, None
+
+    def _clear(self, scheduler: Scheduler, executor: Executor) -> None:
+        """Leave no row in the executor, and nothing in the prefix cache of the measured blocks."""
+        if dropped := scheduler.sequences.take_dropped():
+            executor.launch(StepPlan(0, (), drop=dropped)).result()
+        for pool, group in zip(scheduler.cache.pools, self._room.groups, strict=True):
+            pool.evict(range(group.num_blocks))
+
+    def _keep(self, result: Result) -> None:
+        fitted, report = result
+        self._measuring, self._wanted, self._found = None, False, fitted
+        self._measured_at = time.monotonic()
+        try:
+            fitted.save(self._costs.path, report)
+        except OSError as error:
+            logger.warning("The costs of steps cannot be kept: %s.", error.strerror)
+        held_out = report["held_out"]
+        logger.info(
+            "The costs of steps are measured, in %g s; held-out steps are predicted by %s.",
+            report["seconds"],
+            f"{held_out['average']:.0%}" if held_out else "nobody",
+        )
+
+    def _give_up(self, problem: str) -> None:
+        self._measuring, self._wanted = None, False
+        self.reason = f"the costs of steps could not be measured: {problem}"
+        logger.warning("Scheduling stays with %s: %s", self.policy, self.reason)
+
+    def _switch(self, scheduler: Scheduler, cost: Fitted) -> Scheduler | None:
+        self._found = None
+        try:
+            return self.with_costs(cost, scheduler)
+        except ConfigError as error:
+            self._give_up(error.message)
+            return None
+
+    def describe(self) -> str:
+        """The policy, the reason and the targets, in one sentence."""
+        targets = ", ".join(
+            f"{row.name}: first token in {row.ttft_s:g} s, {1000 * row.tpot_s:g} ms a token"
+            for row in self.classes
+            if row.ttft_s is not None and row.tpot_s is not None
+        )
+        kept = f"; targets: {targets}" if self.policy == "slo" else ""
+        return f"scheduling by {self.policy}, as {self.reason}{kept}"
+
+
+def choose_policy(config: EngineConfig, engine: Engine) -> PolicyChoice:
+    """Let a server choose its policy by itself; it plans by SLO at once if there is a profile.
+
+    Raises:
+        ConfigError: no load can keep a target that the user has set.
+    """
+    model, scheduler = engine.model, engine.scheduler
+    key = profile_key(config, model)
+    costs = Costs(key, profile_path(key, config.profile), partial(with_moves, config, model))
+    choice = PolicyChoice(
+        engine.resources,
+        with_targets(config.classes),
+        config.interactivity,
+        config.self_profile_s,
+        costs,
+        Timer(engine.executor).run,
+        room_of(engine.model, engine.resolved),
+        model.spec.num_layers,
+    )
+    try:
+        engine.scheduler = choice.with_costs(Fitted.load(costs.path, key), scheduler)
+    except ProfileError as error:
+        logger.info("%s", error.message)
+    return choice

@@ -1,0 +1,82 @@
+"""Targets of service classes derived from what steps cost on this machine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+
+from weft.core.types import ServiceClass
+from weft.cost.model import CostModel, step_time
+from weft.cost.work import Work
+from weft.sched.first_token import first_token_s
+from weft.sched.scheduler import Limits
+
+TYPICAL_TOKENS = 1024  # of a prompt, and of the context of a decode
+LONGER = {"priority": 1.0, "interactive": 1.5}  # times as long as it must take, by class
+DIGITS = 2  # that a target is rounded up to
+
+
+def slowdown(interactivity: float) -> float:
+    """Times as long as it takes by itself that best effort may make a latency-sensitive step.
+
+    1 for an interactivity of 1, 2 for one half, 4 for none.
+    """
+    return math.exp((1 - interactivity) * math.log(4))
+
+
+def derived_targets(
+    classes: Seq[ServiceClass],
+    given: Collection[str],
+    cost: CostModel,
+    limits: Limits,
+    interactivity: float,
+    margin: float,
+) -> tuple[ServiceClass, ...]:
+    """The classes with targets that this machine keeps at half load.
+
+    Half load is half of the rows decoding. The time between tokens is that of such a step, and the
+    first token of a prompt of ``TYPICAL_TOKENS`` comes after its chunks in steps with these
+    decodes; both are never shorter than an idle machine takes, times ``slowdown``.
+
+    Args:
+        given: names of the classes that have targets of their own, or are to have none.
+        interactivity: from 0, lax, to 1, strict.
+        margin: share of a target that predictions leave unused.
+    """
+    context = max(1, min(TYPICAL_TOKENS, limits.max_model_len // 2))
+    rows = max(1, limits.max_num_seqs // 2)
+    slack = slowdown(interactivity)
+    alone, busy = (step_time(cost, [_decodes(n, context)]) for n in (1, rows))
+    tpot_s = max(slack * alone, busy / (1 - margin))
+    first_s = first_token_s(
+        cost,
+        [(0, context)],
+        _decodes(rows, context),
+        limit_s=2 * tpot_s,
+        budget=limits.max_num_batched_tokens,
+    )
+    if not math.isfinite(first_s):
+        first_s = step_time(cost, [_decodes(rows, context)]) * context
+    found = []
+    for row in classes:
+        longer = LONGER.get(row.name)
+        if longer is not None and row.name not in given:
+            ttft_s = longer * slack * first_s + 2 * tpot_s
+            row = replace(row, ttft_s=rounded_up(ttft_s), tpot_s=rounded_up(longer * tpot_s))
+        found.append(row)
+    return tuple(found)
+
+
+def rounded_up(seconds: float) -> float:
+    """The next larger number of seconds with ``DIGITS`` digits."""
+    unit = math.pow(10, math.floor(math.log10(seconds)) - DIGITS + 1)
+    return round(math.ceil(round(seconds / unit, 6)) * unit, 12)
+
+
+def _decodes(rows: int, context: int) -> Work:
+    work = Work()
+    for _ in range(rows):
+        work.add(context, 1)
+    return work

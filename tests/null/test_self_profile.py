@@ -1,0 +1,150 @@
+"""The policy of a server that sets none: FCFS, then SLO when the engine has measured itself."""
+
+from __future__ import annotations
+
+import pytest
+from costs import LinearCost
+from test_quick_profile import KEY, Machine
+
+from weft.core.classes import class_table, with_targets
+from weft.core.errors import ProfileError
+from weft.core.plan import StepPlan
+from weft.core.types import Request, SamplingParams
+from weft.cost.fit import Fitted
+from weft.cost.steps import GroupRoom, StepRoom
+from weft.engine import self_profile
+from weft.engine.self_profile import Costs, PolicyChoice
+from weft.kv.cache import GroupSpec
+from weft.sched.registry import make_scheduler
+from weft.sched.resources import Resources
+from weft.sched.scheduler import Limits
+from weft.sim.executor import ModelledExecutor
+
+GROUPS = (GroupSpec("full", 16, 512),)
+LIMITS = Limits(16, 256, 1024)
+ROOM = StepRoom(16, 1024, 256, 16, 100, (GroupRoom(512, None),))
+COST = LinearCost(step_s=1e-3, token_s=2e-5, context_s=1e-8)
+
+
+class Serving:
+    """A scheduler on the modelled executor, and steps that are measured on a machine of its own."""
+
+    def __init__(self, path, seconds: float = 60.0, classes=None, room: StepRoom = ROOM) -> None:
+        changes = classes or {}
+        resources = Resources(GROUPS, LIMITS, class_table(changes))
+        self.machine = Machine(COST)
+        self.executor = ModelledExecutor(GROUPS, 100)
+        self.scheduler = make_scheduler("fcfs", resources)
+        self.choice = PolicyChoice(
+            resources, with_targets(changes), 0.5, seconds,
+            Costs(KEY, path, lambda fitted: fitted), self.machine.run, room, 2,
+        )  # fmt: skip
+
+    def idle(self) -> bool:
+        scheduler = self.choice.idle(self.scheduler, self.executor)
+        self.scheduler = scheduler or self.scheduler
+        return scheduler is not None
+
+    def answer(self, number: int) -> None:
+        """Serve a request to its end."""
+        sampling = SamplingParams(max_tokens=5, ignore_eos=True)
+        self.scheduler.add(Request(number, tuple(range(40)), sampling))
+        tokens = 0
+        while not self.scheduler.idle:
+            plan = self.scheduler.plan(1.0)
+            outputs = self.scheduler.commit(self.executor.launch(plan).result(), 1.0)
+            tokens += len(outputs.tokens) + sum(u.token is not None for u in outputs.updates)
+        self.scheduler.plan(1.0)
+        assert tokens == 5
+
+
+@pytest.fixture(autouse=True)
+def _virtual_clock(monkeypatch):
+    quick = self_profile.quick_profile
+
+    def measured(run, room, key, layers, seconds):
+        return quick(run, room, key, layers, seconds, run.__self__.clock)
+
+    monkeypatch.setattr(self_profile, "quick_profile", measured)
+
+
+def test_an_idle_engine_measures_itself_and_goes_over_to_slo(tmp_path):
+    path = tmp_path / "profiles" / "model.json"
+    serving = Serving(path)
+    assert serving.choice.policy == "fcfs"
+    assert "measures" in serving.choice.describe()
+    number = 0
+    while serving.choice.policy == "fcfs":
+        assert serving.idle()
+        number += 1
+        if number % 40 == 0:  # requests in between find rows and blocks as ever
+            serving.answer(number)
+            serving.scheduler.check()
+    finished = serving.scheduler.totals.finished
+    assert finished == number // 40 > 0
+    assert serving.scheduler.policy.name == "slo"
+    assert str(path) in serving.choice.describe()
+    assert "interactive: first token in" in serving.choice.describe()
+    assert not serving.idle()
+    serving.answer(10**6)
+    assert serving.scheduler.totals.finished == finished + 1
+    fitted = Fitted.load(path, KEY)
+    assert fitted.dense.at(100) == pytest.approx(3e-3, rel=0.05)
+
+
+def test_prefixes_that_were_overwritten_are_not_found_again(tmp_path):
+    serving = Serving(tmp_path / "model.json")
+    serving.answer(1)
+    assert serving.scheduler.cache.find_prefix
+    assert any(pool._cached for pool in serving.scheduler.cache.pools)
+    serving.idle()
+    assert not any(pool._cached for pool in serving.scheduler.cache.pools)
+
+
+def test_without_time_for_it_nothing_is_measured(tmp_path):
+    serving = Serving(tmp_path / "model.json", seconds=0)
+    assert not serving.idle()
+    assert "there is no profile" in serving.choice.describe()
+    assert "measures" not in serving.choice.describe()
+
+
+def test_targets_out_of_reach_leave_it_with_fcfs_and_say_what_is_within(tmp_path, caplog):
+    serving = Serving(tmp_path / "model.json", classes={"interactive": {"tpot_s": 1e-4}})
+    while serving.idle():
+        pass
+    assert serving.choice.policy == "fcfs"
+    assert "Raise it to" in serving.choice.reason
+    assert any("stays with fcfs" in record.getMessage() for record in caplog.records)
+
+
+def test_an_engine_that_cannot_be_measured_stays_with_fcfs(tmp_path):
+    tiny = StepRoom(1, 8, 8, 4, 100, (GroupRoom(4, None),))
+    serving = Serving(tmp_path / "model.json", room=tiny)
+    while serving.idle():
+        pass
+    assert serving.choice.policy == "fcfs"
+    assert "could not be measured" in serving.choice.describe()
+    with pytest.raises(ProfileError):
+        Fitted.load(tmp_path / "model.json", KEY)
+
+
+def test_steps_that_drift_are_measured_again(tmp_path):
+    serving = Serving(tmp_path / "model.json")
+    while serving.idle():
+        pass
+    policy = serving.scheduler.policy
+    for step in range(200):
+        policy.pace.launched(1.0, float(2 * step))
+        policy.pace.collected(2.0 * step + 2)
+    assert policy.pace.drift == pytest.approx(2, rel=0.1)
+    start = 10**6
+    serving.choice.watch(serving.scheduler, start)
+    serving.choice.watch(serving.scheduler, start + self_profile.DRIFT_S / 2)
+    assert not serving.idle()
+    serving.choice.watch(serving.scheduler, start + self_profile.DRIFT_S + 1)
+    assert serving.idle()
+    while serving.idle():
+        pass
+    assert serving.scheduler.policy is not policy
+    assert serving.scheduler.policy.pace.drift == 1
+    serving.executor.launch(StepPlan(0, ())).result()
