@@ -19,7 +19,7 @@ CONNECT_TIMEOUT_S = 10.0
 
 @dataclass(slots=True)
 class Conversation:
-    """What was said so far."""
+    """The conversation so far."""
 
     system: str | None = None
     turns: list[dict[str, str]] = field(default_factory=list)

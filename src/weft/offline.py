@@ -1,4 +1,4 @@
-"""``weft batch``: starts an engine or finds the server, runs the batch, and says how it went."""
+"""``weft batch``: starts an engine or connects to a server, runs the batch, reports the outcome."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def run_batch(path: str, options: BatchOptions, engine_settings: Mapping[str, An
 
     Raises:
         ConfigError: a setting or a file is wrong.
-        WeftError: the engine does not start, nobody answers, or results cannot be written.
+        WeftError: the engine does not start, no server answers, or results cannot be written.
     """
     config = _check(options, engine_settings)
     source = InputFile(Path(path))
@@ -113,13 +113,13 @@ def _shape(folder: Path) -> ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class _Answering:
-    """Who answers, and what an order has to know of that.
+    """The asker, and the facts of it that an order needs.
 
     Attributes:
         at_once: requests that are open together.
         prompt: reads the prompt of a line.
         kv_tokens: that the KV memory holds; None if that is not known.
-        rates: what the model's compute and memory cost; None if nobody weighs them.
+        rates: the costs of the model's compute and memory; None if the order needs none.
         beside: what has to go on meanwhile.
     """
 
@@ -205,10 +205,10 @@ class _Batch:
     def _rates(
         self, shape: Callable[[], ModelShape], key: Mapping[str, str] | None
     ) -> Rates | None:
-        """What order blend weighs with: a sheet if one is named, else the engine's own profile.
+        """The rates for order blend: from a sheet if one is named, else from the profile.
 
         Args:
-            key: of the profile; None if nobody knows it.
+            key: of the profile; None if it is unknown.
 
         Raises:
             ConfigError: there is neither.

@@ -1,4 +1,4 @@
-"""The supervisor of ``weft serve``: starts engine and request planes, restarts them, outlives all.
+"""The supervisor of ``weft serve``: starts engine and request planes and restarts them.
 
 It does nothing else, so that nothing can make it fail. Children that lose it end by themselves.
 """
@@ -51,7 +51,7 @@ def serve(settings: Mapping[str, Any], options: ServerOptions) -> int:
 
 
 def _num_frontends(config: EngineConfig, options: ServerOptions) -> int:
-    """How many request planes there are where nothing is set.
+    """The default number of request planes.
 
     One may be killed without a second one noticing. With ``base_seed`` there is one: seeds count
     the requests of a plane, and are to be the same at each start.

@@ -1,4 +1,4 @@
-"""Bodies of requests, as the API descriptions of OpenAI and vLLM have them, and weft's extensions.
+"""Request bodies as the API descriptions of OpenAI and vLLM define them, with weft's extensions.
 
 What they have but weft does not honour is declared too, with a rule that says whether it is ignored
 or refused (see `weft.api.rules`). Such fields, and variables of templates, are left as JSON: to
@@ -108,7 +108,7 @@ class JsonSchema(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class ResponseFormat(Struct, forbid_unknown_fields=True, kw_only=True):
-    """What the output is to be.
+    """The ``response_format`` of a body.
 
     Attributes:
         schema: of a ``json_object``, as llama.cpp has it.
@@ -159,7 +159,7 @@ class GrammarText(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class CustomFormat(Struct, forbid_unknown_fields=True, kw_only=True):
-    """What the text given to a custom tool is to follow."""
+    """The format of the text that a custom tool takes."""
 
     type: Literal["text", "grammar"]
     grammar: GrammarText | None = None
@@ -210,7 +210,7 @@ class ToolChoice(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class GenerationBody(Struct, forbid_unknown_fields=True, kw_only=True):
-    """What completions and chat completions share."""
+    """Fields that completions and chat completions share."""
 
     model: Name
     frequency_penalty: Penalty | None = None

@@ -1,4 +1,4 @@
-"""Decodes bodies of requests into their declared forms; errors name the parameter that is wrong.
+"""Decodes request bodies into their declared types; errors name the wrong parameter.
 
 Unknown keys are refused at the top of a body and wherever they could change the answer, and ignored
 in the structures that say ``OPEN``: messages, their parts, tools.

@@ -1,4 +1,4 @@
-"""``/v1/embeddings``: a checked body to a job, and vectors to the answer."""
+"""``/v1/embeddings``: turns a checked body into a job, and vectors into the answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors of the API layer, and the one form in which every error goes to a client."""
+"""Errors of the API layer, and the form of every error that a client gets."""
 
 from __future__ import annotations
 

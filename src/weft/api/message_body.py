@@ -14,7 +14,7 @@ Content = str | Parts
 
 
 class Block(Struct, forbid_unknown_fields=True, kw_only=True):
-    """What every block may have."""
+    """Fields that every block may have."""
 
     type: str
     cache_control: Annotated[Raw, CACHE_HINT] = NULL
@@ -48,7 +48,7 @@ class Thinking(Block, forbid_unknown_fields=True, kw_only=True):
 
 
 class DocumentSource(Struct, forbid_unknown_fields=True, kw_only=True):
-    """Where a document's text is."""
+    """The source of a document's text."""
 
     type: str
     media_type: str | None = None
@@ -145,7 +145,7 @@ class Metadata(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class PromptBody(Struct, forbid_unknown_fields=True, kw_only=True):
-    """What makes the prompt: the body of ``POST /v1/messages/count_tokens``."""
+    """Fields that make the prompt: the body of ``POST /v1/messages/count_tokens``."""
 
     model: Name
     messages: Annotated[list[MessageTurn], Meta(min_length=1, max_length=MAX_MESSAGES)]

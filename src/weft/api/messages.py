@@ -1,4 +1,4 @@
-"""Anthropic's ``/v1/messages``: a checked body to the job of the chat that it stands for."""
+"""Anthropic's ``/v1/messages``: turns a checked body into the job of an equivalent chat."""
 
 from __future__ import annotations
 
@@ -268,7 +268,7 @@ class _Blocks:
         return found
 
     def shown(self, block: Struct, path: str) -> str:
-        """The text that a block stands for."""
+        """The text that the model sees for a block."""
         if isinstance(block, Text):
             return block.text
         if isinstance(block, ToolReference):
@@ -299,7 +299,7 @@ Placed = tuple[MessageTool, str]  # and where the request has it
 def _found(
     tools: Seq[MessageTool], choice: MessageToolChoice | None, blocks: _Blocks
 ) -> list[Placed]:
-    """The tools that the model is told of.
+    """The tools that the template shows to the model.
 
     One that is deferred waits until the result of a client's search refers to it. Where Anthropic
     was to search, which nobody does here, none waits.
@@ -332,7 +332,7 @@ def _tool_fields(
 
 
 def _tool(tool: MessageTool, path: str, notes: Notes) -> dict[str, Any] | None:
-    """A tool of the client's as a function; None for one whose schema only Anthropic knows."""
+    """A client's tool as a function; None for one whose schema only Anthropic knows."""
     if tool.type not in (None, "custom"):
         notes.ignore(f"{path}({tool.type[:MAX_SHOWN_CHARS]})")
         return None

@@ -1,4 +1,4 @@
-"""Ollama's ``/api/chat`` and ``/api/generate``: a checked body to the job that it stands for.
+"""Ollama's ``/api/chat`` and ``/api/generate``: turns a checked body into a job.
 
 Both stand for chats, except for a raw prompt, which is a completion.
 """
@@ -59,7 +59,7 @@ SET_AT_START = Ignored("it is set when the server starts")
 
 
 class Options(Struct, forbid_unknown_fields=True, kw_only=True):
-    """How to sample, and how Ollama is to run the model.
+    """Options of Ollama: sampling, and running the model.
 
     Clients send whatever their version of Ollama knows, so that unknown options are ignored.
     """
@@ -138,7 +138,7 @@ class OllamaTool(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class OllamaBody(Struct, forbid_unknown_fields=True, kw_only=True):
-    """What both endpoints share."""
+    """Fields that both endpoints share."""
 
     model: Name
     format: Raw = NULL
@@ -365,7 +365,7 @@ def _response_format(given: Raw) -> dict[str, Any] | None:
 
 
 def _think_fields(body: OllamaBody, builder: Builder) -> dict[str, Any]:
-    """What tells the template whether and how much to think."""
+    """Template variables for reasoning: whether to think, and how much."""
     think = body.think
     if isinstance(think, str) and think not in LEVELS:
         raise ParameterError(
@@ -390,7 +390,7 @@ def _think_fields(body: OllamaBody, builder: Builder) -> dict[str, Any]:
 
 
 def _continued(last: Mapping[str, Any]) -> dict[str, Any]:
-    """The model goes on with the assistant's text, if the conversation ends with that."""
+    """Continue the assistant's text if the conversation ends with it."""
     open_text = last["role"] == "assistant" and "tool_calls" not in last
     return {"continue_final_message": True} if open_text and last["content"].strip() else {}
 

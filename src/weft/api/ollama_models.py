@@ -1,4 +1,4 @@
-"""The served model as Ollama's API describes it: ``/api/tags``, ``/api/ps`` and ``/api/show``."""
+"""Ollama's descriptions of the served model: ``/api/tags``, ``/api/ps`` and ``/api/show``."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def show_model(name: str, builder: Builder) -> dict[str, Any]:
 
 
 def capabilities(builder: Builder) -> list[str]:
-    """What the model can do, as far as chats show it, in Ollama's words."""
+    """Capabilities of the model in chats, in Ollama's words."""
     template, dialect = builder.chat_template, builder.dialect
     shows_tools = template is not None and "tools" in template.variables
     found = ["completion"]

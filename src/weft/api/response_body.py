@@ -1,4 +1,4 @@
-"""``/v1/responses``: a checked body to the job of the chat that it stands for."""
+"""``/v1/responses``: turns a checked body into the job of an equivalent chat."""
 
 from __future__ import annotations
 

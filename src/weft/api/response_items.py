@@ -1,4 +1,4 @@
-"""Items of ``/v1/responses``: what a client sends, the form in which they are kept, and chats.
+"""Items of ``/v1/responses``: as a client sends them, as weft stores them, and as chat messages.
 
 An item is kept as OpenAI's API shows it, with id and status. Earlier input, earlier output and new
 input have the same form, and together make the messages of a chat.
@@ -126,7 +126,7 @@ class TextPart(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class LeftOutItem(Struct, kw_only=True):
-    """What matters of an item that is left out: the call, whose result goes with it."""
+    """The call id of an item that is left out; its result is left out, too."""
 
     call_id: Name | None = None
 
@@ -258,7 +258,7 @@ class _Reader:
 
 
 def messages_of(items: Iterable[Item]) -> list[dict[str, Any]]:
-    """The messages of the chat that items stand for.
+    """Convert items to the messages of a chat.
 
     What the assistant thinks, says and calls without somebody else between is one message.
 

@@ -1,4 +1,4 @@
-"""Rules for parameters: which are ignored and which refused, and the notes of one request.
+"""Rules for parameters: which are ignored, which are refused, and the notes on one request.
 
 A field of a body that is not honoured says so where it is declared, by `Ignored` or `Refused`
 beside its type. Decoding obeys these, and the page of parameters is made from them.
@@ -37,7 +37,7 @@ _UNPRINTABLE = re.compile(r"[^!-+\--~]")  # of a header's list: also the blank a
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Why a field is not honoured.
+    """The reason why a field is ignored or refused.
 
     Attributes:
         reason: a clause for the page of parameters; errors of refused ones add it.
@@ -58,7 +58,7 @@ class Refused(Rule):
 
 @dataclass(slots=True)
 class Notes:
-    """What is ignored of one request.
+    """The ignored parameters of one request.
 
     Attributes:
         strict: it is refused instead.
@@ -128,7 +128,7 @@ def rules_of(kind: type[Struct]) -> dict[str, Rule]:
 
 
 def is_neutral(data: bytes, neutral: tuple[Any, ...] = ()) -> bool:
-    """Whether a value asks for nothing. A long one is not even decoded: that would take long."""
+    """Whether a value has no effect. Long values are not decoded, as that takes long."""
     if len(data) > MAX_NEUTRAL_BYTES:
         return False
     try:

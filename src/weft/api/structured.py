@@ -1,4 +1,4 @@
-"""Structured output: ``response_format`` and its extensions to a grammar."""
+"""Structured output: builds the grammar from ``response_format`` and its extensions."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def _of_outputs(
 
 
 def _makers(kind: str, value: object, white: Whitespace) -> Callable[[], str]:
-    """What makes the grammar of one kind from its value."""
+    """Functions that build the grammar of each kind from its value."""
     if isinstance(value, Raw):
         return lambda: json_schema_grammar(raw_text(value), white)
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Whole answers by path: what a request asks for, and what gathers its answer."""
+"""Whole answers: maps a path to its job builder and its answer collector."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lines answered by any server with OpenAI's API, with patience for one that is busy or away."""
+"""Runs batch lines on any server with OpenAI's API; waits while it is busy or unreachable."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class HttpAsker:
             raise ConfigError("The key must be printable ASCII.", param="api_key") from None
 
     async def check(self) -> dict[str, Any]:
-        """See whether the server answers; return what one of weft's says of its engine, else {}.
+        """Check the server; return a weft server's facts of its engine, else {}.
 
         Raises:
             NobodyAnswersError: there is no server, or it refuses the key.
@@ -155,7 +155,7 @@ def _base(url: str) -> str:
 
 
 def _read(answer: httpx.Response) -> LineAnswer:
-    """An answer whose body is JSON; what is none becomes an error that shows it."""
+    """The JSON body of an answer; anything else becomes an error that quotes it."""
     status, body = answer.status_code, answer.content
     request_id = answer.headers.get("x-request-id") or new_request_id()
     try:
@@ -172,7 +172,7 @@ def _read(answer: httpx.Response) -> LineAnswer:
 
 
 def _delay_s(answer: httpx.Response | None, delay_s: float, most_s: float) -> float:
-    """How long to wait: as the server says, else somewhere around the usual delay."""
+    """The delay before a retry: the server's, or the usual one with jitter."""
     wished = None if answer is None else _retry_after_s(answer.headers.get("retry-after", ""))
     if wished is None:
         return delay_s * random.uniform(0.5, 1.5)

@@ -1,4 +1,4 @@
-"""The input of a batch: a file of lines, of which only places are kept in memory."""
+"""The input of a batch: a file of lines; memory holds only their offsets."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def _id_hash(data: bytes) -> int:
 
 
 class _Head(Struct):
-    """What a batch itself has to know of a body."""
+    """The fields of a body that the batch itself reads."""
 
     stream: bool | None = None
 

@@ -14,7 +14,7 @@ URL_CONCURRENCY = 64  # requests at once to a server that does not say how many 
 
 @dataclass(frozen=True, slots=True)
 class BatchOptions:
-    """What a user may set about ``weft batch``.
+    """Settings of ``weft batch``.
 
     Raises:
         ConfigError: a value is malformed, out of bounds, or does not go with another one.
@@ -125,7 +125,7 @@ class BatchOptions:
 
     @property
     def errors_path(self) -> Path:
-        """Where lines without a result go."""
+        """The path for lines without a result."""
         if self.errors is not None:
             return Path(self.errors)
         output = self.output_path

@@ -42,7 +42,7 @@ class InOrder:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What an order knows of a line.
+    """The prompt of a line as an order sees it.
 
     Attributes:
         tokens: of the prompt; any numbers will do that are equal where prompts are.

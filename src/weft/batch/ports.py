@@ -1,4 +1,4 @@
-"""The seams of a batch: where lines come from, who answers, in which order, where results go."""
+"""Protocols of a batch: the source of lines, the asker, the order, and the sink of results."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class NobodyAnswersError(WeftError):
 
 @dataclass(frozen=True, slots=True)
 class LineAnswer:
-    """What an HTTP server says, or would say, to one request.
+    """The answer of an HTTP server to one request, or its equivalent.
 
     Attributes:
         body: JSON.
@@ -49,7 +49,7 @@ class LineAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What came of a line.
+    """The outcome of a line.
 
     Attributes:
         custom_id: None if the line has none that can be read.
@@ -99,7 +99,7 @@ class Asker(Protocol):
         """Answer the request of line ``number``.
 
         Raises:
-            NobodyAnswersError: nobody answers any more, this line or another.
+            NobodyAnswersError: the engine or server no longer answers any line.
             WeftError: the request is refused, or has failed for good; the answer would have been
                 an error, as an answer with a status of 400 or more is.
         """

@@ -1,4 +1,4 @@
-"""The results of a batch on disk: two files of lines that are their own journal, and a state file.
+"""The results of a batch on disk: two files of lines that act as a journal, and a state file.
 
 What is done is what stands in the files. A line is appended by one write, so that a killed program
 leaves whole lines, and at most a torn one at the end, which is cut off when the batch goes on. The
@@ -56,7 +56,7 @@ class Results:
         errors: gets the lines without a result; it is there only if there are any.
         answered_by: who answers, in words that must be the same when the batch goes on.
         restart: begin anew, whatever is there.
-        retry_errors: forget the errors of an earlier run, so that their lines are asked again.
+        retry_errors: discard the errors of an earlier run, and run their lines again.
 
     Attributes:
         answered, refused: lines in either file.
@@ -221,7 +221,7 @@ class Results:
             )
 
     def _read_state(self) -> _State | None:
-        """What the state file says; None if it says nothing, or was torn before any result."""
+        """Read the state file; None if it is empty, or was cut off before any result."""
         data = os.pread(self._state, 2**20, 0)
         try:
             return msgspec.json.decode(data, type=_State)

@@ -21,7 +21,7 @@ DEFAULT_REQUESTS = 100
 
 @dataclass(frozen=True, slots=True)
 class ServeBench:
-    """What a user may set about ``weft bench serve``.
+    """Settings of ``weft bench serve``.
 
     Raises:
         ConfigError: a value is malformed, out of bounds, or contradicts another one.
@@ -149,7 +149,7 @@ class ServeBench:
 
 @dataclass(frozen=True, slots=True)
 class KernelsBench:
-    """What a user may set about ``weft bench kernels``.
+    """Settings of ``weft bench kernels``.
 
     Raises:
         ConfigError: a value is malformed or out of bounds.
@@ -173,7 +173,7 @@ class KernelsBench:
 
 @dataclass(frozen=True, slots=True)
 class ThroughputBench:
-    """What a user may set about ``weft bench throughput``, beside the engine's own settings."""
+    """Settings of ``weft bench throughput``, beside the engine's own settings."""
 
     prompts: int = setting("int", 16, "prompts that are computed at once", low=1, high=10**6)
     input_tokens: str = setting(

@@ -1,4 +1,4 @@
-"""Order of offline requests: compute-heavy and memory-heavy ones blended, shared prefixes together.
+"""Order of offline requests: blends compute-heavy and memory-heavy ones, groups shared prefixes.
 
 BlendServe: requests that stress arithmetic (long prompts) and requests that stress memory bandwidth
 (long outputs) run side by side, so that each step can overlap the two, while prompts with a common

@@ -1,4 +1,4 @@
-"""The front of the package: which of the prompts that remain should be submitted next."""
+"""The public interface of the package: selects the prompt to submit next."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Jobs:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What the engine behind has place for.
+    """The capacity of the engine behind the order.
 
     Attributes:
         kv_tokens: tokens that its KV memory holds.
@@ -155,7 +155,7 @@ class ListedOrder:
 
 
 class BlendOrder:
-    """BlendServe's order: see the package's docstring.
+    """BlendServe's order; see the docstring of the package.
 
     Samples go first. As they tell more of the lengths, the rest is sorted again: whenever they have
     run twice as long as at the last sort, when they have told enough of a kind that waited for
@@ -302,7 +302,7 @@ class BlendOrder:
         self._untold.update(added)
 
     def _place(self, leaf: int, output: int) -> Live:
-        """How a leaf that runs counts."""
+        """A running leaf as the scan counts it."""
         assert self.scan is not None
         length = int(self.tree.lengths[leaf])
         own = self._rates.compute_s(length, output) / self._rates.memory_s(length, output)

@@ -1,4 +1,4 @@
-"""Sorts a prefix tree by falling density, moving the leaves that stand out where it costs little.
+"""Sorts a prefix tree by falling density; moves outlying leaves where that costs little sharing.
 
 Children of every node by falling density keep each prefix together; a leaf that stands where it
 does not belong is moved to the root, which costs its shared prefix, as long as nearly all sharing
@@ -64,7 +64,7 @@ def sort_tree(
 
 
 class _Sorting:
-    """Where each leaf hangs, and what may still be given up."""
+    """The parent of each leaf, and the sharing that may still be given up."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Every setting of the engine, declared once, and how the open ones are decided.
+"""Every setting of the engine, declared once, and how unset ones are resolved.
 
 ``EngineConfig`` is what a user says; ``resolve`` turns it, with the facts of model and machine,
 into a frozen ``ResolvedConfig`` in which nothing is open any more.
@@ -27,7 +27,7 @@ KV_SCALE_BYTES = {"int8": 4, "fp8": 4}  # beside each row of codes of one byte
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """What a user may set. ``None`` means "decide from model and machine".
+    """Settings of the engine. ``None`` means "decide from model and machine".
 
     Raises:
         ConfigError: a value is malformed, out of bounds, or contradicts another one.
@@ -294,7 +294,7 @@ DEVICE_KV_SHARE = 0.9
 
 @dataclass(frozen=True, slots=True)
 class GroupFacts:
-    """One KV group of a model: what a token of it costs."""
+    """One KV group of a model, with the memory of a token."""
 
     name: str
     window: int | None
@@ -303,7 +303,7 @@ class GroupFacts:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What model and machine say.
+    """Facts of model and machine that resolve unset settings.
 
     Attributes:
         max_position_embeddings: tokens that the model was made for.
@@ -323,7 +323,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedConfig:
-    """Nothing open: what the engine is built from.
+    """The resolved settings, from which the engine is built; nothing is unset.
 
     Attributes:
         kv_memory: what there was for the KV.

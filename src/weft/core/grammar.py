@@ -1,4 +1,4 @@
-"""Grammars compiled by llguidance, alike where requests are checked and where tokens are chosen."""
+"""Compiles grammars with llguidance, for both the check of a request and sampling."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def compile_grammar(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
 
 
 def explain(message: str) -> str:
-    """What the library says, in one short line."""
+    """The library's error in one short line."""
     for theirs, ours in _OWN_WORDS:
         message = re.sub(f"^{theirs}", ours, message, flags=re.DOTALL)
     text = " ".join(message.split("<state>")[0].split("<non-verbose/>")[0].split())

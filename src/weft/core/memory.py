@@ -1,4 +1,4 @@
-"""Memory limits of the control groups that this process is in, and deaths that they caused."""
+"""Memory limits of this process's control groups, and out-of-memory kills under them."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ class MemoryKills:
         return time.monotonic() - self._rose_s < RECENT_S
 
     def explain(self) -> str:
-        """What ran out, for the log."""
+        """The memory limit that was reached, for the log."""
         limit = memory_limit(self._groups)
         if limit is None:
             return "the memory of this machine ran out"

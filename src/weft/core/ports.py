@@ -1,4 +1,4 @@
-"""The seams of the engine. The loop knows these protocols and nothing else."""
+"""Protocols of the engine; the loop depends on nothing else."""
 
 from __future__ import annotations
 

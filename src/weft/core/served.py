@@ -1,4 +1,4 @@
-"""What the engine tells the request plane about the model that it serves."""
+"""Facts of the served model that the engine sends to the request plane."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ServedModel:
         weights: how most of them are stored: a dtype, or the bits of integers and their scales.
         kv_memory: what was set or found for the KV, so that another engine gets the same.
         device: what computes: ``cpu``, or the name of a GPU.
-        executor: how steps are run, for people.
+        executor: a readable description of how steps run.
         start_s: seconds from the settings to an engine that is ready, and of the parts of that.
         profile_key: what a profile of its costs is kept by (``weft.cost.fit.ProfileKey``).
         versions: of what the engine runs on.

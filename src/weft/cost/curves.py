@@ -1,4 +1,4 @@
-"""Curves through measured points: piecewise linear, found by divide and conquer, and bilinear."""
+"""Curves through measured points: piecewise linear (measured adaptively) and bilinear."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user may set about ``weft profile``, declared once."""
+"""Every setting of ``weft profile``, declared once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weft.core.settings import check_settings, setting
 
 @dataclass(frozen=True, slots=True)
 class ProfileOptions:
-    """What a user may set about ``weft profile``, beside the engine's own settings."""
+    """Settings of ``weft profile``, beside the engine's own settings."""
 
     repeats: int = setting("int", 20, "times that each step is measured", low=20, high=10**6)
     steps: int = setting(

@@ -1,4 +1,4 @@
-"""The measured costs that an engine plans with, and the key that they are kept by."""
+"""The measured costs that an engine plans with, and the key of their profile."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def measured_costs(config: EngineConfig, model: Model) -> Fitted:
 
 
 def profile_key(config: EngineConfig, model: Model) -> ProfileKey:
-    """What a profile of an engine with these settings is valid for."""
+    """The key of the profile for an engine with these settings."""
     quantize = "" if config.quantize == "none" else f" {config.quantize}/{config.quantize_group}"
     kv = "" if config.kv_dtype == "auto" else f" kv {config.kv_dtype}"
     kernels = model.ops.describe()
@@ -50,7 +50,7 @@ def profile_key(config: EngineConfig, model: Model) -> ProfileKey:
 
 
 def _hardware(config: EngineConfig, model: Model) -> str:
-    """What computes, and how steps reach it."""
+    """The device, and how steps reach it."""
     if model.device.type == "cpu":
         return f"{cpu_name()}, {compute_threads(config)} threads"
     return f"{device_name(model.device)}{'' if config.graphs else ', uncaptured'}"

@@ -21,7 +21,7 @@ from weft.ring.segment import RingFds
 
 TICK_S = 0.5
 LONGEST_DELAY_S = 0.1
-STALLED_GRACE_S = 2.0  # for an engine without steps to say who is concerned
+STALLED_GRACE_S = 2.0  # for an engine without progress to record its sequences
 MOST_FAILURES = 4  # engines that say why they cannot start, until nobody is started any more
 STANDBY_BYTES = 512 * 2**20  # of a standby beside its weights
 STANDBY_SHARE = 0.25  # of the free memory, up to which a standby is kept without being asked for
@@ -66,7 +66,7 @@ class EngineKeeper:
 
     @property
     def pids(self) -> set[int]:
-        """Processes that somebody here waits for."""
+        """Processes that this keeper waits for."""
         active = set() if self._active is None else {self._active.process.pid}
         return active | self._reserve.pids
 
@@ -161,9 +161,9 @@ class EngineKeeper:
                 return
 
     def _blame_memory(self) -> None:
-        """An engine was killed for memory: tell the rings that no request is to blame.
+        """Record in the rings that memory, not a request, killed the engine.
 
-        A standby that nobody asked for is not kept any more.
+        From then on a standby is kept only if it is set explicitly.
         """
         for page in self._pages:
             page.killed_for_memory()

@@ -44,7 +44,7 @@ Prompt = str | Seq[int]
 
 @dataclass(slots=True)
 class GenerationResult:
-    """What came of one prompt.
+    """The result of one prompt.
 
     Attributes:
         text: the generated text, without the prompt and, unless asked for, without a stop string.
@@ -79,7 +79,7 @@ class Delta:
 
 
 class _News(NamedTuple):
-    """What an update added, and whether the engine should end the request now."""
+    """The output of an update, and whether the engine should end the request now."""
 
     text: str
     token_ids: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""The model that is to be served: what it is, and its device, dtype and kernels. Loads nothing."""
+"""The model to serve: its spec, device, dtype and kernels. Loads no weights."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Model:
 
     @property
     def folder(self) -> Path:
-        """Where tokeniser, template and sampling defaults are looked for."""
+        """The folder of tokeniser, template and sampling defaults."""
         return self.source.parent if self.source.is_file() else self.source
 
     @property
@@ -69,7 +69,7 @@ class Model:
 
     @property
     def sampling_defaults(self) -> dict[str, Any]:
-        """What ``SamplingParams`` takes for fields that a request leaves open."""
+        """Defaults of ``SamplingParams`` for fields that a request leaves unset."""
         given = self.generation
         values = {name: getattr(given, name) for name in NEUTRAL}
         values["max_tokens"] = given.max_new_tokens
@@ -146,7 +146,7 @@ def resolve_settings(
 
 
 def describe_kernels(config: EngineConfig, model: Model) -> dict[str, dict[str, str]]:
-    """What computes each op, the layers, and the sums over ranks.
+    """The kernel of each op, of the layers, and of the sums over ranks.
 
     For each its ``kernel`` and ``dtype``, of attention also its ``kv_dtype``; where kernels are
     launched, also the ``tuning``: where their launches come from.
@@ -170,7 +170,7 @@ def describe_kernels(config: EngineConfig, model: Model) -> dict[str, dict[str, 
 
 
 def _free_memory(device: torch.device, ranks: int, returning_bytes: int) -> int:
-    """What a rank may take: its share of a host, all of its GPU."""
+    """The memory for a rank: its share of a host's, or all of its GPU's."""
     if device.type == "cpu":
         return free_memory(device) // ranks + returning_bytes
     return free_memory(device)

@@ -1,4 +1,4 @@
-"""Puts off the import of a module until something of it is used."""
+"""Postpones the import of a module until its first use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine process: builds the engine, then serves rings until it is told to stop.
+"""The engine process: builds the engine, then serves rings until it receives a stop signal.
 
     python -m weft.engine.process --ring FDS [--ring FDS ...] --report FD --parent PID
     python -m weft.engine.process --fork-for FD
@@ -106,7 +106,7 @@ def _run(options: argparse.Namespace) -> NoReturn:
 
 
 class Laps:
-    """How long each part of a start took.
+    """The time that each part of a start took.
 
     Args:
         since: when the first one began, on the monotonic clock.
@@ -126,7 +126,7 @@ class Laps:
 
 
 class _Orders:
-    """What the parent says on standard input.
+    """Orders of the parent on standard input.
 
     Attributes:
         settings: the first line.

@@ -1,4 +1,4 @@
-"""The work of ``weft profile``: steps of a built engine, measured as its loop would run them."""
+"""``weft profile``: measures steps of a built engine as its loop runs them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def profile_engine(
 
 
 def room_of(engine: Engine) -> StepRoom:
-    """What steps by hand may use of an engine."""
+    """The limits of hand-made steps on an engine."""
     resolved, model = engine.resolved, engine.model
     groups = zip(model.facts.groups, resolved.group_blocks, strict=True)
     return StepRoom(

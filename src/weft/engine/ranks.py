@@ -1,4 +1,4 @@
-"""Rank 0 of a model that is cut: starts the other ranks, and sends them the plans that it runs.
+"""Rank 0 of a tensor-parallel model: starts the other ranks and sends them its plans.
 
 Every rank runs the same executor on its part. All of them have all logits, so each chooses the same
 tokens, and nothing has to be sent back; a rank that chose others would end the engine.
@@ -39,7 +39,7 @@ DEATH_S = 1.0  # in which a rank that has ended is found after a collective has 
 
 @dataclass(frozen=True)
 class Task:
-    """What a rank has to know; the first message to it.
+    """The task of a rank, sent in the first message.
 
     Attributes:
         settings: those of the engine, with what rank 0 has decided.

@@ -1,4 +1,4 @@
-"""Starts an engine process and speaks with it through a ring. Torch-free."""
+"""Starts an engine process and talks to it through a ring. Torch-free."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class EngineProcess:
         """As ``start``, but let the fork server start it.
 
         Args:
-            standby: nobody waits for it.
+            standby: it is not needed at once.
             returning_bytes: memory that another engine gives back before this one is used.
             patience_s: with a fork server that is not ready yet.
         """
@@ -127,7 +127,7 @@ class EngineProcess:
         return code in (-signal.SIGKILL, BROKEN) and self.kills.recent()
 
     def why_ended(self, code: int) -> str:
-        """Why it has just ended, in words."""
+        """The reason why the process has just ended, in words."""
         why = describe_exit(code)
         if not self.killed_for_memory(code):
             return why
@@ -167,7 +167,7 @@ class _Pipes:
         return self
 
     def take(self) -> tuple[IO[bytes], IO[str]]:
-        """The own ends; those that nobody takes are closed as well."""
+        """Take this side's descriptors; those not taken are closed as well."""
         ends = os.fdopen(self._orders, "wb"), os.fdopen(self._report)
         self._orders = self._report = -1
         return ends

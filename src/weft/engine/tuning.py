@@ -1,4 +1,4 @@
-"""The work of ``weft profile --tune``: launches of products and attention measured on this GPU."""
+"""``weft profile --tune``: measures launches of matrix products and attention on this GPU."""
 
 from __future__ import annotations
 

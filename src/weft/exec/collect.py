@@ -68,7 +68,7 @@ class StepOutput:
         self._prompt_logprobs: dict[int, PromptLogprobs] = {}
 
     def result(self, step_id: int) -> StepResult:
-        """What the step gave."""
+        """The result of the step."""
         return StepResult(
             step_id,
             tuple(self._ids),
@@ -192,7 +192,7 @@ def normalised(state: Tensor) -> bytes:
 
 
 def no_memory(tokens: int) -> OutOfMemoryError:
-    """What becomes of a request for whose tokens there is no memory."""
+    """The failure of a request whose tokens find no memory."""
     return OutOfMemoryError(
         f"There is not enough memory to compute {tokens} tokens of this request."
     )

@@ -1,4 +1,4 @@
-"""Grammars of executor rows: which tokens may come next, and what came.
+"""Grammars of executor rows: masks of the allowed tokens, advanced by the sampled ones.
 
 Compiling takes up to tenths of a second, so it is done on threads before a sequence is admitted
 (`Grammars.compile`); a row then starts from a copy, which takes microseconds.
@@ -75,7 +75,7 @@ class Grammars:
 
 @dataclass(slots=True)
 class _Row:
-    """Where one row stands in its grammar; ``error`` says why it cannot go on."""
+    """The grammar state of one row; ``error`` is set if it cannot continue."""
 
     grammar: str
     output: list[int]

@@ -58,7 +58,7 @@ from weft.models.decoder import Decoder
 
 @dataclass(frozen=True)
 class Steps:
-    """What steps are like.
+    """The sizes and kinds of steps.
 
     Attributes:
         max_tokens: of a step.
@@ -225,9 +225,10 @@ class GraphExecutor:
             self._finish_all()
 
     def _add_row(self, row: int, output: StepOutput) -> None:
-        """Have the device know a row; if there is no memory for that, end its sequence alone.
+        """Add a row on the device; if its memory runs out, end its sequence alone.
 
-        Its steps run on until that is known: what they read of another row is nobody's harm.
+        Until then its steps run on; they may read the parameters of an earlier row, which affects
+        no other sequence.
         """
         with self._memory_guard() as memory:
             self._rows.add_row(row)
@@ -382,7 +383,7 @@ class GraphExecutor:
         sampled.logprobs.update({i: entry for i, entry in scored if sampled.finite[i]})
 
     def _sample_on_host(self, part: LaunchedBatch, at: list[int], sampled: Sampled) -> None:
-        """Choose the tokens of some samples, which what the host knows of their rows decides."""
+        """Sample on the host the samples that depend on the host's state of their rows."""
         inputs, rows = part.packed.inputs, part.rows[at]
         with self._memory_guard() as memory:
             of = inputs.sample_at[at].to(self._device.where)

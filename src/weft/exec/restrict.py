@@ -1,4 +1,4 @@
-"""Tokens that rows may sample beside their grammars: allowed ids, and the ends of bad words.
+"""Restricts the tokens that rows may sample, beside grammars: allowed ids and bad words.
 
 What a row may not sample follows from its parameters and tokens alone, so that drafts, preemption
 and recovery need nothing of it.
@@ -20,7 +20,7 @@ from weft.core.types import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """What one row may sample.
+    """The tokens that one row may sample.
 
     Attributes:
         allowed: ids [A]; None for all.

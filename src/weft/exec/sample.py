@@ -1,4 +1,4 @@
-"""From logits to tokens.
+"""Samples tokens from logits.
 
 Order: penalties, bias, minimum length, allowed ids and bad words, grammar, then greedy choice, or
 temperature, top-k, top-p, min-p and a draw. One random number a token, a function of the row's seed

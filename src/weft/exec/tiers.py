@@ -1,4 +1,4 @@
-"""Copies of KV between the device and the memory of the host, in the order of the device's work."""
+"""Copies KV between device and host memory, in the order of the device's work."""
 
 from __future__ import annotations
 

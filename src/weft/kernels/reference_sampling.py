@@ -1,4 +1,4 @@
-"""The choice of tokens in plain numpy, a row at a time: the truth of the tests of every sampler."""
+"""Sampling in plain numpy, row by row: the reference of every sampler's tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sampling on a device before and after the choice of a token, in plain torch, and what it reads.
+"""Sampling on a device in plain torch: its inputs, and the steps around the choice of a token.
 
 ``process_logits`` changes logits as requests ask for it; ``verify_drafts`` takes the tokens that
 were chosen.
@@ -40,7 +40,7 @@ class SampleBatch:
 
 @dataclass(frozen=True)
 class RowState:
-    """What sampling keeps of executor rows [R] on the device, and of one row more, for padding.
+    """Sampling state of executor rows [R] on the device, plus one row for padding.
 
     ``asked`` has for each row three float32 numbers, the repetition, presence and frequency
     penalty, the number of edits, and the edits. An edit is a token id, a float32 value and a count:

@@ -1,4 +1,4 @@
-"""KV accounting over two tiers: the device's cache, the host's, and what moves between them.
+"""KV accounting over two tiers: the device's cache, the host's, and the moves between them.
 
 Where a sequence's KV lies over a move (swap-out; swap-in is the mirror):
 
@@ -60,7 +60,7 @@ class TieredCache:
         self._leases: dict[int, list[Lease]] = {}
 
     def tier_of(self, sequence_id: int) -> Tier:
-        """Where the KV of the sequence lies; the device for one that has none."""
+        """The tier of the sequence's KV; the device if it has none."""
         return Tier.DEVICE if self.host.table(sequence_id) is None else Tier.HOST
 
     def tier(self, tier: Tier) -> KVCache:
@@ -153,7 +153,7 @@ class TieredCache:
         return sequence_id in self._leases
 
     def coming(self) -> list[int]:
-        """Blocks of the device, by group, that moves in flight give up if nobody shares them."""
+        """Device blocks, by group, that moves in flight will release unless they are shared."""
         counts = [0] * len(self.groups)
         for leases in self._leases.values():
             for tier, table in (pair for lease in leases for pair in lease.tables):

@@ -1,4 +1,4 @@
-"""What the families share when they read ``config.json``. Torch-free."""
+"""Shared helpers of the families for reading ``config.json``. Torch-free."""
 
 from __future__ import annotations
 

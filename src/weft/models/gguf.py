@@ -1,4 +1,4 @@
-"""Model files of llama.cpp (GGUF): metadata as a config, tensors as floats, read by ``gguf``.
+"""GGUF files of llama.cpp: metadata as a config, tensors decoded to floats by ``gguf``.
 
 Integers of any GGUF type become floats as the ``gguf`` package defines; the loader may then round
 them to weft's own formats.

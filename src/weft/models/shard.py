@@ -1,4 +1,4 @@
-"""How a model is cut for tensor parallelism: what each rank has of every parameter. Torch-free.
+"""Splits a model for tensor parallelism: the part of every parameter on each rank. Torch-free.
 
 Projections into heads and into the MLP are cut by outputs, those back by inputs (Shoeybi et al.
 2019, Megatron-LM, section 3), experts like the MLP, embedding and output head by vocabulary. Norms,
@@ -19,7 +19,7 @@ ADDED_ONCE = ("output_bias", "down_bias")  # to sums over all ranks
 
 @dataclass(frozen=True)
 class Shard:
-    """Which part of a model: that of one rank, or all of it."""
+    """A part of a model: that of one rank, or all of it."""
 
     rank: int = 0
     size: int = 1

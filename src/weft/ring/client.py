@@ -59,9 +59,9 @@ class RingClient:
     # -- requests -----------------------------------------------------------------------------
 
     def submit(self, requests: Seq[Request], sink: Sink) -> None:
-        """Hand over all of these requests, or none of them.
+        """Submit all of these requests, or none of them.
 
-        What a request has given out already (``output``) is not told again.
+        Tokens that a request already has in ``output`` are not published again.
 
         Raises:
             EngineBusyError: slots or arena are full (429).
@@ -117,7 +117,7 @@ class RingClient:
         raise EngineBusyError("The server is at its limit of requests in flight; try again later.")
 
     def _most_tokens(self, request: Request) -> int:
-        """How many tokens the engine can publish: the output has room for exactly these."""
+        """The most tokens that the engine can publish; the output has room for exactly these."""
         if not 0 < len(request.prompt) <= SIZES["max_records"]:
             raise ParameterError("The prompt is empty or far too long.", param="prompt")
         info = self.info()
@@ -138,7 +138,7 @@ class RingClient:
             self._ring.cancel(sequence_id, REASON_OF[reason])
 
     def info(self) -> EngineInfo:
-        """What the engine last said about itself."""
+        """The engine's latest info page."""
         values = self._ring.info()
         if values:  # empty while an engine that died amid writing has no successor
             self._info = EngineInfo(**values)

@@ -1,4 +1,4 @@
-"""What Python shares with ``ring.hpp``: states, reasons and the engine's info page.
+"""The layout that Python shares with ``ring.hpp``: states, reasons and the engine's info page.
 
 Every number comes from the compiled header through the binding; nothing is typed twice.
 """

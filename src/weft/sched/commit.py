@@ -1,4 +1,4 @@
-"""Commits collected steps: tokens appended, full blocks hashed, sequences ended."""
+"""Commits collected steps: appends tokens, hashes full blocks, ends sequences."""
 
 from __future__ import annotations
 

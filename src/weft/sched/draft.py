@@ -1,4 +1,4 @@
-"""Drafts by prompt lookup: what followed the last tokens when they stood in the text before.
+"""Drafts by prompt lookup: the tokens that followed an earlier occurrence of the last ones.
 
 Saxena 2023, "Prompt lookup decoding". A draft pays only where text repeats, and its sequence waits
 for a step before it and one after it. What a draft would have been worth shows without one, too:
@@ -56,7 +56,7 @@ class NgramDrafter:
         return tuple(draft)
 
     def _find(self, tokens: Seq[int]) -> int | None:
-        """Where the text went on after the last place of its last tokens, the most that match."""
+        """The position after the latest, longest earlier match of the last tokens."""
         if not self._catch_up(tokens) or self._right < WORTH:
             return None
         for size in SIZES:

@@ -1,4 +1,4 @@
-"""The memory of a scheduler with a host tier: KV that gives way is kept in the host's memory.
+"""Scheduler memory with a host tier: moves KV to host memory when blocks run out.
 
 A sequence whose KV lies with the host keeps its row. With `SwapMemory` it waits there: before the
 device's memory runs short the newest leave, and the oldest come back while there is ample room,
@@ -27,10 +27,10 @@ SPARE = 20  # a swap-in leaves one in so many blocks free, as NEO's own code doe
 
 @dataclass(slots=True)
 class Movements:
-    """What changes the tier in a step.
+    """The moves between tiers in a step.
 
     Attributes:
-        kept: sequences that move, or have got blocks and get a place: nobody preempts them now.
+        kept: sequences that move, or that have blocks and get a place; not to be preempted now.
         left: sequences whose KV leaves for the host layer by layer, after this step.
     """
 
@@ -134,7 +134,7 @@ class HostMemory(DeviceMemory):
         upto: int,
         next_victim: Callable[[], Sequence | None],
     ) -> bool:
-        """Reserve host blocks for the sequence's first ``upto`` tokens; later ones give way.
+        """Reserve host blocks for the first ``upto`` tokens, if need be those of later sequences.
 
         Args:
             next_victim: the sequence of the host that is preempted next, if any may be.

@@ -1,4 +1,4 @@
-"""How long steps really take beside what was predicted, and when the launched ones will end."""
+"""Compares measured step times with predictions, and predicts the end of launched steps."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ PRIOR_STEPS = 3  # steps at the tightest target that predictions count as exact 
 
 @dataclass(frozen=True, slots=True)
 class TargetPolicy:
-    """How targets are kept.
+    """Settings of the targets.
 
     Attributes:
         admission: what becomes of a request that would miss its target for the first token, as is
@@ -92,7 +92,7 @@ def check_targets(classes: Seq[ServiceClass], cost: CostModel, policy: TargetPol
 
 
 class BestEffortPart(Protocol):
-    """What is done for best effort beside the steps of the device."""
+    """Best-effort work beside the steps of the device."""
 
     def busy(self) -> bool:
         """Whether a step without rows has something to do."""
@@ -465,7 +465,7 @@ class SLOPolicy:
     # -- committing ---------------------------------------------------------------------------
 
     def collected(self, now: float) -> None:
-        """The oldest launched step has ended; ``now`` is 0 where nobody knows when."""
+        """The oldest launched step has ended; ``now`` is 0 if the time is unknown."""
         self.pace.collected(now)
         self._now = max(self._now, now)
 

@@ -1,4 +1,4 @@
-"""Equal prompts in flight: the first one computes the shared part, the others wait for it."""
+"""Shared prefixes in flight: the first sequence computes the prefix, the others wait for it."""
 
 from __future__ import annotations
 

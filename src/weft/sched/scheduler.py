@@ -1,4 +1,4 @@
-"""The scheduler: requests in, steps out, results in; a policy and a memory decide.
+"""The scheduler: adds requests, plans steps and commits results, with a policy and a memory.
 
 The policy says who comes first, how much of a step each may have, and who is admitted
 (``policy_fcfs.py``, ``policy_slo.py``). The memory says what happens when KV blocks run out, and
@@ -45,7 +45,7 @@ class Limits:
 
 
 class Policy(Protocol):
-    """Who comes first, how much of a step each may have, and who is admitted.
+    """Orders sequences, shares out each step, and admits requests.
 
     Attributes:
         classes: the table of service classes; the policy may have given them other priorities.
@@ -63,14 +63,14 @@ class Policy(Protocol):
         """Return the next step, or None if there is nothing to do at present."""
 
     def collected(self, now: float) -> None:
-        """The oldest launched step has ended; ``now`` is 0 where nobody knows when."""
+        """The oldest launched step has ended; ``now`` is 0 if the time is unknown."""
 
     def check(self) -> None:
-        """Raise InvariantError if what the policy remembers is not true."""
+        """Raise InvariantError if the policy's state is inconsistent."""
 
 
 class SchedulerPart(Protocol):
-    """What a scheduler does beside policy and memory."""
+    """Scheduling work beside policy and memory."""
 
     def attach(self, scheduler: Scheduler) -> None:
         """Be a part of this scheduler."""
@@ -85,7 +85,7 @@ class SchedulerPart(Protocol):
         """Take in what a result has for the part."""
 
     def check(self) -> None:
-        """Raise InvariantError if what the part remembers is not true."""
+        """Raise InvariantError if the part's state is inconsistent."""
 
 
 class Scheduler:

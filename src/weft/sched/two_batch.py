@@ -1,4 +1,4 @@
-"""Load-aware scheduling over two tiers: the host's memory and cores enlarge the batch (NEO).
+"""Load-aware scheduling over two tiers: host memory and cores enlarge the batch (NEO).
 
 A step is what FCFS would compute on the device, and what the host can add to it (NEO section 3.2):
 

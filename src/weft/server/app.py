@@ -1,4 +1,4 @@
-"""The HTTP application: routes, and what stands around them."""
+"""The HTTP application: routes and middleware."""
 
 from __future__ import annotations
 

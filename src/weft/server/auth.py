@@ -1,4 +1,4 @@
-"""Demands API keys: who may ask, and how much at once."""
+"""Checks API keys, and limits the open requests of each key."""
 
 from __future__ import annotations
 

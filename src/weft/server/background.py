@@ -1,4 +1,4 @@
-"""Background responses: made without a connection, kept as they come, taken up from the dead."""
+"""Background responses: run without a connection, stored as they grow, resumed after a death."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class _KeptRequest(msgspec.Struct):
 
 
 class _Progress(msgspec.Struct):
-    """What one chunk was made from: tokens, and the ids of calls that began in it."""
+    """The sources of one chunk: tokens, and the ids of calls that began in it."""
 
     tokens: list[tuple[int, TokenLogprob | None]]
     call_ids: list[str]
@@ -89,7 +89,7 @@ class _Making:
         return halted
 
     def chunk(self, last: bytes = b"") -> Chunk:
-        """What is to be kept next."""
+        """The next chunk to store."""
         return Chunk(
             self.num_kept, self.writer.count - self.num_kept, self.events + last, self.progress
         )
@@ -205,7 +205,7 @@ class Background:
         return _Following(self._service, reader, await reader.read())
 
     async def watch(self) -> None:
-        """Go on with runs that nobody makes any more, and end those that are to end; for ever."""
+        """Resume runs whose process has died, and end those that are due; runs for ever."""
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             adopting = not self._service.draining
@@ -278,11 +278,11 @@ class Background:
         await asyncio.sleep(STORE_PAUSE_S)
 
     async def _resume(self, run: Run) -> _Making:
-        """The writer of a run, as far as its last process has kept what it wrote.
+        """Build the writer of a run from the events that its last process stored.
 
         Raises:
-            RequestCrashedError: it was taken up too often, and never got ahead.
-            WeftError: nobody can go on with it.
+            RequestCrashedError: it was resumed too often without progress.
+            WeftError: no process can resume it.
         """
         if not run.served_here:
             raise WeftError("No server has the model of this response any more.")
@@ -387,7 +387,7 @@ class _EventReader:
         self._after = after
 
     async def read(self) -> Events:
-        """What there is after what was read last. Raises as `Background.follow`."""
+        """Return the events after the last read. Raises as `Background.follow`."""
         end = time.monotonic() + PATIENCE_S
         while True:
             try:

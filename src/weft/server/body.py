@@ -1,4 +1,4 @@
-"""Reading the body of a request within its limit."""
+"""Reads the body of a request within its limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``/v1/embeddings``: inputs go to the engine in waves, which leaves room for other clients."""
+"""``/v1/embeddings``: submits inputs in waves, which leaves room for other clients."""
 
 from __future__ import annotations
 

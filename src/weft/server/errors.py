@@ -97,6 +97,6 @@ async def handle_http_error(request: Request, error: Exception) -> Response:
 
 
 async def handle_bug(_: Request, error: Exception) -> Response:
-    """Answer for an exception that nobody expected; the server logs it with its trace."""
+    """Answer an unexpected exception; the server logs it with its trace."""
     status, body = describe_error(error)
     return json_response(body, status, {"x-request-id": REQUEST_ID.get()})

@@ -1,4 +1,4 @@
-"""Answers that the engine computes: whole, or as server-sent events."""
+"""Generated answers: whole, or as server-sent events."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ class Streamed(Protocol):
 
 
 async def _nothing(_: Any) -> None:
-    """The end of an answer that nobody keeps."""
+    """The empty end of an answer that is not stored."""
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How an endpoint answers a job.
+    """An endpoint's form of answers.
 
     Attributes:
         keep: awaited when the answer is complete, before its end is sent.

@@ -1,4 +1,4 @@
-"""``/invocations``, the one path that hosting platforms know: chats, completions, embeddings."""
+"""``/invocations``, the path of hosting platforms: chats, completions and embeddings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keeps a request-plane process at its ring and at the port: restarts it until it is to end."""
+"""Keeps a request-plane process at its ring and port: restarts it until it is stopped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""API keys: read from settings and from a file that may change, and found in constant time."""
+"""API keys: read from settings and from a watched file, compared in constant time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The request plane's main function: serve until told to stop, then drain."""
+"""The main function of the request plane: serves until a stop signal, then drains."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Prometheus metrics with the names that dashboards of LLM servers read.
+"""Prometheus metrics, with the names that dashboards of LLM servers use.
 
-The hot path adds to plain numbers; families are built when somebody scrapes.
+The hot path adds to plain numbers; families are built at each scrape.
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ class JobTimer:
         return [end.sequence_id for end in ends]
 
     def close(self, open_sequences: int) -> None:
-        """Count sequences that nobody waits for any more as cancelled."""
+        """Count abandoned sequences as cancelled."""
         self._metrics.finished["cancelled"] += open_sequences
         if open_sequences:
             self.ends.append("cancelled")
@@ -296,7 +296,7 @@ class JobTimer:
         metrics.decode_time.observe(now - times[0])
 
     def _judge(self, update: Update, times: list[float] | None) -> None:
-        """Count targets kept and missed; not of whoever left, nor of vectors."""
+        """Count targets kept and missed, except for cancelled requests and embeddings."""
         if update.finish is FinishReason.CANCELLED or update.embedding is not None:
             return
         if update.finish is FinishReason.ERROR or times is None:

@@ -96,7 +96,7 @@ def ollama_error(_: int, body: Mapping[str, Any]) -> tuple[Any, Mapping[str, str
 
 
 class _Handlers:
-    """What answers each route."""
+    """The handlers of the routes."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -169,7 +169,7 @@ class _Handlers:
         return json_response({"version": OLLAMA_VERSION})
 
     async def alive(self, _: Request) -> Response:
-        """What clients of Ollama ask before anything else."""
+        """The probe that Ollama's clients send first."""
         return PlainTextResponse("weft is running")
 
     async def no_store(self, _: Request) -> Response:
@@ -191,7 +191,7 @@ class _Handlers:
     async def _prepared(
         self, request: Request, build: Callable[[bytes], Prepared], *, renders: bool = True
     ) -> Prepared:
-        """What ``build`` makes of the body of a request; refusals are counted."""
+        """Build a job from the body of a request; refusals are counted."""
         service = self._service
         with service.metrics.counting_refusals():
             data = await read_body(request, service.options)

@@ -16,7 +16,7 @@ _HOST_NAME = re.compile(r"\*|[A-Za-z0-9_.-]{1,253}|\[?[0-9A-Fa-f:.]{2,45}\]?")
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """What a user may set about the HTTP server.
+    """Settings of the HTTP server.
 
     Raises:
         ConfigError: a value is malformed, out of bounds, or contradicts another one.

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """What the engine said about its queue.
+    """The engine's queue, as last reported.
 
     Attributes:
         updated_ns: when, on the monotonic clock.

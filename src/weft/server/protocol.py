@@ -1,4 +1,4 @@
-"""Bounds on what a connection may send before the application has a say.
+"""Limits of what a connection may send before the application handles it.
 
 Uvicorn and httptools limit neither the request line nor the headers, and take time quadratic in
 their length on the event loop; nor do they limit how many requests wait for the answers before.
@@ -278,7 +278,7 @@ def _full() -> RequestRefusedError:
 
 
 def _refusal(error: BaseException | None) -> RequestRefusedError:
-    """What a client is told about a request that could not be parsed."""
+    """The answer to a request that could not be parsed."""
     if isinstance(error, httptools.HttpParserCallbackError):
         error = error.__context__  # what one of our own methods has raised
     if isinstance(error, RequestRefusedError):

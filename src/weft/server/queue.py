@@ -1,4 +1,4 @@
-"""Bounds on what waits for the engine; what goes beyond is refused and told when to return."""
+"""Limits of the requests that wait for the engine; refusals name a time to retry."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _retry_after_s(excess: int, rate: float) -> int:
 
 
 class EngineRates:
-    """How fast the engine starts sequences and reads prompts, from what it says now and then.
+    """Rates at which the engine starts sequences and reads prompts, from its reports.
 
     Attributes:
         sequences, tokens: a second; NaN while that is unknown.

@@ -1,4 +1,4 @@
-"""Stored responses, in SQLite: one file for all request planes, or the memory of this one."""
+"""Stored responses in SQLite: one file for all request planes, or the memory of this one."""
 
 from __future__ import annotations
 
@@ -81,10 +81,10 @@ class StoreError(WeftError):
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One response as it is kept.
+    """One stored response.
 
     Attributes:
-        owner: digest of the key whose it is; nobody else finds it.
+        owner: digest of the API key that owns it; no other key finds it.
         previous: id of the response that it continues.
         items: its own input items, as a JSON list.
         response: the response object, as JSON.
@@ -100,7 +100,7 @@ class Stored:
 
 
 class ResponseStore:
-    """Keeps responses until nobody has used them for long, or they take too much room.
+    """Keeps responses until they are unused for long, or take too much memory.
 
     All work is done on a thread of its own. A response counts as used when it is stored and when a
     conversation goes on from it or from one of its successors. The least recently used go first.

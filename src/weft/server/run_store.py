@@ -1,4 +1,4 @@
-"""Background responses that are not complete: what each has told, and which process goes on."""
+"""Unfinished background responses: the events of each, and the process that runs it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class RunLostError(WeftError):
 
 
 class ResponseTooLargeError(WeftError):
-    """What is to be kept of one response is too much."""
+    """The stored events of one response are too large."""
 
     http_status = 413
     code = "response_too_large"
@@ -89,7 +89,7 @@ class Run:
 
 
 class Look(NamedTuple):
-    """What has become of runs.
+    """The state of runs.
 
     Attributes:
         adopted: had no living process, and are this one's now.
@@ -173,7 +173,7 @@ class RunStore:
             raise TooManyRunsError(message)
 
     async def append(self, run_id: str, chunk: Chunk, response: bytes | None = None) -> None:
-        """Keep what a run has told, and perhaps the response as it is now.
+        """Append a run's events, and optionally the current response.
 
         Raises:
             RunLostError: the run is not this process's any more.
@@ -205,7 +205,7 @@ class RunStore:
         await self._store.run(work)
 
     def _own(self, base: sqlite3.Connection, run_id: str) -> None:
-        """Make sure that the run is this process's, and note that it gets ahead."""
+        """Check that this process owns the run, and note its progress."""
         done = base.execute(
             "UPDATE runs SET attempts = 0 WHERE id = ? AND keeper = ?", (run_id, self._life.number)
         )

@@ -1,4 +1,4 @@
-"""A private folder in memory for one process and its children, which is gone when they are."""
+"""A private folder in memory for a process and its children, removed when all have ended."""
 
 from __future__ import annotations
 

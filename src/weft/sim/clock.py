@@ -1,4 +1,4 @@
-"""A clock that only moves when it is told to."""
+"""A virtual clock that moves only when set."""
 
 from __future__ import annotations
 

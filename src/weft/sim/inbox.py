@@ -1,4 +1,4 @@
-"""The request plane of a simulation: requests come when their time has come, and are made then."""
+"""The request plane of a simulation: creates each request when its arrival time has come."""
 
 from __future__ import annotations
 

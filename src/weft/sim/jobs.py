@@ -64,7 +64,7 @@ def shared_text(index: int, count: int) -> TokenSegment:
 
 
 def own_text(index: int, count: int) -> TokenSegment:
-    """Text that nobody else has; ``index`` is below 2**34."""
+    """Unique text; ``index`` is below 2**34."""
     return TokenSegment(_OWN + (index << _ROOM), count)
 
 

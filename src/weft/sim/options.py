@@ -23,7 +23,7 @@ TRACES = (
 
 @dataclass(frozen=True, slots=True)
 class SimOptions:
-    """What a user may set about ``weft sim``.
+    """Settings of ``weft sim``.
 
     Raises:
         ConfigError: a value is malformed, out of bounds, or contradicts another one.

@@ -1,4 +1,4 @@
-"""What arithmetic and memory reads take together, when an executor runs them side by side.
+"""The time of arithmetic and memory reads when an executor overlaps them.
 
 Operators that are bound by arithmetic (dense layers, prefill attention, head) can run beside those
 that are bound by memory bandwidth (decode attention), on other parts of the GPU (NanoFlow, Zhu et

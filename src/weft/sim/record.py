@@ -1,4 +1,4 @@
-"""What a simulation remembers: a few numbers for each request and each step, in compact arrays.
+"""Records of a simulation: a few numbers for each request and each step, in compact arrays.
 
 About 60 bytes a request and 150 bytes a step; gaps between tokens are counted, since most tokens of
 a step have the same one. Nothing here grows with tokens.
@@ -136,7 +136,7 @@ class Record:
 
 
 class StepLog:
-    """What each step computed and how full the machine was, a column for each name above."""
+    """The work and the load of each step, a column for each name above."""
 
     def __init__(self) -> None:
         self.columns = {name: array("d") for name in STEP_COLUMNS}

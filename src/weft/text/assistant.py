@@ -1,4 +1,4 @@
-"""An assistant's turn as events: what it says, what it thinks, and the tools that it calls."""
+"""An assistant's turn as events: content, reasoning and tool calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Closes objects of schemas: keys that a schema does not name are left out of the output.
+"""Closes objects of schemas, so that keys without a property do not occur in the output.
 
 JSON Schema allows any other keys in an object that does not say ``additionalProperties``. A model
 that may write them fills its output with them, and no program that sends such a schema reads them.

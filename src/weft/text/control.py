@@ -1,4 +1,4 @@
-"""Control tokens: telling the ones that were meant from the ones that a text merely spells.
+"""Control tokens: separates the intended ones from text that merely spells one.
 
 A tokeniser matches its added tokens by their spelling, so text from outside that spells
 ``<|eot_id|>`` would end a turn. The `Guard` is a second instance of the same tokeniser in which

@@ -1,4 +1,4 @@
-"""Structured output: schemas, expressions, choices and grammars to what llguidance compiles.
+"""Structured output: turns schemas, expressions, choices and grammars into llguidance's input.
 
 Everything is bounded before it is compiled, and what a grammar cannot guarantee is refused: a
 keyword is honoured or an error, never ignored.

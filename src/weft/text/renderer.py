@@ -1,4 +1,4 @@
-"""Asks the process that renders chat templates; starts it, and anew whenever it has ended."""
+"""The client of the template renderer process; restarts it whenever it has ended."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TemplateSource:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why there is no result.
+    """The reason why there is no result.
 
     Attributes:
         kind: "syntax", "refused" (by the template itself), "failed", "long", "memory" or "time".
@@ -126,14 +126,14 @@ class Renderer:
         return self._lock
 
     def _ask(self, request: Mapping[str, Any]) -> dict[str, Any] | Failure:
-        """Send a request, and once more where somebody has killed the process meanwhile."""
+        """Send a request, and once more if the process was killed meanwhile."""
         reply = self._exchange(request)
         if reply == -signal.SIGKILL:
             reply = self._exchange(request)
         return self._explain(reply) if isinstance(reply, int) else reply
 
     def _exchange(self, request: Mapping[str, Any]) -> dict[str, Any] | Failure | int:
-        """What the process replies; if it does not, the code that it ended with by itself.
+        """The reply of the process; without one, its exit code.
 
         That is `_SILENT` if it had to be ended.
         """
@@ -159,7 +159,7 @@ class Renderer:
         return Failure(reply["error"], reply.get("detail", "")) if "error" in reply else reply
 
     def _explain(self, code: int) -> Failure:
-        """What the end of the process says of the template."""
+        """Explain the end of the process by its exit code."""
         self._connected()  # the next one starts while this failure is told
         if code == -signal.SIGPROF:
             return Failure("time")

@@ -1,4 +1,4 @@
-"""Checks that a JSON Schema asks for no more than a grammar can guarantee, within bounds.
+"""Refuses JSON Schemas that a grammar cannot guarantee or that exceed the bounds.
 
 A keyword is honoured or an error, never ignored.
 """

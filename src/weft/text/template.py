@@ -1,4 +1,4 @@
-"""Chat templates: messages to the prompt that the model was trained on, and to its ids."""
+"""Chat templates: renders messages to the model's prompt format, and encodes it."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ class ChatTemplate:
         )
 
     def _controls_for(self, tokenizer: Tokenizer) -> _Controls:
-        """What counts as control token with this template; worked out once for each tokeniser."""
+        """The control tokens with this template; computed once for each tokeniser."""
         entry = self._controls.get(id(tokenizer))
         if entry is None or entry[0] is not tokenizer:
             entry = (tokenizer, _Controls(tokenizer, "\0".join(self.sources.values())))

@@ -117,7 +117,7 @@ class CpuMatrix:
 
     @property
     def format(self) -> str:
-        """How the numbers are stored: one of ``FORMATS``."""
+        """The storage format of the numbers: one of ``FORMATS``."""
         return FORMATS[self.native.format]
 
 

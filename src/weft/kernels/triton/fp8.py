@@ -1,6 +1,6 @@
-"""FP8 E4M3 in Triton: rounding numbers, reading bits where the device cannot, rounding activations.
+"""FP8 E4M3 in Triton: rounds numbers and activations, and decodes bits where hardware cannot.
 
-``float8.round_rows`` is the truth of ``round_rows``.
+``float8.round_rows`` is the reference of ``round_rows``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Measuring launches of paged attention on a device: tiles, warps, stages and splits."""
+"""Measures launches of paged attention on a device: tiles, warps, stages and splits."""
 
 from __future__ import annotations
 
