@@ -14,9 +14,9 @@ class ProfileOptions:
 
     repeats: int = setting("int", 20, "times that each step is measured", low=20, high=10**6)
     steps: int = setting(
-        "int", 60, "random steps to fit to; half as many are held out", low=10, high=10**5
+        "int", 60, "random steps to fit; half as many are held out", low=10, high=10**5
     )
-    seed: int = setting("int", 0, "of the random steps", low=0, high=2**63 - 1)
+    seed: int = setting("int", 0, "seed of the random steps", low=0, high=2**63 - 1)
     tune: bool = setting(
         "bool",
         False,

@@ -2,12 +2,12 @@
 
 Sequences that do not fit on the device under scheduler slo move to the host with their KV: decodes
 for which a step has no time, and the newest ones when memory runs short. There each token goes
-through the layers as a piggybacked row: the host attends, and results are piggybacked with later steps, as many in each
-layer as the target allows, counted greedily from the first layer upward. A sequence comes back only
-between two tokens, when the step has time for it and the device has room (delayed swap-in). One
-whose token is on its way is neither moved nor preempted; if it ends meanwhile, the next plan aborts
-the token. One result in each layer may always be carried: within a tile of the GEMM it costs
-nothing, and so no sequence starves.
+through the layers as a piggybacked row: the host attends, and results are piggybacked with later
+steps, as many in each layer as the target allows, counted greedily from the first layer upward. A
+sequence comes back only between two tokens, when the step has time for it and the device has room
+(delayed swap-in). One whose token is on its way is neither moved nor preempted; if it ends
+meanwhile, the next plan aborts the token. One result in each layer may always be carried: within a
+tile of the GEMM it costs nothing, and so no sequence starves.
 """
 
 from __future__ import annotations
