@@ -131,7 +131,7 @@ def _command(line: str, conversation: Conversation) -> None:
         print("The system message is set." if conversation.system else "No system message.")
     elif name == "/reset":
         conversation.turns.clear()
-        print("The conversation starts anew.")
+        print("A new conversation starts.")
     else:
         print(f"Unknown command {name}. {HELP}" if name != "/help" else HELP)
 

@@ -80,7 +80,7 @@ def run_batch(path: str, options: BatchOptions, engine_settings: Mapping[str, An
                 progress.close()
         print(progress.summary())
         if interrupted:
-            print("Give the same command again to go on.")
+            print("Run the same command again to continue.")
             return EXIT_INTERRUPTED
         return EXIT_SOME_FAILED if results.refused else 0
 
@@ -194,7 +194,7 @@ class _Batch:
         kind, results = self._options.order, self._results
         if kind == "blend" and found.kv_tokens is None:
             raise ConfigError(
-                f"{found.name} does not say how much its KV memory holds; order blend needs "
+                f"{found.name} does not report the size of its KV memory; order blend needs "
                 "--kv-tokens NUMBER.",
                 param="kv_tokens",
             )
@@ -220,7 +220,7 @@ class _Batch:
             return Rates.of(shape(), hardware(name))
         try:
             if key is None:
-                raise ProfileError("This server does not say which profile is its own.")
+                raise ProfileError("This server does not report its profile.")
             path = profile_path(ProfileKey(**key), self._config.profile)
             rates = Rates.of_profile(Fitted.load(path, ProfileKey(**key)))
         except ProfileError as error:
@@ -318,7 +318,7 @@ class _Batch:
         """At the first signal finish what is open; at the second leave."""
         if self._stopping:
             self._progress.close()
-            print("weft: left at once; what is done is kept.", file=sys.stderr, flush=True)
+            print("weft: stopped at once; results so far are kept.", file=sys.stderr, flush=True)
             os._exit(EXIT_INTERRUPTED)  # the engine ends with this process
         self._stopping = True
         if self._runner is None:

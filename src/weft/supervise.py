@@ -75,7 +75,7 @@ def _shared_store(options: ServerOptions) -> Iterator[ServerOptions]:
             except OSError as error:
                 logger.warning(
                     "Request planes cannot share stored responses in memory (%s): one that dies "
-                    "takes its own along, and several store none. --responses-db FILE keeps them.",
+                    "loses its own, and several store none. Set --responses-db FILE to keep them.",
                     error.strerror,
                 )
             else:

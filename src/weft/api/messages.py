@@ -263,7 +263,8 @@ class _Blocks:
             else:
                 raise UnsupportedParameterError(
                     f"{where}.type",
-                    f" A block of type {kind[:100]!r} cannot stand here; send {', '.join(kinds)}.",
+                    f" A block of type {kind[:100]!r} is not supported here; send "
+                    f"{', '.join(kinds)}.",
                 )
         return found
 

@@ -247,7 +247,7 @@ class _Reader:
             elif kind not in kinds:
                 raise UnsupportedParameterError(
                     f"{where}.type",
-                    f" Content of type {kind[:100]!r} cannot stand here; send "
+                    f" Content of type {kind[:100]!r} is not supported here; send "
                     f"{' or '.join(kinds)}.",
                 )
             elif kind == "refusal":

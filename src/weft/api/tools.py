@@ -243,7 +243,7 @@ def _check_model(builder: Builder) -> None:
     if builder.dialect.tools is None:
         raise UnsupportedParameterError(
             "tools",
-            " How this model writes calls is not known; the server can be told by --tool-parser.",
+            " The format of this model's tool calls is unknown; set it with --tool-parser.",
         )
 
 

@@ -56,7 +56,7 @@ def read_request(path: str, data: bytes, builder: Builder, texts: TokenTexts) ->
     asked = ENDPOINTS[path](data, builder, texts, notes)
     notes.log()
     if asked.job.stream:
-        raise UnsupportedParameterError("stream", " There is nobody to stream to.")
+        raise UnsupportedParameterError("stream", " Answers here are whole; leave it out.")
     return asked
 
 

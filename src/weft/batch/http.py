@@ -119,7 +119,9 @@ class HttpAsker:
             elif failures == self._retries:
                 if answer is not None:
                     return _read(answer)
-                raise NoAnswerError(f"The server was asked {failures + 1} times; at last: {why}.")
+                raise NoAnswerError(
+                    f"The request failed {failures + 1} times; the last error was: {why}."
+                )
             failures += not away
             await asyncio.sleep(_delay_s(answer, delay_s, self._patience_s))
             delay_s = min(2 * delay_s, LONGEST_DELAY_S)
@@ -128,8 +130,8 @@ class HttpAsker:
         """Raise NobodyAnswersError if the server has been away for too long."""
         if time.monotonic() - self._good > self._patience_s:
             raise NobodyAnswersError(
-                f"{self.url} has answered nothing for {self._patience_s:g} s ({why}); what is done "
-                "is kept: give the same command again to go on."
+                f"{self.url} has answered nothing for {self._patience_s:g} s ({why}); results so "
+                "far are kept. Run the same command again to continue."
             )
 
     def _body(self, line: BatchLine) -> bytes:

@@ -118,7 +118,7 @@ class InputFile:
         if zlib.crc32(data) != self._crcs[index]:
             raise InputChangedError(
                 f"{self.path}:{self.number(index)}: the line was changed while the batch was "
-                "running; what is done is kept, but belongs to the old file."
+                "running; results so far are kept, but belong to the old file."
             )
         return data
 
@@ -209,7 +209,7 @@ def parse_line(data: bytes) -> BatchLine:
     if line.method != "POST":
         raise ParameterError(f"method must be POST, not '{line.method[:100]}'.", param="method")
     if _decode(_Head, line.body, "body").stream:
-        raise UnsupportedParameterError("stream", " A batch has nobody to stream to.")
+        raise UnsupportedParameterError("stream", " A batch writes whole answers; leave it out.")
     return line
 
 

@@ -119,7 +119,7 @@ class BatchOptions:
             )
         if self.url is not None and self.served_model_name:
             raise ConfigError(
-                "served_model_name is for an engine of one's own; a server has its own names.",
+                "served_model_name cannot be combined with url; a server has its own names.",
                 param="served_model_name",
             )
 

@@ -210,14 +210,14 @@ class Results:
             raise ConfigError(f"'{self.output}' was written by another version of weft; {_RESTART}")
         if before.digest != state.digest:
             raise InputChangedError(
-                f"'{source.path}' is not the input that '{self.output}' was begun with (then "
+                f"'{source.path}' is not the input that '{self.output}' was begun with (before: "
                 f"'{before.input}', {before.lines} lines, SHA-256 {before.digest[:12]}...; now "
                 f"{state.lines} lines, {state.digest[:12]}...); {_RESTART}"
             )
         if before.answered_by != answered_by:
             raise ConfigError(
                 f"'{self.output}' was begun with {before.answered_by}, not with {answered_by}; "
-                f"go on with that, or {_RESTART}"
+                f"continue with that, or {_RESTART}"
             )
 
     def _read_state(self) -> _State | None:
@@ -229,12 +229,12 @@ class Results:
             return None
 
     def _check_unused(self) -> None:
-        """Raise ConfigError rather than write to files that no batch has begun."""
+        """Raise ConfigError rather than overwrite files that are not from a batch."""
         for path in (self.output, self.errors):
             if path.exists() and path.stat().st_size:
                 self._state_path.unlink()
                 raise ConfigError(
-                    f"'{path}' exists already, and no batch has begun it; choose another name, or "
+                    f"'{path}' exists already, but not from a batch; choose another name, or "
                     f"{_RESTART}",
                     param="output",
                 )

@@ -27,7 +27,7 @@ def measured_costs(config: EngineConfig, model: Model) -> Fitted:
         return fitted
     token_s = sum(group.bytes_per_token for group in model.facts.groups) / LINK_BYTES_S
     logger.warning(
-        "The profile has no time for moves of KV; they are taken to go at %.0f GB/s.",
+        "The profile has no time for KV moves; scheduler slo assumes %.0f GB/s.",
         LINK_BYTES_S / 1e9,
     )
     return replace(fitted, move=(MOVE_S, token_s))

@@ -116,7 +116,7 @@ class EngineKeeper:
             self._active.kills.look()
             await self._reserve.keep(self._active)
             if time.monotonic() - self._last_step() > self._watchdog_s:
-                logger.error("The engine makes no steps any more; it is killed and replaced.")
+                logger.error("The engine makes no progress; it is killed and replaced.")
                 self._gave_up = True
                 self._active.process.send_signal(STALLED)
                 await asyncio.wait([death], timeout=STALLED_GRACE_S)
@@ -173,7 +173,7 @@ class EngineKeeper:
         """Wait until it serves the rings; one that hangs is killed. Raises why it does not."""
 
         def give_up() -> None:
-            logger.error("The engine does not get ready; it is killed and replaced.")
+            logger.error("The engine is not ready in time; it is killed and replaced.")
             engine.process.kill()
 
         alarm = asyncio.get_running_loop().call_later(self._patience_s, give_up)

@@ -96,7 +96,7 @@ def find_model(config: EngineConfig, returning_bytes: int = 0, rank: int = 0) ->
     if config.require_batch_invariance and not ops.batch_invariant:
         raise KernelError(
             f"kernels='{config.kernels}' is not batch-invariant; set kernels='cpu', or turn "
-            "batch_invariant off"
+            "require_batch_invariance off"
         )
     check_storage(config, spec, ops)
     check_launches(config, spec, dtype, ops)

@@ -98,8 +98,8 @@ class Restrictions:
             if row is not None and bool(torch.isneginf(logits[i]).all()):
                 param = "bad_words" if row.allowed is None else "allowed_token_ids"
                 found[number] = ParameterError(
-                    "No token may follow: none is left of what allowed_token_ids, bad_words and "
-                    "structured output allow.",
+                    "No token is left to sample: allowed_token_ids, bad_words and structured "
+                    "output together exclude all.",
                     param=param,
                 )
                 logits[i] = 0.0

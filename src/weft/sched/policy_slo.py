@@ -72,8 +72,8 @@ def check_targets(classes: Seq[ServiceClass], cost: CostModel, policy: TargetPol
     """Raise ConfigError if a target would be missed by a server that has nothing else to do."""
     if not any(row.ttft_s or row.tpot_s for row in classes):
         raise ConfigError(
-            "No service class has a target, so scheduler slo has nothing to keep; give one a "
-            "ttft_s or tpot_s, or take scheduler fcfs.",
+            "No service class has a target, which scheduler slo needs; set ttft_s or tpot_s of "
+            "one, or use scheduler fcfs.",
             param="classes",
         )
     decode = Work()

@@ -215,7 +215,7 @@ class Background:
                 self._blind.tell(error)
                 continue
             for run in look.adopted:
-                logger.warning("The background response %s is taken up.", run.id)
+                logger.warning("The background response %s is resumed.", run.id)
                 self._go(self._active.setdefault(run.id, _Active()), run)
             for run_id in look.cancelled:
                 self._end(run_id, _cancelled())

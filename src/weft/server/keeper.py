@@ -124,9 +124,7 @@ class FrontendKeeper:
             while not (await asyncio.wait([death], timeout=TICK_S))[0]:
                 self._kills.look()
                 if self._hangs():
-                    logger.error(
-                        "Request plane %d does nothing any more; it is killed.", self._number
-                    )
+                    logger.error("Request plane %d is not responding; it is killed.", self._number)
                     process.kill()
             return await death
         finally:

@@ -274,7 +274,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 def _full() -> RequestRefusedError:
-    return RequestRefusedError(503, "The server has as many connections as it takes.", "busy")
+    return RequestRefusedError(503, "The server is at its limit of connections.", "busy")
 
 
 def _refusal(error: BaseException | None) -> RequestRefusedError:

@@ -210,15 +210,15 @@ class RunStore:
             "UPDATE runs SET attempts = 0 WHERE id = ? AND keeper = ?", (run_id, self._life.number)
         )
         if not done.rowcount:
-            raise RunLostError("The response was deleted, or another process goes on with it.")
+            raise RunLostError("The response was deleted, or another process has resumed it.")
 
     def _check_size(self, base: sqlite3.Connection, run_id: str, chunk: Chunk) -> None:
         query = "SELECT bytes FROM responses WHERE id = ?"
         [size] = base.execute(query, (run_id,)).fetchone()
         if size > self._max_bytes:
             raise ResponseTooLargeError(
-                f"What is kept of one background response may have {self._max_bytes} bytes; "
-                f"this one has outgrown that after {chunk.first} events."
+                f"The stored events of one background response may have {self._max_bytes} "
+                f"bytes; this one exceeded that after {chunk.first} events."
             )
 
     async def look(self, active: Collection[str], *, adopting: bool = True) -> Look:

@@ -201,7 +201,7 @@ class ChatTemplate:
     def _fail(self, kind: str, detail: str) -> NoReturn:
         if kind == "long":
             raise TemplateError(
-                f"The chat template gives more than {self.max_output_chars} characters; send "
+                f"The rendered prompt has more than {self.max_output_chars} characters; send "
                 "shorter messages."
             )
         if kind in _TOO_COSTLY:
