@@ -24,7 +24,7 @@ class Block(Struct, forbid_unknown_fields=True, kw_only=True):
 
 class Text(Block, forbid_unknown_fields=True, kw_only=True):
     text: str
-    citations: Annotated[Raw, Ignored("the text stands without them", ([],))] = NULL
+    citations: Annotated[Raw, Ignored("the text does not need them", ([],))] = NULL
 
 
 class ToolUse(Block, forbid_unknown_fields=True, kw_only=True):
@@ -63,14 +63,14 @@ class Document(Block, forbid_unknown_fields=True, kw_only=True):
     source: DocumentSource
     title: str | None = None
     context: str | None = None
-    citations: Annotated[Raw, Ignored("answers cite nothing", ({"enabled": False}, {}))] = NULL
+    citations: Annotated[Raw, Ignored("answers have no citations", ({"enabled": False}, {}))] = NULL
 
 
 class SearchResult(Block, forbid_unknown_fields=True, kw_only=True):
     source: str
     title: str
     content: Parts
-    citations: Annotated[Raw, Ignored("answers cite nothing", ({"enabled": False}, {}))] = NULL
+    citations: Annotated[Raw, Ignored("answers have no citations", ({"enabled": False}, {}))] = NULL
 
 
 class ToolReference(Block, forbid_unknown_fields=True, kw_only=True):
@@ -175,7 +175,7 @@ class MessageBody(PromptBody, forbid_unknown_fields=True, kw_only=True):
     top_p: Raw = NULL
     metadata: Annotated[Metadata | None, KEPT_ELSEWHERE] = None
     service_tier: Literal["auto", "standard_only"] | None = None
-    container: Annotated[Raw, Refused("no code runs here")] = NULL
-    diagnostics: Annotated[Raw, Ignored("there is nothing to compare with")] = NULL
+    container: Annotated[Raw, Refused("weft runs no code")] = NULL
+    diagnostics: Annotated[Raw, Ignored("weft keeps nothing to compare with")] = NULL
     fallbacks: Annotated[Raw, Ignored("there is one model", ([],))] = NULL
-    inference_geo: Annotated[Raw, Ignored("the server stands where it stands")] = NULL
+    inference_geo: Annotated[Raw, Ignored("the server's location is fixed")] = NULL

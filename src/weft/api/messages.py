@@ -302,8 +302,8 @@ def _found(
 ) -> list[Placed]:
     """The tools that the template shows to the model.
 
-    One that is deferred waits until the result of a client's search refers to it. Where Anthropic
-    was to search, which nobody does here, none waits.
+    A deferred tool is left out until the result of a client's search refers to it. With a search
+    tool of Anthropic's, which weft does not run, all are included.
     """
     placed = [(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
     if any((tool.type or "").startswith("tool_search") for tool in tools):

@@ -78,12 +78,12 @@ class Options(Struct, forbid_unknown_fields=True, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     # Not honoured.
-    embedding_only: Annotated[Raw, Refused("the model also writes", (False,))] = NULL
-    mirostat: Annotated[Raw, Refused("sampling aims at no perplexity", (0,))] = NULL
+    embedding_only: Annotated[Raw, Refused("the model also generates", (False,))] = NULL
+    mirostat: Annotated[Raw, Refused("weft has no mirostat sampling", (0,))] = NULL
     penalize_newline: Annotated[Raw, Refused("penalties count every token", (True,))] = NULL
     tfs_z: Annotated[Raw, Refused("use min_p", (1, 1.0))] = NULL
     typical_p: Annotated[Raw, Refused("use min_p", (1, 1.0))] = NULL
-    vocab_only: Annotated[Raw, Refused("the model has its weights", (False,))] = NULL
+    vocab_only: Annotated[Raw, Refused("weft always loads the weights", (False,))] = NULL
     f16_kv: Annotated[Raw, SET_AT_START] = NULL
     logits_all: Annotated[Raw, Ignored("log probabilities are there without it")] = NULL
     low_vram: Annotated[Raw, SET_AT_START] = NULL
@@ -93,7 +93,7 @@ class Options(Struct, forbid_unknown_fields=True, kw_only=True):
     num_batch: Annotated[Raw, SET_AT_START] = NULL
     num_ctx: Annotated[Raw, SET_AT_START] = NULL
     num_gpu: Annotated[Raw, SET_AT_START] = NULL
-    num_keep: Annotated[Raw, Ignored("nothing is shifted out of the context")] = NULL
+    num_keep: Annotated[Raw, Ignored("weft does not shift the context")] = NULL
     num_thread: Annotated[Raw, SET_AT_START] = NULL
     numa: Annotated[Raw, SET_AT_START] = NULL
     use_mlock: Annotated[Raw, SET_AT_START] = NULL
@@ -125,7 +125,7 @@ class OllamaMessage(Struct, forbid_unknown_fields=True, kw_only=True):
     tool_calls: Annotated[list[Call], Meta(max_length=MAX_MESSAGES)] | None = None
     tool_name: Name | None = None
     tool_call_id: Name | None = None
-    images: Annotated[Raw, Refused("text is all that can be read", ([],))] = NULL
+    images: Annotated[Raw, Refused("weft reads text only", ([],))] = NULL
 
     OPEN: ClassVar[bool] = True
 
@@ -149,7 +149,7 @@ class OllamaBody(Struct, forbid_unknown_fields=True, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0)] | None = None
     # Not honoured.
     keep_alive: Annotated[Raw, STAYS_LOADED] = NULL
-    shift: Annotated[Raw, Ignored("nothing is shifted out of the context", (False,))] = NULL
+    shift: Annotated[Raw, Ignored("weft does not shift the context", (False,))] = NULL
     template: Annotated[Raw, Refused("the model's own template is used", ("",))] = NULL
     truncate: Annotated[Raw, Ignored("a conversation that is too long is an error", (False,))] = (
         NULL
@@ -171,11 +171,11 @@ class OllamaGenerateBody(OllamaBody, forbid_unknown_fields=True, kw_only=True):
     system: str | None = None
     # Not honoured.
     context: Annotated[Raw, Refused("send the conversation to /api/chat", ([],))] = NULL
-    height: Annotated[Raw, Refused("no model here draws", (0,))] = NULL
-    images: Annotated[Raw, Refused("text is all that can be read", ([],))] = NULL
-    steps: Annotated[Raw, Refused("no model here draws", (0,))] = NULL
-    suffix: Annotated[Raw, Refused("text is not filled in between", ("",))] = NULL
-    width: Annotated[Raw, Refused("no model here draws", (0,))] = NULL
+    height: Annotated[Raw, Refused("weft generates no images", (0,))] = NULL
+    images: Annotated[Raw, Refused("weft reads text only", ([],))] = NULL
+    steps: Annotated[Raw, Refused("weft generates no images", (0,))] = NULL
+    suffix: Annotated[Raw, Refused("weft has no fill-in-the-middle", ("",))] = NULL
+    width: Annotated[Raw, Refused("weft generates no images", (0,))] = NULL
 
 
 def ollama_chat_job(

@@ -37,7 +37,7 @@ class ModelBody(Struct, forbid_unknown_fields=True, kw_only=True):
     options: Annotated[Raw, NOT_CHANGED] = NULL
     system: Annotated[Raw, NOT_CHANGED] = NULL
     template: Annotated[Raw, NOT_CHANGED] = NULL
-    verbose: Annotated[Raw, Ignored("the facts are the same", (False,))] = NULL
+    verbose: Annotated[Raw, Ignored("the answer is always the same", (False,))] = NULL
 
     def named(self, card: ModelCard) -> str:
         """The name. Raises MissingParameterError or UnknownModelError."""

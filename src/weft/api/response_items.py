@@ -60,7 +60,7 @@ class MessageItem(Struct, forbid_unknown_fields=True, kw_only=True):
     type: Literal["message"] = "message"
     id: Name | None = None
     status: Status | None = None
-    phase: Annotated[Raw, Ignored("messages stand in their order")] = NULL
+    phase: Annotated[Raw, Ignored("messages keep their order")] = NULL
 
     OPEN: ClassVar[bool] = True
 
@@ -118,8 +118,8 @@ class ReasoningItem(Struct, forbid_unknown_fields=True, kw_only=True):
 class TextPart(Struct, forbid_unknown_fields=True, kw_only=True):
     type: str
     text: str
-    annotations: Annotated[Raw, Ignored("the text stands without them", ([],))] = NULL
-    logprobs: Annotated[Raw, Ignored("the text stands without them", ([],))] = NULL
+    annotations: Annotated[Raw, Ignored("the text does not need them", ([],))] = NULL
+    logprobs: Annotated[Raw, Ignored("the text does not need them", ([],))] = NULL
     prompt_cache_breakpoint: Annotated[Raw, CACHE_HINT] = NULL
 
     OPEN: ClassVar[bool] = True
@@ -260,7 +260,7 @@ class _Reader:
 def messages_of(items: Iterable[Item]) -> list[dict[str, Any]]:
     """Convert items to the messages of a chat.
 
-    What the assistant thinks, says and calls without somebody else between is one message.
+    Consecutive reasoning, text and calls of the assistant become one message.
 
     Raises:
         ParameterError: the output of a function has no call before it.

@@ -92,12 +92,12 @@ class Tools:
 def read_tools(body: ChatBody, builder: Builder, notes: Notes) -> Tools | None:
     """Return the tools of a body, None if there are none to call.
 
-    Tools of types that nobody here can call, such as searches that a provider runs, are ignored:
-    the model is not told of them.
+    Tools of types that the client does not call, such as searches that a provider runs, are
+    ignored: the model does not see them.
 
     Raises:
         ParameterError: a tool or the choice is wrong.
-        UnsupportedParameterError: the model knows no tools, or nothing is known about its calls.
+        UnsupportedParameterError: the template shows no tools, or the format of calls is unknown.
     """
     choice = body.tool_choice
     if isinstance(choice, str) and choice not in ("none", "auto", "required"):

@@ -20,7 +20,7 @@ from weft.core.errors import ConfigError, WeftError
 
 CONNECT_TIMEOUT_S = 10.0
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.5, 30.0
-AWAY = (429, 503)  # the server says that it can answer nobody at present
+AWAY = (429, 503)  # the server cannot answer at present
 ASKED_AGAIN = (408, 409, 500, 502, 504)  # something went wrong with this request
 _SHOWN_CHARS = 300
 

@@ -132,7 +132,7 @@ async def plan(
         try:
             prompt = prompt_of(source.line(index))
         except WeftError:
-            prompt = None  # whoever asks it will hear why
+            prompt = None  # running the line gives the error
         if prompt is None or not len(prompt.tokens):
             others += [] if sink.done(index) else [index]
             continue

@@ -22,7 +22,7 @@ from weft.ring.segment import RingFds
 TICK_S = 0.5
 LONGEST_DELAY_S = 0.1
 STALLED_GRACE_S = 2.0  # for an engine without progress to record its sequences
-MOST_FAILURES = 4  # engines that say why they cannot start, until nobody is started any more
+MOST_FAILURES = 4  # engines in a row that report why they cannot start; then no more are started
 STANDBY_BYTES = 512 * 2**20  # of a standby beside its weights
 STANDBY_SHARE = 0.25  # of the free memory, up to which a standby is kept without being asked for
 

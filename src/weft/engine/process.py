@@ -6,8 +6,8 @@
 The second form is a fork server, which becomes an engine in every process that it forks.
 On standard input come settings as one line of JSON, then ``go`` once no other engine can touch the
 rings any more, then the end of it, or another line, which ends the engine. SIGTERM is ignored:
-whoever ends a whole group of processes wants running streams to finish first, and the parent
-decides when they have. To the report descriptor go ``{"served": ...}`` when the engine is built or
+a signal to the whole group of processes must not end running streams, and the parent decides when
+they have finished. To the report descriptor go ``{"served": ...}`` when the engine is built or
 ``{"error": ...}`` if that has failed, and ``{"attached": ...}`` when it serves the rings, with the
 seconds that each part of the start took.
 """
@@ -88,7 +88,7 @@ def _run(options: argparse.Namespace) -> NoReturn:
         _tell(report, {"served": served})
         orders.go.wait()
         if options.standby:
-            laps = Laps(time.monotonic())  # what it did before has delayed nobody
+            laps = Laps(time.monotonic())  # its earlier work delayed no request
         set_process_title("weft-engine")
         inbox = RingInbox(
             [RingFds.parse(text) for text in options.ring],

@@ -109,7 +109,7 @@ class EngineProcess:
         return served
 
     def _say(self, line: str) -> None:
-        with contextlib.suppress(BrokenPipeError):  # whoever listens will hear that it is dead
+        with contextlib.suppress(BrokenPipeError):  # its end is reported to the waiting caller
             self.orders.write(line.encode() + b"\n")
             self.orders.flush()
 

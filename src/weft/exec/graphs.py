@@ -1,8 +1,8 @@
 """The graph executor: pack, one upload, replay, one small copy back; a step ahead of the host.
 
     launch(n)    pack, upload, forward pass, sampling, copy back, event     (device)
-    launch(n+1)  the same: tokens of step n are read where it has left them (device)
-    result(n)    wait for the event of step n, give its tokens to the rows  (host)
+    launch(n+1)  the same; reads the tokens of step n on the device          (device)
+    result(n)    wait for the event of step n, append its tokens to the rows (host)
 
 The forward pass and sampling are captured once for each size (``buckets``) and replayed, the
 forward pass of decodes alone apart from the one of any rows; other sizes run the same functions
@@ -202,10 +202,10 @@ class GraphExecutor:
     # -- on the device ------------------------------------------------------------------------
 
     def _launch_batch(self, batch: SubBatch, output: StepOutput) -> None:
-        """Launch a sub-batch; if memory runs out, its rows one by one to find who is to blame.
+        """Launch a sub-batch; if memory runs out, its rows one by one to find the cause.
 
         Computing a row again is safe: it writes the same KV to the same slots. Drafts are left out
-        then, so that they cannot be to blame.
+        then, so that they cannot be the cause.
         """
         while self._launched and (self._launched[-1].needs_host or len(self._launched) == BUFFERS):
             self._finish(self._launched.popleft())

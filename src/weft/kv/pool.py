@@ -10,9 +10,9 @@ from weft.core.errors import InvariantError
 class BlockPool:
     """Hands out block ids 0..num_blocks-1.
 
-    A block is *held* while tables refer to it, *cached* when nobody holds it but its content can
+    A block is *held* while tables refer to it, *cached* when none does but its content can
     still be found by hash, else *free*. Free blocks are handed out first, then the cached block
-    that was let go longest ago.
+    that was released longest ago.
     """
 
     def __init__(self, num_blocks: int) -> None:

@@ -1,7 +1,7 @@
 """Encodes and decodes requests and errors for the ring.
 
-Of the sampling parameters those cross that the engine uses; ``STAY`` (stop strings and what else
-concerns text) stays with the request plane.
+Only the sampling parameters that the engine uses are sent; ``STAY`` (stop strings and others of
+text) stay with the request plane.
 """
 
 from __future__ import annotations

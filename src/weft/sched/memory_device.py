@@ -40,7 +40,7 @@ class DeviceMemory:
         self.sequences = sequences
         self.max_num_batched_tokens = max_num_batched_tokens
 
-    # -- hooks of a plan ------------------------------------------------------------------------
+    # -- hooks of a plan -------------------------------------------------------------------------
 
     def open_plan(self) -> None:
         """Begin a plan."""
@@ -60,7 +60,7 @@ class DeviceMemory:
         """Whether the plan moves KV."""
         return False
 
-    # -- who is where -----------------------------------------------------------------------------
+    # -- tiers of sequences ----------------------------------------------------------------------
 
     def on_device(self, sequences: list[Sequence]) -> list[Sequence]:
         """Those of these sequences that the device computes."""
@@ -82,7 +82,7 @@ class DeviceMemory:
         """Running sequences whose rows others may get."""
         return self.victims()
 
-    # -- what gives way ---------------------------------------------------------------------------
+    # -- preemption ------------------------------------------------------------------------------
 
     def make_room(self, step: BatchBuilder, after: tuple[int, int]) -> bool:  # noqa: ARG002
         """Preempt one sequence that comes after ``after``; return whether its blocks are free."""
@@ -106,7 +106,7 @@ class DeviceMemory:
         """Whether no sequence precedes this one, the first waiting of its class."""
         return True
 
-    # -- what is needed ---------------------------------------------------------------------------
+    # -- what is needed --------------------------------------------------------------------------
 
     def needed_soon(
         self, sequences: Iterable[Sequence], ahead: int | None = None, chunk: int | None = None

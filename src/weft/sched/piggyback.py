@@ -56,7 +56,7 @@ class PiggybackPart:
         self._begun: list[int] = []
         self._caps: tuple[int, ...] = ()
         self._crowded = False  # decodes of best effort do not fit
-        memory.watermark_tokens = 0  # who gives way is computed on the host: that is how it fills
+        memory.watermark_tokens = 0  # sequences without room on the device decode on the host
         policy.part = self
 
     def attach(self, scheduler: Scheduler) -> None:

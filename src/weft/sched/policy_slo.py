@@ -202,7 +202,7 @@ class SLOPolicy:
                 if other.order < sequence.order:
                     prompts.append((other.reused, other.known - other.reused))
         if count > self._limits.max_num_seqs or tokens > self._cache.max_tokens():
-            return math.inf  # it waits for the end of others, and nobody knows when that is
+            return math.inf  # it waits for others, whose end is unknown
         prompts.append((sequence.reused, sequence.known - sequence.reused))
         waits = self.pace.ends_at(self._now) - self._looked_at
         seconds = first_token_s(

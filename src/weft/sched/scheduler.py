@@ -1,7 +1,7 @@
 """The scheduler: adds requests, plans steps and commits results, with a policy and a memory.
 
-The policy says who comes first, how much of a step each may have, and who is admitted
-(``policy_fcfs.py``, ``policy_slo.py``). The memory says what happens when KV blocks run out, and
+The policy orders sequences, shares out each step, and admits requests
+(``policy_fcfs.py``, ``policy_slo.py``). The memory decides what happens when KV blocks run out, and
 what moves between the tiers (``memory_device.py``, ``memory_host.py``). Each policy works with each
 memory. Parts plug into the pair: decodes of the host beside a step of the device
 (``two_batch.py``), or piggybacked along with it (``piggyback.py``).
@@ -54,7 +54,7 @@ class Policy(Protocol):
     classes: Seq[ServiceClass]
 
     def attach(self, scheduler: Scheduler) -> None:
-        """Decide for this scheduler."""
+        """Attach to this scheduler."""
 
     def consider(self, sequence: Sequence) -> None:
         """Look at a sequence before it is queued; a typed error refuses it."""
@@ -73,7 +73,7 @@ class SchedulerPart(Protocol):
     """Scheduling work beside policy and memory."""
 
     def attach(self, scheduler: Scheduler) -> None:
-        """Be a part of this scheduler."""
+        """Attach to this scheduler."""
 
     def filled(self, step: BatchBuilder) -> None:
         """The policy has filled a step."""

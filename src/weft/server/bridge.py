@@ -31,7 +31,7 @@ class Bridge:
         self._pending.append((mailbox, updates))
         if not self._scheduled:
             self._scheduled = True
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed: no coroutine waits
                 self.loop.call_soon_threadsafe(self._drain)
 
     def _drain(self) -> None:

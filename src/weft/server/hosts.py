@@ -32,9 +32,9 @@ class HostNotAllowedError(WeftError):
 def hosts_checked(options: ServerOptions) -> bool:
     """Whether requests must have an allowed ``Host``.
 
-    A browser lets every web page call a server on the page's own host, and whoever has made the
-    page decides to which address that name leads. Where only this machine can connect and no key
-    is demanded, the name in the request is all that tells such a page from a local program.
+    A browser lets every web page call a server on the page's own host, and the owner of the page
+    decides to which address that name resolves. Where only this machine can connect and no key is
+    needed, only the name in the request distinguishes such a page from a local program.
     """
     if options.allowed_host:
         return True

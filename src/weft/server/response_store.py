@@ -271,7 +271,7 @@ def _open(path: str | None) -> sqlite3.Connection:
             base.execute("PRAGMA synchronous = NORMAL")
             base.execute("PRAGMA secure_delete = ON")
             base.execute("PRAGMA foreign_keys = ON")
-            base.execute("PRAGMA temp_store = MEMORY")  # nothing comes to a disk nobody chose
+            base.execute("PRAGMA temp_store = MEMORY")  # no temporary files on disk
         _prepare(base)
     except (OSError, sqlite3.Error) as error:
         reason = error.strerror if isinstance(error, OSError) else error

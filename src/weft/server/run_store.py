@@ -17,7 +17,7 @@ from weft.server.life import Life
 from weft.server.response_store import ResponseStore, Stored, insert, not_found
 
 MAX_SHARE = 8  # of the room of all responses, one of this may be taken by a background response
-ABANDONED_S = 600.0  # until one is given up whose model nobody serves any more
+ABANDONED_S = 600.0  # after which a run whose model is no longer served fails
 ROWS_AT_ONCE = 64
 RETRY_S = 5
 
@@ -144,7 +144,7 @@ class RunStore:
 
         def work(base: sqlite3.Connection) -> None:
             with base:
-                base.execute("BEGIN IMMEDIATE")  # so that nobody counts at the same time
+                base.execute("BEGIN IMMEDIATE")  # so that no other process counts at the same time
                 self._check_room(base, stored.owner)
                 insert(base, stored)
                 base.execute(

@@ -146,7 +146,7 @@ class Renderer:
             answer, silent = None, True
         except OSError:  # closed by a process that has ended
             answer = None
-        except BaseException:  # half a request, or a reply that nobody will read
+        except BaseException:  # half a request, or a reply that is never read
             self._end(patience_s=0)
             raise
         if answer is None:
@@ -171,7 +171,7 @@ class Renderer:
 
     def _connected(self) -> socket.socket:
         if self._process is not None and self._process.poll() is not None:
-            self._end()  # it was killed while nobody asked
+            self._end()  # it was killed between requests
         if self._link is not None:
             return self._link
         try:

@@ -290,7 +290,7 @@ def encode_chat(
     controls = template._controls_for(tokenizer)
     mark = ""
     if continue_final_message:
-        mark = secrets.token_hex(16)  # nobody can spell it; no template changes letters and digits
+        mark = secrets.token_hex(16)  # cannot be guessed; no template changes letters and digits
         last = messages[-1]
         messages = [*messages[:-1], {**last, "content": f"{last['content']}{mark} "}]
     rendered = template._render(
