@@ -234,7 +234,7 @@ class _Batch:
         return rates
 
     def _grown(self, order: Planned, number: int, tokens: int) -> None:
-        """Tell the order how far the oldest line has come; that may let another one go."""
+        """Report the progress of the oldest line to the order, which may release another one."""
         order.progress(self._source.index(number), tokens)
         assert self._runner is not None
         self._runner.look()
@@ -278,7 +278,7 @@ class _Batch:
 
     @contextlib.asynccontextmanager
     async def _engine(self) -> AsyncIterator[_Answering]:
-        """An engine of one's own: one that dies is replaced, and what it was at goes on."""
+        """An own engine; one that dies is replaced, and its requests continue."""
         from weft.engine.keeper import EngineKeeper
         from weft.ring.client import RingClient
         from weft.ring.segment import create_ring

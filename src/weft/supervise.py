@@ -65,7 +65,7 @@ def _num_frontends(config: EngineConfig, options: ServerOptions) -> int:
 
 @contextlib.contextmanager
 def _shared_store(options: ServerOptions) -> Iterator[ServerOptions]:
-    """Let all request planes, and their successors, share stored responses as long as we serve."""
+    """Share stored responses between all request planes and their successors."""
     from weft.server.scratch import room, scratch_folder
 
     with contextlib.ExitStack() as stack:
@@ -155,7 +155,7 @@ async def _drain(
     signals: asyncio.Queue[int],
     timeout_s: float,
 ) -> None:
-    """Let the request planes finish what is open and end.
+    """Have the request planes finish open requests and end.
 
     After the time-out, at another signal, or when there will be no engine any more, they are asked
     to end what is open with an error; if that takes longer than a moment, or at a third signal,

@@ -94,7 +94,7 @@ class Choice:
         )
 
     def push(self, updates: Seq[Update]) -> ChoiceDelta | None:
-        """Take updates in; return what they add, None if that is nothing.
+        """Apply updates; return what they add, None if they add nothing.
 
         Raises:
             WeftError: the engine ended the sequence with an error.
@@ -114,7 +114,7 @@ class Choice:
         return self._delta(tokens, logprobs, finish)
 
     def push_plain(self, updates: Seq[Update]) -> str | None:
-        """Take updates in that are nothing but tokens; return the new text.
+        """Apply updates that are only tokens; return the new text.
 
         Returns None, and does nothing, if there is more to them, or to the text, or if the text has
         not started or has ended: then ``push`` has to be called.

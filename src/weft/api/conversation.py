@@ -129,7 +129,7 @@ def _with_documents(how: Rendering, template: ChatTemplate) -> dict[str, Any]:
 
 
 def _check_continued(last: Mapping[str, Any], index: int) -> None:
-    """The message that the model is to go on with must be the assistant's, and have text."""
+    """Check that the message to continue is the assistant's, and has text."""
     if last["role"] != "assistant" or not (last.get("content") or "").strip():
         raise ParameterError(
             "continue_final_message needs a last message of the assistant with text.",

@@ -131,7 +131,7 @@ def chat_fields(body: PromptBody, notes: Notes | None = None) -> dict[str, Any]:
 
 
 def _continued(last: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """A conversation that ends with the assistant's text has the model go on with that text."""
+    """If a conversation ends with the assistant's text, the model continues it."""
     if last["role"] != "assistant":
         return {}
     if "tool_calls" in last or not last["content"].strip():
@@ -145,7 +145,7 @@ def _continued(last: Mapping[str, Any], index: int) -> dict[str, Any]:
 def _user(
     content: Content, path: str, called: frozenset[str], blocks: _Blocks
 ) -> list[dict[str, Any]]:
-    """Results of tools first, each a message of its own, then the text."""
+    """Tool results first, each in its own message, then the text."""
     if isinstance(content, str):
         return [{"role": "user", "content": content}]
     results: list[dict[str, Any]] = []

@@ -340,7 +340,7 @@ def _temperature(options: Options, notes: Notes) -> float:
 
 
 def _check_window(options: Options, context: int, notes: Notes) -> None:
-    """Note a window that leaves tokens out: penalties count all tokens."""
+    """Note an ignored window: penalties count all tokens."""
     window = options.repeat_last_n
     if window is not None and 0 < window < context:
         notes.ignore("options.repeat_last_n", _no_window)

@@ -143,7 +143,7 @@ class OllamaWriter(_OllamaAnswer):
 
 
 def loaded(model: str, said: Said, *, unload: bool) -> dict[str, Any]:
-    """The answer where there is nothing to say: the model is always there, and stays."""
+    """The answer to a request that only loads or unloads the model, which is always loaded."""
     return {
         "model": model,
         "created_at": timestamp(),

@@ -133,7 +133,7 @@ class ResponseAnswer:
         return {"id": f"{prefix}_{self.id.partition('_')[2]}{part.index:04x}", "type": kind}
 
     def _item(self, part: Part, status: str | None = None) -> dict[str, Any]:
-        """The output item of a part; an item that is in progress has nothing in it."""
+        """The output item of a part; an item in progress is empty."""
         empty = status == "in_progress"
         if status is None:
             last = part is self._turn.parts[-1]

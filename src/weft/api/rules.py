@@ -53,7 +53,7 @@ class Ignored(Rule):
 
 
 class Refused(Rule):
-    """The field is an error unless its value asks for nothing."""
+    """The field is an error unless its value is neutral."""
 
 
 @dataclass(slots=True)
@@ -68,7 +68,7 @@ class Notes:
     _names: dict[str, None] = field(default_factory=dict)  # a set that keeps the order
 
     def ignore(self, name: str, refuse: Callable[[str], ParameterError] | None = None) -> None:
-        """Note that a parameter has no effect. Raises what ``refuse`` makes where it is strict."""
+        """Note that a parameter has no effect. Raises the error of ``refuse`` if strict."""
         if self.strict:
             raise (refuse or UnsupportedParameterError)(name)
         if len(self._names) <= MAX_NAMED:
@@ -92,7 +92,7 @@ class Notes:
 
 
 def apply_rules(body: Struct, path: str, notes: Notes) -> None:
-    """Note the fields of a body that are ignored, and of everything in it.
+    """Note the ignored fields of a body, at every level.
 
     Raises:
         UnsupportedParameterError: a field asks for something that is refused.

@@ -34,7 +34,7 @@ class Constraint(NamedTuple):
 
 @contextlib.contextmanager
 def blaming(param: str) -> Iterator[None]:
-    """Let errors of grammars name the parameter that asked for one."""
+    """Make errors of grammars name the parameter that set the grammar."""
     try:
         yield
     except GrammarError as error:
@@ -87,7 +87,7 @@ def find_constraint(body: GenerationBody) -> Constraint | None:
 
 
 def raw_text(raw: Raw) -> str:
-    """JSON as text; a string that holds JSON stands for it. Raises GrammarError for neither."""
+    """JSON as text; a string with JSON counts as that JSON. Raises GrammarError otherwise."""
     try:
         text = bytes(raw).decode()
         return str(json.loads(text)) if text.lstrip().startswith('"') else text

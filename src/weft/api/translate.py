@@ -77,7 +77,7 @@ def endpoint_name(param: str, names: Mapping[str, str]) -> str:
 
 
 def renamed(error: WeftError, names: Mapping[str, str]) -> WeftError:
-    """Let an error speak of the endpoint's fields instead of the chat's."""
+    """Rename the chat's fields in an error to the endpoint's."""
     if error.param is None:
         return error
     old, new = error.param, endpoint_name(error.param, names)

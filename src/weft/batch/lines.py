@@ -33,7 +33,7 @@ class DuplicateIdError(ParameterError):
 
 
 class UnknownUrlError(ParameterError):
-    """A line asks for something that batches do not have."""
+    """A line names a URL that batches do not support."""
 
     code = "unknown_url"
 
@@ -110,7 +110,7 @@ class InputFile:
         return _id_of(self._read(index)) or None
 
     def close(self) -> None:
-        """Give the file up."""
+        """Close the file."""
         os.close(self._fd)
 
     def _read(self, index: int) -> bytes:
@@ -123,7 +123,7 @@ class InputFile:
         return data
 
     def _survey(self, file: Any) -> tuple[str, array[int]]:
-        """Note where the lines are; return the digest of the file and hashes of custom_ids."""
+        """Record the offsets of lines; return the digest of the file and hashes of custom_ids."""
         digest, ids, offset = sha256(), array("Q"), 0
         for number, (line, length) in enumerate(_pieces(file, digest.update), 1):
             if line.strip():

@@ -54,7 +54,7 @@ class Prompt:
 
 
 class Planned:
-    """Lines in an order of ``weft.blend``, after those that it has nothing to say about.
+    """Lines in an order of ``weft.blend``, after those that it does not order.
 
     Args:
         order: of the planned lines, by their place in ``planned``.

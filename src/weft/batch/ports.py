@@ -14,7 +14,7 @@ from weft.core.errors import WeftError
 
 
 class BatchLine(Struct, forbid_unknown_fields=True, kw_only=True):
-    """One request as it stands in a batch's input."""
+    """One request in a batch's input."""
 
     custom_id: str
     method: str
@@ -28,7 +28,7 @@ def new_request_id() -> str:
 
 
 class NobodyAnswersError(WeftError):
-    """Whoever is asked is gone, so the batch cannot go on at present; what is done is kept."""
+    """The engine or server does not answer, so the batch cannot continue; results are kept."""
 
     http_status = 503
     code = "nobody_answers"
@@ -86,10 +86,10 @@ class Sink(Protocol):
         """Whether a line has its result."""
 
     def put(self, index: int, result: Result) -> None:
-        """Take what came of a line. Raises WeftError if it cannot be kept."""
+        """Store the result of a line. Raises WeftError if that fails."""
 
     def sync(self) -> None:
-        """Let all that was taken outlive a loss of power; may be called on any thread."""
+        """Make stored results survive a power failure; may be called on any thread."""
 
 
 class Asker(Protocol):

@@ -141,13 +141,13 @@ class Results:
         return {index: count for index, count in enumerate(self._outputs) if count}
 
     def sync(self) -> None:
-        """Let what was written outlive a loss of power. Raises ResultsError."""
+        """Make written results survive a power failure. Raises ResultsError."""
         for path, fd in self._files.items():
             with _explained(path):
                 os.fsync(fd)
 
     def close(self) -> None:
-        """Give files and lock up; an empty file of errors is removed. May be called twice."""
+        """Close files and lock; an empty file of errors is removed. May be called twice."""
         empty = self.errors in self._files and os.fstat(self._files[self.errors]).st_size == 0
         if empty:
             self.errors.unlink(missing_ok=True)
@@ -184,13 +184,13 @@ class Results:
             ) from None
 
     def _clear(self) -> None:
-        """Forget an earlier batch; if this is cut short, the earlier one is still what is there."""
+        """Remove an earlier batch; if this is interrupted, the earlier one remains."""
         self.errors.unlink(missing_ok=True)
         self.output.unlink(missing_ok=True)
         os.ftruncate(self._state, 0)
 
     def _begin(self, answered_by: str) -> None:
-        """Check that the batch goes on as it began, or note how it begins."""
+        """Check that input and asker are those of the batch so far, or record them."""
         source = self._source
         state = _State(
             version=VERSION,
@@ -283,7 +283,7 @@ def _check_paths(source: Path, output: Path, errors: Path, state: Path) -> None:
 
 
 def _same(one: Path, other: Path) -> bool:
-    """Whether two paths lead to one file, or will once it is there: by any kind of link."""
+    """Whether two paths lead, or will lead, to one file through any kind of link."""
     with contextlib.suppress(OSError):
         return one.samefile(other)
     return os.path.realpath(one) == os.path.realpath(other)
@@ -302,7 +302,7 @@ _results = msgspec.json.Decoder(_Result)
 
 
 def _read_result(data: bytes) -> _Result | None:
-    """A line of a file of results; None if it is something else."""
+    """A line of a file of results; None if it is no result."""
     try:
         return _results.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -319,7 +319,7 @@ def _open(path: Path) -> int:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Let new files outlive a loss of power, where the file system can do that for a folder."""
+    """Make new files survive a power failure, where the file system supports that."""
     fd = os.open(folder, os.O_RDONLY)
     with contextlib.suppress(OSError):
         os.fsync(fd)

@@ -84,7 +84,7 @@ def more_samples(
     waiting: Bools,
     most: int,
 ) -> Ints:
-    """Leaves to run as further samples, where too few run to tell something soon.
+    """Leaves to run as further samples, where there are too few for an estimate soon.
 
     A single sample tells when it has ended, ten when the shortest of them has: in a small set that
     is most of the time of a long request. The kinds of which most leaves wait come first.

@@ -98,8 +98,8 @@ class Order(Protocol):
         """
 
     def ended(self, number: int, output: int | None) -> None:
-        """A request has ended with so many output tokens; None if its length tells nothing, since
-        it failed."""
+        """A request has ended with so many output tokens; None if it
+        failed, so that its length is no sample."""
 
 
 def make_order(kind: str, jobs: Jobs, room: Room, rates: Rates, seed: int = 0) -> Order:
@@ -215,7 +215,7 @@ class BlendOrder:
         return int(self._numbers[leaf])
 
     def _next_sample(self) -> int | None:
-        """The next sample, while half of the memory is free: nothing is known of its length."""
+        """The next sample, while half of the memory is free, as its length is unknown."""
         if len(self.forecast) and self.forecast.held() > self._room.kv_tokens / 2:
             return None
         leaf = self._leaf[self._samples.pop()]
@@ -292,7 +292,7 @@ class BlendOrder:
             node = int(self.tree.parent[node])
 
     def _add_samples(self, running: Mapping[int, float]) -> None:
-        """Let some more run of what too few samples tell about."""
+        """Add samples to subtrees that have too few."""
         if self._samples:
             return
         leaves = more_samples(self.tree, self._known, running, self._waiting, self._more)

@@ -58,7 +58,7 @@ class ModelNotFoundError(WeftError):
 
 
 class UnsupportedModelError(WeftError):
-    """The checkpoint's config asks for something that weft does not implement."""
+    """The checkpoint's config needs a feature that weft does not implement."""
 
     http_status = 400
     code = "unsupported_model"

@@ -69,7 +69,7 @@ def grammar_tokenizer(tokenizer_json: str, vocab_size: int, eos_token_ids: Seq[i
 
 
 def compile_grammar(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
-    """Return a matcher at the start of a grammar, to be copied. Other Python threads go on.
+    """Return a matcher at the start of a grammar, to be copied. Releases the GIL.
 
     Raises:
         GrammarError: the grammar is wrong, too large, or allows no text at all.

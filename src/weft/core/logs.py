@@ -46,7 +46,7 @@ def set_up_logs(process: str, level: str, form: str) -> None:
 
 
 def notice(message: str) -> None:
-    """Tell the user something, whatever the log level: ``weft: message``, or a line of JSON."""
+    """Print a message at any log level: ``weft: message``, or a line of JSON."""
     logging.getLogger(NOTICES).info("%s", message)
 
 

@@ -174,7 +174,7 @@ class MemoryKills:
         self._rose_s = -math.inf
 
     def look(self) -> None:
-        """Note whether the counter has risen since the last look, which makes the rise recent."""
+        """Check whether the counter has risen since the last call, which makes the rise recent."""
         count = self._read()
         if count > self._count:
             self._count, self._rose_s = count, time.monotonic()

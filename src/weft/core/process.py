@@ -93,7 +93,7 @@ def die_with(parent_pid: int) -> None:
 
 
 def die_with_parent_thread() -> None:
-    """Let the kernel end this process when the thread ends that started or has adopted it."""
+    """Have the kernel end this process when the thread that started or adopted it ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 

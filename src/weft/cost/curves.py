@@ -45,7 +45,7 @@ def divide(
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds by tokens, linear between knots; beyond the last one it goes on as it ended."""
+    """Seconds by tokens, linear between knots; extrapolated beyond the last one."""
 
     tokens: tuple[int, ...]
     seconds: tuple[float, ...]

@@ -35,7 +35,7 @@ class Terms(NamedTuple):
 
     @property
     def total(self) -> float:
-        """All in a row, nothing overlapped."""
+        """The sum of all terms, without overlap."""
         return sum(self)
 
     @property

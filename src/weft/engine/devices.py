@@ -32,13 +32,13 @@ class Stopwatch:
         self.seconds: dict[str, float] = {}
 
     def mark(self, name: str) -> None:
-        """Note that this place is reached."""
+        """Record the time from the start to this part's end."""
         self.seconds[name] = time.monotonic() - self._began
 
 
 @contextmanager
 def allocating(what: str, advice: str, ranks: Collectives | None = None) -> Iterator[None]:
-    """Say what there is no memory for if it runs out within.
+    """Name the purpose of the memory if it runs out within.
 
     Args:
         what: is allocated.

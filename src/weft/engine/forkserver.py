@@ -114,7 +114,7 @@ class ForkServer:
         return await asyncio.get_running_loop().sock_recv(self._end, MESSAGE_BYTES)
 
     def close(self) -> None:
-        """End it; the engines that it has forked go on. May be called twice."""
+        """End the fork server; the engines that it has forked continue. May be called twice."""
         self._end.close()
         self.process.kill()
         self.process.wait()

@@ -129,7 +129,7 @@ class EngineKeeper:
         return max(self._progress.look(info) if info else 0.0, self._since)
 
     async def _replace(self, why: str) -> None:
-        """Let the next engine take over that starts; wait longer after each failure."""
+        """Hand over to the next engine; wait longer after each failure."""
         failures = 0
         while True:
             delay_s = self._backoff.delay_s(time.monotonic() - self._since, why)

@@ -39,7 +39,7 @@ from weft.models.spec import ModelSpec
 
 @dataclass(frozen=True)
 class Model:
-    """A model on disk and what it takes to serve it; nothing is loaded yet.
+    """A model on disk and the settings to serve it; nothing is loaded yet.
 
     Attributes:
         source: a model folder, or a GGUF file.

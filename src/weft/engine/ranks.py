@@ -163,7 +163,7 @@ class Followers:
             raise getattr(errors, report.error, WeftError)(report.message)
 
     def send(self, step: Step) -> None:
-        """Give every rank the next step. Raises OSError if one has ended."""
+        """Send the next step to every rank. Raises OSError if one has ended."""
         for channel in self.channels:
             channel.send(step)
 
@@ -181,7 +181,7 @@ class Followers:
             time.sleep(0.01)
 
     def fail(self, error: Exception) -> NoReturn:
-        """End all ranks, so that nothing waits for them; raise ``error`` or what it came of."""
+        """End all ranks, so that nothing waits for them; raise ``error`` or its cause."""
         try:
             self.check(DEATH_S)
         except EngineDeadError as death:
@@ -198,7 +198,7 @@ class Followers:
             process.wait()
 
     def close(self) -> None:
-        """End all ranks, of whose work nothing is wanted any more. May be called twice."""
+        """End all ranks and discard their work. May be called twice."""
         self.closing = True
         for channel in self.channels:
             channel.close()

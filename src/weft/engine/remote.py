@@ -97,7 +97,7 @@ class EngineProcess:
         return engine
 
     def wait_until_ready(self) -> ServedModel:
-        """Let it serve the rings as soon as it is built, and wait for that.
+        """Have the engine serve the rings as soon as it is built, and wait for that.
 
         Every engine that had the rings before must be dead. Raises the typed error with which the
         engine failed to start.
@@ -188,7 +188,7 @@ def read_report(line: str) -> ServedModel:
 
 
 class RemoteEngine:
-    """An engine in a process of its own, for one Python program.
+    """An engine in its own process, for one Python program.
 
     Args:
         meanwhile: is called while the engine starts.

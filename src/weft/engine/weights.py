@@ -47,7 +47,7 @@ def stored_weights(config: EngineConfig, spec: ModelSpec) -> dict[str, str]:
 
 
 def check_storage(config: EngineConfig, spec: ModelSpec, ops: OpTable) -> None:
-    """Check that there are kernels for weights and KV as they are to be stored.
+    """Check that there are kernels for the storage formats of weights and KV.
 
     Raises:
         KernelError: there are none for those of the checkpoint.

@@ -45,7 +45,7 @@ class Device(Protocol):
         """Copy to the device; ``source`` must not change before an event after it."""
 
     def download(self, source: Tensor, target: Tensor) -> None:
-        """Copy to the host; ``target`` is there when an event after it has come."""
+        """Copy to the host; ``target`` is valid after a later event has completed."""
 
     def send(self, source: Tensor) -> Tensor:
         """Return a copy on the device of a tensor of the host, which may change at once."""

@@ -106,7 +106,7 @@ class _Costs:
         return costliest
 
     def forget(self) -> None:
-        """Count what was spent for less, as a step has passed; what is below 1 ms for nothing."""
+        """Let past costs decay by one step; below 1 ms they are dropped."""
         counted = {grammar: STILL_COUNTED * spent for grammar, spent in self._spent.items()}
         self._spent = {grammar: spent for grammar, spent in counted.items() if spent > 1e-3}
 
@@ -187,7 +187,7 @@ class GrammarRows:
         return faults
 
     def advance(self, rows: Seq[int], tokens: NDArray[np.int64]) -> None:
-        """Take in the token [S] that each row got."""
+        """Advance by the token [S] of each row."""
         since = self._clock()
         for number, token in zip(rows, tokens.tolist(), strict=True):
             row = self._rows.get(number)
@@ -210,7 +210,7 @@ class GrammarRows:
         return now
 
     def _fill(self, number: int, mask: NDArray[np.uint8]) -> WeftError | None:
-        """Write the bits of a row's allowed tokens; return why there are none."""
+        """Write the bits of a row's allowed tokens; return the reason if there are none."""
         row = self._rows[number]
         if row.error is None and not _allowed(row.matcher, mask):
             self._renew(row)
@@ -219,7 +219,7 @@ class GrammarRows:
         return row.error
 
     def _renew(self, row: _Row) -> None:
-        """Start a row again on a grammar compiled anew, unless that was tried just before.
+        """Restart a row on a newly compiled grammar, unless that was just tried.
 
         All copies of a grammar share what they have learnt, and that is bounded: a grammar in long
         use can fill it up.
@@ -232,7 +232,7 @@ class GrammarRows:
 
 
 def _allowed(matcher: LLMatcher | None, mask: NDArray[np.uint8]) -> bool:
-    """Write the bits of the tokens that may follow; whether there are any."""
+    """Write the bits of the allowed tokens; return whether there are any."""
     if matcher is None:
         return False
     bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)[: len(mask)]

@@ -300,7 +300,7 @@ class GraphExecutor:
         return scored, target[: found.numel()].view(found.shape)
 
     def _prepare(self, captured: Seq[int]) -> None:
-        """Capture the steps of some sizes; run larger ones once, so that nothing is new later.
+        """Capture the steps of some sizes; run larger ones once as warm-up.
 
         Their kernels compile, and the memory that they take is known to be there.
         """

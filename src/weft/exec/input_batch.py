@@ -133,7 +133,7 @@ class InputBatch:
             self._append(row, group, blocks)
 
     def move(self, move: KVMove) -> None:
-        """Give a row the tables that it has in its other tier."""
+        """Switch a row to the block tables of its other tier."""
         for group, blocks in enumerate(move.target):
             self.table_length[group][move.row] = 0
             self._append(move.row, group, blocks)
@@ -197,7 +197,7 @@ class InputBatch:
             raise InvariantError("a request with a grammar reached an executor without grammars")
 
     def _mark(self, row: int, params: SamplingParams, stop_ids: frozenset[int]) -> None:
-        """Note what few rows want, so that the others cost nothing."""
+        """Flag rare parameters of a row, so that rows without them cost nothing."""
         if params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty:
             self.penalised.add(row)
         if params.prompt_logprobs is not None:

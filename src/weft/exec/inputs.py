@@ -230,7 +230,7 @@ class StepPacker:
         return self._fill(batch, inputs, forward, sample)
 
     def pack_padding(self, forward: Layout, sample: Layout) -> PackedStep:
-        """Write a step of these layouts that is nothing but padding."""
+        """Write a step of these layouts that is only padding."""
         nobody = SubBatch((), (), (), ())
         return self._fill(nobody, self._packer.pack(nobody), forward, sample)
 

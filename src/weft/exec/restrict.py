@@ -86,7 +86,7 @@ class Restrictions:
                 logits[i, torch.tensor(banned, device=logits.device)] = -torch.inf
 
     def faults(self, logits: Tensor, rows: Seq[int]) -> dict[int, WeftError]:
-        """The rows that may sample nothing at all, and why; their logits become finite.
+        """The rows without any token to sample, with the reason; their logits become finite.
 
         Args:
             logits: [S, V] after everything that forbids tokens.

@@ -26,7 +26,7 @@ SATURATED = 0x7E  # the bits of ``LARGEST``
 
 @dataclass(frozen=True)
 class Rounded:
-    """Activations rounded to FP8: a row stands for ``codes * scale``.
+    """Activations rounded to FP8: a row is ``codes * scale``.
 
     Attributes:
         codes: [T, K] E4M3; where the device has no arithmetic in it, bfloat16 of the same values.

@@ -86,7 +86,7 @@ class Tuning(Protocol):
         """Return the configuration for so many rows. Raises KernelUnavailable: there is none."""
 
     def attention(self, shape: LaunchShape) -> Launch | None:
-        """Return what differs from the rule of attention, None if nothing does.
+        """Return the differences from the rule of attention, None if there are none.
 
         Raises:
             KernelUnavailable: there is a file, and it has no entry.
@@ -100,7 +100,7 @@ def bucket_of(rows: int) -> int:
 
 @dataclass(frozen=True)
 class Heuristic:
-    """Configurations by a rule; nothing was measured.
+    """Configurations by a rule, not measured.
 
     Attributes:
         processors: multiprocessors of the device.

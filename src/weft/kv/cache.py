@@ -311,7 +311,7 @@ class KVCache:
     # -- releasing ----------------------------------------------------------------------------
 
     def release(self, sequence_id: int, *, faulty_from: int | None = None) -> None:
-        """Give up all blocks of the sequence, the last first so that prefixes stay
+        """Release all blocks of the sequence, the last first so that prefixes stay
         cached longest.
 
         Args:
@@ -325,7 +325,7 @@ class KVCache:
         return self._tables.pop(sequence_id)
 
     def free(self, table: Table, *, faulty_from: int | None = None) -> None:
-        """Give up all blocks of a detached table; see ``release``."""
+        """Release all blocks of a detached table; see ``release``."""
         for group, pool, blocks, index in self._by_group(table):
             if faulty_from is not None:
                 for block in blocks[faulty_from // group.block_size :]:

@@ -70,7 +70,7 @@ class BlockPool:
             self._hash_of[block] = block_hash
 
     def release(self, block: int) -> None:
-        """Give up one reference; content that can be found again stays cached."""
+        """Release one reference; content that can be found again stays cached."""
         references = self._references[block] - 1
         if references < 0:
             raise InvariantError(f"block {block} was released more often than held")

@@ -90,7 +90,7 @@ class TieredCache:
         return self.of(sequence_id).capacity(sequence_id)
 
     def commit(self, sequence_id: int, tokens: Seq[int], computed: int) -> int:
-        """See ``KVCache.commit``; while the sequence moves, nothing is hashed or given up."""
+        """See ``KVCache.commit``; while the sequence moves, nothing is hashed or released."""
         if sequence_id in self._leases:
             return computed + 1
         return self.of(sequence_id).commit(sequence_id, tokens, computed)
@@ -100,7 +100,7 @@ class TieredCache:
         return max(self.device.max_tokens(), self.host.max_tokens())
 
     def release(self, sequence_id: int, *, faulty_from: int | None = None) -> None:
-        """Give up the blocks of the sequence, after its move if one is in flight."""
+        """Release the blocks of the sequence, after its move if one is in flight."""
         cache, leases = self.of(sequence_id), self._leases.get(sequence_id)
         if leases is None:
             cache.release(sequence_id, faulty_from=faulty_from)
@@ -137,7 +137,7 @@ class TieredCache:
         return move, lease
 
     def complete_move(self, lease: Lease) -> None:
-        """Give up what a committed move has left behind. Moves are completed in their order."""
+        """Release the source blocks of a committed move. Moves are completed in order."""
         leases = self._leases[lease.sequence_id]
         if leases.pop(0) is not lease:
             raise InvariantError(

@@ -224,5 +224,5 @@ class GgufFile:
 
 
 def _rotated_by_halves(rows: int, heads: int) -> NDArray[np.int64]:
-    """Return where each row of Q or K stands in a file that rotates neighbouring dimensions."""
+    """Return the place of each row of Q or K in a file that rotates neighbouring dimensions."""
     return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).ravel()

@@ -55,7 +55,7 @@ def shard_spec(spec: ModelSpec, size: int) -> ModelSpec:
 
 
 def _problem(spec: ModelSpec, size: int) -> str | None:
-    """Say what keeps a model from being cut into so many parts, None if nothing does."""
+    """Return what prevents a split into so many parts, None if nothing does."""
     if size == 1:
         return None
     if spec.num_heads % size:
@@ -100,7 +100,7 @@ def cut(parameters: Iterable[Parameter], spec: ModelSpec, shard: Shard) -> Itera
 
 
 def _kept(parameter: Parameter, spec: ModelSpec, shard: Shard) -> tuple[int, list[range]]:
-    """Return the dimension that is cut and what a rank keeps of it; nothing: all of it."""
+    """Return the split dimension and a rank's share of it; empty if it keeps all."""
     prefix, _, name = parameter.name.rpartition(".")
     shape = parameter.shape
     match name:

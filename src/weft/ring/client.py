@@ -146,7 +146,7 @@ class RingClient:
 
     @property
     def engines(self) -> int:
-        """Engines that have served the ring so far, with the one that does."""
+        """Number of engines that have served the ring so far, including the present one."""
         return self._ring.engines()
 
     @property
@@ -171,7 +171,7 @@ class RingClient:
         return self._fds.wake
 
     def poll(self) -> bool:
-        """Give every sink what is new for it; whether there was anything."""
+        """Pass new updates to every sink; return whether there were any."""
         batches: dict[Sink, list[Update]] = {}
         with self._lock:
             if self._closed:
@@ -205,7 +205,7 @@ class RingClient:
             return self._closed or self._ring.sleep()
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Let an event loop drive this client. Call it on the loop's thread."""
+        """Have an event loop drive this client. Call it on the loop's thread."""
         self._loop = loop
         loop.add_reader(self._fds.wake, self._on_wake)
         if self._engine >= 0:
@@ -224,7 +224,7 @@ class RingClient:
             os.eventfd_read(self._fds.wake)
 
     def run_in_thread(self) -> None:
-        """Drive this client by a thread of its own until it is closed."""
+        """Drive this client by its own thread until it is closed."""
         self._changed = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name="weft-ring", daemon=True)
         self._thread.start()

@@ -205,7 +205,7 @@ class RingInbox:
         return len(self._engine.open_ids())
 
     def write_info(self, info: EngineInfo) -> None:
-        """Tell the request planes about limits, load and progress."""
+        """Publish limits, load and progress to the request planes."""
         self._engine.write_info(info.values())
 
 

@@ -33,7 +33,7 @@ FINISH_OF: Mapping[int, FinishReason] = {value: reason for reason, value in REAS
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """The info page: what the engine says about itself. All numbers; 0 where there is nothing.
+    """The info page: the engine's state. All numbers; 0 where there is none.
 
     Attributes:
         ready: 1 once requests are served; the limits are valid from then on.

@@ -1,4 +1,4 @@
-// The ring: where request plane and engine meet. One header for C++ on the host and for CUDA.
+// The ring: shared memory between request plane and engine. One header for C++ on the host and for CUDA.
 //
 //   header page | info page (engine writes) | slots | arena (prompts and outputs)
 //

@@ -149,7 +149,7 @@ class _Choosing:
         return found or best
 
     def _chunks(self, most: int) -> list[int]:
-        """None, what fits in beside the decodes for nothing, and all."""
+        """No chunk, the one that fits beside the decodes for free, and all."""
         free = min(most, max(0, self._free_tokens - self.base.tokens))
         return sorted({0, free, most})
 
@@ -252,7 +252,7 @@ class _Choosing:
         ).cpu_attention
 
     def _batch(self, chunk: int, decodes: Seq[int], alone: bool = False) -> Work:
-        """The device's work, or nothing, with a chunk and these decodes of the host."""
+        """The device's work, if any, with a chunk and these decodes of the host."""
         work = Work() if alone else self.base.copy()
         for start, count in self.host.pieces:
             if chunk <= 0:

@@ -82,7 +82,7 @@ class NgramDrafter:
         return upto == known
 
     def _judge(self, tokens: Seq[int], position: int) -> None:
-        """Take in whether looking up would have found the token at this position."""
+        """Record whether lookup would have found the token at this position."""
         for size in SIZES:
             after = self._after.get(tuple(tokens[position - size : position]))
             if after is not None:
@@ -90,12 +90,12 @@ class NgramDrafter:
                 return
 
     def searched_in_vain(self) -> int:
-        """Return how many tokens to go on without drafts when nothing was found."""
+        """Return for how many tokens to skip drafts after a failed lookup."""
         rest, self._search_rest = self._search_rest, min(2 * self._search_rest, LONGEST_SEARCH_REST)
         return rest
 
     def learn(self, drafted: int, accepted: int) -> int:
-        """Take in how a draft fared; return how many tokens to go on without one."""
+        """Record the acceptance of a draft; return for how many tokens to skip drafts."""
         if accepted == drafted:
             self._length = min(2 * self._length, self._most)
         else:

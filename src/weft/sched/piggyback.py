@@ -60,7 +60,7 @@ class PiggybackPart:
         policy.part = self
 
     def attach(self, scheduler: Scheduler) -> None:
-        """Be a part of this scheduler."""
+        """Attach to this scheduler."""
         self._scheduler = scheduler
 
     def _on_host(self, sequence: Sequence) -> bool:

@@ -71,7 +71,7 @@ class FCFSPolicy:
             scheduler.admission.admit(step, priority)
 
     def collected(self, now: float) -> None:
-        """Time decides nothing."""
+        """Times do not affect this policy."""
 
     def check(self) -> None:
         """Nothing is remembered."""

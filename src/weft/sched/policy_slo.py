@@ -69,7 +69,7 @@ def prioritise_by_target(classes: Seq[ServiceClass]) -> list[ServiceClass]:
 
 
 def check_targets(classes: Seq[ServiceClass], cost: CostModel, policy: TargetPolicy) -> None:
-    """Raise ConfigError if a target would be missed by a server that has nothing else to do."""
+    """Raise ConfigError if an idle server would miss a target."""
     if not any(row.ttft_s or row.tpot_s for row in classes):
         raise ConfigError(
             "No service class has a target, which scheduler slo needs; set ttft_s or tpot_s of "

@@ -57,7 +57,7 @@ class Policy(Protocol):
         """Attach to this scheduler."""
 
     def consider(self, sequence: Sequence) -> None:
-        """Look at a sequence before it is queued; a typed error refuses it."""
+        """Check a sequence before it is queued; a typed error refuses it."""
 
     def fill(self, now: float) -> BatchBuilder | None:
         """Return the next step, or None if there is nothing to do at present."""
@@ -82,7 +82,7 @@ class SchedulerPart(Protocol):
         """Add to the plan of a step."""
 
     def commit(self, result: StepResult, outputs: StepOutputs) -> None:
-        """Take in what a result has for the part."""
+        """Apply a result to this part."""
 
     def check(self) -> None:
         """Raise InvariantError if the part's state is inconsistent."""
@@ -200,7 +200,7 @@ class Scheduler:
     # -- committing ---------------------------------------------------------------------------
 
     def commit(self, result: StepResult, now: float = 0.0) -> StepOutputs:
-        """Take in the oldest launched step and return what is new."""
+        """Commit the oldest launched step and return its outputs."""
         self.policy.collected(now)
         outputs = self.committer.commit(self._launched.popleft(), result, int(now * 1e9))
         for part in self.parts:

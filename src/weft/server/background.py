@@ -51,7 +51,7 @@ logger = logging.getLogger("weft.server")
 
 
 class _KeptRequest(msgspec.Struct):
-    """A request as it is kept: nothing in it depends on the process, or on the time."""
+    """A stored request, independent of the process and of the time."""
 
     job: Job
     body: bytes
@@ -114,14 +114,14 @@ class _Active:
     task: asyncio.Task[None] | None = None
 
     def end(self, error: WeftError) -> None:
-        """Let it end with an error; the first one counts."""
+        """End the run with an error; the first one counts."""
         self.stop = self.stop or error
         if self.opened is not None:
             self.opened.interrupt(self.stop)
 
 
 class Background:
-    """Makes background responses, and goes on with those whose process has died.
+    """Runs background responses, and resumes those whose process has died.
 
     A run's events and the tokens behind them are kept about twenty times a second. Who takes a run
     up feeds the tokens to a writer of its own, whose events are those that are kept already, and
@@ -244,7 +244,7 @@ class Background:
         active.task = asyncio.get_running_loop().create_task(work, context=context)
 
     async def _work(self, active: _Active, run: Run, making: _Making | None) -> None:
-        """Bring a run to its end, and keep that; leave it where another process goes on."""
+        """Run to the end and store it; leave the run alone if another process has resumed it."""
         try:
             if making is None:
                 making = await self._resume(run)
@@ -261,7 +261,7 @@ class Background:
             del self._active[run.id]
 
     async def _give_up(self, run: Run, error: Exception) -> None:
-        """Keep that a run has failed which could not be taken up."""
+        """Store the failure of a run that could not be resumed."""
         log_failure(error)
         known = error if isinstance(error, WeftError) else InvariantError(str(error))
         event, response = failure(run.response, run.num_events, known)
@@ -273,7 +273,7 @@ class Background:
             await self._not_kept(run, lost)
 
     async def _not_kept(self, run: Run, error: StoreError) -> None:
-        """Say so, and leave the run alone for a while; then it is taken up again."""
+        """Log the error and pause the run; it is resumed later."""
         self._unkept.tell(run.id, error.message)
         await asyncio.sleep(STORE_PAUSE_S)
 
@@ -319,7 +319,7 @@ class Background:
         return ResponseWriter(job, body, service.builder.tokenizer, service.texts, call_ids)
 
     async def _make(self, active: _Active, run: Run, making: _Making) -> WeftError | None:
-        """Let the engine compute a run to its end; the error that ends it before.
+        """Have the engine compute a run to its end; return the error if one ends it early.
 
         Raises:
             RunLostError, ShuttingDownError: it is left to another process.

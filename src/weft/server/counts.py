@@ -133,7 +133,7 @@ class Board:
         self.sign(time.monotonic_ns())
 
     def sign(self, now_ns: int) -> None:
-        """Say when this process was last seen alive, on the monotonic clock; 0 for not yet."""
+        """Record when this process was last alive, on the monotonic clock; 0 for not yet."""
         at = self._own * CELL_BYTES + _LENGTH.size
         self._map[at : at + _LENGTH.size] = _LENGTH.pack(now_ns)
 

@@ -56,7 +56,7 @@ def json_response(
 
 
 def log_failure(error: Exception) -> None:
-    """Log what went wrong on our side; a client's mistake is not worth a line of its own."""
+    """Log an internal failure; a client's mistake gets no line of its own."""
     exchange = EXCHANGE.get()
     if exchange is not None:
         exchange.error = error.code if isinstance(error, WeftError) else "internal_error"

@@ -161,7 +161,7 @@ class Generation(Response):
         return collector.body()
 
     async def _stream(self, job: OpenJob, send: Send, send_part: Send) -> None:
-        """Stream; parts of the body need nothing from the layers that wrap ``send``."""
+        """Stream; chunks bypass the layers that wrap ``send``, which they do not need."""
         writer = self._form.stream(self._job)
         data, halted = writer.push(await job.take())
         job.stop(halted)

@@ -54,7 +54,7 @@ class Life:
         return bool(kind != fcntl.F_UNLCK)
 
     def close(self) -> None:
-        """Be dead to the others. May be called twice."""
+        """Release the lock: this process counts as dead. May be called twice."""
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = -1

@@ -70,12 +70,12 @@ class Metrics(Counts):
         self._registry.register(self)
 
     def share(self, board: Board) -> None:
-        """Go on from what a predecessor has counted, and count with the others from now on."""
+        """Continue a predecessor's counts, and share them with the other planes from now on."""
         self._board = board
         self.add(board.read_own(), gauges=False)
 
     def show(self) -> None:
-        """Let the others see these counts."""
+        """Publish these counts to the other planes."""
         if self._board is not None:
             self._board.write(self)
 

@@ -104,7 +104,7 @@ class _Handlers:
     def generating(
         self, body: type[Body], job_of: Callable[[Body, Builder, Notes], Job | None], said: Said
     ) -> Handler:
-        """A handler of bodies that ask for text, or for nothing but the model to be loaded."""
+        """A handler of bodies that ask for text, or only for the model to be loaded."""
         service, texts = self._service, self._service.texts
         tokenizer = service.builder.tokenizer
         form = Form(
@@ -151,7 +151,7 @@ class _Handlers:
         return handle
 
     async def pull(self, request: Request) -> Response:
-        """Success for the served model, which is there."""
+        """Success for the served model, which is loaded."""
         await self._named(request)
         return json_response({"status": "success"})
 

@@ -59,7 +59,7 @@ class EngineProbe(Protocol):
 
 
 class NoProbe:
-    """Stands in where nothing is known: always ready, no gauges."""
+    """A probe without an engine: always ready, no gauges."""
 
     def ready(self) -> bool:
         return True

@@ -250,7 +250,7 @@ class BoundedProtocol(HttpToolsProtocol):
         return bool(self.pipeline) or (running is not None and not running.response_complete)
 
     def _leave(self, cycle: RequestResponseCycle) -> None:
-        """Tell the application that its client has left: what it still says goes nowhere."""
+        """Signal the application that its client has disconnected; discard its output."""
         cycle.disconnected = True
         cycle.message_event.set()
 

@@ -28,7 +28,7 @@ class QueueFullError(WeftError):
 
 
 class Waiting(NamedTuple):
-    """A job of this request plane of which the engine has computed nothing yet.
+    """A job of this request plane that the engine has not started.
 
     Attributes:
         since_ns: when it was submitted, on the monotonic clock.
@@ -110,7 +110,7 @@ class EngineRates:
         self._samples: deque[EngineLoad] = deque()
 
     def sample(self, load: EngineLoad) -> None:
-        """Take in what the engine says at present."""
+        """Record the engine's present counts."""
         samples = self._samples
         if samples and load.engine != samples[-1].engine:  # another engine counts from 0
             samples.clear()

@@ -146,12 +146,12 @@ class ResponseStore:
         return await self.run(lambda _: self._conversation(owner, response_id))
 
     def close(self) -> None:
-        """Close the file; nothing may be asked for any more."""
+        """Close the file; no calls may follow."""
         self._thread.submit(self._base.close)
         self._thread.shutdown()
 
     async def run(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
-        """Let the thread do some work on the data base. Raises StoreError."""
+        """Run work on the data base's thread. Raises StoreError."""
         loop = asyncio.get_running_loop()
         try:
             return await loop.run_in_executor(self._thread, work, self._base)
@@ -237,7 +237,7 @@ def check_store(path: str) -> None:
 
 
 def not_found(response_id: str, param: str = "response_id") -> ResponseNotFoundError:
-    """The error for an id under which there is nothing."""
+    """The error for an unknown id."""
     message = f"There is no response with the id '{response_id[:100]}'."
     return ResponseNotFoundError(message, param=param)
 

@@ -71,7 +71,7 @@ class _Handlers:
         return Generation(self._service, asked.job, self._form(asked, _owner()))
 
     async def _begin(self, asked: _Asked, owner: bytes) -> Response:
-        """Let a response be made in the background; its stream may be left and resumed."""
+        """Start a background response; its stream may be left and resumed."""
         items = orjson.dumps(asked.items)
         response = await self._background.start(asked.job, asked.data, items, owner)
         if asked.job.stream:

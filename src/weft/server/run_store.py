@@ -31,7 +31,7 @@ class TooManyRunsError(WeftError):
 
 
 class RunLostError(WeftError):
-    """A background response was deleted, or another process goes on with it."""
+    """A background response was deleted, or another process has resumed it."""
 
     http_status = 404
     code = "response_not_found"
@@ -103,7 +103,7 @@ class Look(NamedTuple):
 
 
 class Events(NamedTuple):
-    """Events, the number of the last one, and whether none can follow those that there are."""
+    """Events, the number of the last one, and whether they are complete."""
 
     events: bytes
     last: int
@@ -222,7 +222,7 @@ class RunStore:
             )
 
     async def look(self, active: Collection[str], *, adopting: bool = True) -> Look:
-        """See to the runs that are ``active`` here, and take those whose keeper is dead.
+        """Check the ``active`` runs, and adopt those whose process is dead.
 
         Raises:
             StoreError: the file cannot be read or written.
@@ -247,7 +247,7 @@ class RunStore:
         return keeper == self._life.number
 
     def _adopt(self, base: sqlite3.Connection, run_id: str, keeper: int) -> Run | None:
-        """The run, if it can be had; None if another process was faster, or will go on."""
+        """The run, if it can be adopted; None if another process has it."""
         with base:
             done = base.execute(
                 "UPDATE runs SET keeper = ?1, attempts = attempts + (keeper != ?1) "
@@ -342,7 +342,7 @@ def _replace(base: sqlite3.Connection, run_id: str, response: bytes) -> None:
 
 
 def _drop_progress(base: sqlite3.Connection, run_id: str) -> None:
-    """Forget, and count no more, what only who goes on with a run needs."""
+    """Delete the data that only a resuming process needs, also from the size."""
     base.execute(
         "UPDATE responses SET bytes = bytes "
         "- (SELECT length(request) FROM runs WHERE runs.id = responses.id) "

@@ -133,7 +133,7 @@ class Service:
     async def prepare(
         self, num_bytes: int, build: Callable[[], Prepared], *, renders: bool = True
     ) -> Prepared:
-        """Let ``build`` turn a body of so many bytes into a job; see `compute`.
+        """Have ``build`` turn a body of so many bytes into a job; see `compute`.
 
         Raises a typed error for everything that is wrong with the body.
         """
@@ -246,7 +246,7 @@ class Service:
             job.interrupt(error)
 
     def close(self) -> None:
-        """Let the threads go."""
+        """Stop the threads."""
         for pool in (self._pool, self._chats):
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -312,7 +312,7 @@ class OpenJob:
         return updates
 
     def stop(self, sequence_ids: Iterable[int]) -> None:
-        """Tell the engine that a stop string has ended these."""
+        """Report to the engine that a stop string has ended these."""
         for sequence_id in sequence_ids:
             self._service.client.cancel(sequence_id, FinishReason.STOP)
 

@@ -87,7 +87,7 @@ class SimulatedInbox:
                 heapq.heappush(self._later, (job.at_s, next(self._ties), job))
 
     def wait(self) -> None:
-        """Go on to the next arrival.
+        """Advance to the next arrival.
 
         Raises:
             InvariantError: none will come, but requests are open: the scheduler is stuck.

@@ -206,7 +206,7 @@ class SimulatedExecutor:
         return carried_s / len(by_layer) + sum(by_layer) * PIGGYBACK_LAYER_S
 
     def collected(self, ticket: SimulatedTicket, end_s: float) -> None:
-        """Go on to the end of the oldest outstanding step."""
+        """Advance to the end of the oldest outstanding step."""
         if self._outstanding.popleft() is not ticket:
             raise InvariantError("steps must be collected in the order of their launch")
         self._clock.reach(end_s)

@@ -100,7 +100,7 @@ def _reasoning(
     budget: int | None,
     rules: list[str],
 ) -> str:
-    """The rule of what may stand before the answer; empty where the model marks no reasoning.
+    """The rule for text before the answer; empty where the model marks no reasoning.
 
     Adds the rules of reasoning, and ``TEXT``: what free text of the answer may be. Under a budget
     it cannot open reasoning itself.

@@ -14,7 +14,7 @@ _MERGED = ("$ref", "$dynamicRef", "anyOf", "oneOf")
 
 
 def close_objects(nodes: Sequence[dict[str, Any]]) -> bool:
-    """Close the objects of a schema that name their properties and say nothing of others.
+    """Close the objects of a schema that have properties and no rule for others.
 
     What satisfies the closed schema satisfies the schema. Where schemas are merged, one would
     close out what another names, so that nothing is closed.

@@ -171,7 +171,7 @@ class GrammarChecker:
         return _digest(grammar) in self._known
 
     def check(self, grammar: str) -> None:
-        """Compile a grammar; takes up to some tenths of a second, in which other threads go on.
+        """Compile a grammar; takes up to some tenths of a second and releases the GIL.
 
         Raises:
             GrammarError: it is wrong, too costly, or allows no text.

@@ -199,7 +199,7 @@ class _Grammar:
 
 
 class _Body:
-    """Reads one body: what alternatives, sequences, repetitions and groups stand for."""
+    """Parses one body: alternatives, sequences, repetitions and groups."""
 
     def __init__(self, grammar: _Grammar, tokens: list[_Token], between: str) -> None:
         self._grammar = grammar

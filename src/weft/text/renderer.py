@@ -48,7 +48,7 @@ class Failure:
 
 
 class Renderer:
-    """A process of its own for templates. Safe to share between threads, which take turns.
+    """The process that renders templates. Safe to share between threads, which take turns.
 
     It starts with the first request. In a forked child it is another one, started there.
     """
@@ -63,7 +63,7 @@ class Renderer:
         self._link: socket.socket | None = None
 
     def start(self) -> None:
-        """Start the process unless it runs, without waiting until it is there.
+        """Start the process unless it runs, without waiting for it.
 
         Raises:
             RendererDeadError: there can be no other process.

@@ -141,7 +141,7 @@ class _Call:
         return self._give_out(), text[at:]
 
     def cut(self) -> list[Event]:
-        """Give the call out as far as it has come, if its name is complete."""
+        """Emit the call so far, if its name is complete."""
         self._arguments = self._arguments or ""
         return self._give_out()
 
@@ -207,7 +207,7 @@ class _Call:
 
 
 def _string(text: str) -> str | None:
-    """The value of a JSON string, None if it is something else."""
+    """The value of a JSON string, None for any other value."""
     try:
         value = json.loads(text)
     except ValueError:

@@ -175,7 +175,7 @@ def pack(parameter: str, tensor: Tensor) -> Tensor | CpuMatrix | tuple[CpuMatrix
 
 
 def computes(storage: Storage) -> bool:
-    """Whether there are kernels for weights that are stored so: there are for all integers."""
+    """Whether there are kernels for this storage; there are for all integer formats."""
     return storage.format == "int"
 
 

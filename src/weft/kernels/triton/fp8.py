@@ -35,7 +35,7 @@ def to_e4m3(x):
 
 @triton.jit
 def from_bits(bits):
-    """Return the float32 numbers that E4M3 bits (uint8) stand for; NaN becomes 480.
+    """Return the float32 values of E4M3 bits (uint8); NaN becomes 480.
 
     Shifted into the places of float16, a number is 2**-8 of itself, subnormals included.
     """

@@ -174,7 +174,7 @@ def _tuned(block_m: int, launch: Launch) -> Tile:
 
 @cache
 def by_rule(heads: Heads, max_query_len: int | None, shared_bytes: int) -> Plan:
-    """Return the plan for heads in so much shared memory; nothing was measured for it.
+    """Return the plan for heads in so much shared memory, by rule, not measured.
 
     Raises:
         ValueError: no kernel fits the shape.
