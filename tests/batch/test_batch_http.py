@@ -1,4 +1,4 @@
-"""Lines asked over HTTP before a server that does what a test says: busy, away, broken, slow."""
+"""Lines over HTTP to a scripted server: busy, unreachable, broken, slow."""
 
 from __future__ import annotations
 

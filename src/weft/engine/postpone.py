@@ -11,8 +11,8 @@ from typing import Any
 def postpone(name: str) -> None:
     """Make imports of this module return a placeholder, unless it is loaded already.
 
-    The first use of an attribute imports the module. Unlike with ``importlib.util.LazyLoader``, code
-    that searches all modules for a file does not load it.
+    The first use of an attribute imports the module. Unlike with ``importlib.util.LazyLoader``,
+    code that searches all modules for a file does not load it.
     """
     if name not in sys.modules:
         sys.modules[name] = _Postponed(name)
