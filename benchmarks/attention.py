@@ -1,4 +1,4 @@
-"""Paged attention against what memory and matrix products allow, on the shapes of two models.
+"""Paged attention against the bounds of memory and matrix products, on the shapes of two models.
 
     python benchmarks/attention.py [--out benchmarks/results/attention.json]
 

@@ -1,4 +1,4 @@
-"""What metrics cost a request and a token of the request plane, with and without them in turn.
+"""Cost of metrics for a request and a token of the request plane, with and without them in turn.
 
     python benchmarks/metrics.py [--out benchmarks/results/metrics.json]
 

@@ -1,4 +1,4 @@
-"""How long it takes to order offline requests, and how much memory.
+"""Time and memory to order offline requests.
 
     python benchmarks/order.py [--prompts 400000] [--out benchmarks/results/order.json]
 

@@ -1,4 +1,4 @@
-"""How fast the ring hands over, and what a token costs on it.
+"""Latency of the ring, and its cost per token.
 
     python benchmarks/ring.py [--rounds 2000] [--out benchmarks/results/ring.json]
 

@@ -1,4 +1,4 @@
-"""How fast the simulator is: requests of Azure's conversation trace through a scheduler.
+"""Speed of the simulator: requests of Azure's conversation trace through a scheduler.
 
     python benchmarks/sim.py [--requests 10000] [--scheduler fcfs] [--hardware a100]
         [--trace FILE] [--out benchmarks/results/sim.json]

@@ -1,4 +1,4 @@
-"""What speculation costs where it cannot help, and what it gives where text repeats.
+"""Cost of speculation where it cannot help, and its gain where text repeats.
 
     python benchmarks/speculation.py [--out benchmarks/results/speculation.json]
 

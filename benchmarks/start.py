@@ -1,4 +1,4 @@
-"""How long weft takes to start, and what a server costs that has nothing to do.
+"""Time to start weft, and the cost of an idle server.
 
     python benchmarks/start.py [--model FOLDER] [--out benchmarks/results/start.json]
 

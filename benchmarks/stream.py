@@ -1,4 +1,4 @@
-"""What a streamed token costs the request plane: 64 clients, an engine that computes nothing.
+"""Cost of a streamed token in the request plane: 64 clients, an engine that computes nothing.
 
     python benchmarks/stream.py [--out benchmarks/results/stream.json]
 

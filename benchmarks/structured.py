@@ -1,4 +1,4 @@
-"""Structured output on the built-in model: how much of it is valid, and what a token costs.
+"""Structured output on the built-in model: the share of valid output, and the cost of a token.
 
     python benchmarks/structured.py [--schemas 500] [--out benchmarks/results/structured.json]
 

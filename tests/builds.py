@@ -1,4 +1,4 @@
-"""What tests compile, kept in ``build/tests`` by the hash of all that it was made from."""
+"""Compiled test programs, cached in ``build/tests`` by the hash of their sources."""
 
 from __future__ import annotations
 

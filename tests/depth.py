@@ -1,4 +1,4 @@
-"""How far tests search: what fits in a few minutes, or all (``WEFT_TEST_DEEP=1``)."""
+"""Depth of random tests: a few minutes, or all examples (``WEFT_TEST_DEEP=1``)."""
 
 from __future__ import annotations
 

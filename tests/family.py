@@ -1,4 +1,4 @@
-"""What a running server holds: its processes, their memory and descriptors, its rings' slots.
+"""Resources of a running server: its processes, their memory and descriptors, its rings' slots.
 
 Reads ``/proc`` and the rings' own memory, so that nothing has to be believed that the server says.
 """

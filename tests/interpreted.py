@@ -1,4 +1,4 @@
-"""Kernels for GPUs on a CPU: in Triton's interpreter, which is spared what it does too often."""
+"""Kernels for GPUs on a CPU: in Triton's interpreter, patched to be faster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lets random clients loose on a server for minutes, kills its processes, and looks what is left.
+"""Runs random clients on a server for minutes, kills its processes, and checks what remains.
 
     python tests/soak.py --minutes 10 [--seed 1] [--kill engine,standby,frontend] [--out soak.json]
 

@@ -1,4 +1,4 @@
-"""What the types of a client do not know of an answer."""
+"""Fields of answers that a client's types do not declare."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where tests of kernels and executors run: a GPU if there is one, or as WEFT_TEST_DEVICE says."""
+"""Where tests of kernels and executors run: a GPU if there is one, or WEFT_TEST_DEVICE."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs the deep tests in parts, those first that find most, within a time if one is given.
+"""Runs the deep tests in parts, the most productive first, within a time limit if one is set.
 
     python tools/deep.py [--within SECONDS] [--offline] [PART ...]
 

@@ -34,7 +34,7 @@ from weft.api.rules import Refused, rules_of
 
 HEAD = """# Parameters of requests
 
-What becomes of each parameter, as it is declared where requests are decoded
+How weft treats each parameter, from the declarations that decode requests
 (`python tools/parameters_page.py > docs/parameters.md`).
 
 - **Honoured**: it does what the API's description says, or the answer is an error that names it.
@@ -44,11 +44,11 @@ What becomes of each parameter, as it is declared where requests are decoded
 - **Refused**: honouring it would change the answer, and weft does not honour it: status 400, and
   the message says why.
 
-`null`, and the values in the last column, ask for nothing and are always accepted. A key that no
-table has is refused at the top of a body, and ignored within the structures marked with *.
-`max_tokens`, by any of its names, is lowered to what the context has beside the prompt and then
+`null` and the values in the last column have no effect and are always accepted. A key that is in
+no table is refused at the top of a body, and ignored within the structures marked with *.
+`max_tokens`, by any of its names, is lowered to what the prompt leaves of the context and then
 named as ignored; the prompt alone must fit. Tools of types that are neither functions nor custom
-tools are ignored: the model is not told of them. Items of `/v1/responses` that belong to
+tools are ignored: the model does not see them. Items of `/v1/responses` that belong to
 tools which a provider runs (`web_search_call` and the like), and `compaction`, are ignored: they
 are left out of the conversation.
 """

@@ -27,9 +27,9 @@ decides from model and machine, or, for sampling, that the model's `generation_c
 CLASSES = """
 ## Service classes
 
-`classes` (in a config file) changes or extends this table. A lower rank is served first.
+`classes` (in a config file) changes or extends this table. The lowest number is served first.
 
-| name | rank | ttft_s | tpot_s |
+| name | priority | ttft_s | tpot_s |
 |---|---|---|---|
 """
 

@@ -1,4 +1,4 @@
-"""What ``scripts/gpu_check.sh`` runs: every check and measurement on a GPU, each with a time limit.
+"""``scripts/gpu_check.sh``: every check and measurement on a GPU, each with a time limit.
 
 A part is a command of its own. What it prints goes to the screen; a line that is a JSON object is a
 figure: ``name``, ``value``, ``unit``, and where there is one, the ``goal`` (a bound: a number, at

@@ -1,4 +1,4 @@
-"""Kernels at the shapes of two models, as shares of what the device was measured to allow.
+"""Kernels at the shapes of two models, as shares of the device's measured peaks.
 
 Attention and small products read: their share is of the read bandwidth. Prefill multiplies: its
 share is of the matrix peak. What is called is what the engine calls (``weft.kernels.triton``).

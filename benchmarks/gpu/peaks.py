@@ -1,4 +1,4 @@
-"""What a device was measured to do at the most: reading memory, and products in a type."""
+"""Measured peaks of a device: memory reads, and matrix products of a type."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a GPU allows to loops without the host: graphs launched by the device, conditions, flags.
+"""Probes for loops on a GPU without the host: graphs launched by the device, conditions, flags.
 
 Each question is asked in a process of its own, as a wrong answer may hang or break the context.
 """

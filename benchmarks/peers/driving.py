@@ -1,4 +1,4 @@
-"""What the drivers share: the lines in which they speak with ``run.py``. Standard library only.
+"""Shared code of the drivers: the lines that they exchange with ``run.py``. Standard library only.
 
 A driver is a process that loads a model once and then runs scenarios. It writes a JSON line when
 the model is loaded, and one for each line that it reads; what libraries print goes to standard

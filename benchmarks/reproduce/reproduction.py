@@ -1,4 +1,4 @@
-"""What the reproductions share: arguments, tables with the paper's figure beside weft's, plots.
+"""Shared code of the reproductions: arguments, tables with the paper's figure beside weft's, plots.
 
 A reproduction is one script with one command:
 

@@ -19,7 +19,7 @@ CONNECT_TIMEOUT_S = 10.0
 
 @dataclass(slots=True)
 class Conversation:
-    """What was said so far."""
+    """The conversation so far."""
 
     system: str | None = None
     turns: list[dict[str, str]] = field(default_factory=list)
@@ -131,7 +131,7 @@ def _command(line: str, conversation: Conversation) -> None:
         print("The system message is set." if conversation.system else "No system message.")
     elif name == "/reset":
         conversation.turns.clear()
-        print("The conversation starts anew.")
+        print("A new conversation starts.")
     else:
         print(f"Unknown command {name}. {HELP}" if name != "/help" else HELP)
 

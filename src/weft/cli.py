@@ -270,7 +270,9 @@ def _generate(options: dict[str, Any]) -> int:
     if (options["prompt"] is None) == (options["file"] is None):
         raise ParameterError('Give either a prompt or --file, as in: weft generate "def add(".')
     if options["echo"] and options["file"] is not None:
-        raise ParameterError("--echo does not go with --file, whose results hold the prompts.")
+        raise ParameterError(
+            "--echo cannot be combined with --file, whose results have the prompts."
+        )
     from weft.generate import generate_file, generate_stream, read_jobs
 
     params = SamplingParams(**sampling_settings)

@@ -1,4 +1,4 @@
-"""``weft generate``: text as it is made, or a result line for each prompt of a file."""
+"""``weft generate``: prints text as it is generated, or one result line per prompt of a file."""
 
 from __future__ import annotations
 

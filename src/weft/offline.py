@@ -1,4 +1,4 @@
-"""``weft batch``: starts an engine or finds the server, runs the batch, and says how it went."""
+"""``weft batch``: starts an engine or connects to a server, runs the batch, reports the outcome."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def run_batch(path: str, options: BatchOptions, engine_settings: Mapping[str, An
 
     Raises:
         ConfigError: a setting or a file is wrong.
-        WeftError: the engine does not start, nobody answers, or results cannot be written.
+        WeftError: the engine does not start, no server answers, or results cannot be written.
     """
     config = _check(options, engine_settings)
     source = InputFile(Path(path))
@@ -82,7 +82,7 @@ def run_batch(path: str, options: BatchOptions, engine_settings: Mapping[str, An
                 progress.close()
         print(progress.summary())
         if interrupted:
-            print("Give the same command again to go on.")
+            print("Run the same command again to continue.")
             return EXIT_INTERRUPTED
         return EXIT_SOME_FAILED if results.refused else 0
 
@@ -143,13 +143,13 @@ def sheet_rates(shape: ModelShape, sheet: Hardware, engine: Mapping[str, Any]) -
 
 @dataclass(frozen=True, slots=True)
 class _Answering:
-    """Who answers, and what an order has to know of that.
+    """The asker, and the facts of it that an order needs.
 
     Attributes:
         at_once: requests that are open together.
         prompt: reads the prompt of a line.
         kv_tokens: that the KV memory holds; None if that is not known.
-        rates: what the model's compute and memory cost; None if nobody weighs them.
+        rates: the costs of the model's compute and memory; None if the order needs none.
         beside: what has to go on meanwhile.
     """
 
@@ -224,7 +224,7 @@ class _Batch:
         kind, results = self._options.order, self._results
         if kind == "blend" and found.kv_tokens is None:
             raise ConfigError(
-                f"{found.name} does not say how much its KV memory holds; order blend needs "
+                f"{found.name} does not report the size of its KV memory; order blend needs "
                 "--kv-tokens NUMBER.",
                 param="kv_tokens",
             )
@@ -249,7 +249,7 @@ class _Batch:
         key = engine.get("profile_key")
         try:
             if key is None:
-                raise ProfileError("This server does not say which profile is its own.")
+                raise ProfileError("This server does not report its profile.")
             path = profile_path(ProfileKey(**key), self._config.profile)
             rates = Rates.of_profile(Fitted.load(path, ProfileKey(**key)))
         except ProfileError as error:
@@ -263,7 +263,7 @@ class _Batch:
         return rates
 
     def _grown(self, order: Planned, number: int, tokens: int) -> None:
-        """Tell the order how far the oldest line has come; that may let another one go."""
+        """Report the progress of the oldest line to the order, which may release another one."""
         order.progress(self._source.index(number), tokens)
         assert self._runner is not None
         self._runner.look()
@@ -307,7 +307,7 @@ class _Batch:
 
     @contextlib.asynccontextmanager
     async def _engine(self) -> AsyncIterator[_Answering]:
-        """An engine of one's own: one that dies is replaced, and what it was at goes on."""
+        """An own engine; one that dies is replaced, and its requests continue."""
         from weft.engine.keeper import EngineKeeper
         from weft.ring.client import RingClient
         from weft.ring.segment import create_ring
@@ -347,7 +347,7 @@ class _Batch:
         """At the first signal finish what is open; at the second leave."""
         if self._stopping:
             self._progress.close()
-            print("weft: left at once; what is done is kept.", file=sys.stderr, flush=True)
+            print("weft: stopped at once; results so far are kept.", file=sys.stderr, flush=True)
             os._exit(EXIT_INTERRUPTED)  # the engine ends with this process
         self._stopping = True
         if self._runner is None:

@@ -1,4 +1,4 @@
-"""The supervisor of ``weft serve``: starts engine and request planes, restarts them, outlives all.
+"""The supervisor of ``weft serve``: starts engine and request planes and restarts them.
 
 It does nothing else, so that nothing can make it fail. Children that lose it end by themselves.
 """
@@ -51,7 +51,7 @@ def serve(settings: Mapping[str, Any], options: ServerOptions) -> int:
 
 
 def _num_frontends(config: EngineConfig, options: ServerOptions) -> int:
-    """How many request planes there are where nothing is set.
+    """The default number of request planes.
 
     One may be killed without a second one noticing. With ``base_seed`` there is one: seeds count
     the requests of a plane, and are to be the same at each start.
@@ -65,7 +65,7 @@ def _num_frontends(config: EngineConfig, options: ServerOptions) -> int:
 
 @contextlib.contextmanager
 def _shared_store(options: ServerOptions) -> Iterator[ServerOptions]:
-    """Let all request planes, and their successors, share stored responses as long as we serve."""
+    """Share stored responses between all request planes and their successors."""
     from weft.server.scratch import room, scratch_folder
 
     with contextlib.ExitStack() as stack:
@@ -75,7 +75,7 @@ def _shared_store(options: ServerOptions) -> Iterator[ServerOptions]:
             except OSError as error:
                 logger.warning(
                     "Request planes cannot share stored responses in memory (%s): one that dies "
-                    "takes its own along, and several store none. --responses-db FILE keeps them.",
+                    "loses its own, and several store none. Set --responses-db FILE to keep them.",
                     error.strerror,
                 )
             else:
@@ -155,7 +155,7 @@ async def _drain(
     signals: asyncio.Queue[int],
     timeout_s: float,
 ) -> None:
-    """Let the request planes finish what is open and end.
+    """Have the request planes finish open requests and end.
 
     After the time-out, at another signal, or when there will be no engine any more, they are asked
     to end what is open with an error; if that takes longer than a moment, or at a third signal,

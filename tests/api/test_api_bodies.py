@@ -1,4 +1,4 @@
-"""Bodies: what is taken, what is refused, and by which name."""
+"""Bodies: accepted and refused fields, and the names in errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Embeddings: inputs in every form, what is refused, and vectors as numbers and as base64."""
+"""Embeddings: every form of inputs, refusals, and vectors as numbers and as base64."""
 
 from __future__ import annotations
 

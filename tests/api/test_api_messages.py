@@ -1,4 +1,4 @@
-"""Anthropic's messages: blocks to the chat that they stand for, and what is refused."""
+"""Anthropic's messages: blocks to the equivalent chat, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ollama's bodies: options, calls without ids, and what is refused."""
+"""Ollama's bodies: options, calls without ids, and refusals."""
 
 from __future__ import annotations
 

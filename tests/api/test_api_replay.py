@@ -1,4 +1,4 @@
-"""Responses told again: from what is stored, and by a process that goes on for one that died."""
+"""Replayed responses: from stored ones, and by a process that resumes for a dead one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules of the house: who imports whom, what imports without torch, how long a file may be."""
+"""Rules of the code: import table, torch-free imports, length of files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lines of batches, and somebody who answers them as a test says."""
+"""Lines of batches, and a scripted asker for tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lines asked over HTTP before a server that does what a test says: busy, away, broken, slow."""
+"""Lines over HTTP to a scripted server: busy, unreachable, broken, slow."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_failures_of_one_line_end_after_so_many_times():
         answer = ask(url, retries=2)
     assert answer.status == 500
     assert len(scripted.bodies) == 3
-    with running(Scripted(None)) as url, pytest.raises(NoAnswerError, match="asked 2 times"):
+    with running(Scripted(None)) as url, pytest.raises(NoAnswerError, match="failed 2 times"):
         ask(url, retries=1)
 
 
@@ -180,7 +180,7 @@ def test_an_answer_that_takes_too_long_is_one_of_them():
             started.wait(1)
             return super().next()
 
-    with running(Slow(GOOD)) as url, pytest.raises(NoAnswerError, match="asked 1 times"):
+    with running(Slow(GOOD)) as url, pytest.raises(NoAnswerError, match="failed 1 times"):
         ask(url, retries=0, timeout_s=0.1)
     started.set()
 

@@ -1,4 +1,4 @@
-"""The input of a batch: which lines are requests, and what is said of those that are none."""
+"""The input of a batch: valid request lines, and the errors of invalid ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Orders of lines: each goes once, wrong ones too, and what is done tells about the rest."""
+"""Orders of lines: each line runs once, invalid ones too; finished lines inform the rest."""
 
 from __future__ import annotations
 

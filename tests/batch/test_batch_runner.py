@@ -1,4 +1,4 @@
-"""Runs of batches before somebody whose every answer a test decides."""
+"""Runs of batches with an asker whose answers each test scripts."""
 
 from __future__ import annotations
 

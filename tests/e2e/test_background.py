@@ -98,7 +98,7 @@ def test_a_killed_request_plane_loses_no_response(tmp_path, planes):
             [item] = response["output"]
             assert item["content"][0]["text"] == expected
             assert 0 < response["usage"]["output_tokens"] <= TOKENS
-        assert "is taken up" in server.errors.read_text()
+        assert "is resumed" in server.errors.read_text()
         eventually(server.idle, START_S)
         assert server.process.poll() is None
 

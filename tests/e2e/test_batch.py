@@ -219,7 +219,7 @@ def test_ctrl_c_finishes_what_is_open_and_the_second_leaves(tmp_path, server):
         done = num_lines(out)
         assert 5 + int(open_now) <= done < 400
         assert f"400 lines: {done} answered, {400 - done} left." in printed
-        assert "Give the same command again to go on." in printed
+        assert "Run the same command again to continue." in printed
         if name == "server":
             break
         process = start(str(source), "-o", str(out), *asked)

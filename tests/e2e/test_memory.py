@@ -1,4 +1,4 @@
-"""A server in a control group with a memory limit: what it takes, and what happens beyond it."""
+"""A server in a control group with a memory limit: its memory use, and its behaviour beyond it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Valid bodies to bodies that may be anything: mutations of their bytes, and of what they say."""
+"""Mutates valid bodies: their bytes, and their contents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Corrupted rings: refused when attached, and under traffic nobody else's loss."""
+"""Corrupted rings: refused when attached; under traffic no other ring is affected."""
 
 from __future__ import annotations
 

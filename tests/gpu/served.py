@@ -1,4 +1,4 @@
-"""Engines without a request plane, what they answer, and the truth on the CPU."""
+"""Engines without a request plane, their outputs, and the reference on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What executors rely on in a device: order, captured work, copies, and KV on the host."""
+"""Guarantees of a device that executors need: order, captured work, copies, and KV on the host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine can be asked for on the device: 8 bits, each kind of request, KV on the host."""
+"""Features of an engine on the device: 8 bits, each kind of request, KV on the host."""
 
 from __future__ import annotations
 

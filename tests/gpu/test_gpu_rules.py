@@ -1,4 +1,4 @@
-"""What is captured stays on the device: nothing is read by the host, nothing comes from it.
+"""Captured steps stay on the device: no reads by the host, no data from it.
 
 A real GPU would refuse to capture it, or replay old numbers. Here the device is ``meta``, where
 torch follows shapes and types alone, with the choices of a GPU of capability 9.0; kernels are not

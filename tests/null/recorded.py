@@ -1,4 +1,4 @@
-"""Records what schedulers plan, and compares it with what they planned before.
+"""Records the plans of schedulers, and compares them with earlier ones.
 
 ``recorded_plans.json`` beside this file holds, for each scenario of ``scenarios.py`` and each
 scheduler that it is for, digests of all plans and commits. So a change of the schedulers that is

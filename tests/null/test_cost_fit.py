@@ -1,4 +1,4 @@
-"""Fits: what is put in comes out again, with noise and through a file; errors that say why."""
+"""Fits: recover known costs, with noise and through a file; errors give the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The profiler against machines made up for it: what it measures, and what it says of itself."""
+"""The profiler on made-up machines: its measurements and its reported errors."""
 
 from __future__ import annotations
 

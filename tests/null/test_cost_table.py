@@ -1,4 +1,4 @@
-"""Costs from measured kernels: what the tables say, between their points, and beyond them."""
+"""Costs from measured kernels: at table points, between them, and beyond them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every scheduler owes its requests: turns within a class, and progress for best effort."""
+"""Fairness of every scheduler: turns within a class, and progress for best effort."""
 
 from __future__ import annotations
 

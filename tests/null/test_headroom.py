@@ -1,4 +1,4 @@
-"""What admission leaves to the sequences that run, by hand, and what it spares."""
+"""Headroom that admission leaves to running sequences, by hand, and the preemptions it avoids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Load-aware scheduling: what goes where, by hand."""
+"""Load-aware scheduling: placement on device and host, by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Offline runs through the real scheduler: synthetic traces, overlap in a step, what is gained."""
+"""Offline runs through the real scheduler: synthetic traces, overlap in a step, gains."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Piggybacked rows: tokens that go through the layers with later steps, exactly and by nobody
-forgotten.
-"""
+"""Piggybacked rows: their tokens pass the layers with later steps, exactly, and none is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schedulers plan what they planned when ``recorded_plans.json`` was written, step for step."""
+"""Schedulers still plan as in ``recorded_plans.json``, step for step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FCFS with swapping: who leaves, who comes back, and what is computed twice, by hand."""
+"""FCFS with swapping: which sequences move out and back, and recomputed tokens, by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The graph executor on the host, where captured functions see nothing but what was uploaded."""
+"""The graph executor on the host, where captured functions read only the uploaded buffer."""
 
 from __future__ import annotations
 

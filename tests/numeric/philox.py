@@ -1,4 +1,4 @@
-"""Philox4x32-10 in plain numpy: the truth for the numbers that draws are made with.
+"""Philox4x32-10 in plain numpy: the reference for the random numbers of sampling.
 
 Salmon et al. 2011, "Parallel random numbers". A random number is a pure function of
 (seed, counter), so a sequence draws the same numbers whatever else is in the batch, after a

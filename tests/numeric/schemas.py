@@ -1,4 +1,4 @@
-"""Random JSON Schemas: what structured output is tried with."""
+"""Random JSON Schemas for tests of structured output."""
 
 from __future__ import annotations
 

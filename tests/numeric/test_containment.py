@@ -1,4 +1,4 @@
-"""What fails in one request ends it alone, memory or logits: with drafts, grammars, embeddings."""
+"""A failed request ends alone, by memory or logits: with drafts, grammars, embeddings."""
 
 from __future__ import annotations
 

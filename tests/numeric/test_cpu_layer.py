@@ -1,4 +1,4 @@
-"""Fused layers: what the ops give one by one, on every instruction set, whatever the threads."""
+"""Fused layers equal the single ops, on every instruction set and number of threads."""
 
 from __future__ import annotations
 

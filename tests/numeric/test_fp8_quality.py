@@ -1,4 +1,4 @@
-"""What FP8 costs on the built-in model: perplexity of the held-out text with weights and KV in FP8.
+"""Perplexity of the built-in model on held-out text with weights and KV in FP8.
 
 The text is run in one pass, in float32, by the reference's products, with activations rounded as on
 a GPU; attention is torch's own over rows that were rounded as the KV cache rounds them.

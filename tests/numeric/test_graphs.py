@@ -1,4 +1,4 @@
-"""The graph executor gives what the eager one gives, from the uploaded buffer alone."""
+"""The graph executor equals the eager one, from the uploaded buffer alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""config.json: what real checkpoints say is understood; what is not understood is an error."""
+"""config.json: real checkpoints are understood; anything else is an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quantised checkpoints: each format's own formula, number by number, and what is refused."""
+"""Quantised checkpoints: each format's own formula, number by number, and refusals."""
 
 from __future__ import annotations
 

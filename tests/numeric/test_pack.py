@@ -1,4 +1,4 @@
-"""Packing of steps against plain numpy, and what it must refuse."""
+"""Packing of steps against plain numpy, and its refusals."""
 
 from __future__ import annotations
 

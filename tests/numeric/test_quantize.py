@@ -1,4 +1,4 @@
-"""Weights rounded at load: what it costs in perplexity, what it takes in memory, what is told."""
+"""Weights rounded at load: perplexity, memory and reports."""
 
 from __future__ import annotations
 

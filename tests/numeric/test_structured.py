@@ -1,4 +1,4 @@
-"""Structured output on the built-in model: valid whatever the schema, and nobody else concerned."""
+"""Structured output on the built-in model: valid for any schema, no effect on other requests."""
 
 from __future__ import annotations
 

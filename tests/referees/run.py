@@ -1,4 +1,4 @@
-"""Clients and tools that nobody here wrote, each in an environment of its own, against a server.
+"""Runs third-party clients and tools, each in its own environment, against a server.
 
     python tests/referees/run.py [--only lm-eval ...] [--environments FOLDER] [--out FILE]
 

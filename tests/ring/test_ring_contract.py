@@ -1,4 +1,4 @@
-"""One client and one inbox in one process: what crosses, what is refused, what cannot be broken."""
+"""One client and one inbox in one process: transfers, refusals, invariants."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine client that does what a test says; needs no torch."""
+"""An engine client that tests script; needs no torch."""
 
 from __future__ import annotations
 

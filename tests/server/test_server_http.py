@@ -1,4 +1,4 @@
-"""What the server does beside generating: errors, keys, limits, drain, metrics, slow readers."""
+"""The server beside generation: errors, keys, limits, drain, metrics, slow readers."""
 
 from __future__ import annotations
 

@@ -249,7 +249,7 @@ def test_a_file_without_keys_revokes_all(text, tmp_path, monkeypatch, caplog):
     ):
         assert http.get("/v1/models").status_code == 200
         file.write_text("")
-        eventually(lambda: "No key of a file is valid now" in caplog.text)  # before any request
+        eventually(lambda: "No key from a file is valid now" in caplog.text)  # before any request
         for path in ("/v1/models", "/metrics", "/nope"):
             assert http.get(path).status_code == 401
         assert http.get("/health").status_code == 200

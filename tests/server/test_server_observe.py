@@ -1,4 +1,4 @@
-"""What an operator sees: metrics by Prometheus's own parser, logs, request ids, traces, facts."""
+"""Observability: metrics by Prometheus's own parser, logs, request ids, traces, facts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a connection may send: long, slow and malformed requests, on bare sockets."""
+"""Limits of a connection: long, slow and malformed requests, on bare sockets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Targets of service classes on ``/metrics``: kept, missed, and what is not counted."""
+"""Targets of service classes on ``/metrics``: kept, missed, and not counted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traces and jobs: what files say, what is wrong in them, and what prompts share."""
+"""Traces and jobs: reading files, errors in them, and shared prefixes."""
 
 from __future__ import annotations
 

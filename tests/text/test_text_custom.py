@@ -1,4 +1,4 @@
-"""Formats of custom tools: their text as a string of JSON, and what is refused."""
+"""Formats of custom tools: their text as a string of JSON, and refusals."""
 
 from __future__ import annotations
 

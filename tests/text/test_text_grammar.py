@@ -1,4 +1,4 @@
-"""Grammars: what is taken, what is refused by name, and that no bomb costs much."""
+"""Grammars: accepted ones, refusals by name, and bounded cost of hostile ones."""
 
 from __future__ import annotations
 

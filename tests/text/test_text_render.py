@@ -1,4 +1,4 @@
-"""The process that renders templates: what a template may cost, and what its death costs others."""
+"""The process that renders templates: limits of a template, and isolation of its death."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiles what the host functions of kernels launch, for a GPU that is not there.
+"""Compiles the kernels that host functions launch, for a GPU that is absent.
 
 ``python ahead.py MODULE.FUNCTION CAPABILITY [ARGUMENT ...]`` calls a function of a module of this
 folder with the capability (90 for sm_90) and the arguments. The function calls host functions with

@@ -1,4 +1,4 @@
-"""Paged attention in Triton over what models have: head sizes, KV types, ratios, windows, caps."""
+"""Paged attention in Triton over real shapes: head sizes, KV types, ratios, windows, caps."""
 
 from __future__ import annotations
 

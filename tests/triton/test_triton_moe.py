@@ -1,4 +1,4 @@
-"""Mixtures of experts against the reference, with experts nobody chose and rows of padding."""
+"""Mixtures of experts against the reference, with unused experts and padding rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenAI's API without a transport: bodies to sequences, updates to answers and chunks."""
+"""OpenAI's API without a transport: request bodies to sequences, updates to answers and chunks."""
 
 from weft.api.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from weft.api.card import ApiLimits, ModelCard

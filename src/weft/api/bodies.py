@@ -1,4 +1,4 @@
-"""Bodies of requests, as the API descriptions of OpenAI and vLLM have them, and weft's extensions.
+"""Request bodies as the API descriptions of OpenAI and vLLM define them, with weft's extensions.
 
 What they have but weft does not honour is declared too, with a rule that says whether it is ignored
 or refused (see `weft.api.rules`). Such fields, and variables of templates, are left as JSON: to
@@ -91,9 +91,9 @@ class Message(Struct, forbid_unknown_fields=True, kw_only=True):
     reasoning_content: str | None = None
     reasoning: str | None = None
     refusal: str | None = None
-    audio: Annotated[Raw, Refused("text is all that can be read")] = NULL
+    audio: Annotated[Raw, Refused("weft reads text only")] = NULL
     function_call: Annotated[Raw, Refused("use tool_calls, which replaced it")] = NULL
-    annotations: Annotated[Raw, Ignored("the text stands without them", ([],))] = NULL
+    annotations: Annotated[Raw, Ignored("the text does not need them", ([],))] = NULL
 
     OPEN: ClassVar[bool] = True
 
@@ -108,7 +108,7 @@ class JsonSchema(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class ResponseFormat(Struct, forbid_unknown_fields=True, kw_only=True):
-    """What the output is to be.
+    """The ``response_format`` of a body.
 
     Attributes:
         schema: of a ``json_object``, as llama.cpp has it.
@@ -159,7 +159,7 @@ class GrammarText(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class CustomFormat(Struct, forbid_unknown_fields=True, kw_only=True):
-    """What the text given to a custom tool is to follow."""
+    """The format of the text that a custom tool takes."""
 
     type: Literal["text", "grammar"]
     grammar: GrammarText | None = None
@@ -304,11 +304,11 @@ class GenerationBody(SamplingFields, forbid_unknown_fields=True, kw_only=True):
         Raw, Refused("text is what the tokens spell", (True,))
     ] = NULL
     repetition_detection: Annotated[Raw, Refused("use penalties, or stop")] = NULL
-    watermarking: Annotated[Raw, Refused("output bears no watermark", (False,))] = NULL
-    logits_processors: Annotated[Raw, Refused("requests bring no code", ([],))] = NULL
+    watermarking: Annotated[Raw, Refused("weft adds no watermark", (False,))] = NULL
+    logits_processors: Annotated[Raw, Refused("weft runs no code of requests", ([],))] = NULL
     kv_transfer_params: Annotated[Raw, Refused("KV is not moved between servers")] = NULL
     ec_transfer_params: Annotated[Raw, Refused("KV is not moved between servers")] = NULL
-    vllm_xargs: Annotated[Raw, Refused("there are no such extensions", ({},))] = NULL
+    vllm_xargs: Annotated[Raw, Refused("weft has no such extensions", ({},))] = NULL
 
 
 class CompletionBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
@@ -320,7 +320,7 @@ class CompletionBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
     logprobs: Logprobs | None = None
     add_special_tokens: bool | None = None
     prompt_embeds: Annotated[Raw, Refused("send text or token ids", ([],))] = NULL
-    suffix: Annotated[Raw, Refused("text is not filled in between", ("",))] = NULL
+    suffix: Annotated[Raw, Refused("weft has no fill-in-the-middle", ("",))] = NULL
 
 
 class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
@@ -350,16 +350,16 @@ class ChatBody(GenerationBody, forbid_unknown_fields=True, kw_only=True):
     chat_template_content_format: Annotated[
         Raw, Ignored("templates get contents as text", ("auto",))
     ] = NULL
-    mm_processor_kwargs: Annotated[Raw, Ignored("text is all that is processed", ({},))] = NULL
-    media_io_kwargs: Annotated[Raw, Ignored("text is all that is processed", ({},))] = NULL
+    mm_processor_kwargs: Annotated[Raw, Ignored("weft processes text only", ({},))] = NULL
+    media_io_kwargs: Annotated[Raw, Ignored("weft processes text only", ({},))] = NULL
     prediction: Annotated[Raw, Ignored("a hint for speed; prompts are looked up anyway")] = NULL
     add_special_tokens: Annotated[Raw, Refused("the chat template writes them", (False,))] = NULL
-    audio: Annotated[Raw, Refused("no model here speaks")] = NULL
+    audio: Annotated[Raw, Refused("weft generates no audio")] = NULL
     modalities: Annotated[Raw, Refused("answers are text", (["text"],))] = NULL
     function_call: Annotated[Raw, Refused("use tool_choice, which replaced it", ("none",))] = NULL
     functions: Annotated[Raw, Refused("use tools, which replaced it", ([],))] = NULL
-    moderation: Annotated[Raw, Refused("nothing is moderated here")] = NULL
-    web_search_options: Annotated[Raw, Refused("nothing is searched here")] = NULL
+    moderation: Annotated[Raw, Refused("weft does not moderate")] = NULL
+    web_search_options: Annotated[Raw, Refused("weft does not search")] = NULL
 
 
 class TokenizeBody(Struct, forbid_unknown_fields=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""What the API layer knows of a served model, and the bounds that it keeps."""
+"""Facts of the served model that the API layer uses, and the bounds of its requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.core.types import DEFAULT_CLASSES, ServiceClass
 
 @dataclass(frozen=True, slots=True)
 class WeightFacts:
-    """What is told of a model's weights.
+    """Facts of a model's weights.
 
     Attributes:
         family: of the architecture, as configs name it.

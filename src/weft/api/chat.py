@@ -1,4 +1,4 @@
-"""``/v1/chat/completions``: a checked body to a job."""
+"""``/v1/chat/completions``: turns a checked body into a job."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _prompt(body: ChatBody, tools: Tools | None, builder: Builder, notes: Notes)
 
 
 def _effort(effort: str, builder: Builder, notes: Notes) -> dict[str, Any]:
-    """What tells the template how much to think; nothing where it does not ask."""
+    """The reasoning effort as template variables; empty if the request sets none."""
     if effort not in EFFORTS:
         raise ParameterError(
             f"reasoning_effort must be one of {', '.join(EFFORTS)}, not '{effort[:100]}'.",
@@ -136,7 +136,7 @@ def _thinking_budget(body: ChatBody, builder: Builder, notes: Notes) -> int | No
 
 
 def reads_effort(template: ChatTemplate | None) -> bool:
-    """Whether a template can be told how much to think, or at least whether."""
+    """Whether a template reads an effort, or at least turns thinking on and off."""
     known = frozenset() if template is None else template.variables
     return not known.isdisjoint(("reasoning_effort", "enable_thinking"))
 

@@ -1,4 +1,4 @@
-"""Updates of the engine to the text, tokens and ends of the choices of a job."""
+"""Assembles the updates of the engine into the text, tokens and ends of a job's choices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft.text.customcalls import CustomCalls
 
 @dataclass(slots=True)
 class ChoiceDelta:
-    """What is new of one choice.
+    """The new part of one choice.
 
     Attributes:
         first: whether nothing of the choice was shown before; its prompt goes before the text.
@@ -94,7 +94,7 @@ class Choice:
         )
 
     def push(self, updates: Seq[Update]) -> ChoiceDelta | None:
-        """Take updates in; return what they add, None if that is nothing.
+        """Apply updates; return what they add, None if they add nothing.
 
         Raises:
             WeftError: the engine ended the sequence with an error.
@@ -114,7 +114,7 @@ class Choice:
         return self._delta(tokens, logprobs, finish)
 
     def push_plain(self, updates: Seq[Update]) -> str | None:
-        """Take updates in that are nothing but tokens; return the new text.
+        """Apply updates that are only tokens; return the new text.
 
         Returns None, and does nothing, if there is more to them, or to the text, or if the text has
         not started or has ended: then ``push`` has to be called.
@@ -262,12 +262,12 @@ class Answer:
         return "".join(self.texts)
 
     def content(self) -> str | None:
-        """What the turn says; None if it only calls tools."""
+        """The content of the turn; None if it only calls tools."""
         texts = [event.text for event in self.events if isinstance(event, Content)]
         return "".join(texts) if texts or not self.choice.called else None
 
     def reasoning(self) -> str | None:
-        """What the turn thinks, None if that is nothing."""
+        """The reasoning of the turn, None if it has none."""
         texts = [event.text for event in self.events if isinstance(event, Reasoning)]
         return "".join(texts) or None
 

@@ -1,4 +1,4 @@
-"""Streamed answers: updates of the engine to the JSON of chunks, framed as the caller says.
+"""Streamed answers: turns updates of the engine into JSON chunks, framed for the endpoint.
 
 Everything that is ready at once becomes one chunk a choice. The plain case, text without log
 probabilities, only puts the encoded text between two prebuilt ends.
@@ -92,7 +92,7 @@ class ChunkWriter:
         return self._head + orjson.dumps(usage(self.assembly)).join(self._usage_tail)
 
     def _text_ends(self, index: int) -> tuple[bytes, bytes]:
-        """What stands before and after the text of a plain chunk."""
+        """The JSON before and after the text of a plain chunk."""
         if self._chat:
             before, closing = b'{"index":%d,"delta":{"content":', b"}"
         else:
@@ -113,7 +113,7 @@ class ChunkWriter:
         return out + self._closing(delta) if delta.finish_reason is not None else out
 
     def _opening(self, delta: ChoiceDelta) -> bytes:
-        """The first chunk of a chat choice: who speaks."""
+        """The first chunk of a chat choice, which names the role."""
         more = {}
         if self._job.return_token_ids:
             more["prompt_token_ids"] = delta.choice.request.prompt

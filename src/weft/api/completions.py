@@ -1,4 +1,4 @@
-"""``/v1/completions``: a checked body to a job."""
+"""``/v1/completions``: turns a checked body into a job."""
 
 from __future__ import annotations
 

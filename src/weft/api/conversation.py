@@ -1,4 +1,4 @@
-"""Messages of a conversation to what chat templates take, and to the ids of the prompt."""
+"""Prepares the messages of a conversation for the chat template, and encodes the prompt."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
-    """How messages become a prompt.
+    """Settings for rendering messages to a prompt.
 
     Attributes:
         variables: of the template.
@@ -54,7 +54,7 @@ def rendering(
     variables: Mapping[str, Any],
     tools: Seq[Mapping[str, Any]] | None,
 ) -> Rendering:
-    """How a body wants its messages rendered.
+    """The rendering settings of a body.
 
     Raises:
         ParameterError: fields contradict each other, or documents cannot be read.
@@ -129,7 +129,7 @@ def _with_documents(how: Rendering, template: ChatTemplate) -> dict[str, Any]:
 
 
 def _check_continued(last: Mapping[str, Any], index: int) -> None:
-    """The message that the model is to go on with must be the assistant's, and have text."""
+    """Check that the message to continue is the assistant's, and has text."""
     if last["role"] != "assistant" or not (last.get("content") or "").strip():
         raise ParameterError(
             "continue_final_message needs a last message of the assistant with text.",

@@ -1,4 +1,4 @@
-"""Decodes bodies of requests into their declared forms; errors name the parameter that is wrong.
+"""Decodes request bodies into their declared types; errors name the wrong parameter.
 
 Unknown keys are refused at the top of a body and wherever they could change the answer, and ignored
 in the structures that say ``OPEN``: messages, their parts, tools.
@@ -37,7 +37,7 @@ def _decoder(body: type[Struct]) -> msgspec.json.Decoder[Any]:
 def decode_body(
     body: type[Body], data: bytes | Raw, at: str = "", notes: Notes | None = None
 ) -> Body:
-    """Decode and check the body of a request, or the part of one that stands ``at`` a path.
+    """Decode and check the body of a request, or the part of it ``at`` a path.
 
     Args:
         notes: take what is ignored.
@@ -63,7 +63,7 @@ def decode_body(
 
 
 def _decode(body: type[Body], data: bytes | Raw, path: str, notes: Notes) -> Body:
-    """Decode at once; only where there are unknown keys, again without those to be ignored."""
+    """Decode in one pass; only unknown keys need a second one, without ignored keys."""
     decoded: Body
     try:
         decoded = _decoder(body).decode(data)

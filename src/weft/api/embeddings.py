@@ -1,4 +1,4 @@
-"""``/v1/embeddings``: a checked body to a job, and vectors to the answer."""
+"""``/v1/embeddings``: turns a checked body into a job, and vectors into the answer."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class EmbeddingCollector:
         return self.left == 0
 
     def push(self, updates: Seq[Update]) -> list[int]:
-        """Take updates in; return no ids, as there are no stop strings.
+        """Apply updates; return no ids, as there are no stop strings.
 
         Raises:
             WeftError: an input failed; the answer cannot be completed.

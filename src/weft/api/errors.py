@@ -1,4 +1,4 @@
-"""Errors of the API layer, and the one form in which every error goes to a client."""
+"""Errors of the API layer, and the form of every error that a client gets."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def error_object(
 
 
 def describe_error(error: Exception) -> tuple[int, dict[str, Any]]:
-    """Return the HTTP status and the body for an error; bugs show nothing of their inside."""
+    """Return the HTTP status and the body for an error; bugs reveal no internals."""
     if isinstance(error, WeftError) and (error.http_status != 500 or error.code in _TELLING):
         status, message, code = error.http_status, error.message, error.code
         return status, error_object(message, status=status, code=code, param=error.param)

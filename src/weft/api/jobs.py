@@ -1,4 +1,4 @@
-"""A request of a client, checked and turned into sequences for the engine."""
+"""Jobs: checked requests of clients, as sequences for the engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Endpoint = Literal["completion", "chat", "response", "message", "embedding"]
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What one HTTP body asks for.
+    """One HTTP body as sequences for the engine, with the form of its answer.
 
     Attributes:
         id: of the answer, such as ``cmpl-...`` or ``chatcmpl-...``.
@@ -78,7 +78,7 @@ class Job:
 
 
 class Builder:
-    """What turning bodies into jobs needs. Safe to share between threads.
+    """Shared parts for building jobs from bodies. Safe to share between threads.
 
     Attributes:
         chat_template: None if the model has none; then there are no chats.

@@ -1,4 +1,4 @@
-"""Log probabilities in the two forms that OpenAI's API has for them."""
+"""Log probabilities in the two formats of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LOWEST = -9999.0  # stands for "very unlikely", as JSON has no infinity
 
 
 class TokenTexts:
-    """How single tokens are written. One per tokeniser; safe to share between threads."""
+    """The texts of single tokens. One per tokeniser; safe to share between threads."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

@@ -14,7 +14,7 @@ Content = str | Parts
 
 
 class Block(Struct, forbid_unknown_fields=True, kw_only=True):
-    """What every block may have."""
+    """Fields that every block may have."""
 
     type: str
     cache_control: Annotated[Raw, CACHE_HINT] = NULL
@@ -24,7 +24,7 @@ class Block(Struct, forbid_unknown_fields=True, kw_only=True):
 
 class Text(Block, forbid_unknown_fields=True, kw_only=True):
     text: str
-    citations: Annotated[Raw, Ignored("the text stands without them", ([],))] = NULL
+    citations: Annotated[Raw, Ignored("the text does not need them", ([],))] = NULL
 
 
 class ToolUse(Block, forbid_unknown_fields=True, kw_only=True):
@@ -48,7 +48,7 @@ class Thinking(Block, forbid_unknown_fields=True, kw_only=True):
 
 
 class DocumentSource(Struct, forbid_unknown_fields=True, kw_only=True):
-    """Where a document's text is."""
+    """The source of a document's text."""
 
     type: str
     media_type: str | None = None
@@ -63,14 +63,14 @@ class Document(Block, forbid_unknown_fields=True, kw_only=True):
     source: DocumentSource
     title: str | None = None
     context: str | None = None
-    citations: Annotated[Raw, Ignored("answers cite nothing", ({"enabled": False}, {}))] = NULL
+    citations: Annotated[Raw, Ignored("answers have no citations", ({"enabled": False}, {}))] = NULL
 
 
 class SearchResult(Block, forbid_unknown_fields=True, kw_only=True):
     source: str
     title: str
     content: Parts
-    citations: Annotated[Raw, Ignored("answers cite nothing", ({"enabled": False}, {}))] = NULL
+    citations: Annotated[Raw, Ignored("answers have no citations", ({"enabled": False}, {}))] = NULL
 
 
 class ToolReference(Block, forbid_unknown_fields=True, kw_only=True):
@@ -145,7 +145,7 @@ class Metadata(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class PromptBody(Struct, forbid_unknown_fields=True, kw_only=True):
-    """What makes the prompt: the body of ``POST /v1/messages/count_tokens``."""
+    """Fields that make the prompt: the body of ``POST /v1/messages/count_tokens``."""
 
     model: Name
     messages: Annotated[list[MessageTurn], Meta(min_length=1, max_length=MAX_MESSAGES)]
@@ -175,7 +175,7 @@ class MessageBody(PromptBody, forbid_unknown_fields=True, kw_only=True):
     top_p: Raw = NULL
     metadata: Annotated[Metadata | None, KEPT_ELSEWHERE] = None
     service_tier: Literal["auto", "standard_only"] | None = None
-    container: Annotated[Raw, Refused("no code runs here")] = NULL
-    diagnostics: Annotated[Raw, Ignored("there is nothing to compare with")] = NULL
+    container: Annotated[Raw, Refused("weft runs no code")] = NULL
+    diagnostics: Annotated[Raw, Ignored("weft keeps nothing to compare with")] = NULL
     fallbacks: Annotated[Raw, Ignored("there is one model", ([],))] = NULL
-    inference_geo: Annotated[Raw, Ignored("the server stands where it stands")] = NULL
+    inference_geo: Annotated[Raw, Ignored("the server's location is fixed")] = NULL

@@ -1,4 +1,4 @@
-"""Anthropic's ``/v1/messages``: a checked body to the job of the chat that it stands for."""
+"""Anthropic's ``/v1/messages``: turns a checked body into the job of an equivalent chat."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def chat_fields(body: PromptBody, notes: Notes | None = None) -> dict[str, Any]:
 
 
 def _continued(last: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """A conversation that ends with the assistant's text has the model go on with that text."""
+    """If a conversation ends with the assistant's text, the model continues it."""
     if last["role"] != "assistant":
         return {}
     if "tool_calls" in last or not last["content"].strip():
@@ -145,7 +145,7 @@ def _continued(last: Mapping[str, Any], index: int) -> dict[str, Any]:
 def _user(
     content: Content, path: str, called: frozenset[str], blocks: _Blocks
 ) -> list[dict[str, Any]]:
-    """Results of tools first, each a message of its own, then the text."""
+    """Tool results first, each in its own message, then the text."""
     if isinstance(content, str):
         return [{"role": "user", "content": content}]
     results: list[dict[str, Any]] = []
@@ -263,12 +263,13 @@ class _Blocks:
             else:
                 raise UnsupportedParameterError(
                     f"{where}.type",
-                    f" A block of type {kind[:100]!r} cannot stand here; send {', '.join(kinds)}.",
+                    f" A block of type {kind[:100]!r} is not supported here; send "
+                    f"{', '.join(kinds)}.",
                 )
         return found
 
     def shown(self, block: Struct, path: str) -> str:
-        """The text that a block stands for."""
+        """The text that the model sees for a block."""
         if isinstance(block, Text):
             return block.text
         if isinstance(block, ToolReference):
@@ -299,10 +300,10 @@ Placed = tuple[MessageTool, str]  # and where the request has it
 def _found(
     tools: Seq[MessageTool], choice: MessageToolChoice | None, blocks: _Blocks
 ) -> list[Placed]:
-    """The tools that the model is told of.
+    """The tools that the template shows to the model.
 
-    One that is deferred waits until the result of a client's search refers to it. Where Anthropic
-    was to search, which nobody does here, none waits.
+    A deferred tool is left out until the result of a client's search refers to it. With a search
+    tool of Anthropic's, which weft does not run, all are included.
     """
     placed = [(tool, f"tools[{index}]") for index, tool in enumerate(tools)]
     if any((tool.type or "").startswith("tool_search") for tool in tools):
@@ -332,7 +333,7 @@ def _tool_fields(
 
 
 def _tool(tool: MessageTool, path: str, notes: Notes) -> dict[str, Any] | None:
-    """A tool of the client's as a function; None for one whose schema only Anthropic knows."""
+    """A client's tool as a function; None for one whose schema only Anthropic knows."""
     if tool.type not in (None, "custom"):
         notes.ignore(f"{path}({tool.type[:MAX_SHOWN_CHARS]})")
         return None

@@ -1,4 +1,4 @@
-"""Ollama's ``/api/chat`` and ``/api/generate``: a checked body to the job that it stands for.
+"""Ollama's ``/api/chat`` and ``/api/generate``: turns a checked body into a job.
 
 Both stand for chats, except for a raw prompt, which is a completion.
 """
@@ -59,7 +59,7 @@ SET_AT_START = Ignored("it is set when the server starts")
 
 
 class Options(Struct, forbid_unknown_fields=True, kw_only=True):
-    """How to sample, and how Ollama is to run the model.
+    """Options of Ollama: sampling, and running the model.
 
     Clients send whatever their version of Ollama knows, so that unknown options are ignored.
     """
@@ -78,12 +78,12 @@ class Options(Struct, forbid_unknown_fields=True, kw_only=True):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     # Not honoured.
-    embedding_only: Annotated[Raw, Refused("the model also writes", (False,))] = NULL
-    mirostat: Annotated[Raw, Refused("sampling aims at no perplexity", (0,))] = NULL
+    embedding_only: Annotated[Raw, Refused("the model also generates", (False,))] = NULL
+    mirostat: Annotated[Raw, Refused("weft has no mirostat sampling", (0,))] = NULL
     penalize_newline: Annotated[Raw, Refused("penalties count every token", (True,))] = NULL
     tfs_z: Annotated[Raw, Refused("use min_p", (1, 1.0))] = NULL
     typical_p: Annotated[Raw, Refused("use min_p", (1, 1.0))] = NULL
-    vocab_only: Annotated[Raw, Refused("the model has its weights", (False,))] = NULL
+    vocab_only: Annotated[Raw, Refused("weft always loads the weights", (False,))] = NULL
     f16_kv: Annotated[Raw, SET_AT_START] = NULL
     logits_all: Annotated[Raw, Ignored("log probabilities are there without it")] = NULL
     low_vram: Annotated[Raw, SET_AT_START] = NULL
@@ -93,7 +93,7 @@ class Options(Struct, forbid_unknown_fields=True, kw_only=True):
     num_batch: Annotated[Raw, SET_AT_START] = NULL
     num_ctx: Annotated[Raw, SET_AT_START] = NULL
     num_gpu: Annotated[Raw, SET_AT_START] = NULL
-    num_keep: Annotated[Raw, Ignored("nothing is shifted out of the context")] = NULL
+    num_keep: Annotated[Raw, Ignored("weft does not shift the context")] = NULL
     num_thread: Annotated[Raw, SET_AT_START] = NULL
     numa: Annotated[Raw, SET_AT_START] = NULL
     use_mlock: Annotated[Raw, SET_AT_START] = NULL
@@ -125,7 +125,7 @@ class OllamaMessage(Struct, forbid_unknown_fields=True, kw_only=True):
     tool_calls: Annotated[list[Call], Meta(max_length=MAX_MESSAGES)] | None = None
     tool_name: Name | None = None
     tool_call_id: Name | None = None
-    images: Annotated[Raw, Refused("text is all that can be read", ([],))] = NULL
+    images: Annotated[Raw, Refused("weft reads text only", ([],))] = NULL
 
     OPEN: ClassVar[bool] = True
 
@@ -138,7 +138,7 @@ class OllamaTool(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class OllamaBody(Struct, forbid_unknown_fields=True, kw_only=True):
-    """What both endpoints share."""
+    """Fields that both endpoints share."""
 
     model: Name
     format: Raw = NULL
@@ -149,7 +149,7 @@ class OllamaBody(Struct, forbid_unknown_fields=True, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0)] | None = None
     # Not honoured.
     keep_alive: Annotated[Raw, STAYS_LOADED] = NULL
-    shift: Annotated[Raw, Ignored("nothing is shifted out of the context", (False,))] = NULL
+    shift: Annotated[Raw, Ignored("weft does not shift the context", (False,))] = NULL
     template: Annotated[Raw, Refused("the model's own template is used", ("",))] = NULL
     truncate: Annotated[Raw, Ignored("a conversation that is too long is an error", (False,))] = (
         NULL
@@ -171,11 +171,11 @@ class OllamaGenerateBody(OllamaBody, forbid_unknown_fields=True, kw_only=True):
     system: str | None = None
     # Not honoured.
     context: Annotated[Raw, Refused("send the conversation to /api/chat", ([],))] = NULL
-    height: Annotated[Raw, Refused("no model here draws", (0,))] = NULL
-    images: Annotated[Raw, Refused("text is all that can be read", ([],))] = NULL
-    steps: Annotated[Raw, Refused("no model here draws", (0,))] = NULL
-    suffix: Annotated[Raw, Refused("text is not filled in between", ("",))] = NULL
-    width: Annotated[Raw, Refused("no model here draws", (0,))] = NULL
+    height: Annotated[Raw, Refused("weft generates no images", (0,))] = NULL
+    images: Annotated[Raw, Refused("weft reads text only", ([],))] = NULL
+    steps: Annotated[Raw, Refused("weft generates no images", (0,))] = NULL
+    suffix: Annotated[Raw, Refused("weft has no fill-in-the-middle", ("",))] = NULL
+    width: Annotated[Raw, Refused("weft generates no images", (0,))] = NULL
 
 
 def ollama_chat_job(
@@ -340,7 +340,7 @@ def _temperature(options: Options, notes: Notes) -> float:
 
 
 def _check_window(options: Options, context: int, notes: Notes) -> None:
-    """Note a window that leaves tokens out: penalties count all tokens."""
+    """Note an ignored window: penalties count all tokens."""
     window = options.repeat_last_n
     if window is not None and 0 < window < context:
         notes.ignore("options.repeat_last_n", _no_window)
@@ -365,7 +365,7 @@ def _response_format(given: Raw) -> dict[str, Any] | None:
 
 
 def _think_fields(body: OllamaBody, builder: Builder) -> dict[str, Any]:
-    """What tells the template whether and how much to think."""
+    """Template variables for reasoning: whether to think, and how much."""
     think = body.think
     if isinstance(think, str) and think not in LEVELS:
         raise ParameterError(
@@ -390,7 +390,7 @@ def _think_fields(body: OllamaBody, builder: Builder) -> dict[str, Any]:
 
 
 def _continued(last: Mapping[str, Any]) -> dict[str, Any]:
-    """The model goes on with the assistant's text, if the conversation ends with that."""
+    """Continue the assistant's text if the conversation ends with it."""
     open_text = last["role"] == "assistant" and "tool_calls" not in last
     return {"continue_final_message": True} if open_text and last["content"].strip() else {}
 

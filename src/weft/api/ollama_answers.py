@@ -1,4 +1,4 @@
-"""Answers of Ollama's API: one object, or a stream of objects a line, and errors."""
+"""Answers of Ollama's API: one object, or a stream of JSON lines, and errors."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ Said = Callable[[str, str], dict[str, Any]]  # text and thinking -> the fields t
 
 
 def chat_said(text: str, thinking: str = "") -> dict[str, Any]:
-    """What ``/api/chat`` says: a message."""
+    """The output in the form of ``/api/chat``: a message."""
     message = {"role": "assistant", "content": text}
     return {"message": {**message, "thinking": thinking} if thinking else message}
 
 
 def generate_said(text: str, thinking: str = "") -> dict[str, Any]:
-    """What ``/api/generate`` says."""
+    """The output in the form of ``/api/generate``."""
     return {"response": text, "thinking": thinking} if thinking else {"response": text}
 
 
@@ -61,7 +61,7 @@ class _OllamaAnswer:
         calls: Seq[Part] = (),
         logprobs: Seq[TokenLogprob] = (),
     ) -> dict[str, Any]:
-        """What every object has; only answers of ``/api/chat`` have calls."""
+        """Fields of every object; only answers of ``/api/chat`` have calls."""
         said = self._said(text, thinking)
         if calls:
             said["message"]["tool_calls"] = list(map(self._call, calls))
@@ -78,7 +78,7 @@ class _OllamaAnswer:
         return {"id": part.call_id, "function": function}
 
     def _end(self) -> dict[str, Any]:
-        """How the answer ended, and what it took; times are in nanoseconds and never 0."""
+        """The reason of the end, counts and times; times are in nanoseconds and never 0."""
         now = time.monotonic_ns()
         first = self._first_ns or now
         return {
@@ -143,7 +143,7 @@ class OllamaWriter(_OllamaAnswer):
 
 
 def loaded(model: str, said: Said, *, unload: bool) -> dict[str, Any]:
-    """The answer where there is nothing to say: the model is always there, and stays."""
+    """The answer to a request that only loads or unloads the model, which is always loaded."""
     return {
         "model": model,
         "created_at": timestamp(),

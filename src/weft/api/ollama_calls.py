@@ -1,4 +1,4 @@
-"""Ties the results of tools to calls in conversations whose calls need no ids."""
+"""Matches tool results to calls in Ollama conversations, whose calls need no ids."""
 
 from __future__ import annotations
 

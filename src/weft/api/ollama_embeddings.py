@@ -1,4 +1,4 @@
-"""Ollama's ``/api/embed`` and ``/api/embeddings``: bodies to jobs, and vectors to answers."""
+"""Ollama's ``/api/embed`` and ``/api/embeddings``: turns bodies into jobs, vectors into answers."""
 
 from __future__ import annotations
 

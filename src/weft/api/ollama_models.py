@@ -1,4 +1,4 @@
-"""The served model as Ollama's API describes it: ``/api/tags``, ``/api/ps`` and ``/api/show``."""
+"""Ollama's descriptions of the served model: ``/api/tags``, ``/api/ps`` and ``/api/show``."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ModelBody(Struct, forbid_unknown_fields=True, kw_only=True):
     options: Annotated[Raw, NOT_CHANGED] = NULL
     system: Annotated[Raw, NOT_CHANGED] = NULL
     template: Annotated[Raw, NOT_CHANGED] = NULL
-    verbose: Annotated[Raw, Ignored("the facts are the same", (False,))] = NULL
+    verbose: Annotated[Raw, Ignored("the answer is always the same", (False,))] = NULL
 
     def named(self, card: ModelCard) -> str:
         """The name. Raises MissingParameterError or UnknownModelError."""
@@ -92,7 +92,7 @@ def show_model(name: str, builder: Builder) -> dict[str, Any]:
 
 
 def capabilities(builder: Builder) -> list[str]:
-    """What the model can do, as far as chats show it, in Ollama's words."""
+    """Capabilities of the model in chats, in Ollama's words."""
     template, dialect = builder.chat_template, builder.dialect
     shows_tools = template is not None and "tools" in template.variables
     found = ["completion"]

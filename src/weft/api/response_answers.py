@@ -1,4 +1,4 @@
-"""Answers of ``/v1/responses``: the response object, and the events of a stream of it."""
+"""Answers of ``/v1/responses``: the response object, and the events of its stream."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class ResponseAnswer:
         return [self._item(part) for part in self._turn.parts]
 
     def cuts(self) -> Cuts:
-        """How the text of the items came."""
+        """The pieces in which the text of each item came."""
         return [
             [(len(text), scored) for text, scored in zip(part.texts, part.scored, strict=True)]
             for part in self._turn.parts
@@ -133,7 +133,7 @@ class ResponseAnswer:
         return {"id": f"{prefix}_{self.id.partition('_')[2]}{part.index:04x}", "type": kind}
 
     def _item(self, part: Part, status: str | None = None) -> dict[str, Any]:
-        """The output item of a part; an item that is in progress has nothing in it."""
+        """The output item of a part; an item in progress is empty."""
         empty = status == "in_progress"
         if status is None:
             last = part is self._turn.parts[-1]
@@ -241,7 +241,7 @@ class ResponseWriter(ResponseAnswer):
 
 
 def _echoed(body: ResponseBody, job: Job) -> dict[str, Any]:
-    """What a response repeats of its request, with the values that hold where it is silent."""
+    """Request fields that a response repeats, with the defaults of unset ones."""
     sampling = job.requests[0].sampling
     reasoning = body.reasoning
     given = body.text.format if body.text is not None else None

@@ -1,4 +1,4 @@
-"""``/v1/responses``: a checked body to the job of the chat that it stands for."""
+"""``/v1/responses``: turns a checked body into the job of an equivalent chat."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class FunctionTool(Struct, forbid_unknown_fields=True, kw_only=True):
     strict: bool | None = None
     description: str | None = None
     output_schema: Annotated[Raw, Ignored("results are read as text")] = NULL
-    defer_loading: Annotated[Raw, Ignored("the model is told of every tool", (False,))] = NULL
+    defer_loading: Annotated[Raw, Ignored("the model sees every tool", (False,))] = NULL
     allowed_callers: Annotated[Raw, Ignored("the model calls tools itself", (["direct"],))] = NULL
 
     OPEN: ClassVar[bool] = True
@@ -138,7 +138,7 @@ class CustomTool(Struct, forbid_unknown_fields=True, kw_only=True):
     name: Name
     description: str | None = None
     format: ResponseCustomFormat | None = None
-    defer_loading: Annotated[Raw, Ignored("the model is told of every tool", (False,))] = NULL
+    defer_loading: Annotated[Raw, Ignored("the model sees every tool", (False,))] = NULL
     allowed_callers: Annotated[Raw, Ignored("the model calls tools itself", (["direct"],))] = NULL
 
     OPEN: ClassVar[bool] = True
@@ -185,13 +185,13 @@ class ResponseBody(ChatFields, forbid_unknown_fields=True, kw_only=True):
     client_metadata: Annotated[Raw, KEPT_ELSEWHERE] = NULL
     session_id: Annotated[Raw, KEPT_ELSEWHERE] = NULL
     context_management: Annotated[
-        Raw, Ignored("the conversation is never shortened unasked", ([],))
+        Raw, Ignored("weft never shortens a conversation by itself", ([],))
     ] = NULL
     max_tool_calls: Annotated[Raw, Ignored("it bounds calls that a provider runs")] = NULL
     prompt_cache_options: Annotated[Raw, CACHE_HINT] = NULL
     prompt_cache_retention: Annotated[Raw, CACHE_HINT] = NULL
     conversation: Annotated[Raw, Refused("use previous_response_id")] = NULL
-    moderation: Annotated[Raw, Refused("nothing is moderated here")] = NULL
+    moderation: Annotated[Raw, Refused("weft does not moderate")] = NULL
     prompt: Annotated[Raw, Refused("prompts are not stored here; send the input")] = NULL
 
 

@@ -1,4 +1,4 @@
-"""Server-sent events of ``/v1/responses``: as a response is made, and again from a stored one."""
+"""Server-sent events of ``/v1/responses``: live ones, and those replayed from a stored response."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def replay(data: bytes, cuts: Cuts | None = None) -> bytes:
 
 
 def failure(data: bytes, number: int, error: WeftError) -> tuple[bytes, bytes]:
-    """The end of a stored response that nobody goes on with: its last event, and itself."""
+    """The last event of a stored response that no process resumes, and the response."""
     response = {**orjson.loads(data), "status": "failed", "error": shown_error(error)}
     return ResponseEvents(number).about("failed", response), orjson.dumps(response)
 

@@ -1,4 +1,4 @@
-"""Items of ``/v1/responses``: what a client sends, the form in which they are kept, and chats.
+"""Items of ``/v1/responses``: as a client sends them, as weft stores them, and as chat messages.
 
 An item is kept as OpenAI's API shows it, with id and status. Earlier input, earlier output and new
 input have the same form, and together make the messages of a chat.
@@ -60,7 +60,7 @@ class MessageItem(Struct, forbid_unknown_fields=True, kw_only=True):
     type: Literal["message"] = "message"
     id: Name | None = None
     status: Status | None = None
-    phase: Annotated[Raw, Ignored("messages stand in their order")] = NULL
+    phase: Annotated[Raw, Ignored("messages keep their order")] = NULL
 
     OPEN: ClassVar[bool] = True
 
@@ -118,15 +118,15 @@ class ReasoningItem(Struct, forbid_unknown_fields=True, kw_only=True):
 class TextPart(Struct, forbid_unknown_fields=True, kw_only=True):
     type: str
     text: str
-    annotations: Annotated[Raw, Ignored("the text stands without them", ([],))] = NULL
-    logprobs: Annotated[Raw, Ignored("the text stands without them", ([],))] = NULL
+    annotations: Annotated[Raw, Ignored("the text does not need them", ([],))] = NULL
+    logprobs: Annotated[Raw, Ignored("the text does not need them", ([],))] = NULL
     prompt_cache_breakpoint: Annotated[Raw, CACHE_HINT] = NULL
 
     OPEN: ClassVar[bool] = True
 
 
 class LeftOutItem(Struct, kw_only=True):
-    """What matters of an item that is left out: the call, whose result goes with it."""
+    """The call id of an item that is left out; its result is left out, too."""
 
     call_id: Name | None = None
 
@@ -247,7 +247,7 @@ class _ItemReader:
             elif kind not in kinds:
                 raise UnsupportedParameterError(
                     f"{where}.type",
-                    f" Content of type {kind[:100]!r} cannot stand here; send "
+                    f" Content of type {kind[:100]!r} is not supported here; send "
                     f"{' or '.join(kinds)}.",
                 )
             elif kind == "refusal":
@@ -258,9 +258,9 @@ class _ItemReader:
 
 
 def messages_of(items: Iterable[Item]) -> list[dict[str, Any]]:
-    """The messages of the chat that items stand for.
+    """Convert items to the messages of a chat.
 
-    What the assistant thinks, says and calls without somebody else between is one message.
+    Consecutive reasoning, text and calls of the assistant become one message.
 
     Raises:
         ParameterError: the output of a function has no call before it.

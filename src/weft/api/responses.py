@@ -127,12 +127,12 @@ def call_object(call: ToolCall, arguments: str, job: Job) -> dict[str, Any]:
 
 
 def finish_reason(choice: Choice, reason: str) -> str:
-    """Why the turn of a chat ended: a complete one that calls tools waits for their results."""
+    """The finish reason of a chat turn: ``tool_calls`` for a complete one with calls."""
     return "tool_calls" if choice.called and reason == "stop" else reason
 
 
 def answer_head(job: Job, kind: str) -> dict[str, Any]:
-    """What every object of an answer starts with."""
+    """The first fields of every answer object."""
     head = {
         "id": job.id,
         "object": kind,

@@ -1,4 +1,4 @@
-"""Rules for parameters: which are ignored and which refused, and the notes of one request.
+"""Rules for parameters: which are ignored, which are refused, and the notes on one request.
 
 A field of a body that is not honoured says so where it is declared, by `Ignored` or `Refused`
 beside its type. Decoding obeys these, and the page of parameters is made from them.
@@ -37,7 +37,7 @@ _UNPRINTABLE = re.compile(r"[^!-+\--~]")  # of a header's list: also the blank a
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Why a field is not honoured.
+    """The reason why a field is ignored or refused.
 
     Attributes:
         reason: a clause for the page of parameters; errors of refused ones add it.
@@ -53,12 +53,12 @@ class Ignored(Rule):
 
 
 class Refused(Rule):
-    """The field is an error unless its value asks for nothing."""
+    """The field is an error unless its value is neutral."""
 
 
 @dataclass(slots=True)
 class Notes:
-    """What is ignored of one request.
+    """The ignored parameters of one request.
 
     Attributes:
         strict: it is refused instead.
@@ -68,7 +68,7 @@ class Notes:
     _names: dict[str, None] = field(default_factory=dict)  # a set that keeps the order
 
     def ignore(self, name: str, refuse: Callable[[str], ParameterError] | None = None) -> None:
-        """Note that a parameter has no effect. Raises what ``refuse`` makes where it is strict."""
+        """Note that a parameter has no effect. Raises the error of ``refuse`` if strict."""
         if self.strict:
             raise (refuse or UnsupportedParameterError)(name)
         if len(self._names) <= MAX_NAMED:
@@ -92,7 +92,7 @@ class Notes:
 
 
 def apply_rules(body: Struct, path: str, notes: Notes) -> None:
-    """Note the fields of a body that are ignored, and of everything in it.
+    """Note the ignored fields of a body, at every level.
 
     Raises:
         UnsupportedParameterError: a field asks for something that is refused.
@@ -128,7 +128,7 @@ def rules_of(kind: type[Struct]) -> dict[str, Rule]:
 
 
 def is_neutral(data: bytes, neutral: tuple[Any, ...] = ()) -> bool:
-    """Whether a value asks for nothing. A long one is not even decoded: that would take long."""
+    """Whether a value has no effect. Long values are not decoded, as that takes long."""
     if len(data) > MAX_NEUTRAL_BYTES:
         return False
     try:

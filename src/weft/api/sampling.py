@@ -1,4 +1,4 @@
-"""Bodies to sampling parameters: what both generation endpoints share."""
+"""Builds sampling parameters from the fields that both generation endpoints share."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def build_sampling(
 
 
 def _bad_sequences(words: Seq[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """What bad words are as tokens: at the start of a text, and after a space."""
+    """Token sequences of bad words: at the start of a text, and after a space."""
     texts = [f"{before}{word.lstrip()}" for word in words for before in ("", " ")]
     found = [tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
     return tuple(dict.fromkeys(ids for ids in found if ids))
@@ -146,7 +146,7 @@ def prompt_logprobs_asked(body: CompletionBody | ChatBody) -> int | None:
 
 
 def _defaults(card: ModelCard) -> dict[str, Any]:
-    """What holds for open fields: the model's own values before the neutral ones."""
+    """Defaults of unset fields: the model's own values before the neutral ones."""
     given = card.sampling_defaults
     names = (*NEUTRAL, "max_tokens")
     return {**NEUTRAL, **{name: given[name] for name in names if given.get(name) is not None}}
@@ -181,7 +181,7 @@ def include_usage(body: CompletionBody | ChatBody) -> bool:
 
 
 def usage_in_chunks(body: CompletionBody | ChatBody) -> bool:
-    """Whether every chunk of a stream tells the usage so far."""
+    """Whether every chunk of a stream has the usage so far."""
     return include_usage(body) and bool(
         body.stream_options and body.stream_options.continuous_usage_stats
     )

@@ -1,4 +1,4 @@
-"""Structured output: ``response_format`` and its extensions to a grammar."""
+"""Structured output: builds the grammar from ``response_format`` and its extensions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Constraint(NamedTuple):
 
 @contextlib.contextmanager
 def blaming(param: str) -> Iterator[None]:
-    """Let errors of grammars name the parameter that asked for one."""
+    """Make errors of grammars name the parameter that set the grammar."""
     try:
         yield
     except GrammarError as error:
@@ -87,7 +87,7 @@ def find_constraint(body: GenerationBody) -> Constraint | None:
 
 
 def raw_text(raw: Raw) -> str:
-    """JSON as text; a string that holds JSON stands for it. Raises GrammarError for neither."""
+    """JSON as text; a string with JSON counts as that JSON. Raises GrammarError otherwise."""
     try:
         text = bytes(raw).decode()
         return str(json.loads(text)) if text.lstrip().startswith('"') else text
@@ -143,7 +143,7 @@ def _of_outputs(
 
 
 def _makers(kind: str, value: object, white: Whitespace) -> Callable[[], str]:
-    """What makes the grammar of one kind from its value."""
+    """Functions that build the grammar of each kind from its value."""
     if isinstance(value, Raw):
         return lambda: json_schema_grammar(raw_text(value), white)
     if isinstance(value, list):

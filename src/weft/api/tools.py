@@ -1,4 +1,4 @@
-"""Tools of a chat: what the template shows, what may be called, and the grammar that sees to it."""
+"""Tools of a chat: those in the template, those that may be called, and the grammar for calls."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NO_ARGUMENTS = '{"type": "object", "properties": {}, "additionalProperties": fal
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """A tool that the model is told of, as a function.
+    """A tool that the model sees, as a function.
 
     Attributes:
         path: where the request has it.
@@ -45,7 +45,7 @@ class Offered:
 
     @property
     def strict(self) -> bool:
-        """Whether calls that are not forced are to satisfy something, too."""
+        """Whether calls that are not forced must satisfy a schema or format, too."""
         return bool(self.function.strict) or self.format is not None
 
 
@@ -54,7 +54,7 @@ class Tools:
     """The functions of a chat.
 
     Attributes:
-        offered: all that the model is told of.
+        offered: all that the model sees.
         callable: indices of those that it may call.
         forced: at least one call must come.
         parallel: several calls may come.
@@ -90,14 +90,14 @@ class Tools:
 
 
 def read_tools(body: ChatBody, builder: Builder, notes: Notes) -> Tools | None:
-    """Return the tools that a body offers, None if there are none to call.
+    """Return the tools of a body, None if there are none to call.
 
-    Tools of types that nobody here can call, such as searches that a provider runs, are ignored:
-    the model is not told of them.
+    Tools of types that the client does not call, such as searches that a provider runs, are
+    ignored: the model does not see them.
 
     Raises:
         ParameterError: a tool or the choice is wrong.
-        UnsupportedParameterError: the model knows no tools, or nothing is known about its calls.
+        UnsupportedParameterError: the template shows no tools, or the format of calls is unknown.
     """
     choice = body.tool_choice
     if isinstance(choice, str) and choice not in ("none", "auto", "required"):
@@ -243,7 +243,7 @@ def _check_model(builder: Builder) -> None:
     if builder.dialect.tools is None:
         raise UnsupportedParameterError(
             "tools",
-            " How this model writes calls is not known; the server can be told by --tool-parser.",
+            " The format of this model's tool calls is unknown; set it with --tool-parser.",
         )
 
 

@@ -1,4 +1,4 @@
-"""Bodies of other endpoints to chats and completions, and errors by the names of their fields."""
+"""Translates bodies of other endpoints to chats and completions, and error fields back."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weft.core.errors import WeftError
 def job_of_chat(
     fields: Mapping[str, Any], builder: Builder, names: Mapping[str, str], notes: Notes
 ) -> Job:
-    """Build the job of the chat that a body of another endpoint stands for.
+    """Build the job of the chat that is equivalent to a body of another endpoint.
 
     Args:
         fields: of the chat body; None is left out.
@@ -61,7 +61,7 @@ def _job_of(
 
 
 def endpoint_name(param: str, names: Mapping[str, str]) -> str:
-    """What the endpoint calls a field of the chat.
+    """The endpoint's name for a field of the chat.
 
     Messages of a chat do not stand where the endpoint's body has them, so that only the whole list
     can be named. A name that starts with a point stands for a field further in; that functions of
@@ -77,7 +77,7 @@ def endpoint_name(param: str, names: Mapping[str, str]) -> str:
 
 
 def renamed(error: WeftError, names: Mapping[str, str]) -> WeftError:
-    """Let an error speak of the endpoint's fields instead of the chat's."""
+    """Rename the chat's fields in an error to the endpoint's."""
     if error.param is None:
         return error
     old, new = error.param, endpoint_name(error.param, names)

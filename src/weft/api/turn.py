@@ -1,4 +1,4 @@
-"""The model's turn as parts (text, reasoning, calls of tools) that open, grow and close."""
+"""The parts of a model's turn (text, reasoning, tool calls) that open, grow and close."""
 
 from __future__ import annotations
 

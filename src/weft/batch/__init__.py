@@ -1,4 +1,4 @@
-"""Offline batches in OpenAI's format: lines of requests in, lines of results out, none lost.
+"""Offline batches in OpenAI's format: request lines in, result lines out, resumable.
 
     source = InputFile(path)                                # where the lines come from
     results = Results(output, errors, source, answered_by)  # what is done, and where the rest goes

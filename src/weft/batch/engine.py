@@ -1,4 +1,4 @@
-"""Lines answered by an engine at the other end of a ring."""
+"""Runs batch lines on an engine at the other end of a ring."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class EngineAsker:
         return read_whole(line.url, bytes(line.body), self._builder, self._texts)
 
     def prompt(self, line: BatchLine) -> Prompt | None:
-        """What an order knows of a line. Raises WeftError if the engine cannot be asked that."""
+        """The prompt of a line, for the order. Raises WeftError if the engine refuses it."""
         job = self.read(line).job
         if job.endpoint == "embedding":
             return None
@@ -171,7 +171,7 @@ class _Running:
                 self.ended.set_result(None)
 
     def cancel(self) -> None:
-        """Let the engine forget what it still computes."""
+        """Cancel everything that the engine still computes."""
         for sequence_id in self._open:
             self._client.cancel(sequence_id)
 

@@ -1,4 +1,4 @@
-"""Lines answered by any server with OpenAI's API, with patience for one that is busy or away."""
+"""Runs batch lines on any server with OpenAI's API; waits while it is busy or unreachable."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from weft.core.errors import ConfigError, WeftError
 
 CONNECT_TIMEOUT_S = 10.0
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.5, 30.0
-AWAY = (429, 503)  # the server says that it can answer nobody at present
+AWAY = (429, 503)  # the server cannot answer at present
 ASKED_AGAIN = (408, 409, 500, 502, 504)  # something went wrong with this request
 _SHOWN_CHARS = 300
 
@@ -76,7 +76,7 @@ class HttpAsker:
             raise ConfigError("The key must be printable ASCII.", param="api_key") from None
 
     async def check(self) -> dict[str, Any]:
-        """See whether the server answers; return what one of weft's says of its engine, else {}.
+        """Check the server; return a weft server's facts of its engine, else {}.
 
         Raises:
             NobodyAnswersError: there is no server, or it refuses the key.
@@ -119,7 +119,9 @@ class HttpAsker:
             elif failures == self._retries:
                 if answer is not None:
                     return _read(answer)
-                raise NoAnswerError(f"The server was asked {failures + 1} times; at last: {why}.")
+                raise NoAnswerError(
+                    f"The request failed {failures + 1} times; the last error was: {why}."
+                )
             failures += not away
             await asyncio.sleep(_delay_s(answer, delay_s, self._patience_s))
             delay_s = min(2 * delay_s, LONGEST_DELAY_S)
@@ -128,8 +130,8 @@ class HttpAsker:
         """Raise NobodyAnswersError if the server has been away for too long."""
         if time.monotonic() - self._good > self._patience_s:
             raise NobodyAnswersError(
-                f"{self.url} has answered nothing for {self._patience_s:g} s ({why}); what is done "
-                "is kept: give the same command again to go on."
+                f"{self.url} has answered nothing for {self._patience_s:g} s ({why}); results so "
+                "far are kept. Run the same command again to continue."
             )
 
     def _body(self, line: BatchLine) -> bytes:
@@ -155,7 +157,7 @@ def _base(url: str) -> str:
 
 
 def _read(answer: httpx.Response) -> LineAnswer:
-    """An answer whose body is JSON; what is none becomes an error that shows it."""
+    """The JSON body of an answer; anything else becomes an error that quotes it."""
     status, body = answer.status_code, answer.content
     request_id = answer.headers.get("x-request-id") or new_request_id()
     try:
@@ -172,7 +174,7 @@ def _read(answer: httpx.Response) -> LineAnswer:
 
 
 def _delay_s(answer: httpx.Response | None, delay_s: float, most_s: float) -> float:
-    """How long to wait: as the server says, else somewhere around the usual delay."""
+    """The delay before a retry: the server's, or the usual one with jitter."""
     wished = None if answer is None else _retry_after_s(answer.headers.get("retry-after", ""))
     if wished is None:
         return delay_s * random.uniform(0.5, 1.5)

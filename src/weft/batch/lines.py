@@ -1,4 +1,4 @@
-"""The input of a batch: a file of lines, of which only places are kept in memory."""
+"""The input of a batch: a file of lines; memory holds only their offsets."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class DuplicateIdError(ParameterError):
 
 
 class UnknownUrlError(ParameterError):
-    """A line asks for something that batches do not have."""
+    """A line names a URL that batches do not support."""
 
     code = "unknown_url"
 
@@ -110,7 +110,7 @@ class InputFile:
         return _id_of(self._read(index)) or None
 
     def close(self) -> None:
-        """Give the file up."""
+        """Close the file."""
         os.close(self._fd)
 
     def _read(self, index: int) -> bytes:
@@ -118,12 +118,12 @@ class InputFile:
         if zlib.crc32(data) != self._crcs[index]:
             raise InputChangedError(
                 f"{self.path}:{self.number(index)}: the line was changed while the batch was "
-                "running; what is done is kept, but belongs to the old file."
+                "running; results so far are kept, but belong to the old file."
             )
         return data
 
     def _survey(self, file: Any) -> tuple[str, array[int]]:
-        """Note where the lines are; return the digest of the file and hashes of custom_ids."""
+        """Record the offsets of lines; return the digest of the file and hashes of custom_ids."""
         digest, ids, offset = sha256(), array("Q"), 0
         for number, (line, length) in enumerate(_pieces(file, digest.update), 1):
             if line.strip():
@@ -182,7 +182,7 @@ def _id_hash(data: bytes) -> int:
 
 
 class _Head(Struct):
-    """What a batch itself has to know of a body."""
+    """The fields of a body that the batch itself reads."""
 
     stream: bool | None = None
 
@@ -209,7 +209,7 @@ def parse_line(data: bytes) -> BatchLine:
     if line.method != "POST":
         raise ParameterError(f"method must be POST, not '{line.method[:100]}'.", param="method")
     if _decode(_Head, line.body, "body").stream:
-        raise UnsupportedParameterError("stream", " A batch has nobody to stream to.")
+        raise UnsupportedParameterError("stream", " A batch writes whole answers; leave it out.")
     return line
 
 

@@ -14,7 +14,7 @@ URL_CONCURRENCY = 64  # requests at once to a server that does not say how many 
 
 @dataclass(frozen=True, slots=True)
 class BatchOptions:
-    """What a user may set about ``weft batch``.
+    """Settings of ``weft batch``.
 
     Raises:
         ConfigError: a value is malformed, out of bounds, or does not go with another one.
@@ -22,16 +22,18 @@ class BatchOptions:
 
     output: str | None = setting("path", None, "file for the results; short: -o")
     errors: str | None = setting(
-        "path", None, "file for lines without a result; unset is OUTPUT with .errors in it"
+        "path",
+        None,
+        "file for lines without a result; unset is OUTPUT with .errors before its suffix",
     )
     url: str | None = setting(
-        "str", None, "address of a server that is asked instead of an engine of its own"
+        "str", None, "address of a server to use instead of starting an engine"
     )
     api_key: str | None = setting("str", None, "the server's key; unset takes OPENAI_API_KEY")
     order: str = setting(
         "str",
         "fcfs",
-        "which line goes next: as they come, depth first by shared prefixes, or blended so that "
+        "order of lines: as in the file, depth first by shared prefixes, or blended so that "
         "compute and memory are busy together",
         choices=ORDERS,
     )
@@ -49,7 +51,8 @@ class BatchOptions:
     kv_tokens: int | None = setting(
         "int",
         None,
-        "for order blend with url: tokens that the server's KV memory holds; weft's servers say it",
+        "for order blend with url: tokens that the server's KV memory holds; a weft server "
+        "reports it",
         low=1,
         high=2**40,
     )
@@ -61,18 +64,20 @@ class BatchOptions:
         low=1,
         high=2**20,
     )
-    restart: bool = setting("bool", False, "begin anew, and delete results that are there")
+    restart: bool = setting("bool", False, "start over, and delete existing results")
     retry_errors: bool = setting(
-        "bool", False, "ask the lines again that have an error from an earlier run"
+        "bool", False, "run the lines again that have an error from an earlier run"
     )
     served_model_name: tuple[str, ...] = setting(
-        "strings", (), "name of the engine's model in lines; may be given several times", high=64
+        "strings", (), "name of the engine's model in lines; may be repeated", high=64
     )
     service_tier: str | None = setting(
-        "str", None, "put into lines for a server that name none; flex lets others go first"
+        "str",
+        None,
+        "service tier of lines for a server that have none; flex lets other requests go first",
     )
     retries: int = setting(
-        "int", 5, "how often a server is asked again after an error that may pass", low=0, high=1000
+        "int", 5, "retries of a request after a transient error of the server", low=0, high=1000
     )
     timeout_s: float = setting(
         "float", 1800.0, "seconds that a server has for one answer", low=0, above=True
@@ -80,7 +85,7 @@ class BatchOptions:
     patience_s: float = setting(
         "float",
         300.0,
-        "seconds that a server may be away or busy before the batch stops",
+        "seconds that a server may be unreachable or busy before the batch stops",
         low=0,
         above=True,
     )
@@ -114,7 +119,7 @@ class BatchOptions:
             )
         if self.url is not None and self.served_model_name:
             raise ConfigError(
-                "served_model_name is for an engine of one's own; a server has its own names.",
+                "served_model_name cannot be combined with url; a server has its own names.",
                 param="served_model_name",
             )
 
@@ -125,7 +130,7 @@ class BatchOptions:
 
     @property
     def errors_path(self) -> Path:
-        """Where lines without a result go."""
+        """The path for lines without a result."""
         if self.errors is not None:
             return Path(self.errors)
         output = self.output_path

@@ -42,7 +42,7 @@ class InOrder:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What an order knows of a line.
+    """The prompt of a line as an order sees it.
 
     Attributes:
         tokens: of the prompt; any numbers will do that are equal where prompts are.
@@ -54,7 +54,7 @@ class Prompt:
 
 
 class Planned:
-    """Lines in an order of ``weft.blend``, after those that it has nothing to say about.
+    """Lines in an order of ``weft.blend``, after those that it does not order.
 
     Args:
         order: of the planned lines, by their place in ``planned``.
@@ -132,7 +132,7 @@ async def plan(
         try:
             prompt = prompt_of(source.line(index))
         except WeftError:
-            prompt = None  # whoever asks it will hear why
+            prompt = None  # running the line gives the error
         if prompt is None or not len(prompt.tokens):
             others += [] if sink.done(index) else [index]
             continue

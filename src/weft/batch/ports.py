@@ -1,4 +1,4 @@
-"""The seams of a batch: where lines come from, who answers, in which order, where results go."""
+"""Protocols of a batch: the source of lines, the asker, the order, and the sink of results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.core.errors import WeftError
 
 
 class BatchLine(Struct, forbid_unknown_fields=True, kw_only=True):
-    """One request as it stands in a batch's input."""
+    """One request in a batch's input."""
 
     custom_id: str
     method: str
@@ -28,7 +28,7 @@ def new_request_id() -> str:
 
 
 class NobodyAnswersError(WeftError):
-    """Whoever is asked is gone, so the batch cannot go on at present; what is done is kept."""
+    """The engine or server does not answer, so the batch cannot continue; results are kept."""
 
     http_status = 503
     code = "nobody_answers"
@@ -36,7 +36,7 @@ class NobodyAnswersError(WeftError):
 
 @dataclass(frozen=True, slots=True)
 class LineAnswer:
-    """What an HTTP server says, or would say, to one request.
+    """The answer of an HTTP server to one request, or its equivalent.
 
     Attributes:
         body: JSON.
@@ -49,7 +49,7 @@ class LineAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What came of a line.
+    """The outcome of a line.
 
     Attributes:
         custom_id: None if the line has none that can be read.
@@ -86,10 +86,10 @@ class Sink(Protocol):
         """Whether a line has its result."""
 
     def put(self, index: int, result: Result) -> None:
-        """Take what came of a line. Raises WeftError if it cannot be kept."""
+        """Store the result of a line. Raises WeftError if that fails."""
 
     def sync(self) -> None:
-        """Let all that was taken outlive a loss of power; may be called on any thread."""
+        """Make stored results survive a power failure; may be called on any thread."""
 
 
 class Asker(Protocol):
@@ -99,7 +99,7 @@ class Asker(Protocol):
         """Answer the request of line ``number``.
 
         Raises:
-            NobodyAnswersError: nobody answers any more, this line or another.
+            NobodyAnswersError: the engine or server no longer answers any line.
             WeftError: the request is refused, or has failed for good; the answer would have been
                 an error, as an answer with a status of 400 or more is.
         """

@@ -1,4 +1,4 @@
-"""What a user sees of a batch: a bar while it runs, and a summary at the end."""
+"""Progress of a batch in the terminal: a bar while it runs, and a summary at the end."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ProgressBar:
         self._say_at = 0.0
 
     def start(self, answering: str) -> None:
-        """Say who answers, and show the bar; the rates count from here."""
+        """Name the asker, and show the bar; rates are measured from here."""
         before = self._results.resumed
         done = f", {before} of them done before" if before else ""
         self.say(f"{self._count()}{done}; {answering}.")
@@ -74,7 +74,7 @@ class ProgressBar:
             self._bar.close()
 
     def summary(self) -> str:
-        """How it went: counts, rates of this run, and where the files are."""
+        """The summary: counts, rates of this run, and the paths of the files."""
         results = self._results
         left = self._lines - results.answered - results.refused
         words = [f"{self._count()}: {results.answered} answered"]

@@ -1,4 +1,4 @@
-"""Prompts of lines whose tokeniser is not at hand: four bytes stand for a token."""
+"""Prompts of lines without a tokeniser: four bytes count as a token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The results of a batch on disk: two files of lines that are their own journal, and a state file.
+"""The results of a batch on disk: two files of lines that act as a journal, and a state file.
 
 What is done is what stands in the files. A line is appended by one write, so that a killed program
 leaves whole lines, and at most a torn one at the end, which is cut off when the batch goes on. The
@@ -56,7 +56,7 @@ class Results:
         errors: gets the lines without a result; it is there only if there are any.
         answered_by: who answers, in words that must be the same when the batch goes on.
         restart: begin anew, whatever is there.
-        retry_errors: forget the errors of an earlier run, so that their lines are asked again.
+        retry_errors: discard the errors of an earlier run, and run their lines again.
 
     Attributes:
         answered, refused: lines in either file.
@@ -141,13 +141,13 @@ class Results:
         return {index: count for index, count in enumerate(self._outputs) if count}
 
     def sync(self) -> None:
-        """Let what was written outlive a loss of power. Raises ResultsError."""
+        """Make written results survive a power failure. Raises ResultsError."""
         for path, fd in self._files.items():
             with _explained(path):
                 os.fsync(fd)
 
     def close(self) -> None:
-        """Give files and lock up; an empty file of errors is removed. May be called twice."""
+        """Close files and lock; an empty file of errors is removed. May be called twice."""
         empty = self.errors in self._files and os.fstat(self._files[self.errors]).st_size == 0
         if empty:
             self.errors.unlink(missing_ok=True)
@@ -184,13 +184,13 @@ class Results:
             ) from None
 
     def _clear(self) -> None:
-        """Forget an earlier batch; if this is cut short, the earlier one is still what is there."""
+        """Remove an earlier batch; if this is interrupted, the earlier one remains."""
         self.errors.unlink(missing_ok=True)
         self.output.unlink(missing_ok=True)
         os.ftruncate(self._state, 0)
 
     def _begin(self, answered_by: str) -> None:
-        """Check that the batch goes on as it began, or note how it begins."""
+        """Check that input and asker are those of the batch so far, or record them."""
         source = self._source
         state = _State(
             version=VERSION,
@@ -210,18 +210,18 @@ class Results:
             raise ConfigError(f"'{self.output}' was written by another version of weft; {_RESTART}")
         if before.digest != state.digest:
             raise InputChangedError(
-                f"'{source.path}' is not the input that '{self.output}' was begun with (then "
+                f"'{source.path}' is not the input that '{self.output}' was begun with (before: "
                 f"'{before.input}', {before.lines} lines, SHA-256 {before.digest[:12]}...; now "
                 f"{state.lines} lines, {state.digest[:12]}...); {_RESTART}"
             )
         if before.answered_by != answered_by:
             raise ConfigError(
                 f"'{self.output}' was begun with {before.answered_by}, not with {answered_by}; "
-                f"go on with that, or {_RESTART}"
+                f"continue with that, or {_RESTART}"
             )
 
     def _read_state(self) -> _State | None:
-        """What the state file says; None if it says nothing, or was torn before any result."""
+        """Read the state file; None if it is empty, or was cut off before any result."""
         data = os.pread(self._state, 2**20, 0)
         try:
             return msgspec.json.decode(data, type=_State)
@@ -229,12 +229,12 @@ class Results:
             return None
 
     def _check_unused(self) -> None:
-        """Raise ConfigError rather than write to files that no batch has begun."""
+        """Raise ConfigError rather than overwrite files that are not from a batch."""
         for path in (self.output, self.errors):
             if path.exists() and path.stat().st_size:
                 self._state_path.unlink()
                 raise ConfigError(
-                    f"'{path}' exists already, and no batch has begun it; choose another name, or "
+                    f"'{path}' exists already, but not from a batch; choose another name, or "
                     f"{_RESTART}",
                     param="output",
                 )
@@ -283,7 +283,7 @@ def _check_paths(source: Path, output: Path, errors: Path, state: Path) -> None:
 
 
 def _same(one: Path, other: Path) -> bool:
-    """Whether two paths lead to one file, or will once it is there: by any kind of link."""
+    """Whether two paths lead, or will lead, to one file through any kind of link."""
     with contextlib.suppress(OSError):
         return one.samefile(other)
     return os.path.realpath(one) == os.path.realpath(other)
@@ -302,7 +302,7 @@ _results = msgspec.json.Decoder(_Result)
 
 
 def _read_result(data: bytes) -> _Result | None:
-    """A line of a file of results; None if it is something else."""
+    """A line of a file of results; None if it is no result."""
     try:
         return _results.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -319,7 +319,7 @@ def _open(path: Path) -> int:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Let new files outlive a loss of power, where the file system can do that for a folder."""
+    """Make new files survive a power failure, where the file system supports that."""
     fd = os.open(folder, os.O_RDONLY)
     with contextlib.suppress(OSError):
         os.fsync(fd)

@@ -1,4 +1,4 @@
-"""Runs a batch: takes lines in an order, has them answered, many at once, and keeps the results."""
+"""Runs a batch: takes lines in an order, asks many at once, and stores the results."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Runner:
         """Run until every line has its result, or until those taken before ``stop`` have.
 
         Raises:
-            NobodyAnswersError: nobody answers any more.
+            NobodyAnswersError: the engine or server no longer answers.
             InputChangedError: the input is another one than at the start.
             WeftError: a result cannot be kept.
         """
@@ -101,7 +101,7 @@ class Runner:
                 return
 
     async def _one(self, index: int) -> None:
-        """Have one line answered, and keep what came of it."""
+        """Have one line answered, and store its result."""
         number = self._source.number(index)
         REQUEST_ID.set(f"line {number}")
         line: BatchLine | None = None

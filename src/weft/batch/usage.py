@@ -1,4 +1,4 @@
-"""Tokens that answers say they have cost, whatever endpoint they come from."""
+"""Reads the token usage from answers of any endpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One streamed completion: what is sent, and what came of it."""
+"""One streamed completion of a benchmark: its request, its timings and its outcome."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class _Reading:
             self.outcome.failure, self.outcome.detail = failure, detail
 
     def end(self) -> None:
-        """Judge a stream that has ended properly as far as HTTP is concerned."""
+        """Judge a stream that ended without an HTTP error."""
         outcome = self.outcome
         if not self.done:
             self._fail("stream without [DONE]", "")
@@ -58,7 +58,7 @@ class _Reading:
 
 
 def _text(choice: dict[str, Any]) -> bool:
-    """Whether a choice of a chunk brings anything that a client could show or use."""
+    """Whether a choice of a chunk has any output for a client."""
     if (delta := choice.get("delta")) is None:
         return bool(choice.get("text"))
     parts = ("content", "reasoning_content", "reasoning", "tool_calls", "refusal")
@@ -72,7 +72,7 @@ async def ask(
     outcome: Outcome,
     clock: Callable[[float], float],
 ) -> Outcome:
-    """Send one request and fill in what came of it; a failure is noted, never raised.
+    """Send one request and record the outcome; a failure is recorded, never raised.
 
     Args:
         body: what all requests share; the endpoint follows from ``messages`` being there.

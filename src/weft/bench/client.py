@@ -1,4 +1,4 @@
-"""A lean client of OpenAI's API: one parser in C, times taken as bytes leave the socket."""
+"""A lean client of OpenAI's API: parses in C, and takes times as bytes leave the socket."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ class LoadClient:
 
 
 def error_message(answer: TimedAnswer) -> str:
-    """What a server says about an error, or the beginning of its answer."""
+    """The error message in a server's answer, or the beginning of the answer."""
     try:
         return str(orjson.loads(answer.body)["error"]["message"])
     except (ValueError, KeyError, TypeError):

@@ -31,7 +31,7 @@ class KernelCase(Protocol):
 
 
 class Kernels(Protocol):
-    """What can be measured, and by which yardsticks; see ``weft.kernels.measure``."""
+    """Kernels to measure, and their bounds; see ``weft.kernels.measure``."""
 
     def set_threads(self, count: int, /) -> None: ...
     def read_rate(self) -> float: ...

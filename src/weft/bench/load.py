@@ -1,4 +1,4 @@
-"""Load: when requests are sent (a strategy), when to stop (a constraint), and who is kept busy."""
+"""Load: when to send requests (a strategy), when to stop (a constraint), and the busy clients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Send = Callable[[int, float], Awaitable[Outcome]]
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """When no further request is sent; whichever comes first."""
+    """Limits of a run; no request is sent after the first one is reached."""
 
     requests: int | None = None
     seconds: float | None = None

@@ -21,7 +21,7 @@ DEFAULT_REQUESTS = 100
 
 @dataclass(frozen=True, slots=True)
 class ServeBench:
-    """What a user may set about ``weft bench serve``.
+    """Settings of ``weft bench serve``.
 
     Raises:
         ConfigError: a value is malformed, out of bounds, or contradicts another one.
@@ -31,13 +31,13 @@ class ServeBench:
     model: str | None = setting("str", None, "name of the model; unset takes the server's first")
     api_key: str | None = setting("str", None, "the server's key; unset takes OPENAI_API_KEY")
     endpoint: str = setting(
-        "str", "completions", "what is asked for", choices=("completions", "chat")
+        "str", "completions", "endpoint to measure", choices=("completions", "chat")
     )
     arrivals: str = setting(
         "str",
         "poisson",
-        "when requests are sent: at random by a rate (gamma: with burstiness), by clients that "
-        "wait for their answer, or as a trace says",
+        "when requests are sent: at random at a rate (gamma: with burstiness), by clients that "
+        "wait for each answer, or as recorded in a trace",
         choices=ARRIVALS,
     )
     rate: str = setting(
@@ -46,7 +46,7 @@ class ServeBench:
     burstiness: float = setting(
         "float",
         0.5,
-        "shape of gamma's intervals: 1 is Poisson, less comes in bursts, more evenly",
+        "shape of gamma's intervals: 1 is Poisson, below 1 in bursts, above 1 more evenly",
         low=0,
         high=1000,
         above=True,
@@ -71,15 +71,19 @@ class ServeBench:
     duration_s: float | None = setting(
         "float", None, "seconds in which a run sends requests", low=0, above=True
     )
-    warmup: int = setting("int", 2, "requests sent before, not counted", low=0, high=10**4)
+    warmup: int = setting("int", 2, "requests sent before the run, not counted", low=0, high=10**4)
     input_tokens: str = setting(
         "str",
         "128",
         "length of prompts: 128, or evenly from 64..256 or 100+-10%, or lognormal:MEAN:DEVIATION",
     )
-    output_tokens: str = setting("str", "128", "length of answers, in the same words")
+    output_tokens: str = setting("str", "128", "length of answers, in the same form")
     shared_prefix_tokens: int = setting(
-        "int", 0, "tokens with which all prompts begin, on top of the rest", low=0, high=2**20
+        "int",
+        0,
+        "length of a common prefix of all prompts, added to input_tokens",
+        low=0,
+        high=2**20,
     )
     prompts: str = setting(
         "str",
@@ -91,22 +95,26 @@ class ServeBench:
         "int", 1000, "random token ids are below this number", low=200, high=2**24
     )
     ignore_eos: bool = setting(
-        "bool", True, "ask for answers of full length; not every server knows the parameter"
+        "bool", True, "request answers of full length; not every server supports it"
     )
-    temperature: float = setting("float", 0.0, "randomness of the answers", low=0, high=2)
+    temperature: float = setting("float", 0.0, "sampling temperature", low=0, high=2)
     slo_ttft_ms: float | None = setting(
-        "float", None, "a good request's time to its first token", low=0, above=True
+        "float", None, "SLO: most milliseconds to the first token", low=0, above=True
     )
     slo_tpot_ms: float | None = setting(
-        "float", None, "a good request's mean time for each further token", low=0, above=True
+        "float",
+        None,
+        "SLO: most milliseconds for each further token, on average",
+        low=0,
+        above=True,
     )
     slo_e2e_ms: float | None = setting(
-        "float", None, "a good request's time to its end", low=0, above=True
+        "float", None, "SLO: most milliseconds to the end", low=0, above=True
     )
     timeout_s: float = setting(
-        "float", 600.0, "time after which a request has failed", low=0, above=True
+        "float", 600.0, "seconds after which a request has failed", low=0, above=True
     )
-    seed: int = setting("int", 0, "of arrivals, lengths and prompts", low=0, high=2**63 - 1)
+    seed: int = setting("int", 0, "seed of arrivals, lengths and prompts", low=0, high=2**63 - 1)
     output: str | None = setting("path", None, "file for the result as JSON")
     samples: bool = setting("bool", False, "write every request's figures into the JSON, too")
     plots: str | None = setting("path", None, "folder for plots; needs weft[bench]")
@@ -149,18 +157,18 @@ class ServeBench:
 
 @dataclass(frozen=True, slots=True)
 class KernelsBench:
-    """What a user may set about ``weft bench kernels``.
+    """Settings of ``weft bench kernels``.
 
     Raises:
         ConfigError: a value is malformed or out of bounds.
     """
 
     threads: int | None = setting(
-        "int", None, "threads for compute; unset takes every core", low=1, high=1024
+        "int", None, "compute threads; unset takes every core", low=1, high=1024
     )
-    only: str | None = setting("str", None, "only kernels whose name has this in it")
+    only: str | None = setting("str", None, "only kernels whose name contains this")
     seconds: float = setting(
-        "float", 0.5, "time for which each kernel is repeated", low=0, high=3600, above=True
+        "float", 0.5, "seconds for which each kernel is repeated", low=0, high=3600, above=True
     )
     output: str | None = setting("path", None, "file for the result as JSON")
 
@@ -173,7 +181,7 @@ class KernelsBench:
 
 @dataclass(frozen=True, slots=True)
 class ThroughputBench:
-    """What a user may set about ``weft bench throughput``, beside the engine's own settings."""
+    """Settings of ``weft bench throughput``, beside the engine's own settings."""
 
     prompts: int = setting("int", 16, "prompts that are computed at once", low=1, high=10**6)
     input_tokens: str = setting(
@@ -181,9 +189,9 @@ class ThroughputBench:
         "128",
         "length of prompts: 128, or evenly from 64..256 or 100+-10%, or lognormal:MEAN:DEVIATION",
     )
-    output_tokens: str = setting("str", "128", "length of answers, in the same words")
+    output_tokens: str = setting("str", "128", "length of answers, in the same form")
     repeats: int = setting("int", 3, "runs that count, after one to warm up", low=1, high=1000)
-    seed: int = setting("int", 0, "of lengths and prompts", low=0, high=2**63 - 1)
+    seed: int = setting("int", 0, "seed of lengths and prompts", low=0, high=2**63 - 1)
     output: str | None = setting("path", None, "file for the result as JSON")
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""``weft bench serve``: puts load on any OpenAI server and says how it bears it."""
+"""``weft bench serve``: puts load on any OpenAI server and reports latency and throughput."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ class _Bench:
         return outcome
 
     async def _make_prompts(self) -> None:
-        """Learn from the server how many tokens a word has, and what it adds to a prompt."""
+        """Measure how many tokens of the server a word has, and what it adds to a prompt."""
         options = self.options
         if options.prompts == "ids":
             self.maker = PromptMaker(

@@ -1,4 +1,4 @@
-"""What came of each request, and what a run's figures are: percentiles, rates, goodput."""
+"""Statistics of a run: outcomes of requests, percentiles, rates and goodput."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from weft.workload.lengths import parse_lengths
 
 
 class MeasuredEngine(Protocol):
-    """What is measured, such as ``weft.LLM``."""
+    """The engine to measure, such as ``weft.LLM``."""
 
     def token_iter(
         self, prompts: list[list[int]], params: list[SamplingParams]

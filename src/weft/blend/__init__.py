@@ -1,10 +1,10 @@
-"""Order of offline requests: compute-heavy and memory-heavy ones blended, shared prefixes together.
+"""Order of offline requests: blends compute-heavy and memory-heavy ones, groups shared prefixes.
 
 BlendServe: requests that stress arithmetic (long prompts) and requests that stress memory bandwidth
 (long outputs) run side by side, so that each step can overlap the two, while prompts with a common
 prefix still follow each other, so that the prefix is computed once. This package decides the order
-in which requests are submitted and nothing else: it needs the engine's KV capacity and hears of
-ends, so it can stand in front of any engine:
+in which requests are submitted and nothing else: it needs the engine's KV capacity and the
+ends of requests, so it works with any engine:
 
     from weft.blend.density import Rates
     from weft.blend.order import Jobs, Room, make_order

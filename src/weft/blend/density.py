@@ -1,4 +1,4 @@
-"""What a request asks of arithmetic and of memory bandwidth, and the ratio of the two."""
+"""Compute density: the ratio of a request's arithmetic to its use of memory bandwidth."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Rates:
 
     @classmethod
     def of_profile(cls, fitted: Fitted) -> Rates:
-        """The rates of an engine by its own profile, as ``weft profile`` has measured it.
+        """The rates of an engine from its profile, as measured by ``weft profile``.
 
         A token costs what one does in the largest step that was measured, where reading the weights
         is shared by most. Sliding layers are in the price of a token of context, as far as the

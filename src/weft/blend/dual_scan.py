@@ -57,7 +57,7 @@ def shares(left: Node, right: Node, density: float, capacity: float) -> tuple[fl
 
 
 class Live(NamedTuple):
-    """A request that runs: its side, prompt tokens of its own, and expected output.
+    """A running request: its side, its own prompt tokens, and expected output.
 
     Attributes:
         charged: token-steps that its side paid for it.
@@ -174,7 +174,7 @@ class DualScan:
         self.adopt(leaf, live._replace(side=RIGHT, output=output))
 
     def _earn(self) -> None:
-        """Give each side the token-steps that its memory offered since the last time."""
+        """Credit each side with the token-steps that its memory offered since the last call."""
         steps = self._forecast.now - self._earned_at
         self._earned_at += steps
         for side, at in ((LEFT, self._next[LEFT]), (RIGHT, self._next[RIGHT] - 1)):
@@ -197,7 +197,7 @@ class DualScan:
         return leaf
 
     def _derive(self) -> None:
-        """Share the memory out anew if a side has come to its next node."""
+        """Share the memory out again if a side has reached its next node."""
         first, last = self._next
         at = (self._node_of[first], self._node_of[last - 1])
         if at == self._at:

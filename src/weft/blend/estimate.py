@@ -1,4 +1,4 @@
-"""Output lengths before they are known: a small sample runs first, the rest follow relatives."""
+"""Estimates output lengths: a small sample runs first; the others follow their relatives."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def more_samples(
     waiting: Bools,
     most: int,
 ) -> Ints:
-    """Leaves to run as further samples, where too few run to tell something soon.
+    """Leaves to run as further samples, where there are too few for an estimate soon.
 
     A single sample tells when it has ended, ten when the shortest of them has: in a small set that
     is most of the time of a long request. The kinds of which most leaves wait come first.
@@ -112,11 +112,11 @@ def lacking(
     running: Mapping[int, float],
     waiting: Bools,
 ) -> dict[int, int]:
-    """Ends of samples that are lacking until enough is told, by the node that they lie under.
+    """Number of samples that must still end before estimates suffice, by subtree.
 
     Args:
         known, running: samples that have ended and that have not, by prompt number.
-        waiting: (n,) leaves that want to know.
+        waiting: (n,) leaves that wait for an estimate.
     """
     kind, ended, every = _kinds(tree, known, running)
     nodes = np.unique(kind[waiting & ~told(tree, known, running)])

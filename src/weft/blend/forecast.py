@@ -1,4 +1,4 @@
-"""What submitted requests will hold of the KV memory, step by step, until they end.
+"""Forecasts the KV memory that submitted requests will hold, step by step, until they end.
 
 The peak of what they will hold decides whether another one fits: requests that started at different
 times do not need their longest at once, so far more run than if each had its whole length set aside

@@ -1,4 +1,4 @@
-"""The front of the package: which of the prompts that remain should be submitted next."""
+"""The public interface of the package: selects the prompt to submit next."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Jobs:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What the engine behind has place for.
+    """The capacity of the engine behind the order.
 
     Attributes:
         kv_tokens: tokens that its KV memory holds.
@@ -98,8 +98,8 @@ class Order(Protocol):
         """
 
     def ended(self, number: int, output: int | None) -> None:
-        """A request has ended with so many output tokens; None if its length tells nothing, since
-        it failed."""
+        """A request has ended with so many output tokens; None if it
+        failed, so that its length is no sample."""
 
 
 def make_order(kind: str, jobs: Jobs, room: Room, rates: Rates, seed: int = 0) -> Order:
@@ -155,7 +155,7 @@ class ListedOrder:
 
 
 class BlendOrder:
-    """BlendServe's order: see the package's docstring.
+    """BlendServe's order; see the docstring of the package.
 
     Samples go first. As they tell more of the lengths, the rest is sorted again: whenever they have
     run twice as long as at the last sort, when they have told enough of a kind that waited for
@@ -215,7 +215,7 @@ class BlendOrder:
         return int(self._numbers[leaf])
 
     def _next_sample(self) -> int | None:
-        """The next sample, while half of the memory is free: nothing is known of its length."""
+        """The next sample, while half of the memory is free, as its length is unknown."""
         if len(self.forecast) and self.forecast.held() > self._room.kv_tokens / 2:
             return None
         leaf = self._leaf[self._samples.pop()]
@@ -292,7 +292,7 @@ class BlendOrder:
             node = int(self.tree.parent[node])
 
     def _add_samples(self, running: Mapping[int, float]) -> None:
-        """Let some more run of what too few samples tell about."""
+        """Add samples to subtrees that have too few."""
         if self._samples:
             return
         leaves = more_samples(self.tree, self._known, running, self._waiting, self._more)
@@ -302,7 +302,7 @@ class BlendOrder:
         self._untold.update(added)
 
     def _place(self, leaf: int, output: int) -> Live:
-        """How a leaf that runs counts."""
+        """A running leaf as the scan counts it."""
         assert self.scan is not None
         length = int(self.tree.lengths[leaf])
         own = self._rates.compute_s(length, output) / self._rates.memory_s(length, output)

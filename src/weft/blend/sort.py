@@ -1,4 +1,4 @@
-"""Sorts a prefix tree by falling density, moving the leaves that stand out where it costs little.
+"""Sorts a prefix tree by falling density; moves outlying leaves where that costs little sharing.
 
 Children of every node by falling density keep each prefix together; a leaf that stands where it
 does not belong is moved to the root, which costs its shared prefix, as long as nearly all sharing
@@ -64,7 +64,7 @@ def sort_tree(
 
 
 class _Sorting:
-    """Where each leaf hangs, and what may still be given up."""
+    """The parent of each leaf, and the sharing that may still be given up."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class _Sorting:
         return arrange(tree, np.where(empty, 0.0, -rho), -self.density, self.hangs)
 
     def split(self) -> bool:
-        """Move leaves that stand out to the root and sort again; False if none was moved."""
+        """Move outlying leaves to the root and sort again; False if none was moved."""
         home, shared = self._shared_at_home()
         spare = int(shared.sum()) - self.least
         cost = np.zeros(len(self.hangs))
@@ -155,7 +155,7 @@ class _Sorting:
         return np.asarray(order[(lowest_before < own) | (highest_after > own)])
 
     def _mismatch(self) -> Floats:
-        """Seconds of each leaf that its neighbours cannot overlap, where it stands now.
+        """Seconds of each leaf that its neighbours cannot overlap, at its present place.
 
         The neighbours have the density that the leaves at this place have when all are sorted.
         """

@@ -1,8 +1,8 @@
-"""Time windows: which of the waiting requests are blended next, so that each meets its deadline.
+"""Time windows: selects the waiting requests to blend next, so that each meets its deadline.
 
 Blending across all that waits may put off a request until the very end of its pool, so a pool is
 only as large as can end before the deadline of its oldest request (BlendServe section 7). A request
-that is late whatever is done binds nobody: small pools would make all others late, too.
+that is late in any case sets no limit: small pools would make all others late, too.
 """
 
 from __future__ import annotations

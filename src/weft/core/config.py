@@ -1,4 +1,4 @@
-"""Every setting of the engine, declared once, and how the open ones are decided.
+"""Every setting of the engine, declared once, and how unset ones are resolved.
 
 ``EngineConfig`` is what a user says; ``resolve`` turns it, with the facts of model and machine,
 into a frozen ``ResolvedConfig`` in which nothing is open any more.
@@ -28,7 +28,7 @@ ADMISSIONS = ("demote", "reject", "off")
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """What a user may set. ``None`` means "decide from model and machine".
+    """Settings of the engine. ``None`` means "decide from model and machine".
 
     Raises:
         ConfigError: a value is malformed, out of bounds, or contradicts another one.
@@ -36,20 +36,20 @@ class EngineConfig:
 
     model: str = setting("str", "builtin", "folder, hub id, or 'builtin' for the packaged model")
     revision: str | None = setting("str", None, "branch, tag or commit of a hub id")
-    offline: bool | None = setting("bool", None, "use only what is on disk already")
+    offline: bool | None = setting("bool", None, "use only files that are already on disk")
     tokenizer: str | None = setting("path", None, "folder with another tokenizer.json")
     chat_template: str | None = setting("path", None, "jinja file used instead of the model's own")
     device: str = setting(
         "str",
         "auto",
-        "what computes; auto is cuda where torch finds an NVIDIA GPU, else cpu",
+        "device that computes; auto is cuda where torch finds an NVIDIA GPU, else cpu",
         choices=("auto", *DEVICES),
     )
     graphs: bool = setting(
         "bool",
         True,
-        "device cuda: steps of common sizes are captured at the start and replayed; without, their "
-        "kernels are launched one by one",
+        "device cuda: capture steps of common sizes at the start and replay them; if false, "
+        "their kernels are launched one by one",
     )
     dtype: str = setting(
         "str",
@@ -66,21 +66,21 @@ class EngineConfig:
     kernels: str = setting(
         "str",
         "auto",
-        "what computes every op; auto is the kernels of the device, cpu or triton; reference is "
-        "slow and exact",
+        "kernels that compute every op; auto selects those of the device, cpu or triton; "
+        "reference is slow and exact",
         choices=("auto", "cpu", "triton", "reference"),
     )
     tuning: str = setting(
         "str",
         "auto",
-        "launches of products and attention on a GPU: a file that weft profile --tune has written; "
-        "heuristic, by a rule; auto takes what weft brings along for it, or the rule if there is "
-        "nothing",
+        "launches of matrix products and attention on a GPU: a file written by weft profile "
+        "--tune; heuristic, a rule; auto uses the file that weft ships for the GPU, or else the "
+        "rule",
     )
     require_batch_invariance: bool = setting(
         "bool",
         False,
-        "refuse to start where results depend on what else is computed or on the chunks of a "
+        "refuse to start where results depend on the rest of the batch or on the chunks of a "
         "prompt, as with kernels reference",
     )
     quantize: str = setting(
@@ -96,43 +96,41 @@ class EngineConfig:
     tensor_parallel: int = setting(
         "int",
         1,
-        "processes that share the work and the weights of every layer; on a CPU they share its "
-        "cores, too",
+        "processes over which every layer is split; on a CPU they share its cores",
         low=1,
         high=64,
     )
     threads: int | None = setting(
         "int",
         None,
-        "threads for compute, of each process; unset takes every core",
+        "compute threads of each process; unset takes every core",
         low=1,
         high=1024,
     )
     pin_threads: bool = setting(
         "bool",
         False,
-        "keep each compute thread but the first on a core of its own; for machines that nothing "
-        "else uses",
+        "pin each compute thread but the first to its own core; for machines without other load",
     )
     max_model_len: int | None = setting(
         "int",
         None,
-        "longest sequence in tokens; unset takes what model and memory allow",
+        "longest sequence in tokens; unset takes the longest that model and memory allow",
         low=2,
         high=2**24,
     )
     kv_memory: int | None = setting(
         "bytes",
         None,
-        "memory for the KV cache, of each process; unset takes up to half of what is free, of a "
-        "GPU's up to 0.9",
+        "memory of each process for the KV cache; unset takes at most half of the free memory, "
+        "or 0.9 of a GPU's",
         low=2**10,
     )
     host_kv_memory: int | None = setting(
         "bytes",
         None,
-        "device cuda: memory of the host, of each process, for the KV of sequences that give way, "
-        "which they take up again; unset computes it again",
+        "device cuda: host memory of each process for the KV of preempted sequences, which "
+        "returns later; unset: it is computed again",
         low=2**10,
     )
     block_size: int = setting("int", 16, "tokens in a KV block", low=1, high=1024)
@@ -147,15 +145,15 @@ class EngineConfig:
     max_crashes: int = setting(
         "int",
         3,
-        "engine processes that may die of one request before it is given up; only those count "
-        "that nothing else can have killed",
+        "engine processes that a request may kill before it fails; only deaths without another "
+        "possible cause count",
         low=1,
         high=100,
     )
     speculation: int = setting(
         "int",
         0,
-        "tokens to guess ahead from the text so far, for requests that do not say; 0 is off",
+        "tokens to draft by prompt lookup, for requests that do not set it; 0 is off",
         low=0,
         high=MAX_SPECULATION,
     )
@@ -189,32 +187,37 @@ class EngineConfig:
     slo_admission: str = setting(
         "str",
         "demote",
-        "scheduler slo, what becomes of a request whose first token would come too late: it is "
-        "served as best effort, refused with the time after which to retry, or late",
+        "scheduler slo: a request whose first token would come too late is served as best effort "
+        "(demote), refused with the time after which to retry (reject), or served late (off)",
         choices=ADMISSIONS,
     )
     slo_margin: float = setting(
         "float",
         0.1,
-        "scheduler slo, share of the target between tokens that predictions leave free",
+        "scheduler slo: share of the target between tokens that the predicted step time leaves "
+        "free",
         low=0,
         high=0.9,
     )
     slo_patience_s: float = setting(
         "float",
         30.0,
-        "scheduler slo, seconds without progress after which best effort is helped",
+        "scheduler slo: seconds without progress after which best effort gets a share of every "
+        "step",
         low=0,
         high=1e9,
     )
     profile: str | None = setting(
         "path",
         None,
-        "file of measured step costs, made by weft profile; unset takes the one of this machine "
-        "and model in the cache folder",
+        "file of step costs, written by weft profile; unset takes the one for this machine and "
+        "model in the cache folder",
     )
     log_level: str | None = setting(
-        "str", None, "what is logged; unset follows WEFT_LOG_LEVEL, else warning", choices=LEVELS
+        "str",
+        None,
+        "lowest level that is logged; unset follows WEFT_LOG_LEVEL, else warning",
+        choices=LEVELS,
     )
     log_format: str = setting("str", "text", "form of the log lines of a server", choices=FORMATS)
     classes: Mapping[str, Any] = setting(
@@ -283,7 +286,7 @@ DEVICE_KV_SHARE = 0.9
 
 @dataclass(frozen=True, slots=True)
 class GroupFacts:
-    """One KV group of a model: what a token of it costs."""
+    """One KV group of a model, with the memory of a token."""
 
     name: str
     window: int | None
@@ -292,7 +295,7 @@ class GroupFacts:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What model and machine say.
+    """Facts of model and machine that resolve unset settings.
 
     Attributes:
         max_position_embeddings: tokens that the model was made for.
@@ -312,7 +315,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedConfig:
-    """Nothing open: what the engine is built from.
+    """The resolved settings, from which the engine is built; nothing is unset.
 
     Attributes:
         kv_memory: what there was for the KV.

@@ -1,4 +1,4 @@
-"""Typed, structured errors. Each knows its HTTP status, its code and the parameter it is about."""
+"""Typed, structured errors: each has an HTTP status, a code and the parameter that it concerns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class WeftError(Exception):
     Attributes:
         message: one sentence that says what is wrong and what to do.
         code: a stable machine-readable name.
-        param: the request parameter or setting concerned, if there is one.
+        param: the wrong request parameter or setting, if there is one.
         http_status: the status that a server answers with.
         retry_after_s: seconds after which it may be worth asking again, None if it never is.
     """
@@ -58,7 +58,7 @@ class ModelNotFoundError(WeftError):
 
 
 class UnsupportedModelError(WeftError):
-    """The checkpoint's config asks for something that weft does not implement."""
+    """The checkpoint's config needs a feature that weft does not implement."""
 
     http_status = 400
     code = "unsupported_model"
@@ -185,7 +185,7 @@ class InvariantError(WeftError):
 
 
 def short(value: object, chars: int = 200) -> str:
-    """The text of what somebody else has said, in one line of so many characters at most."""
+    """Foreign text in one line, cut to ``chars`` characters."""
     text = " ".join(str(value)[: 4 * chars].split())
     return text if len(text) <= chars else f"{text[: chars - 3]}..."
 

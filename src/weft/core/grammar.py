@@ -1,4 +1,4 @@
-"""Grammars compiled by llguidance, alike where requests are checked and where tokens are chosen."""
+"""Compiles grammars with llguidance, for both the check of a request and sampling."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def grammar_tokenizer(tokenizer_json: str, vocab_size: int, eos_token_ids: Seq[i
 
 
 def compile_grammar(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
-    """Return a matcher at the start of a grammar, to be copied. Other Python threads go on.
+    """Return a matcher at the start of a grammar, to be copied. Releases the GIL.
 
     Raises:
         GrammarError: the grammar is wrong, too large, or allows no text at all.
@@ -85,7 +85,7 @@ def compile_grammar(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
 
 
 def explain(message: str) -> str:
-    """What the library says, in one short line."""
+    """The library's error in one short line."""
     for theirs, ours in _OWN_WORDS:
         message = re.sub(f"^{theirs}", ours, message, flags=re.DOTALL)
     text = " ".join(message.split("<state>")[0].split("<non-verbose/>")[0].split())

@@ -1,4 +1,4 @@
-"""JSON objects from files that may say anything: bounded in bytes and depth, one typed error."""
+"""Reads untrusted JSON files: bounded in bytes and depth, with one typed error."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def set_up_logs(process: str, level: str, form: str) -> None:
 
 
 def notice(message: str) -> None:
-    """Tell the user something, whatever the log level: ``weft: message``, or a line of JSON."""
+    """Print a message at any log level: ``weft: message``, or a line of JSON."""
     logging.getLogger(NOTICES).info("%s", message)
 
 
@@ -96,7 +96,7 @@ def _time(record: logging.LogRecord) -> str:
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    """What was logged with ``extra={"fields": ...}``, after the id of the request."""
+    """The fields of ``extra={"fields": ...}``, after the id of the request."""
     fields: dict[str, Any] = getattr(record, "fields", {})
     request_id = REQUEST_ID.get()
     if request_id and "request_id" not in fields:

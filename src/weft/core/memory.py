@@ -1,4 +1,4 @@
-"""Memory limits of the control groups that this process is in, and deaths that they caused."""
+"""Memory limits of this process's control groups, and out-of-memory kills under them."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ class MemoryKills:
         self._rose_s = -math.inf
 
     def look(self) -> None:
-        """Note whether the counter has risen since the last look, which makes the rise recent."""
+        """Check whether the counter has risen since the last call, which makes the rise recent."""
         count = self._read()
         if count > self._count:
             self._count, self._rose_s = count, time.monotonic()
@@ -185,7 +185,7 @@ class MemoryKills:
         return time.monotonic() - self._rose_s < RECENT_S
 
     def explain(self) -> str:
-        """What ran out, for the log."""
+        """The memory limit that was reached, for the log."""
         limit = memory_limit(self._groups)
         if limit is None:
             return "the memory of this machine ran out"

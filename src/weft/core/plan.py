@@ -1,4 +1,4 @@
-"""What passes between scheduler and executor: frozen values that print, serialise and replay."""
+"""Step plans and results: frozen values between scheduler and executor, to print and replay."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weft.core.types import FinishReason, SamplingParams, TokenLogprob
 
 
 class Tier(StrEnum):
-    """Where KV lies; at commit boundaries all of a sequence's KV lies in one tier."""
+    """The tier of KV; at commit boundaries all of a sequence's KV is in one tier."""
 
     DEVICE = "device"
     HOST = "host"
@@ -98,7 +98,7 @@ class SubBatch:
 
     @property
     def row_tiers(self) -> tuple[Tier, ...]:
-        """Where the KV of each row lies."""
+        """The KV tier of each row."""
         return self.tiers or (Tier.DEVICE,) * len(self.rows)
 
 
@@ -165,7 +165,7 @@ class PromptLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step gave: ``tokens[i]`` is the next token of sequence ``sequence_ids[i]``.
+    """The result of a step: ``tokens[i]`` is the next token of ``sequence_ids[i]``.
 
     The sequences that sample come in the order of the plan.
 
@@ -218,7 +218,7 @@ class Update(NamedTuple):
 
 
 class StepOutputs(NamedTuple):
-    """What a committed step made known, as the loop publishes it.
+    """The outputs of a committed step, as the loop publishes them.
 
     Attributes:
         tokens: (sequence id, new token) of every sequence about which there is nothing else to say.

@@ -1,4 +1,4 @@
-"""The seams of the engine. The loop knows these protocols and nothing else."""
+"""Protocols of the engine; the loop depends on nothing else."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class SchedulerPort(Protocol):
         """Return the next step, or None if nothing can be computed before a commit or an add."""
 
     def commit(self, result: StepResult, now: float = 0.0) -> StepOutputs:
-        """Take in a collected step. Steps are committed in the order in which they were planned.
+        """Apply a collected step. Steps are committed in the order in which they were planned.
 
         ``now`` dates what was computed; 0 leaves it undated.
         """
@@ -86,7 +86,7 @@ class Inbox(Protocol):
         """Return new requests and cancellations (sequence id, reason) since the last call."""
 
     def computing(self, sequence_ids: Seq[int]) -> None:
-        """Hear which sequences have got a row: they are in the steps from now on."""
+        """Record the sequences that have got a row: they are in the steps from now on."""
 
     def publish(self, outputs: StepOutputs) -> None:
         """Hand out tokens and ends."""

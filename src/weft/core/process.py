@@ -1,4 +1,4 @@
-"""Life and death of processes that belong together. Linux only."""
+"""Starts, watches and ends groups of processes. Linux only."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from weft.core.errors import EngineDeadError
 STABLE_S = 10.0
 FIRST_DELAY_S = 0.1
 LONGEST_DELAY_S = 5.0
-STALLED = signal.SIGUSR1  # to an engine: it makes no steps, and should say who is concerned
+STALLED = signal.SIGUSR1  # to an engine without progress: it records its sequences
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 MOST_DEATHS = 16
@@ -93,7 +93,7 @@ def die_with(parent_pid: int) -> None:
 
 
 def die_with_parent_thread() -> None:
-    """Let the kernel end this process when the thread ends that started or has adopted it."""
+    """Have the kernel end this process when the thread that started or adopted it ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -132,10 +132,10 @@ def fork_orphan() -> int | None:
 
 
 def reap_orphans(own: Collection[int]) -> None:
-    """Forget orphans that have ended, which nobody else waits for.
+    """Reap orphans that have ended and that no other code waits for.
 
     Args:
-        own: children that somebody waits for.
+        own: children that other code waits for.
     """
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
@@ -150,7 +150,7 @@ def _wait_and_exit(pidfd: int) -> None:
 
 
 class Process(Protocol):
-    """What ``subprocess.Popen`` and ``Child`` have in common."""
+    """The interface that ``subprocess.Popen`` and ``Child`` share."""
 
     pid: int
 
@@ -249,7 +249,7 @@ class Backoff:
         self._deaths = 0
 
     def delay_s(self, lived_s: float, why: str) -> float:
-        """How long to wait after this death.
+        """Seconds to wait before the restart after this death.
 
         Raises:
             EngineDeadError: it is the 16th in a row, and none has ever lived for ``STABLE_S``.

@@ -1,4 +1,4 @@
-"""Results as JSON files, headed by when and by which version they were made."""
+"""Writes results as JSON files, headed by date and version."""
 
 from __future__ import annotations
 

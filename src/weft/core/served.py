@@ -1,4 +1,4 @@
-"""What the engine tells the request plane about the model that it serves."""
+"""Facts of the served model that the engine sends to the request plane."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ServedModel:
         kv_memory: what was set or found for the KV, so that another engine gets the same.
         kv_dtype: how the KV is kept: a dtype, or ``int8`` or ``fp8`` with scales.
         device: what computes: ``cpu``, or the name of a GPU.
-        executor: how steps are run, for people.
+        executor: a readable description of how steps run.
         start_s: seconds from the settings to an engine that is ready, and of the parts of that.
         profile_key: what a profile of its costs is kept by (``weft.cost.fit.ProfileKey``).
         versions: of what the engine runs on.

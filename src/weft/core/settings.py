@@ -1,4 +1,4 @@
-"""How a setting is declared once: name, type, default, meaning and bounds in one field.
+"""Declares a setting once: name, type, default, meaning and bounds in one field.
 
 Validation, command-line flags, YAML files and the reference page all derive from the declaration.
 """

@@ -1,4 +1,4 @@
-"""Sinks, which take the updates of requests; one that fails loses its requests, and no others."""
+"""Sinks receive the updates of requests; a sink that fails loses only its own requests."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a step costs: named terms from a hardware sheet, measured tables or weft's own profile."""
+"""Costs of a step, in named terms: from a hardware sheet, measured tables or weft's own profile."""

@@ -1,4 +1,4 @@
-"""Curves through measured points: piecewise linear, found by divide and conquer, and bilinear."""
+"""Curves through measured points: piecewise linear (measured adaptively) and bilinear."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def divide(
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds by tokens, linear between knots; beyond the last one it goes on as it ended."""
+    """Seconds by tokens, linear between knots; extrapolated beyond the last one."""
 
     tokens: tuple[int, ...]
     seconds: tuple[float, ...]

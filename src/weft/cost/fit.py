@@ -9,7 +9,7 @@ A profile file is one JSON object:
 - ``coefficients``: seconds for each feature of ``FEATURES``.
 - ``cpu_attention``: ``decodes``, ``contexts``, ``seconds`` (rows by decodes), or null.
 - ``kv_move``: ``step_s`` and ``token_s``, or null.
-- ``report``: what was measured and how well it is predicted, for people; not read back.
+- ``report``: the measurements and the prediction error, to be read by users, not by weft.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class ProfileKey:
-    """What a profile is valid for.
+    """The key of a profile: it is valid for this machine, model, dtype and kernels only.
 
     Attributes:
         hardware: the machine, with the threads or devices used.
@@ -75,7 +75,7 @@ class ProfileKey:
 
 
 def profile_path(key: ProfileKey, setting: str | None = None) -> Path:
-    """Where a profile lies: where the setting says, else in weft's cache folder."""
+    """The path of a profile: the one that is set, else one in weft's cache folder."""
     if setting is not None:
         return Path(setting)
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -275,7 +275,7 @@ def fit(
 
 
 class Accuracy(NamedTuple):
-    """How well steps are predicted: the mean of 1 - |error|, and what 90 % of the points reach."""
+    """Prediction accuracy: the mean of 1 - |error|, and the value that 90 % of points reach."""
 
     average: float
     p90: float

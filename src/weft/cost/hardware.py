@@ -51,7 +51,7 @@ class Hardware:
 
     @property
     def dtype(self) -> str:
-        """What models are usually served in here: bf16, or fp16 on devices without it."""
+        """The dtype in which models are usually served here: bf16, or fp16 without it."""
         return next(dtype for dtype in ("bf16", "fp16", "fp32") if dtype in self.flops)
 
     def peak(self, dtype: str) -> float:

@@ -1,4 +1,4 @@
-"""The one interface of cost models: named terms of a sub-batch, and the time of a whole step."""
+"""The interface of cost models: named terms of a sub-batch, and the time of a whole step."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class Terms(NamedTuple):
 
     @property
     def total(self) -> float:
-        """All in a row, nothing overlapped."""
+        """The sum of all terms, without overlap."""
         return sum(self)
 
     @property
     def linear(self) -> float:
-        """What the layers do besides attention: T_l of NEO, summed over the layers."""
+        """The layers without attention: T_l of NEO, summed over the layers."""
         return self.dense + self.collectives
 
     @property
@@ -50,7 +50,7 @@ class Terms(NamedTuple):
 
     @property
     def outside(self) -> float:
-        """What does not lie within the layers."""
+        """The terms outside the layers."""
         return self.embedding + self.head + self.sampling + self.host + self.piggybacked
 
 

@@ -1,4 +1,4 @@
-"""What a user may set about ``weft profile``, declared once."""
+"""Every setting of ``weft profile``, declared once."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from weft.core.settings import check_settings, setting
 
 @dataclass(frozen=True, slots=True)
 class ProfileOptions:
-    """What a user may set about ``weft profile``, beside the engine's own settings."""
+    """Settings of ``weft profile``, beside the engine's own settings."""
 
     repeats: int = setting("int", 20, "times that each step is measured", low=20, high=10**6)
     steps: int = setting(
-        "int", 60, "random steps to fit to; half as many are held out", low=10, high=10**5
+        "int", 60, "random steps to fit; half as many are held out", low=10, high=10**5
     )
-    seed: int = setting("int", 0, "of the random steps", low=0, high=2**63 - 1)
+    seed: int = setting("int", 0, "seed of the random steps", low=0, high=2**63 - 1)
     tune: bool = setting(
         "bool",
         False,

@@ -1,4 +1,4 @@
-"""Measures steps through an executor, fits costs to them, and says how well they are predicted."""
+"""Measures steps through an executor, fits costs to them, and reports the prediction error."""
 
 from __future__ import annotations
 

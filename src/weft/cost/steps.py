@@ -1,4 +1,4 @@
-"""Steps made by hand for measuring: rows over KV blocks that are filled once, as plans."""
+"""Hand-made step plans for measuring, over KV blocks that are filled once."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class GroupRoom(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepRoom:
-    """What steps may use, as the engine was built.
+    """The limits of steps for an engine as built.
 
     Attributes:
         rows: sequences at once.

@@ -1,4 +1,4 @@
-"""The tally of a sub-batch that costs depend on; a sequence joins or leaves by a few additions."""
+"""Tallies the work of a sub-batch for cost models; sequences join and leave in O(1)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from weft.core.plan import SubBatch, Tier
 
 @dataclass(slots=True)
 class Work:
-    """What a sub-batch computes, as sums over its rows.
+    """The work of a sub-batch, as sums over its rows.
 
     A row computes ``count`` tokens c after ``start`` tokens s whose KV exists. A count of 1 with a
     start above 0 is a decode with context n = s + 1; everything else counts as prefill.

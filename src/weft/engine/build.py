@@ -1,4 +1,4 @@
-"""The only place where an engine is put together."""
+"""Builds an engine from its settings; no other module does."""
 
 from __future__ import annotations
 
@@ -261,7 +261,7 @@ def _scheduler(config: EngineConfig, resources: Resources, model: Model) -> Sche
 
 
 def describe_served(config: EngineConfig, engine: Engine) -> ServedModel:
-    """What the request plane needs to know of a built engine."""
+    """Describe a built engine for the request plane."""
     model, resolved = engine.model, engine.resolved
     groups = zip(model.facts.groups, resolved.group_blocks, strict=True)
     return ServedModel(

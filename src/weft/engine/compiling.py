@@ -1,4 +1,4 @@
-"""Holds requests back until their grammars are compiled, while the engine goes on with others."""
+"""Holds requests back until their grammars are compiled, while the engine serves others."""
 
 from __future__ import annotations
 

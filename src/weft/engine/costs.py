@@ -1,4 +1,4 @@
-"""The measured costs that an engine plans with, and the key that they are kept by."""
+"""The measured costs that an engine plans with, and the key of their profile."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def with_moves(config: EngineConfig, model: Model, fitted: Fitted) -> Fitted:
         return fitted
     token_s = sum(group.bytes_per_token for group in model.facts.groups) / LINK_BYTES_S
     logger.warning(
-        "The profile has no time for moves of KV; they are taken to go at %.0f GB/s.",
+        "The profile has no time for KV moves; scheduler slo assumes %.0f GB/s.",
         LINK_BYTES_S / 1e9,
     )
     return replace(fitted, move=(MOVE_S, token_s))
 
 
 def profile_key(config: EngineConfig, model: Model) -> ProfileKey:
-    """What a profile of an engine with these settings is valid for."""
+    """The key of the profile for an engine with these settings."""
     quantize = "" if config.quantize == "none" else f" {config.quantize}/{config.quantize_group}"
     kv = "" if config.kv_dtype == "auto" else f" kv {config.kv_dtype}"
     kernels = model.ops.describe()
@@ -51,7 +51,7 @@ def profile_key(config: EngineConfig, model: Model) -> ProfileKey:
 
 
 def _hardware(config: EngineConfig, model: Model) -> str:
-    """What computes, and how steps reach it."""
+    """The device, and how steps reach it."""
     if model.device.type == "cpu":
         return f"{cpu_name()}, {compute_threads(config)} threads"
     return f"{device_name(model.device)}{'' if config.graphs else ', uncaptured'}"

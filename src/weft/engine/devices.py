@@ -1,4 +1,4 @@
-"""The device that computes: which one, its memory, and the executor that drives it."""
+"""Selects the device, its memory and its executor."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class Stopwatch:
         self.seconds: dict[str, float] = {}
 
     def mark(self, name: str) -> None:
-        """Note that this place is reached."""
+        """Record the time from the start to this part's end."""
         self.seconds[name] = time.monotonic() - self._began
 
 
 @contextmanager
 def allocating(what: str, advice: str, ranks: Collectives | None = None) -> Iterator[None]:
-    """Say what there is no memory for if it runs out within.
+    """Name the purpose of the memory if it runs out within.
 
     Args:
         what: is allocated.
@@ -88,12 +88,12 @@ def free_memory(device: torch.device) -> int:
 
 
 def device_name(device: torch.device) -> str:
-    """What people call the device."""
+    """The common name of the device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def describe_executor(executor: Executor) -> str:
-    """Say how steps are run, for people."""
+    """A readable description of how steps run."""
     if isinstance(executor, GraphExecutor):
         return f"{executor.captured} captured graphs" if executor.captured else "uncaptured"
     return "eager"
@@ -109,7 +109,7 @@ def make_executor(
     """Return the executor for the device where the model lies.
 
     Raises:
-        ConfigError: KV is to give way to the host that lies there already.
+        ConfigError: KV that is already on the host is to be swapped to the host.
     """
     check_host_tier(config, decoder.device)
     if decoder.device.type == "cpu":
@@ -126,7 +126,7 @@ def make_executor(
 
 
 def check_host_tier(config: EngineConfig, device: torch.device) -> None:
-    """Raise ConfigError if KV is to give way to the host that lies there already."""
+    """Raise ConfigError if KV on the host is to be swapped to the host."""
     if config.host_kv_memory is not None and device.type == "cpu":
         raise ConfigError(
             "host_kv_memory is for KV on a GPU, but that of device cpu lies in the host's "
@@ -136,7 +136,7 @@ def check_host_tier(config: EngineConfig, device: torch.device) -> None:
 
 
 def check_host_memory(config: EngineConfig) -> None:
-    """Check that the host has the memory that all ranks will take of it for KV that gives way.
+    """Check that the host has the memory for the swapped KV of all ranks.
 
     Before any of them takes its part, as the others would find that much less.
 
@@ -153,5 +153,5 @@ def check_host_memory(config: EngineConfig) -> None:
 
 
 def _host_tier(resolved: ResolvedConfig, store: KVStore, device: Device) -> KVStore | None:
-    """Memory of the host for KV that gives way, if it is wished."""
+    """Host memory for swapped KV, if it is set."""
     return host_store(store, resolved.host_blocks, device) if resolved.host_blocks else None

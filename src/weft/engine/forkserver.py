@@ -1,4 +1,4 @@
-"""A process that has imported all that engines need and forks them, which saves them the import.
+"""The fork server: imports what engines need once, and forks new engines from itself.
 
 The supervisor asks by a message with two descriptors, and gets the number of the new process. It
 is the supervisor's own child as if that had started it: the fork server forks twice, and orphans
@@ -88,7 +88,7 @@ class ForkServer:
     async def fork(
         self, arguments: Sequence[str], orders: int, report: int, patience_s: float | None
     ) -> Child:
-        """Let it fork an engine, as soon as it is ready.
+        """Have the fork server fork an engine as soon as it is ready.
 
         Args:
             arguments: of ``weft.engine.process``.
@@ -97,7 +97,7 @@ class ForkServer:
 
         Raises:
             EngineDeadError: it has ended, hangs, or there can be no other process. Close it then:
-                it may fork an engine later, which ends at once as nobody has orders for it.
+                it may fork an engine later, which ends at once for lack of orders.
         """
         try:
             if not self.ready:
@@ -114,7 +114,7 @@ class ForkServer:
         return await asyncio.get_running_loop().sock_recv(self._end, MESSAGE_BYTES)
 
     def close(self) -> None:
-        """End it; the engines that it has forked go on. May be called twice."""
+        """End the fork server; the engines that it has forked continue. May be called twice."""
         self._end.close()
         self.process.kill()
         self.process.wait()

@@ -21,8 +21,8 @@ from weft.ring.segment import RingFds
 
 TICK_S = 0.5
 LONGEST_DELAY_S = 0.1
-STALLED_GRACE_S = 2.0  # for an engine without steps to say who is concerned
-MOST_FAILURES = 4  # engines that say why they cannot start, until nobody is started any more
+STALLED_GRACE_S = 2.0  # for an engine without progress to record its sequences
+MOST_FAILURES = 4  # engines in a row that report why they cannot start; then no more are started
 STANDBY_BYTES = 512 * 2**20  # of a standby beside its weights
 STANDBY_SHARE = 0.25  # of the free memory, up to which a standby is kept without being asked for
 
@@ -66,7 +66,7 @@ class EngineKeeper:
 
     @property
     def pids(self) -> set[int]:
-        """Processes that somebody here waits for."""
+        """Processes that this keeper waits for."""
         active = set() if self._active is None else {self._active.process.pid}
         return active | self._reserve.pids
 
@@ -116,7 +116,7 @@ class EngineKeeper:
             self._active.kills.look()
             await self._reserve.keep(self._active)
             if time.monotonic() - self._last_step() > self._watchdog_s:
-                logger.error("The engine makes no steps any more; it is killed and replaced.")
+                logger.error("The engine makes no progress; it is killed and replaced.")
                 self._gave_up = True
                 self._active.process.send_signal(STALLED)
                 await asyncio.wait([death], timeout=STALLED_GRACE_S)
@@ -129,7 +129,7 @@ class EngineKeeper:
         return max(self._progress.look(info) if info else 0.0, self._since)
 
     async def _replace(self, why: str) -> None:
-        """Let the next engine take over that starts; wait longer after each failure."""
+        """Hand over to the next engine; wait longer after each failure."""
         failures = 0
         while True:
             delay_s = self._backoff.delay_s(time.monotonic() - self._since, why)
@@ -161,9 +161,9 @@ class EngineKeeper:
                 return
 
     def _blame_memory(self) -> None:
-        """An engine was killed for memory: tell the rings that no request is to blame.
+        """Record in the rings that memory, not a request, killed the engine.
 
-        A standby that nobody asked for is not kept any more.
+        From then on a standby is kept only if it is set explicitly.
         """
         for page in self._pages:
             page.killed_for_memory()
@@ -173,7 +173,7 @@ class EngineKeeper:
         """Wait until it serves the rings; one that hangs is killed. Raises why it does not."""
 
         def give_up() -> None:
-            logger.error("The engine does not get ready; it is killed and replaced.")
+            logger.error("The engine is not ready in time; it is killed and replaced.")
             engine.process.kill()
 
         alarm = asyncio.get_running_loop().call_later(self._patience_s, give_up)

@@ -44,7 +44,7 @@ Prompt = str | Seq[int]
 
 @dataclass(slots=True)
 class GenerationResult:
-    """What came of one prompt.
+    """The result of one prompt.
 
     Attributes:
         text: the generated text, without the prompt and, unless asked for, without a stop string.
@@ -79,7 +79,7 @@ class Delta:
 
 
 class _News(NamedTuple):
-    """What an update added, and whether the engine should end the request now."""
+    """The output of an update, and whether the engine should end the request now."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -140,7 +140,7 @@ class _Assembly:
 
 
 class LLM:
-    """A model with its engine, which runs in a process of its own behind a ring.
+    """A model with its engine, which runs in its own process behind a ring.
 
     Args:
         model: a folder, a hub id, or ``builtin``.
@@ -372,7 +372,7 @@ class LLM:
         return ids
 
     def _assemblies(self, prompts: Seq[Prompt], params: Seq[SamplingParams]) -> list[_Assembly]:
-        """Check everything first, so that a wrong prompt starts nothing and counts nothing."""
+        """Check everything first, so that an invalid prompt starts nothing and counts nothing."""
         ids = [self.check_prompt(prompt) for prompt in prompts]
         for each in params:
             each.check_vocabulary(self.served.vocab_size)

@@ -54,7 +54,7 @@ class LocalInbox:
             self._changed.notify()
 
     def close(self) -> None:
-        """Tell the loop to end."""
+        """Ask the loop to end."""
         with self._changed:
             self.closed = True
             self._changed.notify()

@@ -28,7 +28,7 @@ class EngineLoop:
         self._in_flight: deque[Ticket] = deque()
 
     def step(self) -> bool:
-        """Do one round of the four verbs; False if there was nothing to do."""
+        """Run the four verbs once; False if there was nothing to do."""
         self._receive()
         plan = self.scheduler.plan(self.clock.now())
         if plan is not None:
@@ -43,7 +43,7 @@ class EngineLoop:
         return True
 
     def run_until_idle(self) -> None:
-        """Step until nothing is queued or in flight, then prove that nothing leaked."""
+        """Step until nothing is queued or in flight, then check that nothing leaked."""
         while self.step():
             pass
         self.scheduler.check()

@@ -1,4 +1,4 @@
-"""The model that is to be served: what it is, and its device, dtype and kernels. Loads nothing."""
+"""The model to serve: its spec, device, dtype and kernels. Loads no weights."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from weft.models.spec_reader import read_spec
 
 @dataclass(frozen=True)
 class Model:
-    """A model on disk and what it takes to serve it; nothing is loaded yet.
+    """A model on disk and the settings to serve it; nothing is loaded yet.
 
     Attributes:
         source: a model folder, or a GGUF file.
@@ -58,7 +58,7 @@ class Model:
 
     @property
     def folder(self) -> Path:
-        """Where tokeniser, template and sampling defaults are looked for."""
+        """The folder of tokeniser, template and sampling defaults."""
         return self.source.parent if self.source.is_file() else self.source
 
     @property
@@ -92,7 +92,7 @@ def find_model(config: EngineConfig, returning_bytes: int = 0, rank: int = 0) ->
     if config.require_batch_invariance and not ops.batch_invariant:
         raise KernelError(
             f"kernels='{config.kernels}' is not batch-invariant; set kernels='cpu', or turn "
-            "batch_invariant off"
+            "require_batch_invariance off"
         )
     check_storage(config, spec, ops)
     check_launches(config, spec, dtype, ops)
@@ -141,7 +141,7 @@ def resolve_settings(
 
 
 def describe_kernels(config: EngineConfig, model: Model) -> dict[str, dict[str, str]]:
-    """What computes each op, the layers, and the sums over ranks.
+    """The kernel of each op, of the layers, and of the sums over ranks.
 
     For each its ``kernel`` and ``dtype``, of attention also its ``kv_dtype``; where kernels are
     launched, also the ``tuning``: where their launches come from.
@@ -164,7 +164,7 @@ def describe_kernels(config: EngineConfig, model: Model) -> dict[str, dict[str, 
 
 
 def _free_memory(device: torch.device, ranks: int, returning_bytes: int) -> int:
-    """What a rank may take: its share of a host, all of its GPU."""
+    """The memory for a rank: its share of a host's, or all of its GPU's."""
     if device.type == "cpu":
         return free_memory(device) // ranks + returning_bytes
     return free_memory(device)

@@ -1,4 +1,4 @@
-"""Puts off the import of a module until something of it is used."""
+"""Postpones the import of a module until its first use."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 
 def postpone(name: str) -> None:
-    """Let imports of this module, if it is not there yet, give a place holder.
+    """Make imports of this module return a placeholder, unless it is loaded already.
 
-    What is asked of the place holder comes from the module, which is imported then. Other than with
-    ``importlib.util.LazyLoader`` those who look through all modules for a file do not load it.
+    The first use of an attribute imports the module. Unlike with ``importlib.util.LazyLoader``,
+    code that searches all modules for a file does not load it.
     """
     if name not in sys.modules:
         sys.modules[name] = _Postponed(name)

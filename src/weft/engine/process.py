@@ -1,4 +1,4 @@
-"""The engine process: builds the engine, then serves rings until it is told to stop.
+"""The engine process: builds the engine, then serves rings until it receives a stop signal.
 
     python -m weft.engine.process --ring FDS [--ring FDS ...] --report FD --parent PID
     python -m weft.engine.process --fork-for FD
@@ -6,8 +6,8 @@
 The second form is a fork server, which becomes an engine in every process that it forks.
 On standard input come settings as one line of JSON, then ``go`` once no other engine can touch the
 rings any more, then the end of it, or another line, which ends the engine. SIGTERM is ignored:
-whoever ends a whole group of processes wants running streams to finish first, and the parent
-decides when they have. To the report descriptor go ``{"served": ...}`` when the engine is built or
+a signal to the whole group of processes must not end running streams, and the parent decides when
+they have finished. To the report descriptor go ``{"served": ...}`` when the engine is built or
 ``{"error": ...}`` if that has failed, and ``{"attached": ...}`` when it serves the rings, with the
 seconds that each part of the start took.
 """
@@ -91,7 +91,7 @@ def _run(options: argparse.Namespace) -> NoReturn:
         _tell(report, {"served": served})
         orders.go.wait()
         if options.standby:
-            laps = Laps(time.monotonic())  # what it did before has delayed nobody
+            laps = Laps(time.monotonic())  # its earlier work delayed no request
         set_process_title("weft-engine")
         inbox = RingInbox(
             [RingFds.parse(text) for text in options.ring],
@@ -109,7 +109,7 @@ def _run(options: argparse.Namespace) -> NoReturn:
 
 
 class Laps:
-    """How long each part of a start took.
+    """The time that each part of a start took.
 
     Args:
         since: when the first one began, on the monotonic clock.
@@ -129,7 +129,7 @@ class Laps:
 
 
 class _Orders:
-    """What the parent says on standard input.
+    """Orders of the parent on standard input.
 
     Attributes:
         settings: the first line.

@@ -1,4 +1,4 @@
-"""The work of ``weft profile``: steps of a built engine, measured as its loop would run them."""
+"""``weft profile``: measures steps of a built engine as its loop runs them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process of a rank from 1 on: builds its part of the model, then follows rank 0's plans.
+"""The process of ranks from 1 on: builds its part of the model, then runs rank 0's plans.
 
     python -m weft.engine.rank_follower --rank N --channel FD --parent PID
 

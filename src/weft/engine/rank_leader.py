@@ -1,4 +1,4 @@
-"""Rank 0 of a model that is cut: starts the other ranks, and sends them the plans that it runs.
+"""Rank 0 of a tensor-parallel model: starts the other ranks and sends them its plans.
 
 Every rank runs the same executor on its part. All of them have all logits, so each chooses the same
 tokens, and nothing has to be sent back; a rank that chose others would end the engine.
@@ -114,7 +114,7 @@ class Followers:
             raise getattr(errors, report.error, WeftError)(report.message)
 
     def send(self, step: Step) -> None:
-        """Give every rank the next step. Raises OSError if one has ended."""
+        """Send the next step to every rank. Raises OSError if one has ended."""
         for channel in self.channels:
             channel.send(step)
 
@@ -132,7 +132,7 @@ class Followers:
             time.sleep(0.01)
 
     def fail(self, error: Exception) -> NoReturn:
-        """End all ranks, so that nothing waits for them; raise ``error`` or what it came of."""
+        """End all ranks, so that nothing waits for them; raise ``error`` or its cause."""
         try:
             self.check(DEATH_S)
         except EngineDeadError as death:
@@ -149,7 +149,7 @@ class Followers:
             process.wait()
 
     def close(self) -> None:
-        """End all ranks, of whose work nothing is wanted any more. May be called twice."""
+        """End all ranks and discard their work. May be called twice."""
         self.closing = True
         for channel in self.channels:
             channel.close()

@@ -1,4 +1,4 @@
-"""Starts an engine process and speaks with it through a ring. Torch-free."""
+"""Starts an engine process and talks to it through a ring. Torch-free."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class EngineProcess:
         """As ``start``, but let the fork server start it.
 
         Args:
-            standby: nobody waits for it.
+            standby: it is not needed at once.
             returning_bytes: memory that another engine gives back before this one is used.
             patience_s: with a fork server that is not ready yet.
         """
@@ -97,7 +97,7 @@ class EngineProcess:
         return engine
 
     def wait_until_ready(self) -> ServedModel:
-        """Let it serve the rings as soon as it is built, and wait for that.
+        """Have the engine serve the rings as soon as it is built, and wait for that.
 
         Every engine that had the rings before must be dead. Raises the typed error with which the
         engine failed to start.
@@ -109,7 +109,7 @@ class EngineProcess:
         return served
 
     def _say(self, line: str) -> None:
-        with contextlib.suppress(BrokenPipeError):  # whoever listens will hear that it is dead
+        with contextlib.suppress(BrokenPipeError):  # its end is reported to the waiting caller
             self.orders.write(line.encode() + b"\n")
             self.orders.flush()
 
@@ -127,7 +127,7 @@ class EngineProcess:
         return code in (-signal.SIGKILL, BROKEN) and self.kills.recent()
 
     def why_ended(self, code: int) -> str:
-        """Why it has just ended, in words."""
+        """The reason why the process has just ended, in words."""
         why = describe_exit(code)
         if not self.killed_for_memory(code):
             return why
@@ -167,7 +167,7 @@ class _Pipes:
         return self
 
     def take(self) -> tuple[IO[bytes], IO[str]]:
-        """The own ends; those that nobody takes are closed as well."""
+        """Take this side's descriptors; those not taken are closed as well."""
         ends = os.fdopen(self._orders, "wb"), os.fdopen(self._report)
         self._orders = self._report = -1
         return ends
@@ -188,7 +188,7 @@ def read_report(line: str) -> ServedModel:
 
 
 class RemoteEngine:
-    """An engine in a process of its own, for one Python program.
+    """An engine in its own process, for one Python program.
 
     Args:
         meanwhile: is called while the engine starts.

@@ -1,4 +1,4 @@
-"""Keeps a standby engine, and a fork server that starts others, so that the next one comes fast."""
+"""Keeps a standby engine and a fork server ready, so that a take-over is fast."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Reserve:
 
     @property
     def pids(self) -> set[int]:
-        """Processes that somebody here waits for."""
+        """Processes that this object waits for."""
         return {one.process.pid for one in (self._forks, self._spare) if one is not None}
 
     async def take(self, patience_s: float | None) -> EngineProcess:
@@ -122,7 +122,7 @@ class Reserve:
 
 
 class _Pause:
-    """Until something that nobody waits for is started again: none, unless it dies repeatedly."""
+    """The pause before a restart: none, unless the process dies repeatedly."""
 
     def __init__(self, name: str) -> None:
         self._backoff = Backoff(name, proven=True, longest_s=LONGEST_PAUSE_S)

@@ -1,4 +1,4 @@
-"""The work of ``weft profile --tune``: launches of products and attention measured on this GPU."""
+"""``weft profile --tune``: measures launches of matrix products and attention on this GPU."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def tune_kernels(config: EngineConfig, tell: Callable[[str], None] = print) -> P
         KernelError: there is no GPU, the file is of another one, or no launch of a shape runs.
     """
     if config.tuning in ("auto", "heuristic"):
-        raise ConfigError("Say where launches are written to: --tuning FILE.", param="tuning")
+        raise ConfigError("Name the file for the launches: --tuning FILE.", param="tuning")
     path = Path(config.tuning)
     if not path.parent.is_dir():
         raise ConfigError(f"tuning: the folder '{path.parent}' does not exist.", param="tuning")

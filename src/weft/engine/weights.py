@@ -1,4 +1,4 @@
-"""How weights and KV are to be stored, and whether there are kernels and launches for that."""
+"""Formats of weights and KV, checked against the kernels and launches that exist."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KERNELS_OF = {"cpu": "the kernels of a CPU", "triton": "the kernels of a GPU"}  
 
 
 def stored_weights(config: EngineConfig, spec: ModelSpec) -> dict[str, str]:
-    """How the weights of ops are stored that are not floats.
+    """Storage formats of the ops' weights that are not floats.
 
     Raises:
         ConfigError: the weights are to be rounded, but are stored as integers already.
@@ -48,7 +48,7 @@ def stored_weights(config: EngineConfig, spec: ModelSpec) -> dict[str, str]:
 
 
 def check_storage(config: EngineConfig, spec: ModelSpec, ops: OpTable) -> None:
-    """Check that there are kernels for weights and KV as they are to be stored.
+    """Check that there are kernels for the storage formats of weights and KV.
 
     Raises:
         KernelError: there are none for those of the checkpoint.

@@ -68,7 +68,7 @@ class StepOutput:
         self._prompt_logprobs: dict[int, PromptLogprobs] = {}
 
     def result(self, step_id: int) -> StepResult:
-        """What the step gave."""
+        """The result of the step."""
         return StepResult(
             step_id,
             tuple(self._ids),
@@ -130,7 +130,7 @@ class StepOutput:
             first = here.stop
 
     def score(self, row: int, scores: PromptLogprobs | None) -> None:
-        """Take the log probabilities of a row's prompt tokens, if there are any."""
+        """Collect the log probabilities of a row's prompt tokens, if there are any."""
         if scores is not None:
             self._prompt_logprobs[self._table.sequence_ids[row]] = scores
 
@@ -146,7 +146,7 @@ class StepOutput:
             self._deliver(row, 0)
 
     def _deliver_all(self, rows: NDArray[np.int64], tokens: NDArray[np.int64]) -> None:
-        """``_deliver`` for rows of which there is nothing else to say."""
+        """``_deliver`` for rows that have only a token."""
         self._table.append_tokens(rows, tokens)
         ids = self._table.sequence_ids
         self._ids += [ids[row] for row in rows.tolist()]
@@ -192,7 +192,7 @@ def normalised(state: Tensor) -> bytes:
 
 
 def no_memory(tokens: int) -> OutOfMemoryError:
-    """What becomes of a request for whose tokens there is no memory."""
+    """The failure of a request whose tokens find no memory."""
     return OutOfMemoryError(
         f"There is not enough memory to compute {tokens} tokens of this request."
     )

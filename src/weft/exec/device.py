@@ -1,4 +1,4 @@
-"""The port between a graph executor and its device: copies, captured work and events, in one order.
+"""The port between a graph executor and its device: copies, captured work and events, in order.
 
 ``HostDevice`` is the stand-in where there is none: it replays what was captured by calling it
 again, and lets copies arrive as late as they may.
@@ -27,7 +27,7 @@ class Event(Protocol):
 
 
 class Device(Protocol):
-    """Does what it is told in the order in which it is told, beside the caller.
+    """Runs work asynchronously, in the order of submission.
 
     Attributes:
         where: where tensors of the device lie.
@@ -39,13 +39,13 @@ class Device(Protocol):
         """Return zeros [size] on the host, from and to which copies run beside the caller."""
 
     def work(self) -> AbstractContextManager[object]:
-        """Order all that torch is told within it as work of this device."""
+        """Order all torch operations within it as work of this device."""
 
     def upload(self, source: Tensor, target: Tensor) -> None:
         """Copy to the device; ``source`` must not change before an event after it."""
 
     def download(self, source: Tensor, target: Tensor) -> None:
-        """Copy to the host; ``target`` is there when an event after it has come."""
+        """Copy to the host; ``target`` is valid after a later event has completed."""
 
     def send(self, source: Tensor) -> Tensor:
         """Return a copy on the device of a tensor of the host, which may change at once."""
@@ -54,7 +54,7 @@ class Device(Protocol):
         """Mark this place in the order."""
 
     def synchronize(self) -> None:
-        """Block until all that torch was told is done, this device's work or not."""
+        """Block until all torch operations have ended, those of this device and others."""
 
     def capture(self, body: Replay) -> Replay:
         """Return what does all that ``body`` does on the device, without its Python.

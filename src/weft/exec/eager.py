@@ -77,10 +77,10 @@ class EagerExecutor:
         return output.result(plan.step_id)
 
     def _run_batch(self, batch: SubBatch, output: StepOutput) -> None:
-        """Run a sub-batch; if memory runs out, run its rows one by one to find who is to blame.
+        """Run a sub-batch; if memory runs out, run its rows one by one to find the cause.
 
         Computing a row again is safe: it writes the same KV to the same slots. Drafts are left out
-        then, so that they cannot be to blame.
+        then, so that they cannot be the cause.
         """
         with OutOfMemoryGuard(self._decoder.ops.ranks.size) as memory:
             self._forward(batch, output)

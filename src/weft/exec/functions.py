@@ -1,4 +1,4 @@
-"""A step on a device as functions that can be captured: the forward pass, and sampling."""
+"""A step on a device as functions that can be captured: the forward pass and sampling."""
 
 from __future__ import annotations
 

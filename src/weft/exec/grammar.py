@@ -1,4 +1,4 @@
-"""Grammars of executor rows: which tokens may come next, and what came.
+"""Grammars of executor rows: masks of the allowed tokens, advanced by the sampled ones.
 
 Compiling takes up to tenths of a second, so it is done on threads before a sequence is admitted
 (`Grammars.compile`); a row then starts from a copy, which takes microseconds.
@@ -106,7 +106,7 @@ class _Costs:
         return costliest
 
     def forget(self) -> None:
-        """Count what was spent for less, as a step has passed; what is below 1 ms for nothing."""
+        """Let past costs decay by one step; below 1 ms they are dropped."""
         counted = {grammar: STILL_COUNTED * spent for grammar, spent in self._spent.items()}
         self._spent = {grammar: spent for grammar, spent in counted.items() if spent > 1e-3}
 
@@ -188,7 +188,7 @@ class GrammarRows:
         return faults
 
     def advance(self, rows: Seq[int], tokens: NDArray[np.int64]) -> None:
-        """Take in the token [S] that each row got."""
+        """Advance by the token [S] of each row."""
         since = self._clock()
         for number, token in zip(rows, tokens.tolist(), strict=True):
             row = self._rows.get(number)
@@ -211,7 +211,7 @@ class GrammarRows:
         return now
 
     def _fill(self, number: int, mask: NDArray[np.uint8]) -> WeftError | None:
-        """Write the bits of a row's allowed tokens; return why there are none."""
+        """Write the bits of a row's allowed tokens; return the reason if there are none."""
         row = self._rows[number]
         if row.error is None and not _allowed(row.matcher, mask):
             self._renew(row)
@@ -233,7 +233,7 @@ class GrammarRows:
 
 
 def _allowed(matcher: LLMatcher | None, mask: NDArray[np.uint8]) -> bool:
-    """Write the bits of the tokens that may follow; whether there are any."""
+    """Write the bits of the allowed tokens; return whether there are any."""
     if matcher is None:
         return False
     bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)[: len(mask)]

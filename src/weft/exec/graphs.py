@@ -1,8 +1,8 @@
 """The graph executor: pack, one upload, replay, one small copy back; a step ahead of the host.
 
     launch(n)    pack, upload, forward pass, sampling, copy back, event     (device)
-    launch(n+1)  the same: tokens of step n are read where it has left them (device)
-    result(n)    wait for the event of step n, give its tokens to the rows  (host)
+    launch(n+1)  the same; reads the tokens of step n on the device          (device)
+    result(n)    wait for the event of step n, append its tokens to the rows (host)
 
 The forward pass and sampling are captured once for each size (``buckets``) and replayed, the
 forward pass of decodes alone apart from the one of any rows; other sizes run the same functions
@@ -58,7 +58,7 @@ from weft.models.decoder import Decoder
 
 @dataclass(frozen=True)
 class Steps:
-    """What steps are like.
+    """The sizes and kinds of steps.
 
     Attributes:
         max_tokens: of a step.
@@ -202,10 +202,10 @@ class GraphExecutor:
     # -- on the device ------------------------------------------------------------------------
 
     def _launch_batch(self, batch: SubBatch, output: StepOutput) -> None:
-        """Launch a sub-batch; if memory runs out, its rows one by one to find who is to blame.
+        """Launch a sub-batch; if memory runs out, its rows one by one to find the cause.
 
         Computing a row again is safe: it writes the same KV to the same slots. Drafts are left out
-        then, so that they cannot be to blame.
+        then, so that they cannot be the cause.
         """
         while self._launched and (self._launched[-1].needs_host or len(self._launched) == BUFFERS):
             self._finish(self._launched.popleft())
@@ -225,9 +225,10 @@ class GraphExecutor:
             self._finish_all()
 
     def _add_row(self, row: int, output: StepOutput) -> None:
-        """Have the device know a row; if there is no memory for that, end its sequence alone.
+        """Add a row on the device; if its memory runs out, end its sequence alone.
 
-        Its steps run on until that is known: what they read of another row is nobody's harm.
+        Until then its steps run on; they may read the parameters of an earlier row, which affects
+        no other sequence.
         """
         with self._memory_guard() as memory:
             self._rows.add_row(row)
@@ -299,7 +300,7 @@ class GraphExecutor:
         return scored, target[: found.numel()].view(found.shape)
 
     def _prepare(self, captured: Seq[int]) -> None:
-        """Capture the steps of some sizes; run larger ones once, so that nothing is new later.
+        """Capture the steps of some sizes; run larger ones once as warm-up.
 
         Their kernels compile, and the memory that they take is known to be there.
         """
@@ -382,7 +383,7 @@ class GraphExecutor:
         sampled.logprobs.update({i: entry for i, entry in scored if sampled.finite[i]})
 
     def _sample_on_host(self, part: LaunchedBatch, at: list[int], sampled: Sampled) -> None:
-        """Choose the tokens of some samples, which what the host knows of their rows decides."""
+        """Sample on the host the samples that depend on the host's state of their rows."""
         inputs, rows = part.packed.inputs, part.rows[at]
         with self._memory_guard() as memory:
             of = inputs.sample_at[at].to(self._device.where)

@@ -1,4 +1,4 @@
-"""Executor rows: what host and device keep of every running sequence."""
+"""The input batch: state of every running sequence on host and device, by row."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class InputBatch:
             self._append(row, group, blocks)
 
     def move(self, move: KVMove) -> None:
-        """Give a row the tables that it has in its other tier."""
+        """Switch a row to the block tables of its other tier."""
         for group, blocks in enumerate(move.target):
             self.table_length[group][move.row] = 0
             self._append(move.row, group, blocks)
@@ -250,7 +250,7 @@ class DeviceRows:
         self.state = RowState.empty(rows, MOST_EDITS, vocab_size, device.where)
 
     def add_row(self, row: int) -> None:
-        """Order that the device learns what a row asks for, and counts the tokens that it knows.
+        """Upload a row's sampling parameters, and count its known tokens on the device.
 
         For rows that are added; their later tokens are counted as they are sampled.
         """
@@ -262,7 +262,7 @@ class DeviceRows:
             self._count(row)
 
     def _asked(self, row: int) -> NDArray[np.int32]:
-        """What the row asks for, as ``RowState.asked`` has it."""
+        """The sampling parameters of a row, as in ``RowState.asked``."""
         table, size = self._table, self.state.counts.shape[1]
         edits: dict[int, tuple[float, int]] = {}
         if row in table.bias:

@@ -1,4 +1,4 @@
-"""Input preparation: from a planned sub-batch to the tensors or the buffer that a step reads.
+"""Prepares inputs: turns a planned sub-batch into the tensors or the buffer that a step reads.
 
 ``InputPacker`` makes the tensors of a forward pass on the host; ``StepPacker`` packs them into the
 one buffer that a step on a device uploads.
@@ -230,7 +230,7 @@ class StepPacker:
         return self._fill(batch, inputs, forward, sample)
 
     def pack_padding(self, forward: Layout, sample: Layout) -> PackedStep:
-        """Write a step of these layouts that is nothing but padding."""
+        """Write a step of these layouts that is only padding."""
         nobody = SubBatch((), (), (), ())
         return self._fill(nobody, self._packer.pack(nobody), forward, sample)
 
@@ -275,7 +275,7 @@ class StepPacker:
         batch: SubBatch,
         inputs: StepInputs,
     ) -> None:
-        """Where the host does not know a row's last token yet, say whose token it is instead."""
+        """For rows whose last token is still on the device, store where to read it."""
         unknown = inputs.starts + inputs.counts - self._table.length[inputs.rows]  # [R]
         for index, row in enumerate(batch.rows) if batch.drafts else ():
             unknown[index] -= len(batch.drafts.get(row, ()))

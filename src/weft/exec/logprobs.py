@@ -1,4 +1,4 @@
-"""Log probabilities of tokens: computed where the logits lie, described on the host."""
+"""Log probabilities of tokens: computed on the device of the logits, formatted on the host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of the host for KV and for copies: whole pages, zeros until they are written."""
+"""Host memory for KV and copies: whole pages, zero until written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens that rows may sample beside their grammars: allowed ids, and the ends of bad words.
+"""Restricts the tokens that rows may sample, beside grammars: allowed ids and bad words.
 
 What a row may not sample follows from its parameters and tokens alone, so that drafts, preemption
 and recovery need nothing of it.
@@ -86,7 +86,7 @@ class Restrictions:
                 logits[i, torch.tensor(banned, device=logits.device)] = -torch.inf
 
     def faults(self, logits: Tensor, rows: Seq[int]) -> dict[int, WeftError]:
-        """The rows that may sample nothing at all, and why; their logits become finite.
+        """The rows without any token to sample, with the reason; their logits become finite.
 
         Args:
             logits: [S, V] after everything that forbids tokens.
@@ -98,8 +98,8 @@ class Restrictions:
             if row is not None and bool(torch.isneginf(logits[i]).all()):
                 param = "bad_words" if row.allowed is None else "allowed_token_ids"
                 found[number] = ParameterError(
-                    "No token may follow: none is left of what allowed_token_ids, bad_words and "
-                    "structured output allow.",
+                    "No token is left to sample: allowed_token_ids, bad_words and structured "
+                    "output together exclude all.",
                     param=param,
                 )
                 logits[i] = 0.0

@@ -1,4 +1,4 @@
-"""From logits to tokens.
+"""Samples tokens from logits.
 
 Order: penalties, bias, minimum length, allowed ids and bad words, grammar, then greedy choice, or
 temperature, top-k, top-p, min-p and a draw. One random number a token, a function of the row's seed
@@ -88,7 +88,7 @@ def sample(
 def _forbid(
     logits: Tensor, rows: Seq[int], lengths: NDArray[np.int64], table: InputBatch
 ) -> dict[int, WeftError]:
-    """Make what rows may not sample impossible; return the rows that cannot go on."""
+    """Mask the tokens that rows may not sample; return the rows that cannot continue."""
     grammars, restrictions = table.grammars, table.restrictions
     faults: dict[int, WeftError] = {}
     if not restrictions.empty:
@@ -139,7 +139,7 @@ def _on(beside: Tensor, array: NDArray[Any]) -> Tensor:
 
 
 def _finite_rows(logits: Tensor) -> NDArray[np.bool_]:
-    """Whether all of a row [S] is finite. A finite sum says so fast; an overflow says nothing."""
+    """Whether all of a row [S] is finite: a finite sum proves it; an overflow needs a check."""
     finite: NDArray[np.bool_] = torch.isfinite(logits.sum(dim=-1)).cpu().numpy()
     for i in np.flatnonzero(~finite):
         finite[i] = bool(torch.isfinite(logits[i]).all())

@@ -1,4 +1,4 @@
-"""Copies of KV between the device and the memory of the host, in the order of the device's work."""
+"""Copies KV between device and host memory, in the order of the device's work."""
 
 from __future__ import annotations
 
@@ -71,6 +71,6 @@ def host_store(store: KVStore, num_blocks: Seq[int], device: Device) -> KVStore:
 
 
 def check_computes(plan: StepPlan, tier: HostTier | None) -> None:
-    """Raise InvariantError for a plan that needs more of the host than the memory that is there."""
+    """Raise InvariantError for a plan that needs more of the host than its memory."""
     if plan.computes_on_host or (plan.needs_host and tier is None):
         raise InvariantError(f"step {plan.step_id} needs a host tier, which is not here")

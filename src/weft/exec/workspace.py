@@ -1,4 +1,4 @@
-"""How much memory the steps of a graph executor need beside weights and KV, before there is one."""
+"""Estimates the memory that a graph executor's steps need beside weights and KV."""
 
 from __future__ import annotations
 

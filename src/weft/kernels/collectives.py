@@ -1,4 +1,4 @@
-"""Sums and gathers over the ranks of a model that is cut into parts, added in the order of ranks.
+"""Sums and gathers over tensor-parallel ranks, added in the order of ranks.
 
 Collectives of NCCL and gloo add in an order that depends on the size of a tensor. Here every number
 is ``((x0 + x1) + x2) + ...`` in float32, whatever else is in the tensor, and the same on each rank.
@@ -23,7 +23,7 @@ ONE_EXCHANGE_BYTES = 512 * 1024
 
 
 class Collectives(Protocol):
-    """What the ranks of a model do together, each calling the same in the same order.
+    """Collective operations; every rank calls the same ones in the same order.
 
     Attributes:
         rank: of this process, below ``size``.

@@ -1,7 +1,7 @@
-"""Weights in FP8 E4M3 with a scale an output, and activations rounded to FP8 row by row.
+"""Weights in FP8 E4M3 with one scale per output, and activations rounded to FP8 row by row.
 
 Plain torch: what checkpoints in FP8 are read into, what ``kernels=reference`` computes with, and
-the truth of the tests of the kernels for GPUs. E4M3 (Micikevicius et al. 2022): 4 bits of exponent
+the reference of the GPU kernels' tests. E4M3 (Micikevicius et al. 2022): 4 bits of exponent
 with bias 7, 3 of mantissa, no infinities, the largest number 448.
 """
 
@@ -26,7 +26,7 @@ SATURATED = 0x7E  # the bits of ``LARGEST``
 
 @dataclass(frozen=True)
 class Rounded:
-    """Activations rounded to FP8: a row stands for ``codes * scale``.
+    """Activations rounded to FP8: a row is ``codes * scale``.
 
     Attributes:
         codes: [T, K] E4M3; where the device has no arithmetic in it, bfloat16 of the same values.
@@ -132,7 +132,7 @@ class Float8:
 
     @property
     def storage(self) -> Storage:
-        """How it is stored."""
+        """Its storage format."""
         inputs = "tensor" if isinstance(self.inputs, Tensor) else self.inputs
         return Storage(8, None, "float32", format="e4m3", inputs=inputs)
 

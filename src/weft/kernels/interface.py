@@ -1,4 +1,4 @@
-"""The ops of a decoder: what each takes and returns, and the table that holds one of each."""
+"""The ops of a decoder: their signatures, and the table that holds one implementation of each."""
 
 from __future__ import annotations
 
@@ -220,12 +220,12 @@ class FusedStack(Protocol):
 
 @dataclass(frozen=True)
 class Fused:
-    """How layers run as few calls, and the whole model as one.
+    """Fused calls: layers as few calls, and the whole model as one.
 
     Attributes:
         layer: binds a layer to its weights as ``OpTable.pack`` made them.
         stack: made of what precedes and follows the layers.
-        described: how a model runs all of whose layers are bound, for people.
+        described: a readable description of how a model runs if all its layers are bound.
         moe_layers: layers of experts may be bound, too.
         padded: ``stack`` takes batches with padding and ragged tables.
     """

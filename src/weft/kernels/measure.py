@@ -1,4 +1,4 @@
-"""What ``weft bench kernels`` runs: every kernel on shapes of real models, and its least work."""
+"""Cases of ``weft bench kernels``: every kernel on shapes of real models, with its minimum work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of a layer that its fused kernels are bound to: norms, biases, shape, on any device."""
+"""Parts of a layer that fused kernels are bound to: norms, biases, shape, on any device."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Biases:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What a layer is beside its weights."""
+    """A layer's shape and constants, without its weights."""
 
     heads: int
     kv_heads: int

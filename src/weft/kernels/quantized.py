@@ -1,4 +1,4 @@
-"""A weight as integers with scales: what every quantised checkpoint is read into."""
+"""A weight as integers with scales, the common form of all quantised checkpoints."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Quantized:
 
     @property
     def storage(self) -> Storage:
-        """How the native kernels store it."""
+        """The storage format of the native kernels."""
         grouped = self.scales.shape[1] > 1
         dtype = str(self.scales.dtype).removeprefix("torch.")
         group = self.group if grouped else None

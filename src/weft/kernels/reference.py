@@ -1,4 +1,4 @@
-"""Plain torch implementations of every op, computed in float32: the truth of every kernel test."""
+"""Plain torch implementations of every op, in float32: the reference of every kernel test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sampling on a device before and after the choice of a token, in plain torch, and what it reads.
+"""Sampling on a device in plain torch: its inputs, and the steps around the choice of a token.
 
 ``process_logits`` changes logits as requests ask for it; ``verify_drafts`` takes the tokens that
 were chosen.
@@ -44,7 +44,7 @@ class SampleBatch:
 
 @dataclass(frozen=True)
 class RowState:
-    """What sampling keeps of executor rows [R] on the device, and of one row more, for padding.
+    """Sampling state of executor rows [R] on the device, plus one row for padding.
 
     ``asked`` has for each row its ``PENALTIES`` as float32, the number of edits, and the edits. An
     edit is a token id, a float32 value and a count: while the output has fewer tokens than that the

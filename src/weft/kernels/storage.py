@@ -1,4 +1,4 @@
-"""How a matrix is stored as codes with scales, and the memory that it takes. Torch-free."""
+"""Stored formats of a matrix as codes with scales, and their memory. Torch-free."""
 
 from __future__ import annotations
 

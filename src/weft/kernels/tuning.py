@@ -1,4 +1,4 @@
-"""Launch configurations of kernels: from a pinned file for one hardware, or by a rule. Torch-free.
+"""Launch configurations of kernels: from a file for one GPU, or by a rule. Torch-free.
 
 A file belongs to one device name and to the sources of the kernels that it was measured with; one
 for other sources or another device is refused, and so is a shape that it does not list. Nothing is
@@ -53,7 +53,7 @@ Launch = Mapping[str, int]
 
 @dataclass(frozen=True, order=True)
 class LaunchShape:
-    """What a launch is chosen for, beside the rows.
+    """The key of a launch, beside the rows.
 
     Attributes:
         op: ``gemm``, ``moe_gate_up``, ``moe_down``, ``DECODE`` or ``PREFILL``.
@@ -76,17 +76,17 @@ class LaunchShape:
 
 
 class Tuning(Protocol):
-    """Where launch configurations come from."""
+    """The source of launch configurations."""
 
     @property
     def source(self) -> str:
-        """What ``weft info`` says of it."""
+        """Its description in ``weft info``."""
 
     def launch(self, shape: LaunchShape, rows: int) -> Launch:
         """Return the configuration for so many rows. Raises KernelUnavailable: there is none."""
 
     def attention(self, shape: LaunchShape) -> Launch | None:
-        """Return what differs from the rule of attention, None if nothing does.
+        """Return the differences from the rule of attention, None if there are none.
 
         Raises:
             KernelUnavailable: there is a file, and it has no entry.
@@ -100,12 +100,12 @@ def bucket_of(rows: int) -> int:
 
 @dataclass(frozen=True)
 class Heuristic:
-    """Configurations by a rule; nothing was measured.
+    """Configurations by a rule, not measured.
 
     Attributes:
         processors: multiprocessors of the device.
         shared_bytes: shared memory that a program may have.
-        why: why there is no file, for people.
+        why: the reason why there is no file.
     """
 
     processors: int

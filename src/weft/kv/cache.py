@@ -209,7 +209,7 @@ class KVCache:
         return self.needs_of_all([(sequence_id, upto)], chunk)
 
     def needs_of_all(self, ends: Iterable[tuple[int, int]], chunk: int) -> list[int]:
-        """What ``needs`` says, in sum, of hundreds of sequences without a call for each.
+        """The sum of ``needs`` over hundreds of sequences, without a call for each.
 
         Args:
             ends: a sequence, and the tokens that it grows to.
@@ -233,7 +233,7 @@ class KVCache:
         return totals
 
     def freed(self, sequence_ids: Iterable[int]) -> list[int]:
-        """Blocks of each group that nobody else holds, so that they are free without these."""
+        """Blocks of each group that only these sequences hold, and that their end would free."""
         tables = [self._tables[sequence_id] for sequence_id in sequence_ids]
         totals = []
         for index, pool in enumerate(self.pools):
@@ -311,7 +311,7 @@ class KVCache:
     # -- releasing ----------------------------------------------------------------------------
 
     def release(self, sequence_id: int, *, faulty_from: int | None = None) -> None:
-        """Give up all blocks of the sequence, the last first so that prefixes stay
+        """Release all blocks of the sequence, the last first so that prefixes stay
         cached longest.
 
         Args:
@@ -321,11 +321,11 @@ class KVCache:
         self.free(self.detach(sequence_id), faulty_from=faulty_from)
 
     def detach(self, sequence_id: int) -> Table:
-        """Take the table away from the sequence; whoever has it now gives its blocks up."""
+        """Detach the table from the sequence; the caller must release its blocks."""
         return self._tables.pop(sequence_id)
 
     def free(self, table: Table, *, faulty_from: int | None = None) -> None:
-        """Give up all blocks of a detached table; see ``release``."""
+        """Release all blocks of a detached table; see ``release``."""
         for group, pool, blocks, index in self._by_group(table):
             if faulty_from is not None:
                 for block in blocks[faulty_from // group.block_size :]:

@@ -18,7 +18,7 @@ def _packer(block_size: int) -> Callable[..., bytes]:
 class HashChain:
     """Digests of the full blocks of one sequence: each covers its tokens and all before them.
 
-    Cryptographic, so that nobody can craft a prompt that finds another prompt's blocks.
+    Cryptographic, so that no one can craft a prompt that matches another prompt's blocks.
     """
 
     __slots__ = ("_pack", "_root", "block_hashes", "block_size")

@@ -11,9 +11,9 @@ from weft.core.errors import InvariantError
 class BlockPool:
     """Hands out block ids 0..num_blocks-1.
 
-    A block is *held* while tables refer to it, *cached* when nobody holds it but its content can
+    A block is *held* while tables refer to it, *cached* when none does but its content can
     still be found by hash, else *free*. Free blocks are handed out first, then the cached block
-    that was let go longest ago.
+    that was released longest ago.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -85,7 +85,7 @@ class BlockPool:
             self._hash_of[block] = block_hash
 
     def release(self, block: int) -> None:
-        """Give up one reference; content that can be found again stays cached."""
+        """Release one reference; content that can be found again stays cached."""
         references = self._references[block] - 1
         if references < 0:
             raise InvariantError(f"block {block} was released more often than held")

@@ -1,4 +1,4 @@
-"""KV accounting over two tiers: the device's cache, the host's, and what moves between them.
+"""KV accounting over two tiers: the device's cache, the host's, and the moves between them.
 
 Where a sequence's KV lies over a move (swap-out; swap-in is the mirror):
 
@@ -60,7 +60,7 @@ class TieredCache:
         self._leases: dict[int, list[Lease]] = {}
 
     def tier_of(self, sequence_id: int) -> Tier:
-        """Where the KV of the sequence lies; the device for one that has none."""
+        """The tier of the sequence's KV; the device if it has none."""
         return Tier.DEVICE if self.host.table(sequence_id) is None else Tier.HOST
 
     def tier(self, tier: Tier) -> KVCache:
@@ -90,7 +90,7 @@ class TieredCache:
         return self.of(sequence_id).capacity(sequence_id)
 
     def commit(self, sequence_id: int, tokens: Seq[int], computed: int) -> int:
-        """See ``KVCache.commit``; while the sequence moves, nothing is hashed or given up."""
+        """See ``KVCache.commit``; while the sequence moves, nothing is hashed or released."""
         if sequence_id in self._leases:
             return computed + 1
         return self.of(sequence_id).commit(sequence_id, tokens, computed)
@@ -100,7 +100,7 @@ class TieredCache:
         return max(self.device.max_tokens(), self.host.max_tokens())
 
     def release(self, sequence_id: int, *, faulty_from: int | None = None) -> None:
-        """Give up the blocks of the sequence, after its move if one is in flight."""
+        """Release the blocks of the sequence, after its move if one is in flight."""
         cache, leases = self.of(sequence_id), self._leases.get(sequence_id)
         if leases is None:
             cache.release(sequence_id, faulty_from=faulty_from)
@@ -137,7 +137,7 @@ class TieredCache:
         return move, lease
 
     def complete_move(self, lease: Lease) -> None:
-        """Give up what a committed move has left behind. Moves are completed in their order."""
+        """Release the source blocks of a committed move. Moves are completed in order."""
         leases = self._leases[lease.sequence_id]
         if leases.pop(0) is not lease:
             raise InvariantError(
@@ -153,7 +153,7 @@ class TieredCache:
         return sequence_id in self._leases
 
     def coming(self) -> list[int]:
-        """Blocks of the device, by group, that moves in flight give up if nobody shares them."""
+        """Device blocks, by group, that moves in flight will release unless they are shared."""
         counts = [0] * len(self.groups)
         for leases in self._leases.values():
             for tier, table in (pair for lease in leases for pair in lease.tables):

@@ -1,4 +1,4 @@
-"""How large what a checkpoint says of itself may be: beyond any real model, checked before use.
+"""Upper bounds for the sizes in a checkpoint, beyond any real model and checked before use.
 
 A config is a few bytes that may ask for any number of layers. Each bound is several times what the
 largest known model has, so that a file beyond it is damaged or hostile.

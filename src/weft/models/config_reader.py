@@ -1,6 +1,6 @@
-"""Reads ``config.json`` so that no key which changes the result can be overlooked. Torch-free.
+"""Reads ``config.json`` and refuses unknown keys that change the result. Torch-free.
 
-A family asks for the keys that it understands; ``finish`` then refuses every key that nobody asked
+A family asks for the keys that it understands; ``finish`` then refuses every key that was not asked
 for, unless it is known not to change the result or stands at a value that switches it off.
 """
 
@@ -190,7 +190,7 @@ class ConfigReader:
         )
 
     def finish(self) -> None:
-        """Refuse the keys that nobody asked for and that may change the result."""
+        """Refuse the keys that no family read and that may change the result."""
         for key, value in self._values.items():
             if key in self._read or key in HARMLESS or key in GENERATION or key.startswith("_"):
                 continue

@@ -1,4 +1,4 @@
-"""One decoder for every family: the spec says what a layer is made of, attention is handed in."""
+"""One decoder for every family: the spec defines its layers, the executor passes in attention."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Decoder:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights lie."""
+        """The device of the weights."""
         return self.final_norm.device
 
     @property

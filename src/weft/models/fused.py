@@ -1,4 +1,4 @@
-"""Which layers run as two fused calls around attention, and binding their weights to those."""
+"""Decides which layers run as two fused calls around attention, and binds their weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def fusable(spec: ModelSpec, layer: LayerSpec, moe_layers: bool) -> bool:
 
 
 def describe_layers(spec: ModelSpec, ops: OpTable, ranks: int = 1) -> str:
-    """Say how the layers of a model run, for people.
+    """A readable description of how the layers of a model run.
 
     The sum over ranks lies in the middle of what follows attention, which so runs op by op.
     """

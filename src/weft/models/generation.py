@@ -1,4 +1,4 @@
-"""The sampling defaults that a checkpoint brings in ``generation_config.json``. Torch-free."""
+"""Sampling defaults from a checkpoint's ``generation_config.json``. Torch-free."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Model files of llama.cpp (GGUF): metadata as a config, tensors as floats, read by ``gguf``.
+"""GGUF files of llama.cpp: metadata as a config, tensors decoded to floats by ``gguf``.
 
 Integers of any GGUF type become floats as the ``gguf`` package defines; the loader may then round
 them to weft's own formats.
@@ -215,5 +215,5 @@ class GgufFile:
 
 
 def _rotated_by_halves(rows: int, heads: int) -> NDArray[np.int64]:
-    """Return where each row of Q or K stands in a file that rotates neighbouring dimensions."""
+    """Return the place of each row of Q or K in a file that rotates neighbouring dimensions."""
     return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).ravel()

@@ -1,7 +1,7 @@
-"""Reads the header of a GGUF file: counts and lengths are checked against the file before use.
+"""Reads the header of a GGUF file; checks counts and lengths against the file before use.
 
 The reader of the ``gguf`` package builds whatever the header asks for, an array of 2^60 numbers
-too, and takes seconds for the vocabulary of a real file, which nobody needs here. Torch-free.
+too, and takes seconds for the vocabulary of a real file, which is not needed here. Torch-free.
 
 Layout (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md): magic, version, the number of
 tensors and of fields; fields (key, type, value); descriptions of tensors; the data of the tensors,
@@ -54,7 +54,7 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """What a GGUF file says of itself.
+    """The header of a GGUF file.
 
     Attributes:
         fields: the metadata. A list of strings, or a very long one, is a text that says so.

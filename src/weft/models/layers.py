@@ -1,4 +1,4 @@
-"""The tensors of one layer, and the parts of a layer that are not attention."""
+"""The tensors of one layer, and the parts of a layer around attention."""
 
 from __future__ import annotations
 

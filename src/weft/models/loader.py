@@ -1,4 +1,4 @@
-"""Streams safetensors into a decoder: each parameter filled once, each tensor accounted for.
+"""Streams safetensors into a decoder: fills each parameter once and accounts for each tensor.
 
 All headers are read and checked before a byte of weights is; then every tensor is copied from the
 memory-mapped file into its place and packed, so the peak is the model and one tensor. Weights that

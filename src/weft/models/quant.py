@@ -38,14 +38,14 @@ class ClippedCount:
         self._over: dict[str, float] = {}  # parts in a million, by the names of weights
 
     def add(self, name: str, weight: Float8) -> None:
-        """Look at a weight that was read."""
+        """Check a weight that was read."""
         extra = weight.saturated() - AT_LIMIT * int(torch.unique(weight.scales).numel())
         ppm = 1e6 * extra / weight.values.numel()
         if ppm > CUT_OFF_PPM:
             self._over[name] = ppm
 
     def warning(self) -> str | None:
-        """Say which weights have too many; None if none has."""
+        """Name the weights that have too many; None if none has."""
         if not self._over:
             return None
         worst = max(self._over, key=lambda name: self._over[name])
@@ -69,7 +69,7 @@ class ExpectedTensor:
 
 
 def parts_of(stored: StoredWeights, rows: int, columns: int) -> dict[str, ExpectedTensor]:
-    """Return the tensors that stand for a weight [rows, columns], by the ends of their names.
+    """Return the tensors that make up a weight [rows, columns], by the ends of their names.
 
     Raises:
         CheckpointError: the format cannot hold a weight of these sizes.

@@ -1,6 +1,6 @@
-"""``quantization_config`` of ``config.json``: how a checkpoint's weights are stored. Torch-free.
+"""Reads ``quantization_config``: the storage format of a checkpoint's weights. Torch-free.
 
-A key that may change the result and that nobody here reads is an error, as in the rest of the
+A key that may change the result and that is not read here is an error, as in the rest of the
 config.
 """
 
@@ -32,7 +32,7 @@ _COMPRESSED_IGNORED = "global_compression_ratio ignore quantization_status versi
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """How quantised weights lie in a checkpoint.
+    """The storage of quantised weights in a checkpoint.
 
     Which of its weights are quantised, the names of its tensors tell.
     """

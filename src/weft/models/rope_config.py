@@ -18,7 +18,7 @@ ROPE_TYPES = ("default", "linear", "llama3", "longrope", "proportional", "yarn")
 
 @dataclass(frozen=True)
 class RopeContext:
-    """What a rope needs to know of the model around it."""
+    """Facts of the model that a rope depends on."""
 
     head_dim: int
     theta: float  # where the config names none

@@ -1,4 +1,4 @@
-"""How a model is cut for tensor parallelism: what each rank has of every parameter. Torch-free.
+"""Splits a model for tensor parallelism: the part of every parameter on each rank. Torch-free.
 
 Projections into heads and into the MLP are cut by outputs, those back by inputs (Shoeybi et al.
 2019, Megatron-LM, section 3), experts like the MLP, embedding and output head by vocabulary. Norms,
@@ -19,7 +19,7 @@ ADDED_ONCE = ("output_bias", "down_bias")  # to sums over all ranks
 
 @dataclass(frozen=True)
 class Shard:
-    """Which part of a model: that of one rank, or all of it."""
+    """A part of a model: that of one rank, or all of it."""
 
     rank: int = 0
     size: int = 1
@@ -55,7 +55,7 @@ def shard_spec(spec: ModelSpec, size: int) -> ModelSpec:
 
 
 def _problem(spec: ModelSpec, size: int) -> str | None:
-    """Say what keeps a model from being cut into so many parts, None if nothing does."""
+    """Return what prevents a split into so many parts, None if nothing does."""
     if size == 1:
         return None
     if spec.num_heads % size:
@@ -100,7 +100,7 @@ def cut(parameters: Iterable[Parameter], spec: ModelSpec, shard: Shard) -> Itera
 
 
 def _kept(parameter: Parameter, spec: ModelSpec, shard: Shard) -> tuple[int, list[range]]:
-    """Return the dimension that is cut and what a rank keeps of it; nothing: all of it."""
+    """Return the split dimension and a rank's share of it; empty if it keeps all."""
     prefix, _, name = parameter.name.rpartition(".")
     shape = parameter.shape
     match name:

@@ -1,4 +1,4 @@
-"""What a model is, as pure data: no torch, so that the scheduler can size its KV cache from it."""
+"""Model specs as pure data, without torch, so that the scheduler can size the KV cache."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class MoeSpec:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What may differ from one layer to the next."""
+    """The parameters in which layers may differ."""
 
     num_kv_heads: int
     head_dim: int
@@ -74,7 +74,7 @@ class KVGroup:
 
 @dataclass(frozen=True)
 class AttentionParams:
-    """How one layer calls ``paged_attention`` and where its cache lies."""
+    """Arguments of one layer's ``paged_attention``, and its place in the cache."""
 
     group: int  # index into ModelSpec.kv_groups
     index: int  # position of the layer's cache within the group
@@ -85,7 +85,7 @@ class AttentionParams:
 
 @dataclass(frozen=True)
 class CheckpointLayout:
-    """How a family names its tensors on disk.
+    """A family's tensor names on disk.
 
     ``prefixes`` are tried in order: the one under which the embedding exists is used. Tensors that
     match an ``ignored`` regular expression (full match) are left unread.

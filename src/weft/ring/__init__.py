@@ -1,1 +1,1 @@
-"""The ring: shared memory through which request plane and engine meet, and nothing else passes."""
+"""The ring: shared memory, and the only channel between request plane and engine."""

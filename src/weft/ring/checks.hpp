@@ -1,4 +1,4 @@
-// Looking at a slot's input without trusting it; for host and device, like ring.hpp.
+// Reads a slot's untrusted input; for host and device, like ring.hpp.
 #pragma once
 
 #include "ring.hpp"

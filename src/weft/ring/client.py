@@ -59,9 +59,9 @@ class RingClient:
     # -- requests -----------------------------------------------------------------------------
 
     def submit(self, requests: Seq[Request], sink: Sink) -> None:
-        """Hand over all of these requests, or none of them.
+        """Submit all of these requests, or none of them.
 
-        What a request has given out already (``output``) is not told again.
+        Tokens that a request already has in ``output`` are not published again.
 
         Raises:
             EngineBusyError: slots or arena are full (429).
@@ -117,7 +117,7 @@ class RingClient:
         raise EngineBusyError("The server is at its limit of requests in flight; try again later.")
 
     def _most_tokens(self, request: Request) -> int:
-        """How many tokens the engine can publish: the output has room for exactly these."""
+        """The most tokens that the engine can publish; the output has room for exactly these."""
         if not 0 < len(request.prompt) <= SIZES["max_records"]:
             raise ParameterError("The prompt is empty or far too long.", param="prompt")
         info = self.info()
@@ -138,7 +138,7 @@ class RingClient:
             self._ring.cancel(sequence_id, REASON_OF[reason])
 
     def info(self) -> EngineInfo:
-        """What the engine last said about itself."""
+        """The engine's latest info page."""
         values = self._ring.info()
         if values:  # empty while an engine that died amid writing has no successor
             self._info = EngineInfo(**values)
@@ -146,7 +146,7 @@ class RingClient:
 
     @property
     def engines(self) -> int:
-        """Engines that have served the ring so far, with the one that does."""
+        """Number of engines that have served the ring so far, including the present one."""
         return self._ring.engines()
 
     @property
@@ -171,7 +171,7 @@ class RingClient:
         return self._fds.wake
 
     def poll(self) -> bool:
-        """Give every sink what is new for it; whether there was anything."""
+        """Pass new updates to every sink; return whether there were any."""
         batches: dict[Sink, list[Update]] = {}
         with self._lock:
             if self._closed:
@@ -205,7 +205,7 @@ class RingClient:
             return self._closed or self._ring.sleep()
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Let an event loop drive this client. Call it on the loop's thread."""
+        """Have an event loop drive this client. Call it on the loop's thread."""
         self._loop = loop
         loop.add_reader(self._fds.wake, self._on_wake)
         if self._engine >= 0:
@@ -224,7 +224,7 @@ class RingClient:
             os.eventfd_read(self._fds.wake)
 
     def run_in_thread(self) -> None:
-        """Drive this client by a thread of its own until it is closed."""
+        """Drive this client by its own thread until it is closed."""
         self._changed = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name="weft-ring", daemon=True)
         self._thread.start()

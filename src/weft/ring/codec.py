@@ -1,4 +1,4 @@
-"""Requests and errors as the ring carries them.
+"""Encodes and decodes requests and errors for the ring.
 
 Of the sampling parameters those cross that the engine uses; ``STAY`` (stop strings and what else
 concerns text) stays with the request plane. Numbers and switches cross as one block of bytes, laid
@@ -161,7 +161,7 @@ def unpack_logprob(scored: Scored | None) -> TokenLogprob | None:
 
 
 def unpack_news(news: tuple[Any, ...]) -> list[Update]:
-    """What ``poll`` found for one request, in the order in which the engine said it."""
+    """Decode the result of ``poll`` for one request, in the engine's order."""
     request_id, tokens, scored, prompt, cached, final = news
     updates: list[Update] = []
     if prompt is not None:

@@ -98,11 +98,11 @@ class RingInbox:
             return None
 
     def computing(self, sequence_ids: Seq[int]) -> None:
-        """Remember who is concerned if the engine dies in the steps to come."""
+        """Record the sequences of the steps in flight, to be charged if the engine dies."""
         self._quarantine.computing(sequence_ids)
 
     def blame(self) -> None:
-        """Remember that this engine ends by an error of its own: all that it took in is concerned.
+        """Record that the engine fails by itself, which charges all sequences it claimed.
 
         Other than one that is killed it may fail before a sequence is computed, or amid planning.
         """
@@ -205,7 +205,7 @@ class RingInbox:
         return len(self._engine.open_ids())
 
     def write_info(self, info: EngineInfo) -> None:
-        """Tell the request planes about limits, load and progress."""
+        """Publish limits, load and progress to the request planes."""
         self._engine.write_info(info.values())
 
 

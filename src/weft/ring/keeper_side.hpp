@@ -1,4 +1,4 @@
-// The keeper's side of a ring: what it says of an engine that is dead and has no successor yet.
+// The keeper's side of a ring: the info page while a dead engine has no successor yet.
 #pragma once
 
 #include "segment.hpp"

@@ -1,4 +1,4 @@
-"""What Python shares with ``ring.hpp``: states, reasons and the engine's info page.
+"""The layout that Python shares with ``ring.hpp``: states, reasons and the engine's info page.
 
 Every number comes from the compiled header through the binding; nothing is typed twice.
 """
@@ -36,7 +36,7 @@ INFO_CLASSES = 4  # whose targets the info page has
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """The info page: what the engine says about itself. All numbers; 0 where there is nothing.
+    """The info page: the engine's state. All numbers; 0 where there is none.
 
     Attributes:
         ready: 1 once requests are served; the limits are valid from then on.

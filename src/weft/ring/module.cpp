@@ -151,7 +151,7 @@ class Client {
   RequestSide side_;
 };
 
-// -- whoever looks after both ----------------------------------------------------------------------
+// -- the keeper of both ----------------------------------------------------------------------------
 
 // The info page of a ring, read without being one of its two sides, and the keeper's side.
 class Page : public KeeperSide {

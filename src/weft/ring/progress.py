@@ -1,4 +1,4 @@
-"""Whether an engine gets ahead, as its info page shows to somebody who looks again and again."""
+"""Detects whether an engine makes progress, from successive reads of its info page."""
 
 from __future__ import annotations
 

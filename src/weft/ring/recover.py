@@ -1,13 +1,13 @@
-"""Requests of an engine that has died: completed, continued, or given up if they are what kills it.
+"""Recovers the requests of a dead engine: completes, resumes, or fails those that crash engines.
 
 The slot counts the engines that died computing its sequence. After a first crash everything goes on
-at once. What was in a second one without having got ahead in between is a suspect: until it is a
-few tokens further, nothing runs beside it but suspects that have got so far. A crash then is its
-own, and after ``max_crashes`` of these it fails alone. Engines that were killed from outside are no
-crashes, up to 8 without getting ahead in between.
+at once. A request in a second crash without progress in between is a suspect: until it has
+advanced by a few tokens, only suspects that have done so run beside it. A crash then counts as its
+own, and after ``max_crashes`` of these it fails alone. A kill from outside does not count as a
+crash, up to 8 times without progress in between.
 
-Engines that were killed because memory ran out are counted apart, and nobody is blamed for them:
-what was in two of them is computed with less beside it, and given up for want of memory.
+Kills because memory ran out are counted separately, and not as crashes: a request in two of them is
+computed with less beside it, and finally fails for lack of memory.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Quarantine:
         return admitted
 
     def computing(self, sequence_ids: Seq[int]) -> None:
-        """These are computed from now on, and concerned if the engine dies."""
+        """These are computed from now on, and charged if the engine dies."""
         shared = [sequence_id for sequence_id in sequence_ids if sequence_id != self._trial]
         self._engine.set_blame(shared, SHARED)
         if self._trial is not None and len(shared) < len(sequence_ids):
@@ -96,7 +96,7 @@ class Quarantine:
 
     @property
     def idle(self) -> bool:
-        """Whether nobody waits for admission."""
+        """Whether no request waits for admission."""
         return not (self._suspects or self._others)
 
 

@@ -1,4 +1,4 @@
-// The ring: where request plane and engine meet. One header for C++ on the host and for CUDA.
+// The ring: shared memory between request plane and engine. One header for C++ on the host and for CUDA.
 //
 //   header page | info page (engine writes) | slots | arena (prompts and outputs)
 //
@@ -68,13 +68,13 @@ inline constexpr int kSides = 3;
 enum class Reason : uint8_t { None, Stop, Length, Cancelled, Error, ReaderLag, Preempted };
 inline constexpr int kReasons = 7;
 
-// How far a sequence is to blame if the engine dies now: it is not computed, others are computed
-// beside it, or it alone is suspected.
+// How a death of the engine counts against a sequence now: not at all (it is not computed), shared
+// with others computed beside it, or as its own (it is the only suspect).
 enum class Blame : uint32_t { None, Shared, Sole };
 inline constexpr uint32_t kSuspected = 2;  // crashes that make a sequence a suspect
 inline constexpr uint32_t kForgiven = 8;   // engines killed from outside that are no crashes
 
-// The one transition table. Recovery acts for an engine that is dead, and for nobody else.
+// The one transition table. Recovery acts only for a dead engine.
 WEFT_HD constexpr bool may_move(State from, State to, Side by) {
   switch (from) {
     case State::Empty:
@@ -399,7 +399,7 @@ WEFT_HD inline Outcome publish(uint64_t& word, Tag tag, uint32_t from, uint32_t 
              : Outcome::Stale;
 }
 
-// Deaths in company make a sequence a suspect and no more; after that its own count.
+// Shared deaths make a sequence a suspect and do not count further; after that only its own count.
 WEFT_HD inline void count_death(uint32_t& deaths, Blame blame) {
   deaths += blame == Blame::Sole || (blame == Blame::Shared && deaths < kSuspected);
 }

@@ -48,7 +48,7 @@ class RingFds:
         return cls(memory, wake)
 
     def close(self) -> None:
-        """Give the descriptors up in this process; mappings of the memory stay."""
+        """Close the descriptors in this process; mappings of the memory stay."""
         os.close(self.memory)
         os.close(self.wake)
 

@@ -80,7 +80,7 @@ bool spin(Ready ready, int64_t spin_ns) {
 
 inline void signal_eventfd(int fd) {
   const uint64_t one = 1;
-  // A full counter wakes as well, and a closed one has nobody to wake.
+  // A full counter wakes as well, and a closed one has no reader to wake.
   [[maybe_unused]] const auto written = write(fd, &one, sizeof one);
 }
 

@@ -1,4 +1,4 @@
-"""Admission: waiting sequences get a row and blocks, if need be from lower classes."""
+"""Admission: gives waiting sequences a row and blocks, if need be from lower classes."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Admission:
             sequences.waiting.remove(sequence)
 
     def _may_have_row(self, sequence: Sequence) -> bool:
-        """Whether ``find_row`` may find one; nobody is preempted."""
+        """Whether ``find_row`` may find a row without preemption."""
         return bool(self._sequences.free_rows) or self._row_victim(sequence) is not None
 
     def find_row(self, sequence: Sequence) -> bool:
@@ -81,7 +81,7 @@ class Admission:
         return bool(self._sequences.free_rows)
 
     def _row_victim(self, sequence: Sequence) -> Sequence | None:
-        """Whose row a sequence may take; None while launched steps give rows back anyway."""
+        """The sequence to preempt for its row; None while launched steps will free rows."""
         if self._sequences.closing:
             return None
         return choose_victim(self._memory.row_victims(), self._below(sequence))
@@ -91,7 +91,7 @@ class Admission:
         return (sequence.order[0], self.arrivals)
 
     def _find_hit(self, sequence: Sequence) -> int:
-        """Look up the prefix cache; sets ``waiting_on`` if someone computes more of the prefix."""
+        """Look up the prefix cache; sets ``waiting_on`` if another sequence computes more."""
         sequence.waiting_on = b""
         if not self._cache.prefix_caching or sequence.request.sampling.prompt_logprobs is not None:
             return 0
@@ -119,7 +119,7 @@ class Admission:
         return True
 
     def _make_fit(self, step: BatchBuilder, sequence: Sequence) -> bool:
-        """Preempt lower classes until the sequence fits, but nobody if that would not be enough.
+        """Preempt lower classes until the sequence fits; none if that would not suffice.
 
         It fits if there is room for all its tokens beside what the sequences that run, and need not
         give way to it, will ask for soon: else they would have to give way to each other. Of lower

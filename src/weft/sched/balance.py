@@ -1,4 +1,4 @@
-"""How much work for the host goes along with a step of the device, and in how many sub-batches.
+"""Balances a step between device and host: the share of host work, and the number of sub-batches.
 
 NEO (section 3.2) compares the time per request of two schedules. Here work is priced in the time
 that the device alone would take for it, so that chunks of prompts can be compared as well: a prompt
@@ -23,7 +23,7 @@ ROUNDS = 4  # times that a search goes on behind decodes that are too long for w
 
 
 class HostShare(NamedTuple):
-    """What goes along with the device's own work.
+    """The host work that goes with the device's own work.
 
     Attributes:
         chunk: prompt tokens whose KV goes to the host.
@@ -42,7 +42,7 @@ class HostShare(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HostWork:
-    """What the host could take part in.
+    """The work that the host could take.
 
     Attributes:
         contexts: of each decode whose KV lies with the host, in the order of service.
@@ -123,7 +123,7 @@ class _Choosing:
         self._decode_s = self._decode_price()
 
     def _decode_price(self) -> float:
-        """What the device alone takes for a decode: its share of the step without the prompts."""
+        """The device's time for a decode: its share of the step without the prompts."""
         base = self.base
         if base.decodes:
             prompts = self._token_s * (base.tokens - base.decodes) + self._prefill_s
@@ -149,7 +149,7 @@ class _Choosing:
         return found or best
 
     def _chunks(self, most: int) -> list[int]:
-        """None, what fits in beside the decodes for nothing, and all."""
+        """No chunk, the one that fits beside the decodes for free, and all."""
         free = min(most, max(0, self._free_tokens - self.base.tokens))
         return sorted({0, free, most})
 
@@ -252,7 +252,7 @@ class _Choosing:
         ).cpu_attention
 
     def _batch(self, chunk: int, decodes: Seq[int], alone: bool = False) -> Work:
-        """The device's work, or nothing, with a chunk and these decodes of the host."""
+        """The device's work, if any, with a chunk and these decodes of the host."""
         work = Work() if alone else self.base.copy()
         for start, count in self.host.pieces:
             if chunk <= 0:

@@ -1,4 +1,4 @@
-"""A step while it is built, plain or against a time limit, and what is kept until its commit."""
+"""A step under construction, plain or with a time limit, and its records until the commit."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class BatchBuilder:
     reserves: dict[int, list[int]] = field(default_factory=dict)
 
     def room(self, start: int, most: int) -> int:  # noqa: ARG002 - some steps ask where
-        """How many of the next ``most`` tokens of a sequence, from ``start`` on, fit as well."""
+        """The number of a sequence's next ``most`` tokens, from ``start``, that still fit."""
         return min(most, self.budget)
 
     def put_single(self, sequences: list[Sequence], starts: list[int]) -> None:
@@ -157,7 +157,7 @@ class TimedBatch(BatchBuilder):
         return seconds
 
     def decodes_that_fit(self, contexts: Seq[int]) -> int:
-        """How many of these sequences, the first ones, can compute one token each as well.
+        """The number of these sequences, from the first, that can decode one token each.
 
         Args:
             contexts: tokens of each sequence whose KV is there.
@@ -216,7 +216,7 @@ class TimedBatch(BatchBuilder):
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """What a planned step will have computed once it is committed."""
+    """The tokens that a planned step will have computed at its commit."""
 
     step_id: int
     sequences: list[Sequence]
@@ -226,7 +226,7 @@ class Launched:
 
 
 def end_after(sequence: Sequence, token: int) -> FinishReason | None:
-    """Why a sequence whose tokens end with this one ends there, if it does."""
+    """The finish reason of a sequence whose output ends with this token, if it ends."""
     if token in sequence.stop_ids:
         return FinishReason.STOP
     return FinishReason.LENGTH if len(sequence.tokens) >= sequence.end else None
@@ -235,7 +235,7 @@ def end_after(sequence: Sequence, token: int) -> FinishReason | None:
 def update_of(
     sequence: Sequence, token: int | None = None, logprob: TokenLogprob | None = None
 ) -> Update:
-    """What there is to say about a sequence: its new token, and how it ended if it has."""
+    """The update of a sequence: its new token, and its finish reason if it has ended."""
     return Update(
         sequence.id,
         token,

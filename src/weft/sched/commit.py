@@ -1,4 +1,4 @@
-"""Commits collected steps: tokens appended, full blocks hashed, sequences ended."""
+"""Commits collected steps: appends tokens, hashes full blocks, ends sequences."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Committer:
         self._sequences = sequences
 
     def commit(self, step: Launched, result: StepResult, now_ns: int) -> StepOutputs:
-        """Take in the oldest launched step and return what is new."""
+        """Commit the oldest launched step and return its outputs."""
         if step.step_id != result.step_id:
             raise InvariantError(f"step {result.step_id} committed, {step.step_id} expected")
         updates = self._fault(result)
@@ -126,7 +126,7 @@ class Committer:
         )
 
     def _embed(self, result: StepResult, updates: list[Update], now_ns: int) -> None:
-        """End sequences whose embedding is there."""
+        """End sequences whose embedding is ready."""
         for sequence_id, vector in result.embeddings.items():
             sequence = self._sequences.find(sequence_id)
             if sequence is not None:
@@ -135,7 +135,7 @@ class Committer:
                 updates.append(update_of(sequence)._replace(embedding=vector))
 
     def _fault(self, result: StepResult) -> list[Update]:
-        """End faulty sequences, each with its own error; nothing they computed is shared on."""
+        """End faulty sequences, each with its own error; share nothing that they computed."""
         updates = []
         for sequence_id, error in result.faults.items():
             sequence = self._sequences.find(sequence_id)
@@ -159,7 +159,7 @@ class Committer:
                 updates.append(Update(sequence_id, None, prompt_logprobs=new))
 
     def complete_moves(self, tiers: TieredCache, leases: Iterable[Lease]) -> None:
-        """Give up what committed moves have left behind; hash blocks that had to wait for them."""
+        """Release the source blocks of committed moves; hash blocks that waited for them."""
         for lease in leases:
             tiers.complete_move(lease)
             sequence = self._sequences.find(lease.sequence_id)

@@ -1,4 +1,4 @@
-"""Drafts by prompt lookup: what followed the last tokens when they stood in the text before.
+"""Drafts by prompt lookup: the tokens that followed an earlier occurrence of the last ones.
 
 Saxena 2023, "Prompt lookup decoding". A draft pays only where text repeats, and its sequence waits
 for a step before it and one after it. What a draft would have been worth shows without one, too:
@@ -56,7 +56,7 @@ class NgramDrafter:
         return tuple(draft)
 
     def _find(self, tokens: Seq[int]) -> int | None:
-        """Where the text went on after the last place of its last tokens, the most that match."""
+        """The position after the latest, longest earlier match of the last tokens."""
         if not self._catch_up(tokens) or self._right < WORTH:
             return None
         for size in SIZES:
@@ -82,7 +82,7 @@ class NgramDrafter:
         return upto == known
 
     def _judge(self, tokens: Seq[int], position: int) -> None:
-        """Take in whether looking up would have found the token at this position."""
+        """Record whether lookup would have found the token at this position."""
         for size in SIZES:
             after = self._after.get(tuple(tokens[position - size : position]))
             if after is not None:
@@ -90,12 +90,12 @@ class NgramDrafter:
                 return
 
     def searched_in_vain(self) -> int:
-        """Return how many tokens to go on without drafts when nothing was found."""
+        """Return for how many tokens to skip drafts after a failed lookup."""
         rest, self._search_rest = self._search_rest, min(2 * self._search_rest, LONGEST_SEARCH_REST)
         return rest
 
     def learn(self, drafted: int, accepted: int) -> int:
-        """Take in how a draft fared; return how many tokens to go on without one."""
+        """Record the acceptance of a draft; return for how many tokens to skip drafts."""
         if accepted == drafted:
             self._length = min(2 * self._length, self._most)
         else:

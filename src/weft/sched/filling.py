@@ -1,4 +1,4 @@
-"""Puts running sequences into a step: single tokens, chunks, drafts, and the blocks they need."""
+"""Fills a step with running sequences: decode tokens, prefill chunks, drafts, and their blocks."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Filler:
         return draft
 
     def _plannable(self, sequence: Sequence) -> bool:
-        """Whether the sequence did not have to give way since this plan began."""
+        """Whether the sequence was not preempted since this plan began."""
         return sequence.state is SequenceState.RUNNING and self._memory.may_plan(sequence)
 
     def chunks(self, step: BatchBuilder, sequences: list[Sequence]) -> None:
@@ -99,7 +99,7 @@ class Filler:
             step.put(sequence, count)
 
     def grow(self, step: BatchBuilder, sequence: Sequence, upto: int) -> bool:
-        """Reserve blocks for the sequence's first ``upto`` tokens; later sequences give way."""
+        """Reserve blocks for the first ``upto`` tokens, if need be those of later sequences."""
         while (grown := self._cache.extend(sequence.id, upto)) is None:
             if not self._memory.make_room(step, sequence.order):
                 return False

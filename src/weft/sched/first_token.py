@@ -1,4 +1,4 @@
-"""When a new request would get its first token, as predicted before it is taken.
+"""Predicts the time of a new request's first token before admission.
 
 OmniServe section 3.3.3: queueing and prefill time of a new request, found by stepping through the
 unfinished prompts ahead of it, each step with the largest chunks that keep the step's limit.

@@ -1,4 +1,4 @@
-"""Invariants of the sequences that hold rows, whatever the policy."""
+"""Invariants of the sequences that hold rows, for every policy."""
 
 from __future__ import annotations
 

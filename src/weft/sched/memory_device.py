@@ -1,4 +1,4 @@
-"""The memory of a scheduler without a host tier: when blocks run out, a sequence is preempted.
+"""Scheduler memory without a host tier: preempts a sequence when blocks run out.
 
 A preempted sequence gives up its KV, and is computed again when it is resumed.
 """
@@ -19,13 +19,13 @@ from weft.sched.sequences import SequenceManager
 
 
 class DeviceMemory:
-    """Blocks of the device: whose may be taken, and whether the next may begin.
+    """Device blocks: which sequences to preempt, and whether the next may begin.
 
     Attributes:
         cache: the KV of the device.
         kv: the KV of all tiers.
         watermark_tokens: admission leaves blocks free for so many more tokens of each sequence that
-            runs, so that newcomers do not make those before them give way soon.
+            runs, so that new sequences do not soon cause the preemption of earlier ones.
     """
 
     watermark_tokens = 32
@@ -40,7 +40,7 @@ class DeviceMemory:
         self.sequences = sequences
         self.max_num_batched_tokens = max_num_batched_tokens
 
-    # -- hooks of a plan ------------------------------------------------------------------------
+    # -- hooks of a plan -------------------------------------------------------------------------
 
     def open_plan(self) -> None:
         """Begin a plan."""
@@ -86,10 +86,10 @@ class DeviceMemory:
         """Running sequences whose rows others may get."""
         return self.victims()
 
-    # -- what gives way ---------------------------------------------------------------------------
+    # -- preemption ------------------------------------------------------------------------------
 
     def make_room(self, step: BatchBuilder, after: tuple[int, int]) -> bool:  # noqa: ARG002
-        """Make one sequence that comes after ``after`` give way; whether its blocks are free."""
+        """Preempt one sequence that comes after ``after``; return whether its blocks are free."""
         if self.sequences.closing:
             return False  # blocks will come back when the launched steps are committed
         victim = choose_victim(self.victims(), after)
@@ -107,10 +107,10 @@ class DeviceMemory:
         return bool(self.sequences.closing)
 
     def is_next(self, sequence: Sequence) -> bool:  # noqa: ARG002
-        """Whether nobody goes before a waiting sequence that is the first of its class."""
+        """Whether no sequence precedes this one, the first waiting of its class."""
         return True
 
-    # -- what is needed ---------------------------------------------------------------------------
+    # -- what is needed --------------------------------------------------------------------------
 
     def needed_soon(
         self, sequences: Iterable[Sequence], ahead: int | None = None, chunk: int | None = None

@@ -1,9 +1,9 @@
-"""The memory of a scheduler with a host tier: KV that gives way is kept in the host's memory.
+"""Scheduler memory with a host tier: moves KV to host memory when blocks run out.
 
-A sequence whose KV lies with the host keeps its row. With `SwapMemory` it waits there: before the
-device's memory runs short the newest leave, and the oldest come back while there is ample room,
-before newer sequences of their class begin. One that cannot leave is preempted, as without a host.
-Parts that compute on the host say themselves what moves (``two_batch.py``, ``piggyback.py``).
+A sequence with its KV on the host keeps its row. With `SwapMemory` it waits there: before the
+device's memory runs short, the newest sequences move out; the oldest move back while there is ample
+room, before newer ones of their class begin. One that cannot move is preempted, as without a host.
+Parts that compute on the host decide themselves what moves (``two_batch.py``, ``piggyback.py``).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ SPARE = 20  # a swap-in leaves one in so many blocks free, as NEO's own code doe
 
 @dataclass(slots=True)
 class Movements:
-    """What changes the tier in a step.
+    """The moves between tiers in a step.
 
     Attributes:
-        kept: sequences that move, or have got blocks and get a place: nobody preempts them now.
+        kept: sequences that move, or that have blocks and get a place; not to be preempted now.
         left: sequences whose KV leaves for the host layer by layer, after this step.
     """
 
@@ -60,7 +60,7 @@ class HostMemory(DeviceMemory):
         self.coming = [0] * len(cache.groups)
         self._leases: deque[list[Lease]] = deque()
 
-    # -- hooks of a plan ------------------------------------------------------------------------
+    # -- hooks of a plan -------------------------------------------------------------------------
 
     def open_plan(self) -> None:
         """Begin a plan."""
@@ -84,7 +84,7 @@ class HostMemory(DeviceMemory):
         """Whether the plan moves KV."""
         return bool(self.moving.moves)
 
-    # -- who is where ---------------------------------------------------------------------------
+    # -- tiers of sequences ----------------------------------------------------------------------
 
     def on_device(self, sequences: list[Sequence]) -> list[Sequence]:
         """Those of these sequences whose KV lies on the device."""
@@ -109,7 +109,7 @@ class HostMemory(DeviceMemory):
         self.sequences.preempt(victim)
         self.hosted.discard(victim.id)
 
-    # -- moving ---------------------------------------------------------------------------------
+    # -- moving ----------------------------------------------------------------------------------
 
     def move(self, step: BatchBuilder, sequence: Sequence, *, after_layer: bool = False) -> bool:
         """Move a sequence to the other tier with this step, if there is room."""
@@ -124,7 +124,7 @@ class HostMemory(DeviceMemory):
         else:
             self.hosted.discard(sequence.id)
         step.count_move(done[0].to, sequence.planned)
-        sequence.cover(0)  # whoever plans it looks at its blocks first
+        sequence.cover(0)  # its next plan checks its blocks first
         return True
 
     def grow_on_host(
@@ -134,7 +134,7 @@ class HostMemory(DeviceMemory):
         upto: int,
         next_victim: Callable[[], Sequence | None],
     ) -> bool:
-        """Reserve host blocks for the sequence's first ``upto`` tokens; later ones give way.
+        """Reserve host blocks for the first ``upto`` tokens, if need be those of later sequences.
 
         Args:
             next_victim: the sequence of the host that is preempted next, if any may be.
@@ -178,7 +178,7 @@ class SwapMemory(HostMemory):
         self._comes_back = comes_back
         self._preempts_ahead = preempts_ahead
         if host_computes:
-            self.watermark_tokens = 0  # who gives way is computed on the host: that is how it fills
+            self.watermark_tokens = 0  # sequences without room on the device decode on the host
         self.takes_too_long: Callable[[int], bool] = self._beyond_a_step
 
     def _beyond_a_step(self, tokens: int) -> bool:
@@ -282,7 +282,7 @@ class SwapMemory(HostMemory):
         if not self._fits_device(on_host[0], [0] * len(self.cache.groups)):
             self.preempt(on_host[0])
 
-    # -- what gives way ---------------------------------------------------------------------------
+    # -- preemption ------------------------------------------------------------------------------
 
     def victims(self) -> Seq[Sequence]:
         """Sequences on the device that do not come or go already."""

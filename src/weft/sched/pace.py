@@ -1,4 +1,4 @@
-"""How long steps really take beside what was predicted, and when the launched ones will end."""
+"""Compares measured step times with predictions, and predicts the end of launched steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Ratio:
         self._predicted_s = self._real_s = prior_s
 
     def learn(self, predicted_s: float, real_s: float) -> None:
-        """Take in a step."""
+        """Record a step."""
         real_s = min(real_s, OUTLIER * predicted_s * self.value)
         self._predicted_s = self._predicted_s * MEMORY + predicted_s
         self._real_s = self._real_s * MEMORY + real_s
@@ -70,7 +70,7 @@ class Pace:
         self._launched.append((now, predicted_s, self.urgent, teaches))
 
     def collected(self, now: float) -> None:
-        """The oldest launched step has ended; ``now`` 0 leaves it undated, so nothing is learnt."""
+        """The oldest launched step has ended; at ``now`` 0 its time is unknown and not recorded."""
         launched, predicted, urgent, teaches = self._launched.popleft()
         if not now:
             return
@@ -79,7 +79,7 @@ class Pace:
         self._collected_at = now
 
     def ends_at(self, now: float) -> float:
-        """When the launched steps will have ended, at ``now`` if there are none."""
+        """The predicted end of the launched steps; ``now`` if there are none."""
         at = self._collected_at
         for launched, predicted, urgent, _ in self._launched:
             at = max(at, launched) + predicted * self._ratios[urgent].value

@@ -1,13 +1,13 @@
 """Best effort on the host's CPUs beside latency targets on the device (OmniServe section 3.2).
 
-What scheduler slo cannot hold on the device goes to the host with its KV: decodes for which a step
-has no time, and the newest ones when memory runs short. There each token goes through the layers as
-a piggybacked row: the host attends, and results are piggybacked with later steps, as many in each
-layer as the target allows, counted greedily from the first layer upward. A sequence comes back only
-between two tokens, when the step has time for it and the device has room (delayed swap-in). One
-whose token is on its way is neither moved nor preempted; if it ends meanwhile, the next plan aborts
-the token. One result in each layer may always be carried: within a tile of the GEMM it costs
-nothing, and so nobody is starved.
+Sequences that do not fit on the device under scheduler slo move to the host with their KV: decodes
+for which a step has no time, and the newest ones when memory runs short. There each token goes
+through the layers as a piggybacked row: the host attends, and results are piggybacked with later
+steps, as many in each layer as the target allows, counted greedily from the first layer upward. A
+sequence comes back only between two tokens, when the step has time for it and the device has room
+(delayed swap-in). One whose token is on its way is neither moved nor preempted; if it ends
+meanwhile, the next plan aborts the token. One result in each layer may always be carried: within a
+tile of the GEMM it costs nothing, and so no sequence starves.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class PiggybackPart:
         self._begun: list[int] = []
         self._caps: tuple[int, ...] = ()
         self._crowded = False  # decodes of best effort do not fit
-        memory.watermark_tokens = 0  # who gives way is computed on the host: that is how it fills
+        memory.watermark_tokens = 0  # sequences without room on the device decode on the host
         policy.part = self
 
     def attach(self, scheduler: Scheduler) -> None:
-        """Be a part of this scheduler."""
+        """Attach to this scheduler."""
         self._scheduler = scheduler
 
     def _on_host(self, sequence: Sequence) -> bool:
@@ -258,7 +258,7 @@ class PiggybackPart:
             self._wanted -= 1
 
     def _count_wanted(self, step: TimedBatch) -> int:
-        """How many more sequences the step would have had time for on the device."""
+        """The number of host sequences that the step had time for on the device."""
         if any(self._tiers.coming()):
             return 0
         on_host = [s.planned for s in self._scheduler.sequences.running if self._on_host(s)]

@@ -2,8 +2,8 @@
 
 Every step, for one class after the other: running sequences that need one token first (so that no
 long prompt of their class stalls them), then running ones with more to compute in chunks, then new
-ones, all within one token budget (chunked prefill). When rows or blocks run out, a sequence that
-comes later gives way.
+ones, all within one token budget (chunked prefill). When rows or blocks run out, a later
+sequence is preempted.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class FCFSPolicy:
             scheduler.admission.admit(step, priority)
 
     def collected(self, now: float) -> None:
-        """Time decides nothing."""
+        """Times do not affect this policy."""
 
     def check(self) -> None:
         """Nothing is remembered."""

@@ -53,8 +53,8 @@ def check_targets(classes: Seq[ServiceClass], cost: CostModel, targets: TargetPo
     """Raise ConfigError if a target would be missed by a server that has nothing else to do."""
     if not any(row.ttft_s or row.tpot_s for row in classes):
         raise ConfigError(
-            "No service class has a target, so scheduler slo has nothing to keep; give one a "
-            "ttft_s or tpot_s, or take scheduler fcfs.",
+            "No service class has a target, which scheduler slo needs; set ttft_s or tpot_s of "
+            "one, or use scheduler fcfs.",
             param="classes",
         )
     decode = Work()
@@ -73,7 +73,7 @@ def check_targets(classes: Seq[ServiceClass], cost: CostModel, targets: TargetPo
 
 
 class BestEffortPart(Protocol):
-    """What is done for best effort beside the steps of the device."""
+    """Best-effort work beside the steps of the device."""
 
     def busy(self) -> bool:
         """Whether a step without rows has something to do."""
@@ -188,7 +188,7 @@ class SLOPolicy:
                 if other.order < sequence.order:
                     prompts.append((other.reused, other.known - other.reused))
         if count > self._limits.max_num_seqs or tokens > self._cache.max_tokens():
-            return math.inf  # it waits for the end of others, and nobody knows when that is
+            return math.inf  # it waits for others, whose end is unknown
         prompts.append((sequence.reused, sequence.known - sequence.reused))
         waits = self.pace.ends_at(self._now) - self._looked_at
         seconds = first_token_s(
@@ -453,7 +453,7 @@ class SLOPolicy:
     # -- committing ---------------------------------------------------------------------------
 
     def collected(self, now: float) -> None:
-        """The oldest launched step has ended; ``now`` is 0 where nobody knows when."""
+        """The oldest launched step has ended; ``now`` is 0 if the time is unknown."""
         self.pace.collected(now)
         self._now = max(self._now, now)
 

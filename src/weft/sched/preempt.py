@@ -1,4 +1,4 @@
-"""The choice of the sequence to preempt when memory runs out."""
+"""Selects the sequence to preempt when memory runs out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def choose_victim(running: Iterable[Sequence], after: tuple[int, int]) -> Sequen
     """Return the sequence that loses least work when it is computed again later.
 
     Only sequences that come after ``after`` in (priority, arrival) may be chosen, so that the first
-    sequence always advances and nobody is preempted for ever. The lowest class gives way first;
+    sequence always advances and none is preempted for ever. The lowest class is preempted first;
     within it the sequence with the fewest computed tokens, the newest on a tie.
     """
     candidates = [sequence for sequence in running if sequence.order > after]

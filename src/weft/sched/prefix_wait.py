@@ -1,4 +1,4 @@
-"""Equal prompts in flight: the first one computes the shared part, the others wait for it."""
+"""Shared prefixes in flight: the first sequence computes the prefix, the others wait for it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class PrefixWait:
             self._leads[sequence_id] = own
 
     def awaited(self, priority: int, block_hashes: Seq[bytes], hit: int) -> bytes:
-        """Return the last block after ``hit`` that someone else is computing, or b"" for none.
+        """Return the last block after ``hit`` that another sequence computes, or b"" for none.
 
         Nobody waits for a lower class, which may be starved.
         """

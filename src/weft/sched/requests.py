@@ -1,4 +1,4 @@
-"""The sequence of a new request, or why the request is refused."""
+"""Turns a new request into a sequence, or refuses it with a reason."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The scheduler: requests in, steps out, results in; a policy and a memory decide.
+"""The scheduler: adds requests, plans steps and commits results, with a policy and a memory.
 
-The policy says who comes first, how much of a step each may have, and who is admitted
-(``policy_fcfs.py``, ``policy_slo.py``). The memory says what happens when KV blocks run out, and
+The policy orders sequences, shares out each step, and admits requests
+(``policy_fcfs.py``, ``policy_slo.py``). The memory decides what happens when KV blocks run out, and
 what moves between the tiers (``memory_device.py``, ``memory_host.py``). Each policy works with each
 memory. Parts plug into the pair: decodes of the host beside a step of the device
 (``two_batch.py``), or piggybacked along with it (``piggyback.py``).
@@ -45,7 +45,7 @@ class Limits:
 
 
 class Policy(Protocol):
-    """Who comes first, how much of a step each may have, and who is admitted.
+    """Orders sequences, shares out each step, and admits requests.
 
     Attributes:
         name: as in ``core.schedulers.POLICIES``.
@@ -59,26 +59,26 @@ class Policy(Protocol):
     preempts_ahead: bool
 
     def attach(self, scheduler: Scheduler) -> None:
-        """Decide for this scheduler."""
+        """Attach to this scheduler."""
 
     def consider(self, sequence: Sequence) -> None:
-        """Look at a sequence before it is queued; a typed error refuses it."""
+        """Check a sequence before it is queued; a typed error refuses it."""
 
     def fill(self, now: float) -> BatchBuilder | None:
         """Return the next step, or None if there is nothing to do at present."""
 
     def collected(self, now: float) -> None:
-        """The oldest launched step has ended; ``now`` is 0 where nobody knows when."""
+        """The oldest launched step has ended; ``now`` is 0 if the time is unknown."""
 
     def check(self) -> None:
-        """Raise InvariantError if what the policy remembers is not true."""
+        """Raise InvariantError if the policy's state is inconsistent."""
 
 
 class SchedulerPart(Protocol):
-    """What a scheduler does beside policy and memory."""
+    """Scheduling work beside policy and memory."""
 
     def attach(self, scheduler: Scheduler) -> None:
-        """Be a part of this scheduler."""
+        """Attach to this scheduler."""
 
     def filled(self, step: BatchBuilder) -> None:
         """The policy has filled a step."""
@@ -87,10 +87,10 @@ class SchedulerPart(Protocol):
         """Add to the plan of a step."""
 
     def commit(self, result: StepResult, outputs: StepOutputs) -> None:
-        """Take in what a result has for the part."""
+        """Apply a result to this part."""
 
     def check(self) -> None:
-        """Raise InvariantError if what the part remembers is not true."""
+        """Raise InvariantError if the part's state is inconsistent."""
 
 
 class Scheduler:
@@ -205,7 +205,7 @@ class Scheduler:
     # -- committing ---------------------------------------------------------------------------
 
     def commit(self, result: StepResult, now: float = 0.0) -> StepOutputs:
-        """Take in the oldest launched step and return what is new."""
+        """Commit the oldest launched step and return its outputs."""
         self.policy.collected(now)
         outputs = self.committer.commit(self._launched.popleft(), result, int(now * 1e9))
         for part in self.parts:

@@ -1,4 +1,4 @@
-"""The sequences of a scheduler: waiting, running, or giving back their rows and blocks."""
+"""The sequences of a scheduler: waiting, running, or releasing their rows and blocks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class SequenceManager:
         waiting: sequences without a row.
         running: sequences that are planned, in order.
         closing: ended or preempted ones whose launched steps are not committed yet.
-        free_rows: rows that nobody holds.
+        free_rows: rows that no sequence holds.
         dropped: rows given back since the last launched step.
     """
 

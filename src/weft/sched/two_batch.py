@@ -1,4 +1,4 @@
-"""Load-aware scheduling over two tiers: the host's memory and cores enlarge the batch (NEO).
+"""Load-aware scheduling over two tiers: host memory and cores enlarge the batch (NEO).
 
 A step is what FCFS would compute on the device, and what the host can add to it (NEO section 3.2):
 
@@ -57,7 +57,7 @@ class TwoBatch:
         self._step_s = 0.0  # predicted time of a step, averaged over the recent ones
 
     def attach(self, scheduler: Scheduler) -> None:
-        """Be a part of this scheduler."""
+        """Attach to this scheduler."""
         self._scheduler = scheduler
         self._chunk = scheduler.limits.max_num_batched_tokens
 
@@ -138,7 +138,7 @@ class TwoBatch:
         return helped if affordable or not step.rows else free
 
     def _pass_by(self, step: TimedBatch, seconds: float, on_host: Seq[Sequence] = ()) -> None:
-        """Note how long the step takes and whether the oldest on the host was left out."""
+        """Record the step's time and whether the oldest host sequence was left out."""
         self._step_s += (seconds - self._step_s) / 16 if self._step_s else seconds
         if on_host and not any(on_host[0] is s for s in step.sequences[self._on_device :]):
             self._left_out += 1

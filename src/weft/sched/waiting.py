@@ -1,4 +1,4 @@
-"""Sequences that wait for admission, in the order in which they will be considered."""
+"""The waiting queue: sequences in the order of admission."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The HTTP server in front of an engine; imports nothing heavy before it is asked for."""
+"""The HTTP server in front of an engine; heavy imports are lazy."""

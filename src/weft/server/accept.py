@@ -1,4 +1,4 @@
-"""Accepts connections, and counts them from then on: an unfinished TLS handshake is one, too."""
+"""Accepts connections, and counts each from then on, also during its TLS handshake."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The HTTP application: routes, and what stands around them."""
+"""The HTTP application: routes and middleware."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def _background(service: Service, store: ResponseStore, life: Life) -> Backgroun
 
 
 def _middleware(options: ServerOptions, keys: KeyRing, tracer: Tracer | None) -> list[Middleware]:
-    """CORS stands before the keys: a browser's preflight request cannot bear one."""
+    """CORS comes before the keys: a browser's preflight request cannot have one."""
     middleware = [
         Middleware(ErrorForms, forms=ERROR_FORMS),
         *([Middleware(CheckHost, options=options)] if hosts_checked(options) else []),

@@ -1,4 +1,4 @@
-"""Demands API keys: who may ask, and how much at once."""
+"""Checks API keys, and limits the open requests of each key."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class MetricsNotAllowedError(WeftError):
 
 
 class RequireKey:
-    """Lets requests pass that bear one of the keys; all, if there are no keys.
+    """Lets requests with a valid key pass; all, if there are no keys.
 
     Every path but ``OPEN_PATHS`` is guarded, also those that do not exist. The key comes as
     ``Authorization: Bearer KEY`` or as ``X-Api-Key: KEY``.

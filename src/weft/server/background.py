@@ -1,4 +1,4 @@
-"""Background responses: made without a connection, kept as they come, taken up from the dead."""
+"""Background responses: run without a connection, stored as they grow, resumed after a death."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ logger = logging.getLogger("weft.server")
 
 
 class _KeptRequest(msgspec.Struct):
-    """A request as it is kept: nothing in it depends on the process, or on the time."""
+    """A stored request, independent of the process and of the time."""
 
     job: Job
     body: bytes
 
 
 class _Progress(msgspec.Struct):
-    """What one chunk was made from: tokens, and the ids of calls that began in it."""
+    """The sources of one chunk: tokens, and the ids of calls that began in it."""
 
     tokens: list[tuple[int, TokenLogprob | None]]
     call_ids: list[str]
@@ -90,7 +90,7 @@ class _Making:
         return halted
 
     def chunk(self, last: bytes = b"") -> Chunk:
-        """What is to be kept next."""
+        """The next chunk to store."""
         return Chunk(
             self.num_kept, self.writer.count - self.num_kept, self.events + last, self.progress
         )
@@ -115,14 +115,14 @@ class _Active:
     task: asyncio.Task[None] | None = None
 
     def end(self, error: WeftError) -> None:
-        """Let it end with an error; the first one counts."""
+        """End the run with an error; the first one counts."""
         self.stop = self.stop or error
         if self.opened is not None:
             self.opened.interrupt(self.stop)
 
 
 class Background:
-    """Makes background responses, and goes on with those whose process has died.
+    """Runs background responses, and resumes those whose process has died.
 
     A run's events and the tokens behind them are kept about twenty times a second. Who takes a run
     up feeds the tokens to a writer of its own, whose events are those that are kept already, and
@@ -206,7 +206,7 @@ class Background:
         return _Following(self._service, reader, await reader.read())
 
     async def watch(self) -> None:
-        """Go on with runs that nobody makes any more, and end those that are to end; for ever."""
+        """Resume runs whose process has died, and end those that are due; runs for ever."""
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             adopting = not self._service.draining
@@ -216,7 +216,7 @@ class Background:
                 self._blind.tell(error)
                 continue
             for run in look.adopted:
-                logger.warning("The background response %s is taken up.", run.id)
+                logger.warning("The background response %s is resumed.", run.id)
                 self._go(self._active.setdefault(run.id, _Active()), run)
             for run_id in look.cancelled:
                 self._end(run_id, _cancelled())
@@ -245,7 +245,7 @@ class Background:
         active.task = asyncio.get_running_loop().create_task(work, context=context)
 
     async def _work(self, active: _Active, run: Run, making: _Making | None) -> None:
-        """Bring a run to its end, and keep that; leave it where another process goes on."""
+        """Run to the end and store it; leave the run alone if another process has resumed it."""
         try:
             if making is None:
                 making = await self._resume(run)
@@ -262,7 +262,7 @@ class Background:
             del self._active[run.id]
 
     async def _give_up(self, run: Run, error: Exception) -> None:
-        """Keep that a run has failed which could not be taken up."""
+        """Store the failure of a run that could not be resumed."""
         log_failure(error)
         known = error if isinstance(error, WeftError) else InvariantError(str(error))
         event, response = failure(run.response, run.num_events, known)
@@ -274,16 +274,16 @@ class Background:
             await self._not_kept(run, lost)
 
     async def _not_kept(self, run: Run, error: StoreError) -> None:
-        """Say so, and leave the run alone for a while; then it is taken up again."""
+        """Log the error and pause the run; it is resumed later."""
         self._unkept.tell(run.id, error.message)
         await asyncio.sleep(STORE_PAUSE_S)
 
     async def _resume(self, run: Run) -> _Making:
-        """The writer of a run, as far as its last process has kept what it wrote.
+        """Build the writer of a run from the events that its last process stored.
 
         Raises:
-            RequestCrashedError: it was taken up too often, and never got ahead.
-            WeftError: nobody can go on with it.
+            RequestCrashedError: it was resumed too often without progress.
+            WeftError: no process can resume it.
         """
         if not run.served_here:
             raise WeftError("No server has the model of this response any more.")
@@ -320,7 +320,7 @@ class Background:
         return ResponseWriter(job, body, service.builder.tokenizer, service.texts, call_ids)
 
     async def _make(self, active: _Active, run: Run, making: _Making) -> WeftError | None:
-        """Let the engine compute a run to its end; the error that ends it before.
+        """Have the engine compute a run to its end; return the error if one ends it early.
 
         Raises:
             RunLostError, ShuttingDownError: it is left to another process.
@@ -388,7 +388,7 @@ class _EventReader:
         self._after = after
 
     async def read(self) -> Events:
-        """What there is after what was read last. Raises as `Background.follow`."""
+        """Return the events after the last read. Raises as `Background.follow`."""
         end = time.monotonic() + PATIENCE_S
         while True:
             try:

@@ -1,4 +1,4 @@
-"""Reading the body of a request within its limit."""
+"""Reads the body of a request within its limit."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ async def read_body(request: Request, options: ServerOptions) -> bytes:
 
 
 def _check_media(headers: Headers) -> None:
-    """Raise UnsupportedMediaError for what is not JSON.
+    """Raise UnsupportedMediaError for bodies that are not JSON.
 
     Pages of other sites can make a browser post to any address as long as the type is that of a
     form, plain text or unknown, so a server without keys must not take those for JSON. Browsers say
     where such a page comes from; other clients may leave the type out, and curl's ``-d`` calls
-    everything a form, as nobody told it otherwise.
+    everything a form by default.
     """
     given = headers.get("content-type", "")
     kind = given.partition(";")[0].strip().lower()

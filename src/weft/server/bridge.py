@@ -1,4 +1,4 @@
-"""From the engine's sinks, on whatever thread, to coroutines of the event loop."""
+"""Passes updates from the engine's sinks, on any thread, to coroutines of the event loop."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Bridge:
         self._pending.append((mailbox, updates))
         if not self._scheduled:
             self._scheduled = True
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed: no coroutine waits
                 self.loop.call_soon_threadsafe(self._drain)
 
     def _drain(self) -> None:
@@ -53,7 +53,7 @@ class Mailbox:
         self._stop: Exception | None = None
 
     def sink(self, updates: Seq[Update]) -> None:
-        """What the engine client calls, on any thread."""
+        """The sink, which the engine client calls on any thread."""
         self._bridge.deliver(self, updates)
 
     def put(self, updates: Seq[Update]) -> None:

@@ -1,4 +1,4 @@
-"""Counts of a request plane, and a board in shared memory that adds up those of several.
+"""Counters of a request plane, and a board in shared memory that sums those of all planes.
 
 A cell of the board has two halves, of which one is written while the other is valid, so that a
 process that dies while it writes takes nothing along. Its successor goes on from there. The head of
@@ -133,20 +133,20 @@ class Board:
         self.sign(time.monotonic_ns())
 
     def sign(self, now_ns: int) -> None:
-        """Say when this process was last seen alive, on the monotonic clock; 0 for not yet."""
+        """Record when this process was last alive, on the monotonic clock; 0 for not yet."""
         at = self._own * CELL_BYTES + _LENGTH.size
         self._map[at : at + _LENGTH.size] = _LENGTH.pack(now_ns)
 
     def signed_ns(self) -> int:
-        """What ``sign`` has said last."""
+        """The latest value of ``sign``."""
         return int(_LENGTH.unpack_from(self._map, self._own * CELL_BYTES + _LENGTH.size)[0])
 
     def read_own(self) -> dict[str, Any]:
-        """What a predecessor of this process has shown last; empty if there was none."""
+        """The latest counts of this plane's predecessor; empty if there was none."""
         return self._read(self._own)
 
     def read_others(self) -> Iterable[dict[str, Any]]:
-        """What the others have shown last."""
+        """The latest counts of the other planes."""
         cells = range(len(self._map) // CELL_BYTES)
         return [self._read(cell) for cell in cells if cell != self._own]
 
@@ -162,7 +162,7 @@ class Board:
         return found
 
     def _turn(self, cell: int) -> int:
-        """How often the cell was written; its last bit tells the valid half."""
+        """The number of writes to the cell; its last bit selects the valid half."""
         return int(_LENGTH.unpack_from(self._map, cell * CELL_BYTES)[0])
 
 

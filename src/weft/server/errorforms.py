@@ -1,4 +1,4 @@
-"""Errors in the form of the API that a path belongs to, wherever in the server they come from."""
+"""Formats every error for the API of its path, wherever in the server it occurs."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def json_response(
 
 
 def log_failure(error: Exception) -> None:
-    """Log what went wrong on our side; a client's mistake is not worth a line of its own."""
+    """Log an internal failure; a client's mistake gets no line of its own."""
     exchange = EXCHANGE.get()
     if exchange is not None:
         exchange.error = error.code if isinstance(error, WeftError) else "internal_error"
@@ -97,6 +97,6 @@ async def handle_http_error(request: Request, error: Exception) -> Response:
 
 
 async def handle_bug(_: Request, error: Exception) -> Response:
-    """Answer for an exception that nobody expected; the server logs it with its trace."""
+    """Answer an unexpected exception; the server logs it with its trace."""
     status, body = describe_error(error)
     return json_response(body, status, {"x-request-id": REQUEST_ID.get()})

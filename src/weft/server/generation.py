@@ -28,7 +28,7 @@ STREAM_HEADERS = {
 
 
 async def _nothing(_: Any) -> None:
-    """The end of an answer that nobody keeps."""
+    """The empty end of an answer that is not stored."""
 
 
 def endpoint_routes(service: Service) -> list[Route]:

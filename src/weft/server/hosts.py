@@ -1,4 +1,4 @@
-"""Checks the hosts of requests: no web page may reach a server under a name of its own."""
+"""Checks the ``Host`` of requests against DNS rebinding by web pages."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class HostNotAllowedError(WeftError):
 
 
 def hosts_checked(options: ServerOptions) -> bool:
-    """Whether requests must name a known host.
+    """Whether requests must have an allowed ``Host``.
 
-    A browser lets every web page call a server on the page's own host, and whoever has made the
-    page decides to which address that name leads. Where only this machine can connect and no key
-    is demanded, the name in the request is all that tells such a page from a local program.
+    A browser lets every web page call a server on the page's own host, and the owner of the page
+    decides to which address that name resolves. Where only this machine can connect and no key is
+    needed, only the name in the request distinguishes such a page from a local program.
     """
     if options.allowed_host:
         return True
@@ -61,7 +61,7 @@ def _is_loopback(address: str) -> bool:
 class CheckHost:
     """Lets requests pass whose ``Host`` is this machine's loopback, or one of those allowed.
 
-    ``OPEN_PATHS`` are not guarded: health checks send what they like, and learn nothing.
+    ``OPEN_PATHS`` are not checked: health checks may send any host, and reveal nothing.
     """
 
     def __init__(self, app: ASGIApp, options: ServerOptions) -> None:

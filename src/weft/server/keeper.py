@@ -1,4 +1,4 @@
-"""Keeps a request-plane process at its ring and at the port: restarts it until it is to end."""
+"""Keeps a request-plane process at its ring and port: restarts it until it is stopped."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class FrontendKeeper:
 
     @property
     def pid(self) -> int:
-        """Of the request plane that is there or was last; 0 if there has been none."""
+        """The pid of the present or last request plane; 0 if there has been none."""
         return 0 if self._process is None else self._process.pid
 
     async def run(self) -> None:
@@ -124,9 +124,7 @@ class FrontendKeeper:
             while not (await asyncio.wait([death], timeout=TICK_S))[0]:
                 self._kills.look()
                 if self._hangs():
-                    logger.error(
-                        "Request plane %d does nothing any more; it is killed.", self._number
-                    )
+                    logger.error("Request plane %d is not responding; it is killed.", self._number)
                     process.kill()
             return await death
         finally:
@@ -135,7 +133,7 @@ class FrontendKeeper:
             await asyncio.wait([death, feeding])
 
     def _hangs(self) -> bool:
-        """Whether nothing has been heard of it for too long; while it ends, others wait for it."""
+        """Whether it gave no sign of life for too long; others wait while it ends."""
         signed_s = self._signs.signed_ns() / 1e9
         patience_s = self._watchdog_s if signed_s else self._watchdog_s + START_S
         late = time.monotonic() - (signed_s or self._fed_s) > patience_s

@@ -1,4 +1,4 @@
-"""API keys: read from settings and from a file that may change, and found in constant time."""
+"""API keys: read from settings and from a watched file, compared in constant time."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ class KeyRing:
         try:
             fresh = read_keys(self._given, self._path)
         except NoKeysError as error:
-            logger.warning("No key of a file is valid now. %s", error.message)
+            logger.warning("No key from a file is valid now. %s", error.message)
             fresh = read_keys(self._given, None)
         except ConfigError as error:
             logger.error("The API keys were not read; no key has changed. %s", error.message)

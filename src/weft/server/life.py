@@ -1,4 +1,4 @@
-"""A sign of life that the kernel takes away: request planes of one store see which of them live."""
+"""Locks that the kernel releases at death: request planes of one store see which are alive."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Life:
         number: of this holder, which is the locked byte; no other has it.
 
     Args:
-        path: of the file, made if need be; None for a holder that nobody else can see.
+        path: of the file, created if missing; None for a holder that no other process sees.
 
     Raises:
         OSError: the file cannot be opened.
@@ -54,7 +54,7 @@ class Life:
         return bool(kind != fcntl.F_UNLCK)
 
     def close(self) -> None:
-        """Be dead to the others. May be called twice."""
+        """Release the lock: this process counts as dead. May be called twice."""
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = -1

@@ -38,7 +38,7 @@ def _check_files(options: ServerOptions) -> None:
 
 
 def tls_context(options: ServerOptions) -> ssl.SSLContext | None:
-    """What HTTPS needs; None without it. Raises ConfigError if a file cannot be used."""
+    """The TLS context; None without HTTPS. Raises ConfigError if a file cannot be used."""
     if options.tls_cert is None or options.tls_key is None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -1,4 +1,4 @@
-"""The request plane's main function: serve until told to stop, then drain."""
+"""The main function of the request plane: serves until a stop signal, then drains."""
 
 from __future__ import annotations
 
@@ -173,7 +173,9 @@ class DrainingServer(uvicorn.Server):
         if self._deadline is not None:
             late = time.monotonic() >= self._deadline
             if late:
-                error = ShuttingDownError("The server was shut down before the answer was whole.")
+                error = ShuttingDownError(
+                    "The server was shut down before the answer was complete."
+                )
                 self._service.abort_all(error)
                 await asyncio.sleep(0)
             self.should_exit = late or not self._service.num_open

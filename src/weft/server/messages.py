@@ -1,4 +1,4 @@
-"""Anthropic's ``/v1/messages``: routes, and the form of errors under them."""
+"""Anthropic's ``/v1/messages``: its routes and the form of its errors."""
 
 from __future__ import annotations
 

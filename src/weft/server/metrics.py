@@ -1,6 +1,6 @@
-"""Prometheus metrics with the names that dashboards of LLM servers read.
+"""Prometheus metrics, with the names that dashboards of LLM servers use.
 
-The hot path adds to plain numbers; families are built when somebody scrapes.
+The hot path adds to plain numbers; families are built at each scrape.
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ class Metrics(Counts):
         self._registry.register(self)
 
     def share(self, board: Board) -> None:
-        """Go on from what a predecessor has counted, and count with the others from now on."""
+        """Continue a predecessor's counts, and share them with the other planes from now on."""
         self._board = board
         self.add(board.read_own(), gauges=False)
 
     def show(self) -> None:
-        """Let the others see these counts."""
+        """Publish these counts to the other planes."""
         if self._board is not None:
             self._board.write(self)
 
@@ -252,7 +252,7 @@ class JobTimer:
         return [end.sequence_id for end in ends]
 
     def close(self, open_sequences: int) -> None:
-        """Count sequences that nobody waits for any more as cancelled."""
+        """Count abandoned sequences as cancelled."""
         self._metrics.finished["cancelled"] += open_sequences
         if open_sequences:
             self.ends.append("cancelled")
@@ -296,7 +296,7 @@ class JobTimer:
         metrics.decode_time.observe(now - times[0])
 
     def _judge(self, update: Update, times: list[float] | None) -> None:
-        """Count targets kept and missed; not of whoever left, nor of vectors."""
+        """Count targets kept and missed, except for cancelled requests and embeddings."""
         if update.finish is FinishReason.CANCELLED or update.embedding is not None:
             return
         if update.finish is FinishReason.ERROR or times is None:

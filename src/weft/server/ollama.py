@@ -66,7 +66,7 @@ class _OllamaHandlers:
         self._service = service
 
     async def pull(self, request: Request) -> Response:
-        """Success for the served model, which is there."""
+        """Success for the served model, which is loaded."""
         await self._named(request)
         return json_response({"status": "success"})
 
@@ -84,7 +84,7 @@ class _OllamaHandlers:
         return json_response({"version": OLLAMA_VERSION})
 
     async def alive(self, _: Request) -> Response:
-        """What clients of Ollama ask before anything else."""
+        """The probe that Ollama's clients send first."""
         return PlainTextResponse("weft is running")
 
     async def no_store(self, _: Request) -> Response:

@@ -16,7 +16,7 @@ _HOST_NAME = re.compile(r"\*|[A-Za-z0-9_.-]{1,253}|\[?[0-9A-Fa-f:.]{2,45}\]?")
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """What a user may set about the HTTP server.
+    """Settings of the HTTP server.
 
     Raises:
         ConfigError: a value is malformed, out of bounds, or contradicts another one.
@@ -27,10 +27,10 @@ class ServerOptions:
     uds: str | None = setting("path", None, "Unix socket to listen on instead of a TCP port")
     root_path: str = setting("str", "", "path prefix that a proxy in front of the server strips")
     served_model_name: tuple[str, ...] = setting(
-        "strings", (), "name of the model in requests; may be given several times", high=64
+        "strings", (), "name of the model in requests; may be repeated", high=64
     )
     api_key: tuple[str, ...] = setting(
-        "strings", (), "key that requests must bear; may be given several times", high=4096
+        "strings", (), "key that requests must have; may be repeated", high=4096
     )
     cors_origin: tuple[str, ...] = setting(
         "strings", (), "web origin that may call the server, or *; may be repeated", high=256
@@ -38,8 +38,8 @@ class ServerOptions:
     allowed_host: tuple[str, ...] = setting(
         "strings",
         (),
-        "host name that requests may bear in their Host header, beside localhost, or *; may be "
-        "repeated; by default names are checked where the server listens on loopback without keys",
+        "host name allowed in the Host header, beside localhost, or *; may be repeated; by "
+        "default names are checked where the server listens on loopback without keys",
         high=256,
     )
     api_key_file: str | None = setting(
@@ -53,12 +53,12 @@ class ServerOptions:
     metrics_key: tuple[str, ...] = setting(
         "strings",
         (),
-        "name of a key that may read /metrics, which are of all keys together; may be repeated; "
-        "by default every key may",
+        "name of a key that may read /metrics, which covers all keys; may be repeated; by "
+        "default every key may",
         high=4096,
     )
     key_salt: bool = setting(
-        "bool", True, "requests share cached prefixes only with those of the same key"
+        "bool", True, "requests share cached prefixes only with requests of the same key"
     )
     tls_cert: str | None = setting("path", None, "PEM file with the certificate chain, for HTTPS")
     tls_key: str | None = setting("path", None, "PEM file with the certificate's private key")
@@ -88,7 +88,8 @@ class ServerOptions:
     max_queued_requests: int | None = setting(
         "int",
         None,
-        "sequences that wait for the engine before requests get 429; unset: as many as it can hold",
+        "sequences that may wait for the engine before requests get 429; unset: as many as it "
+        "can hold",
         low=1,
         high=2**31,
     )
@@ -119,34 +120,34 @@ class ServerOptions:
     max_responses_bytes: int = setting(
         "bytes",
         256 * 2**20,
-        "stored responses together; beyond it the least recently used go",
+        "total size of stored responses; beyond it the least recently used are deleted",
         low=1,
     )
     max_background_responses: int = setting(
         "int",
         256,
-        "background responses that are not complete, of all request planes; beyond it 429",
+        "unfinished background responses of all request planes; beyond it 429",
         low=1,
         high=65536,
     )
     strict: bool = setting(
         "bool",
         False,
-        "refuse parameters that are otherwise ignored, as the header x-weft-ignored tells",
+        "refuse parameters that are otherwise ignored and named in the header x-weft-ignored",
     )
     request_chat_template: bool = setting(
-        "bool", False, "requests may bring chat templates of their own"
+        "bool", False, "requests may have their own chat templates"
     )
     tool_parser: str = setting(
         "str",
         "auto",
-        "form of the model's tool calls; auto reads it off the chat template",
+        "format of the model's tool calls; auto detects it from the chat template",
         choices=("auto", "none", *TOOL_PARSERS),
     )
     reasoning_parser: str = setting(
         "str",
         "auto",
-        "marks around the model's reasoning; auto reads them off the chat template",
+        "markers around the model's reasoning; auto detects them from the chat template",
         choices=("auto", "none", *REASONING_MARKERS),
     )
     tokenizer_threads: int = setting(
@@ -163,22 +164,21 @@ class ServerOptions:
     standby: bool | None = setting(
         "bool",
         None,
-        "keep a second engine ready to take over from one that dies; unset does so if the weights "
-        "are small beside the free memory; without, there is no process either that forks engines",
+        "keep a second engine ready to take over from one that dies; unset does so if the "
+        "weights are small beside the free memory; false also leaves out the fork server",
     )
     watchdog_s: float = setting(
         "float",
         300.0,
-        "seconds without a step, which must be more than the longest step takes, after which an "
-        "engine that has work is killed and replaced; also one that says nothing for so long, "
-        "and a request plane that does",
+        "seconds without a step after which an engine with work is killed and replaced, also an "
+        "engine or request plane without a sign of life; set it above your longest step",
         low=1,
         high=86400,
     )
     stalled_s: float = setting(
         "float",
         10.0,
-        "the same, but after which /ready says no and nothing is killed",
+        "the same, but /ready gets 503 and no process is killed",
         low=1,
         high=86400,
     )

@@ -1,4 +1,4 @@
-"""How many connections a request plane has places for, within the limit of open files."""
+"""Limits the connections of a request plane by the limit of open files."""
 
 from __future__ import annotations
 
@@ -34,5 +34,5 @@ def fit_file_limit(options: ServerOptions) -> ServerOptions:
 
 
 def num_reserved(max_connections: int) -> int:
-    """How many connections beyond the limit may be open, for health checks."""
+    """Connections allowed beyond the limit, for health checks."""
     return min(MOST_RESERVED, max(2, max_connections // 8))

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """What the engine said about its queue.
+    """The engine's queue, as last reported.
 
     Attributes:
         updated_ns: when, on the monotonic clock.
@@ -59,7 +59,7 @@ class EngineProbe(Protocol):
 
 
 class NoProbe:
-    """Stands in where nothing is known: always ready, no gauges."""
+    """A probe without an engine: always ready, no gauges."""
 
     def ready(self) -> bool:
         return True

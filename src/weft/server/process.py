@@ -1,4 +1,4 @@
-"""The request-plane process: tokenises, serves HTTP, and speaks with the engine through a ring.
+"""The request-plane process: tokenises, serves HTTP, and talks to the engine through a ring.
 
     python -m weft.server.process --number N --ring FDS --socket FD --card FD --board FD
                                   --parent PID [--announce]
@@ -102,7 +102,7 @@ def _serve(arguments: argparse.Namespace, settings: Mapping[str, Any], served: S
 
 
 class RingProbe:
-    """What the ring's info page says of the engine."""
+    """The state of the engine, from the info page of the ring."""
 
     def __init__(self, client: RingClient, served: ServedModel) -> None:
         self._client = client

@@ -1,4 +1,4 @@
-"""Bounds on what a connection may send before the application has a say.
+"""Limits of what a connection may send before the application handles it.
 
 Uvicorn and httptools limit neither the request line nor the headers, and take time quadratic in
 their length on the event loop; nor do they limit how many requests wait for the answers before.
@@ -250,7 +250,7 @@ class BoundedProtocol(HttpToolsProtocol):
         return bool(self.pipeline) or (running is not None and not running.response_complete)
 
     def _leave(self, cycle: RequestResponseCycle) -> None:
-        """Tell the application that its client has left: what it still says goes nowhere."""
+        """Signal the application that its client has disconnected; discard its output."""
         cycle.disconnected = True
         cycle.message_event.set()
 
@@ -274,11 +274,11 @@ class BoundedProtocol(HttpToolsProtocol):
 
 
 def _full() -> RequestRefusedError:
-    return RequestRefusedError(503, "The server has as many connections as it takes.", "busy")
+    return RequestRefusedError(503, "The server is at its limit of connections.", "busy")
 
 
 def _refusal(error: BaseException | None) -> RequestRefusedError:
-    """What a client is told about a request that could not be parsed."""
+    """The answer to a request that could not be parsed."""
     if isinstance(error, httptools.HttpParserCallbackError):
         error = error.__context__  # what one of our own methods has raised
     if isinstance(error, RequestRefusedError):

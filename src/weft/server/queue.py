@@ -1,4 +1,4 @@
-"""Bounds on what waits for the engine; what goes beyond is refused and told when to return."""
+"""Limits of the requests that wait for the engine; refusals name a time to retry."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class QueueFullError(WeftError):
 
 
 class Waiting(NamedTuple):
-    """A job of this request plane of which the engine has computed nothing yet.
+    """A job of this request plane that the engine has not started.
 
     Attributes:
         since_ns: when it was submitted, on the monotonic clock.
@@ -99,7 +99,7 @@ def _retry_after_s(excess: int, rate: float) -> int:
 
 
 class EngineRates:
-    """How fast the engine starts sequences and reads prompts, from what it says now and then.
+    """Rates at which the engine starts sequences and reads prompts, from its reports.
 
     Attributes:
         sequences, tokens: a second; NaN while that is unknown.
@@ -110,7 +110,7 @@ class EngineRates:
         self._samples: deque[EngineLoad] = deque()
 
     def sample(self, load: EngineLoad) -> None:
-        """Take in what the engine says at present."""
+        """Record the engine's present counts."""
         samples = self._samples
         if samples and load.engine != samples[-1].engine:  # another engine counts from 0
             samples.clear()

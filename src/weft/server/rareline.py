@@ -1,4 +1,4 @@
-"""A log line that is written at most twice a minute, with how often it was due."""
+"""A log line that is written at most twice a minute, with the number of occurrences."""
 
 from __future__ import annotations
 

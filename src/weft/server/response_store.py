@@ -1,4 +1,4 @@
-"""Stored responses, in SQLite: one file for all request planes, or the memory of this one."""
+"""Stored responses in SQLite: one file for all request planes, or the memory of this one."""
 
 from __future__ import annotations
 
@@ -81,10 +81,10 @@ class StoreError(WeftError):
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One response as it is kept.
+    """One stored response.
 
     Attributes:
-        owner: digest of the key whose it is; nobody else finds it.
+        owner: digest of the API key that owns it; no other key finds it.
         previous: id of the response that it continues.
         items: its own input items, as a JSON list.
         response: the response object, as JSON.
@@ -100,7 +100,7 @@ class Stored:
 
 
 class ResponseStore:
-    """Keeps responses until nobody has used them for long, or they take too much room.
+    """Keeps responses until they are unused for long, or take too much memory.
 
     All work is done on a thread of its own. A response counts as used when it is stored and when a
     conversation goes on from it or from one of its successors. The least recently used go first.
@@ -146,12 +146,12 @@ class ResponseStore:
         return await self.run(lambda _: self._conversation(owner, response_id))
 
     def close(self) -> None:
-        """Close the file; nothing may be asked for any more."""
+        """Close the file; no calls may follow."""
         self._thread.submit(self._base.close)
         self._thread.shutdown()
 
     async def run(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
-        """Let the thread do some work on the data base. Raises StoreError."""
+        """Run work on the data base's thread. Raises StoreError."""
         loop = asyncio.get_running_loop()
         try:
             return await loop.run_in_executor(self._thread, work, self._base)
@@ -237,7 +237,7 @@ def check_store(path: str) -> None:
 
 
 def not_found(response_id: str, param: str = "response_id") -> ResponseNotFoundError:
-    """The error for an id under which there is nothing."""
+    """The error for an unknown id."""
     message = f"There is no response with the id '{response_id[:100]}'."
     return ResponseNotFoundError(message, param=param)
 
@@ -271,7 +271,7 @@ def _open(path: str | None) -> sqlite3.Connection:
             base.execute("PRAGMA synchronous = NORMAL")
             base.execute("PRAGMA secure_delete = ON")
             base.execute("PRAGMA foreign_keys = ON")
-            base.execute("PRAGMA temp_store = MEMORY")  # nothing comes to a disk nobody chose
+            base.execute("PRAGMA temp_store = MEMORY")  # no temporary files on disk
         _prepare(base)
     except (OSError, sqlite3.Error) as error:
         reason = error.strerror if isinstance(error, OSError) else error

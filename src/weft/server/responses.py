@@ -1,4 +1,4 @@
-"""``/v1/responses``: routes, conversations that go on from stored responses, and storing them."""
+"""``/v1/responses``: routes, conversations that continue stored responses, and storing."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class _ResponseHandlers:
         return options.responses_db is not None or options.frontends in (None, 1)
 
     def _check_store(self, body: ResponseBody) -> None:
-        """Refuse what asks for a store that is not there; if nobody asks, nothing is stored."""
+        """Refuse requests that need a missing store; without a request, store nothing."""
         for name in ("store", "previous_response_id", "background"):
             if getattr(body, name) and not self._stores:
                 raise UnsupportedParameterError(
@@ -194,7 +194,7 @@ class _ResponseHandlers:
 
 
 def _owner() -> bytes:
-    """Whose the request is: one key never finds what is another's; without keys all is one's."""
+    """The owner of stored responses: the API key. Without keys all share one owner."""
     exchange = EXCHANGE.get()
     return b"" if exchange is None or exchange.key is None else exchange.key.digest
 
@@ -235,7 +235,7 @@ def _limit(given: str | None) -> int:
 
 
 def _check_include(request: Request) -> None:
-    """What there is, is in every stored response; what OpenAI does not know is refused."""
+    """Check ``include``: known values have no effect, unknown ones are refused."""
     query = request.query_params
     for name in query.getlist("include") + query.getlist("include[]"):
         if name not in get_args(Include):

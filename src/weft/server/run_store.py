@@ -1,4 +1,4 @@
-"""Background responses that are not complete: what each has told, and which process goes on."""
+"""Unfinished background responses: the events of each, and the process that runs it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weft.server.life import Life
 from weft.server.response_store import ResponseStore, Stored, insert, not_found
 
 MAX_SHARE = 8  # of the room of all responses, one of this may be taken by a background response
-ABANDONED_S = 600.0  # until one is given up whose model nobody serves any more
+ABANDONED_S = 600.0  # after which a run whose model is no longer served fails
 ROWS_AT_ONCE = 64
 RETRY_S = 5
 
@@ -31,14 +31,14 @@ class TooManyRunsError(WeftError):
 
 
 class RunLostError(WeftError):
-    """A background response was deleted, or another process goes on with it."""
+    """A background response was deleted, or another process has resumed it."""
 
     http_status = 404
     code = "response_not_found"
 
 
 class ResponseTooLargeError(WeftError):
-    """What is to be kept of one response is too much."""
+    """The stored events of one response are too large."""
 
     http_status = 413
     code = "response_too_large"
@@ -89,7 +89,7 @@ class Run:
 
 
 class Look(NamedTuple):
-    """What has become of runs.
+    """The state of runs.
 
     Attributes:
         adopted: had no living process, and are this one's now.
@@ -103,7 +103,7 @@ class Look(NamedTuple):
 
 
 class Events(NamedTuple):
-    """Events, the number of the last one, and whether none can follow those that there are."""
+    """Events, the number of the last one, and whether they are complete."""
 
     events: bytes
     last: int
@@ -144,7 +144,7 @@ class RunStore:
 
         def work(base: sqlite3.Connection) -> None:
             with base:
-                base.execute("BEGIN IMMEDIATE")  # so that nobody counts at the same time
+                base.execute("BEGIN IMMEDIATE")  # so that no other process counts at the same time
                 self._check_room(base, stored.owner)
                 insert(base, stored)
                 base.execute(
@@ -173,7 +173,7 @@ class RunStore:
             raise TooManyRunsError(message)
 
     async def append(self, run_id: str, chunk: Chunk, response: bytes | None = None) -> None:
-        """Keep what a run has told, and perhaps the response as it is now.
+        """Append a run's events, and optionally the current response.
 
         Raises:
             RunLostError: the run is not this process's any more.
@@ -205,24 +205,24 @@ class RunStore:
         await self._store.run(work)
 
     def _own(self, base: sqlite3.Connection, run_id: str) -> None:
-        """Make sure that the run is this process's, and note that it gets ahead."""
+        """Check that this process owns the run, and note its progress."""
         done = base.execute(
             "UPDATE runs SET attempts = 0 WHERE id = ? AND keeper = ?", (run_id, self._life.number)
         )
         if not done.rowcount:
-            raise RunLostError("The response was deleted, or another process goes on with it.")
+            raise RunLostError("The response was deleted, or another process has resumed it.")
 
     def _check_size(self, base: sqlite3.Connection, run_id: str, chunk: Chunk) -> None:
         query = "SELECT bytes FROM responses WHERE id = ?"
         [size] = base.execute(query, (run_id,)).fetchone()
         if size > self._max_bytes:
             raise ResponseTooLargeError(
-                f"What is kept of one background response may have {self._max_bytes} bytes; "
-                f"this one has outgrown that after {chunk.first} events."
+                f"The stored events of one background response may have {self._max_bytes} "
+                f"bytes; this one exceeded that after {chunk.first} events."
             )
 
     async def look(self, active: Collection[str], *, adopting: bool = True) -> Look:
-        """See to the runs that are ``active`` here, and take those whose keeper is dead.
+        """Check the ``active`` runs, and adopt those whose process is dead.
 
         Raises:
             StoreError: the file cannot be read or written.
@@ -247,7 +247,7 @@ class RunStore:
         return keeper == self._life.number
 
     def _adopt(self, base: sqlite3.Connection, run_id: str, keeper: int) -> Run | None:
-        """The run, if it can be had; None if another process was faster, or will go on."""
+        """The run, if it can be adopted; None if another process has it."""
         with base:
             done = base.execute(
                 "UPDATE runs SET keeper = ?1, attempts = attempts + (keeper != ?1) "
@@ -342,7 +342,7 @@ def _replace(base: sqlite3.Connection, run_id: str, response: bytes) -> None:
 
 
 def _drop_progress(base: sqlite3.Connection, run_id: str) -> None:
-    """Forget, and count no more, what only who goes on with a run needs."""
+    """Delete the data that only a resuming process needs, also from the size."""
     base.execute(
         "UPDATE responses SET bytes = bytes "
         "- (SELECT length(request) FROM runs WHERE runs.id = responses.id) "

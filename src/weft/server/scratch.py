@@ -1,4 +1,4 @@
-"""A private folder in memory for one process and its children, which is gone when they are."""
+"""A private folder in memory for a process and its children, removed when all have ended."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _make() -> tuple[Path, int]:
         held = _lock(folder)
         if held is not None:
             return folder, held
-        shutil.rmtree(folder, ignore_errors=True)  # somebody has taken it for one that was left
+        shutil.rmtree(folder, ignore_errors=True)  # another process took it for an abandoned one
 
 
 def _remove_left() -> None:

@@ -1,4 +1,4 @@
-"""Open jobs: from the bytes of a body to updates of the engine, and their end in every case."""
+"""Open jobs: from the bytes of a body to updates of the engine, and cleanup in every case."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ Prepared = TypeVar("Prepared")
 
 
 class DisconnectedError(Exception):
-    """The client has gone; there is nobody to answer."""
+    """The client has disconnected; no answer can be sent."""
 
 
 class Service:
-    """What all handlers share.
+    """State that all handlers share.
 
     Attributes:
         draining: no new jobs are taken; open ones go on.
@@ -88,7 +88,7 @@ class Service:
 
     @property
     def state(self) -> str:
-        """What ``/ready`` says; requests are taken at once where it is "ready"."""
+        """The state in ``/ready``; requests are accepted at once in state "ready"."""
         if self.draining:
             return "draining"
         if not self.probe.ready():
@@ -110,7 +110,7 @@ class Service:
         return self.probe.out_of_memory() and time.monotonic() - self._memory_s > MEMORY_PATIENCE_S
 
     def notes(self) -> Notes:
-        """What takes the ignored parameters of the request that is being answered."""
+        """The collector of ignored parameters of the current request."""
         exchange = EXCHANGE.get()
         notes = Notes() if exchange is None else exchange.notes
         notes.strict = self.options.strict
@@ -133,7 +133,7 @@ class Service:
     async def prepare(
         self, num_bytes: int, build: Callable[[], Prepared], *, renders: bool = True
     ) -> Prepared:
-        """Let ``build`` turn a body of so many bytes into a job; see `compute`.
+        """Have ``build`` turn a body of so many bytes into a job; see `compute`.
 
         Raises a typed error for everything that is wrong with the body.
         """
@@ -246,7 +246,7 @@ class Service:
             job.interrupt(error)
 
     def close(self) -> None:
-        """Let the threads go."""
+        """Stop the threads."""
         for pool in (self._pool, self._chats):
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -296,7 +296,7 @@ class OpenJob:
             exchange.job, exchange.timer = job, self._timer
 
     def waiting(self) -> Waiting | None:
-        """What of the job the engine has not begun; None if that is nothing."""
+        """The part of the job that waits for the engine; None if there is none."""
         timer = self._timer
         if timer is None or not timer.unseen:
             return None
@@ -312,7 +312,7 @@ class OpenJob:
         return updates
 
     def stop(self, sequence_ids: Iterable[int]) -> None:
-        """Tell the engine that a stop string has ended these."""
+        """Report to the engine that a stop string has ended these."""
         for sequence_id in sequence_ids:
             self._service.client.cancel(sequence_id, FinishReason.STOP)
 

@@ -24,7 +24,7 @@ _OPERATIONS = {"completion": "text_completion", "embedding": "embeddings"}
 
 
 def make_exporter(endpoint: str) -> SpanExporter:
-    """What sends spans to a collector; a URL without a path means ``/v1/traces``.
+    """An exporter of spans to a collector; a URL without a path means ``/v1/traces``.
 
     Raises:
         ConfigError: it is no http(s) URL, or the extra is not installed.

@@ -1,4 +1,4 @@
-"""BlendServe's synthesiser: offline traces of a wanted density and sharing, of three kinds.
+"""BlendServe's synthesiser: offline traces with a given density and sharing, of three kinds.
 
 The paper mixes BurstGPT (compute-heavy), OpenVid (long outputs) and MMLU (high sharing). Their
 texts and lengths are not at hand, so each is a synthetic substitute: log-normal lengths whose means
@@ -100,7 +100,7 @@ def shortened(kind: Kind, factor: float) -> Kind:
 def counts(
     density: float, sharing: float, heavy: int, kinds: Seq[Kind], rates: Rates
 ) -> tuple[int, int, int]:
-    """How many requests of each kind give the density and the sharing together.
+    """Requests of each kind that together give the density and the sharing.
 
     Args:
         density: ``(1 - s) sum T_comp / sum T_mem`` of the whole trace.

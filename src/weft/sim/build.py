@@ -1,4 +1,4 @@
-"""From the settings of ``weft sim`` to costs, scheduler and traffic."""
+"""Builds costs, scheduler and traffic from the settings of ``weft sim``."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ BEST_EFFORT_TEXTS = 2**33  # texts of best-effort prompts are numbered from here
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """What every run of a simulation has in common.
+    """The shared parts of every run of a simulation.
 
     Attributes:
         cost: what steps really take.

@@ -1,10 +1,10 @@
-"""A clock that only moves when it is told to."""
+"""A virtual clock that moves only when set."""
 
 from __future__ import annotations
 
 
 class VirtualClock:
-    """Seconds that go on by ``advance`` and ``reach`` alone."""
+    """A virtual clock in seconds, moved only by ``advance`` and ``reach``."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -18,5 +18,5 @@ class VirtualClock:
         self._now += seconds
 
     def reach(self, at_s: float) -> None:
-        """Go on to a time, unless it is past already."""
+        """Advance to a time, unless it is past already."""
         self._now = max(self._now, at_s)

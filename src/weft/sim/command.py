@@ -1,4 +1,4 @@
-"""``weft sim``: all its runs, from settings to a result."""
+"""``weft sim``: all its runs, from settings to results."""
 
 from __future__ import annotations
 

@@ -272,7 +272,7 @@ class ModelledExecutor:
             raise InvariantError(f"the modelled executor has no {tier} tier")
 
     def _move(self, move: KVMove) -> None:
-        """Copy the blocks of a row into the other tier and go on with the new table.
+        """Copy the blocks of a row to the other tier and switch to the new table.
 
         Raises:
             InvariantError: the row is in that tier already or its table is not the move's source.

@@ -1,4 +1,4 @@
-"""The figures of a simulation: latencies, rates, targets kept by class, and use of the machine."""
+"""The figures of a simulation: latencies, rates, SLO attainment by class, and utilisation."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class _View:
         return (self.end - self.first) / np.maximum(self.output - 1, 1)
 
     def kept(self, row: ServiceClass) -> NDArray[np.bool_]:
-        """Which requests kept the targets of a class."""
+        """The requests that kept the targets of a class."""
         good: NDArray[np.bool_] = self.done.copy()
         if row.ttft_s is not None:
             good &= self.ttft_s <= row.ttft_s

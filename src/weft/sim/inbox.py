@@ -1,4 +1,4 @@
-"""The request plane of a simulation: requests come when their time has come, and are made then."""
+"""The request plane of a simulation: creates each request when its arrival time has come."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class SimulatedInbox:
                 heapq.heappush(self._later, (job.at_s, next(self._ties), job))
 
     def wait(self) -> None:
-        """Go on to the next arrival.
+        """Advance to the next arrival.
 
         Raises:
             InvariantError: none will come, but requests are open: the scheduler is stuck.

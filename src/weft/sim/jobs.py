@@ -64,7 +64,7 @@ def shared_text(index: int, count: int) -> TokenSegment:
 
 
 def own_text(index: int, count: int) -> TokenSegment:
-    """Text that nobody else has; ``index`` is below 2**34."""
+    """Unique text; ``index`` is below 2**34."""
     return TokenSegment(_OWN + (index << _ROOM), count)
 
 
@@ -79,7 +79,7 @@ def answer_text(number: int, count: int) -> TokenSegment:
 
 
 def prompt_of(arrival: Arrival, index: int) -> tuple[TokenSegment, ...]:
-    """The prompt of request ``index`` of a trace: its blocks, then text of its own."""
+    """The prompt of request ``index`` of a trace: its blocks, then unique text."""
     segments, left = [], arrival.input_tokens
     for block in arrival.blocks:
         if left > 0:

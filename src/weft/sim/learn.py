@@ -1,4 +1,4 @@
-"""What a scheduler plans with in a simulation: costs fitted to noisy measurements of the true ones.
+"""The scheduler's cost model in a simulation: costs fitted to noisy measurements of the true ones.
 
 As on a real machine: steps of known work are measured, each as the median of some repeats that
 differ by the same errors as every step does, and weft's fits go through them. So a scheduler never

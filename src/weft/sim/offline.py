@@ -77,7 +77,7 @@ class OrderedInbox:
 
 @dataclass(frozen=True, slots=True)
 class OfflineRun:
-    """What came of a run.
+    """The results of a run.
 
     Attributes:
         compute_s, memory_s, other_s: (steps,) seconds of each step alone: arithmetic, reads of

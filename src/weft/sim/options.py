@@ -25,7 +25,7 @@ TRACES = (
 
 @dataclass(frozen=True, slots=True)
 class SimOptions:
-    """What a user may set about ``weft sim``.
+    """Settings of ``weft sim``.
 
     Raises:
         ConfigError: a value is malformed, out of bounds, or contradicts another one.
@@ -34,20 +34,22 @@ class SimOptions:
     model: str = setting("str", "llama-3.1-8b", "name of a known model, or path to a config.json")
     hardware: str = setting("str", "a10g", "name of known hardware")
     dtype: str | None = setting(
-        "str", None, "of weights and arithmetic, such as bf16; unset takes what the hardware has"
+        "str",
+        None,
+        "type of weights and arithmetic, such as bf16; unset takes the hardware's usual one",
     )
-    kv_dtype: str | None = setting("str", None, "of KV; unset follows dtype")
+    kv_dtype: str | None = setting("str", None, "type of KV; unset follows dtype")
     tp: int = setting("int", 1, "devices over which each layer is split", low=1, high=64)
     step_times: str = setting(
         "str",
         "roofline",
-        "what steps take: by the hardware's data sheet, or by measured kernels (weft[sim])",
+        "source of step times: the hardware's data sheet, or measured kernels (weft[sim])",
         choices=("roofline", "measured"),
     )
     host_overhead: str = setting(
         "str",
         "cpu-driven",
-        "what the host adds to each step: as measured on an engine that a CPU drives, or nothing",
+        "host overhead of each step: as measured on a CPU-driven engine, or none",
         choices=("cpu-driven", "none"),
     )
     scheduler: str = setting(
@@ -63,7 +65,7 @@ class SimOptions:
     burstiness: float = setting(
         "float",
         1.0,
-        "shape of the intervals where a trace has no times: 1 is Poisson, less comes in bursts",
+        "shape of the intervals where a trace has no times: 1 is Poisson, below 1 in bursts",
         low=0,
         high=1000,
         above=True,
@@ -76,23 +78,28 @@ class SimOptions:
         high=10**8,
     )
     input_tokens: str = setting("str", "512", f"length of synthetic prompts: {LENGTH_WORDS}")
-    output_tokens: str = setting("str", "128", "length of synthetic answers, in the same words")
+    output_tokens: str = setting("str", "128", "length of synthetic answers, in the same form")
     service_class: str = setting("str", "interactive", "class of the trace's requests")
     slo_ttft_ms: float | None = setting(
         "float",
         None,
-        "that class's time to the first token; unset is the workload's or the class table's",
+        "target of that class for the first token, in milliseconds; unset is the workload's or "
+        "the class table's",
         low=0,
         above=True,
     )
     slo_tpot_ms: float | None = setting(
-        "float", None, "its mean time for each further token", low=0, above=True
+        "float",
+        None,
+        "target of that class for each further token, on average, in milliseconds",
+        low=0,
+        above=True,
     )
-    be_trace: str | None = setting("str", None, "best-effort requests, in the words of trace")
+    be_trace: str | None = setting("str", None, "best-effort requests, in the form of trace")
     be_rate: float | None = setting(
         "float",
         None,
-        "best-effort requests a second; unset keeps be_open of them with the engine",
+        "best-effort requests a second; unset keeps be_open of them open",
         low=0,
         high=1e6,
         above=True,
@@ -101,10 +108,10 @@ class SimOptions:
         "int", 64, "best-effort requests that are always open", low=1, high=10**6
     )
     be_requests: int | None = setting(
-        "int", None, "best-effort requests in all; unset has no end", low=1, high=10**8
+        "int", None, "best-effort requests in total; unset is unlimited", low=1, high=10**8
     )
     be_input_tokens: str = setting("str", "512", "length of synthetic best-effort prompts")
-    be_output_tokens: str = setting("str", "128", "length of their answers")
+    be_output_tokens: str = setting("str", "128", "length of synthetic best-effort answers")
     be_class: str = setting("str", "batch", "class of best-effort requests")
     classes: Mapping[str, Any] = setting(
         "map", {}, "service classes: name -> priority, ttft_s, tpot_s", high=64
@@ -120,19 +127,21 @@ class SimOptions:
         "float", 0.9, "share of device memory for weights and KV", low=0, high=1, above=True
     )
     host_kv: int | None = setting(
-        "bytes", None, "host memory for KV; unset is half of what the hardware's host has", low=0
+        "bytes", None, "host memory for KV; unset is half of the host's memory", low=0
     )
     error: float = setting(
-        "float", 0.03, "deviation of steps' times from their costs", low=0, high=1
+        "float", 0.03, "standard deviation of step times, as a share of their costs", low=0, high=1
     )
     long_steps: float = setting("float", 0.001, "share of steps that are long", low=0, high=1)
-    long_factor: float = setting("float", 5.0, "how much longer those take", low=1, high=1000)
-    seed: int = setting("int", 0, "of arrivals, lengths and errors", low=0, high=2**63 - 1)
+    long_factor: float = setting(
+        "float", 5.0, "factor by which long steps take longer", low=1, high=1000
+    )
+    seed: int = setting("int", 0, "seed of arrivals, lengths and errors", low=0, high=2**63 - 1)
     out: str | None = setting(
         "path", None, "folder for result.json and plots; plots need weft[sim]"
     )
     chrome_trace: str | None = setting(
-        "path", None, "file for a timeline, to be opened in chrome://tracing or Perfetto"
+        "path", None, "file for a timeline; open it in chrome://tracing or Perfetto"
     )
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What arithmetic and memory reads take together, when an executor runs them side by side.
+"""The time of arithmetic and memory reads when an executor overlaps them.
 
 Operators that are bound by arithmetic (dense layers, prefill attention, head) can run beside those
 that are bound by memory bandwidth (decode attention), on other parts of the GPU (NanoFlow, Zhu et
@@ -29,7 +29,7 @@ def in_a_row(compute_s: Any, memory_s: Any) -> Any:
 
 
 def ideal(compute_s: Any, memory_s: Any) -> Any:
-    """The shorter one costs nothing: the roofline's bound, which no GPU reaches."""
+    """The shorter one is free: the roofline's bound, which no GPU reaches."""
     return np.maximum(compute_s, memory_s)
 
 
@@ -65,7 +65,7 @@ def memory_s(terms: Terms) -> float:
 
 
 class Overlapped:
-    """A cost model whose decode attention runs beside arithmetic; what it hides counts nothing.
+    """A cost model whose decode attention overlaps arithmetic; hidden time is free.
 
     Implements ``weft.cost.model.CostModel``.
     """

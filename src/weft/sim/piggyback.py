@@ -1,4 +1,4 @@
-"""Attention piggybacking in virtual time: the host attends, and results piggyback with later steps.
+"""Attention piggybacking in virtual time: the host attends, and a later step takes the results.
 
 OmniServe section 3.2, layer by layer. A piggybacked row's token begins with the embedding and the
 first QKV, which a step computes along with its own rows. Then q, k and v of layer i go to a host,
@@ -32,7 +32,7 @@ class PiggybackRow(NamedTuple):
 
 
 class Piggybacked(NamedTuple):
-    """What a step did for piggybacked rows.
+    """The piggybacked work of a step.
 
     Attributes:
         finished: rows whose token is complete, in the order in which it happened.
@@ -85,7 +85,7 @@ class Piggyback:
 
     @property
     def in_layers(self) -> tuple[int, ...]:
-        """How many piggybacked rows wait for each layer or its attention."""
+        """The number of piggybacked rows that wait for each layer or its attention."""
         return tuple(len(results) for results in self._back)
 
     def keep(self, row: int, tokens: int) -> None:

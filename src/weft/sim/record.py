@@ -1,4 +1,4 @@
-"""What a simulation remembers: a few numbers for each request and each step, in compact arrays.
+"""Records of a simulation: a few numbers for each request and each step, in compact arrays.
 
 About 60 bytes a request and 150 bytes a step; gaps between tokens are counted, since most tokens of
 a step have the same one. Nothing here grows with tokens.
@@ -71,7 +71,7 @@ class Record:
         return len(self.arrival_s)
 
     def arrive(self, at_s: float, job: SimulatedRequest, input_tokens: int) -> int:
-        """Note a request and return its number."""
+        """Record a request and return its number."""
         number = len(self.arrival_s)
         self.arrival_s.append(at_s)
         for times in (self.scheduled_s, self.first_s, self.end_s):
@@ -86,13 +86,13 @@ class Record:
         return number
 
     def scheduled(self, numbers: Iterable[int], now: float) -> None:
-        """Note when requests first got a row."""
+        """Record when requests first got a row."""
         for number in numbers:
             if self.scheduled_s[number] < 0:
                 self.scheduled_s[number] = now
 
     def outputs(self, outputs: StepOutputs, now: float) -> list[int]:
-        """Note the tokens of a step and return the requests that ended."""
+        """Record the tokens of a step and return the requests that ended."""
         numbers = [number for number, _ in outputs.tokens]
         numbers += [update.sequence_id for update in outputs.updates if update.token is not None]
         for number in self._fresh.intersection(numbers):
@@ -136,7 +136,7 @@ class Record:
 
 
 class StepLog:
-    """What each step computed and how full the machine was, a column for each name above."""
+    """The work and the load of each step, a column for each name above."""
 
     def __init__(self) -> None:
         self.columns = {name: array("d") for name in STEP_COLUMNS}

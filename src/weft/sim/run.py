@@ -25,7 +25,7 @@ from weft.sim.simulated import Errors, SimulatedExecutor
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Who asks: jobs that come by the clock, and a backlog of which ``keep`` are always open."""
+    """Traffic: timed jobs, and a backlog of which ``keep`` are always open."""
 
     arrivals: Iterator[SimulatedRequest]
     backlog: Iterator[SimulatedRequest] | None = None
@@ -34,7 +34,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """What came of a simulation; times are virtual seconds from its start."""
+    """The results of a simulation; times are virtual seconds from its start."""
 
     record: Record
     log: StepLog

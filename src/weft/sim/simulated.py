@@ -1,4 +1,4 @@
-"""The simulated executor: a virtual clock goes on by what a cost model says of each step.
+"""The simulated executor: advances a virtual clock by the cost model's time of each step.
 
 Unlike the modelled executor of the tests it computes no tokens: an answer repeats one token and
 ends at its traced length. Its times come from another cost model than the one that a scheduler
@@ -43,7 +43,7 @@ class Errors:
         self._draw = random.Random(f"errors {self.seed}")
 
     def factor(self) -> float:
-        """What the next step's time is multiplied with; the median is 1."""
+        """The random factor of the next step's time; the median is 1."""
         long = self.long_factor if self._draw.random() < self.long_share else 1.0
         return long * math.exp(self._draw.gauss(0.0, self.deviation))
 
@@ -188,7 +188,7 @@ class SimulatedExecutor:
         return start_s, self._carried_s(tokens, carried), tuple(ended)
 
     def _carried_s(self, tokens: int, by_layer: list[int]) -> float:
-        """What piggybacked rows add to the dense part of each layer, and fetching their residuals.
+        """The time that piggybacked rows add to each layer's dense part and residual reads.
 
         OmniServe section 5.3: 75 us to write queues and residuals and 0.5 ms to load residuals, for
         400 piggybacked rows in all.
@@ -206,7 +206,7 @@ class SimulatedExecutor:
         return carried_s / len(by_layer) + sum(by_layer) * PIGGYBACK_LAYER_S
 
     def collected(self, ticket: SimulatedTicket, end_s: float) -> None:
-        """Go on to the end of the oldest outstanding step."""
+        """Advance to the end of the oldest outstanding step."""
         if self._outstanding.popleft() is not ticket:
             raise InvariantError("steps must be collected in the order of their launch")
         self._clock.reach(end_s)

@@ -1,4 +1,4 @@
-"""How much of the machine the steps of a simulation used, in all and over time.
+"""Utilisation of the machine by the steps of a simulation, in total and over time.
 
 Arithmetic and bytes are those that the work needs, whatever time it took: shares of what the
 hardware sheet says, so they never depend on how good a cost model is.
@@ -118,7 +118,7 @@ def timeline(machine: Machine, log: StepLog, seconds: float, bins: int = BINS) -
 
 
 def spread(log: StepLog, amounts: Floats, edges: Floats) -> Floats:
-    """How much of each step's amount falls between the edges, evenly over the step."""
+    """Spread each step's amount evenly over its time; return the sums between edges."""
     if not len(log):
         return np.zeros(len(edges) - 1)
     start = log.column("start_s")

@@ -94,7 +94,7 @@ def read_workload(path: str, param: str = "trace") -> Workload:
 
 
 def distribution(given: Mapping[str, Any]) -> Draw:
-    """What draws from ``min``, ``max``, ``mean``, ``standard_deviation`` and a type.
+    """A sampler from ``min``, ``max``, ``mean``, ``standard_deviation`` and a type.
 
     What is drawn beyond the bounds becomes the bound. A bimodal one has its lower mode at ``min``
     and the upper one where mean and deviation come out as they should.

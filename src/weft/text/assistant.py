@@ -1,4 +1,4 @@
-"""An assistant's turn as events: what it says, what it thinks, and the tools that it calls."""
+"""An assistant's turn as events: content, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class Stepwise:
 
 
 class ReasoningParser(Stepwise):
-    """Reasoning that stands at the start of a turn between two markers.
+    """Reasoning at the start of a turn, between two markers.
 
     Args:
         opened: the prompt has ended with the opening marker, so that the turn starts inside.
@@ -176,7 +176,7 @@ class ReasoningParser(Stepwise):
 
 
 def split_at(text: str, markers: Sequence[str]) -> tuple[str, str, str]:
-    """Cut text at the first marker: what stands before it, the marker, what follows.
+    """Split text at the first marker: the text before, the marker, the text after.
 
     The marker includes the white space before it. Without one it is empty, and what follows is the
     end of the text that may still become one.

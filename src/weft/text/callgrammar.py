@@ -1,4 +1,4 @@
-"""Grammars of whole turns: calls in a family's form, reasoning before them, or another body."""
+"""Grammars of whole turns: tool calls in a family's format, reasoning, or another body."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def turn_grammar(
 
 
 def _speller(tokenizer: Tokenizer) -> Callable[[str], str]:
-    """How a grammar names a marker: by id where it is a token apart from text, else as text."""
+    """How a grammar spells a marker: by id if it is a control token, else as text."""
     apart = {token.content: token.token_id for token in tokenizer.added_tokens if token.is_apart}
 
     def spell(marker: str) -> str:
@@ -100,7 +100,7 @@ def _reasoning(
     budget: int | None,
     rules: list[str],
 ) -> str:
-    """The rule of what may stand before the answer; empty where the model marks no reasoning.
+    """The rule for text before the answer; empty where the model marks no reasoning.
 
     Adds the rules of reasoning, and ``TEXT``: what free text of the answer may be. Under a budget
     it cannot open reasoning itself.
@@ -135,7 +135,7 @@ def _until(name: str, marker: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Calls:
-    """What the form of a family is made from.
+    """The parts of a family's call format.
 
     Attributes:
         alone: nothing but calls; else text may stand before, between and after them.

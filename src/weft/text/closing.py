@@ -1,4 +1,4 @@
-"""Closes objects of schemas: keys that a schema does not name are left out of the output.
+"""Closes objects of schemas, so that keys without a property do not occur in the output.
 
 JSON Schema allows any other keys in an object that does not say ``additionalProperties``. A model
 that may write them fills its output with them, and no program that sends such a schema reads them.
@@ -14,7 +14,7 @@ _MERGED = ("$ref", "$dynamicRef", "anyOf", "oneOf")
 
 
 def close_objects(nodes: Sequence[dict[str, Any]]) -> bool:
-    """Close the objects of a schema that name their properties and say nothing of others.
+    """Close the objects of a schema that have properties and no rule for others.
 
     What satisfies the closed schema satisfies the schema. Where schemas are merged, one would
     close out what another names, so that nothing is closed.

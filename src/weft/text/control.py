@@ -1,4 +1,4 @@
-"""Control tokens: telling the ones that were meant from the ones that a text merely spells.
+"""Control tokens: separates the intended ones from text that merely spells one.
 
 A tokeniser matches its added tokens by their spelling, so text from outside that spells
 ``<|eot_id|>`` would end a turn. The `Guard` is a second instance of the same tokeniser in which
@@ -140,7 +140,7 @@ def grammar_document(reference: Reference, tokens: Iterable[AddedToken]) -> str:
 
 
 def _private_names(count: int) -> Iterator[str]:
-    """128 random bits and a number as characters that mean nothing to anyone (plane 16)."""
+    """128 random bits and a number as private-use characters (plane 16)."""
     secret = "".join(chr(_PRIVATE + secrets.randbelow(_PRIVATE_CHARS)) for _ in range(_NAME_CHARS))
     for number in range(count):
         high, low = divmod(number, _PRIVATE_CHARS)

@@ -1,4 +1,4 @@
-"""Custom tools, which take a text: offered to models as functions with one string.
+"""Custom tools, which take text: shown to models as functions with one string.
 
 The model calls such a function with ``{"input": "<text>"}``; the answer shows the text.
 """

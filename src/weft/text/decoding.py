@@ -12,7 +12,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 @dataclass(frozen=True)
 class DecodeTable:
-    """What each id contributes to the text.
+    """The bytes of each id in the text.
 
     Attributes:
         kind: "byte_level": the bytes of all tokens, joined, are UTF-8. "byte_fallback": tokens are

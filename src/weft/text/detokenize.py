@@ -1,4 +1,4 @@
-"""Incremental detokenisation: each text delta as soon as it is certain, never half a character."""
+"""Incremental detokenisation: returns text as soon as it is final, never half a character."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a model's turns mark reasoning and tool calls: read off its chat template, or set."""
+"""A model's markup for reasoning and tool calls: detected from its chat template, or set."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OPENED_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """What one model writes.
+    """The markup of one model.
 
     Attributes:
         tools: a key of ``TOOL_PARSERS``, or None where no form of calls is known.
@@ -53,7 +53,7 @@ class Dialect:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How the text of one turn is read.
+    """How to parse the text of one turn.
 
     Attributes:
         tools: names of the functions that may be called; None looks for no calls.

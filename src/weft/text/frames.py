@@ -1,4 +1,4 @@
-"""JSON values over a socket, each behind its length: how a process asks its renderer."""
+"""Length-prefixed JSON values over a socket, between a process and its renderer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Structured output: schemas, expressions, choices and grammars to what llguidance compiles.
+"""Structured output: turns schemas, expressions, choices and grammars into llguidance's input.
 
 Everything is bounded before it is compiled, and what a grammar cannot guarantee is refused: a
 keyword is honoured or an error, never ignored.
@@ -171,7 +171,7 @@ class GrammarChecker:
         return _digest(grammar) in self._known
 
     def check(self, grammar: str) -> None:
-        """Compile a grammar; takes up to some tenths of a second, in which other threads go on.
+        """Compile a grammar; takes up to some tenths of a second and releases the GIL.
 
         Raises:
             GrammarError: it is wrong, too costly, or allows no text.

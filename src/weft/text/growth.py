@@ -1,4 +1,4 @@
-"""How much longer a normaliser or decoder of a tokenizer.json can make a text, without running it.
+"""Bounds the growth of text by the normaliser or decoder of a tokenizer.json, without running it.
 
 Four times ``x -> x * 1000`` makes 10^12 characters of one, inside native code that nothing stops.
 So a bound is worked out from the steps: each gives at most so many characters for one that it takes

@@ -1,4 +1,4 @@
-"""``propertyNames`` of schemas in words that grammars know: dropped, or written out as keywords.
+"""``propertyNames`` of schemas in keywords that grammars support: dropped, or written out.
 
 llguidance has no such keyword. One that says nothing is dropped; names that can be listed become
 properties; a pattern or bounds of the length become ``patternProperties``.
@@ -65,7 +65,7 @@ class NameReader:
         self._steps = 0
 
     def told(self, names: Any, depth: int = 0) -> Schema | None:
-        """What a schema of names demands beyond that they are texts; None for nothing.
+        """The constraints of a schema of names beyond their being strings; None if there are none.
 
         Raises:
             GrammarError: it is no schema, no text satisfies it, its reference leads nowhere or
@@ -130,7 +130,7 @@ class NameReader:
         return (texts or option == {}) and self.told(option, depth) is None
 
     def _at(self, reference: str) -> Any:
-        """What a reference within the schema stands for."""
+        """Resolve a reference within the schema."""
         found: Any = self._root
         start, *steps = reference.split("/")
         for step in steps:

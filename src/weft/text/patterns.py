@@ -1,4 +1,4 @@
-"""Bounds of regular expressions, which are checked before one is compiled."""
+"""Bounds of regular expressions, checked before compilation."""
 
 from __future__ import annotations
 

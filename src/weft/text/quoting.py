@@ -91,7 +91,7 @@ class Alphabet:
 
 
 class Quoted(str):
-    """A string in the private alphabet that compares as the text it stands for."""
+    """A string in the private alphabet that compares as its original text."""
 
     _table: Mapping[int, str]
     _plain_table: Mapping[int, str]
@@ -193,7 +193,7 @@ def _is_mark(char: str) -> bool:
 
 
 def _original(value: object) -> object:
-    """The text that a string stands for, as a plain str; other objects as they are."""
+    """The original text of a string, as a plain str; other objects unchanged."""
     if isinstance(value, Quoted):
         return str.translate(value, value._plain_table)
     return value

@@ -1,4 +1,4 @@
-"""Lark grammars without recursion as one regular expression."""
+"""Converts Lark grammars without recursion to one regular expression."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The process that compiles and renders chat templates, so that one can cost nothing but itself.
+"""The process that compiles and renders chat templates, isolated with limits.
 
     python -m weft.text.render_process SOCKET PARENT
 
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def _readable(link: socket.socket, parent: int) -> bool:
-    """Wait for a request; False if the parent has ended, whoever else holds its end."""
+    """Wait for a request; False if the parent has ended."""
     ready, _, _ = select.select([link.fileno(), parent], [], [])
     return parent not in ready
 

@@ -1,4 +1,4 @@
-"""Asks the process that renders chat templates; starts it, and anew whenever it has ended."""
+"""The client of the template renderer process; restarts it whenever it has ended."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TemplateSource:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why there is no result.
+    """The reason why there is no result.
 
     Attributes:
         kind: "syntax", "refused" (by the template itself), "failed", "long", "memory" or "time".
@@ -48,7 +48,7 @@ class Failure:
 
 
 class Renderer:
-    """A process of its own for templates. Safe to share between threads, which take turns.
+    """The process that renders templates. Safe to share between threads, which take turns.
 
     It starts with the first request. In a forked child it is another one, started there.
     """
@@ -63,7 +63,7 @@ class Renderer:
         self._link: socket.socket | None = None
 
     def start(self) -> None:
-        """Start the process unless it runs, without waiting until it is there.
+        """Start the process unless it runs, without waiting for it.
 
         Raises:
             RendererDeadError: there can be no other process.
@@ -126,14 +126,14 @@ class Renderer:
         return self._lock
 
     def _ask(self, request: Mapping[str, Any]) -> dict[str, Any] | Failure:
-        """Send a request, and once more where somebody has killed the process meanwhile."""
+        """Send a request, and once more if the process was killed meanwhile."""
         reply = self._exchange(request)
         if reply == -signal.SIGKILL:
             reply = self._exchange(request)
         return self._explain(reply) if isinstance(reply, int) else reply
 
     def _exchange(self, request: Mapping[str, Any]) -> dict[str, Any] | Failure | int:
-        """What the process replies; if it does not, the code that it ended with by itself.
+        """The reply of the process; without one, its exit code.
 
         That is `_SILENT` if it had to be ended.
         """
@@ -146,7 +146,7 @@ class Renderer:
             answer, silent = None, True
         except OSError:  # closed by a process that has ended
             answer = None
-        except BaseException:  # half a request, or a reply that nobody will read
+        except BaseException:  # half a request, or a reply that is never read
             self._end(patience_s=0)
             raise
         if answer is None:
@@ -159,7 +159,7 @@ class Renderer:
         return Failure(reply["error"], reply.get("detail", "")) if "error" in reply else reply
 
     def _explain(self, code: int) -> Failure:
-        """What the end of the process says of the template."""
+        """Explain the end of the process by its exit code."""
         self._connected()  # the next one starts while this failure is told
         if code == -signal.SIGPROF:
             return Failure("time")
@@ -171,7 +171,7 @@ class Renderer:
 
     def _connected(self) -> socket.socket:
         if self._process is not None and self._process.poll() is not None:
-            self._end()  # it was killed while nobody asked
+            self._end()  # it was killed between requests
         if self._link is not None:
             return self._link
         try:

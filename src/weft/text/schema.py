@@ -1,4 +1,4 @@
-"""Checks that a JSON Schema asks for no more than a grammar can guarantee, within bounds.
+"""Refuses JSON Schemas that a grammar cannot guarantee or that exceed the bounds.
 
 A keyword is honoured or an error, never ignored.
 """
@@ -102,7 +102,7 @@ def _check_schema(schema: Any) -> None:
 
 @contextlib.contextmanager
 def _at(path: str) -> Iterator[None]:
-    """Let errors say where in a schema they are."""
+    """Make errors name their path in the schema."""
     try:
         yield
     except GrammarError as error:
@@ -184,7 +184,7 @@ def _check_bounds(bounds: Sequence[tuple[bool, float]]) -> None:
 
 
 def _schemas(node: Any, path: str, depth: int) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield each schema within a schema, with where it stands."""
+    """Yield each schema within a schema, with its path."""
     if depth > MAX_SCHEMA_DEPTH:
         raise GrammarError(f"it is nested more than {MAX_SCHEMA_DEPTH} levels deep")
     if isinstance(node, list):

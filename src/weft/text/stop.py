@@ -1,4 +1,4 @@
-"""Stop strings, exact also when they span tokens."""
+"""Exact matching of stop strings, also across tokens."""
 
 from __future__ import annotations
 

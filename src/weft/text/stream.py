@@ -1,4 +1,4 @@
-"""Token ids of one sequence to text deltas, ended by stop strings."""
+"""Turns the token ids of one sequence into text deltas, ended by stop strings."""
 
 from __future__ import annotations
 

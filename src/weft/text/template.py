@@ -1,4 +1,4 @@
-"""Chat templates: messages to the prompt that the model was trained on, and to its ids."""
+"""Chat templates: renders messages to the model's prompt format, and encodes it."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ class ChatTemplate:
     def _fail(self, kind: str, detail: str) -> NoReturn:
         if kind == "long":
             raise TemplateError(
-                f"The chat template gives more than {self.max_output_chars} characters; send "
+                f"The rendered prompt has more than {self.max_output_chars} characters; send "
                 "shorter messages."
             )
         if kind in _TOO_COSTLY:
@@ -220,7 +220,7 @@ class ChatTemplate:
         )
 
     def _controls_for(self, tokenizer: Tokenizer) -> _Controls:
-        """What counts as control token with this template; worked out once for each tokeniser."""
+        """The control tokens with this template; computed once for each tokeniser."""
         entry = self._controls.get(id(tokenizer))
         if entry is None or entry[0] is not tokenizer:
             entry = (tokenizer, _Controls(tokenizer, "\0".join(self.sources.values())))
@@ -290,7 +290,7 @@ def encode_chat(
     controls = template._controls_for(tokenizer)
     mark = ""
     if continue_final_message:
-        mark = secrets.token_hex(16)  # nobody can spell it; no template changes letters and digits
+        mark = secrets.token_hex(16)  # cannot be guessed; no template changes letters and digits
         last = messages[-1]
         messages = [*messages[:-1], {**last, "content": f"{last['content']}{mark} "}]
     rendered = template._render(

@@ -1,4 +1,4 @@
-"""Text to token ids and back: `tokenizers` as the reference, `fastokens` where it agrees."""
+"""Encodes and decodes text: `tokenizers` as the reference, `fastokens` where it agrees."""
 
 from __future__ import annotations
 

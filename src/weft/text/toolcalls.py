@@ -1,4 +1,4 @@
-"""Tool calls in an assistant's text, in the form of each model family, as events while they arrive.
+"""Parses tool calls from an assistant's text, in each family's format, as it arrives.
 
 What is not a call in the family's form stays content, markers included: nothing is lost. Once the
 arguments of a call have begun it is given out and cannot be taken back; where such a call breaks
@@ -141,7 +141,7 @@ class _Call:
         return self._give_out(), text[at:]
 
     def cut(self) -> list[Event]:
-        """Give the call out as far as it has come, if its name is complete."""
+        """Emit the call so far, if its name is complete."""
         self._arguments = self._arguments or ""
         return self._give_out()
 
@@ -207,7 +207,7 @@ class _Call:
 
 
 def _string(text: str) -> str | None:
-    """The value of a JSON string, None if it is something else."""
+    """The value of a JSON string, None for any other value."""
     try:
         value = json.loads(text)
     except ValueError:
@@ -216,7 +216,7 @@ def _string(text: str) -> str | None:
 
 
 class CallParser(Stepwise):
-    """What the parsers of all families share: text, then calls that a marker opens.
+    """Base of the families' parsers: text, then calls that a marker opens.
 
     Args:
         names: functions that may be called; only a form without marker looks at them.
@@ -294,7 +294,7 @@ class CallParser(Stepwise):
         raise NotImplementedError
 
     def _no_call(self, raw: str = "") -> bool:
-        """What was taken for a call is text; the marker is not looked for in it again."""
+        """Turn a supposed call back into text; its marker is not searched again."""
         self._step = self._rejected
         self._lead += raw
         return True

@@ -1,4 +1,4 @@
-"""When requests come: at random by a rate, steadily or in bursts, and rates as users write them."""
+"""Arrival times of requests: Poisson, steady or in bursts, and the syntax of rates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lengths of prompts and answers: fixed, even, about a middle, or log-normal."""
+"""Lengths of prompts and answers: fixed, uniform, around a mean, or log-normal."""
 
 from __future__ import annotations
 

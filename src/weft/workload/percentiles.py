@@ -1,4 +1,4 @@
-"""Percentiles of times, of single values and of values that stand for many."""
+"""Percentiles of times, of single values and of weighted values."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def percentiles_ms(values_s: Values, counts: Values | None = None) -> dict[str, 
 
 
 def _counted(values: np.ndarray[Any, Any], counts: np.ndarray[Any, Any]) -> Any:
-    """What ``np.percentile`` says of every value repeated by its count."""
+    """``np.percentile`` of every value repeated by its count."""
     order = np.argsort(values, kind="stable")
     values, last = values[order], np.cumsum(counts[order]) - 1  # index of its last copy
     at = np.asarray(PERCENTILES) / 100 * last[-1]

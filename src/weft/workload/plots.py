@@ -1,4 +1,4 @@
-"""Plots of loads by matplotlib, which weft[bench] and weft[sim] bring."""
+"""Plots of loads with matplotlib, an extra of weft[bench] and weft[sim]."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _latencies(runs: list[Mapping[str, Any]], folder: Path) -> Path:
 
 
 def _throughput(result: Mapping[str, Any], folder: Path) -> Path:
-    """What the server gave over what was offered, the fit, and the goodput."""
+    """Plot measured over offered throughput, the fit, and the goodput."""
     from matplotlib.figure import Figure
 
     runs = result["runs"]

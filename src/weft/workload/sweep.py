@@ -1,4 +1,4 @@
-"""Several rates in a row: where the server saturates, and how much it can be trusted with."""
+"""Sweeps over several rates: the saturation point and the serviceable load."""
 
 from __future__ import annotations
 

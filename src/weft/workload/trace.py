@@ -1,4 +1,4 @@
-"""Recorded requests: of Azure, Mooncake, files of lengths, and JSON lines of one's own."""
+"""Recorded requests: traces of Azure and Mooncake, files of lengths, and your own JSON lines."""
 
 from __future__ import annotations
 

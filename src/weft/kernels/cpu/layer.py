@@ -1,4 +1,4 @@
-"""The two parts of a layer that are not attention, each as one native call."""
+"""The two parts of a layer around attention, each as one native call."""
 
 from __future__ import annotations
 

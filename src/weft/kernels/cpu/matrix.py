@@ -117,7 +117,7 @@ class CpuMatrix:
 
     @property
     def format(self) -> str:
-        """How the numbers are stored: one of ``FORMATS``."""
+        """The storage format of the numbers: one of ``FORMATS``."""
         return FORMATS[self.native.format]
 
 
@@ -175,7 +175,7 @@ def pack(parameter: str, tensor: Tensor) -> Tensor | CpuMatrix | tuple[CpuMatrix
 
 
 def computes(storage: Storage) -> bool:
-    """Whether there are kernels for weights that are stored so: there are for all integers."""
+    """Whether there are kernels for this storage; there are for all integer formats."""
     return storage.format == "int"
 
 

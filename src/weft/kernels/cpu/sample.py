@@ -1,4 +1,4 @@
-"""The choice of tokens on the CPU: a thin wrapper around the native module ``_native``."""
+"""Sampling on the CPU: a thin wrapper around the native module ``_native``."""
 
 from __future__ import annotations
 

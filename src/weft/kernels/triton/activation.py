@@ -1,4 +1,4 @@
-"""Activated gates times the values beside them, and rounded for a product that follows."""
+"""Activated gates times up projections, optionally rounded for the product that follows."""
 
 from __future__ import annotations
 

@@ -168,7 +168,7 @@ def cut(
 
 @triton.jit
 def first_place(start, row, rows, tokens, FEW: tl.constexpr):
-    """Where the workspace has the first token of a row: it has no more places than are needed."""
+    """The place of a row's first token in the workspace of min(tokens, rows * FEW) places."""
     return tl.where(tokens <= rows * FEW, start, row * FEW)
 
 

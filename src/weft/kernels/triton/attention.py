@@ -1,4 +1,4 @@
-"""Paged attention on GPUs: K and V into the cache, rows of few tokens in splits, longer rows.
+"""Paged attention on GPUs: KV writes, split decode of short rows, prefill of longer rows.
 
 Grids, workspace and the number of splits depend on shapes only; what differs from step to step is
 read from device memory. So one captured graph serves every step of its shapes. A token's result

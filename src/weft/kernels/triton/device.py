@@ -1,4 +1,4 @@
-"""What the Triton kernels need to know of the device that they run on."""
+"""Facts of the device that the Triton kernels need."""
 
 from __future__ import annotations
 

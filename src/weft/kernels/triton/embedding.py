@@ -1,4 +1,4 @@
-"""Rows of a table by ids."""
+"""Embedding lookup: rows of a table by ids."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""FP8 E4M3 in Triton: rounding numbers, reading bits where the device cannot, rounding activations.
+"""FP8 E4M3 in Triton: rounds numbers and activations, and decodes bits where hardware cannot.
 
-``float8.round_rows`` is the truth of ``round_rows``.
+``float8.round_rows`` is the reference of ``round_rows``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def to_e4m3(x):
 
 @triton.jit
 def from_bits(bits):
-    """Return the float32 numbers that E4M3 bits (uint8) stand for; NaN becomes 480.
+    """Return the float32 values of E4M3 bits (uint8); NaN becomes 480.
 
     Shifted into the places of float16, a number is 2**-8 of itself, subnormals included.
     """

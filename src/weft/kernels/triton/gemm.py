@@ -1,4 +1,4 @@
-"""The product of a few rows with a weight in Triton, split along the inputs in a fixed order.
+"""Products of a few rows with a weight in Triton, split along the inputs in a fixed order.
 
 Weights are the left operand, tokens the right one: the tensor cores of Hopper want at least 64 rows
 on the left, and a decode step has fewer tokens than that. Sums are float32. A call splits the

@@ -1,4 +1,4 @@
-"""Keys and values of new tokens into their slots of the cache, in every type of ``kv_storage``."""
+"""Writes keys and values of new tokens to their slots, in every type of ``kv_storage``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How wide the programs of row-wise kernels are, and whether kernels are interpreted."""
+"""Launch widths of row-wise kernels, and whether kernels are interpreted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The two parts of a layer that are not attention, made of fused kernels."""
+"""The two parts of a layer around attention, made of fused kernels."""
 
 from __future__ import annotations
 

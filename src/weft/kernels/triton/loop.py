@@ -1,4 +1,4 @@
-"""Loops whose bounds a kernel has read from memory, compiled and in Triton's interpreter."""
+"""Loops with bounds that a kernel reads from memory, compiled or in Triton's interpreter."""
 
 from __future__ import annotations
 

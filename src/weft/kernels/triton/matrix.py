@@ -85,7 +85,7 @@ class TritonMatrix:
 
     @property
     def kind(self) -> str:
-        """How it is stored and multiplied, as the tuning calls it."""
+        """The tuning key of its format and product."""
         formats = {E4M3: "e4m3", torch.int8: "int"}
         dtype = str(self.dtype).removeprefix("torch.")
         return kind_of(dtype, formats.get(self.values.dtype), self.rounds)

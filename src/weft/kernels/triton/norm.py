@@ -1,4 +1,4 @@
-"""RMS norm, alone or with the sum that precedes it, and rounded for a product that follows."""
+"""RMS norm, alone or fused with a residual sum, optionally rounded for the product that follows."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _add_norm(
 
 @dataclass(frozen=True)
 class NormKind:
-    """What the norms of a layer share."""
+    """Constants that the norms of a layer share."""
 
     eps: float
     plus_one: bool  # they multiply by 1 + weight

@@ -1,4 +1,4 @@
-"""Sampling around the choice of a token: penalties and edits before it, drafts after it.
+"""Sampling steps around the choice of a token: penalties and edits before, drafts after.
 
 The references are those of ``kernels.sampling``: integers decide which numbers change, and these
 change by the same float32 operations, none fused, so results are equal bit for bit.

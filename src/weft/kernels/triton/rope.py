@@ -1,4 +1,4 @@
-"""Rotary embeddings: angles of positions, and the rotation of heads, with what may surround it."""
+"""Rotary embeddings: angles of positions and rotation of heads, with fused neighbours."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class HeadNorm:
 
 @dataclass(frozen=True)
 class Places:
-    """Where the keys and values of new tokens go: caches as ``paged_attention`` has them."""
+    """Slots for keys and values of new tokens, in caches as in ``paged_attention``."""
 
     k_cache: Tensor
     v_cache: Tensor

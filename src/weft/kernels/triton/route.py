@@ -1,4 +1,4 @@
-"""The experts of each token, and their shares."""
+"""Routing of tokens to experts, with their weights."""
 
 from __future__ import annotations
 

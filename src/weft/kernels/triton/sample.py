@@ -1,4 +1,4 @@
-"""The choice of tokens on the device: ``reference_sampling.sample_rows`` without a sort.
+"""Samples tokens on the device: ``reference_sampling.sample_rows`` without a sort.
 
 Tokens are ranked by their logits, as integers in the order of the floats. What top-k and top-p keep
 is found by bisection over these integers, on the few tokens that can be kept where there are few.

@@ -1,4 +1,4 @@
-"""Tensors of the KV cache as kernels address them, and E4M3 numbers from and to their bits.
+"""KV cache tensors as kernels address them, and E4M3 numbers from and to their bits.
 
 Codes in E4M3 are bytes to a kernel wherever the GPU has no such type, and in the interpreter. No
 code stands for what is not a number: ``kv_storage`` gives such rows a scale that is none.

@@ -1,4 +1,4 @@
-"""How the kernels of paged attention are launched for a shape: tiles, warps, stages, splits.
+"""Launch parameters of paged attention for a shape: tiles, warps, stages, splits.
 
 By rule everything follows from shapes, types and the GPU's shared memory. A file of measured
 launches takes its place, but for the rows of a tile of decodes: they say which rows are few.
@@ -33,7 +33,7 @@ class Heads:
     cache_dtype: torch.dtype
 
     def shape(self, op: str) -> LaunchShape:
-        """What the tuning knows of the heads."""
+        """The shape of the heads as the tuning keys it."""
         dtype = str(self.dtype).removeprefix("torch.")
         stored = str(self.cache_dtype).removeprefix("torch.")
         kv = next((name for name, kind in KV_DTYPES.items() if kind == self.cache_dtype), stored)
@@ -52,7 +52,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Plan:
-    """How rows of at most ``few`` tokens and longer ones are computed.
+    """Launch plan: one for rows of at most ``few`` tokens, one for longer rows.
 
     A context is cut into at most ``splits`` parts of at least ``least`` tokens.
     """
@@ -174,7 +174,7 @@ def _tuned(block_m: int, launch: Launch) -> Tile:
 
 @cache
 def by_rule(heads: Heads, max_query_len: int | None, shared_bytes: int) -> Plan:
-    """Return the plan for heads in so much shared memory; nothing was measured for it.
+    """Return the plan for heads in so much shared memory, by rule, not measured.
 
     Raises:
         ValueError: no kernel fits the shape.

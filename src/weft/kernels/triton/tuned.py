@@ -1,4 +1,4 @@
-"""Launches for a device: those of its file, or by the rule; and measuring products on it."""
+"""Launches for a device, from its tuning file or by rule, and measuring matrix products."""
 
 from __future__ import annotations
 

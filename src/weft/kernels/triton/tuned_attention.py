@@ -1,4 +1,4 @@
-"""Measuring launches of paged attention on a device: tiles, warps, stages and splits."""
+"""Measures launches of paged attention on a device: tiles, warps, stages and splits."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _caches(
 def _batches(
     rows: Rows, copies: int, blocks: int, block_size: int, device: torch.device
 ) -> Iterator[AttentionMetadata]:
-    """Yield a batch for each copy; each reads blocks of its own in no order."""
+    """Yield a batch for each copy; each reads its own blocks in random order."""
     for copy in range(copies):
         order = copy * blocks + torch.randperm(blocks, device=device)
         yield AttentionMetadata(

@@ -1,4 +1,4 @@
-"""Shared by the Python programs of these clients: where the server is, and how checks are told.
+"""Shared by the Python programs of these clients: the server's address, and reports of checks.
 
 Runs in the environment of a client, so it needs nothing but Python.
 """

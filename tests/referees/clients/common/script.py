@@ -1,4 +1,4 @@
-"""An engine that answers what the prompt tells it to, so that a real client's answers are known.
+"""An engine whose answers the prompt scripts, so that a real client's answers are known.
 
 Lines of the last user message that has any say what to do, one for each turn that follows:
 
