@@ -123,6 +123,7 @@ async def both(port: int, clients: int, rate: float, seconds: float, seed: int) 
     before = [counted(port, name) for name in COUNTED]
     started = time.perf_counter()
     timings = await interactive(port, rate, seconds, seed)
+    await asyncio.sleep(max(0.0, seconds - (time.perf_counter() - started)))
     took = time.perf_counter() - started
     output, prompt, demoted = (
         counted(port, name) - past for name, past in zip(COUNTED, before, strict=True)

@@ -50,7 +50,7 @@ from weft.models.loader import load_model
 from weft.sched.registry import make_scheduler
 from weft.sched.resources import Resources, TargetPolicy
 from weft.sched.scheduler import Limits, Scheduler
-from weft.sched.targets import derived_targets, slowdown
+from weft.sched.targets import with_derived_targets
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -233,12 +233,7 @@ def _resources(config: EngineConfig, resolved: ResolvedConfig, model: Model) -> 
         limits,
         config.service_classes(),
         prefix_caching=config.prefix_caching,
-        targets=TargetPolicy(
-            config.slo_admission,
-            config.slo_margin,
-            config.slo_patience_s,
-            slowdown(config.interactivity),
-        ),
+        targets=TargetPolicy(config.slo_admission, config.slo_margin, config.slo_patience_s),
         host_blocks=resolved.host_blocks,
     )
 
@@ -247,16 +242,8 @@ def _scheduler(config: EngineConfig, resources: Resources, model: Model) -> Sche
     """The scheduler that is set; FCFS where that is left to weft, see ``choose_policy``."""
     name = "fcfs" if config.scheduler == "auto" else config.scheduler
     if POLICIES[name].needs_cost:
-        cost = measured_costs(config, model)
-        classes = derived_targets(
-            resources.classes,
-            with_targets(config.classes),
-            cost,
-            resources.limits,
-            config.interactivity,
-            config.slo_margin,
-        )
-        resources = replace(resources, cost=cost, classes=classes)
+        given, cost = with_targets(config.classes), measured_costs(config, model)
+        resources = with_derived_targets(resources, given, cost, config.interactivity)
     return make_scheduler(scheduler_name(name, bool(resources.host_blocks)), resources)
 
 

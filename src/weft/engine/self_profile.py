@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Generator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +21,6 @@ from weft.core.config import EngineConfig
 from weft.core.errors import ConfigError, ProfileError
 from weft.core.plan import StepPlan
 from weft.core.ports import Executor
-from weft.core.types import ServiceClass
 from weft.cost.fit import Fitted, ProfileKey, profile_path
 from weft.cost.quick_profile import Result, quick_profile
 from weft.cost.steps import Run, StepRoom
@@ -32,7 +31,7 @@ from weft.sched.policy_slo import SLOPolicy
 from weft.sched.registry import compose, make_policy
 from weft.sched.resources import Resources
 from weft.sched.scheduler import Scheduler
-from weft.sched.targets import derived_targets
+from weft.sched.targets import with_derived_targets
 
 if TYPE_CHECKING:
     from weft.engine.build import Engine
@@ -105,26 +104,16 @@ class PolicyChoice:
             ConfigError: no load can keep a target that the user has set.
         """
         complete = self._costs.complete(cost)
-        classes = self.targets(complete)
-        resources = replace(self._resources, cost=complete, classes=classes)
+        resources = with_derived_targets(
+            self._resources, self._given, complete, self._interactivity
+        )
         made = compose(make_policy("slo", resources), scheduler.memory.kv, scheduler.limits)
         for counted in fields(Totals):
             setattr(made.totals, counted.name, getattr(scheduler.totals, counted.name))
-        self.policy, self.classes = "slo", classes
+        self.policy, self.classes = "slo", tuple(resources.classes)
         self.reason = f"the costs of steps are those of {self._costs.path}"
         self._wanted = False
         return made
-
-    def targets(self, cost: Fitted) -> tuple[ServiceClass, ...]:
-        """The class table with derived targets where the user has set none."""
-        return derived_targets(
-            self._resources.classes,
-            self._given,
-            cost,
-            self._resources.limits,
-            self._interactivity,
-            self._resources.targets.margin,
-        )
 
     def idle(self, scheduler: Scheduler, executor: Executor) -> Scheduler | None:
         """Use a moment in which no request is open and no step in flight.

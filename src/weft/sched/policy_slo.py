@@ -275,8 +275,12 @@ class SLOPolicy:
     def _fill(self, step: TimedBatch, begin: float, now: float) -> None:
         self._choose_aged(now)
         self._plan_aged(step)
+        limit_s = step.limit_s
+        if not self.targets.strict:
+            step.limit_s = math.inf
         prompts = self._plan_urgent_decodes(step, begin)
         due, done = self._plan_urgent_prompts(step, prompts)
+        step.limit_s = limit_s
         step.limit_s = min(step.limit_s, (due - begin) / self.pace.correction)
         if step.rows and self._present():
             step.limit_s = min(step.limit_s, self.targets.slowdown * step.seconds())
@@ -313,6 +317,8 @@ class SLOPolicy:
         if present := self._present():
             return self._tpot_of(present)
         idle = self._tightest_ttft_s / 4
+        if self.targets.idle_step_s is not None:
+            idle = min(idle, self.targets.idle_step_s)
         return self._tightest_s if math.isinf(idle) else max(self._tightest_s, idle)
 
     def _catch_up(self, limit_s: float, begin: float) -> float:

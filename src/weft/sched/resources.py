@@ -25,12 +25,18 @@ class TargetPolicy:
         patience_s: seconds without progress after which a best-effort class is helped.
         slowdown: times as long as by itself that best effort may make a step with latency-sensitive
             rows, however lax their targets are.
+        idle_step_s: seconds that a step may take while no latency-sensitive request is there; None
+            for a quarter of the tightest target for the first token.
+        strict: latency-sensitive prompts are cut, too, so that steps keep the targets between
+            tokens; else only best effort is, and classes with targets alone are served as by FCFS.
     """
 
     admission: str = "demote"
     margin: float = 0.1
     patience_s: float = 30.0
     slowdown: float = math.inf
+    idle_step_s: float | None = None
+    strict: bool = True
 
 
 DEFAULT_POLICY = TargetPolicy()

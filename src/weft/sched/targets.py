@@ -11,11 +11,24 @@ from weft.core.types import ServiceClass
 from weft.cost.model import CostModel, step_time
 from weft.cost.work import Work
 from weft.sched.first_token import first_token_s
+from weft.sched.resources import Resources
 from weft.sched.scheduler import Limits
 
 TYPICAL_TOKENS = 1024  # of a prompt, and of the context of a decode
 LONGER = {"priority": 1.0, "interactive": 1.5}  # times as long as it must take, by class
+ROOM = 1.25  # times a step in which every row decodes, so that prompts advance beside it
 DIGITS = 2  # that a target is rounded up to
+
+
+def idle_step_s(cost: CostModel, limits: Limits, ttft_s: float) -> float:
+    """Seconds that a step of best effort may take while a latency-sensitive request may arrive.
+
+    An eighth of the target for its first token, but enough for every row to decode, and never more
+    than a quarter.
+    """
+    context = max(1, min(TYPICAL_TOKENS, limits.max_model_len // 2))
+    every_row = step_time(cost, [_decodes(limits.max_num_seqs, context)])
+    return min(ttft_s / 4, max(ttft_s / 8, ROOM * every_row))
 
 
 def slowdown(interactivity: float) -> float:
@@ -24,6 +37,30 @@ def slowdown(interactivity: float) -> float:
     1 for an interactivity of 1, 2 for one half, 4 for none.
     """
     return math.exp((1 - interactivity) * math.log(4))
+
+
+def with_derived_targets(
+    resources: Resources, given: Collection[str], cost: CostModel, interactivity: float
+) -> Resources:
+    """What an SLO scheduler is made of, with targets for the classes whose targets nobody has set.
+
+    Best effort alone is held back for derived targets; where the user has set one, prompts of
+    classes with targets are cut for them, too.
+
+    Args:
+        given: names of the classes whose targets are set.
+        interactivity: from 0, lax, to 1, strict.
+    """
+    limits, policy = resources.limits, resources.targets
+    classes = derived_targets(resources.classes, given, cost, limits, interactivity, policy.margin)
+    tightest = min((row.ttft_s for row in classes if row.ttft_s is not None), default=None)
+    policy = replace(
+        policy,
+        slowdown=slowdown(interactivity),
+        idle_step_s=None if given or tightest is None else idle_step_s(cost, limits, tightest),
+        strict=bool(given),
+    )
+    return replace(resources, cost=cost, classes=classes, targets=policy)
 
 
 def derived_targets(
