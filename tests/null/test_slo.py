@@ -7,7 +7,10 @@ from dataclasses import dataclass, field
 
 import pytest
 from costs import LinearCost
+from hypothesis import given
+from hypothesis import strategies as st
 
+from depth import searching
 from weft.core.errors import ConfigError, TargetError
 from weft.core.plan import SubBatch
 from weft.core.types import Request, SamplingParams, ServiceClass
@@ -17,7 +20,7 @@ from weft.kv.cache import GroupSpec, KVCache
 from weft.sched.batch import TimedBatch
 from weft.sched.first_token import first_token_s
 from weft.sched.policy_slo import SLOPolicy, prioritise_by_target
-from weft.sched.registry import slo
+from weft.sched.registry import fcfs, slo
 from weft.sched.resources import DEFAULT_POLICY, TargetPolicy
 from weft.sched.scheduler import Limits, Scheduler
 from weft.sim.executor import ModelledExecutor
@@ -326,3 +329,25 @@ def test_best_effort_slows_interactive_steps_down_by_a_factor_at_the_most(factor
                 alone += 1
     assert alone > 20
     assert bool(shared) == (factor > 1)
+
+
+@searching(40)
+@given(st.randoms(use_true_random=False))
+def test_one_class_alone_is_served_as_by_fcfs_where_targets_are_derived(draw):
+    """With nothing to hold back the same plans come out, step for step."""
+    rows, blocks = draw.choice([4, 32]), draw.choice([40, 400, 4096])
+    asked = [
+        request(number, draw.randint(1, 100), most=draw.randint(1, 30)) for number in range(1, 30)
+    ]
+    arrivals = [(draw.random() * 3, one) for one in asked]
+    plans = []
+    for make in (fcfs, slo):
+        cache = KVCache([GroupSpec("full", 4, blocks)], prefix_caching=False)
+        policy = TargetPolicy(admission="off", slowdown=2.0, strict=False)
+        more = () if make is fcfs else (COST,)
+        last = () if make is fcfs else (policy,)
+        world = World(make(cache, Limits(rows, 1024, 2048), *more, CLASSES, *last))
+        world.run(arrivals)
+        assert len(world.count) == len(asked)
+        plans.append(world.plans)
+    assert plans[0] == plans[1]
