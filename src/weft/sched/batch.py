@@ -163,6 +163,8 @@ class TimedBatch(BatchBuilder):
             contexts: tokens of each sequence whose KV is there.
         """
         most = min(len(contexts), self.budget) if self.limit_s > 0 else 0
+        if not most:
+            return 0
         sums = [0, *accumulate(contexts[:most])]
         if self._seconds_with_decodes(most, sums[most]) <= self.limit_s:
             return most

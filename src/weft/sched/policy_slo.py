@@ -252,6 +252,8 @@ class SLOPolicy:
     def fill(self, now: float) -> TimedBatch | None:
         """Return the next step, or None if there is nothing to do at present."""
         self._date_arrivals(now)
+        if self._nothing_to_hold_back():
+            return self._fill_urgent(now)
         begin = self.pace.ends_at(now)
         self.pace.urgent = bool(self._present())
         limit_s = self._catch_up(self._in_predictions(self._limit_s()), begin)
@@ -266,6 +268,26 @@ class SLOPolicy:
             return None
         # A step of piggybacked rows only waits for the host, which says nothing of the device.
         self.pace.launched(step.seconds(), now, teaches=bool(step.rows) or self.part is None)
+        return step
+
+    def _nothing_to_hold_back(self) -> bool:
+        """Whether there are latency-sensitive sequences only, and none is to be cut."""
+        if self.targets.strict or self._aged is not None or self.part is not None:
+            return False
+        running, waiting = self._sequences.running, self._sequences.waiting.priorities()
+        last = max(running[-1].order[0] if running else 0, waiting[-1] if waiting else 0)
+        return last < self._num_urgent
+
+    def _fill_urgent(self, now: float) -> TimedBatch | None:
+        """Return a step of latency-sensitive sequences alone, as FCFS would fill it."""
+        self._date_arrivals(now)
+        self.pace.urgent = True
+        step = self._new_step(math.inf)
+        self._memory.make_way(step)
+        self._plan_urgent_prompts(step, self._plan_urgent_decodes(step, now))
+        if self._is_empty(step):
+            return None
+        self.pace.launched(step.seconds(), now)
         return step
 
     def _new_step(self, limit_s: float, most: int = 2**31) -> TimedBatch:
@@ -358,7 +380,8 @@ class SLOPolicy:
                 rest.append([s for s in running if s.known - s.planned > 1])
                 continue
             rest.append(self._filler.single_tokens(step, running))
-            self._token_at[priority] = begin + step.seconds() * self.pace.correction
+            if step.limit_s != math.inf:  # else nothing is skipped for want of time
+                self._token_at[priority] = begin + step.seconds() * self.pace.correction
         return rest
 
     def _can_skip(
