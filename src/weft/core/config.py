@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from weft.core.class_table import class_table
 from weft.core.errors import ConfigError, OutOfMemoryError, ParameterError, suggest
 from weft.core.kv_types import KV_TYPES, describe_kv_types
 from weft.core.logs import FORMATS, LEVELS
 from weft.core.schedulers import POLICIES, describe_policies
 from weft.core.settings import check_settings, format_bytes, setting, settings_of
-from weft.core.types import DEFAULT_CLASSES, MAX_SEED, MAX_SPECULATION, ServiceClass
+from weft.core.types import MAX_SEED, MAX_SPECULATION, ServiceClass
 
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZE_GROUPS = (32, 64, 128)
@@ -254,38 +255,6 @@ def check_budget(max_num_batched_tokens: int, max_num_seqs: int) -> None:
             f"({max_num_seqs}); each running sequence needs one token a step.",
             param="max_num_batched_tokens",
         )
-
-
-def class_table(changes: Mapping[str, Any]) -> tuple[ServiceClass, ...]:
-    """The default classes, changed and extended by name. Raises ConfigError."""
-    table = {row.name: row for row in DEFAULT_CLASSES}
-    for name, given in changes.items():
-        table[name] = _service_class(name, given, table.get(name))
-    return tuple(sorted(table.values(), key=lambda row: row.priority))
-
-
-def _service_class(name: str, given: Any, default: ServiceClass | None) -> ServiceClass:
-    fields = {"priority": int, "ttft_s": (int, float), "tpot_s": (int, float)}
-    if not isinstance(given, Mapping):
-        raise ConfigError(
-            f"classes: '{name}' must map to priority, ttft_s, tpot_s.", param="classes"
-        )
-    for key, value in given.items():
-        if key not in fields:
-            raise ConfigError(
-                f"classes: unknown key '{key}' of '{name}'.{suggest(str(key), fields)}",
-                param="classes",
-            )
-        number = isinstance(value, fields[key]) and not isinstance(value, bool)  # type: ignore[arg-type]
-        if not number or not 0 <= value < 2**31 or (key != "priority" and value == 0):
-            raise ConfigError(
-                f"classes: '{key}' of '{name}' must be a positive number, not {value!r}.",
-                param="classes",
-            )
-    if default is None and "priority" not in given:
-        raise ConfigError(f"classes: the new class '{name}' needs a priority.", param="classes")
-    base = default or ServiceClass(name, 0)
-    return replace(base, **given)
 
 
 # Of the memory beside the weights. Others use a host's memory too; of a GPU's a tenth stays free
