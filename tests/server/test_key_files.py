@@ -83,6 +83,8 @@ def test_lines_are_what_they_were(file):
         ("- {name: a, key: x}\n  - {name: b, key: x}", "given twice"),
         ("nothing: like it", "must be a list"),
         ("- {name: a, key: x}\nmore: 1", "more than 'keys:'"),
+        ("- {name: a, key: x, key: y}", "'key' twice in what begins at line 2"),
+        ("- {name: a, key: x}\nkeys:\n  - {name: b, key: y}", "'keys' twice"),
         ("- {name: a, key: sk-secret", "not valid YAML at line"),
         ("- !!python/object/apply:os.system ['true']", "not valid YAML"),
     ],
@@ -94,6 +96,13 @@ def test_what_is_wrong_is_said_without_the_keys(file, entry, words):
     assert words in caught.value.message
     assert caught.value.param == "api_key_file"
     assert "sk-secret" not in caught.value.message
+
+
+def test_yaml_may_begin_with_its_mark(file):
+    file.write_text("# who\n---\nkeys: # all\n  - {name: a, key: x}\n")
+    assert [key.name for key in read_keys((), str(file))] == ["a"]
+    file.write_text("---\nother\n")
+    assert [key.name for key in read_keys((), str(file))] == ["line-1", "line-2"]
 
 
 @pytest.mark.parametrize("text", ["keys:\n", "keys: # none\n", "keys:\n  []\n"])

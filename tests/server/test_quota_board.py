@@ -183,9 +183,11 @@ def test_a_holder_of_the_lock_that_stands_still_stops_nobody(memory, monkeypatch
     monkeypatch.setattr(quota_board.time, "sleep", pauses.append)
     assert board.enter(ALICE, 1) is not None
     assert len(pauses) == LOCK_TRIES
+    assert board.enter(ALICE, 1) is None  # nor does it wait each time
+    assert len(pauses) == LOCK_TRIES + 1
     os.close(stuck)
     assert board.num_open(ALICE) == 1
-    assert len(pauses) == LOCK_TRIES
+    assert len(pauses) == LOCK_TRIES + 1
 
 
 def test_slots_of_keys_that_use_nothing_are_given_to_others(memory, monkeypatch):

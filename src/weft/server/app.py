@@ -114,7 +114,7 @@ def create_app(
         if tracer is not None:
             tracer.close()
         store.close()
-        usage.close(service.metrics.uses())
+        usage.close(service.metrics.fresh_uses())
         accounts.close()
         life.close()
 

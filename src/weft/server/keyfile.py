@@ -74,7 +74,7 @@ def read_keys(given: Seq[str], path: str | None, classes: Seq[str] | None = None
     if path is not None:
         text = _read(path)
         lines = [(n, line) for n, line in enumerate(text.splitlines(), 1) if _counts(line)]
-        if lines and _YAML.fullmatch(lines[0][1].rstrip()):
+        if any(_YAML.fullmatch(line.rstrip()) for _, line in lines[: _begin(lines)]):
             found = list(_entries(text, classes))
         else:
             found = [
@@ -101,6 +101,11 @@ def _read(path: str) -> str:
         raise (NoKeysError if gone else ConfigError)(message, param="api_key_file") from None
     except UnicodeDecodeError:
         raise _wrong(f"The API key file '{path}' is not text.") from None
+
+
+def _begin(lines: Seq[tuple[int, str]]) -> int:
+    """How many lines may be the first one of YAML: it may begin with a mark of documents."""
+    return 2 if lines and lines[0][1].rstrip() == "---" else 1
 
 
 def _counts(line: str) -> bool:
@@ -156,7 +161,10 @@ def _load(text: str) -> Seq[Any]:
 
     make = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the first is some ten times faster
     try:
-        loaded = make(text).get_single_data()
+        loader = make(text)
+        node = loader.get_single_node()
+        _check_twice(node)
+        loaded = loader.construct_document(node)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)  # the error's text would show keys
         place = "" if mark is None else f" at line {mark.line + 1}"
@@ -167,6 +175,22 @@ def _load(text: str) -> Seq[Any]:
     if not isinstance(entries, list):
         raise _wrong("'keys' of the API key file must be a list.")
     return entries
+
+
+def _check_twice(node: Any) -> None:
+    """Refuse a field that is given twice, of which YAML would take the last."""
+    if node.id == "sequence":
+        for item in node.value:
+            _check_twice(item)
+    if node.id != "mapping":
+        return
+    names = [name.value for name, _ in node.value if name.id == "scalar"]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        place = node.start_mark.line + 1
+        raise _wrong(f"The API key file has '{twice[:64]}' twice in what begins at line {place}.")
+    for _, value in node.value:
+        _check_twice(value)
 
 
 def _keys_of(

@@ -75,6 +75,7 @@ class Metrics(Counts):
         self._prefixes = tuple(prefixes)
         self._board: Board | None = None
         self._attainment = Attainment()
+        self._touched: set[str] = set()  # names in the usage
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
@@ -103,11 +104,18 @@ class Metrics(Counts):
 
     def use(self, key: str, service_class: str, more: Use) -> None:
         """Count what a key has used of a class."""
-        self.add_use(f"{self.place_of(service_class)} {key}", more)
+        name = f"{self.place_of(service_class)} {key}"
+        self.add_use(name, more)
+        self._touched.add(name)
 
     def uses(self) -> dict[tuple[str, str], Use]:
         """What keys have used at this request plane, by key and class."""
         return self._by_name(self.usage)
+
+    def fresh_uses(self) -> dict[tuple[str, str], Use]:
+        """Of the same, what has changed since the last call."""
+        touched, self._touched = self._touched, set()
+        return self._by_name({name: self.usage[name] for name in sorted(touched)})
 
     def _by_name(self, usage: Mapping[str, Use]) -> dict[tuple[str, str], Use]:
         names = list(self._classes)

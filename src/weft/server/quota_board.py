@@ -31,6 +31,7 @@ BUCKETS = 2
 HEAD_BYTES = 64
 LOCK_TRIES = 100
 LOCK_PAUSE_S = 0.0002
+IMPATIENT_S = 1.0
 
 _FULL_AT = HEAD_BYTES + SLOTS * ACCOUNT_BYTES
 _OPEN_AT = _FULL_AT + SLOTS * BUCKETS * WORD_BYTES
@@ -67,6 +68,7 @@ class QuotaBoard:
         self._open = words[_OPEN_AT:].cast("Q")
         self._planes = len(self._open) // SLOTS
         self._own = plane * SLOTS
+        self._patient_from = 0.0  # when it is worth waiting for the lock again
         self._slots: dict[bytes, int] = {}
         with self._locked():
             _clear(self._map, plane)
@@ -191,9 +193,11 @@ class QuotaBoard:
     def _locked(self) -> Iterator[None]:
         """Hold the lock. Who does not get it in some 20 ms goes on without: its holder is stopped.
 
-        A limit may then be exceeded by what two planes admit at the same moment.
+        A limit may then be exceeded by what two planes admit at the same moment. For a while it
+        does not wait again.
         """
-        for _ in range(LOCK_TRIES):
+        patient = time.monotonic() >= self._patient_from
+        for _ in range(LOCK_TRIES if patient else 1):
             try:
                 fcntl.fcntl(self._lock_fd, fcntl.F_OFD_SETLK, _flock(fcntl.F_WRLCK))
             except OSError as error:
@@ -202,6 +206,8 @@ class QuotaBoard:
                 time.sleep(LOCK_PAUSE_S)
             else:
                 break
+        else:
+            self._patient_from = time.monotonic() + IMPATIENT_S
         try:
             yield
         finally:

@@ -108,7 +108,7 @@ class Service:
         """Keep what is known of other processes up to date; called twice a second."""
         self.metrics.show()
         if self.usage is not None:
-            self.usage.keep(self.metrics.uses())
+            self.usage.keep(self.metrics.fresh_uses())
         self.probe.idle_s()
         if not self.probe.out_of_memory():
             self._memory_s = time.monotonic()

@@ -83,6 +83,7 @@ class UsageStore:
         self._tidied = ""
         self._kept: dict[tuple[str, str], Use] = {}
         self._asked: dict[tuple[str, str], Use] = {}
+        self._unwritten: dict[tuple[str, str], Use] = {}
         self._writing: Future[None] | None = None
         self._unkept = RareLine("The usage of keys could not be written (%d; it is kept): %s")
 
@@ -91,17 +92,18 @@ class UsageStore:
         self._kept = dict(uses)
 
     def keep(self, uses: Mapping[tuple[str, str], Use]) -> None:
-        """Write what has come to these totals, by key and class, since they were last written.
+        """Write these totals, by key and class: what has come to them since they were last written.
 
-        Returns at once. What cannot be written is tried again at the next call.
+        Returns at once. What cannot be written, as the last call is not done yet or has failed, is
+        written at a later call.
         """
+        self._unwritten |= uses
         if self._writing is not None and not self._writing.done():
             return
         self._settle()
-        fresh = {pair: use for pair, use in uses.items() if use != self._kept.get(pair)}
-        if fresh:
-            self._asked = fresh
-            rows = [(*pair, _since(self._kept.get(pair), use)) for pair, use in fresh.items()]
+        if self._unwritten:
+            self._asked, self._unwritten = self._unwritten, {}
+            rows = [(*pair, _since(self._kept.get(pair), use)) for pair, use in self._asked.items()]
             self._writing = self._thread.submit(self._write, rows)
 
     def _settle(self) -> None:
@@ -112,6 +114,7 @@ class UsageStore:
         if failure is None:
             self._kept |= self._asked
         else:
+            self._unwritten = self._asked | self._unwritten
             self._unkept.tell(failure)
 
     def _write(self, rows: list[tuple[str, str, Use]]) -> None:
