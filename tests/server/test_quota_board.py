@@ -159,6 +159,38 @@ def test_processes_that_take_at_once_never_take_too_much(memory):
     assert limit <= taken <= limit + refilled
 
 
+def test_a_plane_that_is_killed_at_any_moment_leaves_sense_and_no_lock(memory, monkeypatch):
+    survivor = QuotaBoard(memory, 0)
+    pauses: list[float] = []
+    own = survivor.enter(ALICE, None)
+    for number in range(20):
+        read_end, write_end = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            board = QuotaBoard(memory, 1)
+            while True:
+                board.take(ALICE, (10**6, 10**9), (1, 1000))
+                board.enter(ALICE, None)
+                board.enter(os.urandom(32), None)
+                os.write(write_end, b".")
+        os.read(read_end, 1)
+        time.sleep(0.0005 * number)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(read_end)
+        os.close(write_end)
+        release_plane(memory, 1)
+        with monkeypatch.context() as patched:
+            patched.setattr(quota_board.time, "sleep", pauses.append)
+            assert survivor.num_open(ALICE) == 1
+            waits, levels = survivor.take(ALICE, (10**6, 10**9), (1, 1))
+        assert waits == [0, 0]
+        assert all(0 < found.remaining < found.limit for found in levels if found is not None)
+    assert pauses == []
+    survivor.leave(own)
+    assert survivor.num_open(ALICE) == 0
+
+
 def test_all_buckets_or_none(memory):
     board = QuotaBoard(memory, 0)
     waits, levels = board.take(ALICE, (10, 100), (1, 1000))

@@ -7,6 +7,7 @@ import hmac
 import logging
 import time
 from collections.abc import Sequence as Seq
+from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from weft.server.keyfile import Key, NoKeysError, read_keys
 logger = logging.getLogger("weft.server")
 
 LOOK_EVERY_S = 1.0
+INLINE_BYTES = 32 * 1024  # of a file: up to here it is read on the event loop
 
 
 class KeyRing:
@@ -40,7 +42,8 @@ class KeyRing:
         self._stamp = self._look()
         self._next_look = 0.0
         self._keys = read_keys(given, None)
-        self._read()
+        self._reading: Future[list[Key] | ConfigError] | None = None
+        self._accept(self._read())
 
     @property
     def demanded(self) -> bool:
@@ -62,8 +65,16 @@ class KeyRing:
         return next((key.name for key in self._keys if key.digest == digest), "")
 
     def refresh(self) -> None:
-        """Read the file again if it has changed; looks at most once a second."""
+        """Read the file again if it has changed; looks at most once a second.
+
+        A large file is read on a thread; a later call takes what it has.
+        """
         now = time.monotonic()
+        if self._reading is not None:
+            if self._reading.done():
+                found, self._reading = self._reading.result(), None
+                self._take(found)
+            return
         if self._path is None or now < self._next_look:
             return
         self._next_look = now + LOOK_EVERY_S
@@ -71,17 +82,32 @@ class KeyRing:
         if stamp == self._stamp:
             return
         self._stamp = stamp
-        self._read()
+        if stamp is not None and stamp[1] > INLINE_BYTES:
+            thread = ThreadPoolExecutor(1, thread_name_prefix="weft-keys")
+            self._reading = thread.submit(self._read)
+            thread.shutdown(wait=False)
+        else:
+            self._take(self._read())
+
+    def _read(self) -> list[Key] | ConfigError:
+        try:
+            return read_keys(self._given, self._path, self._classes)
+        except ConfigError as error:
+            return error
+
+    def _take(self, found: list[Key] | ConfigError) -> None:
+        """Let what was read be valid from now on."""
+        self._accept(found)
         logger.warning("The API key file has changed; %d keys are valid.", len(self._keys))
 
-    def _read(self) -> None:
-        try:
-            self._keys = read_keys(self._given, self._path, self._classes)
-        except NoKeysError as error:
-            logger.warning("No key of a file is valid now. %s", error.message)
+    def _accept(self, found: list[Key] | ConfigError) -> None:
+        if isinstance(found, NoKeysError):
+            logger.warning("No key of a file is valid now. %s", found.message)
             self._keys = read_keys(self._given, None)
-        except ConfigError as error:
-            logger.error("The API keys were not read; no key has changed. %s", error.message)
+        elif isinstance(found, ConfigError):
+            logger.error("The API keys were not read; no key has changed. %s", found.message)
+        else:
+            self._keys = found
 
     def _look(self) -> tuple[int, ...] | None:
         if self._path is None:

@@ -97,6 +97,8 @@ class QuotaBoard:
 
     def leave(self, slot: int) -> None:
         """A request that has entered has ended."""
+        if self._lock_fd < 0:  # so has the server
+            return
         self._open[self._own + slot] -= 1  # its own word, which nobody else writes
 
     def num_open(self, account: bytes) -> int:
@@ -136,6 +138,8 @@ class QuotaBoard:
 
     def correct(self, account: bytes, limits: Seq[int | None], amounts: Seq[int]) -> None:
         """Take so much more from the buckets, also what they have not; give back, below 0."""
+        if self._lock_fd < 0:  # the server has ended
+            return
         with self._locked():
             now, first = time.monotonic_ns(), self._slot(account) * BUCKETS
             rows = zip(range(first, first + BUCKETS), limits, amounts, strict=True)
