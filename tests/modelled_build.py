@@ -13,7 +13,6 @@ from typing import Any
 
 from weft.core.config import EngineConfig
 from weft.core.served import ServedModel
-from weft.core.types import DEFAULT_CLASSES
 from weft.kv.cache import GroupSpec, KVCache
 from weft.models.generation import read_generation_defaults
 from weft.models.hub import resolve_model
@@ -50,7 +49,7 @@ def build_engine(config: EngineConfig, returning_bytes: int = 0) -> Any:  # noqa
             max_num_batched_tokens=limits.max_num_batched_tokens,
             block_size=BLOCK_SIZE,
         ),
-        scheduler=fcfs(KVCache(groups), limits),
+        scheduler=fcfs(KVCache(groups), limits, config.service_classes()),
         executor=SlowExecutor(groups, spec.vocab_size),
         grammars=SimpleNamespace(compile=_compile),
         started_ns=time.monotonic_ns(),
@@ -91,5 +90,5 @@ def describe_served(config: EngineConfig, engine: Any) -> ServedModel:
         weight_bytes=0,
         kv_memory=2**25,
         profile_key={},
-        classes=DEFAULT_CLASSES,
+        classes=config.service_classes(),
     )

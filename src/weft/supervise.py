@@ -46,7 +46,8 @@ def serve(settings: Mapping[str, Any], options: ServerOptions) -> int:
     raise_file_limit()
     options = _fit_file_limit(options)
     chosen = replace(options, frontends=_num_frontends(config, options))
-    with _listening(options) as listener, _shared_store(chosen) as shared:
+    classes = [row.name for row in config.service_classes()]
+    with _listening(options, classes) as listener, _shared_store(chosen) as shared:
         return asyncio.run(_supervise(settings, config, shared, listener))
 
 
@@ -65,24 +66,34 @@ def _num_frontends(config: EngineConfig, options: ServerOptions) -> int:
 
 @contextlib.contextmanager
 def _shared_store(options: ServerOptions) -> Iterator[ServerOptions]:
-    """Share stored responses between all request planes and their successors."""
+    """Let all request planes, and their successors, share what they store as long as we serve."""
     from weft.server.scratch import room, scratch_folder
 
     with contextlib.ExitStack() as stack:
-        if options.responses_db is None:
+        if options.responses_db is None or options.usage_db is None:
             try:
                 folder = stack.enter_context(scratch_folder())
             except OSError as error:
                 logger.warning(
-                    "Request planes cannot share stored responses in memory (%s): one that dies "
-                    "loses its own, and several store none. Set --responses-db FILE to keep them.",
+                    "Request planes cannot share stored responses and usage in memory (%s): one "
+                    "that dies takes its own along, and several store no responses. --responses-db "
+                    "FILE and --usage-db FILE keep them.",
                     error.strerror,
                 )
             else:
-                most = min(options.max_responses_bytes, room(folder))
-                path = str(folder / "responses.db")
-                options = replace(options, responses_db=path, max_responses_bytes=max(1, most))
+                options = _in_folder(options, folder, room(folder))
         yield options
+
+
+def _in_folder(options: ServerOptions, folder: Path, room: int) -> ServerOptions:
+    """The options with the files in a folder that they do not name."""
+    if options.usage_db is None:
+        options = replace(options, usage_db=str(folder / "usage.db"))
+    if options.responses_db is not None:
+        return options
+    most = max(1, min(options.max_responses_bytes, room))
+    path = str(folder / "responses.db")
+    return replace(options, responses_db=path, max_responses_bytes=most)
 
 
 async def _supervise(
@@ -94,16 +105,18 @@ async def _supervise(
     from weft.engine.keeper import EngineKeeper
     from weft.ring.segment import create_ring
     from weft.server.counts import create_board
-    from weft.server.keeper import FrontendKeeper
+    from weft.server.keeper import Boards, FrontendKeeper
+    from weft.server.quota_board import create_quota_board
 
     signals = _signals()
     planes = options.frontends or 1
     rings = [create_ring() for _ in range(planes)]
     engines = EngineKeeper(settings, rings, standby=options.standby, watchdog_s=options.watchdog_s)
     card: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    given, board = _frontend_settings(config, options), create_board(planes)
+    given = _frontend_settings(config, options)
+    boards = Boards(create_board(planes), create_quota_board(planes))
     frontends = [
-        FrontendKeeper(number, given, ring, listener, board, card, options.watchdog_s)
+        FrontendKeeper(number, given, ring, listener, boards, card, options.watchdog_s)
         for number, ring in enumerate(rings)
     ]
     engine = asyncio.create_task(_keep_engine(engines, card))
@@ -192,11 +205,11 @@ def _fit_file_limit(options: ServerOptions) -> ServerOptions:
 
 
 @contextlib.contextmanager
-def _listening(options: ServerOptions) -> Iterator[socket.socket]:
+def _listening(options: ServerOptions, classes: list[str]) -> Iterator[socket.socket]:
     """Listen on the address of the options; a Unix socket is removed at the end."""
     from weft.server.listen import listen
 
-    with listen(options) as bound:
+    with listen(options, classes) as bound:
         try:
             yield bound
         finally:

@@ -388,9 +388,10 @@ def test_a_schema_beside_json_object_is_followed(builder):
 
 @pytest.mark.parametrize(("priority", "name"), [(-1, "priority"), (0, "interactive"), (7, "flex")])
 def test_priorities_choose_classes(builder, priority, name):
+    shown = name if priority else None
     for ask in (chat, completion, response):
         job = ask(builder, Notes(), priority=priority)
-        assert (job.requests[0].service_class, job.service_tier) == (name, None)
+        assert (job.requests[0].service_class, job.service_tier) == (name, shown)
         with pytest.raises(ParameterError):
             ask(builder, Notes(), priority=priority or 1, service_tier="flex")
 

@@ -6,7 +6,7 @@ import pytest
 from costs import LinearCost
 from test_quick_profile import KEY, Machine
 
-from weft.core.classes import class_table, with_targets
+from weft.core.class_table import class_table, with_targets
 from weft.core.errors import ProfileError
 from weft.core.plan import StepPlan
 from weft.core.types import Request, SamplingParams

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from depth import searching
-from weft.core.classes import class_table, with_targets
+from weft.core.class_table import class_table, with_targets
 from weft.core.types import DEFAULT_CLASSES
 from weft.sched.policy_slo import check_targets
 from weft.sched.resources import DEFAULT_POLICY

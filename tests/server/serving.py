@@ -19,6 +19,7 @@ from weft.server.listen import address_of, listen
 from weft.server.main import DrainingServer
 from weft.server.options import ServerOptions
 from weft.server.probe import EngineProbe
+from weft.server.quota_board import QuotaBoard
 from weft.server.service import Service
 
 
@@ -71,17 +72,19 @@ def serving(
     probe: EngineProbe | None = None,
     *,
     checked: bool = True,
+    quotas: QuotaBoard | None = None,
     **options: Any,
 ) -> Iterator[Running]:
     """Run a server on a thread; it is drained at the end.
 
     Args:
         checked: look at the files that the options name, as whoever starts a server does.
+        quotas: what keys use, where several servers are planes of one.
     """
     chosen = ServerOptions(port=0, **options)
     sock = listen(chosen if checked else ServerOptions(port=0))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 65536)  # so that slow readers are felt
-    app = create_app(client, *text, chosen, probe=probe)
+    app = create_app(client, *text, chosen, probe=probe, quotas=quotas)
     listening = threading.Event()
     server = DrainingServer(app, chosen, lambda _: listening.set())
     url = address_of(sock)

@@ -31,7 +31,7 @@ class Plane:
         self._dead = False
         self.life = open_life(str(path))
         self.store = ResponseStore(str(path), LIMIT, 3600.0)
-        self.runs = RunStore(self.store, self.life, served, 100, None, LIMIT)
+        self.runs = RunStore(self.store, self.life, served, 100, LIMIT)
 
     def __getattr__(self, name: str) -> Any:
         return lambda *given, **more: asyncio.run(getattr(self.runs, name)(*given, **more))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 from live import eventually
 from weft.core.config import EngineConfig
@@ -49,13 +50,16 @@ def test_a_folder_goes_when_its_holder_is_killed():
 
 
 def test_a_file_that_is_named_is_taken():
-    named = ServerOptions(responses_db="/some/file")
+    named = ServerOptions(responses_db="/some/file", usage_db="/some/other")
     with _shared_store(named) as options:
         assert options is named
     with _shared_store(ServerOptions(max_responses_bytes=2**60)) as options:
         assert options.responses_db is not None
         assert options.responses_db.startswith(str(MEMORY / PREFIX))
         assert options.max_responses_bytes < 2**60
+        assert Path(options.usage_db or "").parent == Path(options.responses_db).parent
+    with _shared_store(ServerOptions(usage_db="/some/file")) as options:
+        assert (options.usage_db, options.responses_db is None) == ("/some/file", False)
 
 
 def test_a_second_request_plane_where_there_are_cores(monkeypatch):

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from weft.server.counts import Board, Counts, create_board
+from weft.server.counts import MAX_USES, OTHERS, Board, Counts, Use, create_board
 from weft.server.metrics import Metrics
 from weft.server.probe import NoProbe
 
@@ -31,7 +31,9 @@ def busy(metrics: Metrics, times: int) -> None:
     metrics.running += times
     metrics.finished["stop"] += times
     metrics.rejected["engine_busy"] += times
-    metrics.time_to_first_token.observe(0.03, times)
+    place = metrics.place_of("flex")
+    metrics.latencies_of(place).time_to_first_token.observe(0.03, times)
+    metrics.use("alice", "batch", Use(times, 10 * times, times))
 
 
 def lines(metrics: Metrics) -> dict[str, float]:
@@ -52,9 +54,26 @@ def test_every_page_has_the_sum(memory):
     assert one['weft:num_requests_running{model_name="m"}'] == 6
     assert one['weft:request_success_total{finished_reason="stop",model_name="m"}'] == 6
     assert one['weft:request_rejected_total{model_name="m",reason="engine_busy"}'] == 6
-    bucket = 'weft:time_to_first_token_seconds_bucket{le="%s",model_name="m"}'
-    assert (one[bucket % 0.02], one[bucket % 0.04]) == (0, 6)
-    assert one['weft:time_to_first_token_seconds_sum{model_name="m"}'] == pytest.approx(0.18)
+    labels = 'model_name="m",service_class="flex"'
+    bucket = 'weft:time_to_first_token_seconds_bucket{le="%s",%s}'
+    assert (one[bucket % (0.02, labels)], one[bucket % (0.04, labels)]) == (0, 6)
+    assert one[f"weft:time_to_first_token_seconds_sum{{{labels}}}"] == pytest.approx(0.18)
+    other = labels.replace("flex", "interactive")
+    assert one[f"weft:time_to_first_token_seconds_count{{{other}}}"] == 0
+    labels = 'key="alice",model_name="m",service_class="batch"'
+    used = [f"weft:key_{name}_total" for name in ("requests", "prompt_tokens", "generation_tokens")]
+    assert [one[f"{name}{{{labels}}}"] for name in used] == [6, 60, 6]
+
+
+def test_keys_on_the_board_are_bounded_and_none_is_lost(memory):
+    first, second = plane(memory, 0), plane(memory, 1)
+    for number in range(MAX_USES + 100):
+        first.use(f"{number:x}".rjust(64, "k"), "batch", Use(10**9, 10**12, 10**12))
+    first.show()
+    found = second.total().usage
+    assert len(found) == MAX_USES + 1
+    assert found[f"{first.place_of('batch')} {OTHERS}"] == Use(100 * 10**9, 10**14, 10**14)
+    assert len(first.uses()) == MAX_USES + 100  # the store of usage has each
 
 
 def test_a_page_counts_its_own_at_once(memory):

@@ -347,8 +347,9 @@ def test_metrics_count_what_happened(text):
     label = '{model_name="builtin"}'
     assert f"weft:generation_tokens_total{label} 6.0" in page
     assert f"weft:prompt_tokens_total{label} 2.0" in page
-    assert f"weft:time_to_first_token_seconds_count{label} 2.0" in page
-    assert f"weft:e2e_request_latency_seconds_count{label} 2.0" in page
+    of_class = '{model_name="builtin",service_class="interactive"}'
+    assert f"weft:time_to_first_token_seconds_count{of_class} 2.0" in page
+    assert f"weft:e2e_request_latency_seconds_count{of_class} 2.0" in page
     assert 'weft:request_success_total{finished_reason="stop",model_name="builtin"} 2.0' in page
     assert f"weft:num_requests_running{label} 0.0" in page
 

@@ -239,6 +239,22 @@ def test_keys_come_from_a_file_and_change_with_it(text, tmp_path, monkeypatch):
             assert [status(k) for k in ("third", "fourth")] == [200, 401]
 
 
+def test_a_large_file_is_read_beside_the_event_loop(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(key_files, "LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(key_files, "INLINE_BYTES", 10)
+    file = tmp_path / "keys"
+    file.write_text("keys:\n  - {name: a, key: first}\n")
+    ring = KeyRing((), str(file))
+    assert ring.find("first") is not None
+    file.write_text("keys:\n  - {name: b, key: second}\n")
+    eventually(lambda: ring.find("second") is not None)
+    assert ring.find("first") is None
+    file.write_text("keys:\n  - {name: b, key: broken}}\n")
+    eventually(lambda: ring.find("second") is not None and "no key has changed" in caplog.text)
+    file.write_text("# nobody is left\n")
+    eventually(lambda: ring.find("second") is None)
+
+
 def test_a_file_without_keys_revokes_all(text, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(key_files, "LOOK_EVERY_S", 0.0)
     file = tmp_path / "keys"

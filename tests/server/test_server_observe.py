@@ -85,11 +85,14 @@ def test_names_and_types_are_those_that_dashboards_know(text, both):
             assert family.documentation
             for sample in family.samples:
                 assert sample.labels["model_name"] == "builtin"
+                assert ("service_class" in sample.labels) == (kind == "histogram")
                 wanted = {"counter": ("_total",), "gauge": ("",)}.get(
                     kind, ("_bucket", "_sum", "_count")
                 )
                 assert sample.name.removeprefix(family.name) in wanted
-    assert set(families) == {"weft:request_rejected", "weft:slo_targets"}
+    own = {"weft:request_rejected", "weft:slo_targets", "weft_slo_attainment"}
+    own |= {f"weft:key_{name}" for name in ("requests", "prompt_tokens", "generation_tokens")}
+    assert set(families) == own
 
 
 def test_queue_and_prefill_times_are_the_engine_s(text):
@@ -98,7 +101,11 @@ def test_queue_and_prefill_times_are_the_engine_s(text):
         page = http.get("/metrics").text
     families = {f.name: f for f in text_string_to_metric_families(page)}
     for name, seconds in (("queue", 2), ("prefill", 3)):
-        samples = {s.name: s.value for s in families[f"weft:request_{name}_time_seconds"].samples}
+        samples = {
+            s.name: s.value
+            for s in families[f"weft:request_{name}_time_seconds"].samples
+            if s.labels["service_class"] == "interactive"
+        }
         assert samples[f"weft:request_{name}_time_seconds_count"] == 1
         assert seconds - 1 < samples[f"weft:request_{name}_time_seconds_sum"] <= seconds + 1
 
@@ -109,7 +116,8 @@ def test_a_real_engine_tells_its_times(real):
         assert http.post("/v1/completions", json=body).status_code == 200
         page = http.get("/metrics").text
     for name in ("queue", "prefill", "decode"):
-        count = re.search(rf"weft:request_{name}_time_seconds_count{{.*}} (\S+)", page)
+        labels = '{model_name="builtin",service_class="interactive"}'
+        count = re.search(rf"weft:request_{name}_time_seconds_count{labels} (\S+)", page)
         assert float(count[1]) >= 1
 
 

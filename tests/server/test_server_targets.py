@@ -13,9 +13,10 @@ from live import eventually
 from weft.core.errors import TargetError
 from weft.core.plan import Update
 from weft.core.types import FinishReason, Request, SamplingParams, ServiceClass
-from weft.server import metrics as module
-from weft.server.metrics import JobTimer, Metrics
+from weft.server import timer as module
+from weft.server.metrics import Metrics
 from weft.server.probe import NoProbe
+from weft.server.timer import JobTimer
 
 CLASSES = (
     ServiceClass("urgent", 0, ttft_s=1.0, tpot_s=0.1),

@@ -19,7 +19,6 @@ from weft.api.sampling import (
     include_usage,
     prompt_logprobs_asked,
     seeded,
-    service_class,
     truncated,
     usage_in_chunks,
     with_most_logprobs,
@@ -70,7 +69,7 @@ def chat_job(body: ChatBody, builder: Builder, notes: Notes | None = None) -> Jo
         seed=seed,
         grammar=constraint and constraint.grammar,
     )
-    rank, tier = service_class(body.service_tier, body.priority)
+    rank, tier = builder.classes.choose(body.service_tier, body.priority)
     salt = (body.cache_salt or "").encode()
     return Job(
         "chat",

@@ -18,7 +18,6 @@ from weft.api.sampling import (
     include_usage,
     prompt_logprobs_asked,
     seeded,
-    service_class,
     truncated,
     usage_in_chunks,
     with_most_logprobs,
@@ -46,7 +45,7 @@ def completion_job(body: CompletionBody, builder: Builder, notes: Notes | None =
     body = with_most_logprobs(body, notes)
     model = check_model(body.model, card)
     check_max_tokens(body.max_tokens, "max_tokens", 0)
-    _, tier = service_class(body.service_tier, body.priority)
+    _, tier = builder.classes.choose(body.service_tier, body.priority)
     prompts = prompts_of(body.prompt, "prompt")
     builder.check_count(len(prompts), body.n or 1)
     builder.check_size(sum(_size(prompt) for prompt in prompts), "prompt")
@@ -103,7 +102,7 @@ def _requests(
         seed=seeds[0],
         grammar=grammar,
     )
-    rank, _ = service_class(body.service_tier, body.priority)
+    rank, _ = builder.classes.choose(body.service_tier, body.priority)
     own = [replace(params, max_tokens=_limit(limit)) for limit in limits]
     salt = (body.cache_salt or "").encode()
     return tuple(

@@ -18,7 +18,7 @@ from weft.api.choices import ended_badly
 from weft.api.completions import Prompt, check_ids, prompts_of
 from weft.api.jobs import Builder, Job, new_id, now
 from weft.api.rules import NULL, Refused
-from weft.api.sampling import check_model, fit_context, service_class, truncated
+from weft.api.sampling import check_model, fit_context, truncated
 from weft.core.errors import InvariantError, ParameterError, PromptTooLongError
 from weft.core.plan import Update
 from weft.core.types import NEUTRAL, FinishReason, Request, SamplingParams
@@ -57,7 +57,7 @@ def embedding_job(body: EmbeddingBody, builder: Builder) -> Job:
     """
     card = builder.card
     model = check_model(body.model, card)
-    rank, _ = service_class(body.service_tier, body.priority)
+    rank, _ = builder.classes.choose(body.service_tier, body.priority)
     if body.dimensions is not None and not 1 <= body.dimensions <= card.hidden_size:
         raise ParameterError(
             f"dimensions must be from 1 to {card.hidden_size}, not {body.dimensions}.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import secrets
 import threading
@@ -11,6 +12,7 @@ from functools import lru_cache
 from typing import Literal
 
 from weft.api.card import ApiLimits, ModelCard
+from weft.api.classes import ClassRules
 from weft.api.errors import UnsupportedParameterError
 from weft.core.errors import ParameterError, PromptTooLongError, TemplateError, TokenizerError
 from weft.core.types import Request
@@ -84,6 +86,7 @@ class Builder:
         chat_template: None if the model has none; then there are no chats.
         dialect: how the model's turns mark reasoning and calls.
         grammars: checks what sequences are to follow.
+        classes: decide the service class of a request.
     """
 
     def __init__(
@@ -99,6 +102,7 @@ class Builder:
         self.card = card
         self.limits = limits or ApiLimits()
         self.dialect = choose_dialect(chat_template) if dialect is None else dialect
+        self.classes = ClassRules(tuple(row.name for row in card.classes))
         self.grammars = GrammarChecker(tokenizer, card.vocab_size, card.eos_token_ids)
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
@@ -108,6 +112,12 @@ class Builder:
         self._longest_piece = (
             max((len(piece or b"") for piece in pieces), default=1) if pieces else 0
         )
+
+    def under(self, classes: ClassRules) -> Builder:
+        """This builder with other rules for the classes of requests; all else is shared."""
+        other = copy.copy(self)
+        other.classes = classes
+        return other
 
     def template(self, own: str | None) -> ChatTemplate | None:
         """The model's chat template, or the one that a request brings.

@@ -52,7 +52,7 @@ class MessageCollector(_MessageAnswer):
             **_head(self._job),
             "content": [_block(part) for part in turn.parts],
             **_stop(turn),
-            "usage": {**_usage(self._job, turn), "service_tier": "standard"},
+            "usage": {**_usage(self._job, turn), "service_tier": _tier(self._job)},
         }
         return orjson.dumps(message)
 
@@ -92,7 +92,7 @@ class MessageWriter(_MessageAnswer):
             "usage": {
                 "input_tokens": self._job.prompt_tokens,
                 "output_tokens": 0,
-                "service_tier": "standard",
+                "service_tier": _tier(self._job),
             },
         }
         return _event("message_start", message=message) + _event("ping")
@@ -102,6 +102,12 @@ def error_of(status: int, body: Mapping[str, Any]) -> dict[str, str]:
     """Anthropic's ``error`` for an answer of OpenAI's form."""
     default = "invalid_request_error" if status < 500 else "api_error"
     return {"type": _ERROR_TYPES.get(status, default), "message": body["error"]["message"]}
+
+
+def _tier(job: Job) -> str:
+    """The tier that was used; Anthropic's answers know three."""
+    tier = job.service_tier
+    return tier if tier in ("priority", "batch") else "standard"
 
 
 def _head(job: Job) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
@@ -23,15 +22,6 @@ GivenBody = TypeVar("GivenBody", CompletionBody, ChatBody)
 
 SMALLEST_TOP_P = 1e-6  # stands for 0, which keeps the likeliest token only
 
-# service_tier of a request -> (service class, tier that the answer names)
-TIERS: Mapping[str, tuple[str, str]] = {
-    "auto": ("interactive", "default"),
-    "default": ("interactive", "default"),
-    "flex": ("flex", "flex"),
-    "priority": ("priority", "priority"),
-    "fast": ("priority", "priority"),
-}
-
 _COUNTS = ("logprobs", "top_logprobs", "prompt_logprobs")  # of alternatives
 
 
@@ -49,29 +39,6 @@ def check_model(name: str | None, card: ModelCard) -> str:
             param="model",
         )
     return name
-
-
-def service_class(tier: str | None, priority: int | None = None) -> tuple[str, str | None]:
-    """Return the service class of a ``service_tier``, and the tier to put into the answer.
-
-    Args:
-        priority: vLLM's, where lower numbers come first; 0 is the default.
-
-    Raises:
-        ParameterError: the tier is unknown, or both are given.
-    """
-    if priority:
-        if tier not in (None, "auto", "default"):
-            raise ParameterError("Give either service_tier or priority.", param="priority")
-        return TIERS["priority" if priority < 0 else "flex"][0], tier and TIERS[tier][1]
-    if tier is None:
-        return TIERS["auto"][0], None
-    if tier not in TIERS:
-        raise ParameterError(
-            f"service_tier must be one of {', '.join(TIERS)}, not '{tier[:100]}'.",
-            param="service_tier",
-        )
-    return TIERS[tier]
 
 
 def build_sampling(

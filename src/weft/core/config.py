@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from weft.core.classes import class_table
+from weft.core.class_table import class_table
 from weft.core.errors import ConfigError, OutOfMemoryError, ParameterError, suggest
 from weft.core.kv_types import KV_TYPES, describe_kv_types
 from weft.core.logs import FORMATS, LEVELS

@@ -82,6 +82,14 @@ DEFAULT_CLASSES: tuple[ServiceClass, ...] = (
     ServiceClass("batch", 3),
 )
 
+# The tiers of OpenAI's API that stand for a class; "auto" stands for none.
+CLASS_OF_TIER: Mapping[str, str] = {
+    "default": "interactive",
+    "flex": "flex",
+    "priority": "priority",
+    "fast": "priority",
+}
+
 
 def _optional(
     kind: Kind,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from weft import __version__
-from weft.core.classes import with_targets
+from weft.core.class_table import with_targets
 from weft.core.config import EngineConfig, ResolvedConfig
 from weft.core.grammar import grammar_tokenizer
 from weft.core.ports import Executor

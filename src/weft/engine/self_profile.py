@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from weft.core.classes import with_targets
+from weft.core.class_table import with_targets
 from weft.core.config import EngineConfig
 from weft.core.errors import ConfigError, ProfileError
 from weft.core.plan import StepPlan

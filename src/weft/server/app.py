@@ -27,12 +27,14 @@ from weft.api import (
     tokenize,
 )
 from weft.api.bodies import FIXED_LIMITS
+from weft.api.classes import CLASS_HEADER
 from weft.api.rules import HEADER
 from weft.api.sampling import check_model
 from weft.core.errors import WeftError
 from weft.core.ports import EngineClient
 from weft.core.settings import settings_of
-from weft.server.auth import RequireKey
+from weft.server.accounts import RATE_HEADERS, Accounts
+from weft.server.auth import RequireKey, Reserved
 from weft.server.background import Background
 from weft.server.body import read_body
 from weft.server.errorforms import ErrorForms
@@ -49,13 +51,18 @@ from weft.server.ollama import PATH as OLLAMA
 from weft.server.ollama import ollama_error, ollama_routes
 from weft.server.options import ServerOptions
 from weft.server.probe import EngineProbe, NoProbe
+from weft.server.quota_board import QuotaBoard
 from weft.server.response_store import ResponseStore
 from weft.server.responses import response_routes
 from weft.server.run_store import RunStore
 from weft.server.service import Service
 from weft.server.tracing import Tracer, make_exporter
+from weft.server.usage import PATH as USAGE
+from weft.server.usage import usage_routes
+from weft.server.usage_store import UsageStore
 from weft.text import ChatTemplate, Tokenizer
 
+METRICS = "/metrics"
 ERROR_FORMS = {MESSAGES: anthropic_error, OLLAMA: ollama_error}
 
 
@@ -67,6 +74,7 @@ def create_app(
     options: ServerOptions,
     *,
     probe: EngineProbe | None = None,
+    quotas: QuotaBoard | None = None,
 ) -> Starlette:
     """Return the ASGI application that serves one model.
 
@@ -75,25 +83,30 @@ def create_app(
         chat_template: None if the model has none; chats are then refused.
         card: what requests are checked against; ``served_names`` has at least one.
         probe: live facts of the engine for ``/ready``, ``/metrics`` and ``/server_info``.
+        quotas: what API keys use over all request planes; by default this one is alone.
 
     Raises:
-        ConfigError: stored responses cannot be read.
+        ConfigError: stored responses, or the usage of keys, cannot be read.
 
     ``app.state.service`` is the `Service`, ``app.state.keys`` the `KeyRing`.
     """
-    service = Service(client, tokenizer, chat_template, card, options, probe or NoProbe())
+    accounts = Accounts(quotas or QuotaBoard.alone(), options.max_requests_per_key)
+    service = Service(client, tokenizer, chat_template, card, options, probe or NoProbe(), accounts)
     endpoint = options.otlp_endpoint
     tracer = None if endpoint is None else Tracer(make_exporter(endpoint))
 
     store = ResponseStore(
         options.responses_db, options.max_responses_bytes, options.responses_keep_s
     )
+    usage = UsageStore(options.usage_db, options.usage_keep_days)
     life = open_life(options.responses_db)
     background = _background(service, store, life)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         watching = asyncio.create_task(background.watch())
+        service.usage = usage
+        usage.start_from(service.metrics.uses())  # those of a predecessor
         yield
         watching.cancel()
         await background.close()
@@ -101,9 +114,11 @@ def create_app(
         if tracer is not None:
             tracer.close()
         store.close()
+        usage.close(service.metrics.fresh_uses())
+        accounts.close()
         life.close()
 
-    keys = KeyRing(options.api_key, options.api_key_file)
+    keys = KeyRing(options.api_key, options.api_key_file, [row.name for row in card.classes])
     app = Starlette(
         routes=[
             *_routes(_PlainHandlers(service)),
@@ -111,8 +126,9 @@ def create_app(
             *message_routes(service),
             *ollama_routes(service),
             *response_routes(service, store, background),
+            *usage_routes(usage),
         ],
-        middleware=_middleware(options, keys, tracer),
+        middleware=_middleware(options, keys, accounts, tracer),
         exception_handlers={
             WeftError: handle_weft_error,
             HTTPException: handle_http_error,
@@ -133,22 +149,37 @@ def _background(service: Service, store: ResponseStore, life: Life) -> Backgroun
         life,
         served=" ".join(map(str, facts)),
         most=options.max_background_responses,
-        most_of_key=options.max_requests_per_key,
         max_bytes=options.max_responses_bytes,
     )
     return Background(service, store, runs)
 
 
-def _middleware(options: ServerOptions, keys: KeyRing, tracer: Tracer | None) -> list[Middleware]:
-    """CORS comes before the keys: a browser's preflight request cannot have one."""
+def _reserved(options: ServerOptions) -> dict[str, Reserved]:
+    """Pages that only some keys may read."""
+    usage = Reserved(
+        frozenset(options.admin_key),
+        "The usage of keys is for those that --admin-key names.",
+        "usage_not_allowed",
+    )
+    if not options.metrics_key:
+        return {USAGE: usage}
+    message = "The metrics of this server are for other keys."
+    metrics = Reserved(frozenset(options.metrics_key), message, "metrics_not_allowed")
+    return {USAGE: usage, METRICS: metrics}
+
+
+def _middleware(
+    options: ServerOptions, keys: KeyRing, accounts: Accounts, tracer: Tracer | None
+) -> list[Middleware]:
+    """CORS stands before the keys: a browser's preflight request cannot bear one."""
     middleware = [
         Middleware(ErrorForms, forms=ERROR_FORMS),
         *([Middleware(CheckHost, options=options)] if hosts_checked(options) else []),
         Middleware(
             RequireKey,
             keys=keys,
-            limit=options.max_requests_per_key,
-            readers=frozenset(options.metrics_key),
+            accounts=accounts,
+            reserved=_reserved(options),
         ),
     ]
     if options.cors_origin:
@@ -157,7 +188,7 @@ def _middleware(options: ServerOptions, keys: KeyRing, tracer: Tracer | None) ->
             allow_origins=list(options.cors_origin),
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after", HEADER],
+            expose_headers=["x-request-id", "retry-after", HEADER, CLASS_HEADER, *RATE_HEADERS],
         )
         middleware.insert(0, cors)
     tell = [log_exchange] if tracer is None else [log_exchange, tracer.tell]
@@ -175,7 +206,7 @@ def _routes(handlers: _PlainHandlers) -> list[Route]:
         route("/detokenize", "POST", handlers.detokenize),
         route("/health", "GET", handlers.health),
         route("/ready", "GET", handlers.ready),
-        route("/metrics", "GET", handlers.metrics),
+        route(METRICS, "GET", handlers.metrics),
         route("/server_info", "GET", handlers.server_info),
         route("/version", "GET", handlers.version),
     ]

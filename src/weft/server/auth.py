@@ -3,34 +3,44 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from weft.api.errors import error_object
 from weft.core.errors import WeftError
+from weft.server.accounts import Accounts
 from weft.server.errors import error_response, json_response
 from weft.server.exchange import EXCHANGE, inner_path
-from weft.server.keys import Key, KeyRing
+from weft.server.keys import KeyRing
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
-METRICS_PATH = "/metrics"
 
 
-class KeyBusyError(WeftError):
-    """A key has as many requests in progress as it may."""
-
-    http_status = 429
-    code = "too_many_requests"
-    retry_after_s = 1
-
-
-class MetricsNotAllowedError(WeftError):
-    """Metrics are for other keys than this one."""
+class NotAllowedError(WeftError):
+    """The page is for other keys than this one."""
 
     http_status = 403
-    code = "metrics_not_allowed"
+
+    def __init__(self, message: str, code: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """A path that only some keys may read.
+
+    Attributes:
+        readers: their names.
+        message, code: of the error that others get.
+    """
+
+    readers: frozenset[str]
+    message: str
+    code: str
 
 
 class RequireKey:
@@ -40,21 +50,21 @@ class RequireKey:
     ``Authorization: Bearer KEY`` or as ``X-Api-Key: KEY``.
 
     Args:
-        limit: requests with a body that one key may have in progress; None for any number.
-        readers: names of the keys that may read the metrics; none for all.
+        accounts: count the requests with a body that a key has in progress.
+        reserved: paths that only some keys may read.
     """
 
     def __init__(
         self,
         app: ASGIApp,
         keys: KeyRing,
-        limit: int | None = None,
-        readers: frozenset[str] = frozenset(),
+        accounts: Accounts,
+        reserved: Mapping[str, Reserved],
     ) -> None:
         self._app = app
         self._keys = keys
-        self._limit = limit
-        self._readers = readers
+        self._accounts = accounts
+        self._reserved = reserved
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         http = scope["type"] == "http"
@@ -69,18 +79,19 @@ class RequireKey:
         exchange = EXCHANGE.get()
         if exchange is not None:
             exchange.key = key
-        if self._readers and key.name not in self._readers and inner_path(scope) == METRICS_PATH:
-            message = "The metrics of this server are for other keys."
-            await error_response(MetricsNotAllowedError(message))(scope, receive, send)
+        page = self._reserved.get(inner_path(scope))
+        if page is not None and key.name not in page.readers:
+            await error_response(NotAllowedError(page.message, page.code))(scope, receive, send)
             return
         if scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
-        if self._limit is not None and key.open >= self._limit:
-            message = f"This API key has {key.open} requests in progress, which is its limit."
-            await error_response(KeyBusyError(message))(scope, receive, send)
-            return
-        with _counted(key):
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(self._accounts.in_progress(key))
+            except WeftError as error:
+                await error_response(error)(scope, receive, send)
+                return
             await self._app(scope, receive, send)
 
 
@@ -102,12 +113,3 @@ def _refusal(given: str) -> ASGIApp:
         exchange.error = "invalid_api_key"
     body = error_object(message, status=401, code="invalid_api_key")
     return json_response(body, 401, {"www-authenticate": "Bearer"})
-
-
-@contextlib.contextmanager
-def _counted(key: Key) -> Iterator[None]:
-    key.open += 1
-    try:
-        yield
-    finally:
-        key.open -= 1

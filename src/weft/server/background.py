@@ -24,6 +24,7 @@ from weft.api.response_events import failure
 from weft.core.errors import InvariantError, RequestCrashedError, WeftError
 from weft.core.plan import Update
 from weft.core.types import TokenLogprob
+from weft.server.accounts import Bill
 from weft.server.errors import ShuttingDownError, log_failure
 from weft.server.exchange import EXCHANGE
 from weft.server.generation import STREAM_HEADERS
@@ -52,10 +53,15 @@ logger = logging.getLogger("weft.server")
 
 
 class _KeptRequest(msgspec.Struct):
-    """A stored request, independent of the process and of the time."""
+    """A request as it is kept: nothing in it depends on the process, or on the time.
+
+    Attributes:
+        payer: name of the key whose it is.
+    """
 
     job: Job
     body: bytes
+    payer: str = ""
 
 
 class _Progress(msgspec.Struct):
@@ -70,6 +76,7 @@ class _Making:
     """A run's writer, and what it has written that is not kept yet.
 
     Attributes:
+        bill: of the request.
         halted: sequences that a stop string has ended already.
         num_kept: events that are kept.
     """
@@ -77,6 +84,7 @@ class _Making:
     job: Job
     writer: ResponseWriter
     num_kept: int
+    bill: Bill
     halted: list[int] = field(default_factory=list)
     events: bytes = b""
     progress: bytes = b""
@@ -161,20 +169,25 @@ class Background:
             if left_s is not None and left_s <= 0:
                 raise DeadlineExceededError()
             service.admit(job)
+        bill = service.charged(job)
         job = replace(job, requests=service.salted(job.requests), timeout_s=None)
         body = decode_body(ResponseBody, data)
         writer = self._writer(job, body)
         events, response = writer.queued(), orjson.dumps(writer.state("queued"))
         deadline = None if left_s is None else time.time() + left_s
-        run = Run(job.id, deadline, msgspec.msgpack.encode(_KeptRequest(job, data)), response)
+        run = Run(
+            job.id, deadline, msgspec.msgpack.encode(_KeptRequest(job, data, bill.payer)), response
+        )
         stored = Stored(job.id, owner, body.previous_response_id, items, response)
         active = self._active[run.id] = _Active()
         try:
-            await self._runs.begin(stored, run, Chunk(0, writer.count, events))
+            chunk = Chunk(0, writer.count, events)
+            await self._runs.begin(stored, run, chunk, service.most_in_progress())
         except BaseException:
             del self._active[run.id]
+            bill.settle()
             raise
-        self._go(active, run, _Making(job, writer, writer.count))
+        self._go(active, run, _Making(job, writer, writer.count, bill))
         return response
 
     async def cancel(self, owner: bytes, response_id: str) -> bytes:
@@ -260,6 +273,8 @@ class Background:
             await self._give_up(run, error)
         finally:
             del self._active[run.id]
+            if making is not None:
+                making.bill.settle()
 
     async def _give_up(self, run: Run, error: Exception) -> None:
         """Store the failure of a run that could not be resumed."""
@@ -313,7 +328,8 @@ class Background:
             raise InvariantError(
                 f"{run.id}: {run.num_events} events are kept, but {writer.count} follow."
             )
-        return _Making(job, writer, run.num_events, halted)
+        bill = self._service.accounts.resumed(kept.payer)
+        return _Making(job, writer, run.num_events, bill, halted)
 
     def _writer(self, job: Job, body: ResponseBody, call_ids: Seq[str] = ()) -> ResponseWriter:
         service = self._service
@@ -327,7 +343,7 @@ class Background:
             StoreError: what has come cannot be kept at present.
         """
         try:
-            with self._service.open(making.job) as opened:
+            with self._service.open(making.job, making.bill) as opened:
                 active.opened = opened
                 await self._submit(active, run, opened)
                 opened.stop(making.halted)

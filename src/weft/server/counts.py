@@ -15,14 +15,18 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from itertools import accumulate
-from typing import Any
+from itertools import accumulate, islice
+from typing import Any, NamedTuple
 
 import orjson
 
-HEAD_BYTES, HALF_BYTES = 64, 32 * 2**10
+from weft.core.errors import InvariantError
+
+HEAD_BYTES, HALF_BYTES = 64, 2**20  # pages that are never written take no room
 CELL_BYTES = HEAD_BYTES + 2 * HALF_BYTES
 _LENGTH = struct.Struct("<Q")
+MAX_USES = 2048  # pairs of key and class, each of some 150 bytes at most
+OTHERS = "(others)"
 
 # fmt: off
 TTFT_BUCKETS = (
@@ -58,13 +62,47 @@ class Histogram:
         return list(zip(names, map(float, accumulate(self.counts)), strict=True))
 
 
+class Latencies:
+    """How long the sequences of one service class took."""
+
+    def __init__(self) -> None:
+        self.time_to_first_token = Histogram(TTFT_BUCKETS)
+        self.inter_token_latency = Histogram(ITL_BUCKETS)
+        self.e2e = Histogram(LATENCY_BUCKETS)
+        self.queue_time = Histogram(LATENCY_BUCKETS)
+        self.prefill_time = Histogram(LATENCY_BUCKETS)
+        self.decode_time = Histogram(LATENCY_BUCKETS)
+
+    def dump(self) -> list[list[Any]]:
+        """As JSON values, in the order of the histograms."""
+        return [[histogram.counts, histogram.total] for histogram in vars(self).values()]
+
+    def add(self, dumped: list[list[Any]]) -> None:
+        """Add what another one has dumped."""
+        for own, (counts, total) in zip(vars(self).values(), dumped, strict=True):
+            own.counts = [a + b for a, b in zip(own.counts, counts, strict=True)]
+            own.total += total
+
+
+class Use(NamedTuple):
+    """What one key has used of one service class."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
 class Counts:
     """Plain numbers of one request plane, or the sum of several.
 
+    Classes of sequences are told by their place in the table, in words, since the board is JSON.
+
     Attributes:
         waiting, running: sequences at present; all else only grows.
-        targets: sequences by (place of their class in the table, target, "kept" or "missed"), in
-            words, since the board is JSON.
+        targets: sequences by (class, target, "kept" or "missed").
+        latencies: by class.
+        usage: of keys, by class and name. The board has the first ``MAX_USES`` of them, and the
+            others in one.
     """
 
     def __init__(self) -> None:
@@ -75,19 +113,23 @@ class Counts:
         self.finished: Counter[str] = Counter()
         self.rejected: Counter[str] = Counter()
         self.targets: Counter[str] = Counter()
-        self.time_to_first_token = Histogram(TTFT_BUCKETS)
-        self.inter_token_latency = Histogram(ITL_BUCKETS)
-        self.e2e_latency = Histogram(LATENCY_BUCKETS)
-        self.queue_time = Histogram(LATENCY_BUCKETS)
-        self.prefill_time = Histogram(LATENCY_BUCKETS)
-        self.decode_time = Histogram(LATENCY_BUCKETS)
+        self.latencies: dict[str, Latencies] = {}
+        self.usage: dict[str, Use] = {}
+
+    def latencies_of(self, place: str) -> Latencies:
+        """Of the class that has this place in the table."""
+        return self.latencies.setdefault(place, Latencies())
+
+    def add_use(self, name: str, more: Use) -> None:
+        """Count what a key has used, by class and name."""
+        old = self.usage.get(name, _NONE)
+        self.usage[name] = Use(old[0] + more[0], old[1] + more[1], old[2] + more[2])
 
     def dump(self) -> dict[str, Any]:
         """As JSON values."""
-        values: dict[str, Any] = {}
-        for name in _NAMES:
-            value = getattr(self, name)
-            values[name] = [value.counts, value.total] if isinstance(value, Histogram) else value
+        values = {name: getattr(self, name) for name in _NAMES}
+        values["latencies"] = {place: found.dump() for place, found in self.latencies.items()}
+        values["usage"] = {name: list(use) for name, use in _bounded(self.usage).items()}
         return values
 
     def add(self, dumped: dict[str, Any], *, gauges: bool = True) -> None:
@@ -98,9 +140,12 @@ class Counts:
         """
         for name, value in dumped.items():
             own = getattr(self, name)
-            if isinstance(own, Histogram):
-                own.counts = [a + b for a, b in zip(own.counts, value[0], strict=True)]
-                own.total += value[1]
+            if name == "latencies":
+                for place, found in value.items():
+                    self.latencies_of(place).add(found)
+            elif name == "usage":
+                for key, use in value.items():
+                    self.add_use(key, Use(*use))
             elif isinstance(own, Counter):
                 own.update(value)
             elif gauges or name not in ("waiting", "running"):
@@ -108,6 +153,19 @@ class Counts:
 
 
 _NAMES = tuple(vars(Counts()))
+_NONE = Use()
+
+
+def _bounded(usage: dict[str, Use]) -> dict[str, Use]:
+    """The first ones, and the sum of the others; no key has such a name."""
+    if len(usage) <= MAX_USES:
+        return usage
+    found = dict(islice(usage.items(), MAX_USES))
+    for name, use in islice(usage.items(), MAX_USES, None):
+        place = name.split(" ", 1)[0]
+        rest = found.get(f"{place} {OTHERS}", _NONE)
+        found[f"{place} {OTHERS}"] = Use(*(a + b for a, b in zip(rest, use, strict=True)))
+    return found
 
 
 class Board:
@@ -125,6 +183,8 @@ class Board:
     def write(self, counts: Counts) -> None:
         """Show these to the others."""
         data = orjson.dumps(counts.dump())
+        if len(data) + _LENGTH.size > HALF_BYTES:
+            raise InvariantError(f"{len(data)} bytes of counts are too many for the board")
         at = self._own * CELL_BYTES
         turn = self._turn(self._own) + 1
         half = at + HEAD_BYTES + turn % 2 * HALF_BYTES
@@ -154,11 +214,11 @@ class Board:
         while True:
             turn = self._turn(cell)
             half = cell * CELL_BYTES + HEAD_BYTES + turn % 2 * HALF_BYTES
-            data = self._map[half : half + HALF_BYTES]
+            (length,) = _LENGTH.unpack_from(self._map, half)
+            data = self._map[half + _LENGTH.size : half + min(length + _LENGTH.size, HALF_BYTES)]
             if self._turn(cell) == turn:
                 break  # the half was valid all the while
-        (length,) = _LENGTH.unpack_from(data)
-        found: dict[str, Any] = orjson.loads(data[_LENGTH.size :][:length] or b"{}")
+        found: dict[str, Any] = orjson.loads(data or b"{}")
         return found
 
     def _turn(self, cell: int) -> int:

@@ -18,8 +18,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from weft.api.jobs import Job
 from weft.api.rules import HEADER, Notes
 from weft.core.logs import REQUEST_ID
-from weft.server.keys import Key
-from weft.server.metrics import JobTimer
+from weft.server.keyfile import Key
+from weft.server.timer import JobTimer
 
 REQUESTS = logging.getLogger("weft.requests")
 BARE_SEND = "weft.send"  # in the scope: sends parts of a body past everything further in
@@ -41,6 +41,7 @@ class Exchange:
         error: code of the error that ended it, "" without one.
         job, timer: of the latest job that the engine has taken for it.
         notes: take what is ignored of its body.
+        reply: more headers of its answer.
     """
 
     id: str
@@ -55,6 +56,7 @@ class Exchange:
     job: Job | None = None
     timer: JobTimer | None = None
     notes: Notes = field(default_factory=Notes)
+    reply: list[tuple[bytes, bytes]] = field(default_factory=list)
 
     @classmethod
     def of(cls, scope: Scope) -> Exchange:
@@ -81,6 +83,7 @@ class Exchange:
             first = timer.first_token
             facts |= {
                 "model": job.model,
+                "service_class": job.requests[0].service_class,
                 "prompt_tokens": job.prompt_tokens,
                 "output_tokens": timer.output_tokens,
                 "ttft_ms": round((first - self.started) * 1e3, 1) if first else None,
@@ -125,7 +128,7 @@ class Observe:
                 headers = [pair for pair in message.get("headers", ()) if pair[0] != header[0]]
                 if exchange.notes.names:
                     headers.append((HEADER.encode(), exchange.notes.header()))
-                message["headers"] = [*headers, header]
+                message["headers"] = [*headers, *exchange.reply, header]
             await send(message)
 
         scope[BARE_SEND] = send

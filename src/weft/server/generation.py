@@ -16,6 +16,7 @@ from weft.api import Job
 from weft.api.asked import Asked, Streamed
 from weft.api.endpoints import ENDPOINTS, EVENT_STREAM, Endpoint
 from weft.core.errors import WeftError
+from weft.server.accounts import Bill
 from weft.server.body import read_body
 from weft.server.errors import json_response, log_failure
 from weft.server.exchange import BARE_SEND
@@ -43,7 +44,7 @@ def _route(service: Service, row: Endpoint) -> Route:
             notes = service.notes()
             asked = await service.prepare(
                 len(data),
-                lambda: row.read(data, service.builder, service.texts, notes),
+                lambda: row.read(data, service.own_builder(), service.texts, notes),
                 renders=row.renders,
             )
         if isinstance(asked, Asked):
@@ -80,24 +81,27 @@ class Generation(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         job, writer = self._asked.job, self._asked.stream
+        bill = self._service.charged(job)
         try:
             if job.stream and writer is not None:
-                async with running(self._service, job, receive) as opened:
+                async with running(self._service, job, receive, bill) as opened:
                     # A task of its own: each token wakes this coroutine, not all around it.
                     bare = scope.get(BARE_SEND, send)
                     await asyncio.create_task(self._stream(opened, writer(), send, bare))
             else:
-                body = await self._collect(receive)
+                body = await self._collect(receive, bill)
                 await Response(body, media_type="application/json")(scope, receive, send)
         except DisconnectedError:
             return
+        finally:
+            bill.settle()
 
-    async def _collect(self, receive: Receive) -> bytes:
+    async def _collect(self, receive: Receive, bill: Bill) -> bytes:
         """The whole answer; parts of a job, if it has several, leave room for other clients."""
         whole = self._asked.whole()
         for part in self._asked.parts():
             left = len(part.requests)
-            async with running(self._service, part, receive) as opened:
+            async with running(self._service, part, receive, bill) as opened:
                 while left and not whole.done:
                     updates = await opened.take()
                     left -= sum(update.finish is not None for update in updates)
@@ -131,7 +135,9 @@ class Generation(Response):
 
 
 @contextlib.asynccontextmanager
-async def running(service: Service, job: Job, receive: Receive) -> AsyncIterator[OpenJob]:
+async def running(
+    service: Service, job: Job, receive: Receive, bill: Bill
+) -> AsyncIterator[OpenJob]:
     """Submit a job and watch the connection while it runs.
 
     Raises:
@@ -140,7 +146,7 @@ async def running(service: Service, job: Job, receive: Receive) -> AsyncIterator
         GrammarError: what the output has to follow cannot be compiled.
     """
     await service.check_grammar(job)
-    with service.open(job) as opened:
+    with service.open(job, bill) as opened:
         opened.submit()
         watcher = asyncio.create_task(opened.watch(receive))
         try:

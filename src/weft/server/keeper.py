@@ -13,13 +13,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from weft.core.errors import EngineDeadError
 from weft.core.memory import MemoryKills
 from weft.core.process import Backoff, describe_exit, exited, start_child
 from weft.ring.segment import RingFds
 from weft.server.counts import Board
+from weft.server.quota_board import release_plane
 
 EXIT_REFUSED = 3  # of a request plane that cannot work with these settings
 TICK_S = 0.5
@@ -28,13 +29,25 @@ START_S = 60.0  # more patience with one that has still to begin
 logger = logging.getLogger("weft")
 
 
+class Boards(NamedTuple):
+    """Descriptors of memory that all request planes share.
+
+    Attributes:
+        counts: what they have counted.
+        quotas: what API keys use.
+    """
+
+    counts: int
+    quotas: int
+
+
 class FrontendKeeper:
     """One request plane, and its successors on the same ring and listening socket.
 
     Args:
         number: of this request plane, from 0.
         settings: what the process reads from standard input.
-        board: descriptor of the memory in which all show what they have counted.
+        boards: memory that all request planes share.
         card: the engine's facts as JSON, once there is an engine.
         watchdog_s: seconds without a sign after which a request plane is killed and replaced.
     """
@@ -45,7 +58,7 @@ class FrontendKeeper:
         settings: Mapping[str, Any],
         ring: RingFds,
         listener: socket.socket,
-        board: int,
+        boards: Boards,
         card: asyncio.Future[str],
         watchdog_s: float,
     ) -> None:
@@ -53,10 +66,10 @@ class FrontendKeeper:
         self._settings = settings
         self._ring = ring
         self._listener = listener
-        self._board = board
+        self._boards = boards
         self._card = card
         self._watchdog_s = watchdog_s
-        self._signs = Board(board, number)
+        self._signs = Board(boards.counts, number)
         self._kills = MemoryKills()
         self._fed_s = math.inf  # when the current one got the card, on the monotonic clock
         self._process: subprocess.Popen[bytes] | None = None
@@ -131,6 +144,7 @@ class FrontendKeeper:
             death.cancel()
             feeding.cancel()
             await asyncio.wait([death, feeding])
+            release_plane(self._boards.quotas, self._number)
 
     def _hangs(self) -> bool:
         """Whether it gave no sign of life for too long; others wait while it ends."""
@@ -142,13 +156,14 @@ class FrontendKeeper:
     def _start(self, card: int, announce: bool) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "weft.server.process", "--parent", str(os.getpid())]
         command += ["--ring", str(self._ring), "--card", str(card)]
-        command += ["--socket", str(self._listener.fileno()), "--board", str(self._board)]
+        command += ["--socket", str(self._listener.fileno())]
+        command += ["--board", str(self._boards.counts), "--quotas", str(self._boards.quotas)]
         command += ["--number", str(self._number)]
         command += ["--announce"] * announce
         process = start_child(
             command,
             stdin=subprocess.PIPE,
-            pass_fds=[card, self._listener.fileno(), self._board, *self._ring.pass_fds],
+            pass_fds=[card, self._listener.fileno(), *self._boards, *self._ring.pass_fds],
             start_new_session=True,
         )
         assert process.stdin is not None

@@ -1,108 +1,23 @@
-"""API keys: read from settings and from a watched file, compared in constant time."""
+"""API keys that are valid now: read again when their file changes, and found in constant time."""
 
 from __future__ import annotations
 
 import contextlib
 import hmac
 import logging
-import re
 import time
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
 
 from weft.core.errors import ConfigError
+from weft.server.keyfile import Key, NoKeysError, read_keys
 
 logger = logging.getLogger("weft.server")
 
 LOOK_EVERY_S = 1.0
-MAX_KEY_CHARS = 1024
-MAX_FILE_BYTES = 16 * 2**20
-_NAMED = re.compile(r"([A-Za-z0-9_.@-]{1,64}):\s*(.*)")
-_COMMENT = re.compile(r"\s#.*")
-
-
-@dataclass(slots=True)
-class Key:
-    """One key; the key itself is not kept.
-
-    Attributes:
-        name: what logs call it.
-        digest: SHA-256 of the key.
-        open: requests of it that are being answered.
-    """
-
-    name: str
-    digest: bytes
-    open: int = 0
-
-    def salt(self, more: bytes) -> bytes:
-        """A cache salt that no other key can have, whatever ``more`` a request gives."""
-        return sha256(b"weft cache salt" + self.digest + more).digest()[:16]
-
-
-class NoKeysError(ConfigError):
-    """The API key file is not there, or has no keys."""
-
-
-def read_keys(given: Seq[str], path: str | None) -> list[Key]:
-    """The keys of the command line and of a file: one a line, ``key`` or ``name:key``.
-
-    What comes after a space and ``#`` is a comment.
-
-    Raises:
-        NoKeysError: the file is not there, or has no keys.
-        ConfigError: the file cannot be read, or a line is malformed.
-    """
-    keys = [_key(f"api_key-{i}", key, "api_key") for i, key in enumerate(given, 1)]
-    if path is not None:
-        found = [
-            _key(*_named(line, number), f"line {number} of the API key file")
-            for number, line in enumerate(_lines(path), 1)
-            if line.strip() and not line.lstrip().startswith("#")
-        ]
-        if not found:
-            raise NoKeysError("The API key file has no keys.", param="api_key_file")
-        keys += found
-    if len({key.digest for key in keys}) < len(keys):
-        raise ConfigError("An API key is given twice.", param="api_key_file")
-    return keys
-
-
-def _lines(path: str) -> list[str]:
-    try:
-        with open(path, encoding="utf-8") as file:
-            return file.read(MAX_FILE_BYTES).splitlines()
-    except OSError as error:
-        message = f"Cannot read the API key file '{path}': {error.strerror}."
-        gone = isinstance(error, (FileNotFoundError, NotADirectoryError))
-        raise (NoKeysError if gone else ConfigError)(message, param="api_key_file") from None
-    except UnicodeDecodeError:
-        message = f"The API key file '{path}' is not text."
-        raise ConfigError(message, param="api_key_file") from None
-
-
-def _named(line: str, number: int) -> tuple[str, str]:
-    line = _COMMENT.sub("", line).strip()
-    match = _NAMED.fullmatch(line)
-    name, key = (match[1], match[2]) if match else (f"line-{number}", line)
-    if any(letter.isspace() for letter in key):
-        raise ConfigError(
-            f"line {number} of the API key file: a key has no spaces; comments begin with '#'.",
-            param="api_key_file",
-        )
-    return name, key
-
-
-def _key(name: str, key: str, where: str) -> Key:
-    wrong = not key.isascii() or not key.isprintable() or key != key.strip()
-    if wrong or not 0 < len(key) <= MAX_KEY_CHARS:
-        raise ConfigError(
-            f"{where}: a key must be 1 to {MAX_KEY_CHARS} printable ASCII characters.",
-            param="api_key_file" if "line" in where else "api_key",
-        )
-    return Key(name, sha256(key.encode()).digest())
+INLINE_BYTES = 32 * 1024  # of a file: up to here it is read on the event loop
 
 
 class KeyRing:
@@ -111,15 +26,24 @@ class KeyRing:
     A file that is gone or empty has no keys any more; one that is unreadable or malformed changes
     nothing. The log says so. Whoever starts a server checks the file by `read_keys` before: where
     it cannot be used from the beginning, because a process was restarted, it has no keys.
+
+    Args:
+        given: keys of the command line.
+        path: of the file, if there is one.
+        classes: the class table, which the file may name.
     """
 
-    def __init__(self, given: Seq[str] = (), path: str | None = None) -> None:
+    def __init__(
+        self, given: Seq[str] = (), path: str | None = None, classes: Seq[str] | None = None
+    ) -> None:
         self._given = tuple(given)
         self._path = path
+        self._classes = classes
         self._stamp = self._look()
         self._next_look = 0.0
         self._keys = read_keys(given, None)
-        self._read()
+        self._reading: Future[list[Key] | ConfigError] | None = None
+        self._accept(self._read())
 
     @property
     def demanded(self) -> bool:
@@ -136,9 +60,21 @@ class KeyRing:
                 found = key
         return found
 
+    def named(self, digest: bytes) -> str:
+        """What the key of a digest is called; "" if it is valid no more."""
+        return next((key.name for key in self._keys if key.digest == digest), "")
+
     def refresh(self) -> None:
-        """Read the file again if it has changed; looks at most once a second."""
+        """Read the file again if it has changed; looks at most once a second.
+
+        A large file is read on a thread; a later call takes what it has.
+        """
         now = time.monotonic()
+        if self._reading is not None:
+            if self._reading.done():
+                found, self._reading = self._reading.result(), None
+                self._take(found)
+            return
         if self._path is None or now < self._next_look:
             return
         self._next_look = now + LOOK_EVERY_S
@@ -146,23 +82,32 @@ class KeyRing:
         if stamp == self._stamp:
             return
         self._stamp = stamp
-        self._read()
+        if stamp is not None and stamp[1] > INLINE_BYTES:
+            thread = ThreadPoolExecutor(1, thread_name_prefix="weft-keys")
+            self._reading = thread.submit(self._read)
+            thread.shutdown(wait=False)
+        else:
+            self._take(self._read())
+
+    def _read(self) -> list[Key] | ConfigError:
+        try:
+            return read_keys(self._given, self._path, self._classes)
+        except ConfigError as error:
+            return error
+
+    def _take(self, found: list[Key] | ConfigError) -> None:
+        """Let what was read be valid from now on."""
+        self._accept(found)
         logger.warning("The API key file has changed; %d keys are valid.", len(self._keys))
 
-    def _read(self) -> None:
-        try:
-            fresh = read_keys(self._given, self._path)
-        except NoKeysError as error:
-            logger.warning("No key from a file is valid now. %s", error.message)
-            fresh = read_keys(self._given, None)
-        except ConfigError as error:
-            logger.error("The API keys were not read; no key has changed. %s", error.message)
-            return
-        known = {key.digest: key for key in self._keys}
-        for key in fresh:
-            if key.digest in known:
-                known[key.digest].name = key.name
-        self._keys = [known.get(key.digest, key) for key in fresh]
+    def _accept(self, found: list[Key] | ConfigError) -> None:
+        if isinstance(found, NoKeysError):
+            logger.warning("No key of a file is valid now. %s", found.message)
+            self._keys = read_keys(self._given, None)
+        elif isinstance(found, ConfigError):
+            logger.error("The API keys were not read; no key has changed. %s", found.message)
+        else:
+            self._keys = found
 
     def _look(self) -> tuple[int, ...] | None:
         if self._path is None:

@@ -7,34 +7,42 @@ import os
 import socket
 import ssl
 import stat
+from collections.abc import Sequence as Seq
 
 from weft.core.errors import ConfigError
-from weft.server.keys import read_keys
+from weft.server.keyfile import read_keys
 from weft.server.options import ServerOptions
 from weft.server.response_store import check_store
+from weft.server.usage_store import check_usage_store
 
 BACKLOG = 2048
 
 
-def listen(options: ServerOptions) -> socket.socket:
+def listen(options: ServerOptions, classes: Seq[str] | None = None) -> socket.socket:
     """Return a socket that is bound and listens.
+
+    Args:
+        classes: the class table, which the file of keys may name; not checked without it.
 
     Raises:
         ConfigError: the address is in use, or cannot be had; or a file that the options name (of
-            keys, of TLS, of stored responses) cannot be used.
+            keys, of TLS, of stored responses, of usage) cannot be used.
     """
-    _check_files(options)  # before anything slow starts
+    _check_files(options, classes)  # before anything slow starts
     return _unix(options.uds) if options.uds is not None else _tcp(options.host, options.port)
 
 
-def _check_files(options: ServerOptions) -> None:
+def _check_files(options: ServerOptions, classes: Seq[str] | None) -> None:
     tls_context(options)
-    names = {key.name for key in read_keys(options.api_key, options.api_key_file)}
-    for name in options.metrics_key:
-        if name not in names:
-            raise ConfigError(f"metrics_key: no key has the name '{name}'.", param="metrics_key")
+    names = {key.name for key in read_keys(options.api_key, options.api_key_file, classes)}
+    for setting in ("metrics_key", "admin_key"):
+        for name in getattr(options, setting):
+            if name not in names:
+                raise ConfigError(f"{setting}: no key has the name '{name}'.", param=setting)
     if options.responses_db is not None:
         check_store(options.responses_db)
+    if options.usage_db is not None:
+        check_usage_store(options.usage_db)
 
 
 def tls_context(options: ServerOptions) -> ssl.SSLContext | None:

@@ -29,6 +29,7 @@ from weft.server.listen import address_of, listen, tls_context
 from weft.server.options import ServerOptions
 from weft.server.probe import EngineProbe
 from weft.server.protocol import BoundedProtocol, bounded_protocol
+from weft.server.quota_board import QuotaBoard
 from weft.server.service import Service
 from weft.text import ChatTemplate, Tokenizer
 
@@ -50,6 +51,7 @@ def run_server(
     sockets: Seq[socket.socket] | None = None,
     on_listening: Callable[[str], None] | None = None,
     board: Board | None = None,
+    quotas: QuotaBoard | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT (unless ignored), then finish what is open and return.
 
@@ -61,13 +63,14 @@ def run_server(
             ``options``, and a Unix socket's path removed at the end.
         on_listening: called with the address once requests are answered.
         board: where all request planes of one server show what they have counted.
+        quotas: where they share what API keys use.
 
     Raises:
         ConfigError: the address is in use.
     """
     own = None if sockets else listen(options)
     listeners = [own] if own is not None else list(sockets or ())
-    app = create_app(client, tokenizer, chat_template, card, options, probe=probe)
+    app = create_app(client, tokenizer, chat_template, card, options, probe=probe, quotas=quotas)
     if board is not None:
         app.state.service.metrics.share(board)
     server = DrainingServer(app, options, on_listening)

@@ -6,8 +6,6 @@ The hot path adds to plain numbers; families are built at each scrape.
 from __future__ import annotations
 
 import contextlib
-import math
-import time
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 
@@ -20,9 +18,9 @@ from prometheus_client.core import (
 )
 
 from weft.core.errors import WeftError
-from weft.core.plan import Update
-from weft.core.types import DEFAULT_CLASSES, FinishReason, Request, ServiceClass
-from weft.server.counts import Board, Counts
+from weft.core.types import DEFAULT_CLASSES, ServiceClass
+from weft.server.attainment import WINDOW_S, Attainment
+from weft.server.counts import Board, Counts, Use
 from weft.server.probe import EngineProbe
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -37,6 +35,16 @@ ENGINE_METRICS: Mapping[str, tuple[str, str]] = {
     "prefix_cache_hits": ("counter", "Prompt tokens found in the prefix cache"),
     "spec_decode_num_draft_tokens": ("counter", "Tokens proposed by speculation"),
     "spec_decode_num_accepted_tokens": ("counter", "Proposed tokens that were accepted"),
+}
+
+# Latencies of sequences: name -> (field of `Latencies`, help).
+LATENCIES: Mapping[str, tuple[str, str]] = {
+    "time_to_first_token": ("time_to_first_token", "From request to first token"),
+    "inter_token_latency": ("inter_token_latency", "Between two tokens"),
+    "e2e_request_latency": ("e2e", "From request to last token"),
+    "request_queue_time": ("queue_time", "Until the engine began to compute"),
+    "request_prefill_time": ("prefill_time", "From there until the prompt was read"),
+    "request_decode_time": ("decode_time", "From first to last token"),
 }
 
 # The same under weft's own name alone, as no dashboard knows them.
@@ -66,6 +74,8 @@ class Metrics(Counts):
         self._probe = probe
         self._prefixes = tuple(prefixes)
         self._board: Board | None = None
+        self._attainment = Attainment()
+        self._touched: set[str] = set()  # names in the usage
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
@@ -75,9 +85,11 @@ class Metrics(Counts):
         self.add(board.read_own(), gauges=False)
 
     def show(self) -> None:
-        """Publish these counts to the other planes."""
+        """Let the others see these counts; called twice a second."""
         if self._board is not None:
             self._board.write(self)
+        if self._attainment.due:
+            self._attainment.sample(self.total().targets)
 
     def total(self) -> Counts:
         """The sum over all request planes; the others are as they have last shown themselves."""
@@ -85,6 +97,30 @@ class Metrics(Counts):
         for counts in (self.dump(), *(self._board.read_others() if self._board else ())):
             total.add(counts)
         return total
+
+    def place_of(self, service_class: str) -> str:
+        """The place of a class in the table, in words; that of the first for an unknown one."""
+        return str(self._classes.get(service_class, (0, NO_TARGETS))[0])
+
+    def use(self, key: str, service_class: str, more: Use) -> None:
+        """Count what a key has used of a class."""
+        name = f"{self.place_of(service_class)} {key}"
+        self.add_use(name, more)
+        self._touched.add(name)
+
+    def uses(self) -> dict[tuple[str, str], Use]:
+        """What keys have used at this request plane, by key and class."""
+        return self._by_name(self.usage)
+
+    def fresh_uses(self) -> dict[tuple[str, str], Use]:
+        """Of the same, what has changed since the last call."""
+        touched, self._touched = self._touched, set()
+        return self._by_name({name: self.usage[name] for name in sorted(touched)})
+
+    def _by_name(self, usage: Mapping[str, Use]) -> dict[tuple[str, str], Use]:
+        names = list(self._classes)
+        parted = ((name.split(" ", 1), use) for name, use in usage.items())
+        return {(key, names[int(place)]): use for (place, key), use in parted}
 
     def render(self) -> bytes:
         """The page for Prometheus."""
@@ -124,6 +160,8 @@ class Metrics(Counts):
             yield from self._histograms(prefix, total)
         yield self._refusals(total)
         yield self._kept_targets(total)
+        yield self._attained(total)
+        yield from self._usage(total)
         gauges = self._probe.gauges()
         for name, text in OWN_METRICS.items():
             if name in gauges:
@@ -176,6 +214,20 @@ class Metrics(Counts):
                     family.add_metric([self._model, row.name, name, outcome], count)
         return family
 
+    def _attained(self, total: Counts) -> Metric:
+        family = GaugeMetricFamily(
+            "weft_slo_attainment",
+            f"Share of the sequences that ended in the last {WINDOW_S / 60:g} minutes "
+            "which kept all targets of their class",
+            labels=["model_name", "service_class"],
+        )
+        for place, row in self._classes.values():
+            keys = (_target_key(place, "all", kept) for kept in (True, False))
+            share = self._attainment.share(total.targets, *keys)
+            if share is not None:
+                family.add_metric([self._model, row.name], share)
+        return family
+
     def _plain(self, name: str, kind: str, text: str, value: float) -> Metric:
         make = GaugeMetricFamily if kind == "gauge" else CounterMetricFamily
         family = make(name, text, labels=["model_name"])
@@ -183,135 +235,36 @@ class Metrics(Counts):
         return family
 
     def _histograms(self, prefix: str, total: Counts) -> Iterator[Metric]:
-        for name, text, histogram in (
-            ("time_to_first_token", "From request to first token", total.time_to_first_token),
-            ("inter_token_latency", "Between two tokens", total.inter_token_latency),
-            ("e2e_request_latency", "From request to last token", total.e2e_latency),
-            ("request_queue_time", "Until the engine began to compute", total.queue_time),
-            ("request_prefill_time", "From there until the prompt was read", total.prefill_time),
-            ("request_decode_time", "From first to last token", total.decode_time),
-        ):
+        for name, (field, text) in LATENCIES.items():
             family = HistogramMetricFamily(
-                f"{prefix}:{name}_seconds", f"{text}, in seconds", labels=["model_name"]
+                f"{prefix}:{name}_seconds",
+                f"{text}, in seconds",
+                labels=["model_name", "service_class"],
             )
-            family.add_metric([self._model], histogram.buckets(), histogram.total)
+            for place, row in self._classes.values():
+                histogram = getattr(total.latencies_of(str(place)), field)
+                labels = [self._model, row.name]
+                family.add_metric(labels, histogram.buckets(), histogram.total)
             yield family
+
+    def _usage(self, total: Counts) -> Iterator[Metric]:
+        labels = ["model_name", "key", "service_class"]
+        requests, prompt, output = families = (
+            CounterMetricFamily(
+                "weft:key_requests", "Requests by API key and class", labels=labels
+            ),
+            CounterMetricFamily(
+                "weft:key_prompt_tokens", "Prompt tokens by API key and class", labels=labels
+            ),
+            CounterMetricFamily(
+                "weft:key_generation_tokens", "Tokens generated by API key and class", labels=labels
+            ),
+        )
+        for (key, name), use in sorted(self._by_name(total.usage).items()):
+            for family, value in zip((requests, prompt, output), use, strict=True):
+                family.add_metric([self._model, key, name], value)
+        yield from families
 
 
 def _target_key(place: int, target: str, kept: bool) -> str:
     return f"{place} {target} {'kept' if kept else 'missed'}"
-
-
-class JobTimer:
-    """Follows the sequences of one job into the metrics.
-
-    Attributes:
-        start_ns: when the engine got them, on the monotonic clock.
-        unseen: sequences of which nothing has come yet.
-        first_token: when the first token of all came, in seconds; 0 before.
-        scheduled_ns, prefilled_ns: of the sequence that ended first; 0 if it never ran.
-        output_tokens: so far, of all sequences.
-        ends: how sequences have ended.
-        ended: when the latest of them did, in seconds; 0 before.
-    """
-
-    def __init__(self, metrics: Metrics, requests: Seq[Request], prompt_tokens: int) -> None:
-        self._metrics = metrics
-        self._class = requests[0].service_class
-        self.start_ns = time.monotonic_ns()
-        self.unseen = len(requests)
-        self.first_token = 0.0
-        self.scheduled_ns = 0
-        self.prefilled_ns = 0
-        self.output_tokens = 0
-        self.ends: list[str] = []
-        self.ended = 0.0
-        self._start = self.start_ns / 1e9
-        self._seen: dict[int, list[float]] = {}  # times of first and latest token, and how many
-        metrics.prompt_tokens += prompt_tokens
-        metrics.waiting += self.unseen
-
-    def saw(self, updates: Seq[Update]) -> list[int]:
-        """Count updates that have just arrived; return the sequences that have ended."""
-        now = time.monotonic()
-        first = updates[0]
-        if len(updates) == 1 and first.token is not None and first.finish is None:
-            self._tokens(first.sequence_id, 1, now)  # what nearly every call is
-            return []
-        tokens: dict[int, int] = {}
-        ends: list[Update] = []
-        for update in updates:
-            if update.token is not None:
-                tokens[update.sequence_id] = tokens.get(update.sequence_id, 0) + 1
-            if update.finish is not None:
-                ends.append(update)
-        for sequence_id, count in tokens.items():
-            self._tokens(sequence_id, count, now)
-        for end in ends:
-            self._end(end, now)
-        return [end.sequence_id for end in ends]
-
-    def close(self, open_sequences: int) -> None:
-        """Count abandoned sequences as cancelled."""
-        self._metrics.finished["cancelled"] += open_sequences
-        if open_sequences:
-            self.ends.append("cancelled")
-            self.ended = time.monotonic()
-        self._metrics.running -= len(self._seen)
-        self._metrics.waiting -= self.unseen
-        self._seen.clear()
-        self.unseen = 0
-
-    def _tokens(self, sequence_id: int, count: int, now: float) -> None:
-        metrics = self._metrics
-        metrics.generation_tokens += count
-        self.output_tokens += count
-        times = self._seen.get(sequence_id)
-        if times is None:
-            self._seen[sequence_id] = [now, now, count]
-            self.first_token = self.first_token or now
-            self.unseen -= 1
-            metrics.waiting -= 1
-            metrics.running += 1
-            metrics.time_to_first_token.observe(now - self._start)
-            return
-        metrics.inter_token_latency.observe((now - times[1]) / count, count)
-        times[1] = now
-        times[2] += count
-
-    def _end(self, update: Update, now: float) -> None:
-        metrics = self._metrics
-        metrics.finished[str(update.finish)] += 1
-        metrics.e2e_latency.observe(now - self._start)
-        self.ends.append(str(update.finish))
-        self.ended = now
-        self._engine_times(update)
-        times = self._seen.pop(update.sequence_id, None)
-        self._judge(update, times)
-        if times is None:
-            self.unseen -= 1
-            metrics.waiting -= 1
-            return
-        metrics.running -= 1
-        metrics.decode_time.observe(now - times[0])
-
-    def _judge(self, update: Update, times: list[float] | None) -> None:
-        """Count targets kept and missed, except for cancelled requests and embeddings."""
-        if update.finish is FinishReason.CANCELLED or update.embedding is not None:
-            return
-        if update.finish is FinishReason.ERROR or times is None:
-            self._metrics.judge(self._class, math.inf, math.inf)
-            return
-        first, last, tokens = times
-        self._metrics.judge(self._class, first - self._start, (last - first) / max(tokens - 1, 1))
-
-    def _engine_times(self, update: Update) -> None:
-        """Count how long a sequence waited, and how long its prompt took, as the engine saw it."""
-        scheduled, prefilled = update.scheduled_ns, update.prefilled_ns
-        if not scheduled:
-            return
-        self.scheduled_ns = self.scheduled_ns or scheduled
-        self._metrics.queue_time.observe(max(0, scheduled - self.start_ns) / 1e9)
-        if prefilled:
-            self.prefilled_ns = self.prefilled_ns or prefilled
-            self._metrics.prefill_time.observe((prefilled - scheduled) / 1e9)

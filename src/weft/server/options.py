@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from weft.core.errors import ConfigError, ParameterError
 from weft.core.settings import check_settings, setting
-from weft.server.keys import read_keys
+from weft.server.keyfile import read_keys
 from weft.server.tracing import make_exporter
 from weft.text.dialect import REASONING_MARKERS, TOOL_PARSERS
 
@@ -45,10 +45,15 @@ class ServerOptions:
     api_key_file: str | None = setting(
         "path",
         None,
-        "file with one key or name:key a line; read again within a second when it changes",
+        "file with one key or name:key a line, or YAML with the classes and limits of each key; "
+        "read again within a second when it changes",
     )
     max_requests_per_key: int | None = setting(
-        "int", None, "requests that one key may have in progress", low=1, high=2**20
+        "int",
+        None,
+        "requests that one key may have in progress, unless the key file says otherwise for it",
+        low=1,
+        high=2**20,
     )
     metrics_key: tuple[str, ...] = setting(
         "strings",
@@ -56,6 +61,21 @@ class ServerOptions:
         "name of a key that may read /metrics, which covers all keys; may be repeated; by "
         "default every key may",
         high=4096,
+    )
+    admin_key: tuple[str, ...] = setting(
+        "strings",
+        (),
+        "name of a key that may read /v1/usage, which is of all keys; may be repeated; without it "
+        "no key may",
+        high=4096,
+    )
+    usage_db: str | None = setting(
+        "path",
+        None,
+        "SQLite file of the tokens by key, class and day; without it they are lost at the end",
+    )
+    usage_keep_days: int = setting(
+        "int", 400, "days after which the usage of a day is forgotten", low=1, high=36500
     )
     key_salt: bool = setting(
         "bool", True, "requests share cached prefixes only with requests of the same key"
@@ -215,6 +235,8 @@ class ServerOptions:
                 "or name a file that all request planes share.",
                 param="responses_db",
             )
+        if self.usage_db == ":memory:":
+            raise ConfigError("usage_db cannot be ':memory:': leave it unset.", param="usage_db")
         if self.root_path and not self.root_path.startswith("/"):
             raise ConfigError("root_path must start with '/'.", param="root_path")
         if self.otlp_endpoint is not None:
@@ -222,7 +244,7 @@ class ServerOptions:
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("tls_cert and tls_key go together.", param="tls_key")
         keyed = bool(self.api_key) or self.api_key_file is not None
-        for name in ("max_requests_per_key", "metrics_key"):
+        for name in ("max_requests_per_key", "metrics_key", "admin_key"):
             if getattr(self, name) and not keyed:
                 raise ConfigError(f"{name} needs keys: give api_key or api_key_file.", param=name)
         if (self.request_timeout_s or 0) > self.max_request_timeout_s:

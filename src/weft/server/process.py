@@ -1,7 +1,7 @@
 """The request-plane process: tokenises, serves HTTP, and talks to the engine through a ring.
 
     python -m weft.server.process --number N --ring FDS --socket FD --card FD --board FD
-                                  --parent PID [--announce]
+                                  --quotas FD --parent PID [--announce]
 
 Settings come as JSON on standard input, the model's facts as one JSON line on the card descriptor
 once the engine is ready. The parent keeps an engine at the ring: while there is none, requests
@@ -39,6 +39,7 @@ from weft.server.keeper import EXIT_REFUSED
 from weft.server.main import run_server
 from weft.server.options import ServerOptions
 from weft.server.probe import EngineLoad
+from weft.server.quota_board import QuotaBoard
 from weft.text import Tokenizer
 from weft.text.renderer import shared_renderer
 from weft.text.template import find_template
@@ -48,7 +49,7 @@ def main() -> None:
     """Serve until SIGTERM; exit code 0 then."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--ring", required=True)
-    for name in ("--socket", "--card", "--parent", "--board", "--number"):
+    for name in ("--socket", "--card", "--parent", "--board", "--quotas", "--number"):
         parser.add_argument(name, type=int, required=True)
     parser.add_argument("--announce", action="store_true")
     arguments = parser.parse_args()
@@ -98,6 +99,7 @@ def _serve(arguments: argparse.Namespace, settings: Mapping[str, Any], served: S
         sockets=[socket.socket(fileno=arguments.socket)],
         on_listening=on_listening,
         board=Board(arguments.board, arguments.number),
+        quotas=QuotaBoard(arguments.quotas, arguments.number),
     )
 
 

@@ -103,7 +103,7 @@ class _ResponseHandlers:
             before = await self._store.conversation(_owner(), body.previous_response_id)
         job = await service.prepare(
             INLINE_BYTES + 1 if before else len(data),
-            lambda: response_job(body, before + items, service.builder, notes),
+            lambda: response_job(body, before + items, service.own_builder(), notes),
         )
         return _AskedResponse(data, body, items, job)
 

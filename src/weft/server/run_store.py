@@ -119,7 +119,7 @@ class RunStore:
     Args:
         life: this process's own.
         served: what the model is; only processes that serve the same go on with each other's runs.
-        most, most_of_key: runs at once, of all and of one owner.
+        most: runs at once.
         max_bytes: of all responses together.
     """
 
@@ -129,23 +129,27 @@ class RunStore:
         life: Life,
         served: str,
         most: int,
-        most_of_key: int | None,
         max_bytes: int,
     ) -> None:
         self._store = store
         self._life = life
         self._served = served
         self._most = most
-        self._most_of_key = most_of_key
         self._max_bytes = max_bytes // MAX_SHARE
 
-    async def begin(self, stored: Stored, run: Run, chunk: Chunk) -> None:
-        """Keep a new run. Raises TooManyRunsError, StoreError."""
+    async def begin(
+        self, stored: Stored, run: Run, chunk: Chunk, most_of_key: int | None = None
+    ) -> None:
+        """Keep a new run. Raises TooManyRunsError, StoreError.
+
+        Args:
+            most_of_key: runs that its owner may have at once; None for any number.
+        """
 
         def work(base: sqlite3.Connection) -> None:
             with base:
-                base.execute("BEGIN IMMEDIATE")  # so that no other process counts at the same time
-                self._check_room(base, stored.owner)
+                base.execute("BEGIN IMMEDIATE")  # so that nobody counts at the same time
+                self._check_room(base, stored.owner, most_of_key)
                 insert(base, stored)
                 base.execute(
                     "INSERT INTO runs VALUES (?, ?, ?, 0, 0, ?, ?)",
@@ -156,17 +160,17 @@ class RunStore:
 
         await self._store.run(work)
 
-    def _check_room(self, base: sqlite3.Connection, owner: bytes) -> None:
+    def _check_room(self, base: sqlite3.Connection, owner: bytes, most_of_key: int | None) -> None:
         [every] = base.execute("SELECT COUNT(*) FROM runs").fetchone()
         if every >= self._most:
             message = f"{every} background responses are in progress, which is the server's limit."
             raise TooManyRunsError(message)
-        if self._most_of_key is None:
+        if most_of_key is None:
             return
         [own] = base.execute(
             "SELECT COUNT(*) FROM runs JOIN responses USING (id) WHERE owner = ?", (owner,)
         ).fetchone()
-        if own >= self._most_of_key:
+        if own >= most_of_key:
             message = (
                 f"This API key has {own} background responses in progress, which is its limit."
             )

@@ -21,19 +21,24 @@ from weft.api import (
     Notes,
     TokenTexts,
 )
+from weft.api.classes import CLASS_HEADER
 from weft.api.errors import DeadlineExceededError
 from weft.api.structured import check_grammar
 from weft.core.errors import EngineOutOfMemoryError, ParameterError, WeftError
 from weft.core.plan import Update
 from weft.core.ports import EngineClient
 from weft.core.types import FinishReason, Request
+from weft.server.accounts import Accounts, Bill
 from weft.server.bridge import Bridge, Mailbox
 from weft.server.errors import ShuttingDownError
 from weft.server.exchange import EXCHANGE
-from weft.server.metrics import JobTimer, Metrics
+from weft.server.metrics import Metrics
 from weft.server.options import ServerOptions
 from weft.server.probe import EngineProbe
 from weft.server.queue import QueueLimit, Waiting
+from weft.server.quota_board import QuotaBoard
+from weft.server.timer import JobTimer
+from weft.server.usage_store import UsageStore
 from weft.text import ChatTemplate, Tokenizer
 from weft.text.dialect import choose_dialect
 
@@ -55,6 +60,7 @@ class Service:
 
     Attributes:
         draining: no new jobs are taken; open ones go on.
+        usage: keeps what keys use, while the server runs.
     """
 
     def __init__(
@@ -65,6 +71,7 @@ class Service:
         card: ModelCard,
         options: ServerOptions,
         probe: EngineProbe,
+        accounts: Accounts | None = None,
     ) -> None:
         limits = ApiLimits(
             options.max_sequences, options.max_prompt_bytes, options.request_chat_template
@@ -73,11 +80,13 @@ class Service:
         self.client = client
         self.options = options
         self.probe = probe
+        self.accounts = accounts or Accounts(QuotaBoard.alone())
         dialect = choose_dialect(chat_template, options.tool_parser, options.reasoning_parser)
         self.builder = Builder(tokenizer, chat_template, card, limits, dialect)
         self.texts = TokenTexts(tokenizer)
         self.metrics = Metrics(card.served_names[0], probe, prefixes, card.classes)
         self.draining = False
+        self.usage: UsageStore | None = None
         self._memory_s = time.monotonic()  # when it was last not lacking
         self._queue = QueueLimit(options, probe)
         self._open: dict[OpenJob, None] = {}  # a set that keeps the order
@@ -98,6 +107,8 @@ class Service:
     def look(self) -> None:
         """Keep what is known of other processes up to date; called twice a second."""
         self.metrics.show()
+        if self.usage is not None:
+            self.usage.keep(self.metrics.fresh_uses())
         self.probe.idle_s()
         if not self.probe.out_of_memory():
             self._memory_s = time.monotonic()
@@ -195,13 +206,53 @@ class Service:
         run = contextvars.copy_context().run  # so that what is logged bears the request's id
         return await asyncio.get_running_loop().run_in_executor(pool or self._pool, run, work)
 
-    def open(self, job: Job) -> OpenJob:
-        """Start a job; use the result as a context manager."""
+    def open(self, job: Job, bill: Bill) -> OpenJob:
+        """Start a job; use the result as a context manager.
+
+        Args:
+            bill: of the request that it is a part of.
+        """
         if self._bridge is None:
             self._bridge = Bridge(asyncio.get_running_loop())
-        opened = OpenJob(self, job, Mailbox(self._bridge))
+        opened = OpenJob(self, job, Mailbox(self._bridge), bill)
         self._open[opened] = None
         return opened
+
+    def own_builder(self) -> Builder:
+        """The builder for the request that is being answered, with what decides its class."""
+        exchange = EXCHANGE.get()
+        if exchange is None:
+            return self.builder
+        header, key, rules = exchange.headers.get(CLASS_HEADER), exchange.key, self.builder.classes
+        if key is not None:
+            rules = replace(rules, allowed=key.classes, default=key.default_class, header=header)
+        elif header is not None:
+            rules = replace(rules, header=header)
+        else:
+            return self.builder
+        return self.builder.under(rules)
+
+    def charged(self, job: Job) -> Bill:
+        """The bill of a job of the request that is being answered, of which all is charged.
+
+        Raises:
+            RateLimitError: its key has used up its requests or tokens of this minute.
+        """
+        exchange = EXCHANGE.get()
+        bill = self.accounts.bill(None if exchange is None else exchange.key)
+        with self.metrics.counting_refusals():
+            try:
+                bill.charge(job)
+            finally:
+                if exchange is not None:
+                    name = job.requests[0].service_class
+                    exchange.reply += [*bill.headers, (CLASS_HEADER.encode(), name.encode())]
+        return bill
+
+    def most_in_progress(self) -> int | None:
+        """Requests that the key of the request that is being answered may have in progress."""
+        exchange = EXCHANGE.get()
+        return self.accounts.most_in_progress(None if exchange is None else exchange.key)
 
     def forget(self, job: OpenJob) -> None:
         """Called by a job that has been closed."""
@@ -254,13 +305,15 @@ class Service:
 class OpenJob:
     """A job that the engine works on. Leaving its context frees whatever is still computed."""
 
-    def __init__(self, service: Service, job: Job, mailbox: Mailbox) -> None:
+    def __init__(self, service: Service, job: Job, mailbox: Mailbox, bill: Bill) -> None:
         self.job = job
+        self._bill = bill
         self._service = service
         self._mailbox = mailbox
         self._open_ids = {request.id for request in job.requests}
         self._timer: JobTimer | None = None  # from when the engine has taken the sequences
         self._alarm: asyncio.TimerHandle | None = None
+        self._billed = False
 
     def submit(self) -> None:
         """Hand the sequences to the engine.
@@ -281,13 +334,16 @@ class OpenJob:
             QueueFullError: too much waits already.
             WeftError: the engine cannot take the sequences.
         """
-        job, service = self.job, self._service
+        job, service, bill = self.job, self._service, self._bill
         with service.metrics.counting_refusals():
             if left_s is not None and left_s <= 0:
                 raise DeadlineExceededError()
             service.admit(job)
             service.client.submit(service.salted(job.requests), self._mailbox.sink)
-        self._timer = JobTimer(service.metrics, job.requests, job.prompt_tokens)
+        tokens = job.prompt_tokens
+        self._timer = JobTimer(
+            service.metrics, job.requests, tokens, bill.payer, bill.begin(tokens)
+        )
         if left_s is not None:
             loop = asyncio.get_running_loop()
             self._alarm = loop.call_later(left_s, lambda: self.interrupt(DeadlineExceededError()))
@@ -334,6 +390,9 @@ class OpenJob:
             self._alarm.cancel()
         if self._timer is not None:
             self._timer.close(len(self._open_ids))
+            if not self._billed:
+                self._billed = True
+                self._bill.spend(self.job.prompt_tokens + self._timer.output_tokens)
         for sequence_id in self._open_ids:
             self._service.client.cancel(sequence_id)
         self._open_ids.clear()

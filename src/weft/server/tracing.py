@@ -120,6 +120,7 @@ def _attributes(exchange: Exchange) -> dict[str, Any]:
             "gen_ai.request.choice.count": job.n,
             "gen_ai.request.temperature": sampling.temperature,
             "gen_ai.request.top_p": sampling.top_p,
+            "weft.service_class": job.requests[0].service_class,
             "gen_ai.request.max_tokens": sampling.max_tokens,
             "gen_ai.usage.input_tokens": job.prompt_tokens,
             "gen_ai.usage.output_tokens": timer.output_tokens,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from weft.core.classes import class_table
+from weft.core.class_table import class_table
 from weft.core.config import check_budget
 from weft.core.errors import ConfigError, ParameterError
 from weft.core.schedulers import SCHEDULERS

@@ -1,13 +1,19 @@
-"""The table of service classes: the defaults, changed and extended by a setting."""
+"""The table of service classes: the default ones, changed and extended by a setting."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from weft.core.errors import ConfigError, suggest
-from weft.core.types import DEFAULT_CLASSES, ServiceClass
+from weft.core.settings import shortened
+from weft.core.types import CLASS_OF_TIER, DEFAULT_CLASSES, ServiceClass
+
+_CLASS_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
+# Tiers of requests that stand for no class, or for one of another name.
+_NO_CLASS_NAMES = {"auto"} | {tier for tier, name in CLASS_OF_TIER.items() if tier != name}
 
 
 def with_targets(changes: Mapping[str, Any]) -> frozenset[str]:
@@ -23,7 +29,13 @@ def class_table(changes: Mapping[str, Any]) -> tuple[ServiceClass, ...]:
     return tuple(sorted(table.values(), key=lambda row: row.priority))
 
 
-def _service_class(name: str, given: Any, default: ServiceClass | None) -> ServiceClass:
+def _service_class(name: Any, given: Any, default: ServiceClass | None) -> ServiceClass:
+    if not isinstance(name, str) or not _CLASS_NAME.fullmatch(name) or name in _NO_CLASS_NAMES:
+        raise ConfigError(
+            f"classes: {shortened(name)} cannot name a class: names have 1 to 64 letters, digits "
+            f"and '_.-', and are none of {', '.join(sorted(_NO_CLASS_NAMES))}.",
+            param="classes",
+        )
     fields = {"priority": int, "ttft_s": (int, float), "tpot_s": (int, float)}
     if not isinstance(given, Mapping):
         raise ConfigError(
