@@ -102,7 +102,7 @@ class KeyRing:
 
     def _accept(self, found: list[Key] | ConfigError) -> None:
         if isinstance(found, NoKeysError):
-            logger.warning("No key of a file is valid now. %s", found.message)
+            logger.warning("No key from a file is valid now. %s", found.message)
             self._keys = read_keys(self._given, None)
         elif isinstance(found, ConfigError):
             logger.error("The API keys were not read; no key has changed. %s", found.message)
