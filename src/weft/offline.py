@@ -310,9 +310,9 @@ class _Batch:
         """An engine of one's own: one that dies is replaced, and what it was at goes on."""
         from weft.engine.keeper import EngineKeeper
         from weft.ring.client import RingClient
-        from weft.ring.segment import create_ring
+        from weft.ring.segment import ring_of
 
-        ring = create_ring()
+        ring = ring_of(self._config, self._options.concurrency or 0)
         keeper = EngineKeeper(self._engine_settings, [ring], standby=False, watchdog_s=WATCHDOG_S)
         client = RingClient(ring)
         keeping: asyncio.Task[None] | None = None

@@ -92,13 +92,13 @@ async def _supervise(
     listener: socket.socket,
 ) -> int:
     from weft.engine.keeper import EngineKeeper
-    from weft.ring.segment import create_ring
+    from weft.ring.segment import ring_of
     from weft.server.counts import create_board
     from weft.server.keeper import FrontendKeeper
 
     signals = _signals()
     planes = options.frontends or 1
-    rings = [create_ring() for _ in range(planes)]
+    rings = [ring_of(config) for _ in range(planes)]
     engines = EngineKeeper(settings, rings, standby=options.standby, watchdog_s=options.watchdog_s)
     card: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     given, board = _frontend_settings(config, options), create_board(planes)

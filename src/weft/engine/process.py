@@ -156,6 +156,7 @@ def _build(config: EngineConfig, returning_bytes: int, laps: Laps) -> tuple[Engi
 
     laps.mark("imports")
     engine = build_engine(config, returning_bytes)
+    config.check_ring(engine.resolved.max_model_len)
     served = describe_served(config, engine).to_json()
     laps.mark("model")
     return engine, served
