@@ -207,6 +207,8 @@ class _Batch:
             order = planned = await self._plan(found)
             if isinstance(found.asker, EngineAsker):
                 found.asker.progress = lambda number, tokens: self._grown(planned, number, tokens)
+                found.asker.started = lambda number: self._started(planned, number)
+            planned.full = lambda: found.asker.waiting > 0
         self._progress.start(answering)
         self._runner = Runner(self._source, self._results, found.asker, order, self._progress.watch)
         running = asyncio.create_task(self._runner.run())
@@ -267,6 +269,12 @@ class _Batch:
         order.progress(self._source.index(number), tokens)
         assert self._runner is not None
         self._runner.look()
+
+    def _started(self, order: Planned, number: int) -> None:
+        """Tell the order that the engine has got a line; if it had to wait, others may go now."""
+        order.started(self._source.index(number))
+        if self._runner is not None:
+            self._runner.look()
 
     def _at_once(self, computed: int | None) -> int:
         """Requests to be open together, of an engine that computes so many at once."""

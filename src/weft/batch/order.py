@@ -46,11 +46,17 @@ class Prompt:
 
     Attributes:
         tokens: of the prompt; any numbers will do that are equal where prompts are.
-        longest: bound of the output in tokens; None if there is none.
+        longest: bound of each output in tokens; None if there is none.
+        choices: outputs that the line has beside each other.
     """
 
     tokens: NDArray[np.uint32]
     longest: int | None
+    choices: int = 1
+
+    def each(self, output: int) -> int:
+        """Output tokens of one choice, of which all have so many together."""
+        return -(-output // self.choices)
 
 
 class Planned:
@@ -60,13 +66,26 @@ class Planned:
         order: of the planned lines, by their place in ``planned``.
         planned: indices in rising order.
         others: indices of lines without a prompt, such as wrong ones.
+        choices: outputs that each planned line has beside each other; 1 by default.
+
+    Attributes:
+        full: whether a line that was handed out has not reached the engine for want of room; no
+            other is handed out until it has.
     """
 
+    full: Callable[[], bool] = staticmethod(lambda: False)
+
     def __init__(
-        self, order: BlendOrder, planned: Seq[int], others: Seq[int], at_once: int
+        self,
+        order: BlendOrder,
+        planned: Seq[int],
+        others: Seq[int],
+        at_once: int,
+        choices: Seq[int] | None = None,
     ) -> None:
         self._order = order
         self._planned = np.asarray(planned, np.int64)
+        self._choices = choices
         self._others = deque(others)
         self._room = at_once
 
@@ -75,7 +94,7 @@ class Planned:
         return len(self._others) + self._order.remaining
 
     def next(self) -> int | None:
-        if not self._room:
+        if not self._room or self.full():
             return None
         if self._others:
             index: int | None = self._others.popleft()
@@ -85,8 +104,14 @@ class Planned:
         self._room -= index is not None
         return index
 
+    def started(self, index: int) -> None:
+        """The engine has got a line that was handed out."""
+        place = self._place(index)
+        if place is not None:
+            self._order.started(place)
+
     def progress(self, index: int, output: int) -> None:
-        """A planned line that runs has so many output tokens."""
+        """A planned line that runs has so many output tokens in each choice."""
         place = self._place(index)
         if place is not None:
             self._order.progress(place, output)
@@ -94,8 +119,11 @@ class Planned:
     def ended(self, index: int, output: int | None) -> None:
         self._room += 1
         place = self._place(index)
-        if place is not None:
-            self._order.ended(place, output)
+        if place is None:
+            return
+        if output is not None and self._choices is not None:
+            output = -(-output // self._choices[place])
+        self._order.ended(place, output)
 
     def _place(self, index: int) -> int | None:
         place = int(np.searchsorted(self._planned, index))
@@ -121,6 +149,7 @@ async def plan(
     """
     prompts: list[NDArray[np.uint32]] = []
     longest: list[int | None] = []
+    choices: list[int] = []
     planned: list[int] = []
     others: list[int] = []
     done: dict[int, int] = {}
@@ -137,10 +166,11 @@ async def plan(
             others += [] if sink.done(index) else [index]
             continue
         if sink.done(index):
-            done[len(planned)] = outputs[index]
+            done[len(planned)] = prompt.each(outputs[index])
         planned.append(index)
         prompts.append(prompt.tokens)
         longest.append(prompt.longest)
-    jobs = Jobs(cast(Seq[Seq[int]], prompts), longest, done)
+        choices.append(prompt.choices)
+    jobs = Jobs(cast(Seq[Seq[int]], prompts), longest, done, choices)
     order = make_order(kind if prompts else "fcfs", jobs, room, rates)
-    return Planned(order, planned, others, room.requests)
+    return Planned(order, planned, others, room.requests, choices)
