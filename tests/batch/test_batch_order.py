@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from answering import Answering, read, request
 
-from weft.batch.order import InOrder, Planned, Prompt, plan
+from weft.batch.order import InOrder, Planned, Prompt, plan, read_prompts
 from weft.batch.ports import BatchLine, LineAnswer, NobodyAnswersError, Result
 from weft.batch.prompts import guess_prompt
 from weft.batch.results import Results
@@ -53,8 +53,8 @@ def opened(source, **options) -> Results:
 
 
 def planned(kind: str, source, results: Results, room: Room = ROOM) -> Planned:
-    making = plan(kind, source, results, results.outputs(), guess_prompt, room, RATES)
-    return asyncio.run(making)
+    reading = read_prompts(source, results, results.outputs(), guess_prompt)
+    return plan(kind, asyncio.run(reading), room, RATES)
 
 
 def play(order, room: int, seed: int = 0) -> tuple[list[int], int]:
@@ -122,8 +122,9 @@ def test_samples_are_run_once_and_kept_when_the_run_is_cut_short(write):
         answers = Answering(lambda _: gone if len(answers.asked) > most else None)
 
         async def go() -> None:
-            making = plan("blend", source, results, results.outputs(), guess_prompt, ROOM, RATES)
-            await Runner(source, results, answers, await making).run()
+            reading = read_prompts(source, results, results.outputs(), guess_prompt)
+            order = plan("blend", await reading, ROOM, RATES)
+            await Runner(source, results, answers, order).run()
 
         try:
             asyncio.run(go())

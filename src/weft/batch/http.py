@@ -121,12 +121,12 @@ class HttpAsker:
         return time.monotonic() - self._good
 
     async def alive(self, timeout_s: float) -> bool:
-        """Whether the server answers at all."""
+        """Whether the server answers, and takes the key."""
         try:
             answer = await self._http.get(f"{self.url}/v1/models", timeout=timeout_s)
         except httpx.HTTPError:
             return False
-        if answer.status_code >= 500:
+        if answer.status_code >= 500 or answer.status_code in (401, 403):
             return False
         self._good = time.monotonic()
         return True

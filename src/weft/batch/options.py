@@ -24,8 +24,12 @@ class BatchOptions:
     errors: str | None = setting(
         "path", None, "file for lines without a result; unset is OUTPUT with .errors in it"
     )
-    url: str | None = setting(
-        "str", None, "address of a server that is asked instead of an engine of its own"
+    url: tuple[str, ...] = setting(
+        "strings",
+        (),
+        "address of a server that is asked instead of an engine of its own; may be given several "
+        "times, for servers that share the lines",
+        high=256,
     )
     api_key: str | None = setting("str", None, "the server's key; unset takes OPENAI_API_KEY")
     order: str = setting(
@@ -69,7 +73,10 @@ class BatchOptions:
         "strings", (), "name of the engine's model in lines; may be given several times", high=64
     )
     service_tier: str | None = setting(
-        "str", None, "put into lines for a server that name none; flex lets others go first"
+        "str",
+        None,
+        "put into lines for a server that name none; unset is batch, where the server takes it, "
+        "else flex or none",
     )
     retries: int = setting(
         "int", 5, "how often a server is asked again after an error that may pass", low=0, high=1000
@@ -80,7 +87,7 @@ class BatchOptions:
     patience_s: float = setting(
         "float",
         300.0,
-        "seconds that a server may be away or busy before the batch stops",
+        "seconds that a server may be away, or all of several, before the batch stops",
         low=0,
         above=True,
     )
@@ -96,7 +103,7 @@ class BatchOptions:
                 param="output",
             )
         for name in ("api_key", "service_tier"):
-            if self.url is None and getattr(self, name) is not None:
+            if not self.url and getattr(self, name) is not None:
                 raise ConfigError(f"{name} is for a server; give its --url, too.", param=name)
         if self.hardware is not None and self.order != "blend":
             raise ConfigError(
@@ -104,15 +111,15 @@ class BatchOptions:
                 param="hardware",
             )
         for name in ("shape", "kv_tokens"):
-            if getattr(self, name) is not None and (self.url is None or self.order != "blend"):
+            if getattr(self, name) is not None and (not self.url or self.order != "blend"):
                 raise ConfigError(f"{name} is for order blend with a server.", param=name)
-        if self.url is not None and (self.hardware is None) != (self.shape is None):
+        if self.url and (self.hardware is None) != (self.shape is None):
             raise ConfigError(
                 "For the model of a server hardware and shape go together: --hardware NAME "
                 "--shape NAME.",
                 param="shape",
             )
-        if self.url is not None and self.served_model_name:
+        if self.url and self.served_model_name:
             raise ConfigError(
                 "served_model_name is for an engine of one's own; a server has its own names.",
                 param="served_model_name",

@@ -131,28 +131,37 @@ class Planned:
         return place if found else None
 
 
-async def plan(
-    kind: str,
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """What is known of all lines that can be planned, by their place.
+
+    Attributes:
+        planned: their indices, rising.
+        others: indices of lines without a prompt, such as wrong ones, that have no result.
+        done: output tokens of a choice of those that have their answer.
+    """
+
+    tokens: list[NDArray[np.uint32]]
+    longest: list[int | None]
+    choices: list[int]
+    planned: list[int]
+    others: list[int]
+    done: dict[int, int]
+
+
+async def read_prompts(
     source: LineSource,
     sink: Sink,
     outputs: Mapping[int, int],
     prompt_of: Callable[[BatchLine], Prompt | None],
-    room: Room,
-    rates: Rates,
-) -> Planned:
-    """Read all prompts and put them in order. All of them are in memory, 4 bytes a token.
+) -> Prompts:
+    """Read all prompts. All of them are in memory, 4 bytes a token.
 
     Args:
-        kind: ``blend`` or ``dfs``.
         outputs: output tokens by index of lines that have their answer.
         prompt_of: reads a line; None if there is nothing to plan. Raises what is wrong with it.
     """
-    prompts: list[NDArray[np.uint32]] = []
-    longest: list[int | None] = []
-    choices: list[int] = []
-    planned: list[int] = []
-    others: list[int] = []
-    done: dict[int, int] = {}
+    found = Prompts([], [], [], [], [], {})
     for index in range(len(source)):
         if index % PAUSE_EVERY == 0:
             await asyncio.sleep(0)
@@ -163,14 +172,20 @@ async def plan(
         except WeftError:
             prompt = None  # whoever asks it will hear why
         if prompt is None or not len(prompt.tokens):
-            others += [] if sink.done(index) else [index]
+            found.others.extend([] if sink.done(index) else [index])
             continue
         if sink.done(index):
-            done[len(planned)] = prompt.each(outputs[index])
-        planned.append(index)
-        prompts.append(prompt.tokens)
-        longest.append(prompt.longest)
-        choices.append(prompt.choices)
-    jobs = Jobs(cast(Seq[Seq[int]], prompts), longest, done, choices)
-    order = make_order(kind if prompts else "fcfs", jobs, room, rates)
-    return Planned(order, planned, others, room.requests, choices)
+            found.done[len(found.planned)] = prompt.each(outputs[index])
+        found.planned.append(index)
+        found.tokens.append(prompt.tokens)
+        found.longest.append(prompt.longest)
+        found.choices.append(prompt.choices)
+    return found
+
+
+def plan(kind: str, prompts: Prompts, room: Room, rates: Rates) -> Planned:
+    """Put lines in order: ``blend`` or ``dfs``."""
+    tokens = cast(Seq[Seq[int]], prompts.tokens)
+    jobs = Jobs(tokens, prompts.longest, prompts.done, prompts.choices)
+    order = make_order(kind if tokens else "fcfs", jobs, room, rates)
+    return Planned(order, prompts.planned, prompts.others, room.requests, prompts.choices)
