@@ -373,7 +373,7 @@ class _Batch:
         block_size = facts.get("block_size", BLOCK_TOKENS)
         making = asyncio.to_thread(PlannedParts, options.order, prompts, rates, block_size)
         parts = await making if prompts.tokens else None
-        return [*prompts.others, *planned], parts
+        return [*planned, *prompts.others], parts
 
     @contextlib.asynccontextmanager
     async def _server(self) -> AsyncIterator[_Answering]:

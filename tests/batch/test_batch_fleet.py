@@ -89,7 +89,7 @@ class Trial:
             outputs = self.results.outputs()
             prompts = await read_prompts(self.source, self.results, outputs, guess_prompt)
             others = set(prompts.others)
-            left = [*others, *in_random_order([i for i in left if i not in others])]
+            left = [*in_random_order([i for i in left if i not in others]), *others]
             parts = PlannedParts(self.order, prompts, RATES, 16)
         members = [Member(server, self.at_once) for server in self.servers]
         fleet = Fleet(members, left, len(left), self.source.number, parts, patience_s)

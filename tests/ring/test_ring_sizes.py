@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import random
 
 import pytest
 from modelled import info
@@ -152,6 +153,27 @@ def test_memory_of_long_outputs_goes_back_to_the_system():
         for request in requests:
             pair.end(request.id)
         assert held(pair.fds) < 2 * MIB
+    pair.close()
+
+
+@pytest.mark.skipif(not gives_pages_back(), reason="the system does not give pages back")
+def test_short_answers_to_requests_with_high_limits_leave_no_memory_behind():
+    """Each lies somewhere else, and every page that was ever used would stay."""
+    pair = Pair(512, 4 * MIB)
+    draw = random.Random(1)
+    open_ids: list[int] = []
+    for number in range(3000):
+        limit = draw.choice((None, draw.randrange(1000, CONTEXT)))
+        pair.submit(number, prompt=draw.randrange(1, 2000), max_tokens=limit)
+        open_ids += [request.id for request in pair.receive()]
+        pair.say(open_ids[-1], draw.randrange(1, 20))
+        if len(open_ids) > 200:
+            pair.end(open_ids.pop(draw.randrange(200)))
+    assert held(pair.fds) < 9 * MIB
+    for sequence_id in open_ids:
+        pair.end(sequence_id)
+    assert pair.free_memory == 4 * MIB
+    assert held(pair.fds) < 6 * MIB
     pair.close()
 
 

@@ -48,8 +48,7 @@ class Arena {
     return true;
   }
 
-  // Returns the free stretch that the extent is part of from now on.
-  Extent release(Extent extent) {
+  void release(Extent extent) {
     free_bytes_ += extent.bytes;
     auto next = free_.upper_bound(extent.offset);
     if (next != free_.end() && extent.offset + extent.bytes == next->first) {
@@ -60,14 +59,14 @@ class Arena {
       const auto before = std::prev(next);
       if (before->first + before->second == extent.offset) {
         before->second += extent.bytes;
-        return {before->first, before->second};
+        return;
       }
     }
     free_[extent.offset] = extent.bytes;
-    return extent;
   }
 
   uint64_t free_bytes() const { return free_bytes_; }
+  const std::map<uint64_t, uint64_t>& gaps() const { return free_; }
 
  private:
   uint64_t free_bytes_;
@@ -419,21 +418,26 @@ class RequestSide {
     const bool emptied = outcome == Outcome::Done || (outcome == Outcome::Stale && live.orphan);
     live.used = false;
     if (!emptied) return;
-    give_back(live.extent);
     used_ -= uses(live);
+    give_back(live.extent, live.orphan ? live.extent.bytes : uses(live));
     free_.push_back(index);
   }
 
-  // Free an extent. Pages that nobody uses go back to the system, but for those that lie within the
+  // Free an extent of which so many bytes were written. Pages that nobody uses go back to the
+  // system, when there may be enough of them to be worth it; but for those that lie within the
   // first `memory_bytes`, which are used again soonest.
-  void give_back(Extent extent) {
-    const Extent gap = arena_.release(extent);
+  void give_back(Extent extent, uint64_t written) {
+    arena_.release(extent);
     const uint64_t kept = segment_.memory_bytes();
-    const uint64_t first =
-        std::max({round_up(gap.offset, kPage), extent.offset / kPage * kPage, kept});
-    const uint64_t last = std::min((gap.offset + gap.bytes) / kPage * kPage,
-                                   round_up(extent.offset + extent.bytes, kPage));
-    if (first < last) segment_.give_back(first, last - first);
+    if (extent.offset + extent.bytes <= kept) return;
+    stale_ += round_up(written, kPage) + 2 * kPage;
+    if (stale_ < kept / 4) return;
+    stale_ = 0;
+    for (const auto& [offset, bytes] : arena_.gaps()) {
+      const uint64_t first = std::max(round_up(offset, kPage), kept);
+      const uint64_t last = (offset + bytes) / kPage * kPage;
+      if (first < last) segment_.give_back(first, last - first);
+    }
   }
 
   std::shared_ptr<Segment> shared_;
@@ -442,7 +446,9 @@ class RequestSide {
   std::vector<Live> live_;  // by slot
   std::vector<uint32_t> free_;
   std::unordered_map<uint64_t, uint32_t> by_request_;
-  uint64_t arrivals_ = 0, used_ = 0;  // `used_`: the memory of all requests
+  uint64_t arrivals_ = 0;
+  uint64_t used_ = 0;   // the memory of all requests
+  uint64_t stale_ = 0;  // at most so much lies in pages that nobody uses and that are not kept
   uint32_t woken_ = 0, heard_ = 0;
 };
 
