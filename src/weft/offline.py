@@ -212,8 +212,8 @@ class _Batch:
             order = planned = await self._plan(found)
             if isinstance(found.asker, EngineAsker):
                 found.asker.progress = lambda number, tokens: self._grown(planned, number, tokens)
-                found.asker.started = lambda number: self._started(planned, number)
             asker = found.asker
+            asker.started = lambda number: self._started(planned, number)
             planned.full = lambda: asker.waiting > 0
         self._progress.start(answering)
         self._runner = Runner(self._source, self._results, found.asker, order, self._progress.watch)

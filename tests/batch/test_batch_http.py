@@ -255,9 +255,12 @@ def test_a_server_that_is_away_is_not_waited_for_for_ever():
 
 
 def test_lines_that_a_server_has_not_taken_are_counted():
+    again: list[int] = []
+
     async def go(url: str) -> list[int]:
         asker, seen = HttpAsker(url, None), []
-        asking = asyncio.create_task(asker.ask(1, line()))
+        asker.started = again.append
+        asking = asyncio.create_task(asker.ask(7, line()))
         while not asking.done():
             await asyncio.sleep(0.005)
             seen.append(asker.waiting)
@@ -269,6 +272,7 @@ def test_lines_that_a_server_has_not_taken_are_counted():
         seen = asyncio.run(go(url))
     assert max(seen) == 1
     assert seen[-1] == 0
+    assert again == [7] * 5
 
 
 def test_a_server_that_comes_back_is_found_again():

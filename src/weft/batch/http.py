@@ -53,6 +53,8 @@ class HttpAsker:
         timeout_s: for one answer.
 
     Attributes:
+        started: called with the number of a line that the server had not taken, as it is asked
+            again.
         waiting: lines that the server has refused to take at present.
         say: tells the user.
 
@@ -71,6 +73,7 @@ class HttpAsker:
         patience_s: float = 300.0,
     ) -> None:
         self.url = _base(url)
+        self.started: Callable[[int], None] | None = None
         self.waiting = 0
         self.say: Callable[[str], None] = logger.warning
         self._tiers: tuple[str, ...] = DEFAULT_TIERS if service_tier is None else (service_tier,)
@@ -135,7 +138,7 @@ class HttpAsker:
         """Close the connections."""
         await self._http.aclose()
 
-    async def ask(self, number: int, line: BatchLine) -> LineAnswer:  # noqa: ARG002
+    async def ask(self, number: int, line: BatchLine) -> LineAnswer:
         failures, delay_s = 0, FIRST_DELAY_S
         while True:
             answer: httpx.Response | None = None
@@ -165,6 +168,8 @@ class HttpAsker:
                 await asyncio.sleep(_delay_s(answer, delay_s, self._patience_s))
             finally:
                 self.waiting -= away
+            if away and self.started is not None:
+                self.started(number)
             delay_s = min(2 * delay_s, LONGEST_DELAY_S)
 
     def _wait_longer(self, answer: httpx.Response | None, why: str) -> None:
