@@ -151,7 +151,7 @@ def _batch_parser(commands: Any) -> None:
     batch = commands.add_parser(
         "batch",
         help="answer a file of requests in OpenAI's batch format",
-        usage="weft batch INPUT -o OUTPUT [--url URL] [settings]",
+        usage="weft batch INPUT -o OUTPUT [--url URL ...] [settings]",
     )
     batch.set_defaults(run=_batch, parser=batch)
     batch.add_argument("input", help="JSON lines, each with custom_id, method, url and body")

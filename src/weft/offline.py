@@ -16,11 +16,12 @@ from typing import Any
 
 from weft.api import Builder, ModelCard
 from weft.batch.engine import EngineAsker
+from weft.batch.fleet import Fleet, Member, PlannedParts, in_random_order
 from weft.batch.http import HttpAsker
 from weft.batch.lines import InputFile
 from weft.batch.options import URL_CONCURRENCY, BatchOptions
-from weft.batch.order import InOrder, Planned, Prompt, plan
-from weft.batch.ports import BatchLine, LineOrder
+from weft.batch.order import InOrder, Planned, Prompt, Prompts, plan, read_prompts
+from weft.batch.ports import BatchLine, LineOrder, NobodyAnswersError
 from weft.batch.progress import ProgressBar
 from weft.batch.prompts import guess_prompt
 from weft.batch.results import Results
@@ -58,7 +59,7 @@ def run_batch(path: str, options: BatchOptions, engine_settings: Mapping[str, An
     source = InputFile(Path(path))
     if not len(source):
         raise ConfigError(f"'{path}' has no lines.", param="input")
-    answered_by = "--url" if options.url is not None else f"--model {config.model}"
+    answered_by = "--url" if options.url else f"--model {config.model}"
     results = Results(
         options.output_path,
         options.errors_path,
@@ -88,7 +89,7 @@ def run_batch(path: str, options: BatchOptions, engine_settings: Mapping[str, An
 
 
 def _check(options: BatchOptions, engine_settings: Mapping[str, Any]) -> EngineConfig:
-    if options.url is not None and engine_settings:
+    if options.url and engine_settings:
         name = next(iter(engine_settings))
         raise ConfigError(
             f"{name} is a setting of the engine, but --url asks a server that has its own.",
@@ -154,7 +155,7 @@ class _Answering:
     """
 
     name: str
-    asker: EngineAsker | HttpAsker
+    asker: EngineAsker | HttpAsker | Fleet
     at_once: int
     prompt: Callable[[BatchLine], Prompt | None]
     kv_tokens: int | None
@@ -190,7 +191,9 @@ class _Batch:
         self._main = asyncio.current_task()
         for number in SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal)
-        answering = self._server() if self._options.url is not None else self._engine()
+        urls = self._options.url
+        ways = self._engine, self._server, self._servers
+        answering = ways[min(len(urls), 2)]()
         try:
             async with answering as found:
                 await self._answer(found)
@@ -202,11 +205,16 @@ class _Batch:
     async def _answer(self, found: _Answering) -> None:
         answering = f"{found.name} answers up to {found.at_once} at once"
         order: LineOrder = InOrder(len(self._source), self._results, found.at_once)
-        if self._options.order != "fcfs":
-            self._progress.say(f"reading all prompts to put them in order ({self._options.order})")
+        if isinstance(found.asker, Fleet):
+            order = found.asker
+            order.changed = self._look
+        elif self._options.order != "fcfs":
             order = planned = await self._plan(found)
             if isinstance(found.asker, EngineAsker):
                 found.asker.progress = lambda number, tokens: self._grown(planned, number, tokens)
+            asker = found.asker
+            asker.started = lambda number: self._started(planned, number)
+            planned.full = lambda: asker.waiting > 0
         self._progress.start(answering)
         self._runner = Runner(self._source, self._results, found.asker, order, self._progress.watch)
         running = asyncio.create_task(self._runner.run())
@@ -219,9 +227,20 @@ class _Batch:
         finally:
             running.cancel()
             await asyncio.wait([running])
+            if isinstance(found.asker, Fleet):
+                self._progress.say(found.asker.report())
+
+    def _look(self) -> None:
+        """There may be a line to ask now."""
+        if self._runner is not None:
+            self._runner.look()
+
+    async def _prompts(self, prompt_of: Callable[[BatchLine], Prompt | None]) -> Prompts:
+        self._progress.say(f"reading all prompts to put them in order ({self._options.order})")
+        return await read_prompts(self._source, self._results, self._results.outputs(), prompt_of)
 
     async def _plan(self, found: _Answering) -> Planned:
-        kind, results = self._options.order, self._results
+        kind = self._options.order
         if kind == "blend" and found.kv_tokens is None:
             raise ConfigError(
                 f"{found.name} does not report the size of its KV memory; order blend needs "
@@ -230,7 +249,7 @@ class _Batch:
             )
         room = Room(found.kv_tokens or 1, found.at_once, found.block_size)
         rates = found.rates or UNWEIGHED
-        return await plan(kind, self._source, results, results.outputs(), found.prompt, room, rates)
+        return plan(kind, await self._prompts(found.prompt), room, rates)
 
     def _rates(self, shape: Callable[[], ModelShape], engine: Mapping[str, Any]) -> Rates | None:
         """What order blend weighs with: a sheet if one is named, else the engine's own profile.
@@ -265,8 +284,12 @@ class _Batch:
     def _grown(self, order: Planned, number: int, tokens: int) -> None:
         """Report the progress of the oldest line to the order, which may release another one."""
         order.progress(self._source.index(number), tokens)
-        assert self._runner is not None
-        self._runner.look()
+        self._look()
+
+    def _started(self, order: Planned, number: int) -> None:
+        """Tell the order that the engine has got a line; if it had to wait, others may go now."""
+        order.started(self._source.index(number))
+        self._look()
 
     def _at_once(self, computed: int | None) -> int:
         """Requests to be open together, of an engine that computes so many at once."""
@@ -277,18 +300,85 @@ class _Batch:
         # What waits in the engine's queue is out of the hands of an order that weighs the memory.
         return computed if self._options.order == "blend" else WAITING_SHARE * computed
 
-    @contextlib.asynccontextmanager
-    async def _server(self) -> AsyncIterator[_Answering]:
+    def _asker(self, url: str) -> HttpAsker:
         options = self._options
-        assert options.url is not None
         asker = HttpAsker(
-            options.url,
+            url,
             options.api_key or os.environ.get("OPENAI_API_KEY"),
             service_tier=options.service_tier,
             retries=options.retries,
             timeout_s=options.timeout_s,
             patience_s=options.patience_s,
         )
+        asker.say = self._progress.say
+        return asker
+
+    @contextlib.asynccontextmanager
+    async def _servers(self) -> AsyncIterator[_Answering]:
+        """Servers that share the lines; those that do not answer yet may come later."""
+        askers = [self._asker(url) for url in self._options.url]
+        if len({asker.url for asker in askers}) < len(askers):
+            raise ConfigError("Each --url must be another server.", param="url")
+        watching: asyncio.Task[None] | None = None
+        try:
+            members, facts = await self._members(askers)
+            left, parts = await self._parts(facts)
+            number_of, patience_s = self._source.number, self._options.patience_s
+            fleet = Fleet(members, left, len(left), number_of, parts, patience_s)
+            fleet.say = self._progress.say
+            watching = asyncio.create_task(fleet.watch())
+            at_once = sum(member.at_once for member in members)
+            name = f"a fleet of {len(members)} servers"
+            yield _Answering(name, fleet, at_once, guess_prompt, None, 1, None, watching)
+        finally:
+            if watching is not None:
+                watching.cancel()
+                await asyncio.wait([watching])
+            for asker in askers:
+                await asker.aclose()
+
+    async def _members(self, askers: list[HttpAsker]) -> tuple[list[Member], dict[str, Any]]:
+        """A member for each server, and what the first one of those that answer says of itself.
+
+        Raises:
+            NobodyAnswersError: none answers.
+        """
+        found = await asyncio.gather(*(asker.check() for asker in askers), return_exceptions=True)
+        members = []
+        for asker, facts in zip(askers, found, strict=True):
+            if isinstance(facts, dict):
+                members.append(Member(asker, self._at_once(facts.get("max_num_seqs"))))
+            elif isinstance(facts, NobodyAnswersError):
+                members.append(Member(asker, self._at_once(None), lost=facts.message))
+            else:
+                raise facts
+        first = next((facts for facts in found if isinstance(facts, dict)), None)
+        lost = [member.lost for member in members if member.lost is not None]
+        if first is None:
+            raise NobodyAnswersError("; ".join(lost))
+        for why in lost:
+            self._progress.say(f"the batch begins without a server: {why}")
+        return members, first
+
+    async def _parts(self, facts: dict[str, Any]) -> tuple[list[int], PlannedParts | None]:
+        """Indices of the lines that are left, and what cuts them into parts for several servers."""
+        options = self._options
+        left = [index for index in range(len(self._source)) if not self._results.done(index)]
+        if options.order == "fcfs":
+            return left, None
+        rates = self._rates(partial(model_shape, options.shape or ""), facts) or UNWEIGHED
+        prompts = await self._prompts(guess_prompt)
+        others = set(prompts.others)
+        planned = in_random_order([index for index in left if index not in others])
+        block_size = facts.get("block_size", BLOCK_TOKENS)
+        making = asyncio.to_thread(PlannedParts, options.order, prompts, rates, block_size)
+        parts = await making if prompts.tokens else None
+        return [*planned, *prompts.others], parts
+
+    @contextlib.asynccontextmanager
+    async def _server(self) -> AsyncIterator[_Answering]:
+        options = self._options
+        asker = self._asker(options.url[0])
         try:
             facts = await asker.check()
             blocks, block_size = facts.get("kv_blocks"), facts.get("block_size", BLOCK_TOKENS)
@@ -310,9 +400,9 @@ class _Batch:
         """An own engine; one that dies is replaced, and its requests continue."""
         from weft.engine.keeper import EngineKeeper
         from weft.ring.client import RingClient
-        from weft.ring.segment import create_ring
+        from weft.ring.segment import ring_of
 
-        ring = create_ring()
+        ring = ring_of(self._config, self._options.concurrency or 0)
         keeper = EngineKeeper(self._engine_settings, [ring], standby=False, watchdog_s=WATCHDOG_S)
         client = RingClient(ring)
         keeping: asyncio.Task[None] | None = None

@@ -103,14 +103,14 @@ async def _supervise(
     listener: socket.socket,
 ) -> int:
     from weft.engine.keeper import EngineKeeper
-    from weft.ring.segment import create_ring
+    from weft.ring.segment import ring_of
     from weft.server.counts import create_board
     from weft.server.keeper import Boards, FrontendKeeper
     from weft.server.quota_board import create_quota_board
 
     signals = _signals()
     planes = options.frontends or 1
-    rings = [create_ring() for _ in range(planes)]
+    rings = [ring_of(config) for _ in range(planes)]
     engines = EngineKeeper(settings, rings, standby=options.standby, watchdog_s=options.watchdog_s)
     card: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     given = _frontend_settings(config, options)

@@ -14,6 +14,7 @@ from answering import request
 import weft
 from weft.api import Builder, ModelCard
 from weft.api.errors import DeadlineExceededError
+from weft.batch import engine as batch_engine
 from weft.batch.engine import TELL_EVERY, EngineAsker
 from weft.batch.ports import BatchLine, NobodyAnswersError
 from weft.core.errors import (
@@ -41,6 +42,7 @@ class Engine:
 
     def __init__(self, room: int = 100) -> None:
         self.room = room
+        self.others = 0  # sequences of somebody else
         self.live: dict[int, Any] = {}
         self.seen: list[Any] = []
         self.cancelled: list[tuple[int, FinishReason]] = []
@@ -49,7 +51,9 @@ class Engine:
     def submit(self, requests: Any, sink: Any) -> None:
         if self.dead:
             raise EngineDeadError("dead")
-        if len(self.live) + len(requests) > self.room:
+        if len(requests) > self.room:
+            raise ParameterError(f"{len(requests)} sequences do not fit")
+        if len(self.live) + self.others + len(requests) > self.room:
             raise EngineBusyError("full")
         self.seen += requests
         self.live |= {request.id: sink for request in requests}
@@ -120,6 +124,29 @@ def test_lines_wait_for_room_in_the_ring_and_come_when_others_end(builder):
         assert [answer.status for answer in await asyncio.gather(*first, later)] == [200] * 3
         with pytest.raises(ParameterError, match="3 sequences do not fit"):
             await asker.ask(4, line(n=3))
+
+    asyncio.run(go())
+
+
+def test_a_ring_that_others_fill_is_waited_for(builder, monkeypatch):
+    """A line failed for good where none of the own lines ran."""
+    monkeypatch.setattr(batch_engine, "TRY_EVERY_S", 0.01)
+
+    async def go() -> None:
+        engine = Engine(room=2)
+        engine.others = 2
+        asker, started = EngineAsker(engine, builder), []
+        asker.started = started.append
+        asking = asyncio.create_task(asker.ask(7, line()))
+        await asyncio.sleep(0.05)
+        assert not engine.seen
+        assert (asker.waiting, started) == (1, [])
+        engine.others = 0
+        while not engine.seen:
+            await asyncio.sleep(0.01)
+        assert (asker.waiting, started) == (0, [7])
+        engine.say(0, 1)
+        assert (await asking).status == 200
 
     asyncio.run(go())
 
@@ -212,7 +239,8 @@ def test_what_an_order_knows_of_a_line(builder):
     prompt = asker.prompt(line("abc", n=3))
     assert prompt is not None
     assert prompt.tokens.tolist() == builder.tokenizer.encode("abc")
-    assert prompt.longest == 12
+    assert (prompt.longest, prompt.choices) == (4, 3)
+    assert prompt.each(7) == 3
     vectors = request("v", url="/v1/embeddings", body={"model": "m", "input": "x"})
     assert asker.prompt(msgspec.json.decode(json.dumps(vectors), type=BatchLine)) is None
     with pytest.raises(WeftError):

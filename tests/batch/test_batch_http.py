@@ -129,7 +129,8 @@ def test_a_line_goes_as_it_is_and_the_answer_comes_back():
     with running(scripted) as url:
         answer = ask(f"{url}/v1/", "secret")
     assert answer == LineAnswer(200, "r7", b'{"ok": true}')
-    assert scripted.bodies == [("/v1/completions", request("a")["body"])]
+    body = {**request("a")["body"], "service_tier": "batch"}
+    assert scripted.bodies == [("/v1/completions", body)]
     assert scripted.keys == ["Bearer secret"]
 
 
@@ -137,11 +138,57 @@ def test_a_tier_is_put_into_bodies_that_have_none():
     scripted = Scripted(GOOD)
     own = line(body={"prompt": "x", "service_tier": "priority"})
     vectors = line(url="/v1/embeddings", body={"input": "x"})
+    ranked = line(body={"prompt": "x", "priority": 3})
     with running(scripted) as url:
-        for asked in (line(), own, vectors):
+        for asked in (line(), own, vectors, ranked):
             ask(url, asked=asked, service_tier="flex")
+            ask(url, asked=asked)
     tiers = [body.get("service_tier") for _, body in scripted.bodies]
-    assert tiers == ["flex", "priority", None]
+    assert tiers == ["flex", "batch", "priority", "priority", "flex", "batch", None, None]
+
+
+class Choosy(Scripted):
+    """Refuses some tiers at some endpoints, as servers do that do not know them."""
+
+    def __init__(self, *known: str | None, status: int = 400) -> None:
+        super().__init__(GOOD)
+        self.known, self.status = known, status
+
+    def next(self) -> Said | None:
+        tier = self.bodies[-1][1].get("service_tier") if self.bodies else None
+        if tier in self.known:
+            return GOOD
+        return self.status, {}, {"error": {"message": "no", "param": "service_tier"}}
+
+
+@pytest.mark.parametrize("status", [400, 403, 422])
+@pytest.mark.parametrize("weft", [True, False])
+def test_a_server_that_refuses_the_class_of_batches_is_asked_without_it(status, weft, caplog):
+    scripted = Choosy("flex", None, status=status)
+
+    async def go(url: str) -> list[int]:
+        asker = HttpAsker(url, None)
+        if weft:
+            asker._tiers = http.WEFT_TIERS
+        vectors = line(url="/v1/embeddings", body={"input": "x"})
+        answers = [await asker.ask(1, asked) for asked in (line(), line(), vectors)]
+        await asker.aclose()
+        return [answer.status for answer in answers]
+
+    with running(scripted) as url:
+        assert asyncio.run(go(url)) == [200] * 3
+    then = "flex" if weft else None
+    tiers = [body.get("service_tier") for _, body in scripted.bodies]
+    assert tiers == ["batch", then, then, "batch", then]
+    assert len(caplog.messages) == 2, "one for each endpoint"
+    assert "completions does not take service_tier batch" in caplog.messages[0]
+
+
+def test_a_tier_that_the_user_wants_is_not_left_out():
+    scripted = Choosy(None)
+    with running(scripted) as url:
+        assert ask(url, service_tier="batch").status == 400
+    assert len(scripted.bodies) == 1
 
 
 @pytest.mark.parametrize("status", [408, 409, 429, 500, 502, 503, 504, None])
@@ -185,17 +232,47 @@ def test_an_answer_that_takes_too_long_is_one_of_them():
     started.set()
 
 
-def test_a_busy_server_is_waited_for_without_counting_and_not_for_ever():
+def test_a_busy_server_is_waited_for_without_counting(caplog):
+    """After 300 s of nothing but 429 the batch stopped, as it does for a lower class under load."""
     busy = (429, {}, {"error": {"message": "too many"}})
     scripted = Scripted(*[busy] * 8, GOOD)
     with running(scripted) as url:
-        assert ask(url, retries=0).status == 200
+        assert ask(url, retries=0, patience_s=0.05).status == 200
         assert len(scripted.bodies) == 9
-    with (
-        running(Scripted(busy)) as url,
-        pytest.raises(NobodyAnswersError, match=r"answered nothing for 0\.1 s \(429: too many\)"),
-    ):
-        ask(url, patience_s=0.1)
+        assert scripted.times[-1] - scripted.times[0] > 0.1
+    assert "has taken no request for 0.05 s (429: too many); waiting on." in caplog.text
+
+
+def test_a_server_that_is_away_is_not_waited_for_for_ever():
+    unpaid = (429, {}, {"error": {"message": "pay first", "code": "insufficient_quota"}})
+    away = (503, {}, {"error": {"message": "starting"}})
+    for said, why in ((unpaid, "429: pay first"), (away, "503: starting")):
+        with (
+            running(Scripted(said)) as url,
+            pytest.raises(NobodyAnswersError, match=rf"nothing for 0\.1 s \({why}\)"),
+        ):
+            ask(url, patience_s=0.1)
+
+
+def test_lines_that_a_server_has_not_taken_are_counted():
+    again: list[int] = []
+
+    async def go(url: str) -> list[int]:
+        asker, seen = HttpAsker(url, None), []
+        asker.started = again.append
+        asking = asyncio.create_task(asker.ask(7, line()))
+        while not asking.done():
+            await asyncio.sleep(0.005)
+            seen.append(asker.waiting)
+        await asker.aclose()
+        return seen
+
+    busy = (429, {}, {"error": {"message": "too many"}})
+    with running(Scripted(*[busy] * 5, GOOD)) as url:
+        seen = asyncio.run(go(url))
+    assert max(seen) == 1
+    assert seen[-1] == 0
+    assert again == [7] * 5
 
 
 def test_a_server_that_comes_back_is_found_again():

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from answering import Answering, read, request
 
-from weft.batch.order import InOrder, Planned, Prompt, plan
+from weft.batch.order import InOrder, Planned, Prompt, plan, read_prompts
 from weft.batch.ports import BatchLine, LineAnswer, NobodyAnswersError, Result
 from weft.batch.prompts import guess_prompt
 from weft.batch.results import Results
@@ -53,8 +53,8 @@ def opened(source, **options) -> Results:
 
 
 def planned(kind: str, source, results: Results, room: Room = ROOM) -> Planned:
-    making = plan(kind, source, results, results.outputs(), guess_prompt, room, RATES)
-    return asyncio.run(making)
+    reading = read_prompts(source, results, results.outputs(), guess_prompt)
+    return plan(kind, asyncio.run(reading), room, RATES)
 
 
 def play(order, room: int, seed: int = 0) -> tuple[list[int], int]:
@@ -122,8 +122,9 @@ def test_samples_are_run_once_and_kept_when_the_run_is_cut_short(write):
         answers = Answering(lambda _: gone if len(answers.asked) > most else None)
 
         async def go() -> None:
-            making = plan("blend", source, results, results.outputs(), guess_prompt, ROOM, RATES)
-            await Runner(source, results, answers, await making).run()
+            reading = read_prompts(source, results, results.outputs(), guess_prompt)
+            order = plan("blend", await reading, ROOM, RATES)
+            await Runner(source, results, answers, order).run()
 
         try:
             asyncio.run(go())
@@ -157,6 +158,45 @@ def test_progress_of_a_planned_line_is_passed_on(write):
     results.close()
 
 
+def test_what_has_not_reached_the_engine_does_not_run(write):
+    """A line that waited for room counted as one that gains a token a step."""
+    source = write(*[request(f"r{i}") for i in range(40)])
+    results = opened(source)
+    order = planned("blend", source, results)
+    first = [order.next() for _ in range(2)]
+    order.full = lambda: True
+    assert order.next() is None
+    order.full = lambda: False
+    forecast = order._order.forecast
+    leaf = [order._order._leaf[index] for index in first]
+    order.progress(first[0], 9)
+    assert [forecast.age(one) for one in leaf] == [9, 9]
+    order.started(first[1])
+    assert [forecast.age(one) for one in leaf] == [9, 0]
+    order.progress(first[1], 2)
+    assert forecast.now == 11
+    assert order.next() is not None
+    forecast.check()
+    results.close()
+
+
+def test_choices_of_a_line_run_beside_each_other(write):
+    """The end of a line of n choices moved the clock by the sum of their tokens."""
+    body = {"prompt": "x" * 80, "max_tokens": 30, "n": 3}
+    source = write(*[request(f"r{i}", body=body) for i in range(4)])
+    results = opened(source)
+    order = planned("blend", source, results)
+    forecast = order._order.forecast
+    first = order.next()
+    before = forecast.held()
+    order.progress(first, 8)
+    assert forecast.now == 8
+    assert forecast.held() == before + 3 * 8
+    order.ended(first, 3 * 10)
+    assert forecast.now == 10
+    results.close()
+
+
 def guessed(url: str, **body: object) -> Prompt | None:
     line = msgspec.json.decode(json.dumps(request("a", url=url, body=body)), type=BatchLine)
     return guess_prompt(line)
@@ -175,7 +215,7 @@ def test_prompts_that_begin_alike_do_so_when_guessed():
     ("url", "body", "longest"),
     [
         ("/v1/completions", {"prompt": "x"}, 16),
-        ("/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 5, "n": 2}, 10),
+        ("/v1/completions", {"prompt": [1, 2, 3], "max_tokens": 5, "n": 2}, 5),
         ("/v1/chat/completions", {"messages": []}, None),
         ("/v1/chat/completions", {"messages": [], "max_completion_tokens": 7}, 7),
         ("/v1/responses", {"input": "x", "max_output_tokens": 3}, 3),

@@ -177,6 +177,32 @@ def test_errors_are_asked_again_when_that_is_wished(tmp_path):
     assert not files.errors.exists()
 
 
+def test_old_errors_are_gone_for_good_before_a_line_is_asked_again(tmp_path, monkeypatch):
+    """After a loss of power an old error stood beside the new answer, and no run could go on."""
+    files = Files(tmp_path)
+    results = files.open()
+    put(results, 1, failed=True)
+    results.close()
+    done: list[tuple[str, str]] = []
+
+    def watched(name):
+        real = getattr(os, name)
+
+        def watching(fd, *more):
+            if os.readlink(f"/proc/self/fd/{fd}") == str(files.errors):
+                done.append((name, os.stat(files.errors).st_size))
+            return real(fd, *more)
+
+        return watching
+
+    for name in ("ftruncate", "fsync"):
+        monkeypatch.setattr(os, name, watched(name))
+    results = files.open(retry_errors=True)
+    assert [name for name, _ in done[:2]] == ["ftruncate", "fsync"]
+    assert done[0][1] > done[1][1] == 0
+    results.close()
+
+
 def test_only_one_may_write(tmp_path):
     files = Files(tmp_path)
     results = files.open()

@@ -54,6 +54,22 @@ def test_the_calling_process_loads_no_torch():
 
 
 @pytest.mark.usefixtures("modelled_engines")
+def test_more_prompts_than_slots_wait_for_their_turn():
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    with LLM(**SMALL, ring_slots=8) as llm:
+        results = llm.generate([[1 + i] for i in range(100)], params, progress=False)
+        assert [result.prompt_token_ids for result in results] == [(1 + i,) for i in range(100)]
+        assert all(len(result.token_ids) == 3 and result.error is None for result in results)
+    with pytest.raises(ConfigError, match="ring_slots 4 is less than max_num_seqs 8"):
+        LLM(**SMALL, ring_slots=4)
+
+
+def test_a_ring_without_room_for_the_longest_prompt_is_refused_at_the_start():
+    with pytest.raises(ConfigError, match="ring_memory 65536 cannot take a prompt"):
+        LLM(**SMALL, ring_memory="64KiB")
+
+
+@pytest.mark.usefixtures("modelled_engines")
 @pytest.mark.parametrize("kind", [EngineDeadError, EngineOutOfMemoryError])
 def test_an_engine_that_is_killed_ends_what_is_running_with_an_error(monkeypatch, kind):
     monkeypatch.setattr(MemoryKills, "recent", lambda _: kind is EngineOutOfMemoryError)

@@ -298,13 +298,15 @@ def test_the_forecast_is_the_peak_of_what_is_held(workload, data):
     prompts, outputs = workload
     tree = build_tree(prompts, 1)
     capacity = data.draw(st.integers(20, 150))
-    forecast = Forecast(tree, capacity)
+    several = data.draw(st.lists(st.integers(1, 3), min_size=len(prompts), max_size=len(prompts)))
+    forecast = Forecast(tree, capacity, choices=np.asarray(several, np.int64))
     live: dict[int, tuple[int, int]] = {}
 
     def held(at: int, of: dict[int, tuple[int, int]]) -> int:
         running = {leaf: start for leaf, (start, end) in of.items() if end > at}
         return sum(
-            int(tree.lengths[leaf] - tree.depth[tree.leaf_parent[leaf]]) + at - start
+            int(tree.lengths[leaf] - tree.depth[tree.leaf_parent[leaf]])
+            + several[leaf] * (at - start)
             for leaf, start in running.items()
         )
 
@@ -322,11 +324,11 @@ def test_the_forecast_is_the_peak_of_what_is_held(workload, data):
             forecast.release(other)
             del live[other]
         with_it = {**live, leaf: (forecast.now, forecast.now + outputs[leaf])}
-        ends = [end for _, end in with_it.values()]
+        ends = {o: end for o, (_, end) in with_it.items()}
         # Just before an end its sequence is held in full: held(end - 1) and one token for each.
         peak = max(
-            held(end - 1, with_it) + sum(1 for e in ends if e >= end)
-            for end in ends
+            held(end - 1, with_it) + sum(several[o] for o, e in ends.items() if e >= end)
+            for end in ends.values()
             if end <= forecast.now + outputs[leaf]
         )
         assert forecast.fits(leaf, outputs[leaf]) == (peak + prefixes(with_it) <= capacity)
@@ -467,10 +469,31 @@ def test_samples_are_added_where_too_few_tell_anything():
     assert len(more_samples(tree, {**known, 0: 9.0}, {}, waiting, 16)) == 0
 
 
+def test_a_resumed_run_is_not_misled_by_the_short_ones_that_are_done():
+    """Of requests that end alike the short ones are done when a run is cut short."""
+    draw = np.random.default_rng(3)
+    outputs = np.where(draw.random(1000) < 0.5, 4, 1000).tolist()
+    prompts = [[7, number] for number in range(1000)]
+    done = {number: output for number, output in enumerate(outputs) if output == 4}
+    order = make_order("blend", Jobs(prompts, done=done), Room(10**6, 64), RATES)
+    samples = set(choose_samples(1000).tolist())
+    first = [order.next() for _ in range(len(samples - set(done)))]
+    assert set(first) == samples - set(done)
+    assert set(order._known) == samples & set(done)
+    for number in first:
+        order.ended(number, outputs[number])
+    number = order.next()
+    expected = order.forecast.expected(order._leaf[number])
+    assert 200 < expected < 800, "the average of all, not that of the short ones"
+
+
 def test_a_request_that_outgrows_its_estimate_moves_to_the_heavy_side():
     prompts, outputs = blended(400, 2)
     order = make_order(
-        "blend", Jobs(prompts, done={n: outputs[n] for n in range(40)}), Room(9000, 99), RATES
+        "blend",
+        Jobs(prompts, done={n: outputs[n] for n in choose_samples(400).tolist()}),
+        Room(9000, 99),
+        RATES,
     )
     number = order.next()
     while order.scan.side(order._leaf[number]) == RIGHT:
@@ -532,6 +555,23 @@ def test_parts_hold_every_request_once(workload, parts):
     found = partition(tree, lengths, RATES, parts)
     assert sorted(itertools.chain(*found)) == list(range(len(prompts)))
     assert all(found)
+
+
+def test_parts_are_as_large_as_their_weights():
+    prompts, outputs = blended(3000, 3)
+    tree = build_tree(prompts)
+    lengths = np.asarray(outputs, float)[tree.leaves]
+    present = np.ones(3000, bool)
+    present[::3] = False
+    found = partition(tree, lengths, RATES, 3, weights=[1, 2, 5], present=present)
+    assert sorted(itertools.chain(*found)) == sorted(tree.leaves[present].tolist())
+    sizes, outs = np.asarray([len(p) for p in prompts], float), np.asarray(outputs, float)
+    for load in (RATES.compute_s(sizes, outs), RATES.memory_s(sizes, outs)):
+        sums = np.asarray([load[part].sum() for part in found])
+        assert np.allclose(sums / sums.sum(), [1 / 8, 2 / 8, 5 / 8], atol=0.01)
+    for weights in ([1], [1, 0], [1, float("nan")]):
+        with pytest.raises(ParameterError, match="weights above 0"):
+            partition(tree, lengths, RATES, 2, weights=weights)
 
 
 @pytest.mark.parametrize("parts", [2, 4])

@@ -39,7 +39,7 @@ from weft.ring.codec import (
 from weft.ring.inbox import RingInbox
 from weft.ring.layout import SIZES, EngineInfo, Side, State
 from weft.ring.recover import SHARED
-from weft.ring.segment import RingFds, create_ring
+from weft.ring.segment import ARENA_PER_MEMORY, RingFds, create_ring
 
 NEUTRAL = SamplingParams(max_tokens=8).with_defaults({})
 
@@ -381,7 +381,8 @@ def test_a_full_arena_refuses_and_recovers():
     assert 0 < len(got) < 10
     for r in got:
         pair.end(r.id)
-    assert pair.client._ring.free_bytes == 8192
+    assert pair.client._ring.free_memory == 8192
+    assert pair.client._ring.free_bytes == ARENA_PER_MEMORY * 8192
     with pytest.raises(EngineBusyError):
         fill(100)
     assert len(pair.receive()) == len(got)
@@ -398,7 +399,8 @@ def test_what_can_never_fit_is_refused_by_name():
     with pytest.raises(ParameterError, match="in use"):
         pair.submit(request(1), request(1))
     assert pair.client._ring.free_slots == 2
-    assert pair.client._ring.free_bytes == 4096
+    assert pair.client._ring.free_memory == 4096
+    assert pair.client._ring.free_bytes == ARENA_PER_MEMORY * 4096
     pair.close()
 
 
@@ -705,7 +707,8 @@ def test_a_new_request_plane_takes_over_what_is_left(pair):
         pair.inbox.publish(StepOutputs([], [Update(sequence_id, None, finish=reason)]))
     successor.poll()
     assert successor._ring.free_slots == 8
-    assert successor._ring.free_bytes == 1 << 16
+    assert successor._ring.free_memory == 1 << 16
+    assert successor._ring.free_bytes == ARENA_PER_MEMORY * (1 << 16)
     successor.close()
 
 

@@ -25,7 +25,7 @@ from weft.core.types import FinishReason, Request, SamplingParams
 from weft.engine.local import EngineThread
 from weft.ring.client import RingClient
 from weft.ring.layout import SIZES
-from weft.ring.segment import RingFds, create_ring
+from weft.ring.segment import ARENA_PER_MEMORY, RingFds, create_ring
 
 CHILD = Path(__file__).parent / "engine_child.py"
 PATIENCE_S = 60.0
@@ -148,7 +148,8 @@ def test_the_ring_gives_what_the_process_gives(ring, depth):
         client.submit(requests[25:], collector)
         collector.ends(len(requests))
         assert client._ring.free_slots == 64
-        assert client._ring.free_bytes == 1 << 20
+        assert client._ring.free_memory == 1 << 20
+        assert client._ring.free_bytes == ARENA_PER_MEMORY * (1 << 20)
         assert client.info().pid == process.pid
     refused = [u for own in expected.values() for u in own if isinstance(u.error, ParameterError)]
     assert len(refused) == 2
@@ -225,7 +226,8 @@ def test_the_death_of_the_engine_ends_every_request_with_an_error(ring):
             give_up = time.monotonic() + PATIENCE_S
             while client._ring.free_slots < 64 and time.monotonic() < give_up:
                 time.sleep(0.01)
-            assert client._ring.free_bytes == 1 << 20
+            assert client._ring.free_memory == 1 << 20
+            assert client._ring.free_bytes == ARENA_PER_MEMORY * (1 << 20)
 
 
 def test_a_graceful_stop_answers_everybody(ring):
@@ -258,7 +260,8 @@ def test_the_death_of_a_request_plane_frees_its_slots_and_disturbs_no_other(ring
             successor.poll()
             time.sleep(0.01)
         assert successor._ring.free_slots == 64
-        assert successor._ring.free_bytes == 1 << 20
+        assert successor._ring.free_memory == 1 << 20
+        assert successor._ring.free_bytes == ARENA_PER_MEMORY * (1 << 20)
         again = Collector()
         successor.run_in_thread()
         successor.submit([endless(7)], again)

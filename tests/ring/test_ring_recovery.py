@@ -26,6 +26,7 @@ from weft.core.types import FinishReason, Request, SamplingParams, TokenLogprob
 from weft.ring import _native
 from weft.ring.inbox import RingInbox
 from weft.ring.recover import Quarantine
+from weft.ring.segment import ARENA_PER_MEMORY
 
 POISON = VOCAB - 1
 
@@ -73,7 +74,8 @@ def test_engines_killed_at_any_moment_lose_and_repeat_nothing(ring, depth):
         stack.callback(process.kill)
         collector.ends(len(requests))
         assert client._ring.free_slots == 64
-        assert client._ring.free_bytes == 1 << 20
+        assert client._ring.free_memory == 1 << 20
+        assert client._ring.free_bytes == ARENA_PER_MEMORY * (1 << 20)
         assert client._ring.engines() == len(kills) + 1
     for number, updates in expected.items():
         assert uncached(collector.updates[number]) == uncached(updates)

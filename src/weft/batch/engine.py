@@ -19,13 +19,14 @@ from weft.api.errors import DeadlineExceededError
 from weft.api.structured import check_grammar
 from weft.batch.order import Prompt
 from weft.batch.ports import BatchLine, LineAnswer, NobodyAnswersError, new_request_id
-from weft.core.errors import EngineBusyError, EngineDeadError, ParameterError
+from weft.core.errors import EngineBusyError, EngineDeadError
 from weft.core.plan import Update
 from weft.core.ports import EngineClient
 from weft.core.types import MAX_SEED, FinishReason, Request
 
 SERVICE_CLASS = "batch"
 TELL_EVERY = 8  # tokens
+TRY_EVERY_S = 0.25  # whether a ring that others fill has room
 MOST_NEWS = 64  # tokens of a request that wait to become text
 
 
@@ -37,9 +38,13 @@ class EngineAsker:
 
     Attributes:
         progress: called now and then with the number of the oldest line that runs and its tokens.
+        started: called with the number of a line when the engine has got it.
+        waiting: lines that the ring has no room for yet.
     """
 
     progress: Callable[[int, int], None] | None = None
+    started: Callable[[int], None] | None = None
+    waiting: int = 0
 
     def __init__(
         self, client: EngineClient, builder: Builder, base_seed: int | None = None
@@ -75,8 +80,8 @@ class EngineAsker:
             return None
         tokens = [token for request in job.requests[:: job.n] for token in request.prompt]
         bounds = [request.sampling.max_tokens for request in job.requests]
-        longest = None if None in bounds else sum(bound or 0 for bound in bounds)
-        return Prompt(np.array(tokens, np.uint32), longest)
+        longest = None if None in bounds else max(bound or 0 for bound in bounds)
+        return Prompt(np.array(tokens, np.uint32), longest, len(job.requests))
 
     def _requests(self, number: int, line: BatchLine, job: Job) -> list[Request]:
         """The sequences of a job, in the class of batches, with seeds that others do not move."""
@@ -95,6 +100,8 @@ class EngineAsker:
         running = _Running(self._client, whole, requests)
         await self._submit(requests, running)
         self._running[running] = None
+        if self.started is not None:
+            self.started(number)
         if self.progress is not None:
             running.grown = lambda tokens: self._grown(running, number, tokens)
         try:
@@ -109,21 +116,31 @@ class EngineAsker:
             self.progress(number, tokens)
 
     async def _submit(self, requests: Seq[Request], running: _Running) -> None:
-        """Hand sequences over as soon as the ring has room for all of them."""
-        while True:
+        """Hand sequences over as soon as the ring has room for all of them.
+
+        Others may fill the ring, too, who do not tell when they make room: it is tried again and
+        again. Raises ParameterError if there would be no room in an empty ring either.
+        """
+        while not self._try(requests, running):
+            self.waiting += 1
             try:
-                self._client.submit(requests, running.sink)
-                return
-            except EngineDeadError as error:
-                raise NobodyAnswersError(error.message) from None
-            except EngineBusyError:
-                if not self._running:
-                    raise ParameterError(
-                        f"The request's {len(requests)} sequences do not fit into the memory "
-                        "shared with the engine at once; lower n or the limit on output tokens."
-                    ) from None
-            self._freed.clear()
-            await self._freed.wait()
+                self._freed.clear()
+                async with asyncio.timeout(TRY_EVERY_S):
+                    await self._freed.wait()
+            except TimeoutError:
+                pass
+            finally:
+                self.waiting -= 1
+
+    def _try(self, requests: Seq[Request], running: _Running) -> bool:
+        """Hand sequences over; False if there is no room at present."""
+        try:
+            self._client.submit(requests, running.sink)
+        except EngineDeadError as error:
+            raise NobodyAnswersError(error.message) from None
+        except EngineBusyError:
+            return False
+        return True
 
 
 class _Running:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import random
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -22,7 +24,12 @@ CONNECT_TIMEOUT_S = 10.0
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.5, 30.0
 AWAY = (429, 503)  # the server cannot answer at present
 ASKED_AGAIN = (408, 409, 500, 502, 504)  # something went wrong with this request
+TIER_REFUSED = (400, 403, 422)
+DEFAULT_TIERS = ("batch",)
+WEFT_TIERS = ("batch", "flex")  # the latter is the lowest that every version knows
 _SHOWN_CHARS = 300
+
+logger = logging.getLogger("weft")
 
 
 class NoAnswerError(WeftError):
@@ -37,12 +44,19 @@ class HttpAsker:
 
     What fails for a reason that may pass is asked again after a delay that doubles, or the one that
     the server names. A request that fails by itself is asked ``retries`` more times. While the
-    server is away or busy nothing counts; it may be so for ``patience_s``.
+    server is away or busy nothing counts; it may be away for ``patience_s``, and busy for ever.
 
     Args:
         url: of the server, with or without ``/v1``.
-        service_tier: put into bodies that have none.
+        service_tier: put into bodies that name no class. By default it is the class of batches; a
+            server that refuses it gets the next best, and then none.
         timeout_s: for one answer.
+
+    Attributes:
+        started: called with the number of a line that the server had not taken, as it is asked
+            again.
+        waiting: lines that the server has refused to take at present.
+        say: tells the user.
 
     Raises:
         ConfigError: the URL is not one of a server, or the key cannot be sent.
@@ -59,10 +73,16 @@ class HttpAsker:
         patience_s: float = 300.0,
     ) -> None:
         self.url = _base(url)
-        self._tier = service_tier
+        self.started: Callable[[int], None] | None = None
+        self.waiting = 0
+        self.say: Callable[[str], None] = logger.warning
+        self._tiers: tuple[str, ...] = DEFAULT_TIERS if service_tier is None else (service_tier,)
+        self._own_tier = service_tier is not None
+        self._refused: dict[str, set[str]] = {}  # tiers by endpoint
         self._retries = retries
         self._patience_s = patience_s
-        self._good = time.monotonic()  # when something was last heard that was an answer
+        self._good = time.monotonic()  # when something was last heard of it
+        self._free = self._good  # when it last took a request
         headers = {"content-type": "application/json"}
         if api_key:
             headers["authorization"] = f"Bearer {api_key}"
@@ -92,18 +112,38 @@ class HttpAsker:
             raise NobodyAnswersError(f"{where} answered {answer.status_code}: {_said(answer)}")
         with contextlib.suppress(httpx.HTTPError, ValueError, KeyError, TypeError):
             told = (await self._http.get(f"{self.url}/server_info")).json()
-            return dict(told["engine"])
+            facts = dict(told["engine"])
+            if not self._own_tier:
+                self._tiers = WEFT_TIERS
+            return facts
         return {}
+
+    @property
+    def silent_s(self) -> float:
+        """How long nothing was heard of the server."""
+        return time.monotonic() - self._good
+
+    async def alive(self, timeout_s: float) -> bool:
+        """Whether the server answers, and takes the key."""
+        try:
+            answer = await self._http.get(f"{self.url}/v1/models", timeout=timeout_s)
+        except httpx.HTTPError:
+            return False
+        if answer.status_code >= 500 or answer.status_code in (401, 403):
+            return False
+        self._good = time.monotonic()
+        return True
 
     async def aclose(self) -> None:
         """Close the connections."""
         await self._http.aclose()
 
-    async def ask(self, number: int, line: BatchLine) -> LineAnswer:  # noqa: ARG002
-        body = self._body(line)
+    async def ask(self, number: int, line: BatchLine) -> LineAnswer:
         failures, delay_s = 0, FIRST_DELAY_S
         while True:
             answer: httpx.Response | None = None
+            tier = self._tier(line.url)
+            body = _with_tier(line, tier)
             try:
                 answer = await self._http.post(self.url + line.url, content=body)
                 why = f"{answer.status_code}: {_said(answer)}"
@@ -112,10 +152,12 @@ class HttpAsker:
                 why = _why(error)
                 away = isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout))
             if answer is not None and answer.status_code not in AWAY + ASKED_AGAIN:
-                self._good = time.monotonic()
+                self._good = self._free = time.monotonic()
+                if self._refuses(tier, line.url, answer):
+                    continue
                 return _read(answer)
             if away:
-                self._wait_no_longer(why)
+                self._wait_longer(answer, why)
             elif failures == self._retries:
                 if answer is not None:
                     return _read(answer)
@@ -123,23 +165,69 @@ class HttpAsker:
                     f"The request failed {failures + 1} times; the last error was: {why}."
                 )
             failures += not away
-            await asyncio.sleep(_delay_s(answer, delay_s, self._patience_s))
+            self.waiting += away
+            try:
+                await asyncio.sleep(_delay_s(answer, delay_s, self._patience_s))
+            finally:
+                self.waiting -= away
+            if away and self.started is not None:
+                self.started(number)
             delay_s = min(2 * delay_s, LONGEST_DELAY_S)
 
-    def _wait_no_longer(self, why: str) -> None:
-        """Raise NobodyAnswersError if the server has been away for too long."""
+    def _wait_longer(self, answer: httpx.Response | None, why: str) -> None:
+        """Raise NobodyAnswersError if the server has been away for too long.
+
+        One that says that it is busy is there; one that wants to be paid first is not.
+        """
+        if (
+            answer is not None
+            and answer.status_code == 429
+            and b"insufficient" not in answer.content
+        ):
+            self._good = time.monotonic()
+            if self._good - self._free > self._patience_s:
+                self._free = self._good
+                self.say(
+                    f"{self.url} has taken no request for {self._patience_s:g} s ({why}); waiting "
+                    "on."
+                )
+            return
         if time.monotonic() - self._good > self._patience_s:
             raise NobodyAnswersError(
                 f"{self.url} has answered nothing for {self._patience_s:g} s ({why}); results so "
                 "far are kept. Run the same command again to continue."
             )
 
-    def _body(self, line: BatchLine) -> bytes:
-        if self._tier is None or line.url.endswith("/embeddings"):
-            return bytes(line.body)
-        fields = msgspec.json.decode(line.body, type=dict[str, Raw])
-        fields.setdefault("service_tier", Raw(msgspec.json.encode(self._tier)))
-        return msgspec.json.encode(fields)
+    def _tier(self, url: str) -> str | None:
+        """The first tier that the server has not refused at this endpoint."""
+        refused = self._refused.get(url, ())
+        return next((tier for tier in self._tiers if tier not in refused), None)
+
+    def _refuses(self, tier: str | None, url: str, answer: httpx.Response) -> bool:
+        """Whether the server refuses a tier that nobody has asked for; it is not sent again."""
+        if tier is None or self._own_tier or answer.status_code not in TIER_REFUSED:
+            return False
+        if b"service_tier" not in answer.content:
+            return False
+        refused = self._refused.setdefault(url, set())
+        if tier not in refused:
+            refused.add(tier)
+            then = self._tier(url)
+            self.say(
+                f"{self.url}{url} does not take service_tier {tier} ({_said(answer)}); lines go "
+                + ("without one." if then is None else f"with {then}.")
+            )
+        return True
+
+
+def _with_tier(line: BatchLine, tier: str | None) -> bytes:
+    """The body of a line, with the tier if it names no class itself."""
+    if tier is None:
+        return bytes(line.body)
+    fields = msgspec.json.decode(line.body, type=dict[str, Raw])
+    if "priority" not in fields:  # another name for the same
+        fields.setdefault("service_tier", Raw(msgspec.json.encode(tier)))
+    return msgspec.json.encode(fields)
 
 
 def _base(url: str) -> str:

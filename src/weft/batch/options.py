@@ -26,8 +26,12 @@ class BatchOptions:
         None,
         "file for lines without a result; unset is OUTPUT with .errors before its suffix",
     )
-    url: str | None = setting(
-        "str", None, "address of a server to use instead of starting an engine"
+    url: tuple[str, ...] = setting(
+        "strings",
+        (),
+        "address of a server that is asked instead of an engine of its own; may be given several "
+        "times, for servers that share the lines",
+        high=256,
     )
     api_key: str | None = setting("str", None, "the server's key; unset takes OPENAI_API_KEY")
     order: str = setting(
@@ -74,7 +78,8 @@ class BatchOptions:
     service_tier: str | None = setting(
         "str",
         None,
-        "service tier of lines for a server that have none; flex lets other requests go first",
+        "put into lines for a server that name none; unset is batch, where the server takes it, "
+        "else flex or none",
     )
     retries: int = setting(
         "int", 5, "retries of a request after a transient error of the server", low=0, high=1000
@@ -85,7 +90,7 @@ class BatchOptions:
     patience_s: float = setting(
         "float",
         300.0,
-        "seconds that a server may be unreachable or busy before the batch stops",
+        "seconds that a server may be away, or all of several, before the batch stops",
         low=0,
         above=True,
     )
@@ -101,7 +106,7 @@ class BatchOptions:
                 param="output",
             )
         for name in ("api_key", "service_tier"):
-            if self.url is None and getattr(self, name) is not None:
+            if not self.url and getattr(self, name) is not None:
                 raise ConfigError(f"{name} is for a server; give its --url, too.", param=name)
         if self.hardware is not None and self.order != "blend":
             raise ConfigError(
@@ -109,15 +114,15 @@ class BatchOptions:
                 param="hardware",
             )
         for name in ("shape", "kv_tokens"):
-            if getattr(self, name) is not None and (self.url is None or self.order != "blend"):
+            if getattr(self, name) is not None and (not self.url or self.order != "blend"):
                 raise ConfigError(f"{name} is for order blend with a server.", param=name)
-        if self.url is not None and (self.hardware is None) != (self.shape is None):
+        if self.url and (self.hardware is None) != (self.shape is None):
             raise ConfigError(
                 "For the model of a server hardware and shape go together: --hardware NAME "
                 "--shape NAME.",
                 param="shape",
             )
-        if self.url is not None and self.served_model_name:
+        if self.url and self.served_model_name:
             raise ConfigError(
                 "served_model_name cannot be combined with url; a server has its own names.",
                 param="served_model_name",

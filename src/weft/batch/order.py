@@ -46,11 +46,17 @@ class Prompt:
 
     Attributes:
         tokens: of the prompt; any numbers will do that are equal where prompts are.
-        longest: bound of the output in tokens; None if there is none.
+        longest: bound of each output in tokens; None if there is none.
+        choices: outputs that the line has beside each other.
     """
 
     tokens: NDArray[np.uint32]
     longest: int | None
+    choices: int = 1
+
+    def each(self, output: int) -> int:
+        """Output tokens of one choice, of which all have so many together."""
+        return -(-output // self.choices)
 
 
 class Planned:
@@ -60,13 +66,26 @@ class Planned:
         order: of the planned lines, by their place in ``planned``.
         planned: indices in rising order.
         others: indices of lines without a prompt, such as wrong ones.
+        choices: outputs that each planned line has beside each other; 1 by default.
+
+    Attributes:
+        full: whether a line that was handed out has not reached the engine for want of room; no
+            other is handed out until it has.
     """
 
+    full: Callable[[], bool] = staticmethod(lambda: False)
+
     def __init__(
-        self, order: BlendOrder, planned: Seq[int], others: Seq[int], at_once: int
+        self,
+        order: BlendOrder,
+        planned: Seq[int],
+        others: Seq[int],
+        at_once: int,
+        choices: Seq[int] | None = None,
     ) -> None:
         self._order = order
         self._planned = np.asarray(planned, np.int64)
+        self._choices = choices
         self._others = deque(others)
         self._room = at_once
 
@@ -75,7 +94,7 @@ class Planned:
         return len(self._others) + self._order.remaining
 
     def next(self) -> int | None:
-        if not self._room:
+        if not self._room or self.full():
             return None
         if self._others:
             index: int | None = self._others.popleft()
@@ -85,8 +104,14 @@ class Planned:
         self._room -= index is not None
         return index
 
+    def started(self, index: int) -> None:
+        """The engine has got a line that was handed out."""
+        place = self._place(index)
+        if place is not None:
+            self._order.started(place)
+
     def progress(self, index: int, output: int) -> None:
-        """A planned line that runs has so many output tokens."""
+        """A planned line that runs has so many output tokens in each choice."""
         place = self._place(index)
         if place is not None:
             self._order.progress(place, output)
@@ -94,8 +119,11 @@ class Planned:
     def ended(self, index: int, output: int | None) -> None:
         self._room += 1
         place = self._place(index)
-        if place is not None:
-            self._order.ended(place, output)
+        if place is None:
+            return
+        if output is not None and self._choices is not None:
+            output = -(-output // self._choices[place])
+        self._order.ended(place, output)
 
     def _place(self, index: int) -> int | None:
         place = int(np.searchsorted(self._planned, index))
@@ -103,27 +131,37 @@ class Planned:
         return place if found else None
 
 
-async def plan(
-    kind: str,
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """What is known of all lines that can be planned, by their place.
+
+    Attributes:
+        planned: their indices, rising.
+        others: indices of lines without a prompt, such as wrong ones, that have no result.
+        done: output tokens of a choice of those that have their answer.
+    """
+
+    tokens: list[NDArray[np.uint32]]
+    longest: list[int | None]
+    choices: list[int]
+    planned: list[int]
+    others: list[int]
+    done: dict[int, int]
+
+
+async def read_prompts(
     source: LineSource,
     sink: Sink,
     outputs: Mapping[int, int],
     prompt_of: Callable[[BatchLine], Prompt | None],
-    room: Room,
-    rates: Rates,
-) -> Planned:
-    """Read all prompts and put them in order. All of them are in memory, 4 bytes a token.
+) -> Prompts:
+    """Read all prompts. All of them are in memory, 4 bytes a token.
 
     Args:
-        kind: ``blend`` or ``dfs``.
         outputs: output tokens by index of lines that have their answer.
         prompt_of: reads a line; None if there is nothing to plan. Raises what is wrong with it.
     """
-    prompts: list[NDArray[np.uint32]] = []
-    longest: list[int | None] = []
-    planned: list[int] = []
-    others: list[int] = []
-    done: dict[int, int] = {}
+    found = Prompts([], [], [], [], [], {})
     for index in range(len(source)):
         if index % PAUSE_EVERY == 0:
             await asyncio.sleep(0)
@@ -134,13 +172,20 @@ async def plan(
         except WeftError:
             prompt = None  # running the line gives the error
         if prompt is None or not len(prompt.tokens):
-            others += [] if sink.done(index) else [index]
+            found.others.extend([] if sink.done(index) else [index])
             continue
         if sink.done(index):
-            done[len(planned)] = outputs[index]
-        planned.append(index)
-        prompts.append(prompt.tokens)
-        longest.append(prompt.longest)
-    jobs = Jobs(cast(Seq[Seq[int]], prompts), longest, done)
-    order = make_order(kind if prompts else "fcfs", jobs, room, rates)
-    return Planned(order, planned, others, room.requests)
+            found.done[len(found.planned)] = prompt.each(outputs[index])
+        found.planned.append(index)
+        found.tokens.append(prompt.tokens)
+        found.longest.append(prompt.longest)
+        found.choices.append(prompt.choices)
+    return found
+
+
+def plan(kind: str, prompts: Prompts, room: Room, rates: Rates) -> Planned:
+    """Put lines in order: ``blend`` or ``dfs``."""
+    tokens = cast(Seq[Seq[int]], prompts.tokens)
+    jobs = Jobs(tokens, prompts.longest, prompts.done, prompts.choices)
+    order = make_order(kind if tokens else "fcfs", jobs, room, rates)
+    return Planned(order, prompts.planned, prompts.others, room.requests, prompts.choices)

@@ -46,8 +46,7 @@ def guess_prompt(line: BatchLine) -> Prompt | None:
     longest = next((bound for bound in bounds if bound is not None), None)
     if longest is None and line.url.endswith("/v1/completions"):
         longest = COMPLETION_TOKENS
-    n = max(1, body.n or 1)
-    return Prompt(_tokens(body), None if longest is None else max(1, longest) * n)
+    return Prompt(_tokens(body), None if longest is None else max(1, longest), max(1, body.n or 1))
 
 
 def _tokens(body: _PromptFields) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:

@@ -99,6 +99,7 @@ class Results:
                 self._files[path] = _open(path)
                 if path == errors and retry_errors:
                     os.ftruncate(self._files[path], 0)
+                    os.fsync(self._files[path])  # no old error comes back beside its new answer
                 self._recover(path)
         except BaseException:
             self.close()

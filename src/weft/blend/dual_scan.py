@@ -57,21 +57,23 @@ def shares(left: Node, right: Node, density: float, capacity: float) -> tuple[fl
 
 
 class Live(NamedTuple):
-    """A running request: its side, its own prompt tokens, and expected output.
+    """A request that runs: its side, prompt tokens of its own, and expected output of a choice.
 
     Attributes:
         charged: token-steps that its side paid for it.
+        choices: outputs that it has beside each other.
     """
 
     side: int
     own: float
     output: float
     charged: float = 0.0
+    choices: int = 1
 
     @property
     def holds(self) -> float:
         """Tokens that it holds on average while it runs."""
-        return self.own + self.output / 2
+        return self.own + self.choices * self.output / 2
 
     @property
     def work(self) -> float:
@@ -86,6 +88,7 @@ class DualScan:
         outputs: (n,) expected output tokens of each leaf of the tree.
         reserves: (n,) output tokens that must fit when it starts; more, where nothing is known.
         forecast: what is live; leaves that this scan did not hand out may be, too.
+        choices: (n,) outputs that each leaf has beside each other; 1 by default.
     """
 
     def __init__(
@@ -96,6 +99,7 @@ class DualScan:
         reserves: Ints,
         rates: Rates,
         forecast: Forecast,
+        choices: Ints | None = None,
     ) -> None:
         self._forecast = forecast
         positions = order.positions
@@ -103,10 +107,13 @@ class DualScan:
         self._leaves = positions.tolist()
         self._reserves = reserves[positions].tolist()
         own = lengths - order.shared
-        holds = own + output / 2
+        several = np.ones(len(own), np.int64) if choices is None else choices[positions]
+        holds = own + several * output / 2
         self._own, self._output = own.tolist(), output.tolist()
-        self._compute = _running(rates.compute_s(lengths, output) - order.shared * rates.token_s)
-        self._memory = _running(rates.memory_s(lengths, output))
+        self._choices = several.tolist()
+        compute = rates.compute_s(lengths, several * output) - order.shared * rates.token_s
+        self._compute = _running(compute)
+        self._memory = _running(several * rates.memory_s(lengths, output))
         self._steps = _running(holds * output)
         self._read_s = rates.read_s
         self.density = self._compute[-1] / self._memory[-1]
@@ -146,7 +153,7 @@ class DualScan:
         for side in sides:
             at = self._next[LEFT] if side == LEFT else self._next[RIGHT] - 1
             early = self._forecast.timed and self._credit[side] < 0
-            holds = self._own[at] + self._output[at] / 2
+            holds = self._own[at] + self._choices[at] * self._output[at] / 2
             if self._counts[side] and (early or holds > room[side]):
                 continue
             if self._forecast.fits(self._leaves[at], self._reserves[at]):
@@ -190,7 +197,7 @@ class DualScan:
         leaf: int = self._leaves[at]
         self._next[side] = at + 1 if side == LEFT else at
         self._forecast.admit(leaf, self._reserves[at])
-        live = Live(side, self._own[at], self._output[at])
+        live = Live(side, self._own[at], self._output[at], choices=self._choices[at])
         live = live._replace(charged=live.work)
         self.adopt(leaf, live)
         self._credit[side] -= live.work

@@ -22,9 +22,12 @@ class Forecast:
         tree: the prompts; what live leaves share is held once.
         capacity: tokens that the KV memory holds.
         block_size: tokens are held in blocks; on average half of one stays empty.
+        choices: (n,) outputs of each leaf that run beside each other; 1 by default.
     """
 
-    def __init__(self, tree: PrefixTree, capacity: int, block_size: int = 1) -> None:
+    def __init__(
+        self, tree: PrefixTree, capacity: int, block_size: int = 1, choices: Ints | None = None
+    ) -> None:
         self.capacity = capacity
         self.now = 0
         self.timed = False  # whether steps are heard of, not only ends
@@ -33,15 +36,17 @@ class Forecast:
         self._parent = tree.parent.tolist()
         self._above = tree.leaf_parent.tolist()
         self._lengths = tree.lengths.tolist()
+        self._choices = [1] * len(self._lengths) if choices is None else choices.tolist()
         self._references = [0] * len(self._depth)
         self._prefixes = 0  # tokens of shared segments in use
         self._start: dict[int, int] = {}
         self._end: dict[int, int] = {}
-        # Live leaves by end: (end, own tokens - start, leaf).
+        # Live leaves by end: (end, own tokens - choices * start, choices, leaf).
         self._ends = np.zeros(64, np.int64)
         self._base = np.zeros(64, np.int64)
+        self._grow = np.zeros(64, np.int64)
         self._leaf = np.zeros(64, np.int64)
-        self._usage: tuple[Ints, Ints] | None = None
+        self._usage: tuple[Ints, Ints, Ints] | None = None
 
     def __len__(self) -> int:
         return len(self._start)
@@ -56,28 +61,31 @@ class Forecast:
     def held(self) -> int:
         """Tokens that are held about now."""
         live = len(self)
-        return int(self._base[:live].sum()) + live * self.now + self._prefixes
+        grow = int(self._grow[:live].sum())
+        return int(self._base[:live].sum()) + grow * self.now + self._prefixes
 
     def expected(self, leaf: int) -> int:
-        """Output tokens that a live leaf is taken to reach."""
+        """Output tokens that each choice of a live leaf is taken to reach."""
         return self._end[leaf] - self._start[leaf]
 
     def age(self, leaf: int) -> int:
-        """Output tokens that a live leaf has about now."""
+        """Output tokens that each choice of a live leaf has about now."""
         return self.now - self._start[leaf]
 
     def fits(self, leaf: int, output: int) -> bool:
         """Whether the memory never overflows if this leaf starts now."""
-        ends, later = self._future()
-        own = self._own(leaf) + self._slack
+        ends, later, grow = self._future()
+        choices = self._choices[leaf]
+        own = self._own(leaf) + choices * self._slack
         end = self.now + output
         cut = int(np.searchsorted(ends, end, side="right"))
-        peak = own + output
+        peak = own + choices * output
         if cut < len(ends):
             # Those that outlive the leaf, when it ends: later[cut] is what they hold at ends[cut].
-            peak += int(later[cut]) - (len(ends) - cut) * int(ends[cut] - end)
+            peak += int(later[cut]) - int(grow[cut]) * int(ends[cut] - end)
         if cut:
-            peak = max(peak, int((later[:cut] + ends[:cut]).max()) + own - self.now)
+            at_ends = int((later[:cut] + choices * ends[:cut]).max())
+            peak = max(peak, at_ends + own - choices * self.now)
         return peak + self._prefixes + self._new_prefix(leaf) <= self.capacity
 
     def admit(self, leaf: int, output: int) -> None:
@@ -93,6 +101,13 @@ class Forecast:
             node = self._parent[node]
         self._start[leaf] = self.now
         self._insert(leaf, self.now + output)
+
+    def restart(self, leaf: int) -> None:
+        """A live leaf begins only now: it was counted, but the engine had not got it."""
+        expected = self.expected(leaf)
+        self._take_out(leaf)
+        self._start[leaf] = self.now
+        self._insert(leaf, self.now + expected)
 
     def tick(self, leaf: int, output: int) -> None:
         """A live leaf has so many output tokens: it is at least so late."""
@@ -133,25 +148,29 @@ class Forecast:
             node = self._parent[node]
         return int(deepest - (self._depth[node] if node >= 0 else 0))
 
-    def _future(self) -> tuple[Ints, Ints]:
-        """Ends in rising order, and what is held (without prefixes) just before each."""
+    def _future(self) -> tuple[Ints, Ints, Ints]:
+        """Ends in rising order, what is held (without prefixes) just before each, and its growth
+        in a step."""
         if self._usage is None:
             live = len(self)
             ends = self._ends[:live]
             base = self._base[:live][::-1].cumsum()[::-1]
-            self._usage = ends, base + np.arange(live, 0, -1) * ends
+            grow = self._grow[:live][::-1].cumsum()[::-1]
+            self._usage = ends, base + grow * ends, grow
         return self._usage
 
     def _insert(self, leaf: int, end: int) -> None:
         live = len(self._end)
         if live == len(self._ends):
-            self._ends, self._base, self._leaf = (
+            self._ends, self._base, self._grow, self._leaf = (
                 np.append(array, np.zeros(live, np.int64))
-                for array in (self._ends, self._base, self._leaf)
+                for array in (self._ends, self._base, self._grow, self._leaf)
             )
         at = int(np.searchsorted(self._ends[:live], end, side="right"))
-        base = self._own(leaf) + self._slack - self._start[leaf]
-        for array, value in ((self._ends, end), (self._base, base), (self._leaf, leaf)):
+        grow = self._choices[leaf]
+        base = self._own(leaf) + grow * (self._slack - self._start[leaf])
+        rows = (self._ends, end), (self._base, base), (self._grow, grow), (self._leaf, leaf)
+        for array, value in rows:
             array[at + 1 : live + 1] = array[at:live]
             array[at] = value
         self._end[leaf] = end
@@ -162,7 +181,7 @@ class Forecast:
         low = int(np.searchsorted(self._ends[:live], end, side="left"))
         high = int(np.searchsorted(self._ends[:live], end, side="right"))
         at = low + int(np.flatnonzero(self._leaf[low:high] == leaf)[0])
-        for array in (self._ends, self._base, self._leaf):
+        for array in (self._ends, self._base, self._grow, self._leaf):
             array[at : live - 1] = array[at + 1 : live]
         del self._end[leaf]
         self._usage = None

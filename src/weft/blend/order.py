@@ -39,11 +39,13 @@ class Jobs:
         longest: bound of each output in tokens (its ``max_tokens``), or None where there is none.
         done: output tokens by number of those that an earlier run finished: they are not handed
             out, but tell about the others.
+        choices: outputs that each has beside each other; all lengths are those of one of them.
     """
 
     prompts: Seq[Seq[int]]
     longest: Seq[int | None] | None = None
     done: Mapping[int, int] = field(default_factory=dict)
+    choices: Seq[int] | None = None
 
     def __post_init__(self) -> None:
         count = len(self.prompts)
@@ -51,6 +53,11 @@ class Jobs:
             raise ParameterError(
                 f"There are {count} prompts, but {len(self.longest)} bounds of outputs.",
                 param="longest",
+            )
+        if self.choices is not None and len(self.choices) != count:
+            raise ParameterError(
+                f"There are {count} prompts, but {len(self.choices)} numbers of choices.",
+                param="choices",
             )
         for number in self.done:
             if not 0 <= number < count:
@@ -88,6 +95,12 @@ class Order(Protocol):
         """The number of the prompt to submit now; None while it is better to wait for an end.
 
         While nothing runs and something remains, it is never None.
+        """
+
+    def started(self, number: int) -> None:
+        """The engine has got a request only now: until then its output did not grow.
+
+        May be left out where requests are submitted as soon as they are handed out.
         """
 
     def progress(self, number: int, output: int) -> None:
@@ -147,6 +160,9 @@ class ListedOrder:
         self._running.add(number)
         return number
 
+    def started(self, number: int) -> None:
+        """Nothing depends on it."""
+
     def progress(self, number: int, output: int) -> None:
         """Nothing depends on it."""
 
@@ -175,12 +191,19 @@ class BlendOrder:
         bounds = jobs.longest or [None] * count
         longest = np.asarray([NEVER if bound is None else bound for bound in bounds], np.int64)
         self._longest = longest[self.tree.leaves]
-        self.forecast = Forecast(self.tree, room.kv_tokens, room.block_size)
-        self._known: dict[int, float] = {number: float(n) for number, n in jobs.done.items()}
+        choices = np.asarray(jobs.choices or [1] * count, np.int64)
+        self._choices = choices[self.tree.leaves]
+        self.forecast = Forecast(self.tree, room.kv_tokens, room.block_size, self._choices)
         self._waiting = np.ones(count, bool)  # leaves that were not handed out
         self._waiting[[self._leaf[number] for number in jobs.done]] = False
         self._left = count - len(jobs.done)
-        self._samples = self._choose(jobs, seed)
+        sampled = set(choose_samples(count, seed=seed).tolist())
+        # Of what was open when an earlier run was cut short the short ones are done: only a sample
+        # that does not depend on that, all of whose requests end, tells about the others.
+        self._known: dict[int, float] = {
+            number: float(n) for number, n in jobs.done.items() if number in sampled
+        }
+        self._samples = self._choose(sampled, jobs)
         self._untold = set(self._samples)  # samples that have not ended
         self._lacks: dict[int, int] = {}  # ends of samples until enough is told, by node
         self._more = len(self._samples)  # samples that may be added: as many again
@@ -189,11 +212,8 @@ class BlendOrder:
         if not self._samples:
             self._sort()
 
-    def _choose(self, jobs: Jobs, seed: int) -> list[int]:
+    def _choose(self, chosen: set[int], jobs: Jobs) -> list[int]:
         """Prompt numbers to run first, in an order that shares prefixes, the first one last."""
-        chosen = set(choose_samples(len(jobs.prompts), seed=seed).tolist())
-        if len(jobs.done) >= len(chosen):
-            return []
         order = reversed(self.tree.depth_first().tolist())
         return [number for number in order if number in chosen and number not in jobs.done]
 
@@ -231,6 +251,11 @@ class BlendOrder:
                 return None
             self._sort()
         return self.scan.take() if self.scan is not None else None
+
+    def started(self, number: int) -> None:
+        leaf = self._leaf[number]
+        if leaf in self.forecast:
+            self.forecast.restart(leaf)
 
     def progress(self, number: int, output: int) -> None:
         leaf = self._leaf[number]
@@ -274,8 +299,9 @@ class BlendOrder:
         if not present.any():
             self.scan = None  # only samples are left
             return
-        order = sort_tree(self.tree, outputs, self._rates, present=present)
-        self.scan = DualScan(self.tree, order, outputs, reserves, self._rates, forecast)
+        choices = self._choices
+        order = sort_tree(self.tree, outputs, self._rates, present=present, choices=choices)
+        self.scan = DualScan(self.tree, order, outputs, reserves, self._rates, forecast, choices)
         for leaf in forecast.live():
             expected = max(math.ceil(outputs[leaf]), forecast.age(leaf) + 1)
             forecast.extend(leaf, expected)
@@ -305,9 +331,12 @@ class BlendOrder:
         """A running leaf as the scan counts it."""
         assert self.scan is not None
         length = int(self.tree.lengths[leaf])
-        own = self._rates.compute_s(length, output) / self._rates.memory_s(length, output)
-        side = LEFT if own > self.scan.density else RIGHT
-        live = Live(side, length - int(self.tree.depth[self.tree.leaf_parent[leaf]]), output)
+        choices = int(self._choices[leaf])
+        compute_s = self._rates.compute_s(length, choices * output)
+        density = compute_s / (choices * self._rates.memory_s(length, output))
+        side = LEFT if density > self.scan.density else RIGHT
+        own = length - int(self.tree.depth[self.tree.leaf_parent[leaf]])
+        live = Live(side, own, output, choices=choices)
         return live._replace(charged=live.work)
 
     def _adapt(self) -> None:

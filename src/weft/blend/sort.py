@@ -41,6 +41,7 @@ def sort_tree(
     *,
     present: Bools | None = None,
     keep: float = KEEP_SHARING,
+    choices: Ints | None = None,
 ) -> LeafOrder:
     """Sort, split and sort again until the leaves fall in density or every split is too dear.
 
@@ -51,8 +52,9 @@ def sort_tree(
         outputs: (n,) expected output tokens of each leaf.
         present: (n,) which leaves are to be ordered; all by default.
         keep: share of the sharing of these leaves that must be left.
+        choices: (n,) outputs that each leaf has beside each other; 1 by default.
     """
-    state = _Sorting(tree, outputs, rates, present, keep)
+    state = _Sorting(tree, outputs, rates, present, keep, 1 if choices is None else choices)
     rounds = 1
     while state.split():
         rounds += 1
@@ -73,11 +75,12 @@ class _Sorting:
         rates: Rates,
         present: Bools | None,
         keep: float,
+        choices: Ints | int = 1,
     ) -> None:
         self.tree = tree
         self.rates = rates
-        self.compute = rates.compute_s(tree.lengths, outputs)
-        self.memory = rates.memory_s(tree.lengths, outputs)
+        self.compute = rates.compute_s(tree.lengths, choices * outputs)
+        self.memory = choices * rates.memory_s(tree.lengths, outputs)
         self.density = density(self.compute, self.memory)
         self.hangs = tree.leaf_parent.copy()
         if present is not None:

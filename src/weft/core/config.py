@@ -13,6 +13,14 @@ from typing import Any
 
 from weft.core.class_table import class_table
 from weft.core.errors import ConfigError, OutOfMemoryError, ParameterError, suggest
+from weft.core.kv_split import (
+    bytes_for,
+    bytes_of,
+    group_blocks,
+    host_blocks,
+    kv_budget,
+    longest_sequence,
+)
 from weft.core.kv_types import KV_TYPES, describe_kv_types
 from weft.core.logs import FORMATS, LEVELS
 from weft.core.schedulers import POLICIES, describe_policies
@@ -24,6 +32,9 @@ QUANTIZE_GROUPS = (32, 64, 128)
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 DEVICES = ("cpu", "cuda")
 ADMISSIONS = ("demote", "reject", "off")
+RING_SLOTS, RING_SLOTS_PER_SEQUENCE, MOST_RING_SLOTS = 512, 4, 65535
+RING_MEMORY, RING_MEMORY_PER_SLOT = 64 * 2**20, 128 * 2**10
+RING_REST = 2**16  # of a request beside its prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +224,22 @@ class EngineConfig:
         "file of step costs, written by weft profile; unset takes the one for this machine and "
         "model in the cache folder",
     )
+    ring_slots: int | None = setting(
+        "int",
+        None,
+        "requests in flight between a request plane and the engine; unset is four times "
+        f"max_num_seqs, at least {RING_SLOTS}",
+        low=1,
+        high=MOST_RING_SLOTS,
+    )
+    ring_memory: int | None = setting(
+        "bytes",
+        None,
+        "memory of a request plane for the prompts and outputs of requests in flight; unset is "
+        "128 KiB a slot; outputs of requests that were taken may go beyond it",
+        low=2**16,
+        high=2**38,
+    )
     log_level: str | None = setting(
         "str",
         None,
@@ -245,7 +272,36 @@ class EngineConfig:
             path = getattr(self, name)
             if path is not None and not Path(path).exists():
                 raise ConfigError(f"{name}: '{path}' does not exist; check the path.", param=name)
+        if self.ring_slots is not None and self.ring_slots < self.max_num_seqs:
+            raise ConfigError(
+                f"ring_slots {self.ring_slots} is less than max_num_seqs {self.max_num_seqs}: so "
+                "many sequences cannot reach the engine at once; raise the one or lower the other.",
+                param="ring_slots",
+            )
         self.service_classes()
+
+    def ring_sizes(self, requests: int = 0) -> tuple[int, int]:
+        """Slots and bytes of memory of the ring of a request plane.
+
+        Args:
+            requests: that are to be in flight at once.
+        """
+        slots = self.ring_slots
+        if slots is None:
+            wanted = max(RING_SLOTS, RING_SLOTS_PER_SEQUENCE * self.max_num_seqs, requests)
+            slots = min(wanted, MOST_RING_SLOTS)
+        return slots, self.ring_memory or max(RING_MEMORY, RING_MEMORY_PER_SLOT * slots)
+
+    def check_ring(self, max_model_len: int) -> None:
+        """Raise ConfigError if the memory of a ring cannot take the longest prompt."""
+        _, memory = self.ring_sizes()
+        needed = 4 * max_model_len + RING_REST
+        if memory < needed:
+            raise ConfigError(
+                f"ring_memory {memory} cannot take a prompt of max_model_len {max_model_len}; it "
+                f"needs {needed} bytes, or a lower max_model_len.",
+                param="ring_memory",
+            )
 
     def kv_name(self, dtype: str) -> str:
         """The type that KV is kept in, where weights are of type ``dtype``."""
@@ -351,11 +407,11 @@ def resolve(config: EngineConfig, facts: Facts) -> ResolvedConfig:
             param="max_model_len",
         )
     wanted = config.max_model_len or longest
-    budget = _kv_budget(config, facts, wanted)
-    blocks = _group_blocks(config, facts, budget)
-    holds = _longest_sequence(config, facts, blocks)
+    budget = kv_budget(config, facts, wanted)
+    blocks = group_blocks(config, facts, budget)
+    holds = longest_sequence(config, facts, blocks)
     if holds < 2 or (config.max_model_len is not None and holds < wanted):
-        needed = _bytes_for(config, facts, wanted, 1)
+        needed = bytes_for(config, facts, wanted, 1)
         raise OutOfMemoryError(
             f"One sequence of {wanted} tokens needs {format_bytes(needed)} of KV memory, but there "
             f"are {format_bytes(budget)}, enough for {holds} tokens; lower max_model_len or raise "
@@ -367,10 +423,10 @@ def resolve(config: EngineConfig, facts: Facts) -> ResolvedConfig:
         max_num_batched_tokens=config.max_num_batched_tokens,
         block_size=config.block_size,
         kv_memory=budget,
-        kv_bytes=_bytes_of(config, facts, blocks),
+        kv_bytes=bytes_of(config, facts, blocks),
         group_blocks=blocks,
         limited_by_memory=holds < wanted,
-        host_blocks=_host_blocks(config, facts, blocks),
+        host_blocks=host_blocks(config, facts, blocks),
     )
 
 
@@ -381,106 +437,3 @@ def largest_context(config: EngineConfig, facts: Facts) -> int:
         return resolve(open_config, facts).max_model_len
     except OutOfMemoryError:
         return 0
-
-
-def _kv_budget(config: EngineConfig, facts: Facts, wanted: int) -> int:
-    needed = facts.weight_bytes + facts.workspace_bytes
-    left = facts.available_bytes - needed
-    if left <= 0:
-        steps = f" and the steps {format_bytes(facts.workspace_bytes)}"
-        raise OutOfMemoryError(
-            f"The weights need {format_bytes(facts.weight_bytes)}"
-            f"{steps if facts.workspace_bytes else ''}, but only "
-            f"{format_bytes(facts.available_bytes)} are free: {format_bytes(-left)} too few."
-        )
-    if config.kv_memory is None:
-        return min(
-            int(left * facts.kv_share), _bytes_for(config, facts, wanted, config.max_num_seqs)
-        )
-    if config.kv_memory > left:
-        raise OutOfMemoryError(
-            f"kv_memory is {format_bytes(config.kv_memory)}, but beside "
-            f"{'weights and steps' if facts.workspace_bytes else 'the weights'} only "
-            f"{format_bytes(left)} are free."
-        )
-    return config.kv_memory
-
-
-def _window_tokens(config: EngineConfig, group: GroupFacts, tokens: int) -> int:
-    """Tokens of a sequence of ``tokens`` that the group keeps at once."""
-    if group.window is None:
-        return tokens
-    return min(tokens, group.window + config.max_num_batched_tokens + 2 * config.block_size)
-
-
-def _bytes_for(config: EngineConfig, facts: Facts, tokens: int, sequences: int) -> int:
-    """Bytes that so many sequences of so many tokens occupy."""
-    total = 0
-    for group in facts.groups:
-        blocks = -(-_window_tokens(config, group, tokens) // config.block_size) * sequences
-        total += blocks * config.block_size * group.bytes_per_token
-    return total
-
-
-def _group_blocks(config: EngineConfig, facts: Facts, budget: int) -> tuple[int, ...]:
-    """Split the budget over the groups.
-
-    Every group holds the same number of tokens, but a sliding one never more than all rows can use
-    at once. Where that leaves the full groups less than one longest sequence, they come first and
-    the sliding ones get the rest, as long as they hold their window.
-    """
-    costs = [config.block_size * group.bytes_per_token for group in facts.groups]
-    full = [i for i, group in enumerate(facts.groups) if group.window is None]
-    sliding = [i for i, group in enumerate(facts.groups) if group.window is not None]
-    blocks = [budget // sum(costs)] * len(costs)
-    wanted = -(-(config.max_model_len or facts.max_position_embeddings) // config.block_size)
-    if full and sliding and blocks[0] < wanted:
-        floor = sum(costs[i] * _rows_blocks(config, facts.groups[i], 1) for i in sliding)
-        share = (budget - floor) // sum(costs[i] for i in full)
-        for i in full:
-            blocks[i] = max(blocks[i], min(share, wanted))
-    left = budget - sum(costs[i] * blocks[i] for i in full)
-    for i in sliding:
-        share = left // sum(costs[i] for i in sliding)
-        blocks[i] = min(share, _rows_blocks(config, facts.groups[i], config.max_num_seqs))
-    left = budget - sum(costs[i] * blocks[i] for i in sliding)
-    for i in full:
-        blocks[i] = max(blocks[i], left // sum(costs[i] for i in full))
-    return tuple(blocks)
-
-
-def _host_blocks(config: EngineConfig, facts: Facts, blocks: tuple[int, ...]) -> tuple[int, ...]:
-    """Split the memory of the host over the groups as that of the device is."""
-    if config.host_kv_memory is None:
-        return ()
-    share = config.host_kv_memory / _bytes_of(config, facts, blocks)
-    counts = tuple(int(count * share) for count in blocks)
-    if 0 in counts:
-        raise ConfigError(
-            f"host_kv_memory ({format_bytes(config.host_kv_memory)}) holds not even one block of "
-            f"{config.block_size} tokens; raise it.",
-            param="host_kv_memory",
-        )
-    return counts
-
-
-def _rows_blocks(config: EngineConfig, group: GroupFacts, rows: int) -> int:
-    """Blocks of a sliding group that so many sequences use at once, however long they are."""
-    return -(-_window_tokens(config, group, 2**62) // config.block_size) * rows
-
-
-def _longest_sequence(config: EngineConfig, facts: Facts, blocks: tuple[int, ...]) -> int:
-    """Tokens of the longest sequence that these blocks hold when it is alone."""
-    size = config.block_size
-    limits = []
-    for group, count in zip(facts.groups, blocks, strict=True):
-        if group.window is None or count * size < group.window + 2 * size:
-            limits.append(count * size)
-    return min(limits, default=2**31 - 1)
-
-
-def _bytes_of(config: EngineConfig, facts: Facts, blocks: tuple[int, ...]) -> int:
-    return sum(
-        count * config.block_size * group.bytes_per_token
-        for group, count in zip(facts.groups, blocks, strict=True)
-    )

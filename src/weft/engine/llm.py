@@ -7,7 +7,6 @@ import contextlib
 import itertools
 import operator
 import os
-import queue
 import secrets
 import sys
 import weakref
@@ -28,6 +27,7 @@ from weft.core.errors import (
 )
 from weft.core.plan import Update
 from weft.core.types import MAX_SEED, FinishReason, Request, SamplingParams, TokenLogprob
+from weft.engine.feed import updates_of
 from weft.engine.remote import RemoteEngine
 
 # What takes long to import is imported where it is used, or while the engine starts.
@@ -411,18 +411,7 @@ class LLM:
     def _updates(self, requests: Seq[Request]) -> Iterator[Update]:
         """Submit requests and yield their updates until all have ended; cancel on the way out."""
         self._check_process()
-        news: queue.SimpleQueue[Seq[Update]] = queue.SimpleQueue()
-        open_ids = {request.id for request in requests}
-        self.engine.client.submit(requests, news.put)
-        try:
-            while open_ids:
-                for update in news.get():
-                    if update.finish is not None:
-                        open_ids.discard(update.sequence_id)
-                    yield update
-        finally:
-            for sequence_id in open_ids:
-                self.engine.client.cancel(sequence_id)
+        yield from updates_of(self.engine.client, requests)
 
     def _delta(self, assembly: _Assembly, update: Update) -> Delta | None:
         news = assembly.push(update)

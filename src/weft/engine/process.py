@@ -161,6 +161,7 @@ def _build(
 
     laps.mark("imports")
     engine = build_engine(config, returning_bytes)
+    config.check_ring(engine.resolved.max_model_len)
     choice = choose_policy(config, engine) if config.scheduler == "auto" else None
     served = describe_served(config, engine)
     if choice is not None:

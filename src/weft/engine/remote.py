@@ -14,13 +14,14 @@ from dataclasses import dataclass, field
 from typing import IO, Any
 
 from weft.core import errors
+from weft.core.config import EngineConfig
 from weft.core.errors import EngineDeadError, EngineOutOfMemoryError, WeftError
 from weft.core.memory import MemoryKills
 from weft.core.process import Process, describe_exit, start_child
 from weft.core.served import ServedModel
 from weft.engine.forkserver import MEMORY_SETTINGS, ForkServer
 from weft.ring.client import RingClient
-from weft.ring.segment import RingFds, create_ring
+from weft.ring.segment import RingFds, ring_of
 
 STOP_TIMEOUT_S = 10.0
 BROKEN = 1  # exit code of an engine that ends as another of its ranks has ended
@@ -200,7 +201,7 @@ class RemoteEngine:
 
     def __init__(self, settings: Mapping[str, Any], meanwhile: Callable[[], None]) -> None:
         self._pid = os.getpid()
-        ring = self._ring = create_ring()
+        ring = self._ring = ring_of(EngineConfig.from_mapping(settings))
         # A program that computes what it has needs no targets kept, nor an engine busy while idle.
         given = {"scheduler": "fcfs", **settings}
         self._process = EngineProcess.start(given, [ring])

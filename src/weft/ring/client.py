@@ -64,9 +64,10 @@ class RingClient:
         Tokens that a request already has in ``output`` are not published again.
 
         Raises:
-            EngineBusyError: slots or arena are full (429).
+            EngineBusyError: slots or memory are full (429).
             EngineDeadError: the engine has ended, or is not ready yet (503).
-            ParameterError: an id is in use, or a request is too large for this ring.
+            ParameterError: an id is in use, or the requests are too large for this ring, even if it
+                were empty.
         """
         slots: list[int] = []
         with self._lock:
@@ -76,14 +77,26 @@ class RingClient:
                 for request in requests:
                     slots.append(self._prepare(request))
                 self._check_ids(requests)
-            except WeftError:
+            except WeftError as error:
                 self._ring.abandon(slots)
+                if isinstance(error, EngineBusyError) and self._never_fit(requests):
+                    raise ParameterError(
+                        f"The request's {len(requests)} sequences do not fit into the memory "
+                        "shared with the engine at once; lower n, or raise ring_slots and "
+                        "ring_memory.",
+                        param="n",
+                    ) from None
                 raise
             for request in requests:
                 self._sinks[request.id] = sink
                 if request.embed:
                     self._vectors[request.id] = array("I")
             self._ring.submit(slots)
+
+    def _never_fit(self, requests: Seq[Request]) -> bool:
+        """Whether requests that found no room would find none in an empty ring either."""
+        ring = self._ring
+        return len(requests) > ring.slots or ring.free_slots == ring.slots
 
     def _check_ids(self, requests: Seq[Request]) -> None:
         ids = [request.id for request in requests]
@@ -110,14 +123,14 @@ class RingClient:
             return slot
         if -slot == Refusal["TOO_LARGE"]:
             raise ParameterError(
-                "Prompt and requested output are larger than the memory shared with the engine; "
-                "lower max_tokens.",
+                "The request is larger than the memory shared with the engine; lower max_tokens or "
+                "the number of log probabilities, or raise ring_memory.",
                 param="max_tokens",
             )
         raise EngineBusyError("The server is at its limit of requests in flight; try again later.")
 
     def _most_tokens(self, request: Request) -> int:
-        """The most tokens that the engine can publish; the output has room for exactly these."""
+        """How many tokens the engine can publish: the output has addresses for exactly these."""
         if not 0 < len(request.prompt) <= SIZES["max_records"]:
             raise ParameterError("The prompt is empty or far too long.", param="prompt")
         info = self.info()

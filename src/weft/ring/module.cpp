@@ -400,7 +400,8 @@ nb::dict look(Segment& segment, uint32_t index) {
 NB_MODULE(_native, m) {
   nb::set_leak_warnings(false);  // a process that ends by a signal has no time to tidy up
   bind_layout(m);
-  m.def("create", &Segment::create, "slots"_a, "arena_bytes"_a, "sampling"_a);
+  m.def("create", &Segment::create, "slots"_a, "arena_bytes"_a, "sampling"_a,
+        "memory_bytes"_a = 0);
 
   nb::class_<Client>(m, "Client")
       .def(nb::init<int, uint64_t>(), "memory"_a, "sampling"_a)
@@ -425,6 +426,9 @@ NB_MODULE(_native, m) {
       .def("out_of_memory", [](Client& c) { return c.side().out_of_memory(); })
       .def_prop_ro("free_slots", [](Client& c) { return c.side().free_slots(); })
       .def_prop_ro("free_bytes", [](Client& c) { return c.side().free_bytes(); })
+      .def_prop_ro("free_memory", [](Client& c) { return c.side().free_memory(); })
+      .def_prop_ro("slots", [](Client& c) { return c.side().segment().slots(); })
+      .def_prop_ro("memory_bytes", [](Client& c) { return c.side().segment().memory_bytes(); })
       .def_prop_ro("in_flight", [](Client& c) { return c.side().in_flight(); });
 
   nb::class_<Page>(m, "Page")

@@ -66,6 +66,7 @@ class Arena {
   }
 
   uint64_t free_bytes() const { return free_bytes_; }
+  const std::map<uint64_t, uint64_t>& gaps() const { return free_; }
 
  private:
   uint64_t free_bytes_;
@@ -118,6 +119,10 @@ class RequestSide {
   Segment& segment() { return segment_; }
   uint64_t free_slots() const { return free_.size(); }
   uint64_t free_bytes() const { return arena_.free_bytes(); }
+  // Of the memory that may be in use when a request is taken.
+  uint64_t free_memory() const {
+    return used_ < segment_.memory_bytes() ? segment_.memory_bytes() - used_ : 0;
+  }
   uint64_t in_flight() const { return by_request_.size(); }
   // Engines killed because memory ran out.
   uint32_t memory_kills() const { return load(segment_.header().memory_kills); }
@@ -133,8 +138,11 @@ class RequestSide {
     Input input{};
     const uint64_t bytes = lay_out(request, input, fresh);
     if (bytes > segment_.arena_bytes()) return Refusal::TooLarge;
+    fresh.fixed = bytes - uint64_t{request.max_records} * input.output_stride;
+    if (uses(fresh) > segment_.memory_bytes()) return Refusal::TooLarge;
     if (request.output.size() > request.max_records) return Refusal::TooLarge;
     if (free_.empty()) return Refusal::NoSlot;
+    if (uses(fresh) > free_memory()) return Refusal::NoRoom;
     const auto extent = arena_.allocate(bytes);
     if (!extent) return Refusal::NoRoom;
     index = free_.back();
@@ -155,6 +163,7 @@ class RequestSide {
     fresh.output.at = at(input, Section::Output);
     fresh.prompt.at = at(input, Section::PromptOutput);
     give_out(request.output, slot, fresh);
+    used_ += uses(fresh);
     live_[index] = fresh;
     return Refusal::None;
   }
@@ -224,9 +233,20 @@ class RequestSide {
     uint64_t request_id = 0;
     Extent extent{};
     Records output, prompt;
+    uint64_t fixed = 0;  // bytes of all but the output
     uint32_t seen = 0, prompt_seen = 0;
     bool used = false, orphan = false, broken = false;
   };
+
+  // Output records that count as memory from the start.
+  static constexpr uint32_t kFirstRecords = 256;
+
+  // The memory of a request: its output has room in the arena for every token that may come, but
+  // takes pages only as tokens do.
+  static uint64_t uses(const Live& live) {
+    const uint32_t records = std::min(live.output.capacity, std::max(live.seen, kFirstRecords));
+    return live.fixed + uint64_t{records} * live.output.stride;
+  }
 
   // Lay the sections out from offset 0; returns the bytes of all of them.
   static uint64_t lay_out(const Submission& request, Input& input, Live& live) {
@@ -326,7 +346,10 @@ class RequestSide {
     }
     news.cached_tokens = load(slot.cached_tokens);
     if (!read_prompt(slot, live, news)) return broken(live, news);
-    if (!read_output(slot, live, ended, news)) return broken(live, news);
+    const uint64_t before = uses(live);
+    const bool sound = read_output(slot, live, ended, news);
+    used_ += uses(live) - before;
+    if (!sound) return broken(live, news);
     if (credit && !news.tokens.empty()) {
       store(slot.consumed, Word{{0, live.tag.generation}, live.seen}.bits());
     }
@@ -395,8 +418,26 @@ class RequestSide {
     const bool emptied = outcome == Outcome::Done || (outcome == Outcome::Stale && live.orphan);
     live.used = false;
     if (!emptied) return;
-    arena_.release(live.extent);
+    used_ -= uses(live);
+    give_back(live.extent, live.orphan ? live.extent.bytes : uses(live));
     free_.push_back(index);
+  }
+
+  // Free an extent of which so many bytes were written. Pages that nobody uses go back to the
+  // system, when there may be enough of them to be worth it; but for those that lie within the
+  // first `memory_bytes`, which are used again soonest.
+  void give_back(Extent extent, uint64_t written) {
+    arena_.release(extent);
+    const uint64_t kept = segment_.memory_bytes();
+    if (extent.offset + extent.bytes <= kept) return;
+    stale_ += round_up(written, kPage) + 2 * kPage;
+    if (stale_ < kept / 4) return;
+    stale_ = 0;
+    for (const auto& [offset, bytes] : arena_.gaps()) {
+      const uint64_t first = std::max(round_up(offset, kPage), kept);
+      const uint64_t last = (offset + bytes) / kPage * kPage;
+      if (first < last) segment_.give_back(first, last - first);
+    }
   }
 
   std::shared_ptr<Segment> shared_;
@@ -406,6 +447,8 @@ class RequestSide {
   std::vector<uint32_t> free_;
   std::unordered_map<uint64_t, uint32_t> by_request_;
   uint64_t arrivals_ = 0;
+  uint64_t used_ = 0;   // the memory of all requests
+  uint64_t stale_ = 0;  // at most so much lies in pages that nobody uses and that are not kept
   uint32_t woken_ = 0, heard_ = 0;
 };
 

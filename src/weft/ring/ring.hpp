@@ -41,7 +41,7 @@ namespace order = std;
 #endif
 
 inline constexpr uint64_t kMagic = 0x676e697274666577;  // "weftring"
-inline constexpr uint32_t kVersion = 10;  // any change of layout or meaning
+inline constexpr uint32_t kVersion = 11;  // any change of layout or meaning
 inline constexpr uint64_t kPage = 4096;
 inline constexpr uint64_t kAlign = 64;  // of every extent in the arena, and of slots
 inline constexpr uint32_t kMaxSlots = 65535;
@@ -260,7 +260,9 @@ struct Header {
   uint32_t version, header_bytes, info_bytes, slot_bytes;
   uint32_t slots, not_slots;  // the latter has every bit the other way
   uint64_t total_bytes, info_offset, slots_offset, arena_offset, arena_bytes;
-  uint64_t sampling;  // a hash of the fields that follow SamplingHead
+  uint64_t sampling;      // a hash of the fields that follow SamplingHead
+  // Of the arena, those that may be in use when a request is taken; the latter every bit inverted.
+  uint64_t memory_bytes, not_memory_bytes;
   alignas(kAlign) uint32_t epoch;  // of the attached engine; grows by one with each; engine
   uint32_t engine_pid;
   alignas(kAlign) uint32_t memory_kills;  // engines killed because memory ran out; keeper

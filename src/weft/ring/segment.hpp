@@ -25,9 +25,12 @@ inline uint64_t round_up(uint64_t value, uint64_t unit) { return (value + unit -
 
 class Segment {
  public:
-  // Make an empty ring and return its descriptor. `sampling`: see Header.
-  static int create(uint32_t slots, uint64_t arena_bytes, uint64_t sampling = 0) {
-    const Header header = plan(slots, arena_bytes, sampling);
+  // Make an empty ring and return its descriptor. `sampling`, `memory_bytes`: see Header; 0 stands
+  // for all of the arena.
+  static int create(uint32_t slots, uint64_t arena_bytes, uint64_t sampling = 0,
+                    uint64_t memory_bytes = 0) {
+    const Header header =
+        plan(slots, arena_bytes, sampling, memory_bytes ? memory_bytes : arena_bytes);
     const int fd = memfd_create("weft-ring", MFD_CLOEXEC | MFD_ALLOW_SEALING);
     if (fd < 0) throw SegmentError(std::string("no anonymous memory: ") + strerror(errno));
     try {
@@ -67,12 +70,23 @@ class Segment {
   // Copies made when the ring was mapped: what the other side may write later is not believed.
   uint32_t slots() const { return slots_; }
   uint64_t arena_bytes() const { return arena_bytes_; }
+  uint64_t memory_bytes() const { return memory_bytes_; }
+
+  // Give the memory of whole pages of the arena back to the system; they read as zeros afterwards.
+  // Where the system cannot do that it stays.
+  void give_back(uint64_t offset, uint64_t bytes) const {
+    madvise(base_ + arena_offset_ + offset, bytes, MADV_REMOVE);
+  }
 
  private:
-  static Header plan(uint32_t slots, uint64_t arena_bytes, uint64_t sampling) {
+  static Header plan(uint32_t slots, uint64_t arena_bytes, uint64_t sampling,
+                     uint64_t memory_bytes) {
     if (slots < 1 || slots > kMaxSlots) throw SegmentError("a ring has 1 to 65535 slots");
     if (arena_bytes < kPage || arena_bytes > uint64_t{1} << 44) {
       throw SegmentError("the arena of a ring has 4 KiB to 16 TiB");
+    }
+    if (memory_bytes < kPage || memory_bytes > round_up(arena_bytes, kPage)) {
+      throw SegmentError("the memory of a ring has 4 KiB at least, and its arena at most");
     }
     Header header{};
     header.magic = kMagic;
@@ -88,6 +102,8 @@ class Segment {
     header.arena_bytes = round_up(arena_bytes, kPage);
     header.total_bytes = header.arena_offset + header.arena_bytes;
     header.sampling = sampling;
+    header.memory_bytes = round_up(memory_bytes, kPage);
+    header.not_memory_bytes = ~header.memory_bytes;
     return header;
   }
 
@@ -118,7 +134,7 @@ class Segment {
                          ", this process speaks version " + std::to_string(kVersion));
     }
     if (seen.slots < 1 || seen.slots > kMaxSlots) throw SegmentError("the ring's header is broken");
-    const Header wanted = plan(seen.slots, seen.arena_bytes, seen.sampling);
+    const Header wanted = plan(seen.slots, seen.arena_bytes, seen.sampling, seen.memory_bytes);
     if (std::memcmp(&wanted, &seen, offsetof(Header, epoch)) != 0) {
       throw SegmentError("the ring's header is broken or has another layout");
     }
@@ -131,10 +147,14 @@ class Segment {
     slots_offset_ = seen.slots_offset;
     arena_offset_ = seen.arena_offset;
     arena_bytes_ = seen.arena_bytes;
+    memory_bytes_ = seen.memory_bytes;
+    // A huge page for every few tokens would take the memory that the pages of outputs spare.
+    madvise(arena(), arena_bytes_, MADV_NOHUGEPAGE);
   }
 
   std::byte* base_ = nullptr;
-  uint64_t bytes_ = 0, info_offset_ = 0, slots_offset_ = 0, arena_offset_ = 0, arena_bytes_ = 0;
+  uint64_t bytes_ = 0, info_offset_ = 0, slots_offset_ = 0, arena_offset_ = 0, arena_bytes_ = 0,
+           memory_bytes_ = 0;
   uint32_t slots_ = 0;
 };
 

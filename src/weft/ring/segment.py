@@ -6,13 +6,21 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from weft.core.errors import ParameterError
 from weft.ring import _native
 from weft.ring.codec import SAMPLING
 
+if TYPE_CHECKING:
+    from weft.core.config import EngineConfig
+
 DEFAULT_SLOTS = 512
-DEFAULT_ARENA_BYTES = 64 * 2**20
+DEFAULT_MEMORY = 64 * 2**20
+# The arena, of which only pages in use are memory, is so many times larger: outputs have room for
+# all tokens that may come, and few of them become so long.
+ARENA_PER_MEMORY = 64
+_MOST_ARENA = 2**44
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +61,36 @@ class RingFds:
         os.close(self.wake)
 
 
-def create_ring(slots: int = DEFAULT_SLOTS, arena_bytes: int = DEFAULT_ARENA_BYTES) -> RingFds:
+def create_ring(
+    slots: int = DEFAULT_SLOTS, memory_bytes: int = DEFAULT_MEMORY, arena_bytes: int | None = None
+) -> RingFds:
     """Make an empty ring. The memory is taken page by page as it is first used.
 
     Args:
         slots: requests in flight at most, 1 to 65535.
-        arena_bytes: room for their prompts and outputs.
+        memory_bytes: of prompts and outputs, beyond which no request is taken; the outputs of those
+            that were taken may go beyond it.
+        arena_bytes: addresses for prompts and the longest possible outputs; unset is 64 times the
+            memory.
 
     Raises:
         ParameterError: a size is out of bounds.
     """
     with attached():
-        memory = _native.create(slots, arena_bytes, SAMPLING)
+        if arena_bytes is None:
+            arena_bytes = min(ARENA_PER_MEMORY * memory_bytes, _MOST_ARENA)
+        memory = _native.create(slots, arena_bytes, SAMPLING, memory_bytes)
     return RingFds(memory, os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
+
+
+def ring_of(config: EngineConfig, requests: int = 0) -> RingFds:
+    """Make the ring between an engine and one request plane, of the sizes of the configuration.
+
+    Args:
+        requests: that are to be in flight at once, for which there are slots if none are set.
+    """
+    slots, memory = config.ring_sizes(requests)
+    return create_ring(slots, memory)
 
 
 @contextmanager

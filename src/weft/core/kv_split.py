@@ -1,0 +1,116 @@
+"""How the KV memory is split over the groups of layers: bytes, blocks, and what they hold."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.core.errors import ConfigError, OutOfMemoryError
+from weft.core.settings import format_bytes
+
+if TYPE_CHECKING:
+    from weft.core.config import EngineConfig, Facts, GroupFacts
+
+
+def kv_budget(config: EngineConfig, facts: Facts, wanted: int) -> int:
+    """Bytes for KV where a sequence may have ``wanted`` tokens. Raises OutOfMemoryError."""
+    needed = facts.weight_bytes + facts.workspace_bytes
+    left = facts.available_bytes - needed
+    if left <= 0:
+        steps = f" and the steps {format_bytes(facts.workspace_bytes)}"
+        raise OutOfMemoryError(
+            f"The weights need {format_bytes(facts.weight_bytes)}"
+            f"{steps if facts.workspace_bytes else ''}, but only "
+            f"{format_bytes(facts.available_bytes)} are free: {format_bytes(-left)} too few."
+        )
+    if config.kv_memory is None:
+        return min(
+            int(left * facts.kv_share), bytes_for(config, facts, wanted, config.max_num_seqs)
+        )
+    if config.kv_memory > left:
+        raise OutOfMemoryError(
+            f"kv_memory is {format_bytes(config.kv_memory)}, but beside "
+            f"{'weights and steps' if facts.workspace_bytes else 'the weights'} only "
+            f"{format_bytes(left)} are free."
+        )
+    return config.kv_memory
+
+
+def _window_tokens(config: EngineConfig, group: GroupFacts, tokens: int) -> int:
+    """Tokens of a sequence of ``tokens`` that the group keeps at once."""
+    if group.window is None:
+        return tokens
+    return min(tokens, group.window + config.max_num_batched_tokens + 2 * config.block_size)
+
+
+def bytes_for(config: EngineConfig, facts: Facts, tokens: int, sequences: int) -> int:
+    """Bytes that so many sequences of so many tokens occupy."""
+    total = 0
+    for group in facts.groups:
+        blocks = -(-_window_tokens(config, group, tokens) // config.block_size) * sequences
+        total += blocks * config.block_size * group.bytes_per_token
+    return total
+
+
+def group_blocks(config: EngineConfig, facts: Facts, budget: int) -> tuple[int, ...]:
+    """Split the budget over the groups.
+
+    Every group holds the same number of tokens, but a sliding one never more than all rows can use
+    at once. Where that leaves the full groups less than one longest sequence, they come first and
+    the sliding ones get the rest, as long as they hold their window.
+    """
+    costs = [config.block_size * group.bytes_per_token for group in facts.groups]
+    full = [i for i, group in enumerate(facts.groups) if group.window is None]
+    sliding = [i for i, group in enumerate(facts.groups) if group.window is not None]
+    blocks = [budget // sum(costs)] * len(costs)
+    wanted = -(-(config.max_model_len or facts.max_position_embeddings) // config.block_size)
+    if full and sliding and blocks[0] < wanted:
+        floor = sum(costs[i] * _rows_blocks(config, facts.groups[i], 1) for i in sliding)
+        share = (budget - floor) // sum(costs[i] for i in full)
+        for i in full:
+            blocks[i] = max(blocks[i], min(share, wanted))
+    left = budget - sum(costs[i] * blocks[i] for i in full)
+    for i in sliding:
+        share = left // sum(costs[i] for i in sliding)
+        blocks[i] = min(share, _rows_blocks(config, facts.groups[i], config.max_num_seqs))
+    left = budget - sum(costs[i] * blocks[i] for i in sliding)
+    for i in full:
+        blocks[i] = max(blocks[i], left // sum(costs[i] for i in full))
+    return tuple(blocks)
+
+
+def host_blocks(config: EngineConfig, facts: Facts, blocks: tuple[int, ...]) -> tuple[int, ...]:
+    """Split the memory of the host over the groups as that of the device is."""
+    if config.host_kv_memory is None:
+        return ()
+    share = config.host_kv_memory / bytes_of(config, facts, blocks)
+    counts = tuple(int(count * share) for count in blocks)
+    if 0 in counts:
+        raise ConfigError(
+            f"host_kv_memory ({format_bytes(config.host_kv_memory)}) holds not even one block of "
+            f"{config.block_size} tokens; raise it.",
+            param="host_kv_memory",
+        )
+    return counts
+
+
+def _rows_blocks(config: EngineConfig, group: GroupFacts, rows: int) -> int:
+    """Blocks of a sliding group that so many sequences use at once, however long they are."""
+    return -(-_window_tokens(config, group, 2**62) // config.block_size) * rows
+
+
+def longest_sequence(config: EngineConfig, facts: Facts, blocks: tuple[int, ...]) -> int:
+    """Tokens of the longest sequence that these blocks hold when it is alone."""
+    size = config.block_size
+    limits = []
+    for group, count in zip(facts.groups, blocks, strict=True):
+        if group.window is None or count * size < group.window + 2 * size:
+            limits.append(count * size)
+    return min(limits, default=2**31 - 1)
+
+
+def bytes_of(config: EngineConfig, facts: Facts, blocks: tuple[int, ...]) -> int:
+    """Bytes that so many blocks of each group occupy."""
+    return sum(
+        count * config.block_size * group.bytes_per_token
+        for group, count in zip(facts.groups, blocks, strict=True)
+    )
