@@ -122,3 +122,32 @@ def test_over_http_by_the_class_of_the_service_tier(text):
             ("interactive", "all", "missed"): 1.0,
         }
         eventually(lambda: counted(http.get("/metrics").text) == wanted)
+
+
+class Deriving(NoProbe):
+    """An engine that has derived targets meanwhile."""
+
+    ttft_s = 0.5
+
+    def classes(self):
+        return [ServiceClass("interactive", 1, ttft_s=self.ttft_s, tpot_s=0.01)]
+
+    def policy(self):
+        return "slo"
+
+
+def test_targets_are_judged_by_what_the_engine_keeps_now():
+    probe = Deriving()
+    metrics = Metrics("m", probe)
+    metrics.show()
+    metrics.judge("interactive", 0.4, 0.005)
+    probe.ttft_s = 0.3
+    metrics.show()
+    metrics.judge("interactive", 0.4, 0.005)
+    page = metrics.render().decode()
+    labels = 'model_name="m",outcome="{}",service_class="interactive",target="ttft"'
+    for outcome in ("kept", "missed"):
+        assert f"weft:slo_targets_total{{{labels.format(outcome)}}} 1.0" in page
+    labels = 'model_name="m",service_class="interactive",target="ttft"'
+    assert f"weft:slo_target_seconds{{{labels}}} 0.3" in page
+    assert 'weft:scheduler_policy{model_name="m",policy="slo"} 1.0' in page

@@ -84,8 +84,15 @@ class Metrics(Counts):
         self._board = board
         self.add(board.read_own(), gauges=False)
 
+    def _follow_targets(self) -> None:
+        """Take over the targets that the engine keeps now, which it may have derived meanwhile."""
+        for row in self._probe.classes():
+            if row.name in self._classes:
+                self._classes[row.name] = self._classes[row.name][0], row
+
     def show(self) -> None:
         """Let the others see these counts; called twice a second."""
+        self._follow_targets()
         if self._board is not None:
             self._board.write(self)
         if self._attainment.due:
@@ -161,6 +168,8 @@ class Metrics(Counts):
         yield self._refusals(total)
         yield self._kept_targets(total)
         yield self._attained(total)
+        yield self._targets()
+        yield from self._policy()
         yield from self._usage(total)
         gauges = self._probe.gauges()
         for name, text in OWN_METRICS.items():
@@ -213,6 +222,29 @@ class Metrics(Counts):
                     count = total.targets[_target_key(place, name, kept)]
                     family.add_metric([self._model, row.name, name, outcome], count)
         return family
+
+    def _targets(self) -> Metric:
+        self._follow_targets()
+        family = GaugeMetricFamily(
+            "weft:slo_target_seconds",
+            "Targets of service classes: seconds to the first token and between tokens",
+            labels=["model_name", "service_class", "target"],
+        )
+        for _, row in self._classes.values():
+            for name, bound in (("ttft", row.ttft_s), ("tpot", row.tpot_s)):
+                if bound is not None:
+                    family.add_metric([self._model, row.name, name], bound)
+        return family
+
+    def _policy(self) -> Iterator[Metric]:
+        if policy := self._probe.policy():
+            family = GaugeMetricFamily(
+                "weft:scheduler_policy",
+                "1 for the policy that plans steps now",
+                labels=["model_name", "policy"],
+            )
+            family.add_metric([self._model, policy], 1)
+            yield family
 
     def _attained(self, total: Counts) -> Metric:
         family = GaugeMetricFamily(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+from weft.core.types import ServiceClass
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,12 @@ class EngineProbe(Protocol):
     def load(self) -> EngineLoad | None:
         """The state of the engine's queue; None if it does not say."""
 
+    def classes(self) -> Sequence[ServiceClass]:
+        """The service classes with the targets that the engine keeps now; none if it is silent."""
+
+    def policy(self) -> str:
+        """The name of the policy that plans now; empty if the engine does not say."""
+
     def info(self) -> Mapping[str, Any]:
         """Facts for ``/server_info``, as JSON values: kernels, dtypes, limits."""
 
@@ -78,6 +86,12 @@ class NoProbe:
 
     def load(self) -> EngineLoad | None:
         return None
+
+    def classes(self) -> Sequence[ServiceClass]:
+        return ()
+
+    def policy(self) -> str:
+        return ""
 
     def info(self) -> Mapping[str, Any]:
         return {}

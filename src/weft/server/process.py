@@ -110,6 +110,7 @@ class RingProbe:
         self._client = client
         self._served = served
         self._progress = Progress()
+        self._classes: Sequence[ServiceClass] = served.classes
 
     def ready(self) -> bool:
         return bool(self._client.info().ready)
@@ -163,18 +164,25 @@ class RingProbe:
             for row in self.classes()
             if row.ttft_s is not None or row.tpot_s is not None
         }
-        return {"policy": list(POLICIES)[self._client.info().policy], "targets": targets}
+        return {"policy": self.policy(), "targets": targets}
+
+    def policy(self) -> str:
+        return list(POLICIES)[self._client.info().policy]
 
     def classes(self) -> Sequence[ServiceClass]:
-        """The class table with the targets that the engine keeps now."""
+        """See ``EngineProbe``; while there is no engine, those of the last one."""
+        info = self._client.info()
+        if not info.ready:
+            return self._classes
         names = sorted(row.name for row in self._served.classes)
-        known = dict(zip(names, self._client.info().targets, strict=False))
-        return [
+        known = dict(zip(names, info.targets, strict=False))
+        self._classes = [
             replace(row, ttft_s=known[row.name][0], tpot_s=known[row.name][1])
             if row.name in known
             else row
             for row in self._served.classes
         ]
+        return self._classes
 
 
 if __name__ == "__main__":
