@@ -335,7 +335,7 @@ def test_a_stopped_engine_is_replaced(tmp_path):
         assert [stream.outcome() for stream in streams] == undisturbed
         eventually(lambda: not stopped.is_running(), START_S)
         eventually(lambda: ready(server) == "ready", START_S)
-        assert "no steps any more" in server.errors.read_text()
+        assert "makes no progress" in server.errors.read_text()
 
 
 def ready(server: Server) -> str:

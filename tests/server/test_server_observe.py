@@ -90,7 +90,8 @@ def test_names_and_types_are_those_that_dashboards_know(text, both):
                     kind, ("_bucket", "_sum", "_count")
                 )
                 assert sample.name.removeprefix(family.name) in wanted
-    own = {"weft:request_rejected", "weft:slo_targets", "weft_slo_attainment"}
+    own = {"weft:request_rejected", "weft:slo_targets", "weft:slo_target_seconds"}
+    own |= {"weft_slo_attainment"}
     own |= {f"weft:key_{name}" for name in ("requests", "prompt_tokens", "generation_tokens")}
     assert set(families) == own
 

@@ -334,6 +334,10 @@ def test_only_admins_read_usage(text, key_file):
         for key in ("boss", "slow"):
             answer = httpx.get(f"{running.url}/v1/usage", headers=bearer(key))
             assert error_of(answer, 403)["code"] == "usage_not_allowed"
+            ask(running, key)
+            page = httpx.get(f"{running.url}/metrics", headers=bearer(key)).text
+            assert "weft:request_success_total" in page
+            assert "weft:key_" not in page
     with serving(ScriptedClient([700]), text, admin_key=("boss",), **options) as running:
         assert usage_of(running) == []
         for key, status in (("slow", 403), ("none", 401)):

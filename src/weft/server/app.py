@@ -39,7 +39,7 @@ from weft.server.background import Background
 from weft.server.body import read_body
 from weft.server.errorforms import ErrorForms
 from weft.server.errors import handle_bug, handle_http_error, handle_weft_error, json_response
-from weft.server.exchange import Observe, log_exchange
+from weft.server.exchange import EXCHANGE, Observe, log_exchange
 from weft.server.generation import endpoint_routes
 from weft.server.hosts import CheckHost, hosts_checked
 from weft.server.keys import KeyRing
@@ -271,7 +271,11 @@ class _PlainHandlers:
         return json_response(body, 200 if state == "ready" else 503)
 
     async def metrics(self, _: Request) -> Response:
-        return Response(self._service.metrics.render(), media_type=CONTENT_TYPE)
+        exchange, options = EXCHANGE.get(), self._service.options
+        key = None if exchange is None else exchange.key
+        by_key = key is None or key.name in (*options.metrics_key, *options.admin_key)
+        page = self._service.metrics.render(by_key=by_key)
+        return Response(page, media_type=CONTENT_TYPE)
 
     async def version(self, _: Request) -> Response:
         return json_response({"version": __version__})

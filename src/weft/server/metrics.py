@@ -16,6 +16,7 @@ from prometheus_client.core import (
     HistogramMetricFamily,
     Metric,
 )
+from prometheus_client.registry import Collector
 
 from weft.core.errors import WeftError
 from weft.core.types import DEFAULT_CLASSES, ServiceClass
@@ -78,6 +79,8 @@ class Metrics(Counts):
         self._touched: set[str] = set()  # names in the usage
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
+        self._registry_without_keys = CollectorRegistry(auto_describe=False)
+        self._registry_without_keys.register(_WithoutKeys(self))
 
     def share(self, board: Board) -> None:
         """Continue a predecessor's counts, and share them with the other planes from now on."""
@@ -129,9 +132,13 @@ class Metrics(Counts):
         parted = ((name.split(" ", 1), use) for name, use in usage.items())
         return {(key, names[int(place)]): use for (place, key), use in parted}
 
-    def render(self) -> bytes:
-        """The page for Prometheus."""
-        return generate_latest(self._registry)
+    def render(self, *, by_key: bool = True) -> bytes:
+        """The page for Prometheus.
+
+        Args:
+            by_key: with what each key has used.
+        """
+        return generate_latest(self._registry if by_key else self._registry_without_keys)
 
     @contextlib.contextmanager
     def counting_refusals(self) -> Iterator[None]:
@@ -161,6 +168,10 @@ class Metrics(Counts):
 
     def collect(self) -> Iterator[Metric]:
         """All families, for each name prefix."""
+        return self.families(by_key=True)
+
+    def families(self, *, by_key: bool) -> Iterator[Metric]:
+        """All families, or all but those that name keys."""
         total = self.total()
         for prefix in self._prefixes:
             yield from self._gauges_and_counters(prefix, total)
@@ -170,7 +181,8 @@ class Metrics(Counts):
         yield self._attained(total)
         yield self._targets()
         yield from self._policy()
-        yield from self._usage(total)
+        if by_key:
+            yield from self._usage(total)
         gauges = self._probe.gauges()
         for name, text in OWN_METRICS.items():
             if name in gauges:
@@ -296,6 +308,16 @@ class Metrics(Counts):
             for family, value in zip((requests, prompt, output), use, strict=True):
                 family.add_metric([self._model, key, name], value)
         yield from families
+
+
+class _WithoutKeys(Collector):
+    """The metrics that may be seen by anybody who has a key."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterator[Metric]:
+        return self._metrics.families(by_key=False)
 
 
 def _target_key(place: int, target: str, kept: bool) -> str:

@@ -58,8 +58,8 @@ class ServerOptions:
     metrics_key: tuple[str, ...] = setting(
         "strings",
         (),
-        "name of a key that may read /metrics, which covers all keys; may be repeated; by "
-        "default every key may",
+        "name of a key that may read /metrics, with what each key uses; may be repeated; by "
+        "default every key may, and those of admin_key see what each key uses",
         high=4096,
     )
     admin_key: tuple[str, ...] = setting(
