@@ -90,8 +90,8 @@ class Page:
         return {
             "object": "list",
             "data": data,
-            "first_id": data[0]["id"] if data else None,
-            "last_id": data[-1]["id"] if data else None,
+            "first_id": data[0]["id"] if data else "",
+            "last_id": data[-1]["id"] if data else "",
             "has_more": self.has_more,
         }
 
@@ -131,7 +131,7 @@ class BatchStore:
             raise self._key_full()
         return self.files_folder.begin(f"file-{secrets.token_hex(16)}", self.limits.file_bytes)
 
-    def finish_upload(
+    def add_file(
         self,
         upload: Upload,
         owner: bytes,
@@ -139,12 +139,11 @@ class BatchStore:
         filename: str,
         expires_after_s: int | None,
     ) -> FileRecord:
-        """Keep an upload for good.
+        """Give an upload its row; ``upload.keep`` has been called.
 
         Raises:
             StorageFullError: the key, or the disk, has no room.
         """
-        upload.keep()
         now = self._now()
         expires_at = None if expires_after_s is None else now + expires_after_s
         record = FileRecord(upload.id, owner, purpose, filename, upload.size, now, expires_at)

@@ -34,10 +34,13 @@ from weft.core.ports import EngineClient
 from weft.core.settings import settings_of
 from weft.server.auth import RequireKey
 from weft.server.background import Background
+from weft.server.batches import batch_routes
 from weft.server.body import read_body
+from weft.server.data import DataFolder
 from weft.server.errorforms import ErrorForms
 from weft.server.errors import handle_bug, handle_http_error, handle_weft_error, json_response
 from weft.server.exchange import Observe, log_exchange
+from weft.server.files import file_routes
 from weft.server.generation import endpoint_routes
 from weft.server.hosts import CheckHost, hosts_checked
 from weft.server.keys import KeyRing
@@ -90,6 +93,7 @@ def create_app(
     )
     life = open_life(options.responses_db)
     background = _background(service, store, life)
+    data = DataFolder(options)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -101,6 +105,7 @@ def create_app(
         if tracer is not None:
             tracer.close()
         store.close()
+        data.close()
         life.close()
 
     keys = KeyRing(options.api_key, options.api_key_file)
@@ -111,6 +116,8 @@ def create_app(
             *message_routes(service),
             *ollama_routes(service),
             *response_routes(service, store, background),
+            *file_routes(service, data),
+            *batch_routes(service, data),
         ],
         middleware=_middleware(options, keys, tracer),
         exception_handlers={
@@ -126,12 +133,11 @@ def create_app(
 
 
 def _background(service: Service, store: ResponseStore, life: Life) -> Background:
-    options, card = service.options, service.builder.card
-    facts = (card.served_names[0], card.system_fingerprint, card.vocab_size, card.hidden_size)
+    options = service.options
     runs = RunStore(
         store,
         life,
-        served=" ".join(map(str, facts)),
+        served=service.builder.card.identity,
         most=options.max_background_responses,
         most_of_key=options.max_requests_per_key,
         max_bytes=options.max_responses_bytes,
