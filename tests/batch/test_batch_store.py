@@ -177,7 +177,7 @@ def test_a_file_in_use_stays(opened, clock):
 def test_a_batch_ends_once_with_its_files(opened, tmp_path):
     store = opened()
     batch = create(store, keep(store).id, metadata={"a": "b"}, output_expires_s=7200)
-    assert any_unfinished(tmp_path / "data")
+    assert any_unfinished(tmp_path / "data", "s")
     with pytest.raises(BatchNotFoundError):
         store.batch(BOB, batch.id)
     store.files_folder.path(batch.output_name).write_bytes(b"{}\n")
@@ -197,7 +197,7 @@ def test_a_batch_ends_once_with_its_files(opened, tmp_path):
     assert batch.errors_name not in names(store)
     with pytest.raises(BatchOverError):
         store.cancel_batch(ALICE, batch.id)
-    assert not any_unfinished(tmp_path / "data")
+    assert not any_unfinished(tmp_path / "data", "s")
 
 
 def test_cancelling_is_a_flag_that_others_see(opened, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sqlite3
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -98,12 +99,19 @@ def reachable() -> Iterator[None]:
         raise DataFolderError(message) from error
 
 
-def any_unfinished(folder: Path) -> bool:
-    """Whether a data folder, which need not be there, has a batch that has not ended."""
+def any_unfinished(folder: Path, identity: str) -> bool:
+    """Whether a data folder, which need not be there, has a batch for a server to work on.
+
+    Args:
+        identity: of its model. Whoever comes first ends those that are cancelled or too late.
+    """
     path = folder / BASE
     if not path.exists():
         return False
     uri = f"{path.absolute().as_uri()}?mode=ro"
     with contextlib.closing(sqlite3.connect(uri, uri=True, timeout=1)) as base:
-        statement = f"SELECT 1 FROM batches WHERE status IN {OPEN} LIMIT 1"
-        return base.execute(statement).fetchone() is not None
+        statement = (
+            f"SELECT 1 FROM batches WHERE status IN {OPEN} "
+            "AND (served = ? OR status = 'cancelling' OR expires_at <= ?) LIMIT 1"
+        )
+        return base.execute(statement, (identity, time.time())).fetchone() is not None

@@ -20,6 +20,7 @@ import msgspec
 import orjson
 from msgspec import Raw, Struct
 
+from weft.batch import points
 from weft.batch.ports import LineSource, Result
 from weft.batch.usage import Usage, usage_of
 from weft.core.errors import WeftError
@@ -108,7 +109,9 @@ class Journal:
             "error": result.error,
         }
         path = self.output if result.error is None else self.errors
+        points.reached("line answered")
         self._append(path, orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
+        points.reached("line appended")
         self._count(index, path, result.usage)
 
     def outputs(self) -> dict[int, int]:

@@ -68,6 +68,7 @@ class BatchRecord:
         service_class: in which its lines are asked at present.
         window: as it was given, such as "24h".
         predicted_at: when it will be complete, as far as is known.
+        ending: why lines without an answer are given up, once that has begun.
         metadata, errors: JSON.
     """
 
@@ -85,6 +86,7 @@ class BatchRecord:
     output_expires_s: int | None = None
     service_class: str = "batch"
     predicted_at: int | None = None
+    ending: str | None = None
     in_progress_at: int | None = None
     finalizing_at: int | None = None
     completed_at: int | None = None

@@ -13,6 +13,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from weft.core.errors import ConfigError
+from weft.core.salt import key_salt
 
 logger = logging.getLogger("weft.server")
 
@@ -39,7 +40,7 @@ class Key:
 
     def salt(self, more: bytes) -> bytes:
         """A cache salt that no other key can have, whatever ``more`` a request gives."""
-        return sha256(b"weft cache salt" + self.digest + more).digest()[:16]
+        return key_salt(self.digest, more)
 
 
 class NoKeysError(ConfigError):
