@@ -296,3 +296,19 @@ def test_kills_at_random_lose_and_repeat_nothing(server, client, kills):
         batch = wait(client, name, 300)
         assert batch.status == "completed"
         assert results(client, batch) == (wanted, {})
+
+
+def test_a_batch_that_would_miss_its_window_is_promoted_and_says_so(client, folder, server):
+    batch_id = create(client, [line(i, max_tokens=100) for i in range(1200)])
+    eventually(lambda: client.batches.retrieve(batch_id).status == "in_progress", 60)
+    with closing(sqlite3.connect(folder / "data" / "weft.db", timeout=30)) as base, base:
+        base.execute("UPDATE batches SET expires_at = ? WHERE id = ?", (time.time() + 20, batch_id))
+
+    def shown() -> dict[str, Any]:
+        return client.batches.retrieve(batch_id).model_extra["weft"]
+
+    eventually(lambda: shown()["service_class"] == "flex", 60)
+    assert shown()["predicted_end_at"] > time.time()
+    assert "would miss its window" in server.errors.read_text()
+    client.batches.cancel(batch_id)
+    assert wait(client, batch_id).status in ("cancelled", "expired")

@@ -28,7 +28,7 @@ from weft.api.card import ApiLimits
 from weft.batch.engine import EngineAsker
 from weft.batch.pool import Pool
 from weft.batch.records import BatchRecord
-from weft.batch.session import Desk, ElsewhereError, Session
+from weft.batch.session import Desk, ElsewhereError, Session, over_because
 from weft.batch.store import BatchStore, StoreLimits
 from weft.core.errors import WeftError
 from weft.core.logs import log_level, set_up_logs
@@ -165,8 +165,8 @@ class BatchWork:
         self._forget_ended()
         for record in self._records:
             session = self._sessions.get(record.id)
-            if session is not None and (reason := _over(record)) is not None:
-                session.end(reason)
+            if session is not None:
+                session.see(record)
         for record in self._next():
             self._start(record)
         if now - self._shown > PROGRESS_S:
@@ -175,7 +175,9 @@ class BatchWork:
 
     def _next(self) -> list[BatchRecord]:
         """Batches to begin now: of each key the one that is due first, then of each the second."""
-        mine = [r for r in self._records if r.served == self._identity or _over(r) is not None]
+        mine = [
+            r for r in self._records if r.served == self._identity or over_because(r) is not None
+        ]
         if mine:
             self._busy = time.monotonic()
         ranks: dict[bytes, int] = {}
@@ -220,13 +222,6 @@ class BatchWork:
         changed = [(batch_id, columns) for batch_id, columns in found if columns]
         if changed:
             await self._desk.call(lambda store: store.show_progress(changed))
-
-
-def _over(record: BatchRecord) -> Any:
-    """Why no more lines of a batch are answered; None if they are."""
-    if record.status == "cancelling":
-        return "cancelled"
-    return "expired" if time.time() >= record.expires_at else None
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import fcntl
 import logging
+import math
 import os
 import time
 from collections.abc import Awaitable, Callable
@@ -23,7 +24,8 @@ import orjson
 from weft.api.errors import error_object
 from weft.batch import points
 from weft.batch.database import reachable
-from weft.batch.engine import EngineAsker
+from weft.batch.engine import SERVICE_CLASS, EngineAsker
+from weft.batch.forecast import Forecast
 from weft.batch.journal import Journal, ResultsError, open_to_append, sync_folder
 from weft.batch.lines import InputChangedError, InputFile
 from weft.batch.order import InOrder
@@ -37,6 +39,7 @@ from weft.core.errors import ConfigError, ParameterError, WeftError
 from weft.core.salt import key_salt
 from weft.core.types import Request
 
+PROMOTED_CLASS = "flex"  # of a batch that would miss its window
 RETRY_S = 2.0  # after a full disk, or an engine that is gone
 VALIDATING: tuple[Status, ...] = ("validating",)
 PUT_AT_ONCE = 256  # lines that end without an answer, between looks at anything else
@@ -105,10 +108,20 @@ class Session:
         self.record = record
         self.service_class = record.service_class
         self._desk = desk
+        self._due = record.expires_at
         self._journal: Journal | None = None
         self._shown: dict[str, Any] = {}
+        self._forecast = Forecast()
+        self._predicted_at: int | None = None
         self._over: Reason | None = None
         self._ending = asyncio.Event()
+
+    def see(self, record: BatchRecord) -> None:
+        """Take note of the record as it is now."""
+        self._due = record.expires_at
+        reason = over_because(record)
+        if reason is not None:
+            self.end(reason)
 
     def end(self, reason: Reason) -> None:
         """Answer no more lines; those without an answer become errors."""
@@ -120,10 +133,31 @@ class Session:
         """Columns of the record that have changed since the last call."""
         if self._journal is None:
             return {}
-        columns = {**counts_of(self._journal), "service_class": self.service_class}
+        self._predict(self._journal)
+        columns = {
+            **counts_of(self._journal),
+            "service_class": self.service_class,
+            "predicted_at": self._predicted_at,
+        }
         changed = {name: n for name, n in columns.items() if self._shown.get(name) != n}
         self._shown = columns
         return changed
+
+    def _predict(self, journal: Journal) -> None:
+        """Ask the rest of the lines in a better class if the batch would miss its window."""
+        done, total = journal.answered + journal.refused, self.record.total
+        end = self._forecast.look(time.monotonic(), done, total)
+        left_s = None if end is None else end - time.monotonic()
+        late = left_s is not None and time.time() + left_s > self._due
+        known = left_s is not None and math.isfinite(left_s)
+        self._predicted_at = int(time.time() + (left_s or 0)) if known else None
+        if late and self.service_class == SERVICE_CLASS:
+            self.service_class = PROMOTED_CLASS
+            logger.warning(
+                "Batch %s would miss its window of %s: %d of %d lines are done. The rest is asked "
+                "as '%s'.",
+                *(self.record.id, self.record.window, done, total, PROMOTED_CLASS),
+            )
 
     async def run(self) -> None:
         """Bring the batch to its end.
@@ -156,10 +190,7 @@ class Session:
         return fd
 
     async def _bring_to_end(self) -> None:
-        if self.record.status == "cancelling":
-            self.end("cancelled")
-        elif self.record.ending == "expired" or time.time() >= self.record.expires_at:
-            self.end("expired")
+        self.see(self.record)
         if self.record.status == "cancelling" and self.record.in_progress_at is None:
             await self._finish("cancelled")  # none of its lines was ever looked at
             return
@@ -293,6 +324,14 @@ class Session:
     ) -> None:
         await self._desk.call(lambda store: store.finish(self.record, status, **columns))
         logger.info("Batch %s is over: %s.", self.record.id, status)
+
+
+def over_because(record: BatchRecord) -> Reason | None:
+    """Why no more lines of a batch are answered; None if they are."""
+    if record.status == "cancelling":
+        return "cancelled"
+    late = record.ending == "expired" or time.time() >= record.expires_at
+    return "expired" if late else None
 
 
 def counts_of(journal: Journal) -> dict[str, int]:

@@ -26,7 +26,6 @@ from weft.server.options import ServerOptions
 
 TICK_S = 0.5
 START_S = 60.0  # more patience with one that has still to begin
-LONGEST_DELAY_S = 30.0
 
 logger = logging.getLogger("weft")
 
@@ -67,7 +66,7 @@ class BatchKeeper:
 
     async def run(self) -> None:
         """Keep a batch process running whenever there are batches, until ``end``."""
-        backoff = Backoff("batch process", proven=True, longest_s=LONGEST_DELAY_S)
+        backoff = Backoff("batch process", proven=True)
         card = await asyncio.shield(self._card)
         names = tuple(self._settings["served_model_name"])
         identity = ModelCard.of(ServedModel.from_json(card), names).identity
