@@ -6,11 +6,11 @@ import math
 
 import pytest
 
-from weft.batch.forecast import OBSERVED_S, WINDOW_S, Forecast
+from weft.batch.forecast import OBSERVED_S, WINDOW_S, EndForecast
 
 
 def test_a_steady_rate_gives_the_end():
-    forecast = Forecast()
+    forecast = EndForecast()
     for second in range(30):
         end = forecast.look(100.0 + second, 2 * second, 200)
         assert (end is None) == (second < OBSERVED_S)
@@ -18,7 +18,7 @@ def test_a_steady_rate_gives_the_end():
 
 
 def test_only_the_last_minute_counts():
-    forecast = Forecast()
+    forecast = EndForecast()
     for second in range(100):
         forecast.look(float(second), 10 * second, 10_000)
     for second in range(100, 200):
@@ -27,7 +27,7 @@ def test_only_the_last_minute_counts():
 
 
 def test_a_batch_whose_turn_never_comes_never_ends():
-    forecast = Forecast()
+    forecast = EndForecast()
     assert forecast.look(0.0, 5, 10) is None
     assert forecast.look(WINDOW_S - 1, 5, 10) is None
     assert forecast.look(WINDOW_S, 5, 10) == math.inf

@@ -8,7 +8,7 @@ WINDOW_S = 60.0  # of the past that counts
 OBSERVED_S = 10.0  # less says nothing
 
 
-class Forecast:
+class EndForecast:
     """Predicts the end of one batch; ``look`` at it now and then."""
 
     def __init__(self) -> None:

@@ -25,7 +25,7 @@ from weft.api.errors import error_object
 from weft.batch import points
 from weft.batch.database import reachable
 from weft.batch.engine import SERVICE_CLASS, EngineAsker
-from weft.batch.forecast import Forecast
+from weft.batch.forecast import EndForecast
 from weft.batch.journal import Journal, ResultsError, open_to_append, sync_folder
 from weft.batch.lines import InputChangedError, InputFile
 from weft.batch.order import InOrder
@@ -111,7 +111,7 @@ class Session:
         self._due = record.expires_at
         self._journal: Journal | None = None
         self._shown: dict[str, Any] = {}
-        self._forecast = Forecast()
+        self._forecast = EndForecast()
         self._predicted_at: int | None = None
         self._over: Reason | None = None
         self._ending = asyncio.Event()
