@@ -254,15 +254,29 @@ def test_a_kill_at_a_commit_point(client, killed_at, folder, undisturbed, point,
     assert set(errors.values()) <= {f"batch_{over}"}
 
 
-def test_a_server_that_ends_and_starts_again_goes_on(tmp_path, undisturbed):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_server_that_ends_and_starts_again_goes_on(tmp_path, undisturbed, number):
     data = ("--data-dir", str(tmp_path / "data"), *OPTIONS)
     with serving(tmp_path, *data, modelled=True) as first:
         client = first.client()
         batch_id = create(client, [line(i) for i in range(60)])
         eventually(lambda: client.batches.retrieve(batch_id).status != "validating", 60)
+        first.process.send_signal(number)  # to the supervisor
+        first.process.wait(60)
     with serving(tmp_path, *data, modelled=True) as second:
         batch = wait(second.client(), batch_id)
         assert results(second.client(), batch) == (undisturbed, {})
+
+
+def test_lines_do_not_fill_the_queue_that_requests_are_refused_for(tmp_path):
+    data = ("--data-dir", str(tmp_path / "data"), *OPTIONS, "--max-queued-requests", "2")
+    with serving(tmp_path, *data, modelled=True) as limited:
+        client = limited.client()
+        batch_id = create(client, [line(i, max_tokens=100) for i in range(300)])
+        eventually(lambda: client.batches.retrieve(batch_id).request_counts.completed > 20, 60)
+        for _ in range(10):
+            client.completions.create(model="builtin", prompt="x", max_tokens=2)
+        assert client.batches.retrieve(batch_id).status == "in_progress"
 
 
 def kill_at_random(server: Server, batches: list[str], kills: int, draw: random.Random) -> int:

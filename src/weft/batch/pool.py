@@ -10,8 +10,19 @@ so far on average.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 from weft.batch.ports import LineOrder, Result
+
+
+class LineRoom(Protocol):
+    """Says whether whoever answers has room for another line."""
+
+    def free(self) -> bool:
+        """Whether a line may go now."""
+
+    def take(self) -> None:
+        """One goes."""
 
 
 class Share:
@@ -41,7 +52,7 @@ class Share:
         index = self._order.next()
         if index is not None:
             self.open += 1
-            self._pool.num_open += 1
+            self._pool.took()
         return index
 
     def ended(self, index: int, output: int | None) -> None:
@@ -61,13 +72,15 @@ class Pool:
 
     Args:
         at_once: lines that are open together.
+        room: decides, too; `wake_next` has to be called when it may have changed.
 
     Attributes:
         num_open: lines that are open now.
     """
 
-    def __init__(self, at_once: int) -> None:
+    def __init__(self, at_once: int, room: LineRoom | None = None) -> None:
         self.num_open = 0
+        self._room = room
         self._at_once = at_once
         self._paused = False
         self._shares: dict[Share, None] = {}  # a set that keeps the order
@@ -89,6 +102,12 @@ class Pool:
             del self._shares[share]
             self.num_open -= share.open
             self.wake_next()
+
+    def took(self) -> None:
+        """A line goes."""
+        self.num_open += 1
+        if self._room is not None:
+            self._room.take()
 
     def pause(self, paused: bool) -> None:
         """Hand out no turns for a while, or again."""
@@ -117,6 +136,8 @@ class Pool:
 
     def _chosen(self) -> Share | None:
         if self._paused or self.num_open >= self._at_once:
+            return None
+        if self._room is not None and not self._room.free():
             return None
         waiting = [share for share in self._shares if share.remaining]
         if not waiting:

@@ -83,10 +83,11 @@ async def _work(arguments: argparse.Namespace, settings: Mapping[str, Any]) -> N
     try:
         builder = _builder(settings, served)
         root = EngineAsker(client, builder, settings["base_seed"])
+        most = min(MOST_OPEN, WAITING_SHARE * served.max_num_seqs)
         desk = Desk(
             store=store,
             thread=thread,
-            pool=Pool(min(MOST_OPEN, WAITING_SHARE * served.max_num_seqs)),
+            pool=Pool(most, FreeRows(client) if settings["queue_limited"] else None),
             make_asker=lambda mark: EngineAsker(
                 client, builder, settings["base_seed"], beside=root, mark=mark
             ),
@@ -109,6 +110,27 @@ def _builder(settings: Mapping[str, Any], served: ServedModel) -> Builder:
     )
     dialect = choose_dialect(template, settings["tool_parser"], settings["reasoning_parser"])
     return Builder(tokenizer, template, card, limits, dialect)
+
+
+class FreeRows:
+    """Room where requests are refused that would have to wait: lines must not wait before them.
+
+    What the engine says of itself is as old as its last step, so lines that went since then count.
+    """
+
+    def __init__(self, client: RingClient) -> None:
+        self._client = client
+        self._said_ns = 0
+        self._gone = 0
+
+    def free(self) -> bool:
+        info = self._client.info()
+        if info.updated_ns != self._said_ns:
+            self._said_ns, self._gone = info.updated_ns, 0
+        return not info.waiting and info.running + self._gone < info.max_num_seqs
+
+    def take(self) -> None:
+        self._gone += 1
 
 
 class BatchWork:
@@ -162,6 +184,7 @@ class BatchWork:
             self._stale, self._refreshed = False, now
             self._records = await self._desk.call(lambda store: store.unfinished())
         self._desk.pool.pause(not self._desk.store.files_folder.has_room())
+        self._desk.pool.wake_next()
         self._forget_ended()
         for record in self._records:
             session = self._sessions.get(record.id)

@@ -50,6 +50,8 @@ class BatchKeeper:
             **{name: value for name, value in settings.items() if name != "options"},
             **{name: getattr(options, name) for name in _OPTIONS},
             "data_dir": str(self._folder.absolute()),
+            "queue_limited": (options.max_queued_requests, options.max_queued_tokens)
+            != (None, None),
             "limits": asdict(store_limits(options)),
         }
         self._ring = ring
