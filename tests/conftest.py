@@ -10,6 +10,7 @@ import importlib.util
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -48,6 +49,9 @@ if not where.ON_GPU and importlib.util.find_spec("triton") is not None:
 def pytest_configure(config: pytest.Config) -> None:
     if (complaint := where.complaint()) is not None:
         raise pytest.UsageError(complaint)
+    state = tempfile.TemporaryDirectory(prefix="weft-tests-", ignore_cleanup_errors=True)
+    config.add_cleanup(state.cleanup)
+    os.environ["XDG_STATE_HOME"] = state.name  # of all servers of the tests
     config.addinivalue_line("markers", f"deep: runs only with {depth.VARIABLE}=1")
     config.addinivalue_line("markers", f"deeper: does more with {depth.VARIABLE}=1")
     spins = budgets.Spins()

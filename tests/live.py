@@ -32,6 +32,7 @@ import sys
 if "weft.engine.process" in sys.orig_argv:
 {code}
 """
+IN_BATCHES = IN_ENGINES.replace("weft.engine.process", "weft.batch.process")
 MODELLED = f"""
 sys.path.append({str(Path(__file__).parent)!r})
 import modelled_build
@@ -109,6 +110,7 @@ def serving(
     group: Path | None = None,
     modelled: bool = False,
     engines: str = "",
+    batches: str = "",
 ) -> Iterator[Server]:
     """Run a server until the block ends; whatever it started must be gone then.
 
@@ -116,6 +118,7 @@ def serving(
         group: a control group for its processes.
         modelled: with engines that compute nothing and import no torch: for tests of processes.
         engines: code that engines run first of all.
+        batches: the same for batch processes.
     """
     port, errors = port or free_port(), folder / "stderr.txt"
     with errors.open("w") as log:
@@ -124,7 +127,7 @@ def serving(
         command = command if group is None else [*join(group), *command]
         process = subprocess.Popen(
             command, stderr=log, stdout=subprocess.PIPE, text=True,
-            env=with_engines(folder, modelled=modelled, code=engines),
+            env=with_engines(folder, modelled=modelled, code=engines, batches=batches),
         )  # fmt: skip
     server = Server(process, f"http://127.0.0.1:{port}", errors)
     try:
@@ -143,14 +146,21 @@ def serving(
     assert len(gone) == len(family)
 
 
-def with_engines(folder: Path, *, modelled: bool = False, code: str = "") -> dict[str, str]:
-    """Variables with which engines are those of the tests, or run some code first of all."""
+def with_engines(
+    folder: Path, *, modelled: bool = False, code: str = "", batches: str = ""
+) -> dict[str, str]:
+    """Variables with which engines are those of the tests, or run some code first of all.
+
+    Args:
+        batches: code that batch processes run first of all.
+    """
     code = MODELLED * modelled + code
-    if not code:
+    if not code + batches:
         return dict(os.environ)
     site = folder / "site"
     site.mkdir(exist_ok=True)
-    text = IN_ENGINES.format(code=textwrap.indent(code, "    "))
+    text = IN_ENGINES.format(code=textwrap.indent(code, "    ") or "    pass")
+    text += IN_BATCHES.format(code=textwrap.indent(batches, "    ") or "    pass")
     (site / "sitecustomize.py").write_text(text)
     path = os.pathsep.join([str(site), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
     return {**os.environ, "PYTHONPATH": path.rstrip(os.pathsep)}

@@ -11,6 +11,7 @@ import logging
 import signal
 import socket
 from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from weft.core.process import raise_file_limit, reap_orphans, set_process_title
 
 if TYPE_CHECKING:
     from weft.engine.keeper import EngineKeeper
+    from weft.server.batch_keeper import BatchKeeper
     from weft.server.keeper import FrontendKeeper
     from weft.server.options import ServerOptions
 
@@ -104,30 +106,35 @@ async def _supervise(
 ) -> int:
     from weft.engine.keeper import EngineKeeper
     from weft.ring.segment import ring_of
+    from weft.server.batch_keeper import BatchKeeper
     from weft.server.counts import create_board
     from weft.server.keeper import Boards, FrontendKeeper
     from weft.server.quota_board import create_quota_board
 
     signals = _signals()
     planes = options.frontends or 1
-    rings = [ring_of(config) for _ in range(planes)]
+    rings = [ring_of(config) for _ in range(planes + 1)]  # the last one is for batches
     engines = EngineKeeper(settings, rings, standby=options.standby, watchdog_s=options.watchdog_s)
     card: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     given = _frontend_settings(config, options)
     boards = Boards(create_board(planes), create_quota_board(planes))
     frontends = [
         FrontendKeeper(number, given, ring, listener, boards, card, options.watchdog_s)
-        for number, ring in enumerate(rings)
+        for number, ring in enumerate(rings[:planes])
     ]
+    batches = BatchKeeper(options, given, rings[-1], card)
     engine = asyncio.create_task(_keep_engine(engines, card))
     serving = [asyncio.create_task(frontend.run()) for frontend in frontends]
+    answering = asyncio.create_task(batches.run())
     stop = asyncio.create_task(signals.get())
-    reaping = asyncio.create_task(_reap(engines, frontends))
+    reaping = asyncio.create_task(_reap(engines, [*frontends, batches]))
     try:
         await asyncio.wait([engine, stop, *serving], return_when=asyncio.FIRST_COMPLETED)
+        batches.end()
         drain_s = ABRUPT_S if engine.done() else options.drain_timeout_s
         await _drain(frontends, serving, engine, signals, drain_s)
     finally:
+        await _end_batches(batches, answering)
         for task in (stop, reaping, engine, *serving):
             task.cancel()
         await asyncio.to_thread(engines.stop)
@@ -138,11 +145,22 @@ async def _supervise(
     return 0
 
 
-async def _reap(engines: EngineKeeper, frontends: list[FrontendKeeper]) -> None:
+async def _end_batches(batches: BatchKeeper, answering: asyncio.Task[None]) -> None:
+    """See to the end of the batch process; what it has done is kept."""
+    batches.end()
+    if not (await asyncio.wait([answering], timeout=GRACE_S))[0]:
+        batches.kill()
+        answering.cancel()
+    for failure in await asyncio.gather(answering, return_exceptions=True):
+        if isinstance(failure, Exception):
+            logger.error("Batches were not answered any more: %s.", failure, exc_info=failure)
+
+
+async def _reap(engines: EngineKeeper, others: Seq[FrontendKeeper | BatchKeeper]) -> None:
     """Forget again and again what children have left behind, as engines their other ranks."""
     while True:
         await asyncio.sleep(REAP_EVERY_S)
-        reap_orphans({*engines.pids, *(frontend.pid for frontend in frontends)})
+        reap_orphans({*engines.pids, *(other.pid for other in others)})
 
 
 async def _keep_engine(engines: EngineKeeper, card: asyncio.Future[str]) -> None:

@@ -85,6 +85,12 @@ class ModelCard:
             ),
         )
 
+    @property
+    def identity(self) -> str:
+        """What the model is: servers that say the same go on with each other's work."""
+        facts = (self.served_names[0], self.system_fingerprint, self.vocab_size, self.hidden_size)
+        return " ".join(map(str, facts))
+
 
 @dataclass(frozen=True, slots=True)
 class ApiLimits:

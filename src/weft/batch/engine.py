@@ -35,6 +35,8 @@ class EngineAsker:
 
     Args:
         base_seed: makes the seeds of requests without one repeatable, by the number of the line.
+        beside: another one with the same client, for other lines.
+        mark: puts a sequence into its class.
 
     Attributes:
         progress: called now and then with the number of the oldest line that runs and its tokens.
@@ -47,14 +49,24 @@ class EngineAsker:
     waiting: int = 0
 
     def __init__(
-        self, client: EngineClient, builder: Builder, base_seed: int | None = None
+        self,
+        client: EngineClient,
+        builder: Builder,
+        base_seed: int | None = None,
+        *,
+        beside: EngineAsker | None = None,
+        mark: Callable[[Request], Request] = lambda request: replace(
+            request, service_class=SERVICE_CLASS
+        ),
     ) -> None:
         self._client = client
         self._builder = builder
-        self._texts = TokenTexts(builder.tokenizer)
+        self._texts: TokenTexts = TokenTexts(builder.tokenizer) if beside is None else beside._texts
         self._base_seed = base_seed
-        self._running: dict[_Running, None] = {}  # a set that keeps the order
-        self._freed = asyncio.Event()
+        self._mark = mark
+        # A set that keeps the order. All askers of a client wait for room together.
+        self._running: dict[_Running, None] = {} if beside is None else beside._running
+        self._freed: asyncio.Event = asyncio.Event() if beside is None else beside._freed
 
     async def ask(self, number: int, line: BatchLine) -> LineAnswer:
         asked = self.read(line)
@@ -85,7 +97,7 @@ class EngineAsker:
 
     def _requests(self, number: int, line: BatchLine, job: Job) -> list[Request]:
         """The sequences of a job, in the class of batches, with seeds that others do not move."""
-        requests = [replace(request, service_class=SERVICE_CLASS) for request in job.requests]
+        requests = [self._mark(request) for request in job.requests]
         if self._base_seed is None or msgspec.json.decode(line.body, type=_Seeded).seed is not None:
             return requests
         name = f"{self._base_seed} {number}".encode()

@@ -38,6 +38,12 @@ class UnknownUrlError(ParameterError):
     code = "unknown_url"
 
 
+class TooManyLinesError(ParameterError):
+    """The input has more lines than a batch may have."""
+
+    code = "too_many_lines"
+
+
 class InputChangedError(WeftError):
     """The input is not what it was when the batch began."""
 
@@ -50,16 +56,21 @@ class InputFile:
 
     The file is read once from end to end. 20 bytes a line stay in memory; for a moment it is 60.
 
+    Args:
+        most: lines that there may be.
+
     Attributes:
         path: of the file.
         digest: SHA-256 of its bytes, in hexadecimal.
 
     Raises:
         ConfigError: there is no such file, or it is none that can be read again.
+        TooManyLinesError: it has more lines than there may be.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, most: int | None = None) -> None:
         self.path = path
+        self._most = most
         self._numbers, self._crcs, self._lengths = array("I"), array("I"), array("I")
         self._offsets = array("Q")
         try:
@@ -132,8 +143,19 @@ class InputFile:
                 self._numbers.append(number)
                 self._crcs.append(zlib.crc32(line))
                 ids.append(_id_hash(line))
+                if len(ids) == self._most:
+                    self._check_end(file)
             offset += length
         return digest.hexdigest(), ids
+
+    def _check_end(self, file: Any) -> None:
+        """Raise TooManyLinesError if lines follow that are not blank."""
+        place = file.tell()
+        while line := file.readline(_BUFFER_BYTES):
+            if line.strip():
+                os.close(self._fd)
+                raise TooManyLinesError(f"The file has more than {self._most} lines.")
+        file.seek(place)
 
     def _find_repeats(self, hashes: array[int]) -> dict[int, int]:
         """Lines whose custom_id an earlier one has -> the first of these."""

@@ -36,10 +36,13 @@ from weft.core.settings import settings_of
 from weft.server.accounts import RATE_HEADERS, Accounts
 from weft.server.auth import RequireKey, Reserved
 from weft.server.background import Background
+from weft.server.batches import batch_routes
 from weft.server.body import read_body
+from weft.server.data import DataFolder
 from weft.server.errorforms import ErrorForms
 from weft.server.errors import handle_bug, handle_http_error, handle_weft_error, json_response
 from weft.server.exchange import EXCHANGE, Observe, log_exchange
+from weft.server.files import file_routes
 from weft.server.generation import endpoint_routes
 from weft.server.hosts import CheckHost, hosts_checked
 from weft.server.keys import KeyRing
@@ -101,6 +104,7 @@ def create_app(
     usage = UsageStore(options.usage_db, options.usage_keep_days)
     life = open_life(options.responses_db)
     background = _background(service, store, life)
+    data = DataFolder(options)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -116,6 +120,7 @@ def create_app(
         store.close()
         usage.close(service.metrics.fresh_uses())
         accounts.close()
+        data.close()
         life.close()
 
     keys = KeyRing(options.api_key, options.api_key_file, [row.name for row in card.classes])
@@ -127,6 +132,8 @@ def create_app(
             *ollama_routes(service),
             *response_routes(service, store, background),
             *usage_routes(usage),
+            *file_routes(service, data),
+            *batch_routes(service, data),
         ],
         middleware=_middleware(options, keys, accounts, tracer),
         exception_handlers={
@@ -142,12 +149,11 @@ def create_app(
 
 
 def _background(service: Service, store: ResponseStore, life: Life) -> Background:
-    options, card = service.options, service.builder.card
-    facts = (card.served_names[0], card.system_fingerprint, card.vocab_size, card.hidden_size)
+    options = service.options
     runs = RunStore(
         store,
         life,
-        served=" ".join(map(str, facts)),
+        served=service.builder.card.identity,
         most=options.max_background_responses,
         max_bytes=options.max_responses_bytes,
     )

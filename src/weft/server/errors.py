@@ -69,14 +69,18 @@ async def handle_weft_error(_: Request, error: Exception) -> Response:
     return error_response(error)
 
 
-def error_response(error: Exception) -> Response:
-    """The answer for an error."""
+def error_response(error: Exception, *, closing: bool = False) -> Response:
+    """The answer for an error.
+
+    Args:
+        closing: the connection has to be closed, since the request was not read to its end.
+    """
     log_failure(error)
     status, body = describe_error(error)
     headers = {}
     if isinstance(error, WeftError) and error.retry_after_s is not None:
         headers["retry-after"] = str(error.retry_after_s)
-    if isinstance(error, (BodyTooLargeError, BodyTooSlowError)):
+    if closing or isinstance(error, (BodyTooLargeError, BodyTooSlowError)):
         headers["connection"] = "close"
     return json_response(body, status, headers)
 

@@ -106,6 +106,15 @@ def inner_path(scope: Scope) -> str:
 EXCHANGE: ContextVar[Exchange | None] = ContextVar("exchange", default=None)
 
 
+def current_owner() -> bytes:
+    """Whose the request is that is being answered: the digest of its key, b"" where none is needed.
+
+    What is stored belongs to it: one key never finds what is another's.
+    """
+    exchange = EXCHANGE.get()
+    return b"" if exchange is None or exchange.key is None else exchange.key.digest
+
+
 class Observe:
     """The outermost layer: gives each request its id, and tells all of ``tell`` how it went."""
 

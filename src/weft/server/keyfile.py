@@ -11,6 +11,7 @@ from typing import Any
 
 from weft.api.classes import USUAL
 from weft.core.errors import ConfigError, ParameterError, suggest
+from weft.core.salt import key_salt
 from weft.core.settings import settings_of, shortened
 from weft.server.quota import NO_LIMITS, Quota
 
@@ -49,7 +50,7 @@ class Key:
 
     def salt(self, more: bytes) -> bytes:
         """A cache salt that no other key can have, whatever ``more`` a request gives."""
-        return sha256(b"weft cache salt" + self.digest + more).digest()[:16]
+        return key_salt(self.digest, more)
 
 
 class NoKeysError(ConfigError):

@@ -150,6 +150,30 @@ class ServerOptions:
         low=1,
         high=65536,
     )
+    data_dir: str | None = setting(
+        "path",
+        None,
+        "folder with uploaded files and batches; unset: weft in $XDG_STATE_HOME, or in "
+        "~/.local/state",
+    )
+    max_file_bytes: int = setting("bytes", 2**30, "longest file that may be uploaded", low=1)
+    max_key_files_bytes: int = setting(
+        "bytes",
+        10 * 2**30,
+        "files that one key may have uploaded, together, or all where no key is needed; beyond it "
+        "507, and 0 takes none",
+        low=0,
+    )
+    disk_reserve_bytes: int = setting(
+        "bytes",
+        2**30,
+        "room that files and results of batches leave on their disk; beyond it uploads get 507 and "
+        "batches wait",
+        low=0,
+    )
+    max_batch_lines: int = setting(
+        "int", 100_000, "lines that one batch may have", low=1, high=2**24
+    )
     strict: bool = setting(
         "bool",
         False,

@@ -22,7 +22,7 @@ from weft.core.errors import ParameterError
 from weft.server.background import Background
 from weft.server.body import read_body
 from weft.server.errors import json_response
-from weft.server.exchange import EXCHANGE
+from weft.server.exchange import current_owner
 from weft.server.generation import STREAM_HEADERS, Generation
 from weft.server.response_store import ResponseStore, Stored
 from weft.server.service import INLINE_BYTES, Service
@@ -69,10 +69,10 @@ class _ResponseHandlers:
         with self._service.metrics.counting_refusals():
             asked = await self._read(request)
         if asked.body.background:
-            return await self._begin(asked, _owner())
+            return await self._begin(asked, current_owner())
         service = self._service
         answer = answer_response(asked.job, asked.body, service.builder, service.texts)
-        return Generation(service, answer, self._keeper(asked, _owner()))
+        return Generation(service, answer, self._keeper(asked, current_owner()))
 
     async def _begin(self, asked: _AskedResponse, owner: bytes) -> Response:
         """Let a response be made in the background; its stream may be left and resumed."""
@@ -100,7 +100,7 @@ class _ResponseHandlers:
         self._check_store(body)
         before: list[Item] = []
         if body.previous_response_id is not None:
-            before = await self._store.conversation(_owner(), body.previous_response_id)
+            before = await self._store.conversation(current_owner(), body.previous_response_id)
         job = await service.prepare(
             INLINE_BYTES + 1 if before else len(data),
             lambda: response_job(body, before + items, service.own_builder(), notes),
@@ -146,7 +146,7 @@ class _ResponseHandlers:
         if after is None:
             return Response(stored.response, media_type="application/json")
         if orjson.loads(stored.response)["background"]:
-            return await self._background.follow(_owner(), stored.id, after)
+            return await self._background.follow(current_owner(), stored.id, after)
 
         def tell() -> bytes:
             cuts = None if stored.cuts is None else orjson.loads(stored.cuts)
@@ -157,11 +157,13 @@ class _ResponseHandlers:
 
     async def delete(self, request: Request) -> Response:
         response_id = request.path_params["response_id"]
-        await self._store.delete(_owner(), response_id)
+        await self._store.delete(current_owner(), response_id)
         return json_response({"id": response_id, "object": "response", "deleted": True})
 
     async def cancel(self, request: Request) -> Response:
-        response = await self._background.cancel(_owner(), request.path_params["response_id"])
+        response = await self._background.cancel(
+            current_owner(), request.path_params["response_id"]
+        )
         return Response(response, media_type="application/json")
 
     async def input_items(self, request: Request) -> Response:
@@ -190,13 +192,7 @@ class _ResponseHandlers:
         )
 
     async def _load(self, request: Request) -> Stored:
-        return await self._store.load(_owner(), request.path_params["response_id"])
-
-
-def _owner() -> bytes:
-    """The owner of stored responses: the API key. Without keys all share one owner."""
-    exchange = EXCHANGE.get()
-    return b"" if exchange is None or exchange.key is None else exchange.key.digest
+        return await self._store.load(current_owner(), request.path_params["response_id"])
 
 
 def _starting_after(request: Request) -> int | None:

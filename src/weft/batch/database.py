@@ -1,0 +1,117 @@
+"""The SQLite data base of files and batches: its tables, and what may be wrong with it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from weft.batch.folder import StorageFullError
+from weft.batch.records import BATCH_COLUMNS, UNFINISHED
+from weft.core.errors import ConfigError, WeftError
+
+VERSION = 1
+BASE = "weft.db"
+BUSY_MS = 10_000  # to wait for another process that writes
+OPEN = f"({', '.join(repr(status) for status in UNFINISHED)})"
+
+_TABLES = (
+    """CREATE TABLE files (
+        place INTEGER PRIMARY KEY AUTOINCREMENT,
+        id TEXT NOT NULL UNIQUE,
+        owner BLOB NOT NULL,
+        purpose TEXT NOT NULL,
+        filename TEXT NOT NULL,
+        bytes INTEGER NOT NULL,
+        created_at INTEGER NOT NULL,
+        expires_at INTEGER
+    )""",
+    "CREATE INDEX files_by_owner ON files (owner, place)",
+    f"""CREATE TABLE batches (
+        place INTEGER PRIMARY KEY AUTOINCREMENT,
+        id TEXT NOT NULL UNIQUE,
+        owner BLOB NOT NULL,
+        status TEXT NOT NULL,
+        {", ".join(name for name in BATCH_COLUMNS if name not in ("id", "owner", "status"))}
+    )""",
+    "CREATE INDEX batches_by_owner ON batches (owner, place)",
+    f"CREATE INDEX batches_unfinished ON batches (status) WHERE status IN {OPEN}",
+)
+
+
+class DataFolderError(WeftError):
+    """The data folder cannot be read or written at present."""
+
+    http_status = 503
+    code = "store_unavailable"
+    retry_after_s = 5
+
+
+def open_base(path: Path) -> sqlite3.Connection:
+    """The data base, only for its owner to read, brought to this version."""
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
+        base = sqlite3.connect(path, timeout=BUSY_MS / 1000, check_same_thread=False)
+        with contextlib.closing(base.execute("PRAGMA journal_mode = WAL")):
+            base.execute("PRAGMA synchronous = FULL")
+            base.execute("PRAGMA temp_store = MEMORY")
+        base.isolation_level = None  # transactions begin where the code says so
+        _prepare(base)
+    except (OSError, sqlite3.Error) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        message = f"Cannot open files and batches in '{path}': {reason}."
+        raise ConfigError(message, param="data_dir") from None
+    return base
+
+
+def _prepare(base: sqlite3.Connection) -> None:
+    """Bring an empty file to this version; several processes may do that at once."""
+    base.execute("BEGIN IMMEDIATE")
+    with base:
+        [version] = base.execute("PRAGMA user_version").fetchone()
+        [tables] = base.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
+        if version > VERSION or (version == 0) != (tables == 0):
+            raise sqlite3.DatabaseError("it is the file of something else, or of another weft")
+        for statement in _TABLES if version == 0 else ():
+            base.execute(statement)
+        base.execute(f"PRAGMA user_version = {VERSION}")
+
+
+@contextlib.contextmanager
+def reachable() -> Iterator[None]:
+    """Turn what SQLite and the system say into typed errors.
+
+    Raises:
+        StorageFullError: the disk is full.
+        DataFolderError: anything else.
+    """
+    try:
+        yield
+    except sqlite3.Error as error:
+        if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
+            raise StorageFullError("The disk of the server is full; try again later.") from None
+        raise DataFolderError(f"Files and batches cannot be reached: {error}.") from error
+    except OSError as error:
+        message = f"Files and batches cannot be reached: {error.strerror}."
+        raise DataFolderError(message) from error
+
+
+def any_unfinished(folder: Path, identity: str) -> bool:
+    """Whether a data folder, which need not be there, has a batch for a server to work on.
+
+    Args:
+        identity: of its model. Whoever comes first ends those that are cancelled or too late.
+    """
+    path = folder / BASE
+    if not path.exists():
+        return False
+    uri = f"{path.absolute().as_uri()}?mode=ro"
+    with contextlib.closing(sqlite3.connect(uri, uri=True, timeout=1)) as base:
+        statement = (
+            f"SELECT 1 FROM batches WHERE status IN {OPEN} "
+            "AND (served = ? OR status = 'cancelling' OR expires_at <= ?) LIMIT 1"
+        )
+        return base.execute(statement, (identity, time.time())).fetchone() is not None

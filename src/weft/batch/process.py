@@ -1,0 +1,251 @@
+"""The batch process: answers the batches of a data folder with the engine at its ring.
+
+    python -m weft.batch.process --ring FDS --parent PID --signs FD
+
+Settings come as JSON on standard input. The parent keeps an engine at the ring. A byte is written
+to the descriptor of signs several times a second. The process ends by itself when there has been
+nothing to do for a while; whoever keeps it starts it again when the data folder's bell rings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from weft.api import Builder, ModelCard
+from weft.api.card import ApiLimits
+from weft.batch.engine import EngineAsker
+from weft.batch.pool import Pool
+from weft.batch.records import BatchRecord
+from weft.batch.session import Desk, ElsewhereError, Session, over_because
+from weft.batch.store import BatchStore, StoreLimits
+from weft.core.errors import WeftError
+from weft.core.logs import log_level, set_up_logs
+from weft.core.process import die_with, raise_file_limit, set_process_title
+from weft.core.served import ServedModel
+from weft.ring.client import RingClient
+from weft.ring.segment import RingFds
+from weft.text import Tokenizer
+from weft.text.dialect import choose_dialect
+from weft.text.template import find_template
+
+EXIT_REFUSED = 3  # of a batch process that cannot work with these settings
+LOOK_S = 0.2
+PROGRESS_S = 1.0
+REFRESH_S = 5.0  # batches are read again, even if nobody has written
+AGAIN_S = 5.0  # until a batch is tried again that could not go on, or that another process has
+IDLE_S = 60.0
+MOST_SESSIONS = 32  # batches at once
+WAITING_SHARE = 2  # lines that are open, for each that the engine computes at once
+MOST_OPEN = 256
+
+logger = logging.getLogger("weft.batch")
+
+
+def main() -> None:
+    """Answer batches until SIGTERM, or until there are none."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ring", required=True)
+    for name in ("--parent", "--signs"):
+        parser.add_argument(name, type=int, required=True)
+    arguments = parser.parse_args()
+    set_process_title("weft-batches")
+    raise_file_limit()
+    die_with(arguments.parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when Ctrl-C ends the server
+    settings = json.load(sys.stdin)
+    set_up_logs("batches", log_level(settings["log_level"]), settings["log_format"])
+    try:
+        asyncio.run(_work(arguments, settings))
+    except WeftError as error:
+        print(f"weft: batches: {error.message}", file=sys.stderr)
+        sys.exit(EXIT_REFUSED)
+
+
+async def _work(arguments: argparse.Namespace, settings: Mapping[str, Any]) -> None:
+    served = ServedModel.from_json(settings["card"])
+    client = RingClient(RingFds.parse(arguments.ring))
+    client.attach(asyncio.get_running_loop())
+    thread = ThreadPoolExecutor(1, thread_name_prefix="weft-data")
+    limits = StoreLimits(**settings["limits"])
+    store = thread.submit(BatchStore, Path(settings["data_dir"]), limits).result()
+    try:
+        builder = _builder(settings, served)
+        root = EngineAsker(client, builder, settings["base_seed"])
+        most = min(MOST_OPEN, WAITING_SHARE * served.max_num_seqs)
+        desk = Desk(
+            store=store,
+            thread=thread,
+            pool=Pool(most, FreeRows(client) if settings["queue_limited"] else None),
+            make_asker=lambda mark: EngineAsker(
+                client, builder, settings["base_seed"], beside=root, mark=mark
+            ),
+            max_lines=settings["max_batch_lines"],
+            salted=settings["key_salt"],
+        )
+        await BatchWork(desk, builder.card.identity, arguments.signs).run()
+    finally:
+        client.close()
+        thread.submit(store.close).result()
+        thread.shutdown()
+
+
+def _builder(settings: Mapping[str, Any], served: ServedModel) -> Builder:
+    tokenizer = Tokenizer.load(Path(settings["tokenizer"] or served.folder))
+    template = find_template(Path(served.folder), settings["chat_template"])
+    card = ModelCard.of(served, tuple(settings["served_model_name"]), settings["base_seed"])
+    limits = ApiLimits(
+        settings["max_sequences"], settings["max_prompt_bytes"], settings["request_chat_template"]
+    )
+    dialect = choose_dialect(template, settings["tool_parser"], settings["reasoning_parser"])
+    return Builder(tokenizer, template, card, limits, dialect)
+
+
+class FreeRows:
+    """Room where requests are refused that would have to wait: lines must not wait before them.
+
+    What the engine says of itself is as old as its last step, so lines that went since then count.
+    """
+
+    def __init__(self, client: RingClient) -> None:
+        self._client = client
+        self._said_ns = 0
+        self._gone = 0
+
+    def free(self) -> bool:
+        info = self._client.info()
+        if info.updated_ns != self._said_ns:
+            self._said_ns, self._gone = info.updated_ns, 0
+        return not info.waiting and info.running + self._gone < info.max_num_seqs
+
+    def take(self) -> None:
+        self._gone += 1
+
+
+class BatchWork:
+    """Finds batches that have not ended, and has a session for each.
+
+    Args:
+        identity: of the model; lines of batches for others are not answered here.
+        signs: descriptor that gets a byte again and again; -1 for none.
+    """
+
+    def __init__(self, desk: Desk, identity: str, signs: int = -1) -> None:
+        self._desk = desk
+        self._identity = identity
+        self._signs = signs
+        self._records: list[BatchRecord] = []
+        self._sessions: dict[str, Session] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._not_before: dict[str, float] = {}  # by batch, on the monotonic clock
+        self._stale = True
+        self._refreshed = self._shown = 0.0
+        self._busy = time.monotonic()
+        self._ending = asyncio.Event()
+
+    async def run(self) -> None:
+        """Work until SIGTERM, or until there has been nothing to do for a while."""
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._ending.set)
+        try:
+            while not self._ending.is_set() and time.monotonic() - self._busy < IDLE_S:
+                self._sign()
+                try:
+                    await self._look()
+                except WeftError as error:
+                    logger.warning("%s", error.message)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._ending.wait(), LOOK_S)
+        finally:
+            for task in self._tasks.values():
+                task.cancel()
+            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    def _sign(self) -> None:
+        if self._signs >= 0:
+            with contextlib.suppress(BlockingIOError):
+                os.write(self._signs, b".")
+
+    async def _look(self) -> None:
+        """See what has changed: new batches, cancelled ones, and those whose time is over."""
+        now = time.monotonic()
+        changed = await self._desk.call(lambda store: store.changed())
+        if changed or self._stale or now - self._refreshed > REFRESH_S:
+            self._stale, self._refreshed = False, now
+            self._records = await self._desk.call(lambda store: store.unfinished())
+        self._desk.pool.pause(not self._desk.store.files_folder.has_room())
+        self._desk.pool.wake_next()
+        self._forget_ended()
+        for record in self._records:
+            session = self._sessions.get(record.id)
+            if session is not None:
+                session.see(record)
+        for record in self._next():
+            self._start(record)
+        if now - self._shown > PROGRESS_S:
+            self._shown = now
+            await self._show()
+
+    def _next(self) -> list[BatchRecord]:
+        """Batches to begin now: of each key the one that is due first, then of each the second."""
+        mine = [
+            r for r in self._records if r.served == self._identity or over_because(r) is not None
+        ]
+        if mine:
+            self._busy = time.monotonic()
+        ranks: dict[bytes, int] = {}
+        ranked = []
+        for record in mine:  # by due time
+            rank = ranks[record.owner] = ranks.get(record.owner, -1) + 1
+            ranked.append((rank, record.expires_at, record))
+        ranked.sort(key=lambda entry: entry[:2])
+        room = MOST_SESSIONS - len(self._sessions)
+        now = time.monotonic()
+        waiting = [
+            record
+            for _, _, record in ranked
+            if record.id not in self._sessions and self._not_before.get(record.id, 0.0) <= now
+        ]
+        return waiting[:room]
+
+    def _start(self, record: BatchRecord) -> None:
+        session = self._sessions[record.id] = Session(record, self._desk)
+        self._tasks[record.id] = asyncio.create_task(session.run())
+
+    def _forget_ended(self) -> None:
+        for batch_id, task in list(self._tasks.items()):
+            if not task.done():
+                continue
+            del self._tasks[batch_id], self._sessions[batch_id]
+            self._stale = True
+            self._not_before.pop(batch_id, None)
+            error = None if task.cancelled() else task.exception()
+            if error is not None:
+                self._not_before[batch_id] = time.monotonic() + AGAIN_S
+                if isinstance(error, WeftError):
+                    if not isinstance(error, ElsewhereError):
+                        logger.warning("Batch %s waits: %s", batch_id, error.message)
+                else:
+                    logger.error("Batch %s: %s", batch_id, error, exc_info=error)
+            self._records = [record for record in self._records if record.id != batch_id]
+
+    async def _show(self) -> None:
+        """Let everybody see how far batches have come."""
+        found = [(batch_id, session.progress()) for batch_id, session in self._sessions.items()]
+        changed = [(batch_id, columns) for batch_id, columns in found if columns]
+        if changed:
+            await self._desk.call(lambda store: store.show_progress(changed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""Files and batches as they are kept, and as OpenAI's API shows them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from hashlib import sha256
+from typing import Any, Literal
+
+import orjson
+
+from weft.batch.usage import Usage
+
+Status = Literal[
+    "validating",
+    "failed",
+    "in_progress",
+    "finalizing",
+    "completed",
+    "expired",
+    "cancelling",
+    "cancelled",
+]
+UNFINISHED: tuple[Status, ...] = ("validating", "in_progress", "finalizing", "cancelling")
+UPLOADED = ("batch", "assistants", "fine-tune", "vision", "user_data", "evals")
+OUTPUT = "batch_output"
+PURPOSES = (*UPLOADED, OUTPUT, "assistants_output", "fine-tune-results")
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """A file whose bytes are on the disk, synchronised.
+
+    Attributes:
+        owner: digest of the key whose it is; nobody else finds it.
+        expires_at: Unix time; None for never.
+    """
+
+    id: str
+    owner: bytes
+    purpose: str
+    filename: str
+    bytes: int
+    created_at: int
+    expires_at: int | None
+
+    def to_object(self) -> dict[str, Any]:
+        """OpenAI's file object."""
+        return {
+            "id": self.id,
+            "object": "file",
+            "bytes": self.bytes,
+            "created_at": self.created_at,
+            "expires_at": self.expires_at,
+            "filename": self.filename,
+            "purpose": self.purpose,
+            "status": "processed",
+            "status_details": None,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRecord:
+    """A batch.
+
+    Attributes:
+        owner: as of a file.
+        served: what the model is; only servers of the same answer its lines.
+        service_class: in which its lines are asked at present.
+        window: as it was given, such as "24h".
+        predicted_at: when it will be complete, as far as is known.
+        ending: why lines without an answer are given up, once that has begun.
+        metadata, errors: JSON.
+    """
+
+    id: str
+    owner: bytes
+    endpoint: str
+    model: str
+    served: str
+    input_file_id: str
+    window: str
+    status: Status
+    created_at: int
+    expires_at: int
+    metadata: bytes = b"null"
+    output_expires_s: int | None = None
+    service_class: str = "batch"
+    predicted_at: int | None = None
+    ending: str | None = None
+    in_progress_at: int | None = None
+    finalizing_at: int | None = None
+    completed_at: int | None = None
+    failed_at: int | None = None
+    expired_at: int | None = None
+    cancelling_at: int | None = None
+    cancelled_at: int | None = None
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    reasoning_tokens: int = 0
+    errors: bytes = b"null"
+
+    @property
+    def output_name(self) -> str:
+        """The id that the file of its answers has, or will have."""
+        return derived_id(self.id, "output")
+
+    @property
+    def errors_name(self) -> str:
+        """The same of the file of lines without an answer."""
+        return derived_id(self.id, "errors")
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(
+            self.input_tokens, self.output_tokens, self.cached_tokens, self.reasoning_tokens
+        )
+
+    def to_object(self) -> dict[str, Any]:
+        """OpenAI's batch object, and under ``weft`` what only weft says."""
+        errors = orjson.loads(self.errors)
+        return {
+            "id": self.id,
+            "object": "batch",
+            "endpoint": self.endpoint,
+            "model": self.model,
+            "errors": None if errors is None else {"object": "list", "data": errors},
+            "input_file_id": self.input_file_id,
+            "completion_window": self.window,
+            "status": self.status,
+            "output_file_id": self.output_file_id,
+            "error_file_id": self.error_file_id,
+            "created_at": self.created_at,
+            "in_progress_at": self.in_progress_at,
+            "expires_at": self.expires_at,
+            "finalizing_at": self.finalizing_at,
+            "completed_at": self.completed_at,
+            "failed_at": self.failed_at,
+            "expired_at": self.expired_at,
+            "cancelling_at": self.cancelling_at,
+            "cancelled_at": self.cancelled_at,
+            "request_counts": {
+                "total": self.total,
+                "completed": self.completed,
+                "failed": self.failed,
+            },
+            "usage": self.usage.to_object(),
+            "metadata": orjson.loads(self.metadata),
+            "weft": {"service_class": self.service_class, "predicted_end_at": self.predicted_at},
+        }
+
+
+def derived_id(batch_id: str, kind: str) -> str:
+    """The id of a file that a batch makes: the same however often it is made."""
+    return f"file-{sha256(f'{batch_id} {kind}'.encode()).hexdigest()[:32]}"
+
+
+FILE_COLUMNS = tuple(column.name for column in fields(FileRecord))
+BATCH_COLUMNS = tuple(column.name for column in fields(BatchRecord))

@@ -1,0 +1,351 @@
+"""One batch from its validation to its files of results, whatever ends the process meanwhile.
+
+The journal says which lines are done: two files under the ids that the results will have. Who
+answers the lines holds a lock on the first. The batch ends in one transaction, after its bytes are
+on the disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import math
+import os
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar
+
+import orjson
+
+from weft.api.errors import error_object
+from weft.batch import points
+from weft.batch.database import reachable
+from weft.batch.engine import SERVICE_CLASS, EngineAsker
+from weft.batch.forecast import EndForecast
+from weft.batch.journal import Journal, ResultsError, open_to_append, sync_folder
+from weft.batch.lines import InputChangedError, InputFile
+from weft.batch.order import InOrder
+from weft.batch.pool import Pool
+from weft.batch.ports import NobodyAnswersError, Result
+from weft.batch.records import UNFINISHED, BatchRecord, Status
+from weft.batch.runner import Runner
+from weft.batch.store import BatchStore
+from weft.batch.validate import describe, find_errors
+from weft.core.errors import ConfigError, ParameterError, WeftError
+from weft.core.salt import key_salt
+from weft.core.types import Request
+
+PROMOTED_CLASS = "flex"  # of a batch that would miss its window
+RETRY_S = 2.0  # after a full disk, or an engine that is gone
+VALIDATING: tuple[Status, ...] = ("validating",)
+PUT_AT_ONCE = 256  # lines that end without an answer, between looks at anything else
+
+logger = logging.getLogger("weft.batch")
+
+Returned = TypeVar("Returned")
+Reason = Literal["cancelled", "expired"]
+UNANSWERED: dict[Reason, str] = {
+    "cancelled": "This request was not answered because the batch was cancelled.",
+    "expired": "This request was not answered before the completion window was over.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Desk:
+    """What all sessions of a process share.
+
+    Attributes:
+        thread: the one on which the store is used.
+        make_asker: makes who answers lines, from what marks their sequences.
+        salted: each key has prefixes of its own in the cache.
+    """
+
+    store: BatchStore
+    thread: Executor
+    pool: Pool
+    make_asker: Callable[[Callable[[Request], Request]], EngineAsker]
+    max_lines: int
+    salted: bool
+
+    async def call(self, work: Callable[[BatchStore], Returned]) -> Returned:
+        """Let the thread do some work on the store. Raises as `reachable`."""
+
+        def run() -> Returned:
+            with reachable():
+                return work(self.store)
+
+        return await asyncio.get_running_loop().run_in_executor(self.thread, run)
+
+
+class ElsewhereError(WeftError):
+    """Another process answers the batch."""
+
+
+class BatchFailedError(WeftError):
+    """The batch cannot be answered at all.
+
+    Attributes:
+        errors: entries of the batch's list.
+    """
+
+    def __init__(self, errors: list[dict[str, Any]]) -> None:
+        super().__init__("The batch has failed.")
+        self.errors = errors
+
+
+class Session:
+    """One batch.
+
+    Attributes:
+        service_class: in which its lines are asked from now on.
+    """
+
+    def __init__(self, record: BatchRecord, desk: Desk) -> None:
+        self.record = record
+        self.service_class = record.service_class
+        self._desk = desk
+        self._due = record.expires_at
+        self._journal: Journal | None = None
+        self._shown: dict[str, Any] = {}
+        self._forecast = EndForecast()
+        self._predicted_at: int | None = None
+        self._over: Reason | None = None
+        self._ending = asyncio.Event()
+
+    def see(self, record: BatchRecord) -> None:
+        """Take note of the record as it is now."""
+        self._due = record.expires_at
+        reason = over_because(record)
+        if reason is not None:
+            self.end(reason)
+
+    def end(self, reason: Reason) -> None:
+        """Answer no more lines; those without an answer become errors."""
+        if self._over is None:
+            self._over = reason
+            self._ending.set()
+
+    def progress(self) -> dict[str, Any]:
+        """Columns of the record that have changed since the last call."""
+        if self._journal is None:
+            return {}
+        self._predict(self._journal)
+        columns = {
+            **counts_of(self._journal),
+            "service_class": self.service_class,
+            "predicted_at": self._predicted_at,
+        }
+        changed = {name: n for name, n in columns.items() if self._shown.get(name) != n}
+        self._shown = columns
+        return changed
+
+    def _predict(self, journal: Journal) -> None:
+        """Ask the rest of the lines in a better class if the batch would miss its window."""
+        done, total = journal.answered + journal.refused, self.record.total
+        end = self._forecast.look(time.monotonic(), done, total)
+        left_s = None if end is None else end - time.monotonic()
+        late = left_s is not None and time.time() + left_s > self._due
+        known = left_s is not None and math.isfinite(left_s)
+        self._predicted_at = int(time.time() + (left_s or 0)) if known else None
+        if late and self.service_class == SERVICE_CLASS:
+            self.service_class = PROMOTED_CLASS
+            logger.warning(
+                "Batch %s would miss its window of %s: %d of %d lines are done. The rest is asked "
+                "as '%s'.",
+                *(self.record.id, self.record.window, done, total, PROMOTED_CLASS),
+            )
+
+    async def run(self) -> None:
+        """Bring the batch to its end.
+
+        Raises:
+            ElsewhereError: another process does.
+            WeftError: it cannot go on at present.
+        """
+        lock = self._lock()
+        try:
+            self.record = await self._desk.call(lambda store: store.reload(self.record.id))
+            if self.record.status in UNFINISHED:
+                await self._bring_to_end()
+        except BatchFailedError as error:
+            await self._finish("failed", errors=orjson.dumps(error.errors))
+        finally:
+            if self._journal is not None:
+                self._journal.close()
+            os.close(lock)
+
+    def _lock(self) -> int:
+        """Hold the batch, until the descriptor is closed."""
+        path = self._desk.store.files_folder.path(self.record.output_name)
+        fd = open_to_append(path, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            raise ElsewhereError("Another process answers this batch.") from None
+        return fd
+
+    async def _bring_to_end(self) -> None:
+        self.see(self.record)
+        if self.record.status == "cancelling" and self.record.in_progress_at is None:
+            await self._finish("cancelled")  # none of its lines was ever looked at
+            return
+        source = await self._open_input()
+        with contextlib.closing(source):
+            if self.record.status == "validating" and not await self._validate(source):
+                await self._bring_to_end()  # it was cancelled meanwhile
+                return
+            journal = self._journal = await asyncio.to_thread(self._recover, source)
+            await self._answer(source, journal)
+            if self._over is not None and not _all_done(journal, source):
+                await self._refuse_rest(source, journal, self._over)
+            elif self._over == "expired" and self.record.ending is None:
+                self._over = None  # the last line came in time
+            await self._complete(journal)
+
+    async def _open_input(self) -> InputFile:
+        path = self._desk.store.files_folder.path(self.record.input_file_id)
+        try:
+            return await asyncio.to_thread(InputFile, path, self._desk.max_lines)
+        except ConfigError:
+            error = ParameterError("The input file is not there any more.", param="input_file_id")
+            raise BatchFailedError([describe(error, code="file_not_found")]) from None
+        except ParameterError as error:
+            raise BatchFailedError([describe(error)]) from None
+
+    async def _validate(self, source: InputFile) -> bool:
+        """Whether the batch is in progress now. Raises BatchFailedError for a wrong input."""
+        errors = await asyncio.to_thread(
+            find_errors, source, self.record.endpoint, lambda: self._over == "cancelled"
+        )
+        if errors:
+            raise BatchFailedError(errors)
+        points.reached("batch validated")
+        now = int(time.time())
+        begun = await self._desk.call(
+            lambda store: store.update(
+                self.record.id,
+                before=VALIDATING,
+                status="in_progress",
+                in_progress_at=now,
+                total=len(source),
+            )
+        )
+        self.record = await self._desk.call(lambda store: store.reload(self.record.id))
+        points.reached("batch started")
+        return begun
+
+    def _recover(self, source: InputFile) -> Journal:
+        """The journal with what was done before."""
+        folder, record = self._desk.store.files_folder, self.record
+        output, errors = folder.path(record.output_name), folder.path(record.errors_name)
+        os.close(open_to_append(errors, 0o600))
+        prefix = f"{record.id.removeprefix('batch_')}_"
+        journal = Journal(output, errors, source, prefix)
+        for path in (output, errors):
+            journal.recover(path)
+        sync_folder(output.parent)
+        return journal
+
+    async def _answer(self, source: InputFile, journal: Journal) -> None:
+        """Have all lines answered, or as many as there is time for."""
+        asker = self._desk.make_asker(self._mark)
+        while self._over is None and not _all_done(journal, source):
+            order = InOrder(len(source), journal, len(source))
+            share = self._desk.pool.join(self.record.owner, self.record.expires_at, order)
+            runner = Runner(source, journal, asker, share, share.watch)
+            share.wake = runner.look
+            try:
+                await self._until_over(runner.run())
+            except InputChangedError as error:
+                raise BatchFailedError([describe(error)]) from None
+            except (ResultsError, NobodyAnswersError) as error:
+                logger.warning("Batch %s waits: %s", self.record.id, error.message)
+                await self._until_over(asyncio.sleep(RETRY_S))
+            finally:
+                self._desk.pool.leave(share)
+
+    async def _until_over(self, work: Awaitable[None]) -> None:
+        """Do some work, unless the batch is to end meanwhile."""
+        working = asyncio.ensure_future(work)
+        ending = asyncio.create_task(self._ending.wait())
+        try:
+            await asyncio.wait({working, ending}, return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                await working
+        finally:
+            for task in (working, ending):
+                task.cancel()
+            await asyncio.gather(working, ending, return_exceptions=True)
+
+    def _mark(self, request: Request) -> Request:
+        salt = request.cache_salt
+        if self._desk.salted and self.record.owner:
+            salt = key_salt(self.record.owner, salt)
+        return replace(request, service_class=self.service_class, cache_salt=salt)
+
+    async def _refuse_rest(self, source: InputFile, journal: Journal, reason: Reason) -> None:
+        """Lines without an answer get the reason as their error."""
+        await self._desk.call(lambda store: store.update(self.record.id, ending=reason))
+        self.record = replace(self.record, ending=reason)
+        code = f"batch_{reason}"
+        plain = error_object(UNANSWERED[reason], status=400, code=code)["error"]
+        rest = [index for index in range(len(source)) if not journal.done(index)]
+        for place in range(0, len(rest), PUT_AT_ONCE):
+            for index in rest[place : place + PUT_AT_ONCE]:
+                error = {**plain, "line": source.number(index)}
+                journal.put(index, Result(source.custom_id(index), None, error))
+            await asyncio.sleep(0)
+        points.reached(f"lines {reason}")
+
+    async def _complete(self, journal: Journal) -> None:
+        """All lines are done: give the results their rows."""
+        if self._over is None:
+            changed = await self._desk.call(
+                lambda store: store.update(
+                    self.record.id,
+                    before=("in_progress", "finalizing"),
+                    status="finalizing",
+                    finalizing_at=int(time.time()),
+                )
+            )
+            points.reached("batch finalizing")
+            self._over = None if changed else "cancelled"
+        await asyncio.to_thread(journal.sync)
+        points.reached("results synchronised")
+        await self._finish(self._over or "completed", **counts_of(journal))
+
+    async def _finish(
+        self, status: Literal["completed", "cancelled", "expired", "failed"], **columns: Any
+    ) -> None:
+        await self._desk.call(lambda store: store.finish(self.record, status, **columns))
+        logger.info("Batch %s is over: %s.", self.record.id, status)
+
+
+def over_because(record: BatchRecord) -> Reason | None:
+    """Why no more lines of a batch are answered; None if they are."""
+    if record.status == "cancelling":
+        return "cancelled"
+    late = record.ending == "expired" or time.time() >= record.expires_at
+    return "expired" if late else None
+
+
+def counts_of(journal: Journal) -> dict[str, int]:
+    """Columns of a record that a journal says."""
+    usage = journal.usage
+    return {
+        "completed": journal.answered,
+        "failed": journal.refused,
+        "input_tokens": usage.input_tokens,
+        "output_tokens": usage.output_tokens,
+        "cached_tokens": usage.cached_tokens,
+        "reasoning_tokens": usage.reasoning_tokens,
+    }
+
+
+def _all_done(journal: Journal, source: InputFile) -> bool:
+    return journal.answered + journal.refused == len(source)

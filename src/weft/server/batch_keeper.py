@@ -1,0 +1,175 @@
+"""Keeps a batch process at its ring while there are batches; else there is none."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from weft.api import ModelCard
+from weft.batch.database import any_unfinished
+from weft.batch.store import bell_stamp
+from weft.core.process import Backoff, describe_exit, exited, start_child
+from weft.core.served import ServedModel
+from weft.ring.segment import RingFds
+from weft.server.data import data_folder, store_limits
+from weft.server.options import ServerOptions
+
+TICK_S = 0.5
+START_S = 60.0  # more patience with one that has still to begin
+
+logger = logging.getLogger("weft")
+
+
+class BatchKeeper:
+    """The batch process of a server, and its successors on the same ring.
+
+    Args:
+        settings: of tokeniser and logs, as request planes get them.
+        card: the engine's facts as JSON, once there is an engine.
+    """
+
+    def __init__(
+        self,
+        options: ServerOptions,
+        settings: Mapping[str, Any],
+        ring: RingFds,
+        card: asyncio.Future[str],
+    ) -> None:
+        self._folder = data_folder(options)
+        self._settings = {
+            **{name: value for name, value in settings.items() if name != "options"},
+            **{name: getattr(options, name) for name in _OPTIONS},
+            "data_dir": str(self._folder.absolute()),
+            "queue_limited": (options.max_queued_requests, options.max_queued_tokens)
+            != (None, None),
+            "limits": asdict(store_limits(options)),
+        }
+        self._ring = ring
+        self._card = card
+        self._watchdog_s = options.watchdog_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._signed_s = 0.0  # when something was last heard of it, on the monotonic clock
+        self._ending = asyncio.Event()
+
+    @property
+    def pid(self) -> int:
+        """Of the process that is there or was last; 0 if there has been none."""
+        return 0 if self._process is None else self._process.pid
+
+    async def run(self) -> None:
+        """Keep a batch process running whenever there are batches, until ``end``."""
+        backoff = Backoff("batch process", proven=True)
+        card = await asyncio.shield(self._card)
+        names = tuple(self._settings["served_model_name"])
+        identity = ModelCard.of(ServedModel.from_json(card), names).identity
+        while not self._ending.is_set():
+            stamp = bell_stamp(self._folder)
+            if not await asyncio.to_thread(self._wanted, identity):
+                while bell_stamp(self._folder) == stamp and not await self._ends_within(TICK_S):
+                    pass
+                continue
+            started = time.monotonic()
+            code = await self._live(card)
+            if code == 0 or self._ending.is_set():
+                continue
+            why = describe_exit(code)
+            delay_s = backoff.delay_s(time.monotonic() - started, why)
+            logger.warning("The batch process ended (%s); it is restarted.", why)
+            await self._ends_within(delay_s)
+
+    def end(self) -> None:
+        """Ask it to end; what is done is kept, what is open is computed again later."""
+        self._ending.set()
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
+
+    def kill(self) -> None:
+        """End it without asking."""
+        self._ending.set()
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+
+    def _wanted(self, identity: str) -> bool:
+        try:
+            return any_unfinished(self._folder, identity)
+        except (OSError, sqlite3.Error) as error:
+            logger.warning("The batches in '%s' cannot be read: %s.", self._folder, error)
+            return False
+
+    async def _ends_within(self, seconds: float) -> bool:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._ending.wait(), seconds)
+        return self._ending.is_set()
+
+    async def _live(self, card: str) -> int:
+        """One batch process from its start to its end; its exit code."""
+        read_end, write_end = os.pipe()
+        os.set_blocking(read_end, False)
+        os.set_blocking(write_end, False)
+        self._signed_s = time.monotonic() + START_S
+        try:
+            process = self._process = self._start(write_end, card)
+        except OSError as error:
+            os.close(read_end)
+            logger.error("The batch process cannot be started: %s.", error.strerror)
+            return 1
+        finally:
+            os.close(write_end)
+        loop = asyncio.get_running_loop()
+        loop.add_reader(read_end, self._on_sign, read_end)
+        death = asyncio.create_task(exited(process))
+        try:
+            while not (await asyncio.wait([death], timeout=TICK_S))[0]:
+                if time.monotonic() - self._signed_s > self._watchdog_s:
+                    logger.error("The batch process does nothing any more; it is killed.")
+                    process.kill()
+            return await death
+        finally:
+            loop.remove_reader(read_end)
+            os.close(read_end)
+            death.cancel()
+            await asyncio.wait([death])
+
+    def _on_sign(self, read_end: int) -> None:
+        with contextlib.suppress(BlockingIOError):
+            if os.read(read_end, 4096):
+                self._signed_s = max(self._signed_s, time.monotonic())
+            else:  # it has ended
+                asyncio.get_running_loop().remove_reader(read_end)
+
+    def _start(self, signs: int, card: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "weft.batch.process", "--parent", str(os.getpid())]
+        command += ["--ring", str(self._ring), "--signs", str(signs)]
+        process = start_child(
+            command,
+            stdin=subprocess.PIPE,
+            pass_fds=[signs, *self._ring.pass_fds],
+            start_new_session=True,
+        )
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it is dead already, which is noticed elsewhere
+            process.stdin.write(json.dumps({**self._settings, "card": card}).encode())
+            process.stdin.close()
+        return process
+
+
+_OPTIONS = (
+    "served_model_name",
+    "max_sequences",
+    "max_prompt_bytes",
+    "request_chat_template",
+    "tool_parser",
+    "reasoning_parser",
+    "key_salt",
+    "max_batch_lines",
+)

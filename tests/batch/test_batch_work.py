@@ -1,0 +1,249 @@
+"""The batch process in this one, before somebody whose every answer a test decides."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import os
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from answering import Answering, read, request
+
+from weft.batch import process, session
+from weft.batch.journal import Journal, ResultsError
+from weft.batch.pool import Pool
+from weft.batch.ports import NobodyAnswersError
+from weft.batch.process import BatchWork
+from weft.batch.records import UNFINISHED, BatchRecord
+from weft.batch.session import Desk
+from weft.batch.store import BatchStore, StoreLimits
+
+LIMITS = StoreLimits(reserve_bytes=0)
+
+
+class Working:
+    """A data folder with batches, and whoever answers them."""
+
+    def __init__(self, folder: Path, answering: Any, at_once: int = 8) -> None:
+        self.store = BatchStore(folder, LIMITS)
+        self.other = BatchStore(folder, LIMITS)  # as a request plane has it
+        self.thread = ThreadPoolExecutor(1)
+        self.marks: list[Any] = []
+        pool = Pool(at_once)
+
+        def make(mark: Any) -> Any:
+            self.marks.append(mark)
+            return answering
+
+        self.desk = Desk(self.store, self.thread, pool, make, 50, salted=True)
+
+    def create(self, lines: list[Any], owner: bytes = b"k", **given: Any) -> BatchRecord:
+        upload = self.other.begin_upload(owner)
+        upload.write("".join(f"{json.dumps(item)}\n" for item in lines).encode())
+        upload.keep()
+        file = self.other.add_file(upload, owner, "batch", "in.jsonl", None)
+        chosen = {"window": "24h", "window_s": 86400, "model": "m", "served": "here", **given}
+        return self.other.create_batch(owner, "/v1/completions", file.id, **chosen)
+
+    def status(self, record: BatchRecord) -> str:
+        return self.other.reload(record.id).status
+
+    def results(self, record: BatchRecord) -> tuple[list[str], list[str]]:
+        """Sorted names in the output and codes in the errors."""
+        path = self.other.files_folder.path
+        answers, errors = read(path(record.output_name)), read(path(record.errors_name))
+        return (
+            sorted(line["custom_id"] for line in answers),
+            sorted(line["error"]["code"] for line in errors),
+        )
+
+    def run(self, meanwhile: Callable[[], Awaitable[None]]) -> None:
+        async def both() -> None:
+            working = asyncio.create_task(BatchWork(self.desk, "here").run())
+            try:
+                async with asyncio.timeout(30):
+                    await meanwhile()
+            finally:
+                working.cancel()
+                await asyncio.gather(working, return_exceptions=True)
+
+        asyncio.run(both())
+
+    def run_to_end(self, *records: BatchRecord) -> None:
+        async def meanwhile() -> None:
+            while any(self.status(record) in UNFINISHED for record in records):
+                await asyncio.sleep(0.02)
+
+        self.run(meanwhile)
+
+    def close(self) -> None:
+        self.store.close()
+        self.other.close()
+        self.thread.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "AGAIN_S", 0.1)
+    monkeypatch.setattr(process, "LOOK_S", 0.02)
+    monkeypatch.setattr(session, "RETRY_S", 0.1)
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[Callable[..., Working]]:
+    made: list[Working] = []
+
+    def starting(answering: Any = None, **given: Any) -> Working:
+        made.append(Working(tmp_path, answering or Answering(), **given))
+        return made[-1]
+
+    yield starting
+    for working in made:
+        working.close()
+
+
+def test_batches_of_many_keys_end_with_all_their_lines(started):
+    working = started()
+    batches = [
+        working.create([request(f"{i}") for i in range(10 + k)], owner=f"k{k}".encode())
+        for k in range(4)
+    ]
+    working.run_to_end(*batches)
+    for k, record in enumerate(batches):
+        assert working.status(record) == "completed"
+        assert working.results(record) == (sorted(f"{i}" for i in range(10 + k)), [])
+        shown = working.other.reload(record.id)
+        assert (shown.completed, shown.input_tokens) == (10 + k, 3 * (10 + k))
+
+
+def test_prefixes_are_shared_within_a_key_only(started):
+    from weft.core.types import Request, SamplingParams
+
+    working = started()
+    records = [working.create([request("a")], owner=owner) for owner in (b"k", b"l", b"k", b"")]
+    working.run_to_end(*records)
+    plain = Request(1, (1,), SamplingParams(), (), cache_salt=b"")
+    marked = [mark(plain) for mark in working.marks]
+    assert {request.service_class for request in marked} == {"batch"}
+    assert len({request.cache_salt for request in marked}) == 3
+    assert b"" in {request.cache_salt for request in marked}
+
+
+def test_too_many_lines_fail(started):
+    working = started()
+    record = working.create([request(f"{i}") for i in range(51)])
+    right = working.create([request(f"{i}") for i in range(50)])
+    working.run_to_end(record, right)
+    assert working.status(right) == "completed"
+    assert working.status(record) == "failed"
+    assert json.loads(working.other.reload(record.id).errors)[0]["code"] == "too_many_lines"
+
+
+def test_an_input_that_is_gone_fails(started):
+    working = started()
+    record = working.create([request("a")])
+    working.other.files_folder.remove(record.input_file_id)
+    working.run_to_end(record)
+    assert working.status(record) == "failed"
+
+
+def test_batches_of_other_models_wait_unless_they_are_over(started):
+    working = started()
+    other = working.create([request("a")], served="elsewhere")
+    cancelled = working.create([request("a")], served="elsewhere")
+    late = working.create([request("a"), request("b")], served="elsewhere", window_s=0)
+    mine = working.create([request("a")])
+    working.other.cancel_batch(b"k", cancelled.id)
+    working.run_to_end(cancelled, late, mine)
+    assert [working.status(r) for r in (other, cancelled, late, mine)] == [
+        "validating",
+        "cancelled",
+        "expired",
+        "completed",
+    ]
+    assert working.results(late) == ([], ["batch_expired"] * 2)
+
+
+def test_a_batch_that_another_process_answers_is_left_alone_until_that_has_gone(started):
+    working = started()
+    record = working.create([request("a")])
+    path = working.other.files_folder.path(record.output_name)
+    held = os.open(path, os.O_RDWR | os.O_CREAT)
+    fcntl.flock(held, fcntl.LOCK_EX)
+
+    async def meanwhile() -> None:
+        await asyncio.sleep(0.4)
+        assert working.status(record) == "validating"
+        os.close(held)
+        while working.status(record) != "completed":
+            await asyncio.sleep(0.02)
+
+    working.run(meanwhile)
+
+
+def test_a_full_disk_is_waited_for(started, monkeypatch):
+    working = started()
+    failures = [ResultsError("No space left on device.")] * 3
+    put = Journal.put
+
+    def failing(self: Journal, index: int, result: Any) -> None:
+        if index == 5 and failures:
+            raise failures.pop()
+        put(self, index, result)
+
+    monkeypatch.setattr(Journal, "put", failing)
+    record = working.create([request(f"{i}") for i in range(10)])
+    working.run_to_end(record)
+    assert not failures
+    assert working.results(record) == (sorted(f"{i}" for i in range(10)), [])
+
+
+def test_nothing_is_asked_while_the_reserve_is_touched(started, monkeypatch):
+    answering = Answering()
+    working = started(answering)
+    record = working.create([request("a")])
+    room = [False]
+    monkeypatch.setattr(working.store.files_folder, "has_room", lambda: room[0])
+
+    async def meanwhile() -> None:
+        await asyncio.sleep(0.4)
+        assert working.status(record) == "in_progress"
+        assert not answering.asked
+        room[0] = True
+        while working.status(record) != "completed":
+            await asyncio.sleep(0.02)
+
+    working.run(meanwhile)
+
+
+def test_an_engine_that_is_gone_is_waited_for(started):
+    away = [NobodyAnswersError("The engine has gone.")] * 2
+    working = started(Answering(lambda number: away.pop() if number == 3 and away else None))
+    record = working.create([request(f"{i}") for i in range(6)])
+    working.run_to_end(record)
+    assert not away
+    assert working.results(record) == (sorted(f"{i}" for i in range(6)), [])
+
+
+def test_the_last_line_may_come_with_the_end_of_the_window(started):
+    """All lines are done: that the time is over means nothing any more."""
+    working = started()
+    record = working.create([request("a")])
+    working.run_to_end(record)
+    with closing(BatchStore(working.store.files_folder.path("").parent, LIMITS)) as store:
+        store._base.execute("DELETE FROM files WHERE id = ?", (record.output_name,))
+        store.update(record.id, status="in_progress", expires_at=1)
+    working.run_to_end(record)
+    assert working.status(record) == "completed"
+
+
+def test_it_ends_by_itself_when_there_is_nothing_to_do(started, monkeypatch):
+    monkeypatch.setattr(process, "IDLE_S", 0.2)
+    working = started()
+    asyncio.run(asyncio.wait_for(BatchWork(working.desk, "here").run(), 20))
