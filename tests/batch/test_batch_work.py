@@ -51,6 +51,16 @@ class Working:
         chosen = {"window": "24h", "window_s": 86400, "model": "m", "served": "here", **given}
         return self.other.create_batch(owner, "/v1/completions", file.id, **chosen)
 
+    def create_messages(self, bodies: list[Any], **given: Any) -> BatchRecord:
+        upload = self.other.begin_upload(b"k")
+        for number, body in enumerate(bodies):
+            upload.write(json.dumps(request(f"{number}", url="/v1/messages", body=body)).encode())
+            upload.write(b"\n")
+        upload.keep()
+        chosen = {"window": "24h", "window_s": 86400, "keep_s": 60, "model": "m", "served": "here"}
+        chosen |= {"lines": len(bodies), **given}
+        return self.other.create_message_batch(upload, b"k", **chosen)
+
     def status(self, record: BatchRecord) -> str:
         return self.other.reload(record.id).status
 
@@ -168,6 +178,31 @@ def test_batches_of_other_models_wait_unless_they_are_over(started):
         "completed",
     ]
     assert working.results(late) == ([], ["batch_expired"] * 2)
+
+
+def test_a_message_batch_fails_by_the_request_and_keeps_no_input(started):
+    working = started()
+    record = working.create_messages([{}, {"stream": True}, {}])
+    path = working.other.files_folder.path(record.input_file_id)
+    assert path.exists()
+    working.run_to_end(record)
+    shown = working.other.reload(record.id)
+    assert (shown.status, shown.completed, shown.failed, shown.given_up) == ("completed", 2, 1, 0)
+    assert working.results(record) == (["0", "2"], ["unsupported_parameter"])
+    assert not path.exists()
+    assert working.other.used_bytes(b"k") == 0
+
+
+def test_every_request_of_a_message_batch_has_a_result_whenever_it_is_cancelled(started):
+    working = started()
+    early = working.create_messages([{}] * 5, served="elsewhere")
+    late = working.create_messages([{}] * 4, served="elsewhere", window_s=0)
+    working.other.cancel_batch(b"k", early.id)
+    working.run_to_end(early, late)
+    for record, code in ((early, "batch_cancelled"), (late, "batch_expired")):
+        shown = working.other.reload(record.id)
+        assert (shown.failed, shown.given_up) == (shown.total, shown.total)
+        assert working.results(record) == ([], [code] * shown.total)
 
 
 def test_a_batch_that_another_process_answers_is_left_alone_until_that_has_gone(started):

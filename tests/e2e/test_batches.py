@@ -12,6 +12,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import openai
 import psutil
 import pytest
@@ -40,7 +41,7 @@ points.reached = reached
 """
 # Points to which request planes come; tests/batch/test_batch_store.py ends a process there.
 IN_PLANES = {"upload written", "upload renamed", "upload committed", "batch created"}
-IN_PLANES |= {"file forgotten"}
+IN_PLANES |= {"file forgotten", "batch forgotten"}
 ENDED = ("completed", "failed", "expired", "cancelled")
 OPTIONS = ("--disk-reserve-bytes", "0", "--frontends", "1")
 
@@ -158,6 +159,35 @@ def test_other_endpoints(client):
     asked = [{"custom_id": "c", "method": "POST", "url": "/v1/responses", "body": body}]
     batch = wait(client, create(client, asked, endpoint="/v1/responses"))
     assert (batch.request_counts.completed, batch.usage.output_tokens) == (1, 3)
+    message = {"custom_id": "c", "method": "POST", "url": "/v1/messages", "body": chat}
+    batch = wait(client, create(client, [message], endpoint="/v1/messages"))
+    assert (batch.request_counts.completed, batch.usage.output_tokens) == (1, 3)
+
+
+def test_message_batches_with_anthropics_client(server, client, killed_at):
+    """Also where the batch process is killed amid their lines."""
+    anthropics = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+    said = [{"role": "user", "content": "Hi"}]
+    params = {"model": "builtin", "messages": said, "max_tokens": 5}
+    asked = [{"custom_id": f"m{i}", "params": params} for i in range(30)]
+    asked.append({"custom_id": "wrong", "params": {**params, "max_tokens": -1}})
+    asked.append({"custom_id": "stream", "params": {**params, "stream": True}})
+    killed_at.write_text("line appended|9")
+    batch = anthropics.messages.batches.create(requests=asked)
+    eventually(
+        lambda: anthropics.messages.batches.retrieve(batch.id).processing_status == "ended", 120
+    )
+    assert killed_at.read_text() == "", "nobody was killed"
+    found = {line.custom_id: line.result for line in anthropics.messages.batches.results(batch.id)}
+    assert set(found) == {request["custom_id"] for request in asked}
+    assert {found.pop(name).error.error.type for name in ("wrong", "stream")} == {
+        "invalid_request_error"
+    }
+    assert {result.message.usage.output_tokens for result in found.values()} == {5}
+    counts = anthropics.messages.batches.retrieve(batch.id).request_counts
+    assert (counts.succeeded, counts.errored, counts.processing) == (30, 2, 0)
+    assert batch.id not in [b.id for b in client.batches.list()]
+    assert anthropics.messages.batches.delete(batch.id).type == "message_batch_deleted"
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,12 @@ from weft.batch.folder import StorageFullError
 from weft.batch.records import BATCH_COLUMNS, UNFINISHED
 from weft.core.errors import ConfigError, WeftError
 
-VERSION = 1
 BASE = "weft.db"
 BUSY_MS = 10_000  # to wait for another process that writes
 OPEN = f"({', '.join(repr(status) for status in UNFINISHED)})"
 
-_TABLES = (
+_ADDED = ("given_up",)  # columns of batches that came later
+_FIRST = (
     """CREATE TABLE files (
         place INTEGER PRIMARY KEY AUTOINCREMENT,
         id TEXT NOT NULL UNIQUE,
@@ -35,11 +35,17 @@ _TABLES = (
         id TEXT NOT NULL UNIQUE,
         owner BLOB NOT NULL,
         status TEXT NOT NULL,
-        {", ".join(name for name in BATCH_COLUMNS if name not in ("id", "owner", "status"))}
+        {", ".join(n for n in BATCH_COLUMNS if n not in ("id", "owner", "status", *_ADDED))}
     )""",
     "CREATE INDEX batches_by_owner ON batches (owner, place)",
     f"CREATE INDEX batches_unfinished ON batches (status) WHERE status IN {OPEN}",
 )
+# What brings a data base from each version to the next.
+_STEPS: tuple[tuple[str, ...], ...] = (
+    _FIRST,
+    ("ALTER TABLE batches ADD COLUMN given_up INTEGER NOT NULL DEFAULT 0",),
+)
+VERSION = len(_STEPS)
 
 
 class DataFolderError(WeftError):
@@ -75,8 +81,9 @@ def _prepare(base: sqlite3.Connection) -> None:
         [tables] = base.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
         if version > VERSION or (version == 0) != (tables == 0):
             raise sqlite3.DatabaseError("it is the file of something else, or of another weft")
-        for statement in _TABLES if version == 0 else ():
-            base.execute(statement)
+        for step in _STEPS[version:]:
+            for statement in step:
+                base.execute(statement)
         base.execute(f"PRAGMA user_version = {VERSION}")
 
 

@@ -15,6 +15,7 @@ COMPLETION_TOKENS = 16  # that a completion has by default
 
 class _PromptFields(Struct):
     instructions: Raw = Raw(b"")
+    system: Raw = Raw(b"")
     prompt: Raw = Raw(b"")
     messages: Raw = Raw(b"")
     input: Raw = Raw(b"")
@@ -53,7 +54,7 @@ def _tokens(body: _PromptFields) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
     try:
         return np.array(_ids.decode(body.prompt), np.uint32)
     except (msgspec.DecodeError, ValueError, OverflowError):
-        text = b"".join(bytes(raw) for raw in (body.instructions, body.prompt, body.messages))
-        text += bytes(body.input)
+        parts = (body.instructions, body.system, body.prompt, body.messages, body.input)
+        text = b"".join(bytes(raw) for raw in parts)
         text += b" " * (-len(text) % BYTES_PER_TOKEN)
         return np.frombuffer(text, ">u4").astype(np.uint32)

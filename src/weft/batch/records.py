@@ -23,6 +23,9 @@ Status = Literal[
 UNFINISHED: tuple[Status, ...] = ("validating", "in_progress", "finalizing", "cancelling")
 UPLOADED = ("batch", "assistants", "fine-tune", "vision", "user_data", "evals")
 OUTPUT = "batch_output"
+MESSAGES_IN, MESSAGES_OUT = "message_batch_input", "message_batch_output"
+HIDDEN = (MESSAGES_IN, MESSAGES_OUT)  # from whoever asks for files: Anthropic's API shows batches
+BATCH_PREFIX, MESSAGES_PREFIX = "batch_", "msgbatch_"  # of ids, by the API that they belong to
 PURPOSES = (*UPLOADED, OUTPUT, "assistants_output", "fine-tune-results")
 
 
@@ -69,6 +72,7 @@ class BatchRecord:
         window: as it was given, such as "24h".
         predicted_at: when it will be complete, as far as is known.
         ending: why lines without an answer are given up, once that has begun.
+        failed: lines that have an error; ``given_up`` of them were never answered.
         metadata, errors: JSON.
     """
 
@@ -104,6 +108,19 @@ class BatchRecord:
     cached_tokens: int = 0
     reasoning_tokens: int = 0
     errors: bytes = b"null"
+    given_up: int = 0
+
+    @property
+    def of_messages(self) -> bool:
+        """Whether it was made by Anthropic's API: its requests came with it, and none is refused
+        before it is its turn."""
+        return self.id.startswith(MESSAGES_PREFIX)
+
+    @property
+    def ended_at(self) -> int | None:
+        """When it ended, however it did."""
+        ends = (self.completed_at, self.failed_at, self.expired_at, self.cancelled_at)
+        return next((end for end in ends if end is not None), None)
 
     @property
     def output_name(self) -> str:

@@ -191,7 +191,8 @@ class Session:
 
     async def _bring_to_end(self) -> None:
         self.see(self.record)
-        if self.record.status == "cancelling" and self.record.in_progress_at is None:
+        untouched = self.record.in_progress_at is None and not self.record.of_messages
+        if self.record.status == "cancelling" and untouched:
             await self._finish("cancelled")  # none of its lines was ever looked at
             return
         source = await self._open_input()
@@ -219,11 +220,12 @@ class Session:
 
     async def _validate(self, source: InputFile) -> bool:
         """Whether the batch is in progress now. Raises BatchFailedError for a wrong input."""
-        errors = await asyncio.to_thread(
-            find_errors, source, self.record.endpoint, lambda: self._over == "cancelled"
-        )
-        if errors:
-            raise BatchFailedError(errors)
+        if not self.record.of_messages:
+            errors = await asyncio.to_thread(
+                find_errors, source, self.record.endpoint, lambda: self._over == "cancelled"
+            )
+            if errors:
+                raise BatchFailedError(errors)
         points.reached("batch validated")
         now = int(time.time())
         begun = await self._desk.call(
@@ -244,8 +246,7 @@ class Session:
         folder, record = self._desk.store.files_folder, self.record
         output, errors = folder.path(record.output_name), folder.path(record.errors_name)
         os.close(open_to_append(errors, 0o600))
-        prefix = f"{record.id.removeprefix('batch_')}_"
-        journal = Journal(output, errors, source, prefix)
+        journal = Journal(output, errors, source, f"{record.id.partition('_')[2]}_")
         for path in (output, errors):
             journal.recover(path)
         sync_folder(output.parent)
@@ -340,6 +341,7 @@ def counts_of(journal: Journal) -> dict[str, int]:
     return {
         "completed": journal.answered,
         "failed": journal.refused,
+        "given_up": journal.given_up,
         "input_tokens": usage.input_tokens,
         "output_tokens": usage.output_tokens,
         "cached_tokens": usage.cached_tokens,

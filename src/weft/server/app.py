@@ -49,6 +49,7 @@ from weft.server.generation import endpoint_routes
 from weft.server.hosts import CheckHost, hosts_checked
 from weft.server.keys import KeyRing
 from weft.server.life import Life, open_life
+from weft.server.message_batches import message_batch_routes
 from weft.server.messages import PATH as MESSAGES
 from weft.server.messages import anthropic_error, message_routes
 from weft.server.metrics import CONTENT_TYPE
@@ -141,6 +142,7 @@ def create_app(
             *target_routes(service, targets),
             *file_routes(service, data),
             *batch_routes(service, data),
+            *message_batch_routes(service, data),
         ],
         middleware=_middleware(options, keys, accounts, tracer),
         exception_handlers={

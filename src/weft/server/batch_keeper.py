@@ -16,8 +16,8 @@ from dataclasses import asdict
 from typing import Any
 
 from weft.api import ModelCard
+from weft.batch.bell import bell_stamp
 from weft.batch.database import any_unfinished
-from weft.batch.store import bell_stamp
 from weft.core.process import Backoff, describe_exit, exited, start_child
 from weft.core.served import ServedModel
 from weft.ring.segment import RingFds

@@ -12,6 +12,8 @@ from starlette.routing import Route
 
 from weft.api import decode_body
 from weft.api.endpoints import BATCH_ENDPOINTS
+from weft.batch.errors import check_kind
+from weft.batch.records import BATCH_PREFIX
 from weft.core.errors import ParameterError, suggest
 from weft.server.body import read_body
 from weft.server.data import DataFolder
@@ -104,14 +106,21 @@ class _BatchHandlers:
         return json_response(page.to_object())
 
     async def retrieve(self, request: Request) -> Response:
-        owner, batch_id = current_owner(), request.path_params["batch_id"]
+        owner, batch_id = current_owner(), _id_of(request)
         record = await self._data.run(lambda store: store.batch(owner, batch_id))
         return json_response(record.to_object())
 
     async def cancel(self, request: Request) -> Response:
-        owner, batch_id = current_owner(), request.path_params["batch_id"]
+        owner, batch_id = current_owner(), _id_of(request)
         record = await self._data.run(lambda store: store.cancel_batch(owner, batch_id))
         return json_response(record.to_object())
+
+
+def _id_of(request: Request) -> str:
+    """The id in the path. Raises BatchNotFoundError for one of another API."""
+    batch_id: str = request.path_params["batch_id"]
+    check_kind(batch_id, BATCH_PREFIX)
+    return batch_id
 
 
 def _check_endpoint(endpoint: str) -> None:
