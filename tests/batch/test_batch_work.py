@@ -37,7 +37,7 @@ class Working:
         self.marks: list[Any] = []
         pool = Pool(at_once)
 
-        def make(mark: Any) -> Any:
+        def make(mark: Any, payer: str) -> Any:  # noqa: ARG001
             self.marks.append(mark)
             return answering
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import signal
 import sqlite3
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import anthropic
+import httpx
 import openai
 import psutil
 import pytest
@@ -356,3 +358,48 @@ def test_a_batch_that_would_miss_its_window_is_promoted_and_says_so(client, fold
     assert "would miss its window" in server.errors.read_text()
     client.batches.cancel(batch_id)
     assert wait(client, batch_id).status in ("cancelled", "expired")
+
+
+KEYS = """keys:
+  - {name: boss, key: key-boss}
+  - {name: nightly, key: key-nightly, classes: [batch], default_class: batch}
+  - {name: chats, key: key-chats, classes: [interactive]}
+"""
+
+
+def test_what_a_batch_uses_is_its_keys(tmp_path, undisturbed):
+    """A process that is killed takes along no more than it has counted in the last moment."""
+    (tmp_path / "keys").write_text(KEYS)
+    lines = [line(i) for i in range(60)]
+    usage = ("--usage-db", str(tmp_path / "usage.db"))
+    keys = ("--api-key-file", str(tmp_path / "keys"), "--admin-key", "boss", *usage)
+    data = ("--data-dir", str(tmp_path / "data"), *OPTIONS)
+    with serving(tmp_path, *data, *keys, modelled=True) as server:
+        with pytest.raises(openai.PermissionDeniedError, match=r"only 'interactive'") as refused:
+            create(server.client("key-chats"), lines)
+        assert refused.value.code == "service_class_not_allowed"
+        client = server.client("key-nightly")
+        boss = {"authorization": "Bearer key-boss"}
+
+        def row() -> tuple[int, int, int]:
+            found = httpx.get(f"{server.url}/v1/usage?key=nightly", headers=boss).json()["data"]
+            (row,) = found or [dict.fromkeys(("requests", "prompt_tokens", "completion_tokens"), 0)]
+            assert row.get("service_class", "batch") == "batch"
+            return row["requests"], row["prompt_tokens"], row["completion_tokens"]
+
+        batch = wait(client, create(client, lines))
+        assert results(client, batch) == (undisturbed, {})
+        used = len(lines), batch.usage.input_tokens, batch.usage.output_tokens
+        eventually(lambda: row() == used)
+        for process in batch_processes(server):
+            process.kill()
+        wait(client, create(client, lines))
+        eventually(lambda: row() == tuple(2 * number for number in used))
+        page = httpx.get(f"{server.url}/metrics", headers=boss).text
+        (total,) = re.findall(r"^weft:generation_tokens_total\{.*\} (\d+)", page, re.MULTILINE)
+        assert int(total) == 2 * used[2]
+        assert 'weft:key_requests_total{key="nightly"' in page
+        assert (
+            'weft:time_to_first_token_seconds_count{model_name="builtin",service_class="batch"}'
+            in page
+        )

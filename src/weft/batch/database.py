@@ -17,7 +17,7 @@ BASE = "weft.db"
 BUSY_MS = 10_000  # to wait for another process that writes
 OPEN = f"({', '.join(repr(status) for status in UNFINISHED)})"
 
-_ADDED = ("given_up",)  # columns of batches that came later
+_ADDED = ("given_up", "payer")  # columns of batches that came later
 _FIRST = (
     """CREATE TABLE files (
         place INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -44,6 +44,7 @@ _FIRST = (
 _STEPS: tuple[tuple[str, ...], ...] = (
     _FIRST,
     ("ALTER TABLE batches ADD COLUMN given_up INTEGER NOT NULL DEFAULT 0",),
+    ("ALTER TABLE batches ADD COLUMN payer TEXT NOT NULL DEFAULT ''",),
 )
 VERSION = len(_STEPS)
 

@@ -74,6 +74,7 @@ class BatchRecord:
         ending: why lines without an answer are given up, once that has begun.
         failed: lines that have an error; ``given_up`` of them were never answered.
         metadata, errors: JSON.
+        payer: name of the owner's key when it was made, for what the key uses; "" without keys.
     """
 
     id: str
@@ -109,6 +110,7 @@ class BatchRecord:
     reasoning_tokens: int = 0
     errors: bytes = b"null"
     given_up: int = 0
+    payer: str = ""
 
     @property
     def of_messages(self) -> bool:

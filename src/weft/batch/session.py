@@ -60,14 +60,15 @@ class Desk:
 
     Attributes:
         thread: the one on which the store is used.
-        make_asker: makes who answers lines, from what marks their sequences.
+        make_asker: makes who answers lines, from what marks their sequences and the name of the
+            key that they are counted for.
         salted: each key has prefixes of its own in the cache.
     """
 
     store: BatchStore
     thread: Executor
     pool: Pool
-    make_asker: Callable[[Callable[[Request], Request]], EngineAsker]
+    make_asker: Callable[[Callable[[Request], Request], str], EngineAsker]
     max_lines: int
     salted: bool
 
@@ -254,7 +255,7 @@ class Session:
 
     async def _answer(self, source: InputFile, journal: Journal) -> None:
         """Have all lines answered, or as many as there is time for."""
-        asker = self._desk.make_asker(self._mark)
+        asker = self._desk.make_asker(self._mark, self.record.payer)
         while self._over is None and not _all_done(journal, source):
             order = InOrder(len(source), journal, len(source))
             share = self._desk.pool.join(self.record.owner, self.record.expires_at, order)

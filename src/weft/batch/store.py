@@ -213,6 +213,7 @@ class BatchStore:
         served: str,
         metadata: object = None,
         output_expires_s: int | None = None,
+        payer: str = "",
     ) -> BatchRecord:
         """Queue a batch.
 
@@ -234,6 +235,7 @@ class BatchStore:
             expires_at=now + window_s,
             metadata=orjson.dumps(metadata),
             output_expires_s=output_expires_s,
+            payer=payer,
         )
         with self._writing():
             try:
@@ -262,6 +264,7 @@ class BatchStore:
         keep_s: int,
         model: str,
         served: str,
+        payer: str = "",
     ) -> BatchRecord:
         """Queue a batch of Anthropic's API; ``upload.keep`` has been called on its requests.
 
@@ -286,6 +289,7 @@ class BatchStore:
             expires_at=now + window_s,
             output_expires_s=keep_s,
             total=lines,
+            payer=payer,
         )
         with self._writing():
             self._insert_upload(requests)

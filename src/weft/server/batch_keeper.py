@@ -36,6 +36,8 @@ class BatchKeeper:
     Args:
         settings: of tokeniser and logs, as request planes get them.
         card: the engine's facts as JSON, once there is an engine.
+        board: where request planes count, which has a cell for batches, too.
+        number: of that cell.
     """
 
     def __init__(
@@ -44,6 +46,8 @@ class BatchKeeper:
         settings: Mapping[str, Any],
         ring: RingFds,
         card: asyncio.Future[str],
+        board: int,
+        number: int,
     ) -> None:
         self._folder = data_folder(options)
         self._settings = {
@@ -56,6 +60,7 @@ class BatchKeeper:
         }
         self._ring = ring
         self._card = card
+        self._board, self._number = board, number
         self._watchdog_s = options.watchdog_s
         self._process: subprocess.Popen[bytes] | None = None
         self._signed_s = 0.0  # when something was last heard of it, on the monotonic clock
@@ -148,12 +153,13 @@ class BatchKeeper:
                 asyncio.get_running_loop().remove_reader(read_end)
 
     def _start(self, signs: int, card: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "weft.batch.process", "--parent", str(os.getpid())]
+        command = [sys.executable, "-m", "weft.server.batch_process", "--parent", str(os.getpid())]
         command += ["--ring", str(self._ring), "--signs", str(signs)]
+        command += ["--board", str(self._board), "--number", str(self._number)]
         process = start_child(
             command,
             stdin=subprocess.PIPE,
-            pass_fds=[signs, *self._ring.pass_fds],
+            pass_fds=[signs, self._board, *self._ring.pass_fds],
             start_new_session=True,
         )
         assert process.stdin is not None
@@ -172,4 +178,6 @@ _OPTIONS = (
     "reasoning_parser",
     "key_salt",
     "max_batch_lines",
+    "usage_db",
+    "usage_keep_days",
 )

@@ -12,13 +12,14 @@ from starlette.routing import Route
 
 from weft.api import decode_body
 from weft.api.endpoints import BATCH_ENDPOINTS
+from weft.batch.engine import SERVICE_CLASS
 from weft.batch.errors import check_kind
 from weft.batch.records import BATCH_PREFIX
 from weft.core.errors import ParameterError, suggest
 from weft.server.body import read_body
 from weft.server.data import DataFolder
 from weft.server.errors import json_response
-from weft.server.exchange import current_owner
+from weft.server.exchange import current_owner, current_payer
 from weft.server.files import page_limit
 from weft.server.service import Service
 
@@ -77,10 +78,11 @@ class _BatchHandlers:
             await read_body(request, self._service.options),
             notes=self._service.notes(),
         )
+        self._service.own_builder().classes.check(SERVICE_CLASS)
         _check_endpoint(body.endpoint)
         window_s = read_window(body.completion_window)
         expiry, card = body.output_expires_after, self._service.builder.card
-        owner = current_owner()
+        owner, payer = current_owner(), current_payer()
         record = await self._data.run(
             lambda store: store.create_batch(
                 owner,
@@ -92,6 +94,7 @@ class _BatchHandlers:
                 served=card.identity,
                 metadata=body.metadata,
                 output_expires_s=None if expiry is None else expiry.seconds,
+                payer=payer,
             )
         )
         return json_response(record.to_object())

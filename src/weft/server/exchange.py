@@ -115,6 +115,12 @@ def current_owner() -> bytes:
     return b"" if exchange is None or exchange.key is None else exchange.key.digest
 
 
+def current_payer() -> str:
+    """The name of the key of the request that is being answered, "" where none is needed."""
+    exchange = EXCHANGE.get()
+    return "" if exchange is None or exchange.key is None else exchange.key.name
+
+
 class Observe:
     """The outermost layer: gives each request its id, and tells all of ``tell`` how it went."""
 

@@ -19,6 +19,7 @@ from starlette.routing import Route
 
 from weft.api import decode_body
 from weft.api.rules import Notes
+from weft.batch.engine import SERVICE_CLASS
 from weft.batch.errors import BatchNotFoundError, BatchNotOverError, check_kind
 from weft.batch.folder import Upload
 from weft.batch.lines import DuplicateIdError, TooManyLinesError
@@ -33,7 +34,7 @@ from weft.server.errors import (
     error_response,
     json_response,
 )
-from weft.server.exchange import current_owner
+from weft.server.exchange import current_owner, current_payer
 from weft.server.files import page_limit
 from weft.server.listsplit import MAX_REST_BYTES, ListSplitter
 from weft.server.service import Service
@@ -85,6 +86,7 @@ class _MessageBatchHandlers:
 
     async def create(self, request: Request) -> Response:
         service, options, owner = self._service, self._service.options, current_owner()
+        service.own_builder().classes.check(SERVICE_CLASS)
         if service.draining:
             raise ShuttingDownError("The server is shutting down; try again in a moment.")
         check_media(request.headers)
@@ -109,7 +111,7 @@ class _MessageBatchHandlers:
         return self._shown(record, request)
 
     async def _queue(self, upload: Upload, owner: bytes, count: int) -> BatchRecord:
-        card = self._service.builder.card
+        card, payer = self._service.builder.card, current_payer()
         return await self._data.run(
             lambda store: store.create_message_batch(
                 upload,
@@ -120,6 +122,7 @@ class _MessageBatchHandlers:
                 keep_s=RESULTS_KEPT_S,
                 model=card.served_names[0],
                 served=card.identity,
+                payer=payer,
             )
         )
 
