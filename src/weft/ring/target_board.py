@@ -57,7 +57,7 @@ class Proposal(Struct, frozen=True):
     change: TargetChange
 
 
-class _Error(Struct, frozen=True):
+class _Refusal(Struct, frozen=True):
     kind: str
     message: str
     param: str | None
@@ -68,7 +68,7 @@ class _Verdict(Struct, frozen=True):
 
     number: int
     kept: TargetChange
-    error: _Error | None = None
+    error: _Refusal | None = None
 
 
 class TargetBoard:
@@ -152,7 +152,7 @@ class TargetBoard:
             kept: the change that is in force now.
             error: why it is another one.
         """
-        problem = error and _Error(type(error).__name__, error.message, error.param)
+        problem = error and _Refusal(type(error).__name__, error.message, error.param)
         text = json.encode(_Verdict(proposal.number, kept, problem or None))
         self._write(1 + proposal.number % 2, proposal.number, text)
 
