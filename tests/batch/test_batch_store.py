@@ -15,7 +15,7 @@ import pytest
 
 from weft.batch import database
 from weft.batch.bell import bell_stamp
-from weft.batch.database import any_unfinished, reachable
+from weft.batch.database import reachable, work_within
 from weft.batch.errors import (
     BatchNotFoundError,
     BatchNotOverError,
@@ -178,7 +178,7 @@ def test_a_file_in_use_stays(opened, clock):
 def test_a_batch_ends_once_with_its_files(opened, tmp_path):
     store = opened()
     batch = create(store, keep(store).id, metadata={"a": "b"}, output_expires_s=7200)
-    assert any_unfinished(tmp_path / "data", "s")
+    assert work_within(tmp_path / "data", "s") == 0
     with pytest.raises(BatchNotFoundError):
         store.batch(BOB, batch.id)
     store.files_folder.path(batch.output_name).write_bytes(b"{}\n")
@@ -198,7 +198,7 @@ def test_a_batch_ends_once_with_its_files(opened, tmp_path):
     assert batch.errors_name not in names(store)
     with pytest.raises(BatchOverError):
         store.cancel_batch(ALICE, batch.id)
-    assert not any_unfinished(tmp_path / "data", "s")
+    assert work_within(tmp_path / "data", "s") is None
 
 
 def test_cancelling_is_a_flag_that_others_see(opened, tmp_path):

@@ -19,65 +19,15 @@ import openai
 import psutil
 import pytest
 
+from batching import ENDED, KILLER, OPTIONS, create, line, wait
 from depth import deep
 from live import Server, eventually, serving
 from weft.batch.points import POINTS
 
-# Ends a batch process at the commit point that a file names, when it comes there for the n-th time.
-KILLER = """
-import os, signal
-from weft.batch import points
-def reached(point, file={file!r}):
-    try:
-        with open(file) as wanted:
-            name, left = wanted.read().split("|")
-    except (OSError, ValueError):
-        return
-    if name == point:
-        left = int(left) - 1
-        with open(file, "w") as wanted:
-            wanted.write(f"{{name}}|{{left}}" if left else "")
-        if not left:
-            os.kill(os.getpid(), signal.SIGKILL)
-points.reached = reached
-"""
 # Points to which request planes come; tests/batch/test_batch_store.py ends a process there.
 IN_PLANES = {"upload written", "upload renamed", "upload committed", "batch created"}
 IN_PLANES |= {"file forgotten", "batch forgotten"}
-ENDED = ("completed", "failed", "expired", "cancelled")
-OPTIONS = ("--disk-reserve-bytes", "0", "--frontends", "1")
-
-
-def line(number: int, **body: Any) -> dict[str, Any]:
-    prompt = [300 + number % 3000, 7, 8, number % 11]
-    made = {"model": "builtin", "prompt": prompt, "max_tokens": 6 + number % 20, "seed": number}
-    made |= {"temperature": 1, "ignore_eos": True, **body}
-    return {"custom_id": f"r{number}", "method": "POST", "url": "/v1/completions", "body": made}
-
-
-def upload(client: openai.OpenAI, lines: list[Any]) -> str:
-    texts = [item if isinstance(item, str) else json.dumps(item) for item in lines]
-    data = "".join(f"{text}\n" for text in texts).encode()
-    return client.files.create(file=("in.jsonl", data), purpose="batch").id
-
-
-def create(client: openai.OpenAI, lines: list[Any], **given: Any) -> str:
-    chosen = {"endpoint": "/v1/completions", "completion_window": "24h", **given}
-    return client.batches.create(input_file_id=upload(client, lines), **chosen).id
-
-
-def wait(client: openai.OpenAI, batch_id: str, seconds: float = 120) -> Any:
-    """The batch once it has ended."""
-    end = time.monotonic() + seconds
-    while True:
-        try:
-            batch = client.batches.retrieve(batch_id)
-            if batch.status in ENDED:
-                return batch
-        except (openai.APIConnectionError, openai.InternalServerError):
-            pass  # a request plane was killed
-        assert time.monotonic() < end, batch
-        time.sleep(0.05)
+ELSEWHERE = IN_PLANES | {"webhook confirmed"}  # tests/e2e/test_webhooks.py ends a process there
 
 
 def results(client: openai.OpenAI, batch: Any) -> tuple[dict[str, str], dict[str, str]]:
@@ -262,7 +212,7 @@ def test_a_line_that_was_torn_by_a_kill_is_asked_again(client, server, folder, u
 
 @pytest.mark.parametrize(
     ("point", "nth"),
-    [(point, 1 + 16 * point.startswith("line ")) for point in POINTS if point not in IN_PLANES],
+    [(point, 1 + 16 * point.startswith("line ")) for point in POINTS if point not in ELSEWHERE],
 )
 def test_a_kill_at_a_commit_point(client, killed_at, folder, undisturbed, point, nth):
     over = point.removeprefix("lines ") if point.startswith("lines") else "completed"

@@ -7,9 +7,11 @@ import os
 import sqlite3
 import time
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from pathlib import Path
 
 from weft.batch.folder import StorageFullError
+from weft.batch.outbox import DELIVERY_COLUMNS, Outbox
 from weft.batch.records import BATCH_COLUMNS, UNFINISHED
 from weft.core.errors import ConfigError, WeftError
 
@@ -45,6 +47,14 @@ _STEPS: tuple[tuple[str, ...], ...] = (
     _FIRST,
     ("ALTER TABLE batches ADD COLUMN given_up INTEGER NOT NULL DEFAULT 0",),
     ("ALTER TABLE batches ADD COLUMN payer TEXT NOT NULL DEFAULT ''",),
+    (
+        f"""CREATE TABLE outbox (
+            place INTEGER PRIMARY KEY AUTOINCREMENT,
+            {", ".join(f"{name} NOT NULL" for name in DELIVERY_COLUMNS)},
+            UNIQUE (id)
+        )""",
+        "CREATE INDEX outbox_due ON outbox (due_at)",
+    ),
 )
 VERSION = len(_STEPS)
 
@@ -107,19 +117,26 @@ def reachable() -> Iterator[None]:
         raise DataFolderError(message) from error
 
 
-def any_unfinished(folder: Path, identity: str) -> bool:
-    """Whether a data folder, which need not be there, has a batch for a server to work on.
+def work_within(folder: Path, identity: str, urls: Seq[str] = ()) -> float | None:
+    """Seconds until a server has something to do in a data folder; None if it has nothing.
 
     Args:
+        folder: need not be there.
         identity: of its model. Whoever comes first ends those that are cancelled or too late.
+        urls: that it tells of events.
     """
     path = folder / BASE
     if not path.exists():
-        return False
+        return None
     uri = f"{path.absolute().as_uri()}?mode=ro"
     with contextlib.closing(sqlite3.connect(uri, uri=True, timeout=1)) as base:
+        if base.execute("PRAGMA user_version").fetchone()[0] < VERSION:
+            return 0.0  # whoever looks for work brings it to this version
         statement = (
             f"SELECT 1 FROM batches WHERE status IN {OPEN} "
             "AND (served = ? OR status = 'cancelling' OR expires_at <= ?) LIMIT 1"
         )
-        return base.execute(statement, (identity, time.time())).fetchone() is not None
+        if base.execute(statement, (identity, time.time())).fetchone() is not None:
+            return 0.0
+        due_at = Outbox(base, urls).next_due()
+    return None if due_at is None else max(0.0, due_at - time.time())

@@ -30,6 +30,8 @@ from weft.batch.pool import Pool
 from weft.batch.records import BatchRecord
 from weft.batch.session import Desk, ElsewhereError, Session, over_because
 from weft.batch.store import BatchStore, StoreLimits
+from weft.batch.webhook_settings import WebhookSettings
+from weft.batch.webhooks import WebhookSender
 from weft.core.errors import WeftError
 from weft.core.logs import log_level, set_up_logs
 from weft.core.ports import EngineClient
@@ -101,7 +103,10 @@ async def _work(
     client.attach(asyncio.get_running_loop())
     thread = ThreadPoolExecutor(1, thread_name_prefix="weft-data")
     limits = StoreLimits(**settings["limits"])
-    store = thread.submit(BatchStore, Path(settings["data_dir"]), limits).result()
+    webhooks = WebhookSettings(**settings["webhooks"])
+    store = thread.submit(
+        BatchStore, Path(settings["data_dir"]), limits, webhook_urls=webhooks.urls
+    ).result()
     counting = count(client, settings, arguments)
     try:
         builder = _builder(settings, served)
@@ -117,7 +122,9 @@ async def _work(
             max_lines=settings["max_batch_lines"],
             salted=settings["key_salt"],
         )
-        await BatchWork(desk, builder.card.identity, arguments.signs, counting.show).run()
+        sender = WebhookSender(desk.call, webhooks) if webhooks.urls else None
+        work = BatchWork(desk, builder.card.identity, arguments.signs, sender, counting.show)
+        await work.run()
     finally:
         counting.close()
         client.close()
@@ -163,6 +170,7 @@ class BatchWork:
     Args:
         identity: of the model; lines of batches for others are not answered here.
         signs: descriptor that gets a byte again and again; -1 for none.
+        sender: of webhooks; runs as long.
         show_counts: called several times a second.
     """
 
@@ -171,12 +179,14 @@ class BatchWork:
         desk: Desk,
         identity: str,
         signs: int = -1,
+        sender: WebhookSender | None = None,
         show_counts: Callable[[], None] = lambda: None,
     ) -> None:
         self._desk = desk
         self._show_counts = show_counts
         self._identity = identity
         self._signs = signs
+        self._sender = sender
         self._records: list[BatchRecord] = []
         self._sessions: dict[str, Session] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -189,6 +199,7 @@ class BatchWork:
     async def run(self) -> None:
         """Work until SIGTERM, or until there has been nothing to do for a while."""
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._ending.set)
+        sending = None if self._sender is None else asyncio.create_task(self._sender.run())
         try:
             while not self._ending.is_set() and time.monotonic() - self._busy < IDLE_S:
                 self._sign()
@@ -200,9 +211,10 @@ class BatchWork:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._ending.wait(), LOOK_S)
         finally:
-            for task in self._tasks.values():
+            tasks = [*self._tasks.values(), *([] if sending is None else [sending])]
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def _sign(self) -> None:
         if self._signs >= 0:
@@ -225,6 +237,9 @@ class BatchWork:
                 session.see(record)
         for record in self._next():
             self._start(record)
+        due_at = None if self._sender is None else self._sender.next_due
+        if due_at is not None and due_at < time.time() + IDLE_S:
+            self._busy = now
         if now - self._shown > PROGRESS_S:
             self._shown = now
             await self._show()

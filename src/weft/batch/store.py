@@ -29,6 +29,7 @@ from weft.batch.errors import (
     FileNotThereError,
 )
 from weft.batch.folder import FileFolder, StorageFullError, Upload
+from weft.batch.outbox import Outbox
 from weft.batch.pages import Page, read_page
 from weft.batch.records import (
     BATCH_COLUMNS,
@@ -69,19 +70,28 @@ class BatchStore:
     Args:
         folder: made if need be.
         clock: the time of day.
+        webhook_urls: are told when a batch ends.
+
+    Attributes:
+        outbox: events that they have not confirmed.
 
     Raises:
         ConfigError: the folder cannot be used, or its data base is of something else.
     """
 
     def __init__(
-        self, folder: Path, limits: StoreLimits, clock: Callable[[], float] = time.time
+        self,
+        folder: Path,
+        limits: StoreLimits,
+        clock: Callable[[], float] = time.time,
+        webhook_urls: Collection[str] = (),
     ) -> None:
         self.limits = limits
         self.files_folder = FileFolder(folder / FILES, limits.reserve_bytes)
         self._folder = folder
         self._clock = clock
         self._base = open_base(folder / BASE)
+        self.outbox = Outbox(self._base, webhook_urls)
         self._seen = -1
         self.sweep()
 
@@ -436,6 +446,7 @@ class BatchStore:
             self._base.execute(
                 f"UPDATE batches SET {settings} WHERE id = ?", (*columns.values(), record.id)
             )
+            self.outbox.add(record, status, now)
         points.reached("batch finished")
         for column, name in names.items():
             if not sizes[column]:
