@@ -1,104 +1,27 @@
-"""Batches over HTTP before real processes: every line answered once, whoever is killed and when."""
+"""Batches over HTTP before real processes: every line answered, however the batch ends."""
 
 from __future__ import annotations
 
-import json
-import random
 import signal
-import sqlite3
 import time
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import openai
-import psutil
 import pytest
 
-from depth import deep
 from live import Server, eventually, serving
-from weft.batch.points import POINTS
-
-# Ends a batch process at the commit point that a file names, when it comes there for the n-th time.
-KILLER = """
-import os, signal
-from weft.batch import points
-def reached(point, file={file!r}):
-    try:
-        with open(file) as wanted:
-            name, left = wanted.read().split("|")
-    except (OSError, ValueError):
-        return
-    if name == point:
-        left = int(left) - 1
-        with open(file, "w") as wanted:
-            wanted.write(f"{{name}}|{{left}}" if left else "")
-        if not left:
-            os.kill(os.getpid(), signal.SIGKILL)
-points.reached = reached
-"""
-# Points to which request planes come; tests/batch/test_batch_store.py ends a process there.
-IN_PLANES = {"upload written", "upload renamed", "upload committed", "batch created"}
-IN_PLANES |= {"file forgotten"}
-ENDED = ("completed", "failed", "expired", "cancelled")
-OPTIONS = ("--disk-reserve-bytes", "0", "--frontends", "1")
-
-
-def line(number: int, **body: Any) -> dict[str, Any]:
-    prompt = [300 + number % 3000, 7, 8, number % 11]
-    made = {"model": "builtin", "prompt": prompt, "max_tokens": 6 + number % 20, "seed": number}
-    made |= {"temperature": 1, "ignore_eos": True, **body}
-    return {"custom_id": f"r{number}", "method": "POST", "url": "/v1/completions", "body": made}
-
-
-def upload(client: openai.OpenAI, lines: list[Any]) -> str:
-    texts = [item if isinstance(item, str) else json.dumps(item) for item in lines]
-    data = "".join(f"{text}\n" for text in texts).encode()
-    return client.files.create(file=("in.jsonl", data), purpose="batch").id
-
-
-def create(client: openai.OpenAI, lines: list[Any], **given: Any) -> str:
-    chosen = {"endpoint": "/v1/completions", "completion_window": "24h", **given}
-    return client.batches.create(input_file_id=upload(client, lines), **chosen).id
-
-
-def wait(client: openai.OpenAI, batch_id: str, seconds: float = 120) -> Any:
-    """The batch once it has ended."""
-    end = time.monotonic() + seconds
-    while True:
-        try:
-            batch = client.batches.retrieve(batch_id)
-            if batch.status in ENDED:
-                return batch
-        except (openai.APIConnectionError, openai.InternalServerError):
-            pass  # a request plane was killed
-        assert time.monotonic() < end, batch
-        time.sleep(0.05)
-
-
-def results(client: openai.OpenAI, batch: Any) -> tuple[dict[str, str], dict[str, str]]:
-    """Texts of answers and codes of errors by custom_id, each of which is there once."""
-    texts: dict[str, str] = {}
-    errors: dict[str, str] = {}
-    for file_id in (batch.output_file_id, batch.error_file_id):
-        content = client.files.content(file_id).text if file_id else ""
-        for text in content.splitlines():
-            found = json.loads(text)
-            name = found["custom_id"]
-            assert name not in texts, name
-            assert name not in errors, name
-            if found["error"] is not None:
-                errors[name] = found["error"]["code"]
-            else:
-                texts[name] = found["response"]["body"]["choices"][0]["text"]
-    assert batch.request_counts.completed == len(texts)
-    assert batch.request_counts.failed == len(errors)
-    return texts, errors
-
-
-def batch_processes(server: Server) -> list[psutil.Process]:
-    return [child for name, child in server.children().items() if name == "weft-batches"]
+from served_batches import (
+    OPTIONS,
+    batch_processes,
+    change,
+    create,
+    expire,
+    line,
+    results,
+    wait,
+)
 
 
 @pytest.fixture(scope="module")
@@ -107,16 +30,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def killed_at(folder: Path) -> Path:
-    """Names the commit point at which the next batch process is killed."""
-    return folder / "point"
-
-
-@pytest.fixture(scope="module")
-def server(folder: Path, killed_at: Path) -> Iterator[Server]:
-    killer = KILLER.format(file=str(killed_at))
+def server(folder: Path) -> Iterator[Server]:
     data = ("--data-dir", str(folder / "data"), *OPTIONS)
-    with serving(folder, *data, modelled=True, batches=killer) as running:
+    with serving(folder, *data, modelled=True) as running:
         yield running
 
 
@@ -195,16 +111,10 @@ def test_a_cancelled_batch_has_what_was_done(client):
     assert client.files.delete(file_id).deleted
 
 
-def expire(folder: Path, batch_id: str) -> None:
-    """Let the time of a batch be over; the shortest window is too long for a test."""
-    with closing(sqlite3.connect(folder / "data" / "weft.db", timeout=30)) as base, base:
-        base.execute("UPDATE batches SET expires_at = ? WHERE id = ?", (time.time(), batch_id))
-
-
 def test_an_expired_batch_has_what_was_done(client, folder):
     batch_id = create(client, [line(i, max_tokens=100) for i in range(400)])
     eventually(lambda: client.batches.retrieve(batch_id).request_counts.completed > 0, 60)
-    expire(folder, batch_id)
+    expire(folder / "data", batch_id)
     batch = wait(client, batch_id)
     assert batch.status == "expired"
     texts, errors = results(client, batch)
@@ -226,32 +136,6 @@ def test_a_line_that_was_torn_by_a_kill_is_asked_again(client, server, folder, u
     batch = wait(client, batch_id)
     texts, errors = results(client, batch)
     assert (texts, errors) == (undisturbed, {})
-
-
-@pytest.mark.parametrize(
-    ("point", "nth"),
-    [(point, 1 + 16 * point.startswith("line ")) for point in POINTS if point not in IN_PLANES],
-)
-def test_a_kill_at_a_commit_point(client, killed_at, folder, undisturbed, point, nth):
-    over = point.removeprefix("lines ") if point.startswith("lines") else "completed"
-    killed_at.write_text(f"{point}|{nth}")
-    long = {} if over == "completed" else {"max_tokens": 90}
-    count = 60 if over == "completed" else 300
-    batch_id = create(client, [line(i, **long) for i in range(count)])
-    if over != "completed":
-        eventually(lambda: client.batches.retrieve(batch_id).request_counts.completed > 0, 60)
-    if over == "cancelled":
-        client.batches.cancel(batch_id)
-    elif over == "expired":
-        expire(folder, batch_id)
-    batch = wait(client, batch_id)
-    assert batch.status == over
-    assert killed_at.read_text() == "", "nobody was killed"
-    texts, errors = results(client, batch)
-    if over == "completed":
-        assert (texts, errors) == (undisturbed, {})
-    assert len(texts) + len(errors) == count
-    assert set(errors.values()) <= {f"batch_{over}"}
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
@@ -279,44 +163,10 @@ def test_lines_do_not_fill_the_queue_that_requests_are_refused_for(tmp_path):
         assert client.batches.retrieve(batch_id).status == "in_progress"
 
 
-def kill_at_random(server: Server, batches: list[str], kills: int, draw: random.Random) -> int:
-    """Kill one process after the other while batches run; how many were killed."""
-    client, done = server.client(), 0
-    while done < kills:
-        time.sleep(draw.uniform(0.05, 0.6))
-        try:
-            if all(client.batches.retrieve(name).status in ENDED for name in batches):
-                break
-        except (openai.APIConnectionError, openai.InternalServerError):
-            continue
-        victims = [
-            child for name, child in server.children().items()
-            if name in ("weft-batches", "weft-batches", "weft-engine", "weft-frontend")
-        ]  # fmt: skip
-        victim = draw.choice(victims)
-        victim.send_signal(signal.SIGKILL)
-        done += 1
-    return done
-
-
-@pytest.mark.parametrize("kills", [6, pytest.param(60, marks=deep)])
-def test_kills_at_random_lose_and_repeat_nothing(server, client, kills):
-    draw = random.Random(kills)
-    lines = [line(i) for i in range(60 + 8 * kills)]
-    wanted = results(client, wait(client, create(client, lines)))[0]
-    batches = [create(client, lines) for _ in range(3)]
-    assert kill_at_random(server, batches, kills, draw) > 2
-    for name in batches:
-        batch = wait(client, name, 300)
-        assert batch.status == "completed"
-        assert results(client, batch) == (wanted, {})
-
-
 def test_a_batch_that_would_miss_its_window_is_promoted_and_says_so(client, folder, server):
     batch_id = create(client, [line(i, max_tokens=100) for i in range(1200)])
     eventually(lambda: client.batches.retrieve(batch_id).status == "in_progress", 60)
-    with closing(sqlite3.connect(folder / "data" / "weft.db", timeout=30)) as base, base:
-        base.execute("UPDATE batches SET expires_at = ? WHERE id = ?", (time.time() + 20, batch_id))
+    change(folder / "data", "batches", batch_id, expires_at=time.time() + 20)
 
     def shown() -> dict[str, Any]:
         return client.batches.retrieve(batch_id).model_extra["weft"]

@@ -131,6 +131,7 @@ class Upload:
         self._look_at = LOOK_EVERY_BYTES
         self._target = folder.path(file_id)
         self._path, self._fd = _locked_file(self._target)
+        points.reached("upload begun")
 
     def write(self, data: bytes) -> None:
         """Append bytes.
@@ -161,6 +162,7 @@ class Upload:
         points.reached("upload written")
         with _no_room():
             os.fsync(self._fd)
+            points.reached("upload synchronised")
             os.rename(self._path, self._target)
             sync_folder(self._target.parent)
         points.reached("upload renamed")

@@ -292,6 +292,7 @@ class Session:
         """Lines without an answer get the reason as their error."""
         await self._desk.call(lambda store: store.update(self.record.id, ending=reason))
         self.record = replace(self.record, ending=reason)
+        points.reached("end recorded")
         code = f"batch_{reason}"
         plain = error_object(UNANSWERED[reason], status=400, code=code)["error"]
         rest = [index for index in range(len(source)) if not journal.done(index)]

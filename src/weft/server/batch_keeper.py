@@ -25,6 +25,7 @@ from weft.server.data import data_folder, store_limits
 from weft.server.options import ServerOptions
 
 TICK_S = 0.5
+LOOK_S = 5.0  # batches are looked for again, even without a bell: who was to ring may have died
 START_S = 60.0  # more patience with one that has still to begin
 
 logger = logging.getLogger("weft")
@@ -75,8 +76,10 @@ class BatchKeeper:
         while not self._ending.is_set():
             stamp = bell_stamp(self._folder)
             if not await asyncio.to_thread(self._wanted, identity):
-                while bell_stamp(self._folder) == stamp and not await self._ends_within(TICK_S):
-                    pass
+                until = time.monotonic() + LOOK_S
+                while bell_stamp(self._folder) == stamp and time.monotonic() < until:
+                    if await self._ends_within(TICK_S):
+                        break
                 continue
             started = time.monotonic()
             code = await self._live(card)
