@@ -1,9 +1,11 @@
 """Results as lines of two files, which are the journal of a batch: what stands there is done.
 
 A line is appended by one write, so that a killed program leaves whole lines, and at most a torn one
-at the end, which is cut off when the batch goes on. The ids of results say which line of which
-batch they belong to, so that nothing is asked twice and nothing is taken for a result of another
-batch. ``sync`` makes it outlive a loss of power, too; the runner calls it every second.
+at the end. A loss of power leaves holes, too, where later bytes were on the disk and earlier ones
+were not. From the first torn line on the file is cut off when the batch goes on. The ids of results
+say which line of which batch they belong to, so that nothing is asked twice and nothing is taken
+for a result of another batch. ``sync`` makes it outlive a loss of power, too; the runner calls it
+every second.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from weft.batch.ports import LineSource, Result
 from weft.batch.usage import Usage, usage_of
 from weft.core.errors import WeftError
 
+_HOLE = b"\0"  # which JSON never has
 _NUMBER = re.compile(r"[0-9a-f]{8}")  # of a line, at the end of an id
 
 
@@ -68,7 +71,7 @@ class Journal:
         self._files: dict[Path, int] = {}
 
     def recover(self, path: Path) -> None:
-        """Open a file, count the results in it, and cut off a torn line at its end.
+        """Open a file, count the results in it, and cut it off at the first torn line.
 
         Raises:
             ResultsError: it cannot be opened, or holds what this batch has not written.
@@ -78,11 +81,12 @@ class Journal:
         with open(self._files[path], "rb", closefd=False) as file:
             end = 0
             for number, data in enumerate(file, 1):
-                if data.endswith(b"\n"):
-                    self._take(path, number, data)
-                    end += len(data)
+                if not data.endswith(b"\n") or _HOLE in data:
+                    break
+                self._take(path, number, data)
+                end += len(data)
         with explained(path):
-            os.ftruncate(self._files[path], end)
+            self._cut(self._files[path], end)
 
     def done(self, index: int) -> bool:
         return bool(self._done[index])
@@ -139,9 +143,14 @@ class Journal:
                 while written < len(data):
                     written += os.write(fd, data[written:])
             except OSError:
-                if written:
-                    os.ftruncate(fd, end)
+                self._cut(fd, end)
                 raise
+
+    def _cut(self, fd: int, end: int) -> None:
+        """Shorten a file, for good: what was there must not come back between later lines."""
+        if os.fstat(fd).st_size > end:
+            os.ftruncate(fd, end)
+            os.fsync(fd)
 
     def _count(self, index: int, path: Path, usage: Usage) -> None:
         self._done[index] = 1
