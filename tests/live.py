@@ -11,15 +11,13 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import openai
 import psutil
-
-from groups import join
 
 WEFT = [sys.executable, "-m", "weft.cli"]
 SMALL = ["--threads", "1", "--kv-memory", "32MiB", "--max-num-seqs", "16", "--no-standby"]
@@ -108,7 +106,7 @@ def serving(
     folder: Path,
     *arguments: str,
     port: int | None = None,
-    group: Path | None = None,
+    within: Sequence[str] = (),
     modelled: bool = False,
     engines: str = "",
     batches: str = "",
@@ -117,7 +115,7 @@ def serving(
     """Run a server until the block ends; whatever it started must be gone then.
 
     Args:
-        group: a control group for its processes.
+        within: a command that runs the server's in its own process, such as ``groups.join``.
         modelled: with engines that compute nothing and import no torch: for tests of processes.
         engines: code that engines run first of all.
         batches, planes: the same for batch processes and request planes.
@@ -125,8 +123,7 @@ def serving(
     port, errors = port or free_port(), folder / "stderr.txt"
     with errors.open("w") as log:
         alone = ("--frontends", "1")  # on a machine of any size, unless the test wants more
-        command = [*WEFT, "serve", "--port", str(port), *alone, *SMALL, *arguments]
-        command = command if group is None else [*join(group), *command]
+        command = [*within, *WEFT, "serve", "--port", str(port), *alone, *SMALL, *arguments]
         process = subprocess.Popen(
             command, stderr=log, stdout=subprocess.PIPE, text=True,
             env=with_engines(
