@@ -11,15 +11,13 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import openai
 import psutil
-
-from groups import join
 
 WEFT = [sys.executable, "-m", "weft.cli"]
 SMALL = ["--threads", "1", "--kv-memory", "32MiB", "--max-num-seqs", "16", "--no-standby"]
@@ -33,6 +31,7 @@ if "weft.engine.process" in sys.orig_argv:
 {code}
 """
 IN_BATCHES = IN_ENGINES.replace("weft.engine.process", "weft.server.batch_process")
+IN_PLANES = IN_ENGINES.replace("weft.engine.process", "weft.server.process")
 MODELLED = f"""
 sys.path.append({str(Path(__file__).parent)!r})
 import modelled_build
@@ -107,27 +106,29 @@ def serving(
     folder: Path,
     *arguments: str,
     port: int | None = None,
-    group: Path | None = None,
+    within: Sequence[str] = (),
     modelled: bool = False,
     engines: str = "",
     batches: str = "",
+    planes: str = "",
 ) -> Iterator[Server]:
     """Run a server until the block ends; whatever it started must be gone then.
 
     Args:
-        group: a control group for its processes.
+        within: a command that runs the server's in its own process, such as ``groups.join``.
         modelled: with engines that compute nothing and import no torch: for tests of processes.
         engines: code that engines run first of all.
-        batches: the same for batch processes.
+        batches, planes: the same for batch processes and request planes.
     """
     port, errors = port or free_port(), folder / "stderr.txt"
     with errors.open("w") as log:
         alone = ("--frontends", "1")  # on a machine of any size, unless the test wants more
-        command = [*WEFT, "serve", "--port", str(port), *alone, *SMALL, *arguments]
-        command = command if group is None else [*join(group), *command]
+        command = [*within, *WEFT, "serve", "--port", str(port), *alone, *SMALL, *arguments]
         process = subprocess.Popen(
             command, stderr=log, stdout=subprocess.PIPE, text=True,
-            env=with_engines(folder, modelled=modelled, code=engines, batches=batches),
+            env=with_engines(
+                folder, modelled=modelled, code=engines, batches=batches, planes=planes
+            ),
         )  # fmt: skip
     server = Server(process, f"http://127.0.0.1:{port}", errors)
     try:
@@ -147,20 +148,28 @@ def serving(
 
 
 def with_engines(
-    folder: Path, *, modelled: bool = False, code: str = "", batches: str = ""
+    folder: Path,
+    *,
+    modelled: bool = False,
+    code: str = "",
+    batches: str = "",
+    planes: str = "",
 ) -> dict[str, str]:
     """Variables with which engines are those of the tests, or run some code first of all.
 
     Args:
-        batches: code that batch processes run first of all.
+        batches, planes: code that batch processes and request planes run first of all.
     """
     code = MODELLED * modelled + code
-    if not code + batches:
+    if not code + batches + planes:
         return dict(os.environ)
     site = folder / "site"
     site.mkdir(exist_ok=True)
-    text = IN_ENGINES.format(code=textwrap.indent(code, "    ") or "    pass")
-    text += IN_BATCHES.format(code=textwrap.indent(batches, "    ") or "    pass")
+    given = ((IN_ENGINES, code), (IN_BATCHES, batches), (IN_PLANES, planes))
+    text = "".join(
+        template.format(code=textwrap.indent(lines, "    ") or "    pass")
+        for template, lines in given
+    )
     (site / "sitecustomize.py").write_text(text)
     path = os.pathsep.join([str(site), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
     return {**os.environ, "PYTHONPATH": path.rstrip(os.pathsep)}

@@ -78,7 +78,12 @@ class Tally:
     pauses_s: list[float] = field(default_factory=list)  # longest silence of each whole stream
     kills: list[tuple[float, str]] = field(default_factory=list)
     cut_ports: set[int] = field(default_factory=set)  # connections of killed request planes
+    outages: list[tuple[float, float]] = field(default_factory=list)  # beginnings and ends
     last_good: float = 0.0
+
+    def was_down(self, since: float) -> bool:
+        """Whether there was no server at some moment since then."""
+        return any(end > since for _, end in self.outages)
 
     def fault(self, text: str) -> None:
         self.done["fault"] += 1
@@ -204,7 +209,7 @@ class Clients:
     async def _one(self) -> None:
         index = self._draw.randrange(len(self._asks))
         manner = self._draw.choices(list(MANNERS), list(MANNERS.values()))[0]
-        tally, port = self._tally, [0]
+        tally, port, begun = self._tally, [0], time.monotonic()
         try:
             async with asyncio.timeout(HANG_S):
                 outcome = await self._as(manner, index, port)
@@ -213,6 +218,8 @@ class Clients:
         except (BrokenError, OSError) as error:
             if port[0] in tally.cut_ports:
                 tally.done["cut by a kill"] += 1
+            elif tally.was_down(begun):
+                tally.done["cut by a restart"] += 1
             else:
                 tally.fault(f"{manner} {index}: the connection broke: {error!r}")
         except (AssertionError, ValueError, KeyError) as error:
@@ -288,14 +295,16 @@ class Killer:
         while True:
             for kind in self._draw.sample(kinds, len(kinds)):
                 await asyncio.sleep(every_s * self._draw.uniform(0.5, 1.5))
-                while not (members := self._members(kind)):
+                while not (members := self.members(kind)):
                     await asyncio.sleep(0.1)  # it is being started
-                self._kill(kind, self._draw.choice(members))
+                self.kill(kind, self._draw.choice(members))
 
-    def _members(self, kind: str) -> list[psutil.Process]:
+    def members(self, kind: str) -> list[psutil.Process]:
+        """Living processes of a kind."""
         return [process for title, process in self._family.members() if title == f"weft-{kind}"]
 
-    def _kill(self, kind: str, victim: psutil.Process) -> None:
+    def kill(self, kind: str, victim: psutil.Process) -> None:
+        """Kill a process, and note whose connections end with it."""
         victim.suspend()  # so that it accepts nothing between the look and the kill
         if kind == "frontend":
             held = victim.net_connections("tcp")

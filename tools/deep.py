@@ -49,7 +49,7 @@ def tests(name: str, finds: str, seconds: float, *folders: str) -> Part:
 PARTS = (
     Part("mutants", "tests that find no bugs any more", ("tools/mutants.py",), 120),
     tests("schedulers", "rare traffic: leaks, starvation, wrong order", 150, "null", "sim"),
-    tests("servers", "kills at any moment, hangs, leaks over time", 150, "e2e", "batch", "bench"),
+    tests("servers", "kills at any moment, hangs, leaks over time", 300, "e2e", "batch", "bench"),
     tests("ring", "races of processes", 40, "ring"),
     tests("native", "memory errors and data races in C++", 120, "kernels", "native"),
     tests("requests", "bodies, texts and files of any kind", 120, "server", "api", "text", "arch"),
@@ -57,6 +57,7 @@ PARTS = (
     tests("kernels", "every shape on every kind of GPU, compiled ahead", 150, "triton", "cuda"),
     tests("fuzz", "damaged checkpoints and requests", 400, "fuzz"),
     tests("referees", "answers that OpenAI's description does not allow", 20, "referees"),
+    Part("batches", "two hundred kills beside batches", ("tests/batch_soak.py",), 600),
     Part("clients", "requests of real programs", ("tests/referees/clients/run.py",), 480, True),
 )
 

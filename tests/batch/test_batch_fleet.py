@@ -127,11 +127,11 @@ def families(count: int, size: int = 10) -> list[Any]:
 
 @pytest.mark.parametrize("order", ["fcfs", "dfs", "blend"])
 def test_every_line_is_answered_once_and_the_faster_server_does_more(write, order):
-    fast, slow = Serving("fast", 0.004), Serving("slow", 0.016)
+    fast, slow = Serving("fast", 0.01), Serving("slow", 0.08)  # whatever else the machine does
     trial = Trial(write(*families(400)), [fast, slow], order=order)
     asyncio.run(trial.run())
     trial.check()
-    assert 2.2 < len(fast.asked) / len(slow.asked) < 6
+    assert 1.5 < len(fast.asked) / len(slow.asked) < 12
     assert fast.most <= 4
     assert slow.most <= 4
     assert any("split by speed" in text for text in trial.said) == (order != "fcfs")

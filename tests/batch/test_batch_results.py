@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,25 @@ def test_files_that_no_batch_has_begun_are_left_alone(tmp_path):
         files.open()
     assert files.output.read_text() == "precious"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
+
+
+@pytest.mark.parametrize("first", [3, 70, 4000])
+def test_from_a_hole_on_all_lines_are_asked_again(tmp_path, first):
+    """Power went when later bytes were on the disk, and earlier ones were not."""
+    files = Files(tmp_path)
+    with closing(files.open()) as results:
+        for index in range(LINES):
+            put(results, index, failed=False)
+    data = bytearray(files.output.read_bytes())
+    first = min(first, len(data) - 300)
+    data[first : first + 200] = bytes(200)
+    files.output.write_bytes(data)
+    with closing(files.open()) as again:
+        left = [index for index in range(LINES) if not again.done(index)]
+        assert left == list(range(data[:first].count(b"\n"), LINES))
+        for index in left:
+            put(again, index, failed=False)
+    assert len({json.loads(line)["id"] for line in files.whole_lines(files.output)}) == LINES
 
 
 @pytest.mark.parametrize("line", ['{"a": 1}', "{}", "torn\n{}"])

@@ -1,57 +1,32 @@
-"""Batches over HTTP before real processes: every line answered once, whoever is killed and when."""
+"""Batches over HTTP before real processes: every line answered, however the batch ends."""
 
 from __future__ import annotations
 
 import json
-import random
 import re
 import signal
-import sqlite3
 import time
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import httpx
 import openai
-import psutil
 import pytest
 
-from batching import ENDED, KILLER, OPTIONS, create, line, wait
-from depth import deep
+from family import peak_bytes
 from live import Server, eventually, serving
-from weft.batch.points import POINTS
-
-# Points to which request planes come; tests/batch/test_batch_store.py ends a process there.
-IN_PLANES = {"upload written", "upload renamed", "upload committed", "batch created"}
-IN_PLANES |= {"file forgotten", "batch forgotten"}
-ELSEWHERE = IN_PLANES | {"webhook confirmed"}  # tests/e2e/test_webhooks.py ends a process there
-
-
-def results(client: openai.OpenAI, batch: Any) -> tuple[dict[str, str], dict[str, str]]:
-    """Texts of answers and codes of errors by custom_id, each of which is there once."""
-    texts: dict[str, str] = {}
-    errors: dict[str, str] = {}
-    for file_id in (batch.output_file_id, batch.error_file_id):
-        content = client.files.content(file_id).text if file_id else ""
-        for text in content.splitlines():
-            found = json.loads(text)
-            name = found["custom_id"]
-            assert name not in texts, name
-            assert name not in errors, name
-            if found["error"] is not None:
-                errors[name] = found["error"]["code"]
-            else:
-                texts[name] = found["response"]["body"]["choices"][0]["text"]
-    assert batch.request_counts.completed == len(texts)
-    assert batch.request_counts.failed == len(errors)
-    return texts, errors
-
-
-def batch_processes(server: Server) -> list[psutil.Process]:
-    return [child for name, child in server.children().items() if name == "weft-batches"]
+from served_batches import (
+    OPTIONS,
+    batch_processes,
+    change,
+    create,
+    create_of,
+    expire,
+    line,
+    results,
+    wait,
+)
 
 
 @pytest.fixture(scope="module")
@@ -60,16 +35,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def killed_at(folder: Path) -> Path:
-    """Names the commit point at which the next batch process is killed."""
-    return folder / "point"
-
-
-@pytest.fixture(scope="module")
-def server(folder: Path, killed_at: Path) -> Iterator[Server]:
-    killer = KILLER.format(file=str(killed_at))
+def server(folder: Path) -> Iterator[Server]:
     data = ("--data-dir", str(folder / "data"), *OPTIONS)
-    with serving(folder, *data, modelled=True, batches=killer) as running:
+    with serving(folder, *data, modelled=True) as running:
         yield running
 
 
@@ -116,32 +84,6 @@ def test_other_endpoints(client):
     assert (batch.request_counts.completed, batch.usage.output_tokens) == (1, 3)
 
 
-def test_message_batches_with_anthropics_client(server, client, killed_at):
-    """Also where the batch process is killed amid their lines."""
-    anthropics = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
-    said = [{"role": "user", "content": "Hi"}]
-    params = {"model": "builtin", "messages": said, "max_tokens": 5}
-    asked = [{"custom_id": f"m{i}", "params": params} for i in range(30)]
-    asked.append({"custom_id": "wrong", "params": {**params, "max_tokens": -1}})
-    asked.append({"custom_id": "stream", "params": {**params, "stream": True}})
-    killed_at.write_text("line appended|9")
-    batch = anthropics.messages.batches.create(requests=asked)
-    eventually(
-        lambda: anthropics.messages.batches.retrieve(batch.id).processing_status == "ended", 120
-    )
-    assert killed_at.read_text() == "", "nobody was killed"
-    found = {line.custom_id: line.result for line in anthropics.messages.batches.results(batch.id)}
-    assert set(found) == {request["custom_id"] for request in asked}
-    assert {found.pop(name).error.error.type for name in ("wrong", "stream")} == {
-        "invalid_request_error"
-    }
-    assert {result.message.usage.output_tokens for result in found.values()} == {5}
-    counts = anthropics.messages.batches.retrieve(batch.id).request_counts
-    assert (counts.succeeded, counts.errored, counts.processing) == (30, 2, 0)
-    assert batch.id not in [b.id for b in client.batches.list()]
-    assert anthropics.messages.batches.delete(batch.id).type == "message_batch_deleted"
-
-
 @pytest.mark.parametrize(
     ("lines", "code", "number"),
     [
@@ -177,16 +119,10 @@ def test_a_cancelled_batch_has_what_was_done(client):
     assert client.files.delete(file_id).deleted
 
 
-def expire(folder: Path, batch_id: str) -> None:
-    """Let the time of a batch be over; the shortest window is too long for a test."""
-    with closing(sqlite3.connect(folder / "data" / "weft.db", timeout=30)) as base, base:
-        base.execute("UPDATE batches SET expires_at = ? WHERE id = ?", (time.time(), batch_id))
-
-
 def test_an_expired_batch_has_what_was_done(client, folder):
     batch_id = create(client, [line(i, max_tokens=100) for i in range(400)])
     eventually(lambda: client.batches.retrieve(batch_id).request_counts.completed > 0, 60)
-    expire(folder, batch_id)
+    expire(folder / "data", batch_id)
     batch = wait(client, batch_id)
     assert batch.status == "expired"
     texts, errors = results(client, batch)
@@ -210,32 +146,6 @@ def test_a_line_that_was_torn_by_a_kill_is_asked_again(client, server, folder, u
     assert (texts, errors) == (undisturbed, {})
 
 
-@pytest.mark.parametrize(
-    ("point", "nth"),
-    [(point, 1 + 16 * point.startswith("line ")) for point in POINTS if point not in ELSEWHERE],
-)
-def test_a_kill_at_a_commit_point(client, killed_at, folder, undisturbed, point, nth):
-    over = point.removeprefix("lines ") if point.startswith("lines") else "completed"
-    killed_at.write_text(f"{point}|{nth}")
-    long = {} if over == "completed" else {"max_tokens": 90}
-    count = 60 if over == "completed" else 300
-    batch_id = create(client, [line(i, **long) for i in range(count)])
-    if over != "completed":
-        eventually(lambda: client.batches.retrieve(batch_id).request_counts.completed > 0, 60)
-    if over == "cancelled":
-        client.batches.cancel(batch_id)
-    elif over == "expired":
-        expire(folder, batch_id)
-    batch = wait(client, batch_id)
-    assert batch.status == over
-    assert killed_at.read_text() == "", "nobody was killed"
-    texts, errors = results(client, batch)
-    if over == "completed":
-        assert (texts, errors) == (undisturbed, {})
-    assert len(texts) + len(errors) == count
-    assert set(errors.values()) <= {f"batch_{over}"}
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_server_that_ends_and_starts_again_goes_on(tmp_path, undisturbed, number):
     data = ("--data-dir", str(tmp_path / "data"), *OPTIONS)
@@ -250,6 +160,32 @@ def test_a_server_that_ends_and_starts_again_goes_on(tmp_path, undisturbed, numb
         assert results(second.client(), batch) == (undisturbed, {})
 
 
+def test_memory_does_not_grow_with_a_file(tmp_path):
+    """Neither the request plane that takes it nor the batch process that reads it holds it."""
+
+    def peaks(client: openai.OpenAI, server: Server, lines: int) -> dict[str, int]:
+        bulky = {"messages": [{"role": "user", "content": "many words " * 900}]}
+        chat = {"url": "/v1/chat/completions", "body": {"model": "builtin", **bulky}}
+        path = tmp_path / "in.jsonl"
+        with path.open("w") as file:
+            file.writelines(json.dumps({**line(i), **chat}) + "\n" for i in range(lines))
+        file_id = client.files.create(file=path, purpose="batch").id
+        batch_id = create_of(client, file_id, endpoint="/v1/chat/completions")
+        eventually(lambda: client.batches.retrieve(batch_id).status == "in_progress", 60)
+        client.batches.cancel(batch_id)
+        assert wait(client, batch_id).request_counts.total == lines
+        found = server.children()
+        return {name: peak_bytes(found[name].pid) for name in ("weft-frontend", "weft-batches")}
+
+    options = ("--data-dir", str(tmp_path / "data"), *OPTIONS)
+    with serving(tmp_path, *options, modelled=True) as own:
+        client = own.client()
+        small, large = (peaks(client, own, lines) for lines in (800, 8000))  # 8 and 80 MB
+    for name, peak in large.items():
+        assert peak - small[name] < 20 * 2**20, name
+        assert peak < 150 * 2**20, name
+
+
 def test_lines_do_not_fill_the_queue_that_requests_are_refused_for(tmp_path):
     data = ("--data-dir", str(tmp_path / "data"), *OPTIONS, "--max-queued-requests", "2")
     with serving(tmp_path, *data, modelled=True) as limited:
@@ -261,44 +197,10 @@ def test_lines_do_not_fill_the_queue_that_requests_are_refused_for(tmp_path):
         assert client.batches.retrieve(batch_id).status == "in_progress"
 
 
-def kill_at_random(server: Server, batches: list[str], kills: int, draw: random.Random) -> int:
-    """Kill one process after the other while batches run; how many were killed."""
-    client, done = server.client(), 0
-    while done < kills:
-        time.sleep(draw.uniform(0.05, 0.6))
-        try:
-            if all(client.batches.retrieve(name).status in ENDED for name in batches):
-                break
-        except (openai.APIConnectionError, openai.InternalServerError):
-            continue
-        victims = [
-            child for name, child in server.children().items()
-            if name in ("weft-batches", "weft-batches", "weft-engine", "weft-frontend")
-        ]  # fmt: skip
-        victim = draw.choice(victims)
-        victim.send_signal(signal.SIGKILL)
-        done += 1
-    return done
-
-
-@pytest.mark.parametrize("kills", [6, pytest.param(60, marks=deep)])
-def test_kills_at_random_lose_and_repeat_nothing(server, client, kills):
-    draw = random.Random(kills)
-    lines = [line(i) for i in range(60 + 8 * kills)]
-    wanted = results(client, wait(client, create(client, lines)))[0]
-    batches = [create(client, lines) for _ in range(3)]
-    assert kill_at_random(server, batches, kills, draw) > 2
-    for name in batches:
-        batch = wait(client, name, 300)
-        assert batch.status == "completed"
-        assert results(client, batch) == (wanted, {})
-
-
 def test_a_batch_that_would_miss_its_window_is_promoted_and_says_so(client, folder, server):
     batch_id = create(client, [line(i, max_tokens=100) for i in range(1200)])
     eventually(lambda: client.batches.retrieve(batch_id).status == "in_progress", 60)
-    with closing(sqlite3.connect(folder / "data" / "weft.db", timeout=30)) as base, base:
-        base.execute("UPDATE batches SET expires_at = ? WHERE id = ?", (time.time() + 20, batch_id))
+    change(folder / "data", "batches", batch_id, expires_at=time.time() + 20)
 
     def shown() -> dict[str, Any]:
         return client.batches.retrieve(batch_id).model_extra["weft"]

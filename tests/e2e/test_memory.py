@@ -65,7 +65,7 @@ def test_a_request_that_takes_all_memory_is_ended_for_that_and_no_other(tmp_path
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     with (
         limited_group(700 * MIB) as group,
-        serving(tmp_path, "--max-crashes", "1", group=group) as server,
+        serving(tmp_path, "--max-crashes", "1", within=join(group)) as server,
     ):
         assert httpx.get(f"{server.url}/ready").json() == {"status": "ready"}
         undisturbed = completion(server, [5, 6, 7]).json()["choices"]
@@ -90,7 +90,7 @@ def test_a_request_that_takes_all_memory_is_ended_for_that_and_no_other(tmp_path
 
 @deep
 def test_without_memory_for_any_engine_requests_end_until_there_is_some_again(tmp_path):
-    with limited_group(700 * MIB) as group, serving(tmp_path, group=group) as server:
+    with limited_group(700 * MIB) as group, serving(tmp_path, within=join(group)) as server:
         undisturbed = completion(server, [5, 6, 7]).json()["choices"]
         command = [*join(group), sys.executable, "-S", "-c", HOG]
         hogs = [subprocess.Popen(command, stdin=subprocess.PIPE) for _ in range(HOGS)]

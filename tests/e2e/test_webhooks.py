@@ -11,9 +11,9 @@ from typing import Any
 import openai
 import pytest
 
-from batching import KILLER, OPTIONS, create, line, wait
 from live import Server, eventually, refused, serving
 from receiver import Receiver, receiving, status
+from served_batches import KILLER, OPTIONS, create, line, wait
 
 IMPATIENT = """
 from weft.batch import webhooks
@@ -80,7 +80,7 @@ def test_no_kill_loses_an_event(server, receiver, killed_at, point):
     assert wait(client, batch_id).status == "completed"
     often = 2 if point == "webhook confirmed" else 1  # the outbox does not know of the first
     eventually(lambda: len(told(receiver, batch_id)) == often, 60)
-    assert killed_at.read_text() == "", "nobody was killed"
+    assert killed_at.read_text() == "weft.server.batch_process", "nobody was killed"
     assert len({(name, event.id) for name, event in told(receiver, batch_id)}) == 1
 
 

@@ -95,7 +95,8 @@ def _prepare(base: sqlite3.Connection) -> None:
         for step in _STEPS[version:]:
             for statement in step:
                 base.execute(statement)
-        base.execute(f"PRAGMA user_version = {VERSION}")
+        if version < VERSION:  # a disk that is full can be read still
+            base.execute(f"PRAGMA user_version = {VERSION}")
 
 
 @contextlib.contextmanager

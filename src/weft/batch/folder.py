@@ -52,7 +52,7 @@ class FileFolder:
         self._path = path
         self._reserve_bytes = reserve_bytes
         try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _make_folder(path)
         except OSError as error:
             message = f"Cannot use the data folder '{path}': {error.strerror}."
             raise ConfigError(message, param="data_dir") from None
@@ -131,6 +131,7 @@ class Upload:
         self._look_at = LOOK_EVERY_BYTES
         self._target = folder.path(file_id)
         self._path, self._fd = _locked_file(self._target)
+        points.reached("upload begun")
 
     def write(self, data: bytes) -> None:
         """Append bytes.
@@ -161,6 +162,7 @@ class Upload:
         points.reached("upload written")
         with _no_room():
             os.fsync(self._fd)
+            points.reached("upload synchronised")
             os.rename(self._path, self._target)
             sync_folder(self._target.parent)
         points.reached("upload renamed")
@@ -176,6 +178,15 @@ class Upload:
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = -1
+
+
+def _make_folder(path: Path) -> None:
+    """Make a folder, and those above it, so that they outlive a loss of power."""
+    if not path.is_dir():
+        _make_folder(path.parent)
+        path.mkdir(mode=0o700, exist_ok=True)
+    with contextlib.suppress(PermissionError):  # of another user, who has made it long ago
+        sync_folder(path.parent)
 
 
 def _locked_file(target: Path) -> tuple[Path, int]:

@@ -1,14 +1,17 @@
 """Results as lines of two files, which are the journal of a batch: what stands there is done.
 
 A line is appended by one write, so that a killed program leaves whole lines, and at most a torn one
-at the end, which is cut off when the batch goes on. The ids of results say which line of which
-batch they belong to, so that nothing is asked twice and nothing is taken for a result of another
-batch. ``sync`` makes it outlive a loss of power, too; the runner calls it every second.
+at the end. A loss of power leaves holes, too, where later bytes were on the disk and earlier ones
+were not. From the first torn line on the file is cut off when the batch goes on. The ids of results
+say which line of which batch they belong to, so that nothing is asked twice and nothing is taken
+for a result of another batch. ``sync`` makes it outlive a loss of power, too; the runner calls it
+every second.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 from array import array
@@ -26,6 +29,7 @@ from weft.batch.usage import Usage, usage_of
 from weft.core.errors import WeftError
 
 GIVEN_UP = ("batch_cancelled", "batch_expired")  # codes of lines that were never answered
+_HOLE = b"\0"  # which JSON never has
 _NUMBER = re.compile(r"[0-9a-f]{8}")  # of a line, at the end of an id
 
 
@@ -54,7 +58,11 @@ class Journal:
         answered, refused: lines in either file.
         given_up: of those refused, the ones that were never answered.
         usage: tokens of all answers.
+        unsure: ``sync`` has failed once. What it was to save may be lost even if it succeeds the
+            next time, so that ``close`` takes all back that was not saved before.
     """
+
+    unsure: bool = False
 
     def __init__(
         self, output: Path, errors: Path, source: NumberedLines, prefix: str, repair: str = ""
@@ -68,9 +76,10 @@ class Journal:
         self._done = bytearray(len(source))
         self._outputs = array("I", bytes(4 * len(source)))  # tokens of answers
         self._files: dict[Path, int] = {}
+        self._saved: dict[Path, int] = {}  # bytes that outlive a loss of power
 
     def recover(self, path: Path) -> None:
-        """Open a file, count the results in it, and cut off a torn line at its end.
+        """Open a file, count the results in it, and cut it off at the first torn line.
 
         Raises:
             ResultsError: it cannot be opened, or holds what this batch has not written.
@@ -80,11 +89,14 @@ class Journal:
         with open(self._files[path], "rb", closefd=False) as file:
             end = 0
             for number, data in enumerate(file, 1):
-                if data.endswith(b"\n"):
-                    self._take(path, number, data)
-                    end += len(data)
+                if not data.endswith(b"\n") or _HOLE in data:
+                    break
+                self._take(path, number, data)
+                end += len(data)
         with explained(path):
             os.ftruncate(self._files[path], end)
+            os.fsync(self._files[path])
+        self._saved[path] = end
 
     def done(self, index: int) -> bool:
         return bool(self._done[index])
@@ -122,14 +134,24 @@ class Journal:
         return {index: count for index, count in enumerate(self._outputs) if count}
 
     def sync(self) -> None:
-        """Make written results survive a power failure. Raises ResultsError."""
+        """Make written results survive a power failure. Raises ResultsError, and from then on."""
         for path, fd in list(self._files.items()):
-            with explained(path):
+            size = os.fstat(fd).st_size
+            try:
+                if self.unsure:
+                    raise OSError(errno.EIO, "it may have lost results, which are asked again")
                 os.fsync(fd)
+            except OSError as error:
+                self.unsure = True
+                raise _unwritable(path, error) from None
+            self._saved[path] = size
 
     def close(self) -> None:
         """Give the files up. May be called twice."""
-        for fd in self._files.values():
+        for path, fd in self._files.items():
+            if self.unsure:
+                with contextlib.suppress(OSError):  # the disk has failed before
+                    self._cut(fd, self._saved.get(path, 0))
             os.close(fd)
         self._files.clear()
 
@@ -142,9 +164,14 @@ class Journal:
                 while written < len(data):
                     written += os.write(fd, data[written:])
             except OSError:
-                if written:
-                    os.ftruncate(fd, end)
+                self._cut(fd, end)
                 raise
+
+    def _cut(self, fd: int, end: int) -> None:
+        """Shorten a file, for good: what was there must not come back between later lines."""
+        if os.fstat(fd).st_size > end:
+            os.ftruncate(fd, end)
+            os.fsync(fd)
 
     def _count(self, index: int, path: Path, usage: Usage, code: Any) -> None:
         self._done[index] = 1
@@ -220,4 +247,8 @@ def explained(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ResultsError(f"Cannot write '{path}': {error.strerror}.") from None
+        raise _unwritable(path, error) from None
+
+
+def _unwritable(path: Path, error: OSError) -> ResultsError:
+    return ResultsError(f"Cannot write '{path}': {error.strerror}.")

@@ -214,6 +214,8 @@ class Session:
         try:
             return await asyncio.to_thread(InputFile, path, self._desk.max_lines)
         except ConfigError:
+            if path.exists():
+                raise  # it cannot be read at present
             error = ParameterError("The input file is not there any more.", param="input_file_id")
             raise BatchFailedError([describe(error, code="file_not_found")]) from None
         except ParameterError as error:
@@ -266,6 +268,8 @@ class Session:
             except InputChangedError as error:
                 raise BatchFailedError([describe(error)]) from None
             except (ResultsError, NobodyAnswersError) as error:
+                if journal.unsure:
+                    raise  # another session begins with what is sure
                 logger.warning("Batch %s waits: %s", self.record.id, error.message)
                 await self._until_over(asyncio.sleep(RETRY_S))
             finally:
@@ -294,6 +298,7 @@ class Session:
         """Lines without an answer get the reason as their error."""
         await self._desk.call(lambda store: store.update(self.record.id, ending=reason))
         self.record = replace(self.record, ending=reason)
+        points.reached("end recorded")
         code = f"batch_{reason}"
         plain = error_object(UNANSWERED[reason], status=400, code=code)["error"]
         rest = [index for index in range(len(source)) if not journal.done(index)]

@@ -198,6 +198,8 @@ class BatchStore:
             gone = self._base.execute(
                 f"DELETE FROM files WHERE expires_at <= ? AND {unused} RETURNING id", (self._now(),)
             ).fetchall()
+        if gone:
+            points.reached("files expired")
         for (file_id,) in gone:
             self.files_folder.remove(file_id)
         self.files_folder.sweep(self._known)
@@ -375,6 +377,7 @@ class BatchStore:
                     "UPDATE batches SET status = 'cancelling', cancelling_at = ? WHERE id = ?",
                     (self._now(), batch_id),
                 )
+        points.reached("batch cancelling")
         ring_bell(self._folder)
         return self.batch(owner, batch_id)
 

@@ -27,6 +27,7 @@ from weft.server.data import data_folder, store_limits
 from weft.server.options import ServerOptions
 
 TICK_S = 0.5
+LOOK_S = 5.0  # batches are looked for again, even without a bell: who was to ring may have died
 START_S = 60.0  # more patience with one that has still to begin
 
 logger = logging.getLogger("weft")
@@ -86,7 +87,7 @@ class BatchKeeper:
             stamp = bell_stamp(self._folder)
             within_s = await asyncio.to_thread(self._work_within, identity)
             if within_s:
-                until = time.monotonic() + within_s
+                until = time.monotonic() + min(within_s, LOOK_S)
                 while bell_stamp(self._folder) == stamp and time.monotonic() < until:
                     if await self._ends_within(TICK_S):
                         break
