@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from weft.batch.lines import InputChangedError, InputFile
 from weft.batch.ports import LineAnswer, Result
 from weft.batch.results import Results, ResultsError
+from weft.batch.usage import Usage, usage_of
 from weft.core.errors import ConfigError, WeftError
 
 LINES = 12
@@ -297,3 +298,41 @@ def test_a_full_disk_is_an_error_of_the_run(tmp_path):
         put(results, 0, failed=False)
     assert not results.done(0)
     results.close()
+
+
+@pytest.mark.parametrize(
+    ("usage", "wanted"),
+    [
+        (
+            {"prompt_tokens": 9, "completion_tokens": 4,
+             "prompt_tokens_details": {"cached_tokens": 3},
+             "completion_tokens_details": {"reasoning_tokens": 2}},
+            Usage(9, 4, 3, 2),
+        ),
+        (
+            {"input_tokens": 9, "output_tokens": 4, "input_tokens_details": {"cached_tokens": 3},
+             "output_tokens_details": {"reasoning_tokens": 2}},
+            Usage(9, 4, 3, 2),
+        ),
+        (
+            {"input_tokens": 5, "output_tokens": 4, "cache_read_input_tokens": 3,
+             "cache_creation_input_tokens": 1},
+            Usage(9, 4, 3, 0),
+        ),
+        (None, Usage()),
+        ("much", Usage()),
+    ],
+)  # fmt: skip
+def test_usage_is_read_from_answers_of_each_api(usage, wanted):
+    """Anthropic's input tokens are those that the cache did not have."""
+    assert usage_of(json.dumps({"usage": usage}).encode()) == wanted
+
+
+def test_a_number_as_a_servers_code_does_not_keep_a_batch_from_going_on(tmp_path):
+    files = Files(tmp_path)
+    results = files.open()
+    results.put(0, Result("r0", None, {**ERROR, "code": 400}))
+    results.close()
+    again = files.open()
+    assert again.done(0)
+    again.close()

@@ -7,6 +7,7 @@ import base64
 import ipaddress
 import json
 import ssl
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -374,7 +375,19 @@ def test_one_address_that_fails_does_not_keep_others_waiting(sending):
         one.run(lambda: len(good.got) == 20 and one.waiting() == 20)
 
 
-def test_several_servers_of_a_folder_do_not_tell_twice(sending):
+def test_one_address_that_hangs_does_not_keep_others_waiting(sending):
+    released = threading.Event()
+    with receiving(lambda *_: released.wait(60)) as hanging, receiving() as good:
+        one = sending(hanging, good)
+        for _ in range(3 * webhooks.MOST_OPEN):
+            one.end()
+        one.run(lambda: len(good.got) == 3 * webhooks.MOST_OPEN)
+        released.set()
+        assert len(hanging.got) <= webhooks.MOST_OPEN
+
+
+def test_several_servers_of_a_folder_do_not_tell_twice(sending, monkeypatch):
+    monkeypatch.setattr(webhooks, "TIMEOUT_S", 60.0)  # until another one would try, too
     with receiving() as receiver:
         one = sending(receiver)
         for _ in range(10):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,29 @@ def test_no_kill_loses_an_event(server, receiver, killed_at, point):
     eventually(lambda: len(told(receiver, batch_id)) == often, 60)
     assert killed_at.read_text() == "weft.server.batch_process", "nobody was killed"
     assert len({(name, event.id) for name, event in told(receiver, batch_id)}) == 1
+
+
+def test_a_server_that_starts_again_tells_what_is_left(tmp_path):
+    """Also where no batch is left that would need a batch process."""
+    (tmp_path / "secret").write_text(f"{SECRET}\n")
+    open_again = threading.Event()
+
+    def react(handler: Any, number: int) -> None:
+        status(200 if open_again.is_set() else 503)(handler, number)
+
+    with receiving(react) as receiver:
+        given = ("--data-dir", str(tmp_path / "data"), *OPTIONS, "--webhook-allow-private")
+        given += ("--webhook-url", f"http://127.0.0.1:{receiver.port}/")
+        given += ("--webhook-secret-file", str(tmp_path / "secret"))
+        with serving(tmp_path, *given, modelled=True, batches=IMPATIENT) as first:
+            batch_id = create(first.client(), [line(0)])
+            assert wait(first.client(), batch_id).status == "completed"
+            eventually(lambda: bool(told(receiver, batch_id)), 60)
+        before = len(told(receiver, batch_id))
+        open_again.set()
+        with serving(tmp_path, *given, modelled=True, batches=IMPATIENT):
+            eventually(lambda: len(told(receiver, batch_id)) > before, 60)
+        assert len({name for name, _ in told(receiver, batch_id)}) == 1
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,8 @@ class Operation:
         limit: the field that bounds the output, if there is output.
         plain: values for required fields that are always answered.
         event: the schema of an event of its streams.
+        answer: the schema of answers that have null where the description has nothing; "bytes" for
+            answers that are none of its business.
     """
 
     method: str
@@ -61,6 +63,7 @@ class Operation:
     limit: str = ""
     plain: Mapping[str, Any] = field(default_factory=dict)
     event: str = ""
+    answer: str = ""
 
 
 MESSAGES = st.lists(
@@ -97,13 +100,35 @@ OPERATIONS = (
         "ResponseStreamEvent",
     ),
     Operation("POST", "/embeddings", 0.1, ("model", "input"), "", {"input": st.text(min_size=1)}),
-    Operation("GET", "/responses/{response_id}", 0.05),
+    Operation("GET", "/responses/{response_id}", 0.05, event="ResponseStreamEvent"),
     Operation("GET", "/responses/{response_id}/input_items", 0.05),
     Operation("POST", "/responses/{response_id}/cancel", 0.03),
     Operation("DELETE", "/responses/{response_id}", 0.03),
     Operation("GET", "/models", 0.02),
     Operation("GET", "/models/{model}", 0.07),
+    Operation("POST", "/files", 0.1, ("file", "purpose"), answer="OpenAIFile"),
+    Operation("GET", "/files", 0.05, answer="ListFilesResponse"),
+    Operation("GET", "/files/{file_id}", 0.05, answer="OpenAIFile"),
+    Operation("GET", "/files/{file_id}/content", 0.05, answer="bytes"),
+    Operation(
+        "POST",
+        "/batches",
+        0.1,
+        ("input_file_id", "endpoint", "completion_window"),
+        plain={"endpoint": st.sampled_from(("/v1/completions", "/v1/embeddings"))},
+        answer="Batch",
+    ),
+    Operation("GET", "/batches", 0.05, answer="ListBatchesResponse"),
+    Operation("GET", "/batches/{batch_id}", 0.05, answer="Batch"),
+    Operation("POST", "/batches/{batch_id}/cancel", 0.05, answer="Batch"),
+    Operation("DELETE", "/files/{file_id}", 0.05),
 )
+BATCH_LINE = {
+    "custom_id": "1",
+    "method": "POST",
+    "url": "/v1/completions",
+    "body": {"model": MODEL, "prompt": "x", "max_tokens": 1},
+}
 
 
 class Referee:
@@ -119,7 +144,9 @@ class Referee:
         self._url = url
         body = {"model": MODEL, "input": "x", "max_output_tokens": 1}
         response = requests.post(f"{url}/v1/responses", json=body, timeout=HANG_S).json()
-        self._places = {"model": MODEL, "response_id": response["id"]}
+        file_id, batch_id = make_batch(url)
+        self._places = {"model": MODEL, "response_id": response["id"], "file_id": file_id}
+        self._places |= {"batch_id": batch_id, "input_file_id": file_id}
         document = undiscriminated(description())
         paths = {o.path: document["paths"][o.path] for o in OPERATIONS}
         self._schema = schemathesis.openapi.from_dict({**document, "paths": paths})
@@ -168,6 +195,8 @@ class Referee:
         elif response.headers["content-type"][0].startswith("text/event-stream"):
             self.streams += 1
             judge_stream(text, operation)
+        elif operation.answer:
+            judge_answer(response, operation)
         elif isinstance(case.body, dict) and case.body.get("encoding_format") == "base64":
             judge_packed(json.loads(text))
         else:
@@ -208,7 +237,7 @@ def answerable(valid: Any, operation: Operation, places: Mapping[str, str]) -> A
         kept = draw(st.lists(st.sampled_from(optional), max_size=3)) if optional else []
         wanted = [name for name in (*operation.required, *kept) if name in case.body]
         body = {name: case.body[name] for name in wanted}
-        body["model"] = MODEL
+        body |= {name: places[name] for name in operation.required if name in places}
         for name, values in operation.plain.items():
             if draw(st.integers(0, 3)):
                 body[name] = draw(values)
@@ -221,6 +250,40 @@ def answerable(valid: Any, operation: Operation, places: Mapping[str, str]) -> A
         return case
 
     return changed()
+
+
+def make_batch(url: str) -> tuple[str, str]:
+    """The ids of a file and of a batch that reads it."""
+    line = json.dumps(BATCH_LINE).encode()
+    form = {"file": ("in.jsonl", line), "purpose": (None, "batch")}
+    file = requests.post(f"{url}/v1/files", files=form, timeout=HANG_S).json()
+    body = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+    batch = requests.post(f"{url}/v1/batches", json=body, timeout=HANG_S).json()
+    return file["id"], batch["id"]
+
+
+def judge_answer(response: Any, operation: Operation) -> None:
+    """Files and batches.
+
+    By its examples the description has null where its schemas have nothing; of the purposes that
+    it lets clients upload for, its schema of a file lacks one; and it calls any content JSON.
+    """
+    if operation.answer == "bytes":
+        assert response.headers["content-type"][0] == "application/octet-stream"
+        return
+    answer = without_nulls(response.json())
+    for file in [answer, *answer.get("data", ())]:
+        if file.get("purpose") == "evals":
+            file["purpose"] = "user_data"
+    validator(operation.answer).validate(answer)
+
+
+def without_nulls(node: Any) -> Any:
+    if isinstance(node, list):
+        return [without_nulls(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    return {key: without_nulls(value) for key, value in node.items() if value is not None}
 
 
 def judge_packed(answer: dict[str, Any]) -> None:
@@ -238,8 +301,8 @@ def judge_stream(text: str, operation: Operation) -> None:
     always a string; OpenAI's own service has null there until the end, and so has weft.
     """
     events = [line[6:] for line in text.split("\n") if line.startswith("data: ")]
-    assert events, "a stream of nothing"
-    if events[-1] == "[DONE]":
+    assert events or operation.method == "GET", "a stream of nothing"  # all may be before its start
+    if events and events[-1] == "[DONE]":
         events.pop()
     for event in map(json.loads, events):
         if operation.event == "CreateCompletionResponse":
@@ -262,7 +325,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     given_ = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, serving(Path(folder)) as server:
+    data = ("--disk-reserve-bytes", "0", "--data-dir")
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        serving(Path(folder), *data, str(Path(folder) / "data")) as server,
+    ):
         referee = run(server.url, given_.requests, given_.seed)
     for name, counter in referee.statuses.items():
         print(f"{name:50} {dict(sorted(counter.items()))}")

@@ -72,6 +72,11 @@ def test_a_file_with_openais_client(running):
         content = http.get(f"/v1/files/{made.id}/content")
         assert content.headers["content-type"] == "application/octet-stream"
         assert content.headers["content-disposition"] == 'attachment; filename="in.jsonl"'
+        expiry = {"expires_after": (None, '{"anchor": "created_at", "seconds": 7200}')}
+        form = {"file": ("in.jsonl", LINE), "purpose": (None, "evals"), **expiry}
+        given = http.post("/v1/files", files=form).json()
+        assert given["expires_at"] == given["created_at"] + 7200
+        assert http.delete(f"/v1/files/{given['id']}").status_code == 200
     others = [alice.files.create(file=io.BytesIO(LINE), purpose="user_data") for _ in range(4)]
     pages = alice.files.list(limit=2)
     assert [file.id for file in pages][:5] == [*(f.id for f in reversed(others)), made.id]
@@ -171,6 +176,16 @@ def test_a_wrong_batch_names_what_is_wrong(running, change, param):
         (
             {"purpose": "batch", "expires_after[anchor]": "created_at",
              "expires_after[seconds]": "60"},
+            LINE, 400, "expires_after",
+        ),
+        ({"purpose": "batch", "expires_after": "{"}, LINE, 400, "expires_after"),
+        (
+            {"purpose": "batch", "expires_after": '{"anchor": "created_at", "seconds": 60}'},
+            LINE, 400, "expires_after",
+        ),
+        (
+            {"purpose": "batch", "expires_after": '{"anchor": "created_at", "seconds": 3600}',
+             "expires_after[seconds]": "3600"},
             LINE, 400, "expires_after",
         ),
         ({"purpose": "batch"}, b"x" * (LIMIT + 1), 413, "file"),

@@ -159,7 +159,7 @@ def test_the_address_of_results_is_the_one_that_was_asked(running):
     path = f"/v1/messages/batches/{made.id}"
     for headers, start in (
         ({"host": "llm.example"}, "http://llm.example/"),
-        ({"host": "llm.example", "x-forwarded-proto": "https"}, "https://llm.example/"),
+        ({"host": "llm.example", "x-forwarded-proto": "https, http"}, "https://llm.example/"),
         ({"host": "llm.example", "x-forwarded-proto": "javascript"}, "http://llm.example/"),
         ({"host": 'a"b'}, "/v1/messages"),
     ):
@@ -233,6 +233,13 @@ def test_each_key_and_each_api_sees_its_own(running):
         ({"requests": requests(1), "surprise": 1}, 400, "surprise"),
         (b'{"requests": [{"custom_id": "a", "params": {"x": nope}}]}', 400, "JSON"),
         (b'{"requests": [{"custom_id": "a", "params": {"x": "\xff"}}]}', 400, "JSON"),
+        (b'{"requests": [{"custom_id": "a", "params": %b}]}' % (b'{"x":' * 20_000), 400, "JSON"),
+        (
+            b'{"requests": [{"custom_id": "a", "params": {"x": %b1%b}}]}'
+            % (b'{"x":' * 15_000, b"}" * 15_000),
+            400,
+            "JSON",
+        ),
         ({"requests": [{"custom_id": "a", "params": {"x": "y" * 2**17}}]}, 413, "requests[0]"),
         (b" " * (2**20 + 2**17), 413, "longer than"),
         ({"requests": [{"custom_id": f"{i}", "params": {"x": "y" * 2**16 * 3}} for i in range(6)]},

@@ -53,7 +53,7 @@ _STEPS: tuple[tuple[str, ...], ...] = (
             {", ".join(f"{name} NOT NULL" for name in DELIVERY_COLUMNS)},
             UNIQUE (id)
         )""",
-        "CREATE INDEX outbox_due ON outbox (due_at)",
+        "CREATE INDEX outbox_due ON outbox (url, due_at)",
     ),
 )
 VERSION = len(_STEPS)

@@ -66,13 +66,16 @@ class Outbox:
             )
 
     def due(self, now: float, most: int) -> list[Delivery]:
-        """Deliveries to be tried now, the longest due first."""
-        rows = self._base.execute(
-            f"SELECT {_COLUMNS} FROM outbox WHERE {self._mine} AND due_at <= ? "
-            "ORDER BY due_at LIMIT ?",
-            (*self._urls, now, most),
-        )
-        return [Delivery(*row) for row in rows]
+        """Deliveries to be tried now, the longest due first; at most so many to each address."""
+        found = []
+        for url in self._urls:
+            rows = self._base.execute(
+                f"SELECT {_COLUMNS} FROM outbox WHERE url = ? AND due_at <= ? "
+                "ORDER BY due_at LIMIT ?",
+                (url, now, most),
+            )
+            found += [Delivery(*row) for row in rows]
+        return sorted(found, key=lambda delivery: delivery.due_at)
 
     def next_due(self) -> float | None:
         """When the next delivery is due; None if there is none."""

@@ -12,6 +12,7 @@ import hmac
 import logging
 import random
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from collections.abc import Sequence as Seq
 from hashlib import sha256
@@ -28,7 +29,7 @@ from weft.core.errors import WeftError
 
 LOOK_S = 0.5
 FIRST_DELAY_S, LONGEST_DELAY_S = 5.0, 3600.0
-MOST_OPEN = 16  # deliveries at once
+MOST_OPEN = 8  # deliveries to one address at once, so that none waits for another
 
 logger = logging.getLogger("weft.batch")
 
@@ -60,7 +61,7 @@ class WebhookSender:
         self._client = client or OutwardClient(settings.allow_private)
         self._swept = False
         self._failing: set[str] = set()  # addresses of which the log knows that they fail
-        self._open: dict[str, asyncio.Task[None]] = {}
+        self._open: dict[str, tuple[Delivery, asyncio.Task[None]]] = {}  # by their ids
 
     async def run(self) -> None:
         """Deliver until cancelled."""
@@ -74,26 +75,29 @@ class WebhookSender:
                     logger.error("Webhooks wait: %s", error, exc_info=error)
                 await asyncio.sleep(LOOK_S)
         finally:
-            for task in self._open.values():
+            tasks = [task for _, task in self._open.values()]
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*self._open.values(), return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
             await self._client.aclose()
 
     async def _look(self) -> None:
         self._forget_ended()
-        room = MOST_OPEN - len(self._open)
         now = time.time()
         if not self._swept:
             await self._call(lambda store: store.outbox.sweep(now))
             self._swept = True
         found = await self._call(lambda store: store.outbox.due(now, MOST_OPEN))
-        for delivery in found[:room]:
-            if delivery.id not in self._open:
-                self._open[delivery.id] = asyncio.create_task(self._deliver(delivery))
+        busy = Counter(delivery.url for delivery, _ in self._open.values())
+        for delivery in found:
+            if delivery.id not in self._open and busy[delivery.url] < MOST_OPEN:
+                busy[delivery.url] += 1
+                task = asyncio.create_task(self._deliver(delivery))
+                self._open[delivery.id] = (delivery, task)
         self.next_due = await self._call(lambda store: store.outbox.next_due())
 
     def _forget_ended(self) -> None:
-        for name, task in list(self._open.items()):
+        for name, (_, task) in list(self._open.items()):
             if task.done():
                 del self._open[name]
                 error = task.exception()

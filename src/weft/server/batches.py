@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated
 
 from msgspec import Meta, Struct
 from starlette.requests import Request
@@ -20,7 +20,7 @@ from weft.server.body import read_body
 from weft.server.data import DataFolder
 from weft.server.errors import json_response
 from weft.server.exchange import current_owner, current_payer
-from weft.server.files import page_limit
+from weft.server.files import ExpiresAfter, page_limit
 from weft.server.service import Service
 
 PATH = "/v1/batches"
@@ -28,13 +28,6 @@ MOST_BATCHES, DEFAULT_BATCHES = 100, 20  # of a page
 SHORTEST_S, LONGEST_S = 600, 7 * 86400
 _WINDOW = re.compile(r"([1-9]\d{0,5})([smhd])")
 _UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-
-
-class ExpiresAfter(Struct, forbid_unknown_fields=True, kw_only=True):
-    """When files of results are removed."""
-
-    anchor: Literal["created_at"]
-    seconds: Annotated[int, Meta(ge=3600, le=2592000)]
 
 
 class BatchBody(Struct, forbid_unknown_fields=True, kw_only=True):

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator
+from typing import Annotated, Literal
 
+from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
-from weft.api.errors import MissingParameterError
+from weft.api import decode_body
+from weft.api.errors import InvalidJSONError, MissingParameterError
 from weft.batch.folder import FileTooLargeError, Upload
 from weft.batch.records import PURPOSES, UPLOADED, FileRecord
 from weft.core.errors import ParameterError, WeftError, suggest
@@ -28,9 +31,17 @@ MAX_VALUE_BYTES = 1024  # of a plain field
 MAX_FILENAME_CHARS = 256
 FORM_BYTES = 64 * 1024  # of a form beside its file
 EXPIRY_S = (3600, 30 * 86400)
+EXPIRY = "expires_after"
 BATCH_EXPIRY_S = 30 * 86400  # of files for batches that say nothing
 _INTEGER = re.compile(r"\d{1,12}")
 _UNPRINTABLE = re.compile(r"[\x00-\x1f\x7f/\\]")
+
+
+class ExpiresAfter(Struct, forbid_unknown_fields=True, kw_only=True):
+    """When a file is removed."""
+
+    anchor: Literal["created_at"]
+    seconds: Annotated[int, Meta(ge=EXPIRY_S[0], le=EXPIRY_S[1])]
 
 
 class ForeignOriginError(WeftError):
@@ -214,10 +225,15 @@ class _Form:
         return purpose
 
     def _expiry_s(self) -> int | None:
-        anchor = self._value("expires_after[anchor]")
-        seconds = self._value("expires_after[seconds]")
+        whole = self._value(
+            EXPIRY
+        )  # as JSON, which is how descriptions of APIs put objects in forms
+        anchor = self._value(f"{EXPIRY}[anchor]")
+        seconds = self._value(f"{EXPIRY}[seconds]")
         if anchor is None and seconds is None:
-            return None
+            return None if whole is None else _read_expiry(whole)
+        if whole is not None:
+            raise ParameterError(f"{EXPIRY} is given twice.", param=EXPIRY)
         if anchor != "created_at":
             raise ParameterError(
                 "expires_after.anchor must be created_at.", param="expires_after[anchor]"
@@ -235,8 +251,16 @@ class _Form:
         return None if value is None else value.decode("utf-8", "replace")
 
 
-FIELDS = ("file", "purpose", "expires_after[anchor]", "expires_after[seconds]")
+FIELDS = ("file", "purpose", EXPIRY, f"{EXPIRY}[anchor]", f"{EXPIRY}[seconds]")
 assert set(UPLOADED) <= {*PURPOSES}
+
+
+def _read_expiry(given: str) -> int:
+    """The seconds of an ``expires_after``. Raises ParameterError."""
+    try:
+        return decode_body(ExpiresAfter, given.encode(), EXPIRY).seconds
+    except InvalidJSONError:
+        raise ParameterError(f"{EXPIRY} is not valid JSON.", param=EXPIRY) from None
 
 
 def page_limit(given: str | None, default: int, most: int) -> int:

@@ -290,7 +290,7 @@ def _results_url(batch_id: str, request: Request) -> str:
     """
     path = f"{request.scope.get('root_path', '')}{PATH}/{batch_id}/results"
     host, scheme = request.headers.get("host", ""), request.url.scheme
-    if request.headers.get("x-forwarded-proto", "").strip().lower() == "https":
+    if request.headers.get("x-forwarded-proto", "").partition(",")[0].strip().lower() == "https":
         scheme = "https"
     return f"{scheme}://{host}{path}" if _AUTHORITY.fullmatch(host) else path
 
