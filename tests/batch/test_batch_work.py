@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import json
 import os
@@ -15,14 +16,16 @@ from typing import Any
 import pytest
 from answering import Answering, read, request
 
-from weft.batch import process, session
+from weft.batch import journal, process, session
 from weft.batch.journal import Journal, ResultsError
+from weft.batch.lines import InputFile
 from weft.batch.pool import Pool
 from weft.batch.ports import NobodyAnswersError
 from weft.batch.process import BatchWork
 from weft.batch.records import UNFINISHED, BatchRecord
 from weft.batch.session import Desk
 from weft.batch.store import BatchStore, StoreLimits
+from weft.core.errors import ConfigError
 
 LIMITS = StoreLimits(reserve_bytes=0)
 
@@ -202,6 +205,48 @@ def test_a_full_disk_is_waited_for(started, monkeypatch):
     working.run_to_end(record)
     assert not failures
     assert working.results(record) == (sorted(f"{i}" for i in range(10)), [])
+
+
+def test_what_a_failed_fsync_may_have_lost_is_asked_again(started, monkeypatch):
+    """Linux drops pages that it could not write, and the next fsync knows nothing of them."""
+    working = started()
+    lines = [request(f"{i}") for i in range(10)]
+    record = working.create(lines)
+    failed: list[int] = []
+    fsync = os.fsync
+
+    def failing(fd: int) -> None:
+        size = os.fstat(fd).st_size
+        if size > 0 and not failed and os.readlink(f"/proc/self/fd/{fd}").endswith(name):
+            failed.append(size)
+            os.truncate(path, 0)
+            os.truncate(path, size)  # its pages are gone
+            raise OSError(errno.EIO, "Input/output error")
+        fsync(fd)
+
+    name = record.output_name
+    path = working.other.files_folder.path(name)
+    monkeypatch.setattr(journal.os, "fsync", failing)
+    working.run_to_end(record)
+    assert failed
+    assert working.results(record) == (sorted(f"{i}" for i in range(10)), [])
+    assert working.other.reload(record.id).completed == 10
+
+
+def test_an_input_that_cannot_be_read_for_a_while_is_waited_for(started, monkeypatch):
+    working = started()
+    record = working.create([request("a")])
+    failures = [ConfigError("Too many open files.")] * 2
+
+    def opening(*given: Any) -> InputFile:
+        if failures:
+            raise failures.pop()
+        return InputFile(*given)
+
+    monkeypatch.setattr(session, "InputFile", opening)
+    working.run_to_end(record)
+    assert not failures
+    assert working.status(record) == "completed"
 
 
 def test_nothing_is_asked_while_the_reserve_is_touched(started, monkeypatch):

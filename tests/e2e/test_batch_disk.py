@@ -12,11 +12,11 @@ import openai
 import pytest
 
 from live import Server, eventually, serving
-from served_batches import OPTIONS, create_of, line, listed, results, upload, wait
+from served_batches import OPTIONS, create_of, line, listed, patiently, results, upload, wait
 
 MIB = 2**20
 DISK = 8 * MIB
-LINES = 300
+LINES = 400
 MOUNTED = 'mount -t tmpfs -o size="$0" tmpfs "$1" && shift && exec "$@"'
 
 
@@ -92,6 +92,8 @@ def test_a_full_disk_loses_nothing_and_batches_go_on_when_there_is_room(tmp_path
         eventually(lambda: client.batches.retrieve(batch_id).request_counts.completed > 20, 60)
         disk.fill()
         eventually(lambda: f"Batch {batch_id} waits" in server.errors.read_text(), 60)
+        server.children()["weft-frontend"].kill()
+        patiently(client.models.list)
         refused_upload(client, 10_000)
         with pytest.raises(openai.ConflictError) as error:
             client.files.delete(file_id)

@@ -75,9 +75,9 @@ def _prepare(base: sqlite3.Connection) -> None:
         [tables] = base.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
         if version > VERSION or (version == 0) != (tables == 0):
             raise sqlite3.DatabaseError("it is the file of something else, or of another weft")
-        for statement in _TABLES if version == 0 else ():
-            base.execute(statement)
-        base.execute(f"PRAGMA user_version = {VERSION}")
+        if version == 0:
+            for statement in (*_TABLES, f"PRAGMA user_version = {VERSION}"):
+                base.execute(statement)
 
 
 @contextlib.contextmanager

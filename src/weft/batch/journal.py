@@ -11,6 +11,7 @@ every second.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 from array import array
@@ -55,7 +56,11 @@ class Journal:
     Attributes:
         answered, refused: lines in either file.
         usage: tokens of all answers.
+        unsure: ``sync`` has failed once. What it was to save may be lost even if it succeeds the
+            next time, so that ``close`` takes all back that was not saved before.
     """
+
+    unsure: bool = False
 
     def __init__(
         self, output: Path, errors: Path, source: NumberedLines, prefix: str, repair: str = ""
@@ -69,6 +74,7 @@ class Journal:
         self._done = bytearray(len(source))
         self._outputs = array("I", bytes(4 * len(source)))  # tokens of answers
         self._files: dict[Path, int] = {}
+        self._saved: dict[Path, int] = {}  # bytes that outlive a loss of power
 
     def recover(self, path: Path) -> None:
         """Open a file, count the results in it, and cut it off at the first torn line.
@@ -86,7 +92,9 @@ class Journal:
                 self._take(path, number, data)
                 end += len(data)
         with explained(path):
-            self._cut(self._files[path], end)
+            os.ftruncate(self._files[path], end)
+            os.fsync(self._files[path])
+        self._saved[path] = end
 
     def done(self, index: int) -> bool:
         return bool(self._done[index])
@@ -123,14 +131,24 @@ class Journal:
         return {index: count for index, count in enumerate(self._outputs) if count}
 
     def sync(self) -> None:
-        """Make written results survive a power failure. Raises ResultsError."""
+        """Make written results survive a power failure. Raises ResultsError, and from then on."""
         for path, fd in list(self._files.items()):
-            with explained(path):
+            size = os.fstat(fd).st_size
+            try:
+                if self.unsure:
+                    raise OSError(errno.EIO, "it may have lost results, which are asked again")
                 os.fsync(fd)
+            except OSError as error:
+                self.unsure = True
+                raise _unwritable(path, error) from None
+            self._saved[path] = size
 
     def close(self) -> None:
         """Give the files up. May be called twice."""
-        for fd in self._files.values():
+        for path, fd in self._files.items():
+            if self.unsure:
+                with contextlib.suppress(OSError):  # the disk has failed before
+                    self._cut(fd, self._saved.get(path, 0))
             os.close(fd)
         self._files.clear()
 
@@ -219,4 +237,8 @@ def explained(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ResultsError(f"Cannot write '{path}': {error.strerror}.") from None
+        raise _unwritable(path, error) from None
+
+
+def _unwritable(path: Path, error: OSError) -> ResultsError:
+    return ResultsError(f"Cannot write '{path}': {error.strerror}.")

@@ -212,6 +212,8 @@ class Session:
         try:
             return await asyncio.to_thread(InputFile, path, self._desk.max_lines)
         except ConfigError:
+            if path.exists():
+                raise  # it cannot be read at present
             error = ParameterError("The input file is not there any more.", param="input_file_id")
             raise BatchFailedError([describe(error, code="file_not_found")]) from None
         except ParameterError as error:
@@ -264,6 +266,8 @@ class Session:
             except InputChangedError as error:
                 raise BatchFailedError([describe(error)]) from None
             except (ResultsError, NobodyAnswersError) as error:
+                if journal.unsure:
+                    raise  # another session begins with what is sure
                 logger.warning("Batch %s waits: %s", self.record.id, error.message)
                 await self._until_over(asyncio.sleep(RETRY_S))
             finally:
