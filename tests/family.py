@@ -80,6 +80,14 @@ def own_memory(pid: int) -> int:
     raise OSError(f"process {pid} has no memory")
 
 
+def peak_bytes(pid: int) -> int:
+    """The most bytes of a process that were resident so far."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"process {pid} has no memory")
+
+
 @dataclass(frozen=True)
 class Ring:
     """What lies in a ring: its resident bytes, the engine's process, how many slots are in use."""

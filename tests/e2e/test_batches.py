@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 from collections.abc import Iterator
@@ -11,12 +12,14 @@ from typing import Any
 import openai
 import pytest
 
+from family import peak_bytes
 from live import Server, eventually, serving
 from served_batches import (
     OPTIONS,
     batch_processes,
     change,
     create,
+    create_of,
     expire,
     line,
     results,
@@ -150,6 +153,32 @@ def test_a_server_that_ends_and_starts_again_goes_on(tmp_path, undisturbed, numb
     with serving(tmp_path, *data, modelled=True) as second:
         batch = wait(second.client(), batch_id)
         assert results(second.client(), batch) == (undisturbed, {})
+
+
+def test_memory_does_not_grow_with_a_file(tmp_path):
+    """Neither the request plane that takes it nor the batch process that reads it holds it."""
+
+    def peaks(client: openai.OpenAI, server: Server, lines: int) -> dict[str, int]:
+        bulky = {"messages": [{"role": "user", "content": "many words " * 900}]}
+        chat = {"url": "/v1/chat/completions", "body": {"model": "builtin", **bulky}}
+        path = tmp_path / "in.jsonl"
+        with path.open("w") as file:
+            file.writelines(json.dumps({**line(i), **chat}) + "\n" for i in range(lines))
+        file_id = client.files.create(file=path, purpose="batch").id
+        batch_id = create_of(client, file_id, endpoint="/v1/chat/completions")
+        eventually(lambda: client.batches.retrieve(batch_id).status == "in_progress", 60)
+        client.batches.cancel(batch_id)
+        assert wait(client, batch_id).request_counts.total == lines
+        found = server.children()
+        return {name: peak_bytes(found[name].pid) for name in ("weft-frontend", "weft-batches")}
+
+    options = ("--data-dir", str(tmp_path / "data"), *OPTIONS)
+    with serving(tmp_path, *options, modelled=True) as own:
+        client = own.client()
+        small, large = (peaks(client, own, lines) for lines in (800, 8000))  # 8 and 80 MB
+    for name, peak in large.items():
+        assert peak - small[name] < 20 * 2**20, name
+        assert peak < 150 * 2**20, name
 
 
 def test_lines_do_not_fill_the_queue_that_requests_are_refused_for(tmp_path):
