@@ -40,7 +40,7 @@ from weft.batch.store import BatchStore, StoreLimits
 LIMITS = StoreLimits(reserve_bytes=0)
 IMAGES = 400 if DEEP else 60
 SERVED = 4 if DEEP else 1  # of images on which a real server starts
-SHORT, LONG = 60, 300  # lines
+SHORT, LONG = 60, 400  # lines
 END_S = 60.0
 EXPIRE = """
 import sys, time
@@ -136,7 +136,7 @@ def work(told: Told, data: Path, kill: Callable[[], Any]) -> None:
     short = told.upload([line(i) for i in range(SHORT)])
     wrong = {**line(1), "body": {"model": "other", "prompt": "x"}}
     some = told.upload([line(0), {**wrong, "custom_id": "wrong"}])
-    long = told.upload([line(i, max_tokens=60) for i in range(LONG)])
+    long = told.upload([line(i, max_tokens=90) for i in range(LONG)])
     done = [told.create(short), told.create(some)]
     cancelled = told.create(long)
     eventually(lambda: client.batches.retrieve(cancelled).request_counts.completed > 0, 60)
