@@ -11,7 +11,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,14 +24,12 @@ SMALL = ["--threads", "1", "--kv-memory", "32MiB", "--max-num-seqs", "16", "--no
 SMALL += ["--self-profile-s", "0"]  # no test waits for an engine that measures itself
 START_S = 60.0
 
-# Run by every Python process that has its folder on the path; concerns engines only.
-IN_ENGINES = """
+# Run by every Python process that has its folder on the path; concerns those of one module only.
+IN_MODULE = """
 import sys
-if "weft.engine.process" in sys.orig_argv:
+if "{module}" in sys.orig_argv:
 {code}
 """
-IN_BATCHES = IN_ENGINES.replace("weft.engine.process", "weft.server.batch_process")
-IN_PLANES = IN_ENGINES.replace("weft.engine.process", "weft.server.process")
 MODELLED = f"""
 sys.path.append({str(Path(__file__).parent)!r})
 import modelled_build
@@ -109,8 +107,7 @@ def serving(
     within: Sequence[str] = (),
     modelled: bool = False,
     engines: str = "",
-    batches: str = "",
-    planes: str = "",
+    inside: Mapping[str, str] | None = None,
 ) -> Iterator[Server]:
     """Run a server until the block ends; whatever it started must be gone then.
 
@@ -118,7 +115,7 @@ def serving(
         within: a command that runs the server's in its own process, such as ``groups.join``.
         modelled: with engines that compute nothing and import no torch: for tests of processes.
         engines: code that engines run first of all.
-        batches, planes: the same for batch processes and request planes.
+        inside: the same for other processes, by the modules that they run.
     """
     port, errors = port or free_port(), folder / "stderr.txt"
     with errors.open("w") as log:
@@ -126,9 +123,7 @@ def serving(
         command = [*within, *WEFT, "serve", "--port", str(port), *alone, *SMALL, *arguments]
         process = subprocess.Popen(
             command, stderr=log, stdout=subprocess.PIPE, text=True,
-            env=with_engines(
-                folder, modelled=modelled, code=engines, batches=batches, planes=planes
-            ),
+            env=with_engines(folder, modelled=modelled, code=engines, inside=inside),
         )  # fmt: skip
     server = Server(process, f"http://127.0.0.1:{port}", errors)
     try:
@@ -152,23 +147,22 @@ def with_engines(
     *,
     modelled: bool = False,
     code: str = "",
-    batches: str = "",
-    planes: str = "",
+    inside: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """Variables with which engines are those of the tests, or run some code first of all.
 
     Args:
-        batches, planes: code that batch processes and request planes run first of all.
+        inside: code that other processes run first of all, by the modules that they run.
     """
-    code = MODELLED * modelled + code
-    if not code + batches + planes:
+    given = {"weft.engine.process": MODELLED * modelled + code, **(inside or {})}
+    if not any(given.values()):
         return dict(os.environ)
     site = folder / "site"
     site.mkdir(exist_ok=True)
-    given = ((IN_ENGINES, code), (IN_BATCHES, batches), (IN_PLANES, planes))
     text = "".join(
-        template.format(code=textwrap.indent(lines, "    ") or "    pass")
-        for template, lines in given
+        IN_MODULE.format(module=module, code=textwrap.indent(lines, "    "))
+        for module, lines in given.items()
+        if lines
     )
     (site / "sitecustomize.py").write_text(text)
     path = os.pathsep.join([str(site), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])

@@ -223,7 +223,11 @@ class Clients:
             else:
                 tally.fault(f"{manner} {index}: the connection broke: {error!r}")
         except (AssertionError, ValueError, KeyError) as error:
-            tally.fault(f"{manner} {index}: {error!r}"[:600])
+            # An engine that loses its supervisor ends what is open, if there is time for it.
+            if "engine_dead" in str(error) and tally.was_down(begun):
+                tally.done["cut by a restart"] += 1
+            else:
+                tally.fault(f"{manner} {index}: {error!r}"[:600])
         else:
             tally.done[outcome] += 1
             if outcome in ("whole", "stream", "slow"):

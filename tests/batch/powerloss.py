@@ -110,11 +110,12 @@ class Disk:
     """Follows a log.
 
     Args:
-        root: the folder that was logged; it is there, and empty.
+        root: the folder that was logged.
+        start: what it had before; nothing, if it is not given.
     """
 
-    def __init__(self, root: Path) -> None:
-        self._top = Folder()
+    def __init__(self, root: Path, start: Folder | None = None) -> None:
+        self._top = start or Folder()
         self._root = os.fsencode(root.resolve())
         self._files: dict[int, File] = {}  # by the numbers of their inodes
 
@@ -125,8 +126,12 @@ class Disk:
                 file = self._files[act.file] = File()
                 folder, name = self._find(act.first)
                 folder.do("", name, file)
-            elif act.place & _CUT:
-                self._files[act.file].do(0, None)
+                return
+            found = self._at(act.first)
+            if isinstance(found, File):
+                self._files[act.file] = found
+                if act.place & _CUT:
+                    found.do(0, None)
         elif act.kind == "W":
             self._files[act.file].do(act.place, act.first)
         elif act.kind == "T":
@@ -134,8 +139,7 @@ class Disk:
         elif act.kind == "S" and not act.place:
             self._files[act.file].sync()
         elif act.kind == "S":
-            folder, name = self._find(act.first)
-            found = folder.now[name] if name else folder
+            found = self._at(act.first)
             assert isinstance(found, Folder)
             found.sync()
         elif act.kind == "M":
@@ -157,15 +161,33 @@ class Disk:
         """Make what the disk may hold now, by the draw; None for what is surely there."""
         _write(self._top, target, draw)
 
+    def _at(self, path: bytes) -> File | Folder:
+        folder, name = self._find(path)
+        return folder.now[name] if name else folder
+
     def _find(self, path: bytes) -> tuple[Folder, str]:
         """The folder of a path and its last part, which is empty for the root."""
-        parts = os.fsdecode(path[len(self._root) :]).strip("/").split("/")
+        parts = os.path.normpath("/" + os.fsdecode(path[len(self._root) :])).strip("/").split("/")
         folder = self._top
         for part in parts[:-1]:
             found = folder.now[part]
             assert isinstance(found, Folder)
             folder = found
         return folder, parts[-1]
+
+
+def snapshot(path: Path) -> Folder:
+    """What a folder has, all of it on the disk."""
+    folder = Folder()
+    for entry in path.iterdir():
+        if entry.is_dir():
+            folder.now[entry.name] = snapshot(entry)
+        else:
+            file = folder.now[entry.name] = File()
+            file.now += entry.read_bytes()
+            file.sync()
+    folder.sync()
+    return folder
 
 
 def _write(folder: Folder, target: Path, draw: random.Random | None) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 import openai
 import pytest
 from answering import Answering, read
-from powerloss import Disk, read_log, variables
+from powerloss import Disk, read_log, snapshot, variables
 
 from depth import DEEP
 from live import eventually, serving
@@ -40,7 +40,8 @@ from weft.batch.store import BatchStore, StoreLimits
 LIMITS = StoreLimits(reserve_bytes=0)
 IMAGES = 400 if DEEP else 60
 SERVED = 4 if DEEP else 1  # of images on which a real server starts
-SHORT, LONG = 60, 300  # lines
+AGAIN = 100 if DEEP else 20  # of images of that server's disk
+SHORT, LONG = 60, 400  # lines
 END_S = 60.0
 EXPIRE = """
 import sys, time
@@ -136,7 +137,7 @@ def work(told: Told, data: Path, kill: Callable[[], Any]) -> None:
     short = told.upload([line(i) for i in range(SHORT)])
     wrong = {**line(1), "body": {"model": "other", "prompt": "x"}}
     some = told.upload([line(0), {**wrong, "custom_id": "wrong"}])
-    long = told.upload([line(i, max_tokens=60) for i in range(LONG)])
+    long = told.upload([line(i, max_tokens=90) for i in range(LONG)])
     done = [told.create(short), told.create(some)]
     cancelled = told.create(long)
     eventually(lambda: client.batches.retrieve(cancelled).request_counts.completed > 0, 60)
@@ -222,12 +223,12 @@ def check_once(store: BatchStore, batch: BatchRecord) -> None:
     assert len(found) == batch.total
 
 
-def moments(logged: Logged, count: int) -> Iterator[tuple[int, int, Disk]]:
+def moments(log: Path, disk: Disk, count: int) -> Iterator[tuple[int, int, Disk]]:
     """Random moments in their order: a number, the size of the log, and the disk at that time."""
-    acts = list(read_log(logged.log))
+    acts = list(read_log(log))
     draw = random.Random(1)
     chosen = Counter(draw.choices(range(1, len(acts) + 1), k=count))
-    disk, number = Disk(logged.root), 0
+    number = 0
     for place, act in enumerate(acts, 1):
         disk.do(act)
         for _ in range(chosen[place]):
@@ -235,30 +236,43 @@ def moments(logged: Logged, count: int) -> Iterator[tuple[int, int, Disk]]:
             yield number, act.end, disk
 
 
+def go_on(image: Path, promises: list[Promise], moment: int) -> None:
+    """Bring all batches of an image to their end, and check it."""
+    data = image / "state" / "weft"
+    try:
+        with closing(BatchStore(data, LIMITS)) as store:
+            bring_to_end(store, data)
+        check(data, promises, moment)
+    except BaseException:
+        print(f"image {image}, {moment} bytes of the log")
+        raise
+
+
 def test_power_may_go_at_any_moment(logged, tmp_path):
-    for number, moment, disk in moments(logged, IMAGES):
+    for number, moment, disk in moments(logged.log, Disk(logged.root), IMAGES):
         image = tmp_path / f"{number}"
         disk.write(image, None if number % 5 == 0 else random.Random(number))
-        data = image / "state" / "weft"
-        try:
-            with closing(BatchStore(data, LIMITS)) as store:
-                bring_to_end(store, data)
-            check(data, logged.promises, moment)
-        except BaseException:
-            print(f"image {number}, {moment} bytes of the log")
-            raise
+        go_on(image, logged.promises, moment)
 
 
-def test_a_server_goes_on_where_power_went(logged, tmp_path):
-    for number, moment, disk in moments(logged, SERVED):
-        image = tmp_path / f"{number}"
+def test_a_server_goes_on_where_power_went_and_power_may_go_again(logged, tmp_path, monkeypatch):
+    for number, moment, disk in moments(logged.log, Disk(logged.root), SERVED):
+        image, log = tmp_path / f"{number}", tmp_path / f"log{number}"
         disk.write(image, random.Random(number))
-        data = image / "state" / "weft"
-        with serving(tmp_path, "--data-dir", str(data), *OPTIONS, modelled=True) as server:
-            client = server.client()
-            for batch in client.batches.list(limit=100):
-                wait(client, batch.id)
-        check(data, logged.promises, moment)
+        again = Disk(image, snapshot(image))
+        data = ("--data-dir", str(image / "state" / "weft"))
+        with monkeypatch.context() as patch:
+            for name, value in variables(image, log).items():
+                patch.setenv(name, value)
+            with serving(tmp_path, *data, *OPTIONS, modelled=True) as server:
+                client = server.client()
+                for batch in client.batches.list(limit=100):
+                    wait(client, batch.id)
+        check(image / "state" / "weft", logged.promises, moment)
+        for second, _, later in moments(log, again, AGAIN):
+            target = tmp_path / f"{number}-{second}"
+            later.write(target, random.Random(second))
+            go_on(target, logged.promises, moment)
 
 
 WORK = """

@@ -16,7 +16,7 @@ from served_batches import OPTIONS, create_of, line, listed, patiently, results,
 
 MIB = 2**20
 DISK = 8 * MIB
-LINES = 300
+LINES = 400
 MOUNTED = 'mount -t tmpfs -o size="$0" tmpfs "$1" && shift && exec "$@"'
 
 

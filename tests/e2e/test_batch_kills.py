@@ -30,6 +30,7 @@ from served_batches import (
 from weft.batch.points import POINTS
 
 SWEEPING = "from weft.server import data\ndata.SWEEP_EVERY_S = 0.0\n"  # at every look at the folder
+AT_ONCE = "from weft.core import process\nprocess.FIRST_DELAY_S = 0.0\n"  # until a restart
 KEPT = ("upload committed",)  # of the points of an upload: the file is there after a kill
 
 
@@ -53,8 +54,12 @@ def killed_at(folder: Path) -> Path:
 def server(folder: Path, data: Path, killed_at: Path) -> Iterator[Server]:
     killer = KILLER.format(file=str(killed_at))
     options = ("--data-dir", str(data), *OPTIONS)
-    code = {"batches": killer, "planes": SWEEPING + killer}
-    with serving(folder, *options, modelled=True, **code) as running:
+    inside = {
+        "weft.cli": AT_ONCE,
+        "weft.server.batch_process": killer,
+        "weft.server.process": SWEEPING + killer,
+    }
+    with serving(folder, *options, modelled=True, inside=inside) as running:
         yield running
 
 
@@ -147,7 +152,7 @@ def test_a_batch_goes_on_where_it_was(client, killed_at, undisturbed, point, nth
     ],
 )
 def test_what_is_given_up_is_given_up_once(client, data, killed_at, over, point):
-    batch_id = create(client, [line(i, max_tokens=90) for i in range(300)])
+    batch_id = create(client, [line(i, max_tokens=100) for i in range(500)])
     eventually(lambda: client.batches.retrieve(batch_id).request_counts.completed > 0, 60)
     killed_at.write_text(f"{point}|1")
     if over == "expired":
@@ -162,7 +167,7 @@ def test_what_is_given_up_is_given_up_once(client, data, killed_at, over, point)
     assert batch.status == over
     texts, errors = results(client, batch)
     assert set(errors.values()) == {f"batch_{over}"}
-    assert texts.keys() | errors.keys() == {f"r{i}" for i in range(300)}
+    assert texts.keys() | errors.keys() == {f"r{i}" for i in range(500)}
 
 
 @pytest.mark.parametrize("point", ["file forgotten", "files expired"])
