@@ -8,7 +8,6 @@ Which lines of a batch are done stands in its journal, not here (``weft.batch.se
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -498,9 +497,3 @@ _FRESH = (
     f"purpose NOT IN {HIDDEN} AND (expires_at IS NULL OR expires_at > ? OR "
     f"id IN (SELECT input_file_id FROM batches WHERE status IN {OPEN}))"
 )
-
-
-def default_folder() -> Path:
-    """Where data is kept if no folder is named."""
-    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(state) / "weft"

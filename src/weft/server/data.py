@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from weft.batch.database import DataFolderError, reachable
-from weft.batch.store import BatchStore, StoreLimits, default_folder
+from weft.batch.folder import default_folder
+from weft.batch.store import BatchStore, StoreLimits
 from weft.core.errors import ConfigError
 from weft.server.options import ServerOptions
 
