@@ -16,6 +16,7 @@ from live import Server, eventually, refused, serving
 from receiver import Receiver, receiving, status
 from served_batches import KILLER, OPTIONS, create, line, wait
 
+BATCHES = "weft.server.batch_process"
 IMPATIENT = """
 from weft.batch import webhooks
 webhooks.TIMEOUT_S = webhooks.FIRST_DELAY_S = 1.0  # what was claimed by a killed process is due
@@ -43,7 +44,9 @@ def server(
     given = ("--data-dir", str(folder / "data"), "--webhook-secret-file", str(folder / "secret"))
     given += ("--webhook-url", f"http://127.0.0.1:{receiver.port}/hook", "--webhook-allow-private")
     killer = KILLER.format(file=str(killed_at))
-    with serving(folder, *given, *OPTIONS, modelled=True, batches=killer + IMPATIENT) as running:
+    with serving(
+        folder, *given, *OPTIONS, modelled=True, inside={BATCHES: killer + IMPATIENT}
+    ) as running:
         yield running
 
 
@@ -97,13 +100,13 @@ def test_a_server_that_starts_again_tells_what_is_left(tmp_path):
         given = ("--data-dir", str(tmp_path / "data"), *OPTIONS, "--webhook-allow-private")
         given += ("--webhook-url", f"http://127.0.0.1:{receiver.port}/")
         given += ("--webhook-secret-file", str(tmp_path / "secret"))
-        with serving(tmp_path, *given, modelled=True, batches=IMPATIENT) as first:
+        with serving(tmp_path, *given, modelled=True, inside={BATCHES: IMPATIENT}) as first:
             batch_id = create(first.client(), [line(0)])
             assert wait(first.client(), batch_id).status == "completed"
             eventually(lambda: bool(told(receiver, batch_id)), 60)
         before = len(told(receiver, batch_id))
         open_again.set()
-        with serving(tmp_path, *given, modelled=True, batches=IMPATIENT):
+        with serving(tmp_path, *given, modelled=True, inside={BATCHES: IMPATIENT}):
             eventually(lambda: len(told(receiver, batch_id)) > before, 60)
         assert len({name for name, _ in told(receiver, batch_id)}) == 1
 
