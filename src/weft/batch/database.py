@@ -7,10 +7,11 @@ import os
 import sqlite3
 import time
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 from weft.batch.folder import StorageFullError
-from weft.batch.records import BATCH_COLUMNS, UNFINISHED
+from weft.batch.records import BATCH_COLUMNS, UNFINISHED, BatchRecord
 from weft.core.errors import ConfigError, WeftError
 
 VERSION = 1
@@ -39,6 +40,17 @@ _TABLES = (
     )""",
     "CREATE INDEX batches_by_owner ON batches (owner, place)",
     f"CREATE INDEX batches_unfinished ON batches (status) WHERE status IN {OPEN}",
+)
+_LATER = (  # tables that not every data base of this version has
+    """CREATE TABLE IF NOT EXISTS paces (
+        place INTEGER PRIMARY KEY AUTOINCREMENT,
+        served TEXT NOT NULL,
+        seconds REAL NOT NULL,
+        lines REAL NOT NULL,
+        input_tokens REAL NOT NULL,
+        output_tokens REAL NOT NULL
+    )""",
+    "CREATE INDEX IF NOT EXISTS paces_by_model ON paces (served, place)",
 )
 
 
@@ -77,7 +89,18 @@ def _prepare(base: sqlite3.Connection) -> None:
             raise sqlite3.DatabaseError("it is the file of something else, or of another weft")
         for statement in _TABLES if version == 0 else ():
             base.execute(statement)
+        for statement in (*_missing_columns(base), *_LATER):
+            base.execute(statement)
         base.execute(f"PRAGMA user_version = {VERSION}")
+
+
+def _missing_columns(base: sqlite3.Connection) -> Iterator[str]:
+    """Statements that give old batches what they do not have, as new ones have it at first."""
+    there = {row[1] for row in base.execute("PRAGMA table_info(batches)")}
+    for column in fields(BatchRecord):
+        if column.name not in there:
+            [default] = base.execute("SELECT quote(?)", (column.default,)).fetchone()
+            yield f"ALTER TABLE batches ADD COLUMN {column.name} DEFAULT {default}"
 
 
 @contextlib.contextmanager

@@ -26,6 +26,8 @@ from typing import Any
 from weft.api import Builder, ModelCard
 from weft.api.card import ApiLimits
 from weft.batch.engine import EngineAsker
+from weft.batch.forecast import predict_end
+from weft.batch.pace import PaceMeter, TokenPace
 from weft.batch.pool import Pool
 from weft.batch.records import BatchRecord
 from weft.batch.session import Desk, ElsewhereError, Session, over_because
@@ -93,6 +95,7 @@ async def _work(arguments: argparse.Namespace, settings: Mapping[str, Any]) -> N
             ),
             max_lines=settings["max_batch_lines"],
             salted=settings["key_salt"],
+            promotion=settings["batch_promotion"],
         )
         await BatchWork(desk, builder.card.identity, arguments.signs).run()
     finally:
@@ -149,6 +152,8 @@ class BatchWork:
         self._sessions: dict[str, Session] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._not_before: dict[str, float] = {}  # by batch, on the monotonic clock
+        self._meter = PaceMeter(desk.pool)
+        self._pace: TokenPace | None = None
         self._stale = True
         self._refreshed = self._shown = 0.0
         self._busy = time.monotonic()
@@ -157,6 +162,7 @@ class BatchWork:
     async def run(self) -> None:
         """Work until SIGTERM, or until there has been nothing to do for a while."""
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._ending.set)
+        self._pace = await self._desk.call(lambda store: store.paces.pace(self._identity))
         try:
             while not self._ending.is_set() and time.monotonic() - self._busy < IDLE_S:
                 self._sign()
@@ -239,9 +245,21 @@ class BatchWork:
                     logger.error("Batch %s: %s", batch_id, error, exc_info=error)
             self._records = [record for record in self._records if record.id != batch_id]
 
+    def _predict(self, record: BatchRecord) -> float | None:
+        if self._pace is None:
+            return None
+        return predict_end(self._pace, record, self._records, time.time())
+
     async def _show(self) -> None:
-        """Let everybody see how far batches have come."""
-        found = [(batch_id, session.progress()) for batch_id, session in self._sessions.items()]
+        """Let everybody see how far batches have come, and note how fast that was."""
+        row = self._meter.look(time.monotonic())
+        if row is not None:
+            await self._desk.call(lambda store: store.paces.add(self._identity, row))
+            self._pace = await self._desk.call(lambda store: store.paces.pace(self._identity))
+        found = [
+            (batch_id, session.progress(self._predict))
+            for batch_id, session in self._sessions.items()
+        ]
         changed = [(batch_id, columns) for batch_id, columns in found if columns]
         if changed:
             await self._desk.call(lambda store: store.show_progress(changed))

@@ -22,6 +22,7 @@ import orjson
 from weft.batch import points
 from weft.batch.database import BASE, OPEN, open_base
 from weft.batch.folder import FileFolder, StorageFullError, Upload
+from weft.batch.pace import PaceTable
 from weft.batch.records import (
     BATCH_COLUMNS,
     FILE_COLUMNS,
@@ -103,6 +104,9 @@ class BatchStore:
         folder: made if need be.
         clock: the time of day.
 
+    Attributes:
+        paces: how fast batches were answered lately.
+
     Raises:
         ConfigError: the folder cannot be used, or its data base is of something else.
     """
@@ -115,6 +119,7 @@ class BatchStore:
         self._bell = folder / BELL
         self._clock = clock
         self._base = open_base(folder / BASE)
+        self.paces = PaceTable(self._base, self._writing)
         self._seen = -1
         self.sweep()
 
@@ -241,9 +246,14 @@ class BatchStore:
         model: str,
         served: str,
         metadata: object = None,
-        output_expires_s: int | None = None,
+        judge: Callable[[BatchRecord], BatchRecord] = lambda record: record,
+        **columns: Any,
     ) -> BatchRecord:
         """Queue a batch.
+
+        Args:
+            judge: gives the record its last form while no other batch can come; may refuse it.
+            columns: further ones of its row.
 
         Raises:
             FileNotThereError: there is no such file.
@@ -262,7 +272,7 @@ class BatchStore:
             created_at=now,
             expires_at=now + window_s,
             metadata=orjson.dumps(metadata),
-            output_expires_s=output_expires_s,
+            **columns,
         )
         with self._writing():
             try:
@@ -275,6 +285,7 @@ class BatchStore:
                     "'batch'.",
                     param="input_file_id",
                 )
+            record = judge(record)
             places = ", ".join("?" * len(BATCH_COLUMNS))
             self._base.execute(f"INSERT INTO batches ({_BATCH}) VALUES ({places})", astuple(record))
         points.reached("batch created")
@@ -334,14 +345,26 @@ class BatchStore:
             raise BatchNotFoundError(f"There is no batch with the id '{batch_id}'.")
         return BatchRecord(*row)
 
-    def update(self, batch_id: str, *, before: Collection[Status] = (), **columns: Any) -> bool:
-        """Set columns of a batch; False if its status is none of ``before`` any more."""
+    def update(
+        self,
+        batch_id: str,
+        *,
+        before: Collection[Status] = (),
+        check: Callable[[], None] = lambda: None,
+        **columns: Any,
+    ) -> bool:
+        """Set columns of a batch; False if its status is none of ``before`` any more.
+
+        Args:
+            check: may refuse that by what it raises, while no other batch can change.
+        """
         names = ", ".join(f"{name} = ?" for name in columns)
         where, values = "id = ?", [*columns.values(), batch_id]
         if before:
             where += f" AND status IN ({', '.join('?' * len(before))})"
             values += before
         with self._writing():
+            check()
             done = self._base.execute(f"UPDATE batches SET {names} WHERE {where}", values)
         return done.rowcount > 0
 

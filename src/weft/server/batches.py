@@ -12,15 +12,21 @@ from starlette.routing import Route
 
 from weft.api import decode_body
 from weft.api.endpoints import BATCH_ENDPOINTS
+from weft.batch.intake import Forecaster
+from weft.batch.promotion import PROMOTIONS
+from weft.batch.records import BatchRecord
+from weft.batch.store import BatchStore
 from weft.core.errors import ParameterError, suggest
 from weft.server.body import read_body
 from weft.server.data import DataFolder
 from weft.server.errors import json_response
-from weft.server.exchange import current_owner
+from weft.server.exchange import current_key, current_owner
 from weft.server.files import page_limit
+from weft.server.keyfile import Key
 from weft.server.service import Service
 
 PATH = "/v1/batches"
+END_HEADER = "x-weft-predicted-end"  # Unix time, as in the batch object
 MOST_BATCHES, DEFAULT_BATCHES = 100, 20  # of a page
 SHORTEST_S, LONGEST_S = 600, 7 * 86400
 _WINDOW = re.compile(r"([1-9]\d{0,5})([smhd])")
@@ -77,22 +83,35 @@ class _BatchHandlers:
         )
         _check_endpoint(body.endpoint)
         window_s = read_window(body.completion_window)
-        expiry, card = body.output_expires_after, self._service.builder.card
-        owner = current_owner()
-        record = await self._data.run(
-            lambda store: store.create_batch(
-                owner,
-                body.endpoint,
-                body.input_file_id,
-                window=body.completion_window,
-                window_s=window_s,
-                model=card.served_names[0],
-                served=card.identity,
-                metadata=body.metadata,
-                output_expires_s=None if expiry is None else expiry.seconds,
-            )
+        owner, key = current_owner(), current_key()
+        record = await self._data.run(lambda store: self._queue(store, owner, key, body, window_s))
+        headers = {}
+        if record.predicted_at is not None:
+            headers[END_HEADER] = str(record.predicted_at)
+        return json_response(record.to_object(), headers=headers)
+
+    def _queue(
+        self, store: BatchStore, owner: bytes, key: Key | None, body: BatchBody, window_s: int
+    ) -> BatchRecord:
+        """Queue a batch, unless it would not end in time; on the thread of the store."""
+        card, options = self._service.builder.card, self._service.options
+        expiry = body.output_expires_after
+        forecaster = Forecaster(store, owner, body.input_file_id, options.strict_windows)
+        return store.create_batch(
+            owner,
+            body.endpoint,
+            body.input_file_id,
+            window=body.completion_window,
+            window_s=window_s,
+            model=card.served_names[0],
+            served=card.identity,
+            metadata=body.metadata,
+            judge=forecaster.judge,
+            output_expires_s=None if expiry is None else expiry.seconds,
+            account=b"" if key is None else key.account,
+            queued_limit=None if key is None else key.quota.max_queued_batch_tokens,
+            promotable=" ".join(c for c in PROMOTIONS if key is None or key.may_use(c)),
         )
-        return json_response(record.to_object())
 
     async def list(self, request: Request) -> Response:
         query, owner = request.query_params, current_owner()
