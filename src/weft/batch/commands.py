@@ -18,6 +18,7 @@ from weft.core.errors import ConfigError, ParameterError, WeftError
 DEFAULT_URL = "http://127.0.0.1:8000"
 FIRST_BYTES = 64 * 2**20  # in which the first line is looked for
 SHOWN_ERRORS = 10
+LONG_UPLOAD_BYTES = 16 * 2**20
 COLUMNS: tuple[str, ...] = ("ID", "STATUS", "LINES", "ERRORS", "WINDOW", "CREATED", "ENDS")
 
 
@@ -65,6 +66,7 @@ class _Commands:
     def _submit(self) -> int:
         path = Path(self._options["file"])
         endpoint = self._options["endpoint"] or guess_endpoint(path)
+        self._announce(path)
         file_id = self._client.upload(path)
         try:
             batch = self._client.create(file_id, endpoint, self._options["window"])
@@ -85,6 +87,13 @@ class _Commands:
         print(batch_id)
         _say(f"follow it with: weft batches follow {batch_id}{self._to}")
         return 0
+
+    def _announce(self, path: Path) -> None:
+        """Say that an upload will take a while."""
+        with contextlib.suppress(OSError):  # which the upload tells
+            size = path.stat().st_size
+            if size >= LONG_UPLOAD_BYTES:
+                _say(f"uploading {size / 1e6:.0f} MB.")
 
     def _follow(self) -> int:
         return self._watch(self._options["id"])

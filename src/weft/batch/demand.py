@@ -17,7 +17,7 @@ from weft.batch.ports import BatchLine
 BYTES_PER_TOKEN = 4  # of English text, as OpenAI's help pages say
 COMPLETION_TOKENS = 16  # that a completion has by default
 UNLIMITED_TOKENS = 1024  # that an output counts as if its line has no limit
-SAMPLED_BYTES = 2 * 2**20  # of a longer file, from all over it
+SAMPLED_BYTES = 2**18  # of a longer file, from all over it
 PIECES = 64  # that the sample consists of
 LONGEST_READ = 4 * 2**20  # of a longer line only so much is read
 
@@ -93,14 +93,23 @@ def demand_of(line: BatchLine) -> Demand:
         body = BODIES.decode(line.body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return Demand(1, len(bytes(line.body)) // BYTES_PER_TOKEN)
-    try:
-        read = len(TOKEN_IDS.decode(body.prompt))
-    except msgspec.DecodeError:
+    read = _ids(bytes(body.prompt))
+    if read is None:
         read = -(-len(body.text) // BYTES_PER_TOKEN)
     if line.url.endswith("/embeddings"):
         return Demand(1, read)
     longest = body.longest(line.url)
     return Demand(1, read, (UNLIMITED_TOKENS if longest is None else longest) * body.choices)
+
+
+def _ids(prompt: bytes) -> int | None:
+    """How many token ids a prompt is; None if it is text."""
+    if prompt[:1] != b"[":
+        return None
+    try:
+        return len(TOKEN_IDS.decode(prompt))
+    except msgspec.DecodeError:
+        return None
 
 
 def sample_demand(path: Path) -> Demand:

@@ -154,6 +154,7 @@ class BatchWork:
         self._not_before: dict[str, float] = {}  # by batch, on the monotonic clock
         self._meter = PaceMeter(desk.pool)
         self._pace: TokenPace | None = None
+        self._pace_read = False
         self._stale = True
         self._refreshed = self._shown = 0.0
         self._busy = time.monotonic()
@@ -162,7 +163,6 @@ class BatchWork:
     async def run(self) -> None:
         """Work until SIGTERM, or until there has been nothing to do for a while."""
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._ending.set)
-        self._pace = await self._desk.call(lambda store: store.paces.pace(self._identity))
         try:
             while not self._ending.is_set() and time.monotonic() - self._busy < IDLE_S:
                 self._sign()
@@ -255,7 +255,9 @@ class BatchWork:
         row = self._meter.look(time.monotonic())
         if row is not None:
             await self._desk.call(lambda store: store.paces.add(self._identity, row))
+        if row is not None or not self._pace_read:
             self._pace = await self._desk.call(lambda store: store.paces.pace(self._identity))
+            self._pace_read = True
         found = [
             (batch_id, session.progress(self._predict))
             for batch_id, session in self._sessions.items()

@@ -307,6 +307,7 @@ class Session:
                 logger.warning("Batch %s waits: %s", self.record.id, error.message)
                 await self._until_over(asyncio.sleep(RETRY_S))
             finally:
+                self._share = None
                 self._desk.pool.leave(share)
 
     async def _until_over(self, work: Awaitable[None]) -> None:
