@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from answering import Answering, read, request
 
-from weft.batch import forecast, process, session
+from weft.batch import forecast, pace, process, session
 from weft.batch.demand import Demand
 from weft.batch.intake import Forecaster
 from weft.batch.journal import Journal, ResultsError
@@ -363,3 +363,27 @@ def test_a_batch_that_waits_for_its_turn_is_not_promoted(started, monkeypatch):
 
     working.run(meanwhile)
     assert working.status(first) == "completed"
+
+
+class Slow(Answering):
+    """Takes its time for each line."""
+
+    async def ask(self, number: int, line: Any) -> Any:
+        await asyncio.sleep(0.05)
+        return await super().ask(number, line)
+
+
+def test_what_was_measured_predicts_the_next_batch(started, monkeypatch):
+    monkeypatch.setattr(process, "PROGRESS_S", 0.02)
+    for name in ("SHORTEST_S", "OBSERVED_S", "ROW_S"):
+        monkeypatch.setattr(pace, name, 0.05)
+    working = started(Slow(), at_once=4)
+    first = working.create([request(f"{i}") for i in range(50)])
+    assert working.weft(first)["predicted_from"] is None
+    working.run_to_end(first)
+    measured = working.other.paces.pace("here")
+    seconds = measured.seconds(working.other.reload(first.id).demand)
+    assert seconds >= 50 / 4 * 0.05, "no more than four lines were open"
+    second = working.other.reload(working.create([request("a")] * 3).id)
+    assert second.predicted_from == "rates"
+    assert second.predicted_at - second.created_at <= seconds

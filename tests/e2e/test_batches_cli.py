@@ -166,8 +166,8 @@ def test_a_terminal_gets_a_bar(server, tmp_path):
 
 
 def test_wrong_keys_and_ids_are_told_apart(server):
-    refused(batches(server, "list", key="wrong"), "refuses this --api-key", "Incorrect", code=1)
-    refused(batches(server, "list", key=""), "a request without a key", "Give --api-key", code=1)
+    refused(batches(server, "list", key="wrong"), "does not take the key", "Incorrect", code=1)
+    refused(batches(server, "list", key=""), "wants a key", "--api-key KEY", code=1)
     refused(batches(server, "follow", "batch_none"), "no batch with the id 'batch_none'", code=1)
     refused(batches(server, "cancel", "batch_none"), "'weft batches list'", code=1)
     refused(batches(server, "fetch", "../files"), "is not the id of a batch", code=2)

@@ -154,9 +154,11 @@ class BatchClient:
         """What an answer that is none says, and what to do about it."""
         message, code = _said(answer)
         if answer.status_code == httpx.codes.UNAUTHORIZED:
-            hint = "this --api-key or OPENAI_API_KEY" if self._keyed else "a request without a key"
-            message = message if self._keyed else f"{message} Give --api-key or OPENAI_API_KEY."
-            return RefusedError(f"{self.url} refuses {hint}: {message}", code)
+            if not self._keyed:
+                message = f"{self.url} wants a key: give --api-key KEY, or set OPENAI_API_KEY."
+                return RefusedError(message, code)
+            message = f"{self.url} does not take the key of --api-key or OPENAI_API_KEY: {message}"
+            return RefusedError(message, code)
         if answer.status_code == httpx.codes.NOT_FOUND and code == "batch_not_found":
             return RefusedError(f"{message} 'weft batches list' shows those of your key.", code)
         if answer.status_code in (404, 405) and code not in ("file_not_found", "batch_not_found"):

@@ -217,7 +217,7 @@ def _outcome(batch: Mapping[str, Any]) -> str:
     status, counts = batch["status"], batch.get("request_counts") or {}
     if status == "failed":
         found = (batch.get("errors") or {}).get("data") or []
-        text = ["The batch has failed: its input was refused, and no line was asked."]
+        text = ["The batch has failed before any of its lines was asked:"]
         text += [_error(error) for error in found[:SHOWN_ERRORS]]
         if len(found) > SHOWN_ERRORS:
             text.append(f"  and {len(found) - SHOWN_ERRORS} more")
