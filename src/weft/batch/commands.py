@@ -25,8 +25,8 @@ COLUMNS: tuple[str, ...] = ("ID", "STATUS", "LINES", "ERRORS", "WINDOW", "CREATE
 def run_batches(kind: str, options: Mapping[str, Any]) -> int:
     """Run one of the commands; return the exit code.
 
-    0: done. 3: lines of the batch that it has followed or fetched have no answer. 1: the batch has
-    not come to its end.
+    0: done. 3: some lines of the batch that was followed or fetched have no answer. 1: the batch
+    has failed, or the one that was followed has expired or was cancelled.
 
     Raises:
         ConfigError: an argument or a file is wrong.

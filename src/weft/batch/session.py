@@ -168,7 +168,7 @@ class Session:
         self._predicted_at = int(time.time() + (left_s or 0)) if known else None
         self._predicted_from = source if known else None
         late = left_s is not None and time.time() + left_s > self._due
-        # Rates are those of the first class: how fast another one is has to be seen.
+        # Rates of others may lead to the first step; how fast that is has to be seen.
         telling = source == "progress" or self.service_class == BATCH_CLASS
         if late and telling and self._asked:
             self._promote(done)
