@@ -23,8 +23,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +37,12 @@ import yaml
 import report
 from serve import start_server
 from weft.core.errors import ParameterError
-from weft.workload.arrivals import parse_rates
+from weft.workload.arrivals import gamma_times, parse_rates
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 64, 32
 BE_PROMPT_TOKENS, BE_OUTPUT_TOKENS = 256, 128
+FLEX = {"service_tier": "flex"}
+FILLED_S = 3.0  # until a crowd fills the server
 COUNTED = ("generation_tokens", "prefix_cache_queries", "slo_requests_demoted")
 SETTINGS = {"kv_memory": "256MiB", "max_num_seqs": 64, "prefix_caching": False}
 
@@ -88,22 +92,31 @@ async def ask(port: int, asked: bytes) -> Timing:
     return Timing(first - started, (last - first) / (OUTPUT_TOKENS - 1))
 
 
-async def interactive(port: int, rate: float, seconds: float, seed: int) -> list[Timing]:
-    """Poisson arrivals for so many seconds, and what became of all of them."""
-    draw = random.Random(f"interactive {seed}")
-    started, due, tasks = time.perf_counter(), 0.0, []
-    while (due := due + draw.expovariate(rate)) < seconds:
-        asked = body(PROMPT_TOKENS, OUTPUT_TOKENS, draw, stream=True)
+async def interactive(
+    port: int, rate: float, seconds: float, seed: int, burstiness: float = 1.0, **more: Any
+) -> list[Timing]:
+    """Arrivals for so many seconds, and what became of all of them.
+
+    Args:
+        burstiness: as of ``gamma_times``; 1 is a Poisson process.
+        more: fields of each body.
+    """
+    draw, tasks = random.Random(f"interactive {seed}"), []
+    started = time.perf_counter()
+    for due in islice(gamma_times(rate, burstiness, seed), 1, None):
+        if due >= seconds:
+            break
+        asked = body(PROMPT_TOKENS, OUTPUT_TOKENS, draw, stream=True, **more)
         await asyncio.sleep(max(0.0, started + due - time.perf_counter()))
         tasks.append(asyncio.create_task(ask(port, asked)))
     return await asyncio.gather(*tasks)
 
 
-async def best_effort(port: int, number: int) -> None:
+async def best_effort(port: int, number: int, more: Mapping[str, Any] = FLEX) -> None:
     """A client that always has one request open; ends by being cancelled."""
     draw = random.Random(f"best effort {number}")
     while True:
-        asked = body(BE_PROMPT_TOKENS, BE_OUTPUT_TOKENS, draw, service_tier="flex")
+        asked = body(BE_PROMPT_TOKENS, BE_OUTPUT_TOKENS, draw, **more)
         await ask(port, asked)
 
 
@@ -113,24 +126,47 @@ def counted(port: int, name: str) -> float:
     return float(found[1]) if found else 0.0
 
 
-async def both(port: int, clients: int, rate: float, seconds: float, seed: int) -> dict[str, Any]:
-    """Load with both kinds: the times of interactive requests, and best-effort tokens a second.
-
-    Tokens of prompts and of answers are counted by the engine, as they are computed.
-    """
-    crowd = [asyncio.create_task(best_effort(port, 1000 * seed + n)) for n in range(clients)]
-    await asyncio.sleep(3.0 if clients else 0.5)  # until the crowd fills the server
-    before = [counted(port, name) for name in COUNTED]
-    started = time.perf_counter()
-    timings = await interactive(port, rate, seconds, seed)
-    await asyncio.sleep(max(0.0, seconds - (time.perf_counter() - started)))
-    took = time.perf_counter() - started
-    output, prompt, demoted = (
-        counted(port, name) - past for name, past in zip(COUNTED, before, strict=True)
-    )
+@asynccontextmanager
+async def clients(
+    port: int, count: int, seed: int, more: Mapping[str, Any] = FLEX
+) -> AsyncIterator[None]:
+    """Best-effort clients while the block runs; ``more`` are fields of their bodies."""
+    crowd = [
+        asyncio.create_task(best_effort(port, 1000 * seed + number, more))
+        for number in range(count)
+    ]
+    await asyncio.sleep(FILLED_S if count else 0.5)
+    yield
     for task in crowd:
         task.cancel()
     await asyncio.gather(*crowd, return_exceptions=True)
+
+
+async def both(
+    port: int,
+    crowd: AbstractAsyncContextManager[None],
+    rate: float,
+    seconds: float,
+    seed: int,
+    burstiness: float = 1.0,
+) -> dict[str, Any]:
+    """Load with both kinds: the times of interactive requests, and best-effort tokens a second.
+
+    Tokens of prompts and of answers are counted by the server, as they are computed.
+
+    Args:
+        crowd: best effort while its block runs.
+        rate: of interactive requests a second; 0 for none.
+    """
+    async with crowd:
+        before = [counted(port, name) for name in COUNTED]
+        started = time.perf_counter()
+        timings = await interactive(port, rate, seconds, seed, burstiness) if rate else []
+        await asyncio.sleep(max(0.0, seconds - (time.perf_counter() - started)))
+        took = time.perf_counter() - started
+        output, prompt, demoted = (
+            counted(port, name) - past for name, past in zip(COUNTED, before, strict=True)
+        )
     while running(port):
         await asyncio.sleep(0.1)
     answered = sum(timing.ttft_s < float("inf") for timing in timings)
@@ -267,8 +303,9 @@ def measure(
         for turn in range(options.rounds):
             names = list(loads)
             for name in names[turn % 3 :] + names[: turn % 3]:
-                port, clients = loads[name]
-                runs[name].append(asyncio.run(both(port, clients, rate, options.seconds, turn)))
+                port, count = loads[name]
+                crowd = clients(port, count, turn)
+                runs[name].append(asyncio.run(both(port, crowd, rate, options.seconds, turn)))
         found = {name: summary(name, runs[name], targets) for name in loads}
         for name, row in found.items():
             base = be_work(found["fcfs"])

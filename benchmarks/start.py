@@ -26,6 +26,7 @@ import httpx
 import psutil
 
 import report
+from weft.engine.links import EngineLinks
 from weft.engine.remote import EngineProcess
 from weft.ring.segment import create_ring
 
@@ -52,7 +53,7 @@ def engine_ready_s(model: str) -> float:
     """Seconds from the start of an engine process until it serves its ring."""
     ring = create_ring()
     began = time.perf_counter()
-    engine = EngineProcess.start({"model": model}, [ring])
+    engine = EngineProcess.start({"model": model}, EngineLinks([ring]))
     engine.wait_until_ready()
     seconds = time.perf_counter() - began
     engine.stop()

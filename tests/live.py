@@ -32,7 +32,7 @@ import sys
 if "weft.engine.process" in sys.orig_argv:
 {code}
 """
-IN_BATCHES = IN_ENGINES.replace("weft.engine.process", "weft.batch.process")
+IN_BATCHES = IN_ENGINES.replace("weft.engine.process", "weft.server.batch_process")
 MODELLED = f"""
 sys.path.append({str(Path(__file__).parent)!r})
 import modelled_build
@@ -64,8 +64,8 @@ class Server:
         values = self.metrics("weft:num_requests", "weft:kv_cache_usage")
         return len(values) >= 3 and not any(values)
 
-    def client(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
+    def client(self, key: str = "none") -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
 
 
 def run(

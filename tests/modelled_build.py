@@ -13,11 +13,12 @@ from typing import Any
 
 from weft.core.config import EngineConfig
 from weft.core.served import ServedModel
-from weft.kv.cache import GroupSpec, KVCache
+from weft.kv.cache import GroupSpec
 from weft.models.generation import read_generation_defaults
 from weft.models.hub import resolve_model
 from weft.models.spec_reader import read_spec
-from weft.sched.registry import fcfs
+from weft.sched.registry import make_scheduler
+from weft.sched.resources import Resources
 from weft.sched.scheduler import Limits
 from weft.sim.executor import ModelledExecutor, ModelledTicket
 
@@ -41,6 +42,7 @@ def build_engine(config: EngineConfig, returning_bytes: int = 0) -> Any:  # noqa
     limits = Limits(config.max_num_seqs, config.max_num_batched_tokens, longest)
     groups = (GroupSpec("full", BLOCK_SIZE, BLOCKS),)
     ends = read_generation_defaults(folder).eos_token_ids or spec.eos_token_ids
+    resources = Resources(groups, limits, config.service_classes())
     return SimpleNamespace(
         model=SimpleNamespace(spec=spec, folder=folder, eos_token_ids=ends),
         resolved=SimpleNamespace(
@@ -49,7 +51,8 @@ def build_engine(config: EngineConfig, returning_bytes: int = 0) -> Any:  # noqa
             max_num_batched_tokens=limits.max_num_batched_tokens,
             block_size=BLOCK_SIZE,
         ),
-        scheduler=fcfs(KVCache(groups), limits, config.service_classes()),
+        resources=resources,
+        scheduler=make_scheduler("fcfs", resources),
         executor=SlowExecutor(groups, spec.vocab_size),
         grammars=SimpleNamespace(compile=_compile),
         started_ns=time.monotonic_ns(),

@@ -57,7 +57,7 @@ PARTS = (
     tests("kernels", "every shape on every kind of GPU, compiled ahead", 150, "triton", "cuda"),
     tests("fuzz", "damaged checkpoints and requests", 400, "fuzz"),
     tests("referees", "answers that OpenAI's description does not allow", 20, "referees"),
-    Part("clients", "requests of real programs", ("tests/referees/clients/run.py",), 400, True),
+    Part("clients", "requests of real programs", ("tests/referees/clients/run.py",), 480, True),
 )
 
 

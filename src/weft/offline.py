@@ -399,11 +399,14 @@ class _Batch:
     async def _engine(self) -> AsyncIterator[_Answering]:
         """An own engine; one that dies is replaced, and its requests continue."""
         from weft.engine.keeper import EngineKeeper
+        from weft.engine.links import EngineLinks
         from weft.ring.client import RingClient
         from weft.ring.segment import ring_of
 
         ring = ring_of(self._config, self._options.concurrency or 0)
-        keeper = EngineKeeper(self._engine_settings, [ring], standby=False, watchdog_s=WATCHDOG_S)
+        keeper = EngineKeeper(
+            self._engine_settings, EngineLinks([ring]), standby=False, watchdog_s=WATCHDOG_S
+        )
         client = RingClient(ring)
         keeping: asyncio.Task[None] | None = None
         try:

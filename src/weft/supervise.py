@@ -105,7 +105,9 @@ async def _supervise(
     listener: socket.socket,
 ) -> int:
     from weft.engine.keeper import EngineKeeper
+    from weft.engine.links import EngineLinks
     from weft.ring.segment import ring_of
+    from weft.ring.target_board import create_target_board
     from weft.server.batch_keeper import BatchKeeper
     from weft.server.counts import create_board
     from weft.server.keeper import Boards, FrontendKeeper
@@ -114,15 +116,16 @@ async def _supervise(
     signals = _signals()
     planes = options.frontends or 1
     rings = [ring_of(config) for _ in range(planes + 1)]  # the last one is for batches
-    engines = EngineKeeper(settings, rings, standby=options.standby, watchdog_s=options.watchdog_s)
+    boards = Boards(create_board(planes + 1), create_quota_board(planes), create_target_board())
+    links = EngineLinks(rings, boards.targets)
+    engines = EngineKeeper(settings, links, standby=options.standby, watchdog_s=options.watchdog_s)
     card: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     given = _frontend_settings(config, options)
-    boards = Boards(create_board(planes), create_quota_board(planes))
     frontends = [
         FrontendKeeper(number, given, ring, listener, boards, card, options.watchdog_s)
         for number, ring in enumerate(rings[:planes])
     ]
-    batches = BatchKeeper(options, given, rings[-1], card)
+    batches = BatchKeeper(options, given, rings[-1], card, boards.counts, planes)
     engine = asyncio.create_task(_keep_engine(engines, card))
     serving = [asyncio.create_task(frontend.run()) for frontend in frontends]
     answering = asyncio.create_task(batches.run())

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import random
-import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +14,17 @@ import pytest
 from answering import request
 from test_batch_pool import Lines
 
+from weft.batch import database
 from weft.batch import pace as paces
 from weft.batch.database import BASE, open_base
 from weft.batch.demand import UNLIMITED_TOKENS, Demand, demand_of, sample_demand
 from weft.batch.forecast import predict_end
-from weft.batch.intake import Forecaster, QueuedTokensError, WindowError, begin_batch
+from weft.batch.intake import Forecaster, QueuedTokensError, WindowError, begin_batch, file_demand
 from weft.batch.lines import parse_line
 from weft.batch.pace import Observed, PaceMeter, TokenPace, fit_pace
 from weft.batch.pool import Pool
 from weft.batch.promotion import next_class
-from weft.batch.records import BatchRecord
+from weft.batch.records import BATCH_COLUMNS, BatchRecord
 from weft.batch.store import BatchStore, StoreLimits
 
 HOUR_S = 3600
@@ -227,7 +227,7 @@ def create(
 ) -> BatchRecord:
     file_id = upload(store, count, owner)
     chosen = {"window": "1h", "window_s": HOUR_S, "model": "m", "served": "here", **given}
-    judge = Forecaster(store, owner, file_id, strict).judge
+    judge = Forecaster(store, file_demand(store, owner, file_id), strict).judge
     return store.create_batch(owner, "/v1/completions", file_id, judge=judge, **chosen)
 
 
@@ -303,18 +303,47 @@ def test_queued_tokens_of_an_account_have_their_limit(opened):
 
 def test_a_data_base_from_before_gets_what_is_missing(tmp_path):
     path = tmp_path / BASE
+    later = [column for column in BATCH_COLUMNS if column in dict(database._FORECAST)]
     with closing(open_base(path)) as base:
-        later = ("predicted_from", "promotions", "account", "queued_limit", "demand_lines")
         base.execute("DROP TABLE paces")
         for name in later:
             base.execute(f"ALTER TABLE batches DROP COLUMN {name}")
         base.execute("INSERT INTO batches (id, owner, status) VALUES ('batch_1', x'00', 'expired')")
+        base.execute(f"PRAGMA user_version = {database.VERSION - 1}")
     with closing(open_base(path)) as base:
         found = base.execute(f"SELECT {', '.join(later)} FROM batches").fetchone()
-        assert found == (None, b"[]", b"", None, 0)
-        base.execute("SELECT * FROM paces")
-    with closing(sqlite3.connect(path)) as base:
-        assert base.execute("PRAGMA user_version").fetchone() == (1,)
+        defaults = {column.name: column.default for column in fields(BatchRecord)}
+        assert found == tuple(defaults[name] for name in later)
+        assert base.execute("SELECT * FROM paces").fetchall() == []
+        assert base.execute("PRAGMA user_version").fetchone() == (database.VERSION,)
+
+
+def test_message_batches_are_counted_and_refused_when_they_come(opened):
+    store = opened()
+    limited = {"account": b"a", "queued_limit": 1000}
+
+    def create_messages(count: int) -> BatchRecord:
+        body = {"max_tokens": 50, "messages": [{"role": "user", "content": "x" * 165}]}
+        writing = store.begin_upload(b"k")
+        lines = [json.dumps(request(str(i), url="/v1/messages", body=body)) for i in range(count)]
+        writing.write("".join(f"{line}\n" for line in lines).encode())
+        writing.keep()
+        demand = sample_demand(store.files_folder.path(writing.id))
+        assert demand == Demand(count, 50 * count, 50 * count)
+        judge = Forecaster(store, demand, False).judge
+        given = {"window": "24h", "window_s": 86400, "keep_s": 60, "model": "m", "served": "here"}
+        return store.create_message_batch(
+            writing, b"k", lines=count, judge=judge, **given, **limited
+        )
+
+    first = create_messages(6)
+    with pytest.raises(QueuedTokensError, match="600 are queued"):
+        create_messages(5)
+    other = create(store, 5, **limited)
+    with pytest.raises(QueuedTokensError):
+        begin_batch(store, other, 5, Demand(5, 250, 250))
+    assert begin_batch(store, first, 6, first.demand)
+    assert store.reload(first.id).queued_tokens == 600
 
 
 def test_classes_of_late_batches_come_step_by_step():

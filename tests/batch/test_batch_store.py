@@ -13,18 +13,19 @@ from typing import Any
 
 import pytest
 
-from weft.batch.database import any_unfinished, reachable
-from weft.batch.folder import FileTooLargeError, StorageFullError
-from weft.batch.records import BatchRecord, FileRecord
-from weft.batch.store import (
+from weft.batch import database
+from weft.batch.bell import bell_stamp
+from weft.batch.database import reachable, work_within
+from weft.batch.errors import (
     BatchNotFoundError,
+    BatchNotOverError,
     BatchOverError,
-    BatchStore,
     FileInUseError,
     FileNotThereError,
-    StoreLimits,
-    bell_stamp,
 )
+from weft.batch.folder import FileTooLargeError, StorageFullError
+from weft.batch.records import BatchRecord, FileRecord
+from weft.batch.store import BatchStore, StoreLimits
 from weft.core.errors import ConfigError, ParameterError
 
 ALICE, BOB = b"a" * 32, b"b" * 32
@@ -177,7 +178,7 @@ def test_a_file_in_use_stays(opened, clock):
 def test_a_batch_ends_once_with_its_files(opened, tmp_path):
     store = opened()
     batch = create(store, keep(store).id, metadata={"a": "b"}, output_expires_s=7200)
-    assert any_unfinished(tmp_path / "data", "s")
+    assert work_within(tmp_path / "data", "s") == 0
     with pytest.raises(BatchNotFoundError):
         store.batch(BOB, batch.id)
     store.files_folder.path(batch.output_name).write_bytes(b"{}\n")
@@ -197,7 +198,7 @@ def test_a_batch_ends_once_with_its_files(opened, tmp_path):
     assert batch.errors_name not in names(store)
     with pytest.raises(BatchOverError):
         store.cancel_batch(ALICE, batch.id)
-    assert not any_unfinished(tmp_path / "data", "s")
+    assert work_within(tmp_path / "data", "s") is None
 
 
 def test_cancelling_is_a_flag_that_others_see(opened, tmp_path):
@@ -214,6 +215,89 @@ def test_cancelling_is_a_flag_that_others_see(opened, tmp_path):
     assert other.unfinished()[0].status == "cancelling"
     other.finish(other.reload(batch.id), "cancelled")
     assert store.cancel_batch(ALICE, batch.id).status == "cancelled"
+
+
+def messages(store: BatchStore, owner: bytes = ALICE, **given: Any) -> BatchRecord:
+    upload = store.begin_upload(owner)
+    upload.write(b"x" * 10)
+    upload.keep()
+    chosen = {"window": "24h", "window_s": DAY_S, "keep_s": 3600, "model": "m", "served": "s"}
+    return store.create_message_batch(upload, owner, lines=1, **{**chosen, **given})
+
+
+def test_a_message_batch_brings_its_requests_and_takes_them_along(opened, clock):
+    store = opened()
+    batch = messages(store)
+    assert batch.total == 1
+    assert store.used_bytes(ALICE) == 10
+    assert not store.list_files(ALICE).records
+    with pytest.raises(FileNotThereError):
+        store.file(ALICE, batch.input_file_id)
+    with pytest.raises(FileNotThereError):
+        create(store, batch.input_file_id)
+    with pytest.raises(BatchNotOverError):
+        store.delete_batch(ALICE, batch.id)
+    store.sweep()
+    assert names(store) == {batch.input_file_id}
+    store.files_folder.path(batch.output_name).write_bytes(b"{}\n")
+    store.finish(store.reload(batch.id), "completed", completed=1)
+    assert (names(store), store.used_bytes(ALICE)) == ({batch.output_name}, 0)
+    assert not store.list_files(ALICE).records
+    with pytest.raises(BatchNotFoundError):
+        store.delete_batch(BOB, batch.id)
+    store.delete_batch(ALICE, batch.id)
+    assert not names(store)
+    other = messages(store)
+    store.files_folder.path(other.output_name).write_bytes(b"{}\n")
+    store.finish(store.reload(other.id), "completed", completed=1)
+    clock.now += 3600
+    store.sweep()
+    assert not names(store)
+    full = opened(StoreLimits(file_bytes=1000, key_bytes=9, reserve_bytes=0))
+    with pytest.raises(StorageFullError):
+        messages(full)
+
+
+def test_pages_of_message_batches_lead_both_ways(opened):
+    store = opened(StoreLimits(reserve_bytes=0))
+    ids = [messages(store).id for _ in range(6)]
+    plain = create(store, keep(store).id).id
+    messages(store, owner=BOB)
+
+    def page(**given: Any) -> tuple[list[str], bool]:
+        found = store.list_batches(ALICE, prefix="msgbatch_", **given)
+        return [r.id for r in found.records], found.has_more
+
+    assert page(limit=2) == (ids[:3:-1], True)
+    assert page(limit=9) == (ids[::-1], False)
+    assert page(limit=2, after=ids[4]) == ([ids[3], ids[2]], True)
+    assert page(limit=2, before=ids[1]) == ([ids[3], ids[2]], True)
+    assert page(limit=4, before=ids[1]) == (ids[:1:-1], False)
+    assert [r.id for r in store.list_batches(ALICE).records] == [plain]
+
+
+def test_a_data_base_of_the_first_version_is_brought_to_this_one(tmp_path):
+    old = sqlite3.connect(tmp_path / "weft.db")
+    for statement in database._STEPS[0]:
+        old.execute(statement)
+    old.execute("PRAGMA user_version = 1")
+    old.execute(
+        "INSERT INTO batches (id, owner, status, created_at, expires_at, endpoint, model, served, "
+        "input_file_id, window, metadata, errors, total) VALUES "
+        "('batch_1', x'61', 'validating', 1, 2, '/v1/completions', 'm', 's', 'f', '24h', 'null', "
+        "'null', 3)"
+    )
+    old.commit()
+    old.close()
+    store = BatchStore(tmp_path, LIMITS)
+    assert (store.batch(b"a", "batch_1").total, store.batch(b"a", "batch_1").given_up) == (3, 0)
+    store.close()
+    newer = sqlite3.connect(tmp_path / "weft.db")
+    assert newer.execute("PRAGMA user_version").fetchone()[0] == database.VERSION
+    newer.execute(f"PRAGMA user_version = {database.VERSION + 1}")
+    newer.close()
+    with pytest.raises(ConfigError):
+        BatchStore(tmp_path, LIMITS)
 
 
 KILLED = """
@@ -234,6 +318,14 @@ first = upload()
 points.reached = reached
 if sys.argv[2] == "file forgotten":
     store.delete_file(b"k", first.id)
+elif sys.argv[2] == "batch forgotten":
+    given = store.begin_upload(b"k")
+    given.keep()
+    batch = store.create_message_batch(
+        given, b"k", lines=1, window="1h", window_s=1, keep_s=60, model="m", served="s")
+    store.files_folder.path(batch.output_name).write_bytes(b"{}\\n")
+    store.finish(batch, "completed")
+    store.delete_batch(b"k", batch.id)
 elif sys.argv[2].startswith("batch"):
     batch = store.create_batch(
         b"k", "/v1/completions", first.id, window="1h", window_s=1, model="m", served="s")
@@ -253,6 +345,7 @@ else:
         ("file forgotten", 0, 0),
         ("batch created", 1, 1),
         ("batch finished", 2, 1),
+        ("batch forgotten", 1, 0),
     ],
 )
 def test_a_kill_at_any_commit_point_leaves_all_or_nothing(tmp_path, point, files, batches):

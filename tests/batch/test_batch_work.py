@@ -17,7 +17,7 @@ from answering import Answering, read, request
 
 from weft.batch import forecast, pace, process, session
 from weft.batch.demand import Demand
-from weft.batch.intake import Forecaster
+from weft.batch.intake import Forecaster, file_demand
 from weft.batch.journal import Journal, ResultsError
 from weft.batch.pace import Observed
 from weft.batch.pool import Pool
@@ -42,7 +42,7 @@ class Working:
         self.marks: list[Any] = []
         pool = Pool(at_once)
 
-        def make(mark: Any) -> Any:
+        def make(mark: Any, payer: str) -> Any:  # noqa: ARG001
             self.marks.append(mark)
             return answering
 
@@ -54,13 +54,23 @@ class Working:
         upload.keep()
         file = self.other.add_file(upload, owner, "batch", "in.jsonl", None)
         chosen = {"window": "24h", "window_s": 86400, "model": "m", "served": "here", **given}
-        judge = Forecaster(self.other, owner, file.id, strict=False).judge
+        judge = Forecaster(self.other, file_demand(self.other, owner, file.id), False).judge
         return self.other.create_batch(owner, "/v1/completions", file.id, judge=judge, **chosen)
 
     def weft(self, record: BatchRecord) -> dict[str, Any]:
         """What only weft says of a batch."""
         found: dict[str, Any] = self.other.reload(record.id).to_object()["weft"]
         return found
+
+    def create_messages(self, bodies: list[Any], **given: Any) -> BatchRecord:
+        upload = self.other.begin_upload(b"k")
+        for number, body in enumerate(bodies):
+            upload.write(json.dumps(request(f"{number}", url="/v1/messages", body=body)).encode())
+            upload.write(b"\n")
+        upload.keep()
+        chosen = {"window": "24h", "window_s": 86400, "keep_s": 60, "model": "m", "served": "here"}
+        chosen |= {"lines": len(bodies), **given}
+        return self.other.create_message_batch(upload, b"k", **chosen)
 
     def status(self, record: BatchRecord) -> str:
         return self.other.reload(record.id).status
@@ -179,6 +189,31 @@ def test_batches_of_other_models_wait_unless_they_are_over(started):
         "completed",
     ]
     assert working.results(late) == ([], ["batch_expired"] * 2)
+
+
+def test_a_message_batch_fails_by_the_request_and_keeps_no_input(started):
+    working = started()
+    record = working.create_messages([{}, {"stream": True}, {}])
+    path = working.other.files_folder.path(record.input_file_id)
+    assert path.exists()
+    working.run_to_end(record)
+    shown = working.other.reload(record.id)
+    assert (shown.status, shown.completed, shown.failed, shown.given_up) == ("completed", 2, 1, 0)
+    assert working.results(record) == (["0", "2"], ["unsupported_parameter"])
+    assert not path.exists()
+    assert working.other.used_bytes(b"k") == 0
+
+
+def test_every_request_of_a_message_batch_has_a_result_whenever_it_is_cancelled(started):
+    working = started()
+    early = working.create_messages([{}] * 5, served="elsewhere")
+    late = working.create_messages([{}] * 4, served="elsewhere", window_s=0)
+    working.other.cancel_batch(b"k", early.id)
+    working.run_to_end(early, late)
+    for record, code in ((early, "batch_cancelled"), (late, "batch_expired")):
+        shown = working.other.reload(record.id)
+        assert (shown.failed, shown.given_up) == (shown.total, shown.total)
+        assert working.results(record) == ([], [code] * shown.total)
 
 
 def test_a_batch_that_another_process_answers_is_left_alone_until_that_has_gone(started):

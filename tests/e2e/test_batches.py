@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import signal
 import sqlite3
 import time
@@ -12,69 +13,21 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import anthropic
+import httpx
 import openai
 import psutil
 import pytest
 
+from batching import ENDED, KILLER, OPTIONS, create, line, wait
 from depth import deep
 from live import Server, eventually, serving
 from weft.batch.points import POINTS
 
-# Ends a batch process at the commit point that a file names, when it comes there for the n-th time.
-KILLER = """
-import os, signal
-from weft.batch import points
-def reached(point, file={file!r}):
-    try:
-        with open(file) as wanted:
-            name, left = wanted.read().split("|")
-    except (OSError, ValueError):
-        return
-    if name == point:
-        left = int(left) - 1
-        with open(file, "w") as wanted:
-            wanted.write(f"{{name}}|{{left}}" if left else "")
-        if not left:
-            os.kill(os.getpid(), signal.SIGKILL)
-points.reached = reached
-"""
 # Points to which request planes come; tests/batch/test_batch_store.py ends a process there.
 IN_PLANES = {"upload written", "upload renamed", "upload committed", "batch created"}
-IN_PLANES |= {"file forgotten"}
-ENDED = ("completed", "failed", "expired", "cancelled")
-OPTIONS = ("--disk-reserve-bytes", "0", "--frontends", "1")
-
-
-def line(number: int, **body: Any) -> dict[str, Any]:
-    prompt = [300 + number % 3000, 7, 8, number % 11]
-    made = {"model": "builtin", "prompt": prompt, "max_tokens": 6 + number % 20, "seed": number}
-    made |= {"temperature": 1, "ignore_eos": True, **body}
-    return {"custom_id": f"r{number}", "method": "POST", "url": "/v1/completions", "body": made}
-
-
-def upload(client: openai.OpenAI, lines: list[Any]) -> str:
-    texts = [item if isinstance(item, str) else json.dumps(item) for item in lines]
-    data = "".join(f"{text}\n" for text in texts).encode()
-    return client.files.create(file=("in.jsonl", data), purpose="batch").id
-
-
-def create(client: openai.OpenAI, lines: list[Any], **given: Any) -> str:
-    chosen = {"endpoint": "/v1/completions", "completion_window": "24h", **given}
-    return client.batches.create(input_file_id=upload(client, lines), **chosen).id
-
-
-def wait(client: openai.OpenAI, batch_id: str, seconds: float = 120) -> Any:
-    """The batch once it has ended."""
-    end = time.monotonic() + seconds
-    while True:
-        try:
-            batch = client.batches.retrieve(batch_id)
-            if batch.status in ENDED:
-                return batch
-        except (openai.APIConnectionError, openai.InternalServerError):
-            pass  # a request plane was killed
-        assert time.monotonic() < end, batch
-        time.sleep(0.05)
+IN_PLANES |= {"file forgotten", "batch forgotten"}
+ELSEWHERE = IN_PLANES | {"webhook confirmed"}  # tests/e2e/test_webhooks.py ends a process there
 
 
 def results(client: openai.OpenAI, batch: Any) -> tuple[dict[str, str], dict[str, str]]:
@@ -158,6 +111,35 @@ def test_other_endpoints(client):
     asked = [{"custom_id": "c", "method": "POST", "url": "/v1/responses", "body": body}]
     batch = wait(client, create(client, asked, endpoint="/v1/responses"))
     assert (batch.request_counts.completed, batch.usage.output_tokens) == (1, 3)
+    message = {"custom_id": "c", "method": "POST", "url": "/v1/messages", "body": chat}
+    batch = wait(client, create(client, [message], endpoint="/v1/messages"))
+    assert (batch.request_counts.completed, batch.usage.output_tokens) == (1, 3)
+
+
+def test_message_batches_with_anthropics_client(server, client, killed_at):
+    """Also where the batch process is killed amid their lines."""
+    anthropics = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+    said = [{"role": "user", "content": "Hi"}]
+    params = {"model": "builtin", "messages": said, "max_tokens": 5}
+    asked = [{"custom_id": f"m{i}", "params": params} for i in range(30)]
+    asked.append({"custom_id": "wrong", "params": {**params, "max_tokens": -1}})
+    asked.append({"custom_id": "stream", "params": {**params, "stream": True}})
+    killed_at.write_text("line appended|9")
+    batch = anthropics.messages.batches.create(requests=asked)
+    eventually(
+        lambda: anthropics.messages.batches.retrieve(batch.id).processing_status == "ended", 120
+    )
+    assert killed_at.read_text() == "", "nobody was killed"
+    found = {line.custom_id: line.result for line in anthropics.messages.batches.results(batch.id)}
+    assert set(found) == {request["custom_id"] for request in asked}
+    assert {found.pop(name).error.error.type for name in ("wrong", "stream")} == {
+        "invalid_request_error"
+    }
+    assert {result.message.usage.output_tokens for result in found.values()} == {5}
+    counts = anthropics.messages.batches.retrieve(batch.id).request_counts
+    assert (counts.succeeded, counts.errored, counts.processing) == (30, 2, 0)
+    assert batch.id not in [b.id for b in client.batches.list()]
+    assert anthropics.messages.batches.delete(batch.id).type == "message_batch_deleted"
 
 
 @pytest.mark.parametrize(
@@ -230,7 +212,7 @@ def test_a_line_that_was_torn_by_a_kill_is_asked_again(client, server, folder, u
 
 @pytest.mark.parametrize(
     ("point", "nth"),
-    [(point, 1 + 16 * point.startswith("line ")) for point in POINTS if point not in IN_PLANES],
+    [(point, 1 + 16 * point.startswith("line ")) for point in POINTS if point not in ELSEWHERE],
 )
 def test_a_kill_at_a_commit_point(client, killed_at, folder, undisturbed, point, nth):
     over = point.removeprefix("lines ") if point.startswith("lines") else "completed"
@@ -326,3 +308,48 @@ def test_a_batch_that_would_miss_its_window_is_promoted_and_says_so(client, fold
     assert "would miss its window" in server.errors.read_text()
     client.batches.cancel(batch_id)
     assert wait(client, batch_id).status in ("cancelled", "expired")
+
+
+KEYS = """keys:
+  - {name: boss, key: key-boss}
+  - {name: nightly, key: key-nightly, classes: [batch], default_class: batch}
+  - {name: chats, key: key-chats, classes: [interactive]}
+"""
+
+
+def test_what_a_batch_uses_is_its_keys(tmp_path, undisturbed):
+    """A process that is killed takes along no more than it has counted in the last moment."""
+    (tmp_path / "keys").write_text(KEYS)
+    lines = [line(i) for i in range(60)]
+    usage = ("--usage-db", str(tmp_path / "usage.db"))
+    keys = ("--api-key-file", str(tmp_path / "keys"), "--admin-key", "boss", *usage)
+    data = ("--data-dir", str(tmp_path / "data"), *OPTIONS)
+    with serving(tmp_path, *data, *keys, modelled=True) as server:
+        with pytest.raises(openai.PermissionDeniedError, match=r"only 'interactive'") as refused:
+            create(server.client("key-chats"), lines)
+        assert refused.value.code == "service_class_not_allowed"
+        client = server.client("key-nightly")
+        boss = {"authorization": "Bearer key-boss"}
+
+        def row() -> tuple[int, int, int]:
+            found = httpx.get(f"{server.url}/v1/usage?key=nightly", headers=boss).json()["data"]
+            (row,) = found or [dict.fromkeys(("requests", "prompt_tokens", "completion_tokens"), 0)]
+            assert row.get("service_class", "batch") == "batch"
+            return row["requests"], row["prompt_tokens"], row["completion_tokens"]
+
+        batch = wait(client, create(client, lines))
+        assert results(client, batch) == (undisturbed, {})
+        used = len(lines), batch.usage.input_tokens, batch.usage.output_tokens
+        eventually(lambda: row() == used)
+        for process in batch_processes(server):
+            process.kill()
+        wait(client, create(client, lines))
+        eventually(lambda: row() == tuple(2 * number for number in used))
+        page = httpx.get(f"{server.url}/metrics", headers=boss).text
+        (total,) = re.findall(r"^weft:generation_tokens_total\{.*\} (\d+)", page, re.MULTILINE)
+        assert int(total) == 2 * used[2]
+        assert 'weft:key_requests_total{key="nightly"' in page
+        assert (
+            'weft:time_to_first_token_seconds_count{model_name="builtin",service_class="batch"}'
+            in page
+        )

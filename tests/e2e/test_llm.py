@@ -22,6 +22,7 @@ from weft.core.errors import (
     ModelNotFoundError,
 )
 from weft.core.memory import MemoryKills
+from weft.engine.links import EngineLinks
 from weft.engine.remote import EngineProcess
 from weft.ring.segment import create_ring
 
@@ -226,7 +227,7 @@ def wait_until_gone(pid: int) -> None:
 
 def test_an_engine_that_is_stopped_while_it_starts_does_not_build_the_model_first():
     ring = create_ring()
-    engine = EngineProcess.start({"model": "builtin", **SMALL}, [ring])
+    engine = EngineProcess.start({"model": "builtin", **SMALL}, EngineLinks([ring]))
     assert engine.stop() == 0
     assert engine.report.read() == "", "it went on to report a model"
     engine.report.close()

@@ -7,7 +7,7 @@ import time
 import httpx
 import pytest
 
-from live import serving
+from live import eventually, serving
 from weft import LLM, SamplingParams
 from weft.core.config import EngineConfig
 from weft.core.errors import ConfigError, ProfileError
@@ -77,3 +77,39 @@ def test_a_server_measures_itself_while_idle_and_keeps_targets_from_then_on(tmp_
         info = httpx.get(f"{server.url}/server_info").json()["engine"]["scheduling"]
         assert info["policy"] == "slo"
         assert "scheduling by slo" in server.errors.read_text()
+
+
+def test_an_administrator_changes_targets_and_a_killed_engine_loses_none(tmp_path, profile):
+    keys = tmp_path / "keys"
+    keys.write_text("admin:secret-a\nuser:secret-u\n")
+    given = ("--profile", profile, "--api-key-file", str(keys), "--admin-key", "admin")
+    with serving(tmp_path, *given) as server:
+        http = httpx.Client(
+            base_url=server.url, headers={"authorization": "Bearer secret-a"}, timeout=60
+        )
+
+        def change(body: dict) -> httpx.Response:
+            return http.put("/v1/targets", json=body)
+
+        derived = shown(http.get("/v1/targets"))
+        tpot_s = 3 * derived["interactive"][1]
+        wanted = {"interactive": {"ttft_s": 7.0, "tpot_s": tpot_s}}
+        assert shown(change({"classes": wanted}))["interactive"] == (7.0, tpot_s)
+        refused = change({"classes": {"interactive": {"tpot_s": 1e-5}}})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "classes")
+        assert "no load can meet it. Raise it to 0.01" in refused.json()["error"]["message"]
+        misspelt = change({"classes": {"interactiv": {"tpot_s": 1}}}).json()["error"]["message"]
+        assert "Did you mean 'interactive'?" in misspelt
+        user = {"authorization": "Bearer secret-u"}
+        assert http.put("/v1/targets", json={}, headers=user).status_code == 403
+        killed = server.children()["weft-engine"]
+        killed.kill()
+        eventually(lambda: server.children().get("weft-engine", killed) != killed, 60)
+        eventually(lambda: http.get("/ready").status_code == 200, 60)
+        assert shown(http.get("/v1/targets"))["interactive"] == (7.0, tpot_s)
+        assert shown(change({}))["interactive"] == derived["interactive"]
+
+
+def shown(answer: httpx.Response) -> dict[str, tuple[float | None, float | None]]:
+    rows = answer.raise_for_status().json()["classes"]
+    return {row["name"]: (row["ttft_s"], row["tpot_s"]) for row in rows}

@@ -6,7 +6,7 @@ import pytest
 from costs import LinearCost
 from test_quick_profile import KEY, Machine
 
-from weft.core.class_table import class_table, with_targets
+from weft.core.class_table import class_table
 from weft.core.errors import ProfileError
 from weft.core.plan import StepPlan
 from weft.core.types import Request, SamplingParams
@@ -18,6 +18,7 @@ from weft.kv.cache import GroupSpec
 from weft.sched.registry import make_scheduler
 from weft.sched.resources import Resources
 from weft.sched.scheduler import Limits
+from weft.sched.targets import TargetSettings
 from weft.sim.executor import ModelledExecutor
 
 GROUPS = (GroupSpec("full", 16, 512),)
@@ -36,7 +37,7 @@ class Serving:
         self.executor = ModelledExecutor(GROUPS, 100)
         self.scheduler = make_scheduler("fcfs", resources)
         self.choice = PolicyChoice(
-            resources, with_targets(changes), 0.5, seconds,
+            resources, TargetSettings(changes, 0.5), seconds,
             Costs(KEY, path, lambda fitted: fitted), self.machine.run, room, 2,
         )  # fmt: skip
 

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from depth import searching
 from weft.core.class_table import class_table, with_targets
 from weft.core.types import DEFAULT_CLASSES
-from weft.sched.policy_slo import check_targets
 from weft.sched.resources import DEFAULT_POLICY
 from weft.sched.scheduler import Limits
-from weft.sched.targets import derived_targets, rounded_up, slowdown
+from weft.sched.targets import check_targets, derived_targets, rounded_up, slowdown
 
 LIMITS = Limits(32, 512, 4096)
 COST = LinearCost(step_s=2e-3, token_s=2e-5, context_s=1e-8)

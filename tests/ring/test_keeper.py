@@ -14,6 +14,7 @@ from groups import MIB, Tree
 from weft.core.errors import EngineDeadError, EngineOutOfMemoryError
 from weft.core.memory import MemoryKills
 from weft.engine.keeper import EngineKeeper
+from weft.engine.links import EngineLinks
 from weft.engine.remote import EngineProcess
 from weft.ring.client import RingClient
 from weft.ring.segment import create_ring
@@ -55,7 +56,7 @@ def test_a_death_is_put_down_to_memory_by_the_counter(tree, caplog, memory, aske
     first, second = stand_in(Ready, tree), stand_in(Ready, tree)
     ring = create_ring()
     client = RingClient(ring)
-    keeper = EngineKeeper({}, [ring], standby=asked or None, watchdog_s=600)
+    keeper = EngineKeeper({}, EngineLinks([ring]), standby=asked or None, watchdog_s=600)
     reserve = keeper._reserve
     reserve._forking = False  # there is no third one
     keeper._active, reserve._spare, reserve.standby = first, second, True

@@ -12,7 +12,13 @@ from serving import serving
 from live import eventually
 from weft.core.errors import TargetError
 from weft.core.plan import Update
-from weft.core.types import FinishReason, Request, SamplingParams, ServiceClass
+from weft.core.types import (
+    DEFAULT_CLASSES,
+    FinishReason,
+    Request,
+    SamplingParams,
+    ServiceClass,
+)
 from weft.server import timer as module
 from weft.server.metrics import Metrics
 from weft.server.probe import NoProbe
@@ -151,3 +157,23 @@ def test_targets_are_judged_by_what_the_engine_keeps_now():
     labels = 'model_name="m",service_class="interactive",target="ttft"'
     assert f"weft:slo_target_seconds{{{labels}}} 0.3" in page
     assert 'weft:scheduler_policy{model_name="m",policy="slo"} 1.0' in page
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "words"),
+    [
+        ({"interactivity": 1}, 409, "takes no other targets"),
+        ({"interactivity": 1.5}, 400, "interactivity"),
+        ({"classes": {"interactive": {"tpot_s": 0}}}, 400, "tpot_s"),
+        ({"classes": {"interactive": {"tpot": 1}}}, 400, "tpot"),
+        ([], 400, "object"),
+    ],
+)
+def test_changes_of_targets_that_make_no_sense_are_refused(text, body, status, words):
+    with serving(ScriptedClient(), text) as running, running.http() as http:
+        shown = http.get("/v1/targets").json()
+        assert [row["name"] for row in shown["classes"]] == [c.name for c in DEFAULT_CLASSES]
+        answer = http.put("/v1/targets", json=body)
+        assert answer.status_code == status
+        assert words in answer.json()["error"]["message"]
+        assert http.get("/v1/targets").json() == shown

@@ -63,13 +63,17 @@ class ClassRules:
             first, *_, last = found
             raise ParameterError(f"Give either {first} or {last}.", param=last)
         param, name = next(iter(found.items()), ("service_tier", self.default))
+        self.check(name, param)
+        named = tier is not None or self.header is not None or name != USUAL
+        return name, _TIER_OF_CLASS.get(name, name) if named else None
+
+    def check(self, name: str, param: str | None = None) -> None:
+        """Raise ClassNotAllowedError if the key may not use a class."""
         if self.allowed and name not in self.allowed:
             raise ClassNotAllowedError(
                 f"This API key may not use the class '{name}', only {_listed(self.allowed)}.",
                 param=param,
             )
-        named = tier is not None or self.header is not None or name != USUAL
-        return name, _TIER_OF_CLASS.get(name, name) if named else None
 
     def _named(self, tier: str | None, param: str) -> str | None:
         """The class that a tier stands for, None where it leaves that open."""

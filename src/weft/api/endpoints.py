@@ -200,7 +200,7 @@ _ROWS = (
     _COMPLETION,
     Endpoint("/v1/embeddings", EmbeddingBody, _embedding, renders=False, in_batches=True),
     Endpoint("/v1/responses", ResponseBody, _response, in_batches=True, stored=True),
-    Endpoint("/v1/messages", MessageBody, _message),
+    Endpoint("/v1/messages", MessageBody, _message, in_batches=True),
     Endpoint("/invocations", None, _invocation),
     _ollama("/api/chat", OllamaChatBody, ollama_chat_job, chat_said),
     _ollama("/api/generate", OllamaGenerateBody, ollama_generate_job, generate_said),

@@ -7,19 +7,30 @@ import os
 import sqlite3
 import time
 from collections.abc import Iterator
-from dataclasses import fields
+from collections.abc import Sequence as Seq
 from pathlib import Path
 
 from weft.batch.folder import StorageFullError
-from weft.batch.records import BATCH_COLUMNS, UNFINISHED, BatchRecord
+from weft.batch.outbox import DELIVERY_COLUMNS, Outbox
+from weft.batch.records import BATCH_COLUMNS, UNFINISHED
 from weft.core.errors import ConfigError, WeftError
 
-VERSION = 1
 BASE = "weft.db"
 BUSY_MS = 10_000  # to wait for another process that writes
 OPEN = f"({', '.join(repr(status) for status in UNFINISHED)})"
 
-_TABLES = (
+_FORECAST = (  # columns of batches, and what old ones have there
+    ("predicted_from", "NULL"),
+    ("promotable", "'flex'"),
+    ("promotions", "x'5B5D'"),
+    ("account", "x''"),
+    ("queued_limit", "NULL"),
+    ("demand_lines", "0"),
+    ("demand_input", "0"),
+    ("demand_output", "0"),
+)
+_ADDED = ("given_up", "payer", *(name for name, _ in _FORECAST))  # that came later
+_FIRST = (
     """CREATE TABLE files (
         place INTEGER PRIMARY KEY AUTOINCREMENT,
         id TEXT NOT NULL UNIQUE,
@@ -36,22 +47,38 @@ _TABLES = (
         id TEXT NOT NULL UNIQUE,
         owner BLOB NOT NULL,
         status TEXT NOT NULL,
-        {", ".join(name for name in BATCH_COLUMNS if name not in ("id", "owner", "status"))}
+        {", ".join(n for n in BATCH_COLUMNS if n not in ("id", "owner", "status", *_ADDED))}
     )""",
     "CREATE INDEX batches_by_owner ON batches (owner, place)",
     f"CREATE INDEX batches_unfinished ON batches (status) WHERE status IN {OPEN}",
 )
-_LATER = (  # tables that not every data base of this version has
-    """CREATE TABLE IF NOT EXISTS paces (
-        place INTEGER PRIMARY KEY AUTOINCREMENT,
-        served TEXT NOT NULL,
-        seconds REAL NOT NULL,
-        lines REAL NOT NULL,
-        input_tokens REAL NOT NULL,
-        output_tokens REAL NOT NULL
-    )""",
-    "CREATE INDEX IF NOT EXISTS paces_by_model ON paces (served, place)",
+# What brings a data base from each version to the next.
+_STEPS: tuple[tuple[str, ...], ...] = (
+    _FIRST,
+    ("ALTER TABLE batches ADD COLUMN given_up INTEGER NOT NULL DEFAULT 0",),
+    ("ALTER TABLE batches ADD COLUMN payer TEXT NOT NULL DEFAULT ''",),
+    (
+        f"""CREATE TABLE outbox (
+            place INTEGER PRIMARY KEY AUTOINCREMENT,
+            {", ".join(f"{name} NOT NULL" for name in DELIVERY_COLUMNS)},
+            UNIQUE (id)
+        )""",
+        "CREATE INDEX outbox_due ON outbox (due_at)",
+    ),
+    (
+        *(f"ALTER TABLE batches ADD COLUMN {name} DEFAULT {text}" for name, text in _FORECAST),
+        """CREATE TABLE paces (
+            place INTEGER PRIMARY KEY AUTOINCREMENT,
+            served TEXT NOT NULL,
+            seconds REAL NOT NULL,
+            lines REAL NOT NULL,
+            input_tokens REAL NOT NULL,
+            output_tokens REAL NOT NULL
+        )""",
+        "CREATE INDEX paces_by_model ON paces (served, place)",
+    ),
 )
+VERSION = len(_STEPS)
 
 
 class DataFolderError(WeftError):
@@ -87,20 +114,10 @@ def _prepare(base: sqlite3.Connection) -> None:
         [tables] = base.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
         if version > VERSION or (version == 0) != (tables == 0):
             raise sqlite3.DatabaseError("it is the file of something else, or of another weft")
-        for statement in _TABLES if version == 0 else ():
-            base.execute(statement)
-        for statement in (*_missing_columns(base), *_LATER):
-            base.execute(statement)
+        for step in _STEPS[version:]:
+            for statement in step:
+                base.execute(statement)
         base.execute(f"PRAGMA user_version = {VERSION}")
-
-
-def _missing_columns(base: sqlite3.Connection) -> Iterator[str]:
-    """Statements that give old batches what they do not have, as new ones have it at first."""
-    there = {row[1] for row in base.execute("PRAGMA table_info(batches)")}
-    for column in fields(BatchRecord):
-        if column.name not in there:
-            [default] = base.execute("SELECT quote(?)", (column.default,)).fetchone()
-            yield f"ALTER TABLE batches ADD COLUMN {column.name} DEFAULT {default}"
 
 
 @contextlib.contextmanager
@@ -122,19 +139,26 @@ def reachable() -> Iterator[None]:
         raise DataFolderError(message) from error
 
 
-def any_unfinished(folder: Path, identity: str) -> bool:
-    """Whether a data folder, which need not be there, has a batch for a server to work on.
+def work_within(folder: Path, identity: str, urls: Seq[str] = ()) -> float | None:
+    """Seconds until a server has something to do in a data folder; None if it has nothing.
 
     Args:
+        folder: need not be there.
         identity: of its model. Whoever comes first ends those that are cancelled or too late.
+        urls: that it tells of events.
     """
     path = folder / BASE
     if not path.exists():
-        return False
+        return None
     uri = f"{path.absolute().as_uri()}?mode=ro"
     with contextlib.closing(sqlite3.connect(uri, uri=True, timeout=1)) as base:
+        if base.execute("PRAGMA user_version").fetchone()[0] < VERSION:
+            return 0.0  # whoever looks for work brings it to this version
         statement = (
             f"SELECT 1 FROM batches WHERE status IN {OPEN} "
             "AND (served = ? OR status = 'cancelling' OR expires_at <= ?) LIMIT 1"
         )
-        return base.execute(statement, (identity, time.time())).fetchone() is not None
+        if base.execute(statement, (identity, time.time())).fetchone() is not None:
+            return 0.0
+        due_at = Outbox(base, urls).next_due()
+    return None if due_at is None else max(0.0, due_at - time.time())

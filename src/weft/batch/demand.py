@@ -26,6 +26,7 @@ class PromptFields(Struct):
     """The fields of a body, of any endpoint, that say how much work it is."""
 
     instructions: Raw = Raw(b"")
+    system: Raw = Raw(b"")
     prompt: Raw = Raw(b"")
     messages: Raw = Raw(b"")
     input: Raw = Raw(b"")
@@ -37,7 +38,7 @@ class PromptFields(Struct):
     @property
     def text(self) -> bytes:
         """The JSON of what the model reads."""
-        parts = (self.instructions, self.prompt, self.messages, self.input)
+        parts = (self.instructions, self.system, self.prompt, self.messages, self.input)
         return b"".join(bytes(raw) for raw in parts)
 
     @property

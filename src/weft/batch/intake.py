@@ -8,9 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from weft.batch.demand import Demand, sample_demand
+from weft.batch.errors import FileNotThereError
 from weft.batch.forecast import predict_end
 from weft.batch.records import BatchRecord, Status, time_of_day
-from weft.batch.store import BatchStore, FileNotThereError
+from weft.batch.store import BatchStore
 from weft.core.errors import WeftError
 
 VALIDATING: tuple[Status, ...] = ("validating",)
@@ -19,7 +20,8 @@ VALIDATING: tuple[Status, ...] = ("validating",)
 class QueuedTokensError(WeftError):
     """An account has as many tokens in unfinished batches as it may.
 
-    A batch fails with it, as with OpenAI; it is no answer to a request.
+    A batch of OpenAI's API fails with it when it is validated, as there; one of Anthropic's, which
+    cannot fail, is refused.
     """
 
     http_status = 429
@@ -43,7 +45,7 @@ def begin_batch(store: BatchStore, record: BatchRecord, lines: int, demand: Dema
     return store.update(
         record.id,
         before=VALIDATING,
-        check=lambda: _check_queue(store, record, tokens),
+        check=lambda: None if record.of_messages else _check_queue(store, record, tokens),
         status="in_progress",
         in_progress_at=int(time.time()),
         total=lines,
@@ -61,7 +63,7 @@ def _check_queue(store: BatchStore, record: BatchRecord, tokens: int) -> None:
         for other in store.unfinished()
         if other.account == record.account
         and other.id != record.id
-        and other.in_progress_at is not None
+        and (other.in_progress_at is not None or other.of_messages)
     )
     if queued + tokens <= limit:
         return
@@ -87,28 +89,37 @@ def _columns(demand: Demand) -> dict[str, Any]:
     }
 
 
+def file_demand(store: BatchStore, owner: bytes, file_id: str) -> Demand:
+    """What the lines of an upload ask for, by a sample; nothing if it is not there."""
+    with contextlib.suppress(FileNotThereError, FileNotFoundError):  # which others tell
+        store.file(owner, file_id)
+        return sample_demand(store.files_folder.path(file_id))
+    return Demand()
+
+
 class Forecaster:
-    """Predicts the end of a batch that comes, from a sample of its lines.
+    """Predicts the end of a batch that comes.
 
     Args:
+        demand: of its lines.
         strict: refuse a batch that would end after its window.
     """
 
-    def __init__(self, store: BatchStore, owner: bytes, file_id: str, strict: bool) -> None:
+    def __init__(self, store: BatchStore, demand: Demand, strict: bool) -> None:
         self._store = store
+        self._demand = demand
         self._strict = strict
-        self._demand = Demand()
-        with contextlib.suppress(FileNotThereError, FileNotFoundError):  # which others tell
-            store.file(owner, file_id)
-            self._demand = sample_demand(store.files_folder.path(file_id))
 
     def judge(self, record: BatchRecord) -> BatchRecord:
         """The record with its demand, and its predicted end where that can be told.
 
         Raises:
             WindowError: it would end after its window.
+            QueuedTokensError: it is of Anthropic's API, and its account has no room for it.
         """
         record = replace(record, **_columns(self._demand))
+        if record.of_messages:
+            _check_queue(self._store, record, record.queued_tokens)
         pace = self._store.paces.pace(record.served)
         if pace is None:
             return record

@@ -14,7 +14,7 @@ import re
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import orjson
@@ -25,6 +25,7 @@ from weft.batch.ports import LineSource, Result
 from weft.batch.usage import Usage, usage_of
 from weft.core.errors import WeftError
 
+GIVEN_UP = ("batch_cancelled", "batch_expired")  # codes of lines that were never answered
 _NUMBER = re.compile(r"[0-9a-f]{8}")  # of a line, at the end of an id
 
 
@@ -51,6 +52,7 @@ class Journal:
 
     Attributes:
         answered, refused: lines in either file.
+        given_up: of those refused, the ones that were never answered.
         usage: tokens of all answers.
     """
 
@@ -58,7 +60,7 @@ class Journal:
         self, output: Path, errors: Path, source: NumberedLines, prefix: str, repair: str = ""
     ) -> None:
         self.output, self.errors = output, errors
-        self.answered = self.refused = 0
+        self.answered = self.refused = self.given_up = 0
         self.usage = Usage()
         self._source = source
         self._prefix = f"batch_req_{prefix}"
@@ -112,7 +114,8 @@ class Journal:
         points.reached("line answered")
         self._append(path, orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
         points.reached("line appended")
-        self._count(index, path, result.usage)
+        code = None if result.error is None else result.error.get("code")
+        self._count(index, path, result.usage, code)
 
     def outputs(self) -> dict[int, int]:
         """Output tokens by index of the lines that have their answer with a count."""
@@ -143,12 +146,13 @@ class Journal:
                     os.ftruncate(fd, end)
                 raise
 
-    def _count(self, index: int, path: Path, usage: Usage) -> None:
+    def _count(self, index: int, path: Path, usage: Usage, code: Any) -> None:
         self._done[index] = 1
         if path == self.output:
             self._outputs[index] = usage.output_tokens
         self.answered += path == self.output
         self.refused += path == self.errors
+        self.given_up += code in GIVEN_UP
         self.usage += usage
 
     def _take(self, path: Path, number: int, data: bytes) -> None:
@@ -163,16 +167,22 @@ class Journal:
                 f"line{self._repair and f'; {self._repair}'}"
             )
         usage = Usage() if result.response is None else usage_of(result.response.body)
-        self._count(index, path, usage)
+        code = None if result.error is None else result.error.code
+        self._count(index, path, usage, code)
 
 
 class _Response(Struct):
     body: Raw
 
 
+class _Error(Struct):
+    code: Any = None  # some servers have numbers
+
+
 class _Result(Struct):
     id: str
     response: _Response | None = None
+    error: _Error | None = None
 
 
 _results = msgspec.json.Decoder(_Result)

@@ -16,6 +16,8 @@ POINTS = (
     "batch finalizing",
     "results synchronised",
     "batch finished",  # the row names the files of results
+    "webhook confirmed",  # the outbox does not know yet
+    "batch forgotten",  # the same of a batch and its results
     "file forgotten",  # its row is gone, its bytes are not
 )
 

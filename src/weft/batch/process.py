@@ -1,6 +1,6 @@
 """The batch process: answers the batches of a data folder with the engine at its ring.
 
-    python -m weft.batch.process --ring FDS --parent PID --signs FD
+    python -m weft.server.batch_process --ring FDS --parent PID --signs FD --board FD --number N
 
 Settings come as JSON on standard input. The parent keeps an engine at the ring. A byte is written
 to the descriptor of signs several times a second. The process ends by itself when there has been
@@ -18,10 +18,10 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from weft.api import Builder, ModelCard
 from weft.api.card import ApiLimits
@@ -32,8 +32,11 @@ from weft.batch.pool import Pool
 from weft.batch.records import BatchRecord
 from weft.batch.session import Desk, ElsewhereError, Session, over_because
 from weft.batch.store import BatchStore, StoreLimits
+from weft.batch.webhook_settings import WebhookSettings
+from weft.batch.webhooks import WebhookSender
 from weft.core.errors import WeftError
 from weft.core.logs import log_level, set_up_logs
+from weft.core.ports import EngineClient
 from weft.core.process import die_with, raise_file_limit, set_process_title
 from weft.core.served import ServedModel
 from weft.ring.client import RingClient
@@ -55,11 +58,28 @@ MOST_OPEN = 256
 logger = logging.getLogger("weft.batch")
 
 
-def main() -> None:
-    """Answer batches until SIGTERM, or until there are none."""
+class CountsLines(Protocol):
+    """Counts what lines use, where it counts."""
+
+    def client_for(self, payer: str) -> EngineClient:
+        """A client whose sequences are counted for the key of this name."""
+
+    def show(self) -> None:
+        """Let others see the counts; called several times a second."""
+
+    def close(self) -> None:
+        """Let them see the last counts."""
+
+
+def main(count: Callable[[RingClient, Mapping[str, Any], argparse.Namespace], CountsLines]) -> None:
+    """Answer batches until SIGTERM, or until there are none.
+
+    Args:
+        count: makes what counts, of client, settings and arguments.
+    """
     parser = argparse.ArgumentParser()
     parser.add_argument("--ring", required=True)
-    for name in ("--parent", "--signs"):
+    for name in ("--parent", "--signs", "--board", "--number"):
         parser.add_argument(name, type=int, required=True)
     arguments = parser.parse_args()
     set_process_title("weft-batches")
@@ -69,19 +89,27 @@ def main() -> None:
     settings = json.load(sys.stdin)
     set_up_logs("batches", log_level(settings["log_level"]), settings["log_format"])
     try:
-        asyncio.run(_work(arguments, settings))
+        asyncio.run(_work(arguments, settings, count))
     except WeftError as error:
         print(f"weft: batches: {error.message}", file=sys.stderr)
         sys.exit(EXIT_REFUSED)
 
 
-async def _work(arguments: argparse.Namespace, settings: Mapping[str, Any]) -> None:
+async def _work(
+    arguments: argparse.Namespace,
+    settings: Mapping[str, Any],
+    count: Callable[[RingClient, Mapping[str, Any], argparse.Namespace], CountsLines],
+) -> None:
     served = ServedModel.from_json(settings["card"])
     client = RingClient(RingFds.parse(arguments.ring))
     client.attach(asyncio.get_running_loop())
     thread = ThreadPoolExecutor(1, thread_name_prefix="weft-data")
     limits = StoreLimits(**settings["limits"])
-    store = thread.submit(BatchStore, Path(settings["data_dir"]), limits).result()
+    webhooks = WebhookSettings(**settings["webhooks"])
+    store = thread.submit(
+        BatchStore, Path(settings["data_dir"]), limits, webhook_urls=webhooks.urls
+    ).result()
+    counting = count(client, settings, arguments)
     try:
         builder = _builder(settings, served)
         root = EngineAsker(client, builder, settings["base_seed"])
@@ -90,15 +118,18 @@ async def _work(arguments: argparse.Namespace, settings: Mapping[str, Any]) -> N
             store=store,
             thread=thread,
             pool=Pool(most, FreeRows(client) if settings["queue_limited"] else None),
-            make_asker=lambda mark: EngineAsker(
-                client, builder, settings["base_seed"], beside=root, mark=mark
+            make_asker=lambda mark, payer: EngineAsker(
+                counting.client_for(payer), builder, settings["base_seed"], beside=root, mark=mark
             ),
             max_lines=settings["max_batch_lines"],
             salted=settings["key_salt"],
             promotion=settings["batch_promotion"],
         )
-        await BatchWork(desk, builder.card.identity, arguments.signs).run()
+        sender = WebhookSender(desk.call, webhooks) if webhooks.urls else None
+        work = BatchWork(desk, builder.card.identity, arguments.signs, sender, counting.show)
+        await work.run()
     finally:
+        counting.close()
         client.close()
         thread.submit(store.close).result()
         thread.shutdown()
@@ -142,12 +173,23 @@ class BatchWork:
     Args:
         identity: of the model; lines of batches for others are not answered here.
         signs: descriptor that gets a byte again and again; -1 for none.
+        sender: of webhooks; runs as long.
+        show_counts: called several times a second.
     """
 
-    def __init__(self, desk: Desk, identity: str, signs: int = -1) -> None:
+    def __init__(
+        self,
+        desk: Desk,
+        identity: str,
+        signs: int = -1,
+        sender: WebhookSender | None = None,
+        show_counts: Callable[[], None] = lambda: None,
+    ) -> None:
         self._desk = desk
+        self._show_counts = show_counts
         self._identity = identity
         self._signs = signs
+        self._sender = sender
         self._records: list[BatchRecord] = []
         self._sessions: dict[str, Session] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -163,9 +205,11 @@ class BatchWork:
     async def run(self) -> None:
         """Work until SIGTERM, or until there has been nothing to do for a while."""
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._ending.set)
+        sending = None if self._sender is None else asyncio.create_task(self._sender.run())
         try:
             while not self._ending.is_set() and time.monotonic() - self._busy < IDLE_S:
                 self._sign()
+                self._show_counts()
                 try:
                     await self._look()
                 except WeftError as error:
@@ -173,9 +217,10 @@ class BatchWork:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._ending.wait(), LOOK_S)
         finally:
-            for task in self._tasks.values():
+            tasks = [*self._tasks.values(), *([] if sending is None else [sending])]
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def _sign(self) -> None:
         if self._signs >= 0:
@@ -198,6 +243,9 @@ class BatchWork:
                 session.see(record)
         for record in self._next():
             self._start(record)
+        due_at = None if self._sender is None else self._sender.next_due
+        if due_at is not None and due_at < time.time() + IDLE_S:
+            self._busy = now
         if now - self._shown > PROGRESS_S:
             self._shown = now
             await self._show()
@@ -265,7 +313,3 @@ class BatchWork:
         changed = [(batch_id, columns) for batch_id, columns in found if columns]
         if changed:
             await self._desk.call(lambda store: store.show_progress(changed))
-
-
-if __name__ == "__main__":
-    main()

@@ -25,6 +25,9 @@ Status = Literal[
 UNFINISHED: tuple[Status, ...] = ("validating", "in_progress", "finalizing", "cancelling")
 UPLOADED = ("batch", "assistants", "fine-tune", "vision", "user_data", "evals")
 OUTPUT = "batch_output"
+MESSAGES_IN, MESSAGES_OUT = "message_batch_input", "message_batch_output"
+HIDDEN = (MESSAGES_IN, MESSAGES_OUT)  # from whoever asks for files: Anthropic's API shows batches
+BATCH_PREFIX, MESSAGES_PREFIX = "batch_", "msgbatch_"  # of ids, by the API that they belong to
 PURPOSES = (*UPLOADED, OUTPUT, "assistants_output", "fine-tune-results")
 
 
@@ -78,7 +81,9 @@ class BatchRecord:
         demand_lines, demand_input, demand_output: an estimate of its work, see `Demand`; of a
             sample until it is validated.
         ending: why lines without an answer are given up, once that has begun.
+        failed: lines that have an error; ``given_up`` of them were never answered.
         metadata, errors: JSON.
+        payer: name of the owner's key when it was made, for what the key uses; "" without keys.
     """
 
     id: str
@@ -121,6 +126,20 @@ class BatchRecord:
     cached_tokens: int = 0
     reasoning_tokens: int = 0
     errors: bytes = b"null"
+    given_up: int = 0
+    payer: str = ""
+
+    @property
+    def of_messages(self) -> bool:
+        """Whether it was made by Anthropic's API: its requests came with it, and none is refused
+        before it is its turn."""
+        return self.id.startswith(MESSAGES_PREFIX)
+
+    @property
+    def ended_at(self) -> int | None:
+        """When it ended, however it did."""
+        ends = (self.completed_at, self.failed_at, self.expired_at, self.cancelled_at)
+        return next((end for end in ends if end is not None), None)
 
     @property
     def output_name(self) -> str:

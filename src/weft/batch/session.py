@@ -60,7 +60,8 @@ class Desk:
 
     Attributes:
         thread: the one on which the store is used.
-        make_asker: makes who answers lines, from what marks their sequences.
+        make_asker: makes who answers lines, from what marks their sequences and the name of the
+            key that they are counted for.
         salted: each key has prefixes of its own in the cache.
         promotion: the highest class that late batches go on in; "none" for the one they began in.
     """
@@ -68,7 +69,7 @@ class Desk:
     store: BatchStore
     thread: Executor
     pool: Pool
-    make_asker: Callable[[Callable[[Request], Request]], EngineAsker]
+    make_asker: Callable[[Callable[[Request], Request], str], EngineAsker]
     max_lines: int
     salted: bool
     promotion: str
@@ -231,7 +232,8 @@ class Session:
 
     async def _bring_to_end(self) -> None:
         self.see(self.record)
-        if self.record.status == "cancelling" and self.record.in_progress_at is None:
+        untouched = self.record.in_progress_at is None and not self.record.of_messages
+        if self.record.status == "cancelling" and untouched:
             await self._finish("cancelled")  # none of its lines was ever looked at
             return
         source = await self._open_input()
@@ -260,11 +262,13 @@ class Session:
 
     async def _validate(self, source: InputFile) -> bool:
         """Whether the batch is in progress now. Raises BatchFailedError for a wrong input."""
-        errors, demand = await asyncio.to_thread(
-            examine, source, self.record.endpoint, lambda: self._over == "cancelled"
-        )
-        if errors:
-            raise BatchFailedError(errors)
+        demand = self.record.demand
+        if not self.record.of_messages:
+            errors, demand = await asyncio.to_thread(
+                examine, source, self.record.endpoint, lambda: self._over == "cancelled"
+            )
+            if errors:
+                raise BatchFailedError(errors)
         points.reached("batch validated")
         try:
             begun = await self._desk.call(
@@ -281,8 +285,7 @@ class Session:
         folder, record = self._desk.store.files_folder, self.record
         output, errors = folder.path(record.output_name), folder.path(record.errors_name)
         os.close(open_to_append(errors, 0o600))
-        prefix = f"{record.id.removeprefix('batch_')}_"
-        journal = Journal(output, errors, source, prefix)
+        journal = Journal(output, errors, source, f"{record.id.partition('_')[2]}_")
         for path in (output, errors):
             journal.recover(path)
         sync_folder(output.parent)
@@ -290,7 +293,7 @@ class Session:
 
     async def _answer(self, source: InputFile, journal: Journal) -> None:
         """Have all lines answered, or as many as there is time for."""
-        asker = self._desk.make_asker(self._mark)
+        asker = self._desk.make_asker(self._mark, self.record.payer)
         while self._over is None and not _all_done(journal, source):
             order = InOrder(len(source), journal, len(source))
             record = self.record
@@ -381,6 +384,7 @@ def counts_of(journal: Journal) -> dict[str, Any]:
     return {
         "completed": journal.answered,
         "failed": journal.refused,
+        "given_up": journal.given_up,
         "input_tokens": usage.input_tokens,
         "output_tokens": usage.output_tokens,
         "cached_tokens": usage.cached_tokens,

@@ -12,7 +12,6 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterator
-from collections.abc import Sequence as Seq
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,48 +19,36 @@ from typing import Any
 import orjson
 
 from weft.batch import points
+from weft.batch.bell import ring_bell
 from weft.batch.database import BASE, OPEN, open_base
+from weft.batch.errors import (
+    BatchNotFoundError,
+    BatchNotOverError,
+    BatchOverError,
+    FileInUseError,
+    FileNotThereError,
+)
 from weft.batch.folder import FileFolder, StorageFullError, Upload
+from weft.batch.outbox import Outbox
 from weft.batch.pace import PaceTable
+from weft.batch.pages import Page, read_page
 from weft.batch.records import (
     BATCH_COLUMNS,
+    BATCH_PREFIX,
     FILE_COLUMNS,
+    HIDDEN,
+    MESSAGES_IN,
+    MESSAGES_OUT,
+    MESSAGES_PREFIX,
     OUTPUT,
+    UNFINISHED,
     BatchRecord,
     FileRecord,
     Status,
 )
-from weft.core.errors import ParameterError, WeftError
+from weft.core.errors import ParameterError
 
-FILES, BELL = "files", "bell"
-
-
-class FileNotThereError(WeftError):
-    """There is no such file, or it is another key's."""
-
-    http_status = 404
-    code = "file_not_found"
-
-
-class BatchNotFoundError(WeftError):
-    """There is no such batch, or it is another key's."""
-
-    http_status = 404
-    code = "batch_not_found"
-
-
-class FileInUseError(WeftError):
-    """A batch that is not finished reads the file."""
-
-    http_status = 409
-    code = "file_in_use"
-
-
-class BatchOverError(WeftError):
-    """The batch has ended, or is about to: nothing is left to be cancelled."""
-
-    http_status = 409
-    code = "batch_not_cancellable"
+FILES = "files"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,33 +65,16 @@ class StoreLimits:
     reserve_bytes: int = 2**30
 
 
-@dataclass(frozen=True, slots=True)
-class Page:
-    """Some records of a list, and whether more follow."""
-
-    records: Seq[FileRecord | BatchRecord]
-    has_more: bool
-
-    def to_object(self) -> dict[str, Any]:
-        """OpenAI's list object."""
-        data = [record.to_object() for record in self.records]
-        return {
-            "object": "list",
-            "data": data,
-            "first_id": data[0]["id"] if data else "",
-            "last_id": data[-1]["id"] if data else "",
-            "has_more": self.has_more,
-        }
-
-
 class BatchStore:
     """The data folder. Its methods may block; call them on one thread at a time.
 
     Args:
         folder: made if need be.
         clock: the time of day.
+        webhook_urls: are told when a batch ends.
 
     Attributes:
+        outbox: events that they have not confirmed.
         paces: how fast batches were answered lately.
 
     Raises:
@@ -112,14 +82,19 @@ class BatchStore:
     """
 
     def __init__(
-        self, folder: Path, limits: StoreLimits, clock: Callable[[], float] = time.time
+        self,
+        folder: Path,
+        limits: StoreLimits,
+        clock: Callable[[], float] = time.time,
+        webhook_urls: Collection[str] = (),
     ) -> None:
         self.limits = limits
         self.files_folder = FileFolder(folder / FILES, limits.reserve_bytes)
-        self._bell = folder / BELL
+        self._folder = folder
         self._clock = clock
         self._base = open_base(folder / BASE)
         self.paces = PaceTable(self._base, self._writing)
+        self.outbox = Outbox(self._base, webhook_urls)
         self._seen = -1
         self.sweep()
 
@@ -129,12 +104,17 @@ class BatchStore:
 
     # -- files --------------------------------------------------------------------------------
 
-    def begin_upload(self, owner: bytes) -> Upload:
-        """Start a file. Raises StorageFullError if the key, or the disk, has no room."""
+    def begin_upload(self, owner: bytes, more_bytes: int = 0) -> Upload:
+        """Start a file. Raises StorageFullError if the key, or the disk, has no room.
+
+        Args:
+            more_bytes: that it may have beyond the limit of a file.
+        """
         left = self.limits.key_bytes - self.used_bytes(owner)
         if left <= 0:
             raise self._key_full()
-        return self.files_folder.begin(f"file-{secrets.token_hex(16)}", self.limits.file_bytes)
+        most = self.limits.file_bytes + more_bytes
+        return self.files_folder.begin(f"file-{secrets.token_hex(16)}", most)
 
     def add_file(
         self,
@@ -153,17 +133,15 @@ class BatchStore:
         expires_at = None if expires_after_s is None else now + expires_after_s
         record = FileRecord(upload.id, owner, purpose, filename, upload.size, now, expires_at)
         with self._writing():
-            if self.used_bytes(owner) + upload.size > self.limits.key_bytes:
-                raise self._key_full()
-            self._insert_file(record)
+            self._insert_upload(record)
         points.reached("upload committed")
         upload.close()
         return record
 
     def used_bytes(self, owner: bytes) -> int:
         """Bytes of what a key has uploaded."""
-        statement = "SELECT TOTAL(bytes) FROM files WHERE owner = ? AND purpose != ?"
-        return int(self._one(statement, owner, OUTPUT)[0])
+        statement = "SELECT TOTAL(bytes) FROM files WHERE owner = ? AND purpose NOT IN (?, ?)"
+        return int(self._one(statement, owner, OUTPUT, MESSAGES_OUT)[0])
 
     def file(self, owner: bytes, file_id: str) -> FileRecord:
         """Return a file. Raises FileNotThereError."""
@@ -194,7 +172,8 @@ class BatchStore:
         if purpose is not None:
             where += " AND purpose = ?"
             values.append(purpose)
-        return self._page("files", where, values, after, limit, order)
+        newest_first = order != "asc"
+        return read_page(self._base, "files", where, values, after, limit, newest_first)
 
     def delete_file(self, owner: bytes, file_id: str) -> None:
         """Forget a file.
@@ -241,10 +220,6 @@ class BatchStore:
         endpoint: str,
         input_file_id: str,
         *,
-        window: str,
-        window_s: int,
-        model: str,
-        served: str,
         metadata: object = None,
         judge: Callable[[BatchRecord], BatchRecord] = lambda record: record,
         **columns: Any,
@@ -253,27 +228,14 @@ class BatchStore:
 
         Args:
             judge: gives the record its last form while no other batch can come; may refuse it.
-            columns: further ones of its row.
+            columns: of its row, with ``window_s``, ``window``, ``model`` and ``served``.
 
         Raises:
             FileNotThereError: there is no such file.
             ParameterError: it was uploaded for something else.
         """
-        now = self._now()
-        record = BatchRecord(
-            id=f"batch_{secrets.token_hex(16)}",
-            owner=owner,
-            endpoint=endpoint,
-            model=model,
-            served=served,
-            input_file_id=input_file_id,
-            window=window,
-            status="validating",
-            created_at=now,
-            expires_at=now + window_s,
-            metadata=orjson.dumps(metadata),
-            **columns,
-        )
+        columns["metadata"] = orjson.dumps(metadata)
+        record = self._new_batch(BATCH_PREFIX, owner, endpoint, input_file_id, **columns)
         with self._writing():
             try:
                 found = self.file(owner, input_file_id)
@@ -286,11 +248,51 @@ class BatchStore:
                     param="input_file_id",
                 )
             record = judge(record)
-            places = ", ".join("?" * len(BATCH_COLUMNS))
-            self._base.execute(f"INSERT INTO batches ({_BATCH}) VALUES ({places})", astuple(record))
+            self._insert_batch(record)
         points.reached("batch created")
-        self.ring_bell()
+        ring_bell(self._folder)
         return record
+
+    def create_message_batch(
+        self,
+        upload: Upload,
+        owner: bytes,
+        *,
+        lines: int,
+        keep_s: int,
+        judge: Callable[[BatchRecord], BatchRecord] = lambda record: record,
+        **columns: Any,
+    ) -> BatchRecord:
+        """Queue a batch of Anthropic's API; ``upload.keep`` has been called on its requests.
+
+        Args:
+            keep_s: after its end its results are kept for so long.
+            judge, columns: as of other batches.
+
+        Raises:
+            StorageFullError: the key, or the disk, has no room.
+        """
+        columns |= {"total": lines, "output_expires_s": keep_s}
+        record = self._new_batch(MESSAGES_PREFIX, owner, "/v1/messages", upload.id, **columns)
+        size, now = upload.size, record.created_at
+        with self._writing():
+            record = judge(record)
+            self._insert_upload(
+                FileRecord(upload.id, owner, MESSAGES_IN, upload.id, size, now, None)
+            )
+            self._insert_batch(record)
+        points.reached("batch created")
+        upload.close()
+        ring_bell(self._folder)
+        return record
+
+    def _new_batch(
+        self, prefix: str, owner: bytes, endpoint: str, file_id: str, *, window_s: int, **more: Any
+    ) -> BatchRecord:
+        now, batch_id = self._now(), f"{prefix}{secrets.token_hex(16)}"
+        more |= {"input_file_id": file_id, "status": "validating"}
+        more |= {"created_at": now, "expires_at": now + window_s}
+        return BatchRecord(batch_id, owner, endpoint, **more)
 
     def batch(self, owner: bytes, batch_id: str) -> BatchRecord:
         """Return a batch. Raises BatchNotFoundError."""
@@ -300,9 +302,46 @@ class BatchStore:
             raise BatchNotFoundError(message, param="batch_id")
         return BatchRecord(*row)
 
-    def list_batches(self, owner: bytes, *, after: str | None = None, limit: int = 20) -> Page:
-        """A page of the batches of a key, the newest first. Raises as `list_files`."""
-        return self._page("batches", "owner = ?", [owner], after, limit, "desc")
+    def list_batches(
+        self,
+        owner: bytes,
+        *,
+        prefix: str = BATCH_PREFIX,
+        after: str | None = None,
+        before: str | None = None,
+        limit: int = 20,
+    ) -> Page:
+        """A page of the batches of a key, the newest first. Raises as `list_files`.
+
+        Args:
+            prefix: of their ids.
+            before: one that the page ends before; not with ``after``.
+        """
+        where = "owner = ? AND substr(id, 1, ?) = ?"
+        values: list[Any] = [owner, len(prefix), prefix]
+        if before is None:
+            return read_page(self._base, "batches", where, values, after, limit)
+        page = read_page(self._base, "batches", where, values, before, limit, False)
+        return Page(page.records[::-1], page.has_more)
+
+    def delete_batch(self, owner: bytes, batch_id: str) -> None:
+        """Forget a batch that has ended, and its results.
+
+        Raises:
+            BatchNotFoundError: it is not there.
+            BatchNotOverError: it has not ended.
+        """
+        with self._writing():
+            found = self.batch(owner, batch_id)
+            if found.status in UNFINISHED:
+                message = f"The batch '{batch_id}' has not ended; cancel it, or wait for its end."
+                raise BatchNotOverError(message, param="batch_id")
+            self._base.execute("DELETE FROM batches WHERE id = ?", (batch_id,))
+            names = (found.output_name, found.errors_name)
+            self._base.execute("DELETE FROM files WHERE id IN (?, ?)", names)
+        points.reached("batch forgotten")
+        for name in names:
+            self.files_folder.remove(name)
 
     def cancel_batch(self, owner: bytes, batch_id: str) -> BatchRecord:
         """Ask for the end of a batch; one that is cancelled already stays so.
@@ -321,7 +360,7 @@ class BatchStore:
                     "UPDATE batches SET status = 'cancelling', cancelling_at = ? WHERE id = ?",
                     (self._now(), batch_id),
                 )
-        self.ring_bell()
+        ring_bell(self._folder)
         return self.batch(owner, batch_id)
 
     # -- for whoever answers them -------------------------------------------------------------
@@ -389,28 +428,28 @@ class BatchStore:
         files = {column: names[column] for column, size in sizes.items() if size}
         columns |= {"status": status, f"{status}_at": now, **files}
         expires_after_s = record.output_expires_s
+        purpose = MESSAGES_OUT if record.of_messages else OUTPUT
         with self._writing():
             for column, file_id in files.items():
                 filename = f"{record.id}_{column.removesuffix('_file_id')}.jsonl"
                 expires_at = None if expires_after_s is None else now + expires_after_s
                 size, owner = sizes[column], record.owner
                 self._insert_file(
-                    FileRecord(file_id, owner, OUTPUT, filename, size, now, expires_at)
+                    FileRecord(file_id, owner, purpose, filename, size, now, expires_at)
                 )
+            if record.of_messages:
+                self._base.execute("DELETE FROM files WHERE id = ?", (record.input_file_id,))
             settings = ", ".join(f"{name} = ?" for name in columns)
             self._base.execute(
                 f"UPDATE batches SET {settings} WHERE id = ?", (*columns.values(), record.id)
             )
+            self.outbox.add(record, status, now)
         points.reached("batch finished")
         for column, name in names.items():
             if not sizes[column]:
                 self.files_folder.remove(name)
-
-    def ring_bell(self) -> None:
-        """Let supervisors know that there is something to do, who may have no batch process."""
-        fd = os.open(self._bell, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        os.utime(fd)
-        os.close(fd)
+        if record.of_messages:  # nobody else could read them
+            self.files_folder.remove(record.input_file_id)
 
     # -- the data base ------------------------------------------------------------------------
 
@@ -426,27 +465,19 @@ class BatchStore:
     def _one(self, statement: str, *values: object) -> Any:
         return self._base.execute(statement, values).fetchone()
 
+    def _insert_upload(self, record: FileRecord) -> None:
+        """Raises StorageFullError if the key has no room for it."""
+        if self.used_bytes(record.owner) + record.bytes > self.limits.key_bytes:
+            raise self._key_full()
+        self._insert_file(record)
+
     def _insert_file(self, record: FileRecord) -> None:
         places = ", ".join("?" * len(FILE_COLUMNS))
         self._base.execute(f"INSERT INTO files ({_FILE}) VALUES ({places})", astuple(record))
 
-    def _page(
-        self, table: str, where: str, values: list[Any], after: str | None, limit: int, order: str
-    ) -> Page:
-        kind, columns = _KINDS[table]
-        if after is not None:
-            owner = values[0]
-            found = self._one(f"SELECT place FROM {table} WHERE id = ? AND owner = ?", after, owner)
-            if found is None:
-                raise ParameterError(f"There is no '{after[:100]}' to go on after.", param="after")
-            where += f" AND place {'>' if order == 'asc' else '<'} ?"
-            values = [*values, found[0]]
-        rows = self._base.execute(
-            f"SELECT {columns} FROM {table} WHERE {where} "
-            f"ORDER BY place {'ASC' if order == 'asc' else 'DESC'} LIMIT ?",
-            (*values, limit + 1),
-        ).fetchall()
-        return Page([kind(*row) for row in rows[:limit]], len(rows) > limit)
+    def _insert_batch(self, record: BatchRecord) -> None:
+        places = ", ".join("?" * len(BATCH_COLUMNS))
+        self._base.execute(f"INSERT INTO batches ({_BATCH}) VALUES ({places})", astuple(record))
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
@@ -457,21 +488,10 @@ class BatchStore:
 
 
 _FILE, _BATCH = ", ".join(FILE_COLUMNS), ", ".join(BATCH_COLUMNS)
-_KINDS: dict[str, tuple[type[FileRecord] | type[BatchRecord], str]] = {
-    "files": (FileRecord, _FILE),
-    "batches": (BatchRecord, _BATCH),
-}
 _FRESH = (
-    "(expires_at IS NULL OR expires_at > ? OR "
+    f"purpose NOT IN {HIDDEN} AND (expires_at IS NULL OR expires_at > ? OR "
     f"id IN (SELECT input_file_id FROM batches WHERE status IN {OPEN}))"
 )
-
-
-def bell_stamp(folder: Path) -> int:
-    """Changes when the bell of a data folder is rung; 0 before the first time."""
-    with contextlib.suppress(OSError):
-        return (folder / BELL).stat().st_mtime_ns
-    return 0
 
 
 def default_folder() -> Path:

@@ -19,6 +19,8 @@ class _Tokens(Struct):
     input_tokens: int | None = None
     completion_tokens: int | None = None
     output_tokens: int | None = None
+    cache_read_input_tokens: int | None = None  # Anthropic's; they are no input tokens there
+    cache_creation_input_tokens: int | None = None
     prompt_tokens_details: _Details | None = None
     input_tokens_details: _Details | None = None
     completion_tokens_details: _Details | None = None
@@ -75,9 +77,11 @@ def usage_of(body: bytes | msgspec.Raw) -> Usage:
         return Usage()
     read = tokens.prompt_tokens_details or tokens.input_tokens_details or _Details()
     written = tokens.completion_tokens_details or tokens.output_tokens_details or _Details()
+    cached = tokens.cache_read_input_tokens or 0
+    beside = cached + (tokens.cache_creation_input_tokens or 0)
     return Usage(
-        tokens.prompt_tokens or tokens.input_tokens or 0,
+        (tokens.prompt_tokens or tokens.input_tokens or 0) + beside,
         tokens.completion_tokens or tokens.output_tokens or 0,
-        read.cached_tokens or 0,
+        read.cached_tokens or cached,
         written.reasoning_tokens or 0,
     )

@@ -134,6 +134,13 @@ class EngineBusyError(WeftError):
     retry_after_s = 1
 
 
+class NoTargetsError(WeftError):
+    """Nothing keeps targets at present."""
+
+    http_status = 409
+    code = "no_targets"
+
+
 class TargetError(WeftError):
     """The request would miss the latency target of its class, as is predicted.
 

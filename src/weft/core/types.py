@@ -74,6 +74,11 @@ class ServiceClass:
     ttft_s: float | None = None
     tpot_s: float | None = None
 
+    @property
+    def has_target(self) -> bool:
+        """Whether it is latency-sensitive; the others are best effort."""
+        return self.ttft_s is not None or self.tpot_s is not None
+
 
 DEFAULT_CLASSES: tuple[ServiceClass, ...] = (
     ServiceClass("priority", 0, ttft_s=1.0, tpot_s=0.1),

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from weft import __version__
-from weft.core.class_table import with_targets
 from weft.core.config import EngineConfig, ResolvedConfig
 from weft.core.grammar import grammar_tokenizer
 from weft.core.ports import Executor
@@ -50,7 +49,7 @@ from weft.models.loader import load_model
 from weft.sched.registry import make_scheduler
 from weft.sched.resources import Resources, TargetPolicy
 from weft.sched.scheduler import Limits, Scheduler
-from weft.sched.targets import with_derived_targets
+from weft.sched.targets import TargetSettings
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -242,8 +241,8 @@ def _scheduler(config: EngineConfig, resources: Resources, model: Model) -> Sche
     """The scheduler that is set; FCFS where that is left to weft, see ``choose_policy``."""
     name = "fcfs" if config.scheduler == "auto" else config.scheduler
     if POLICIES[name].needs_cost:
-        given, cost = with_targets(config.classes), measured_costs(config, model)
-        resources = with_derived_targets(resources, given, cost, config.interactivity)
+        targets = TargetSettings(config.classes, config.interactivity)
+        resources = targets.applied(resources, measured_costs(config, model))
     return make_scheduler(scheduler_name(name, bool(resources.host_blocks)), resources)
 
 

@@ -29,8 +29,8 @@ from weft.core.process import (
     set_process_title,
     start_child,
 )
+from weft.engine.links import EngineLinks
 from weft.engine.postpone import postpone
-from weft.ring.segment import RingFds
 
 FORK_S = 5.0  # after which a fork server that is ready, but does not fork, hangs
 MESSAGE_BYTES = 2**16
@@ -46,11 +46,11 @@ class ForkServer:
     """The supervisor's side.
 
     Args:
-        rings: that the engines will serve.
+        links: of the engines.
         background: be ready later, but take no time from others.
     """
 
-    def __init__(self, rings: Sequence[RingFds], *, background: bool) -> None:
+    def __init__(self, links: EngineLinks, *, background: bool) -> None:
         adopt_orphans()
         self._end, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._end.setblocking(False)
@@ -62,7 +62,7 @@ class ForkServer:
             self.process = start_child(
                 command,
                 stdin=subprocess.DEVNULL,
-                pass_fds=[other.fileno(), *(fd for ring in rings for fd in ring.pass_fds)],
+                pass_fds=[other.fileno(), *links.pass_fds],
                 start_new_session=True,
                 env={**MEMORY_SETTINGS, **os.environ},
             )

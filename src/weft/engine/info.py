@@ -10,8 +10,11 @@ import torch
 
 from weft import __version__
 from weft.core.config import EngineConfig, largest_context, resolve
-from weft.core.errors import OutOfMemoryError, TokenizerError
+from weft.core.errors import OutOfMemoryError, ProfileError, TokenizerError
+from weft.core.schedulers import POLICIES
 from weft.core.settings import format_bytes
+from weft.cost.fit import profile_path
+from weft.engine.costs import measured_costs, profile_key
 from weft.engine.devices import check_host_tier, device_name, free_memory
 from weft.engine.machine import cpu_name, has_fast_bfloat16, usable_cores
 from weft.engine.model import Model, describe_kernels, find_model
@@ -43,7 +46,27 @@ def collect_info(config: EngineConfig) -> dict[str, Any]:
         "batch_invariant": model.ops.batch_invariant,
         "ranks": config.tensor_parallel,
         "kernels": describe_kernels(config, model),
+        "scheduling": _scheduling_facts(config, model),
     }
+
+
+def _scheduling_facts(config: EngineConfig, model: Model) -> dict[str, Any]:
+    """The policy of a server with these settings, and why."""
+    path = profile_path(profile_key(config, model), config.profile)
+    try:
+        measured_costs(config, model)
+        problem = ""
+    except ProfileError as error:
+        problem = error.message
+    if config.scheduler != "auto":
+        wants = POLICIES[config.scheduler].needs_cost
+        return {"policy": config.scheduler, "reason": "as is set", "problem": problem * wants}
+    if not problem:
+        return {"policy": "slo", "reason": f"the costs of steps are those of {path}"}
+    reason = "there is no profile of the costs of steps"
+    if config.self_profile_s:
+        reason += "; a server measures them while it is idle, and goes over to slo"
+    return {"policy": "fcfs", "reason": reason, "problem": problem if path.exists() else ""}
 
 
 def _model_facts(config: EngineConfig, model: Model) -> dict[str, Any]:
@@ -131,6 +154,10 @@ def format_info(info: dict[str, Any]) -> str:
     rows.append(
         ("context", f"{memory['largest_context']} of {model['positions']} tokens at the most")
     )
+    scheduling = info["scheduling"]
+    rows.append(("scheduling", f"{scheduling['policy']}: {scheduling['reason']}"))
+    if scheduling.get("problem"):
+        rows.append(("", scheduling["problem"]))
     alike = "are the same in any batch" if info["batch_invariant"] else "may differ by the batch"
     rows.append(("results", alike))
     rows += [

@@ -6,18 +6,18 @@ import asyncio
 import logging
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from weft.core.errors import EngineDeadError, EngineOutOfMemoryError, WeftError
 from weft.core.process import STALLED, Backoff, exited
 from weft.core.served import ServedModel
+from weft.engine.links import EngineLinks
 from weft.engine.machine import available_memory
 from weft.engine.remote import EngineProcess
 from weft.engine.reserve import Reserve
 from weft.ring._native import Page
 from weft.ring.progress import Progress
-from weft.ring.segment import RingFds
 
 TICK_S = 0.5
 LONGEST_DELAY_S = 0.1
@@ -37,6 +37,7 @@ class EngineKeeper:
     by a process that has done the imports.
 
     Args:
+        links: of all engines.
         standby: None keeps one if it takes little of the free memory; with False there is nothing
             but the engine.
         watchdog_s: seconds without a step, or a sign that there is none to make, after which an
@@ -46,13 +47,13 @@ class EngineKeeper:
     def __init__(
         self,
         settings: Mapping[str, Any],
-        rings: Sequence[RingFds],
+        links: EngineLinks,
         *,
         standby: bool | None,
         watchdog_s: float,
     ) -> None:
-        self._reserve = Reserve(settings, rings, forking=standby is not False)
-        self._pages = [Page(ring.memory) for ring in rings]
+        self._reserve = Reserve(settings, links, forking=standby is not False)
+        self._pages = [Page(ring.memory) for ring in links.rings]
         self._standby = standby
         self._asked = standby is not None
         self._watchdog_s = watchdog_s

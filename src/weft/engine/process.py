@@ -1,6 +1,6 @@
 """The engine process: builds the engine, then serves rings until it receives a stop signal.
 
-    python -m weft.engine.process --ring FDS [--ring FDS ...] --report FD --parent PID
+    python -m weft.engine.process --ring FDS [...] [--targets FD] --report FD --parent PID
     python -m weft.engine.process --fork-for FD
 
 The second form is a fork server, which becomes an engine in every process that it forks.
@@ -41,9 +41,11 @@ from weft.engine.postpone import postpone
 from weft.ring.inbox import RingInbox
 from weft.ring.layout import INFO_CLASSES, EngineInfo
 from weft.ring.segment import RingFds
+from weft.ring.target_board import TargetBoard
 
 if TYPE_CHECKING:
     from weft.engine.build import Engine
+    from weft.engine.live_targets import LiveTargets
     from weft.engine.self_profile import PolicyChoice
 
 INFO_EVERY_S = 0.25
@@ -67,6 +69,7 @@ def main() -> None:
 def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--ring", action="append")
+    parser.add_argument("--targets", type=int)
     parser.add_argument("--report", type=int)
     parser.add_argument("--parent", type=int)
     parser.add_argument("--standby", action="store_true")
@@ -102,10 +105,11 @@ def _run(options: argparse.Namespace) -> NoReturn:
         _tell(report, {"error": {"type": type(error).__name__, "message": error.message}})
         sys.exit(1)
     orders.inbox = inbox
+    targets = None if options.targets is None else _live_targets(options, config, engine, choice)
     inbox.write_info(_info(engine, ready=True))
     laps.mark("rings")
     _tell(report, {"attached": laps.seconds})
-    sys.exit(_serve(engine, inbox, choice))
+    sys.exit(_serve(engine, inbox, choice, targets))
 
 
 class Laps:
@@ -170,7 +174,23 @@ def _build(
     return engine, choice, served.to_json()
 
 
-def _serve(engine: Engine, inbox: RingInbox, choice: PolicyChoice | None) -> int:
+def _live_targets(
+    options: argparse.Namespace,
+    config: EngineConfig,
+    engine: Engine,
+    choice: PolicyChoice | None,
+) -> LiveTargets:
+    from weft.engine.live_targets import LiveTargets
+    from weft.sched.targets import TargetSettings
+
+    board = TargetBoard(options.targets)
+    settings = TargetSettings(config.classes, config.interactivity)
+    return LiveTargets(board, settings, engine.resources, choice, engine.scheduler)
+
+
+def _serve(
+    engine: Engine, inbox: RingInbox, choice: PolicyChoice | None, targets: LiveTargets | None
+) -> int:
     ready = CompilingInbox(inbox, engine.grammars.compile)
     loop = EngineLoop(engine.scheduler, engine.executor, ready, WallClock())
     gc.collect()
@@ -187,6 +207,8 @@ def _serve(engine: Engine, inbox: RingInbox, choice: PolicyChoice | None) -> int
                     choice.watch(engine.scheduler, time.monotonic())
                 checked = time.monotonic()
             if not busy or time.monotonic() - told > INFO_EVERY_S:
+                if targets is not None:
+                    targets.look(engine.scheduler)
                 inbox.write_info(_info(engine, ready=True))
                 told = time.monotonic()
             if not busy:

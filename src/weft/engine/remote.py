@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import IO, Any
 
@@ -20,8 +20,9 @@ from weft.core.memory import MemoryKills
 from weft.core.process import Process, describe_exit, start_child
 from weft.core.served import ServedModel
 from weft.engine.forkserver import MEMORY_SETTINGS, ForkServer
+from weft.engine.links import EngineLinks
 from weft.ring.client import RingClient
-from weft.ring.segment import RingFds, ring_of
+from weft.ring.segment import ring_of
 
 STOP_TIMEOUT_S = 10.0
 BROKEN = 1  # exit code of an engine that ends as another of its ranks has ended
@@ -46,20 +47,19 @@ class EngineProcess:
     kills: MemoryKills = field(default_factory=MemoryKills)
 
     @classmethod
-    def start(cls, settings: Mapping[str, Any], rings: Sequence[RingFds]) -> EngineProcess:
+    def start(cls, settings: Mapping[str, Any], links: EngineLinks) -> EngineProcess:
         """Start it; it builds the engine, and touches the rings in ``wait_until_ready``.
 
         Raises:
             EngineDeadError: there can be no other process.
         """
         with _Pipes() as pipes:
-            command = [sys.executable, "-m", "weft.engine.process", *_arguments(rings)]
-            inherited = [pipes.report, *(fd for ring in rings for fd in ring.pass_fds)]
+            command = [sys.executable, "-m", "weft.engine.process", *_arguments(links)]
             try:
                 process = start_child(
                     [*command, "--report", str(pipes.report)],
                     stdin=pipes.orders,
-                    pass_fds=inherited,
+                    pass_fds=[pipes.report, *links.pass_fds],
                     start_new_session=True,
                     env={**MEMORY_SETTINGS, **os.environ},
                 )
@@ -71,7 +71,7 @@ class EngineProcess:
     async def fork(
         cls,
         settings: Mapping[str, Any],
-        rings: Sequence[RingFds],
+        links: EngineLinks,
         server: ForkServer,
         *,
         standby: bool = False,
@@ -85,7 +85,7 @@ class EngineProcess:
             returning_bytes: memory that another engine gives back before this one is used.
             patience_s: with a fork server that is not ready yet.
         """
-        arguments = [*_arguments(rings), "--returning-bytes", str(returning_bytes)]
+        arguments = [*_arguments(links), "--returning-bytes", str(returning_bytes)]
         arguments += ["--standby"] * standby
         with _Pipes() as pipes:
             process = await server.fork(arguments, pipes.orders, pipes.report, patience_s)
@@ -148,11 +148,9 @@ class EngineProcess:
         return self.process.wait()
 
 
-def _arguments(rings: Sequence[RingFds]) -> list[str]:
-    arguments = ["--parent", str(os.getpid()), "--since", str(time.monotonic())]
-    for ring in rings:
-        arguments += ["--ring", str(ring)]
-    return arguments
+def _arguments(links: EngineLinks) -> list[str]:
+    parent, since = str(os.getpid()), str(time.monotonic())
+    return ["--parent", parent, "--since", since, *links.arguments()]
 
 
 class _Pipes:
@@ -204,7 +202,7 @@ class RemoteEngine:
         ring = self._ring = ring_of(EngineConfig.from_mapping(settings))
         # A program that computes what it has needs no targets kept, nor an engine busy while idle.
         given = {"scheduler": "fcfs", **settings}
-        self._process = EngineProcess.start(given, [ring])
+        self._process = EngineProcess.start(given, EngineLinks([ring]))
         try:
             meanwhile()
             self.served = self._process.wait_until_ready()

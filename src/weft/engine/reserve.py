@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from weft.core.errors import EngineDeadError, WeftError
 from weft.core.process import Backoff, describe_exit
 from weft.engine.forkserver import ForkServer
+from weft.engine.links import EngineLinks
 from weft.engine.machine import resident_bytes
 from weft.engine.remote import EngineProcess
-from weft.ring.segment import RingFds
 
 LONGEST_PAUSE_S = 30.0  # until the next standby, after those that were killed or cannot be built
 
@@ -20,7 +20,7 @@ logger = logging.getLogger("weft")
 
 
 class Reserve:
-    """Gives the engines that serve one set of rings.
+    """Gives the engines with one set of links.
 
     Args:
         forking: engines are forked by a process that has done their imports. Without, all that is
@@ -31,12 +31,10 @@ class Reserve:
         standby: whether to keep one: an engine that is built, its weights mapped.
     """
 
-    def __init__(
-        self, settings: Mapping[str, Any], rings: Sequence[RingFds], *, forking: bool
-    ) -> None:
+    def __init__(self, settings: Mapping[str, Any], links: EngineLinks, *, forking: bool) -> None:
         self.settings = dict(settings)
         self.standby = False
-        self._rings = rings
+        self._links = links
         self._forking = forking
         self._forks: ForkServer | None = None
         self._spare: EngineProcess | None = None
@@ -63,10 +61,10 @@ class Reserve:
                 return spare
             spare.stop()
         if not self._forking:
-            return EngineProcess.start(self.settings, self._rings)
+            return EngineProcess.start(self.settings, self._links)
         if self._forks is None or not self._forks.soon:
             self._drop_forks()
-            self._forks = ForkServer(self._rings, background=False)
+            self._forks = ForkServer(self._links, background=False)
         return await self._fork(self._forks, patience_s=patience_s)
 
     async def keep(self, active: EngineProcess) -> None:
@@ -91,7 +89,7 @@ class Reserve:
             self._drop_forks()
         if self._forks is None and self._forks_pause.over:
             self._forks_pause.end()
-            self._forks = ForkServer(self._rings, background=True)
+            self._forks = ForkServer(self._links, background=True)
 
     async def _keep_spare(self, active: EngineProcess) -> None:
         if self._spare is not None and self._spare.process.poll() is not None:
@@ -103,7 +101,7 @@ class Reserve:
 
     async def _fork(self, forks: ForkServer, **how: Any) -> EngineProcess:
         try:
-            return await EngineProcess.fork(self.settings, self._rings, forks, **how)
+            return await EngineProcess.fork(self.settings, self._links, forks, **how)
         except EngineDeadError as error:
             self._forks_pause.begin(error.message)
             self._drop_forks()

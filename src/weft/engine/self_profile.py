@@ -10,13 +10,12 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from weft.core.class_table import with_targets
 from weft.core.config import EngineConfig
 from weft.core.errors import ConfigError, ProfileError
 from weft.core.plan import StepPlan
@@ -31,7 +30,7 @@ from weft.sched.policy_slo import SLOPolicy
 from weft.sched.registry import compose, make_policy
 from weft.sched.resources import Resources
 from weft.sched.scheduler import Scheduler
-from weft.sched.targets import with_derived_targets
+from weft.sched.targets import TargetSettings, describe_targets
 
 if TYPE_CHECKING:
     from weft.engine.build import Engine
@@ -62,8 +61,7 @@ class PolicyChoice:
 
     Args:
         resources: of schedulers, with costs where there is a profile.
-        given: names of classes whose targets the user has set.
-        interactivity: see ``sched.targets``.
+        targets: that are set.
         seconds: that measuring may take; 0 for never.
         run, room: how and where steps are measured.
 
@@ -71,20 +69,20 @@ class PolicyChoice:
         policy: the name of the one that plans.
         reason: why, as a sentence.
         classes: the class table with the targets that hold.
+        targets: those that are set; may change.
     """
 
     def __init__(
         self,
         resources: Resources,
-        given: Collection[str],
-        interactivity: float,
+        targets: TargetSettings,
         seconds: float,
         costs: Costs,
         run: Run,
         room: StepRoom,
         layers: int,
     ) -> None:
-        self._resources, self._given, self._interactivity = resources, given, interactivity
+        self._resources, self.targets = resources, targets
         self._seconds, self._costs = seconds, costs
         self._run, self._room, self._layers = run, room, layers
         self.policy, self.classes = "fcfs", tuple(resources.classes)
@@ -104,9 +102,7 @@ class PolicyChoice:
             ConfigError: no load can keep a target that the user has set.
         """
         complete = self._costs.complete(cost)
-        resources = with_derived_targets(
-            self._resources, self._given, complete, self._interactivity
-        )
+        resources = self.targets.applied(self._resources, complete)
         made = compose(make_policy("slo", resources), scheduler.memory.kv, scheduler.limits)
         for counted in fields(Totals):
             setattr(made.totals, counted.name, getattr(scheduler.totals, counted.name))
@@ -198,12 +194,7 @@ class PolicyChoice:
 
     def describe(self) -> str:
         """The policy, the reason and the targets, in one sentence."""
-        targets = ", ".join(
-            f"{row.name}: first token in {row.ttft_s:g} s, {1000 * row.tpot_s:g} ms a token"
-            for row in self.classes
-            if row.ttft_s is not None and row.tpot_s is not None
-        )
-        kept = f"; targets: {targets}" if self.policy == "slo" else ""
+        kept = f"; targets: {describe_targets(self.classes)}" if self.policy == "slo" else ""
         return f"scheduling by {self.policy}, as {self.reason}{kept}"
 
 
@@ -218,8 +209,7 @@ def choose_policy(config: EngineConfig, engine: Engine) -> PolicyChoice:
     costs = Costs(key, profile_path(key, config.profile), partial(with_moves, config, model))
     choice = PolicyChoice(
         engine.resources,
-        with_targets(config.classes),
-        config.interactivity,
+        TargetSettings(config.classes, config.interactivity),
         config.self_profile_s,
         costs,
         Timer(engine.executor).run,

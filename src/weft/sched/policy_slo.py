@@ -22,13 +22,14 @@ from typing import Protocol
 
 from weft.core.errors import ConfigError, InvariantError, TargetError
 from weft.core.types import DEFAULT_CLASSES, Sequence, ServiceClass
-from weft.cost.model import CostModel, step_time
+from weft.cost.model import CostModel
 from weft.cost.work import Work
 from weft.sched.batch import TimedBatch
 from weft.sched.first_token import first_token_s
 from weft.sched.pace import Pace
 from weft.sched.resources import DEFAULT_POLICY, Resources, TargetPolicy
 from weft.sched.scheduler import Policy, Scheduler
+from weft.sched.targets import check_targets
 
 AGED = -1  # priority of the best-effort sequence that has waited for too long
 LEAST_PIECE = 16  # tokens that cost hardly more than one (OmniServe section 3.3.1, flat region)
@@ -37,39 +38,14 @@ PRIOR_STEPS = 3  # steps at the tightest target that predictions count as exact 
 
 
 def prioritise_by_target(classes: Seq[ServiceClass]) -> list[ServiceClass]:
-    """The table with new priorities: first the classes with targets, each with a priority of its
-    own.
-    """
-    urgent = [row for row in classes if row.ttft_s is not None or row.tpot_s is not None]
+    """The table with new priorities: first the classes with targets, each with one of its own."""
+    urgent = [row for row in classes if row.has_target]
     others = [row for row in classes if row not in urgent]
     urgent.sort(key=lambda row: (row.priority, row.tpot_s or math.inf, row.ttft_s or math.inf))
     levels = sorted({row.priority for row in others})
     return [replace(row, priority=priority) for priority, row in enumerate(urgent)] + [
         replace(row, priority=len(urgent) + levels.index(row.priority)) for row in others
     ]
-
-
-def check_targets(classes: Seq[ServiceClass], cost: CostModel, targets: TargetPolicy) -> None:
-    """Raise ConfigError if a target would be missed by a server that has nothing else to do."""
-    if not any(row.ttft_s or row.tpot_s for row in classes):
-        raise ConfigError(
-            "No service class has a target, which scheduler slo needs; set ttft_s or tpot_s of "
-            "one, or use scheduler fcfs.",
-            param="classes",
-        )
-    decode = Work()
-    decode.add(1, 1)
-    takes = step_time(cost, [decode])
-    least = takes / (1 - targets.margin)
-    for row in classes:
-        for name, target in (("tpot_s", row.tpot_s), ("ttft_s", row.ttft_s)):
-            if target is not None and target < least:
-                raise ConfigError(
-                    f"Class '{row.name}' has {name} {target:g}, but a step with a single token "
-                    f"takes {takes:.4g} s as predicted, and a margin of {targets.margin:.0%} is "
-                    f"kept: no load can meet it. Raise it to {least:.4g} at least.",
-                    param="classes",
-                )
 
 
 class BestEffortPart(Protocol):
@@ -110,22 +86,14 @@ class SLOPolicy:
     ) -> None:
         """Raises ConfigError if no class has a target, or no load can meet one."""
         table = prioritise_by_target(classes)
-        self.classes: Seq[ServiceClass] = table
         self.cost = cost
-        self.targets = targets
         check_targets(table, cost, targets)
         self.part: BestEffortPart | None = None
         self._scheduler: Scheduler
-        self._with_target = [
-            row for row in table if row.ttft_s is not None or row.tpot_s is not None
-        ]
+        self._keep(table, targets)
         self._num_urgent = len(self._with_target)
         top = max([row.priority for row in table[self._num_urgent :]], default=self._num_urgent)
         self.best_effort = range(self._num_urgent, top + 1)
-        tpots = [row.tpot_s for row in self._with_target if row.tpot_s is not None]
-        self._tightest_s = min(tpots, default=math.inf)
-        ttfts = [row.ttft_s for row in self._with_target if row.ttft_s is not None]
-        self._tightest_ttft_s = min(ttfts, default=math.inf)
         steady = min(self._tightest_s, self._tightest_ttft_s)
         self.pace = Pace(prior_s=PRIOR_STEPS * steady)
         self._now = self._looked_at = 0.0
@@ -133,6 +101,39 @@ class SLOPolicy:
         self._aged: Sequence | None = None
         self._served_at: dict[int, float] = {}
         self._token_at = [0.0] * self._num_urgent
+
+    def _keep(self, table: Seq[ServiceClass], targets: TargetPolicy) -> None:
+        self.classes: Seq[ServiceClass] = table
+        self.targets = targets
+        self._with_target = [row for row in table if row.has_target]
+        tpots = [row.tpot_s for row in self._with_target if row.tpot_s is not None]
+        self._tightest_s = min(tpots, default=math.inf)
+        ttfts = [row.ttft_s for row in self._with_target if row.ttft_s is not None]
+        self._tightest_ttft_s = min(ttfts, default=math.inf)
+
+    def retarget(self, classes: Seq[ServiceClass], targets: TargetPolicy) -> None:
+        """Keep other targets from the next step on.
+
+        Args:
+            classes: the same as before, with other targets.
+
+        Raises:
+            ConfigError: no load can meet one, or a class without would get one; nothing changed.
+        """
+        given = {row.name: row for row in classes}
+        table = [
+            replace(row, ttft_s=given[row.name].ttft_s, tpot_s=given[row.name].tpot_s)
+            for row in self.classes
+        ]
+        for old, new in zip(self.classes, table, strict=True):
+            if old.has_target != new.has_target:
+                raise ConfigError(
+                    f"Class '{old.name}' is best effort; a target makes it latency-sensitive, "
+                    "which can only be set when the server starts.",
+                    param=f"classes.{old.name}",
+                )
+        check_targets(table, self.cost, targets)
+        self._keep(table, targets)
 
     def attach(self, scheduler: Scheduler) -> None:
         """Decide for this scheduler."""

@@ -3,21 +3,77 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
+from weft.core.class_table import class_table, with_targets
+from weft.core.errors import ConfigError
 from weft.core.types import ServiceClass
 from weft.cost.model import CostModel, step_time
 from weft.cost.work import Work
 from weft.sched.first_token import first_token_s
-from weft.sched.resources import Resources
+from weft.sched.resources import Resources, TargetPolicy
 from weft.sched.scheduler import Limits
 
 TYPICAL_TOKENS = 1024  # of a prompt, and of the context of a decode
 LONGER = {"priority": 1.0, "interactive": 1.5}  # times as long as it must take, by class
 ROOM = 1.25  # times a step in which every row decodes, so that prompts advance beside it
 DIGITS = 2  # that a target is rounded up to
+
+
+@dataclass(frozen=True, slots=True)
+class TargetSettings:
+    """Targets as the user has set them.
+
+    Attributes:
+        classes: changes of the class table, see ``core.class_table``.
+        interactivity: from 0, lax, to 1, strict.
+    """
+
+    classes: Mapping[str, Mapping[str, Any]]
+    interactivity: float
+
+    def changed(
+        self, targets: Mapping[str, Mapping[str, float]], interactivity: float | None
+    ) -> TargetSettings:
+        """These settings with other targets.
+
+        Args:
+            targets: ``ttft_s`` and ``tpot_s`` by class; a class that is missing keeps its own.
+            interactivity: None for no other one.
+        """
+        rows = {name: dict(row) for name, row in self.classes.items()}
+        for name, row in targets.items():
+            rows[name] = {**rows.get(name, {}), **row}
+        return TargetSettings(rows, self.interactivity if interactivity is None else interactivity)
+
+    def applied(self, resources: Resources, cost: CostModel) -> Resources:
+        """What an SLO scheduler is made of, with derived targets where none are set.
+
+        Raises:
+            ConfigError: a class or a target is malformed.
+        """
+        resources = replace(resources, classes=class_table(self.classes))
+        return with_derived_targets(resources, with_targets(self.classes), cost, self.interactivity)
+
+
+def describe_targets(classes: Seq[ServiceClass]) -> str:
+    """The targets of the classes that have any, in words."""
+    return ", ".join(
+        f"{row.name}: "
+        + ", ".join(
+            words
+            for target, words in (
+                (row.ttft_s, f"first token in {row.ttft_s or 0:g} s"),
+                (row.tpot_s, f"{1000 * (row.tpot_s or 0):g} ms a token"),
+            )
+            if target is not None
+        )
+        for row in classes
+        if row.has_target
+    )
 
 
 def idle_step_s(cost: CostModel, limits: Limits, ttft_s: float) -> float:
@@ -104,6 +160,29 @@ def derived_targets(
             row = replace(row, ttft_s=rounded_up(ttft_s), tpot_s=rounded_up(longer * tpot_s))
         found.append(row)
     return tuple(found)
+
+
+def check_targets(classes: Seq[ServiceClass], cost: CostModel, targets: TargetPolicy) -> None:
+    """Raise ConfigError if a target would be missed by a server that has nothing else to do."""
+    if not any(row.ttft_s or row.tpot_s for row in classes):
+        raise ConfigError(
+            "No service class has a target, which scheduler slo needs; set ttft_s or tpot_s of "
+            "one, or use scheduler fcfs.",
+            param="classes",
+        )
+    decode = Work()
+    decode.add(1, 1)
+    takes = step_time(cost, [decode])
+    least = takes / (1 - targets.margin)
+    for row in classes:
+        for name, target in (("tpot_s", row.tpot_s), ("ttft_s", row.ttft_s)):
+            if target is not None and target < least:
+                raise ConfigError(
+                    f"Class '{row.name}' has {name} {target:g}, but a step with a single token "
+                    f"takes {takes:.4g} s as predicted, and a margin of {targets.margin:.0%} is "
+                    f"kept: no load can meet it. Raise it to {least:.4g} at least.",
+                    param="classes",
+                )
 
 
 def rounded_up(seconds: float) -> float:

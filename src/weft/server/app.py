@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from starlette.applications import Starlette
@@ -33,6 +34,7 @@ from weft.api.sampling import check_model
 from weft.core.errors import WeftError
 from weft.core.ports import EngineClient
 from weft.core.settings import settings_of
+from weft.ring.target_board import TargetBoard
 from weft.server.accounts import RATE_HEADERS, Accounts
 from weft.server.auth import RequireKey, Reserved
 from weft.server.background import Background
@@ -47,6 +49,7 @@ from weft.server.generation import endpoint_routes
 from weft.server.hosts import CheckHost, hosts_checked
 from weft.server.keys import KeyRing
 from weft.server.life import Life, open_life
+from weft.server.message_batches import message_batch_routes
 from weft.server.messages import PATH as MESSAGES
 from weft.server.messages import anthropic_error, message_routes
 from weft.server.metrics import CONTENT_TYPE
@@ -59,6 +62,8 @@ from weft.server.response_store import ResponseStore
 from weft.server.responses import response_routes
 from weft.server.run_store import RunStore
 from weft.server.service import Service
+from weft.server.targets import PATH as TARGETS
+from weft.server.targets import target_routes
 from weft.server.tracing import Tracer, make_exporter
 from weft.server.usage import PATH as USAGE
 from weft.server.usage import usage_routes
@@ -78,6 +83,7 @@ def create_app(
     *,
     probe: EngineProbe | None = None,
     quotas: QuotaBoard | None = None,
+    targets: TargetBoard | None = None,
 ) -> Starlette:
     """Return the ASGI application that serves one model.
 
@@ -87,6 +93,7 @@ def create_app(
         card: what requests are checked against; ``served_names`` has at least one.
         probe: live facts of the engine for ``/ready``, ``/metrics`` and ``/server_info``.
         quotas: what API keys use over all request planes; by default this one is alone.
+        targets: where the engine looks for changes of targets, if it does.
 
     Raises:
         ConfigError: stored responses, or the usage of keys, cannot be read.
@@ -132,8 +139,10 @@ def create_app(
             *ollama_routes(service),
             *response_routes(service, store, background),
             *usage_routes(usage),
+            *target_routes(service, targets),
             *file_routes(service, data),
             *batch_routes(service, data),
+            *message_batch_routes(service, data),
         ],
         middleware=_middleware(options, keys, accounts, tracer),
         exception_handlers={
@@ -167,11 +176,19 @@ def _reserved(options: ServerOptions) -> dict[str, Reserved]:
         "The usage of keys is for those that --admin-key names.",
         "usage_not_allowed",
     )
+    admin = {
+        USAGE: usage,
+        TARGETS: replace(
+            usage,
+            message="The targets of classes are for those that --admin-key names.",
+            code="targets_not_allowed",
+        ),
+    }
     if not options.metrics_key:
-        return {USAGE: usage}
+        return admin
     message = "The metrics of this server are for other keys."
     metrics = Reserved(frozenset(options.metrics_key), message, "metrics_not_allowed")
-    return {USAGE: usage, METRICS: metrics}
+    return {**admin, METRICS: metrics}
 
 
 def _middleware(

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import os
 import sqlite3
 import subprocess
@@ -16,8 +17,9 @@ from dataclasses import asdict
 from typing import Any
 
 from weft.api import ModelCard
-from weft.batch.database import any_unfinished
-from weft.batch.store import bell_stamp
+from weft.batch.bell import bell_stamp
+from weft.batch.database import work_within
+from weft.batch.webhook_settings import WebhookSettings
 from weft.core.process import Backoff, describe_exit, exited, start_child
 from weft.core.served import ServedModel
 from weft.ring.segment import RingFds
@@ -36,6 +38,8 @@ class BatchKeeper:
     Args:
         settings: of tokeniser and logs, as request planes get them.
         card: the engine's facts as JSON, once there is an engine.
+        board: where request planes count, which has a cell for batches, too.
+        number: of that cell.
     """
 
     def __init__(
@@ -44,8 +48,12 @@ class BatchKeeper:
         settings: Mapping[str, Any],
         ring: RingFds,
         card: asyncio.Future[str],
+        board: int,
+        number: int,
     ) -> None:
         self._folder = data_folder(options)
+        webhooks = WebhookSettings.of(options)
+        self._urls = webhooks.urls
         self._settings = {
             **{name: value for name, value in settings.items() if name != "options"},
             **{name: getattr(options, name) for name in _OPTIONS},
@@ -53,9 +61,11 @@ class BatchKeeper:
             "queue_limited": (options.max_queued_requests, options.max_queued_tokens)
             != (None, None),
             "limits": asdict(store_limits(options)),
+            "webhooks": asdict(webhooks),
         }
         self._ring = ring
         self._card = card
+        self._board, self._number = board, number
         self._watchdog_s = options.watchdog_s
         self._process: subprocess.Popen[bytes] | None = None
         self._signed_s = 0.0  # when something was last heard of it, on the monotonic clock
@@ -74,9 +84,12 @@ class BatchKeeper:
         identity = ModelCard.of(ServedModel.from_json(card), names).identity
         while not self._ending.is_set():
             stamp = bell_stamp(self._folder)
-            if not await asyncio.to_thread(self._wanted, identity):
-                while bell_stamp(self._folder) == stamp and not await self._ends_within(TICK_S):
-                    pass
+            within_s = await asyncio.to_thread(self._work_within, identity)
+            if within_s:
+                until = time.monotonic() + within_s
+                while bell_stamp(self._folder) == stamp and time.monotonic() < until:
+                    if await self._ends_within(TICK_S):
+                        break
                 continue
             started = time.monotonic()
             code = await self._live(card)
@@ -99,12 +112,14 @@ class BatchKeeper:
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
 
-    def _wanted(self, identity: str) -> bool:
+    def _work_within(self, identity: str) -> float:
+        """Seconds until there is work without the bell being rung."""
         try:
-            return any_unfinished(self._folder, identity)
+            within_s = work_within(self._folder, identity, self._urls)
         except (OSError, sqlite3.Error) as error:
             logger.warning("The batches in '%s' cannot be read: %s.", self._folder, error)
-            return False
+            within_s = None
+        return math.inf if within_s is None else within_s
 
     async def _ends_within(self, seconds: float) -> bool:
         with contextlib.suppress(TimeoutError):
@@ -148,12 +163,13 @@ class BatchKeeper:
                 asyncio.get_running_loop().remove_reader(read_end)
 
     def _start(self, signs: int, card: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "weft.batch.process", "--parent", str(os.getpid())]
+        command = [sys.executable, "-m", "weft.server.batch_process", "--parent", str(os.getpid())]
         command += ["--ring", str(self._ring), "--signs", str(signs)]
+        command += ["--board", str(self._board), "--number", str(self._number)]
         process = start_child(
             command,
             stdin=subprocess.PIPE,
-            pass_fds=[signs, *self._ring.pass_fds],
+            pass_fds=[signs, self._board, *self._ring.pass_fds],
             start_new_session=True,
         )
         assert process.stdin is not None
@@ -173,4 +189,6 @@ _OPTIONS = (
     "key_salt",
     "max_batch_lines",
     "batch_promotion",
+    "usage_db",
+    "usage_keep_days",
 )

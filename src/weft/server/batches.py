@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 from starlette.requests import Request
@@ -12,9 +12,10 @@ from starlette.routing import Route
 
 from weft.api import decode_body
 from weft.api.endpoints import BATCH_ENDPOINTS
-from weft.batch.intake import Forecaster
-from weft.batch.promotion import PROMOTIONS
-from weft.batch.records import BatchRecord
+from weft.batch.errors import check_kind
+from weft.batch.intake import Forecaster, file_demand
+from weft.batch.promotion import BATCH_CLASS, PROMOTIONS
+from weft.batch.records import BATCH_PREFIX, BatchRecord
 from weft.batch.store import BatchStore
 from weft.core.errors import ParameterError, suggest
 from weft.server.body import read_body
@@ -81,14 +82,12 @@ class _BatchHandlers:
             await read_body(request, self._service.options),
             notes=self._service.notes(),
         )
+        self._service.own_builder().classes.check(BATCH_CLASS)
         _check_endpoint(body.endpoint)
         window_s = read_window(body.completion_window)
         owner, key = current_owner(), current_key()
         record = await self._data.run(lambda store: self._queue(store, owner, key, body, window_s))
-        headers = {}
-        if record.predicted_at is not None:
-            headers[END_HEADER] = str(record.predicted_at)
-        return json_response(record.to_object(), headers=headers)
+        return json_response(record.to_object(), headers=end_header(record))
 
     def _queue(
         self, store: BatchStore, owner: bytes, key: Key | None, body: BatchBody, window_s: int
@@ -96,7 +95,8 @@ class _BatchHandlers:
         """Queue a batch, unless it would not end in time; on the thread of the store."""
         card, options = self._service.builder.card, self._service.options
         expiry = body.output_expires_after
-        forecaster = Forecaster(store, owner, body.input_file_id, options.strict_windows)
+        demand = file_demand(store, owner, body.input_file_id)
+        forecaster = Forecaster(store, demand, options.strict_windows)
         return store.create_batch(
             owner,
             body.endpoint,
@@ -108,9 +108,7 @@ class _BatchHandlers:
             metadata=body.metadata,
             judge=forecaster.judge,
             output_expires_s=None if expiry is None else expiry.seconds,
-            account=b"" if key is None else key.account,
-            queued_limit=None if key is None else key.quota.max_queued_batch_tokens,
-            promotable=" ".join(c for c in PROMOTIONS if key is None or key.may_use(c)),
+            **columns_of(key),
         )
 
     async def list(self, request: Request) -> Response:
@@ -123,14 +121,38 @@ class _BatchHandlers:
         return json_response(page.to_object())
 
     async def retrieve(self, request: Request) -> Response:
-        owner, batch_id = current_owner(), request.path_params["batch_id"]
+        owner, batch_id = current_owner(), _id_of(request)
         record = await self._data.run(lambda store: store.batch(owner, batch_id))
         return json_response(record.to_object())
 
     async def cancel(self, request: Request) -> Response:
-        owner, batch_id = current_owner(), request.path_params["batch_id"]
+        owner, batch_id = current_owner(), _id_of(request)
         record = await self._data.run(lambda store: store.cancel_batch(owner, batch_id))
         return json_response(record.to_object())
+
+
+def _id_of(request: Request) -> str:
+    """The id in the path. Raises BatchNotFoundError for one of another API."""
+    batch_id: str = request.path_params["batch_id"]
+    check_kind(batch_id, BATCH_PREFIX)
+    return batch_id
+
+
+def columns_of(key: Key | None) -> dict[str, Any]:
+    """What a batch keeps of the key that it belongs to."""
+    if key is None:
+        return {"promotable": " ".join(PROMOTIONS)}
+    return {
+        "payer": key.name,
+        "account": key.account,
+        "queued_limit": key.quota.max_queued_batch_tokens,
+        "promotable": " ".join(name for name in PROMOTIONS if key.may_use(name)),
+    }
+
+
+def end_header(record: BatchRecord) -> dict[str, str]:
+    """The predicted end, where there is one."""
+    return {} if record.predicted_at is None else {END_HEADER: str(record.predicted_at)}
 
 
 def _check_endpoint(endpoint: str) -> None:

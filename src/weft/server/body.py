@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+from collections.abc import AsyncIterator
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 
+from weft.core.errors import WeftError
 from weft.server.errors import (
     BodyTooLargeError,
     BodyTooSlowError,
@@ -35,7 +37,7 @@ async def read_body(request: Request, options: ServerOptions) -> bytes:
         BodyTooSlowError: it was not there after ``body_timeout_s``.
         ShuttingDownError: it was not there when the server ended.
     """
-    _check_media(request.headers)
+    check_media(request.headers)
     try:
         async with asyncio.timeout(options.body_timeout_s):
             body = await _read(request, options.max_body_bytes)
@@ -50,7 +52,48 @@ async def read_body(request: Request, options: ServerOptions) -> bytes:
     return body
 
 
-def _check_media(headers: Headers) -> None:
+class BodyPieces:
+    """The body of an upload, piece by piece; however long it is, each piece has its time.
+
+    Attributes:
+        complete: all of it was read.
+    """
+
+    def __init__(self, request: Request, patience_s: float) -> None:
+        self.complete = False
+        self._stream = request.stream()
+        self._patience_s = patience_s
+
+    async def parts(self) -> AsyncIterator[bytes]:
+        """Each piece. Raises BodyTooSlowError, ShuttingDownError."""
+        while True:
+            try:
+                async with asyncio.timeout(self._patience_s):
+                    piece = await anext(self._stream)
+            except StopAsyncIteration:
+                self.complete = True
+                return
+            except TimeoutError:
+                raise BodyTooSlowError(
+                    f"Nothing more of the body came for {self._patience_s:g} s."
+                ) from None
+            except ClientDisconnect:
+                raise HTTPException(400) from None
+            yield piece
+
+    async def discard(self) -> None:
+        """Read on for a while: a client that is still writing would not see our answer."""
+        left = DISCARDED_BYTES
+        try:
+            async for piece in self.parts():
+                left -= len(piece)
+                if left < 0:
+                    return
+        except (WeftError, RuntimeError, HTTPException):
+            return
+
+
+def check_media(headers: Headers) -> None:
     """Raise UnsupportedMediaError for bodies that are not JSON.
 
     Pages of other sites can make a browser post to any address as long as the type is that of a

@@ -6,8 +6,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator
 
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
@@ -15,9 +14,9 @@ from weft.api.errors import MissingParameterError
 from weft.batch.folder import FileTooLargeError, Upload
 from weft.batch.records import PURPOSES, UPLOADED, FileRecord
 from weft.core.errors import ParameterError, WeftError, suggest
-from weft.server.body import DISCARDED_BYTES
+from weft.server.body import BodyPieces
 from weft.server.data import DataFolder
-from weft.server.errors import BodyTooSlowError, ShuttingDownError, error_response, json_response
+from weft.server.errors import ShuttingDownError, error_response, json_response
 from weft.server.exchange import current_owner
 from weft.server.multipart import MultipartReader, PartHead, boundary_of
 from weft.server.service import Service
@@ -68,7 +67,7 @@ class _FileHandlers:
         _check_origin(request, service.options.cors_origin)
         boundary = boundary_of(request.headers.get("content-type", ""))
         form = _Form(self._data, current_owner())
-        body = _Body(request, service.options.body_timeout_s)
+        body = BodyPieces(request, service.options.body_timeout_s)
         with service.answering():
             try:
                 self._check_length(request)
@@ -125,47 +124,6 @@ class _FileHandlers:
     async def _find(self, request: Request) -> FileRecord:
         owner, file_id = current_owner(), request.path_params["file_id"]
         return await self._data.run(lambda store: store.file(owner, file_id))
-
-
-class _Body:
-    """The body of an upload, piece by piece.
-
-    Attributes:
-        complete: all of it was read.
-    """
-
-    def __init__(self, request: Request, patience_s: float) -> None:
-        self.complete = False
-        self._stream = request.stream()
-        self._patience_s = patience_s
-
-    async def parts(self) -> AsyncIterator[bytes]:
-        """Each piece. Raises BodyTooSlowError, ShuttingDownError."""
-        while True:
-            try:
-                async with asyncio.timeout(self._patience_s):
-                    piece = await anext(self._stream)
-            except StopAsyncIteration:
-                self.complete = True
-                return
-            except TimeoutError:
-                raise BodyTooSlowError(
-                    f"Nothing more of the file came for {self._patience_s:g} s."
-                ) from None
-            except ClientDisconnect:
-                raise HTTPException(400) from None
-            yield piece
-
-    async def discard(self) -> None:
-        """Read on for a while: a client that is still writing would not see our answer."""
-        left = DISCARDED_BYTES
-        try:
-            async for piece in self.parts():
-                left -= len(piece)
-                if left < 0:
-                    return
-        except (WeftError, RuntimeError, HTTPException):
-            return
 
 
 class _Form:

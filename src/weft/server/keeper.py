@@ -35,10 +35,12 @@ class Boards(NamedTuple):
     Attributes:
         counts: what they have counted.
         quotas: what API keys use.
+        targets: targets that are set while the server runs.
     """
 
     counts: int
     quotas: int
+    targets: int
 
 
 class FrontendKeeper:
@@ -158,7 +160,7 @@ class FrontendKeeper:
         command += ["--ring", str(self._ring), "--card", str(card)]
         command += ["--socket", str(self._listener.fileno())]
         command += ["--board", str(self._boards.counts), "--quotas", str(self._boards.quotas)]
-        command += ["--number", str(self._number)]
+        command += ["--targets", str(self._boards.targets), "--number", str(self._number)]
         command += ["--announce"] * announce
         process = start_child(
             command,

@@ -9,6 +9,7 @@ import ssl
 import stat
 from collections.abc import Sequence as Seq
 
+from weft.batch.webhook_settings import read_secrets
 from weft.core.errors import ConfigError
 from weft.server.keyfile import read_keys
 from weft.server.options import ServerOptions
@@ -26,7 +27,7 @@ def listen(options: ServerOptions, classes: Seq[str] | None = None) -> socket.so
 
     Raises:
         ConfigError: the address is in use, or cannot be had; or a file that the options name (of
-            keys, of TLS, of stored responses, of usage) cannot be used.
+            keys, of TLS, of stored responses, of usage, of secrets) cannot be used.
     """
     _check_files(options, classes)  # before anything slow starts
     return _unix(options.uds) if options.uds is not None else _tcp(options.host, options.port)
@@ -39,6 +40,8 @@ def _check_files(options: ServerOptions, classes: Seq[str] | None) -> None:
         for name in getattr(options, setting):
             if name not in names:
                 raise ConfigError(f"{setting}: no key has the name '{name}'.", param=setting)
+    if options.webhook_secret_file is not None:
+        read_secrets(options.webhook_secret_file)
     if options.responses_db is not None:
         check_store(options.responses_db)
     if options.usage_db is not None:

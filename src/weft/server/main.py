@@ -19,6 +19,7 @@ from starlette.applications import Starlette
 
 from weft.api import ModelCard
 from weft.core.ports import EngineClient
+from weft.ring.target_board import TargetBoard
 from weft.server.accept import Acceptor
 from weft.server.app import create_app
 from weft.server.counts import Board
@@ -52,6 +53,7 @@ def run_server(
     on_listening: Callable[[str], None] | None = None,
     board: Board | None = None,
     quotas: QuotaBoard | None = None,
+    targets: TargetBoard | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT (unless ignored), then finish what is open and return.
 
@@ -64,13 +66,16 @@ def run_server(
         on_listening: called with the address once requests are answered.
         board: where all request planes of one server show what they have counted.
         quotas: where they share what API keys use.
+        targets: where the engine looks for changes of targets.
 
     Raises:
         ConfigError: the address is in use.
     """
     own = None if sockets else listen(options)
     listeners = [own] if own is not None else list(sockets or ())
-    app = create_app(client, tokenizer, chat_template, card, options, probe=probe, quotas=quotas)
+    app = create_app(
+        client, tokenizer, chat_template, card, options, probe=probe, quotas=quotas, targets=targets
+    )
     if board is not None:
         app.state.service.metrics.share(board)
     server = DrainingServer(app, options, on_listening)

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from weft.batch.promotion import PROMOTIONS
+from weft.batch.webhook_settings import WebhookSettings
 from weft.core.errors import ConfigError, ParameterError
 from weft.core.settings import check_settings, setting
 from weft.server.keyfile import read_keys
@@ -188,6 +189,23 @@ class ServerOptions:
         "refuse a batch with 422 if it is predicted to end after its window; else its batch object "
         "has a warning",
     )
+    webhook_url: tuple[str, ...] = setting(
+        "strings",
+        (),
+        "address that is told when a batch ends, whosever it is; may be repeated",
+        high=16,
+    )
+    webhook_secret_file: str | None = setting(
+        "path",
+        None,
+        "file with the secret that signs what webhook_url gets: whsec_ and 24 to 64 bytes in "
+        "base64; a second line is a second secret",
+    )
+    webhook_allow_private: bool = setting(
+        "bool",
+        False,
+        "webhook_url may lead to addresses of this machine and of private networks",
+    )
     strict: bool = setting(
         "bool",
         False,
@@ -281,6 +299,7 @@ class ServerOptions:
             make_exporter(self.otlp_endpoint).shutdown()
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("tls_cert and tls_key go together.", param="tls_key")
+        WebhookSettings.of(self)
         keyed = bool(self.api_key) or self.api_key_file is not None
         for name in ("max_requests_per_key", "metrics_key", "admin_key"):
             if getattr(self, name) and not keyed:

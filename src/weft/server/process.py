@@ -34,6 +34,7 @@ from weft.core.types import ServiceClass
 from weft.ring.client import RingClient
 from weft.ring.progress import Progress
 from weft.ring.segment import RingFds
+from weft.ring.target_board import TargetBoard
 from weft.server.counts import Board
 from weft.server.keeper import EXIT_REFUSED
 from weft.server.main import run_server
@@ -49,7 +50,7 @@ def main() -> None:
     """Serve until SIGTERM; exit code 0 then."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--ring", required=True)
-    for name in ("--socket", "--card", "--parent", "--board", "--quotas", "--number"):
+    for name in ("--socket", "--card", "--parent", "--board", "--quotas", "--targets", "--number"):
         parser.add_argument(name, type=int, required=True)
     parser.add_argument("--announce", action="store_true")
     arguments = parser.parse_args()
@@ -100,6 +101,7 @@ def _serve(arguments: argparse.Namespace, settings: Mapping[str, Any], served: S
         on_listening=on_listening,
         board=Board(arguments.board, arguments.number),
         quotas=QuotaBoard(arguments.quotas, arguments.number),
+        targets=TargetBoard(arguments.targets),
     )
 
 
@@ -162,7 +164,7 @@ class RingProbe:
         targets = {
             row.name: {"ttft_s": row.ttft_s, "tpot_s": row.tpot_s}
             for row in self.classes()
-            if row.ttft_s is not None or row.tpot_s is not None
+            if row.has_target
         }
         return {"policy": self.policy(), "targets": targets}
 

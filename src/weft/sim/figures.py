@@ -42,7 +42,7 @@ def summarise(
             continue
         part = _View(result.record, index)
         own = {**_rates(part, seconds), **_latencies(part)}
-        if row.ttft_s is not None or row.tpot_s is not None:
+        if row.has_target:
             kept = view.kept(row) & mine
             bound |= mine
             good |= kept

@@ -25,6 +25,7 @@ PNG = (  # one white pixel
 MAX_TOKENS = 60
 LONG = 4000  # tokens, for answers that are cancelled
 IDLE_S = 30.0
+BATCH_S = 300.0  # until a small batch has ended
 LOOP = asyncio.new_event_loop()
 T = TypeVar("T")
 REPORT = os.fdopen(os.dup(1), "w")
