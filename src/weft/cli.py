@@ -1,4 +1,4 @@
-"""The command line: ``weft serve``, ``generate``, ``batch``, ``chat``, ``info``, ``bench``, ..."""
+"""The command line: ``weft serve``, ``generate``, ``batch``, ``batches``, ``chat``, ..."""
 
 from __future__ import annotations
 
@@ -89,6 +89,7 @@ def _parser() -> _Parser:
     _bench_parser(commands)
     _sim_parser(commands)
     _batch_parser(commands)
+    _batches_parser(commands)
     generate = commands.add_parser(
         "generate",
         help="generate text from a prompt or a file",
@@ -134,11 +135,8 @@ def _chat_parser(commands: Any) -> None:
         "chat", help="talk to a server in the terminal", usage="weft chat [--url URL] [settings]"
     )
     chat.set_defaults(run=_chat, parser=chat)
-    chat.add_argument("--url", default="http://127.0.0.1:8000", help="address of the server")
+    _add_server(chat)
     chat.add_argument("--model", help="name of the model; the server's first one by default")
-    chat.add_argument(
-        "--api-key", default=os.environ.get("OPENAI_API_KEY"), help="the server's key"
-    )
     chat.add_argument("--system", help="the system message")
     group = chat.add_argument_group("sampling settings")
     for name in CHAT_SAMPLING:
@@ -161,6 +159,47 @@ def _batch_parser(commands: Any) -> None:
     batch.add_argument("--config", metavar="FILE", help="YAML file with the same names")
     _add_settings(batch, "batch", BatchOptions)
     _add_settings(batch, "engine", EngineConfig)
+
+
+def _batches_parser(commands: Any) -> None:
+    batches = commands.add_parser(
+        "batches", help="submit, follow and fetch batches of a running server"
+    )
+    kinds = batches.add_subparsers(
+        dest="kind", required=True, metavar="list|submit|follow|cancel|fetch"
+    )
+    for name, text, usage in (
+        ("list", "show the newest batches", ""),
+        ("submit", "upload a file of requests and create a batch of it", " FILE"),
+        ("follow", "show the progress of a batch until it has ended", " ID"),
+        ("cancel", "end a batch; what is answered is kept", " ID"),
+        ("fetch", "write results and errors of a batch into files", " ID"),
+    ):
+        parser = kinds.add_parser(name, help=text, usage=f"weft batches {name}{usage} [settings]")
+        parser.set_defaults(run=_batches, parser=parser)
+        if usage == " ID":
+            parser.add_argument("id", help="id of the batch")
+        _add_server(parser)
+        add = parser.add_argument
+        if name == "list":
+            add("--limit", type=int, default=20, metavar="N", help="batches at most (default 20)")
+        elif name == "submit":
+            add("file", help="JSON lines, each with custom_id, method, url and body")
+            add("--window", default="24h", help="time until it has to be done (default 24h)")
+            add("--endpoint", help="url of all lines; that of the first line by default")
+            add("--follow", action="store_true", help="show its progress until it has ended")
+        elif name == "fetch":
+            add("-o", dest="output", metavar="FILE", help="file for the results; ID.jsonl without")
+            add("--force", action="store_true", help="replace files that are there")
+
+
+def _add_server(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="address of the server")
+    parser.add_argument(
+        "--api-key",
+        default=os.environ.get("OPENAI_API_KEY"),
+        help="the server's key; OPENAI_API_KEY by default",
+    )
 
 
 def _bench_parser(commands: Any) -> None:
@@ -303,6 +342,12 @@ def _batch(options: dict[str, Any]) -> int:
 
     batch_settings, engine_settings = _settings(options, BatchOptions, EngineConfig)
     return run_batch(options["input"], BatchOptions(**batch_settings), engine_settings)
+
+
+def _batches(options: dict[str, Any]) -> int:
+    from weft.batch.commands import run_batches
+
+    return run_batches(options["kind"], options)
 
 
 def _chat(options: dict[str, Any]) -> int:

@@ -166,7 +166,8 @@ def bring_to_end(store: BatchStore, data: Path) -> None:
         return
 
     async def until_over(thread: ThreadPoolExecutor) -> None:
-        desk = Desk(store, thread, Pool(32), lambda _, __: Answering(), 1000, salted=False)
+        work = store, thread, Pool(32), lambda _, __: Answering(), 1000
+        desk = Desk(*work, salted=False, promotion="none")
         working = asyncio.create_task(BatchWork(desk, records[0].served).run())
         with closing(BatchStore(data, LIMITS)) as other:
             end = time.monotonic() + END_S

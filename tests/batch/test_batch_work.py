@@ -16,9 +16,12 @@ from typing import Any
 import pytest
 from answering import Answering, read, request
 
-from weft.batch import journal, process, session
+from weft.batch import forecast, journal, pace, process, session
+from weft.batch.demand import Demand
+from weft.batch.intake import Forecaster, file_demand
 from weft.batch.journal import Journal, ResultsError
 from weft.batch.lines import InputFile
+from weft.batch.pace import Observed
 from weft.batch.pool import Pool
 from weft.batch.ports import NobodyAnswersError
 from weft.batch.process import BatchWork
@@ -33,7 +36,9 @@ LIMITS = StoreLimits(reserve_bytes=0)
 class Working:
     """A data folder with batches, and whoever answers them."""
 
-    def __init__(self, folder: Path, answering: Any, at_once: int = 8) -> None:
+    def __init__(
+        self, folder: Path, answering: Any, at_once: int = 8, promotion: str = "flex"
+    ) -> None:
         self.store = BatchStore(folder, LIMITS)
         self.other = BatchStore(folder, LIMITS)  # as a request plane has it
         self.thread = ThreadPoolExecutor(1)
@@ -44,7 +49,7 @@ class Working:
             self.marks.append(mark)
             return answering
 
-        self.desk = Desk(self.store, self.thread, pool, make, 50, salted=True)
+        self.desk = Desk(self.store, self.thread, pool, make, 50, True, promotion)
 
     def create(self, lines: list[Any], owner: bytes = b"k", **given: Any) -> BatchRecord:
         upload = self.other.begin_upload(owner)
@@ -52,7 +57,13 @@ class Working:
         upload.keep()
         file = self.other.add_file(upload, owner, "batch", "in.jsonl", None)
         chosen = {"window": "24h", "window_s": 86400, "model": "m", "served": "here", **given}
-        return self.other.create_batch(owner, "/v1/completions", file.id, **chosen)
+        judge = Forecaster(self.other, file_demand(self.other, owner, file.id), False).judge
+        return self.other.create_batch(owner, "/v1/completions", file.id, judge=judge, **chosen)
+
+    def weft(self, record: BatchRecord) -> dict[str, Any]:
+        """What only weft says of a batch."""
+        found: dict[str, Any] = self.other.reload(record.id).to_object()["weft"]
+        return found
 
     def create_messages(self, bodies: list[Any], **given: Any) -> BatchRecord:
         upload = self.other.begin_upload(b"k")
@@ -327,3 +338,132 @@ def test_it_ends_by_itself_when_there_is_nothing_to_do(started, monkeypatch):
     monkeypatch.setattr(process, "IDLE_S", 0.2)
     working = started()
     asyncio.run(asyncio.wait_for(BatchWork(working.desk, "here").run(), 20))
+
+
+def test_a_batch_that_would_have_too_many_tokens_queued_fails(started):
+    held = asyncio.Event()
+    working = started(Held(held))
+    limited = {"account": b"a", "queued_limit": 200}
+    first = working.create([request(f"{i}") for i in range(40)], **limited)
+    second = working.create([request(f"{i}") for i in range(40)], owner=b"l", **limited)
+
+    async def meanwhile() -> None:
+        while {working.status(first), working.status(second)} != {"failed", "in_progress"}:
+            await asyncio.sleep(0.02)
+        held.set()
+        while {working.status(first), working.status(second)} != {"failed", "completed"}:
+            await asyncio.sleep(0.02)
+
+    working.run(meanwhile)
+    failed = next(r for r in (first, second) if working.status(r) == "failed")
+    [error] = json.loads(working.other.reload(failed.id).errors)
+    assert (error["code"], error["line"]) == ("token_limit_exceeded", None)
+    assert "counts as 120 tokens" in error["message"]  # forty times one of prompt and two of output
+    after = working.create([request(f"{i}") for i in range(40)], **limited)
+    working.run_to_end(after)
+    assert working.status(after) == "completed"
+
+
+class Held(Answering):
+    """Answers nothing before it is let go."""
+
+    def __init__(self, until: asyncio.Event, first: int = 0) -> None:
+        super().__init__()
+        self._until = until
+        self._first = first  # lines that are answered at once
+        self.waiting = 0
+
+    async def ask(self, number: int, line: Any) -> Any:
+        if number > self._first:
+            self.waiting += 1
+            await self._until.wait()
+        return await super().ask(number, line)
+
+
+@pytest.mark.parametrize(
+    ("promotion", "promotable", "wanted"),
+    [
+        ("interactive", "flex interactive", ["flex", "interactive"]),
+        ("interactive", "interactive", ["interactive"]),
+        ("flex", "flex interactive", ["flex"]),
+        ("none", "flex interactive", []),
+        ("interactive", "", []),
+    ],
+)
+def test_a_late_batch_goes_on_in_better_classes(
+    started, monkeypatch, caplog, promotion, promotable, wanted
+):
+    """By the rates of others at first; each further step only by what it did in the last one."""
+    monkeypatch.setattr(process, "PROGRESS_S", 0.02)
+    monkeypatch.setattr(forecast, "WINDOW_S", 0.3)
+    held = asyncio.Event()
+    working = started(Held(held, first=3), promotion=promotion)
+    working.store.paces.add("here", Observed(20, Demand(1, 1, 1)))
+    given = {"promotable": promotable, "window_s": 60}
+    record = working.create([request(f"{i}") for i in range(40)], **given)
+    assert working.weft(record)["warning"] is not None
+    predictions: list[Any] = []
+
+    async def meanwhile() -> None:
+        while [step["service_class"] for step in working.weft(record)["promotions"]] != wanted:
+            predictions.append(working.weft(record)["predicted_from"])
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(0.5)  # it goes no further, however late it is
+        held.set()
+        while working.status(record) != "completed":
+            await asyncio.sleep(0.02)
+
+    working.run(meanwhile)
+    assert [step["service_class"] for step in working.weft(record)["promotions"]] == wanted
+    assert working.weft(record)["service_class"] == (["batch", *wanted])[-1]
+    said = [message for message in caplog.messages if "would miss its window of 24h" in message]
+    assert [message.rsplit("'", 2)[1] for message in said] == wanted
+
+
+def test_a_batch_that_waits_for_its_turn_is_not_promoted(started, monkeypatch):
+    monkeypatch.setattr(process, "PROGRESS_S", 0.02)
+    monkeypatch.setattr(forecast, "WINDOW_S", 0.1)
+    held = asyncio.Event()
+    answering = Held(held)
+    working = started(answering, promotion="interactive")
+    first = working.create([request(f"{i}") for i in range(30)], promotable="flex interactive")
+
+    async def meanwhile() -> None:
+        while answering.waiting < 8:
+            await asyncio.sleep(0.02)
+        waiting = working.create([request(f"{i}") for i in range(30)], window_s=90_000)
+        while working.status(waiting) != "in_progress":
+            await asyncio.sleep(0.02)
+        while working.weft(first)["service_class"] != "interactive":
+            await asyncio.sleep(0.02)
+        held.set()
+        while working.status(waiting) != "completed":
+            await asyncio.sleep(0.02)
+        assert working.weft(waiting)["promotions"] == []
+
+    working.run(meanwhile)
+    assert working.status(first) == "completed"
+
+
+class Slow(Answering):
+    """Takes its time for each line."""
+
+    async def ask(self, number: int, line: Any) -> Any:
+        await asyncio.sleep(0.05)
+        return await super().ask(number, line)
+
+
+def test_what_was_measured_predicts_the_next_batch(started, monkeypatch):
+    monkeypatch.setattr(process, "PROGRESS_S", 0.02)
+    for name in ("SHORTEST_S", "OBSERVED_S", "ROW_S"):
+        monkeypatch.setattr(pace, name, 0.05)
+    working = started(Slow(), at_once=4)
+    first = working.create([request(f"{i}") for i in range(50)])
+    assert working.weft(first)["predicted_from"] is None
+    working.run_to_end(first)
+    measured = working.other.paces.pace("here")
+    seconds = measured.seconds(working.other.reload(first.id).demand)
+    assert seconds >= 50 / 4 * 0.05, "no more than four lines were open"
+    second = working.other.reload(working.create([request("a")] * 3).id)
+    assert second.predicted_from == "rates"
+    assert second.predicted_at - second.created_at <= seconds

@@ -199,10 +199,18 @@ BODIES: dict[str, list[Any]] = {
             "output_expires_after": {"anchor": "created_at", "seconds": 3600},
         }
     ],
+    "/v1/messages/batches": [
+        {
+            "requests": [
+                {"custom_id": "a", "params": MESSAGES | {"max_tokens": 5}},
+                {"custom_id": "b", "params": MESSAGES | {"max_tokens": 5, "tools": [TOOL]}},
+            ]
+        }
+    ],
     "/api/pull": [{"name": "builtin", "stream": False, "insecure": False}],
 }
 BODILESS = {PATH + path for path in STORE_PATHS}  # they refuse whatever comes
-BODILESS |= {"/v1/batches/{batch_id}/cancel"}
+BODILESS |= {"/v1/batches/{batch_id}/cancel", "/v1/messages/batches/{batch_id}/cancel"}
 FORM_TYPE = "multipart/form-data; boundary=b"
 FORM = (
     b"--b\r\nContent-Disposition: form-data; name=purpose\r\n\r\nbatch\r\n"

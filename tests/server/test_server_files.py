@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ from serving import Running, serving
 
 import description
 from live import eventually
+from weft.batch.demand import Demand
+from weft.batch.pace import Observed
+from weft.batch.store import BatchStore, StoreLimits
 
 ALICE, BOB = "alice-key", "bob-key"
 LINE = b'{"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}\n'
@@ -135,6 +139,59 @@ def test_a_batch_with_openais_client(running):
     assert cancelled.status == "cancelling"
     assert cancelled.cancelling_at is not None
     assert alice.batches.list(limit=1).data[0] == cancelled
+
+
+def test_the_predicted_end_is_a_header_and_may_be_a_reason_to_refuse(text, tmp_path):
+    folder = tmp_path / "data"
+    options: dict[str, Any] = {"disk_reserve_bytes": 0, "strict_windows": True}
+    with (
+        serving(ScriptedClient([700]), text, data_dir=str(folder), **options) as server,
+        server.http() as http,
+        closing(BatchStore(folder, StoreLimits(reserve_bytes=0))) as store,
+    ):
+        made = http.post("/v1/files", files={"file": LINE * 100, "purpose": (None, "batch")})
+        body = {"input_file_id": made.json()["id"], "endpoint": "/v1/completions"}
+        first = http.post("/v1/batches", json={**body, "completion_window": "10m"})
+        assert "x-weft-predicted-end" not in first.headers
+        assert first.json()["weft"]["predicted_from"] is None
+        http.post(f"/v1/batches/{first.json()['id']}/cancel")
+        store.update(first.json()["id"], status="cancelled")
+        identity = server.service.builder.card.identity
+        store.paces.add(identity, Observed(100, Demand(10, 10, 160)))  # the lines take 1000 s
+        late = http.post("/v1/batches", json={**body, "completion_window": "15m"})
+        assert late.status_code == 422
+        error = late.json()["error"]
+        assert (error["code"], error["param"]) == ("window_unattainable", "completion_window")
+        assert "window of 15m" in error["message"]
+        [only] = http.get("/v1/batches").json()["data"]
+        assert only["id"] == first.json()["id"]
+        good = http.post("/v1/batches", json={**body, "completion_window": "20m"})
+        told = good.json()["weft"]
+        assert int(good.headers["x-weft-predicted-end"]) == told["predicted_end_at"]
+        assert told["predicted_end_at"] - good.json()["created_at"] == pytest.approx(1000, abs=2)
+        assert (told["predicted_from"], told["warning"]) == ("rates", None)
+
+
+KEYS = """keys:
+  - {name: limited, key: key-one, classes: [batch, interactive], max_queued_batch_tokens: 300}
+"""
+
+
+def test_what_a_key_may_is_kept_with_its_batch(text, tmp_path):
+    path = tmp_path / "keys"
+    path.write_text(KEYS)
+    options: dict[str, Any] = {"data_dir": str(tmp_path / "data"), "disk_reserve_bytes": 0}
+    with serving(ScriptedClient([700]), text, api_key_file=str(path), **options) as server:
+        limited = client(server, "key-one")
+        file = limited.files.create(file=LINE * 3, purpose="batch")
+        batch = limited.batches.create(
+            input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+        )
+        with closing(BatchStore(tmp_path / "data", StoreLimits(reserve_bytes=0))) as store:
+            record = store.reload(batch.id)
+        assert (record.queued_limit, record.promotable) == (300, "interactive")
+        assert record.account != b""
+        assert record.queued_tokens == 3 * (1 + 16)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,17 @@ BASE = "weft.db"
 BUSY_MS = 10_000  # to wait for another process that writes
 OPEN = f"({', '.join(repr(status) for status in UNFINISHED)})"
 
-_ADDED = ("given_up", "payer")  # columns of batches that came later
+_FORECAST = (  # columns of batches, and what old ones have there
+    ("predicted_from", "NULL"),
+    ("promotable", "'flex'"),
+    ("promotions", "x'5B5D'"),
+    ("account", "x''"),
+    ("queued_limit", "NULL"),
+    ("demand_lines", "0"),
+    ("demand_input", "0"),
+    ("demand_output", "0"),
+)
+_ADDED = ("given_up", "payer", *(name for name, _ in _FORECAST))  # that came later
 _FIRST = (
     """CREATE TABLE files (
         place INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -54,6 +64,18 @@ _STEPS: tuple[tuple[str, ...], ...] = (
             UNIQUE (id)
         )""",
         "CREATE INDEX outbox_due ON outbox (url, due_at)",
+    ),
+    (
+        *(f"ALTER TABLE batches ADD COLUMN {name} DEFAULT {text}" for name, text in _FORECAST),
+        """CREATE TABLE paces (
+            place INTEGER PRIMARY KEY AUTOINCREMENT,
+            served TEXT NOT NULL,
+            seconds REAL NOT NULL,
+            lines REAL NOT NULL,
+            input_tokens REAL NOT NULL,
+            output_tokens REAL NOT NULL
+        )""",
+        "CREATE INDEX paces_by_model ON paces (served, place)",
     ),
 )
 VERSION = len(_STEPS)

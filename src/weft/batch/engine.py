@@ -19,12 +19,12 @@ from weft.api.errors import DeadlineExceededError
 from weft.api.structured import check_grammar
 from weft.batch.order import Prompt
 from weft.batch.ports import BatchLine, LineAnswer, NobodyAnswersError, new_request_id
+from weft.batch.promotion import BATCH_CLASS
 from weft.core.errors import EngineBusyError, EngineDeadError
 from weft.core.plan import Update
 from weft.core.ports import EngineClient
 from weft.core.types import MAX_SEED, FinishReason, Request
 
-SERVICE_CLASS = "batch"
 TELL_EVERY = 8  # tokens
 TRY_EVERY_S = 0.25  # whether a ring that others fill has room
 MOST_NEWS = 64  # tokens of a request that wait to become text
@@ -56,7 +56,7 @@ class EngineAsker:
         *,
         beside: EngineAsker | None = None,
         mark: Callable[[Request], Request] = lambda request: replace(
-            request, service_class=SERVICE_CLASS
+            request, service_class=BATCH_CLASS
         ),
     ) -> None:
         self._client = client

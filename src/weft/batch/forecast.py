@@ -1,8 +1,12 @@
-"""When a batch will be complete, by the lines that have ended lately."""
+"""When a batch will be complete: by its own lines that have ended lately, or before it begins."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
+
+from weft.batch.pace import TokenPace
+from weft.batch.records import BatchRecord
 
 WINDOW_S = 60.0  # of the past that counts
 OBSERVED_S = 10.0  # less says nothing
@@ -34,3 +38,34 @@ class EndForecast:
         if now - began < OBSERVED_S:
             return None
         return now + (total - done) * (now - began) / (done - before)
+
+
+def predict_end(
+    pace: TokenPace, record: BatchRecord, others: Iterable[BatchRecord], now: float
+) -> float | None:
+    """The time at which a batch will be complete if batches go on at a pace and no others come.
+
+    Keys share tokens equally until one has nothing left, so another key's batches cost as much as
+    this key has before the end of the batch, at most. Of one key what is due first goes first.
+
+    Args:
+        others: batches that have not ended; those for other models do not count.
+
+    Returns:
+        None if nothing like the work was seen before, or nothing is known of the batch.
+    """
+    work_s = pace.seconds(record.demand_left) if record.demand_lines else None
+    of_keys: dict[bytes, float] = {}
+    for other in others:
+        if other.id == record.id or other.served != record.served:
+            continue
+        if other.owner == record.owner and other.expires_at > record.expires_at:
+            continue
+        left_s = pace.seconds(other.demand_left)
+        if left_s is None:
+            return None
+        of_keys[other.owner] = of_keys.get(other.owner, 0.0) + left_s
+    if work_s is None:
+        return None
+    work_s += of_keys.pop(record.owner, 0.0)
+    return now + work_s + sum(min(work_s, left_s) for left_s in of_keys.values())

@@ -72,7 +72,7 @@ class HttpAsker:
         timeout_s: float = 1800.0,
         patience_s: float = 300.0,
     ) -> None:
-        self.url = _base(url)
+        self.url = base_of(url)
         self.started: Callable[[int], None] | None = None
         self.waiting = 0
         self.say: Callable[[str], None] = logger.warning
@@ -230,7 +230,7 @@ def _with_tier(line: BatchLine, tier: str | None) -> bytes:
     return msgspec.json.encode(fields)
 
 
-def _base(url: str) -> str:
+def base_of(url: str) -> str:
     """The address of a server without ``/v1``. Raises ConfigError."""
     try:
         parsed = httpx.URL(url)

@@ -138,5 +138,9 @@ class BatchOptions:
         """The path for lines without a result."""
         if self.errors is not None:
             return Path(self.errors)
-        output = self.output_path
-        return output.with_name(f"{output.stem}.errors{output.suffix or '.jsonl'}")
+        return errors_beside(self.output_path)
+
+
+def errors_beside(output: Path) -> Path:
+    """The path for lines without a result beside that for results."""
+    return output.with_name(f"{output.stem}.errors{output.suffix or '.jsonl'}")

@@ -12,7 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from weft.batch.demand import Demand
 from weft.batch.ports import LineOrder, Result
+
+ONE_LINE = Demand(1)  # of which nothing else is known
 
 
 class LineRoom(Protocol):
@@ -31,13 +34,17 @@ class Share:
     Attributes:
         wake: called when it may be its turn.
         open: lines that run.
+        mean: what one of its lines asks for on average.
     """
 
     wake: Callable[[], None] = staticmethod(lambda: None)
 
-    def __init__(self, pool: Pool, owner: bytes, due: float, order: LineOrder) -> None:
+    def __init__(
+        self, pool: Pool, owner: bytes, due: float, order: LineOrder, mean: Demand
+    ) -> None:
         self.owner = owner
         self.due = due
+        self.mean = mean
         self.open = 0
         self._pool = pool
         self._order = order
@@ -59,6 +66,7 @@ class Share:
         self._order.ended(index, output)
         self.open -= 1
         self._pool.num_open -= 1
+        self._pool.done += self.mean
         self._pool.wake_next()
 
     def watch(self, result: Result) -> None:
@@ -76,10 +84,12 @@ class Pool:
 
     Attributes:
         num_open: lines that are open now.
+        done: what all lines together asked for that have ended.
     """
 
     def __init__(self, at_once: int, room: LineRoom | None = None) -> None:
         self.num_open = 0
+        self.done = Demand()
         self._room = room
         self._at_once = at_once
         self._paused = False
@@ -87,12 +97,17 @@ class Pool:
         self._tokens: dict[bytes, int] = {}  # that lines have cost, by key
         self._charged = self._ended = 0
 
-    def join(self, owner: bytes, due: float, order: LineOrder) -> Share:
+    @property
+    def waiting(self) -> bool:
+        """Whether there are lines that could be open if there were room."""
+        return not self._paused and any(share.remaining for share in self._shares)
+
+    def join(self, owner: bytes, due: float, order: LineOrder, mean: Demand = ONE_LINE) -> Share:
         """Let a batch take part."""
         others = [self._tokens.get(share.owner, 0) for share in self._shares]
         if all(share.owner != owner for share in self._shares):
             self._tokens[owner] = max(self._tokens.get(owner, 0), min(others, default=0))
-        share = Share(self, owner, due, order)
+        share = Share(self, owner, due, order, mean)
         self._shares[share] = None
         return share
 

@@ -26,6 +26,8 @@ from typing import Any, Protocol
 from weft.api import Builder, ModelCard
 from weft.api.card import ApiLimits
 from weft.batch.engine import EngineAsker
+from weft.batch.forecast import predict_end
+from weft.batch.pace import PaceMeter, TokenPace
 from weft.batch.pool import Pool
 from weft.batch.records import BatchRecord
 from weft.batch.session import Desk, ElsewhereError, Session, over_because
@@ -121,6 +123,7 @@ async def _work(
             ),
             max_lines=settings["max_batch_lines"],
             salted=settings["key_salt"],
+            promotion=settings["batch_promotion"],
         )
         sender = WebhookSender(desk.call, webhooks) if webhooks.urls else None
         work = BatchWork(desk, builder.card.identity, arguments.signs, sender, counting.show)
@@ -191,6 +194,9 @@ class BatchWork:
         self._sessions: dict[str, Session] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._not_before: dict[str, float] = {}  # by batch, on the monotonic clock
+        self._meter = PaceMeter(desk.pool)
+        self._pace: TokenPace | None = None
+        self._pace_read = False
         self._stale = True
         self._refreshed = self._shown = 0.0
         self._busy = time.monotonic()
@@ -287,9 +293,23 @@ class BatchWork:
                     logger.error("Batch %s: %s", batch_id, error, exc_info=error)
             self._records = [record for record in self._records if record.id != batch_id]
 
+    def _predict(self, record: BatchRecord) -> float | None:
+        if self._pace is None:
+            return None
+        return predict_end(self._pace, record, self._records, time.time())
+
     async def _show(self) -> None:
-        """Let everybody see how far batches have come."""
-        found = [(batch_id, session.progress()) for batch_id, session in self._sessions.items()]
+        """Let everybody see how far batches have come, and note how fast that was."""
+        row = self._meter.look(time.monotonic())
+        if row is not None:
+            await self._desk.call(lambda store: store.paces.add(self._identity, row))
+        if row is not None or not self._pace_read:
+            self._pace = await self._desk.call(lambda store: store.paces.pace(self._identity))
+            self._pace_read = True
+        found = [
+            (batch_id, session.progress(self._predict))
+            for batch_id, session in self._sessions.items()
+        ]
         changed = [(batch_id, columns) for batch_id, columns in found if columns]
         if changed:
             await self._desk.call(lambda store: store.show_progress(changed))

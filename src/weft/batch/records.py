@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from datetime import UTC, datetime
 from hashlib import sha256
 from typing import Any, Literal
 
 import orjson
 
+from weft.batch.demand import Demand
 from weft.batch.usage import Usage
 
 Status = Literal[
@@ -71,6 +73,13 @@ class BatchRecord:
         service_class: in which its lines are asked at present.
         window: as it was given, such as "24h".
         predicted_at: when it will be complete, as far as is known.
+        predicted_from: ``rates`` at which batches were answered lately, or its own ``progress``.
+        promotable: classes that its lines may go on in if it is late, in rising order.
+        promotions: JSON of the steps that were taken.
+        account: under what a limit on queued tokens counts it.
+        queued_limit: queued tokens that the account may have; None for any number.
+        demand_lines, demand_input, demand_output: an estimate of its work, see `Demand`; of a
+            sample until it is validated.
         ending: why lines without an answer are given up, once that has begun.
         failed: lines that have an error; ``given_up`` of them were never answered.
         metadata, errors: JSON.
@@ -91,6 +100,14 @@ class BatchRecord:
     output_expires_s: int | None = None
     service_class: str = "batch"
     predicted_at: int | None = None
+    predicted_from: str | None = None
+    promotable: str = "flex"
+    promotions: bytes = b"[]"
+    account: bytes = b""
+    queued_limit: int | None = None
+    demand_lines: int = 0
+    demand_input: int = 0
+    demand_output: int = 0
     ending: str | None = None
     in_progress_at: int | None = None
     finalizing_at: int | None = None
@@ -170,8 +187,49 @@ class BatchRecord:
             },
             "usage": self.usage.to_object(),
             "metadata": orjson.loads(self.metadata),
-            "weft": {"service_class": self.service_class, "predicted_end_at": self.predicted_at},
+            "weft": {
+                "service_class": self.service_class,
+                "promotions": orjson.loads(self.promotions),
+                "predicted_end_at": self.predicted_at,
+                "predicted_from": self.predicted_from,
+                "warning": self.warning,
+                "queued_tokens": self.queued_tokens,
+            },
         }
+
+    @property
+    def queued_tokens(self) -> int:
+        """What counts against the limit of its account until it ends."""
+        return self.demand_input + self.demand_output
+
+    @property
+    def demand(self) -> Demand:
+        """How much work all its lines are."""
+        return Demand(self.demand_lines, self.demand_input, self.demand_output)
+
+    @property
+    def demand_left(self) -> Demand:
+        """The same of its lines that are not done."""
+        done = self.completed + self.failed
+        left = max(0.0, 1 - done / self.demand_lines) if self.demand_lines else 0.0
+        return self.demand * left
+
+    @property
+    def warning(self) -> str | None:
+        """What its owner should know of its window."""
+        if self.predicted_at is None or self.predicted_at <= self.expires_at:
+            return None
+        if self.status not in UNFINISHED:
+            return None
+        return (
+            f"This batch is predicted to end at {time_of_day(self.predicted_at)}, after its window "
+            f"of {self.window}, which ends at {time_of_day(self.expires_at)}."
+        )
+
+
+def time_of_day(at: float) -> str:
+    """A Unix time for a person to read."""
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 def derived_id(batch_id: str, kind: str) -> str:

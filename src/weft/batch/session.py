@@ -24,24 +24,24 @@ import orjson
 from weft.api.errors import error_object
 from weft.batch import points
 from weft.batch.database import reachable
-from weft.batch.engine import SERVICE_CLASS, EngineAsker
+from weft.batch.engine import EngineAsker
 from weft.batch.forecast import EndForecast
+from weft.batch.intake import QueuedTokensError, begin_batch
 from weft.batch.journal import Journal, ResultsError, open_to_append, sync_folder
 from weft.batch.lines import InputChangedError, InputFile
 from weft.batch.order import InOrder
-from weft.batch.pool import Pool
+from weft.batch.pool import Pool, Share
 from weft.batch.ports import NobodyAnswersError, Result
-from weft.batch.records import UNFINISHED, BatchRecord, Status
+from weft.batch.promotion import BATCH_CLASS, next_class
+from weft.batch.records import UNFINISHED, BatchRecord
 from weft.batch.runner import Runner
 from weft.batch.store import BatchStore
-from weft.batch.validate import describe, find_errors
+from weft.batch.validate import describe, examine
 from weft.core.errors import ConfigError, ParameterError, WeftError
 from weft.core.salt import key_salt
 from weft.core.types import Request
 
-PROMOTED_CLASS = "flex"  # of a batch that would miss its window
 RETRY_S = 2.0  # after a full disk, or an engine that is gone
-VALIDATING: tuple[Status, ...] = ("validating",)
 PUT_AT_ONCE = 256  # lines that end without an answer, between looks at anything else
 
 logger = logging.getLogger("weft.batch")
@@ -63,6 +63,7 @@ class Desk:
         make_asker: makes who answers lines, from what marks their sequences and the name of the
             key that they are counted for.
         salted: each key has prefixes of its own in the cache.
+        promotion: the highest class that late batches go on in; "none" for the one they began in.
     """
 
     store: BatchStore
@@ -71,6 +72,7 @@ class Desk:
     make_asker: Callable[[Callable[[Request], Request], str], EngineAsker]
     max_lines: int
     salted: bool
+    promotion: str
 
     async def call(self, work: Callable[[BatchStore], Returned]) -> Returned:
         """Let the thread do some work on the store. Raises as `reachable`."""
@@ -114,6 +116,9 @@ class Session:
         self._shown: dict[str, Any] = {}
         self._forecast = EndForecast()
         self._predicted_at: int | None = None
+        self._predicted_from: str | None = None
+        self._promotions: list[dict[str, Any]] = orjson.loads(record.promotions)
+        self._share: Share | None = None
         self._over: Reason | None = None
         self._ending = asyncio.Event()
 
@@ -130,35 +135,70 @@ class Session:
             self._over = reason
             self._ending.set()
 
-    def progress(self) -> dict[str, Any]:
-        """Columns of the record that have changed since the last call."""
+    def progress(self, by_rates: Callable[[BatchRecord], float | None]) -> dict[str, Any]:
+        """Columns of the record that have changed since the last call.
+
+        Args:
+            by_rates: predicts the end of a batch by the rates of earlier ones.
+        """
         if self._journal is None:
             return {}
-        self._predict(self._journal)
+        self._predict(self._journal, by_rates)
         columns = {
             **counts_of(self._journal),
             "service_class": self.service_class,
+            "promotions": orjson.dumps(self._promotions),
             "predicted_at": self._predicted_at,
+            "predicted_from": self._predicted_from,
         }
         changed = {name: n for name, n in columns.items() if self._shown.get(name) != n}
         self._shown = columns
         return changed
 
-    def _predict(self, journal: Journal) -> None:
-        """Ask the rest of the lines in a better class if the batch would miss its window."""
-        done, total = journal.answered + journal.refused, self.record.total
-        end = self._forecast.look(time.monotonic(), done, total)
-        left_s = None if end is None else end - time.monotonic()
-        late = left_s is not None and time.time() + left_s > self._due
+    def _predict(self, journal: Journal, by_rates: Callable[[BatchRecord], float | None]) -> None:
+        """Predict the end, and go on in a better class if that comes after the window."""
+        done, now = journal.answered + journal.refused, time.monotonic()
+        end = self._forecast.look(now, done, self.record.total)
+        left_s = None if end is None else end - now
+        source = "progress"
+        if left_s is None or (math.isinf(left_s) and not self._asked):
+            at = by_rates(replace(self.record, **counts_of(journal)))
+            left_s = None if at is None else at - time.time()
+            source = "rates"
         known = left_s is not None and math.isfinite(left_s)
         self._predicted_at = int(time.time() + (left_s or 0)) if known else None
-        if late and self.service_class == SERVICE_CLASS:
-            self.service_class = PROMOTED_CLASS
-            logger.warning(
-                "Batch %s would miss its window of %s: %d of %d lines are done. The rest is asked "
-                "as '%s'.",
-                *(self.record.id, self.record.window, done, total, PROMOTED_CLASS),
-            )
+        self._predicted_from = source if known else None
+        late = left_s is not None and time.time() + left_s > self._due
+        # Rates of others may lead to the first step; how fast that is has to be seen.
+        telling = source == "progress" or self.service_class == BATCH_CLASS
+        if late and telling and self._asked:
+            self._promote(done)
+
+    @property
+    def _asked(self) -> bool:
+        """Whether lines of the batch are asked at present."""
+        return self._share is not None and self._share.open > 0
+
+    def _promote(self, done: int) -> None:
+        """Go on in the next class, if there is one, and see how fast that is."""
+        better = next_class(
+            self.service_class, self._desk.promotion, self.record.promotable.split()
+        )
+        if better is None:
+            return
+        self.service_class = better
+        self._forecast = EndForecast()
+        step = {
+            "service_class": better,
+            "at": int(time.time()),
+            "predicted_end_at": self._predicted_at,
+        }
+        self._promotions.append(step)
+        logger.warning(
+            "Batch %s would miss its window of %s: %d of %d lines are done. The rest is asked "
+            "as '%s'.",
+            *(self.record.id, self.record.window, done, self.record.total, better),
+        )
 
     async def run(self) -> None:
         """Bring the batch to its end.
@@ -203,11 +243,12 @@ class Session:
                 return
             journal = self._journal = await asyncio.to_thread(self._recover, source)
             await self._answer(source, journal)
-            if self._over is not None and not _all_done(journal, source):
-                await self._refuse_rest(source, journal, self._over)
-            elif self._over == "expired" and self.record.ending is None:
-                self._over = None  # the last line came in time
-            await self._complete(journal)
+            over = self._over
+            if over is not None and not _all_done(journal, source):
+                await self._refuse_rest(source, journal, over)
+            elif over == "expired" and self.record.ending is None:
+                over = None  # the last line came in time
+            await self._complete(journal, over)
 
     async def _open_input(self) -> InputFile:
         path = self._desk.store.files_folder.path(self.record.input_file_id)
@@ -223,23 +264,20 @@ class Session:
 
     async def _validate(self, source: InputFile) -> bool:
         """Whether the batch is in progress now. Raises BatchFailedError for a wrong input."""
+        demand = self.record.demand
         if not self.record.of_messages:
-            errors = await asyncio.to_thread(
-                find_errors, source, self.record.endpoint, lambda: self._over == "cancelled"
+            errors, demand = await asyncio.to_thread(
+                examine, source, self.record.endpoint, lambda: self._over == "cancelled"
             )
             if errors:
                 raise BatchFailedError(errors)
         points.reached("batch validated")
-        now = int(time.time())
-        begun = await self._desk.call(
-            lambda store: store.update(
-                self.record.id,
-                before=VALIDATING,
-                status="in_progress",
-                in_progress_at=now,
-                total=len(source),
+        try:
+            begun = await self._desk.call(
+                lambda store: begin_batch(store, self.record, len(source), demand)
             )
-        )
+        except QueuedTokensError as error:
+            raise BatchFailedError([describe(error)]) from None
         self.record = await self._desk.call(lambda store: store.reload(self.record.id))
         points.reached("batch started")
         return begun
@@ -260,7 +298,10 @@ class Session:
         asker = self._desk.make_asker(self._mark, self.record.payer)
         while self._over is None and not _all_done(journal, source):
             order = InOrder(len(source), journal, len(source))
-            share = self._desk.pool.join(self.record.owner, self.record.expires_at, order)
+            record = self.record
+            mean = record.demand * (1 / max(1, record.demand_lines))
+            share = self._desk.pool.join(record.owner, record.expires_at, order, mean)
+            self._share = share
             runner = Runner(source, journal, asker, share, share.watch)
             share.wake = runner.look
             try:
@@ -273,6 +314,7 @@ class Session:
                 logger.warning("Batch %s waits: %s", self.record.id, error.message)
                 await self._until_over(asyncio.sleep(RETRY_S))
             finally:
+                self._share = None
                 self._desk.pool.leave(share)
 
     async def _until_over(self, work: Awaitable[None]) -> None:
@@ -309,9 +351,9 @@ class Session:
             await asyncio.sleep(0)
         points.reached(f"lines {reason}")
 
-    async def _complete(self, journal: Journal) -> None:
+    async def _complete(self, journal: Journal, over: Reason | None) -> None:
         """All lines are done: give the results their rows."""
-        if self._over is None:
+        if over is None:
             changed = await self._desk.call(
                 lambda store: store.update(
                     self.record.id,
@@ -321,10 +363,10 @@ class Session:
                 )
             )
             points.reached("batch finalizing")
-            self._over = None if changed else "cancelled"
+            over = None if changed else "cancelled"
         await asyncio.to_thread(journal.sync)
         points.reached("results synchronised")
-        await self._finish(self._over or "completed", **counts_of(journal))
+        await self._finish(over or "completed", **counts_of(journal))
 
     async def _finish(
         self, status: Literal["completed", "cancelled", "expired", "failed"], **columns: Any
@@ -341,7 +383,7 @@ def over_because(record: BatchRecord) -> Reason | None:
     return "expired" if late else None
 
 
-def counts_of(journal: Journal) -> dict[str, int]:
+def counts_of(journal: Journal) -> dict[str, Any]:
     """Columns of a record that a journal says."""
     usage = journal.usage
     return {

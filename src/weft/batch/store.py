@@ -29,6 +29,7 @@ from weft.batch.errors import (
 )
 from weft.batch.folder import FileFolder, StorageFullError, Upload
 from weft.batch.outbox import Outbox
+from weft.batch.pace import PaceTable
 from weft.batch.pages import Page, read_page
 from weft.batch.records import (
     BATCH_COLUMNS,
@@ -73,6 +74,7 @@ class BatchStore:
 
     Attributes:
         outbox: events that they have not confirmed.
+        paces: how fast batches were answered lately.
 
     Raises:
         ConfigError: the folder cannot be used, or its data base is of something else.
@@ -90,6 +92,7 @@ class BatchStore:
         self._folder = folder
         self._clock = clock
         self._base = open_base(folder / BASE)
+        self.paces = PaceTable(self._base, self._writing)
         self.outbox = Outbox(self._base, webhook_urls)
         self._seen = -1
         self.sweep()
@@ -218,36 +221,22 @@ class BatchStore:
         endpoint: str,
         input_file_id: str,
         *,
-        window: str,
-        window_s: int,
-        model: str,
-        served: str,
         metadata: object = None,
-        output_expires_s: int | None = None,
-        payer: str = "",
+        judge: Callable[[BatchRecord], BatchRecord] = lambda record: record,
+        **columns: Any,
     ) -> BatchRecord:
         """Queue a batch.
+
+        Args:
+            judge: gives the record its last form while no other batch can come; may refuse it.
+            columns: of its row, with ``window_s``, ``window``, ``model`` and ``served``.
 
         Raises:
             FileNotThereError: there is no such file.
             ParameterError: it was uploaded for something else.
         """
-        now = self._now()
-        record = BatchRecord(
-            id=f"{BATCH_PREFIX}{secrets.token_hex(16)}",
-            owner=owner,
-            endpoint=endpoint,
-            model=model,
-            served=served,
-            input_file_id=input_file_id,
-            window=window,
-            status="validating",
-            created_at=now,
-            expires_at=now + window_s,
-            metadata=orjson.dumps(metadata),
-            output_expires_s=output_expires_s,
-            payer=payer,
-        )
+        columns["metadata"] = orjson.dumps(metadata)
+        record = self._new_batch(BATCH_PREFIX, owner, endpoint, input_file_id, **columns)
         with self._writing():
             try:
                 found = self.file(owner, input_file_id)
@@ -259,6 +248,7 @@ class BatchStore:
                     "'batch'.",
                     param="input_file_id",
                 )
+            record = judge(record)
             self._insert_batch(record)
         points.reached("batch created")
         ring_bell(self._folder)
@@ -270,45 +260,40 @@ class BatchStore:
         owner: bytes,
         *,
         lines: int,
-        window: str,
-        window_s: int,
         keep_s: int,
-        model: str,
-        served: str,
-        payer: str = "",
+        judge: Callable[[BatchRecord], BatchRecord] = lambda record: record,
+        **columns: Any,
     ) -> BatchRecord:
         """Queue a batch of Anthropic's API; ``upload.keep`` has been called on its requests.
 
         Args:
             keep_s: after its end its results are kept for so long.
+            judge, columns: as of other batches.
 
         Raises:
             StorageFullError: the key, or the disk, has no room.
         """
-        now = self._now()
-        requests = FileRecord(upload.id, owner, MESSAGES_IN, upload.id, upload.size, now, None)
-        record = BatchRecord(
-            id=f"{MESSAGES_PREFIX}{secrets.token_hex(16)}",
-            owner=owner,
-            endpoint="/v1/messages",
-            model=model,
-            served=served,
-            input_file_id=upload.id,
-            window=window,
-            status="validating",
-            created_at=now,
-            expires_at=now + window_s,
-            output_expires_s=keep_s,
-            total=lines,
-            payer=payer,
-        )
+        columns |= {"total": lines, "output_expires_s": keep_s}
+        record = self._new_batch(MESSAGES_PREFIX, owner, "/v1/messages", upload.id, **columns)
+        size, now = upload.size, record.created_at
         with self._writing():
-            self._insert_upload(requests)
+            record = judge(record)
+            self._insert_upload(
+                FileRecord(upload.id, owner, MESSAGES_IN, upload.id, size, now, None)
+            )
             self._insert_batch(record)
         points.reached("batch created")
         upload.close()
         ring_bell(self._folder)
         return record
+
+    def _new_batch(
+        self, prefix: str, owner: bytes, endpoint: str, file_id: str, *, window_s: int, **more: Any
+    ) -> BatchRecord:
+        now, batch_id = self._now(), f"{prefix}{secrets.token_hex(16)}"
+        more |= {"input_file_id": file_id, "status": "validating"}
+        more |= {"created_at": now, "expires_at": now + window_s}
+        return BatchRecord(batch_id, owner, endpoint, **more)
 
     def batch(self, owner: bytes, batch_id: str) -> BatchRecord:
         """Return a batch. Raises BatchNotFoundError."""
@@ -401,14 +386,26 @@ class BatchStore:
             raise BatchNotFoundError(f"There is no batch with the id '{batch_id}'.")
         return BatchRecord(*row)
 
-    def update(self, batch_id: str, *, before: Collection[Status] = (), **columns: Any) -> bool:
-        """Set columns of a batch; False if its status is none of ``before`` any more."""
+    def update(
+        self,
+        batch_id: str,
+        *,
+        before: Collection[Status] = (),
+        check: Callable[[], None] = lambda: None,
+        **columns: Any,
+    ) -> bool:
+        """Set columns of a batch; False if its status is none of ``before`` any more.
+
+        Args:
+            check: may refuse that by what it raises, while no other batch can change.
+        """
         names = ", ".join(f"{name} = ?" for name in columns)
         where, values = "id = ?", [*columns.values(), batch_id]
         if before:
             where += f" AND status IN ({', '.join('?' * len(before))})"
             values += before
         with self._writing():
+            check()
             done = self._base.execute(f"UPDATE batches SET {names} WHERE {where}", values)
         return done.rowcount > 0
 

@@ -189,6 +189,7 @@ _OPTIONS = (
     "reasoning_parser",
     "key_salt",
     "max_batch_lines",
+    "batch_promotion",
     "usage_db",
     "usage_keep_days",
 )

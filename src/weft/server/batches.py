@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated
+from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 from starlette.requests import Request
@@ -12,18 +12,22 @@ from starlette.routing import Route
 
 from weft.api import decode_body
 from weft.api.endpoints import BATCH_ENDPOINTS
-from weft.batch.engine import SERVICE_CLASS
 from weft.batch.errors import check_kind
-from weft.batch.records import BATCH_PREFIX
+from weft.batch.intake import Forecaster, file_demand
+from weft.batch.promotion import BATCH_CLASS, PROMOTIONS
+from weft.batch.records import BATCH_PREFIX, BatchRecord
+from weft.batch.store import BatchStore
 from weft.core.errors import ParameterError, suggest
 from weft.server.body import read_body
 from weft.server.data import DataFolder
 from weft.server.errors import json_response
-from weft.server.exchange import current_owner, current_payer
+from weft.server.exchange import current_key, current_owner
 from weft.server.files import ExpiresAfter, page_limit
+from weft.server.keyfile import Key
 from weft.server.service import Service
 
 PATH = "/v1/batches"
+END_HEADER = "x-weft-predicted-end"  # Unix time, as in the batch object
 MOST_BATCHES, DEFAULT_BATCHES = 100, 20  # of a page
 SHORTEST_S, LONGEST_S = 600, 7 * 86400
 _WINDOW = re.compile(r"([1-9]\d{0,5})([smhd])")
@@ -71,26 +75,34 @@ class _BatchHandlers:
             await read_body(request, self._service.options),
             notes=self._service.notes(),
         )
-        self._service.own_builder().classes.check(SERVICE_CLASS)
+        self._service.own_builder().classes.check(BATCH_CLASS)
         _check_endpoint(body.endpoint)
         window_s = read_window(body.completion_window)
-        expiry, card = body.output_expires_after, self._service.builder.card
-        owner, payer = current_owner(), current_payer()
-        record = await self._data.run(
-            lambda store: store.create_batch(
-                owner,
-                body.endpoint,
-                body.input_file_id,
-                window=body.completion_window,
-                window_s=window_s,
-                model=card.served_names[0],
-                served=card.identity,
-                metadata=body.metadata,
-                output_expires_s=None if expiry is None else expiry.seconds,
-                payer=payer,
-            )
+        owner, key = current_owner(), current_key()
+        record = await self._data.run(lambda store: self._queue(store, owner, key, body, window_s))
+        return json_response(record.to_object(), headers=end_header(record))
+
+    def _queue(
+        self, store: BatchStore, owner: bytes, key: Key | None, body: BatchBody, window_s: int
+    ) -> BatchRecord:
+        """Queue a batch, unless it would not end in time; on the thread of the store."""
+        card, options = self._service.builder.card, self._service.options
+        expiry = body.output_expires_after
+        demand = file_demand(store, owner, body.input_file_id)
+        forecaster = Forecaster(store, demand, options.strict_windows)
+        return store.create_batch(
+            owner,
+            body.endpoint,
+            body.input_file_id,
+            window=body.completion_window,
+            window_s=window_s,
+            model=card.served_names[0],
+            served=card.identity,
+            metadata=body.metadata,
+            judge=forecaster.judge,
+            output_expires_s=None if expiry is None else expiry.seconds,
+            **columns_of(key),
         )
-        return json_response(record.to_object())
 
     async def list(self, request: Request) -> Response:
         query, owner = request.query_params, current_owner()
@@ -117,6 +129,23 @@ def _id_of(request: Request) -> str:
     batch_id: str = request.path_params["batch_id"]
     check_kind(batch_id, BATCH_PREFIX)
     return batch_id
+
+
+def columns_of(key: Key | None) -> dict[str, Any]:
+    """What a batch keeps of the key that it belongs to."""
+    if key is None:
+        return {"promotable": " ".join(PROMOTIONS)}
+    return {
+        "payer": key.name,
+        "account": key.account,
+        "queued_limit": key.quota.max_queued_batch_tokens,
+        "promotable": " ".join(name for name in PROMOTIONS if key.may_use(name)),
+    }
+
+
+def end_header(record: BatchRecord) -> dict[str, str]:
+    """The predicted end, where there is one."""
+    return {} if record.predicted_at is None else {END_HEADER: str(record.predicted_at)}
 
 
 def _check_endpoint(endpoint: str) -> None:

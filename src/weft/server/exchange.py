@@ -106,19 +106,19 @@ def inner_path(scope: Scope) -> str:
 EXCHANGE: ContextVar[Exchange | None] = ContextVar("exchange", default=None)
 
 
+def current_key() -> Key | None:
+    """The key of the request that is being answered; None where none is needed."""
+    exchange = EXCHANGE.get()
+    return None if exchange is None else exchange.key
+
+
 def current_owner() -> bytes:
     """Whose the request is that is being answered: the digest of its key, b"" where none is needed.
 
     What is stored belongs to it: one key never finds what is another's.
     """
-    exchange = EXCHANGE.get()
-    return b"" if exchange is None or exchange.key is None else exchange.key.digest
-
-
-def current_payer() -> str:
-    """The name of the key of the request that is being answered, "" where none is needed."""
-    exchange = EXCHANGE.get()
-    return "" if exchange is None or exchange.key is None else exchange.key.name
+    key = current_key()
+    return b"" if key is None else key.digest
 
 
 class Observe:

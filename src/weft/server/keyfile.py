@@ -48,6 +48,10 @@ class Key:
     quota: Quota = NO_LIMITS
     account: bytes = b""
 
+    def may_use(self, service_class: str) -> bool:
+        """Whether its requests may be in a class."""
+        return not self.classes or service_class in self.classes
+
     def salt(self, more: bytes) -> bytes:
         """A cache salt that no other key can have, whatever ``more`` a request gives."""
         return key_salt(self.digest, more)

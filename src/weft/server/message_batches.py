@@ -19,13 +19,17 @@ from starlette.routing import Route
 
 from weft.api import decode_body
 from weft.api.rules import Notes
-from weft.batch.engine import SERVICE_CLASS
+from weft.batch.demand import sample_demand
 from weft.batch.errors import BatchNotFoundError, BatchNotOverError, check_kind
 from weft.batch.folder import Upload
+from weft.batch.intake import Forecaster
 from weft.batch.lines import DuplicateIdError, TooManyLinesError
 from weft.batch.messages import RESULTS_KEPT_S, message_batch, result_line
+from weft.batch.promotion import BATCH_CLASS
 from weft.batch.records import MESSAGES_PREFIX, UNFINISHED, BatchRecord
+from weft.batch.store import BatchStore
 from weft.core.errors import ParameterError, WeftError
+from weft.server.batches import columns_of, end_header
 from weft.server.body import BodyPieces, check_media
 from weft.server.data import DataFolder
 from weft.server.errors import (
@@ -34,7 +38,7 @@ from weft.server.errors import (
     error_response,
     json_response,
 )
-from weft.server.exchange import current_owner, current_payer
+from weft.server.exchange import current_key, current_owner
 from weft.server.files import page_limit
 from weft.server.listsplit import MAX_REST_BYTES, ListSplitter
 from weft.server.service import Service
@@ -86,7 +90,7 @@ class _MessageBatchHandlers:
 
     async def create(self, request: Request) -> Response:
         service, options, owner = self._service, self._service.options, current_owner()
-        service.own_builder().classes.check(SERVICE_CLASS)
+        service.own_builder().classes.check(BATCH_CLASS)
         if service.draining:
             raise ShuttingDownError("The server is shutting down; try again in a moment.")
         check_media(request.headers)
@@ -108,12 +112,17 @@ class _MessageBatchHandlers:
             except BaseException:
                 await asyncio.shield(_abandon(upload))
                 raise
-        return self._shown(record, request)
+        shown = self._shown(record, request)
+        shown.headers.update(end_header(record))
+        return shown
 
     async def _queue(self, upload: Upload, owner: bytes, count: int) -> BatchRecord:
-        card, payer = self._service.builder.card, current_payer()
-        return await self._data.run(
-            lambda store: store.create_message_batch(
+        card, key = self._service.builder.card, current_key()
+        strict = self._service.options.strict_windows
+
+        def queue(store: BatchStore) -> BatchRecord:
+            demand = sample_demand(store.files_folder.path(upload.id))
+            return store.create_message_batch(
                 upload,
                 owner,
                 lines=count,
@@ -122,9 +131,11 @@ class _MessageBatchHandlers:
                 keep_s=RESULTS_KEPT_S,
                 model=card.served_names[0],
                 served=card.identity,
-                payer=payer,
+                judge=Forecaster(store, demand, strict).judge,
+                **columns_of(key),
             )
-        )
+
+        return await self._data.run(queue)
 
     async def list(self, request: Request) -> Response:
         query, owner = request.query_params, current_owner()

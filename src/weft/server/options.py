@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from weft.batch.promotion import PROMOTIONS
 from weft.batch.webhook_settings import WebhookSettings
 from weft.core.errors import ConfigError, ParameterError
 from weft.core.settings import check_settings, setting
@@ -174,6 +175,19 @@ class ServerOptions:
     )
     max_batch_lines: int = setting(
         "int", 100_000, "lines that one batch may have", low=1, high=2**24
+    )
+    batch_promotion: str = setting(
+        "str",
+        "flex",
+        "highest class in which a batch goes on that would miss its window, step by step; none "
+        "leaves it in the class batch",
+        choices=("none", *PROMOTIONS),
+    )
+    strict_windows: bool = setting(
+        "bool",
+        False,
+        "refuse a batch with 422 if it is predicted to end after its window; else its batch object "
+        "has a warning",
     )
     webhook_url: tuple[str, ...] = setting(
         "strings",

@@ -35,7 +35,12 @@ class Quota:
         "int", None, "requests in progress, over all request planes", low=1, high=2**20
     )
     max_queued_batch_tokens: int | None = setting(
-        "int", None, "prompt tokens of batches that are not complete", low=1, high=2**40
+        "int",
+        None,
+        "tokens of batches that have not ended: of prompts, by an estimate, and the most that "
+        "outputs may have",
+        low=1,
+        high=2**40,
     )
 
     def __post_init__(self) -> None:
