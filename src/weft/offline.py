@@ -26,7 +26,7 @@ from weft.batch.progress import ProgressBar
 from weft.batch.prompts import guess_prompt
 from weft.batch.results import Results
 from weft.batch.runner import Runner
-from weft.blend.density import Rates
+from weft.blend.density import UNWEIGHED, Rates
 from weft.blend.order import Room
 from weft.core.config import DTYPE_BYTES, EngineConfig
 from weft.core.errors import ConfigError, ProfileError, WeftError
@@ -43,7 +43,6 @@ WATCHDOG_S = 300.0  # as of a server
 WAITING_SHARE = 2  # requests that are open, for each that the engine computes at once
 BLOCK_TOKENS = 16  # in which servers that do not say it share prefixes, as most do
 SHEET_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-UNWEIGHED = Rates(1.0, 0.0, 1.0)  # for orders that weigh nothing
 
 
 def run_batch(path: str, options: BatchOptions, engine_settings: Mapping[str, Any]) -> int:

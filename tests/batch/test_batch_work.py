@@ -17,12 +17,14 @@ from answering import Answering, read, request
 
 from weft.batch import process, session
 from weft.batch.journal import Journal, ResultsError
+from weft.batch.orders import ServedOrders
 from weft.batch.pool import Pool
 from weft.batch.ports import NobodyAnswersError
 from weft.batch.process import BatchWork
 from weft.batch.records import UNFINISHED, BatchRecord
 from weft.batch.session import Desk
 from weft.batch.store import BatchStore, StoreLimits
+from weft.blend.order import Room
 
 LIMITS = StoreLimits(reserve_bytes=0)
 
@@ -41,7 +43,8 @@ class Working:
             self.marks.append(mark)
             return answering
 
-        self.desk = Desk(self.store, self.thread, pool, make, 50, salted=True)
+        orders = ServedOrders(Room(10_000, at_once), self.thread)
+        self.desk = Desk(self.store, self.thread, pool, make, orders, 50, salted=True)
 
     def create(self, lines: list[Any], owner: bytes = b"k", **given: Any) -> BatchRecord:
         upload = self.other.begin_upload(owner)

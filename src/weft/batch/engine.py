@@ -86,10 +86,13 @@ class EngineAsker:
         return read_whole(line.url, bytes(line.body), self._builder, self._texts)
 
     def prompt(self, line: BatchLine) -> Prompt | None:
-        """The prompt of a line, for the order. Raises WeftError if the engine refuses it."""
-        job = self.read(line).job
-        if job.endpoint == "embedding":
+        """The prompt of a line, for the order; None if it has no output to plan with.
+
+        May be called on any thread. Raises WeftError if the engine refuses the line.
+        """
+        if line.url.endswith("/embeddings"):
             return None
+        job = self.read(line).job
         tokens = [token for request in job.requests[:: job.n] for token in request.prompt]
         bounds = [request.sampling.max_tokens for request in job.requests]
         longest = None if None in bounds else max(bound or 0 for bound in bounds)

@@ -165,6 +165,8 @@ class Fleet:
         say: tells the user.
     """
 
+    ready = True
+
     def __init__(
         self,
         members: Seq[Member],

@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import cast
 
 import numpy as np
@@ -23,6 +23,8 @@ PAUSE_EVERY = 64  # lines, after which others may do something
 
 class InOrder:
     """Lines without a result as they come, a given number at once. Needs no memory for them."""
+
+    ready = True
 
     def __init__(self, lines: int, sink: Sink, at_once: int) -> None:
         self._waiting = (index for index in range(lines) if not sink.done(index))
@@ -64,7 +66,7 @@ class Planned:
 
     Args:
         order: of the planned lines, by their place in ``planned``.
-        planned: indices in rising order.
+        planned: their indices.
         others: indices of lines without a prompt, such as wrong ones.
         choices: outputs that each planned line has beside each other; 1 by default.
 
@@ -73,6 +75,7 @@ class Planned:
             other is handed out until it has.
     """
 
+    ready = True
     full: Callable[[], bool] = staticmethod(lambda: False)
 
     def __init__(
@@ -85,6 +88,7 @@ class Planned:
     ) -> None:
         self._order = order
         self._planned = np.asarray(planned, np.int64)
+        self._rising = np.argsort(self._planned)
         self._choices = choices
         self._others = deque(others)
         self._room = at_once
@@ -126,27 +130,46 @@ class Planned:
         self._order.ended(place, output)
 
     def _place(self, index: int) -> int | None:
-        place = int(np.searchsorted(self._planned, index))
-        found = place < len(self._planned) and self._planned[place] == index
-        return place if found else None
+        at = int(np.searchsorted(self._planned, index, sorter=self._rising))
+        place = int(self._rising[at]) if at < len(self._rising) else -1
+        return place if place >= 0 and self._planned[place] == index else None
 
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """What is known of all lines that can be planned, by their place.
+    """What is known of lines that can be planned, by their place.
 
     Attributes:
-        planned: their indices, rising.
+        planned: their indices.
         others: indices of lines without a prompt, such as wrong ones, that have no result.
         done: output tokens of a choice of those that have their answer.
     """
 
-    tokens: list[NDArray[np.uint32]]
-    longest: list[int | None]
-    choices: list[int]
-    planned: list[int]
-    others: list[int]
-    done: dict[int, int]
+    tokens: list[NDArray[np.uint32]] = field(default_factory=list)
+    longest: list[int | None] = field(default_factory=list)
+    choices: list[int] = field(default_factory=list)
+    planned: list[int] = field(default_factory=list)
+    others: list[int] = field(default_factory=list)
+    done: dict[int, int] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.planned) + len(self.others)
+
+    def add(self, index: int, prompt: Prompt | None, output: int | None = None) -> None:
+        """Add a line.
+
+        Args:
+            output: tokens of its answer, if it has one.
+        """
+        if prompt is None:
+            self.others.extend([index] if output is None else [])
+            return
+        if output is not None:
+            self.done[len(self.planned)] = prompt.each(output)
+        self.planned.append(index)
+        self.tokens.append(prompt.tokens)
+        self.longest.append(prompt.longest)
+        self.choices.append(prompt.choices)
 
 
 async def read_prompts(
@@ -161,26 +184,26 @@ async def read_prompts(
         outputs: output tokens by index of lines that have their answer.
         prompt_of: reads a line; None if there is nothing to plan. Raises what is wrong with it.
     """
-    found = Prompts([], [], [], [], [], {})
+    found = Prompts()
     for index in range(len(source)):
         if index % PAUSE_EVERY == 0:
             await asyncio.sleep(0)
-        if sink.done(index) and index not in outputs:
+        output = outputs.get(index) if sink.done(index) else None
+        if output is None and sink.done(index):
             continue
-        try:
-            prompt = prompt_of(source.line(index))
-        except WeftError:
-            prompt = None  # running the line gives the error
-        if prompt is None or not len(prompt.tokens):
-            found.others.extend([] if sink.done(index) else [index])
-            continue
-        if sink.done(index):
-            found.done[len(found.planned)] = prompt.each(outputs[index])
-        found.planned.append(index)
-        found.tokens.append(prompt.tokens)
-        found.longest.append(prompt.longest)
-        found.choices.append(prompt.choices)
+        found.add(index, read_prompt(source, index, prompt_of), output)
     return found
+
+
+def read_prompt(
+    source: LineSource, index: int, prompt_of: Callable[[BatchLine], Prompt | None]
+) -> Prompt | None:
+    """The prompt of a line; None if there is nothing to plan, as in a wrong line."""
+    try:
+        prompt = prompt_of(source.line(index))
+    except WeftError:
+        return None  # running the line gives the error
+    return prompt if prompt is not None and len(prompt.tokens) else None
 
 
 def plan(kind: str, prompts: Prompts, room: Room, rates: Rates) -> Planned:

@@ -26,10 +26,12 @@ from typing import Any
 from weft.api import Builder, ModelCard
 from weft.api.card import ApiLimits
 from weft.batch.engine import EngineAsker
+from weft.batch.orders import ServedOrders
 from weft.batch.pool import Pool
 from weft.batch.records import BatchRecord
 from weft.batch.session import Desk, ElsewhereError, Session, over_because
 from weft.batch.store import BatchStore, StoreLimits
+from weft.blend.order import Room
 from weft.core.errors import WeftError
 from weft.core.logs import log_level, set_up_logs
 from weft.core.process import die_with, raise_file_limit, set_process_title
@@ -78,6 +80,7 @@ async def _work(arguments: argparse.Namespace, settings: Mapping[str, Any]) -> N
     client = RingClient(RingFds.parse(arguments.ring))
     client.attach(asyncio.get_running_loop())
     thread = ThreadPoolExecutor(1, thread_name_prefix="weft-data")
+    planner = ThreadPoolExecutor(1, thread_name_prefix="weft-order")
     limits = StoreLimits(**settings["limits"])
     store = thread.submit(BatchStore, Path(settings["data_dir"]), limits).result()
     try:
@@ -91,6 +94,10 @@ async def _work(arguments: argparse.Namespace, settings: Mapping[str, Any]) -> N
             make_asker=lambda mark: EngineAsker(
                 client, builder, settings["base_seed"], beside=root, mark=mark
             ),
+            orders=ServedOrders(
+                Room(max(served.kv_blocks.values()) * served.block_size, most, served.block_size),
+                planner,
+            ),
             max_lines=settings["max_batch_lines"],
             salted=settings["key_salt"],
         )
@@ -99,6 +106,7 @@ async def _work(arguments: argparse.Namespace, settings: Mapping[str, Any]) -> N
         client.close()
         thread.submit(store.close).result()
         thread.shutdown()
+        planner.shutdown()
 
 
 def _builder(settings: Mapping[str, Any], served: ServedModel) -> Builder:

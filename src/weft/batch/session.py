@@ -28,7 +28,7 @@ from weft.batch.engine import SERVICE_CLASS, EngineAsker
 from weft.batch.forecast import EndForecast
 from weft.batch.journal import Journal, ResultsError, open_to_append, sync_folder
 from weft.batch.lines import InputChangedError, InputFile
-from weft.batch.order import InOrder
+from weft.batch.orders import ServedOrders
 from weft.batch.pool import Pool
 from weft.batch.ports import NobodyAnswersError, Result
 from weft.batch.records import UNFINISHED, BatchRecord, Status
@@ -61,6 +61,7 @@ class Desk:
     Attributes:
         thread: the one on which the store is used.
         make_asker: makes who answers lines, from what marks their sequences.
+        orders: makes the order of each batch's lines.
         salted: each key has prefixes of its own in the cache.
     """
 
@@ -68,6 +69,7 @@ class Desk:
     thread: Executor
     pool: Pool
     make_asker: Callable[[Callable[[Request], Request]], EngineAsker]
+    orders: ServedOrders
     max_lines: int
     salted: bool
 
@@ -255,12 +257,14 @@ class Session:
         """Have all lines answered, or as many as there is time for."""
         asker = self._desk.make_asker(self._mark)
         while self._over is None and not _all_done(journal, source):
-            order = InOrder(len(source), journal, len(source))
+            order = self._desk.orders.make(source, journal, asker)
             share = self._desk.pool.join(self.record.owner, self.record.expires_at, order)
             runner = Runner(source, journal, asker, share, share.watch)
             share.wake = runner.look
+            order.wake = self._desk.pool.wake_next
+            preparing = asyncio.create_task(order.prepare())
             try:
-                await self._until_over(runner.run())
+                await self._until_over(_both(runner.run(), preparing))
             except InputChangedError as error:
                 raise BatchFailedError([describe(error)]) from None
             except (ResultsError, NobodyAnswersError) as error:
@@ -268,6 +272,8 @@ class Session:
                 await self._until_over(asyncio.sleep(RETRY_S))
             finally:
                 self._desk.pool.leave(share)
+                preparing.cancel()
+                await asyncio.wait([preparing])  # no thread reads the input any more
 
     async def _until_over(self, work: Awaitable[None]) -> None:
         """Do some work, unless the batch is to end meanwhile."""
@@ -304,7 +310,8 @@ class Session:
 
     async def _complete(self, journal: Journal) -> None:
         """All lines are done: give the results their rows."""
-        if self._over is None:
+        over = self._over  # what is seen of the record from here on changes nothing
+        if over is None:
             changed = await self._desk.call(
                 lambda store: store.update(
                     self.record.id,
@@ -314,16 +321,29 @@ class Session:
                 )
             )
             points.reached("batch finalizing")
-            self._over = None if changed else "cancelled"
+            over = None if changed else "cancelled"
         await asyncio.to_thread(journal.sync)
         points.reached("results synchronised")
-        await self._finish(self._over or "completed", **counts_of(journal))
+        await self._finish(over or "completed", **counts_of(journal))
 
     async def _finish(
         self, status: Literal["completed", "cancelled", "expired", "failed"], **columns: Any
     ) -> None:
         await self._desk.call(lambda store: store.finish(self.record, status, **columns))
         logger.info("Batch %s is over: %s.", self.record.id, status)
+
+
+async def _both(work: Awaitable[None], beside: asyncio.Task[None]) -> None:
+    """Do some work; what is done beside it may end, but not fail, before."""
+    working = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({working, beside}, return_when=asyncio.FIRST_COMPLETED)
+        if beside.done():
+            await beside
+        await working
+    finally:
+        working.cancel()
+        await asyncio.wait([working])
 
 
 def over_because(record: BatchRecord) -> Reason | None:
