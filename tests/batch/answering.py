@@ -27,6 +27,7 @@ class Answering:
     """
 
     prompt = staticmethod(guess_prompt)
+    waiting = 0
 
     def __init__(self, react: Callable[[int], Exception | None] = lambda _: None) -> None:
         self.asked: list[int] = []

@@ -16,7 +16,9 @@ import pytest
 from answering import Answering, read, request
 
 from weft.batch import process, session
+from weft.batch.choice import ChosenOrder
 from weft.batch.journal import Journal, ResultsError
+from weft.batch.memory import KvMemory
 from weft.batch.orders import ServedOrders
 from weft.batch.pool import Pool
 from weft.batch.ports import NobodyAnswersError
@@ -24,7 +26,9 @@ from weft.batch.process import BatchWork
 from weft.batch.records import UNFINISHED, BatchRecord
 from weft.batch.session import Desk
 from weft.batch.store import BatchStore, StoreLimits
-from weft.blend.order import Room
+from weft.blend.density import UNWEIGHED
+from weft.blend.jobs import Room
+from weft.blend.lengths import LengthTable
 
 LIMITS = StoreLimits(reserve_bytes=0)
 
@@ -43,7 +47,10 @@ class Working:
             self.marks.append(mark)
             return answering
 
-        orders = ServedOrders(Room(10_000, at_once), self.thread)
+        chosen = ChosenOrder("dfs", True, "a test")
+        room, memory, lengths = Room(10_000, at_once), KvMemory(10_000), LengthTable()
+        self.planner = ThreadPoolExecutor(1)
+        orders = ServedOrders(chosen, room, UNWEIGHED, self.planner, memory, lengths)
         self.desk = Desk(self.store, self.thread, pool, make, orders, 50, salted=True)
 
     def create(self, lines: list[Any], owner: bytes = b"k", **given: Any) -> BatchRecord:
@@ -89,6 +96,7 @@ class Working:
         self.store.close()
         self.other.close()
         self.thread.shutdown()
+        self.planner.shutdown()
 
 
 @pytest.fixture(autouse=True)

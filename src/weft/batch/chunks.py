@@ -17,6 +17,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from weft.batch.memory import KvMemory
 from weft.batch.order import Planned, Prompt, Prompts, read_prompt
 from weft.batch.ports import BatchLine, LineSource, Sink
 from weft.batch.prompts import guess_prompt
@@ -40,14 +41,17 @@ class ChunkedOrder:
         prompt_of: reads a line; on the thread.
         plan: puts lines in order; on the thread.
         thread: a single one, which several orders may share.
+        memory: shared out among chunks, as far as they forecast it.
         mixed: each chunk is to be a mix of the whole batch.
 
     Attributes:
         wake: called when there may be a line where there was none.
+        full: as of `Planned`.
         remaining: lines that were not handed out.
     """
 
     wake: Callable[[], None] = staticmethod(lambda: None)
+    full: Callable[[], bool] = staticmethod(lambda: False)
 
     def __init__(
         self,
@@ -56,6 +60,7 @@ class ChunkedOrder:
         prompt_of: Callable[[BatchLine], Prompt | None],
         plan: Callable[[Prompts], Planned],
         thread: Executor,
+        memory: KvMemory | None = None,
         *,
         mixed: bool = False,
     ) -> None:
@@ -63,6 +68,7 @@ class ChunkedOrder:
         self._prompt_of = prompt_of
         self._plan = plan
         self._thread = thread
+        self._memory = memory
         self._mixed = mixed
         self._undone = np.array([i for i in range(len(source)) if not sink.done(i)], np.int64)
         self.remaining = len(self._undone)
@@ -77,23 +83,33 @@ class ChunkedOrder:
         return bool(self._chunks)
 
     def next(self) -> int | None:
-        if not self.ready:
+        if not self.ready or self.full():
             return None
-        index = self._chunks[0].next()
+        chunk = self._chunks[0]
+        if self._memory is not None and chunk.forecast is not None:
+            self._memory.give(chunk.forecast)
+        index = chunk.next()
         if index is not None:
             self.remaining -= 1
-            self._of[index] = self._chunks[0]
+            self._of[index] = chunk
         return index
 
-    def started(self, index: int) -> None:
-        """The engine has got a line that was handed out."""
+    def started(self, index: int, computing: bool = False) -> None:
+        """The engine has got a line that was handed out, or computes it."""
         if index in self._of:
-            self._of[index].started(index)
+            self._of[index].started(index, computing)
 
     def progress(self, index: int, output: int) -> None:
-        """A line that runs has so many output tokens in each choice."""
-        if index in self._of:
-            self._of[index].progress(index, output)
+        """A line that runs has so many output tokens in each choice: so do lines of all chunks."""
+        chunk = self._of.get(index)
+        if chunk is None:
+            return
+        steps = -chunk.now
+        chunk.progress(index, output)
+        steps += chunk.now
+        first = self._chunks[0] if self._chunks else chunk
+        if first is not chunk and first.forecast is not None:
+            first.forecast.now += steps
 
     def ended(self, index: int, output: int | None) -> None:
         self._of.pop(index).ended(index, output)
@@ -125,7 +141,10 @@ class ChunkedOrder:
             await self._add(prompts)
 
     async def _add(self, prompts: Prompts) -> None:
-        self._chunks.append(await self._on_thread(partial(self._plan, prompts)))
+        chunk = await self._on_thread(partial(self._plan, prompts))
+        chunk.look_on(self._thread)
+        chunk.wake = lambda: self.wake()
+        self._chunks.append(chunk)
         self.wake()
         while self.ready and len(self._chunks) >= AHEAD:
             self._taken.clear()

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from weft.batch.ports import BatchLine, LineSource, Sink
 from weft.blend.density import Rates
+from weft.blend.forecast import Forecast
+from weft.blend.forecasting import ForecastOrder
+from weft.blend.lengths import LengthTable
 from weft.blend.order import Jobs, Room, make_order
 from weft.blend.order import Order as BlendOrder
 from weft.core.errors import WeftError
@@ -25,6 +30,8 @@ class InOrder:
     """Lines without a result as they come, a given number at once. Needs no memory for them."""
 
     ready = True
+    wake: Callable[[], None] = staticmethod(lambda: None)
+    full: Callable[[], bool] = staticmethod(lambda: False)
 
     def __init__(self, lines: int, sink: Sink, at_once: int) -> None:
         self._waiting = (index for index in range(lines) if not sink.done(index))
@@ -40,6 +47,15 @@ class InOrder:
 
     def ended(self, index: int, output: int | None) -> None:  # noqa: ARG002
         self._room += 1
+
+    def started(self, index: int, computing: bool = False) -> None:
+        """Nothing depends on it."""
+
+    def progress(self, index: int, output: int) -> None:
+        """Nothing depends on it."""
+
+    async def prepare(self) -> None:
+        """There is nothing to prepare."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +89,13 @@ class Planned:
     Attributes:
         full: whether a line that was handed out has not reached the engine for want of room; no
             other is handed out until it has.
+        wake: called when there may be a line though none has ended.
+        forecast: of the KV memory, if the order has one.
     """
 
     ready = True
     full: Callable[[], bool] = staticmethod(lambda: False)
+    wake: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(
         self,
@@ -92,6 +111,22 @@ class Planned:
         self._choices = choices
         self._others = deque(others)
         self._room = at_once
+        self._learning = order if isinstance(order, ForecastOrder) else None
+        self._thread: Executor | None = None
+        self._looking = False
+        self._failure: BaseException | None = None
+        self.forecast: Forecast | None = None if self._learning is None else self._learning.forecast
+
+    @property
+    def now(self) -> int:
+        """Steps that have passed, as far as has been heard."""
+        return 0 if self.forecast is None else self.forecast.now
+
+    def look_on(self, thread: Executor) -> None:
+        """Let a thread work out what lengths mean for the order, and not the event loop."""
+        if self._learning is not None:
+            self._learning.deferred = True
+            self._thread = thread
 
     @property
     def remaining(self) -> int:
@@ -100,6 +135,7 @@ class Planned:
     def next(self) -> int | None:
         if not self._room or self.full():
             return None
+        self._look()
         if self._others:
             index: int | None = self._others.popleft()
         else:
@@ -108,11 +144,11 @@ class Planned:
         self._room -= index is not None
         return index
 
-    def started(self, index: int) -> None:
-        """The engine has got a line that was handed out."""
+    def started(self, index: int, computing: bool = False) -> None:
+        """The engine has got a line that was handed out, or computes it."""
         place = self._place(index)
         if place is not None:
-            self._order.started(place)
+            self._order.started(place, computing)
 
     def progress(self, index: int, output: int) -> None:
         """A planned line that runs has so many output tokens in each choice."""
@@ -128,6 +164,28 @@ class Planned:
         if output is not None and self._choices is not None:
             output = -(-output // self._choices[place])
         self._order.ended(place, output)
+
+    def _look(self) -> None:
+        """Begin to look at lengths anew, if it is time. Raises what failed when that was done."""
+        if self._failure is not None:
+            raise self._failure
+        learning = self._learning
+        if learning is None or self._thread is None or self._looking or not learning.due():
+            return
+        self._looking, loop = True, asyncio.get_running_loop()
+        working = self._thread.submit(learning.work())
+
+        def looked(done: Future[Any]) -> None:
+            with contextlib.suppress(RuntimeError):  # there is no loop any more
+                loop.call_soon_threadsafe(self._looked, done)
+
+        working.add_done_callback(looked)
+
+    def _looked(self, done: Future[Any]) -> None:
+        self._looking, self._failure = False, done.exception()
+        if self._learning is not None and self._failure is None:
+            self._learning.use(done.result())
+        self.wake()
 
     def _place(self, index: int) -> int | None:
         at = int(np.searchsorted(self._planned, index, sorter=self._rising))
@@ -206,9 +264,21 @@ def read_prompt(
     return prompt if prompt is not None and len(prompt.tokens) else None
 
 
-def plan(kind: str, prompts: Prompts, room: Room, rates: Rates) -> Planned:
-    """Put lines in order: ``blend`` or ``dfs``."""
+def plan(
+    kind: str,
+    prompts: Prompts,
+    room: Room,
+    rates: Rates,
+    lengths: LengthTable | None = None,
+    scope: bytes = b"",
+) -> Planned:
+    """Put lines in order: ``blend``, or ``dfs``, which has no forecast without lengths.
+
+    Args:
+        lengths: what is known of them, shared with other orders, and in which scope.
+    """
     tokens = cast(Seq[Seq[int]], prompts.tokens)
     jobs = Jobs(tokens, prompts.longest, prompts.done, prompts.choices)
-    order = make_order(kind if tokens else "fcfs", jobs, room, rates)
+    kind = kind if tokens else "fcfs"
+    order = make_order(kind, jobs, room, rates, lengths=lengths, scope=scope)
     return Planned(order, prompts.planned, prompts.others, room.requests, prompts.choices)

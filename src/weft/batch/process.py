@@ -20,18 +20,23 @@ import sys
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from weft.api import Builder, ModelCard
 from weft.api.card import ApiLimits
+from weft.batch.choice import choose_order
 from weft.batch.engine import EngineAsker
+from weft.batch.memory import KvMemory
 from weft.batch.orders import ServedOrders
 from weft.batch.pool import Pool
 from weft.batch.records import BatchRecord
 from weft.batch.session import Desk, ElsewhereError, Session, over_because
 from weft.batch.store import BatchStore, StoreLimits
-from weft.blend.order import Room
+from weft.blend.density import UNWEIGHED
+from weft.blend.jobs import Room
+from weft.blend.lengths import LengthTable
 from weft.core.errors import WeftError
 from weft.core.logs import log_level, set_up_logs
 from weft.core.process import die_with, raise_file_limit, set_process_title
@@ -86,7 +91,20 @@ async def _work(arguments: argparse.Namespace, settings: Mapping[str, Any]) -> N
     try:
         builder = _builder(settings, served)
         root = EngineAsker(client, builder, settings["base_seed"])
-        most = min(MOST_OPEN, WAITING_SHARE * served.max_num_seqs)
+        kv_tokens = max(served.kv_blocks.values()) * served.block_size
+        chosen = choose_order(settings["batch_order"], asdict(served), forecast=True, weighed=False)
+        logger.info("Lines of batches go in %s.", chosen)
+        # What waits in the engine's queue is out of the hands of an order that weighs the memory.
+        waiting = 1 if chosen.forecast else WAITING_SHARE
+        most = min(MOST_OPEN, waiting * served.max_num_seqs)
+        orders = ServedOrders(
+            chosen,
+            Room(kv_tokens, most, served.block_size),
+            UNWEIGHED,
+            planner,
+            KvMemory(kv_tokens, client.info),
+            LengthTable(),
+        )
         desk = Desk(
             store=store,
             thread=thread,
@@ -94,10 +112,7 @@ async def _work(arguments: argparse.Namespace, settings: Mapping[str, Any]) -> N
             make_asker=lambda mark: EngineAsker(
                 client, builder, settings["base_seed"], beside=root, mark=mark
             ),
-            orders=ServedOrders(
-                Room(max(served.kv_blocks.values()) * served.block_size, most, served.block_size),
-                planner,
-            ),
+            orders=orders,
             max_lines=settings["max_batch_lines"],
             salted=settings["key_salt"],
         )

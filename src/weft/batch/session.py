@@ -17,6 +17,7 @@ import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import orjson
@@ -28,7 +29,7 @@ from weft.batch.engine import SERVICE_CLASS, EngineAsker
 from weft.batch.forecast import EndForecast
 from weft.batch.journal import Journal, ResultsError, open_to_append, sync_folder
 from weft.batch.lines import InputChangedError, InputFile
-from weft.batch.orders import ServedOrders
+from weft.batch.orders import LearningOrder, ServedOrders
 from weft.batch.pool import Pool
 from weft.batch.ports import NobodyAnswersError, Result
 from weft.batch.records import UNFINISHED, BatchRecord, Status
@@ -257,11 +258,14 @@ class Session:
         """Have all lines answered, or as many as there is time for."""
         asker = self._desk.make_asker(self._mark)
         while self._over is None and not _all_done(journal, source):
-            order = self._desk.orders.make(source, journal, asker)
+            order = self._desk.orders.make(source, journal, asker, self.record.endpoint)
             share = self._desk.pool.join(self.record.owner, self.record.expires_at, order)
             runner = Runner(source, journal, asker, share, share.watch)
             share.wake = runner.look
             order.wake = self._desk.pool.wake_next
+            order.full = partial(_waits, asker)
+            asker.progress = partial(self._grown, source, order)
+            asker.started = partial(self._started, source, order)
             preparing = asyncio.create_task(order.prepare())
             try:
                 await self._until_over(_both(runner.run(), preparing))
@@ -274,6 +278,19 @@ class Session:
                 self._desk.pool.leave(share)
                 preparing.cancel()
                 await asyncio.wait([preparing])  # no thread reads the input any more
+
+    def _grown(self, source: InputFile, order: LearningOrder, number: int, tokens: int) -> None:
+        """The oldest line that runs has so many tokens; another one may go now."""
+        order.progress(source.index(number), tokens)
+        self._desk.pool.wake_next()
+
+    def _started(
+        self, source: InputFile, order: LearningOrder, number: int, computing: bool
+    ) -> None:
+        """The engine has got a line, or computes it; if it had to wait, others may go now."""
+        order.started(source.index(number), computing)
+        if not computing:
+            self._desk.pool.wake_next()
 
     async def _until_over(self, work: Awaitable[None]) -> None:
         """Do some work, unless the batch is to end meanwhile."""
@@ -344,6 +361,10 @@ async def _both(work: Awaitable[None], beside: asyncio.Task[None]) -> None:
     finally:
         working.cancel()
         await asyncio.wait([working])
+
+
+def _waits(asker: EngineAsker) -> bool:
+    return asker.waiting > 0
 
 
 def over_because(record: BatchRecord) -> Reason | None:

@@ -76,7 +76,7 @@ class BlendOrder(ForecastOrder[Blending]):
         for number in sorted(sampled.intersection(jobs.done)):
             leaf = self._leaf[number]
             self._table.add(int(self._nodes[leaf]), jobs.done[number], int(self._longest[leaf]))
-        known = table.snapshot()
+        known = table.snapshot(running=False)
         self._curves = LengthCurves(known)
         ends = known.told()[2]
         order = reversed(self._leaf[self.tree.depth_first()].tolist())  # taken from its end

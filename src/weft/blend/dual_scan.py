@@ -164,7 +164,7 @@ class DualScan:
                 continue
             if self._forecast.fits(self._leaves[at], self._reserves[at]):
                 return self._start(side, at)
-        if not len(self._forecast):
+        if not len(self._forecast) and self._forecast.alone:
             return self._start(
                 sides[0], self._next[LEFT] if sides[0] == LEFT else self._next[RIGHT] - 1
             )

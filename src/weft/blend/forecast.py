@@ -31,6 +31,7 @@ class Forecast:
         self.capacity = capacity
         self.now = 0
         self.timed = False  # whether steps are heard of, not only ends
+        self.alone = True  # whether nothing runs beside what is live here
         self.margin = 0.0  # tokens that are to stay free, since lengths are expectations
         self._slack = block_size // 2
         self._depth = tree.depth.tolist()

@@ -62,6 +62,7 @@ class ForecastOrder(ABC, Generic[Plan]):
         self._ends = 0
         self._look_at = (FIRST_LOOK, FIRST_LOOK // 4)  # steps, and ends
         self._curves: LengthCurves | None = None
+        self._queued: set[int] = set()  # leaves that the engine has, but does not compute yet
         self._spread: dict[int, float] = {}  # of what runs, what is reserved beyond the expected
         table.watch(self)
 
@@ -85,10 +86,14 @@ class ForecastOrder(ABC, Generic[Plan]):
         self._left -= 1
         return int(self._numbers[leaf])
 
-    def started(self, number: int) -> None:
+    def started(self, number: int, computing: bool = False) -> None:
         leaf = int(self._leaf[number])
         if leaf in self.forecast:
             self.forecast.restart(leaf)
+            if computing:
+                self._queued.discard(leaf)
+            else:
+                self._queued.add(leaf)
 
     def progress(self, number: int, output: int) -> None:
         leaf = int(self._leaf[number])
@@ -102,21 +107,25 @@ class ForecastOrder(ABC, Generic[Plan]):
             raise ParameterError(f"Request {number} does not run.", param="number")
         node, bound = int(self._nodes[leaf]), int(self._longest[leaf])
         if output is None:
-            output = max(0, forecast.age(leaf))
+            output = max(0, int(self._ages([leaf])[0]))
             self._table.censor(node, output, bound)
         else:
             forecast.tick(leaf, output)
             self._table.add(node, output, bound)
         forecast.release(leaf)
         self._spread.pop(leaf, None)
+        self._queued.discard(leaf)
         self._ends += 1
         self._on_end(leaf, output)
 
     def running(self) -> Running:
         """What runs, for the table of lengths."""
         live = self.forecast.live()
-        ages = np.asarray([self.forecast.age(leaf) for leaf in live], np.int64)
-        return Running(self._nodes[live], ages, self._longest[live])
+        return Running(self._nodes[live], self._ages(live), self._longest[live])
+
+    def _ages(self, live: list[int]) -> Ints:
+        ages = [0 if leaf in self._queued else self.forecast.age(leaf) for leaf in live]
+        return np.asarray(ages, np.int64)
 
     @abstractmethod
     def _pick(self) -> int | None:
@@ -149,8 +158,8 @@ class ForecastOrder(ABC, Generic[Plan]):
         for leaf, expected in self._expected(live):
             self.forecast.extend(leaf, expected)
         if live:
-            ages = np.asarray([*map(self.forecast.age, live)])
-            reserved = self._curves.quantile(self._nodes[live], ages, self._longest[live])
+            ages, longest = self._ages(live), self._longest[live]
+            reserved = self._curves.quantile(self._nodes[live], ages, longest)
             for leaf, most in zip(live, reserved.tolist(), strict=True):
                 self._spread[leaf] = max(0.0, most - self.forecast.expected(leaf))
         self._use(plan)
@@ -162,13 +171,9 @@ class ForecastOrder(ABC, Generic[Plan]):
         """Leaves that run, and the output that each will have; more than it has."""
         if not live or self._curves is None:
             return []
-        nodes, ages, bounds = (
-            self._nodes[live],
-            [*map(self.forecast.age, live)],
-            self._longest[live],
-        )
+        nodes, ages, bounds = self._nodes[live], self._ages(live), self._longest[live]
         expected = np.ceil(self._curves.expected(nodes, ages, bounds)).astype(np.int64)
-        return list(zip(live, np.maximum(expected, np.asarray(ages) + 1).tolist(), strict=True))
+        return list(zip(live, np.maximum(expected, ages + 1).tolist(), strict=True))
 
     def _adapt(self) -> None:
         """Expect more of requests that should have ended."""
@@ -206,7 +211,7 @@ class DepthFirstOrder(ForecastOrder[Lengths]):
         self._learn_from_before(jobs, order)
         self._order = order[self._waiting[order]].tolist()
         self._at = 0
-        self.use(self.work()())
+        self.use(self._work(table.snapshot(running=False))())
 
     def _learn_from_before(self, jobs: Jobs, order: Ints) -> None:
         """Learn of what an earlier run has done, in the same order.
@@ -231,7 +236,7 @@ class DepthFirstOrder(ForecastOrder[Lengths]):
         leaf: int = self._order[self._at]
         assert self._lengths is not None
         fits = self.forecast.fits(leaf, int(self._lengths.reserved[leaf]))
-        if not fits and len(self.forecast):
+        if not fits and (len(self.forecast) or not self.forecast.alone):
             return None
         self._at += 1
         expected, reserved = self._lengths.expected[leaf], self._lengths.reserved[leaf]

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from hashlib import blake2b
+from threading import Lock
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakSet
 
@@ -65,6 +66,8 @@ class RunsSomething(Protocol):
 class LengthTable:
     """Ends by node of the tree of prompts' beginnings; node 0 is above all others.
 
+    May be used by several threads; but what runs is only looked at by the thread of its orders.
+
     Attributes:
         touched: numbers of nodes that have changed since somebody cleared it.
     """
@@ -77,13 +80,15 @@ class LengthTable:
         self._ended = np.zeros((16, COLUMNS), np.float32)
         self._censored = np.zeros((16, COLUMNS), np.float32)
         self._watched: WeakSet[RunsSomething] = WeakSet()
+        self._lock = Lock()
 
     def __len__(self) -> int:
         return len(self.parents)
 
     def watch(self, order: RunsSomething) -> None:
         """What this order runs counts as censored, as long as the order exists."""
-        self._watched.add(order)
+        with self._lock:
+            self._watched.add(order)
 
     def places(self, prompts: Seq[Any], scope: bytes = b"") -> Ints:
         """(n,) the node of each prompt: of its longest beginning that enough of them share.
@@ -114,62 +119,64 @@ class LengthTable:
 
     def _node(self, value: int, parent: int) -> int:
         """The node of a hash, made under ``parent`` if need be, and if there is room for it."""
-        if value not in self._ids:
-            if len(self) >= MOST_NODES:
-                return parent
-            if len(self) == len(self._ended):
-                self._ended, self._censored = (
-                    np.concatenate([rows, np.zeros_like(rows)])
-                    for rows in (self._ended, self._censored)
-                )
-            self._ids[value] = len(self)
-            self.parents.append(parent)
-            self.hashes.append(value)
-        return self._ids[value]
+        with self._lock:
+            if value not in self._ids:
+                if len(self) >= MOST_NODES:
+                    return parent
+                if len(self) == len(self._ended):
+                    self._ended, self._censored = (
+                        np.concatenate([rows, np.zeros_like(rows)])
+                        for rows in (self._ended, self._censored)
+                    )
+                self._ids[value] = len(self)
+                self.parents.append(parent)
+                self.hashes.append(value)
+            return self._ids[value]
 
     def add(self, node: int, output: float, bound: int = NEVER) -> None:
         """A request has ended with so many output tokens."""
-        ended, censored = self._ended[node], self._censored[node]
-        if output < bound:
-            ended[_bin(TOKENS, output)] += 1
-        else:  # who knows how long it would have become
-            censored[_bin(TOKENS, bound)] += 1
-        if bound < NEVER:
-            ended[_NUM_TOKENS + _bin(SHARES, min(1.0, output / bound))] += 1
-        if ended.sum() > HALVE_AT:
-            ended /= 2
-            censored /= 2
-        self.touched.add(node)
+        with self._lock:
+            ended, censored = self._ended[node], self._censored[node]
+            if output < bound:
+                ended[_bin(TOKENS, output)] += 1
+            else:  # who knows how long it would have become
+                censored[_bin(TOKENS, bound)] += 1
+            if bound < NEVER:
+                ended[_NUM_TOKENS + _bin(SHARES, min(1.0, output / bound))] += 1
+            if ended.sum() > HALVE_AT:
+                ended /= 2
+                censored /= 2
+            self.touched.add(node)
 
     def censor(self, node: int, age: float, bound: int = NEVER) -> None:
         """A request has got so many tokens, and will never say how many it would have got."""
-        _censor(self._censored[node], age, bound)
-        self.touched.add(node)
-
-    def rows(self, node: int) -> tuple[Row, Row]:
-        """What has ended and what is censored at a node itself, with what runs there."""
-        censored = self._censored[node].copy()
-        for order in self._watched:
-            for at, age, bound in zip(*(a.tolist() for a in order.running()), strict=True):
-                if at == node:
-                    _censor(censored, age, bound)
-        return self._ended[node], censored
+        with self._lock:
+            _censor(self._censored[node], age, bound)
+            self.touched.add(node)
 
     def restore(self, value: int, parent: int, ended: Row, censored: Row) -> None:
-        """Put back a node that was saved; its parent is there."""
-        node = self._node(value, self._ids.get(parent, 0))
-        if self.hashes[node] == value:
-            self._ended[node], self._censored[node] = ended, censored
+        """Put back a node that was saved; the one with the hash ``parent`` is there, or is 0."""
+        node = self._node(value, self._ids.get(parent, 0)) if value else 0
+        with self._lock:
+            if self.hashes[node] == value:
+                self._ended[node], self._censored[node] = ended, censored
 
-    def snapshot(self) -> Snapshot:
-        """What is known now, for use on any thread."""
-        censored, numbers = self._censored[: len(self)].copy(), np.zeros(len(self))
-        for order in self._watched:
+    def snapshot(self, running: bool = True) -> Snapshot:
+        """What is known now, for use on any thread.
+
+        Args:
+            running: with what the orders run.
+        """
+        with self._lock:
+            ended, censored = self._ended[: len(self)].copy(), self._censored[: len(self)].copy()
+            parents, watched = list(self.parents), list(self._watched) if running else []
+        numbers = np.zeros(len(parents))
+        for order in watched:
             nodes, ages, bounds = order.running()
             np.add.at(numbers, nodes, 1)
             for at, age, bound in zip(nodes.tolist(), ages.tolist(), bounds.tolist(), strict=True):
                 _censor(censored[at], age, bound)
-        return Snapshot(list(self.parents), self._ended[: len(self)].copy(), censored, numbers)
+        return Snapshot(parents, ended, censored, numbers)
 
 
 def scope_hash(scope: bytes) -> int:

@@ -32,10 +32,10 @@ class Order(Protocol):
         While nothing runs and something remains, it is never None.
         """
 
-    def started(self, number: int) -> None:
-        """The engine has got a request only now: until then its output did not grow.
+    def started(self, number: int, computing: bool = False) -> None:
+        """The engine has got a request, or ``computing`` it, only now: its output begins to grow.
 
-        May be left out where requests are submitted as soon as they are handed out.
+        May be left out where requests are computed as soon as they are handed out.
         """
 
     def progress(self, number: int, output: int) -> None:
@@ -110,7 +110,7 @@ class ListedOrder:
         self._running.add(number)
         return number
 
-    def started(self, number: int) -> None:
+    def started(self, number: int, computing: bool = False) -> None:
         """Nothing depends on it."""
 
     def progress(self, number: int, output: int) -> None:

@@ -172,4 +172,5 @@ _OPTIONS = (
     "reasoning_parser",
     "key_salt",
     "max_batch_lines",
+    "batch_order",
 )
