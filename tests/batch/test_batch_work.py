@@ -258,3 +258,11 @@ def test_it_ends_by_itself_when_there_is_nothing_to_do(started, monkeypatch):
     monkeypatch.setattr(process, "IDLE_S", 0.2)
     working = started()
     asyncio.run(asyncio.wait_for(BatchWork(working.desk, "here").run(), 20))
+
+
+def test_lengths_are_kept_for_the_next_batches(started):
+    working = started()
+    record = working.create([request(f"{i}", body={"prompt": "x" * 200}) for i in range(40)])
+    working.run_to_end(record)
+    known = working.other.load_lengths("here").snapshot()
+    assert known.told()[2][0] == 40, "all ends, of two tokens each"

@@ -40,6 +40,16 @@ _TABLES = (
     "CREATE INDEX batches_by_owner ON batches (owner, place)",
     f"CREATE INDEX batches_unfinished ON batches (status) WHERE status IN {OPEN}",
 )
+# Not needed for anything that was promised, so any version may add or lose it.
+_LENGTHS = """CREATE TABLE IF NOT EXISTS lengths (
+    served TEXT NOT NULL,
+    hash BLOB NOT NULL,
+    parent BLOB NOT NULL,
+    ended BLOB NOT NULL,
+    censored BLOB NOT NULL,
+    used_at INTEGER NOT NULL,
+    PRIMARY KEY (served, hash)
+) WITHOUT ROWID"""
 
 
 class DataFolderError(WeftError):
@@ -77,6 +87,7 @@ def _prepare(base: sqlite3.Connection) -> None:
             raise sqlite3.DatabaseError("it is the file of something else, or of another weft")
         for statement in _TABLES if version == 0 else ():
             base.execute(statement)
+        base.execute(_LENGTHS)
         base.execute(f"PRAGMA user_version = {VERSION}")
 
 

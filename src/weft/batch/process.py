@@ -19,7 +19,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,9 @@ from typing import Any
 from weft.api import Builder, ModelCard
 from weft.api.card import ApiLimits
 from weft.batch.choice import choose_order
+from weft.batch.database import reachable
 from weft.batch.engine import EngineAsker
+from weft.batch.kept_lengths import changed_nodes
 from weft.batch.memory import KvMemory
 from weft.batch.orders import ServedOrders
 from weft.batch.pool import Pool
@@ -50,6 +52,7 @@ from weft.text.template import find_template
 EXIT_REFUSED = 3  # of a batch process that cannot work with these settings
 LOOK_S = 0.2
 PROGRESS_S = 1.0
+SAVE_S = 5.0  # what is known of output lengths
 REFRESH_S = 5.0  # batches are read again, even if nobody has written
 AGAIN_S = 5.0  # until a batch is tried again that could not go on, or that another process has
 IDLE_S = 60.0
@@ -103,7 +106,7 @@ async def _work(arguments: argparse.Namespace, settings: Mapping[str, Any]) -> N
             UNWEIGHED,
             planner,
             KvMemory(kv_tokens, client.info),
-            LengthTable(),
+            await load_lengths(thread, store, builder.card.identity),
         )
         desk = Desk(
             store=store,
@@ -133,6 +136,16 @@ def _builder(settings: Mapping[str, Any], served: ServedModel) -> Builder:
     )
     dialect = choose_dialect(template, settings["tool_parser"], settings["reasoning_parser"])
     return Builder(tokenizer, template, card, limits, dialect)
+
+
+async def load_lengths(thread: Executor, store: BatchStore, identity: str) -> LengthTable:
+    """What is known of the model's output lengths. Raises as `reachable`."""
+
+    def load() -> LengthTable:
+        with reachable():
+            return store.load_lengths(identity)
+
+    return await asyncio.get_running_loop().run_in_executor(thread, load)
 
 
 class FreeRows:
@@ -173,7 +186,7 @@ class BatchWork:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._not_before: dict[str, float] = {}  # by batch, on the monotonic clock
         self._stale = True
-        self._refreshed = self._shown = 0.0
+        self._refreshed = self._shown = self._saved = 0.0
         self._busy = time.monotonic()
         self._ending = asyncio.Event()
 
@@ -190,6 +203,8 @@ class BatchWork:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._ending.wait(), LOOK_S)
         finally:
+            with contextlib.suppress(WeftError):
+                await self._save_lengths()
             for task in self._tasks.values():
                 task.cancel()
             await asyncio.gather(*self._tasks.values(), return_exceptions=True)
@@ -268,6 +283,15 @@ class BatchWork:
         changed = [(batch_id, columns) for batch_id, columns in found if columns]
         if changed:
             await self._desk.call(lambda store: store.show_progress(changed))
+        if time.monotonic() - self._saved > SAVE_S:
+            await self._save_lengths()
+
+    async def _save_lengths(self) -> None:
+        """Keep what is known of output lengths."""
+        self._saved = time.monotonic()
+        nodes = changed_nodes(self._desk.orders.lengths)
+        if nodes:
+            await self._desk.call(lambda store: store.save_lengths(self._identity, nodes))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import orjson
 from weft.batch import points
 from weft.batch.database import BASE, OPEN, open_base
 from weft.batch.folder import FileFolder, StorageFullError, Upload
+from weft.batch.kept_lengths import SavedNode, load_lengths, save_nodes
 from weft.batch.records import (
     BATCH_COLUMNS,
     FILE_COLUMNS,
@@ -30,6 +31,7 @@ from weft.batch.records import (
     FileRecord,
     Status,
 )
+from weft.blend.lengths import LengthTable
 from weft.core.errors import ParameterError, WeftError
 
 FILES, BELL = "files", "bell"
@@ -388,6 +390,15 @@ class BatchStore:
         fd = os.open(self._bell, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         os.utime(fd)
         os.close(fd)
+
+    def save_lengths(self, served: str, nodes: list[SavedNode]) -> None:
+        """Keep what is known of a model's output lengths."""
+        with self._writing():
+            save_nodes(self._base, served, nodes, self._now())
+
+    def load_lengths(self, served: str) -> LengthTable:
+        """What is known of a model's output lengths."""
+        return load_lengths(self._base, served)
 
     # -- the data base ------------------------------------------------------------------------
 
