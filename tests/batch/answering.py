@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.batch.ports import BatchLine, LineAnswer
+from weft.batch.prompts import guess_prompt
 
 
 def request(name: str, **fields: Any) -> dict[str, Any]:
@@ -24,6 +25,9 @@ class Answering:
         asked: numbers of lines in the order in which they were asked.
         most: that were open at once.
     """
+
+    prompt = staticmethod(guess_prompt)
+    waiting = 0
 
     def __init__(self, react: Callable[[int], Exception | None] = lambda _: None) -> None:
         self.asked: list[int] = []

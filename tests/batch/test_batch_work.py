@@ -17,14 +17,20 @@ import pytest
 from answering import Answering, read, request
 
 from weft.batch import journal, process, session
+from weft.batch.choice import ChosenOrder
 from weft.batch.journal import Journal, ResultsError
 from weft.batch.lines import InputFile
+from weft.batch.memory import KvMemory
+from weft.batch.orders import ServedOrders
 from weft.batch.pool import Pool
 from weft.batch.ports import NobodyAnswersError
 from weft.batch.process import BatchWork
 from weft.batch.records import UNFINISHED, BatchRecord
 from weft.batch.session import Desk
 from weft.batch.store import BatchStore, StoreLimits
+from weft.blend.density import UNWEIGHED
+from weft.blend.jobs import Room
+from weft.blend.lengths import LengthTable
 from weft.core.errors import ConfigError
 
 LIMITS = StoreLimits(reserve_bytes=0)
@@ -44,7 +50,11 @@ class Working:
             self.marks.append(mark)
             return answering
 
-        self.desk = Desk(self.store, self.thread, pool, make, 50, salted=True)
+        chosen = ChosenOrder("dfs", True, "a test")
+        room, memory, lengths = Room(10_000, at_once), KvMemory(10_000), LengthTable()
+        self.planner = ThreadPoolExecutor(1)
+        orders = ServedOrders(chosen, room, UNWEIGHED, self.planner, memory, lengths)
+        self.desk = Desk(self.store, self.thread, pool, make, orders, 50, salted=True)
 
     def create(self, lines: list[Any], owner: bytes = b"k", **given: Any) -> BatchRecord:
         upload = self.other.begin_upload(owner)
@@ -99,6 +109,7 @@ class Working:
         self.store.close()
         self.other.close()
         self.thread.shutdown()
+        self.planner.shutdown()
 
 
 @pytest.fixture(autouse=True)
@@ -327,3 +338,11 @@ def test_it_ends_by_itself_when_there_is_nothing_to_do(started, monkeypatch):
     monkeypatch.setattr(process, "IDLE_S", 0.2)
     working = started()
     asyncio.run(asyncio.wait_for(BatchWork(working.desk, "here").run(), 20))
+
+
+def test_lengths_are_kept_for_the_next_batches(started):
+    working = started()
+    record = working.create([request(f"{i}", body={"prompt": "x" * 200}) for i in range(40)])
+    working.run_to_end(record)
+    known = working.other.load_lengths("here").snapshot()
+    assert known.told()[2][0] == 40, "all ends, of two tokens each"

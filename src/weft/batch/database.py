@@ -42,6 +42,15 @@ _FIRST = (
     "CREATE INDEX batches_by_owner ON batches (owner, place)",
     f"CREATE INDEX batches_unfinished ON batches (status) WHERE status IN {OPEN}",
 )
+_LENGTHS = """CREATE TABLE lengths (
+    served TEXT NOT NULL,
+    hash BLOB NOT NULL,
+    parent BLOB NOT NULL,
+    ended BLOB NOT NULL,
+    censored BLOB NOT NULL,
+    used_at INTEGER NOT NULL,
+    PRIMARY KEY (served, hash)
+) WITHOUT ROWID"""
 # What brings a data base from each version to the next.
 _STEPS: tuple[tuple[str, ...], ...] = (
     _FIRST,
@@ -55,6 +64,7 @@ _STEPS: tuple[tuple[str, ...], ...] = (
         )""",
         "CREATE INDEX outbox_due ON outbox (url, due_at)",
     ),
+    (_LENGTHS,),
 )
 VERSION = len(_STEPS)
 

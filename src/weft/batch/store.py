@@ -29,6 +29,7 @@ from weft.batch.errors import (
     FileNotThereError,
 )
 from weft.batch.folder import FileFolder, StorageFullError, Upload
+from weft.batch.kept_lengths import SavedNode, load_lengths, save_nodes
 from weft.batch.outbox import Outbox
 from weft.batch.pages import Page, read_page
 from weft.batch.records import (
@@ -45,6 +46,7 @@ from weft.batch.records import (
     FileRecord,
     Status,
 )
+from weft.blend.lengths import LengthTable
 from weft.core.errors import ParameterError
 
 FILES = "files"
@@ -456,6 +458,15 @@ class BatchStore:
                 self.files_folder.remove(name)
         if record.of_messages:  # nobody else could read them
             self.files_folder.remove(record.input_file_id)
+
+    def save_lengths(self, served: str, nodes: list[SavedNode]) -> None:
+        """Keep what is known of a model's output lengths."""
+        with self._writing():
+            save_nodes(self._base, served, nodes, self._now())
+
+    def load_lengths(self, served: str) -> LengthTable:
+        """What is known of a model's output lengths."""
+        return load_lengths(self._base, served)
 
     # -- the data base ------------------------------------------------------------------------
 

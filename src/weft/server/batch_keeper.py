@@ -191,4 +191,5 @@ _OPTIONS = (
     "max_batch_lines",
     "usage_db",
     "usage_keep_days",
+    "batch_order",
 )
