@@ -17,8 +17,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import report
+from weft.blend.blending import choose_samples
 from weft.blend.density import Rates
-from weft.blend.estimate import choose_samples, estimate_outputs
+from weft.blend.lengths import estimate_outputs
 from weft.blend.sort import sort_tree
 from weft.blend.tree import build_tree
 from weft.cost.hardware import hardware
@@ -39,7 +40,7 @@ def measure(prompts: int, seed: int) -> dict[str, float]:
     tree = build_tree(trace.prompts)
     built = time.perf_counter()
     known = {int(n): float(trace.outputs[n]) for n in choose_samples(len(trace), seed=seed)}
-    outputs = estimate_outputs(tree, known)
+    outputs = estimate_outputs(trace.prompts, known)[tree.leaves]
     estimated = time.perf_counter()
     order = sort_tree(tree, outputs, rates)
     ended = time.perf_counter()

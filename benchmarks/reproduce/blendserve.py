@@ -23,8 +23,9 @@ from functools import cache
 import numpy as np
 from reproduction import Reproduction
 
+from weft.blend.blending import choose_samples
 from weft.blend.density import Rates
-from weft.blend.estimate import choose_samples, estimate_outputs
+from weft.blend.lengths import estimate_outputs
 from weft.blend.order import Jobs, Room, make_order
 from weft.blend.partition import partition
 from weft.blend.tree import build_tree
@@ -118,7 +119,9 @@ def shard_range(trace: Blended, part: int, parts: int) -> Blended:
         return trace
     tree = build_tree(trace.prompts)
     known = {int(n): float(trace.outputs[n]) for n in choose_samples(len(trace))}
-    numbers = partition(tree, estimate_outputs(tree, known), RATES, parts)[part]
+    numbers = partition(tree, estimate_outputs(trace.prompts, known)[tree.leaves], RATES, parts)[
+        part
+    ]
     return these(trace, numbers)
 
 

@@ -9,16 +9,20 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from weft.api import Builder, ModelCard
+from weft.batch.choice import ChosenOrder, choose_order
+from weft.batch.chunks import ChunkedOrder
 from weft.batch.engine import EngineAsker
 from weft.batch.fleet import Fleet, Member, PlannedParts, in_random_order
 from weft.batch.http import HttpAsker
 from weft.batch.lines import InputFile
+from weft.batch.memory import KvMemory
 from weft.batch.options import URL_CONCURRENCY, BatchOptions
 from weft.batch.order import InOrder, Planned, Prompt, Prompts, plan, read_prompts
 from weft.batch.ports import BatchLine, LineOrder, NobodyAnswersError
@@ -26,13 +30,14 @@ from weft.batch.progress import ProgressBar
 from weft.batch.prompts import guess_prompt
 from weft.batch.results import Results
 from weft.batch.runner import Runner
-from weft.blend.density import Rates
-from weft.blend.order import Room
-from weft.core.config import DTYPE_BYTES, EngineConfig
+from weft.blend.density import UNWEIGHED, Rates
+from weft.blend.jobs import Room
+from weft.blend.lengths import LengthTable
+from weft.blend.sheets import sheet_rates
+from weft.core.config import EngineConfig
 from weft.core.errors import ConfigError, ProfileError, WeftError
-from weft.core.kv_types import KV_TYPES
 from weft.cost.fit import Fitted, ProfileKey, profile_path
-from weft.cost.hardware import Hardware, hardware
+from weft.cost.hardware import hardware
 from weft.cost.shape import ModelShape, model_shape
 from weft.text import Tokenizer
 from weft.text.template import find_template
@@ -41,9 +46,8 @@ EXIT_SOME_FAILED, EXIT_INTERRUPTED = 3, 130
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 WATCHDOG_S = 300.0  # as of a server
 WAITING_SHARE = 2  # requests that are open, for each that the engine computes at once
+WHOLE_BYTES = 64 * 2**20  # of an input; longer ones are put in order in chunks
 BLOCK_TOKENS = 16  # in which servers that do not say it share prefixes, as most do
-SHEET_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-UNWEIGHED = Rates(1.0, 0.0, 1.0)  # for orders that weigh nothing
 
 
 def run_batch(path: str, options: BatchOptions, engine_settings: Mapping[str, Any]) -> int:
@@ -114,40 +118,13 @@ def _shape(folder: Path) -> ModelShape:
         ) from None
 
 
-def sheet_rates(shape: ModelShape, sheet: Hardware, engine: Mapping[str, Any]) -> Rates:
-    """The rates of a data sheet, for the arithmetic and the KV of an engine.
-
-    Integer weights are multiplied as floats; those in FP8 as FP8, if the device has it.
-
-    Args:
-        engine: what is known of it, by the names of ``ServedModel``; a server that says nothing is
-            taken to have the sheet's usual dtype and two bytes for a value of KV.
-
-    Raises:
-        ConfigError: the device does not compute in the engine's dtype.
-    """
-    known = engine.get("dtype")
-    if known not in SHEET_DTYPES:
-        return Rates.of(shape, sheet)
-    dtype, kept = SHEET_DTYPES[known], engine.get("kv_dtype") or known
-    weights = str(engine.get("weights", ""))
-    if "fp8" in sheet.flops and "fp8" in weights and "activations in floats" not in weights:
-        dtype = "fp8"
-    row = KV_TYPES.get(kept)
-    values = (
-        DTYPE_BYTES.get(kept, 2)
-        if row is None
-        else (row.code_bytes + row.scale_bytes / shape.head_size)
-    )
-    return Rates.of(shape, sheet, dtype, values)
-
-
 @dataclass(frozen=True, slots=True)
 class _Answering:
     """The asker, and the facts of it that an order needs.
 
     Attributes:
         at_once: requests that are open together.
+        chosen: the order of the lines.
         prompt: reads the prompt of a line.
         kv_tokens: that the KV memory holds; None if that is not known.
         rates: the costs of the model's compute and memory; None if the order needs none.
@@ -157,6 +134,7 @@ class _Answering:
     name: str
     asker: EngineAsker | HttpAsker | Fleet
     at_once: int
+    chosen: ChosenOrder
     prompt: Callable[[BatchLine], Prompt | None]
     kv_tokens: int | None
     block_size: int
@@ -185,6 +163,7 @@ class _Batch:
         self._runner: Runner | None = None
         self._main: asyncio.Task[Any] | None = None
         self._stopping = False
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="weft-order")
 
     async def run(self) -> bool:
         """Whether a signal ended it before all lines had their results."""
@@ -205,28 +184,38 @@ class _Batch:
     async def _answer(self, found: _Answering) -> None:
         answering = f"{found.name} answers up to {found.at_once} at once"
         order: LineOrder = InOrder(len(self._source), self._results, found.at_once)
+        preparing: asyncio.Task[None] | None = None
         if isinstance(found.asker, Fleet):
             order = found.asker
             order.changed = self._look
-        elif self._options.order != "fcfs":
-            order = planned = await self._plan(found)
+        elif found.chosen.kind != "fcfs":
+            order = planned = await self._order(found)
+            planned.wake = self._look
             if isinstance(found.asker, EngineAsker):
-                found.asker.progress = lambda number, tokens: self._grown(planned, number, tokens)
+                found.asker.progress = partial(self._grown, planned)
             asker = found.asker
-            asker.started = lambda number: self._started(planned, number)
+            asker.started = partial(self._started, planned)
             planned.full = lambda: asker.waiting > 0
+            if isinstance(planned, ChunkedOrder):
+                preparing = asyncio.create_task(planned.prepare())
+        self._progress.say(str(found.chosen))
         self._progress.start(answering)
         self._runner = Runner(self._source, self._results, found.asker, order, self._progress.watch)
         running = asyncio.create_task(self._runner.run())
-        both = {running} if found.beside is None else {running, found.beside}
+        beside = [task for task in (found.beside, preparing) if task is not None]
         try:
-            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-            if not running.done() and found.beside is not None:
-                found.beside.result()  # raises why there is no engine any more
+            while not running.done():
+                await asyncio.wait({running, *beside}, return_when=asyncio.FIRST_COMPLETED)
+                for task in [task for task in beside if task.done()]:
+                    task.result()  # raises why there is no engine any more
+                    beside.remove(task)
             await running
         finally:
-            running.cancel()
-            await asyncio.wait([running])
+            mine = [running] if preparing is None else [running, preparing]
+            for task in mine:
+                task.cancel()
+            await asyncio.wait(mine)
+            self._thread.shutdown()
             if isinstance(found.asker, Fleet):
                 self._progress.say(found.asker.report())
 
@@ -236,11 +225,12 @@ class _Batch:
             self._runner.look()
 
     async def _prompts(self, prompt_of: Callable[[BatchLine], Prompt | None]) -> Prompts:
-        self._progress.say(f"reading all prompts to put them in order ({self._options.order})")
+        self._progress.say("reading all prompts to put them in order")
         return await read_prompts(self._source, self._results, self._results.outputs(), prompt_of)
 
-    async def _plan(self, found: _Answering) -> Planned:
-        kind = self._options.order
+    async def _order(self, found: _Answering) -> Planned | ChunkedOrder:
+        """The order of the lines: as a whole, or of a long file in chunks."""
+        kind = found.chosen.kind
         if kind == "blend" and found.kv_tokens is None:
             raise ConfigError(
                 f"{found.name} does not report the size of its KV memory; order blend needs "
@@ -248,8 +238,23 @@ class _Batch:
                 param="kv_tokens",
             )
         room = Room(found.kv_tokens or 1, found.at_once, found.block_size)
-        rates = found.rates or UNWEIGHED
-        return plan(kind, await self._prompts(found.prompt), room, rates)
+        lengths = LengthTable() if found.chosen.forecast else None
+        planning = partial(plan, kind, room=room, rates=found.rates or UNWEIGHED, lengths=lengths)
+        if kind == "dfs" and self._source.path.stat().st_size > WHOLE_BYTES:
+            memory = KvMemory(room.kv_tokens)
+            return ChunkedOrder(
+                self._source, self._results, found.prompt, planning, self._thread, memory
+            )
+        prompts = await self._prompts(found.prompt)
+        planned = await asyncio.to_thread(planning, prompts)
+        planned.look_on(self._thread)
+        return planned
+
+    def _choose(
+        self, facts: Mapping[str, Any], rates: Rates | None, *, forecast: bool
+    ) -> ChosenOrder:
+        weighed = rates is not None
+        return choose_order(self._options.order, facts, forecast=forecast, weighed=weighed)
 
     def _rates(self, shape: Callable[[], ModelShape], engine: Mapping[str, Any]) -> Rates | None:
         """What order blend weighs with: a sheet if one is named, else the engine's own profile.
@@ -261,7 +266,9 @@ class _Batch:
             ConfigError: there is neither.
         """
         name = self._options.hardware
-        if self._options.order != "blend":
+        if self._options.order == "auto" and not engine.get("overlaps"):
+            return None
+        if self._options.order not in ("auto", "blend"):
             return None
         if name is not None:
             return sheet_rates(shape(), hardware(name), engine)
@@ -272,6 +279,8 @@ class _Batch:
             path = profile_path(ProfileKey(**key), self._config.profile)
             rates = Rates.of_profile(Fitted.load(path, ProfileKey(**key)))
         except ProfileError as error:
+            if self._options.order == "auto":
+                return None
             sheet = "--hardware NAME" + (" --shape NAME" if self._options.url else "")
             raise ConfigError(
                 f"Order blend weighs compute against memory by a data sheet ({sheet}) or by weft's "
@@ -281,24 +290,25 @@ class _Batch:
         self._progress.say(f"compute and memory are weighed by the profile {path}")
         return rates
 
-    def _grown(self, order: Planned, number: int, tokens: int) -> None:
+    def _grown(self, order: Planned | ChunkedOrder, number: int, tokens: int) -> None:
         """Report the progress of the oldest line to the order, which may release another one."""
         order.progress(self._source.index(number), tokens)
         self._look()
 
-    def _started(self, order: Planned, number: int) -> None:
+    def _started(self, order: Planned | ChunkedOrder, number: int, computing: bool = False) -> None:
         """Tell the order that the engine has got a line; if it had to wait, others may go now."""
-        order.started(self._source.index(number))
-        self._look()
+        order.started(self._source.index(number), computing)
+        if not computing:
+            self._look()
 
-    def _at_once(self, computed: int | None) -> int:
+    def _at_once(self, computed: int | None, forecast: bool = False) -> int:
         """Requests to be open together, of an engine that computes so many at once."""
         if self._options.concurrency is not None:
             return self._options.concurrency
         if computed is None:
             return URL_CONCURRENCY
         # What waits in the engine's queue is out of the hands of an order that weighs the memory.
-        return computed if self._options.order == "blend" else WAITING_SHARE * computed
+        return computed if forecast else WAITING_SHARE * computed
 
     def _asker(self, url: str) -> HttpAsker:
         options = self._options
@@ -329,7 +339,8 @@ class _Batch:
             watching = asyncio.create_task(fleet.watch())
             at_once = sum(member.at_once for member in members)
             name = f"a fleet of {len(members)} servers"
-            yield _Answering(name, fleet, at_once, guess_prompt, None, 1, None, watching)
+            chosen = self._choose(facts, None, forecast=False)
+            yield _Answering(name, fleet, at_once, chosen, guess_prompt, None, 1, None, watching)
         finally:
             if watching is not None:
                 watching.cancel()
@@ -371,7 +382,8 @@ class _Batch:
         others = set(prompts.others)
         planned = in_random_order([index for index in left if index not in others])
         block_size = facts.get("block_size", BLOCK_TOKENS)
-        making = asyncio.to_thread(PlannedParts, options.order, prompts, rates, block_size)
+        kind = "dfs" if options.order == "auto" else options.order
+        making = asyncio.to_thread(PlannedParts, kind, prompts, rates, block_size)
         parts = await making if prompts.tokens else None
         return [*planned, *prompts.others], parts
 
@@ -383,14 +395,18 @@ class _Batch:
             facts = await asker.check()
             blocks, block_size = facts.get("kv_blocks"), facts.get("block_size", BLOCK_TOKENS)
             shape = partial(model_shape, options.shape or "")
+            rates = self._rates(shape, facts)
+            # Nothing is heard of lines before they end, and others may use the memory, too.
+            chosen = self._choose(facts, rates, forecast=False)
             yield _Answering(
                 asker.url,
                 asker,
-                self._at_once(facts.get("max_num_seqs")),
+                self._at_once(facts.get("max_num_seqs"), chosen.kind == "blend"),
+                chosen,
                 guess_prompt,
                 options.kv_tokens or (max(blocks.values()) * block_size if blocks else None),
                 block_size,
-                self._rates(shape, facts),
+                rates,
             )
         finally:
             await asker.aclose()
@@ -418,14 +434,17 @@ class _Batch:
             client.attach(asyncio.get_running_loop())
             keeping = asyncio.create_task(keeper.run())
             asker = EngineAsker(client, Builder(tokenizer, template, card), config.base_seed)
+            rates = self._rates(partial(_shape, folder), asdict(served))
+            chosen = self._choose(asdict(served), rates, forecast=True)
             yield _Answering(
                 served.name,
                 asker,
-                self._at_once(served.max_num_seqs),
+                self._at_once(served.max_num_seqs, chosen.forecast),
+                chosen,
                 asker.prompt,
                 max(served.kv_blocks.values()) * served.block_size,
                 served.block_size,
-                self._rates(partial(_shape, folder), asdict(served)),
+                rates,
                 keeping,
             )
         finally:

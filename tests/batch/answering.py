@@ -5,10 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
 
+from weft.batch.choice import ChosenOrder
+from weft.batch.memory import KvMemory
+from weft.batch.orders import ServedOrders
 from weft.batch.ports import BatchLine, LineAnswer
+from weft.batch.prompts import guess_prompt
+from weft.blend.density import UNWEIGHED
+from weft.blend.jobs import Room
+from weft.blend.lengths import LengthTable
 
 
 def request(name: str, **fields: Any) -> dict[str, Any]:
@@ -24,6 +32,9 @@ class Answering:
         asked: numbers of lines in the order in which they were asked.
         most: that were open at once.
     """
+
+    prompt = staticmethod(guess_prompt)
+    waiting = 0
 
     def __init__(self, react: Callable[[int], Exception | None] = lambda _: None) -> None:
         self.asked: list[int] = []
@@ -43,6 +54,12 @@ class Answering:
         return LineAnswer(
             200, "req_1", json.dumps({"text": line.custom_id, "usage": usage}).encode()
         )
+
+
+def planned_by(thread: Executor, at_once: int) -> ServedOrders:
+    """Orders of batches, as the engines of this machine have them; prompts have no tokens here."""
+    chosen, room = ChosenOrder("dfs", True, "a test"), Room(10_000, at_once)
+    return ServedOrders(chosen, room, UNWEIGHED, thread, KvMemory(10_000), LengthTable())
 
 
 def read(path: Path) -> list[dict[str, Any]]:

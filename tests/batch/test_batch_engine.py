@@ -136,7 +136,7 @@ def test_a_ring_that_others_fill_is_waited_for(builder, monkeypatch):
         engine = Engine(room=2)
         engine.others = 2
         asker, started = EngineAsker(engine, builder), []
-        asker.started = started.append
+        asker.started = lambda number, computing: started.append((number, computing))
         asking = asyncio.create_task(asker.ask(7, line()))
         await asyncio.sleep(0.05)
         assert not engine.seen
@@ -144,7 +144,7 @@ def test_a_ring_that_others_fill_is_waited_for(builder, monkeypatch):
         engine.others = 0
         while not engine.seen:
             await asyncio.sleep(0.01)
-        assert (asker.waiting, started) == (0, [7])
+        assert (asker.waiting, started) == (0, [(7, False)])
         engine.say(0, 1)
         assert (await asking).status == 200
 

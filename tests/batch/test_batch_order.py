@@ -19,10 +19,10 @@ from weft.batch.results import Results
 from weft.batch.runner import Runner
 from weft.blend.density import Rates
 from weft.blend.order import Room
+from weft.blend.sheets import sheet_rates
 from weft.core.errors import ConfigError
 from weft.cost.hardware import hardware
 from weft.cost.shape import model_shape
-from weft.offline import sheet_rates
 
 RATES = Rates(token_s=1e-4, square_s=1e-9, read_s=1e-7)
 ROOM = Room(kv_tokens=4000, requests=8)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from answering import request
+from older import write_older_base
 from test_batch_pool import Lines
 
 from weft.batch import database
@@ -304,12 +305,8 @@ def test_queued_tokens_of_an_account_have_their_limit(opened):
 def test_a_data_base_from_before_gets_what_is_missing(tmp_path):
     path = tmp_path / BASE
     later = [column for column in BATCH_COLUMNS if column in dict(database._FORECAST)]
-    with closing(open_base(path)) as base:
-        base.execute("DROP TABLE paces")
-        for name in later:
-            base.execute(f"ALTER TABLE batches DROP COLUMN {name}")
-        base.execute("INSERT INTO batches (id, owner, status) VALUES ('batch_1', x'00', 'expired')")
-        base.execute(f"PRAGMA user_version = {database.VERSION - 1}")
+    row = "INSERT INTO batches (id, owner, status) VALUES ('batch_1', x'00', 'expired')"
+    write_older_base(path, "paces", row)
     with closing(open_base(path)) as base:
         found = base.execute(f"SELECT {', '.join(later)} FROM batches").fetchone()
         defaults = {column.name: column.default for column in fields(BatchRecord)}

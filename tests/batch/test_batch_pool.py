@@ -18,6 +18,7 @@ class Lines:
 
     def __init__(self, count: int) -> None:
         self.remaining = count
+        self.ready = True
 
     def next(self) -> int | None:
         self.remaining -= 1

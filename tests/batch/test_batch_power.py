@@ -16,7 +16,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +24,7 @@ from typing import Any
 
 import openai
 import pytest
-from answering import Answering, read
+from answering import Answering, planned_by, read
 from powerloss import Disk, read_log, snapshot, variables
 
 from depth import DEEP
@@ -165,8 +165,9 @@ def bring_to_end(store: BatchStore, data: Path) -> None:
     if not records:
         return
 
-    async def until_over(thread: ThreadPoolExecutor) -> None:
-        work = store, thread, Pool(32), lambda _, __: Answering(), 1000
+    async def until_over(thread: Executor, planner: Executor) -> None:
+        orders = planned_by(planner, 32)
+        work = store, thread, Pool(32), lambda _, __: Answering(), orders, 1000
         desk = Desk(*work, salted=False, promotion="none")
         working = asyncio.create_task(BatchWork(desk, records[0].served).run())
         with closing(BatchStore(data, LIMITS)) as other:
@@ -177,8 +178,8 @@ def bring_to_end(store: BatchStore, data: Path) -> None:
         working.cancel()
         await asyncio.gather(working, return_exceptions=True)
 
-    with ThreadPoolExecutor(1) as thread:
-        asyncio.run(until_over(thread))
+    with ThreadPoolExecutor(1) as thread, ThreadPoolExecutor(1) as planner:
+        asyncio.run(until_over(thread, planner))
 
 
 def check(data: Path, promises: list[Promise], moment: int) -> None:

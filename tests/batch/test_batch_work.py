@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from answering import Answering, read, request
+from answering import Answering, planned_by, read, request
 
 from weft.batch import forecast, journal, pace, process, session
 from weft.batch.demand import Demand
@@ -49,7 +49,9 @@ class Working:
             self.marks.append(mark)
             return answering
 
-        self.desk = Desk(self.store, self.thread, pool, make, 50, True, promotion)
+        self.planner = ThreadPoolExecutor(1)
+        orders = planned_by(self.planner, at_once)
+        self.desk = Desk(self.store, self.thread, pool, make, orders, 50, True, promotion)
 
     def create(self, lines: list[Any], owner: bytes = b"k", **given: Any) -> BatchRecord:
         upload = self.other.begin_upload(owner)
@@ -110,6 +112,7 @@ class Working:
         self.store.close()
         self.other.close()
         self.thread.shutdown()
+        self.planner.shutdown()
 
 
 @pytest.fixture(autouse=True)
@@ -371,11 +374,11 @@ class Held(Answering):
         super().__init__()
         self._until = until
         self._first = first  # lines that are answered at once
-        self.waiting = 0
+        self.open = 0
 
     async def ask(self, number: int, line: Any) -> Any:
         if number > self._first:
-            self.waiting += 1
+            self.open += 1
             await self._until.wait()
         return await super().ask(number, line)
 
@@ -429,7 +432,7 @@ def test_a_batch_that_waits_for_its_turn_is_not_promoted(started, monkeypatch):
     first = working.create([request(f"{i}") for i in range(30)], promotable="flex interactive")
 
     async def meanwhile() -> None:
-        while answering.waiting < 8:
+        while answering.open < 8:
             await asyncio.sleep(0.02)
         waiting = working.create([request(f"{i}") for i in range(30)], window_s=90_000)
         while working.status(waiting) != "in_progress":
@@ -467,3 +470,11 @@ def test_what_was_measured_predicts_the_next_batch(started, monkeypatch):
     second = working.other.reload(working.create([request("a")] * 3).id)
     assert second.predicted_from == "rates"
     assert second.predicted_at - second.created_at <= seconds
+
+
+def test_lengths_are_kept_for_the_next_batches(started):
+    working = started()
+    record = working.create([request(f"{i}", body={"prompt": "x" * 200}) for i in range(40)])
+    working.run_to_end(record)
+    known = working.other.lengths.load("here").snapshot()
+    assert known.told()[2][0] == 40, "all ends, of two tokens each"

@@ -11,17 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from depth import searching
+from weft.blend.blending import ENOUGH, choose_samples
 from weft.blend.density import Rates, density
 from weft.blend.dual_scan import RIGHT, Node, shares
-from weft.blend.estimate import (
-    NEVER,
-    choose_samples,
-    estimate_outputs,
-    lacking,
-    more_samples,
-    told,
-)
 from weft.blend.forecast import Forecast
+from weft.blend.lengths import LengthTable
 from weft.blend.order import ORDERS, Jobs, Room, make_order
 from weft.blend.partition import partition
 from weft.blend.sort import _Sorting, sort_tree
@@ -164,36 +158,7 @@ def test_a_bad_prompt_is_named(bad):
         build_tree([])
 
 
-# -- estimates ------------------------------------------------------------------------------------
-
-
-def test_estimates_follow_the_nearest_relatives():
-    prompts = [[1, 1, 1, 5], [1, 1, 1, 6], [1, 1, 2, 5], [1, 1, 2, 6], [3, 3], [3, 4]]
-    tree = build_tree(prompts, 1)
-    found = dict(
-        zip(tree.leaves.tolist(), estimate_outputs(tree, {0: 10, 4: 2}).tolist(), strict=True)
-    )
-    assert found[1] == 10, "the average of its own subtree"
-    assert found[2] == found[3] == 10, "their subtree has no sample: that of the sibling"
-    assert found[5] == 2
-    assert (estimate_outputs(tree, {}) == np.mean([4, 4, 4, 4, 2, 2])).all()
-    enough = told(tree, {0: 10.0}, {1: 9.0, 4: 2.0, 5: 2.0})
-    known = dict(zip(tree.leaves.tolist(), enough.tolist(), strict=True))
-    assert known == {0: True, 1: True, 2: True, 3: True, 4: False, 5: False}
-
-
-def test_bounded_estimates_are_a_share_of_their_bounds():
-    prompts = [[1, 1], [1, 2], [1, 3], [2, 1], [2, 2]]
-    tree = build_tree(prompts, 1)
-
-    def estimates(known, longest):
-        found = estimate_outputs(tree, known, np.asarray(longest)[tree.leaves])
-        return dict(zip(tree.leaves.tolist(), found.tolist(), strict=True))
-
-    assert estimates({0: 30, 3: 5}, [60, 100, 8, NEVER, NEVER]) == {0: 30, 1: 50, 2: 4, 3: 5, 4: 5}
-    equal = estimates({0: 30, 1: 10}, [100] * 5)
-    assert equal == {0: 30, 1: 10, 2: 20, 3: 20, 4: 20}
-    assert estimates({3: 9}, [4, NEVER, 4, NEVER, 100]) == {0: 4, 1: 9, 2: 4, 3: 9, 4: 9}
+# -- samples --------------------------------------------------------------------------------------
 
 
 def test_samples_are_a_share_of_the_whole_and_the_same_for_the_same_seed():
@@ -368,7 +333,7 @@ def serve(order, outputs, *, progress: bool = False, fail=()) -> list[tuple[int,
 
 @given(
     workloads(),
-    st.sampled_from(ORDERS),
+    st.sampled_from([*ORDERS, "dfs with a forecast"]),
     st.integers(1, 300),
     st.integers(1, 20),
     st.integers(0, 3),
@@ -381,7 +346,9 @@ def test_every_request_is_handed_out_exactly_once(workload, kind, kv, most, seed
     room = Room(kv, most, block_size=2)
 
     def once():
-        order = make_order(kind, Jobs(prompts, outputs, done), room, RATES, seed)
+        table = LengthTable() if kind not in ORDERS else None
+        name = kind.split()[0]
+        order = make_order(name, Jobs(prompts, outputs, done), room, RATES, seed, table)
         found = serve(order, outputs, progress=progress, fail={0, 3})
         assert order.remaining == 0
         return found
@@ -455,18 +422,30 @@ def test_a_kind_starts_as_soon_as_the_first_of_its_samples_has_ended():
 
 
 def test_samples_are_added_where_too_few_tell_anything():
-    """Two kinds: of one a single sample runs, of the other one has ended."""
-    prompts = [[kind] * 4 + [number] for kind in (1, 2) for number in range(20)]
-    tree = build_tree(prompts, 1)
-    waiting = np.ones(40, bool)
-    waiting[[0, 20]] = False
-    known, running = {20: 5.0}, {0: 9.0}
-    added = more_samples(tree, known, running, waiting, 16)
-    assert len(set(added.tolist())) == 9
-    assert set(added.tolist()) < set(range(1, 20))
-    assert lacking(tree, known, running, waiting) == {int(tree.leaf_parent[0]): 1}
-    assert len(more_samples(tree, known, running, waiting, 4)) == 4
-    assert len(more_samples(tree, {**known, 0: 9.0}, {}, waiting, 16)) == 0
+    """Two kinds of 60: of each some are drawn; of the first none has ended, all of the other."""
+    prompts = [[kind] * 16 + [number] for kind in (1, 2) for number in range(60)]
+    order = make_order("blend", Jobs(prompts), Room(10**6, 512), RATES)
+    drawn = set(choose_samples(120).tolist())
+    first = [order.next() for _ in range(len(drawn))]
+    assert set(first) == drawn
+    assert order.next() is None
+    of_first = [number for number in first if number < 60]
+    assert 2 <= len(of_first) < ENOUGH
+    for number in set(first) - set(of_first):
+        order.ended(number, 5)
+    order.progress(of_first[0], 40)
+    more = []
+    while (number := order.next()) is not None and len(more) < 100:
+        more.append(number)
+    added = [number for number in more if number < 60]
+    assert len(added) == ENOUGH - len(of_first), "then one of ten will tell soon"
+    assert len(added) < len(more), "of the other kind enough is known"
+    order.ended(of_first[0], 41)
+    order.progress(of_first[1], 60)
+    more = []
+    while (number := order.next()) is not None and len(more) < 100:
+        more.append(number)
+    assert any(number < 60 for number in more), "one in ten has ended: the others may go"
 
 
 def test_a_resumed_run_is_not_misled_by_the_short_ones_that_are_done():
@@ -479,12 +458,28 @@ def test_a_resumed_run_is_not_misled_by_the_short_ones_that_are_done():
     samples = set(choose_samples(1000).tolist())
     first = [order.next() for _ in range(len(samples - set(done)))]
     assert set(first) == samples - set(done)
-    assert set(order._known) == samples & set(done)
     for number in first:
         order.ended(number, outputs[number])
     number = order.next()
     expected = order.forecast.expected(order._leaf[number])
     assert 200 < expected < 800, "the average of all, not that of the short ones"
+
+
+def test_depth_first_learns_of_a_run_that_was_cut_short_without_being_misled():
+    """Half of the answers have 4 tokens, half 1000. Two thirds were asked, of which those of 1000
+    that came last were open."""
+    draw = np.random.default_rng(3)
+    outputs = np.where(draw.random(900) < 0.5, 4, 1000).tolist()
+    prompts = [[7, number] for number in range(900)]
+    long = [n for n in range(600) if outputs[n] == 1000]
+    done = {n: outputs[n] for n in range(600) if n not in long[-64:]}
+    order = make_order(
+        "dfs", Jobs(prompts, done=done), Room(10**6, 64), RATES, lengths=LengthTable()
+    )
+    leaf = order._leaf[order.next()]
+    plain = np.mean(list(done.values()))
+    truth = np.mean(outputs)
+    assert abs(order.forecast.expected(leaf) / truth - 1) < 0.05 < abs(plain / truth - 1)
 
 
 def test_a_request_that_outgrows_its_estimate_moves_to_the_heavy_side():

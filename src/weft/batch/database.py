@@ -52,6 +52,15 @@ _FIRST = (
     "CREATE INDEX batches_by_owner ON batches (owner, place)",
     f"CREATE INDEX batches_unfinished ON batches (status) WHERE status IN {OPEN}",
 )
+_LENGTHS = """CREATE TABLE lengths (
+    served TEXT NOT NULL,
+    hash BLOB NOT NULL,
+    parent BLOB NOT NULL,
+    ended BLOB NOT NULL,
+    censored BLOB NOT NULL,
+    used_at INTEGER NOT NULL,
+    PRIMARY KEY (served, hash)
+) WITHOUT ROWID"""
 # What brings a data base from each version to the next.
 _STEPS: tuple[tuple[str, ...], ...] = (
     _FIRST,
@@ -77,6 +86,7 @@ _STEPS: tuple[tuple[str, ...], ...] = (
         )""",
         "CREATE INDEX paces_by_model ON paces (served, place)",
     ),
+    (_LENGTHS,),
 )
 VERSION = len(_STEPS)
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from functools import partial
 from hashlib import blake2b
 
 import msgspec
@@ -40,12 +41,13 @@ class EngineAsker:
 
     Attributes:
         progress: called now and then with the number of the oldest line that runs and its tokens.
-        started: called with the number of a line when the engine has got it.
+        started: called with the number of a line when the engine has got it, and with True when
+            it computes it.
         waiting: lines that the ring has no room for yet.
     """
 
     progress: Callable[[int, int], None] | None = None
-    started: Callable[[int], None] | None = None
+    started: Callable[[int, bool], None] | None = None
     waiting: int = 0
 
     def __init__(
@@ -64,8 +66,8 @@ class EngineAsker:
         self._texts: TokenTexts = TokenTexts(builder.tokenizer) if beside is None else beside._texts
         self._base_seed = base_seed
         self._mark = mark
-        # A set that keeps the order. All askers of a client wait for room together.
-        self._running: dict[_Running, None] = {} if beside is None else beside._running
+        self._running: dict[_Running, None] = {}  # a set that keeps the order
+        # All askers of a client wait for room together.
         self._freed: asyncio.Event = asyncio.Event() if beside is None else beside._freed
 
     async def ask(self, number: int, line: BatchLine) -> LineAnswer:
@@ -86,10 +88,13 @@ class EngineAsker:
         return read_whole(line.url, bytes(line.body), self._builder, self._texts)
 
     def prompt(self, line: BatchLine) -> Prompt | None:
-        """The prompt of a line, for the order. Raises WeftError if the engine refuses it."""
-        job = self.read(line).job
-        if job.endpoint == "embedding":
+        """The prompt of a line, for the order; None if it has no output to plan with.
+
+        May be called on any thread. Raises WeftError if the engine refuses the line.
+        """
+        if line.url.endswith("/embeddings"):
             return None
+        job = self.read(line).job
         tokens = [token for request in job.requests[:: job.n] for token in request.prompt]
         bounds = [request.sampling.max_tokens for request in job.requests]
         longest = None if None in bounds else max(bound or 0 for bound in bounds)
@@ -113,7 +118,8 @@ class EngineAsker:
         await self._submit(requests, running)
         self._running[running] = None
         if self.started is not None:
-            self.started(number)
+            self.started(number, False)
+            running.began = partial(self.started, number, True)
         if self.progress is not None:
             running.grown = lambda tokens: self._grown(running, number, tokens)
         try:
@@ -160,9 +166,11 @@ class _Running:
 
     Attributes:
         ended: done when all have ended, or one has failed.
+        began: called at the first token.
         grown: called with the number of tokens so far, now and then.
     """
 
+    began: Callable[[], None] | None = None
     grown: Callable[[int], None] | None = None
 
     def __init__(self, client: EngineClient, whole: Whole, requests: Seq[Request]) -> None:
@@ -182,6 +190,8 @@ class _Running:
         if self.ended.done():
             return
         before, self._tokens = self._tokens, self._tokens + len(updates)
+        if self.began is not None and not before:
+            self.began()
         if self.grown is not None and before // TELL_EVERY < self._tokens // TELL_EVERY:
             self.grown(self._tokens // self._choices)
         self._news += updates

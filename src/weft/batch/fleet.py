@@ -23,7 +23,7 @@ from weft.batch.order import Prompts
 from weft.batch.ports import Asker, BatchLine, LineAnswer, NobodyAnswersError
 from weft.batch.usage import usage_of
 from weft.blend.density import Rates
-from weft.blend.estimate import NEVER, estimate_outputs
+from weft.blend.lengths import LengthCurves, LengthTable, as_bounds
 from weft.blend.partition import partition
 from weft.blend.tree import build_tree
 
@@ -118,20 +118,27 @@ class PlannedParts:
         self._leaf = np.empty(len(prompts.tokens), np.int64)
         self._leaf[self._tree.leaves] = np.arange(len(prompts.tokens))
         self._place = {index: place for place, index in enumerate(prompts.planned)}
-        self._known: dict[int, float] = {n: float(output) for n, output in prompts.done.items()}
+        self._lengths = LengthTable()
+        self._nodes = self._lengths.places(prompts.tokens)
+        self._bounds = as_bounds(prompts.longest, len(prompts.tokens))
+        for place, output in prompts.done.items():
+            self._add(place, output)
 
     def learn(self, index: int, output: int) -> None:
         place = self._place.get(index)
         if place is not None:
-            self._known[place] = -(-output // self._prompts.choices[place])
+            self._add(place, -(-output // self._prompts.choices[place]))
+
+    def _add(self, place: int, output: int) -> None:
+        self._lengths.add(int(self._nodes[place]), output, int(self._bounds[place]))
 
     def cut(self, waiting: Seq[int], weights: Seq[float]) -> list[list[int]]:
         tree, leaves = self._tree, self._tree.leaves
         places = [self._place[index] for index in waiting if index in self._place]
         if len(places) < len(weights):
             return [[] for _ in weights]
-        longest = [NEVER if bound is None else bound for bound in self._prompts.longest]
-        outputs = estimate_outputs(tree, dict(self._known), np.asarray(longest, np.int64)[leaves])
+        curves = LengthCurves(self._lengths.snapshot())
+        outputs = curves.expected(self._nodes, 0, self._bounds)[leaves]
         present = np.zeros(len(leaves), bool)
         present[self._leaf[places]] = True
         found = partition(
@@ -164,6 +171,8 @@ class Fleet:
         changed: called when there may be a line to ask though none has ended.
         say: tells the user.
     """
+
+    ready = True
 
     def __init__(
         self,

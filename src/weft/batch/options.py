@@ -8,7 +8,7 @@ from pathlib import Path
 from weft.core.errors import ConfigError, ParameterError
 from weft.core.settings import check_settings, setting
 
-ORDERS = ("blend", "dfs", "fcfs")
+ORDERS = ("auto", "blend", "dfs", "fcfs")
 URL_CONCURRENCY = 64  # requests at once to a server that does not say how many it computes at once
 
 
@@ -36,9 +36,9 @@ class BatchOptions:
     api_key: str | None = setting("str", None, "the server's key; unset takes OPENAI_API_KEY")
     order: str = setting(
         "str",
-        "fcfs",
+        "auto",
         "order of lines: as in the file, depth first by shared prefixes, or blended so that "
-        "compute and memory are busy together",
+        "compute and memory are busy together; auto is blend where steps overlap the two, else dfs",
         choices=ORDERS,
     )
     hardware: str | None = setting(

@@ -53,6 +53,10 @@ class Share:
     def remaining(self) -> int:
         return self._order.remaining
 
+    @property
+    def ready(self) -> bool:
+        return self._order.ready
+
     def next(self) -> int | None:
         if not self._pool.has_turn(self):
             return None
@@ -154,7 +158,7 @@ class Pool:
             return None
         if self._room is not None and not self._room.free():
             return None
-        waiting = [share for share in self._shares if share.remaining]
+        waiting = [share for share in self._shares if share.remaining and share.ready]
         if not waiting:
             return None
         lines: dict[bytes, int] = {}

@@ -112,10 +112,14 @@ class LineOrder(Protocol):
     def remaining(self) -> int:
         """Lines that were not handed out yet."""
 
+    @property
+    def ready(self) -> bool:
+        """Whether lines that remain can be handed out; it says when that changes."""
+
     def next(self) -> int | None:
         """The index of a line to ask now; None while it is better to wait for the end of one.
 
-        While none runs and some remain, it is never None.
+        While none runs, some remain and it is ready, it is never None.
         """
 
     def ended(self, index: int, output: int | None) -> None:

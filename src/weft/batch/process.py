@@ -19,14 +19,20 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
 from weft.api import Builder, ModelCard
 from weft.api.card import ApiLimits
+from weft.batch.choice import choose_order
+from weft.batch.database import reachable
 from weft.batch.engine import EngineAsker
 from weft.batch.forecast import predict_end
+from weft.batch.kept_lengths import changed_nodes
+from weft.batch.memory import KvMemory
+from weft.batch.orders import ServedOrders
 from weft.batch.pace import PaceMeter, TokenPace
 from weft.batch.pool import Pool
 from weft.batch.records import BatchRecord
@@ -34,6 +40,9 @@ from weft.batch.session import Desk, ElsewhereError, Session, over_because
 from weft.batch.store import BatchStore, StoreLimits
 from weft.batch.webhook_settings import WebhookSettings
 from weft.batch.webhooks import WebhookSender
+from weft.blend.density import UNWEIGHED
+from weft.blend.jobs import Room
+from weft.blend.lengths import LengthTable
 from weft.core.errors import WeftError
 from weft.core.logs import log_level, set_up_logs
 from weft.core.ports import EngineClient
@@ -48,6 +57,7 @@ from weft.text.template import find_template
 EXIT_REFUSED = 3  # of a batch process that cannot work with these settings
 LOOK_S = 0.2
 PROGRESS_S = 1.0
+SAVE_S = 5.0  # what is known of output lengths
 REFRESH_S = 5.0  # batches are read again, even if nobody has written
 AGAIN_S = 5.0  # until a batch is tried again that could not go on, or that another process has
 IDLE_S = 60.0
@@ -104,6 +114,7 @@ async def _work(
     client = RingClient(RingFds.parse(arguments.ring))
     client.attach(asyncio.get_running_loop())
     thread = ThreadPoolExecutor(1, thread_name_prefix="weft-data")
+    planner = ThreadPoolExecutor(1, thread_name_prefix="weft-order")
     limits = StoreLimits(**settings["limits"])
     webhooks = WebhookSettings(**settings["webhooks"])
     store = thread.submit(
@@ -113,7 +124,20 @@ async def _work(
     try:
         builder = _builder(settings, served)
         root = EngineAsker(client, builder, settings["base_seed"])
-        most = min(MOST_OPEN, WAITING_SHARE * served.max_num_seqs)
+        kv_tokens = max(served.kv_blocks.values()) * served.block_size
+        chosen = choose_order(settings["batch_order"], asdict(served), forecast=True, weighed=False)
+        logger.info("Lines of batches go in %s.", chosen)
+        # What waits in the engine's queue is out of the hands of an order that weighs the memory.
+        waiting = 1 if chosen.forecast else WAITING_SHARE
+        most = min(MOST_OPEN, waiting * served.max_num_seqs)
+        orders = ServedOrders(
+            chosen,
+            Room(kv_tokens, most, served.block_size),
+            UNWEIGHED,
+            planner,
+            KvMemory(kv_tokens, client.info),
+            await load_lengths(thread, store, builder.card.identity),
+        )
         desk = Desk(
             store=store,
             thread=thread,
@@ -121,6 +145,7 @@ async def _work(
             make_asker=lambda mark, payer: EngineAsker(
                 counting.client_for(payer), builder, settings["base_seed"], beside=root, mark=mark
             ),
+            orders=orders,
             max_lines=settings["max_batch_lines"],
             salted=settings["key_salt"],
             promotion=settings["batch_promotion"],
@@ -133,6 +158,7 @@ async def _work(
         client.close()
         thread.submit(store.close).result()
         thread.shutdown()
+        planner.shutdown()
 
 
 def _builder(settings: Mapping[str, Any], served: ServedModel) -> Builder:
@@ -144,6 +170,16 @@ def _builder(settings: Mapping[str, Any], served: ServedModel) -> Builder:
     )
     dialect = choose_dialect(template, settings["tool_parser"], settings["reasoning_parser"])
     return Builder(tokenizer, template, card, limits, dialect)
+
+
+async def load_lengths(thread: Executor, store: BatchStore, identity: str) -> LengthTable:
+    """What is known of the model's output lengths. Raises as `reachable`."""
+
+    def load() -> LengthTable:
+        with reachable():
+            return store.lengths.load(identity)
+
+    return await asyncio.get_running_loop().run_in_executor(thread, load)
 
 
 class FreeRows:
@@ -198,7 +234,7 @@ class BatchWork:
         self._pace: TokenPace | None = None
         self._pace_read = False
         self._stale = True
-        self._refreshed = self._shown = 0.0
+        self._refreshed = self._shown = self._saved = 0.0
         self._busy = time.monotonic()
         self._ending = asyncio.Event()
 
@@ -217,6 +253,8 @@ class BatchWork:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._ending.wait(), LOOK_S)
         finally:
+            with contextlib.suppress(WeftError):
+                await self._save_lengths()
             tasks = [*self._tasks.values(), *([] if sending is None else [sending])]
             for task in tasks:
                 task.cancel()
@@ -313,3 +351,12 @@ class BatchWork:
         changed = [(batch_id, columns) for batch_id, columns in found if columns]
         if changed:
             await self._desk.call(lambda store: store.show_progress(changed))
+        if time.monotonic() - self._saved > SAVE_S:
+            await self._save_lengths()
+
+    async def _save_lengths(self) -> None:
+        """Keep what is known of output lengths."""
+        self._saved = time.monotonic()
+        nodes = changed_nodes(self._desk.orders.lengths)
+        if nodes:
+            await self._desk.call(lambda store: store.lengths.save(self._identity, nodes))

@@ -17,6 +17,7 @@ import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import orjson
@@ -29,7 +30,7 @@ from weft.batch.forecast import EndForecast
 from weft.batch.intake import QueuedTokensError, begin_batch
 from weft.batch.journal import Journal, ResultsError, open_to_append, sync_folder
 from weft.batch.lines import InputChangedError, InputFile
-from weft.batch.order import InOrder
+from weft.batch.orders import LearningOrder, ServedOrders
 from weft.batch.pool import Pool, Share
 from weft.batch.ports import NobodyAnswersError, Result
 from weft.batch.promotion import BATCH_CLASS, next_class
@@ -62,6 +63,7 @@ class Desk:
         thread: the one on which the store is used.
         make_asker: makes who answers lines, from what marks their sequences and the name of the
             key that they are counted for.
+        orders: makes the order of each batch's lines.
         salted: each key has prefixes of its own in the cache.
         promotion: the highest class that late batches go on in; "none" for the one they began in.
     """
@@ -70,6 +72,7 @@ class Desk:
     thread: Executor
     pool: Pool
     make_asker: Callable[[Callable[[Request], Request], str], EngineAsker]
+    orders: ServedOrders
     max_lines: int
     salted: bool
     promotion: str
@@ -297,15 +300,20 @@ class Session:
         """Have all lines answered, or as many as there is time for."""
         asker = self._desk.make_asker(self._mark, self.record.payer)
         while self._over is None and not _all_done(journal, source):
-            order = InOrder(len(source), journal, len(source))
             record = self.record
+            order = self._desk.orders.make(source, journal, asker, record.endpoint)
             mean = record.demand * (1 / max(1, record.demand_lines))
             share = self._desk.pool.join(record.owner, record.expires_at, order, mean)
             self._share = share
             runner = Runner(source, journal, asker, share, share.watch)
             share.wake = runner.look
+            order.wake = self._desk.pool.wake_next
+            order.full = partial(_waits, asker)
+            asker.progress = partial(self._grown, source, order)
+            asker.started = partial(self._started, source, order)
+            preparing = asyncio.create_task(order.prepare())
             try:
-                await self._until_over(runner.run())
+                await self._until_over(_both(runner.run(), preparing))
             except InputChangedError as error:
                 raise BatchFailedError([describe(error)]) from None
             except (ResultsError, NobodyAnswersError) as error:
@@ -316,6 +324,21 @@ class Session:
             finally:
                 self._share = None
                 self._desk.pool.leave(share)
+                preparing.cancel()
+                await asyncio.wait([preparing])  # no thread reads the input any more
+
+    def _grown(self, source: InputFile, order: LearningOrder, number: int, tokens: int) -> None:
+        """The oldest line that runs has so many tokens; another one may go now."""
+        order.progress(source.index(number), tokens)
+        self._desk.pool.wake_next()
+
+    def _started(
+        self, source: InputFile, order: LearningOrder, number: int, computing: bool
+    ) -> None:
+        """The engine has got a line, or computes it; if it had to wait, others may go now."""
+        order.started(source.index(number), computing)
+        if not computing:
+            self._desk.pool.wake_next()
 
     async def _until_over(self, work: Awaitable[None]) -> None:
         """Do some work, unless the batch is to end meanwhile."""
@@ -373,6 +396,23 @@ class Session:
     ) -> None:
         await self._desk.call(lambda store: store.finish(self.record, status, **columns))
         logger.info("Batch %s is over: %s.", self.record.id, status)
+
+
+async def _both(work: Awaitable[None], beside: asyncio.Task[None]) -> None:
+    """Do some work; what is done beside it may end, but not fail, before."""
+    working = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({working, beside}, return_when=asyncio.FIRST_COMPLETED)
+        if beside.done():
+            await beside
+        await working
+    finally:
+        working.cancel()
+        await asyncio.wait([working])
+
+
+def _waits(asker: EngineAsker) -> bool:
+    return asker.waiting > 0
 
 
 def over_because(record: BatchRecord) -> Reason | None:

@@ -28,6 +28,7 @@ from weft.batch.errors import (
     FileNotThereError,
 )
 from weft.batch.folder import FileFolder, StorageFullError, Upload
+from weft.batch.kept_lengths import KeptLengths
 from weft.batch.outbox import Outbox
 from weft.batch.pace import PaceTable
 from weft.batch.pages import Page, read_page
@@ -75,6 +76,7 @@ class BatchStore:
     Attributes:
         outbox: events that they have not confirmed.
         paces: how fast batches were answered lately.
+        lengths: what is known of output lengths.
 
     Raises:
         ConfigError: the folder cannot be used, or its data base is of something else.
@@ -93,6 +95,7 @@ class BatchStore:
         self._clock = clock
         self._base = open_base(folder / BASE)
         self.paces = PaceTable(self._base, self._writing)
+        self.lengths = KeptLengths(self._base, self._writing, self._now)
         self.outbox = Outbox(self._base, webhook_urls)
         self._seen = -1
         self.sweep()

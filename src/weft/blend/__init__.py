@@ -20,14 +20,16 @@ ends of requests, so it works with any engine:
         number, output_tokens = wait_for_an_end()
         order.ended(number, output_tokens)      # None: it failed
 
-``Jobs(..., done={number: output_tokens})`` resumes: those are not handed out again, and their
-lengths tell about the others. ``order.progress(number, output_tokens)``, called now and then for
-one request that runs, tells how many steps have passed: starts are then spread evenly over time.
+``make_order("dfs", ..., lengths=LengthTable())`` keeps prefixes together, and starts no more than
+the memory will hold. ``Jobs(..., done={number: output_tokens})`` resumes: those are not handed out
+again, and their lengths tell about the others. ``order.progress(number, output_tokens)``, called
+now and then for one request that runs, tells how many steps have passed: starts are then spread
+evenly over time.
 
-Steps, one module each: ``tree`` (prefix tree), ``estimate`` (output lengths from a sample of 1 %),
-``density`` (compute over memory time), ``sort`` (children by falling density, outliers moved to the
-root while 99 % of the sharing is kept), ``dual_scan`` (from both ends, memory shared out so that
-each batch has the density of the whole), ``forecast`` (what will be held of the memory), ``order``
-(the front), ``partition`` (parts of equal load for data parallel engines), ``windows`` (pools of
-requests under a deadline).
+Steps, one module each: ``tree`` (prefix tree), ``lengths`` (output lengths, learnt from ends and
+from what runs), ``density`` (compute over memory time), ``sort`` (children by falling density,
+outliers moved to the root while 99 % of the sharing is kept), ``dual_scan`` (from both ends, memory
+shared out so that each batch has the density of the whole), ``forecast`` (what will be held of the
+memory), ``forecasting`` and ``blending`` (the orders), ``order`` (the front), ``partition`` (parts
+of equal load for data parallel engines), ``windows`` (pools of requests under a deadline).
 """

@@ -117,6 +117,9 @@ class Rates:
         return (1 - self.sliding) * whole + self.sliding * (upto - before)
 
 
+UNWEIGHED = Rates(1.0, 0.0, 1.0)  # for orders that weigh nothing
+
+
 def _within(tokens: Any, window: float) -> Any:
     """Tokens within the window of each of so many, summed."""
     near = np.minimum(tokens, window)

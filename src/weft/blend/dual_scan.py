@@ -12,11 +12,12 @@ average until their lengths have spread them.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
 
-from weft.blend.density import Floats, Ints, Rates
+from weft.blend.density import Bools, Floats, Ints, Rates
 from weft.blend.forecast import Forecast
 from weft.blend.sort import LeafOrder
 from weft.blend.tree import PrefixTree
@@ -89,6 +90,8 @@ class DualScan:
         reserves: (n,) output tokens that must fit when it starts; more, where nothing is known.
         forecast: what is live; leaves that this scan did not hand out may be, too.
         choices: (n,) outputs that each leaf has beside each other; 1 by default.
+        waiting: (n,) whoever hands leaves out clears them here; those that were handed out
+            otherwise are passed over. None if there are no such.
     """
 
     def __init__(
@@ -100,8 +103,10 @@ class DualScan:
         rates: Rates,
         forecast: Forecast,
         choices: Ints | None = None,
+        waiting: Bools | None = None,
     ) -> None:
         self._forecast = forecast
+        self._waiting = waiting
         positions = order.positions
         lengths, output = tree.lengths[positions].astype(float), outputs[positions]
         self._leaves = positions.tolist()
@@ -144,6 +149,7 @@ class DualScan:
 
         If nothing is live, one is handed out whatever it needs: only the engine knows better.
         """
+        self._pass_over()
         if not len(self):
             return None
         self._derive()
@@ -158,7 +164,7 @@ class DualScan:
                 continue
             if self._forecast.fits(self._leaves[at], self._reserves[at]):
                 return self._start(side, at)
-        if not len(self._forecast):
+        if not len(self._forecast) and self._forecast.alone:
             return self._start(
                 sides[0], self._next[LEFT] if sides[0] == LEFT else self._next[RIGHT] - 1
             )
@@ -180,6 +186,14 @@ class DualScan:
             live = live._replace(charged=0.0)
         self.adopt(leaf, live._replace(side=RIGHT, output=output))
 
+    def _pass_over(self) -> None:
+        if self._waiting is None:
+            return
+        while len(self) and not self._waiting[self._leaves[self._next[LEFT]]]:
+            self._next[LEFT] += 1
+        while len(self) and not self._waiting[self._leaves[self._next[RIGHT] - 1]]:
+            self._next[RIGHT] -= 1
+
     def _earn(self) -> None:
         """Credit each side with the token-steps that its memory offered since the last call."""
         steps = self._forecast.now - self._earned_at
@@ -196,7 +210,7 @@ class DualScan:
     def _start(self, side: int, at: int) -> int:
         leaf: int = self._leaves[at]
         self._next[side] = at + 1 if side == LEFT else at
-        self._forecast.admit(leaf, self._reserves[at])
+        self._forecast.admit(leaf, math.ceil(self._output[at]))
         live = Live(side, self._own[at], self._output[at], choices=self._choices[at])
         live = live._replace(charged=live.work)
         self.adopt(leaf, live)

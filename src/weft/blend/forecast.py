@@ -31,6 +31,8 @@ class Forecast:
         self.capacity = capacity
         self.now = 0
         self.timed = False  # whether steps are heard of, not only ends
+        self.alone = True  # whether nothing runs beside what is live here
+        self.margin = 0.0  # tokens that are to stay free, since lengths are expectations
         self._slack = block_size // 2
         self._depth = tree.depth.tolist()
         self._parent = tree.parent.tolist()
@@ -64,6 +66,11 @@ class Forecast:
         grow = int(self._grow[:live].sum())
         return int(self._base[:live].sum()) + grow * self.now + self._prefixes
 
+    def peak(self) -> int:
+        """Most tokens that what is live will hold at one time."""
+        ends, later, _ = self._future()
+        return (int(later.max()) if len(ends) else 0) + self._prefixes
+
     def expected(self, leaf: int) -> int:
         """Output tokens that each choice of a live leaf is taken to reach."""
         return self._end[leaf] - self._start[leaf]
@@ -86,7 +93,8 @@ class Forecast:
         if cut:
             at_ends = int((later[:cut] + choices * ends[:cut]).max())
             peak = max(peak, at_ends + own - choices * self.now)
-        return peak + self._prefixes + self._new_prefix(leaf) <= self.capacity
+        needed = peak + self._prefixes + self._new_prefix(leaf)
+        return needed + self.margin <= self.capacity
 
     def admit(self, leaf: int, output: int) -> None:
         """Count a leaf that starts now."""

@@ -57,9 +57,11 @@ class Executor(Protocol):
 
     Attributes:
         depth: how many launched steps may wait for collection while another one is launched.
+        overlaps: whether arithmetic of a sub-batch runs beside the reads of KV of another one.
     """
 
     depth: int
+    overlaps: bool
 
     def launch(self, plan: StepPlan) -> Ticket: ...
 

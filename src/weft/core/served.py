@@ -31,6 +31,7 @@ class ServedModel:
         profile_key: what a profile of its costs is kept by (``weft.cost.fit.ProfileKey``).
         versions: of what the engine runs on.
         classes: the class table, with the targets that hold at the start.
+        overlaps: whether steps overlap arithmetic with reads of KV.
         scheduling: the policy that plans at the start and why, as a sentence.
     """
 
@@ -59,6 +60,7 @@ class ServedModel:
     start_s: Mapping[str, float] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     classes: tuple[ServiceClass, ...] = DEFAULT_CLASSES
+    overlaps: bool = False
     scheduling: str = ""
 
     def to_json(self) -> str:

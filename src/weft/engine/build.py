@@ -271,6 +271,7 @@ def describe_served(config: EngineConfig, engine: Engine) -> ServedModel:
         kv_dtype=model.dtype if config.kv_dtype == "auto" else config.kv_dtype,
         device=device_name(model.device),
         executor=describe_executor(engine.executor),
+        overlaps=engine.executor.overlaps,
         weights=stored_weights(config, model.spec).get("linear", model.dtype),
         start_s=engine.start_s,
         profile_key=asdict(profile_key(config, model)),

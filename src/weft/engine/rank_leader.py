@@ -179,6 +179,7 @@ class ParallelExecutor:
 
     def __init__(self, inner: Executor, followers: Followers) -> None:
         self.depth = inner.depth
+        self.overlaps = inner.overlaps
         self._inner = inner
         self._followers = followers
         self._collected: list[RankTokens] = []

@@ -38,6 +38,7 @@ class EagerExecutor:
 
     def __init__(self, decoder: Decoder, store: KVStore, table: InputBatch, depth: int) -> None:
         self.depth = depth
+        self.overlaps = False
         self._decoder = decoder
         self._store = store
         self._compute = bind_forward(decoder, store)

@@ -128,6 +128,7 @@ class GraphExecutor:
         host: KVStore | None = None,
     ) -> None:
         self.depth = steps.depth
+        self.overlaps = False
         self._tier = None if host is None else HostTier(store, host, device)
         max_tokens, sizes = steps.max_tokens, steps.sizes
         self._decoder = decoder

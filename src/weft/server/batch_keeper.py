@@ -192,4 +192,5 @@ _OPTIONS = (
     "batch_promotion",
     "usage_db",
     "usage_keep_days",
+    "batch_order",
 )

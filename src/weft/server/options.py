@@ -173,6 +173,13 @@ class ServerOptions:
         "batches wait",
         low=0,
     )
+    batch_order: str = setting(
+        "str",
+        "auto",
+        "order of the lines of a batch: depth first by shared prefixes, with a forecast of the KV "
+        "memory, or as in the file; auto is dfs",
+        choices=("auto", "dfs", "fcfs"),
+    )
     max_batch_lines: int = setting(
         "int", 100_000, "lines that one batch may have", low=1, high=2**24
     )

@@ -99,6 +99,7 @@ class ModelledExecutor:
         piggyback: Piggyback | None = None,
     ) -> None:
         self.depth = depth
+        self.overlaps = False
         self._piggyback = piggyback
         self._steps = 0
         self._groups = tuple(groups)

@@ -104,6 +104,7 @@ class SimulatedExecutor:
         piggyback: Piggyback | None = None,
     ) -> None:
         self.depth = depth
+        self.overlaps = False
         self._cost = cost
         self._clock = clock
         self._ends = ends
