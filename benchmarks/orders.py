@@ -6,7 +6,9 @@ One engine answers the same lines in each order, in turns, and each round begins
 run has a cache salt of its own, so it finds nothing in the prefix cache that another one has left.
 The orders are told no bounds of answers; these end where the engine is told that they do. Rows are
 "fcfs" (as in the file), "dfs plain" (depth first, the memory left to the engine), "dfs" (with the
-forecast, which is what auto chooses here) and "blend". Ratios are to "fcfs" of the same round.
+forecast, which is what auto chooses here) and "blend". Ratios are to "fcfs" of the same round: of
+tokens, of prompts and answers, in a second, and in a second of the engine's CPU time, which depends
+less on what else the machine does.
 
 Workloads: "chats" has the lengths of a CSV with num_prefill_tokens and num_decode_tokens, such as
 ShareGPT's, divided by ``--divide``, and nothing shared but 16 tokens; in "families" 5 of 6 prompt
@@ -31,6 +33,8 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 import report
 from weft.api import Builder, ModelCard
@@ -116,6 +120,12 @@ def write(path: Path, requests: list[Any]) -> InputFile:
     return InputFile(path)
 
 
+def engine_cpu_s(pid: int) -> float:
+    """Seconds that the engine has computed, all threads together."""
+    times = psutil.Process(pid).cpu_times()
+    return times.user + times.system
+
+
 def without_bound(read: Callable[[BatchLine], Prompt | None], line: BatchLine) -> Prompt | None:
     prompt = read(line)
     return None if prompt is None else replace(prompt, longest=None)
@@ -144,6 +154,7 @@ class Bench:
             mark=lambda request: replace(request, service_class="batch", cache_salt=salt),
         )
         kept, before, began = Kept(len(source)), self._client.info(), time.perf_counter()
+        cpu_s = engine_cpu_s(before.pid)
         order = await self._order(source, kept, kind, asker, thread)
         planned_s = time.perf_counter() - began
         runner = Runner(source, kept, asker, order)
@@ -164,8 +175,11 @@ class Bench:
         after = self._client.info()
         if kept.failed:
             raise SystemExit(f"{kept.failed} lines failed")
+        if after.pid != before.pid:
+            raise SystemExit("the engine died meanwhile")
         return {
             "tokens_per_s": kept.tokens / seconds,
+            "tokens_per_cpu_s": kept.tokens / (engine_cpu_s(before.pid) - cpu_s),
             "cached": kept.cached / kept.prompt,
             "preemptions": after.preemptions - before.preemptions,
             "steps": after.steps - before.steps,
@@ -244,24 +258,24 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def summary(name: str, runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     """Medians over rounds, printed; ratios to fcfs of the same round with their extremes."""
-    print(f"\n{name:10} tokens/s  of fcfs (least-most)      cached  preemptions  steps")
+    print(f"\n{name:10} tokens/s  of fcfs (least-most)    by CPU time             ", end="")
+    print("cached  preemptions  steps")
     rows = {}
     for order, mine in runs.items():
-        ratios = sorted(
-            run["tokens_per_s"] / base["tokens_per_s"]
-            for run, base in zip(mine, runs["fcfs"], strict=True)
+        row: dict[str, Any] = {key: statistics.median(run[key] for run in mine) for key in mine[0]}
+        for key in ("tokens_per_s", "tokens_per_cpu_s"):
+            row[f"{key}_ratios"] = sorted(
+                run[key] / base[key] for run, base in zip(mine, runs["fcfs"], strict=True)
+            )
+        spans = "  ".join(
+            f"{statistics.median(ratios):.3f} ({ratios[0]:.3f}-{ratios[-1]:.3f})"
+            for ratios in (row["tokens_per_s_ratios"], row["tokens_per_cpu_s_ratios"])
         )
-        row: dict[str, Any] = {
-            key: statistics.median(run[key] for run in mine)
-            for key in ("tokens_per_s", "cached", "preemptions", "steps", "planned_s")
-        }
-        row |= {"ratio": statistics.median(ratios), "ratios": ratios, "runs": mine}
         print(
-            f"{order:10} {row['tokens_per_s']:8.0f}  {row['ratio']:.3f} ({ratios[0]:.3f}-"
-            f"{ratios[-1]:.3f})  {row['cached']:13.3f} {row['preemptions']:12.0f} "
-            f"{row['steps']:6.0f}"
+            f"{order:10} {row['tokens_per_s']:8.0f}  {spans}  {row['cached']:6.3f} "
+            f"{row['preemptions']:12.0f} {row['steps']:6.0f}"
         )
-        rows[order] = row
+        rows[order] = row | {"runs": mine}
     return rows
 
 

@@ -6,6 +6,7 @@ import json
 import re
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -341,6 +342,30 @@ def test_every_order_gives_the_same_answers(tmp_path, server, profiled):
         assert (f"weighed by the profile {profiled}" in done.stderr) == (name == "profile")
         found[name] = texts(tmp_path / name)
     assert all(answers == found["fcfs"] for answers in found.values())
+
+
+CHUNKED = """
+import sys, weft.cli, weft.offline
+weft.offline.WHOLE_BYTES = 0
+sys.argv = ["weft", *sys.argv[1:]]
+weft.cli.main()
+"""
+
+
+def test_a_long_file_is_put_in_order_in_chunks(tmp_path):
+    """In the order that is the default; then again with half of it done."""
+    lines = [completion(f"f{i}", prompt="x = " + "1" * 80 * (i % 2) + f"\ny{i}") for i in range(40)]
+    source, out = write(tmp_path / "in.jsonl", [*lines, "{"]), tmp_path / "out.jsonl"
+    command = [sys.executable, "-c", CHUNKED, "batch", str(source), "-o", str(out), *SMALL]
+    for left in (41, 20):
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+        assert done.returncode == 3, done.stderr
+        assert "order dfs: steps do not overlap" in done.stderr
+        assert "reading all prompts" not in done.stderr
+        assert f"This run: {left} in " in done.stdout
+        assert set(texts(out)) == {f"f{i}" for i in range(40)}
+        kept = out.read_bytes().splitlines(keepends=True)
+        out.write_bytes(b"".join(kept[:20]))
 
 
 def test_a_blend_without_a_sheet_or_profile_names_both_ways_out(tmp_path, server):

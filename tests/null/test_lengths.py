@@ -165,6 +165,14 @@ def test_a_node_takes_after_the_one_above_until_it_knows():
     assert (found[:15] == 100).all(), "what has ended is known"
 
 
+def test_long_ones_elsewhere_are_not_expected_of_a_node_that_has_none():
+    prompts = [*family(1, 220), *family(2, 220)]
+    ended = dict.fromkeys(range(200), 10) | dict.fromkeys(range(220, 420), 20_000)
+    found = estimate_outputs(prompts, ended)
+    assert found[210] == pytest.approx(10, rel=0.1)
+    assert found[430] == pytest.approx(20_000, rel=0.1)
+
+
 def test_a_node_tells_when_one_in_ten_of_it_ends():
     table = LengthTable()
     node = int(table.places(family(1, 20))[0])

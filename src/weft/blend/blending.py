@@ -216,6 +216,5 @@ def _same(before: Blending, found: Blending, waiting: Bools) -> bool:
     """Whether an order made before is as good as one made now."""
     if (before.unknown != found.unknown)[waiting].any():
         return False
-    used = before.outputs[waiting]
-    changed = np.abs(found.outputs[waiting] - used).sum()
-    return bool(changed <= KV_ERROR * used.sum())
+    used, now = before.outputs[waiting].sum(), found.outputs[waiting].sum()
+    return bool(abs(now - used) <= KV_ERROR * used)

@@ -333,14 +333,19 @@ def _guess(ended: Floats, censored: Floats) -> Floats:
 def _survival(ended: Floats, censored: Floats, parents: Seq[int], prior: Floats) -> Floats:
     """(nodes, bins + 1) share of the requests that get beyond each edge.
 
-    The life-table form of Kaplan and Meier: what is censored in a bin is at risk in half of it.
+    The life-table form of Kaplan and Meier: what is censored in a bin is at risk in half of it. The
+    requests that each node is taken to have had end as its own do, or long ones of the node above
+    would be expected of every node.
     """
     at_risk = _at_risk(ended, censored)
+    after = np.cumprod(1 - ended / np.maximum(at_risk, ended + 1e-9), axis=1)
+    before = np.concatenate([np.ones((len(after), 1)), after[:, :-1]], axis=1)
+    weight = AS_PARENT * (after + (before - after) / (1 + at_risk[:, :1])) + 1e-6
     hazards = np.empty_like(at_risk)
-    hazards[0] = (ended[0] + prior) / (at_risk[0] + 1)
+    hazards[0] = (ended[0] + weight[0] * prior) / (at_risk[0] + weight[0])
     for node in range(1, len(hazards)):
         above = hazards[parents[node]]
-        hazards[node] = (ended[node] + AS_PARENT * above) / (at_risk[node] + AS_PARENT)
+        hazards[node] = (ended[node] + weight[node] * above) / (at_risk[node] + weight[node])
     hazards[:, -1] = 1.0
     alive = np.cumprod(1 - np.clip(hazards, 0, 1), axis=1)
     return np.concatenate([np.ones((len(hazards), 1)), alive], axis=1)
