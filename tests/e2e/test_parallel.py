@@ -207,6 +207,7 @@ class Scripted:
     """An executor that gets one token a step; as a ticket, its result."""
 
     depth = 1
+    overlaps = False
 
     def __init__(self, token: int) -> None:
         self._token = token

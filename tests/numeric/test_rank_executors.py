@@ -52,6 +52,7 @@ class Recorder:
 
     def __init__(self, inner: Executor) -> None:
         self.depth = inner.depth
+        self.overlaps = inner.overlaps
         self.plans: list[StepPlan] = []
         self.results: list[StepResult] = []
         self.close = inner.close
