@@ -47,7 +47,7 @@ from coserve import (
     interactive,
 )
 
-ROWS = 64  # that each engine computes at once
+ROWS = 16  # that each engine computes at once
 CONTEXT = 512  # tokens of a request
 START_S = 300.0
 
@@ -202,9 +202,9 @@ def main() -> None:
     parser.add_argument("--envs", type=Path, required=True, help="where peers are installed")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rate", type=float, default=1.0, help="of interactive requests a second")
-    parser.add_argument("--clients", type=int, default=96, help="of best effort")
-    parser.add_argument("--seconds", type=float, default=15.0, help="of each run")
+    parser.add_argument("--rate", type=float, default=0.5, help="of interactive requests a second")
+    parser.add_argument("--clients", type=int, default=24, help="of best effort")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of each run")
     parser.add_argument("--rounds", type=int, default=2)
     options = parser.parse_args()
     setup = Setup(options.envs.absolute(), options.threads)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
 from weft.batch.forecast import OBSERVED_S, WINDOW_S, EndForecast
@@ -26,9 +24,12 @@ def test_only_the_last_minute_counts():
     assert end == pytest.approx(199 + (10_000 - 1089), rel=0.05)
 
 
-def test_a_batch_whose_turn_never_comes_never_ends():
+def test_lines_that_run_for_long_need_as_long_again():
     forecast = EndForecast()
     assert forecast.look(0.0, 5, 10) is None
     assert forecast.look(WINDOW_S - 1, 5, 10) is None
-    assert forecast.look(WINDOW_S, 5, 10) == math.inf
+    assert forecast.look(WINDOW_S, 5, 10, 2) == WINDOW_S * (1 + 3), (
+        "those that run, and two times more"
+    )
+    assert forecast.still_s == WINDOW_S
     assert forecast.look(WINDOW_S + 1, 10, 10) == WINDOW_S + 1

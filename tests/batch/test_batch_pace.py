@@ -19,7 +19,7 @@ from weft.batch import database
 from weft.batch import pace as paces
 from weft.batch.database import BASE, open_base
 from weft.batch.demand import UNLIMITED_TOKENS, Demand, demand_of, sample_demand
-from weft.batch.forecast import predict_end
+from weft.batch.forecast import LATEST_S, predict_end
 from weft.batch.intake import Forecaster, QueuedTokensError, WindowError, begin_batch, file_demand
 from weft.batch.lines import parse_line
 from weft.batch.pace import Observed, PaceMeter, TokenPace, fit_pace
@@ -213,9 +213,9 @@ def test_paces_outlive_the_process_and_are_kept_by_model(opened, monkeypatch):
     assert again.pace("nowhere") is None
 
 
-def upload(store: BatchStore, count: int, owner: bytes = b"k", tokens: int = 50) -> str:
+def upload(store: BatchStore, count: int, owner: bytes = b"k", tokens: int = 50, n: int = 1) -> str:
     """Lines that each count as fifty tokens of prompt and so many of output."""
-    body = {"prompt": [5] * 50, "max_tokens": tokens}
+    body = {"prompt": [5] * 50, "max_tokens": tokens, "n": n}
     texts = [json.dumps(request(str(i), body=body)) for i in range(count)]
     writing = store.begin_upload(owner)
     writing.write("".join(f"{text}\n" for text in texts).encode())
@@ -224,9 +224,15 @@ def upload(store: BatchStore, count: int, owner: bytes = b"k", tokens: int = 50)
 
 
 def create(
-    store: BatchStore, count: int, owner: bytes = b"k", strict: bool = False, **given: Any
+    store: BatchStore,
+    count: int,
+    owner: bytes = b"k",
+    strict: bool = False,
+    tokens: int = 50,
+    n: int = 1,
+    **given: Any,
 ) -> BatchRecord:
-    file_id = upload(store, count, owner)
+    file_id = upload(store, count, owner, tokens, n)
     chosen = {"window": "1h", "window_s": HOUR_S, "model": "m", "served": "here", **given}
     judge = Forecaster(store, file_demand(store, owner, file_id), strict).judge
     return store.create_batch(owner, "/v1/completions", file_id, judge=judge, **chosen)
@@ -367,3 +373,35 @@ def test_a_warning_is_there_while_the_batch_is_late_and_open():
         "which ends at 1970-01-01 00:01:40 UTC."
     )
     assert replace(late, status="completed").warning is None
+
+
+@pytest.mark.parametrize("limit", [10**15, 10**25, 10**400])
+def test_absurd_limits_are_late_but_no_errors(opened, limit):
+    store = opened()
+    store.paces.add("here", Observed(20, Demand(10, 100, 100)))
+    record = create(store, 500, tokens=limit, n=limit)
+    found = store.reload(record.id).to_object()
+    assert found["weft"]["warning"] is not None
+    assert found["weft"]["predicted_end_at"] <= record.created_at + LATEST_S
+    line = request("a", body={"prompt": "x", "max_tokens": limit, "n": limit})
+    assert begin_batch(store, record, 500, demand_of(parse_line(json.dumps(line).encode())) * 500)
+
+
+def test_a_batch_that_is_cancelled_while_it_is_validated_does_not_fail(opened):
+    store = opened()
+    record = create(store, 1, account=b"a", queued_limit=1)
+    store.cancel_batch(record.owner, record.id)
+    assert not begin_batch(store, record, 1, Demand(1, 100, 100))
+
+
+def test_the_meter_does_not_begin_before_a_line_is_open():
+    busy = Busy(100)
+    assert busy.meter.look(0.0) is None
+    busy.fill()
+    busy.meter.look(1.0)
+    busy.end(1)
+    assert busy.meter.look(2.0) is None
+    busy.end(3)
+    busy.meter.look(3.0)
+    busy.end(20)
+    assert busy.meter.look(3.0 + paces.ROW_S) == Observed(paces.ROW_S, Demand(20, 200, 100))

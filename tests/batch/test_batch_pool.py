@@ -41,6 +41,8 @@ def serve(shares: list[Share], steps: int, cost: dict[bytes, int]) -> list[Share
             share = running.pop(0)
             share.ended(0, 1)
             share.watch(Result("x", usage=Usage(0, cost.get(share.owner, 10))))
+    for share in running:
+        share.ended(0, 1)
     return served
 
 
@@ -139,3 +141,15 @@ def test_all_lines_of_all_batches_go_and_nobody_sleeps_for_ever(batches, at_once
         assert pool.num_open == 0
 
     asyncio.run(run())
+
+
+def test_who_was_not_ready_has_saved_nothing_up():
+    pool, slow = Pool(4), Lines(1000)
+    slow.ready = False
+    shares = [pool.join(b"a", 0, Lines(1000)), pool.join(b"b", 0, slow)]
+    assert {share.owner for share in serve(shares, 200, {})} == {b"a"}
+    assert pool.num_open == 0
+    slow.ready = True
+    served = Counter(share.owner for share in serve(shares, 200, {}))
+    assert min(served.values()) > 40
+    assert abs(served[b"a"] - served[b"b"]) <= 8

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import fcntl
+import gc
 import json
 import os
 from collections.abc import Awaitable, Callable, Iterator
@@ -16,7 +17,8 @@ from typing import Any
 import pytest
 from answering import Answering, planned_by, read, request
 
-from weft.batch import forecast, journal, pace, process, session
+from weft.batch import forecast, journal, order, orders, pace, process, session
+from weft.batch.database import DataFolderError
 from weft.batch.demand import Demand
 from weft.batch.intake import Forecaster, file_demand
 from weft.batch.journal import Journal, ResultsError
@@ -25,6 +27,7 @@ from weft.batch.pace import Observed
 from weft.batch.pool import Pool
 from weft.batch.ports import NobodyAnswersError
 from weft.batch.process import BatchWork
+from weft.batch.prompts import guess_prompt
 from weft.batch.records import UNFINISHED, BatchRecord
 from weft.batch.session import Desk
 from weft.batch.store import BatchStore, StoreLimits
@@ -396,13 +399,16 @@ class Held(Answering):
 def test_a_late_batch_goes_on_in_better_classes(
     started, monkeypatch, caplog, promotion, promotable, wanted
 ):
-    """By the rates of others at first; each further step only by what it did in the last one."""
+    """By the rates of others at first; each further step only by what it did in the last one.
+
+    Nothing ends, so after a second the lines that are left would need more than the window has.
+    """
     monkeypatch.setattr(process, "PROGRESS_S", 0.02)
     monkeypatch.setattr(forecast, "WINDOW_S", 0.3)
     held = asyncio.Event()
-    working = started(Held(held, first=3), promotion=promotion)
+    working = started(Held(held, first=3), at_once=1, promotion=promotion)
     working.store.paces.add("here", Observed(20, Demand(1, 1, 1)))
-    given = {"promotable": promotable, "window_s": 60}
+    given = {"promotable": promotable, "window_s": 30}
     record = working.create([request(f"{i}") for i in range(40)], **given)
     assert working.weft(record)["warning"] is not None
     predictions: list[Any] = []
@@ -411,7 +417,7 @@ def test_a_late_batch_goes_on_in_better_classes(
         while [step["service_class"] for step in working.weft(record)["promotions"]] != wanted:
             predictions.append(working.weft(record)["predicted_from"])
             await asyncio.sleep(0.02)
-        await asyncio.sleep(0.5)  # it goes no further, however late it is
+        await asyncio.sleep(0.8)  # it goes no further, however late it is
         held.set()
         while working.status(record) != "completed":
             await asyncio.sleep(0.02)
@@ -428,13 +434,14 @@ def test_a_batch_that_waits_for_its_turn_is_not_promoted(started, monkeypatch):
     monkeypatch.setattr(forecast, "WINDOW_S", 0.1)
     held = asyncio.Event()
     answering = Held(held)
-    working = started(answering, promotion="interactive")
-    first = working.create([request(f"{i}") for i in range(30)], promotable="flex interactive")
+    working = started(answering, at_once=2, promotion="interactive")
+    given = {"promotable": "flex interactive"}
+    first = working.create([request(f"{i}") for i in range(30)], window_s=20, **given)
 
     async def meanwhile() -> None:
-        while answering.open < 8:
+        while answering.open < 2:
             await asyncio.sleep(0.02)
-        waiting = working.create([request(f"{i}") for i in range(30)], window_s=90_000)
+        waiting = working.create([request(f"{i}") for i in range(30)], window_s=90_000, **given)
         while working.status(waiting) != "in_progress":
             await asyncio.sleep(0.02)
         while working.weft(first)["service_class"] != "interactive":
@@ -446,6 +453,128 @@ def test_a_batch_that_waits_for_its_turn_is_not_promoted(started, monkeypatch):
 
     working.run(meanwhile)
     assert working.status(first) == "completed"
+
+
+def test_lines_that_take_long_are_no_reason_for_promotion(started, monkeypatch):
+    """Neither after a wait for their turn, nor by what they need themselves."""
+    monkeypatch.setattr(process, "PROGRESS_S", 0.02)
+    monkeypatch.setattr(forecast, "WINDOW_S", 0.1)
+    held = asyncio.Event()
+    answering = Held(held)
+    working = started(answering, at_once=2, promotion="interactive")
+    record = working.create([request(f"{i}") for i in range(30)], promotable="flex interactive")
+
+    async def meanwhile() -> None:
+        while working.weft(record)["predicted_from"] != "progress":
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(0.5)
+        assert working.weft(record)["promotions"] == []
+        assert working.weft(record)["warning"] is None
+        held.set()
+        while working.status(record) != "completed":
+            await asyncio.sleep(0.02)
+
+    working.run(meanwhile)
+
+
+def test_a_cancelled_batch_leaves_its_memory_to_others(started):
+    """Whether or not Python has collected what is left of it."""
+    held = asyncio.Event()
+    answering = Held(held)
+    working = started(answering)
+    long = [request(f"{i}", body={"prompt": f"{i} " + "x" * 8000}) for i in range(20)]
+    first = working.create(long)
+
+    async def meanwhile() -> None:
+        while not answering.open:
+            await asyncio.sleep(0.02)
+        working.other.cancel_batch(b"k", first.id)
+        while working.status(first) != "cancelled":
+            await asyncio.sleep(0.02)
+        held.set()
+        second = working.create(long)
+        while working.status(second) != "completed":
+            await asyncio.sleep(0.02)
+
+    gc.collect()
+    gc.disable()
+    try:
+        working.run(meanwhile)
+    finally:
+        gc.enable()
+
+
+def test_a_batch_that_waits_to_try_again_holds_up_no_other(started, monkeypatch, caplog):
+    monkeypatch.setattr(session, "RETRY_S", 1000.0)
+    refusing = Answering(lambda _: NobodyAnswersError("gone") if refusing.first else None)
+    refusing.first = True
+    working = started(refusing)
+    first = working.create([request(f"{i}") for i in range(20)])
+
+    async def meanwhile() -> None:
+        while "waits: gone" not in caplog.text:
+            await asyncio.sleep(0.02)
+        refusing.first = False
+        second = working.create([request(f"{i}") for i in range(20)], owner=b"l")
+        while working.status(second) != "completed":
+            await asyncio.sleep(0.02)
+
+    working.run(meanwhile)
+    assert working.status(first) == "in_progress"
+
+
+def test_a_line_that_breaks_the_planning_is_asked_all_the_same(started, caplog):
+    def prompt(line: Any) -> Any:
+        if line.custom_id == "3":
+            raise ZeroDivisionError
+        return guess_prompt(line)
+
+    answering = Answering()
+    answering.prompt = prompt
+    working = started(answering)
+    record = working.create([request(f"{i}") for i in range(20)])
+    working.run_to_end(record)
+    assert len(working.results(record)[0]) == 20
+    assert "Line 4 cannot be put in order" in caplog.text
+
+
+def test_lines_that_cannot_be_planned_go_as_they_come(started, caplog, monkeypatch):
+    def failing(kind: str, *given: Any) -> Any:
+        if kind != "fcfs":
+            raise ZeroDivisionError
+        return order.plan(kind, *given)
+
+    monkeypatch.setattr(orders, "plan", failing)
+    answering = Answering()
+    working = started(answering, at_once=1)
+    record = working.create([request(f"{i}") for i in range(20)])
+    working.run_to_end(record)
+    assert answering.asked == list(range(1, 21))
+    assert "20 lines go as in the file" in caplog.text
+
+
+def test_lengths_that_could_not_be_saved_are_saved_later(started, monkeypatch):
+    monkeypatch.setattr(process, "SAVE_S", 0.05)
+    monkeypatch.setattr(process, "PROGRESS_S", 0.02)
+    working = started()
+    failures: list[Any] = [DataFolderError("away")] * 3
+    save = working.store.lengths.save
+
+    def saving(*given: Any) -> None:
+        if failures:
+            raise failures.pop()
+        save(*given)
+
+    monkeypatch.setattr(working.store.lengths, "save", saving)
+    record = working.create([request(f"{i}", body={"prompt": "x" * 200}) for i in range(40)])
+
+    async def meanwhile() -> None:
+        while failures or working.status(record) != "completed":
+            await asyncio.sleep(0.02)
+        while working.other.lengths.load("here").snapshot().told()[2][0] < 40:
+            await asyncio.sleep(0.02)
+
+    working.run(meanwhile)
 
 
 class Slow(Answering):

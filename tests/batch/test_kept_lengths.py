@@ -15,7 +15,7 @@ from weft.batch import kept_lengths
 from weft.batch.database import BASE
 from weft.batch.kept_lengths import changed_nodes
 from weft.batch.store import BatchStore, StoreLimits
-from weft.blend.lengths import NEVER, LengthCurves, LengthTable, Running
+from weft.blend.lengths import MOST_NODES, NEVER, LengthCurves, LengthTable, Running
 
 LIMITS = StoreLimits(reserve_bytes=0)
 PROMPTS = [[kind] * 40 + [number] for kind in (1, 2) for number in range(20)]
@@ -94,6 +94,18 @@ def test_what_runs_is_saved_as_it_is_and_not_twice(store):
     again = after.places(PROMPTS, b"/v1/completions")[:1]
     up_to_200 = alive.expected(again, 0, np.array([200]))[0]
     assert up_to_200 == pytest.approx(0.5 * 10 + 0.5 * 200, rel=0.05)
+
+
+def test_a_table_that_is_read_has_room_for_what_is_new(store):
+    table = LengthTable()
+    for start in range(0, 40_000, 2000):
+        found = [[n] * 40 + [q] for n in range(1 + start, 2001 + start) for q in range(8)]
+        for node in set(table.places(found, b"chats").tolist()):
+            table.add(node, 10)
+    assert len(table) > 0.9 * MOST_NODES
+    store.lengths.save("model", changed_nodes(table))
+    after = store.lengths.load("model")
+    assert MOST_NODES // 2 <= len(after) <= MOST_NODES // 2 + 1
 
 
 def test_rows_are_bounded_and_age(store, clock, monkeypatch):

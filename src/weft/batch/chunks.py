@@ -114,6 +114,13 @@ class ChunkedOrder:
     def ended(self, index: int, output: int | None) -> None:
         self._of.pop(index).ended(index, output)
 
+    def close(self) -> None:
+        """Hand out nothing more; what runs was given up, and holds no memory."""
+        for chunk in {*self._chunks, *self._of.values()}:
+            chunk.close()
+        self._chunks.clear()
+        self._of.clear()
+
     def _drop_empty(self) -> None:
         while self._chunks and not self._chunks[0].remaining:
             self._chunks.popleft()

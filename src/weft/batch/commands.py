@@ -18,6 +18,7 @@ from weft.core.errors import ConfigError, ParameterError, WeftError
 DEFAULT_URL = "http://127.0.0.1:8000"
 FIRST_BYTES = 64 * 2**20  # in which the first line is looked for
 SHOWN_ERRORS = 10
+MOST_LISTED = 100  # as servers have it
 LONG_UPLOAD_BYTES = 16 * 2**20
 COLUMNS: tuple[str, ...] = ("ID", "STATUS", "LINES", "ERRORS", "WINDOW", "CREATED", "ENDS")
 
@@ -60,7 +61,9 @@ class _Commands:
             cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
             print("  ".join(cells).rstrip())
         if more:
-            print(f"There are more; --limit {2 * len(batches)} shows some of them.")
+            wanted = min(2 * len(batches), MOST_LISTED)
+            shows = f"; --limit {wanted} shows some of them" if wanted > len(batches) else ""
+            print(f"There are more{shows}.")
         return 0
 
     def _submit(self) -> int:

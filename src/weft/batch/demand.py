@@ -17,6 +17,7 @@ from weft.batch.ports import BatchLine
 BYTES_PER_TOKEN = 4  # of English text, as OpenAI's help pages say
 COMPLETION_TOKENS = 16  # that a completion has by default
 UNLIMITED_TOKENS = 1024  # that an output counts as if its line has no limit
+MOST_TOKENS, MOST_CHOICES = 2**24, 2**10  # of an output that count, and of a request
 SAMPLED_BYTES = 2**18  # of a longer file, from all over it
 PIECES = 64  # that the sample consists of
 LONGEST_READ = 4 * 2**20  # of a longer line only so much is read
@@ -43,16 +44,16 @@ class PromptFields(Struct):
 
     @property
     def choices(self) -> int:
-        """Outputs beside each other."""
-        return max(1, self.n or 1)
+        """Outputs beside each other; more than any request may have count as so many."""
+        return min(max(1, self.n or 1), MOST_CHOICES)
 
     def longest(self, url: str) -> int | None:
-        """The most tokens of each output; None without a limit."""
+        """The most tokens of each output; None without a limit. No model has ``MOST_TOKENS``."""
         bounds = (self.max_output_tokens, self.max_completion_tokens, self.max_tokens)
         longest = next((bound for bound in bounds if bound is not None), None)
         if longest is None and url.endswith("/v1/completions"):
             longest = COMPLETION_TOKENS
-        return None if longest is None else max(1, longest)
+        return None if longest is None else min(max(1, longest), MOST_TOKENS)
 
 
 BODIES = msgspec.json.Decoder(PromptFields)

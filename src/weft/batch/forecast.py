@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable
 
@@ -10,23 +11,37 @@ from weft.batch.records import BatchRecord
 
 WINDOW_S = 60.0  # of the past that counts
 OBSERVED_S = 10.0  # less says nothing
+LATEST_S = 10 * 365 * 86400.0  # from now; what takes longer is said to end then
 
 
 class EndForecast:
-    """Predicts the end of one batch; ``look`` at it now and then."""
+    """Predicts the end of one batch; ``look`` at it now and then.
+
+    Attributes:
+        still_s: seconds since a line has ended, or since the first look.
+    """
 
     def __init__(self) -> None:
+        self.still_s = 0.0
+        self._moved_at = 0.0
         self._seen: deque[tuple[float, int]] = deque()  # (time, lines done), oldest first
 
-    def look(self, now: float, done: int, total: int) -> float | None:
+    def look(self, now: float, done: int, total: int, at_once: int = 1) -> float | None:
         """The time at which all lines will be done.
+
+        If none has ended for a while, those that run are taken to need as long again, and so does
+        whatever comes after them.
 
         Args:
             now: seconds on a clock that does not go back.
+            at_once: lines that run.
 
         Returns:
-            Infinity if none has ended for a while; None if it is too early to say.
+            None if it is too early to say.
         """
+        if not self._seen or done != self._seen[-1][1]:
+            self._moved_at = now
+        self.still_s = now - self._moved_at
         self._seen.append((now, done))
         while len(self._seen) > 2 and now - self._seen[1][0] >= WINDOW_S:
             self._seen.popleft()
@@ -34,7 +49,8 @@ class EndForecast:
         if done >= total:
             return now
         if done == before:
-            return float("inf") if now - began >= WINDOW_S else None
+            rounds = math.ceil((total - done) / max(1, at_once))
+            return now + rounds * self.still_s if now - began >= WINDOW_S else None
         if now - began < OBSERVED_S:
             return None
         return now + (total - done) * (now - began) / (done - before)
@@ -68,4 +84,5 @@ def predict_end(
     if work_s is None:
         return None
     work_s += of_keys.pop(record.owner, 0.0)
-    return now + work_s + sum(min(work_s, left_s) for left_s in of_keys.values())
+    work_s += sum(min(work_s, left_s) for left_s in of_keys.values())
+    return now + min(work_s, LATEST_S)

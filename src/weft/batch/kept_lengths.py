@@ -16,6 +16,21 @@ MOST_ROWS = 4 * MOST_NODES  # of all models; those that were used last
 KEPT_S = 90 * 86400
 
 
+class ChangedNode(NamedTuple):
+    """A node of a table that is to be saved, as it was at a moment.
+
+    Attributes:
+        number: in the table.
+        ended, censored: (columns,) requests.
+    """
+
+    number: int
+    hash: bytes
+    parent: bytes
+    ended: Row
+    censored: Row
+
+
 class SavedNode(NamedTuple):
     """A node of a table, as it is kept."""
 
@@ -25,7 +40,7 @@ class SavedNode(NamedTuple):
     censored: bytes
 
 
-def changed_nodes(table: LengthTable) -> list[SavedNode]:
+def changed_nodes(table: LengthTable) -> list[ChangedNode]:
     """Nodes that have changed since the last call, with what runs there as censored.
 
     So if this process is killed, what it ran is not forgotten: it was no shorter than that. What
@@ -38,11 +53,12 @@ def changed_nodes(table: LengthTable) -> list[SavedNode]:
         while (node := table.parents[node]) > 0:
             nodes.add(node)
     return [
-        SavedNode(
+        ChangedNode(
+            node,
             _key(table.hashes[node]),
             _key(table.hashes[max(0, table.parents[node])]),
-            _packed(known.ended[node]),
-            _packed(known.censored[node]),
+            known.ended[node],
+            known.censored[node],
         )
         for node in sorted(nodes)
     ]
@@ -66,14 +82,15 @@ class KeptLengths:
         self._writing = writing
         self._now = now
 
-    def save(self, served: str, nodes: list[SavedNode]) -> None:
+    def save(self, served: str, nodes: list[ChangedNode]) -> None:
         """Write nodes of a model; forget rows unused for long, and those beyond a number."""
         now = self._now()
+        rows = [
+            (served, node.hash, node.parent, _packed(node.ended), _packed(node.censored), now)
+            for node in nodes
+        ]
         with self._writing():
-            self._base.executemany(
-                "INSERT OR REPLACE INTO lengths VALUES (?, ?, ?, ?, ?, ?)",
-                [(served, *node, now) for node in nodes],
-            )
+            self._base.executemany("INSERT OR REPLACE INTO lengths VALUES (?, ?, ?, ?, ?, ?)", rows)
             self._base.execute("DELETE FROM lengths WHERE used_at < ?", (now - KEPT_S,))
             self._base.execute(
                 "DELETE FROM lengths WHERE (served, hash) IN "
@@ -86,7 +103,7 @@ class KeptLengths:
         rows = self._base.execute(
             "SELECT hash, parent, ended, censored FROM lengths WHERE served = ? "
             "ORDER BY used_at DESC LIMIT ?",
-            (served, MOST_NODES - 1),
+            (served, MOST_NODES // 2),  # the rest is for what is new
         ).fetchall()
         nodes = {row[0]: SavedNode(*row) for row in rows}
         table, done = LengthTable(), set[bytes]()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
@@ -22,6 +23,8 @@ from weft.blend.lengths import LengthTable
 from weft.blend.order import Jobs, Room, make_order
 from weft.blend.order import Order as BlendOrder
 from weft.core.errors import WeftError
+
+logger = logging.getLogger("weft.batch")
 
 PAUSE_EVERY = 64  # lines, after which others may do something
 
@@ -56,6 +59,9 @@ class InOrder:
 
     async def prepare(self) -> None:
         """There is nothing to prepare."""
+
+    def close(self) -> None:
+        """It holds nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +171,13 @@ class Planned:
             output = -(-output // self._choices[place])
         self._order.ended(place, output)
 
+    def close(self) -> None:
+        """Hand out nothing more; what runs was given up, and holds no memory."""
+        self._room = 0
+        self.wake = Planned.wake
+        if self._learning is not None:
+            self._learning.close()
+
     def _look(self) -> None:
         """Begin to look at lengths anew, if it is time. Raises what failed when that was done."""
         if self._failure is not None:
@@ -261,6 +274,9 @@ def read_prompt(
         prompt = prompt_of(source.line(index))
     except WeftError:
         return None  # running the line gives the error
+    except Exception:
+        logger.exception("Line %d cannot be put in order.", source.number(index))
+        return None
     return prompt if prompt is not None and len(prompt.tokens) else None
 
 

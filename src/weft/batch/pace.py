@@ -101,7 +101,9 @@ class PaceMeter:
             self._warm_at = self._since = None
             return found
         if self._warm_at is None:
-            self._warm_at = done.lines + max(1, self._pool.num_open)
+            if not self._pool.num_open:  # those that wait are not in order yet
+                return None
+            self._warm_at = done.lines + self._pool.num_open
         if self._since is None:
             if done.lines >= self._warm_at:
                 self._since = now, done

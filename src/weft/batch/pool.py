@@ -100,6 +100,7 @@ class Pool:
         self._shares: dict[Share, None] = {}  # a set that keeps the order
         self._tokens: dict[bytes, int] = {}  # that lines have cost, by key
         self._charged = self._ended = 0
+        self._served: set[bytes] = set()  # keys that had lines open, or ready, at the last look
 
     @property
     def waiting(self) -> bool:
@@ -108,9 +109,6 @@ class Pool:
 
     def join(self, owner: bytes, due: float, order: LineOrder, mean: Demand = ONE_LINE) -> Share:
         """Let a batch take part."""
-        others = [self._tokens.get(share.owner, 0) for share in self._shares]
-        if all(share.owner != owner for share in self._shares):
-            self._tokens[owner] = max(self._tokens.get(owner, 0), min(others, default=0))
         share = Share(self, owner, due, order, mean)
         self._shares[share] = None
         return share
@@ -164,6 +162,7 @@ class Pool:
         lines: dict[bytes, int] = {}
         for share in self._shares:
             lines[share.owner] = lines.get(share.owner, 0) + share.open
+        self._bring_up({share.owner for share in waiting} | {key for key, n in lines.items() if n})
         mean = max(1.0, self._charged / self._ended if self._ended else 1.0)
         return min(
             waiting,
@@ -172,3 +171,14 @@ class Pool:
                 share.due,
             ),
         )
+
+    def _bring_up(self, keys: set[bytes]) -> None:
+        """Of these keys, which take part now, let those that did not start at the lowest of others.
+
+        Prompts that are still being put in order give a key no turns to catch up with.
+        """
+        stayed = self._served & keys
+        least = min((self._tokens.get(key, 0) for key in stayed), default=0)
+        for key in keys - stayed:
+            self._tokens[key] = max(self._tokens.get(key, 0), least)
+        self._served = keys

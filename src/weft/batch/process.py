@@ -357,6 +357,12 @@ class BatchWork:
     async def _save_lengths(self) -> None:
         """Keep what is known of output lengths."""
         self._saved = time.monotonic()
-        nodes = changed_nodes(self._desk.orders.lengths)
-        if nodes:
+        lengths = self._desk.orders.lengths
+        nodes = changed_nodes(lengths)
+        if not nodes:
+            return
+        try:
             await self._desk.call(lambda store: store.lengths.save(self._identity, nodes))
+        except WeftError:
+            lengths.touched.update(node.number for node in nodes)
+            raise

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import fcntl
 import logging
-import math
 import os
 import time
 from collections.abc import Awaitable, Callable
@@ -26,7 +25,7 @@ from weft.api.errors import error_object
 from weft.batch import points
 from weft.batch.database import reachable
 from weft.batch.engine import EngineAsker
-from weft.batch.forecast import EndForecast
+from weft.batch.forecast import LATEST_S, WINDOW_S, EndForecast
 from weft.batch.intake import QueuedTokensError, begin_batch
 from weft.batch.journal import Journal, ResultsError, open_to_append, sync_folder
 from weft.batch.lines import InputChangedError, InputFile
@@ -161,26 +160,27 @@ class Session:
     def _predict(self, journal: Journal, by_rates: Callable[[BatchRecord], float | None]) -> None:
         """Predict the end, and go on in a better class if that comes after the window."""
         done, now = journal.answered + journal.refused, time.monotonic()
-        end = self._forecast.look(now, done, self.record.total)
-        left_s = None if end is None else end - now
+        asked = 0 if self._share is None else self._share.open
+        left_s: float | None = None
+        if asked:
+            end = self._forecast.look(now, done, self.record.total, asked)
+            left_s = None if end is None else min(end - now, LATEST_S)
+        else:  # it waits for its turn, which says nothing of how fast it will be
+            self._forecast = EndForecast()
         source = "progress"
-        if left_s is None or (math.isinf(left_s) and not self._asked):
+        if left_s is None or self._forecast.still_s >= WINDOW_S:
             at = by_rates(replace(self.record, **counts_of(journal)))
-            left_s = None if at is None else at - time.time()
-            source = "rates"
-        known = left_s is not None and math.isfinite(left_s)
-        self._predicted_at = int(time.time() + (left_s or 0)) if known else None
-        self._predicted_from = source if known else None
+            by_rates_s = None if at is None else at - time.time()
+            # Rates are refuted where nothing has ended for longer than they give the whole rest.
+            if left_s is None or (by_rates_s is not None and self._forecast.still_s < by_rates_s):
+                left_s, source = by_rates_s, "rates"
+        self._predicted_at = None if left_s is None else int(time.time() + left_s)
+        self._predicted_from = None if left_s is None else source
         late = left_s is not None and time.time() + left_s > self._due
         # Rates of others may lead to the first step; how fast that is has to be seen.
         telling = source == "progress" or self.service_class == BATCH_CLASS
-        if late and telling and self._asked:
+        if late and telling and asked:
             self._promote(done)
-
-    @property
-    def _asked(self) -> bool:
-        """Whether lines of the batch are asked at present."""
-        return self._share is not None and self._share.open > 0
 
     def _promote(self, done: int) -> None:
         """Go on in the next class, if there is one, and see how fast that is."""
@@ -300,6 +300,7 @@ class Session:
         """Have all lines answered, or as many as there is time for."""
         asker = self._desk.make_asker(self._mark, self.record.payer)
         while self._over is None and not _all_done(journal, source):
+            waits: WeftError | None = None
             record = self.record
             order = self._desk.orders.make(source, journal, asker, record.endpoint)
             mean = record.demand * (1 / max(1, record.demand_lines))
@@ -319,13 +320,16 @@ class Session:
             except (ResultsError, NobodyAnswersError) as error:
                 if journal.unsure:
                     raise  # another session begins with what is sure
-                logger.warning("Batch %s waits: %s", self.record.id, error.message)
-                await self._until_over(asyncio.sleep(RETRY_S))
+                waits = error
             finally:
                 self._share = None
-                self._desk.pool.leave(share)
                 preparing.cancel()
                 await asyncio.wait([preparing])  # no thread reads the input any more
+                order.close()
+                self._desk.pool.leave(share)  # others may go now
+            if waits is not None:
+                logger.warning("Batch %s waits: %s", self.record.id, waits.message)
+                await self._until_over(asyncio.sleep(RETRY_S))
 
     def _grown(self, source: InputFile, order: LearningOrder, number: int, tokens: int) -> None:
         """The oldest line that runs has so many tokens; another one may go now."""

@@ -400,7 +400,7 @@ class BatchStore:
         """Set columns of a batch; False if its status is none of ``before`` any more.
 
         Args:
-            check: may refuse that by what it raises, while no other batch can change.
+            check: may refuse what is done by what it raises, while no other batch can change.
         """
         names = ", ".join(f"{name} = ?" for name in columns)
         where, values = "id = ?", [*columns.values(), batch_id]
@@ -408,9 +408,10 @@ class BatchStore:
             where += f" AND status IN ({', '.join('?' * len(before))})"
             values += before
         with self._writing():
-            check()
-            done = self._base.execute(f"UPDATE batches SET {names} WHERE {where}", values)
-        return done.rowcount > 0
+            changed = self._base.execute(f"UPDATE batches SET {names} WHERE {where}", values)
+            if changed.rowcount:
+                check()
+        return changed.rowcount > 0
 
     def show_progress(self, progress: Collection[tuple[str, dict[str, Any]]]) -> None:
         """Set columns of several batches at once."""

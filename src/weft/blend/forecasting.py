@@ -118,6 +118,12 @@ class ForecastOrder(ABC, Generic[Plan]):
         self._ends += 1
         self._on_end(leaf, output)
 
+    def close(self) -> None:
+        """Nothing of it runs any more, and nothing will: it holds no memory."""
+        for leaf in self.forecast.live():
+            self.ended(self._numbers[leaf], None)
+        self._table.unwatch(self)
+
     def running(self) -> Running:
         """What runs, for the table of lengths."""
         live = self.forecast.live()

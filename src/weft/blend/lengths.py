@@ -90,8 +90,15 @@ class LengthTable:
         with self._lock:
             self._watched.add(order)
 
+    def unwatch(self, order: RunsSomething) -> None:
+        """This order runs nothing any more."""
+        with self._lock:
+            self._watched.discard(order)
+
     def places(self, prompts: Seq[Any], scope: bytes = b"") -> Ints:
         """(n,) the node of each prompt: of its longest beginning that enough of them share.
+
+        A call makes nodes for a quarter of the room that is left: short, common beginnings first.
 
         Args:
             prompts: token ids.
@@ -103,16 +110,19 @@ class LengthTable:
             row[: len(found)] = found
         nodes = np.full(len(prompts), self._node(scope_hash(scope), 0) if scope else 0, np.int64)
         levels = [_Level.of(column) for column in rows.T]
+        room = (MOST_NODES - len(self)) // 4  # others come, too
         for level, below in zip(levels, [*levels[1:], None], strict=True):
             wanted = level.counts >= SHARED
             if below is not None:  # of equal sets of prompts the longest beginning is the node
                 above = level.inverse[below.firsts]
                 wanted[above[(below.values > 0) & (below.counts == level.counts[above])]] = False
             found_at = np.full(len(level.values), -1, np.int64)
-            parents = nodes[level.firsts].tolist()
-            for place, value in enumerate(level.values.tolist()):
-                if value and (wanted[place] or value in self._ids):
-                    found_at[place] = self._node(value, parents[place])
+            parents, values = nodes[level.firsts].tolist(), level.values.tolist()
+            for place in np.argsort(-level.counts, kind="stable").tolist():
+                new = values[place] not in self._ids
+                if values[place] and (not new or (wanted[place] and room > 0)):
+                    found_at[place] = self._node(values[place], parents[place])
+                    room -= new
             mine = found_at[level.inverse]
             nodes = np.where(mine >= 0, mine, nodes)
         return nodes

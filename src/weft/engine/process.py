@@ -248,7 +248,7 @@ def _raise_stalled(*_: object) -> None:
 
 def _info(engine: Engine, ready: bool) -> EngineInfo:
     scheduler, resolved = engine.scheduler, engine.resolved
-    pools = scheduler.cache.pools
+    pool = max(scheduler.cache.pools, key=lambda pool: 1 - pool.available / pool.num_blocks)
     waiting = list(scheduler.sequences.waiting)
     return EngineInfo(
         ready=int(ready),
@@ -261,8 +261,8 @@ def _info(engine: Engine, ready: bool) -> EngineInfo:
         vocab_size=engine.model.spec.vocab_size,
         hidden_size=engine.model.spec.hidden_size,
         block_size=resolved.block_size,
-        blocks=sum(pool.num_blocks for pool in pools),
-        free_blocks=sum(pool.available for pool in pools),
+        blocks=pool.num_blocks,
+        free_blocks=pool.available,
         waiting=len(waiting),
         running=len(scheduler.sequences.running),
         paused=sum(sequence.preemptions > 0 for sequence in waiting),

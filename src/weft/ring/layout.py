@@ -42,7 +42,8 @@ class EngineInfo:
         ready: 1 once requests are served; the limits are valid from then on.
         pid: the engine's process.
         started_ns, updated_ns: on the monotonic clock.
-        blocks, free_blocks: of the device's KV, ``block_size`` tokens each.
+        blocks, free_blocks: of the device's KV, ``block_size`` tokens each, of the group of layers
+            that has the least left.
         waiting, running, paused: requests at present, over all rings.
         queued_prompt_tokens: prompt tokens of the waiting ones.
         requests, finished, failed, cancelled: since the start.
