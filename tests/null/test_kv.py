@@ -7,7 +7,7 @@ import pytest
 from weft.core.errors import InvariantError
 from weft.kv.cache import GroupSpec, KVCache
 from weft.kv.hashing import HashChain
-from weft.kv.pool import BlockPool
+from weft.kv.pool import BlockPool, fullest
 
 FULL = GroupSpec("full", 4, 8)
 SLIDING = GroupSpec("sliding", 4, 8, window=6)
@@ -226,3 +226,12 @@ def test_blocks_that_are_evicted_are_free_and_forgotten():
     assert pool.find(b"held") == held
     pool.check({held: 1})
     assert pool.available == 3
+
+
+def test_the_fullest_pool_is_the_one_that_runs_out_first():
+    sliding, full = BlockPool(10), BlockPool(100)
+    assert sliding.allocate(4)
+    assert full.allocate(30)
+    assert fullest([full, sliding]) is sliding
+    assert full.allocate(20)
+    assert fullest([full, sliding]) is full

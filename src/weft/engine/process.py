@@ -38,6 +38,7 @@ from weft.engine.forkserver import serve_forks
 from weft.engine.loop import EngineLoop
 from weft.engine.machine import WallClock
 from weft.engine.postpone import postpone
+from weft.kv.pool import fullest
 from weft.ring.inbox import RingInbox
 from weft.ring.layout import INFO_CLASSES, EngineInfo
 from weft.ring.segment import RingFds
@@ -248,7 +249,7 @@ def _raise_stalled(*_: object) -> None:
 
 def _info(engine: Engine, ready: bool) -> EngineInfo:
     scheduler, resolved = engine.scheduler, engine.resolved
-    pool = max(scheduler.cache.pools, key=lambda pool: 1 - pool.available / pool.num_blocks)
+    pool = fullest(scheduler.cache.pools)
     waiting = list(scheduler.sequences.waiting)
     return EngineInfo(
         ready=int(ready),

@@ -125,3 +125,8 @@ class BlockPool:
             raise InvariantError("hash index and block hashes differ")
         if any(block not in self._hash_of for block in self._cached):
             raise InvariantError("a cached block has no hash")
+
+
+def fullest(pools: Iterable[BlockPool]) -> BlockPool:
+    """The pool with the smallest share left, whose group of layers runs out first."""
+    return min(pools, key=lambda pool: pool.available / max(1, pool.num_blocks))
