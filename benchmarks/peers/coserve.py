@@ -91,8 +91,9 @@ def until_slo(port: int) -> None:
 
 def vllm(setup: Setup) -> Engine:
     prepared = install.vllm(setup, "A", "bf16")
-    binary = str(Path(prepared.command[0]).with_name("vllm"))
-    command = [binary, "serve", str(setup.model("A")), "--served-model-name", "model"]
+    # The command `vllm` looks for a package of that name, and the CPU build has another one.
+    command = [prepared.command[0], "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", str(setup.model("A")), "--served-model-name", "model"]
     command += ["--dtype", "bfloat16", "--max-model-len", str(CONTEXT * 4)]
     command += ["--max-num-seqs", str(ROWS), "--no-enable-prefix-caching"]
     command += ["--scheduling-policy", "priority"]
