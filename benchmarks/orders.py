@@ -51,6 +51,7 @@ from weft.core.served import ServedModel
 from weft.cost.hardware import hardware
 from weft.cost.shape import ModelShape
 from weft.engine.keeper import EngineKeeper
+from weft.engine.links import EngineLinks
 from weft.engine.machine import cpu_name
 from weft.offline import WAITING_SHARE
 from weft.ring.client import RingClient
@@ -214,7 +215,7 @@ class Bench:
 @contextlib.asynccontextmanager
 async def engine(settings: dict[str, Any]) -> AsyncIterator[Bench]:
     ring = ring_of(EngineConfig.from_mapping(settings))
-    keeper = EngineKeeper(settings, [ring], standby=False, watchdog_s=300.0)
+    keeper = EngineKeeper(settings, EngineLinks([ring]), standby=False, watchdog_s=300.0)
     client = RingClient(ring)
     served = await keeper.start()
     client.attach(asyncio.get_running_loop())
