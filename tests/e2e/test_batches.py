@@ -82,6 +82,8 @@ def test_other_endpoints(client):
     message = {"custom_id": "c", "method": "POST", "url": "/v1/messages", "body": chat}
     batch = wait(client, create(client, [message], endpoint="/v1/messages"))
     assert (batch.request_counts.completed, batch.usage.output_tokens) == (1, 3)
+    answer = json.loads(client.files.content(batch.output_file_id).text)
+    assert answer["response"]["body"]["usage"]["service_tier"] == "batch"
 
 
 @pytest.mark.parametrize(

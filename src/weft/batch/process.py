@@ -20,7 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -35,6 +35,7 @@ from weft.batch.memory import KvMemory
 from weft.batch.orders import ServedOrders
 from weft.batch.pace import PaceMeter, TokenPace
 from weft.batch.pool import Pool
+from weft.batch.promotion import BATCH_CLASS
 from weft.batch.records import BatchRecord
 from weft.batch.session import Desk, ElsewhereError, Session, over_because
 from weft.batch.store import BatchStore, StoreLimits
@@ -169,7 +170,8 @@ def _builder(settings: Mapping[str, Any], served: ServedModel) -> Builder:
         settings["max_sequences"], settings["max_prompt_bytes"], settings["request_chat_template"]
     )
     dialect = choose_dialect(template, settings["tool_parser"], settings["reasoning_parser"])
-    return Builder(tokenizer, template, card, limits, dialect)
+    builder = Builder(tokenizer, template, card, limits, dialect)
+    return builder.under(replace(builder.classes, default=BATCH_CLASS))  # which answers name
 
 
 async def load_lengths(thread: Executor, store: BatchStore, identity: str) -> LengthTable:
