@@ -22,9 +22,11 @@ def load(model: str, threads: int) -> Callable[[Work], dict[str, float]]:
     scheduler.max_num_seqs = 64
     scheduler.enable_prefix_caching = False
     scheduler.dynamic_split_fuse = True
+    capabilities = openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    precision = "bf16" if "BF16" in capabilities else "f32"  # it refuses bfloat16 without hardware
     hints = {
-        "INFERENCE_PRECISION_HINT": "bf16",
-        "KV_CACHE_PRECISION": "bf16",
+        "INFERENCE_PRECISION_HINT": precision,
+        "KV_CACHE_PRECISION": precision,
         "INFERENCE_NUM_THREADS": threads,
         "PERFORMANCE_HINT": "LATENCY",
     }

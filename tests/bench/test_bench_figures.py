@@ -356,9 +356,10 @@ def test_settings_that_make_no_sense_are_refused(settings, words):
 class TwoKernels:
     """One bound by memory, one by products; each notes how often it ran."""
 
-    def __init__(self) -> None:
+    def __init__(self, bfloat16: float = 4e9) -> None:
         self.ran = [0, 0]
         self.threads = 0
+        self.bfloat16 = bfloat16
 
     def set_threads(self, count):
         self.threads = count
@@ -367,7 +368,7 @@ class TwoKernels:
         return 1e9
 
     def matmul_rate(self, dtype):
-        return {"bfloat16": 4e9, "float32": 1e9}[dtype]
+        return {"bfloat16": self.bfloat16, "float32": 1e9}[dtype]
 
     def cases(self):
         for index, (name, read, flops) in enumerate((("copy", 1e6, 1e6), ("mul", 1e3, 8e6))):
@@ -388,6 +389,14 @@ def test_shares_of_the_roofline_follow_from_the_times():
     assert [row["name"] for row in only["kernels"]] == ["mul"]
     with pytest.raises(ConfigError, match="No kernel has 'x'"):
         bench_kernels(kernels, KernelsBench(only="x"))
+
+
+def test_without_bfloat16_in_hardware_the_bound_is_that_of_float32():
+    result = bench_kernels(TwoKernels(bfloat16=2e7), KernelsBench(seconds=0.001))
+    mul = result["kernels"][1]
+    assert mul["share"] * mul["median_us"] == pytest.approx(8e3), "at 1 GFLOP/s, not at 0.02"
+    assert result["matmul_flops_per_s"] == {"bfloat16": 1e9, "float32": 1e9}
+    assert result["yardsticks"][0]["bfloat16"] == 2e7
 
 
 # -- throughput ---------------------------------------------------------------------------------
