@@ -1,4 +1,4 @@
-"""What interactive requests feel beside best effort with the scheduler that a server chooses.
+"""Interactive requests beside best effort with the scheduler that a server chooses.
 
     python benchmarks/default_policy.py --rates 1,2,4 --burstiness 1,0.25 \\
         --out benchmarks/results/default_policy.json

@@ -31,5 +31,6 @@ def test_lines_that_run_for_long_need_as_long_again():
     assert forecast.look(WINDOW_S, 5, 10, 2) == WINDOW_S * (1 + 3), (
         "those that run, and two times more"
     )
-    assert forecast.still_s == WINDOW_S
+    assert (forecast.still_s, forecast.stalled) == (WINDOW_S, True)
     assert forecast.look(WINDOW_S + 1, 10, 10) == WINDOW_S + 1
+    assert not forecast.stalled

@@ -1,4 +1,4 @@
-"""What lines ask for, how fast they were answered lately, and the ends that are predicted by it."""
+"""Demand of lines, the pace at which they were answered lately, and the ends predicted by it."""
 
 from __future__ import annotations
 

@@ -429,9 +429,15 @@ def test_a_late_batch_goes_on_in_better_classes(
     assert [message.rsplit("'", 2)[1] for message in said] == wanted
 
 
-def test_a_batch_that_waits_for_its_turn_is_not_promoted(started, monkeypatch):
+@pytest.fixture
+def _soon_stalled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenth of a second without an end tells of a batch."""
     monkeypatch.setattr(process, "PROGRESS_S", 0.02)
     monkeypatch.setattr(forecast, "WINDOW_S", 0.1)
+
+
+@pytest.mark.usefixtures("_soon_stalled")
+def test_a_batch_that_waits_for_its_turn_is_not_promoted(started):
     held = asyncio.Event()
     answering = Held(held)
     working = started(answering, at_once=2, promotion="interactive")
@@ -455,19 +461,22 @@ def test_a_batch_that_waits_for_its_turn_is_not_promoted(started, monkeypatch):
     assert working.status(first) == "completed"
 
 
-def test_lines_that_take_long_are_no_reason_for_promotion(started, monkeypatch):
-    """Neither after a wait for their turn, nor by what they need themselves."""
-    monkeypatch.setattr(process, "PROGRESS_S", 0.02)
-    monkeypatch.setattr(forecast, "WINDOW_S", 0.1)
+@pytest.mark.usefixtures("_soon_stalled")
+@pytest.mark.parametrize("source", ["progress", "rates"])
+def test_lines_that_take_long_are_no_reason_for_promotion(started, source):
+    """Neither while there is time for all of them, nor while earlier rates say that there is."""
     held = asyncio.Event()
-    answering = Held(held)
-    working = started(answering, at_once=2, promotion="interactive")
-    record = working.create([request(f"{i}") for i in range(30)], promotable="flex interactive")
+    working = started(Held(held), at_once=1, promotion="interactive")
+    given = {"promotable": "flex interactive", "window_s": 86_400 if source == "progress" else 30}
+    record = working.create([request(f"{i}") for i in range(50)], **given)
+    if source == "rates":
+        working.store.paces.add("here", Observed(15, working.other.reload(record.id).demand))
 
     async def meanwhile() -> None:
-        while working.weft(record)["predicted_from"] != "progress":
+        while working.status(record) != "in_progress":
             await asyncio.sleep(0.02)
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(1.2)  # fifty times as long would be after the shorter window
+        assert working.weft(record)["predicted_from"] == source
         assert working.weft(record)["promotions"] == []
         assert working.weft(record)["warning"] is None
         held.set()

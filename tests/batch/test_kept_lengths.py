@@ -1,4 +1,4 @@
-"""What is known of output lengths outlives the process that learnt it, even if that is killed."""
+"""Learnt output lengths outlive the process that learnt them, even if that is killed."""
 
 from __future__ import annotations
 

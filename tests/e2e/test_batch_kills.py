@@ -24,6 +24,7 @@ from served_batches import (
     on_disk,
     patiently,
     results,
+    undisturbed_results,
     upload,
     wait,
 )
@@ -70,8 +71,7 @@ def client(server: Server) -> openai.OpenAI:
 
 @pytest.fixture(scope="module")
 def undisturbed(client: openai.OpenAI) -> dict[str, str]:
-    """What the lines are answered where nobody is killed."""
-    return results(client, wait(client, create(client, [line(i) for i in range(60)])))[0]
+    return undisturbed_results(client)
 
 
 @pytest.fixture(autouse=True)

@@ -25,6 +25,7 @@ from served_batches import (
     expire,
     line,
     results,
+    undisturbed_results,
     wait,
 )
 
@@ -48,8 +49,7 @@ def client(server: Server) -> openai.OpenAI:
 
 @pytest.fixture(scope="module")
 def undisturbed(client: openai.OpenAI) -> dict[str, str]:
-    """What the lines are answered where nobody is killed."""
-    return results(client, wait(client, create(client, [line(i) for i in range(60)])))[0]
+    return undisturbed_results(client)
 
 
 def test_there_is_no_process_before_the_first_batch_and_each_line_is_answered(server, client):

@@ -11,7 +11,7 @@ from typing import Any
 from tqdm import tqdm
 
 from weft.batch.client import BatchClient, ServerAwayError
-from weft.batch.forecast import WINDOW_S, EndForecast
+from weft.batch.forecast import EndForecast
 from weft.batch.progress import SAY_EVERY_S
 from weft.batch.records import time_of_day
 
@@ -138,7 +138,7 @@ class _FollowView:
         """The predicted end: what the server says, else by the lines that have ended."""
         own = self._forecast.look(now, done, total) if total else None
         end = (batch.get("weft") or {}).get("predicted_end_at")
-        if end is None and own is not None and self._forecast.still_s < WINDOW_S:
+        if end is None and own is not None and not self._forecast.stalled:
             end = time.time() + own - now
         if end is None or batch["status"] in ENDED:
             return ""

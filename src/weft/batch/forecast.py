@@ -19,10 +19,12 @@ class EndForecast:
 
     Attributes:
         still_s: seconds since a line has ended, or since the first look.
+        stalled: whether that is so long that the end is told by it.
     """
 
     def __init__(self) -> None:
         self.still_s = 0.0
+        self.stalled = False
         self._moved_at = 0.0
         self._seen: deque[tuple[float, int]] = deque()  # (time, lines done), oldest first
 
@@ -46,11 +48,12 @@ class EndForecast:
         while len(self._seen) > 2 and now - self._seen[1][0] >= WINDOW_S:
             self._seen.popleft()
         began, before = self._seen[0]
+        self.stalled = before == done < total and now - began >= WINDOW_S
         if done >= total:
             return now
         if done == before:
             rounds = math.ceil((total - done) / max(1, at_once))
-            return now + rounds * self.still_s if now - began >= WINDOW_S else None
+            return now + rounds * self.still_s if self.stalled else None
         if now - began < OBSERVED_S:
             return None
         return now + (total - done) * (now - began) / (done - before)

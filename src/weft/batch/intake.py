@@ -1,4 +1,4 @@
-"""What is decided when a batch comes: whether it has room in the queue, and when it will end."""
+"""Admission of batches: whether one has room in the queue, and when it will end."""
 
 from __future__ import annotations
 

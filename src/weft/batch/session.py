@@ -25,7 +25,7 @@ from weft.api.errors import error_object
 from weft.batch import points
 from weft.batch.database import reachable
 from weft.batch.engine import EngineAsker
-from weft.batch.forecast import LATEST_S, WINDOW_S, EndForecast
+from weft.batch.forecast import LATEST_S, EndForecast
 from weft.batch.intake import QueuedTokensError, begin_batch
 from weft.batch.journal import Journal, ResultsError, open_to_append, sync_folder
 from weft.batch.lines import InputChangedError, InputFile
@@ -168,11 +168,12 @@ class Session:
         else:  # it waits for its turn, which says nothing of how fast it will be
             self._forecast = EndForecast()
         source = "progress"
-        if left_s is None or self._forecast.still_s >= WINDOW_S:
+        if left_s is None or self._forecast.stalled:
             at = by_rates(replace(self.record, **counts_of(journal)))
             by_rates_s = None if at is None else at - time.time()
-            # Rates are refuted where nothing has ended for longer than they give the whole rest.
-            if left_s is None or (by_rates_s is not None and self._forecast.still_s < by_rates_s):
+            still_s = self._forecast.still_s
+            # Rates may say better until nothing has ended for as long as they give the whole rest.
+            if left_s is None or (by_rates_s is not None and still_s < by_rates_s < left_s):
                 left_s, source = by_rates_s, "rates"
         self._predicted_at = None if left_s is None else int(time.time() + left_s)
         self._predicted_from = None if left_s is None else source

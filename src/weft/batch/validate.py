@@ -1,4 +1,4 @@
-"""What is wrong with the input of a batch, before any of its lines is asked."""
+"""Validates the input of a batch before any of its lines is asked."""
 
 from __future__ import annotations
 

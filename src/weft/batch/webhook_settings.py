@@ -1,4 +1,4 @@
-"""What an operator says of webhooks: addresses, secrets, and whether private networks are meant."""
+"""Settings of webhooks: addresses, secrets, and whether private networks are allowed."""
 
 from __future__ import annotations
 

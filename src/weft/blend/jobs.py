@@ -1,4 +1,4 @@
-"""What is to be ordered, and the engine that it is ordered for."""
+"""Requests to be ordered, and the engine that they are ordered for."""
 
 from __future__ import annotations
 

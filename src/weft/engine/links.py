@@ -1,4 +1,4 @@
-"""What engine processes inherit from whoever starts them."""
+"""File descriptors that engine processes inherit from the process that starts them."""
 
 from __future__ import annotations
 

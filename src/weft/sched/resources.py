@@ -1,4 +1,4 @@
-"""What schedulers are made of: limits, classes, targets, costs, and the KV blocks of both tiers."""
+"""Parts of a scheduler: limits, classes, targets, costs, and the KV blocks of both tiers."""
 
 from __future__ import annotations
 

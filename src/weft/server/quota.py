@@ -1,4 +1,4 @@
-"""What one API key may use: its limits, and the rates at which they come back.
+"""Quotas of one API key: its limits, and the rates at which they come back.
 
 A rate is kept as in OpenAI's API: a bucket that holds a minute's worth, and fills evenly. Its state
 is one number, the time at which it will be full (the generic cell rate algorithm), so that several

@@ -1,4 +1,4 @@
-"""What each API key uses at present, in memory that all request planes share.
+"""Present use of each API key, in memory that all request planes share.
 
     used slots | accounts: 32 bytes a slot | full: 2 words a slot | open: 1 word a slot and plane
 
