@@ -3,6 +3,7 @@
 
 VENV ?= .venv
 PYTHON ?=
+DEVICE ?=
 TORCH_SPEC ?=
 PIP_ARGS ?=
 WITHIN ?=
@@ -13,24 +14,28 @@ export PYTHON
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+TORCH := $(BIN)/python scripts/install_torch.py --spec="$(TORCH_SPEC)" --pip-args="$(PIP_ARGS)"
 PARALLEL := -n $(shell n=$$(nproc); echo $$((n < 8 ? n : 8))) --dist loadfile --no-loadscope-reorder
+# Kernels for this machine alone compile in half the time; those for all machines do as well.
+SETS := $(if $(wildcard $(STAMPS)/native-all),all,machine)
 NATIVE := CMakeLists.txt $(shell find src -name '*.cpp' -o -name '*.hpp')
 
 .DEFAULT_GOAL := help
-.PHONY: help serve run test test-deep setup setup-test lint typecheck bench clean distclean
+.PHONY: help serve run test test-deep setup setup-all setup-machine setup-test lint typecheck bench clean distclean
 
 help:  ## Show this
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 	@echo
 	@echo "Variables: PYTHON (interpreter), VENV (folder, $(VENV)), PIP_ARGS (for pip install),"
-	@echo "           TORCH_SPEC (install this torch, whatever it brings), WITHIN (seconds for"
-	@echo "           test-deep), PARTS (of test-deep: those named), OFFLINE (test-deep without"
-	@echo "           what downloads packages)"
+	@echo "           DEVICE (cuda: install torch with CUDA; cpu: none; else by what the machine"
+	@echo "           has), TORCH_SPEC (install this torch, whatever it brings), WITHIN (seconds"
+	@echo "           for test-deep), PARTS (of test-deep: those named), OFFLINE (test-deep"
+	@echo "           without what downloads packages)"
 
-serve: setup  ## Set up, then serve the built-in model on port 8000
+serve: setup-$(SETS)  ## Set up, then serve the built-in model on port 8000
 	$(BIN)/weft serve
 
-run: setup  ## Set up, then generate text with the built-in model
+run: setup-$(SETS)  ## Set up, then generate text with the built-in model
 	$(BIN)/weft generate "def fibonacci(n):" --echo --max-tokens 64
 
 test: setup-test  ## Set up, then run all checks, also after one that fails
@@ -41,9 +46,13 @@ test: setup-test  ## Set up, then run all checks, also after one that fails
 test-deep: setup-test  ## Set up, then run the long forms of tests, and real clients (downloads them)
 	$(BIN)/python tools/deep.py $(if $(WITHIN),--within $(WITHIN)) $(if $(OFFLINE),--offline) $(PARTS)
 
-setup: $(STAMPS)/install  ## Create the environment and build the native part
+setup: setup-all  ## Create the environment and build the native part
 
-setup-test: $(STAMPS)/test
+setup-all setup-machine: setup-%:
+	@$(MAKE) --no-print-directory --jobs=2 $(STAMPS)/install-$* $(STAMPS)/torch-$(or $(DEVICE),auto)
+
+setup-test: setup
+	@$(MAKE) --no-print-directory $(STAMPS)/test
 
 lint: setup-test  ## Check style and formatting
 	$(BIN)/ruff check .
@@ -56,7 +65,7 @@ bench: setup-test  ## Run the benchmarks
 	@for file in $(filter-out benchmarks/report.py,$(wildcard benchmarks/*.py)); do echo "== $$file"; $(BIN)/python $$file || exit 1; done
 
 clean:  ## Remove what was built
-	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis $(STAMPS)/install
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis $(STAMPS)/native-*
 
 distclean: clean  ## Remove the environment, too
 	rm -rf $(VENV)
@@ -68,16 +77,33 @@ $(STAMPS)/venv:
 	  && "$$python" -m venv $(VENV)
 	@mkdir -p $(STAMPS) && touch $@
 
-$(STAMPS)/torch: scripts/install_torch.py | $(STAMPS)/venv
-	$(BIN)/python scripts/install_torch.py --spec="$(TORCH_SPEC)" --pip-args="$(PIP_ARGS)"
+$(STAMPS)/tools: pyproject.toml | $(STAMPS)/venv
+	@$(BIN)/python scripts/requirements.py build > $(STAMPS)/build.txt
+	$(PIP) install --quiet --upgrade pip --requirement $(STAMPS)/build.txt $(PIP_ARGS)
+	@$(BIN)/python scripts/requirements.py native > $(STAMPS)/native.txt
+	@test ! -s $(STAMPS)/native.txt || $(PIP) install --quiet --requirement $(STAMPS)/native.txt $(PIP_ARGS)
 	@touch $@
 
-$(STAMPS)/install: $(STAMPS)/torch pyproject.toml $(NATIVE)
-	$(PIP) install --quiet --editable . $(PIP_ARGS)
+$(STAMPS)/packages: pyproject.toml | $(STAMPS)/tools
+	@$(BIN)/python scripts/requirements.py run > $(STAMPS)/run.txt
+	$(PIP) install --quiet --requirement $(STAMPS)/run.txt $(PIP_ARGS)
 	@touch $@
 
-$(STAMPS)/test: pyproject.toml | $(STAMPS)/install
-	@$(BIN)/python -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
-	  print(*project['optional-dependencies']['test'], sep='\n')" > $(STAMPS)/test.txt
+# Compiles while the packages are downloaded.
+$(STAMPS)/native-all $(STAMPS)/native-machine: $(STAMPS)/native-%: pyproject.toml $(NATIVE) | $(STAMPS)/tools
+	$(PIP) install --quiet --no-deps --no-build-isolation --config-settings=cmake.define.WEFT_SETS=$* \
+	  --editable . $(PIP_ARGS)
+	@touch $@
+
+$(STAMPS)/install-all $(STAMPS)/install-machine: $(STAMPS)/install-%: $(STAMPS)/native-% $(STAMPS)/packages
+	@touch $@
+
+$(STAMPS)/torch-%: scripts/install_torch.py pyproject.toml | $(STAMPS)/packages
+	$(TORCH) --device=$*
+	@touch $@
+
+$(STAMPS)/test: pyproject.toml | $(STAMPS)/install-all
+	$(TORCH) --device=$(or $(DEVICE),auto) --required
+	@$(BIN)/python scripts/requirements.py test > $(STAMPS)/test.txt
 	$(PIP) install --quiet --requirement $(STAMPS)/test.txt $(PIP_ARGS)
 	@touch $@

@@ -1,6 +1,6 @@
-"""Paged attention against the bounds of memory and matrix products, on the shapes of two models.
+"""Paged attention against the bounds of memory and matrix products, on the shapes of some models.
 
-    python benchmarks/attention.py [--out benchmarks/results/attention.json]
+    python benchmarks/attention.py [--isa avx2] [--out benchmarks/results/attention.json]
 
 Decode is compared with reading the same caches, prefill with a bfloat16 product of torch,
 each run next to the other in turn; the ratio is the median of the pairs. A decode case reads other
@@ -20,14 +20,17 @@ from typing import Any
 import torch
 
 import report
+from weft.core.kv_types import cache_dtype
 from weft.exec.store import KVStore
+from weft.kernels.arrays import address
 from weft.kernels.cpu import _native
 from weft.kernels.cpu import attention as cpu
 from weft.kernels.interface import AttentionMetadata
 from weft.kernels.kv_storage import KV_DTYPES
 from weft.models.spec import KVGroup
 
-SHAPES = {"A": (12, 4, 64), "B": (16, 8, 128)}  # heads, KV heads, head size
+# heads, KV heads, head size; Q: of Qwen2.5-0.5B
+SHAPES = {"A": (12, 4, 64), "B": (16, 8, 128), "Q": (14, 2, 64)}
 BLOCK = 16
 LARGER_THAN_CACHES = 192 * 2**20
 PAUSE_S = 0.05  # torch's threads spin on the cores for some milliseconds after a product
@@ -44,7 +47,7 @@ class Inputs:
         one = 2 * rows * context * kv_heads * size * KV[kv].itemsize
         layers = -(-LARGER_THAN_CACHES // one) if queries == 1 else 1
         group = KVGroup("full", tuple(range(layers)), None, kv_heads, size)
-        self.store = KVStore([group], [blocks], BLOCK, KV[kv], torch.device("cpu"))
+        self.store = KVStore([group], [blocks], BLOCK, cache_dtype(kv))
         tables = torch.randperm(blocks, dtype=torch.int32).view(rows, -1)
         tables[:, : shared // BLOCK] = tables[0, : shared // BLOCK].clone()
         every = torch.arange(blocks * BLOCK)
@@ -85,7 +88,7 @@ class Inputs:
     def read(self) -> None:
         """Read what one call reads, by the yardstick's own loop."""
         for tensor in next(self.turn):
-            _native.read_all(tensor.data_ptr(), tensor.nbytes // 8)
+            _native.read_all(address(tensor), tensor.nbytes // 8)
 
 
 def seconds(run: Callable[[], object], pause_s: float) -> float:
@@ -149,16 +152,18 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--quick", action="store_true", help="fewer shapes")
+    parser.add_argument("--isa", choices=cpu.isas(), help="instruction set; the widest")
     options = parser.parse_args()
+    cpu.use_isa(options.isa or cpu.isa())
     cpu.set_threads(options.threads)
     torch.set_num_threads(options.threads)
     print(f"{'GB/s or GFLOP/s':<40}{'kernel':>9}{'bound':>9}{'ratio':>7}{'best':>7}")
     rows = []
     sizes = [(4, 2048), (16, 2048)] if options.quick else [
-        (rows, context) for context in (512, 2048, 8192) for rows in (1, 4, 16)
+        (rows, context) for context in (512, 2048, 8192, 16384) for rows in (1, 4, 16)
     ]  # fmt: skip
     for shape in SHAPES:
-        for kv in ("bfloat16", "int8", "fp8"):
+        for kv in ("bfloat16", "float32", "int8", "fp8"):
             for count, context in sizes if kv == "bfloat16" else [(4, 2048)]:
                 rows.append(decode(shape, kv, count, context, options.pairs))
         for tokens in (2048,) if options.quick else (512, 1024, 2048, 4096):

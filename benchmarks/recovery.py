@@ -5,6 +5,7 @@
 The engine is killed at a random moment of the first 4 seconds of 16 streams. The pause of a stream
 is the time from the signal to the end of the longest gap between two of its pieces that the signal
 falls into or that follows: what the dead engine had published may still arrive after the signal.
+The pause of a kill is that of the stream that waited longest.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-import psutil
 
 import report
+from processes import memory, processes, wait_until_at_rest
 from serve import wait_until_bound
 
 STREAMS, PROMPT_TOKENS, OUTPUT_TOKENS = 16, 64, 1900
@@ -34,8 +35,9 @@ PORT = 8217
 class Stream:
     """One client that reads a stream and remembers when pieces came."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, port: int, number: int) -> None:
         draw = random.Random(number)
+        self._port = port
         self._prompt = [draw.randrange(100, 3900) for _ in range(PROMPT_TOKENS)]
         self.arrivals: list[float] = []
         self.errors = 0
@@ -45,7 +47,7 @@ class Stream:
             {"model": "builtin", "prompt": self._prompt, "max_tokens": OUTPUT_TOKENS,
              "ignore_eos": True, "temperature": 0, "stream": True}
         )  # fmt: skip
-        reader, writer = await asyncio.open_connection("127.0.0.1", PORT)
+        reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
         head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
         head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
         try:
@@ -53,7 +55,7 @@ class Stream:
             while data := await reader.read(2**16):
                 if b'"text"' in data:
                     self.arrivals.append(time.monotonic())
-                self.errors += b'"error"' in data
+                self.errors += b'{"error"' in data
         finally:
             writer.close()
 
@@ -65,34 +67,16 @@ class Stream:
         return max(gaps)[1] - killed
 
 
-def child(server: subprocess.Popen[bytes], title: str) -> psutil.Process | None:
-    for process in psutil.Process(server.pid).children():
-        if process.cmdline()[:1] == [title]:
-            return process
-    return None
-
-
-async def standby(server: subprocess.Popen[bytes]) -> psutil.Process:
-    """Wait until there is a standby that has nothing left to do."""
-    while True:
-        process = child(server, "weft-standby")
-        if process is not None:
-            before = process.cpu_times()
-            await asyncio.sleep(1)
-            if process.cpu_times() == before and process.memory_info().rss > 100 * 2**20:
-                return process
-        await asyncio.sleep(0.2)
-
-
-async def one_kill(server: subprocess.Popen[bytes], number: int) -> tuple[list[float], int]:
+async def one_kill(
+    server: subprocess.Popen[bytes], port: int, number: int
+) -> tuple[list[float], int]:
     """The pauses of 16 streams, and how many errors they saw."""
-    streams = [Stream(number * STREAMS + i) for i in range(STREAMS)]
+    streams = [Stream(port, number * STREAMS + i) for i in range(STREAMS)]
     tasks = [asyncio.create_task(stream.run()) for stream in streams]
     while not all(stream.arrivals for stream in streams):
         await asyncio.sleep(0.05)
     await asyncio.sleep(random.Random(number).uniform(0, 4))
-    engine = child(server, "weft-engine")
-    assert engine is not None
+    engine = processes(server.pid)["weft-engine"]
     killed = time.monotonic()
     engine.kill()
     while not all(sum(t > killed for t in stream.arrivals) > 20 for stream in streams):
@@ -105,14 +89,17 @@ async def one_kill(server: subprocess.Popen[bytes], number: int) -> tuple[list[f
 
 async def measure(server: subprocess.Popen[bytes], kills: int, waiting: bool) -> dict[str, Any]:
     pauses: list[float] = []
-    memory = errors = 0
+    longest: list[float] = []
+    private = errors = 0
     for number in range(kills):
         await asyncio.sleep(QUIET_S)
         if waiting:
-            memory = (await standby(server)).memory_full_info().uss
-        of_this, seen = await one_kill(server, number)
+            wait_until_at_rest(server.pid, "weft-standby")
+            private = memory(server.pid)["weft-standby"]["private"]
+        of_this, seen = await one_kill(server, PORT, number)
         print(f"kill {number}: {min(of_this):.2f} to {max(of_this):.2f} s", flush=True)
         pauses += of_this
+        longest.append(max(of_this))
         errors += seen
     return {
         "standby": waiting,
@@ -120,8 +107,9 @@ async def measure(server: subprocess.Popen[bytes], kills: int, waiting: bool) ->
         "streams": STREAMS,
         "errors": errors,
         "median_s": round(statistics.median(pauses), 3),
+        "median_of_kills_s": round(statistics.median(longest), 3),
         "max_s": round(max(pauses), 3),
-        "standby_uss_bytes": memory,
+        "standby_private_bytes": private,
         "pauses_s": [round(pause, 3) for pause in pauses],
     }
 
@@ -147,8 +135,9 @@ def main() -> None:
     rows = [run(options.kills, waiting) for waiting in (True, False)]
     for row in rows:
         print(
-            f"{'with' if row['standby'] else 'without'} a standby: median {row['median_s']:.2f} s, "
-            f"maximum {row['max_s']:.2f} s, {row['errors']} errors"
+            f"{'with' if row['standby'] else 'without'} a standby: median {row['median_s']:.2f} s "
+            f"of streams, {row['median_of_kills_s']:.2f} s of kills, maximum {row['max_s']:.2f} s, "
+            f"{row['errors']} errors"
         )
     if options.out:
         report.save(options.out, rows=rows)

@@ -22,7 +22,8 @@ qemu-aarch64 -cpu max "$out/fuzz" "${1:-20}"
 cd "$cpu"
 for march in armv8-a armv8.2-a+bf16; do
   compile -static -march=$march -DWEFT_ISA=baseline "$root/tests/kernels/layers.cpp" sample.cpp \
-    dispatch.cpp layer.cpp matrix.cpp panel.cpp pool.cpp quant.cpp quant_tile.cpp scan.cpp \
+    dispatch.cpp experts.cpp layer.cpp matrix.cpp ops.cpp panel.cpp pool.cpp post.cpp quant.cpp \
+    quant_tile.cpp rate.cpp scan.cpp \
     -o "$out/layers" -pthread
   qemu-aarch64 -cpu max "$out/layers" 5
 done

@@ -1,6 +1,8 @@
-"""Install torch into the environment whose Python runs this: on a machine without GPU, a CPU build.
+"""Install torch into the environment whose Python runs this, where weft needs it.
 
-CUDA builds are several gigabytes, so without a GPU they are only installed if TORCH_SPEC asks.
+On a machine with an NVIDIA GPU that is the extra ``cuda``. Without one weft runs on numpy and its
+native kernels, and torch is installed for tests alone (``--required``): a CPU build, since CUDA
+builds are several gigabytes.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+from requirements import requirements
 
 MINIMUM = (2, 11)
 PINNED = "torch==2.13.0"
@@ -29,6 +33,11 @@ HELP = (
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--device", choices=["auto", "cpu", "cuda"], default="auto",
+        help="what weft is to run on; auto: the GPU if there is one",
+    )  # fmt: skip
+    parser.add_argument("--required", action="store_true", help="install torch without a GPU, too")
     parser.add_argument("--spec", default="", help="install this requirement, whatever it brings")
     parser.add_argument("--pip-args", default="", help="more arguments for pip install")
     options = parser.parse_args()
@@ -40,12 +49,20 @@ def main() -> int:
     if version >= MINIMUM:
         print(f"torch {importlib.metadata.version('torch')} is there already")
         return 0
-    if has_gpu():
-        print("NVIDIA GPU found: installing torch with CUDA")
-        return pip("install", f"torch>={'.'.join(map(str, MINIMUM))}", *pip_args)
+    if options.device == "cuda" or (options.device == "auto" and has_gpu()):
+        print("installing torch with CUDA", flush=True)
+        return pip("install", *requirements("cuda"), *pip_args)
+    if not options.required:
+        print("weft will run on the CPU, without torch (make DEVICE=cuda installs it)")
+        return 0
+    return install_cpu_build(pip_args)
+
+
+def install_cpu_build(pip_args: list[str]) -> int:
+    """Install a torch that brings no CUDA, or say on stderr what to do."""
     if installed("pip") < MINIMUM_PIP:
         pip("install", "--quiet", "--upgrade", "pip", *pip_args)  # if it fails, the old one serves
-    print("no NVIDIA GPU found: installing a CPU build of torch", flush=True)
+    print("installing a CPU build of torch", flush=True)
     if pip_would_install_cpu_build(pip_args) and pip("install", PINNED, *pip_args) == 0:
         return 0
     if install_with_uv(pip_args):

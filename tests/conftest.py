@@ -52,6 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
     state = tempfile.TemporaryDirectory(prefix="weft-tests-", ignore_cleanup_errors=True)
     config.add_cleanup(state.cleanup)
     os.environ["XDG_STATE_HOME"] = state.name  # of all servers of the tests
+    os.environ["XDG_CACHE_HOME"] = f"{state.name}/cache"
     config.addinivalue_line("markers", f"deep: runs only with {depth.VARIABLE}=1")
     config.addinivalue_line("markers", f"deeper: does more with {depth.VARIABLE}=1")
     spins = budgets.Spins()

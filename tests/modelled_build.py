@@ -34,7 +34,11 @@ class SlowExecutor(ModelledExecutor):
         return super().collect(ticket)
 
 
-def build_engine(config: EngineConfig, returning_bytes: int = 0) -> Any:  # noqa: ARG001
+def build_engine(
+    config: EngineConfig,
+    returning_bytes: int = 0,  # noqa: ARG001
+    patience_s: float = 0.0,  # noqa: ARG001
+) -> Any:
     """What ``weft.engine.process`` asks of an engine."""
     folder = resolve_model(config.model, offline=True)
     spec = read_spec(folder, config.max_model_len)
@@ -43,6 +47,7 @@ def build_engine(config: EngineConfig, returning_bytes: int = 0) -> Any:  # noqa
     groups = (GroupSpec("full", BLOCK_SIZE, BLOCKS),)
     ends = read_generation_defaults(folder).eos_token_ids or spec.eos_token_ids
     resources = Resources(groups, limits, config.service_classes())
+    executor = SlowExecutor(groups, spec.vocab_size)
     return SimpleNamespace(
         model=SimpleNamespace(spec=spec, folder=folder, eos_token_ids=ends),
         resolved=SimpleNamespace(
@@ -53,10 +58,14 @@ def build_engine(config: EngineConfig, returning_bytes: int = 0) -> Any:  # noqa
         ),
         resources=resources,
         scheduler=make_scheduler("fcfs", resources),
-        executor=SlowExecutor(groups, spec.vocab_size),
+        executor=executor,
         grammars=SimpleNamespace(compile=_compile),
         started_ns=time.monotonic_ns(),
         check_ranks=lambda: None,
+        close=executor.close,
+        keep_weights=lambda: None,
+        rest=lambda: False,
+        worked=lambda: None,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from weft.core.types import NEUTRAL
-from weft.kernels.reference_sampling import SETTINGS
+from weft.kernels.sampling import SETTINGS
 
 
 def whole_row(*given: float) -> tuple[float, ...]:

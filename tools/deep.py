@@ -58,6 +58,7 @@ PARTS = (
     tests("fuzz", "damaged checkpoints and requests", 400, "fuzz"),
     tests("referees", "answers that OpenAI's description does not allow", 20, "referees"),
     Part("batches", "two hundred kills beside batches", ("tests/batch_soak.py",), 600),
+    Part("wheel", "what a wheel lacks, or brings too much of", ("tests/wheel.py",), 120, True),
     Part("clients", "requests of real programs", ("tests/referees/clients/run.py",), 480, True),
 )
 

@@ -55,6 +55,7 @@ BY_HAND = {
     "src/weft/builtin/tokenizer.json": "Tokeniser of the built-in model.",
     "src/weft/builtin/tokenizer_config.json": "Control tokens and chat template.",
     "tests/null/recorded_plans.json": "Digests of the plans of all schedulers in fixed scenarios.",
+    "tests/numeric/golden.json": "Hashes of golden logits, by instruction set.",
 }
 
 

@@ -28,7 +28,7 @@ from weft.core.plan import StepOutputs
 from weft.core.types import Request, SamplingParams
 from weft.engine.loop import EngineLoop
 from weft.engine.machine import WallClock
-from weft.exec.device import CudaDevice, Device, HostDevice
+from weft.exec.device import CudaDevice, Device, HostDevice, tensor_memory
 from weft.exec.graphs import GraphExecutor, Steps
 from weft.exec.input_batch import InputBatch
 from weft.exec.step_layout import SIZES
@@ -124,7 +124,7 @@ class Engine:
         decoder: Decoder,
         device: Device,
         batch: int,
-        kv_dtype: torch.dtype,
+        kv_dtype: str,
         sizes: Seq[int] | None = None,
     ) -> None:
         """Capture the steps of some sizes, of the batch alone if none are given."""
@@ -132,7 +132,7 @@ class Engine:
         blocks = batch * -(-(PROMPT + OUTPUT) // BLOCK) + 1
         groups = [GroupSpec(g.name, BLOCK, blocks, g.window) for g in spec.kv_groups]
         counts = [blocks] * len(groups)
-        store = KVStore(spec.kv_groups, counts, BLOCK, kv_dtype, device.where)
+        store = KVStore(spec.kv_groups, counts, BLOCK, kv_dtype, tensor_memory(str(device.where)))
         length = PROMPT + OUTPUT
         table = InputBatch(batch, length, [-(-length // BLOCK)] * len(groups))
         tokens = max(1024, batch)
@@ -224,8 +224,8 @@ def measure(case: Case, batch: int, decoder: Decoder, device: Device, output: in
     figure(f"{name}: TTFT, median", statistics.median(ttft), "ms")
     figure(f"{name}: TTFT, last", max(ttft), "ms", TTFT_GOAL_MS if main else None, "less")
     if cuda and batch == 1:
-        dtype = str(decoder.dtype).removeprefix("torch.")
-        bound = read_bandwidth(device.where) / weight_bytes(decoder.spec, dtype, case.quantize)
+        size = weight_bytes(decoder.spec, decoder.dtype, case.quantize)
+        bound = read_bandwidth(device.where) / size
         share = rate / bound
         figure(f"{name}: share of the bandwidth bound", share, "", BANDWIDTH_GOAL, "more")
     if cuda:
@@ -257,14 +257,14 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     options = parser.parse_args()
     cuda = options.device == "cuda"
-    device: Device = CudaDevice(torch.device("cuda", 0)) if cuda else HostDevice()
+    device: Device = CudaDevice("cuda:0") if cuda else HostDevice()
     cases = [case for case in CASES if options.model in (None, case.model)]
     if not cases:
         cases = [Case(options.model, "none", {options.batch or 1: None})]
     started = time.perf_counter()
     for case in cases:
         spec = shape(case.model, PROMPT + OUTPUT)
-        ops = select_ops(device.where, torch.bfloat16, "auto" if cuda else "reference")
+        ops = select_ops(str(device.where), "bfloat16", "auto" if cuda else "reference")
         with torch.inference_mode():
             decoder = random_decoder(spec, torch.bfloat16, device.where, ops, case.quantize)
         for batch in case.goals:

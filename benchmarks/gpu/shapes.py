@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from weft.kernels.arrays import dtype_name
 from weft.kernels.interface import OpTable
 from weft.models.decoder import Decoder
 from weft.models.layout import parameters, storage_of
@@ -76,7 +77,7 @@ def random_decoder(
         if storage is None or ops.quantise is None:
             weights[parameter.name] = ops.pack(name, tensor)
             continue
-        found = ops.quantise(name, tensor.shape, dtype, storage)
+        found = ops.quantise(name, tensor.shape, dtype_name(dtype), storage)
         several = isinstance(found, tuple)
         for matrix, rows in zip(found, tensor, strict=True) if several else [(found, tensor)]:
             matrix.write(0, rows)

@@ -15,16 +15,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
-import os
 import random
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import install
 from install import InstallError, Setup
+from serving import START_S, running
 
 import report
 from coserve import (
@@ -49,7 +46,6 @@ from coserve import (
 
 ROWS = 16  # that each engine computes at once
 CONTEXT = 512  # tokens of a request
-START_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -110,47 +106,10 @@ def vllm(setup: Setup) -> Engine:
 
 def llamacpp(setup: Setup) -> Engine:
     prepared = install.llamacpp(setup, "A", "bf16")
-    gguf, binary = prepared.command[2], Path(prepared.command[-1]).with_name("llama-server")
-    command = [str(binary), "-m", gguf, "--alias", "model", "-t", str(setup.threads)]
+    gguf, folder = prepared.command[2], prepared.command[-1]
+    command = [f"{folder}/llama-server", "-m", gguf, "--alias", "model", "-t", str(setup.threads)]
     command += ["-np", str(ROWS), "-c", str(ROWS * CONTEXT), "--no-webui"]
     return Engine(command)
-
-
-@contextlib.contextmanager
-def running(engine: Engine, log: Path) -> Iterator[int]:
-    """Serve while the block runs; the port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
-    with log.open("ab") as output:
-        process = subprocess.Popen(
-            [*engine.command, "--port", str(port)],
-            stdout=output, stderr=output, env={**os.environ, **engine.environment},
-        )  # fmt: skip
-    try:
-        wait_until_healthy(process, port, log)
-        if engine.settle is not None:
-            engine.settle(port)
-        yield port
-    finally:
-        process.terminate()
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def wait_until_healthy(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    end = time.monotonic() + START_S
-    while time.monotonic() < end:
-        with contextlib.suppress(httpx.HTTPError):
-            if httpx.get(f"http://127.0.0.1:{port}/health", timeout=5).status_code == 200:
-                return
-        if process.poll() is not None:
-            break
-        time.sleep(0.2)
-    raise InstallError(f"it does not serve (see {log})")
 
 
 async def load(
@@ -229,8 +188,11 @@ def main() -> None:
             for name in list(engines)[:: -1 if turn % 2 else 1]:
                 log = setup.envs / "logs" / f"serve {name}.log"
                 try:
-                    with running(engines[name], log) as port:
-                        runs[name].append(measure(port, engines[name], options, turn))
+                    engine = engines[name]
+                    with running(engine.command, log, engine.environment) as (_, port):
+                        if engine.settle is not None:
+                            engine.settle(port)
+                        runs[name].append(measure(port, engine, options, turn))
                 except InstallError as error:
                     failures[name] = str(error)
     rows = [row(name, each) for name, each in runs.items() if each]

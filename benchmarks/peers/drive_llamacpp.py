@@ -1,16 +1,23 @@
 """Drives llama.cpp: its batched benchmark (no sampling, no HTTP), a process for each run.
 
-python drive_llamacpp.py MODEL.gguf THREADS FORMAT PROGRAM
+python drive_llamacpp.py MODEL.gguf THREADS FORMAT FOLDER [--prefix-caching]
+
+The benchmark caches no prefixes, so with ``--prefix-caching`` it is the server, over HTTP. FOLDER
+has the programs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
 from collections.abc import Callable
 
-from driving import Work, drive
+from driving import CACHING, MOST_TOKENS, Work, drive
+
+SLOTS = 4
+LIVES = contextlib.ExitStack()  # until the driver ends
 
 
 def load(model: str, threads: str, program: str) -> Callable[[Work], dict[str, float]]:
@@ -37,10 +44,25 @@ def load(model: str, threads: str, program: str) -> Callable[[Work], dict[str, f
     return run
 
 
-def version() -> str:
-    """The commit is not in the archive; the package's number is in the path of the program."""
-    return "llama-batched-bench"
+def serve(model: str, threads: str, program: str) -> Callable[[Work], dict[str, float]]:
+    """Run work on a server whose slots keep what they have computed."""
+    from serving import running, streamed
+
+    command = [program, "-m", model, "--alias", "m", "-t", threads, "-tb", threads, "--no-webui"]
+    command += ["-np", str(SLOTS), "-c", str(SLOTS * MOST_TOKENS), "-b", "2048", "-ub", "512"]
+    _, port = LIVES.enter_context(running(command))
+    return streamed(port, "m")
+
+
+def main() -> None:
+    model, threads, _, folder = sys.argv[1:5]
+    start, program = load, "llama-batched-bench"
+    if CACHING in sys.argv:
+        start, program = serve, "llama-server"
+    with LIVES:
+        # the commit is not in the archive; the package's number is in the path of the program
+        drive(lambda: start(model, threads, f"{folder}/{program}"), lambda: program)
 
 
 if __name__ == "__main__":
-    drive(lambda: load(sys.argv[1], sys.argv[2], sys.argv[4]), version)
+    main()

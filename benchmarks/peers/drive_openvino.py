@@ -1,6 +1,6 @@
 """Drives OpenVINO GenAI: its continuous batching pipeline, stepped in process.
 
-python drive_openvino.py EXPORTED_MODEL THREADS FORMAT
+python drive_openvino.py EXPORTED_MODEL THREADS FORMAT [--prefix-caching]
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import itertools
 import sys
 from collections.abc import Callable
 
-from driving import Watch, Work, drive
+from driving import CACHING, Watch, Work, drive
 
 
 def load(model: str, threads: int) -> Callable[[Work], dict[str, float]]:
@@ -20,7 +20,7 @@ def load(model: str, threads: int) -> Callable[[Work], dict[str, float]]:
     scheduler = genai.SchedulerConfig()
     scheduler.cache_size = 2
     scheduler.max_num_seqs = 64
-    scheduler.enable_prefix_caching = False
+    scheduler.enable_prefix_caching = CACHING in sys.argv
     scheduler.dynamic_split_fuse = True
     capabilities = openvino.Core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
     precision = "bf16" if "BF16" in capabilities else "f32"  # it refuses bfloat16 without hardware

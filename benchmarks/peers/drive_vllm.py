@@ -1,6 +1,6 @@
 """Drives vLLM's CPU build: its engine, stepped in process, compiled.
 
-python drive_vllm.py MODEL THREADS FORMAT
+python drive_vllm.py MODEL THREADS FORMAT [--prefix-caching]
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from driving import Watch, Work, drive
+from driving import CACHING, MOST_TOKENS, Watch, Work, drive
 
 os.environ |= {
     "VLLM_CPU_KVCACHE_SPACE": "2",
@@ -26,8 +26,8 @@ def load(model: str) -> Callable[[Work], dict[str, float]]:
     from vllm import LLM, SamplingParams
 
     llm = LLM(
-        model=model, dtype="bfloat16", max_model_len=4096, max_num_seqs=64, seed=0,
-        enable_prefix_caching=False,
+        model=model, dtype="bfloat16", max_model_len=MOST_TOKENS, max_num_seqs=64, seed=0,
+        enable_prefix_caching=CACHING in sys.argv,
     )  # fmt: skip
     engine: Any = llm.llm_engine
     numbers = itertools.count()

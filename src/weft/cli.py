@@ -26,9 +26,8 @@ except KeyboardInterrupt:  # Ctrl-C before main() can catch it
 
 EXIT_ERROR, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 CHAT_SAMPLING = ("temperature", "top_p", "max_tokens", "seed", "stop")
-NOT_ON_COMMAND_LINE = frozenset(
-    {"classes", "logit_bias", "bad_token_sequences"}
-)  # nested: in a file
+# Nested: in a file.
+NOT_ON_COMMAND_LINE = frozenset({"classes", "logit_bias", "bad_token_sequences"})
 
 
 class _Parser(argparse.ArgumentParser):
@@ -104,12 +103,14 @@ def _parser() -> _Parser:
     generate.add_argument("--echo", action="store_true", help="print the prompt, too")
     generate.add_argument("--quiet", action="store_true", help="no progress and no statistics")
     _profile_parser(commands)
+    _cache_parser(commands)
     info = commands.add_parser(
         "info",
         help="show model, memory and the kernel behind each op",
-        usage="weft info [settings]",
+        usage="weft info [MODEL] [settings]",
     )
     info.set_defaults(run=_info, parser=info)
+    info.add_argument("named", nargs="?", metavar="MODEL", help="as --model MODEL")
     info.add_argument("--json", action="store_true", help="print JSON")
     for command in (generate, info):
         command.add_argument("--config", metavar="FILE", help="YAML file with the same names")
@@ -120,9 +121,12 @@ def _parser() -> _Parser:
 
 def _serve_parser(commands: Any) -> None:
     serve = commands.add_parser(
-        "serve", help="serve a model over HTTP with OpenAI's API", usage="weft serve [settings]"
+        "serve",
+        help="serve a model over HTTP with OpenAI's API",
+        usage="weft serve [MODEL] [settings]",
     )
     serve.set_defaults(run=_serve, parser=serve)
+    serve.add_argument("named", nargs="?", metavar="MODEL", help="as --model MODEL")
     serve.add_argument("--config", metavar="FILE", help="YAML file with the same names")
     from weft.server.options import ServerOptions
 
@@ -234,6 +238,15 @@ def _profile_parser(commands: Any) -> None:
     _add_settings(profile, "engine", EngineConfig)
 
 
+def _cache_parser(commands: Any) -> None:
+    cache = commands.add_parser("cache", help="show or remove packed weights that are kept")
+    kinds = cache.add_subparsers(dest="kind", required=True, metavar="list|clear")
+    for name, text in (("list", "show them, last used first"), ("clear", "remove them")):
+        parser = kinds.add_parser(name, help=text)
+        parser.set_defaults(run=_cache, parser=parser, model=None)
+    parser.add_argument("--model", help="only those of this folder, GGUF file or hub id")
+
+
 def _sim_parser(commands: Any) -> None:
     sim = commands.add_parser(
         "sim", help="run a scheduler on simulated hardware", usage="weft sim [settings]"
@@ -289,15 +302,18 @@ def _settings(options: Mapping[str, Any], *declared_by: Any) -> list[dict[str, A
     values: dict[str, Any] = {}
     known = [settings_of(cls) for cls in declared_by]
     names = {name for settings in known for name in settings}
-    path = options.get("config")
-    if path is not None:
+    if (path := options.get("config")) is not None:
         for name, value in load_config_file(path).items():
             if name not in names:
                 raise ConfigError(
                     f"{path}: unknown setting '{name}'.{suggest(name, names)}", param=name
                 )
             values[name] = value
-    values |= {name: value for name, value in options.items() if name in names}
+    named = options.get("named")
+    if named is not None and options.get("model", named) != named:
+        raise ConfigError(f"Two models are named: {named} and --model {options['model']}.")
+    given = options if named is None else {**options, "model": named}
+    values |= {name: value for name, value in given.items() if name in names}
     return [{name: values[name] for name in settings if name in values} for settings in known]
 
 
@@ -411,16 +427,19 @@ def _bench_kernels(options: dict[str, Any]) -> int:
     (settings,) = _settings(options, KernelsBench)
     bench = KernelsBench(**settings)
     check_output(bench.output)
+    from weft.core.errors import KernelError
+    from weft.engine.machine import cpu_name
     from weft.kernels import measure
+    from weft.kernels.unavailable import KernelUnavailable
 
-    result = bench_kernels(measure, bench)
+    try:
+        result = bench_kernels(measure, bench, cpu_name())
+    except KernelUnavailable as error:
+        raise KernelError(str(error)) from error
     print(format_kernels(result))
     if bench.output is not None:
         write_json(bench.output, result)
     return 0
-
-
-# -- profile ------------------------------------------------------------------------------------
 
 
 def _profile(options: dict[str, Any]) -> int:
@@ -450,7 +469,10 @@ def _profile(options: dict[str, Any]) -> int:
     return 0
 
 
-# -- sim ----------------------------------------------------------------------------------------
+def _cache(options: dict[str, Any]) -> int:
+    from weft.packed_command import run_cache
+
+    return run_cache(options["kind"], options["model"])
 
 
 def _sim(options: dict[str, Any]) -> int:
@@ -462,9 +484,6 @@ def _sim(options: dict[str, Any]) -> int:
     result = run_sim(SimOptions(**settings))
     print(format_sim(result))
     return 0 if all(run["completed"] for run in result["runs"]) else EXIT_ERROR
-
-
-# -- info ---------------------------------------------------------------------------------------
 
 
 def _info(options: dict[str, Any]) -> int:

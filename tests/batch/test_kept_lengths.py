@@ -157,3 +157,8 @@ def test_what_was_saved_outlives_a_kill(tmp_path):
     store = BatchStore(tmp_path, LIMITS)
     assert expected(store.lengths.load("model")) == pytest.approx([30, 300], rel=0.1)
     store.close()
+
+
+def test_four_full_tables_are_kept():
+    """The number stands where numpy is not imported for it."""
+    assert kept_lengths.MOST_ROWS == 4 * MOST_NODES

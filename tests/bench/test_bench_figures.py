@@ -8,13 +8,14 @@ import json
 import math
 import random
 import statistics
+import time
 
 import pytest
 from fakeserver import chunk
 
 from weft.bench.asking import _Reading
 from weft.bench.client import BrokenError, TimedAnswer
-from weft.bench.kernels import bench_kernels
+from weft.bench.kernels import bench_kernels, format_kernels
 from weft.bench.load import Load, Stop
 from weft.bench.options import KernelsBench, ServeBench, ThroughputBench
 from weft.bench.prompts import PromptMaker
@@ -356,19 +357,28 @@ def test_settings_that_make_no_sense_are_refused(settings, words):
 class TwoKernels:
     """One bound by memory, one by products; each notes how often it ran."""
 
-    def __init__(self, bfloat16: float = 4e9) -> None:
+    def __init__(self) -> None:
         self.ran = [0, 0]
-        self.threads = 0
-        self.bfloat16 = bfloat16
+        self.count = 0
 
     def set_threads(self, count):
-        self.threads = count
+        self.count = count
 
-    def read_rate(self):
+    def threads(self):
+        return self.count
+
+    def clock(self):
+        return time.perf_counter()
+
+    def isa(self):
+        return "avx2"
+
+    def read_rate(self, _seconds):
         return 1e9
 
-    def matmul_rate(self, dtype):
-        return {"bfloat16": self.bfloat16, "float32": 1e9}[dtype]
+    def multiply_rate(self, dtype, _seconds):
+        assert dtype == "bfloat16"
+        return 4e9
 
     def cases(self):
         for index, (name, read, flops) in enumerate((("copy", 1e6, 1e6), ("mul", 1e3, 8e6))):
@@ -377,26 +387,21 @@ class TwoKernels:
 
 def test_shares_of_the_roofline_follow_from_the_times():
     kernels = TwoKernels()
-    result = bench_kernels(kernels, KernelsBench(seconds=0.001, threads=3))
+    result = bench_kernels(kernels, KernelsBench(seconds=0.001, threads=3), "a CPU")
     copy, mul = result["kernels"]
-    assert (kernels.threads, kernels.ran) == (3, [1, 1])
+    assert kernels.ran == [1, 1]
+    assert (result["processor"], result["isa"], result["threads"]) == ("a CPU", "avx2", 3)
+    assert (result["read_bytes_per_s"], result["multiply_flops_per_s"]) == (1e9, {"bfloat16": 4e9})
+    assert format_kernels(result).startswith("a CPU, instruction set avx2, 3 threads\n")
     assert (copy["bound"], mul["bound"]) == ("memory", "compute")
     # a megabyte takes 1 ms at 1 GB/s, 8 million operations 2 ms at 4 GFLOP/s
     assert copy["share"] * copy["median_us"] == pytest.approx(1e3)
     assert mul["share"] * mul["median_us"] == pytest.approx(2e3)
     assert mul["best_us"] <= mul["median_us"]
-    only = bench_kernels(kernels, KernelsBench(seconds=0.001, only="mu"))
+    only = bench_kernels(kernels, KernelsBench(seconds=0.001, only="mu"), "a CPU")
     assert [row["name"] for row in only["kernels"]] == ["mul"]
     with pytest.raises(ConfigError, match="No kernel has 'x'"):
-        bench_kernels(kernels, KernelsBench(only="x"))
-
-
-def test_without_bfloat16_in_hardware_the_bound_is_that_of_float32():
-    result = bench_kernels(TwoKernels(bfloat16=2e7), KernelsBench(seconds=0.001))
-    mul = result["kernels"][1]
-    assert mul["share"] * mul["median_us"] == pytest.approx(8e3), "at 1 GFLOP/s, not at 0.02"
-    assert result["matmul_flops_per_s"] == {"bfloat16": 1e9, "float32": 1e9}
-    assert result["yardsticks"][0]["bfloat16"] == 2e7
+        bench_kernels(kernels, KernelsBench(only="x"), "a CPU")
 
 
 # -- throughput ---------------------------------------------------------------------------------

@@ -9,15 +9,49 @@ from pathlib import Path
 
 import pytest
 
-PEERS = Path(__file__).parents[2] / "benchmarks" / "peers"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+PEERS = BENCHMARKS / "peers"
+
+
+def loaded(path):
+    spec = importlib.util.spec_from_file_location(f"benchmarks_{path.stem}", path)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope="module")
 def install():
-    spec = importlib.util.spec_from_file_location("peers_install", PEERS / "install.py")
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return loaded(PEERS / "install.py")
+
+
+def test_prompts_share_what_they_are_told_to():
+    work = loaded(PEERS / "driving.py").Work
+    prompts = work(3, 40, 1, seed=7, shared=32).prompts()
+    assert {len(prompt) for prompt in prompts} == {40}
+    assert len({tuple(prompt[:32]) for prompt in prompts}) == 1
+    assert len({tuple(prompt[32:]) for prompt in prompts}) == 3
+    others = work(3, 40, 1, seed=8, shared=32).prompts()
+    assert others[0][:32] != prompts[0][:32]  # or a round would find the prefixes of the last one
+
+
+def test_processes_are_looked_at_when_they_are_at_rest():
+    """A child that computes for a while: it is waited for, and its pages are its own."""
+    processes = loaded(BENCHMARKS / "processes.py")
+    child = "import time; held = bytes(range(256)) * 2**18; sum(range(10**7)); time.sleep(600)"
+    server = subprocess.Popen([sys.executable, "-c", child])
+    try:
+        processes.wait_until_at_rest(server.pid)
+        (title, found), *others = processes.memory(server.pid).items()
+        assert not others
+        assert title.startswith("python")
+        assert 64 * 2**20 <= found["private"] <= found["pss"] < 256 * 2**20
+        spent = processes.cpu_seconds(server.pid)
+        assert spent == processes.cpu_seconds(server.pid)
+        assert spent[title] > 0
+    finally:
+        server.kill()
+        server.wait()
 
 
 def test_a_step_that_fails_says_why(install, tmp_path):

@@ -185,6 +185,14 @@ def test_an_unknown_log_level_is_refused():
     assert run("info", WEFT_LOG_LEVEL="debug").returncode == 0
 
 
+def test_an_instruction_set_is_used_and_shown_or_refused():
+    machine = json.loads(run("info", "--json", WEFT_ISA="baseline").stdout)["machine"]
+    assert machine["isa"] == "baseline"
+    assert "instruction set baseline" in run("info", WEFT_ISA="baseline").stdout
+    for command in (("info",), ("bench", "kernels")):
+        refused(run(*command, WEFT_ISA="sse9"), "WEFT_ISA", "'sse9'", "baseline", code=1)
+
+
 def test_chat_and_echo(call):
     done = call("generate", "What is a list?", "--chat", *FAST, "--max-tokens", "5")
     assert done.returncode == 0, done.stderr
@@ -214,6 +222,7 @@ def test_info_names_the_kernel_of_every_op(call):
     ("arguments", "words"),
     [
         (["--host-kv-memory", "1GiB"], ["host_kv_memory is for KV on a GPU", "leave it out"]),
+        (["one", "--model", "two"], ["Two models are named", "one", "two"]),
         (["--quantize", "fp8"], ["quantize is fp8", "kernels of a CPU do not compute"]),
     ],
 )

@@ -8,11 +8,12 @@ import subprocess
 import sys
 import textwrap
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 
 from depth import deep
-from groups import MIB, join, limited_group
+from groups import MIB, join, limited_group, set_limit
 from live import START_S, WEFT, Server, eventually, serving
 
 HUNGRY = 3999  # first token of a prompt with which the engine takes all the memory there is
@@ -32,11 +33,24 @@ TAKING = textwrap.dedent("""
 """)
 
 
-# Each takes less than an engine does, which is therefore who is killed.
-HOGS, HOG_MIB = 10, 49
-HOG = f"""
-kept = b"x" * ({HOG_MIB} << 20)
+# Together they leave less than an engine takes; each is too small to be killed instead of one.
+HOGS, LEFT = 12, 20 * MIB
+HOG = """
+import sys
+kept = b"x" * int(sys.argv[1])
+print("kept", flush=True)
 input()
+"""
+HOG_ITSELF = 4 * MIB
+
+# A file that is written, so that it counts for the process's group, and read until it is active.
+FILE_IN_USE = """
+import os
+with open("file", "wb") as file:
+    file.write(bytes(300 << 20))
+    os.fsync(file.fileno())
+for _ in range(4):
+    open("file", "rb").read()
 """
 
 
@@ -48,6 +62,22 @@ def completion(server: Server, prompt: list[int], **more: object) -> httpx.Respo
 def state(server: Server) -> tuple[int, str]:
     answer = httpx.get(f"{server.url}/ready", timeout=START_S)
     return answer.status_code, answer.json()["status"]
+
+
+def anonymous(group: Path, without: str) -> int:
+    """Bytes of a group's processes that no file backs, less those of one process."""
+    total = 0
+    for pid in (group / "cgroup.procs").read_text().split():
+        if without not in Path(f"/proc/{pid}/cmdline").read_text():
+            status = Path(f"/proc/{pid}/status").read_text()
+            total += int(status.split("RssAnon:")[1].split()[0]) * 1024
+    return total
+
+
+def used(group: Path) -> int:
+    """Bytes of a group's processes and files."""
+    names = ("memory.usage_in_bytes", "memory.current")
+    return int(next(group / name for name in names if (group / name).exists()).read_text())
 
 
 def test_an_engine_takes_less_than_its_group_has():
@@ -92,7 +122,9 @@ def test_a_request_that_takes_all_memory_is_ended_for_that_and_no_other(tmp_path
 def test_without_memory_for_any_engine_requests_end_until_there_is_some_again(tmp_path):
     with limited_group(700 * MIB) as group, serving(tmp_path, within=join(group)) as server:
         undisturbed = completion(server, [5, 6, 7]).json()["choices"]
-        command = [*join(group), sys.executable, "-S", "-c", HOG]
+        free = 700 * MIB - anonymous(group, without="weft-engine") - LEFT
+        kept = free // HOGS - HOG_ITSELF
+        command = [*join(group), sys.executable, "-S", "-c", HOG, str(kept)]
         hogs = [subprocess.Popen(command, stdin=subprocess.PIPE) for _ in range(HOGS)]
         try:
             eventually(lambda: state(server) == (503, "out_of_memory"), START_S)
@@ -105,6 +137,57 @@ def test_without_memory_for_any_engine_requests_end_until_there_is_some_again(tm
                 hog.communicate(b"\n")
         eventually(lambda: state(server) == (200, "ready"), START_S)
         assert completion(server, [5, 6, 7]).json()["choices"] == undisturbed
-        deaths = [line for line in server.errors.read_text().splitlines() if "ended (" in line]
-        assert len(deaths) > 1
-        assert all("700.00 MiB of memory" in line for line in deaths)
+        log = server.errors.read_text().splitlines()
+        (death,) = [line for line in log if "The engine ended (" in line]
+        assert "700.00 MiB of memory" in death
+        failed = [line for line in log if "tried again" in line]
+        assert failed
+        assert all("700.00 MiB of memory" in line or "too few" in line for line in failed)
+
+
+def kill_engine(server: Server) -> None:
+    server.children()["weft-engine"].kill()
+
+
+@deep
+def test_files_in_the_page_cache_take_no_memory_from_the_next_engine(tmp_path):
+    """Also those in use, such as weights that other processes map."""
+    with (
+        limited_group(900 * MIB) as group,
+        serving(tmp_path, "--kv-memory", "150MiB", within=join(group)) as server,
+    ):
+        undisturbed = completion(server, [5, 6, 7]).json()["choices"]
+        subprocess.run(
+            [*join(group), sys.executable, "-S", "-c", FILE_IN_USE], cwd=tmp_path, check=True
+        )
+        set_limit(group, used(group) + 20 * MIB)
+        kill_engine(server)
+        assert completion(server, [5, 6, 7]).json()["choices"] == undisturbed
+        assert "tried again" not in server.errors.read_text()
+        assert server.metrics("weft:engine_memory_kills_total") == [0.0]
+
+
+@deep
+def test_too_little_memory_after_a_kill_from_outside_is_not_called_a_kill_for_memory(tmp_path):
+    with (
+        limited_group(700 * MIB) as group,
+        serving(tmp_path, "--kv-memory", "150MiB", within=join(group)) as server,
+    ):
+        undisturbed = completion(server, [5, 6, 7]).json()["choices"]
+        kept = 700 * MIB - anonymous(group, without="nobody") - 60 * MIB
+        command = [*join(group), sys.executable, "-S", "-c", HOG, str(kept)]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as hog:
+            assert hog.stdout is not None
+            hog.stdout.readline()
+            kill_engine(server)
+            eventually(lambda: state(server) == (503, "out_of_memory"), START_S)
+            error = completion(server, [5, 6, 7]).json()["error"]
+            hog.communicate(b"\n")
+        assert error["code"] == "engine_out_of_memory"
+        assert error["message"].startswith("There is too little free memory to start the next")
+        eventually(lambda: state(server) == (200, "ready"), START_S)
+        assert httpx.get(f"{server.url}/ready").json() == {"status": "ready"}  # no kills
+        assert completion(server, [5, 6, 7]).json()["choices"] == undisturbed
+        failed = [line for line in server.errors.read_text().splitlines() if "tried again" in line]
+        assert len(failed) == 1
+        assert "kv_memory is 150.00 MiB" in failed[0]

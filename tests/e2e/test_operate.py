@@ -61,7 +61,7 @@ def test_server_info_has_kernels_limits_and_versions(server):
         "kv_dtype": info["engine"]["dtype"],
     }
     versions = info["engine"]["versions"]
-    assert set(versions) == {"weft", "python", "torch", "llguidance", "tokenizers"}
+    assert set(versions) == {"weft", "python", "numpy", "llguidance", "tokenizers"}
     assert all(versions.values())
     assert info["limits"]["max_queued_requests"] == 1
     assert "folder" not in answer.text

@@ -193,8 +193,6 @@ def test_a_server_goes_on_after_a_rank_has_died(tmp_path):
 def test_what_does_not_go_together_is_refused_and_info_says_what_runs():
     with pytest.raises(ConfigError, match=r"it has 4 heads\. Sizes that do: 1, 2, 4\."):
         collect_info(EngineConfig(tensor_parallel=3))
-    with pytest.raises(ConfigError, match="pin_threads cannot be combined with tensor_parallel"):
-        EngineConfig(tensor_parallel=2, pin_threads=True)
     info = collect_info(EngineConfig(tensor_parallel=4))
     assert info["kernels"]["layers"]["kernel"].startswith("op by op")
     assert "on each of 4 ranks" in format_info(info)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import httpx
 import pytest
@@ -108,6 +109,29 @@ def test_an_administrator_changes_targets_and_a_killed_engine_loses_none(tmp_pat
         eventually(lambda: http.get("/ready").status_code == 200, 60)
         assert shown(http.get("/v1/targets"))["interactive"] == (7.0, tpot_s)
         assert shown(change({}))["interactive"] == derived["interactive"]
+
+
+def test_a_standby_that_is_older_than_the_profile_takes_over_with_it(tmp_path, profile):
+    """Under steady load it has no idle moment in which it could find it later."""
+    profile, later = Path(profile), tmp_path / "later.json"
+    given = ("--standby", "--profile", str(later), "--log-level", "info")
+    with serving(tmp_path, *given) as server:
+
+        def policy() -> str:
+            info = httpx.get(f"{server.url}/server_info", timeout=60).json()
+            return info["engine"]["scheduling"]["policy"]
+
+        looked = f"There is no profile of costs at {later}"
+        eventually(lambda: server.errors.read_text().count(looked) == 2, 60)
+        assert policy() == "fcfs"
+        profile.rename(later)
+        standby, killed = (server.children()[f"weft-{one}"] for one in ("standby", "engine"))
+        killed.kill()
+        eventually(lambda: server.children().get("weft-engine") == standby, 60)
+        eventually(lambda: httpx.get(f"{server.url}/ready").status_code == 200, 60)
+        assert policy() == "slo"
+        targets = httpx.get(f"{server.url}/server_info").json()["engine"]["scheduling"]["targets"]
+        assert targets["interactive"]["ttft_s"] > 0
 
 
 def shown(answer: httpx.Response) -> dict[str, tuple[float | None, float | None]]:

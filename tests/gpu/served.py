@@ -119,9 +119,9 @@ class Truth:
     """A checkpoint in plain torch on the CPU, in float32."""
 
     def __init__(self, folder: Path, rounding: Any = None) -> None:
-        ops = select_ops(CPU, torch.float32, "reference")
+        ops = select_ops("cpu", "float32", "reference")
         more = () if rounding is None else (rounding,)
-        self._decoder = load_model(folder, torch.float32, CPU, LENGTH, ops, *more)
+        self._decoder = load_model(folder, "float32", LENGTH, ops, *more)
 
     def logits(self, tokens: Seq[int]) -> Tensor:
         """Logits [n, V] after each of the tokens, computed in one piece."""

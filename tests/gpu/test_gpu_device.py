@@ -8,9 +8,10 @@ from served import DEVICE
 
 import where
 from weft.core.plan import KVMove, Tier
-from weft.exec.device import CudaDevice, HostDevice
+from weft.exec.device import CudaDevice, HostDevice, tensor_memory
 from weft.exec.store import KVStore
 from weft.exec.tiers import HostTier, host_store
+from weft.kernels.arrays import dtype_name
 from weft.models.spec import KVGroup
 
 
@@ -78,7 +79,7 @@ def test_memory_of_the_host_starts_as_zeros(device, size) -> None:
 def test_kv_goes_to_the_host_and_back_bit_for_bit(device, dtype) -> None:
     """With every block of the device in use, and while the blocks that it left are written."""
     groups = [KVGroup("full", (0, 1), None, 2, 8), KVGroup("sliding", (2,), 20, 1, 12)]
-    store = KVStore(groups, [6, 5], 4, dtype, DEVICE)
+    store = KVStore(groups, [6, 5], 4, dtype_name(dtype), tensor_memory(str(DEVICE)))
     every = [t.view(torch.uint8) for g in (0, 1) for t in store.tensors(g)]
     for tensor in every:
         tensor.copy_(torch.randint(0, 256, tensor.shape, dtype=torch.uint8))

@@ -23,12 +23,14 @@ from torch.utils._pytree import tree_leaves
 
 from weft.core.plan import RowAdd
 from weft.core.types import SamplingParams
+from weft.exec.device import tensor_memory
 from weft.exec.functions import StepFunctions
 from weft.exec.grammar import GrammarRows
 from weft.exec.input_batch import MOST_EDITS, InputBatch
-from weft.exec.inputs import StepPacker
 from weft.exec.step_layout import sample_layout
+from weft.exec.step_packer import StepPacker
 from weft.exec.store import KVStore
+from weft.kernels.arrays import dtype_name
 from weft.kernels.interface import OpTable
 from weft.kernels.kv_storage import KV_DTYPES
 from weft.kernels.ops import _triton_ops
@@ -88,7 +90,7 @@ def decoder_of(name: str, dtype: torch.dtype, quantize: str) -> Decoder:
     config = CASES[name].config()
     config.architectures = [CASES[name].architecture]
     spec = spec_from_config(config.to_dict(), LENGTH)
-    ops: OpTable = _triton_ops(GPU, str(dtype).removeprefix("torch."), {}, "auto")
+    ops: OpTable = _triton_ops(str(GPU), dtype_name(dtype), {}, "auto")
     weights: dict[str, Any] = {}
     for parameter in parameters(spec, stacked_experts=True):
         tied = parameter.name == "embed" and spec.tied_embeddings
@@ -98,14 +100,15 @@ def decoder_of(name: str, dtype: torch.dtype, quantize: str) -> Decoder:
             tensor = torch.empty(parameter.shape, dtype=dtype, device=GPU)
             weights[parameter.name] = ops.pack(label, tensor)
         else:
-            shape = torch.Size(parameter.shape)
-            weights[parameter.name] = ops.quantise(label, shape, dtype, storage)
+            kind = dtype_name(dtype)
+            weights[parameter.name] = ops.quantise(label, parameter.shape, kind, storage)
     return Decoder(spec, weights, ops)
 
 
 def functions_of(decoder: Decoder, kv_dtype: torch.dtype, tokens: int) -> StepFunctions:
     groups = decoder.spec.kv_groups
-    store = KVStore(groups, [9] * len(groups), BLOCK_SIZE, kv_dtype, GPU)
+    kind, memory = dtype_name(kv_dtype), tensor_memory(str(GPU))
+    store = KVStore(groups, [9] * len(groups), BLOCK_SIZE, kind, memory)
     table = InputBatch(ROWS, LENGTH, [LENGTH // BLOCK_SIZE] * len(groups))
     host = SimpleNamespace(
         where=GPU, host_memory=lambda size, dtype: torch.zeros(size, dtype=dtype)

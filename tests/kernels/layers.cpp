@@ -1,6 +1,6 @@
-// The pool, packed matrices, layers of floats and of integers, and the choice of tokens under a
-// sanitizer: several callers at once, a pool that is resized meanwhile, bodies that throw, and memory
-// of exactly the size that a call may touch.
+// The pool, packed matrices, layers of floats and of integers with and without experts, and the
+// choice of tokens under a sanitizer: several callers at once, a pool that is resized meanwhile,
+// bodies that throw, and memory of exactly the size that a call may touch.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -39,37 +39,51 @@ struct Numbers {
   }
 };
 
+// What a layer has beside attention.
+enum class Has { mlp, experts, everything };
+
 // How the matrices of a model are stored, and the type of its activations.
 struct Kind {
   DType type;
   Format format;
   int64_t group = 0;  // of integers; 0: one scale an output
+  Has has = Has::mlp;
 };
 constexpr Kind kinds[] = {{DType::f32, Format::f32},
                           {DType::bf16, Format::bf16},
                           {DType::bf16, Format::int8},
                           {DType::f32, Format::int4, 32},
-                          {DType::bf16, Format::int4, 128}};
+                          {DType::bf16, Format::int4, 128},
+                          {DType::bf16, Format::bf16, 0, Has::experts},
+                          {DType::f32, Format::int4, 32, Has::experts},
+                          {DType::f32, Format::f32, 0, Has::everything},
+                          {DType::bf16, Format::int8, 0, Has::everything}};
 
 struct Model {
   static constexpr int64_t hidden = 130, size = 333, heads = 3, kv_heads = 1, head_size = 24;
   static constexpr int64_t columns = (heads + 2 * kv_heads) * head_size, half = 5, tokens = 21;
+  static constexpr int64_t experts = 5, expert_size = 40, width = 9;
   const Kind kind;
   const DType type = kind.type;
   std::mt19937 draw{7};
   std::vector<Numbers> kept;
   std::vector<std::unique_ptr<Matrix>> matrices;
   Layer layer;
-  const char *residual, *attended;
+  Experts mixture;
+  const char *residual, *attended, *inputs;
   const float *cos, *sin;
 
   explicit Model(const Kind& kind) : kind(kind) {
     layer.qkv = matrix(columns, hidden, false);
     layer.output = matrix(hidden, heads * head_size, false);
-    layer.gate_up = matrix(2 * size, hidden, true);
-    layer.down = matrix(hidden, size, false);
     layer.qkv_bias = numbers(type, columns);
-    layer.gate_up_bias = numbers(type, 2 * size);
+    if (kind.has != Has::experts) {
+      layer.gate_up = matrix(2 * size, hidden, true);
+      layer.down = matrix(hidden, size, false);
+      layer.gate_up_bias = numbers(type, 2 * size);
+    }
+    if (kind.has != Has::mlp) add_experts();
+    if (kind.has == Has::everything) add_extras();
     layer.input_norm = floats(hidden);
     layer.qk_norm = floats((heads + kv_heads) * head_size);
     layer.post_attention_norm = floats(hidden);
@@ -81,8 +95,34 @@ struct Model {
     layer.epsilon = 1e-5f;
     residual = numbers(type, tokens * hidden);
     attended = numbers(type, tokens * heads * head_size);
+    inputs = numbers(type, tokens * width);
     cos = floats(tokens * half);
     sin = floats(tokens * half);
+  }
+
+  void add_experts() {
+    for (int64_t i = 0; i < experts; ++i) {
+      mixture.gate_up.push_back(matrix(2 * expert_size, hidden, true));
+      mixture.down.push_back(matrix(hidden, expert_size, false));
+    }
+    layer.experts = &mixture;
+    layer.router = matrix(experts, hidden, false);
+    layer.top_k = 2;
+    layer.normalise = true;
+  }
+
+  void add_extras() {
+    layer.value_norm = true;
+    layer.expert_scale = floats(experts);
+    layer.router_scale = floats(hidden);
+    layer.router_factor = 0.1f;
+    layer.expert_norm = floats(hidden);
+    layer.dense_post_norm = floats(hidden);
+    layer.expert_post_norm = floats(hidden);
+    layer.input_gate = matrix(width, hidden, false);
+    layer.input_projection = matrix(hidden, width, false);
+    layer.post_input_norm = floats(hidden);
+    layer.scalar = 0.7f;
   }
 
   const char* numbers(DType of, int64_t count) {
@@ -97,11 +137,12 @@ struct Model {
     weight.shape = {outputs, inputs};
     weight.stride = {inputs, 1};
     if (is_quantised(kind.format)) {
-      matrices.push_back(Matrix::quantised(kind.format, outputs, inputs, gated, type, kind.group,
-                                           kind.group == 0 ? DType::f32 : DType::bf16, false));
+      const DType scale_type = kind.group == 0 ? DType::f32 : DType::bf16;
+      matrices.push_back(Matrix::quantised(
+          {kind.format, outputs, inputs, gated, type, kind.group, scale_type, false}));
       matrices.back()->write_rounded(0, weight);
     } else {
-      matrices.push_back(Matrix::pack(weight, gated));
+      matrices.push_back(Matrix::pack({&weight, 1}, gated));
     }
     return matrices.back().get();
   }
@@ -112,7 +153,8 @@ struct Model {
     std::vector<char> qkv(count * columns * bytes), out(count * hidden * bytes);
     const char* rows = residual + first * hidden * bytes;
     layer_pre(layer, rows, count, cos + first * half, sin + first * half, half, qkv.data());
-    layer_post(layer, attended + first * heads * head_size * bytes, rows, count, out.data());
+    const Rows own = rows_of(inputs + first * width * bytes, width, type);
+    layer_post(layer, attended + first * heads * head_size * bytes, rows, own, count, out.data());
     qkv.insert(qkv.end(), out.begin(), out.end());
     return qkv;
   }

@@ -8,6 +8,7 @@ int main(int, char** words) {
   run_callers([&](int) {
     for (int i = 0; i < rounds; ++i) {
       check_phases();
+      check_shares();
       if (i % 8 == 0) check_throwing();
     }
   });

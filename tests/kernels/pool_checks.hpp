@@ -2,6 +2,7 @@
 // that throw, and several callers of a pool that is resized meanwhile.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstdio>
@@ -35,6 +36,28 @@ inline void check_phases() {
   for (int phase = 0; phase < 5; ++phase) require(done[phase] == counts[phase], "all items ran");
 }
 
+// Every item runs once, however few there are for each thread.
+inline void check_shares() {
+  constexpr int64_t counts[] = {1, 100, 7, 1000};
+  std::vector<std::atomic<int>> ran[4];
+  for (int phase = 0; phase < 4; ++phase) ran[phase] = std::vector<std::atomic<int>>(counts[phase]);
+  shared_pool().run_phases(counts, [&](int phase, int64_t item) { ++ran[phase][item]; });
+  shared_pool().run_phases({}, [](int, int64_t) { require(false, "no phases have no items"); });
+  for (const auto& phase : ran) {
+    for (const auto& times : phase) require(times == 1, "each item runs once");
+  }
+  for (int64_t items : {1, 5, 64, 77, 592}) {
+    int64_t least = items, most = 0;
+    for (int64_t share = 0; share < 64; ++share) {
+      const int64_t size = share_begin(items, share + 1, 64) - share_begin(items, share, 64);
+      least = std::min(least, size);
+      most = std::max(most, size);
+    }
+    require(share_begin(items, 0, 64) == 0 && share_begin(items, 64, 64) == items, "all items");
+    require(most - least <= 1 && most * 64 < items + 64, "shares are alike");
+  }
+}
+
 inline void check_throwing() {
   bool thrown = false;
   try {
@@ -53,7 +76,8 @@ void run_callers(Body body) {
   std::atomic<bool> over{false};
   std::thread resizer([&] {
     for (int i = 0; !over; ++i) {
-      shared_pool().resize(1 + i % 4);
+      // More threads than are counted together, at times.
+      shared_pool().resize(i % 8 == 7 ? 21 : 1 + i % 4, {}, std::vector<int>(i % 2));
       std::this_thread::yield();
     }
   });

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from depth import deep
 
 HERE = Path(__file__).parent
 SOURCES = HERE.parents[1] / "src" / "weft" / "kernels" / "cpu"
-NAMES = ("sample", "dispatch", "layer", "matrix", "panel", "pool", "quant", "quant_tile", "scan")
+NAMES = ("sample", "dispatch", "experts", "layer", "matrix", "ops", "panel", "pool", "post")
+NAMES += ("quant", "quant_tile", "rate", "scan")
 FLAGS = ["-std=c++20", "-O1", "-g", "-ffp-contract=fast", "-Wall", "-Wextra", "-Wno-psabi"]
 
 
@@ -38,6 +40,113 @@ def check(program: Path, rounds: int) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_integers_with_a_modelled_avx_vnni_are_those_of_plain_code() -> None:
+    """No machine here has it: its loops run with the instruction in C++."""
+    copies = []
+    for name, flags in (
+        ("baseline", ()),
+        ("other", ("-mavx2", "-mfma", "-include", HERE / "modelled_vnni.hpp")),
+    ):
+        source = ["-ffp-contract=off", f"-DWEFT_ISA={name}", *flags, f"-I{SOURCES}"]
+        compiled = [*FLAGS, *source, "-c", SOURCES / "quant_tile.cpp"]
+        copies.append(builds.program(compiled, [HERE, SOURCES]))
+    files = [HERE / "quant_forms.cpp", SOURCES / "quant.cpp", *copies]
+    check(builds.program([*FLAGS, f"-I{SOURCES}", *files], [HERE, SOURCES]), 0)
+
+
+@pytest.fixture(scope="module", params=["-march=x86-64", "-march=native"])
+def tile_products(request) -> Path:
+    """Products by AMX tiles, which no machine here has: by a model of the instructions."""
+    flags = [*FLAGS, "-ffp-contract=off", "-DWEFT_X86", f"-I{SOURCES}"]
+    wide = [f"-m{name}" for name in BF16]
+    copies = [
+        ("quant_tile", "baseline", []),
+        ("quant_tile", "avx512bf16", wide),
+        ("panel", "avx512bf16", wide),
+        ("amx", "amx", [f"-m{name}" for name in TILES]),
+    ]
+    files = [
+        builds.program(
+            [*flags, f"-DWEFT_ISA={isa}", *more, "-c", SOURCES / f"{name}.cpp"], [SOURCES]
+        )
+        for name, isa, more in copies
+    ]
+    files += [HERE / "tile_products.cpp", SOURCES / "quant.cpp", SOURCES / "dispatch.cpp"]
+    sanitized = [*flags, request.param, "-fsanitize=address"]
+    return builds.program([*sanitized, *files], [HERE, SOURCES])
+
+
+X86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="tiles are an x86 matter")
+
+
+@X86
+@pytest.mark.parametrize("part", ["checks", "integers", "pairs"])
+def test_products_by_modelled_tiles_are_those_of_their_definitions(tile_products, part) -> None:
+    done = subprocess.run([tile_products, part], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == ("good\n", 0), done.stderr
+
+
+@X86
+@pytest.mark.parametrize(
+    ("part", "needs"),
+    [
+        # If these had the bits of tiles, `amxbf16` need not be a set of its own.
+        pytest.param("vectors", "AVX-512 with bfloat16", id="other-definition"),
+        pytest.param("machine", "AMX", id="tiles"),
+    ],
+)
+def test_instructions_of_this_machine_are_what_is_said_of_them(tile_products, part, needs) -> None:
+    done = subprocess.run([tile_products, part], capture_output=True, text=True, check=False)
+    if done.stdout == "none\n":
+        pytest.skip(f"this machine has no {needs}")
+    assert (done.stdout, done.returncode) == ("good\n", 0), done.stderr
+
+
+BEFORE = ("avx2", "fma")
+WIDE = (*BEFORE, "avx512f", "avx512bw", "avx512dq", "avx512vl")
+BF16 = (*WIDE, "avx512vnni", "avx512bf16")
+TILES = (*BF16, "amx-tile", "amx-int8", "amx-bf16")
+BEFORE_TILES = "avx512bf16 avx512vnni avx512 avx2 baseline"
+
+
+@pytest.mark.parametrize(
+    ("features", "expected"),
+    [
+        ((), "baseline"),
+        (("avx2",), "baseline"),
+        (BEFORE, "avx2 baseline"),
+        ((*BEFORE, "avxvnni"), "avxvnni avx2 baseline"),
+        (("avxvnni",), "baseline"),
+        (WIDE, "avx512 avx2 baseline"),
+        ((*WIDE, "avx512vnni"), "avx512vnni avx512 avx2 baseline"),
+        (
+            (*BF16, "avxvnni"),
+            "avx512bf16 avx512vnni avx512 avxvnni avx2 baseline",
+        ),
+        ((*BF16, "amx-tile", "amx-bf16", "given"), BEFORE_TILES),
+    ],
+)
+def test_a_cpu_runs_the_widest_set_that_it_has(features, expected) -> None:
+    assert selection(features) == [*expected.split(), "0"]
+
+
+def test_tiles_are_used_if_linux_gives_them_and_it_is_asked_once() -> None:
+    assert selection(TILES) == [*BEFORE_TILES.split(), "1"]
+    assert selection((*TILES, "given")) == f"amx amxbf16 {BEFORE_TILES} 1 amxbf16".split()
+
+
+def test_a_build_of_one_set_runs_it_or_the_baseline() -> None:
+    assert selection(BF16, "-DWEFT_ONLY=avx512") == ["avx512", "baseline", "0"]
+    assert selection(BEFORE, "-DWEFT_ONLY=avx512") == ["baseline", "0"]
+
+
+def selection(features: tuple[str, ...], *more: str) -> list[str]:
+    flags = [*FLAGS, "-DWEFT_X86", *more, f"-I{SOURCES}"]
+    program = builds.program([*flags, HERE / "selection.cpp"], [HERE, SOURCES])
+    done = subprocess.run([program, *features], capture_output=True, text=True, check=True)
+    return done.stdout.split()
+
+
 def test_the_pool_under_the_thread_sanitizer() -> None:
     check(built("pool.cpp", ("pool",), "-fsanitize=thread"), 100)
 
@@ -45,9 +154,13 @@ def test_the_pool_under_the_thread_sanitizer() -> None:
 @deep
 @pytest.mark.parametrize(
     ("sanitizer", "isa", "rounds"),
-    [("address,undefined", "-march=native", 60), ("thread", "-march=x86-64", 25)],
+    [
+        ("address,undefined", "-march=native", 60),
+        ("address,undefined", "-march=haswell", 20),
+        ("thread", "-march=x86-64", 25),
+    ],
 )
 def test_pool_and_layers_under_a_sanitizer(sanitizer, isa, rounds) -> None:
-    """The widest vectors for the first; they are no matter of the second, which is slow."""
+    """The widest vectors and AVX2; vectors are no matter of the thread sanitizer, which is slow."""
     flags = (f"-fsanitize={sanitizer}", isa, "-DWEFT_ISA=baseline")
     check(built("layers.cpp", NAMES, *flags), rounds)

@@ -235,3 +235,18 @@ def test_the_fullest_pool_is_the_one_that_runs_out_first():
     assert fullest([full, sliding]) is sliding
     assert full.allocate(20)
     assert fullest([full, sliding]) is full
+
+
+def test_forgotten_blocks_are_free_and_the_lowest_goes_first():
+    pool = BlockPool(5)
+    blocks = pool.allocate(4)
+    for block in blocks[:2]:
+        pool.register_hash(block, bytes([block]))
+    for block in (1, 3, 0):
+        pool.release(block)
+    assert pool.tidy() == [3, 4]
+    pool.forget()
+    assert pool.find(bytes([0])) is None
+    pool.check({2: 1})
+    assert pool.tidy() == [0, 1, 3, 4]
+    assert pool.allocate(3) == (0, 1, 3)

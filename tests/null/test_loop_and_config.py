@@ -425,3 +425,16 @@ def test_numbers_of_numpy_become_pythons_own():
 def test_sizes_without_end_are_refused(value):
     with pytest.raises(ConfigError):
         EngineConfig(kv_memory=value)
+
+
+def test_the_cache_of_packed_weights_is_a_size_or_off():
+    assert EngineConfig().packed_cache == 20 * GIB
+    assert EngineConfig(packed_cache="1GiB").packed_cache == GIB
+    for word in ("off", False, 0):  # YAML makes False of the word
+        assert EngineConfig(packed_cache=word).packed_cache == 0
+    for wrong in ("never", True, -1):
+        with pytest.raises(ConfigError, match=r"packed_cache|not a size") as raised:
+            EngineConfig(packed_cache=wrong)
+        assert "size" in raised.value.message
+    with pytest.raises(ConfigError, match="kv_memory"):
+        EngineConfig(kv_memory=False)

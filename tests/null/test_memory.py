@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
+import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -56,6 +59,9 @@ def test_the_group_of_the_process_counts_and_not_the_root(tree):
     assert available_memory(tree.root) == MIB
     tree.group(own, {"anon": 5, "inactive_file": 4 * MIB}, max=8 * MIB, current=7 * MIB)
     assert available_memory(tree.root) == 5 * MIB
+    files = {"inactive_file": MIB, "active_file": 4 * MIB, "shmem": 2 * MIB}
+    tree.group(own, files, max=8 * MIB, current=7 * MIB)
+    assert available_memory(tree.root) == 6 * MIB
     tree.group(own, max=8 * MIB, current=9 * MIB)
     assert available_memory(tree.root) == 0
     tree.group(own, max="max", current=9 * MIB)
@@ -86,8 +92,12 @@ def test_version_1(tree, level):
     for folder in ("", "/a", "/a/b"):
         plain(tree, V1_POINT + folder, NONE_V1, 3 * MIB)
     assert memory_limit(memory_groups(tree.root)) is None
-    plain(tree, V1_POINT + level, 8 * MIB, 7 * MIB, stat={"total_inactive_file": 2 * MIB})
+    files = {"total_inactive_file": 2 * MIB}
+    plain(tree, V1_POINT + level, 8 * MIB, 7 * MIB, stat=files)
     assert available_memory(tree.root) == 3 * MIB
+    files |= {"active_file": MIB, "total_active_file": 3 * MIB, "total_shmem": MIB}
+    plain(tree, V1_POINT + level, 8 * MIB, 7 * MIB, stat=files)
+    assert available_memory(tree.root) == 6 * MIB
 
 
 def test_version_1_names_a_limit_that_is_out_of_sight(tree):
@@ -186,6 +196,35 @@ def test_without_a_counter_of_the_group_the_machines_counts(tree):
     stat.write_text("pgfault 5\noom_kill 2\n")
     assert kills.recent()
     assert "memory of this machine" in kills.explain()
+
+
+def test_pages_of_files_in_use_are_free_in_a_real_group(tmp_path):
+    """A file read again and again is active; one in shared memory cannot go."""
+    file, shared = tmp_path / "weights", Path(f"/dev/shm/weft-test-{os.getpid()}")
+    work = textwrap.dedent(f"""
+        import os, pathlib
+        from weft.engine.machine import available_memory
+        file = pathlib.Path({str(file)!r})
+        with file.open("wb") as written:
+            written.write(bytes(64 << 20))
+            os.fsync(written.fileno())  # dirty pages might stay inactive
+        for _ in range(4):
+            file.read_bytes()
+        print(available_memory())
+        with open({str(shared)!r}, "wb") as kept:
+            for _ in range(48):
+                kept.write(bytes(1 << 20))
+        print(available_memory())
+    """)
+    try:
+        with limited_group(256 * MIB) as folder:
+            command = [*join(folder), sys.executable, "-c", work]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+    finally:
+        shared.unlink(missing_ok=True)
+    free, less = map(int, done.stdout.split())
+    assert 256 * MIB - free < 64 * MIB  # the process itself takes less than the file
+    assert 40 * MIB < free - less < 56 * MIB
 
 
 def test_a_real_group():

@@ -157,3 +157,14 @@ def test_who_has_lived_long_starts_afresh():
     for _ in range(5):
         backoff.delay_s(0.5, "")
     assert [backoff.delay_s(STABLE_S, ""), backoff.delay_s(0.5, "")] == [0.0, 0.1]
+
+
+def test_an_engine_whose_parent_has_given_up_reports_to_nobody():
+    from weft.engine.process import _tell
+
+    reader, writer = os.pipe()
+    with open(writer, "wb", buffering=0) as report:
+        _tell(report, {"served": "first"})
+        assert os.read(reader, 100) == b'{"served": "first"}\n'
+        os.close(reader)
+        _tell(report, {"attached": {}})

@@ -102,6 +102,62 @@ def test_prefixes_that_were_overwritten_are_not_found_again(tmp_path):
     assert not any(pool._cached for pool in serving.scheduler.cache.pools)
 
 
+def profiled(path):
+    """The profile that another engine of this machine keeps."""
+    fitted, report = drained(self_profile.quick_profile(Machine(COST).run, ROOM, KEY, 2, 60.0))
+    fitted.save(path, report)
+
+
+def drained(steps):
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            return end.value
+
+
+@pytest.mark.parametrize("seconds", [0.0, 60.0])
+def test_an_engine_that_takes_over_looks_for_the_profile_once_more(tmp_path, seconds):
+    path = tmp_path / "model.json"
+    standby = Serving(path, seconds)
+    assert standby.choice.look(standby.scheduler) is None
+    profiled(path)
+    scheduler = standby.choice.look(standby.scheduler)
+    assert scheduler.policy.name == standby.choice.policy == "slo"
+    assert str(path) in standby.choice.describe()
+    assert standby.choice.look(scheduler) is None
+    standby.scheduler = scheduler
+    assert not standby.idle()
+    standby.answer(1)
+    assert standby.machine.now == 0
+
+
+def test_a_profile_that_another_engine_kept_is_taken_instead_of_measuring(tmp_path):
+    path = tmp_path / "model.json"
+    serving = Serving(path)
+    serving.answer(1)
+    profiled(path)
+    assert serving.idle()
+    assert serving.scheduler.policy.name == "slo"
+    assert serving.machine.now == 0
+    assert any(pool._cached for pool in serving.scheduler.cache.pools)
+    serving.answer(2)  # in the row of the first one
+    assert serving.scheduler.totals.finished == 2
+    assert not serving.idle()
+
+
+def test_a_kept_profile_with_targets_out_of_reach_leaves_it_with_fcfs(tmp_path):
+    path = tmp_path / "model.json"
+    profiled(path)
+    for ask in (lambda one: one.choice.look(one.scheduler), Serving.idle):
+        serving = Serving(path, classes={"interactive": {"tpot_s": 1e-4}})
+        assert not ask(serving)
+        assert serving.choice.policy == "fcfs"
+        assert "Raise it to" in serving.choice.reason
+        assert not serving.idle()
+        assert serving.machine.now == 0
+
+
 def test_without_time_for_it_nothing_is_measured(tmp_path):
     serving = Serving(tmp_path / "model.json", seconds=0)
     assert not serving.idle()
@@ -143,9 +199,11 @@ def test_steps_that_drift_are_measured_again(tmp_path):
     serving.choice.watch(serving.scheduler, start + self_profile.DRIFT_S / 2)
     assert not serving.idle()
     serving.choice.watch(serving.scheduler, start + self_profile.DRIFT_S + 1)
+    measured_s = serving.machine.now
     assert serving.idle()
     while serving.idle():
         pass
+    assert serving.machine.now > measured_s  # the profile on disk is the one that is wrong
     assert serving.scheduler.policy is not policy
     assert serving.scheduler.policy.pace.drift == 1
     serving.executor.launch(StepPlan(0, ())).result()

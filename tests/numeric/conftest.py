@@ -1,6 +1,7 @@
 """Makes the helper modules of this folder importable; torch and the kernels have one thread.
 
-Threads of several processes that run tests wait for each other in vain. Tests of threads set them.
+Threads of several processes that run tests wait for each other in vain. Tests of threads set them,
+and tests of instruction sets choose one; the next test has one thread and the widest set again.
 """
 
 import sys
@@ -18,11 +19,12 @@ from weft.kernels.cpu import attention
 
 @pytest.fixture(autouse=True)
 def _one_thread():
-    before = torch.get_num_threads()
+    before, isa = torch.get_num_threads(), attention.isa()
     torch.set_num_threads(1)
     attention.set_threads(1)
     yield
     torch.set_num_threads(before)
+    attention.use_isa(isa)
 
 
 @pytest.fixture(params=["eager", "graphs"])

@@ -15,8 +15,10 @@ from weft.exec.device import CudaDevice, Device, HostDevice, Replay
 from weft.exec.graphs import GraphExecutor, Steps
 from weft.exec.input_batch import InputBatch
 from weft.exec.tiers import host_store
-from weft.kernels.interface import AttentionMetadata
+from weft.kernels.arrays import to_torch
+from weft.kernels.interface import AttentionMetadata, OpTable
 from weft.models.decoder import Decoder
+from weft.models.loader import load_model
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 
@@ -112,7 +114,7 @@ def graph_executor(config, resolved, decoder: Decoder, store, table: InputBatch)
         sizes=SIZES,
     )
     device: Device = BlindDevice(table)
-    if decoder.device.type == "cuda":
+    if decoder.device != "cpu":
         device = CudaDevice(decoder.device)
     host = host_store(store, resolved.host_blocks, device) if resolved.host_blocks else None
     return GraphExecutor(decoder, store, table, device, steps, host)
@@ -121,6 +123,18 @@ def graph_executor(config, resolved, decoder: Decoder, store, table: InputBatch)
 def use_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have every engine that is built from now on run its steps as captured functions."""
     monkeypatch.setattr("weft.engine.build.make_executor", graph_executor)
+    monkeypatch.setattr("weft.engine.build.load_model", load_on_tensors)
+
+
+def load_on_tensors(*given: Any, ops: OpTable, **more: Any) -> Decoder:
+    """``load_model`` for a decoder whose arrays are tensors, as executors of devices need them."""
+
+    def pack(parameter: str, array: np.ndarray) -> Any:
+        packed = ops.pack(parameter, array)
+        return to_torch(packed) if isinstance(packed, np.ndarray) else packed
+
+    more["kept"] = None  # mapped weights are not packed, and so no tensors
+    return load_model(*given, ops=replace(ops, pack=pack), **more)
 
 
 def around_forward(

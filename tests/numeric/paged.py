@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from weft.kernels.arrays import Array, numpy_dtype, to_numpy, to_torch
 from weft.kernels.interface import AttentionMetadata
 from weft.models.decoder import Decoder
 
@@ -20,8 +22,8 @@ class _Group:
 
     window: int | None
     block_size: int
-    keys: Tensor  # [layers, blocks, Hkv, block_size, D]
-    values: Tensor
+    keys: Array  # [layers, blocks, Hkv, block_size, D]
+    values: Array
     free: list[int]
     tables: dict[str, list[int]] = field(default_factory=dict)
 
@@ -61,10 +63,8 @@ class PagedRunner:
             shape = (len(group.layers), blocks, group.num_kv_heads, block_size, group.head_dim)
             free = list(range(blocks))
             shuffle.shuffle(free)
-            keys, values = (
-                torch.full(shape, float("nan"), dtype=decoder.dtype, device=decoder.device)
-                for _ in range(2)
-            )
+            kind = numpy_dtype(decoder.dtype)
+            keys, values = (self._wrap(np.full(shape, np.nan, kind)) for _ in range(2))
             self.groups.append(_Group(group.window, block_size, keys, values, free))
         self._stack = None
         if bound:
@@ -77,16 +77,13 @@ class PagedRunner:
         """Compute the next tokens of each row; return the float32 logits [n, V] of each."""
         starts = [self.lengths.get(name, 0) for name, _ in rows]
         batches = [self._batch(group, rows, starts) for group in self.groups]
-        device = self.decoder.device
-        ids = torch.tensor([token for _, tokens in rows for token in tokens], device=device)
-        positions = torch.tensor(
-            [
-                start + i
-                for start, (_, tokens) in zip(starts, rows, strict=True)
-                for i in range(len(tokens))
-            ],
-            device=device,
-        )
+        ids = self._wrap(np.array([token for _, tokens in rows for token in tokens], np.int64))
+        places = [
+            start + i
+            for start, (_, tokens) in zip(starts, rows, strict=True)
+            for i in range(len(tokens))
+        ]
+        positions = self._wrap(np.array(places, np.int64))
         if self._stack is None:
             attend = self._attend(batches)
             hidden = self.decoder.forward(ids, positions, attend)
@@ -96,8 +93,12 @@ class PagedRunner:
             self.lengths[name] = start + len(tokens)
             for group in self.groups:
                 group.drop_head(name, self.lengths[name])
-        logits = self.decoder.logits(hidden).cpu()
+        logits = to_torch(to_numpy(self.decoder.logits(hidden)))
         return list(logits.split([len(tokens) for _, tokens in rows]))
+
+    def _wrap(self, array: np.ndarray) -> Array:
+        """An array as the decoder takes it."""
+        return array if self.decoder.on_numpy else to_torch(array).to(self.decoder.device)
 
     def _attend(self, batches: list[AttentionMetadata]):
         def attend(layer, q, k, v, residual, positions):
@@ -130,12 +131,11 @@ class PagedRunner:
                 slots.append(table[block] * group.block_size + offset)
         width = max(len(table) for table in tables)
         padded = [table + [-1] * (width - len(table)) for table in tables]
-        device = self.decoder.device
         return AttentionMetadata(
-            block_tables=torch.tensor(padded, dtype=torch.int32, device=device),
-            query_start=torch.tensor(bounds, dtype=torch.int32, device=device),
-            seq_lens=torch.tensor(contexts, dtype=torch.int32, device=device),
-            slot_mapping=torch.tensor(slots, device=device),
+            block_tables=self._wrap(np.array(padded, np.int32)),
+            query_start=self._wrap(np.array(bounds, np.int32)),
+            seq_lens=self._wrap(np.array(contexts, np.int32)),
+            slot_mapping=self._wrap(np.array(slots, np.int64)),
             block_size=group.block_size,
         )
 

@@ -17,8 +17,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from paged import PagedRunner
 
-from weft.kernels.collectives import Collectives, Group
+from weft.kernels.collectives import Collectives
 from weft.kernels.ops import select_ops
+from weft.kernels.process_group import Group
 from weft.models.decoder import Decoder
 from weft.models.loader import load_model
 
@@ -31,7 +32,7 @@ def on_ranks(size: int, folder: Path, work: Callable[[Group], T]) -> list[T]:
     meeting_point = folder / f"meeting-{size}"
 
     def rank(number: int) -> T:
-        return work(Group(number, size, meeting_point, CPU))
+        return work(Group(number, size, meeting_point, "cpu"))
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(rank, range(size)))
@@ -39,8 +40,8 @@ def on_ranks(size: int, folder: Path, work: Callable[[Group], T]) -> list[T]:
 
 def load(folder: Path, ranks: Collectives, kernels: str = "cpu", **more: Any) -> Decoder:
     """The part of a rank, in float32."""
-    ops = replace(select_ops(CPU, torch.float32, kernels), ranks=ranks)
-    return load_model(folder, torch.float32, CPU, more.pop("max_model_len", None), ops, **more)
+    ops = replace(select_ops("cpu", "float32", kernels), ranks=ranks)
+    return load_model(folder, "float32", more.pop("max_model_len", None), ops, **more)
 
 
 def greedy(decoder: Decoder, tokens: list[int], count: int) -> list[int]:
@@ -70,7 +71,7 @@ def tokens_of_processes(size: int, folder: Path, jobs: list[dict[str, Any]]) -> 
 def main(rank: str, size: str, meeting_point: str, jobs: str) -> None:
     """Print the tokens of every job: model folder, prompt, count of tokens."""
     torch.set_num_threads(1)
-    group = Group(int(rank), int(size), Path(meeting_point), CPU)
+    group = Group(int(rank), int(size), Path(meeting_point), "cpu")
     found = []
     for job in json.loads(jobs):
         found.append(greedy(load(Path(job["folder"]), group), job["prompt"], job["count"]))

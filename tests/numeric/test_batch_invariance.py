@@ -14,7 +14,7 @@ from weft.kernels.ops import select_ops
 from weft.models.hub import resolve_model
 from weft.models.loader import load_model
 
-DTYPES = [torch.bfloat16, torch.float32]
+DTYPES = ["float32", "bfloat16"]
 CPU = torch.device("cpu")
 
 
@@ -26,25 +26,18 @@ def folders(tmp_path_factory):
     return made
 
 
-@pytest.fixture(autouse=True)
-def _same_threads():
-    before = attention.threads()
-    yield
-    attention.set_threads(before)
-
-
 def decoder(folder, dtype, kernels="auto"):
-    ops = select_ops(CPU, dtype, kernels)
-    return load_model(folder, dtype=dtype, device=CPU, max_model_len=256, ops=ops)
+    ops = select_ops("cpu", dtype, kernels)
+    return load_model(folder, dtype=dtype, max_model_len=256, ops=ops)
 
 
-FAMILIES = ["builtin", "gemma3", "qwen3-moe"]
+FAMILIES = ["builtin", "gemma3", "qwen3-moe", "gemma4-shared-kv", "gemma4-moe-key-is-value"]
 
 
 CASES = [(family, dtype, 1) for family in FAMILIES for dtype in DTYPES]
 
 
-@pytest.mark.parametrize(("family", "dtype", "threads"), [*CASES, ("builtin", torch.bfloat16, 2)])
+@pytest.mark.parametrize(("family", "dtype", "threads"), [*CASES, ("builtin", "bfloat16", 2)])
 def test_logits_are_the_same_bits_in_any_batch_and_any_chunks(folders, family, dtype, threads):
     torch.set_num_threads(threads)
     attention.set_threads(threads)
@@ -82,8 +75,8 @@ def test_without_it_a_continued_stream_stays_within_the_gap_of_another_chunking(
     again = recovered.step([("a", tokens[:60])])[0]  # prompt and what was published
     rest = torch.cat([recovered.step([("a", [token])])[0] for token in tokens[60:]])
     error = float((torch.cat((again, rest)) - undisturbed).abs().max())
-    assert error <= max(*chunkings, 8 * torch.finfo(dtype).eps * largest)
-    assert max(chunkings) <= 64 * torch.finfo(dtype).eps * largest
+    assert error <= max(*chunkings, 8 * torch.finfo(getattr(torch, dtype)).eps * largest)
+    assert max(chunkings) <= 64 * torch.finfo(getattr(torch, dtype)).eps * largest
 
 
 def test_the_reference_kernels_are_refused_where_invariance_is_wanted():

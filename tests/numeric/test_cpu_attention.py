@@ -418,7 +418,7 @@ def test_wrong_settings_are_refused() -> None:
 def test_pinned_threads_stay_on_cores_of_their_own() -> None:
     cores = sorted(os.sched_getaffinity(0))
     wanted = {cores[1 % len(cores)], cores[2 % len(cores)]}
-    native.set_threads(3, pinned=True)
+    native.set_threads(3, [cores[i % len(cores)] for i in range(3)])
     try:
         make_case([(40, 300), (40, 300)], Shape()).run()
         deadline = time.monotonic() + 30  # threads pin themselves when they get to run

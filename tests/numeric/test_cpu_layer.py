@@ -13,19 +13,11 @@ from weft.kernels import reference
 from weft.kernels.cpu import attention
 from weft.kernels.cpu.layer import CpuLayer
 from weft.kernels.cpu.matrix import CpuMatrix, linear
-from weft.kernels.cpu.stack import angles, rms_norm
-from weft.kernels.parts import Biases, LayerShape, Norms
+from weft.kernels.cpu.rows import angles, rms_norm
+from weft.kernels.parts import Biases, LayerParts, LayerShape, Norms
 
 DTYPES = [torch.bfloat16, torch.float32]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}  # of the largest number of the truth
-
-
-@pytest.fixture(autouse=True)
-def _kernels():
-    threads = attention.threads()
-    yield
-    attention.set_threads(threads)
-    attention.use_isa(attention.isas()[0])
 
 
 class Weights:
@@ -74,7 +66,7 @@ class Weights:
 
     def layer(self) -> CpuLayer:
         packed = {n: CpuMatrix(w, gated=n == "gate_up") for n, w in self.matrices.items()}
-        return CpuLayer(self.shape, packed, self.norms, self.biases)
+        return CpuLayer(LayerParts(self.shape, packed, self.norms, self.biases))
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return reference.rms_norm(x, weight, self.shape.norm_eps, self.shape.norm_plus_one)
@@ -128,8 +120,10 @@ def test_fuzzed_layers(isa, dtype) -> None:
         assert_close(layer.post(attended, residual), weights.post(attended, residual))
 
 
+@pytest.mark.parametrize("isa", attention.isas())
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_token_depends_on_no_other_nor_on_threads(dtype) -> None:
+def test_a_token_depends_on_no_other_nor_on_threads(isa, dtype) -> None:
+    attention.use_isa(isa)
     weights = Weights(random.Random(3), dtype, hidden=512, size=700)
     layer = weights.layer()
     residual, cos, sin, attended = weights.inputs(130)

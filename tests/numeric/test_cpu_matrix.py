@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,14 +14,6 @@ from weft.kernels.cpu.matrix import CpuMatrix, embedding, gather, linear, logits
 
 DTYPES = [torch.bfloat16, torch.float32]
 SHAPES = [(1, 1), (64, 64), (97, 33), (130, 257), (256, 704), (2, 1), (66, 1000)]
-
-
-@pytest.fixture(autouse=True)
-def _kernels():
-    threads = attention.threads()
-    yield
-    attention.set_threads(threads)
-    attention.use_isa(attention.isas()[0])
 
 
 def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -51,7 +44,7 @@ def test_fuzzed_products(isa, dtype, gated) -> None:
         rows = sample.randint(1, 130)
         x = draw(3, rows, inputs, dtype=dtype)
         for given in (bias, None):
-            whole = linear(x, matrix, given, torch.float32)
+            whole = linear(x, matrix, given, "float32")
             assert_exact(whole, x, weight, given)
             assert torch.equal(linear(x, matrix, given), whole.to(dtype))
 
@@ -70,6 +63,32 @@ def test_a_row_depends_on_no_other_nor_on_threads(isa, dtype) -> None:
             part = linear(x[start : start + rows], matrix, bias)
             assert torch.equal(part, whole[start : start + rows])
     assert linear(x[:0], matrix, bias).shape == (0, 1000)
+
+
+@pytest.mark.parametrize("isa", attention.isas())
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_long_sums_are_exact_in_any_number_of_rows(isa, dtype) -> None:
+    """Sums that are put down between the chunks of a panel, and taken up again."""
+    attention.use_isa(isa)
+    weight, bias = draw(1, 70, 3333, dtype=dtype), draw(2, 70, dtype=dtype)
+    matrix, x = CpuMatrix(weight), draw(3, 31, 3333, dtype=dtype)
+    whole = linear(x, matrix, bias, "float32")
+    assert_exact(whole, x, weight, bias)
+    for rows in range(1, 20):
+        assert torch.equal(linear(x[11 : 11 + rows], matrix, bias, "float32"), whole[11:][:rows])
+
+
+WIDENING = [isa for isa in attention.isas() if "bf16" not in isa and isa != "amx"]
+
+
+@pytest.mark.parametrize("isa", WIDENING)
+def test_without_products_of_pairs_bfloat16_is_widened(isa) -> None:
+    """Bit for bit the sums of the same numbers in float32."""
+    attention.use_isa(isa)
+    for outputs, inputs, rows in ((130, 257, 1), (64, 1030, 5), (97, 33, 40), (66, 2051, 13)):
+        weight, x = draw(1, outputs, inputs, dtype=torch.bfloat16), draw(2, rows, inputs).bfloat16()
+        found = linear(x, CpuMatrix(weight), None, "float32")
+        assert torch.equal(found, linear(x.float(), CpuMatrix(weight.float()), None))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -110,10 +129,12 @@ def test_embeddings_come_from_the_packed_head() -> None:
 
 def test_only_what_is_multiplied_is_packed() -> None:
     weight = draw(1, 6, 8)
-    assert pack("embed", weight) is weight
-    assert pack("layers.0.qk_norm", weight) is weight
-    assert isinstance(pack("lm_head", weight), CpuMatrix)
-    first, second = pack("layers.3.expert_gate_up", draw(2, 2, 6, 8))
+    for name in ("embed", "layers.0.qk_norm"):
+        kept = pack(name, weight.numpy())
+        assert np.array_equal(kept, weight.numpy())
+        assert kept.base is None  # what it came from may be a file
+    assert isinstance(pack("lm_head", weight.numpy()), CpuMatrix)
+    first, second = pack("layers.3.expert_gate_up", draw(2, 2, 6, 8).numpy())
     assert first.shape == second.shape == (6, 8)
 
 

@@ -14,9 +14,9 @@ from graphed import BlindDevice, use_graphs
 
 from weft import LLM, SamplingParams
 from weft.exec import collect, input_batch
+from weft.exec.device_rows import DeviceRows
 from weft.exec.functions import StepFunctions
 from weft.exec.graphs import GraphExecutor
-from weft.exec.input_batch import DeviceRows
 from weft.kernels.sampling import IN_PROMPT, RowState, state_bytes
 
 FREE = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)

@@ -36,8 +36,8 @@ CPU = torch.device("cpu")
 
 def load(folder: Path, quantize: str = "none", kernels: str = "reference") -> Decoder:
     rounding = partial(storage_of, quantize=quantize, group=64)
-    ops = select_ops(CPU, torch.float32, kernels)
-    return load_model(folder, torch.float32, CPU, None, ops, rounding)
+    ops = select_ops("cpu", "float32", kernels)
+    return load_model(folder, "float32", None, ops, rounding)
 
 
 @cache

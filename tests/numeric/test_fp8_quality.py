@@ -53,8 +53,8 @@ def as_stored(rows: Tensor, kv_dtype: str | None) -> Tensor:
 def model(quantize: str) -> Decoder:
     """The built-in model with weights in a type."""
     rounding = partial(storage_of, quantize=quantize, group=64)
-    ops = select_ops(CPU, torch.float32, "reference")
-    return load_model(FOLDER, torch.float32, CPU, None, ops, rounding)
+    ops = select_ops("cpu", "float32", "reference")
+    return load_model(FOLDER, "float32", None, ops, rounding)
 
 
 @cache

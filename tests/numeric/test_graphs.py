@@ -25,7 +25,6 @@ from weft.exec.device import HostDevice
 from weft.exec.functions import StepFunctions
 from weft.exec.graphs import GraphExecutor
 from weft.exec.input_batch import InputBatch
-from weft.exec.inputs import StepPacker
 from weft.exec.step_layout import (
     HASH_WORDS,
     captured_sizes,
@@ -35,6 +34,7 @@ from weft.exec.step_layout import (
     sample_layout,
 )
 from weft.exec.step_layout import SIZES as ALL_SIZES
+from weft.exec.step_packer import StepPacker
 from weft.exec.tiers import runs
 from weft.exec.workspace import StepSizes, workspace_bytes
 

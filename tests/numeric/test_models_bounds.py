@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from safetensors.numpy import save_file
 from test_models_config import HUB
 
@@ -127,8 +126,7 @@ def test_json_files(tmp_path, name, text, why):
 
 
 def load(folder: Path) -> None:
-    cpu = torch.device("cpu")
-    load_model(folder, torch.float32, cpu, None, select_ops(cpu, torch.float32, "reference"))
+    load_model(folder, "float32", None, select_ops("cpu", "float32", "reference"))
 
 
 def test_a_padded_safetensors_header(tmp_path):

@@ -137,8 +137,8 @@ def write(model: Any, arch: str, path: Path, kind: Type) -> None:
     writer.close()
 
 
-def load(path: Path, dtype: torch.dtype = torch.float32, kernels: str = "reference", **more: Any):
-    return load_model(path, dtype, CPU, None, select_ops(CPU, dtype, kernels), **more)
+def load(path: Path, dtype: str = "float32", kernels: str = "reference", **more: Any):
+    return load_model(path, dtype, None, select_ops("cpu", dtype, kernels), **more)
 
 
 CASES = [(arch, Type.Q8_0) for arch in ARCHITECTURES]
@@ -160,7 +160,7 @@ def test_weights_may_be_rounded_again(tmp_path) -> None:
     model, path = build("llama"), tmp_path / "model.gguf"
     write(model, "llama", path, Type.Q8_0)
     rounding = {"rounding": lambda name: storage_of(name, "int8", 64)}
-    decoder = load(path, torch.bfloat16, "cpu", **rounding)
+    decoder = load(path, "bfloat16", "cpu", **rounding)
     assert decoder.layers[0].down.format == "int8"
     tokens = prompt(100)
     expected = reference_logits(model, tokens)

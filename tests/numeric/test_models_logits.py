@@ -21,7 +21,6 @@ from torch import Tensor
 from depth import deep
 from weft.kernels.ops import select_ops
 from weft.models.decoder import Decoder
-from weft.models.fused import fusable
 from weft.models.loader import load_model
 
 TOLERANCE = 1e-4  # absolute, on float32 logits
@@ -52,9 +51,8 @@ def pair(request, tmp_path_factory) -> Pair:
     torch.set_num_threads(1)
     reference = build(name)
     folder = save(reference, tmp_path_factory.mktemp("model"))
-    cpu = torch.device("cpu")
-    ops = select_ops(cpu, torch.float32, kernels)
-    decoder = load_model(folder, torch.float32, cpu, CASES[name].max_model_len, ops)
+    ops = select_ops("cpu", "float32", kernels)
+    decoder = load_model(folder, "float32", CASES[name].max_model_len, ops)
     tokens = prompt(prompt_length(name) + TAIL)
     return Pair(reference, decoder, tokens, reference_logits(reference, tokens))
 
@@ -119,19 +117,3 @@ def test_ragged_batch_equals_one_by_one(pair: Pair) -> None:
             found[name].append(logits)
     for name, expected in alone.items():
         assert_close(torch.cat(found[name]), expected)
-
-
-def test_one_native_call_gives_the_bits_of_its_parts(pair: Pair) -> None:
-    spec, fused = pair.decoder.spec, pair.decoder.ops.fused
-    if fused is None or not all(fusable(spec, layer, fused.moe_layers) for layer in spec.layers):
-        assert pair.decoder.bind([], []) is None
-        return
-    others = [prompt(5 + 3 * i, i) for i in range(3)]
-    bound, parts = PagedRunner(pair.decoder, bound=True), PagedRunner(pair.decoder)
-    for first, last in ((0, 30), (30, 31), (31, 90)):
-        rows = [("a", pair.tokens[first:last])]
-        rows += [(f"{first}-{i}", tokens) for i, tokens in enumerate(others)]
-        for found, expected in zip(bound.step(rows), parts.step(rows), strict=True):
-            assert torch.equal(found, expected)
-    with pytest.raises(IndexError, match="outside the vocabulary"):
-        bound.step([("z", [spec.vocab_size])])

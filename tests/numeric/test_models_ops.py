@@ -19,41 +19,41 @@ CPU = torch.device("cpu")
 
 
 def load(name: str, folder: Path, kernels: str = "reference") -> Decoder:
-    ops = select_ops(CPU, torch.float32, kernels)
+    ops = select_ops("cpu", "float32", kernels)
     save(build(name), folder)
-    return load_model(folder, torch.float32, CPU, CASES[name].max_model_len, ops)
+    return load_model(folder, "float32", CASES[name].max_model_len, ops)
 
 
 def test_describe_names_every_op() -> None:
-    ops = select_ops(CPU, torch.float32, "reference")
+    ops = select_ops("cpu", "float32", "reference")
     assert ops.describe()["paged_attention"] == "reference"
     others = {"names", "batch_invariant", "fused", "ranks", "tuning"}
-    others |= {"pack", "quantise", "computes", "widens"}
+    others |= {"pack", "quantise", "computes", "widens", "packed", "isa"}
     assert set(ops.describe()) == set(vars(ops)) - others
 
 
 @pytest.mark.parametrize(
     ("device", "dtype", "kernels", "words"),
     [
-        ("cpu", torch.int8, "auto", "int8.*float32"),
-        ("cpu", torch.float64, "auto", "float64.*float32"),
-        ("cpu", torch.float16, "auto", "float16.*bfloat16"),
-        ("cpu", torch.float32, "flash", "'flash'.*reference"),
-        ("meta", torch.float32, "auto", "meta.*reference"),
-        ("meta", torch.float32, "cpu", "meta.*reference"),
+        ("cpu", "int8", "auto", "int8.*float32"),
+        ("cpu", "float64", "auto", "float64.*float32"),
+        ("cpu", "float16", "auto", "float16.*bfloat16"),
+        ("cpu", "float32", "flash", "'flash'.*reference"),
+        ("meta", "float32", "auto", "meta.*reference"),
+        ("meta", "float32", "cpu", "meta.*reference"),
     ],
 )
 def test_what_cannot_run_is_an_error(device, dtype, kernels, words) -> None:
     with pytest.raises(KernelUnavailable, match=words):
-        select_ops(torch.device(device), dtype, kernels)
+        select_ops(device, dtype, kernels)
 
 
 def test_unbuilt_native_attention_is_an_error(monkeypatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "weft.kernels.cpu.attention", None)
     monkeypatch.delattr("weft.kernels.cpu.attention", raising=False)
     with pytest.raises(KernelUnavailable, match="not built"):
-        select_ops(CPU, torch.float32, "auto")
-    assert select_ops(CPU, torch.float32, "reference").describe()["paged_attention"] == "reference"
+        select_ops("cpu", "float32", "auto")
+    assert select_ops("cpu", "float32", "reference").describe()["paged_attention"] == "reference"
 
 
 def test_rope_pairs_halves_and_leaves_the_rest() -> None:

@@ -29,7 +29,7 @@ LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 def load(folder: Path) -> Decoder:
-    return load_model(folder, torch.float32, CPU, None, select_ops(CPU, torch.float32, "reference"))
+    return load_model(folder, "float32", None, select_ops("cpu", "float32", "reference"))
 
 
 @pytest.fixture(scope="module")
@@ -297,8 +297,8 @@ def test_the_native_kernels_compute_with_the_stored_integers(original, tmp_path,
         return pack(module, *numbers, bits), formula(*numbers, group)
 
     rewritten(original, tmp_path, {**config, "bits": bits, "group_size": group}, store)
-    ops = select_ops(CPU, torch.float32, "cpu")
-    native = load_model(tmp_path, torch.float32, CPU, None, ops)
+    ops = select_ops("cpu", "float32", "cpu")
+    native = load_model(tmp_path, "float32", None, ops)
     assert native.layers[0].down.format == f"int{bits}"
     rows = torch.arange(INNER)
     assert torch.equal(

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from weft.kernels.arrays import dtype_name, to_numpy, to_torch
 from weft.kernels.cpu import attention
 from weft.kernels.cpu.matrix import CpuMatrix, gather, linear
 from weft.kernels.quantized import Quantized
@@ -15,14 +16,6 @@ from weft.kernels.storage import ACTIVATION_GROUP, Storage
 
 KINDS = [(8, None), (8, 32), (4, 32), (4, 64), (4, 128), (4, None)]
 SHAPES = [(1, 1), (64, 64), (97, 33), (130, 257), (256, 704), (66, 1000)]
-
-
-@pytest.fixture(autouse=True)
-def _kernels():
-    threads = attention.threads()
-    yield
-    attention.set_threads(threads)
-    attention.use_isa(attention.isas()[0])
 
 
 def draw(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -35,19 +28,17 @@ def drawn(
     draws = torch.Generator().manual_seed(seed)
     groups = -(-inputs // group) if group else 1
     scales = torch.rand(outputs, groups, generator=draws) * 0.02 + 1e-3
-    return Quantized(
-        torch.randint(0, 2**bits, (outputs, inputs), generator=draws, dtype=torch.uint8),
-        scales if group is None else scales.to([torch.bfloat16, torch.float16][seed % 2]),
-        torch.randint(0, 2**bits, (outputs, groups), generator=draws, dtype=torch.uint8)
-        if zeros
-        else None,
-        bits,
-        group or inputs,
-    )
+    values = torch.randint(0, 2**bits, (outputs, inputs), generator=draws, dtype=torch.uint8)
+    values[0] = 0
+    values[-1] = 2**bits - 1  # the ends of the range, together with the largest activations
+    scales = scales if group is None else scales.to([torch.bfloat16, torch.float16][seed % 2])
+    found = torch.randint(0, 2**bits, (outputs, groups), generator=draws, dtype=torch.uint8)
+    numbers = to_numpy(values), to_numpy(scales), to_numpy(found) if zeros else None
+    return Quantized(*numbers, bits, group or inputs)
 
 
 def packed(weight: Quantized, dtype: torch.dtype, *, gated: bool = False) -> CpuMatrix:
-    matrix = CpuMatrix.quantised(weight.shape, dtype, weight.storage, gated=gated)
+    matrix = CpuMatrix.quantised(weight.shape, dtype_name(dtype), weight.storage, gated=gated)
     matrix.write(0, weight)
     return matrix
 
@@ -56,19 +47,19 @@ def truth(x: Tensor, weight: Quantized) -> Tensor:
     """The definition: integers summed by group, the groups' sums scaled and added in order."""
     whole = weight.storage.group is None
     group = ACTIVATION_GROUP if whole else weight.group
-    zeros = 2 ** (weight.bits - 1) if weight.zeros is None else weight.zeros.long()
+    zeros = 2 ** (weight.bits - 1) if weight.zeros is None else to_torch(weight.zeros).long()
     if not isinstance(zeros, int):
         zeros = zeros.repeat_interleave(weight.group, 1)[:, : weight.shape[1]]
-    q = weight.values.long() - zeros
+    q, scales = to_torch(weight.values).long() - zeros, to_torch(weight.scales)
     sums = torch.zeros(len(x), weight.shape[0])
     for number, start in enumerate(range(0, weight.shape[1], group)):
         part = x[:, start : start + group].float()
         most = part.abs().amax(1, keepdim=True).clamp(min=1e-20)
         rounded = (part * (torch.tensor(127.0) / most)).round().nan_to_num(0.0)
         dots = rounded.double() @ q[:, start : start + group].double().T
-        scale = torch.ones(()) if whole else weight.scales[:, number].float()
+        scale = torch.ones(()) if whole else scales[:, number].float()
         sums = sums + dots.float() * (scale * (most / 127.0))
-    return sums * weight.scales[:, 0] if whole else sums
+    return sums * scales[:, 0] if whole else sums
 
 
 @pytest.mark.parametrize("isa", attention.isas())
@@ -83,22 +74,27 @@ def test_every_bit_is_that_of_the_definition(isa, bits, group) -> None:
         dtype = [torch.bfloat16, torch.float32][seed % 2]
         matrix = packed(weight, dtype, gated=gated)
         assert matrix.nbytes == weight.storage.nbytes(outputs, inputs, gated=gated)
-        assert torch.equal(gather(matrix, torch.arange(outputs)), weight.dequantize().to(dtype))
+        assert torch.equal(
+            gather(matrix, torch.arange(outputs)), to_torch(weight.dequantize()).to(dtype)
+        )
         x, bias = draw(3, sample.randint(1, 40), inputs, dtype=dtype), draw(4, outputs).to(dtype)
         x[0, : inputs // 2] = 0.0
-        found = linear(x, matrix, bias, torch.float32)
+        x[-1] = 3.0 if seed % 3 else -3.0
+        found = linear(x, matrix, bias, "float32")
         assert torch.equal(found, truth(x, weight) + bias.float())
 
 
 @pytest.mark.parametrize(("bits", "group"), KINDS)
 def test_rounded_activations_stay_near(bits, group) -> None:
     weight, x = drawn(1, 200, 1024, bits, group, zeros=False), draw(2, 30, 1024)
-    found, exact = linear(x, packed(weight, x.dtype), None), x @ weight.dequantize().T
+    found, exact = linear(x, packed(weight, x.dtype), None), x @ to_torch(weight.dequantize()).T
     assert 0 < (found - exact).norm() / exact.norm() < 0.01
 
 
+@pytest.mark.parametrize("isa", attention.isas())
 @pytest.mark.parametrize(("bits", "group"), [(8, None), (4, 64)])
-def test_a_row_depends_on_no_other_nor_on_threads(bits, group) -> None:
+def test_a_row_depends_on_no_other_nor_on_threads(isa, bits, group) -> None:
+    attention.use_isa(isa)
     matrix = packed(drawn(1, 1000, 450, bits, group, zeros=True), torch.bfloat16)
     x = draw(3, 200, 450, dtype=torch.bfloat16)
     attention.set_threads(1)
@@ -133,7 +129,7 @@ def test_rounding_weights(storage) -> None:
     found = []
     for isa in attention.isas():
         attention.use_isa(isa)
-        matrix = CpuMatrix.quantised(weight.shape, torch.float32, storage)
+        matrix = CpuMatrix.quantised(weight.shape, "float32", storage)
         for first, last in ((100, 130), (0, 7), (7, 100)):
             matrix.write(first, weight[first:last])
         found.append(gather(matrix, torch.arange(130)))
@@ -152,8 +148,8 @@ def test_rounding_weights(storage) -> None:
 
 
 def test_rows_that_do_not_fit_are_refused() -> None:
-    matrix = CpuMatrix.quantised(torch.Size((8, 32)), torch.float32, Storage(8, None))
+    matrix = CpuMatrix.quantised((8, 32), "float32", Storage(8, None))
     with pytest.raises(ValueError, match="do not fit"):
         matrix.write(7, torch.zeros(2, 32))
     with pytest.raises(ValueError, match="groups of"):
-        CpuMatrix.quantised(torch.Size((8, 32)), torch.float32, Storage(4, 24))
+        CpuMatrix.quantised((8, 32), "float32", Storage(4, 24))

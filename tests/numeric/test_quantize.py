@@ -64,8 +64,8 @@ def test_perplexity_stays_near_that_of_bfloat16(quantize, group, limit) -> None:
 
 def load(folder: Path, quantize: str = "none", group: int = 64, kernels: str = "cpu") -> Decoder:
     rounding = partial(storage_of, quantize=quantize, group=group)
-    ops = select_ops(CPU, torch.float32, kernels)
-    return load_model(folder, torch.float32, CPU, None, ops, rounding)
+    ops = select_ops("cpu", "float32", kernels)
+    return load_model(folder, "float32", None, ops, rounding)
 
 
 CASES = ["llama-gqa", "llama-tied-biases", "phi3-plain", "qwen3-moe", "gemma3", "gemma4"]
@@ -131,10 +131,10 @@ def read(key):
     line = next(x for x in open("/proc/self/status") if x.startswith(key))
     return int(line.split()[1]) * 1024
 
-ops = select_ops(torch.device("cpu"), torch.bfloat16, "cpu")
+ops = select_ops("cpu", "bfloat16", "cpu")
 rounding = lambda name: storage_of(name, sys.argv[2], 64)
 before = read("VmRSS")
-decoder = load_model(Path(sys.argv[1]), torch.bfloat16, torch.device("cpu"), None, ops, rounding)
+decoder = load_model(Path(sys.argv[1]), "bfloat16", None, ops, rounding)
 print(read("VmHWM") - before, weight_bytes(decoder.spec, "bfloat16", sys.argv[2], 64))
 """
 

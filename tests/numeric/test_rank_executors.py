@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 from checkpoints import prompt
-from graphed import around_forward, graph_executor
+from graphed import around_forward, graph_executor, load_on_tensors
 from ranks import load, on_ranks
 from torch import Tensor
 
@@ -23,11 +23,13 @@ from weft.engine.devices import check_host_memory, make_executor
 from weft.engine.model import find_model
 from weft.engine.rank_follower import Follower
 from weft.engine.rank_leader import Followers, ParallelExecutor
+from weft.exec.device import tensor_memory
 from weft.exec.grammar import GrammarRows, Grammars
 from weft.exec.graphs import GraphExecutor
 from weft.exec.input_batch import InputBatch
 from weft.exec.store import KVStore
-from weft.kernels.collectives import Alone, Group
+from weft.kernels.collectives import Alone
+from weft.kernels.process_group import Group
 from weft.models.hub import resolve_model
 
 SETTINGS = {
@@ -84,6 +86,8 @@ def run(executor: GraphExecutor, plans: list[StepPlan]) -> list[StepResult]:
 def recorded(monkeypatch, make, settings, prompts, kinds) -> tuple[Recorder, ResolvedConfig]:
     """What a whole model plans and gives for requests, with the executor that ``make`` makes."""
     monkeypatch.setattr("weft.engine.build.make_executor", lambda *given: Recorder(make(*given)))
+    if make is graph_executor:
+        monkeypatch.setattr("weft.engine.build.load_model", load_on_tensors)
     with LLM.in_process("builtin", **settings) as llm:
         results = llm.generate(prompts, kinds, progress=False)
         built = llm.engine.built
@@ -95,7 +99,8 @@ def rank_executor(group: Group, settings, resolved: ResolvedConfig) -> GraphExec
     """The executor of a rank's part, on the stand-in device."""
     decoder = load(resolve_model("builtin"), group, max_model_len=resolved.max_model_len)
     groups, size = decoder.spec.kv_groups, resolved.block_size
-    store = KVStore(groups, resolved.group_blocks, size, decoder.dtype, decoder.device)
+    memory = tensor_memory("cpu")
+    store = KVStore(groups, resolved.group_blocks, size, decoder.dtype, memory)
     blocks = [-(-resolved.max_model_len // size)] * len(groups)
     config = EngineConfig.from_mapping(settings)
     grammars = GrammarRows(
@@ -156,7 +161,7 @@ class Beside(Followers):
 )
 def test_ranks_meet_for_what_a_last_step_needs_of_the_host(params, tmp_path, monkeypatch) -> None:
     """Rank 0 collects it with no further step to tell the other one."""
-    monkeypatch.setattr("weft.kernels.collectives.TIMEOUT_S", 30)
+    monkeypatch.setattr("weft.kernels.process_group.TIMEOUT_S", 30)
     monkeypatch.setattr("weft.engine.rank_follower.os._exit", lambda code: ended.append(code))
     settings = SETTINGS | {"steps_in_flight": 1}
     recorder, resolved = recorded(monkeypatch, make_executor, settings, [prompt(12, 1)], params)

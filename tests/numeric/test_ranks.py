@@ -15,8 +15,9 @@ from test_models_quant import FORMATS, drawn, formula, rewritten
 
 from depth import deep
 from weft.core.errors import ConfigError
-from weft.kernels.collectives import ALONE, ONE_EXCHANGE_BYTES, Group
+from weft.kernels.collectives import ALONE, ONE_EXCHANGE_BYTES
 from weft.kernels.cpu.matrix import gather
+from weft.kernels.process_group import Group
 from weft.models.hub import resolve_model
 from weft.models.layout import parameters, storage_of, weight_bytes
 from weft.models.shard import Shard, cut, shard_range, shard_spec

@@ -21,9 +21,10 @@ from weft.exec.input_batch import InputBatch
 from weft.exec.sample import sample
 from weft.kernels import reference_sampling
 from weft.kernels.cpu import attention
-from weft.kernels.cpu.sample import sample as sample_op
 from weft.kernels.cpu.sample import sample_rows, uniform
+from weft.kernels.ops import select_ops
 
+OPS = select_ops("cpu", "float32")
 VOCAB = 50
 WIDE = 4096  # candidates that the native code sorts at once
 
@@ -50,7 +51,7 @@ def params(**changes) -> SamplingParams:
 
 
 def run(logits: torch.Tensor, table: InputBatch):
-    return sample(logits.clone(), np.arange(len(logits)), table, sample_op)
+    return sample(logits.clone(), np.arange(len(logits)), table, OPS)
 
 
 def reference_probabilities(logits: np.ndarray, p: SamplingParams) -> np.ndarray:
@@ -176,7 +177,7 @@ def test_a_row_is_the_same_alone_and_among_rows_with_other_parameters(scale, thr
         assert alone.tokens[0] == together.tokens[i]
         assert alone.logprobs.get(0) == together.logprobs.get(i)
     order = np.arange(count)[::-1].copy()
-    turned = sample(logits[order.copy()].clone(), order, table_with(rows, stop_ids), sample_op)
+    turned = sample(logits[order.copy()].clone(), order, table_with(rows, stop_ids), OPS)
     assert turned.tokens.tolist() == together.tokens[order].tolist()
     assert turned.logprobs == {count - 1 - i: x for i, x in together.logprobs.items()}
 
@@ -223,13 +224,10 @@ def test_native_choices_equal_the_reference(isa, size):
                 numbers.append(shares[:token].sum() + shares[token] / 2)
                 expected.append(token)
     arrays = np.array(settings, float), np.array(numbers)
-    reference, _ = reference_sampling.sample_rows(torch.from_numpy(np.array(logits)), *arrays)
+    reference, _ = reference_sampling.sample_rows(np.array(logits, np.float32), *arrays)
     assert reference.tolist() == expected
     attention.use_isa(isa)
-    try:
-        tokens, finite = sample_rows(torch.from_numpy(np.array(logits)), *arrays)
-    finally:
-        attention.use_isa(attention.isas()[0])
+    tokens, finite = sample_rows(torch.from_numpy(np.array(logits)), *arrays)
     assert finite.all()
     assert tokens.tolist() == expected
 
@@ -294,7 +292,7 @@ def test_penalties_match_the_formulas():
     changed = both.clone()
     longer = ([1] * 9, 3, params(temperature=0, frequency_penalty=1.0))
     table = table_with([([2], 1, params(temperature=0)), (tokens, prompt, p), longer])
-    result = sample(changed, np.arange(3), table, sample_op)
+    result = sample(changed, np.arange(3), table, OPS)
     torch.testing.assert_close(changed[1], expected)
     torch.testing.assert_close(changed[0], both[0])
     assert math.isclose(float(changed[2, 1]), float(logits[0, 1]) - 6, rel_tol=1e-6)

@@ -9,11 +9,11 @@ import torch
 from weft.core.plan import RowAdd, StepPlan, SubBatch
 from weft.core.types import NUMBERS, SamplingParams
 from weft.exec.device import HostDevice
-from weft.exec.input_batch import DeviceRows, InputBatch
-from weft.exec.inputs import StepPacker
+from weft.exec.device_rows import DeviceRows
+from weft.exec.input_batch import InputBatch
+from weft.exec.step_packer import StepPacker
 from weft.kernels.cpu import _native
-from weft.kernels.reference_sampling import SETTINGS
-from weft.kernels.sampling import PENALISED, PENALTIES
+from weft.kernels.sampling import PENALISED, PENALTIES, SETTINGS
 
 SCHEDULED = {"max_tokens", "min_tokens", "ignore_eos", "speculation"}
 SCORED = {"logprobs", "prompt_logprobs"}

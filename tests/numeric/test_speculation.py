@@ -14,13 +14,15 @@ from weft import LLM, SamplingParams
 from weft.core.plan import RowAdd
 from weft.exec.input_batch import InputBatch
 from weft.exec.sample import sample
-from weft.kernels.cpu.sample import sample as sample_op
+from weft.kernels.ops import select_ops
 from weft.kernels.sampling import count_taken
 
 REPEATING = prompt(12, 1) * 4
 PROMPTS = [REPEATING, prompt(40, 2), prompt(9, 3) * 3, prompt(5, 4) * 9 + prompt(20, 5)]
 GREEDY = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, logprobs=2)
 ROUND = replace(GREEDY, logit_bias={300: 14.0, 301: 9.0})  # mostly the same token again
+
+OPS = select_ops("cpu", "float32")
 
 
 def packaged(**settings) -> LLM:
@@ -103,13 +105,13 @@ def test_the_distribution_is_that_of_the_model():
             table._add(RowAdd(row, row, (0,), 1, params, frozenset(), ((0,),)))
         rows, lengths = np.repeat(np.arange(500), 2), np.tile([1, 2], 500)
         logits = torch.stack((first, second[draft[0]])).repeat(500, 1)
-        sampled = sample(logits, rows, table, sample_op, lengths)
+        sampled = sample(logits, rows, table, OPS, lengths)
         tokens = sampled.tokens.reshape(500, 2).tolist()
         again = sample(
             torch.stack([second[pair[0]] for pair in tokens]),
             np.arange(500),
             table,
-            sample_op,
+            OPS,
             np.full(500, 2),
         ).tokens
         for row, pair in enumerate(tokens):

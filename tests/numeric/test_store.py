@@ -19,7 +19,7 @@ BLOCKS, HEADS, BLOCK_SIZE, HEAD_DIM = 2**16, 4, 16, 64  # 512 MiB for each of th
 def test_unwritten_blocks_take_no_memory_and_are_zero():
     group = KVGroup("full", (0,), None, HEADS, HEAD_DIM)
     before = resident_bytes(os.getpid())
-    store = KVStore([group], [BLOCKS], BLOCK_SIZE, torch.bfloat16, torch.device("cpu"))
+    store = KVStore([group], [BLOCKS], BLOCK_SIZE, "bfloat16")
     keys = store.keys[0][0]
     assert keys.shape == (BLOCKS, HEADS, BLOCK_SIZE, HEAD_DIM)
     assert not keys[0].any()

@@ -7,13 +7,19 @@ import io
 import signal
 import subprocess
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from groups import MIB, Tree
-from weft.core.errors import EngineDeadError, EngineOutOfMemoryError
+from weft.core.errors import (
+    EngineDeadError,
+    EngineOutOfMemoryError,
+    OutOfMemoryError,
+    WeftError,
+)
 from weft.core.memory import MemoryKills
-from weft.engine.keeper import EngineKeeper
+from weft.engine.keeper import MOST_FAILURES, EngineKeeper
 from weft.engine.links import EngineLinks
 from weft.engine.remote import EngineProcess
 from weft.ring.client import RingClient
@@ -75,6 +81,92 @@ def test_a_death_is_put_down_to_memory_by_the_counter(tree, caplog, memory, aske
     assert reserve.standby == (asked or not memory)
     (line,) = [text for text in caplog.messages if "SIGKILL" in text]
     assert ("600.00 MiB of memory" in line and "lower kv_memory" in line) == memory
+    client.close()
+    ring.close()
+
+
+class Short(Ready):
+    """Finds too little free memory when it takes over, until the list of errors is used up."""
+
+    errors: ClassVar[list[WeftError]] = []
+
+    def wait_until_ready(self) -> None:  # type: ignore[override]
+        """The engine's error, as long as there is one."""
+        if self.errors:
+            raise self.errors.pop(0)
+
+
+def too_little(free: str) -> WeftError:
+    return OutOfMemoryError(f"The weights need 9.00 GiB, but only {free} are free.")
+
+
+def killed() -> WeftError:
+    return EngineOutOfMemoryError("The engine ended while it was starting (signal SIGKILL).")
+
+
+@pytest.mark.parametrize(
+    ("errors", "kills", "lines"),
+    [
+        ([too_little(f"{n}.50 MiB") for n in range(10)], 0, ["0.50 MiB"]),
+        ([too_little("1.00 B"), too_little("7.00 GiB")] * 5, 0, ["1.00 B"]),
+        ([killed() for _ in range(10)], 10, ["SIGKILL"]),
+        (
+            [*(too_little("0 B") for _ in range(4)), killed(), *(too_little("9 B"),) * 5],
+            1,
+            ["0 B", "SIGKILL", "9 B"],
+        ),
+    ],
+    ids=["short", "short-in-other-units", "killed", "both"],
+)
+def test_too_little_memory_for_the_next_engine_ends_no_server(
+    tree, caplog, monkeypatch, errors, kills, lines
+):
+    """It is tried ever more rarely, and each reason is logged once."""
+    assert len(errors) > MOST_FAILURES
+    monkeypatch.setattr(Short, "errors", errors)
+    first = stand_in(Short, tree)
+    ring = create_ring()
+    client = RingClient(ring)
+    keeper = EngineKeeper({}, EngineLinks([ring]), standby=False, watchdog_s=600)
+    told: list[tuple[bool, bool]] = []
+    delays: list[float] = []
+    sleep = asyncio.sleep
+
+    async def take(_patience_s: float | None) -> EngineProcess:
+        told.append((client.out_of_memory, client.killed_for_memory))
+        return stand_in(Short, tree)
+
+    async def no_sleep(delay_s: float) -> None:
+        own = [asyncio.get_running_loop()] == loops  # and not that of an earlier test's thread
+        if own:
+            delays.append(delay_s)
+        await sleep(0 if own else delay_s)
+
+    monkeypatch.setattr(keeper._reserve, "take", take)
+    monkeypatch.setattr(asyncio, "sleep", no_sleep)
+    keeper._active = first
+
+    loops: list[asyncio.AbstractEventLoop] = []
+
+    async def until_taken_over() -> None:
+        loops.append(asyncio.get_running_loop())
+        keeping = asyncio.create_task(keeper.run())
+        first.process.kill()
+        while not any("has taken over" in line for line in caplog.messages):
+            assert not keeping.done()
+            await sleep(0.01)
+        keeping.cancel()
+
+    first_kill = next((n for n, e in enumerate(errors) if e.code == killed().code), len(errors))
+    asyncio.run(until_taken_over())
+    keeper.stop()
+    assert told == [(n > 0, n > first_kill) for n in range(11)]
+    assert client.memory_kills == kills
+    assert delays == [0.0, 0.0, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0]
+    failed = [line for line in caplog.messages if "tried again" in line]
+    assert len(failed) == len(lines)
+    assert all(words in line for words, line in zip(lines, failed, strict=True))
+    assert len([line for line in caplog.messages if "The engine ended (signal" in line]) == 1
     client.close()
     ring.close()
 

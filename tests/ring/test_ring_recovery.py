@@ -239,8 +239,10 @@ def test_an_engine_killed_for_memory_is_no_crash_of_its_requests(pair, blame, co
         engine._engine.set_blame([held.id], blame)
         page.killed_for_memory()
         assert (pair.client.memory_kills, pair.client.out_of_memory) == (kills, True)
+        assert pair.client.killed_for_memory
         engine = successor(pair)
         assert not pair.client.out_of_memory
+        assert not pair.client.killed_for_memory
         assert (ring.look(0)["crashes"], ring.look(0)["memory_kills"]) == (0, count)
         engine._quarantine = Quarantine(engine._engine, 9)
         ((held,), _) = engine.receive()
@@ -249,6 +251,18 @@ def test_an_engine_killed_for_memory_is_no_crash_of_its_requests(pair, blame, co
     engine.publish(StepOutputs([(held.id, 7)] * 4, []))
     assert ring.look(0)["memory_kills"] == 0  # it has got ahead
     engine.close()
+
+
+def test_too_little_memory_for_a_successor_is_no_kill(pair):
+    page, client = _native.Page(pair.fds.memory), pair.client
+    page.killed_for_memory()
+    second = successor(pair)
+    page.short_of_memory()
+    assert (client.out_of_memory, client.killed_for_memory, client.memory_kills) == (True, False, 1)
+    page.killed_for_memory()  # a successor that got memory, but not enough
+    page.short_of_memory()
+    assert (client.out_of_memory, client.killed_for_memory, client.memory_kills) == (True, True, 2)
+    second.close()
 
 
 def test_engines_killed_for_memory_one_after_the_other_count_a_request_once(pair):

@@ -286,13 +286,16 @@ def test_what_the_engine_tells(text):
 
 
 class StarvedProbe(NoProbe):
-    starved = True
+    starved = killed = True
 
     def ready(self) -> bool:
         return not self.starved
 
     def out_of_memory(self) -> bool:
         return self.starved
+
+    def killed_for_memory(self) -> bool:
+        return self.killed
 
     def memory_kills(self) -> int:
         return 3
@@ -313,9 +316,12 @@ def test_without_an_engine_as_memory_ran_out_requests_end_with_that(text, monkey
         assert (http.get("/ready").status_code, http.get("/ready").json()) == (503, told)
         assert not waiting.done()
         monkeypatch.setattr("weft.server.service.MEMORY_PATIENCE_S", 0.0)
-        error_of(waiting.result(), 503, "engine_out_of_memory")
+        error = error_of(waiting.result(), 503, "engine_out_of_memory")
+        assert error["message"].startswith("The engine was killed because memory ran out")
+        probe.killed = False
         answer = http.post("/v1/completions", json=body)
-        error_of(answer, 503, "engine_out_of_memory")
+        error = error_of(answer, 503, "engine_out_of_memory")
+        assert error["message"].startswith("There is too little free memory to start the next")
         assert answer.headers["retry-after"] == "5"
         probe.starved = False
         assert http.get("/ready").json() == told | {"status": "ready"}

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from weft.kernels.kv_storage import KV_DTYPES, row_size
-from weft.kernels.reference_sampling import SETTINGS
-from weft.kernels.sampling import RowState, SampleBatch
+from weft.kernels.sampling import SETTINGS, RowState, SampleBatch
 from weft.kernels.triton import activation, embedding, norm, process_logits, rope, route, sample
 
 TOKENS, HIDDEN, HEADS, KV_HEADS, DIM, BLOCK = 8, 3584, 28, 4, 128, 16
@@ -28,6 +27,7 @@ def launch_rows(dtype: torch.dtype) -> None:
     norm.rms_norm(x, weight, 1e-6, False)
     route.route(torch.empty(TOKENS, 128, dtype=dtype), 8, True)
     embedding.embedding(torch.zeros(TOKENS, dtype=torch.int64), x)
+    activation.softcap(torch.empty(TOKENS, HIDDEN), 30.0)
     for inputs in ("float", "token"):
         norm.add_norm(x, x, weight, weight, kind, inputs)
         activation.act_mul_for(inputs, torch.empty(TOKENS, 2 * 18_944, dtype=dtype), "gelu_tanh")

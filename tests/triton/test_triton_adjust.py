@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from depth import searching
-from weft.kernels import sampling
+from weft.kernels import reference_sampling
 from weft.kernels.sampling import (
     EDIT,
     EDITED,
@@ -98,7 +98,7 @@ def test_logits_are_adjusted_as_by_plain_torch(seed, padding, broken):
         bad = on(draw.choice([np.nan, np.inf, -np.inf], 20))
         whole[on(draw.integers(0, count, 20)), on(draw.integers(0, SIZE, 20))] = bad.float()
     expected, found = whole.clone(), whole.clone()
-    sampling.process_logits(expected[:, :SIZE], samples, state)
+    reference_sampling.process_logits(expected[:, :SIZE], samples, state)
     kernels.process_logits(found[:, :SIZE], samples, state)
     assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
     plain = samples.changes == 0
@@ -116,7 +116,7 @@ def test_tokens_are_accepted_as_by_plain_torch(seed, padding, broken):
     tokens = on(draw.integers(0, 3, count), torch.int64)
     finite = on(draw.random(count) >= broken)
     found = []
-    for verify_drafts in (sampling.verify_drafts, kernels.verify_drafts):
+    for verify_drafts in (reference_sampling.verify_drafts, kernels.verify_drafts):
         after, results = copied(state), torch.full((count, 2), 99)
         verify_drafts(tokens, finite, samples, after, results)
         found.append((after, results))

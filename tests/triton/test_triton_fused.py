@@ -10,8 +10,9 @@ from closeness import DTYPES, assert_close
 from torch import Tensor
 
 from weft.kernels import float8, kv_storage, reference
+from weft.kernels.arrays import dtype_name
 from weft.kernels.float8 import E4M3, Rounded
-from weft.kernels.parts import Biases, LayerShape, Norms
+from weft.kernels.parts import Biases, LayerParts, LayerShape, Norms
 from weft.kernels.storage import Storage
 from weft.kernels.triton.activation import ACTIVATIONS, act_mul_for
 from weft.kernels.triton.layer import Sum, TritonLayer, add_up
@@ -167,7 +168,12 @@ class Weights:
         if self.storage is None:
             return pack(name, weight, tuning)
         matrix = quantised(
-            name, weight.shape, self.dtype, self.storage, device=weight.device, tuning=tuning
+            name,
+            weight.shape,
+            dtype_name(self.dtype),
+            self.storage,
+            device=weight.device,
+            tuning=tuning,
         )
         matrix.write(0, weight)
         return matrix
@@ -205,7 +211,9 @@ def test_fuzzed_layers(dtype, storage) -> None:
     tolerance = (1e-5 if dtype == torch.float32 else 4e-2) if storage is None else 0.1
     for _ in range(FUZZED // 2):
         weights = Weights(sample, dtype, storage)
-        layer = TritonLayer(weights.shape, weights.matrices, weights.norms, weights.biases)
+        layer = TritonLayer(
+            LayerParts(weights.shape, weights.matrices, weights.norms, weights.biases)
+        )
         tokens, shape = sample.randint(1, 6), weights.shape
         residual, angle = weights.random(tokens, weights.hidden), torch.randn(tokens, weights.half)
         cos, sin = angle.cos(), angle.sin()

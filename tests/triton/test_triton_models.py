@@ -39,13 +39,13 @@ def test_logits_are_those_of_plain_torch(name, tmp_path) -> None:
     folder = save(build(name), tmp_path)
     decoders = [
         load_model(
-            folder, torch.float32, device, CASES[name].max_model_len,
-            select_ops(device, torch.float32, kernels),
+            folder, "float32", CASES[name].max_model_len,
+            select_ops(device, "float32", kernels),
         )
-        for device, kernels in ((CPU, "reference"), (DEVICE, "triton"))
+        for device, kernels in (("cpu", "reference"), (str(DEVICE), "triton"))
     ]  # fmt: skip
     plain, decoder = decoders
-    whole = all(fusable(decoder.spec, layer, True) for layer in decoder.spec.layers)
+    whole = all(fusable(decoder.spec, layer, decoder.ops.fused) for layer in decoder.spec.layers)
     expected, runners = PagedRunner(plain), [PagedRunner(decoder, bound=whole)]
     if name == "qwen3-full":
         runners.append(PagedRunner(decoder))
@@ -63,16 +63,14 @@ def test_weights_in_fp8_are_those_of_plain_torch(name, tmp_path) -> None:
     folder = save(build(name), tmp_path)
     rounding = partial(storage_of, quantize="fp8", group=64)
     plain, rounded, decoder = (
-        load_model(
-            folder, torch.float32, device, None, select_ops(device, torch.float32, kernels), way
-        )
+        load_model(folder, "float32", None, select_ops(device, "float32", kernels), way)
         for device, kernels, way in (
-            (CPU, "reference", lambda _: None),
-            (CPU, "reference", rounding),
-            (DEVICE, "triton", rounding),
+            ("cpu", "reference", lambda _: None),
+            ("cpu", "reference", rounding),
+            (str(DEVICE), "triton", rounding),
         )
     )
-    whole = all(fusable(decoder.spec, layer, True) for layer in decoder.spec.layers)
+    whole = all(fusable(decoder.spec, layer, decoder.ops.fused) for layer in decoder.spec.layers)
     runners = PagedRunner(plain), PagedRunner(rounded), PagedRunner(decoder, bound=whole)
     for rows in STEPS:
         exact, truth, found = (torch.cat(runner.step(rows)) for runner in runners)
@@ -80,10 +78,13 @@ def test_weights_in_fp8_are_those_of_plain_torch(name, tmp_path) -> None:
         assert (found - truth).abs().max().item() < 0.2 * lost
 
 
+FEW = {"log_softmax", "top_k"}  # which few requests need
+
+
 def test_every_op_has_a_kernel_for_gpus() -> None:
-    names = select_ops(DEVICE, torch.bfloat16, "triton", {"linear": "int8"}).describe()
-    assert set(names) == set(select_ops(CPU, torch.bfloat16, "reference").describe())
-    assert all(name.startswith("triton") for name in names.values())
+    names = select_ops(str(DEVICE), "bfloat16", "triton", {"linear": "int8"}).describe()
+    assert set(names) == set(select_ops("cpu", "bfloat16", "reference").describe())
+    assert all(n.startswith("triton") for op, n in names.items() if op not in FEW)
     assert names["linear"] == "triton, int8 weights"
     assert names["logits"] == "triton, bfloat16 weights"
 
@@ -91,9 +92,9 @@ def test_every_op_has_a_kernel_for_gpus() -> None:
 def test_only_tests_run_them_on_a_cpu(monkeypatch) -> None:
     monkeypatch.setattr("weft.kernels.triton.launch.interpreted", lambda: False)
     with pytest.raises(KernelUnavailable, match="TRITON_INTERPRET"):
-        select_ops(CPU, torch.float32, "triton")
+        select_ops("cpu", "float32", "triton")
     for device, kernels in (("meta", "triton"), ("cuda", "cpu")):
         with pytest.raises(
             KernelUnavailable, match=f"kernels='{kernels}' has no kernel for device"
         ):
-            select_ops(torch.device(device), torch.float32, kernels)
+            select_ops(device, "float32", kernels)

@@ -9,7 +9,7 @@ import torch
 from closeness import DTYPES, assert_close
 
 from weft.kernels import reference
-from weft.kernels.triton.activation import ACTIVATIONS, act_mul
+from weft.kernels.triton.activation import ACTIVATIONS, act_mul, softcap
 from weft.kernels.triton.embedding import embedding
 from weft.kernels.triton.norm import rms_norm
 from weft.kernels.triton.rope import angles, rope
@@ -86,6 +86,18 @@ def test_act_mul(dtype, activation) -> None:
         gate_up = 4 * torch.randn(tokens, 2 * size).to(dtype)
         gate_up[0, 0] = -60.0
         assert_close(act_mul(gate_up, activation), reference.act_mul(gate_up, activation))
+
+
+def test_softcap() -> None:
+    for rows, size, cap in ((1, 1, 30.0), (3, 1025, 8.0), (0, 5, 1.0)):
+        logits = 40 * torch.randn(rows, size) ** 3
+        torch.testing.assert_close(softcap(logits, cap), reference.softcap(logits, cap))
+    edges = torch.tensor([[0.0, -0.0, 1e-6, 0.4, -0.4, 9e9, -9e9, float("inf"), float("nan")]])
+    torch.testing.assert_close(
+        softcap(edges, 8.0), reference.softcap(edges, 8.0), equal_nan=True, rtol=2e-6, atol=0
+    )
+    with pytest.raises(ValueError, match="cap"):
+        softcap(edges, 0.0)
 
 
 def test_embedding(dtype) -> None:

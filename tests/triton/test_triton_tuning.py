@@ -19,6 +19,7 @@ from weft.engine.tuning import tune_kernels
 from weft.engine.weights import check_heads, check_launches, launch_shapes
 from weft.kernels import reference, tuning
 from weft.kernels.ops import select_ops
+from weft.kernels.parts import StackParts
 from weft.kernels.triton import tuned, tuned_attention
 from weft.kernels.triton.attention import paged_attention, plan_for
 from weft.kernels.triton.tiles import Heads, Tile, launches, plan
@@ -249,11 +250,11 @@ def test_every_way_to_attention_has_the_file(tmp_path, monkeypatch) -> None:
     """The op, and the fused forward pass that calls the kernel itself."""
     nothing, some = Pinned(tmp_path / "gpu.json", GPU, {}), case()
     monkeypatch.setattr(tuned, "find_tuning", lambda *_: nothing)
-    ops = select_ops(CPU, torch.float32, "triton")
+    ops = select_ops("cpu", "float32", "triton")
     with pytest.raises(KernelUnavailable, match="no tuned launch for attention_decode"):
         some.run(ops.paged_attention)
     assert ops.fused is not None
-    stack = ops.fused.stack(torch.zeros(8, 16), 1.0, torch.ones(16), 1e-5, False)
+    stack = ops.fused.stack(StackParts(torch.zeros(8, 16), 1.0, torch.ones(16), 1e-5, False))
     with pytest.raises(KernelUnavailable, match="no tuned launch for attention_decode"):
         some.run(stack._attention)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from weft.kernels.arrays import dtype_name
 from weft.kernels.storage import Storage
 from weft.kernels.triton import matrix
 from weft.kernels.triton.matrix import TritonMatrix
@@ -36,7 +37,7 @@ def make(kind: str, weight: Tensor, tuning, parameter: str = "down") -> TritonMa
         "int8": Storage(8, None),
     }[kind]
     made = matrix.quantised(
-        parameter, weight.shape, dtype, storage, device=weight.device, tuning=tuning
+        parameter, weight.shape, dtype_name(dtype), storage, device=weight.device, tuning=tuning
     )
     places = zip(made, weight, strict=True) if weight.dim() == 3 else [(made, weight)]
     for one, rows in places:

@@ -6,12 +6,10 @@ import base64
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import numpy as np
 import orjson
 from msgspec import Meta, Raw, Struct
-from numpy.typing import NDArray
 
 from weft.api.bodies import KEPT_ELSEWHERE, Name, Prompts
 from weft.api.choices import ended_badly
@@ -22,6 +20,10 @@ from weft.api.sampling import check_model, fit_context, truncated
 from weft.core.errors import InvariantError, ParameterError, PromptTooLongError
 from weft.core.plan import Update
 from weft.core.types import NEUTRAL, FinishReason, Request, SamplingParams
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 MAX_INPUTS = 2048
 WAVE = 64  # inputs that are with the engine at once; more would fill the ring for one client
@@ -145,6 +147,8 @@ class EmbeddingCollector:
 
 def shortened(embedding: bytes, dimensions: int | None) -> NDArray[np.float32]:
     """The first ``dimensions`` float32 numbers of a vector, scaled to length 1."""
+    import numpy as np  # few servers are asked for embeddings
+
     vector = np.frombuffer(embedding, dtype="<f4")[:dimensions].astype(np.float64)
     return (vector / (np.linalg.norm(vector) or 1.0)).astype("<f4")
 

@@ -1,4 +1,7 @@
-"""Keeps what is known of output lengths, from batch to batch, in the data base."""
+"""Keeps what is known of output lengths, from batch to batch, in the data base.
+
+Request planes have a store, too, but no use for lengths: numpy is imported when there are any.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,12 @@ import sqlite3
 import zlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
+if TYPE_CHECKING:
+    from weft.blend.lengths import LengthTable, Row
 
-from weft.blend.lengths import COLUMNS, MOST_NODES, LengthTable, Row
-
-MOST_ROWS = 4 * MOST_NODES  # of all models; those that were used last
+MOST_ROWS = 4 * 4096  # of all models, four full tables; those that were used last
 KEPT_S = 90 * 86400
 
 
@@ -46,6 +48,8 @@ def changed_nodes(table: LengthTable) -> list[ChangedNode]:
     So if this process is killed, what it ran is not forgotten: it was no shorter than that. What
     goes on is saved with its end later.
     """
+    import numpy as np
+
     touched, table.touched = table.touched, set()
     known = table.snapshot()
     nodes = touched.union(np.flatnonzero(known.running).tolist())
@@ -100,6 +104,8 @@ class KeptLengths:
 
     def load(self, served: str) -> LengthTable:
         """What is known of a model."""
+        from weft.blend.lengths import MOST_NODES, LengthTable
+
         rows = self._base.execute(
             "SELECT hash, parent, ended, censored FROM lengths WHERE served = ? "
             "ORDER BY used_at DESC LIMIT ?",
@@ -134,6 +140,10 @@ def _packed(row: Row) -> bytes:
 
 def _unpacked(data: bytes) -> Row | None:
     """None if it was kept by a version with other bins."""
+    import numpy as np
+
+    from weft.blend.lengths import COLUMNS
+
     try:
         row = np.frombuffer(zlib.decompress(data), "<f4")
     except (zlib.error, ValueError):

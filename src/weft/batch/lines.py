@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 from msgspec import Raw, Struct
 
 from weft.api.decoding import decode_body
@@ -159,6 +158,8 @@ class InputFile:
 
     def _find_repeats(self, hashes: array[int]) -> dict[int, int]:
         """Lines whose custom_id an earlier one has -> the first of these."""
+        import numpy as np  # request planes read lines, but not whole files
+
         values = np.frombuffer(hashes, np.uint64) if hashes else np.zeros(0, np.uint64)
         order = np.argsort(values, kind="stable")
         same = np.flatnonzero((np.diff(values[order]) == 0) & (values[order[1:]] != 0))

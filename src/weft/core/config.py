@@ -53,7 +53,7 @@ class EngineConfig:
     device: str = setting(
         "str",
         "auto",
-        "device that computes; auto is cuda where torch finds an NVIDIA GPU, else cpu",
+        "device that computes; auto is cuda where an NVIDIA GPU and torch are found, else cpu",
         choices=("auto", *DEVICES),
     )
     graphs: bool = setting(
@@ -104,6 +104,17 @@ class EngineConfig:
     quantize_group: int = setting(
         "int", 64, "inputs that share a scale of int4: 32, 64 or 128", low=32, high=128
     )
+    packed_cache: int = setting(
+        "bytes",
+        20 * 2**30,
+        "device cpu: size of the folder where packed weights are kept, so that later starts and "
+        "other processes map them; what was used longest ago makes room",
+        low=0,
+        off=True,
+    )
+    verify_weights: bool = setting(
+        "bool", False, "compare packed weights that were kept with their digests at the start"
+    )
     tensor_parallel: int = setting(
         "int",
         1,
@@ -114,14 +125,16 @@ class EngineConfig:
     threads: int | None = setting(
         "int",
         None,
-        "compute threads of each process; unset takes every core",
+        "compute threads of each process; unset takes every physical core, from 16 on all but one",
         low=1,
         high=1024,
     )
-    pin_threads: bool = setting(
-        "bool",
-        False,
-        "pin each compute thread but the first to its own core; for machines without other load",
+    cpu_pinning: str = setting(
+        "str",
+        "auto",
+        "pin each compute thread but the first to a core of its own: auto does where the engine "
+        "has the whole machine and cores are left over for the request planes",
+        choices=("auto", "on", "off"),
     )
     max_model_len: int | None = setting(
         "int",
@@ -148,6 +161,14 @@ class EngineConfig:
     max_num_seqs: int = setting("int", 128, "sequences that run at once", low=1, high=65536)
     max_num_batched_tokens: int = setting(
         "int", 1024, "tokens in one step; longer prompts are computed in chunks", low=1, high=2**20
+    )
+    kv_idle_s: float = setting(
+        "float",
+        600.0,
+        "device cpu: seconds without requests after which an engine forgets cached prefixes and "
+        "gives the memory of its KV back; 0 for never",
+        low=0,
+        high=1e9,
     )
     prefix_caching: bool = setting("bool", True, "share the KV of equal prefixes")
     steps_in_flight: int = setting(
@@ -257,12 +278,6 @@ class EngineConfig:
         except ParameterError as error:
             raise ConfigError(error.message, param=error.param) from None
         check_budget(self.max_num_batched_tokens, self.max_num_seqs)
-        if self.pin_threads and self.tensor_parallel > 1:
-            raise ConfigError(
-                "pin_threads cannot be combined with tensor_parallel, whose processes would all "
-                "be kept on the same cores.",
-                param="pin_threads",
-            )
         if self.quantize_group not in QUANTIZE_GROUPS:
             raise ConfigError(
                 f"quantize_group must be 32, 64 or 128, not {self.quantize_group}.",

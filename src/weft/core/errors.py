@@ -166,7 +166,7 @@ class EngineDeadError(WeftError):
 
 
 class EngineOutOfMemoryError(EngineDeadError):
-    """The engine process was killed because memory ran out."""
+    """The engine process was killed because memory ran out, or the next one finds too little."""
 
     code = "engine_out_of_memory"
 

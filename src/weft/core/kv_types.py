@@ -11,7 +11,7 @@ class KVType:
     """Codes with a float32 scale beside each row of a token and head; see ``kernels.kv_storage``.
 
     Attributes:
-        dtype: of the codes, as torch calls it.
+        dtype: of the codes, as numpy and torch call it.
         largest: the largest code.
         whole: codes are whole numbers.
         standard: what the format is called elsewhere, if that is another name.
@@ -38,3 +38,14 @@ def describe_kv_types() -> str:
         f"how KV is kept: {' and '.join(rows)} take half of bfloat16, with a scale for each token "
         "and head; auto is the type of the weights"
     )
+
+
+def cache_dtype(name: str) -> str:
+    """Return the dtype of a cache by the name of a type of KV or of weights."""
+    return KV_TYPES[name].dtype if name in KV_TYPES else name
+
+
+def row_size(dtype: str, head_dim: int) -> int:
+    """Return the last dimension of a cache of a dtype: a head, and its scale if it has one."""
+    scales = [row.scale_bytes for row in KV_TYPES.values() if row.dtype == dtype]
+    return head_dim + sum(scales)

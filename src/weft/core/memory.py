@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import re
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from weft.core.control_groups import group_chains
 from weft.core.settings import format_bytes
 
 RECENT_S = 10.0  # from a kill until its process is gone and noticed, at the most
@@ -22,26 +21,30 @@ class _Version:
     Attributes:
         limits: bytes, or ``max``.
         nested_limit: name of the lowest limit of the ancestors in ``memory.stat``.
-        droppable: name of the file pages in there that go first when memory is needed.
+        droppable: names of the file pages in there, which go when memory is needed.
         kills: the file that counts processes of the group killed for memory, as ``oom_kill``.
     """
 
     limits: tuple[str, ...]
     used: str
     nested_limit: str
-    droppable: str
+    droppable: tuple[str, ...]
     kills: str
 
 
 # memory.high stops no process but slows all of them down to a crawl, so it is a limit, too.
 _V2 = _Version(
-    ("memory.max", "memory.high"), "memory.current", "", "inactive_file", "memory.events"
+    ("memory.max", "memory.high"),
+    "memory.current",
+    "",
+    ("inactive_file", "active_file"),
+    "memory.events",
 )
 _V1 = _Version(
     ("memory.limit_in_bytes",),
     "memory.usage_in_bytes",
     "hierarchical_memory_limit",
-    "total_inactive_file",
+    ("total_inactive_file", "total_active_file"),
     "memory.oom_control",
 )
 
@@ -69,13 +72,15 @@ class MemoryGroup:
     def available(self) -> int | None:
         """Bytes that its processes can still allocate; None if it sets no limit.
 
-        Its usage counts file pages that the kernel drops when memory is needed; the inactive ones
-        are free for us.
+        Its usage counts file pages, which the kernel drops when memory is needed; so they are free
+        for us. Among the active ones are mapped weights, also of an engine that has ended. Pages of
+        tmpfs and shared memory are on neither list.
         """
         limit, used = self.limit(), _number(self.folder / self.version.used)
         if limit is None or used is None:
             return None
-        droppable = _entry(self.folder / "memory.stat", self.version.droppable) or 0
+        stat = self.folder / "memory.stat"
+        droppable = sum(_entry(stat, name) or 0 for name in self.version.droppable)
         return max(0, limit - max(0, used - droppable))
 
     def kills(self) -> int | None:
@@ -86,72 +91,17 @@ class MemoryGroup:
 def memory_groups(root: Path = Path("/")) -> list[MemoryGroup]:
     """The control groups of this process that govern memory, each before its parent.
 
-    Both versions are found, also side by side. In a container the group may be known by a path
-    that is not mounted there; then what is mounted is taken for it.
-
     Args:
         root: where ``proc`` and the mounts are, for tests.
     """
-    try:
-        paths = _paths((root / "proc/self/cgroup").read_text())
-        mounts = (root / "proc/self/mountinfo").read_text()
-    except (OSError, UnicodeDecodeError):
-        return []
     found: dict[Path, MemoryGroup] = {}
-    for version, inside, point in _mounts(mounts):
-        if (path := paths.get(version)) is not None:
-            top = root / point.relative_to("/")
-            for group in _chain(version, top, top / _below(path, inside)):
-                found.setdefault(group.folder, group)
+    for number, folders in group_chains("memory", root):
+        version = _V1 if number == 1 else _V2
+        for index, folder in enumerate(folders):
+            if index and _number(folder / "memory.use_hierarchy") == 0:
+                break  # version 1 may keep limits from the groups below
+            found.setdefault(folder, MemoryGroup(folder, version, own=index == 0))
     return list(found.values())
-
-
-def _paths(text: str) -> dict[_Version, Path]:
-    """This process's group in each hierarchy: lines of number, controllers and path."""
-    paths = {}
-    for line in text.splitlines():
-        number, controllers, path = line.split(":", 2)
-        if "memory" in controllers.split(","):
-            paths[_V1] = Path(path)
-        elif number == "0" and not controllers:
-            paths[_V2] = Path(path)
-    return paths
-
-
-def _mounts(text: str) -> Iterator[tuple[_Version, Path, Path]]:
-    """Mounts of either version: the group that is mounted, and where."""
-    for line in text.splitlines():
-        before, _, after = line.partition(" - ")
-        inside, point = (Path(_unescaped(word)) for word in before.split()[3:5])
-        kind, _, options = after.split(maxsplit=2)
-        if kind == "cgroup2":
-            yield _V2, inside, point
-        elif kind == "cgroup" and "memory" in options.split(","):
-            yield _V1, inside, point
-
-
-def _unescaped(word: str) -> str:
-    """A path of mountinfo, where spaces and the like are written as octal numbers."""
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), word)
-
-
-def _below(path: Path, inside: Path) -> Path:
-    """The way from the group that is mounted to another; none if it does not lie in there."""
-    if ".." in path.parts or not path.is_relative_to(inside):
-        return Path()
-    return path.relative_to(inside)
-
-
-def _chain(version: _Version, top: Path, folder: Path) -> Iterator[MemoryGroup]:
-    """The groups from a folder, or the nearest above it that exists, up to the mount."""
-    while folder != top and not folder.is_dir():
-        folder = folder.parent
-    yield MemoryGroup(folder, version, own=True)
-    while folder != top:
-        folder = folder.parent
-        if _number(folder / "memory.use_hierarchy") == 0:
-            return  # version 1 may keep limits from the groups below
-        yield MemoryGroup(folder, version, own=False)
 
 
 def memory_limit(groups: list[MemoryGroup]) -> int | None:

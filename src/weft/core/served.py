@@ -23,9 +23,13 @@ class ServedModel:
         kv_blocks: KV blocks by group name.
         weight_bytes: memory of the weights.
         weights: how most of them are stored: a dtype, or the bits of integers and their scales.
+        kept_weights: ``mapped`` where they are pages of a file that processes share, ``packed``
+            where such a file is to be written, else empty.
         kv_memory: what was set or found for the KV, so that another engine gets the same.
         kv_dtype: how the KV is kept: a dtype, or ``int8`` or ``fp8`` with scales.
         device: what computes: ``cpu``, or the name of a GPU.
+        isa: the instruction set of native kernels; empty if there are none.
+        threads: how many threads compute and where, as a sentence; empty for a GPU.
         executor: a readable description of how steps run.
         start_s: seconds from the settings to an engine that is ready, and of the parts of that.
         profile_key: what a profile of its costs is kept by (``weft.cost.fit.ProfileKey``).
@@ -55,8 +59,11 @@ class ServedModel:
     profile_key: Mapping[str, str]
     kv_dtype: str = ""
     device: str = "cpu"
+    isa: str = ""
+    threads: str = ""
     executor: str = ""
     weights: str = ""
+    kept_weights: str = ""
     start_s: Mapping[str, float] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     classes: tuple[ServiceClass, ...] = DEFAULT_CLASSES

@@ -32,6 +32,7 @@ _WORDS: dict[Kind, str] = {
 }
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+OFF = "off"
 _SHOWN_CHARS = 60
 _MAX_BYTES = 2**63 - 1
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", re.IGNORECASE)
@@ -46,6 +47,7 @@ class Setting:
         above: whether ``low`` itself is excluded.
         choices: the only values allowed, if not empty.
         optional: whether None ("decide for me") is allowed.
+        off: whether the word ``off`` may stand for 0.
         neutral: of a sampling parameter, what None becomes where the model has no default either.
     """
 
@@ -58,6 +60,7 @@ class Setting:
     above: bool = False
     choices: tuple[str, ...] = ()
     optional: bool = False
+    off: bool = False
     neutral: float | None = None
 
     @property
@@ -68,6 +71,8 @@ class Setting:
         """Bounds or choices in words, or an empty string."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
+        if self.off:
+            return f"or {OFF}"
         if self.low is None and self.high is None:
             return ""
         if self.high is None:
@@ -79,6 +84,8 @@ class Setting:
     def parse(self, text: str) -> Any:
         """Turn a command-line word into a value; bounds are checked by ``check``."""
         try:
+            if self.off and text == OFF:
+                return 0
             if self.kind == "int":
                 return int(text)
             if self.kind == "float":
@@ -109,6 +116,8 @@ class Setting:
         return value
 
     def _typed(self, value: Any) -> Any:
+        if self.off and value in (OFF, False):  # which YAML makes of the word
+            return 0
         if self.kind == "bytes" and isinstance(value, str):
             return parse_bytes(value)
         if self.kind == "strings" and isinstance(value, str):
@@ -170,6 +179,7 @@ def setting(
     high: float | None = None,
     above: bool = False,
     choices: tuple[str, ...] = (),
+    off: bool = False,
     neutral: float | None = None,
 ) -> Any:
     """Declare a setting as a dataclass field. A default of None makes it optional."""
@@ -182,6 +192,7 @@ def setting(
             "above": above,
             "choices": choices,
             "optional": default is None,
+            "off": off,
             "neutral": neutral,
         }
     }

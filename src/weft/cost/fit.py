@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, field
@@ -24,6 +23,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from weft.core.cache_folder import cache_folder, file_stem
 from weft.core.errors import ConfigError, ProfileError
 from weft.cost.curves import Curve, Grid
 from weft.cost.model import PIGGYBACK_LAYER_S, Terms, step_time
@@ -70,16 +70,14 @@ class ProfileKey:
     def file_name(self) -> str:
         """A name that is readable and differs where any part of the key does."""
         digest = blake2b("\n".join(asdict(self).values()).encode(), digest_size=4).hexdigest()
-        model = re.sub(r"[^\w.-]+", "-", Path(self.model).name)
-        return f"{model}-{self.dtype}-{self.parallelism}-{digest}.json"
+        return f"{file_stem(self.model)}-{self.dtype}-{self.parallelism}-{digest}.json"
 
 
 def profile_path(key: ProfileKey, setting: str | None = None) -> Path:
     """The path of a profile: the one that is set, else one in weft's cache folder."""
     if setting is not None:
         return Path(setting)
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "weft" / "profiles" / key.file_name
+    return cache_folder() / "profiles" / key.file_name
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,6 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
-from tqdm import tqdm
-
 from weft.core.errors import ConfigError
 from weft.cost.curves import divide
 from weft.cost.fit import Accuracy, Fitted, Point, ProfileKey, accuracy, agreement, fit
@@ -66,6 +64,8 @@ def profile(
     room = room.share(KV_SHARE)
     stage = Stage(run, room)
     stage.fill()
+    from tqdm import tqdm  # engines that measure themselves show no bar
+
     bar = tqdm(desc="dense curve", unit="step", disable=not sys.stderr.isatty())
 
     def look(tokens: int) -> float:
@@ -98,6 +98,8 @@ def _measure(
     """Measure all steps in passes; those after ``fitted`` twice in each."""
     parts: list[list[list[float]]] = [[] for _ in steps]
     share = -(-options.repeats // PASSES)
+    from tqdm import tqdm
+
     with tqdm(
         total=PASSES * (2 * len(steps) - fitted),
         desc="steps",

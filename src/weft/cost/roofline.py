@@ -12,7 +12,8 @@ from weft.cost.shape import ModelShape
 from weft.cost.work import Work
 
 _FLOAT_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0}
-BYTES = {**_FLOAT_BYTES, "fp8": 1.0, "int8": 1.0}  # of weights
+# Of weights; int4 with a scale of 16 bits for every 64.
+BYTES = {**_FLOAT_BYTES, "fp8": 1.0, "int8": 1.0, "int4": 0.53125}
 KV_BYTES = {**_FLOAT_BYTES, **{name: float(kv.code_bytes) for name, kv in KV_TYPES.items()}}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import platform
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -12,15 +13,17 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
+import numpy as np
 
 from weft import __version__
 from weft.core.config import EngineConfig, ResolvedConfig
 from weft.core.grammar import grammar_tokenizer
+from weft.core.kv_types import cache_dtype
 from weft.core.ports import Executor
 from weft.core.schedulers import POLICIES, scheduler_name
 from weft.core.served import ServedModel
 from weft.core.settings import format_bytes
+from weft.core.topology import this_machine
 from weft.engine.channel import Task
 from weft.engine.costs import measured_costs, profile_key
 from weft.engine.devices import (
@@ -29,23 +32,28 @@ from weft.engine.devices import (
     check_host_memory,
     describe_executor,
     device_name,
+    is_cpu,
+    kv_memory,
     make_executor,
     pick_device,
 )
-from weft.engine.machine import compute_threads
+from weft.engine.idle import IdleMemory
 from weft.engine.model import Model, describe_kernels, find_model, resolve_settings
 from weft.engine.rank_leader import ParallelExecutor, build_parallel, meet
 from weft.engine.self_profile import choose_policy as choose_policy
+from weft.engine.threads import ThreadPlan, plan_threads
 from weft.engine.weights import stored_weights
+from weft.exec.eager import EagerExecutor
 from weft.exec.grammar import GrammarRows, Grammars
 from weft.exec.input_batch import InputBatch
 from weft.exec.store import KVStore
-from weft.kernels.collectives import Group
+from weft.kernels.collectives import Collectives
 from weft.kernels.interface import OpTable
-from weft.kernels.kv_storage import cache_dtype
 from weft.kv.cache import GroupSpec
+from weft.models.kept_weights import KeptWeights
 from weft.models.layout import num_parameters, storage_of
 from weft.models.loader import load_model
+from weft.models.packed_cache import PackedCache
 from weft.sched.registry import make_scheduler
 from weft.sched.resources import Resources, TargetPolicy
 from weft.sched.scheduler import Limits, Scheduler
@@ -61,8 +69,6 @@ FOR_WEIGHTS = "set quantize, or cut the model over more GPUs with tensor_paralle
 FOR_KV = "set kv_memory to less"
 FOR_STEPS = "lower max_num_seqs, max_num_batched_tokens or kv_memory"
 
-SMALL_BYTES = 256 * 2**20  # of weights that one thread has copied before others have begun to help
-
 
 @dataclass
 class Engine:
@@ -70,6 +76,8 @@ class Engine:
 
     Attributes:
         resources: what the scheduler is made of, but for costs and derived targets.
+        idle_memory: gives the memory of the KV back; None where this process does not have it.
+        kept: keeps the weights for later starts; None where it does not.
         start_s: seconds from the settings to each part of the start, ``ready`` being the end.
     """
 
@@ -79,8 +87,38 @@ class Engine:
     scheduler: Scheduler
     executor: Executor
     grammars: Grammars
+    idle_memory: IdleMemory | None
+    kept: KeptWeights | None
     start_s: Mapping[str, float]
     started_ns: int = field(default_factory=time.monotonic_ns)
+
+    def keep_weights(self) -> None:
+        """Begin to write weights that were packed and not found in the cache."""
+        if self.kept is not None:
+            self.kept.write()
+
+    def writes_weights(self) -> bool:
+        """Whether weights that are to be kept are still being written."""
+        return self.kept is not None and not self.kept.join(0)
+
+    def close(self) -> None:
+        """End the executor, and give up what is not written yet."""
+        if self.kept is not None:
+            self.kept.stop()
+        self.executor.close()
+
+    def rest(self) -> bool:
+        """Use a moment without work; whether there is more to do at once."""
+        if self.idle_memory is None or not self.scheduler.idle:
+            return False
+        return self.idle_memory.idle(self.scheduler.cache.pools)
+
+    def worked(self) -> None:
+        """Steps have been computed."""
+        if self.idle_memory is not None:
+            self.idle_memory.busy()
+        if self.kept is not None:
+            self.kept.make_way()
 
     def check_ranks(self) -> None:
         """Raise EngineDeadError if another rank of a model that is cut has ended."""
@@ -88,11 +126,12 @@ class Engine:
             self.executor.check()
 
 
-def build_engine(config: EngineConfig, returning_bytes: int = 0) -> Engine:
+def build_engine(config: EngineConfig, returning_bytes: int = 0, patience_s: float = 0.0) -> Engine:
     """Load the model and put scheduler and executor around it.
 
     Args:
         returning_bytes: memory that another engine gives back before this one is used.
+        patience_s: with another engine that writes the packed weights just now.
 
     Raises:
         WeftError: a typed error for everything that can be wrong with settings, model or memory.
@@ -114,15 +153,17 @@ def build_engine(config: EngineConfig, returning_bytes: int = 0) -> Engine:
     scheduler = _scheduler(config, resources, model)
     grammars = Grammars(lambda: _grammar_tokenizer(config, model))
     rows = GrammarRows(grammars)
+    threads = plan_threads(config, this_machine())
+    kept = _kept_weights(config, threads, patience_s)
     executor: Executor
     if config.tensor_parallel == 1:
-        executor = _executor(config, resolved, model, rows, watch)
+        executor = _executor(config, resolved, model, rows, watch, kept, threads)
     else:
         decided = replace(
             config,
             model=str(model.source),
             revision=None,
-            device=model.device.type,
+            device=model.device.partition(":")[0],
             dtype=model.dtype,
             max_model_len=resolved.max_model_len,
         )
@@ -130,12 +171,21 @@ def build_engine(config: EngineConfig, returning_bytes: int = 0) -> Engine:
             decided,
             resolved,
             model.device,
-            lambda group: _executor(config, resolved, _among(model, group), rows, watch),
+            lambda group: _executor(
+                config, resolved, _among(model, group), rows, watch, kept, threads
+            ),
         )
     watch.mark("ready")
     spent = ", ".join(f"{name} after {seconds:.2f} s" for name, seconds in watch.seconds.items())
     logger.info("The start, %s: %s.", describe_executor(executor), spent)
-    return Engine(model, resolved, resources, scheduler, executor, grammars, watch.seconds)
+    if is_cpu(model.device):
+        logger.info("Compute: %s.", threads.describe())
+    idle = None
+    if isinstance(executor, EagerExecutor):
+        idle = IdleMemory(executor.store, config.kv_idle_s)
+    return Engine(
+        model, resolved, resources, scheduler, executor, grammars, idle, kept, watch.seconds
+    )
 
 
 def build_rank(config: EngineConfig, task: Task) -> Executor:
@@ -154,13 +204,35 @@ def build_rank(config: EngineConfig, task: Task) -> Executor:
     grammars = Grammars(lambda: _grammar_tokenizer(config, model))
     # Only rank 0 finds grammars too costly: by its clock, as no two ranks need the same time.
     rows = GrammarRows(grammars, clock=lambda: 0.0)
-    if device.type == "cpu":
+    if is_cpu(device):
         # Nothing is planned here, so nothing is gained by steps in flight on a CPU.
         config = replace(config, steps_in_flight=0)
-    return _executor(config, task.resolved, _among(model, group), rows, Stopwatch())
+    threads = plan_threads(config, this_machine(), task.rank)
+    kept = _kept_weights(config, threads)
+    executor = _executor(
+        config, task.resolved, _among(model, group), rows, Stopwatch(), kept, threads
+    )
+    if kept is not None:
+        kept.write()
+    return executor
 
 
-def _among(model: Model, group: Group) -> Model:
+def _kept_weights(
+    config: EngineConfig, threads: ThreadPlan, patience_s: float = 0.0
+) -> KeptWeights | None:
+    """Where the packed weights are kept; None where that is switched off."""
+    if not config.packed_cache:
+        return None
+    rounded = "" if config.quantize == "none" else f"/{config.quantize_group}"
+    return KeptWeights(
+        PackedCache(config.packed_cache, nodes=threads.spread),
+        {"quantize": f"{config.quantize}{rounded}"},
+        verify=config.verify_weights,
+        patience_s=patience_s,
+    )
+
+
+def _among(model: Model, group: Collectives) -> Model:
     """The model as one of several ranks computes it."""
     return replace(model, ops=replace(model.ops, ranks=group))
 
@@ -171,33 +243,31 @@ def _executor(
     model: Model,
     grammars: GrammarRows,
     watch: Stopwatch,
+    kept: KeptWeights | None,
+    threads: ThreadPlan,
 ) -> Executor:
     """Load the model, or a rank's part of it, and put an executor around it.
 
     Raises:
         OutOfMemoryError: there is no memory for one of these, whatever was free before.
     """
-    threads = compute_threads(config)
-    set_threads(threads, model.ops, pinned=config.pin_threads)
-    dtype, device = getattr(torch, model.dtype), model.device
-    if model.facts.weight_bytes < SMALL_BYTES:
-        torch.set_num_threads(1)
+    set_threads(threads, model.ops)
     within = partial(allocating, ranks=model.ops.ranks)
     with within(f"the weights ({format_bytes(model.facts.weight_bytes)})", FOR_WEIGHTS):
         decoder = load_model(
             model.source,
-            dtype=dtype,
-            device=device,
+            dtype=model.dtype,
             max_model_len=resolved.max_model_len,
             ops=model.ops,
             rounding=partial(storage_of, quantize=config.quantize, group=config.quantize_group),
+            kept=kept,
         )
-    torch.set_num_threads(threads)
     watch.mark("weights")
     groups = model.rank_spec.kv_groups
     kv_dtype = cache_dtype(config.kv_name(model.dtype))
     with within(f"KV ({format_bytes(resolved.kv_bytes)})", FOR_KV):
-        store = KVStore(groups, resolved.group_blocks, resolved.block_size, kv_dtype, device)
+        memory = kv_memory(decoder, threads.spread)
+        store = KVStore(groups, resolved.group_blocks, resolved.block_size, kv_dtype, memory)
     blocks_per_row = -(-resolved.max_model_len // resolved.block_size)
     with within("the buffers of steps", FOR_STEPS):
         table = InputBatch(
@@ -270,15 +340,19 @@ def describe_served(config: EngineConfig, engine: Engine) -> ServedModel:
         kv_memory=resolved.kv_memory,
         kv_dtype=model.dtype if config.kv_dtype == "auto" else config.kv_dtype,
         device=device_name(model.device),
+        isa=model.ops.isa,
+        threads=plan_threads(config, this_machine()).describe() if is_cpu(model.device) else "",
         executor=describe_executor(engine.executor),
         overlaps=engine.executor.overlaps,
+        kept_weights="" if engine.kept is None else engine.kept.state,
         weights=stored_weights(config, model.spec).get("linear", model.dtype),
         start_s=engine.start_s,
         profile_key=asdict(profile_key(config, model)),
         versions={
             "weft": __version__,
             "python": platform.python_version(),
-            "torch": torch.__version__,
+            "numpy": np.__version__,
+            **({"torch": sys.modules["torch"].__version__} if "torch" in sys.modules else {}),
             "llguidance": version("llguidance"),
             "tokenizers": version("tokenizers"),
         },
@@ -286,10 +360,11 @@ def describe_served(config: EngineConfig, engine: Engine) -> ServedModel:
     )
 
 
-def set_threads(threads: int, ops: OpTable, *, pinned: bool = False) -> None:
+def set_threads(plan: ThreadPlan, ops: OpTable) -> None:
     """Give torch and the native kernels the same number of threads; torch does not pin its own."""
-    torch.set_num_threads(threads)
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(plan.threads)
     if ops.describe()["paged_attention"] == "cpu":
         from weft.kernels.cpu import attention
 
-        attention.set_threads(threads, pinned=pinned)
+        attention.set_threads(plan.threads, plan.cpus, plan.nodes)

@@ -6,10 +6,12 @@ import logging
 from dataclasses import replace
 
 from weft.core.config import EngineConfig
+from weft.core.topology import this_machine
 from weft.cost.fit import Fitted, ProfileKey, profile_path
-from weft.engine.devices import device_name
-from weft.engine.machine import compute_threads, cpu_name
+from weft.engine.devices import device_name, is_cpu
+from weft.engine.machine import cpu_name
 from weft.engine.model import Model
+from weft.engine.threads import compute_threads
 
 logger = logging.getLogger("weft")
 LINK_BYTES_S = 12e9  # between device and host, as PCIe 3.0 with 16 lanes copies
@@ -52,6 +54,7 @@ def profile_key(config: EngineConfig, model: Model) -> ProfileKey:
 
 def _hardware(config: EngineConfig, model: Model) -> str:
     """The device, and how steps reach it."""
-    if model.device.type == "cpu":
-        return f"{cpu_name()}, {compute_threads(config)} threads"
+    if is_cpu(model.device):
+        isa = f", {model.ops.isa}" if model.ops.isa else ""
+        return f"{cpu_name()}, {compute_threads(config, this_machine())} threads{isa}"
     return f"{device_name(model.device)}{'' if config.graphs else ', uncaptured'}"

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-
-import torch
+from functools import partial
 
 from weft.core.config import EngineConfig, ResolvedConfig
 from weft.core.errors import ConfigError, OutOfMemoryError
 from weft.core.ports import Executor
 from weft.core.settings import format_bytes
+from weft.engine.driver import has_driver
 from weft.engine.machine import available_memory
 from weft.exec.collect import is_out_of_memory
-from weft.exec.device import CudaDevice, Device
 from weft.exec.eager import EagerExecutor
-from weft.exec.graphs import GraphExecutor, Steps
 from weft.exec.input_batch import InputBatch
-from weft.exec.store import KVStore
-from weft.exec.tiers import host_store
+from weft.exec.store import KVStore, Memory, host_memory
 from weft.kernels.collectives import Alone, Collectives
 from weft.models.decoder import Decoder
+
+logger = logging.getLogger("weft")
 
 
 class Stopwatch:
@@ -57,18 +57,32 @@ def allocating(what: str, advice: str, ranks: Collectives | None = None) -> Iter
         raise OutOfMemoryError(f"There is not enough memory for {what}{of}; {advice}.") from error
 
 
-def pick_device(wish: str, rank: int = 0, ranks: int = 1) -> torch.device:
-    """Return the device of the setting ``device`` for one of several ranks.
+def pick_device(wish: str, rank: int = 0, ranks: int = 1) -> str:
+    """Return the device of the setting ``device`` for one of several ranks, such as ``cuda:0``.
+
+    torch is imported only where there is a driver for it.
 
     Raises:
         ConfigError: there are fewer NVIDIA GPUs that torch can use than ranks.
         OutOfMemoryError: the GPU is full.
     """
-    found = 0 if wish == "cpu" else torch.cuda.device_count()
+    if wish == "cpu" or (wish == "auto" and not has_driver()):
+        return "cpu"
+    try:
+        import torch
+    except ImportError:
+        needs = "needs torch, which is not installed: pip install 'weft[cuda]'"
+        if wish == "cuda":
+            raise ConfigError(
+                f"device cuda {needs}. Or set device to cpu.", param="device"
+            ) from None
+        logger.warning("There is an NVIDIA driver, but the CPU computes: a GPU %s.", needs)
+        return "cpu"
+    found = torch.cuda.device_count()
     if found == 0 and wish != "cuda":
-        return torch.device("cpu")
+        return "cpu"
     if found >= ranks:
-        device = torch.device("cuda", rank)
+        device = f"cuda:{rank}"
         with allocating(f"a CUDA context on {device}", "other processes hold the GPU's"):
             torch.cuda.set_device(device)
         return device
@@ -80,23 +94,51 @@ def pick_device(wish: str, rank: int = 0, ranks: int = 1) -> torch.device:
     )
 
 
-def free_memory(device: torch.device) -> int:
+def is_cpu(device: str) -> bool:
+    """Whether a device is the CPU."""
+    return device == "cpu"
+
+
+def free_memory(device: str) -> int:
     """Bytes that can be allocated on a device."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return available_memory()
+    if is_cpu(device):
+        return available_memory()
+    import torch
+
+    return torch.cuda.mem_get_info(device)[0]
 
 
-def device_name(device: torch.device) -> str:
+def device_name(device: str) -> str:
     """The common name of the device."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    if is_cpu(device):
+        return "cpu"
+    import torch
+
+    return torch.cuda.get_device_name(device)
+
+
+def kv_memory(decoder: Decoder, nodes: Sequence[int] = ()) -> Memory:
+    """Return what makes the memory of KV for a decoder.
+
+    Any thread reads any block, and a block is written by whoever is first, so that on a CPU the
+    pages lie on all nodes in turns.
+
+    Args:
+        nodes: NUMA nodes of the threads.
+    """
+    if decoder.on_numpy:
+        return partial(host_memory, nodes=nodes)
+    from weft.exec.device import tensor_memory
+
+    return tensor_memory(decoder.device)
 
 
 def describe_executor(executor: Executor) -> str:
     """A readable description of how steps run."""
-    if isinstance(executor, GraphExecutor):
-        return f"{executor.captured} captured graphs" if executor.captured else "uncaptured"
-    return "eager"
+    captured = getattr(executor, "captured", None)  # of a graph executor
+    if captured is None:
+        return "eager"
+    return f"{captured} captured graphs" if captured else "uncaptured"
 
 
 def make_executor(
@@ -112,8 +154,12 @@ def make_executor(
         ConfigError: KV that is already on the host is to be swapped to the host.
     """
     check_host_tier(config, decoder.device)
-    if decoder.device.type == "cpu":
+    if is_cpu(decoder.device):
         return EagerExecutor(decoder, store, table, config.steps_in_flight)
+    from weft.exec.device import CudaDevice
+    from weft.exec.graphs import GraphExecutor, Steps
+    from weft.exec.tiers import host_store
+
     steps = Steps(
         max_tokens=resolved.max_num_batched_tokens,
         max_samples=resolved.max_num_seqs * (1 + config.speculation),
@@ -121,13 +167,14 @@ def make_executor(
         capture=config.graphs,
     )
     device = CudaDevice(decoder.device)
-    host = _host_tier(resolved, store, device)
+    # Host memory for swapped KV, if it is set.
+    host = host_store(store, resolved.host_blocks, device) if resolved.host_blocks else None
     return GraphExecutor(decoder, store, table, device, steps, host)
 
 
-def check_host_tier(config: EngineConfig, device: torch.device) -> None:
+def check_host_tier(config: EngineConfig, device: str) -> None:
     """Raise ConfigError if KV on the host is to be swapped to the host."""
-    if config.host_kv_memory is not None and device.type == "cpu":
+    if config.host_kv_memory is not None and is_cpu(device):
         raise ConfigError(
             "host_kv_memory is for KV on a GPU, but that of device cpu lies in the host's "
             "memory already; leave it out, or raise kv_memory.",
@@ -150,8 +197,3 @@ def check_host_memory(config: EngineConfig) -> None:
             f"host_kv_memory is {format_bytes(each)}{times}, but the host has {format_bytes(free)} "
             "free."
         )
-
-
-def _host_tier(resolved: ResolvedConfig, store: KVStore, device: Device) -> KVStore | None:
-    """Host memory for swapped KV, if it is set."""
-    return host_store(store, resolved.host_blocks, device) if resolved.host_blocks else None

@@ -8,7 +8,6 @@ server has a single thread, so that a fork copies no lock that another one holds
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import gc
 import importlib
@@ -29,6 +28,7 @@ from weft.core.process import (
     set_process_title,
     start_child,
 )
+from weft.engine.driver import has_driver
 from weft.engine.links import EngineLinks
 from weft.engine.postpone import postpone
 
@@ -48,16 +48,17 @@ class ForkServer:
     Args:
         links: of the engines.
         background: be ready later, but take no time from others.
+        torch: its engines may need it, if there is a driver for it.
     """
 
-    def __init__(self, links: EngineLinks, *, background: bool) -> None:
+    def __init__(self, links: EngineLinks, *, background: bool, torch: bool) -> None:
         adopt_orphans()
         self._end, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._end.setblocking(False)
         self._ready = False
         self._background = background
         command = [sys.executable, "-m", "weft.engine.process", "--fork-for", str(other.fileno())]
-        command += ["--background"] * background
+        command += ["--background"] * background + ["--torch"] * torch
         try:
             self.process = start_child(
                 command,
@@ -99,6 +100,8 @@ class ForkServer:
             EngineDeadError: it has ended, hangs, or there can be no other process. Close it then:
                 it may fork an engine later, which ends at once for lack of orders.
         """
+        import asyncio  # the server has none
+
         try:
             if not self.ready:
                 self._ready = bool(await asyncio.wait_for(self._hear(), patience_s))
@@ -111,6 +114,8 @@ class ForkServer:
         return Child(pid)
 
     async def _hear(self) -> bytes:
+        import asyncio
+
         return await asyncio.get_running_loop().sock_recv(self._end, MESSAGE_BYTES)
 
     def close(self) -> None:
@@ -120,14 +125,14 @@ class ForkServer:
         self.process.wait()
 
 
-def serve_forks(end: socket.socket, *, background: bool) -> tuple[list[str], int, int]:
+def serve_forks(end: socket.socket, *, background: bool, torch: bool) -> tuple[list[str], int, int]:
     """Import what engines need, then fork one for each message, until the other side closes.
 
     Returns only in a forked engine: its arguments, and the descriptors that came with them.
     """
     die_with_parent_thread()
     set_process_title("weft-forkserver")
-    _import(background)
+    _import(background, torch)
     gc.collect()
     gc.freeze()  # a collection in an engine would write to, and so copy, all that is shared
     end.send(b"ready")
@@ -145,7 +150,7 @@ def serve_forks(end: socket.socket, *, background: bool) -> tuple[list[str], int
         end.send(str(pid).encode())
 
 
-def _import(background: bool) -> None:
+def _import(background: bool, torch: bool) -> None:
     """Import all that takes time; in the background at a low priority.
 
     That of a thread cannot be raised again, nor can that of threads that it starts; so a thread of
@@ -159,6 +164,9 @@ def _import(background: bool) -> None:
         postpone("torch._meta_registrations")
         for name in IMPORTED:
             importlib.import_module(name)
+        if torch and has_driver():
+            with contextlib.suppress(ImportError):  # an engine says so, if it needs it
+                importlib.import_module("torch")
 
     thread = threading.Thread(target=work)
     thread.start()

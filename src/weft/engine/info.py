@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import platform
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from weft import __version__
 from weft.core.config import EngineConfig, largest_context, resolve
 from weft.core.errors import OutOfMemoryError, ProfileError, TokenizerError
 from weft.core.schedulers import POLICIES
 from weft.core.settings import format_bytes
+from weft.core.topology import this_machine
 from weft.cost.fit import profile_path
 from weft.engine.costs import measured_costs, profile_key
-from weft.engine.devices import check_host_tier, device_name, free_memory
-from weft.engine.machine import cpu_name, has_fast_bfloat16, usable_cores
+from weft.engine.devices import check_host_tier, device_name, free_memory, is_cpu
+from weft.engine.machine import cpu_name, usable_cores
 from weft.engine.model import Model, describe_kernels, find_model
+from weft.engine.threads import plan_threads
 from weft.models.layout import num_parameters
 from weft.text.tokenizer import Tokenizer
 
@@ -36,10 +37,14 @@ def collect_info(config: EngineConfig) -> dict[str, Any]:
             "device": device_name(model.device),
             "cpu": cpu_name(),
             "cores": usable_cores(),
-            "fast_bfloat16": has_fast_bfloat16(),
+            "topology": this_machine().describe(),
+            "threads": plan_threads(config, this_machine()).describe()
+            if is_cpu(model.device)
+            else "",
+            "isa": model.ops.isa,
             "available_bytes": free_memory(model.device),
             "python": platform.python_version(),
-            "torch": torch.__version__,
+            "torch": _torch_version(),
         },
         "model": _model_facts(config, model),
         "memory": _memory_facts(config, model),
@@ -48,6 +53,14 @@ def collect_info(config: EngineConfig) -> dict[str, Any]:
         "kernels": describe_kernels(config, model),
         "scheduling": _scheduling_facts(config, model),
     }
+
+
+def _torch_version() -> str | None:
+    """The version of torch, which is an extra."""
+    try:
+        return version("torch")
+    except PackageNotFoundError:
+        return None
 
 
 def _scheduling_facts(config: EngineConfig, model: Model) -> dict[str, Any]:
@@ -128,8 +141,10 @@ def format_info(info: dict[str, Any]) -> str:
     share = f", on each of {info['ranks']} ranks" if info["ranks"] > 1 else ""
     groups = ", ".join(_group_words(group) for group in model["kv_groups"])
     rows = [
-        ("weft", f"{info['weft']} (Python {machine['python']}, torch {machine['torch']})"),
-        ("machine", f"{machine['cpu']}, {machine['cores']} cores, {_bf16_words(machine)}"),
+        ("weft", f"{info['weft']} (Python {machine['python']}, {_torch_words(machine)})"),
+        ("machine", f"{machine['cpu']}, {machine['cores']} cores{_isa_words(machine)}"),
+        ("topology", machine["topology"]),
+        *([("threads", machine["threads"])] if machine["threads"] else []),
         ("device", f"{machine['device']}, {format_bytes(machine['available_bytes'])} free"),
         (
             "model",
@@ -180,5 +195,9 @@ def _kernel_words(facts: dict[str, str]) -> str:
     return words + (f", launches: {facts['tuning']}" if "tuning" in facts else "")
 
 
-def _bf16_words(machine: dict[str, Any]) -> str:
-    return "bfloat16 in hardware" if machine["fast_bfloat16"] else "no bfloat16 in hardware"
+def _isa_words(machine: dict[str, Any]) -> str:
+    return f", instruction set {machine['isa']}" if machine["isa"] else ""
+
+
+def _torch_words(machine: dict[str, Any]) -> str:
+    return f"torch {machine['torch']}" if machine["torch"] else "no torch"

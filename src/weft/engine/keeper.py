@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import signal
 import time
 from collections.abc import Mapping
 from typing import Any
 
-from weft.core.errors import EngineDeadError, EngineOutOfMemoryError, WeftError
+from weft.core.errors import (
+    EngineDeadError,
+    EngineOutOfMemoryError,
+    OutOfMemoryError,
+    WeftError,
+)
 from weft.core.process import STALLED, Backoff, exited
 from weft.core.served import ServedModel
 from weft.engine.links import EngineLinks
@@ -21,11 +27,13 @@ from weft.ring.progress import Progress
 
 TICK_S = 0.5
 LONGEST_DELAY_S = 0.1
+LONGEST_SHORT_S = 10.0  # of the delays while there is too little memory for an engine
 STALLED_GRACE_S = 2.0  # for an engine without progress to record its sequences
 MOST_FAILURES = 4  # engines in a row that report why they cannot start; then no more are started
-STANDBY_BYTES = 512 * 2**20  # of a standby beside its weights
+STANDBY_BYTES = 512 * 2**20  # of a standby beside weights that are its own
 STANDBY_SHARE = 0.25  # of the free memory, up to which a standby is kept without being asked for
 
+_BYTES = re.compile(r"[\d.]+ (?:[KMGT]i)?B\b")
 logger = logging.getLogger("weft")
 
 
@@ -85,7 +93,8 @@ class EngineKeeper:
         }
         if self._standby is None:
             free = available_memory() - served.kv_memory
-            fits = served.weight_bytes + STANDBY_BYTES <= free * STANDBY_SHARE
+            own = 0 if served.kept_weights == "mapped" else served.weight_bytes
+            fits = own + STANDBY_BYTES <= free * STANDBY_SHARE
             self._standby = fits and served.device == "cpu"  # a GPU's memory is the engine's
         self._reserve.standby = self._standby
         return served
@@ -101,6 +110,8 @@ class EngineKeeper:
             why = self._active.why_ended(code)
             for page in self._pages:
                 page.not_ready()
+            if code == -signal.SIGBUS:
+                self._pack_again()
             if self._active.killed_for_memory(code):
                 self._blame_memory()
             elif code == -signal.SIGKILL and not self._gave_up:
@@ -130,44 +141,84 @@ class EngineKeeper:
         return max(self._progress.look(info) if info else 0.0, self._since)
 
     async def _replace(self, why: str) -> None:
-        """Hand over to the next engine; wait longer after each failure."""
+        """Hand over to the next engine; wait longer after each failure, and log each reason once.
+
+        What takes the memory may keep it for long, so without memory the delays grow further.
+        """
+        logger.warning("The engine ended (%s); the next one takes over.", why)
+        delay_s = self._backoff.delay_s(time.monotonic() - self._since, why)
+        short = Backoff("engine", proven=True, longest_s=LONGEST_SHORT_S)
         failures = 0
         while True:
-            delay_s = self._backoff.delay_s(time.monotonic() - self._since, why)
-            logger.warning("The engine ended (%s); the next one takes over.", why)
             await asyncio.sleep(delay_s)
-            self._since = time.monotonic()
             try:
-                self._active = await self._reserve.take(self._patience_s)
-                await self._take_over(self._active)
+                return await self._start_next()
             except WeftError as error:
-                if self._active is not None:
-                    self._active.process.kill()
-                    self._active.stop()
-                if isinstance(error, EngineOutOfMemoryError):
-                    self._blame_memory()
-                why = error.message
-                failures += not isinstance(error, EngineDeadError)
+                failures += not isinstance(error, EngineDeadError | OutOfMemoryError)
                 if failures == MOST_FAILURES:
                     raise
-            else:
-                parts = self._active.laps.items()
-                logger.warning(
-                    "Engine %d has taken over after %.2f s: %s.",
-                    self._active.process.pid,
-                    time.monotonic() - self._since,
-                    ", ".join(f"{part} {seconds:.2f} s" for part, seconds in parts),
-                )
-                self._since = time.monotonic()
-                return
+                if self._want_of_memory(error):
+                    delay_s = short.delay_s(0.0, error.message)
+                else:
+                    lived_s = time.monotonic() - self._since
+                    delay_s = self._backoff.delay_s(lived_s, error.message)
+                if _BYTES.sub("", error.message) != _BYTES.sub("", why):
+                    logger.warning("The next engine failed and is tried again: %s", error.message)
+                why = error.message
+
+    async def _start_next(self) -> None:
+        """Have the next engine serve the rings. If it does not, raise why, once it has ended."""
+        self._since = time.monotonic()
+        try:
+            self._active = await self._reserve.take(self._patience_s)
+            await self._take_over(self._active)
+        except WeftError:
+            if self._active is not None:
+                self._active.process.kill()
+                self._active.stop()
+            raise
+        parts = self._active.laps.items()
+        logger.warning(
+            "Engine %d has taken over after %.2f s: %s.",
+            self._active.process.pid,
+            time.monotonic() - self._since,
+            ", ".join(f"{part} {seconds:.2f} s" for part, seconds in parts),
+        )
+        self._since = time.monotonic()
+
+    def _pack_again(self) -> None:
+        """From now on engines read the checkpoint: their mapped weights could not be read."""
+        if self._reserve.settings.get("packed_cache") != 0:
+            logger.warning(
+                "A mapped file could not be read (SIGBUS): its disk fails, or it was cut. The next "
+                "engines pack their weights themselves; weft cache clear removes those files."
+            )
+            self._reserve.settings["packed_cache"] = 0
+
+    def _want_of_memory(self, error: WeftError) -> bool:
+        """Whether memory kept an engine from starting; if so, record it in the rings."""
+        if isinstance(error, EngineOutOfMemoryError):
+            self._blame_memory()
+            return True
+        if isinstance(error, OutOfMemoryError):
+            self._wait_for_memory()
+            return True
+        return False
 
     def _blame_memory(self) -> None:
-        """Record in the rings that memory, not a request, killed the engine.
-
-        From then on a standby is kept only if it is set explicitly.
-        """
+        """Record in the rings that memory, not a request, killed the engine."""
         for page in self._pages:
             page.killed_for_memory()
+        self._keep_less()
+
+    def _wait_for_memory(self) -> None:
+        """Record in the rings that there is too little for the next engine at present."""
+        for page in self._pages:
+            page.short_of_memory()
+        self._keep_less()
+
+    def _keep_less(self) -> None:
+        """From now on a standby is kept only if it is set explicitly."""
         self._reserve.standby = self._reserve.standby and self._asked
 
     async def _take_over(self, engine: EngineProcess) -> None:

@@ -6,10 +6,8 @@ import os
 import time
 from pathlib import Path
 
-import psutil
-
-from weft.core.config import EngineConfig
 from weft.core.memory import memory_groups
+from weft.core.topology import this_machine
 
 BF16_FLAGS = ("avx512_bf16", "amx_bf16", "bf16")  # the last one is Arm's
 
@@ -22,13 +20,9 @@ class WallClock:
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0))
-
-
-def compute_threads(config: EngineConfig) -> int:
-    """Threads of each rank."""
-    return config.threads or max(1, usable_cores() // config.tensor_parallel)
+    """Processors that this process has the time of."""
+    machine = this_machine()
+    return machine.cpus if machine.quota is None else max(1, min(machine.cpus, int(machine.quota)))
 
 
 def available_memory(root: Path = Path("/")) -> int:
@@ -37,17 +31,25 @@ def available_memory(root: Path = Path("/")) -> int:
     Args:
         root: where ``proc`` and the control groups are, for tests.
     """
-    found = [int(psutil.virtual_memory().available)]
+    found = [_available_bytes()]
     found += [left for group in memory_groups(root) if (left := group.available()) is not None]
     return min(found)
 
 
 def resident_bytes(pid: int) -> int:
-    """Memory that a process occupies; 0 if there is none."""
+    """Memory that returns when a process ends; 0 if there is none. Files stay in the cache."""
     try:
-        return int(psutil.Process(pid).memory_info().rss)
-    except psutil.NoSuchProcess:
+        _, resident, shared, *_ = map(int, Path(f"/proc/{pid}/statm").read_text().split())
+    except (FileNotFoundError, ProcessLookupError):
         return 0
+    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _available_bytes() -> int:
+    """Memory that the kernel estimates to be free without swapping."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    (line,) = [line for line in lines if line.startswith("MemAvailable:")]
+    return 1024 * int(line.split()[1])
 
 
 def has_fast_bfloat16() -> bool:

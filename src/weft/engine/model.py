@@ -6,8 +6,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from weft.core.config import (
     DEVICE_KV_SHARE,
     DTYPE_BYTES,
@@ -20,7 +18,7 @@ from weft.core.config import (
 )
 from weft.core.errors import ConfigError, KernelError
 from weft.core.kv_types import KV_TYPES
-from weft.engine.devices import free_memory, pick_device
+from weft.engine.devices import free_memory, is_cpu, pick_device
 from weft.engine.machine import has_fast_bfloat16
 from weft.engine.weights import check_heads, check_launches, check_storage, stored_weights
 from weft.exec.workspace import StepSizes, workspace_bytes
@@ -54,7 +52,7 @@ class Model:
     dtype: str
     facts: Facts
     ops: OpTable
-    device: torch.device
+    device: str
 
     @property
     def folder(self) -> Path:
@@ -83,10 +81,10 @@ def find_model(config: EngineConfig, returning_bytes: int = 0, rank: int = 0) ->
     ranks = config.tensor_parallel
     rank_spec = shard_spec(spec, ranks)
     device = pick_device(config.device, rank, ranks)
-    dtype = _choose_dtype(config.dtype, spec.dtype, device)
+    dtype = _choose_dtype(config, spec.dtype, device)
     storage = stored_weights(config, spec)
     try:
-        ops = select_ops(device, getattr(torch, dtype), config.kernels, storage, config.tuning)
+        ops = select_ops(device, dtype, config.kernels, storage, config.tuning)
     except KernelUnavailable as error:
         raise KernelError(str(error)) from error
     if config.require_batch_invariance and not ops.batch_invariant:
@@ -97,7 +95,7 @@ def find_model(config: EngineConfig, returning_bytes: int = 0, rank: int = 0) ->
     check_storage(config, spec, ops)
     check_launches(config, spec, dtype, ops)
     check_heads(config, rank_spec, dtype, ops, device)
-    element, on_host = DTYPE_BYTES[dtype], device.type == "cpu"
+    element, on_host = DTYPE_BYTES[dtype], is_cpu(device)
     kv = KV_TYPES.get(config.kv_dtype)
     kv_bytes = (element, 0) if kv is None else (kv.code_bytes, kv.scale_bytes)
     facts = Facts(
@@ -157,15 +155,15 @@ def describe_kernels(config: EngineConfig, model: Model) -> dict[str, dict[str, 
     layers = describe_layers(model.rank_spec, ops, ranks)
     found["layers"] = {"kernel": layers, "dtype": model.dtype}
     if ranks > 1:
-        backend = "gloo" if model.device.type == "cpu" else "NCCL"
+        backend = "gloo" if is_cpu(model.device) else "NCCL"
         sums = f"{backend}, over {ranks} ranks in their order"
         found["sums"] = {"kernel": sums, "dtype": "float32"}
     return found
 
 
-def _free_memory(device: torch.device, ranks: int, returning_bytes: int) -> int:
+def _free_memory(device: str, ranks: int, returning_bytes: int) -> int:
     """The memory for a rank: its share of a host's, or all of its GPU's."""
-    if device.type == "cpu":
+    if is_cpu(device):
         return free_memory(device) // ranks + returning_bytes
     return free_memory(device)
 
@@ -181,9 +179,14 @@ def _step_sizes(config: EngineConfig, spec: ModelSpec) -> StepSizes:
     )
 
 
-def _choose_dtype(wish: str, stored: str | None, device: torch.device) -> str:
-    """Follow the checkpoint where its dtype is computed fast, else widen to float32."""
-    if device.type != "cpu":
+def _choose_dtype(config: EngineConfig, stored: str | None, device: str) -> str:
+    """Follow the checkpoint; on a CPU float16 becomes bfloat16.
+
+    With the reference kernels a CPU without products of bfloat16 computes in float32: the library's
+    bfloat16 is many times slower there.
+    """
+    wish = config.dtype
+    if not is_cpu(device):
         followed = stored if stored is not None and stored in DTYPE_BYTES else "bfloat16"
         return followed if wish == "auto" else wish
     if wish == "float16":
@@ -192,6 +195,7 @@ def _choose_dtype(wish: str, stored: str | None, device: torch.device) -> str:
         )
     if wish != "auto":
         return wish
-    if stored in ("bfloat16", "float16") and has_fast_bfloat16():
+    fast = config.kernels != "reference" or has_fast_bfloat16()
+    if stored in ("bfloat16", "float16") and fast:
         return "bfloat16"
     return "float32"

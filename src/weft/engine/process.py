@@ -15,6 +15,7 @@ seconds that each part of the start took.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import os
@@ -25,12 +26,12 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 
 from weft.core.config import EngineConfig
 from weft.core.errors import EngineDeadError, InvariantError, WeftError
 from weft.core.logs import log_level, notice, set_up_logs
-from weft.core.process import STALLED, die_with, set_process_title
+from weft.core.process import STALLED, die_with, offer_to_memory_killer, set_process_title
 from weft.core.schedulers import POLICIES
 from weft.core.types import ServiceClass
 from weft.engine.compiling import CompilingInbox
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
 
 INFO_EVERY_S = 0.25
 CHECK_EVERY_S = 10.0
+STANDBY_PATIENCE_S = 600.0  # with packed weights that are being written; its memory stays small
 
 
 def main() -> None:
@@ -58,9 +60,12 @@ def main() -> None:
     options = _options(sys.argv[1:])
     for number in (signal.SIGINT, signal.SIGTERM, STALLED):
         signal.signal(number, signal.SIG_IGN)
+    offer_to_memory_killer()  # streams outlive an engine; those of a request plane break with it
     if options.fork_for is not None:
         end = socket.socket(fileno=options.fork_for)
-        arguments, orders, report = serve_forks(end, background=options.background)
+        arguments, orders, report = serve_forks(
+            end, background=options.background, torch=options.torch
+        )
         options = _options([*arguments, "--report", str(report)])
         os.dup2(orders, sys.stdin.fileno())
         os.close(orders)
@@ -78,6 +83,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--since", type=float, default=time.monotonic())
     parser.add_argument("--fork-for", type=int)
     parser.add_argument("--background", action="store_true")
+    parser.add_argument("--torch", action="store_true")
     return parser.parse_args(arguments)
 
 
@@ -85,17 +91,20 @@ def _run(options: argparse.Namespace) -> NoReturn:
     laps, orders = Laps(options.since), _Orders()  # which come when the parent knows its child
     set_process_title("weft-standby" if options.standby else "weft-engine")
     die_with(options.parent)
-    report = os.fdopen(options.report, "w")
+    report = os.fdopen(options.report, "wb", buffering=0)
     postpone("torch._meta_registrations")  # a fourth of the import of torch; for compilers
     laps.mark("process")
     try:
         config = EngineConfig.from_mapping(orders.settings)
         set_up_logs("engine", log_level(config.log_level), config.log_format)
-        engine, choice, served = _build(config, options.returning_bytes, laps)
+        patience_s = STANDBY_PATIENCE_S if options.standby else 0.0
+        engine, choice, served = _build(config, options.returning_bytes, patience_s, laps)
         _tell(report, {"served": served})
         orders.go.wait()
         if options.standby:
             laps = Laps(time.monotonic())  # its earlier work delayed no request
+            if choice is not None:
+                engine.scheduler = choice.look(engine.scheduler) or engine.scheduler
         set_process_title("weft-engine")
         inbox = RingInbox(
             [RingFds.parse(text) for text in options.ring],
@@ -160,12 +169,12 @@ class _Orders:
 
 
 def _build(
-    config: EngineConfig, returning_bytes: int, laps: Laps
+    config: EngineConfig, returning_bytes: int, patience_s: float, laps: Laps
 ) -> tuple[Engine, PolicyChoice | None, str]:
     from weft.engine.build import build_engine, choose_policy, describe_served
 
     laps.mark("imports")
-    engine = build_engine(config, returning_bytes)
+    engine = build_engine(config, returning_bytes, patience_s)
     config.check_ring(engine.resolved.max_model_len)
     choice = choose_policy(config, engine) if config.scheduler == "auto" else None
     served = describe_served(config, engine)
@@ -198,9 +207,12 @@ def _serve(
     gc.freeze()  # weights and modules live as long as the process: never scan them again
     told = checked = 0.0
     signal.signal(STALLED, _raise_stalled)
+    engine.keep_weights()
     try:
         while not inbox.closed:
             busy = loop.step()
+            if busy:
+                engine.worked()
             if time.monotonic() - checked > CHECK_EVERY_S:
                 if not busy:
                     engine.scheduler.check()
@@ -214,7 +226,9 @@ def _serve(
                 told = time.monotonic()
             if not busy:
                 engine.check_ranks()
-                if not _measured(choice, engine, loop):
+                if _measured(choice, engine, loop):
+                    engine.worked()
+                elif not engine.rest():
                     inbox.wait()
         loop.drain()
     except Exception as error:
@@ -224,14 +238,18 @@ def _serve(
         raise
     finally:
         inbox.write_info(_info(engine, ready=False))
-        engine.executor.close()
+        engine.close()
     inbox.close()
     return 0
 
 
 def _measured(choice: PolicyChoice | None, engine: Engine, loop: EngineLoop) -> bool:
-    """Use an idle moment for the choice of a policy; whether there was something to do."""
-    if choice is None:
+    """Use an idle moment for the choice of a policy; whether there was something to do.
+
+    Weights that are to be kept are written first: that would disturb the steps that are measured,
+    and the next start and the standby wait for it.
+    """
+    if choice is None or engine.writes_weights():
         return False
     before = choice.policy
     scheduler = choice.idle(engine.scheduler, engine.executor)
@@ -283,8 +301,10 @@ def _targets(classes: Sequence[ServiceClass]) -> dict[str, int]:
     return found
 
 
-def _tell(report: Any, line: dict[str, Any]) -> None:
-    print(json.dumps(line), file=report, flush=True)
+def _tell(report: BinaryIO, line: dict[str, Any]) -> None:
+    """Report to the parent, unless it has given up: that ends this process by its orders."""
+    with contextlib.suppress(BrokenPipeError):
+        report.write(json.dumps(line).encode() + b"\n")
 
 
 if __name__ == "__main__":

@@ -52,7 +52,8 @@ def main() -> None:
     try:
         executor = _build(task)
     except WeftError as error:
-        channel.send(Report(type(error).__name__, error.message))
+        with contextlib.suppress(OSError):  # rank 0 has met the same error, and is gone
+            channel.send(Report(type(error).__name__, error.message))
         sys.exit(1)
     except Exception as error:
         logger.exception("Rank %d could not start.", task.rank)

@@ -18,9 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import NoReturn
-
-import torch
+from typing import TYPE_CHECKING, NoReturn
 
 from weft.core import errors
 from weft.core.config import EngineConfig, ResolvedConfig
@@ -30,8 +28,10 @@ from weft.core.ports import Executor, Ticket
 from weft.core.process import describe_exit, start_child
 from weft.engine.channel import Channel, RankTokens, Report, Step, Task
 from weft.engine.forkserver import MEMORY_SETTINGS
-from weft.kernels.collectives import Group
 from weft.kernels.unavailable import KernelUnavailable
+
+if TYPE_CHECKING:
+    from weft.kernels.process_group import Group
 
 STOP_TIMEOUT_S = 5.0
 DEATH_S = 1.0  # in which a rank that has ended is found after a collective has failed
@@ -45,7 +45,7 @@ class Followers:
     channels: list[Channel] = field(default_factory=list)
     closing: bool = False
 
-    def start(self, config: EngineConfig, resolved: ResolvedConfig, device: torch.device) -> Group:
+    def start(self, config: EngineConfig, resolved: ResolvedConfig, device: str) -> Group:
         """Start them, and meet them when they can load.
 
         Raises:
@@ -237,20 +237,32 @@ class ParallelTicket:
         return result
 
 
-def meet(rank: int, size: int, meeting_point: str, device: torch.device) -> Group:
+def meet(rank: int, size: int, meeting_point: str, device: str) -> Group:
     """Meet the other ranks. Raises KernelError or EngineDeadError."""
     try:
-        return Group(rank, size, Path(meeting_point), device)
+        return _group_type()(rank, size, Path(meeting_point), device)
     except KernelUnavailable as error:
         raise KernelError(str(error)) from error
     except RuntimeError as error:
         raise EngineDeadError(f"Rank {rank} could not meet the others: {error}") from error
 
 
+def _group_type() -> type[Group]:
+    """The collectives of torch. Raises KernelError if it is not installed."""
+    try:
+        from weft.kernels.process_group import Group
+    except ImportError as error:
+        raise KernelError(
+            f"tensor_parallel needs torch, which is not installed ({error}): "
+            "pip install 'weft[cuda]'"
+        ) from error
+    return Group
+
+
 def build_parallel(
     config: EngineConfig,
     resolved: ResolvedConfig,
-    device: torch.device,
+    device: str,
     build: Callable[[Group], Executor],
 ) -> ParallelExecutor:
     """Start the other ranks, and ``build`` the executor of rank 0 while they build theirs.
@@ -261,6 +273,7 @@ def build_parallel(
     Raises:
         WeftError: a typed error, also of another rank.
     """
+    _group_type()  # before processes are started that would miss it, too
     followers = Followers()
     try:
         group = followers.start(config, resolved, device)

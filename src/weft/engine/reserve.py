@@ -27,7 +27,7 @@ class Reserve:
             there is the engine.
 
     Attributes:
-        settings: of the engines; may change until the first standby is there.
+        settings: of the engines that are still to be started.
         standby: whether to keep one: an engine that is built, its weights mapped.
     """
 
@@ -64,7 +64,7 @@ class Reserve:
             return EngineProcess.start(self.settings, self._links)
         if self._forks is None or not self._forks.soon:
             self._drop_forks()
-            self._forks = ForkServer(self._links, background=False)
+            self._forks = self._fork_server(background=False)
         return await self._fork(self._forks, patience_s=patience_s)
 
     async def keep(self, active: EngineProcess) -> None:
@@ -89,7 +89,11 @@ class Reserve:
             self._drop_forks()
         if self._forks is None and self._forks_pause.over:
             self._forks_pause.end()
-            self._forks = ForkServer(self._links, background=True)
+            self._forks = self._fork_server(background=True)
+
+    def _fork_server(self, *, background: bool) -> ForkServer:
+        torch = self.settings.get("device") != "cpu"  # other settings that need it are rare
+        return ForkServer(self._links, background=background, torch=torch)
 
     async def _keep_spare(self, active: EngineProcess) -> None:
         if self._spare is not None and self._spare.process.poll() is not None:

@@ -3,6 +3,7 @@
 If no profile of this model on this machine lies in the cache folder, the engine measures itself
 while it is idle (``cost.quick_profile``), keeps the result, and goes over to the SLO policy as soon
 as no request is open. It measures again when steps take much longer or shorter than predicted.
+A profile that another engine has kept meanwhile is taken instead: a standby may be older than it.
 """
 
 from __future__ import annotations
@@ -111,17 +112,37 @@ class PolicyChoice:
         self._wanted = False
         return made
 
+    def look(self, scheduler: Scheduler) -> Scheduler | None:
+        """Go over to SLO if another engine has kept a profile; the given scheduler must be idle.
+
+        Returns:
+            The scheduler that plans from now on, or None if that is the given one.
+        """
+        if self.policy == "slo":
+            return None
+        try:
+            cost = Fitted.load(self._costs.path, self._costs.key)
+        except ProfileError:  # which the start has logged
+            return None
+        return self._switch(scheduler, cost)
+
     def idle(self, scheduler: Scheduler, executor: Executor) -> Scheduler | None:
         """Use a moment in which no request is open and no step in flight.
 
         Returns:
             The scheduler that plans from now on, or None if there was nothing to do.
         """
+        if self._found is None and not self._wanted:
+            return None
+        if dropped := scheduler.sequences.take_dropped():
+            executor.launch(StepPlan(0, (), drop=dropped)).result()
         if self._found is not None:
             return self._switch(scheduler, self._found)
-        if not self._wanted:
-            return None
-        self._clear(scheduler, executor)
+        if self._measuring is None:
+            stored = self.look(scheduler)
+            if stored is not None or not self._wanted:
+                return stored
+        self._forget_prefixes(scheduler)
         try:
             if self._measuring is None:
                 logger.info("Measuring the costs of steps while idle, %g s at most.", self._seconds)
@@ -157,10 +178,8 @@ class PolicyChoice:
             )
             self._wanted, self._measured_at, self._drifts_since = True, now, None
 
-    def _clear(self, scheduler: Scheduler, executor: Executor) -> None:
-        """Leave no row in the executor, and nothing in the prefix cache of the measured blocks."""
-        if dropped := scheduler.sequences.take_dropped():
-            executor.launch(StepPlan(0, (), drop=dropped)).result()
+    def _forget_prefixes(self, scheduler: Scheduler) -> None:
+        """Leave nothing in the prefix cache of the blocks that are measured with."""
         for pool, group in zip(scheduler.cache.pools, self._room.groups, strict=True):
             pool.evict(range(group.num_blocks))
 

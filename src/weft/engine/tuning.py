@@ -6,10 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
 from weft.core.config import EngineConfig
 from weft.core.errors import ConfigError, KernelError
+from weft.engine.devices import device_name, is_cpu
 from weft.engine.model import find_model
 from weft.engine.weights import attention_shapes, product_shapes
 from weft.kernels.tuning import EVERY, ROWS, load, save
@@ -32,26 +31,28 @@ def tune_kernels(config: EngineConfig, tell: Callable[[str], None] = print) -> P
     if not path.parent.is_dir():
         raise ConfigError(f"tuning: the folder '{path.parent}' does not exist.", param="tuning")
     model = find_model(replace(config, tuning="heuristic"))
-    if model.device.type != "cuda":
+    if is_cpu(model.device):
         raise KernelError(
             f"Launches are measured on a GPU, and this engine runs on '{model.device}'; set device "
             "to cuda on a machine with one."
         )
+    import torch
     import triton
 
     from weft.kernels.triton.tuned import graph_seconds, tune
     from weft.kernels.triton.tuned_attention import tune_attention
 
-    name = torch.cuda.get_device_name(model.device)
+    device = torch.device(model.device)
+    name = device_name(model.device)
     try:
         entries = dict(load(path, name, triton.__version__).entries) if path.exists() else {}
         for shape in product_shapes(config, model.spec, model.dtype):
             for rows in ROWS:
-                launch, seconds = tune(shape, rows, model.device, graph_seconds)
+                launch, seconds = tune(shape, rows, device, graph_seconds)
                 entries[shape, rows] = launch
                 tell(f"{shape} with up to {rows} rows: {seconds * 1e6:.1f} us, {dict(launch)}")
         for shape in attention_shapes(config, model.spec, model.dtype):
-            launch, share = tune_attention(shape, config.block_size, model.device, graph_seconds)
+            launch, share = tune_attention(shape, config.block_size, device, graph_seconds)
             entries[shape, EVERY] = launch
             tell(f"{shape}: {share:.2f} of the time by the rule, {dict(launch)}")
     except KernelUnavailable as error:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-
 from weft.core.config import EngineConfig
 from weft.core.errors import ConfigError, KernelError
 from weft.core.kv_types import KV_TYPES
 from weft.kernels.interface import OpTable
-from weft.kernels.kv_storage import cache_dtype
 from weft.kernels.storage import MULTIPLIED
 from weft.kernels.tuning import DECODE, PREFILL, LaunchShape, Pinned, kind_of, kv_kind, op_of
 from weft.kernels.unavailable import KernelUnavailable
@@ -85,7 +82,7 @@ def check_storage(config: EngineConfig, spec: ModelSpec, ops: OpTable) -> None:
 
 
 def check_heads(
-    config: EngineConfig, spec: ModelSpec, dtype: str, ops: OpTable, device: torch.device
+    config: EngineConfig, spec: ModelSpec, dtype: str, ops: OpTable, device: str
 ) -> None:
     """Check that attention on a GPU has tiles for the heads of every layer.
 
@@ -97,6 +94,9 @@ def check_heads(
     """
     if ops.names["paged_attention"] != "triton":
         return
+    import torch
+
+    from weft.kernels.kv_storage import cache_dtype
     from weft.kernels.triton.device import shared_bytes
     from weft.kernels.triton.tiles import Heads, plan
 
@@ -104,7 +104,7 @@ def check_heads(
     cache = cache_dtype(config.kv_name(dtype))
     for sizes in _heads(spec):
         try:
-            plan(Heads(*sizes, kind, cache), None, shared_bytes(device), ops.tuning)
+            plan(Heads(*sizes, kind, cache), None, shared_bytes(torch.device(device)), ops.tuning)
         except ValueError as error:
             raise KernelError(f"{error}; kernels='reference' serves all (slow)") from error
 

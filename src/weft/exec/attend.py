@@ -6,13 +6,12 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import TypeAlias
 
-from torch import Tensor
-
 from weft.exec.store import KVStore
+from weft.kernels.arrays import Array
 from weft.kernels.interface import AttentionMetadata
 from weft.models.decoder import Attend, Decoder
 
-Forward: TypeAlias = Callable[[Tensor, Tensor, Seq[AttentionMetadata]], Tensor]
+Forward: TypeAlias = Callable[[Array, Array, Seq[AttentionMetadata]], Array]
 
 
 def bind_forward(decoder: Decoder, store: KVStore, *, padded: bool = False) -> Forward:
@@ -29,7 +28,7 @@ def bind_forward(decoder: Decoder, store: KVStore, *, padded: bool = False) -> F
         if stack is not None:
             return stack.run
 
-    def forward(ids: Tensor, positions: Tensor, groups: Seq[AttentionMetadata]) -> Tensor:
+    def forward(ids: Array, positions: Array, groups: Seq[AttentionMetadata]) -> Array:
         return decoder.forward(ids, positions, _attend(decoder, store, groups))
 
     return forward
@@ -40,12 +39,12 @@ def _attend(decoder: Decoder, store: KVStore, groups: Seq[AttentionMetadata]) ->
 
     def attend(
         layer: int,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        residual: Tensor,
-        positions: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        q: Array,
+        k: Array | None,
+        v: Array | None,
+        residual: Array,
+        positions: Array,
+    ) -> tuple[Array, Array, Array]:
         params = decoder.attention_params(layer)
         out = decoder.ops.paged_attention(
             q,

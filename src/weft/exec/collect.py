@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import errno
+import sys
 from collections.abc import Callable
 from typing import Self
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from weft.core.errors import (
     InvariantError,
@@ -23,6 +22,7 @@ from weft.exec.input_batch import InputBatch
 from weft.exec.inputs import StepInputs
 from weft.exec.logprobs import SCORED_TOKENS_AT_ONCE, token_logprobs
 from weft.exec.sample import Sampled
+from weft.kernels.arrays import Array, to_numpy
 from weft.kernels.sampling import count_taken
 from weft.models.decoder import Decoder
 
@@ -85,7 +85,7 @@ class StepOutput:
         batch: SubBatch,
         rows: NDArray[np.int64],
         sampled: Sampled,
-        state: Callable[[int], Tensor],
+        state: Callable[[int], Array],
     ) -> None:
         """Take the tokens of a sub-batch, and of drafts those that came out as guessed.
 
@@ -159,7 +159,7 @@ class StepOutput:
 
 
 def score_prompt(
-    decoder: Decoder, table: InputBatch, inputs: StepInputs, index: int, hidden: Tensor
+    decoder: Decoder, table: InputBatch, inputs: StepInputs, index: int, hidden: Array
 ) -> PromptLogprobs | None:
     """Log probabilities of the prompt tokens that follow each computed token of row ``index``.
 
@@ -178,17 +178,18 @@ def score_prompt(
     for low in range(start, stop, SCORED_TOKENS_AT_ONCE):
         high = min(low + SCORED_TOKENS_AT_ONCE, stop)
         logits = decoder.logits(hidden[first + low - start : first + high - start])
-        logprobs = torch.log_softmax(logits, dim=-1).cpu()  # [P, V]
+        logprobs = decoder.ops.log_softmax(logits)  # [P, V]
         following = table.tokens[row, low + 1 : high + 1].astype(np.int64)
-        entries += token_logprobs(logprobs, following, [params.prompt_logprobs] * (high - low))
+        counts = [params.prompt_logprobs] * (high - low)
+        entries += token_logprobs(logprobs, following, counts, decoder.ops.top_k)
     return PromptLogprobs(start + 1, tuple(entries))
 
 
-def normalised(state: Tensor) -> bytes:
+def normalised(state: Array) -> bytes:
     """Return a hidden state [C] at length one, as float32 bytes."""
-    vector = state.double()
-    unit = vector / vector.norm().clamp(min=1e-30)
-    return bytes(unit.float().cpu().numpy().tobytes())
+    vector = to_numpy(state).astype(np.float64)
+    unit = vector / max(float(np.linalg.norm(vector)), 1e-30)
+    return unit.astype(np.float32).tobytes()
 
 
 def no_memory(tokens: int) -> OutOfMemoryError:
@@ -241,7 +242,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
     Not Triton's "out of resource: shared memory": such a kernel does not fit whatever is free.
     """
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+    torch = sys.modules.get("torch")
+    if isinstance(error, MemoryError) or (torch and isinstance(error, torch.OutOfMemoryError)):
         return True
     if isinstance(error, OSError):  # of pages that are mapped
         return error.errno == errno.ENOMEM

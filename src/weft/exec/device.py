@@ -7,6 +7,7 @@ again, and lets copies arrive as late as they may.
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
@@ -15,8 +16,22 @@ from torch import Tensor
 
 from weft.core.errors import InvariantError
 from weft.exec.memory import pinned_zeros
+from weft.exec.store import Memory, host_memory
+from weft.kernels.arrays import to_torch
 
 Replay = Callable[[], None]
+
+
+def tensor_memory(device: str) -> Memory:
+    """Return what makes zeros as tensors on a device."""
+
+    def memory(shape: Seq[int], dtype: str) -> Tensor:
+        if device == "cpu":
+            tensor: Tensor = to_torch(host_memory(shape, dtype))
+            return tensor
+        return torch.zeros(tuple(shape), dtype=getattr(torch, dtype), device=device)
+
+    return memory
 
 
 class Event(Protocol):
@@ -70,9 +85,9 @@ class CudaDevice:
     the smaller ones fit into the memory of the largest.
     """
 
-    def __init__(self, where: torch.device) -> None:
-        self.where = where
-        self._stream = torch.cuda.Stream(where)  # type: ignore[no-untyped-call]
+    def __init__(self, where: str) -> None:
+        self.where = torch.device(where)
+        self._stream = torch.cuda.Stream(self.where)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
 
     def host_memory(self, size: int, dtype: torch.dtype) -> Tensor:

@@ -7,9 +7,6 @@ from functools import partial
 from queue import SimpleQueue
 from typing import TypeAlias
 
-import torch
-from torch import Tensor
-
 from weft.core.errors import InvariantError
 from weft.core.plan import StepPlan, StepResult, SubBatch
 from weft.exec.attend import bind_forward
@@ -24,6 +21,7 @@ from weft.exec.input_batch import InputBatch
 from weft.exec.inputs import InputPacker, StepInputs
 from weft.exec.sample import sample
 from weft.exec.store import KVStore
+from weft.kernels.arrays import Array, to_torch
 from weft.models.decoder import Decoder
 
 Answer: TypeAlias = "SimpleQueue[StepResult | BaseException]"
@@ -34,16 +32,20 @@ class EagerExecutor:
 
     Args:
         depth: launched steps that may wait for collection while another is launched.
+
+    Attributes:
+        store: the KV.
     """
 
     def __init__(self, decoder: Decoder, store: KVStore, table: InputBatch, depth: int) -> None:
         self.depth = depth
         self.overlaps = False
         self._decoder = decoder
-        self._store = store
+        self.store = store
         self._compute = bind_forward(decoder, store)
         self._table = table
-        self._packer = InputPacker(table, store.block_size)
+        wrap = (lambda array: array) if decoder.on_numpy else to_torch
+        self._packer = InputPacker(table, store.block_size, wrap)
         self._launched: SimpleQueue[tuple[StepPlan, Answer] | None] = SimpleQueue()
         self._worker = threading.Thread(target=self._work, name="weft-executor", daemon=True)
         self._worker.start()
@@ -70,7 +72,7 @@ class EagerExecutor:
         if plan.needs_host:
             raise InvariantError(f"step {plan.step_id} needs a host tier, which is not here")
         for group, block in plan.zero:
-            self._store.zero(group, block)
+            self.store.zero(group, block)
         self._table.apply(plan)
         output = StepOutput(self._table)
         for batch in plan.batches:
@@ -106,14 +108,13 @@ class EagerExecutor:
             output.score(row, score)
 
     def _sample(
-        self, batch: SubBatch, inputs: StepInputs, hidden: Tensor, output: StepOutput
+        self, batch: SubBatch, inputs: StepInputs, hidden: Array, output: StepOutput
     ) -> None:
         """Choose the next tokens, and keep those of drafts that came out as guessed."""
         table, decoder, rows = self._table, self._decoder, inputs.sample_rows
-        with torch.inference_mode():
-            states = hidden if len(rows) == len(hidden) else hidden[inputs.sample_at]  # [S, C]
-            logits = decoder.logits(states)  # [S, V]
-            sampled = sample(logits, rows, table, decoder.ops.sample, inputs.sample_lengths)
+        states = hidden if len(rows) == len(hidden) else hidden[inputs.sample_at]  # [S, C]
+        logits = decoder.logits(states)  # [S, V]
+        sampled = sample(logits, rows, table, decoder.ops, inputs.sample_lengths)
         output.take(batch, rows, sampled, states.__getitem__)
 
 

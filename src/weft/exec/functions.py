@@ -7,9 +7,9 @@ from torch import Tensor
 
 from weft.exec.attend import bind_forward
 from weft.exec.device import Device
-from weft.exec.inputs import StepPacker
 from weft.exec.logprobs import SCORED_TOKENS_AT_ONCE, score
 from weft.exec.step_layout import Layout
+from weft.exec.step_packer import StepPacker
 from weft.exec.store import KVStore
 from weft.kernels.interface import AttentionMetadata
 from weft.kernels.sampling import RowState, SampleBatch
@@ -41,7 +41,9 @@ class StepFunctions:
         self._state = state
         most, where = packer.max_tokens, device.where
         self.uploaded = torch.zeros(packer.layout.words, dtype=torch.int32, device=where)
-        self.hidden = torch.zeros(most, decoder.spec.hidden_size, dtype=decoder.dtype, device=where)
+        self.hidden = torch.zeros(
+            most, decoder.spec.hidden_size, dtype=getattr(torch, decoder.dtype), device=where
+        )
         self.results = torch.zeros(1 + most, 2, dtype=torch.int64, device=where)
         self._tokens = torch.zeros(most, dtype=torch.int64, device=where)
         self._finite = torch.zeros(most, dtype=torch.bool, device=where)
@@ -104,6 +106,7 @@ class StepFunctions:
         for start in range(0, len(samples), SCORED_TOKENS_AT_ONCE):
             some = samples[start : start + SCORED_TOKENS_AT_ONCE]
             logits = self._decoder.logits(self.hidden[at[some]])
-            logprobs = torch.log_softmax(logits, dim=-1)
-            scores.append(score(logprobs, self._tokens[some], alternatives))
+            ops = self._decoder.ops
+            found = score(ops.log_softmax(logits), self._tokens[some], alternatives, ops.top_k)
+            scores.append(found)
         return torch.cat(scores)

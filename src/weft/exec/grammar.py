@@ -17,13 +17,12 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from weft.core.errors import GrammarError, WeftError
 from weft.core.grammar import compile_grammar, explain
 from weft.core.plan import RowAdd
+from weft.kernels.arrays import Array, from_numpy, where
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -155,7 +154,7 @@ class GrammarRows:
         """Whether no row has a grammar."""
         return not self._rows
 
-    def forbid(self, logits: Tensor, rows: Seq[int]) -> dict[int, WeftError]:
+    def forbid(self, logits: Array, rows: Seq[int]) -> dict[int, WeftError]:
         """Make what the grammars do not allow impossible.
 
         The end of the sequence is possible exactly where the text satisfies the grammar. What is
@@ -182,9 +181,8 @@ class GrammarRows:
                 mask[:] = 255
         if at:
             allowed = np.unpackbits(masks, axis=1, count=logits.shape[1], bitorder="little")
-            index = torch.tensor(at, device=logits.device)
-            blocked = torch.from_numpy(allowed == 0).to(logits.device)  # [G, V]
-            logits[index] = logits[index].masked_fill_(blocked, -torch.inf)
+            blocked = from_numpy(logits, allowed == 0)  # [G, V]
+            logits[at] = where(blocked, -np.inf, logits[at])
         return faults
 
     def advance(self, rows: Seq[int], tokens: NDArray[np.int64]) -> None:

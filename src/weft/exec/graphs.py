@@ -37,9 +37,9 @@ from weft.exec.collect import (
     split_rows,
 )
 from weft.exec.device import Device, Event, Replay
+from weft.exec.device_rows import DeviceRows
 from weft.exec.functions import StepFunctions
-from weft.exec.input_batch import DeviceRows, InputBatch
-from weft.exec.inputs import BUFFERS, PackedStep, StepPacker
+from weft.exec.input_batch import InputBatch
 from weft.exec.logprobs import COLUMNS, describe
 from weft.exec.sample import Sampled, sample
 from weft.exec.step_layout import (
@@ -50,6 +50,7 @@ from weft.exec.step_layout import (
     padded_size,
     sample_layout,
 )
+from weft.exec.step_packer import BUFFERS, PackedStep, StepPacker
 from weft.exec.store import KVStore
 from weft.exec.tiers import HostTier, check_computes
 from weft.kernels.sampling import NOT_FINITE
@@ -387,7 +388,7 @@ class GraphExecutor:
         """Sample on the host the samples that depend on the host's state of their rows."""
         inputs, rows = part.packed.inputs, part.rows[at]
         with self._memory_guard() as memory:
-            of = inputs.sample_at[at].to(self._device.where)
+            of = torch.from_numpy(inputs.sample_at[at]).to(self._device.where)
             logits = self._decoder.logits(self._functions.hidden[of])  # [n, V]
         if memory.ran_out:
             several = list(dict.fromkeys(rows.tolist()))
@@ -397,8 +398,8 @@ class GraphExecutor:
             for row in several:
                 self._sample_on_host(part, [i for i in at if part.rows[i] == row], sampled)
             return
-        op = self._decoder.ops.sample
-        some = sample(logits, rows, self._table, op, inputs.sample_lengths[at])
+        ops = self._decoder.ops
+        some = sample(logits, rows, self._table, ops, inputs.sample_lengths[at])
         sampled.tokens[at], sampled.finite[at] = some.tokens, some.finite
         sampled.taken[at] = 0
         sampled.logprobs.update({at[i]: entry for i, entry in some.logprobs.items()})

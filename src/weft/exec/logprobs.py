@@ -1,22 +1,22 @@
-"""Log probabilities of tokens: computed on the device of the logits, formatted on the host."""
+"""Log probabilities of tokens: computed where the logits are, formatted on the host."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from weft.core.types import MAX_LOGPROBS, TokenLogprob
+from weft.kernels.arrays import Array, as_float64, concatenate, from_numpy, to_numpy
+from weft.kernels.interface import TopK
 
 COLUMNS = 2 + 2 * MAX_LOGPROBS  # of ``score``, at the most
 SCORED_TOKENS_AT_ONCE = 64
 
 
-def score(logprobs: Tensor, tokens: Tensor, alternatives: bool) -> Tensor:
-    """Return what ``describe`` needs of one token of each distribution, on their device.
+def score(logprobs: Array, tokens: Array, alternatives: bool, top_k: TopK) -> Array:
+    """Return what ``describe`` needs of one token of each distribution, beside them.
 
     Args:
         logprobs: [M, V].
@@ -28,15 +28,16 @@ def score(logprobs: Tensor, tokens: Tensor, alternatives: bool) -> Tensor:
         the W likeliest tokens. W is always the same, as which of equal tokens come first depends
         on it: ``MAX_LOGPROBS``, or as many as there are; or 0.
     """
-    own = logprobs.gather(1, tokens.unsqueeze(1))  # [M, 1]
-    ranks = 1 + (logprobs > own).sum(dim=-1, keepdim=True)  # [M, 1]
+    rows = from_numpy(logprobs, np.arange(len(logprobs)))
+    own = logprobs[rows, tokens][:, None]  # [M, 1]
+    ranks = 1 + (logprobs > own).sum(-1)[:, None]  # [M, 1]
     width = min(MAX_LOGPROBS, logprobs.shape[1]) if alternatives else 0
-    values, ids = logprobs.topk(width, dim=-1)  # [M, W]
-    return torch.cat([part.double() for part in (own, ranks, values, ids)], dim=-1)
+    values, ids = top_k(logprobs, width)  # [M, W]
+    return concatenate([as_float64(part) for part in (own, ranks, values, ids)], -1)
 
 
 def describe(
-    scores: Tensor, tokens: Seq[int] | NDArray[np.int64], alternatives: Seq[int]
+    scores: Array, tokens: Seq[int] | NDArray[np.int64], alternatives: Seq[int]
 ) -> list[TokenLogprob]:
     """Describe tokens with their ranks and the likeliest alternatives.
 
@@ -60,8 +61,8 @@ def describe(
 
 
 def token_logprobs(
-    logprobs: Tensor, tokens: NDArray[np.int64], alternatives: Seq[int]
+    logprobs: Array, tokens: NDArray[np.int64], alternatives: Seq[int], top_k: TopK
 ) -> list[TokenLogprob]:
     """``describe`` tokens [M] of distributions [M, V]."""
-    at = torch.from_numpy(tokens).to(logprobs.device)
-    return describe(score(logprobs, at, any(alternatives)).cpu(), tokens, alternatives)
+    found = score(logprobs, from_numpy(logprobs, tokens), any(alternatives), top_k)
+    return describe(to_numpy(found), tokens, alternatives)

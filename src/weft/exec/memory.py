@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
+import os
 import weakref
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from weft.core.errors import OutOfMemoryError
 from weft.core.settings import format_bytes
 
+if TYPE_CHECKING:
+    from torch import Tensor
 
-def host_zeros(nbytes: int) -> Tensor:
+
+def host_zeros(nbytes: int) -> NDArray[np.uint8]:
     """Return zeros [nbytes] uint8, whose pages are taken when they are first written.
 
     Large pages if possible. Writing zeros to all of the memory took most of the start.
     """
-    return torch.frombuffer(_pages(nbytes), dtype=torch.uint8)[:nbytes]
+    return np.frombuffer(_pages(nbytes), np.uint8)[:nbytes]
 
 
 def pinned_zeros(nbytes: int) -> Tensor:
@@ -30,6 +36,8 @@ def pinned_zeros(nbytes: int) -> Tensor:
     Raises:
         OutOfMemoryError: the driver does not pin so much.
     """
+    import torch
+
     pages = _pages(nbytes)
     data = torch.frombuffer(pages, dtype=torch.uint8)
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -42,6 +50,31 @@ def pinned_zeros(nbytes: int) -> Tensor:
         )
     weakref.finalize(pages, runtime.cudaHostUnregister, address).atexit = False
     return data[:nbytes]
+
+
+def give_back(start: int, nbytes: int) -> int:
+    """Give whole pages back to the system, which are zeros until they are written again.
+
+    Args:
+        start: an address in memory of ``host_zeros``, from which nothing is needed any more.
+
+    Returns:
+        How many bytes were given: those of the pages that lie wholly within.
+    """
+    first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = (start + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
+    if size <= 0:
+        return 0
+    if _madvise(first, size, mmap.MADV_DONTNEED):
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+    return size
+
+
+def _madvise(start: int, size: int, advice: int) -> int:
+    call = ctypes.CDLL(None, use_errno=True).madvise
+    call.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return int(call(start, size, advice))
 
 
 def _pages(nbytes: int) -> mmap.mmap:

@@ -10,12 +10,11 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from weft.core.errors import ParameterError, WeftError
 from weft.core.types import SamplingParams
+from weft.kernels.arrays import Array, from_numpy
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +63,7 @@ class Restrictions:
     def drop(self, row: int) -> None:
         self._rows.pop(row, None)
 
-    def forbid(self, logits: Tensor, rows: Seq[int], outputs: Seq[NDArray[np.int32]]) -> None:
+    def forbid(self, logits: Array, rows: Seq[int], outputs: Seq[NDArray[np.int32]]) -> None:
         """Make what rows may not sample impossible: minus infinity, as grammars do.
 
         Args:
@@ -77,15 +76,15 @@ class Restrictions:
             if row is None:
                 continue
             if row.allowed is not None:
-                ids = torch.from_numpy(row.allowed).to(logits.device)
-                kept = logits[i, ids]
-                logits[i] = -torch.inf
+                ids = from_numpy(logits, row.allowed)
+                kept = logits[i, ids]  # a copy
+                logits[i] = -np.inf
                 logits[i, ids] = kept
             banned = row.banned(outputs[i])
             if banned:
-                logits[i, torch.tensor(banned, device=logits.device)] = -torch.inf
+                logits[i, banned] = -np.inf
 
-    def faults(self, logits: Tensor, rows: Seq[int]) -> dict[int, WeftError]:
+    def faults(self, logits: Array, rows: Seq[int]) -> dict[int, WeftError]:
         """The rows without any token to sample, with the reason; their logits become finite.
 
         Args:
@@ -95,7 +94,7 @@ class Restrictions:
         found: dict[int, WeftError] = {}
         for i, number in enumerate(rows):
             row = self._rows.get(number)
-            if row is not None and bool(torch.isneginf(logits[i]).all()):
+            if row is not None and bool((logits[i] == -np.inf).all()):
                 param = "bad_words" if row.allowed is None else "allowed_token_ids"
                 found[number] = ParameterError(
                     "No token is left to sample: allowed_token_ids, bad_words and structured "

@@ -12,18 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from weft.core.errors import WeftError
 from weft.core.types import TokenLogprob
 from weft.exec.input_batch import InputBatch
 from weft.exec.logprobs import token_logprobs
-from weft.kernels.interface import Sample
+from weft.kernels.arrays import Array, empty, from_numpy, isfinite, to_numpy
+from weft.kernels.interface import OpTable, Sample
 from weft.kernels.sampling import LOWEST, penalised
 
 
@@ -44,10 +42,10 @@ class Sampled:
 
 
 def sample(
-    logits: Tensor,
+    logits: Array,
     rows: NDArray[np.int64],
     table: InputBatch,
-    op: Sample,
+    ops: OpTable,
     lengths: NDArray[np.int64] | None = None,
 ) -> Sampled:
     """Choose the next token of each row.
@@ -55,7 +53,7 @@ def sample(
     Args:
         logits: [S, V] float32 of the model; changed in place.
         rows: [S] executor rows; a row may stand several times, each time with another length.
-        op: samples from logits that nothing changes any more.
+        ops: of the model.
         lengths: [S] tokens of the row that come before; None for all that it knows.
     """
     if lengths is None:
@@ -63,21 +61,22 @@ def sample(
     columns = table.columns
     asked = columns.choice[rows], columns.seed[rows], lengths - table.num_prompt[rows]
     if not table.changes_logits:
-        return Sampled(*_run(op, logits, *asked), {}, {}, np.zeros(len(rows), np.int64))
+        return Sampled(*_run(ops.sample, logits, *asked), {}, {}, np.zeros(len(rows), np.int64))
     finite = _finite_rows(logits)
     if not finite.all():
-        logits[_on(logits, ~finite)] = 0.0
+        logits[from_numpy(logits, ~finite)] = 0.0
     scored = [i for i in _which(rows, table.scored) if finite[i]]
-    raw = torch.log_softmax(logits[scored], dim=-1) if scored else None
+    raw = ops.log_softmax(logits[scored]) if scored else None
     _penalise(logits, rows, lengths, table)
     _bias(logits, rows, lengths, table)
     grammars, which = table.grammars, rows.tolist()
     faults = _forbid(logits, which, lengths, table)
-    tokens, _ = _run(op, logits, *asked)
+    tokens, _ = _run(ops.sample, logits, *asked)
     logprobs: dict[int, TokenLogprob] = {}
     if raw is not None:
         chosen = rows[scored].tolist()
-        entries = token_logprobs(raw, tokens[scored], [table.scored[row] for row in chosen])
+        counts = [table.scored[row] for row in chosen]
+        entries = token_logprobs(raw, tokens[scored], counts, ops.top_k)
         logprobs = dict(zip(scored, entries, strict=True))
         _score_named(logprobs, raw, which, table)
     if grammars is not None:
@@ -86,7 +85,7 @@ def sample(
 
 
 def _forbid(
-    logits: Tensor, rows: Seq[int], lengths: NDArray[np.int64], table: InputBatch
+    logits: Array, rows: Seq[int], lengths: NDArray[np.int64], table: InputBatch
 ) -> dict[int, WeftError]:
     """Mask the tokens that rows may not sample; return the rows that cannot continue."""
     grammars, restrictions = table.grammars, table.restrictions
@@ -102,30 +101,29 @@ def _forbid(
 
 
 def _score_named(
-    logprobs: dict[int, TokenLogprob], raw: Tensor, rows: Seq[int], table: InputBatch
+    logprobs: dict[int, TokenLogprob], raw: Array, rows: Seq[int], table: InputBatch
 ) -> None:
     """Put the tokens that rows name in the place of the likeliest ones, likeliest first."""
     for at, (i, entry) in enumerate(logprobs.items()):
         ids = table.named.get(rows[i])
         if ids is not None:
-            values = raw[at, _on(raw, ids)].tolist()
+            values = raw[at, from_numpy(raw, ids)].tolist()
             top = sorted(zip(ids.tolist(), values, strict=True), key=lambda pair: -pair[1])
             logprobs[i] = replace(entry, top=tuple(top))
 
 
 def _run(
     op: Sample,
-    logits: Tensor,
+    logits: Array,
     settings: NDArray[np.float64],
     seeds: NDArray[np.int64],
     counters: NDArray[np.int64],
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Return the tokens [S] that come of the logits, and whether a row of them is finite."""
-    tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-    finite = torch.empty(len(logits), dtype=torch.bool, device=logits.device)
-    asked = _on(logits, settings), _on(logits, seeds), _on(logits, counters)
+    tokens, finite = empty(logits, (len(logits),), "int64"), empty(logits, (len(logits),), "bool")
+    asked = from_numpy(logits, settings), from_numpy(logits, seeds), from_numpy(logits, counters)
     op(logits, *asked, tokens, finite)
-    return tokens.cpu().numpy(), finite.cpu().numpy()
+    return to_numpy(tokens), to_numpy(finite)
 
 
 def _which(rows: NDArray[np.int64], wanted: set[int] | dict[int, int]) -> list[int]:
@@ -133,16 +131,12 @@ def _which(rows: NDArray[np.int64], wanted: set[int] | dict[int, int]) -> list[i
     return [i for i, row in enumerate(rows.tolist()) if row in wanted] if wanted else []
 
 
-def _on(beside: Tensor, array: NDArray[Any]) -> Tensor:
-    """Return an array as a tensor on the device of another one."""
-    return torch.from_numpy(array).to(beside.device)
-
-
-def _finite_rows(logits: Tensor) -> NDArray[np.bool_]:
+def _finite_rows(logits: Array) -> NDArray[np.bool_]:
     """Whether all of a row [S] is finite: a finite sum proves it; an overflow needs a check."""
-    finite: NDArray[np.bool_] = torch.isfinite(logits.sum(dim=-1)).cpu().numpy()
+    with np.errstate(all="ignore"):
+        finite: NDArray[np.bool_] = to_numpy(isfinite(logits.sum(-1)))
     for i in np.flatnonzero(~finite):
-        finite[i] = bool(torch.isfinite(logits[i]).all())
+        finite[i] = bool(isfinite(logits[i]).all())
     return finite
 
 
@@ -150,7 +144,7 @@ def _finite_rows(logits: Tensor) -> NDArray[np.bool_]:
 
 
 def _penalise(
-    logits: Tensor, rows: NDArray[np.int64], lengths: NDArray[np.int64], table: InputBatch
+    logits: Array, rows: NDArray[np.int64], lengths: NDArray[np.int64], table: InputBatch
 ) -> None:
     """Apply repetition, presence and frequency penalties where a row's tokens [P, L] point."""
     at = _which(rows, table.penalised)
@@ -161,19 +155,19 @@ def _penalise(
     place = np.arange(int(length.max()))
     known = table.tokens[which, : len(place)]
     # Beyond its length a row repeats its first token, which is penalised once however often met.
-    ids = _on(logits, np.where(place < length, known, known[:, :1]).astype(np.int64))
+    ids = np.where(place < length, known, known[:, :1]).astype(np.int64)
     is_output = (place >= table.num_prompt[which, None]) & (place < length)
-    counts = torch.zeros(len(at), logits.shape[1], device=logits.device)
-    counts.scatter_add_(1, ids, _on(logits, is_output.astype(np.float32)))
-    output = counts.gather(1, ids)  # [P, L] times that the output has the token
-    penalties = _on(logits, table.columns.penalties[which]).unsqueeze(1).unbind(-1)  # of [P, 1]
-    index = torch.tensor(at, device=logits.device).unsqueeze(1)
-    scores = penalised(logits[index, ids], output, penalties)
-    logits[index, ids] = scores
+    rows_of = np.arange(len(at))[:, None]
+    counts = np.zeros((len(at), logits.shape[1]), np.float32)
+    np.add.at(counts, (rows_of, ids), is_output.astype(np.float32))
+    output = from_numpy(logits, counts[rows_of, ids])  # [P, L] times that the output has the token
+    penalties = [from_numpy(logits, p[:, None]) for p in table.columns.penalties[which].T]
+    places = from_numpy(logits, np.array(at)[:, None]), from_numpy(logits, ids)
+    logits[places] = penalised(logits[places], output, penalties)
 
 
 def _bias(
-    logits: Tensor, rows: NDArray[np.int64], lengths: NDArray[np.int64], table: InputBatch
+    logits: Array, rows: NDArray[np.int64], lengths: NDArray[np.int64], table: InputBatch
 ) -> None:
     """Apply logit bias, and forbid stop ids before the minimum length."""
     if not table.bias and not table.delayed:
@@ -182,9 +176,9 @@ def _bias(
     for i, row in enumerate(rows.tolist()):
         if row in table.bias:
             ids, values = table.bias[row]
-            logits[i, _on(logits, ids)] += _on(logits, values)
+            logits[i, from_numpy(logits, ids)] += from_numpy(logits, values)
         if row in table.delayed:
             stop_ids, min_tokens = table.delayed[row]
             if lengths[i] - table.num_prompt[row] < min_tokens:
                 # A model may name end ids that its vocabulary lacks; they never come anyway.
-                logits[i, _on(logits, stop_ids[stop_ids < size])] = LOWEST
+                logits[i, from_numpy(logits, stop_ids[stop_ids < size])] = LOWEST

@@ -19,12 +19,14 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from weft.kernels.reference_sampling import SETTINGS
+from weft.kernels.sampling import SETTINGS
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 VERSION = 3  # of what the sections mean
 HASH_WORDS = 4  # before the pivot, two int64: of the forward layout, of the sample layout or 0
@@ -64,13 +66,13 @@ class Section(NamedTuple):
     """A tensor within a layout; ``offset`` counts words from the start of the layout."""
 
     name: str
-    dtype: torch.dtype
+    dtype: str
     shape: tuple[int, ...]
     offset: int
 
     @property
     def words(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize // _WORD
+        return prod(self.shape) * np.dtype(self.dtype).itemsize // _WORD
 
 
 @dataclass(frozen=True)
@@ -97,9 +99,11 @@ class Layout:
 
     def views(self, buffer: Tensor, at: int) -> dict[str, Tensor]:
         """Return the sections by name, as views of ``buffer`` [words] int32 from word ``at`` on."""
+        import torch
+
         return {
             section.name: buffer[at + section.offset : at + section.offset + section.words]
-            .view(section.dtype)
+            .view(getattr(torch, section.dtype))
             .view(section.shape)
             for section in self.sections
         }
@@ -115,12 +119,12 @@ def forward_layout(tokens: int, rows: int, groups: int) -> Layout:
     """
     return _layout(
         tokens,
-        ("ids", torch.int64, (tokens,)),
-        ("positions", torch.int64, (tokens,)),
-        ("slot_mapping", torch.int64, (groups, tokens)),
-        ("query_start", torch.int32, (rows + 1,)),
-        ("seq_lens", torch.int32, (rows,)),
-        ("table_start", torch.int32, (groups, rows)),
+        ("ids", "int64", (tokens,)),
+        ("positions", "int64", (tokens,)),
+        ("slot_mapping", "int64", (groups, tokens)),
+        ("query_start", "int32", (rows + 1,)),
+        ("seq_lens", "int32", (rows,)),
+        ("table_start", "int32", (groups, rows)),
     )
 
 
@@ -129,26 +133,26 @@ def sample_layout(samples: int) -> Layout:
     """Return what sampling of S tokens reads.
 
     at: [S], the index within T; row: [S] executor rows; seed and counter: [S], of the random
-    numbers; settings: [S, len(SETTINGS)], see ``kernels.reference_sampling``; changes and guesses:
+    numbers; settings: [S, len(SETTINGS)], see ``kernels.sampling``; changes and guesses:
     [S], see ``kernels.sampling``.
     """
     return _layout(
         samples,
-        ("at", torch.int64, (samples,)),
-        ("row", torch.int64, (samples,)),
-        ("seed", torch.int64, (samples,)),
-        ("counter", torch.int64, (samples,)),
-        ("settings", torch.float64, (samples, len(SETTINGS))),
-        ("changes", torch.int32, (samples,)),
-        ("guesses", torch.int32, (samples,)),
+        ("at", "int64", (samples,)),
+        ("row", "int64", (samples,)),
+        ("seed", "int64", (samples,)),
+        ("counter", "int64", (samples,)),
+        ("settings", "float64", (samples, len(SETTINGS))),
+        ("changes", "int32", (samples,)),
+        ("guesses", "int32", (samples,)),
     )
 
 
-def _layout(size: int, *wanted: tuple[str, torch.dtype, tuple[int, ...]]) -> Layout:
+def _layout(size: int, *wanted: tuple[str, str, tuple[int, ...]]) -> Layout:
     """Lay sections out one behind the other, those of 8 bytes first."""
     sections: list[Section] = []
     words = 0
-    for name, dtype, shape in sorted(wanted, key=lambda part: -part[1].itemsize):
+    for name, dtype, shape in sorted(wanted, key=lambda part: -np.dtype(part[1]).itemsize):
         sections.append(Section(name, dtype, shape, words))
         words += sections[-1].words
     return Layout(size, tuple(sections), words + words % 2)
@@ -179,4 +183,6 @@ class Buffer:
 
     def hashes(self, buffer: Tensor) -> Tensor:
         """Return the hashes [2] int64 in ``buffer`` [words] int32."""
+        import torch
+
         return buffer[self.pivot - HASH_WORDS : self.pivot].view(torch.int64)

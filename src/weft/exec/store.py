@@ -1,23 +1,38 @@
-"""KV tensors of one tier: for each group and layer, keys and values by block."""
+"""KV arrays of one tier: for each group and layer, keys and values by block."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from typing import TypeAlias
 
-import torch
-from torch import Tensor
-
-from weft.exec.memory import host_zeros
-from weft.kernels.kv_storage import row_size
+from weft.core.kv_types import row_size
+from weft.core.placement import interleave
+from weft.exec.memory import give_back, host_zeros
+from weft.kernels.arrays import Array, address, dtype_name, numpy_dtype
 from weft.models.spec import KVGroup
+
+# Makes zeros of a shape and a dtype, by its name, where KV is kept.
+Memory: TypeAlias = Callable[[Seq[int], str], Array]
+
+
+def host_memory(shape: Seq[int], dtype: str, nodes: Seq[int] = ()) -> Array:
+    """Return zeros on the host as numpy's, whose pages are taken when they are first written.
+
+    Args:
+        nodes: NUMA nodes on which the pages then lie in turns; see ``interleave``.
+    """
+    kind = numpy_dtype(dtype)
+    zeros = host_zeros(math.prod(shape) * kind.itemsize)
+    interleave(address(zeros), zeros.nbytes, nodes)
+    return zeros.view(kind).reshape(tuple(shape))
 
 
 class KVStore:
     """Memory for the KV blocks of every group.
 
-    ``keys[group][i]`` and ``values[group][i]`` are [num_blocks, Hkv, block_size, D] tensors of the
+    ``keys[group][i]`` and ``values[group][i]`` are [num_blocks, Hkv, block_size, D] arrays of the
     group's i-th layer; of 8-bit types [num_blocks, Hkv, block_size, D + 4], a block's scales
     included (``kernels.kv_storage``).
     """
@@ -27,39 +42,61 @@ class KVStore:
         groups: Seq[KVGroup],
         num_blocks: Seq[int],
         block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        dtype: str,
+        memory: Memory = host_memory,
     ) -> None:
         self.block_size = block_size
-        self.keys: list[list[Tensor]] = []
-        self.values: list[list[Tensor]] = []
+        self.keys: list[list[Array]] = []
+        self.values: list[list[Array]] = []
         for group, blocks in zip(groups, num_blocks, strict=True):
             row = row_size(dtype, group.head_dim)
             shape = (blocks, group.num_kv_heads, block_size, row)
             for tensors in (self.keys, self.values):
-                tensors.append([_zeros(shape, dtype, device) for _ in group.layers])
+                tensors.append([memory(shape, dtype) for _ in group.layers])
 
-    def tensors(self, group: int) -> tuple[Tensor, ...]:
+    def tensors(self, group: int) -> tuple[Array, ...]:
         """Keys and values of every layer of the group."""
         return (*self.keys[group], *self.values[group])
 
     def zero(self, group: int, block: int) -> None:
         """Overwrite one block in every layer of the group."""
         for tensor in self.tensors(group):
-            tensor[block].zero_()
+            tensor[block] = 0
 
-    def like(
-        self, num_blocks: Seq[int], memory: Callable[[Seq[int], torch.dtype], Tensor]
-    ) -> KVStore:
+    def give_back(self, group: int, blocks: Seq[int]) -> Iterator[int]:
+        """Give the pages of blocks that hold nothing back, a layer's keys or values at a time.
+
+        They are zeros until they are written again. Pages that other blocks share stay.
+
+        Args:
+            blocks: in ascending order.
+
+        Yields:
+            Bytes of whole pages that hold nothing now.
+        """
+        runs = list(_runs(blocks))
+        for tensor in self.tensors(group):
+            size, start = tensor.nbytes // len(tensor), address(tensor)
+            yield sum(give_back(start + first * size, count * size) for first, count in runs)
+
+    def like(self, num_blocks: Seq[int], memory: Memory) -> KVStore:
         """Return a store of the same groups and layers with other memory, which starts as zeros."""
-        other = KVStore((), (), self.block_size, torch.float32, torch.device("cpu"))
+        other = KVStore((), (), self.block_size, "float32")
         for mine, theirs in ((self.keys, other.keys), (self.values, other.values)):
             for tensors, count in zip(mine, num_blocks, strict=True):
-                theirs.append([memory((count, *t.shape[1:]), t.dtype) for t in tensors])
+                theirs.append([memory((count, *t.shape[1:]), dtype_name(t.dtype)) for t in tensors])
         return other
 
 
-def _zeros(shape: Seq[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    return host_zeros(math.prod(shape) * dtype.itemsize).view(dtype).view(tuple(shape))
+def _runs(blocks: Seq[int]) -> Iterator[tuple[int, int]]:
+    """Yield runs of neighbouring blocks as their first one and their number."""
+    first = count = 0
+    for block in blocks:
+        if count and block == first + count:
+            count += 1
+            continue
+        if count:
+            yield first, count
+        first, count = block, 1
+    if count:
+        yield first, count

@@ -63,9 +63,10 @@ def runs(source: Seq[int], target: Seq[int]) -> Iterator[tuple[int, int, int]]:
 def host_store(store: KVStore, num_blocks: Seq[int], device: Device) -> KVStore:
     """Return a store like ``store`` in memory of the host from and to which copies run."""
 
-    def memory(shape: Seq[int], dtype: torch.dtype) -> Tensor:
-        size = torch.Size(shape).numel() * dtype.itemsize
-        return device.host_memory(size, torch.uint8).view(dtype).view(tuple(shape))
+    def memory(shape: Seq[int], dtype: str) -> Tensor:
+        kind: torch.dtype = getattr(torch, dtype)
+        size = torch.Size(shape).numel() * kind.itemsize
+        return device.host_memory(size, torch.uint8).view(kind).view(tuple(shape))
 
     return store.like(num_blocks, memory)
 

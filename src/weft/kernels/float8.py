@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from weft.kernels.arrays import Array, to_torch
 from weft.kernels.storage import Storage
 
 E4M3 = torch.float8_e4m3fn
@@ -160,7 +161,7 @@ class Float8:
     def __len__(self) -> int:
         return len(self.values)
 
-    def write(self, first: int, rows: Tensor | Float8) -> None:
+    def write(self, first: int, rows: Array | Float8) -> None:
         """Write the outputs from ``first`` on: FP8 as it is, floats [n, K] rounded.
 
         Raises:
@@ -175,6 +176,7 @@ class Float8:
             if isinstance(self.inputs, Tensor) and isinstance(rows.inputs, Tensor):
                 torch.maximum(self.inputs, rows.inputs.to(self.inputs.device), out=self.inputs)
         else:
+            rows = rows if isinstance(rows, Tensor) else to_torch(rows)
             if not rows.isfinite().all():
                 raise ValueError("only finite numbers can be rounded to FP8")
             rounded = round_weights(rows.to(self.values.device))
@@ -211,15 +213,15 @@ def computes(storage: Storage) -> bool:
 
 def quantised(
     parameter: str,  # noqa: ARG001
-    shape: torch.Size,
-    dtype: torch.dtype,
+    shape: Sequence[int],
+    dtype: str,
     storage: Storage,
     *,
     device: torch.device,
 ) -> Float8:
     """Return what a parameter is written into that is stored in FP8; see ``interface.Quantise``."""
     weight = Float8.empty(shape, storage.inputs, device)
-    weight.dtype = dtype
+    weight.dtype = getattr(torch, dtype)
     return weight
 
 

@@ -6,17 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
-import torch
-from torch import Tensor
-
+from weft.kernels.arrays import Array
 from weft.kernels.collectives import ALONE, Collectives
-from weft.kernels.parts import Biases, LayerShape, Norms
+from weft.kernels.parts import LayerParts, StackParts
 from weft.kernels.sampling import ProcessLogits, VerifyDrafts
-from weft.kernels.storage import Storage
+from weft.kernels.storage import PackedForm, Storage
 from weft.kernels.tuning import Tuning
 
-# What a table's ``pack`` made of a weight, for the ops of the same table: a tensor as it was, or a
-# ``Matrix`` of the native kernels. Experts: one tensor, or a tuple with a matrix for each.
+# What a table's ``pack`` made of a weight, for the ops of the same table: an array, or a ``Matrix``
+# of the native kernels. Experts: one array, or a tuple with a matrix for each.
 Weight: TypeAlias = Any
 Experts: TypeAlias = Any
 
@@ -39,67 +37,67 @@ class AttentionMetadata:
             are then left out of a captured step. None: any row may have T.
     """
 
-    block_tables: Tensor  # [R, B] int32, or flat [N] int32 with table_start
-    query_start: Tensor  # [R + 1] int32, cumulative query tokens
-    seq_lens: Tensor  # [R] int32, tokens in the cache after this step (start + count of the row)
-    slot_mapping: Tensor  # [T] int64
+    block_tables: Array  # [R, B] int32, or flat [N] int32 with table_start
+    query_start: Array  # [R + 1] int32, cumulative query tokens
+    seq_lens: Array  # [R] int32, tokens in the cache after this step (start + count of the row)
+    slot_mapping: Array  # [T] int64
     block_size: int
-    table_start: Tensor | None = None  # [R] int32
+    table_start: Array | None = None  # [R] int32
     max_query_len: int | None = None
 
 
 class RmsNorm(Protocol):
     """See ``reference.rms_norm``."""
 
-    def __call__(self, x: Tensor, weight: Tensor | None, eps: float, plus_one: bool) -> Tensor: ...
+    def __call__(self, x: Array, weight: Array | None, eps: float, plus_one: bool) -> Array: ...
 
 
 class Rope(Protocol):
     """See ``reference.rope``."""
 
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor: ...
+    def __call__(self, x: Array, cos: Array, sin: Array) -> Array: ...
 
 
 class Angles(Protocol):
     """See ``reference.angles``."""
 
     def __call__(
-        self, positions: Tensor, frequencies: Tensor, scale: float, /
-    ) -> tuple[Tensor, Tensor]: ...
+        self, positions: Array, frequencies: Array, scale: float, /
+    ) -> tuple[Array, Array]: ...
 
 
 class ActMul(Protocol):
     """See ``reference.act_mul``."""
 
-    def __call__(self, gate_up: Tensor, activation: str) -> Tensor: ...
+    def __call__(self, gate_up: Array, activation: str) -> Array: ...
 
 
 class Linear(Protocol):
     """See ``reference.linear``."""
 
-    def __call__(self, x: Tensor, weight: Weight, bias: Tensor | None, /) -> Tensor: ...
+    def __call__(self, x: Array, weight: Weight, bias: Array | None, /) -> Array: ...
 
 
 class Logits(Protocol):
     """Product of hidden states [S, C] and the output head [V, C]: float32 [S, V]."""
 
-    def __call__(self, hidden: Tensor, weight: Weight, /) -> Tensor: ...
+    def __call__(self, hidden: Array, weight: Weight, /) -> Array: ...
 
 
 class Embedding(Protocol):
     """Rows [T, C] of a table [V, C], which may be the packed output head, by ids [T] int64."""
 
-    def __call__(self, ids: Tensor, table: Weight, /) -> Tensor: ...
+    def __call__(self, ids: Array, table: Weight, /) -> Array: ...
 
 
 class Pack(Protocol):
-    """Turn a parameter into what the ops take, as soon as it is loaded; others stay as they are.
+    """Turn a parameter, numpy's array on the host, into what the ops take, once it is loaded.
 
     ``parameter`` is a name of ``layout.parameters``; the embedding of a model whose output head is
     tied to it comes as ``lm_head``. A parameter of one matrix for each expert becomes a tuple.
     """
 
-    def __call__(self, parameter: str, tensor: Tensor, /) -> Weight | Experts: ...
+    def __call__(self, parameter: str, tensor: Array, /) -> Weight | Experts: ...
 
 
 class Quantise(Protocol):
@@ -109,14 +107,20 @@ class Quantise(Protocol):
     """
 
     def __call__(
-        self, parameter: str, shape: torch.Size, dtype: torch.dtype, storage: Storage, /
+        self, parameter: str, shape: Sequence[int], dtype: str, storage: Storage, /
     ) -> Weight | Experts: ...
 
 
 class Route(Protocol):
     """See ``reference.route``."""
 
-    def __call__(self, scores: Tensor, top_k: int, normalise: bool, /) -> tuple[Tensor, Tensor]: ...
+    def __call__(self, scores: Array, top_k: int, normalise: bool, /) -> tuple[Array, Array]: ...
+
+
+class Softcap(Protocol):
+    """See ``reference.softcap``."""
+
+    def __call__(self, logits: Array, cap: float, /) -> Array: ...
 
 
 class Moe(Protocol):
@@ -124,13 +128,13 @@ class Moe(Protocol):
 
     def __call__(
         self,
-        x: Tensor,
-        weights: Tensor,
-        experts: Tensor,
+        x: Array,
+        weights: Array,
+        experts: Array,
         gate_up: Experts,
         down: Experts,
         activation: str,
-    ) -> Tensor: ...
+    ) -> Array: ...
 
 
 class Sample(Protocol):
@@ -144,14 +148,26 @@ class Sample(Protocol):
 
     def __call__(
         self,
-        logits: Tensor,
-        settings: Tensor,
-        seeds: Tensor,
-        counters: Tensor,
-        tokens: Tensor,
-        finite: Tensor,
+        logits: Array,
+        settings: Array,
+        seeds: Array,
+        counters: Array,
+        tokens: Array,
+        finite: Array,
         /,
     ) -> None: ...
+
+
+class LogSoftmax(Protocol):
+    """Log probabilities [S, V] float32 of logits [S, V] float32."""
+
+    def __call__(self, logits: Array, /) -> Array: ...
+
+
+class TopK(Protocol):
+    """The k largest numbers of each row [S, V], descending, and their places: each [S, k]."""
+
+    def __call__(self, numbers: Array, k: int, /) -> tuple[Array, Array]: ...
 
 
 class PagedAttention(Protocol):
@@ -159,63 +175,44 @@ class PagedAttention(Protocol):
 
     def __call__(
         self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        k_cache: Tensor,
-        v_cache: Tensor,
+        q: Array,
+        k: Array | None,
+        v: Array | None,
+        k_cache: Array,
+        v_cache: Array,
         batch: AttentionMetadata,
         *,
         scale: float,
         window: int | None,
         softcap: float | None,
-    ) -> Tensor: ...
+    ) -> Array: ...
 
 
 class FusedLayer(Protocol):
     """The parts of a layer around attention; see ``cpu.layer.CpuLayer``."""
 
-    def pre(self, residual: Tensor, cos: Tensor, sin: Tensor) -> Tensor: ...
+    def pre(self, residual: Array, cos: Array, sin: Array) -> Array: ...
 
-    def post(self, attended: Tensor, residual: Tensor) -> Tensor: ...
-
-
-class BindLayer(Protocol):
-    """Bind the matrices ``qkv``, ``output``, ``gate_up`` and ``down`` of a layer.
-
-    ``moe`` takes the place of the last two: from normalised rows [T, C] to what experts add.
-    """
-
-    def __call__(
-        self,
-        shape: LayerShape,
-        matrices: dict[str, Any],
-        norms: Norms,
-        biases: Biases,
-        moe: Callable[[Tensor], Tensor] | None = None,
-        /,
-    ) -> FusedLayer: ...
+    def post(self, attended: Array, residual: Array, inputs: Array | None = None) -> Array: ...
 
 
 class FusedStack(Protocol):
     """A whole forward pass; see ``cpu.stack.CpuStack``."""
 
-    def add_rope(self, frequencies: Tensor, scale: float) -> None: ...
+    def add_rope(self, frequencies: Array, scale: float) -> None: ...
 
     def add_layer(
         self,
         layer: Any,
         places: tuple[int, int],
-        caches: tuple[Tensor, Tensor],
+        caches: tuple[Array, Array],
         *,
         scale: float,
         window: int | None,
         softcap: float | None,
     ) -> None: ...
 
-    def run(
-        self, ids: Tensor, positions: Tensor, groups: Sequence[AttentionMetadata]
-    ) -> Tensor: ...
+    def run(self, ids: Array, positions: Array, groups: Sequence[AttentionMetadata]) -> Array: ...
 
 
 @dataclass(frozen=True)
@@ -226,15 +223,29 @@ class Fused:
         layer: binds a layer to its weights as ``OpTable.pack`` made them.
         stack: made of what precedes and follows the layers.
         described: a readable description of how a model runs if all its layers are bound.
-        moe_layers: layers of experts may be bound, too.
+        every_layer: also layers that read another one's KV and those with the extras of Gemma 4
+            are bound.
         padded: ``stack`` takes batches with padding and ragged tables.
     """
 
-    layer: BindLayer
-    stack: Callable[[Weight, float, Tensor, float, bool], FusedStack]
+    layer: Callable[[LayerParts], FusedLayer]
+    stack: Callable[[StackParts], FusedStack]
     described: str
-    moe_layers: bool = False
+    every_layer: bool = False
     padded: bool = False
+
+
+@dataclass(frozen=True)
+class PackedMatrices:
+    """Packed matrices as bytes that processes share.
+
+    Attributes:
+        layout: a name that changes where the bytes of equal weights may.
+        mapped: makes a matrix of what its bytes mean, and memory that is only read.
+    """
+
+    layout: Callable[[], str]
+    mapped: Callable[[PackedForm, memoryview], Weight]
 
 
 @dataclass(frozen=True)
@@ -247,12 +258,15 @@ class OpTable:
     act_mul: ActMul
     linear: Linear
     logits: Logits
+    softcap: Softcap
     embedding: Embedding
     route: Route
     moe: Moe
     paged_attention: PagedAttention
     process_logits: ProcessLogits
     sample: Sample
+    log_softmax: LogSoftmax
+    top_k: TopK
     verify_drafts: VerifyDrafts
     pack: Pack
     quantise: Quantise
@@ -262,7 +276,10 @@ class OpTable:
     batch_invariant: bool  # a token's result depends on nothing but its own context
     names: dict[str, str] = field(repr=False)
     ranks: Collectives = ALONE  # those among which the weights are cut
+    # None: what ``pack`` makes cannot be kept in files, and it takes no lists of arrays.
+    packed: PackedMatrices | None = None
     tuning: Tuning | None = None  # where launches come from, of the ops of ``TUNED``
+    isa: str = ""  # the instruction set of native kernels
 
     def describe(self) -> dict[str, str]:
         """Return op name -> implementation name, in table order."""

@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 
 from weft.core.kv_types import KV_TYPES, KVType
+from weft.core.kv_types import cache_dtype as dtype_of_cache
+from weft.core.kv_types import row_size as size_of_row
+from weft.kernels.arrays import dtype_name
 
 __all__ = ["KV_DTYPES", "SCALED", "cache_dtype", "read_rows", "row_size", "write_rows"]
 
@@ -23,15 +26,15 @@ _SMALLEST = 2.0**-100  # a row of smaller numbers is stored as zeros
 
 
 def cache_dtype(name: str) -> torch.dtype:
-    """Return the type of a cache by the name of a type of KV or of weights."""
-    found = KV_DTYPES.get(name) or getattr(torch, name)
+    """Return torch's type of a cache by the name of a type of KV or of weights."""
+    found = getattr(torch, dtype_of_cache(name))
     assert isinstance(found, torch.dtype)
     return found
 
 
 def row_size(dtype: torch.dtype, head_dim: int) -> int:
-    """Return the last dimension of a cache of this type."""
-    return head_dim + SCALED[dtype].scale_bytes if dtype in SCALED else head_dim
+    """Return the last dimension of a cache of one of torch's types."""
+    return size_of_row(dtype_name(dtype), head_dim)
 
 
 def quantise(rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

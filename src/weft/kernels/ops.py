@@ -8,29 +8,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
-import torch
-
-from weft.kernels import float8, reference, reference_sampling, sampling
-from weft.kernels.interface import Fused, OpTable
+from weft.kernels.interface import Fused, OpTable, PackedMatrices
 from weft.kernels.unavailable import KernelUnavailable
 
-FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FLOAT_DTYPES = ("float32", "bfloat16", "float16")
 KERNEL_CHOICES = ("auto", "cpu", "triton", "reference")
 WEIGHTED = ("linear", "logits", "embedding", "moe")
 TUNED = ("linear", "logits", "moe", "paged_attention")  # the launches of other ops are fixed
 # What ops compute in whatever the dtype of the model is.
 OP_DTYPES = {
     "angles": "float32",
+    "softcap": "float32",
     "process_logits": "float32",
     "sample": "float32",
+    "log_softmax": "float32",
+    "top_k": "float32",
     "verify_drafts": "int64",
 }
 
 
 def select_ops(
-    device: torch.device,
-    dtype: torch.dtype,
+    device: str,
+    dtype: str,
     kernels: str = "auto",
     weights: Mapping[str, str] | None = None,
     tuning: str = "auto",
@@ -38,6 +39,8 @@ def select_ops(
     """Choose the implementation of every op for one device and dtype.
 
     Args:
+        device: ``cpu``, or a CUDA device as torch names it, such as ``cuda:0``.
+        dtype: the name of that of weights and activations.
         kernels: ``auto`` for the kernels of the device: ``cpu``, the native ones, or ``triton``;
             ``reference`` for plain torch in every op, which is slow and whose results may differ by
             the batch.
@@ -45,38 +48,44 @@ def select_ops(
         tuning: where launches on a GPU come from: ``auto``, ``heuristic``, or a file.
 
     Raises:
-        KernelUnavailable: the device, the dtype or the wished kernels cannot be served.
+        KernelUnavailable: the device, the dtype, the wished kernels or the instruction set of
+            WEFT_ISA cannot be served.
     """
     if dtype not in FLOAT_DTYPES:
-        known = ", ".join(str(d).removeprefix("torch.") for d in FLOAT_DTYPES)
+        known = ", ".join(FLOAT_DTYPES)
         raise KernelUnavailable(f"no kernels compute in {dtype}; choose one of: {known}")
     if kernels not in KERNEL_CHOICES:
         known = ", ".join(KERNEL_CHOICES)
         raise KernelUnavailable(f"unknown kernels '{kernels}'; choose one of: {known}")
     if kernels == "reference":
         return _reference_ops(device, weights or {})
-    if device.type == "cuda" or kernels == "triton":
-        if kernels == "cpu" or device.type not in ("cuda", "cpu"):
+    kind = device.partition(":")[0]
+    if kind == "cuda" or kernels == "triton":
+        if kernels == "cpu" or kind not in ("cuda", "cpu"):
             raise _no_kernel(kernels, device)
-        return _triton_ops(device, str(dtype).removeprefix("torch."), weights or {}, tuning)
-    if device.type != "cpu":
+        return _triton_ops(device, dtype, weights or {}, tuning)
+    if kind != "cpu":
         raise _no_kernel(kernels, device)
-    if dtype == torch.float16:
+    if dtype == "float16":
         raise KernelUnavailable(
             "no CPU kernels compute in float16; choose bfloat16 or float32, or set "
             "kernels='reference' (slow)"
         )
-    return _native_ops(str(dtype).removeprefix("torch."), weights or {})
+    return _native_ops(dtype, weights or {})
 
 
-def _no_kernel(kernels: str, device: torch.device) -> KernelUnavailable:
+def _no_kernel(kernels: str, device: str) -> KernelUnavailable:
     return KernelUnavailable(
         f"kernels='{kernels}' has no kernel for device '{device}'; "
         "run on the CPU or a CUDA device, or set kernels='reference' (slow)"
     )
 
 
-def _reference_ops(device: torch.device, weights: Mapping[str, str]) -> OpTable:
+def _reference_ops(device: str, weights: Mapping[str, str]) -> OpTable:
+    torch = _torch("kernels='reference'")
+    from weft.kernels import float8, reference, reference_sampling
+
+    where = torch.device(device)
     stored = {op: f"torch, {weights[op]} weights" if op in weights else "torch" for op in WEIGHTED}
     return OpTable(
         rms_norm=reference.rms_norm,
@@ -85,15 +94,18 @@ def _reference_ops(device: torch.device, weights: Mapping[str, str]) -> OpTable:
         act_mul=reference.act_mul,
         linear=reference.product,
         logits=reference.logits,
+        softcap=reference.softcap,
         embedding=reference.embedding,
         route=reference.route,
         moe=partial(reference.moe, linear=reference.product),
         paged_attention=reference.paged_attention,
-        process_logits=sampling.process_logits,
+        process_logits=reference_sampling.process_logits,
         sample=reference_sampling.sample,
-        verify_drafts=sampling.verify_drafts,
-        pack=reference.keep,
-        quantise=partial(float8.quantised, device=device),
+        log_softmax=reference_sampling.log_softmax,
+        top_k=reference_sampling.top_k,
+        verify_drafts=reference_sampling.verify_drafts,
+        pack=partial(reference.upload, device=where),
+        quantise=partial(float8.quantised, device=where),
         computes=float8.computes,
         widens=True,
         fused=None,
@@ -103,19 +115,58 @@ def _reference_ops(device: torch.device, weights: Mapping[str, str]) -> OpTable:
             "rope": "reference",
             "angles": "reference",
             "act_mul": "reference",
+            "softcap": "torch",
             "route": "torch",
             **stored,
             "paged_attention": "reference",
             "process_logits": "reference",
             "sample": "reference",
+            "log_softmax": "torch",
+            "top_k": "torch",
             "verify_drafts": "reference",
         },
     )
 
 
+def _torch(purpose: str) -> Any:
+    """Import torch, which is an extra.
+
+    Raises:
+        KernelUnavailable: it is not installed.
+    """
+    try:
+        import torch
+    except ImportError as error:
+        raise KernelUnavailable(
+            f"{purpose} needs torch, which is not installed ({error}): pip install 'weft[cuda]'"
+        ) from error
+    return torch
+
+
+def _on_tensors(name: str) -> Any:
+    """An op of ``reference_sampling``, which executors of a device alone call, on tensors."""
+
+    def call(*tensors: Any) -> None:
+        from weft.kernels import reference_sampling
+
+        getattr(reference_sampling, name)(*tensors)
+
+    return call
+
+
 def _native_ops(dtype: str, weights: Mapping[str, str]) -> OpTable:
     try:
-        from weft.kernels.cpu import attention, layer, matrix, sample, stack
+        from weft.kernels.cpu import (
+            attention,
+            experts,
+            isa,
+            layer,
+            logprobs,
+            matrix,
+            rows,
+            sample,
+            stack,
+        )
     except ImportError as error:
         raise KernelUnavailable(
             "the native CPU kernels are not built; install weft with a C++ compiler "
@@ -123,44 +174,52 @@ def _native_ops(dtype: str, weights: Mapping[str, str]) -> OpTable:
         ) from error
     stored = {op: f"cpu, {weights.get(op, dtype)} weights" for op in WEIGHTED}
     return OpTable(
-        rms_norm=stack.rms_norm,
-        rope=reference.rope,
-        angles=stack.angles,
-        act_mul=reference.act_mul,
+        rms_norm=rows.rms_norm,
+        rope=rows.rope,
+        angles=rows.angles,
+        act_mul=rows.act_mul,
         linear=matrix.linear,
         logits=matrix.logits,
+        softcap=rows.softcap,
         embedding=matrix.embedding,
-        route=reference.route,
-        moe=partial(reference.moe, linear=matrix.linear),
+        route=experts.route,
+        moe=experts.moe,
         paged_attention=attention.paged_attention,
-        process_logits=sampling.process_logits,
+        process_logits=_on_tensors("process_logits"),
         sample=sample.sample,
-        verify_drafts=sampling.verify_drafts,
+        log_softmax=logprobs.log_softmax,
+        top_k=logprobs.top_k,
+        verify_drafts=_on_tensors("verify_drafts"),
         pack=matrix.pack,
         quantise=matrix.quantised,
         computes=matrix.computes,
         widens=False,
-        fused=Fused(layer.CpuLayer, stack.CpuStack, "all in one native call"),
+        packed=PackedMatrices(matrix.layout, matrix.CpuMatrix.mapped),
+        fused=Fused(layer.CpuLayer, stack.CpuStack, "all in one native call", every_layer=True),
         batch_invariant=True,
         names={
             "rms_norm": "cpu",
-            "rope": "reference",
+            "rope": "cpu",
             "angles": "cpu",
-            "act_mul": "reference",
-            "route": "torch",
+            "act_mul": "cpu",
+            "softcap": "cpu",
+            "route": "cpu",
             **stored,
             "paged_attention": "cpu",
-            "process_logits": "torch",
+            "process_logits": "numpy",
             "sample": "cpu",
-            "verify_drafts": "torch",
+            "log_softmax": "numpy",
+            "top_k": "numpy",
+            "verify_drafts": "python",
         },
+        isa=isa.chosen_isa(),
     )
 
 
-def _triton_ops(
-    device: torch.device, dtype: str, weights: Mapping[str, str], tuning: str
-) -> OpTable:
+def _triton_ops(device: str, dtype: str, weights: Mapping[str, str], tuning: str) -> OpTable:
+    torch = _torch("a GPU" if device != "cpu" else "kernels='triton'")
     try:
+        from weft.kernels import reference_sampling
         from weft.kernels.triton import (
             activation,
             attention,
@@ -181,12 +240,13 @@ def _triton_ops(
             f"the kernels for GPUs need Triton: {error}; install the triton package, or set "
             "kernels='reference' (slow)"
         ) from error
-    if device.type == "cpu" and not interpreted():
+    where = torch.device(device)
+    if where.type == "cpu" and not interpreted():
         raise KernelUnavailable(
             "kernels='triton' has no kernel for device 'cpu' but in Triton's interpreter, for "
             "tests: set TRITON_INTERPRET=1 before the start, or kernels='cpu'"
         )
-    found = tuned.find_tuning(tuning, device)
+    found = tuned.find_tuning(tuning, where)
     stored = {op: f"triton, {weights.get(op, dtype)} weights" for op in WEIGHTED}
     return OpTable(
         rms_norm=norm.rms_norm,
@@ -195,23 +255,25 @@ def _triton_ops(
         act_mul=activation.act_mul,
         linear=matrix.linear,
         logits=matrix.logits,
+        softcap=activation.softcap,
         embedding=matrix.embedding,
         route=route.route,
         moe=moe.moe,
         paged_attention=partial(attention.paged_attention, tuning=found),
         process_logits=process_logits.process_logits,
         sample=sample.sample,
+        log_softmax=reference_sampling.log_softmax,
+        top_k=reference_sampling.top_k,
         verify_drafts=process_logits.verify_drafts,
-        pack=partial(matrix.pack, tuning=found),
-        quantise=partial(matrix.quantised, device=device, tuning=found),
+        pack=partial(matrix.pack, device=where, tuning=found),
+        quantise=partial(matrix.quantised, device=where, tuning=found),
         computes=matrix.computes,
         widens=False,
         fused=Fused(
             layer.TritonLayer,
             partial(stack.TritonStack, tuning=found),
             "all of fused kernels",
-            True,
-            True,
+            padded=True,
         ),
         batch_invariant=False,
         names={
@@ -219,11 +281,14 @@ def _triton_ops(
             "rope": "triton",
             "angles": "triton",
             "act_mul": "triton",
+            "softcap": "triton",
             "route": "triton",
             **stored,
             "paged_attention": "triton",
             "process_logits": "triton",
             "sample": "triton",
+            "log_softmax": "torch",
+            "top_k": "torch",
             "verify_drafts": "triton",
         },
         tuning=found,

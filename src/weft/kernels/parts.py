@@ -1,37 +1,42 @@
-"""Parts of a layer that fused kernels are bound to: norms, biases, shape, on any device."""
+"""Parts of a model that fused kernels are bound to, on any device."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
-import torch
-from torch import Tensor
+from weft.kernels.arrays import Array, dtype_name
 
 
 @dataclass(frozen=True)
 class Norms:
     """Weights of the norms of a layer of hidden size C, None where it has none.
 
-    ``qk_norm`` has one weight per head: [H + Hkv, D].
+    ``qk_norm`` has one weight per head: [H + Hkv, D]. ``router_scale`` is that of the norm of what
+    the router reads beside an MLP, which never adds 1.
     """
 
-    input_norm: Tensor  # [C]
-    mlp_norm: Tensor  # [C]
-    qk_norm: Tensor | None
-    post_attention_norm: Tensor | None  # [C]
-    post_mlp_norm: Tensor | None  # [C]
+    input_norm: Array  # [C]
+    mlp_norm: Array  # [C]
+    qk_norm: Array | None
+    post_attention_norm: Array | None  # [C]
+    post_mlp_norm: Array | None  # [C]
+    router_scale: Array | None = None  # [C]
+    dense_post_norm: Array | None = None  # [C]
+    expert_norm: Array | None = None  # [C]
+    expert_post_norm: Array | None = None  # [C]
+    post_input_norm: Array | None = None  # [C]
 
 
 @dataclass(frozen=True)
 class Biases:
     """Biases of the products of a layer, None where it has none."""
 
-    qkv_bias: Tensor | None
-    output_bias: Tensor | None
-    gate_up_bias: Tensor | None
-    down_bias: Tensor | None
+    qkv_bias: Array | None
+    output_bias: Array | None
+    gate_up_bias: Array | None
+    down_bias: Array | None
 
 
 @dataclass(frozen=True)
@@ -39,48 +44,152 @@ class LayerShape:
     """A layer's shape and constants, without its weights."""
 
     heads: int
-    kv_heads: int
+    kv_heads: int  # 0: the layer reads KV that another one has written
     head_dim: int
     norm_eps: float
     norm_plus_one: bool  # norms multiply by 1 + weight
     activation: str  # ``silu`` or ``gelu_tanh``
+    value_is_key: bool = False  # V is the K projection before its norm and rotation
+    value_norm: bool = False  # V is normalised without a weight
+
+
+@dataclass(frozen=True)
+class RoutedExperts:
+    """E experts of a layer, as ``OpTable.pack`` made them, and how a token's are weighed.
+
+    Attributes:
+        gate_up: E matrices [2 J, C], gates first.
+        down: E matrices [C, J].
+        top_k, normalise: those of ``reference.route``.
+        scale: [E], multiplies shares; None for nothing.
+    """
+
+    gate_up: Any
+    down: Any
+    top_k: int
+    normalise: bool
+    scale: Array | None = None
+
+
+@dataclass(frozen=True)
+class LayerParts:
+    """A layer: its shape and its weights.
+
+    Attributes:
+        matrices: ``qkv`` and ``output``; ``gate_up`` and ``down`` of an MLP; ``router`` of experts;
+            ``input_gate`` and ``input_projection`` of a layer with per-layer inputs.
+        experts: in place of the MLP, or beside it with norms of their own.
+        scalar: [1], multiplies what leaves the layer.
+    """
+
+    shape: LayerShape
+    matrices: Mapping[str, Any]
+    norms: Norms
+    biases: Biases
+    experts: RoutedExperts | None = None
+    scalar: Array | None = None
+
+
+@dataclass(frozen=True)
+class LayerInputs:
+    """What gives each token an input of size P to each of L layers (Gemma 4).
+
+    Attributes:
+        table: [V', L * P], looked up by token.
+        projection: matrix [L * P, C] that the token's embedding is multiplied with.
+        norm: [P], the weight of the norm of the product.
+    """
+
+    table: Array
+    projection: Any
+    norm: Array
+
+
+@dataclass(frozen=True)
+class StackParts:
+    """What precedes and follows the layers of a model.
+
+    Attributes:
+        embedding: [V, C], an array or a packed matrix.
+        embedding_scale: multiplies embeddings; rounded to their dtype before.
+        norm: [C], the weight of the final norm; ``norm_plus_one`` adds 1 to it.
+    """
+
+    embedding: Any
+    embedding_scale: float
+    norm: Array
+    norm_eps: float
+    norm_plus_one: bool
+    inputs: LayerInputs | None = None
 
 
 class Packed(Protocol):
     """A packed matrix: outputs and inputs, and the dtype of the activations it multiplies."""
 
     @property
-    def shape(self) -> torch.Size: ...
+    def shape(self) -> Sequence[int]: ...
 
     @property
-    def dtype(self) -> torch.dtype: ...
+    def dtype(self) -> Any: ...
 
 
-def check_parts(
-    shape: LayerShape, matrices: Mapping[str, Packed], norms: Norms, biases: Biases
-) -> None:
-    """Raise ValueError if the parts of a layer do not fit together."""
-    hidden, dtype = matrices["qkv"].shape[1], matrices["qkv"].dtype
+def check_parts(parts: LayerParts) -> None:
+    """Raise ValueError if a part of a layer is missing or does not fit the others."""
+    _check_complete(parts)
+    shape, matrices = parts.shape, parts.matrices
+    hidden, dtype = matrices["qkv"].shape[1], dtype_name(matrices["qkv"].dtype)
     size = matrices["down"].shape[1] if "down" in matrices else 0
+    width = matrices["input_gate"].shape[0] if "input_gate" in matrices else 0
+    experts = 0 if parts.experts is None else len(parts.experts.down)
     heads, dim = shape.heads, shape.head_dim
-    qkv = (heads + 2 * shape.kv_heads) * dim
+    qkv = (heads + (1 if shape.value_is_key else 2) * shape.kv_heads) * dim
     wanted = {
         "qkv": (qkv, hidden),
         "output": (hidden, heads * dim),
         "gate_up": (2 * size, hidden),
         "down": (hidden, size),
+        "router": (experts, hidden),
+        "input_gate": (width, hidden),
+        "input_projection": (hidden, width),
         "qkv_bias": (qkv,),
         "output_bias": (hidden,),
         "gate_up_bias": (2 * size,),
         "down_bias": (hidden,),
         "qk_norm": (heads + shape.kv_heads, dim),
-        **dict.fromkeys(
-            ("input_norm", "mlp_norm", "post_attention_norm", "post_mlp_norm"), (hidden,)
-        ),
+        "scalar": (1,),
+        "expert_scale": (experts,),
+        **{name: (hidden,) for name in vars(parts.norms) if name != "qk_norm"},
     }
-    for name, given in {**matrices, **vars(norms), **vars(biases)}.items():
-        if given is not None and (tuple(given.shape) != wanted[name] or given.dtype != dtype):
+    given_parts = {**matrices, **vars(parts.norms), **vars(parts.biases), "scalar": parts.scalar}
+    if parts.experts is not None:
+        given_parts["expert_scale"] = parts.experts.scale
+    for name, given in given_parts.items():
+        if given is not None and (
+            tuple(given.shape) != wanted[name] or dtype_name(given.dtype) != dtype
+        ):
             raise ValueError(
                 f"{name} {list(given.shape)} of {given.dtype}: expected {list(wanted[name])} of "
                 f"{dtype}"
             )
+
+
+def _check_complete(parts: LayerParts) -> None:
+    """Raise ValueError if a part is missing that another one needs."""
+    given = {name for name, norm in vars(parts.norms).items() if norm is not None}
+    given |= set(parts.matrices)
+    given |= {"experts"} if parts.experts is not None else set()
+    beside = {"gate_up", "experts"} <= given
+    needs = {
+        "qkv": True,
+        "output": True,
+        "gate_up": "down" in given or "experts" not in given,
+        "down": "gate_up" in given,
+        "router": "experts" in given,
+        "experts": "router" in given,
+        **dict.fromkeys(("router_scale", "dense_post_norm"), beside),
+        **dict.fromkeys(("expert_norm", "expert_post_norm"), beside),
+        **dict.fromkeys(("input_projection", "post_input_norm"), "input_gate" in given),
+    }
+    missing = [name for name, needed in needs.items() if needed and name not in given]
+    if missing:
+        raise ValueError(f"a layer lacks {', '.join(missing)}")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from weft.kernels.storage import Storage
 
@@ -23,24 +24,24 @@ class Quantized:
         group: inputs that share a scale; K for one scale a row.
     """
 
-    values: Tensor
-    scales: Tensor
-    zeros: Tensor | None
+    values: NDArray[np.uint8]
+    scales: NDArray[Any]
+    zeros: NDArray[np.uint8] | None
     bits: int
     group: int
 
     @property
-    def shape(self) -> torch.Size:
+    def shape(self) -> tuple[int, int]:
         """N and K."""
-        return self.values.shape
+        outputs, inputs = self.values.shape
+        return outputs, inputs
 
     @property
     def storage(self) -> Storage:
         """The storage format of the native kernels."""
         grouped = self.scales.shape[1] > 1
-        dtype = str(self.scales.dtype).removeprefix("torch.")
         group = self.group if grouped else None
-        return Storage(self.bits, group, dtype, self.zeros is not None)
+        return Storage(self.bits, group, self.scales.dtype.name, self.zeros is not None)
 
     def part(self, rows: slice, columns: slice) -> Quantized:
         """Return some rows and columns [low, high) of the weight.
@@ -56,25 +57,26 @@ class Quantized:
         else:
             groups, group = slice(low // self.group, -(-high // self.group)), self.group
         return Quantized(
-            self.values[rows, columns].contiguous(),
-            self.scales[rows, groups].contiguous(),
-            None if self.zeros is None else self.zeros[rows, groups].contiguous(),
+            np.ascontiguousarray(self.values[rows, columns]),
+            np.ascontiguousarray(self.scales[rows, groups]),
+            None if self.zeros is None else np.ascontiguousarray(self.zeros[rows, groups]),
             self.bits,
             group,
         )
 
-    def dequantize(self) -> Tensor:
+    def dequantize(self) -> NDArray[np.float32]:
         """Return the weight [N, K] in float32."""
-        zeros = self._spread(self._all_zeros().float())
-        return (self.values.float() - zeros) * self._spread(self.scales.float())
+        zeros = self._spread(self._all_zeros())
+        found: NDArray[np.float32] = self.values.astype(np.float32) - zeros
+        return found * self._spread(self.scales)
 
-    def _all_zeros(self) -> Tensor:
+    def _all_zeros(self) -> NDArray[np.uint8]:
         if self.zeros is not None:
             return self.zeros
-        return torch.full(self.scales.shape, 2 ** (self.bits - 1), dtype=torch.uint8)
+        return np.full(self.scales.shape, 2 ** (self.bits - 1), np.uint8)
 
-    def _spread(self, numbers: Tensor) -> Tensor:
-        return numbers.repeat_interleave(self.group, dim=1)[:, : self.shape[1]]
+    def _spread(self, numbers: NDArray[Any]) -> NDArray[np.float32]:
+        return np.repeat(numbers.astype(np.float32), self.group, axis=1)[:, : self.shape[1]]
 
 
 def stacked(parts: Sequence[Quantized]) -> Quantized:
@@ -89,10 +91,10 @@ def stacked(parts: Sequence[Quantized]) -> Quantized:
         raise ValueError("weights of different bits, groups or scales cannot be stacked")
     zeros = None
     if any(part.zeros is not None for part in parts):
-        zeros = torch.cat([part._all_zeros() for part in parts])
+        zeros = np.concatenate([part._all_zeros() for part in parts])
     return Quantized(
-        torch.cat([part.values for part in parts]),
-        torch.cat([part.scales for part in parts]),
+        np.concatenate([part.values for part in parts]),
+        np.concatenate([part.scales for part in parts]),
         zeros,
         first.bits,
         first.group,

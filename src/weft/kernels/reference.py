@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from weft.kernels import float8
+from weft.kernels.arrays import Array, to_torch
 from weft.kernels.float8 import Float8
 from weft.kernels.interface import AttentionMetadata, Experts, Linear
 from weft.kernels.kv_storage import read_rows, write_rows
@@ -85,6 +86,11 @@ def logits(hidden: Tensor, weight: Tensor | Float8) -> Tensor:
     return functional.linear(hidden, weight).float()
 
 
+def softcap(logits: Tensor, cap: float) -> Tensor:
+    """Return cap * tanh(logits / cap) of float32 logits [S, V]; they may be overwritten."""
+    return cap * torch.tanh(logits / cap)
+
+
 def embedding(ids: Tensor, table: Tensor | Float8) -> Tensor:
     """Return the rows [T, C] of a table [V, C] by ids [T]."""
     if isinstance(table, Float8):
@@ -93,9 +99,15 @@ def embedding(ids: Tensor, table: Tensor | Float8) -> Tensor:
     return functional.embedding(ids, table)
 
 
-def keep(parameter: str, tensor: Tensor) -> Tensor:  # noqa: ARG001
-    """Leave a parameter as it is; see ``interface.Pack``."""
-    return tensor
+def upload(parameter: str, array: Array, device: torch.device) -> Tensor:  # noqa: ARG001
+    """Return a parameter as a tensor on a device; see ``interface.Pack``."""
+    return on_device(array, device)
+
+
+def on_device(array: Array, device: torch.device) -> Tensor:
+    """Return numpy's array, or a tensor, as a tensor on a device."""
+    tensor = array if isinstance(array, Tensor) else to_torch(array)
+    return tensor.to(device)
 
 
 def route(scores: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:

@@ -1,18 +1,20 @@
-"""Sampling on a device in plain torch: its inputs, and the steps around the choice of a token.
+"""Sampling: its inputs on a device, and rules that every implementation follows.
 
-``process_logits`` changes logits as requests ask for it; ``verify_drafts`` takes the tokens that
-were chosen.
+``SETTINGS`` says which sampling parameters choose a token, in the order of their columns; whoever
+fills rows, and every sampler, goes by it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from weft.kernels.arrays import Array, nan_to_num, where
+
+SETTINGS = ("temperature", "top_k", "top_p", "min_p")
 PENALISED, EDITED = 1, 2  # bits of ``SampleBatch.changes``
 IN_PROMPT = 1 << 30  # beside the count of a token in ``RowState.counts``
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -21,7 +23,7 @@ HEADER, EDIT = (
     3,
 )  # words of ``RowState.asked``: before the edits, and of an edit
 NOT_FINITE = -1  # stands for the token of a sample whose logits are not all finite
-LOWEST = torch.finfo(torch.float32).min  # of a forbidden token; infinity could breed NaN
+LOWEST = float(np.finfo(np.float32).min)  # of a forbidden token; infinity could breed NaN
 
 
 @dataclass(frozen=True)
@@ -36,10 +38,10 @@ class SampleBatch:
             sample. The samples of a row stand one behind the other.
     """
 
-    rows: Tensor
-    counters: Tensor
-    changes: Tensor
-    guesses: Tensor
+    rows: Array
+    counters: Array
+    changes: Array
+    guesses: Array
 
 
 @dataclass(frozen=True)
@@ -57,13 +59,15 @@ class RowState:
         last_token: [R + 1] int64, the latest token of each row.
     """
 
-    asked: Tensor
-    counts: Tensor
-    last_token: Tensor
+    asked: Array
+    counts: Array
+    last_token: Array
 
     @classmethod
-    def empty(cls, rows: int, edits: int, vocab_size: int, device: torch.device) -> RowState:
-        """Return the state of so many rows, each with room for so many edits."""
+    def empty(cls, rows: int, edits: int, vocab_size: int, device: Any) -> RowState:
+        """Return the state of so many rows on a torch device, each with room for so many edits."""
+        import torch
+
         words = HEADER + EDIT * edits
         return cls(
             torch.zeros(rows + 1, words, dtype=torch.int32, device=device),
@@ -78,53 +82,26 @@ def state_bytes(rows: int, edits: int, vocab_size: int) -> int:
 
 
 class ProcessLogits(Protocol):
-    """See ``process_logits``."""
+    """See ``reference_sampling.process_logits``."""
 
-    def __call__(self, logits: Tensor, samples: SampleBatch, state: RowState, /) -> None: ...
+    def __call__(self, logits: Array, samples: SampleBatch, state: RowState, /) -> None: ...
 
 
 class VerifyDrafts(Protocol):
-    """See ``verify_drafts``."""
+    """See ``reference_sampling.verify_drafts``."""
 
     def __call__(
         self,
-        tokens: Tensor,
-        finite: Tensor,
+        tokens: Array,
+        finite: Array,
         samples: SampleBatch,
         state: RowState,
-        results: Tensor,
+        results: Array,
         /,
     ) -> None: ...
 
 
-def process_logits(logits: Tensor, samples: SampleBatch, state: RowState) -> None:
-    """Apply penalties and edits to logits [S, V] float32 in place.
-
-    Numbers that are not finite stay as they are, so that who chooses notices them.
-    """
-    for sample, changes in enumerate(samples.changes.tolist()):
-        if not changes:
-            continue
-        row, raw = int(samples.rows[sample]), logits[sample].clone()
-        asked = state.asked[row]
-        if changes & PENALISED:
-            counts = state.counts[row].clone()
-            guess = sample
-            while samples.guesses[guess] >= 0:
-                counts[int(samples.guesses[guess])] += 1
-                guess -= 1
-            penalties = asked[: HEADER - 1].view(torch.float32)
-            scores = penalised(raw.clone(), counts % IN_PROMPT, list(penalties))
-            logits[sample] = torch.where(counts > 0, scores, raw)
-        if changes & EDITED:
-            ids, values, until = asked[HEADER:].view(-1, EDIT)[: int(asked[HEADER - 1])].unbind(1)
-            wanted = logits[sample, ids.long()] + values.contiguous().view(torch.float32)
-            forbidden = samples.counters[sample] < until
-            logits[sample, ids.long()] = torch.where(forbidden, LOWEST, wanted)
-        logits[sample] = torch.where(torch.isfinite(raw), logits[sample], raw)
-
-
-def penalised(scores: Tensor, output: Tensor, penalties: Sequence[Tensor]) -> Tensor:
+def penalised(scores: Array, output: Array, penalties: Sequence[Array]) -> Array:
     """Return the logits of tokens that a row has, with its penalties; ``scores`` are overwritten.
 
     Args:
@@ -133,38 +110,10 @@ def penalised(scores: Tensor, output: Tensor, penalties: Sequence[Tensor]) -> Te
         penalties: those of ``PENALTIES``.
     """
     repetition, presence, frequency = penalties
-    scores = torch.where(scores > 0, scores / repetition, scores * repetition)
+    scores = where(scores > 0, scores / repetition, scores * repetition)
     scores -= frequency * output
     scores -= presence * (output > 0)
-    return torch.nan_to_num_(scores)  # a tiny repetition penalty may overflow
-
-
-def verify_drafts(
-    tokens: Tensor, finite: Tensor, samples: SampleBatch, state: RowState, results: Tensor
-) -> None:
-    """Take the tokens that were chosen, and of drafts those that came out as guessed.
-
-    The tokens that are kept are counted where their row has penalties, and the last one becomes the
-    row's ``last_token``; 0 if its logits were not finite.
-
-    Args:
-        tokens, finite: [S] as ``interface.Sample`` writes them.
-        results: [S, 2] int64 gets the token of each sample or ``NOT_FINITE``, and for the first
-            sample of a row how many of its samples are kept, else 0.
-    """
-    results.zero_()
-    results[:, 0] = torch.where(finite, tokens, NOT_FINITE)
-    chosen, good, guesses = tokens.tolist(), finite.tolist(), samples.guesses.tolist()
-    firsts = [sample for sample, guess in enumerate(guesses) if guess < 0]
-    for first, end in zip(firsts, [*firsts[1:], len(guesses)], strict=True):
-        draft = guesses[first + 1 : end]
-        taken = count_taken(chosen[first:end], good[first:end], draft) if good[first] else 1
-        results[first, 1] = taken
-        row = int(samples.rows[first])
-        state.last_token[row] = chosen[first + taken - 1] if good[first] else 0
-        if samples.changes[first] & PENALISED and good[first]:
-            for token in chosen[first : first + taken]:
-                state.counts[row, token] += 1
+    return nan_to_num(scores)  # a tiny repetition penalty may overflow
 
 
 def count_taken(tokens: Sequence[int], finite: Sequence[bool], draft: Sequence[int]) -> int:

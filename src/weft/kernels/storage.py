@@ -11,7 +11,30 @@ MULTIPLIED = {
     *("qkv", "output", "gate_up", "down", "lm_head", "router", "expert_gate_up", "expert_down"),
     *("input_gate", "input_projection", "per_layer_projection"),
 }  # the parameters of products, by the names of ``layout.parameters`` without the layer
+GATED = {"gate_up", "expert_gate_up"}  # those whose first half of outputs are gates
 SCALE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class PackedForm:
+    """What the bytes of a packed matrix mean; see ``MatrixForm`` in matrix.hpp.
+
+    Attributes:
+        format: ``float32``, ``bfloat16``, ``int8`` or ``int4``.
+        shape: outputs and inputs.
+        dtype: the name of that of the activations.
+        group: of integers, inputs that share a scale; 0: each output has one.
+        scales: of integers, the name of the dtype of grouped scales.
+        zeros: of integers, zero points are stored.
+    """
+
+    format: str
+    shape: tuple[int, int]
+    gated: bool
+    dtype: str
+    group: int
+    scales: str
+    zeros: bool
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,15 @@ class BlockPool:
                 del self._block_of[self._hash_of.pop(block)]
                 self._free.append(block)
 
+    def forget(self) -> None:
+        """Make the content of all cached blocks impossible to find, and the blocks free."""
+        self.evict(tuple(self._cached))
+
+    def tidy(self) -> list[int]:
+        """Return the free blocks in ascending order, in which they are handed out from now on."""
+        self._free.sort(reverse=True)
+        return self._free[::-1]
+
     def find(self, block_hash: bytes) -> int | None:
         """Return the block with this content, without taking a reference."""
         return self._block_of.get(block_hash)

@@ -12,6 +12,7 @@ MOST_LISTED = 2**16  # entries of a list
 MOST_LAYER_EXPERTS = 2**16  # experts of all layers together
 MOST_HEADER_BYTES = 16 * 2**20  # of a safetensors file
 MOST_INDEX_BYTES = 64 * 2**20  # of model.safetensors.index.json
+MOST_PACKED_HEADER_BYTES = 64 * 2**20  # of a file of packed weights, which lists each expert
 
 _LAYERS, _WIDTH, _HEADS, _HEAD_DIM = 1024, 2**20, 1024, 4096
 _VOCABULARY, _CONTEXT, _EXPERTS = 2**22, 2**27, 4096

@@ -7,12 +7,20 @@ from collections.abc import Sequence as Seq
 from dataclasses import fields
 from typing import Any, Protocol
 
-import torch
-from torch import Tensor
-from torch.nn import functional
-
 from weft.core.errors import InvariantError
+from weft.kernels.arrays import (
+    Array,
+    concatenate,
+    dtype_name,
+    empty,
+    from_numpy,
+    is_numpy,
+    scaled,
+    times,
+    where,
+)
 from weft.kernels.interface import FusedStack, OpTable, Weight
+from weft.kernels.parts import LayerInputs, StackParts
 from weft.models.fused import fuse
 from weft.models.layers import (
     Angles,
@@ -25,7 +33,7 @@ from weft.models.layers import (
 from weft.models.shard import Shard, shard_range
 from weft.models.spec import AttentionParams, ModelSpec
 
-Caches = Seq[Seq[Tensor]]
+Caches = Seq[Seq[Array]]
 
 
 class Attend(Protocol):
@@ -40,12 +48,12 @@ class Attend(Protocol):
     def __call__(
         self,
         layer: int,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        residual: Tensor,
-        positions: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
+        q: Array,
+        k: Array | None,
+        v: Array | None,
+        residual: Array,
+        positions: Array,
+    ) -> tuple[Array, Array, Array]: ...
 
 
 class Decoder:
@@ -53,7 +61,7 @@ class Decoder:
 
     ``forward`` is the one forward pass; other executors weave the same parts in another order:
     ``embed``, then for each layer ``pre``, attention and ``post``, then ``finish`` and ``logits``.
-    They call the parts under ``torch.inference_mode``.
+    Arrays are numpy's or torch's, as the ops of the table take and return them.
     """
 
     def __init__(self, spec: ModelSpec, weights: Mapping[str, Any], ops: OpTable) -> None:
@@ -64,7 +72,7 @@ class Decoder:
         self.spec = spec
         self.ops = ops
         self.embedding = weights["embed"]  # [V, C]
-        self.final_norm: Tensor = weights["norm"]  # [C]
+        self.final_norm: Array = weights["norm"]  # [C]
         self.lm_head = weights["embed" if spec.tied_embeddings else "lm_head"]  # [V, C]
         self.layers = tuple(_layer_weights(number, weights) for number in range(spec.num_layers))
         self.per_layer_embedding = weights.get("per_layer_embed")  # [V', L * P]
@@ -74,25 +82,30 @@ class Decoder:
             fuse(spec, layer, layer_weights, ops)
             for layer, layer_weights in zip(spec.layers, self.layers, strict=True)
         )
-        device = self.final_norm.device
-        self._frequencies = tuple(inverse_frequencies(rope).to(device) for rope in spec.ropes)
+        self._frequencies = tuple(
+            from_numpy(self.final_norm, inverse_frequencies(rope)) for rope in spec.ropes
+        )
 
     @property
-    def device(self) -> torch.device:
-        """The device of the weights."""
-        return self.final_norm.device
+    def device(self) -> str:
+        """The device of the weights, such as ``cpu`` or ``cuda:0``."""
+        return "cpu" if self.on_numpy else str(self.final_norm.device)
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of weights and hidden states."""
-        return self.final_norm.dtype
+    def on_numpy(self) -> bool:
+        """Whether arrays are numpy's."""
+        return is_numpy(self.final_norm)
+
+    @property
+    def dtype(self) -> str:
+        """The name of the dtype of weights and hidden states."""
+        return dtype_name(self.final_norm.dtype)
 
     def attention_params(self, layer: int) -> AttentionParams:
         """Return how this layer calls ``paged_attention`` and which group holds its cache."""
         return self.spec.attention(layer)
 
-    @torch.inference_mode()
-    def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def forward(self, input_ids: Array, positions: Array, attend: Attend) -> Array:
         """Run every layer over T tokens.
 
         Args:
@@ -121,14 +134,25 @@ class Decoder:
 
         The result's ``run`` is ``forward`` with nothing but paged attention between the layers, and
         gives the very same bits on a CPU. None if there is a layer that does not run as two fused
-        calls, or the model is cut.
+        calls, which no CPU has, or the model is cut.
         """
         if self.ops.fused is None or None in self._fused or self.ops.ranks.size > 1:
             return None
         spec = self.spec
-        stack = self.ops.fused.stack(
-            self.embedding, spec.embedding_scale, self.final_norm, spec.norm_eps, spec.norm_plus_one
+        inputs = None
+        if self.per_layer_embedding is not None:
+            assert self.per_layer_norm is not None
+            table, projection = self.per_layer_embedding, self.per_layer_projection
+            inputs = LayerInputs(table, projection, self.per_layer_norm)
+        parts = StackParts(
+            self.embedding,
+            spec.embedding_scale,
+            self.final_norm,
+            spec.norm_eps,
+            spec.norm_plus_one,
+            inputs,
         )
+        stack = self.ops.fused.stack(parts)
         for rope, frequencies in zip(spec.ropes, self._frequencies, strict=True):
             stack.add_rope(frequencies, rope.attention_factor)
         for number, (kind, layer) in enumerate(zip(spec.layers, self._fused, strict=True)):
@@ -145,49 +169,49 @@ class Decoder:
             )
         return stack
 
-    @torch.inference_mode()
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Array) -> Array:
         """Return float32 logits [S, V] of normalised hidden states [S, C]."""
         logits, ranks = self.ops.logits(hidden, self.lm_head), self.ops.ranks
         if ranks.size > 1:
             vocabulary = self.spec.vocab_size
             most = len(shard_range(vocabulary, Shard(0, ranks.size)))
-            logits = functional.pad(logits, (0, most - logits.shape[1]))
-            logits = ranks.gather(logits)[:, :vocabulary]
+            missing = empty(logits, (len(logits), most - logits.shape[1]))
+            missing[:] = 0.0
+            logits = ranks.gather(concatenate((logits, missing), 1))[:, :vocabulary]
         cap = self.spec.logit_softcap
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+        return logits if cap is None else self.ops.softcap(logits, cap)
 
-    def embed(self, input_ids: Tensor) -> Tensor:
+    def embed(self, input_ids: Array) -> Array:
         """Return the token embeddings [T, C], scaled where the family scales them."""
         embedded = self._look_up(input_ids, self.embedding, self.spec.vocab_size)
-        return _scaled(embedded, self.spec.embedding_scale)
+        return scaled(embedded, self.spec.embedding_scale)
 
-    def _look_up(self, ids: Tensor, table: Weight, size: int) -> Tensor:
+    def _look_up(self, ids: Array, table: Weight, size: int) -> Array:
         """Return the rows of ids [T] of a table of so many rows, each of which some rank has."""
         ranks = self.ops.ranks
         if ranks.size == 1:
             return self.ops.embedding(ids, table)
         here = shard_range(size, Shard(ranks.rank, ranks.size))
         missing = (ids < here.start) | (ids >= here.stop)
-        rows = self.ops.embedding((ids - here.start).masked_fill(missing, 0), table)
-        return ranks.sum(rows.masked_fill(missing.unsqueeze(1), 0.0))
+        rows = self.ops.embedding(where(missing, 0, ids - here.start), table)
+        rows[missing] = 0.0
+        return ranks.sum(rows)
 
-    def layer_inputs(self, input_ids: Tensor, embedded: Tensor) -> Tensor | None:
+    def layer_inputs(self, input_ids: Array, embedded: Array) -> Array | None:
         """Return the per-layer inputs [L, T, P] of the tokens, None for a model without them."""
         if self.per_layer_embedding is None or self.per_layer_projection is None:
             return None
         spec = self.spec
         shape = (len(input_ids), spec.num_layers, spec.per_layer_input_size)
         tokens = self._look_up(input_ids, self.per_layer_embedding, spec.per_layer_vocab_size)
-        tokens = tokens.view(shape)  # [T, L, P]
-        tokens = _scaled(tokens, spec.per_layer_input_size**0.5)
-        context = self.ops.linear(embedded, self.per_layer_projection, None).view(shape)
-        context = context * spec.hidden_size**-0.5
+        tokens = tokens.reshape(shape)  # [T, L, P]
+        tokens = scaled(tokens, spec.per_layer_input_size**0.5)
+        context = self.ops.linear(embedded, self.per_layer_projection, None).reshape(shape)
+        context = times(context, spec.hidden_size**-0.5)
         context = self.ops.rms_norm(context, self.per_layer_norm, spec.norm_eps, spec.norm_plus_one)
-        both: Tensor = (context + tokens) * 2.0**-0.5
-        return both.transpose(0, 1)
+        return times(context + tokens, 2.0**-0.5).swapaxes(0, 1)
 
-    def angles(self, positions: Tensor) -> tuple[Angles, ...]:
+    def angles(self, positions: Array) -> tuple[Angles, ...]:
         """Return cos and sin [T, R] float32 of the positions [T], for each rope of the spec."""
         return tuple(
             self.ops.angles(positions, frequencies, rope.attention_factor)
@@ -195,21 +219,23 @@ class Decoder:
         )
 
     def pre(
-        self, layer: int, residual: Tensor, angles: tuple[Angles, ...]
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        self, layer: int, residual: Array, angles: tuple[Angles, ...]
+    ) -> tuple[Array, Array | None, Array | None]:
         """Norm, QKV, QK norm and rotation: q [T, H, D], k and v [T, Hkv, D] or None."""
         spec, weights, kind = self.spec, self.layers[layer], self.spec.layers[layer]
         fused = self._fused[layer]
         if fused is not None:
             qkv = fused.pre(residual, *angles[kind.rope])  # [T, H + 2 Hkv, D]
-            q, k, v = qkv.split_with_sizes((spec.num_heads, *[kind.num_kv_heads] * 2), 1)
-            return q, k, v
+            if kind.kv_source is not None:
+                return qkv, None, None
+            keys = spec.num_heads + kind.num_kv_heads
+            return qkv[:, : spec.num_heads], qkv[:, spec.num_heads : keys], qkv[:, keys:]
         x = self.ops.rms_norm(residual, weights.input_norm, spec.norm_eps, spec.norm_plus_one)
         return project_qkv(spec, kind, weights, x, angles[kind.rope], self.ops)
 
     def post(
-        self, layer: int, attended: Tensor, residual: Tensor, inputs: Tensor | None = None
-    ) -> Tensor:
+        self, layer: int, attended: Array, residual: Array, inputs: Array | None = None
+    ) -> Array:
         """Output projection, MLP and both residual sums: the new residual [T, C].
 
         Args:
@@ -218,9 +244,9 @@ class Decoder:
         """
         fused = self._fused[layer]
         if fused is not None and self.ops.ranks.size == 1:
-            return fused.post(attended, residual)
+            return fused.post(attended, residual, inputs)
         spec, ops, weights = self.spec, self.ops, self.layers[layer]
-        y = ops.linear(attended.flatten(1), weights.output, weights.output_bias)
+        y = ops.linear(attended.reshape(len(attended), -1), weights.output, weights.output_bias)
         y = ops.ranks.sum(y)  # [T, C]
         if weights.post_attention_norm is not None:
             y = ops.rms_norm(y, weights.post_attention_norm, spec.norm_eps, spec.norm_plus_one)
@@ -233,15 +259,10 @@ class Decoder:
             residual = add_per_layer_input(spec, weights, residual, inputs, ops)
         return residual if weights.layer_scalar is None else residual * weights.layer_scalar
 
-    def finish(self, residual: Tensor) -> Tensor:
+    def finish(self, residual: Array) -> Array:
         """Return the final norm of the residual [T, C]."""
         spec = self.spec
         return self.ops.rms_norm(residual, self.final_norm, spec.norm_eps, spec.norm_plus_one)
-
-
-def _scaled(x: Tensor, factor: float) -> Tensor:
-    """Multiply by a factor first rounded to the dtype of x, as the models were trained."""
-    return x if factor == 1.0 else x * torch.tensor(factor, dtype=x.dtype).item()
 
 
 def _layer_weights(number: int, weights: Mapping[str, Any]) -> LayerWeights:

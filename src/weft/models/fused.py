@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from weft.kernels.interface import FusedLayer, OpTable
-from weft.kernels.parts import Biases, LayerShape, Norms
-from weft.models.layers import LayerWeights, moe_block
+from weft.kernels.interface import Fused, FusedLayer, OpTable
+from weft.kernels.parts import Biases, LayerParts, LayerShape, Norms, RoutedExperts
+from weft.models.layers import LayerWeights
 from weft.models.spec import LayerSpec, ModelSpec
 
+MATRICES = ("qkv", "output", "gate_up", "down", "router", "input_gate", "input_projection")
 
-def fusable(spec: ModelSpec, layer: LayerSpec, moe_layers: bool) -> bool:
-    """Whether a layer has only the parts that the fused calls compute.
 
-    KV of another layer and the extras of Gemma 4 run op by op, experts if not ``moe_layers``.
-    """
-    if layer.moe and not (moe_layers and spec.moe is not None and not spec.moe.beside_mlp):
-        return False
-    plain = layer.kv_source is None and not layer.value_is_key
-    return plain and not (spec.value_norm or spec.per_layer_input_size or spec.layer_scalars)
+def fusable(spec: ModelSpec, layer: LayerSpec, fused: Fused) -> bool:
+    """Whether the fused calls compute all parts of a layer."""
+    beside_mlp = layer.moe and spec.moe is not None and spec.moe.beside_mlp
+    plain = layer.kv_source is None and not (layer.value_is_key or beside_mlp)
+    plain = plain and not (spec.value_norm or spec.per_layer_input_size or spec.layer_scalars)
+    return plain or fused.every_layer
 
 
 def describe_layers(spec: ModelSpec, ops: OpTable, ranks: int = 1) -> str:
@@ -26,7 +25,7 @@ def describe_layers(spec: ModelSpec, ops: OpTable, ranks: int = 1) -> str:
     """
     if ops.fused is None:
         return "op by op"
-    fused = sum(fusable(spec, layer, ops.fused.moe_layers) for layer in spec.layers)
+    fused = sum(fusable(spec, layer, ops.fused) for layer in spec.layers)
     if not fused:
         return "op by op"
     if ranks > 1:
@@ -40,27 +39,27 @@ def fuse(
     spec: ModelSpec, layer: LayerSpec, weights: LayerWeights, ops: OpTable
 ) -> FusedLayer | None:
     """Bind a layer's weights, as ``ops`` packed them; None if it runs op by op."""
-    if ops.fused is None or not fusable(spec, layer, ops.fused.moe_layers):
+    if ops.fused is None or not fusable(spec, layer, ops.fused):
         return None
     shape = LayerShape(
         spec.num_heads,
-        layer.num_kv_heads,
+        0 if layer.kv_source is not None else layer.num_kv_heads,
         layer.head_dim,
         spec.norm_eps,
         spec.norm_plus_one,
         spec.activation,
+        layer.value_is_key,
+        spec.value_norm,
     )
-    names = ("qkv", "output") if layer.moe else ("qkv", "output", "gate_up", "down")
-    matrices = {name: getattr(weights, name) for name in names}
-    norms = Norms(
-        weights.input_norm,
-        weights.mlp_norm,
-        weights.qk_norm,
-        weights.post_attention_norm,
-        weights.post_mlp_norm,
-    )
+    matrices = {name: getattr(weights, name) for name in MATRICES}
+    matrices = {name: matrix for name, matrix in matrices.items() if matrix is not None}
+    norms = Norms(**{name: getattr(weights, name) for name in Norms.__annotations__})
     biases = Biases(weights.qkv_bias, weights.output_bias, weights.gate_up_bias, weights.down_bias)
-    if not layer.moe:
-        return ops.fused.layer(shape, matrices, norms, biases)
-    experts = lambda x: moe_block(spec, weights, x, x, ops)  # noqa: E731
-    return ops.fused.layer(shape, matrices, norms, biases, experts)
+    experts = None
+    if layer.moe:
+        assert spec.moe is not None
+        gate_up, down = weights.expert_gate_up, weights.expert_down
+        top_k, normalise = spec.moe.top_k, spec.moe.normalise
+        experts = RoutedExperts(gate_up, down, top_k, normalise, weights.expert_scale)
+    parts = LayerParts(shape, matrices, norms, biases, experts, weights.layer_scalar)
+    return ops.fused.layer(parts)

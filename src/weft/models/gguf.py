@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,9 +18,6 @@ from weft.core.errors import CheckpointError, UnsupportedModelError
 from weft.models.config_reader import ConfigReader
 from weft.models.families import GGUF_FAMILIES
 from weft.models.gguf_header import read_header
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
@@ -174,11 +171,11 @@ class GgufFile:
         """Return the shape of a tensor, outputs first."""
         return tuple(reversed(self._tensors[name].shape))
 
-    def get_tensor(self, name: str) -> Tensor:
+    def get_tensor(self, name: str) -> NDArray[np.float32]:
         """Return a tensor in float32."""
         return self.rows(name, 0, self.shape(name)[0])
 
-    def rows(self, name: str, first: int, last: int) -> Tensor:
+    def rows(self, name: str, first: int, last: int) -> NDArray[np.float32]:
         """Return rows [first, last) of a tensor in float32."""
         tensor = self._tensors[name]
         heads = self._permuted_heads(name)
@@ -187,7 +184,7 @@ class GgufFile:
             return self._floats(name, tensor.data[order])
         found = self._floats(name, tensor.data[first:last])
         if self._form.norms_plus_one and name.endswith("norm.weight"):
-            found = found - 1.0
+            found = found - np.float32(1.0)
         return found
 
     def _permuted_heads(self, name: str) -> int:
@@ -199,13 +196,12 @@ class GgufFile:
         heads = self._fields.get(f"{self._arch}.{key}")
         return int(heads or self._fields[f"{self._arch}.attention.head_count"])
 
-    def _floats(self, name: str, data: Any) -> Tensor:
-        import torch  # the config is read without it
+    def _floats(self, name: str, data: Any) -> NDArray[np.float32]:
         from gguf.quants import dequantize
 
         try:
-            floats = dequantize(data, self._tensors[name].kind)
-            return torch.from_numpy(np.require(floats, requirements="W"))
+            floats: NDArray[np.float32] = dequantize(data, self._tensors[name].kind)
+            return floats
         except NotImplementedError as error:
             kind = self._tensors[name].kind.name
             raise CheckpointError(

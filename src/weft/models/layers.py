@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from weft.core.errors import InvariantError
+from weft.kernels.arrays import Array, concatenate, times
 from weft.kernels.interface import Experts, OpTable, Weight
 from weft.models.spec import LayerSpec, ModelSpec, RopeSpec
 
-Angles = tuple[Tensor, Tensor]  # cos and sin, each [T, R] float32
+Floats: TypeAlias = NDArray[Any]  # of float32
+Angles = tuple[Array, Array]  # cos and sin, each [T, R] float32
 
 
 @dataclass(frozen=True)
@@ -22,66 +25,70 @@ class LayerWeights:
     H query heads, Hkv KV heads of size D; hidden size C; MLP size I; E experts of size J.
     """
 
-    input_norm: Tensor  # [C]
+    input_norm: Array  # [C]
     qkv: Weight  # [(H + 2 Hkv) * D, C]
     output: Weight  # [C, H * D]
-    mlp_norm: Tensor  # [C]
-    qkv_bias: Tensor | None = None
-    output_bias: Tensor | None = None  # [C]
-    qk_norm: Tensor | None = None  # [H + Hkv, D]
-    post_attention_norm: Tensor | None = None  # [C]
-    post_mlp_norm: Tensor | None = None  # [C]
+    mlp_norm: Array  # [C]
+    qkv_bias: Array | None = None
+    output_bias: Array | None = None  # [C]
+    qk_norm: Array | None = None  # [H + Hkv, D]
+    post_attention_norm: Array | None = None  # [C]
+    post_mlp_norm: Array | None = None  # [C]
     gate_up: Weight | None = None  # [2 I, C]
-    gate_up_bias: Tensor | None = None  # [2 I]
+    gate_up_bias: Array | None = None  # [2 I]
     down: Weight | None = None  # [C, I]
-    down_bias: Tensor | None = None  # [C]
+    down_bias: Array | None = None  # [C]
     router: Weight | None = None  # [E, C]
-    router_scale: Tensor | None = None  # [C]
-    expert_scale: Tensor | None = None  # [E]
+    router_scale: Array | None = None  # [C]
+    expert_scale: Array | None = None  # [E]
     expert_gate_up: Experts | None = None  # [E, 2 J, C]
     expert_down: Experts | None = None  # [E, C, J]
-    dense_post_norm: Tensor | None = None  # [C]
-    expert_norm: Tensor | None = None  # [C]
-    expert_post_norm: Tensor | None = None  # [C]
+    dense_post_norm: Array | None = None  # [C]
+    expert_norm: Array | None = None  # [C]
+    expert_post_norm: Array | None = None  # [C]
     input_gate: Weight | None = None  # [P, C]
     input_projection: Weight | None = None  # [C, P]
-    post_input_norm: Tensor | None = None  # [C]
-    layer_scalar: Tensor | None = None  # [1]
+    post_input_norm: Array | None = None  # [C]
+    layer_scalar: Array | None = None  # [1]
 
 
-def inverse_frequencies(rope: RopeSpec) -> Tensor:
-    """Return the inverse frequencies [R] float32 of one rotary embedding.
+def inverse_frequencies(rope: RopeSpec) -> Floats:
+    """Return the inverse frequencies [R] of one rotary embedding.
 
     Computed in float32, as the models were trained, so that far positions get the same angles.
     """
-    exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim
-    plain = 1.0 / rope.theta**exponents
+    exponents = np.arange(0, rope.rotary_dim, 2, dtype=np.float32) / np.float32(rope.rotary_dim)
+    powers = np.power(rope.theta, exponents, dtype=np.float64).astype(np.float32)
+    plain: Floats = np.float32(1.0) / powers
     match rope.kind:
         case "default":
             return plain
         case "linear":
-            return plain / rope.factor
+            return plain / np.float32(rope.factor)
         case "llama3":
             return _llama3_frequencies(plain, rope)
         case "yarn":
             return _yarn_frequencies(plain, rope)
         case "longrope":
-            return 1.0 / (torch.tensor(rope.dim_factors) * rope.theta**exponents)
+            scaled: Floats = np.array(rope.dim_factors, np.float32) * powers
+            return np.float32(1.0) / scaled
         case "proportional":
             plain[rope.rotated_angles :] = 0.0
-            return plain / rope.factor
+            return plain / np.float32(rope.factor)
     raise InvariantError(f"no formula for rope kind '{rope.kind}'")
 
 
-def _llama3_frequencies(plain: Tensor, rope: RopeSpec) -> Tensor:
+def _llama3_frequencies(plain: Floats, rope: RopeSpec) -> Floats:
     """Divide slow frequencies by the factor, keep fast ones, blend between (Llama 3.1)."""
-    rotations = rope.original_max_position * plain / (2 * math.pi)  # turns within the old context
+    # Turns within the old context.
+    rotations = np.float32(rope.original_max_position) * plain / np.float32(2 * math.pi)
     low, high = rope.low_freq_factor, rope.high_freq_factor
-    keep = ((rotations - low) / (high - low)).clamp(0.0, 1.0)
-    return keep * plain + (1 - keep) * plain / rope.factor
+    keep: Floats = np.clip((rotations - np.float32(low)) / np.float32(high - low), 0.0, 1.0)
+    found: Floats = keep * plain + (np.float32(1) - keep) * plain / np.float32(rope.factor)
+    return found
 
 
-def _yarn_frequencies(plain: Tensor, rope: RopeSpec) -> Tensor:
+def _yarn_frequencies(plain: Floats, rope: RopeSpec) -> Floats:
     """Interpolate by parts: NTK-by-parts of YaRN (Peng et al. 2023, section 3.2)."""
     dim = rope.rotary_dim
 
@@ -94,25 +101,26 @@ def _yarn_frequencies(plain: Tensor, rope: RopeSpec) -> Tensor:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     span = high - low if high != low else 0.001
-    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / span).clamp(0.0, 1.0)
-    return ramp * plain / rope.factor + (1 - ramp) * plain
+    places = np.arange(dim // 2, dtype=np.float32)
+    ramp: Floats = np.clip((places - np.float32(low)) / np.float32(span), 0.0, 1.0)
+    return ramp * plain / np.float32(rope.factor) + (np.float32(1) - ramp) * plain
 
 
 def project_qkv(
     spec: ModelSpec,
     layer: LayerSpec,
     weights: LayerWeights,
-    x: Tensor,
+    x: Array,
     angles: Angles,
     ops: OpTable,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+) -> tuple[Array, Array | None, Array | None]:
     """Return rotated Q [T, H, D], rotated K and V [T, Hkv, D] of normalised input x [T, C].
 
     K and V are None for a layer that reads the KV of another one. All are views whose last two
     dimensions may be strided over T; the head dimension is contiguous.
     """
     tokens = x.shape[0]
-    qkv = ops.linear(x, weights.qkv, weights.qkv_bias).view(tokens, -1, layer.head_dim)
+    qkv = ops.linear(x, weights.qkv, weights.qkv_bias).reshape(tokens, -1, layer.head_dim)
     heads = spec.num_heads
     rotated_heads = heads if layer.kv_source is not None else heads + layer.num_kv_heads
     qk = qkv[:, :rotated_heads]  # [T, H + Hkv, D]
@@ -128,8 +136,8 @@ def project_qkv(
 
 
 def feed_forward(
-    spec: ModelSpec, layer: LayerSpec, weights: LayerWeights, hidden: Tensor, ops: OpTable
-) -> Tensor:
+    spec: ModelSpec, layer: LayerSpec, weights: LayerWeights, hidden: Array, ops: OpTable
+) -> Array:
     """Return what the MLP or the experts add to ``hidden`` [T, C], before any post norm."""
     x = _norm(spec, hidden, weights.mlp_norm, ops)
     if not layer.moe:
@@ -139,29 +147,29 @@ def feed_forward(
         return moe_block(spec, weights, x, x, ops)
     dense = _norm(spec, _mlp(spec, weights, x, ops), weights.dense_post_norm, ops)
     routed = ops.rms_norm(hidden, weights.router_scale, spec.norm_eps, False)
-    routed = routed * spec.hidden_size**-0.5
+    routed = times(routed, spec.hidden_size**-0.5)
     x = _norm(spec, hidden, weights.expert_norm, ops)
     sparse = _norm(spec, moe_block(spec, weights, routed, x, ops), weights.expert_post_norm, ops)
     return dense + sparse
 
 
 def add_per_layer_input(
-    spec: ModelSpec, weights: LayerWeights, hidden: Tensor, inputs: Tensor, ops: OpTable
-) -> Tensor:
+    spec: ModelSpec, weights: LayerWeights, hidden: Array, inputs: Array, ops: OpTable
+) -> Array:
     """Add the gated per-layer token embedding ``inputs`` [T, P] to ``hidden`` [T, C] (Gemma 4)."""
     assert weights.input_gate is not None
     assert weights.input_projection is not None
     gate = ops.linear(hidden, weights.input_gate, None)  # [T, P]
-    gated = ops.act_mul(torch.cat((gate, inputs), dim=-1), spec.activation)  # [T, P]
+    gated = ops.act_mul(concatenate((gate, inputs), -1), spec.activation)  # [T, P]
     y = ops.linear(gated, weights.input_projection, None)  # [T, C]
     return hidden + _norm(spec, y, weights.post_input_norm, ops)
 
 
-def _norm(spec: ModelSpec, x: Tensor, weight: Tensor | None, ops: OpTable) -> Tensor:
+def _norm(spec: ModelSpec, x: Array, weight: Array | None, ops: OpTable) -> Array:
     return ops.rms_norm(x, weight, spec.norm_eps, spec.norm_plus_one)
 
 
-def _mlp(spec: ModelSpec, weights: LayerWeights, x: Tensor, ops: OpTable) -> Tensor:
+def _mlp(spec: ModelSpec, weights: LayerWeights, x: Array, ops: OpTable) -> Array:
     assert weights.gate_up is not None
     assert weights.down is not None
     gate_up = ops.linear(x, weights.gate_up, weights.gate_up_bias)  # [T, 2 I]
@@ -170,8 +178,8 @@ def _mlp(spec: ModelSpec, weights: LayerWeights, x: Tensor, ops: OpTable) -> Ten
 
 
 def moe_block(
-    spec: ModelSpec, weights: LayerWeights, routed: Tensor, x: Tensor, ops: OpTable
-) -> Tensor:
+    spec: ModelSpec, weights: LayerWeights, routed: Array, x: Array, ops: OpTable
+) -> Array:
     """Route by ``routed`` [T, C], compute on ``x`` [T, C]."""
     assert spec.moe is not None
     assert weights.router is not None

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from weft.kernels.storage import Storage
+from weft.kernels.storage import GATED, Storage
 from weft.models.parameter import Parameter, Piece, Shape
 from weft.models.quant_config import StoredWeights
 from weft.models.shard import WHOLE, Shard, cut, has_mlp
@@ -100,7 +100,7 @@ def weight_bytes(
             total += DTYPE_BYTES[dtype] * math.prod(parameter.shape)
         else:
             *experts, rows, columns = parameter.shape
-            gated = parameter.name.endswith(".gate_up")
+            gated = parameter.name.rpartition(".")[2] in GATED
             total += math.prod(experts) * storage.nbytes(rows, columns, gated=gated)
     return total
 

@@ -8,32 +8,31 @@ are rounded to integers come a few rows at a time, so there the peak is the roun
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from weft.core.errors import CheckpointError, short
 from weft.core.json_files import read_object
-from weft.kernels.float8 import Float8
+from weft.kernels.arrays import numpy_dtype
 from weft.kernels.interface import OpTable
 from weft.kernels.quantized import Quantized, stacked
-from weft.kernels.storage import Storage
-from weft.models.bounds import MOST_HEADER_BYTES, MOST_INDEX_BYTES
+from weft.kernels.storage import MULTIPLIED, Storage
+from weft.models.bounds import MOST_INDEX_BYTES
 from weft.models.decoder import Decoder
 from weft.models.gguf import GgufFile
 from weft.models.hub import SUFFIX
+from weft.models.kept_weights import KeptWeights
 from weft.models.layout import parameters, stored_as
 from weft.models.parameter import Parameter, Piece
 from weft.models.quant import FLOATS, ClippedCount, ExpectedTensor, parts_of, unpack
+from weft.models.safetensors_file import DTYPES, SafetensorsFile, StoredTensor
 from weft.models.shard import WHOLE, Shard, cut, shard_spec
 from weft.models.spec import ModelSpec
 from weft.models.spec_reader import read_spec
@@ -43,36 +42,26 @@ logger = logging.getLogger("weft")
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 CHUNK_BYTES = 1 << 20  # of a tensor that is rounded, read at a time
-FLOAT_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 LISTED = 8  # names shown in an error that concerns many tensors
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor as its file's header describes it."""
-
-    name: str
-    file: Path
-    shape: tuple[int, ...]
-    dtype: str
-    offset: int  # bytes from the start of the file
 
 
 def load_model(
     path: Path,
-    dtype: torch.dtype,
-    device: torch.device,
+    dtype: str,
     max_model_len: int | None,
     ops: OpTable,
     rounding: Callable[[str], Storage | None] = lambda _: None,
+    kept: KeptWeights | None = None,
 ) -> Decoder:
     """Load a model folder, or of a model that is cut the part of the rank of ``ops``.
 
     Args:
-        dtype: what the weights are converted to.
+        dtype: the name of what the weights are converted to.
+        ops: whose ``pack`` brings each weight to where it computes.
         max_model_len: the longest sequence that will be served, in tokens.
         rounding: how a parameter is rounded to integers, by its name; None: it is not. An embedding
             that the output head is tied to is asked for as ``lm_head``.
+        kept: where packed weights are looked for, and kept if they are not there.
 
     Raises:
         UnsupportedModelError: the config asks for something that weft does not implement.
@@ -82,9 +71,16 @@ def load_model(
     spec = read_spec(path, max_model_len)
     shard = Shard(ops.ranks.rank, ops.ranks.size)
     rank_spec = shard_spec(spec, shard.size)
-    with ExitStack() as files:
-        checkpoint = Checkpoint(path, spec, files, shard)
-        weights = checkpoint.load(dtype, device, ops, rounding)
+    weights = None
+    if kept is not None and ops.packed is not None:
+        needed = tuple(cut(parameters(spec), spec, shard))
+        weights = kept.find(path, _weight_files(path), needed, shard, dtype, ops.packed)
+    if weights is None:
+        with ExitStack() as files:
+            checkpoint = Checkpoint(path, spec, files, shard)
+            weights = checkpoint.load(dtype, ops, rounding)
+        if kept is not None:
+            kept.keep(weights)
     return Decoder(rank_spec, weights, ops)
 
 
@@ -116,12 +112,11 @@ class Checkpoint:
 
     def load(
         self,
-        dtype: torch.dtype,
-        device: torch.device,
+        dtype: str,
         ops: OpTable,
         rounding: Callable[[str], Storage | None],
     ) -> dict[str, Any]:
-        """Return every parameter by name, converted to ``dtype`` on ``device``, then packed."""
+        """Return every parameter by name, converted to ``dtype``, then packed."""
         weights = {}
         for parameter in self._parameters:
             name = parameter.name
@@ -130,10 +125,13 @@ class Checkpoint:
             storage = rounding(name)
             stored = self._stored_as(parameter)
             if storage is not None:
-                found = ops.quantise(name, torch.Size(parameter.shape), dtype, storage)
+                found = ops.quantise(name, parameter.shape, dtype, storage)
                 self._round(parameter, found)
             elif stored is None or (ops.widens and not ops.computes(stored)):
-                found = ops.pack(name, self._fill(parameter, dtype, device))
+                pieces = None
+                if ops.packed is not None and name.rpartition(".")[2] in MULTIPLIED:
+                    pieces = self._rows_of(parameter, dtype)
+                found = ops.pack(name, pieces or self._fill(parameter, dtype))
             elif not ops.computes(stored):
                 raise CheckpointError(
                     f"{self._folder}: '{parameter.name}' is stored as {stored}, with which the "
@@ -144,7 +142,7 @@ class Checkpoint:
                 found = ops.quantise(name, whole.shape, dtype, whole.storage)
                 found.write(0, whole)
             else:
-                found = ops.quantise(name, torch.Size(parameter.shape), dtype, stored)
+                found = ops.quantise(name, parameter.shape, dtype, stored)
                 for piece in parameter.pieces:
                     matrix, first = _place(piece, found)
                     matrix.write(first, self._quantized(piece))
@@ -181,14 +179,14 @@ class Checkpoint:
                             f"{self._stored[name].file}: tensor '{name}': {error}"
                         ) from error
 
-    def _rows(self, piece: Piece, first: int, last: int) -> Iterator[tuple[int, Tensor]]:
+    def _rows(self, piece: Piece, first: int, last: int) -> Iterator[tuple[int, NDArray[Any]]]:
         """Yield rows of a tensor [..., n] with their places after ``first``, a few at a time.
 
         They are read and not mapped: pages of a map would stay with the process.
         """
         name, columns = self._full_name(piece), piece.shape[-1]
         stored = self._stored[name]
-        dtype = FLOAT_DTYPES[stored.dtype]
+        dtype = numpy_dtype(DTYPES[stored.dtype])
         row_bytes = columns * dtype.itemsize
         count = max(1, CHUNK_BYTES // row_bytes)
         handle = self._open[stored.file]
@@ -202,7 +200,7 @@ class Checkpoint:
                 data = bytearray(min(count, last - first - start) * row_bytes)
                 if file.readinto(data) != len(data):
                     raise CheckpointError(f"cannot read tensor '{name}' of {stored.file}")
-                yield start, torch.frombuffer(data, dtype=dtype).view(-1, columns)
+                yield start, np.frombuffer(data, dtype).reshape(-1, columns)
 
     def _read_headers(self) -> dict[str, StoredTensor]:
         stored: dict[str, StoredTensor] = {}
@@ -272,7 +270,7 @@ class Checkpoint:
         if not name.endswith("lm_head.weight"):
             return False
         embedding = self._read(f"{self._prefix}embed_tokens.weight")
-        if torch.equal(self._read(name), embedding):
+        if np.array_equal(self._read(name), embedding):
             return True
         raise CheckpointError(
             f"{self._stored[name].file}: tensor '{name}' differs from the embedding although "
@@ -309,16 +307,37 @@ class Checkpoint:
                     f"supported: {', '.join(sorted(part.dtypes))}"
                 )
 
-    def _fill(self, parameter: Parameter, dtype: torch.dtype, device: torch.device) -> Tensor:
-        target = torch.empty(parameter.shape, dtype=dtype, device=device)
+    def _rows_of(self, parameter: Parameter, dtype: str) -> list[NDArray[Any]] | None:
+        """Return what lies below each other in a matrix, as it is mapped; None for all else."""
+        found, outputs = [], 0
+        for piece in parameter.pieces:
+            index = piece.index[0] if len(piece.index) == 1 else None
+            if len(piece.shape) != 2 or not isinstance(index, slice) or self._parts(piece):
+                return None
+            rows = self._read(self._full_name(piece), piece.part)
+            if rows.dtype != numpy_dtype(dtype) or index.start != outputs:
+                return None
+            found.append(rows)
+            outputs += len(rows)
+        return found if outputs == parameter.shape[0] else None
+
+    def _fill(self, parameter: Parameter, dtype: str) -> NDArray[Any]:
+        """Return a parameter in a dtype: where it is one piece of that type, as it is mapped."""
+        kind, whole = numpy_dtype(dtype), parameter.pieces[0]
+        if len(parameter.pieces) == 1 and not whole.index and not self._parts(whole):
+            found = self._read(self._full_name(whole), whole.part)
+            if found.shape == tuple(parameter.shape) and dtype != "float16":
+                return found.astype(kind, copy=False)
+        target = np.empty(parameter.shape, kind)
         for piece in parameter.pieces:
             name = self._full_name(piece)
             part = target[piece.index] if piece.index else target
             stored = self._parts(piece)
-            part.copy_(
-                self._quantized(piece).dequantize() if stored else self._read(name, piece.part)
-            )
-            if dtype == torch.float16 and not part.isfinite().all():
+            with np.errstate(over="ignore"):  # which is checked below
+                part[...] = (
+                    self._quantized(piece).dequantize() if stored else self._read(name, piece.part)
+                )
+            if dtype == "float16" and not np.isfinite(part).all():
                 raise CheckpointError(
                     f"{self._stored[name].file}: tensor '{name}' does not fit into float16; "
                     "use dtype bfloat16 or float32"
@@ -330,15 +349,15 @@ class Checkpoint:
         assert isinstance(found, Quantized)
         return found
 
-    def _quantized(self, piece: Piece) -> Quantized | Float8:
-        """Return what is taken of a weight that is stored quantised."""
+    def _quantized(self, piece: Piece) -> Any:
+        """Return what is taken of a weight that is stored quantised, as ``unpack`` does."""
         parts, name = self._parts(piece), self._full_name(piece)
         assert self._spec.stored_weights is not None
         module = name.removesuffix("weight")
         found = {n.removeprefix(module): self._read(n) for n in parts if n in self._stored}
         try:
             weight = unpack(self._spec.stored_weights, found, *piece.shape)
-            if isinstance(weight, Float8):
+            if not isinstance(weight, Quantized):
                 self._limits.add(name, weight)
             return weight.part(*piece.taken) if piece.part else weight
         except CheckpointError as error:
@@ -348,17 +367,16 @@ class Checkpoint:
         if (words := self._limits.warning()) is not None:
             logger.warning("%s: %s", self._folder, words)
 
-    def _read(self, name: str, part: tuple[slice, ...] = ()) -> Tensor:
+    def _read(self, name: str, part: tuple[slice, ...] = ()) -> NDArray[Any]:
+        """Return a tensor, or a part of it: a view of the mapped file, or decoded of GGUF."""
         path = self._stored[name].file if name in self._stored else self._folder
         try:
-            handle = self._open[path]
-            if not part or isinstance(handle, GgufFile):
-                tensor: Tensor = handle.get_tensor(name)
-                return tensor[part]
-            tensor = handle.get_slice(name)[part]
-        except (KeyError, OSError, SafetensorError) as error:
+            stored, handle = self._stored[name], self._open[path]
+            if isinstance(handle, GgufFile):
+                return handle.get_tensor(name)[part]
+            return handle.read(stored)[part]
+        except (KeyError, ValueError) as error:
             raise CheckpointError(f"cannot read tensor '{name}' of {path}: {error}") from error
-        return tensor
 
 
 def _place(piece: Piece, weight: Any) -> tuple[Any, int]:
@@ -368,56 +386,16 @@ def _place(piece: Piece, weight: Any) -> tuple[Any, int]:
     return (weight[number[0]] if number else weight), first
 
 
-def _open(path: Path, files: ExitStack) -> Any:
-    if path.suffix == SUFFIX:
-        return GgufFile(path)
-    _check_header(path)
-    try:
-        return files.enter_context(safe_open(path, framework="pt", device="cpu"))
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(
-            f"cannot read {path}: {short(error)}; the file is damaged or incomplete, fetch it again"
-        ) from error
+def _open(path: Path, files: ExitStack) -> SafetensorsFile | GgufFile:
+    return GgufFile(path) if path.suffix == SUFFIX else SafetensorsFile(path, files)
 
 
-def _check_header(path: Path) -> None:
-    """Raise CheckpointError if the header of a safetensors file is longer than that of any model.
-
-    The library takes one of 100 MB, most of which may be spaces.
-    """
-    try:
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    if size > MOST_HEADER_BYTES:
-        raise CheckpointError(
-            f"cannot read {path}: its header has {size} bytes, {MOST_HEADER_BYTES} are supported; "
-            "the file is damaged, fetch it again"
-        )
-
-
-def _tensors(path: Path, handle: Any) -> Iterator[StoredTensor]:
-    if isinstance(handle, GgufFile):
-        for name in handle.keys():  # noqa: SIM118 - not a dict
-            yield StoredTensor(name, path, handle.shape(name), "F32", 0)
+def _tensors(path: Path, file: SafetensorsFile | GgufFile) -> Iterator[StoredTensor]:
+    if isinstance(file, GgufFile):
+        for name in file.keys():  # noqa: SIM118 - not a dict
+            yield StoredTensor(name, path, file.shape(name), "F32", 0)
         return
-    offsets = _offsets(path)
-    for name in handle.keys():  # noqa: SIM118 - not a dict
-        view = handle.get_slice(name)
-        yield StoredTensor(name, path, tuple(view.get_shape()), view.get_dtype(), offsets[name])
-
-
-def _offsets(path: Path) -> dict[str, int]:
-    """Return where the tensors of a safetensors file begin, which has been opened before."""
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
-    return {
-        name: 8 + size + entry["data_offsets"][0]
-        for name, entry in header.items()
-        if name != "__metadata__"
-    }
+    yield from file.tensors()
 
 
 def _weight_files(folder: Path) -> list[Path]:

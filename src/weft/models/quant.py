@@ -8,14 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from weft.core.errors import CheckpointError
-from weft.kernels.float8 import NOT_A_NUMBER, Float8
+from weft.kernels.arrays import to_numpy, to_torch
 from weft.kernels.quantized import Quantized
 from weft.models.quant_config import StoredWeights
+
+if TYPE_CHECKING:
+    from weft.kernels.float8 import Float8
+
+Numbers: TypeAlias = NDArray[Any]
+Codes: TypeAlias = NDArray[np.uint8]
 
 WORD = 32  # bits of the integers that values are packed into
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column that stands in each 4 bits of a word
@@ -39,7 +46,7 @@ class ClippedCount:
 
     def add(self, name: str, weight: Float8) -> None:
         """Check a weight that was read."""
-        extra = weight.saturated() - AT_LIMIT * int(torch.unique(weight.scales).numel())
+        extra = weight.saturated() - AT_LIMIT * len(np.unique(to_numpy(weight.scales)))
         ppm = 1e6 * extra / weight.values.numel()
         if ppm > CUT_OFF_PPM:
             self._over[name] = ppm
@@ -119,7 +126,7 @@ def _divides(unit: int, size: int, what: str) -> None:
 
 
 def unpack(
-    stored: StoredWeights, tensors: Mapping[str, Tensor], rows: int, columns: int
+    stored: StoredWeights, tensors: Mapping[str, Numbers], rows: int, columns: int
 ) -> Quantized | Float8:
     """Return the weight [rows, columns] that the tensors of ``parts_of`` hold.
 
@@ -139,87 +146,95 @@ def unpack(
     return _plain(stored, tensors, columns)
 
 
-def _awq(stored: StoredWeights, tensors: Mapping[str, Tensor], columns: int) -> Quantized:
-    place = torch.tensor(AWQ_ORDER).argsort()
+def _awq(stored: StoredWeights, tensors: Mapping[str, Numbers], columns: int) -> Quantized:
+    place = np.argsort(AWQ_ORDER)
 
-    def columns_of(packed: Tensor) -> Tensor:
-        return _fields(packed, stored.bits)[..., place].flatten(1)
+    def columns_of(packed: Numbers) -> Codes:
+        return _flat(_fields(packed, stored.bits)[..., place])
 
     values, zeros = columns_of(tensors["qweight"]), columns_of(tensors["qzeros"])
     scales = tensors["scales"]
     return _quantized(stored, values.T, scales.T, zeros.T, columns)
 
 
-def _gptq(stored: StoredWeights, tensors: Mapping[str, Tensor], columns: int) -> Quantized:
+def _gptq(stored: StoredWeights, tensors: Mapping[str, Numbers], columns: int) -> Quantized:
     order = tensors.get("g_idx")
     group = stored.group or columns
-    if order is not None and not torch.equal(
-        order, torch.arange(columns, dtype=order.dtype) // group
-    ):
+    if order is not None and not np.array_equal(order, np.arange(columns) // group):
         raise CheckpointError("inputs are grouped out of order (desc_act), which is not supported")
-    values = _fields(tensors["qweight"], stored.bits).transpose(1, 2).flatten(0, 1)
-    zeros = _fields(tensors["qzeros"], stored.bits).flatten(1) + stored.zero_offset
-    zeros &= 2**stored.bits - 1
+    words = _fields(tensors["qweight"], stored.bits).swapaxes(1, 2)  # [n, 32 / bits, rows]
+    values = words.reshape(-1, words.shape[2])
+    zeros = _flat(_fields(tensors["qzeros"], stored.bits)) + np.uint8(stored.zero_offset)
+    zeros &= np.uint8(2**stored.bits - 1)
     return _quantized(stored, values.T, tensors["scales"].T, zeros.T, columns)
 
 
 def _packed(
-    stored: StoredWeights, tensors: Mapping[str, Tensor], rows: int, columns: int
+    stored: StoredWeights, tensors: Mapping[str, Numbers], rows: int, columns: int
 ) -> Quantized:
     shape = tensors.get("weight_shape")
     if shape is not None and shape.tolist() != [rows, columns]:
         raise CheckpointError(f"the packed weight states the shape {shape.tolist()}")
-    values = _fields(tensors["weight_packed"], stored.bits).flatten(1)[:, :columns]
+    values = _flat(_fields(tensors["weight_packed"], stored.bits))[:, :columns]
     zeros = tensors.get("weight_zero_point")
     if zeros is not None:
-        zeros = _fields(zeros.T, stored.bits).flatten(1)[:, :rows].T
+        zeros = _flat(_fields(zeros.T, stored.bits))[:, :rows].T
     return _quantized(stored, values, tensors["weight_scale"], zeros, columns)
 
 
-def _plain(stored: StoredWeights, tensors: Mapping[str, Tensor], columns: int) -> Quantized:
+def _plain(stored: StoredWeights, tensors: Mapping[str, Numbers], columns: int) -> Quantized:
     """Signed bytes: flipping the top bit adds 128."""
     zeros = tensors.get("weight_zero_point")
     return _quantized(
         stored,
-        tensors["weight"].view(torch.uint8) ^ 128,
+        tensors["weight"].view(np.uint8) ^ np.uint8(128),
         tensors["weight_scale"],
-        None if zeros is None else zeros.view(torch.uint8) ^ 128,
+        None if zeros is None else zeros.view(np.uint8) ^ np.uint8(128),
         columns,
     )
 
 
-def _float8(stored: StoredWeights, tensors: Mapping[str, Tensor], rows: int) -> Float8:
-    values, scales = tensors["weight"], tensors["weight_scale"].float().flatten().expand(rows)
-    wrong = int(((values.view(torch.uint8) & 0x7F) == NOT_A_NUMBER).sum())
+def _float8(stored: StoredWeights, tensors: Mapping[str, Numbers], rows: int) -> Float8:
+    from weft.kernels.float8 import NOT_A_NUMBER, Float8  # no kernel of a CPU takes it
+
+    values = tensors["weight"]
+    scales = tensors["weight_scale"].astype(np.float32).reshape(-1)
+    wrong = int(((values.view(np.uint8) & 0x7F) == NOT_A_NUMBER).sum())
     if wrong:
         raise CheckpointError(f"{wrong} numbers are NaN: they did not fit into FP8")
-    inputs: str | Tensor = stored.inputs
+    inputs: Any = stored.inputs
     given = [scales]
     if inputs == "tensor":
-        inputs = tensors["input_scale"].float().reshape(())
+        inputs = tensors["input_scale"].astype(np.float32).reshape(())
         given.append(inputs.reshape(1))
+        inputs = to_torch(np.array(inputs))
     for scale in given:
-        if not bool((scale.isfinite() & (scale >= 0)).all()) or not bool(scale.any()):
+        if not (np.isfinite(scale) & (scale >= 0)).all() or not scale.any():
             raise CheckpointError("a scale of FP8 is negative, zero or not finite")
-    return Float8(values, scales.contiguous(), inputs)
+    scales = np.ascontiguousarray(np.broadcast_to(scales, rows))
+    return Float8(to_torch(values), to_torch(scales), inputs)
 
 
-def _fields(packed: Tensor, bits: int) -> Tensor:
+def _fields(packed: Numbers, bits: int) -> Codes:
     """Return the values of words [..., n] as uint8 [..., n, 32 / bits], lowest bits first."""
-    shifts = torch.arange(0, WORD, bits, dtype=torch.int32)
-    fields: Tensor = (packed.unsqueeze(-1) >> shifts) & (2**bits - 1)
-    return fields.to(torch.uint8)
+    shifts = np.arange(0, WORD, bits, dtype=np.int32)
+    return ((packed[..., None] >> shifts) & np.int32(2**bits - 1)).astype(np.uint8)
+
+
+def _flat(fields: Codes) -> Codes:
+    """Return [m, n, k] as [m, n * k]."""
+    return fields.reshape(len(fields), -1)
 
 
 def _quantized(
-    stored: StoredWeights, values: Tensor, scales: Tensor, zeros: Tensor | None, columns: int
+    stored: StoredWeights, values: Codes, scales: Numbers, zeros: Codes | None, columns: int
 ) -> Quantized:
-    if zeros is not None and bool((zeros == 2 ** (stored.bits - 1)).all()):
+    if zeros is not None and (zeros == 2 ** (stored.bits - 1)).all():
         zeros = None
     return Quantized(
-        values.contiguous(),
-        scales.contiguous(),
-        None if zeros is None else zeros.contiguous(),
+        np.ascontiguousarray(values),
+        np.ascontiguousarray(scales),
+        None if zeros is None else np.ascontiguousarray(zeros),
         stored.bits,
         stored.group or columns,
     )

@@ -169,8 +169,13 @@ class RingClient:
 
     @property
     def out_of_memory(self) -> bool:
-        """Whether the last engine was one of these, and no other has taken over."""
+        """Whether the last engine has no successor yet, for want of memory."""
         return self._ring.out_of_memory()
+
+    @property
+    def killed_for_memory(self) -> bool:
+        """Whether the last engine, or one that was to succeed it, was killed for want of memory."""
+        return self._ring.killed_for_memory()
 
     @property
     def in_flight(self) -> int:

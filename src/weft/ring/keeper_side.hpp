@@ -24,11 +24,18 @@ class KeeperSide {
     for (uint32_t i = 0; i < segment_->slots(); ++i) forgive(segment_->slot(i));
   }
 
+  // There is no memory for the next engine.
+  void short_of_memory() {
+    Header& header = segment_->header();
+    store(header.short_epoch, load(header.epoch) + 1);
+  }
+
   // The engine was killed because memory ran out. No sequence has crashed it; who was computed is
   // counted apart.
   void killed_for_memory() {
     Header& header = segment_->header();
-    store(header.killed_epoch, load(header.epoch));
+    store(header.kill_epoch, load(header.epoch) + 1);  // first, as the next one lets clients look
+    short_of_memory();
     store(header.memory_kills, load(header.memory_kills) + 1);
     for (uint32_t i = 0; i < segment_->slots(); ++i) count(segment_->slot(i));
   }

@@ -424,6 +424,7 @@ NB_MODULE(_native, m) {
       .def("engine_pid", [](Client& c) { return load(c.side().segment().header().engine_pid); })
       .def("memory_kills", [](Client& c) { return c.side().memory_kills(); })
       .def("out_of_memory", [](Client& c) { return c.side().out_of_memory(); })
+      .def("killed_for_memory", [](Client& c) { return c.side().killed_for_memory(); })
       .def_prop_ro("free_slots", [](Client& c) { return c.side().free_slots(); })
       .def_prop_ro("free_bytes", [](Client& c) { return c.side().free_bytes(); })
       .def_prop_ro("free_memory", [](Client& c) { return c.side().free_memory(); })
@@ -436,6 +437,7 @@ NB_MODULE(_native, m) {
       .def("info", &Page::info)
       .def("not_ready", &Page::not_ready)
       .def("killed_from_outside", &Page::killed_from_outside)
+      .def("short_of_memory", &Page::short_of_memory)
       .def("killed_for_memory", &Page::killed_for_memory);
 
   nb::class_<Engine>(m, "Engine")

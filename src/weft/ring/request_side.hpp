@@ -126,10 +126,15 @@ class RequestSide {
   uint64_t in_flight() const { return by_request_.size(); }
   // Engines killed because memory ran out.
   uint32_t memory_kills() const { return load(segment_.header().memory_kills); }
-  // Whether the last engine was one of them, and has no successor yet.
+  // Whether the last engine has no successor yet, for want of memory.
   bool out_of_memory() const {
     const Header& header = segment_.header();
-    return load(header.memory_kills) > 0 && load(header.killed_epoch) == load(header.epoch);
+    return load(header.short_epoch) == load(header.epoch) + 1;
+  }
+  // Whether that engine, or one that was to succeed it, was killed because memory ran out.
+  bool killed_for_memory() const {
+    const Header& header = segment_.header();
+    return load(header.kill_epoch) == load(header.epoch) + 1;
   }
 
   // Fill a slot; the engine sees it only after submit(). The slot's number, or why not.

@@ -41,7 +41,7 @@ namespace order = std;
 #endif
 
 inline constexpr uint64_t kMagic = 0x676e697274666577;  // "weftring"
-inline constexpr uint32_t kVersion = 11;  // any change of layout or meaning
+inline constexpr uint32_t kVersion = 12;  // any change of layout or meaning
 inline constexpr uint64_t kPage = 4096;
 inline constexpr uint64_t kAlign = 64;  // of every extent in the arena, and of slots
 inline constexpr uint32_t kMaxSlots = 65535;
@@ -266,7 +266,8 @@ struct Header {
   alignas(kAlign) uint32_t epoch;  // of the attached engine; grows by one with each; engine
   uint32_t engine_pid;
   alignas(kAlign) uint32_t memory_kills;  // engines killed because memory ran out; keeper
-  uint32_t killed_epoch;                  // of the latest of them; keeper
+  uint32_t short_epoch;  // 1 + that of the last engine for whose successor memory fell short; keeper
+  uint32_t kill_epoch;   // the same of the last one that, or whose successor, was killed for memory
   alignas(kAlign) uint32_t client_epoch;  // odd while a request plane is attached; request plane
   uint32_t client_pid;
   alignas(kAlign) Doorbell to_engine;  // rung by the request plane

@@ -37,7 +37,10 @@ class EngineProbe(Protocol):
         """Whether the engine takes requests."""
 
     def out_of_memory(self) -> bool:
-        """Whether there is no engine, as memory ran out."""
+        """Whether there is no engine, for want of memory."""
+
+    def killed_for_memory(self) -> bool:
+        """Whether the last engine, or one that was to succeed it, was killed for want of memory."""
 
     def memory_kills(self) -> int:
         """Engines killed because memory ran out, since the start of the server."""
@@ -73,6 +76,9 @@ class NoProbe:
         return True
 
     def out_of_memory(self) -> bool:
+        return False
+
+    def killed_for_memory(self) -> bool:
         return False
 
     def memory_kills(self) -> int:

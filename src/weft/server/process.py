@@ -27,9 +27,15 @@ from typing import Any
 from weft.api import ModelCard
 from weft.core.errors import WeftError
 from weft.core.logs import log_level, notice, set_up_logs
-from weft.core.process import die_with, raise_file_limit, set_process_title
+from weft.core.process import (
+    die_with,
+    give_back_freed_memory,
+    raise_file_limit,
+    set_process_title,
+)
 from weft.core.schedulers import POLICIES
 from weft.core.served import ServedModel
+from weft.core.settings import format_bytes
 from weft.core.types import ServiceClass
 from weft.ring.client import RingClient
 from weft.ring.progress import Progress
@@ -44,6 +50,9 @@ from weft.server.quota_board import QuotaBoard
 from weft.text import Tokenizer
 from weft.text.renderer import shared_renderer
 from weft.text.template import find_template
+
+SETTLED_S = 2.0  # after the start
+KEPT_WEIGHTS = {"mapped": "mapped from the cache", "packed": "packed"}
 
 
 def main() -> None:
@@ -82,11 +91,19 @@ def _serve(arguments: argparse.Namespace, settings: Mapping[str, Any], served: S
     client = RingClient(RingFds.parse(arguments.ring))
 
     def on_listening(address: str) -> None:
-        client.attach(asyncio.get_running_loop())
+        loop = asyncio.get_running_loop()
+        client.attach(loop)
+        loop.call_later(SETTLED_S, give_back_freed_memory)  # by reading the tokeniser
         if arguments.announce:
             planes = options.frontends or 1
             by = f" by {planes} request planes" if planes > 1 else ""
-            notice(f"serving {served.name} on {address}{by}")
+            isa = f", instruction set {served.isa}" if served.isa else ""
+            notice(f"serving {served.name} on {address}{by}{isa}")
+            if served.threads:
+                notice(served.threads)
+            if served.kept_weights:
+                size = format_bytes(served.weight_bytes)
+                notice(f"weights {KEPT_WEIGHTS[served.kept_weights]} ({size})")
             if served.scheduling:
                 notice(served.scheduling)
 
@@ -119,6 +136,9 @@ class RingProbe:
 
     def out_of_memory(self) -> bool:
         return self._client.out_of_memory
+
+    def killed_for_memory(self) -> bool:
+        return self._client.killed_for_memory
 
     def memory_kills(self) -> int:
         return self._client.memory_kills

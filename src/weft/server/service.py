@@ -113,12 +113,24 @@ class Service:
         if not self.probe.out_of_memory():
             self._memory_s = time.monotonic()
         elif self._starved:
-            self.abort_all(_out_of_memory())
+            self.abort_all(self._out_of_memory())
 
     @property
     def _starved(self) -> bool:
-        """Whether engines that are killed for memory have left none for too long."""
+        """Whether there has been no engine for too long, for want of memory."""
         return self.probe.out_of_memory() and time.monotonic() - self._memory_s > MEMORY_PATIENCE_S
+
+    def _out_of_memory(self) -> WeftError:
+        """The error of requests that no engine computes, for want of memory."""
+        if self.probe.killed_for_memory():
+            return EngineOutOfMemoryError(
+                "The engine was killed because memory ran out, and cannot start again for the same "
+                "reason; the server's log says what to lower."
+            )
+        return EngineOutOfMemoryError(
+            "There is too little free memory to start the next engine; the server's log says how "
+            "much it needs."
+        )
 
     def notes(self) -> Notes:
         """The collector of ignored parameters of the current request."""
@@ -151,7 +163,7 @@ class Service:
         if self.draining:
             raise ShuttingDownError("The server is shutting down; try again in a moment.")
         if self._starved:
-            raise _out_of_memory()
+            raise self._out_of_memory()
 
         notes = self.notes()
 
@@ -408,13 +420,6 @@ class OpenJob:
     ) -> None:
         self._cancel()
         self._service.forget(self)
-
-
-def _out_of_memory() -> WeftError:
-    return EngineOutOfMemoryError(
-        "The engine was killed because memory ran out, and cannot start again for the same reason; "
-        "the server's log says what to lower."
-    )
 
 
 def _timeout(given: str | float, most: float, param: str) -> float:

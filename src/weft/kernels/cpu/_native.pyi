@@ -22,17 +22,22 @@ def paged_attention(
     softcap: float,
 ) -> None: ...
 def read_all(data: int, words: int) -> int: ...
+def multiply_adds(format: int, rounds: int) -> int: ...
+def meet(phases: int, rounds: int, work: int) -> None: ...
 def threads() -> int: ...
-def set_threads(threads: int, pinned: bool = ...) -> None: ...
+def set_threads(threads: int, cpus: list[int], nodes: list[int]) -> None: ...
+def product_items(outputs: int, gated: bool, rows: int, threads: int) -> int: ...
+def share_begin(items: int, share: int, shares: int) -> int: ...
 def isa() -> str: ...
+def machine_isas() -> list[str]: ...
 def isas() -> list[str]: ...
 def use_isa(isa: str) -> None: ...
 
+layout_version: int
+
 class Matrix:
     @staticmethod
-    def pack(
-        data: int, type: int, outputs: int, inputs: int, stride: int, gated: bool
-    ) -> Matrix: ...
+    def pack(pieces: list[_View], gated: bool) -> Matrix: ...
     @staticmethod
     def quantised(
         format: int,
@@ -44,6 +49,24 @@ class Matrix:
         scale_type: int,
         zeros: bool,
     ) -> Matrix: ...
+    @staticmethod
+    def mapped(
+        format: int,
+        outputs: int,
+        inputs: int,
+        gated: bool,
+        type: int,
+        group: int,
+        scale_type: int,
+        zeros: bool,
+        data: int,
+        bytes: int,
+        owner: object,
+    ) -> Matrix: ...
+    @property
+    def form(self) -> tuple[int, int, int, bool, int, int, int, bool]: ...
+    @property
+    def data(self) -> int: ...
     def write(self, first: int, rows: int, values: int, scales: int, zeros: int) -> None: ...
     def write_rounded(self, first: int, rows: int, data: int, type: int, stride: int) -> None: ...
     @property
@@ -92,6 +115,13 @@ def uniform(
     seeds: NDArray[np.int64], counters: NDArray[np.int64], numbers: NDArray[np.float64]
 ) -> None: ...
 
+class Experts:
+    activation: int
+    def add(self, gate_up: Matrix, down: Matrix) -> None: ...
+
+def route(scores: _View, top_k: int, normalise: bool, ids: int, shares: int) -> None: ...
+def moe(experts: Experts, x: _View, ids: int, shares: int, top_k: int, out: int) -> None: ...
+
 class Layer:
     qkv: Matrix
     output: Matrix
@@ -102,6 +132,16 @@ class Layer:
     head_size: int
     epsilon: float
     activation: int
+    value_is_key: bool
+    value_norm: bool
+    router: Matrix
+    experts: Experts
+    top_k: int
+    normalise: bool
+    router_factor: float
+    input_gate: Matrix
+    input_projection: Matrix
+    scalar: float
     qkv_bias: int
     output_bias: int
     gate_up_bias: int
@@ -111,10 +151,25 @@ class Layer:
     post_attention_norm: int
     mlp_norm: int
     post_mlp_norm: int
+    expert_scale: int
+    router_scale: int
+    expert_norm: int
+    dense_post_norm: int
+    expert_post_norm: int
+    post_input_norm: int
     def pre(
         self, residual: int, tokens: int, cos: int, sin: int, half: int, qkv: int, /
     ) -> None: ...
-    def post(self, attended: int, residual: int, tokens: int, out: int, /) -> None: ...
+    def post(
+        self,
+        attended: int,
+        residual: int,
+        inputs: int,
+        input_stride: int,
+        tokens: int,
+        out: int,
+        /,
+    ) -> None: ...
 
 class Stack:
     packed: Matrix | None
@@ -133,6 +188,17 @@ class Stack:
         scale: float,
         window: int,
         softcap: float,
+        /,
+    ) -> None: ...
+    def add_inputs(
+        self,
+        table: _View,
+        projection: Matrix,
+        norm: int,
+        width: int,
+        table_scale: float,
+        projection_scale: float,
+        sum_scale: float,
         /,
     ) -> None: ...
     def run(
@@ -156,3 +222,7 @@ def angles(
     /,
 ) -> None: ...
 def normalise(x: _View, weight: _View | None, plus_one: bool, epsilon: float, out: int) -> None: ...
+def rotate(x: _View, cos: int, sin: int, half: int, out: int) -> None: ...
+def act_mul(gate_up: _View, activation: int, out: int) -> None: ...
+def gather_rows(table: _View, ids: int, tokens: int, out: int) -> None: ...
+def softcap(numbers: int, count: int, cap: float) -> None: ...

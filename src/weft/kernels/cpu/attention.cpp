@@ -2,6 +2,8 @@
 
 #include "attention.hpp"
 
+#include <sched.h>
+
 #include <algorithm>
 #include <atomic>
 #include <memory>
@@ -375,9 +377,17 @@ void paged_attention(const Attention& call) {
 
 int attention_threads() { return shared_pool().threads(); }
 
-void set_attention_threads(int threads, bool pinned) {
+void set_attention_threads(int threads, std::vector<int> cpus, std::vector<int> nodes) {
   if (threads < 1) throw std::invalid_argument("threads must be at least 1");
-  shared_pool().resize(threads, pinned);
+  const auto fit = [&](const std::vector<int>& numbers) {
+    const auto fits = [](int number) { return number >= 0 && number < CPU_SETSIZE; };
+    return numbers.empty() ||
+           (static_cast<int>(numbers.size()) == threads && std::ranges::all_of(numbers, fits));
+  };
+  if (!fit(cpus) || !fit(nodes)) {
+    throw std::invalid_argument("each thread needs a processor and a node of its own");
+  }
+  shared_pool().resize(threads, std::move(cpus), std::move(nodes));
 }
 
 }  // namespace weft

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <vector>
 
 #include "tensor.hpp"
 
@@ -26,7 +27,8 @@ struct Attention {
 void paged_attention(const Attention& call);
 
 int attention_threads();
-// Throws std::invalid_argument if threads < 1.
-void set_attention_threads(int threads, bool pinned = false);
+// Throws std::invalid_argument if threads < 1, or if there are `cpus` or `nodes` and not one for each
+// thread.
+void set_attention_threads(int threads, std::vector<int> cpus = {}, std::vector<int> nodes = {});
 
 }  // namespace weft

@@ -6,40 +6,27 @@ several Python threads at once.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections.abc import Sequence
 
+from weft.kernels.arrays import Array, empty, view
 from weft.kernels.cpu import _native
 from weft.kernels.interface import AttentionMetadata
 
 __all__ = ["isa", "isas", "paged_attention", "set_threads", "threads", "use_isa"]
 
-# Shared with `DType` in tensor.hpp.
-_CODES = {
-    torch.float32: 0,
-    torch.bfloat16: 1,
-    torch.float16: 2,
-    torch.int32: 3,
-    torch.int64: 4,
-    torch.int8: 5,
-    torch.float8_e4m3fn: 6,
-}
-
-_View = tuple[int, int, tuple[int, ...], tuple[int, ...]]
-
 
 def paged_attention(
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    q: Array,
+    k: Array | None,
+    v: Array | None,
+    k_cache: Array,
+    v_cache: Array,
     batch: AttentionMetadata,
     *,
     scale: float,
     window: int | None,
     softcap: float | None,
-) -> Tensor:
+) -> Array:
     """Write ``k`` and ``v`` at their slot_mapping, then attend causally; returns ``[T, H, D]`` like
     ``q``.
 
@@ -72,7 +59,7 @@ def paged_attention(
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap is {softcap}; it must be positive, or None")
     q_view = view("q", q)
-    out = torch.empty(q.shape, dtype=q.dtype)
+    out = empty(q, q.shape)
     _native.paged_attention(
         view("out", out),
         q_view,
@@ -92,15 +79,20 @@ def paged_attention(
     return out
 
 
-def set_threads(count: int, *, pinned: bool = False) -> None:
+def set_threads(count: int, cpus: Sequence[int] = (), nodes: Sequence[int] = ()) -> None:
     """Use ``count`` threads for a call, the calling one included; ValueError if below 1.
 
     Safe while calls are in flight. The start value is the number of cores that the process may use.
 
     Args:
-        pinned: each thread but the calling one stays on a core of its own.
+        cpus: the processor that each thread stays on, but for the calling one; none: they move.
+        nodes: the NUMA node of each thread, on which the part of a matrix lies that it reads; none:
+            memory lies where it is touched first. What is mapped stays where it is.
+
+    Raises:
+        ValueError: ``count`` is below 1, or there is not one processor or node for each thread.
     """
-    _native.set_threads(count, pinned)
+    _native.set_threads(count, list(cpus), list(nodes))
 
 
 def threads() -> int:
@@ -121,12 +113,3 @@ def isas() -> list[str]:
 def use_isa(name: str) -> None:
     """Use another one of ``isas()``, to compare or test it; ValueError if it cannot run here."""
     _native.use_isa(name)
-
-
-def view(name: str, tensor: Tensor) -> _View:
-    """Return address, type code, shape and strides; ValueError for a type without a code."""
-    code = _CODES.get(tensor.dtype)
-    if code is None or not tensor.is_cpu:
-        shape = list(tensor.shape)
-        raise ValueError(f"{name} of shape {shape} has type {tensor.dtype} on {tensor.device}")
-    return tensor.data_ptr(), code, tensor.shape, tensor.stride()

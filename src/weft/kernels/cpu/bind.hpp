@@ -10,5 +10,6 @@ weft::Tensor tensor_of(const char* name, nanobind::tuple view);
 
 void bind_layer(nanobind::module_& m);
 void bind_matrix(nanobind::module_& m);
+void bind_ops(nanobind::module_& m);
 void bind_stack(nanobind::module_& m);
 void bind_step(nanobind::module_& m);

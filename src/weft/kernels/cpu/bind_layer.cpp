@@ -1,21 +1,29 @@
-// Python binding of fused layers. Addresses, as in bind_matrix.cpp; layer.py checks and keeps alive.
+// Python binding of layers and of mixtures of experts. Addresses, as in bind_matrix.cpp; layer.py
+// checks and keeps alive.
 #include <nanobind/nanobind.h>
 
 #include "bind.hpp"
 #include "layer.hpp"
 
 namespace nb = nanobind;
+using weft::Experts;
 using weft::Layer;
+using weft::Matrix;
 
 namespace {
 
-template <typename T>
-void address(nb::class_<Layer>& type, const char* name, const T* Layer::* member) {
+template <typename Part, typename T>
+void address(nb::class_<Part>& type, const char* name, const T* Part::* member) {
   type.def_prop_rw(
-      name, [member](const Layer& layer) { return reinterpret_cast<uintptr_t>(layer.*member); },
-      [member](Layer& layer, uintptr_t value) {
-        layer.*member = reinterpret_cast<const T*>(value);
-      });
+      name, [member](const Part& part) { return reinterpret_cast<uintptr_t>(part.*member); },
+      [member](Part& part, uintptr_t value) { part.*member = reinterpret_cast<const T*>(value); });
+}
+
+template <typename Part>
+void activation(nb::class_<Part>& type, weft::Activation Part::* member) {
+  type.def_prop_rw(
+      "activation", [member](const Part& part) { return static_cast<int>(part.*member); },
+      [member](Part& part, int value) { part.*member = static_cast<weft::Activation>(value); });
 }
 
 void pre(const Layer& layer, uintptr_t residual, int64_t tokens, uintptr_t cos, uintptr_t sin,
@@ -26,16 +34,53 @@ void pre(const Layer& layer, uintptr_t residual, int64_t tokens, uintptr_t cos, 
                   reinterpret_cast<char*>(qkv));
 }
 
-void post(const Layer& layer, uintptr_t attended, uintptr_t residual, int64_t tokens,
-          uintptr_t out) {
+void post(const Layer& layer, uintptr_t attended, uintptr_t residual, uintptr_t inputs,
+          int64_t input_stride, int64_t tokens, uintptr_t out) {
+  const weft::Rows input_rows =
+      weft::rows_of(reinterpret_cast<const void*>(inputs), input_stride, layer.type());
   const nb::gil_scoped_release released;
   weft::layer_post(layer, reinterpret_cast<const char*>(attended),
-                   reinterpret_cast<const char*>(residual), tokens, reinterpret_cast<char*>(out));
+                   reinterpret_cast<const char*>(residual), input_rows, tokens,
+                   reinterpret_cast<char*>(out));
+}
+
+void route(nb::tuple scores, int64_t top_k, bool normalise, uintptr_t ids, uintptr_t shares) {
+  const weft::Tensor rows = tensor_of("scores", scores);
+  const nb::gil_scoped_release released;
+  weft::route(rows, top_k, normalise, reinterpret_cast<int64_t*>(ids),
+              reinterpret_cast<float*>(shares));
+}
+
+void moe(const Experts& experts, nb::tuple x, uintptr_t ids, uintptr_t shares, int64_t top_k,
+         uintptr_t out) {
+  const weft::Tensor rows = tensor_of("x", x);
+  const nb::gil_scoped_release released;
+  weft::run_experts(experts,
+                    {reinterpret_cast<const int64_t*>(ids), reinterpret_cast<const float*>(shares),
+                     rows.shape[0], top_k},
+                    weft::rows_of(rows.data, rows.stride[0], rows.type),
+                    weft::rows_of(reinterpret_cast<const void*>(out), rows.shape[1], rows.type),
+                    [](int64_t) {});
+}
+
+void bind_experts(nb::module_& m) {
+  nb::class_<Experts> type(m, "Experts");
+  const auto add = [](Experts& experts, const Matrix& gate_up, const Matrix& down) {
+    experts.gate_up.push_back(&gate_up);
+    experts.down.push_back(&down);
+  };
+  type.def(nb::init<>()).def("add", add, nb::arg("gate_up"), nb::arg("down"));
+  activation(type, &Experts::activation);
+  m.def("route", &route, nb::arg("scores"), nb::arg("top_k"), nb::arg("normalise"), nb::arg("ids"),
+        nb::arg("shares"));
+  m.def("moe", &moe, nb::arg("experts"), nb::arg("x"), nb::arg("ids"), nb::arg("shares"),
+        nb::arg("top_k"), nb::arg("out"));
 }
 
 }  // namespace
 
 void bind_layer(nb::module_& m) {
+  bind_experts(m);
   nb::class_<Layer> type(m, "Layer");
   type.def(nb::init<>())
       .def_rw("qkv", &Layer::qkv)
@@ -46,11 +91,19 @@ void bind_layer(nb::module_& m) {
       .def_rw("kv_heads", &Layer::kv_heads)
       .def_rw("head_size", &Layer::head_size)
       .def_rw("epsilon", &Layer::epsilon)
-      .def_prop_rw(
-          "activation", [](const Layer& layer) { return static_cast<int>(layer.activation); },
-          [](Layer& layer, int value) { layer.activation = static_cast<weft::Activation>(value); })
+      .def_rw("router", &Layer::router)
+      .def_rw("experts", &Layer::experts)
+      .def_rw("top_k", &Layer::top_k)
+      .def_rw("normalise", &Layer::normalise)
+      .def_rw("router_factor", &Layer::router_factor)
+      .def_rw("input_gate", &Layer::input_gate)
+      .def_rw("input_projection", &Layer::input_projection)
+      .def_rw("scalar", &Layer::scalar)
+      .def_rw("value_is_key", &Layer::value_is_key)
+      .def_rw("value_norm", &Layer::value_norm)
       .def("pre", &pre)
       .def("post", &post);
+  activation(type, &Layer::activation);
   address(type, "qkv_bias", &Layer::qkv_bias);
   address(type, "output_bias", &Layer::output_bias);
   address(type, "gate_up_bias", &Layer::gate_up_bias);
@@ -60,4 +113,10 @@ void bind_layer(nb::module_& m) {
   address(type, "post_attention_norm", &Layer::post_attention_norm);
   address(type, "mlp_norm", &Layer::mlp_norm);
   address(type, "post_mlp_norm", &Layer::post_mlp_norm);
+  address(type, "expert_scale", &Layer::expert_scale);
+  address(type, "router_scale", &Layer::router_scale);
+  address(type, "expert_norm", &Layer::expert_norm);
+  address(type, "dense_post_norm", &Layer::dense_post_norm);
+  address(type, "expert_post_norm", &Layer::expert_post_norm);
+  address(type, "post_input_norm", &Layer::post_input_norm);
 }

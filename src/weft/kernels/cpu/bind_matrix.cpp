@@ -3,6 +3,8 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/unique_ptr.h>
 
+#include <vector>
+
 #include "bind.hpp"
 #include "matrix.hpp"
 
@@ -11,20 +13,38 @@ using weft::Matrix;
 
 namespace {
 
-std::unique_ptr<Matrix> pack(uintptr_t data, int type, int64_t outputs, int64_t inputs,
-                             int64_t stride, bool gated) {
-  weft::Tensor weight{"weight", reinterpret_cast<void*>(data), static_cast<weft::DType>(type), 2};
-  weight.shape = {outputs, inputs};
-  weight.stride = {stride, 1};
+std::unique_ptr<Matrix> pack(nb::list views, bool gated) {
+  std::vector<weft::Tensor> pieces;
+  for (nb::handle view : views) pieces.push_back(tensor_of("weight", nb::cast<nb::tuple>(view)));
   const nb::gil_scoped_release released;
-  return Matrix::pack(weight, gated);
+  return Matrix::pack(pieces, gated);
+}
+
+weft::MatrixForm form_of(int format, int64_t outputs, int64_t inputs, bool gated, int type,
+                         int64_t group, int scale_type, bool zeros) {
+  return {static_cast<weft::Format>(format), outputs, inputs, gated,
+          static_cast<weft::DType>(type), group, static_cast<weft::DType>(scale_type), zeros};
 }
 
 std::unique_ptr<Matrix> quantised(int format, int64_t outputs, int64_t inputs, bool gated,
                                   int type, int64_t group, int scale_type, bool zeros) {
-  return Matrix::quantised(static_cast<weft::Format>(format), outputs, inputs, gated,
-                           static_cast<weft::DType>(type), group,
-                           static_cast<weft::DType>(scale_type), zeros);
+  return Matrix::quantised(
+      form_of(format, outputs, inputs, gated, type, group, scale_type, zeros));
+}
+
+// `owner` is whatever keeps the memory alive; it lives as long as the matrix.
+std::unique_ptr<Matrix> mapped(int format, int64_t outputs, int64_t inputs, bool gated, int type,
+                               int64_t group, int scale_type, bool zeros, uintptr_t data,
+                               int64_t bytes, nb::object) {
+  return Matrix::mapped(form_of(format, outputs, inputs, gated, type, group, scale_type, zeros),
+                        reinterpret_cast<const char*>(data), bytes);
+}
+
+nb::tuple form(const Matrix& matrix) {
+  const weft::MatrixForm form = matrix.form();
+  return nb::make_tuple(static_cast<int>(form.format), form.outputs, form.inputs, form.gated,
+                        static_cast<int>(form.type), form.group,
+                        static_cast<int>(form.scale_type), form.zeros);
 }
 
 void write_values(Matrix& matrix, int64_t first, int64_t rows, uintptr_t values, uintptr_t scales,
@@ -66,12 +86,19 @@ void gather(const Matrix& matrix, uintptr_t outputs, int64_t count, uintptr_t to
 }  // namespace
 
 void bind_matrix(nb::module_& m) {
+  m.attr("layout_version") = weft::layout_version;
   nb::class_<Matrix>(m, "Matrix")
-      .def_static("pack", &pack, nb::arg("data"), nb::arg("type"), nb::arg("outputs"),
-                  nb::arg("inputs"), nb::arg("stride"), nb::arg("gated"))
+      .def_static("pack", &pack, nb::arg("pieces"), nb::arg("gated"))
       .def_static("quantised", &quantised, nb::arg("format"), nb::arg("outputs"),
                   nb::arg("inputs"), nb::arg("gated"), nb::arg("type"), nb::arg("group"),
                   nb::arg("scale_type"), nb::arg("zeros"))
+      .def_static("mapped", &mapped, nb::arg("format"), nb::arg("outputs"), nb::arg("inputs"),
+                  nb::arg("gated"), nb::arg("type"), nb::arg("group"), nb::arg("scale_type"),
+                  nb::arg("zeros"), nb::arg("data"), nb::arg("bytes"), nb::arg("owner"),
+                  nb::keep_alive<0, 11>())
+      .def_prop_ro("form", &form)
+      .def_prop_ro("data",
+                   [](const Matrix& matrix) { return reinterpret_cast<uintptr_t>(matrix.data()); })
       .def("write", &write_values, nb::arg("first"), nb::arg("rows"), nb::arg("values"),
            nb::arg("scales"), nb::arg("zeros"))
       .def("write_rounded", &write_rounded, nb::arg("first"), nb::arg("rows"), nb::arg("data"),

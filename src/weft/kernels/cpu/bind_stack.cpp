@@ -1,7 +1,6 @@
 // Python binding of stacks of layers. Addresses, as in bind_matrix.cpp; stack.py checks and keeps
 // alive.
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/optional.h>
 
 #include <vector>
 
@@ -44,23 +43,15 @@ void run(const Stack& stack, uintptr_t ids, uintptr_t positions, int64_t tokens,
                   reinterpret_cast<char*>(hidden));
 }
 
-void angles(uintptr_t positions, int64_t tokens, uintptr_t frequencies, int64_t half, double scale,
-            uintptr_t cos, uintptr_t sin) {
-  const nb::gil_scoped_release released;
-  weft::compute_angles(reinterpret_cast<const int64_t*>(positions), tokens,
-                       reinterpret_cast<const float*>(frequencies), half,
-                       static_cast<float>(scale), reinterpret_cast<float*>(cos),
-                       reinterpret_cast<float*>(sin));
-}
-
-void normalise(nb::tuple x, std::optional<nb::tuple> weight, bool plus_one, double epsilon,
-               uintptr_t out) {
-  const weft::Tensor rows = tensor_of("x", x);
-  weft::Tensor numbers;
-  if (weight) numbers = tensor_of("weight", *weight);
-  const nb::gil_scoped_release released;
-  weft::normalise(rows, weight ? &numbers : nullptr, plus_one, static_cast<float>(epsilon),
-                  reinterpret_cast<char*>(out));
+void add_inputs(Stack& stack, nb::tuple table, const weft::Matrix& projection, uintptr_t norm,
+                int64_t width, double table_scale, double projection_scale, double sum_scale) {
+  stack.inputs = {.table = tensor_of("table", table),
+                  .projection = &projection,
+                  .norm = reinterpret_cast<const float*>(norm),
+                  .width = width,
+                  .table_scale = static_cast<float>(table_scale),
+                  .projection_scale = static_cast<float>(projection_scale),
+                  .sum_scale = static_cast<float>(sum_scale)};
 }
 
 }  // namespace
@@ -80,8 +71,6 @@ void bind_stack(nb::module_& m) {
       .def_rw("epsilon", &Stack::epsilon)
       .def("add_rope", &add_rope)
       .def("add_layer", &add_layer)
+      .def("add_inputs", &add_inputs)
       .def("run", &run);
-  m.def("angles", &angles);
-  m.def("normalise", &normalise, nb::arg("x"), nb::arg("weight").none(), nb::arg("plus_one"),
-        nb::arg("epsilon"), nb::arg("out"));
 }

@@ -2,9 +2,19 @@
 
 #include "dispatch.hpp"
 
+#ifdef WEFT_X86
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "amx.hpp"
+#endif
+
 #ifdef WEFT_ARM
 #include <asm/hwcap.h>
 #include <sys/auxv.h>
+#ifndef HWCAP2_BF16
+#define HWCAP2_BF16 (1 << 14)  // headers before Linux 5.6 lack it
+#endif
 #endif
 
 #include <atomic>
@@ -15,13 +25,21 @@ namespace weft {
   extern const Kernels kernels_##isa;   \
   extern const PanelKernels panel_kernels_##isa; \
   extern const QuantKernels quant_kernels_##isa; \
+  extern const RateKernels rate_kernels_##isa;   \
   extern const ScanKernels scan_kernels_##isa;   \
   static const Isa isa_##isa = {#isa, &kernels_##isa, &panel_kernels_##isa, &quant_kernels_##isa, \
-                                &scan_kernels_##isa}
+                                &rate_kernels_##isa, &scan_kernels_##isa}
+
+// A build may have one set only, beside the baseline: WEFT_ONLY (CMakeLists.txt).
+#define WEFT_EXPANDED(macro, isa) macro(isa)
+#define WEFT_ADDRESS(isa) &isa_##isa
 
 WEFT_DECLARE_ISA(baseline);
-#ifdef WEFT_X86
+#ifdef WEFT_ONLY
+WEFT_EXPANDED(WEFT_DECLARE_ISA, WEFT_ONLY);
+#elif defined(WEFT_X86)
 WEFT_DECLARE_ISA(avx2);
+WEFT_DECLARE_ISA(avxvnni);
 WEFT_DECLARE_ISA(avx512);
 WEFT_DECLARE_ISA(avx512vnni);
 WEFT_DECLARE_ISA(avx512bf16);
@@ -31,6 +49,47 @@ WEFT_DECLARE_ISA(neonbf16);
 
 namespace {
 
+#if defined(WEFT_X86) && !defined(WEFT_ONLY)
+
+// AVX-512 with bfloat16, but for the products that tiles multiply.
+struct TileIsa {
+  PanelKernels panel = panel_kernels_avx512bf16;
+  QuantKernels quant = quant_kernels_avx512bf16;
+  RateKernels rate = rate_kernels_avx512bf16;
+  Isa isa;
+
+  TileIsa(const char* name, bool pairs)
+      : isa{name, &kernels_avx512bf16, &panel, &quant, &rate, &scan_kernels_avx512bf16} {
+    quant.multiply = tile_kernels.multiply_integers;
+    for (const Format format : {Format::int8, Format::int4}) {
+      rate.multiply_adds[static_cast<int>(format)] = tile_kernels.add_integers;
+    }
+    if (!pairs) return;
+    panel.multiply[static_cast<int>(Format::bf16)] = tile_kernels.multiply_pairs;
+    rate.multiply_adds[static_cast<int>(Format::bf16)] = tile_kernels.add_pairs;
+  }
+  TileIsa(const TileIsa&) = delete;
+};
+
+const Isa* isa_with_tiles(bool pairs) {
+  static const TileIsa integers("amx", false), all("amxbf16", true);
+  return pairs ? &all.isa : &integers.isa;
+}
+
+#endif
+
+#ifdef WEFT_X86
+
+// Linux gives the memory for tiles to processes that ask: once, for all threads, and for processes
+// that they fork. Before Linux 5.16, or where a filter forbids it, there is none.
+bool tiles_are_given() {
+  constexpr int request_permission = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM, XTILEDATA
+  static const bool given = syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
+  return given;
+}
+
+#endif
+
 std::atomic<const Isa*>& chosen() {
   static std::atomic<const Isa*> isa{runnable_isas().front()};
   return isa;
@@ -38,22 +97,49 @@ std::atomic<const Isa*>& chosen() {
 
 }  // namespace
 
-std::vector<const Isa*> runnable_isas() {
-  std::vector<const Isa*> result;
+std::vector<std::string_view> machine_isas() {
+  std::vector<std::string_view> names;
 #ifdef WEFT_X86
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   const bool vnni = avx512 && __builtin_cpu_supports("avx512vnni");
-  if (vnni && __builtin_cpu_supports("avx512bf16")) result.push_back(&isa_avx512bf16);
-  if (vnni) result.push_back(&isa_avx512vnni);
-  if (avx512) result.push_back(&isa_avx512);
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
-    result.push_back(&isa_avx2);
+  const bool bf16 = vnni && __builtin_cpu_supports("avx512bf16");
+  // True only if the operating system keeps tiles (XCR0, bits 17 and 18).
+  if (bf16 && __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-int8") &&
+      __builtin_cpu_supports("amx-bf16") && tiles_are_given()) {
+    names = {"amx", "amxbf16"};
   }
+  if (bf16) names.push_back("avx512bf16");
+  if (vnni) names.push_back("avx512vnni");
+  if (avx512) names.push_back("avx512");
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  if (avx2 && __builtin_cpu_supports("avxvnni")) names.push_back("avxvnni");
+  if (avx2) names.push_back("avx2");
 #elif defined(WEFT_ARM)
-  if (getauxval(AT_HWCAP2) & HWCAP2_BF16) result.push_back(&isa_neonbf16);
+  if (getauxval(AT_HWCAP2) & HWCAP2_BF16) names.push_back("neonbf16");
 #endif
-  result.push_back(&isa_baseline);
+  names.push_back("baseline");
+  return names;
+}
+
+std::vector<const Isa*> runnable_isas() {
+  static const std::vector<const Isa*> built = {
+#ifdef WEFT_ONLY
+      WEFT_EXPANDED(WEFT_ADDRESS, WEFT_ONLY),
+#elif defined(WEFT_X86)
+      isa_with_tiles(false), isa_with_tiles(true), &isa_avx512bf16, &isa_avx512vnni,
+      &isa_avx512,           &isa_avxvnni,         &isa_avx2,
+#elif defined(WEFT_ARM)
+      &isa_neonbf16,
+#endif
+      &isa_baseline,
+  };
+  std::vector<const Isa*> result;
+  for (const std::string_view name : machine_isas()) {
+    for (const Isa* isa : built) {
+      if (name == isa->name) result.push_back(isa);
+    }
+  }
   return result;
 }
 

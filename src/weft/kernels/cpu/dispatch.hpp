@@ -6,6 +6,7 @@
 
 #include "panel.hpp"
 #include "quant.hpp"
+#include "rate.hpp"
 #include "scan.hpp"
 #include "tile.hpp"
 
@@ -17,10 +18,14 @@ struct Isa {
   const Kernels* attention;
   const PanelKernels* panel;
   const QuantKernels* quant;
+  const RateKernels* rate;
   const ScanKernels* scan;
 };
 
-// Those that this machine can run, widest first.
+// Names of those that this machine can run, compiled or not, in the order of `runnable_isas`.
+std::vector<std::string_view> machine_isas();
+// Those that are compiled and that this machine can run, the one to choose unasked first, then by width. `amxbf16` comes
+// after `amx`, whose results are those of AVX-512 with bfloat16.
 std::vector<const Isa*> runnable_isas();
 // The widest, unless another was chosen.
 const Isa& chosen_isa();

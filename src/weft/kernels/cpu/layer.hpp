@@ -3,17 +3,21 @@
 
 #include <cstdint>
 
+#include "experts.hpp"
 #include "matrix.hpp"
 
 namespace weft {
 
-// A layer of the common kind. Nothing is owned. Norms and biases are null where there are none;
-// those of norms are what is multiplied with, in float32, biases are of the matrices' type.
+// A layer. Nothing is owned. What a layer may lack is null; norms are what is multiplied with, in
+// float32, biases are of the matrices' type.
 struct Layer {
-  const Matrix* qkv = nullptr;      // [(heads + 2 kv_heads) * head_size, hidden]
+  // [(heads + 2 kv_heads) * head_size, hidden]; where the values are the keys [(heads + kv_heads)
+  // * head_size, hidden].
+  const Matrix* qkv = nullptr;
   const Matrix* output = nullptr;   // [hidden, heads * head_size]
   const Matrix* gate_up = nullptr;  // gated [2 * size, hidden]
   const Matrix* down = nullptr;     // [hidden, size]
+  const Matrix* router = nullptr;   // [experts, hidden]
   const void* qkv_bias = nullptr;
   const void* output_bias = nullptr;
   const void* gate_up_bias = nullptr;
@@ -23,21 +27,43 @@ struct Layer {
   const float* post_attention_norm = nullptr;  // [hidden]
   const float* mlp_norm = nullptr;             // [hidden]
   const float* post_mlp_norm = nullptr;        // [hidden]
-  int64_t heads = 0, kv_heads = 0, head_size = 0;
+  // Experts, in place of an MLP or beside it. There they have norms of their own, and the router
+  // reads a norm of the residual times a factor.
+  const Experts* experts = nullptr;
+  int64_t top_k = 0;
+  bool normalise = false;                   // shares of a token sum to 1
+  const float* expert_scale = nullptr;      // [experts], multiplies shares
+  const float* router_scale = nullptr;      // [hidden], of that norm
+  float router_factor = 1;
+  const float* expert_norm = nullptr;       // [hidden]
+  const float* dense_post_norm = nullptr;   // [hidden], of what the MLP adds
+  const float* expert_post_norm = nullptr;  // [hidden]
+  // What the layer makes of each token's own input to it.
+  const Matrix* input_gate = nullptr;        // [width, hidden]
+  const Matrix* input_projection = nullptr;  // [hidden, width]
+  const float* post_input_norm = nullptr;    // [hidden]
+  float scalar = 1;                          // multiplies the residual at the end
+  int64_t heads = 0, kv_heads = 0, head_size = 0;  // no kv_heads: it reads another layer's cache
+  bool value_is_key = false;  // values are the keys before their norm and rotation
+  bool value_norm = false;    // values are normalised, without a weight
   float epsilon = 0;
   Activation activation = Activation::silu;
 
   DType type() const { return qkv->type(); }
+  int64_t columns() const { return (heads + 2 * kv_heads) * head_size; }
 };
 
 // All rows are contiguous and of the layer's type; cos and sin are [tokens, half].
 
-// Norm, QKV, norm of Q and K, rotation of their first 2 * half dimensions: qkv [tokens, ...].
+// Norm, QKV, norms of Q, K and V, rotation of the first 2 * half dimensions of Q and K:
+// qkv [tokens, columns].
 void layer_pre(const Layer& layer, const char* residual, int64_t tokens, const float* cos,
                const float* sin, int64_t half, char* qkv);
-// Output projection, MLP, norms and both sums: out [tokens, hidden] is the new residual. It may be
-// the old one's memory.
-void layer_post(const Layer& layer, const char* attended, const char* residual, int64_t tokens,
-                char* out);
+// Output projection, MLP and experts, norms and sums, the token's own input: out [tokens, hidden]
+// is the new residual. It may be the old one's memory.
+//
+// The inputs [tokens, width] need not lie together; without a matrix for them they are not read.
+void layer_post(const Layer& layer, const char* attended, const char* residual, Rows inputs,
+                int64_t tokens, char* out);
 
 }  // namespace weft

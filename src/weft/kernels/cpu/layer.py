@@ -2,65 +2,94 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
+from weft.kernels.arrays import (
+    Array,
+    address,
+    contiguous,
+    dtype_name,
+    empty,
+    strides,
+    to_numpy,
+)
 from weft.kernels.cpu import _native
-from weft.kernels.cpu.matrix import CpuMatrix
-from weft.kernels.parts import Biases, LayerShape, Norms, check_parts
-
-ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}  # the numbers of `Activation` in panel.hpp
+from weft.kernels.cpu.experts import bind_experts
+from weft.kernels.cpu.rows import ACTIVATIONS
+from weft.kernels.parts import LayerParts, LayerShape, RoutedExperts, check_parts
 
 
 class CpuLayer:
     """Native ``pre`` and ``post`` of one layer, bound to its weights."""
 
-    def __init__(
-        self,
-        shape: LayerShape,
-        matrices: dict[str, CpuMatrix],
-        norms: Norms,
-        biases: Biases,
-        moe: object = None,
-    ) -> None:
-        """Bind the matrices ``qkv``, ``output``, ``gate_up`` (gated) and ``down``.
+    def __init__(self, parts: LayerParts) -> None:
+        """Bind a layer; its ``gate_up`` is packed as a gated matrix, and so are those of experts.
 
         Raises:
-            ValueError: shapes or dtypes do not fit together, or there is a ``moe`` of experts.
+            ValueError: a part is missing, or shapes or dtypes do not fit together.
         """
-        if moe is not None:
-            raise ValueError("layers of experts run op by op on a CPU")
-        check_parts(shape, matrices, norms, biases)
-        if not matrices["gate_up"].gated:
+        check_parts(parts)
+        shape, matrices = parts.shape, parts.matrices
+        if "gate_up" in matrices and not matrices["gate_up"].gated:
             raise ValueError("gate_up must be packed as a gated matrix")
         self._shape = shape
         self._hidden = matrices["qkv"].shape[1]
         self._dtype = matrices["qkv"].dtype
-        native = _native.Layer()
-        kept: list[object] = []  # what the native side points to
+        self._width = matrices["input_gate"].shape[0] if "input_gate" in matrices else 0
+        self.native = _native.Layer()
+        self._kept: list[object] = [matrices]  # what the native side points to
         for name, matrix in matrices.items():
-            setattr(native, name, matrix.native)
-            kept.append(matrix)
-        for part in (norms, biases):
-            for field in fields(part):
-                tensor = getattr(part, field.name)
-                if tensor is None:
-                    continue
-                tensor = tensor.contiguous()
-                if part is norms:
-                    tensor = 1.0 + tensor.float() if shape.norm_plus_one else tensor.float()
-                setattr(native, field.name, tensor.data_ptr())
-                kept.append(tensor)
+            setattr(self.native, name, matrix.native)
+        for name, weight in vars(parts.norms).items():
+            if weight is not None:
+                one = np.float32(shape.norm_plus_one and name != "router_scale")
+                self._point_to(name, to_numpy(weight).astype(np.float32) + one)
+        for name, bias in vars(parts.biases).items():
+            if bias is not None:
+                self._point_to(name, to_numpy(bias))
+        if parts.experts is not None:
+            self._bind_experts(parts.experts)
+        if parts.scalar is not None:
+            self.native.scalar = float(parts.scalar[0])
+        self._bind_shape(shape)
+
+    def _bind_shape(self, shape: LayerShape) -> None:
+        native = self.native
         native.heads = shape.heads
         native.kv_heads = shape.kv_heads
         native.head_size = shape.head_dim
+        native.value_is_key = shape.value_is_key
+        native.value_norm = shape.value_norm
         native.epsilon = shape.norm_eps
         native.activation = ACTIVATIONS[shape.activation]
-        self.native, self._kept = native, kept
 
-    def pre(self, residual: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def _bind_experts(self, experts: RoutedExperts) -> None:
+        native, count = self.native, len(experts.down)
+        bound = bind_experts(experts.gate_up, experts.down, self._shape.activation)
+        one = experts.down[0]
+        if one.shape[0] != self._hidden or one.dtype != self._dtype:
+            raise ValueError(
+                f"experts of {one.shape[0]} in {one.dtype} do not fit a layer of {self._hidden} in "
+                f"{self._dtype}"
+            )
+        if not 0 < experts.top_k <= count:
+            raise ValueError(f"{experts.top_k} of {count} experts cannot be chosen")
+        native.experts = bound
+        native.top_k, native.normalise = experts.top_k, experts.normalise
+        native.router_factor = self._hidden**-0.5
+        if experts.scale is not None:
+            self._point_to("expert_scale", to_numpy(experts.scale).astype(np.float32))
+        self._kept += [bound, experts]
+
+    def _point_to(self, name: str, numbers: NDArray[Any]) -> None:
+        numbers = np.ascontiguousarray(numbers)
+        setattr(self.native, name, address(numbers))
+        self._kept.append(numbers)
+
+    def pre(self, residual: Array, cos: Array, sin: Array) -> Array:
         """Norm, QKV, QK norm and rotation: [T, H + 2 Hkv, D], the heads of Q, of K, of V.
 
         Args:
@@ -72,46 +101,64 @@ class CpuLayer:
         """
         self.check(residual, cos, sin)
         tokens, shape, half = residual.shape[0], self._shape, cos.shape[1]
-        residual, cos, sin = residual.contiguous(), cos.contiguous(), sin.contiguous()
+        residual, cos, sin = contiguous(residual), contiguous(cos), contiguous(sin)
         heads = shape.heads + 2 * shape.kv_heads
-        qkv = torch.empty((tokens, heads, shape.head_dim), dtype=self._dtype)
-        self.native.pre(
-            residual.data_ptr(), tokens, cos.data_ptr(), sin.data_ptr(), half, qkv.data_ptr()
-        )
+        qkv = empty(residual, (tokens, heads, shape.head_dim))
+        self.native.pre(address(residual), tokens, address(cos), address(sin), half, address(qkv))
         return qkv
 
-    def post(self, attended: Tensor, residual: Tensor) -> Tensor:
-        """Output projection, MLP, norms and both residual sums: the new residual [T, C].
+    def post(self, attended: Array, residual: Array, inputs: Array | None = None) -> Array:
+        """Output projection, MLP, experts, norms and sums: the new residual [T, C].
 
         Args:
             attended: [T, H, D].
             residual: [T, C].
+            inputs: [T, P], of a layer with per-layer inputs.
 
         Raises:
             ValueError: shapes or dtypes do not fit.
         """
         tokens, shape = self._rows(residual), self._shape
-        if attended.shape != (tokens, shape.heads, shape.head_dim) or attended.dtype != self._dtype:
+        if (
+            attended.shape != (tokens, shape.heads, shape.head_dim)
+            or dtype_name(attended.dtype) != self._dtype
+        ):
             raise ValueError(f"attended {list(attended.shape)} does not fit {tokens} tokens")
-        attended, residual = attended.contiguous(), residual.contiguous()
-        out = torch.empty_like(residual)
-        self.native.post(attended.data_ptr(), residual.data_ptr(), tokens, out.data_ptr())
+        attended, residual = contiguous(attended), contiguous(residual)
+        out = empty(residual, residual.shape)
+        rows, stride = self._inputs(inputs, tokens)
+        self.native.post(address(attended), address(residual), rows, stride, tokens, address(out))
         return out
 
-    def check(self, residual: Tensor, cos: Tensor, sin: Tensor) -> None:
+    def _inputs(self, inputs: Array | None, tokens: int) -> tuple[int, int]:
+        """Return address and stride of per-layer inputs."""
+        shape = (tokens, self._width) if self._width else None
+        if inputs is None or shape is None:
+            if inputs is not None or shape is not None:
+                raise ValueError(f"per-layer inputs of {self._width} numbers are needed, or none")
+            return 0, 0
+        contiguous_rows = strides(inputs)[-1] == 1
+        if inputs.shape != shape or dtype_name(inputs.dtype) != self._dtype or not contiguous_rows:
+            raise ValueError(
+                f"inputs {list(inputs.shape)} of {inputs.dtype}: expected {list(shape)} of "
+                f"{self._dtype}"
+            )
+        return address(inputs), strides(inputs)[0]
+
+    def check(self, residual: Array, cos: Array, sin: Array) -> None:
         """Raise ValueError if ``pre`` cannot take these."""
         tokens, half = self._rows(residual), cos.shape[1]
         if (
             cos.shape != (tokens, half)
             or sin.shape != cos.shape
-            or not cos.dtype == sin.dtype == torch.float32
+            or not dtype_name(cos.dtype) == dtype_name(sin.dtype) == "float32"
             or 2 * half > self._shape.head_dim
         ):
             raise ValueError(f"angles {list(cos.shape)} do not fit {tokens} tokens")
 
-    def _rows(self, residual: Tensor) -> int:
-        tokens = residual.shape[0]
-        if residual.shape != (tokens, self._hidden) or residual.dtype != self._dtype:
+    def _rows(self, residual: Array) -> int:
+        tokens = int(residual.shape[0])
+        if residual.shape != (tokens, self._hidden) or dtype_name(residual.dtype) != self._dtype:
             raise ValueError(
                 f"residual {list(residual.shape)} of {residual.dtype} does not fit a layer of "
                 f"{self._hidden} in {self._dtype}"

@@ -3,6 +3,8 @@
 #include "matrix.hpp"
 
 #include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <bit>
@@ -18,7 +20,7 @@
 namespace weft {
 namespace {
 
-constexpr int64_t huge_page = 2 << 20;
+constexpr int64_t huge_page = 2 << 20, page = 4096;
 // Rows of one item: a multiple of a tile's, few enough that their activations stay in the cache.
 constexpr int64_t item_rows = 96;
 // Less work than this is not worth another thread: bytes of weights, for each six rows.
@@ -42,7 +44,7 @@ class Arena {
   }
 
  private:
-  static constexpr int64_t alignment = 4096, run_bytes = 64 << 20;
+  static constexpr int64_t alignment = page, run_bytes = 64 << 20;
 
   void start(int64_t size) {
     size = round_up(size, huge_page);
@@ -64,6 +66,14 @@ class Arena {
   int64_t left_ = 0;
 };
 
+void prefer_node(char* data, int64_t bytes, int node) {
+  constexpr int preferred = 1, bits = 8 * sizeof(long), words = 16;
+  unsigned long mask[words] = {};
+  if (node >= bits * words) return;
+  mask[node / bits] = 1ul << node % bits;
+  syscall(SYS_mbind, data, bytes, preferred, mask, bits * words + 1, 0);
+}
+
 Arena& arena() {
   static Arena* const one = new Arena;  // never destroyed: matrices may be freed at any time
   return *one;
@@ -71,41 +81,122 @@ Arena& arena() {
 
 }  // namespace
 
-Matrix::Matrix(Format format, int64_t outputs, int64_t inputs, bool gated, DType type,
-               const QuantWeight& quant, bool column_scales)
-    : format_(format), outputs_(outputs), inputs_(inputs), gated_(gated), type_(type),
-      quant_(quant) {
-  const int64_t half = gated ? outputs / 2 : outputs;
-  panels_ = round_up(half, gated ? gated_columns : panel_columns) /
-            (gated ? gated_columns : panel_columns);
-  if (is_quantised(format)) {
-    if (column_scales) column_scales_.resize(panels_ * panel_columns);
-    quant_.column_scales = column_scales ? column_scales_.data() : nullptr;
-    panel_bytes_ = quant_.panel_bytes();
-  } else {
-    panel_bytes_ = panel_columns * (format == Format::bf16 ? 2 * round_up(inputs, 2) : 4 * inputs);
-  }
-  data_ = arena().take(panels_ * panel_bytes_);
-  quant_.blocks = reinterpret_cast<uint8_t*>(data_.get());
+namespace {
+
+constexpr int64_t activation_group = 128;  // where a whole row of weights has one scale
+constexpr int64_t most_numbers = 1 << 28;  // of outputs and of inputs, so that sizes fit 64 bits
+
+QuantWeight quant_of(const MatrixForm& form) {
+  if (!is_quantised(form.format)) return {};
+  return {.depth = form.inputs,
+          .group = form.group == 0 ? activation_group : form.group,
+          .bits = form.format == Format::int8 ? 8 : 4,
+          .scale_type = form.scale_type,
+          .zeros = form.zeros};
 }
 
-std::unique_ptr<Matrix> Matrix::quantised(Format format, int64_t outputs, int64_t inputs,
-                                          bool gated, DType type, int64_t group,
-                                          DType scale_type, bool zeros) {
-  constexpr int64_t activation_group = 128;  // where a whole row of weights has one scale
-  const QuantWeight quant{.depth = inputs,
-                          .group = group == 0 ? activation_group : group,
-                          .bits = format == Format::int8 ? 8 : 4,
-                          .scale_type = scale_type,
-                          .zeros = zeros};
-  if (!is_quantised(format) || quant.group % 16 != 0 || quant.group > 256) {
-    throw std::invalid_argument("a quantised matrix has int8 or int4 and groups of 16 to 256");
+void check(const MatrixForm& form) {
+  const bool floats = form.format == Format::f32 || form.format == Format::bf16;
+  if (!floats && form.format != Format::int8 && form.format != Format::int4) {
+    throw std::invalid_argument("a matrix is of float32, bfloat16, int8 or int4");
   }
-  if (gated && outputs % 2 != 0) {
+  if (form.type != DType::f32 && form.type != DType::bf16) {
+    throw std::invalid_argument("activations are float32 or bfloat16");
+  }
+  if (floats && (form.type == DType::f32) != (form.format == Format::f32)) {
+    throw std::invalid_argument("a matrix of floats has the type of the activations");
+  }
+  if (form.outputs < 0 || form.inputs < 0 || form.outputs > most_numbers ||
+      form.inputs > most_numbers) {
+    throw std::invalid_argument("a matrix has at most 2^28 outputs and inputs");
+  }
+  if (form.gated && form.outputs % 2 != 0) {
     throw std::invalid_argument("a gated matrix has an even number of outputs");
   }
-  return std::unique_ptr<Matrix>(
-      new Matrix(format, outputs, inputs, gated, type, quant, group == 0));
+  const int64_t group = quant_of(form).group;
+  if (!floats && (group < 16 || group > 256 || group % 16 != 0)) {
+    throw std::invalid_argument("a quantised matrix has int8 or int4 and groups of 16 to 256");
+  }
+  if (!floats && !(form.scale_type <= DType::f16)) {
+    throw std::invalid_argument("scales are float32, bfloat16 or float16");
+  }
+}
+
+}  // namespace
+
+Matrix::Matrix(const MatrixForm& form, const char* mapped)
+    : format_(form.format), outputs_(form.outputs), inputs_(form.inputs), gated_(form.gated),
+      type_(form.type), quant_(quant_of(form)),
+      column_scales_(is_quantised(form.format) && form.group == 0), mapped_(mapped != nullptr) {
+  panels_ = panels_of(outputs_, gated_);
+  if (is_quantised(format_)) {
+    // Blocks have no scales if the columns have; only the address says so.
+    float nothing;
+    if (column_scales_) quant_.column_scales = &nothing;
+    panel_bytes_ = quant_.panel_bytes();
+  } else {
+    const int64_t padded = format_ == Format::bf16 ? 2 * round_up(inputs_, 2) : 4 * inputs_;
+    panel_bytes_ = panel_columns * padded;
+  }
+  // Nothing writes to mapped memory: `check_writable`.
+  data_ = mapped_ ? std::shared_ptr<char>(std::shared_ptr<char>(), const_cast<char*>(mapped))
+                  : arena().take(bytes());
+  quant_.blocks = reinterpret_cast<uint8_t*>(data_.get());
+  if (column_scales_) {
+    quant_.column_scales = reinterpret_cast<float*>(data_.get() + panels_ * panel_bytes_);
+  }
+  if (!mapped_) place();
+}
+
+// Has fresh pages lie on the NUMA nodes of the threads whose shares they are. Who touches them first
+// is no rule: threads help each other. A system that refuses does as it does otherwise.
+void Matrix::place() {
+  const std::vector<int> nodes = shared_pool().nodes();
+  const auto threads = static_cast<int64_t>(nodes.size());
+  const auto at = [&](int64_t thread) {
+    return round_up(share_begin(panels_, thread, threads) * panel_bytes_, page);
+  };
+  for (int64_t first = 0, last; first < threads; first = last) {
+    last = first + 1;
+    while (last < threads && nodes[last] == nodes[first]) ++last;
+    if (at(first) < at(last)) prefer_node(data_.get() + at(first), at(last) - at(first), nodes[first]);
+  }
+}
+
+std::unique_ptr<Matrix> Matrix::quantised(const MatrixForm& form) {
+  if (!is_quantised(form.format)) {
+    throw std::invalid_argument("a quantised matrix has int8 or int4 and groups of 16 to 256");
+  }
+  check(form);
+  return std::unique_ptr<Matrix>(new Matrix(form));
+}
+
+std::unique_ptr<Matrix> Matrix::mapped(const MatrixForm& form, const char* data, int64_t bytes) {
+  check(form);
+  if (data == nullptr || reinterpret_cast<uintptr_t>(data) % matrix_alignment != 0) {
+    throw std::invalid_argument("the bytes of a matrix must be aligned");
+  }
+  std::unique_ptr<Matrix> matrix(new Matrix(form, data));
+  if (matrix->bytes() != bytes) {
+    throw std::invalid_argument("a matrix [" + std::to_string(form.outputs) + ", " +
+                                std::to_string(form.inputs) + "] has " +
+                                std::to_string(matrix->bytes()) + " bytes, not " +
+                                std::to_string(bytes));
+  }
+  return matrix;
+}
+
+MatrixForm Matrix::form() const {
+  MatrixForm form{format_, outputs_, inputs_, gated_, type_};
+  if (!is_quantised(format_)) return form;
+  form.group = column_scales_ ? 0 : quant_.group;
+  form.scale_type = quant_.scale_type;
+  form.zeros = quant_.zeros;
+  return form;
+}
+
+void Matrix::check_writable() const {
+  if (mapped_) throw std::invalid_argument("a mapped matrix cannot be written");
 }
 
 namespace {
@@ -124,6 +215,7 @@ void each_row(int64_t rows, const auto& body) {
 
 void Matrix::write(int64_t first, int64_t rows, const uint8_t* values, const char* scales,
                    const uint8_t* zeros) {
+  check_writable();
   const int64_t groups = quant_.column_scales == nullptr ? quant_.groups() : 1;
   const int64_t scale_bytes = quant_.column_scales == nullptr ? size_of(quant_.scale_type) : 4;
   each_row(rows, [&](int64_t row) {
@@ -135,6 +227,7 @@ void Matrix::write(int64_t first, int64_t rows, const uint8_t* values, const cha
 }
 
 void Matrix::write_rounded(int64_t first, const Tensor& weight) {
+  check_writable();
   const bool whole = quant_.column_scales != nullptr;
   const int64_t group = whole ? inputs_ : quant_.group;
   const int64_t padded = round_up(inputs_, 16), row_bytes = weight.stride[0] * size_of(weight.type);
@@ -161,20 +254,28 @@ void Matrix::write_rounded(int64_t first, const Tensor& weight) {
   });
 }
 
-std::unique_ptr<Matrix> Matrix::pack(const Tensor& weight, bool gated) {
-  if (weight.rank != 2 || (weight.type != DType::f32 && weight.type != DType::bf16)) {
-    throw std::invalid_argument("a matrix is packed from two dimensions of float32 or bfloat16");
+std::unique_ptr<Matrix> Matrix::pack(std::span<const Tensor> pieces, bool gated) {
+  std::vector<const char*> rows;
+  for (const Tensor& piece : pieces) {
+    if (piece.rank != 2 || (piece.type != DType::f32 && piece.type != DType::bf16)) {
+      throw std::invalid_argument("a matrix is packed from two dimensions of float32 or bfloat16");
+    }
+    if (piece.shape[1] > 1 && piece.stride[1] != 1) {
+      throw std::invalid_argument("the rows of a matrix must be contiguous");
+    }
+    if (piece.type != pieces[0].type || piece.shape[1] != pieces[0].shape[1]) {
+      throw std::invalid_argument("the pieces of a matrix have one type and number of inputs");
+    }
+    const int64_t row_bytes = piece.stride[0] * size_of(piece.type);
+    for (int64_t i = 0; i < piece.shape[0]; ++i) rows.push_back(piece.as<char>() + i * row_bytes);
   }
-  if (weight.shape[1] > 1 && weight.stride[1] != 1) {
-    throw std::invalid_argument("the rows of a matrix must be contiguous");
-  }
-  if (gated && weight.shape[0] % 2 != 0) {
-    throw std::invalid_argument("a gated matrix has an even number of outputs");
-  }
-  const Format format = weight.type == DType::f32 ? Format::f32 : Format::bf16;
-  std::unique_ptr<Matrix> matrix(
-      new Matrix(format, weight.shape[0], weight.shape[1], gated, weight.type, {}, false));
-  shared_pool().run(matrix->panels(), [&](int64_t i) { matrix->pack_panel(weight, i); });
+  if (pieces.empty()) throw std::invalid_argument("a matrix is packed from one piece at least");
+  const DType type = pieces[0].type;
+  const MatrixForm form{type == DType::f32 ? Format::f32 : Format::bf16,
+                        static_cast<int64_t>(rows.size()), pieces[0].shape[1], gated, type};
+  check(form);
+  std::unique_ptr<Matrix> matrix(new Matrix(form));
+  shared_pool().run(matrix->panels(), [&](int64_t i) { matrix->pack_panel(rows, i); });
   return matrix;
 }
 
@@ -189,20 +290,22 @@ int64_t Matrix::output_at(int64_t panel, int64_t column) const {
 }
 
 // Reads a few rows at a time over a stretch of inputs, so that a cache line of the panel is filled
-// while it is near. Fresh memory is zero: columns and inputs that do not exist are left alone.
-void Matrix::pack_panel(const Tensor& weight, int64_t panel) {
+// while it is near, and asks for the stretch after it: 64 rows are too many for the hardware to
+// prefetch by itself. Fresh memory is zero: columns and inputs that do not exist are left alone.
+void Matrix::pack_panel(std::span<const char* const> rows, int64_t panel) {
   constexpr int64_t stretch = 64;
+  const int64_t size = size_of(type_);
   char* to = data_.get() + panel * panel_bytes_;
-  const int64_t row_bytes = weight.stride[0] * size_of(weight.type);
   for (int64_t first = 0; first < inputs_; first += stretch) {
     const int64_t count = std::min(stretch, inputs_ - first);
     for (int64_t column = 0; column < panel_columns; ++column) {
       const int64_t output = output_at(panel, column);
       if (output < 0) continue;
-      const char* from = weight.as<char>() + output * row_bytes + first * size_of(weight.type);
+      const char* from = rows[output] + first * size;
       // A step is 4 bytes of a row in both formats.
-      const int64_t bytes = count * size_of(weight.type);
-      char* place = to + first * size_of(weight.type) * panel_columns + column * 4;
+      const int64_t bytes = count * size;
+      char* place = to + first * size * panel_columns + column * 4;
+      for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(from + bytes + at);
       int64_t done = 0;
       for (; done + 4 <= bytes; done += 4) std::memcpy(place + done * panel_columns, from + done, 4);
       std::memcpy(place + done * panel_columns, from + done, bytes - done);
@@ -235,13 +338,34 @@ void Multiplication::round_into(char* memory) {
   if (rounds()) rounded = QuantRows::at(memory, matrix->quant(), rows);
 }
 
-void Multiplication::round_row(int64_t row) const {
+void Multiplication::round_row(int64_t row, const char* from) const {
   if (!rounds()) return;
-  chosen_isa().quant->round_row(matrix->quant(), x.row(row), matrix->type(), row, rounded);
+  chosen_isa().quant->round_row(matrix->quant(), from, matrix->type(), row, rounded);
+}
+
+int64_t panels_of(int64_t outputs, bool gated) {
+  const int64_t columns = gated ? gated_columns : panel_columns;
+  return round_up(gated ? outputs / 2 : outputs, columns) / columns;
+}
+
+// A slice of a gated panel is one of the gates and one of the values.
+ProductCut product_items(int64_t panels, bool gated, int64_t rows, int threads) {
+  constexpr int64_t most_percent = 115;  // of the mean that the thread with the most items may have
+  const int64_t whole = panels * ((rows + item_rows - 1) / item_rows);
+  const int64_t slices = (gated ? gated_columns : panel_columns) / slice_columns;
+  const auto most = [&](int64_t items) { return (items + threads - 1) / threads; };
+  const bool uneven = 100 * most(whole) * threads > most_percent * whole;
+  if (!uneven || most(whole * slices) >= slices * most(whole)) return {1, whole};
+  return {slices, whole * slices};
+}
+
+void Multiplication::cut(int threads) {
+  if (rounds() && chosen_isa().quant->multiply_slice == nullptr) return;
+  slices = product_items(matrix->panels(), matrix->gated(), rows, threads).slices;
 }
 
 int64_t Multiplication::items() const {
-  return matrix->panels() * ((rows + item_rows - 1) / item_rows);
+  return matrix->panels() * slices * ((rows + item_rows - 1) / item_rows);
 }
 
 // Items of one panel follow each other, so that it is read from memory once.
@@ -249,19 +373,18 @@ void Multiplication::run(const PanelKernels& kernels, int64_t item) const {
   alignas(64) float sums[item_rows * panel_columns];
   alignas(64) float bias_here[panel_columns] = {};
   const int64_t blocks = (rows + item_rows - 1) / item_rows;
-  const int64_t panel = item / blocks, first = item % blocks * item_rows;
-  const int64_t count = std::min(item_rows, rows - first);
-  if (is_quantised(matrix->format())) {
-    chosen_isa().quant->multiply(matrix->quant(), panel, rounded, first, count, sums,
-                                 panel_columns);
-  } else {
-    kernels.multiply[static_cast<int>(matrix->format())](
-        {matrix->panel(panel), x.row(first), x.stride, count, matrix->inputs(), sums});
-  }
-  const int64_t half = matrix->gated() ? gated_columns : panel_columns;
-  const int64_t start = panel * half;
+  const int64_t first = item % blocks * item_rows, count = std::min(item_rows, rows - first);
+  const int64_t panel = item / blocks / slices, slice = slices == 1 ? -1 : item / blocks % slices;
+  const int64_t full = matrix->gated() ? gated_columns : panel_columns;
+  const int64_t half = full / slices, offset = std::max<int64_t>(slice, 0) * half;
+  const int64_t start = panel * full + offset;
   const int64_t end = matrix->gated() ? matrix->outputs() / 2 : matrix->outputs();
   const int64_t columns = std::min(half, end - start);
+  if (columns <= 0) return;
+  multiply(kernels, panel, slice, first, count, sums);
+  if (slice >= 0 && matrix->gated()) {
+    multiply(kernels, panel, slice + gated_columns / slice_columns, first, count, sums);
+  }
   const int64_t size = size_of(out_type);
   const auto read_bias = [&](int64_t output, float* to) {
     for (int64_t i = 0; i < panel_columns && i < columns; ++i) {
@@ -272,7 +395,7 @@ void Multiplication::run(const PanelKernels& kernels, int64_t item) const {
     read_bias(start, bias_here);
     if (matrix->gated()) read_bias(end + start, bias_here + gated_columns);
   }
-  Finish finish{sums, bias == nullptr ? nullptr : bias_here, nullptr, residual.stride,
+  Finish finish{sums + offset, bias == nullptr ? nullptr : bias_here, nullptr, residual.stride,
                 out.row(first) + start * size, out.stride, count, columns};
   if (residual.data != nullptr) finish.residual = residual.row(first) + start * size;
   if (activated) return kernels.finish_gated(out_type, activation, finish);
@@ -285,13 +408,29 @@ void Multiplication::run(const PanelKernels& kernels, int64_t item) const {
   kernels.finish(out_type, finish);
 }
 
-bool worth_sharing(const Matrix& matrix, int64_t rows) {
-  return matrix.bytes() * ((rows + 5) / 6) >= min_shared_work;
+// The sums of a panel, or of one of its slices.
+void Multiplication::multiply(const PanelKernels& kernels, int64_t panel, int64_t slice,
+                              int64_t first, int64_t count, float* sums) const {
+  if (!rounds()) {
+    return kernels.multiply[static_cast<int>(matrix->format())](
+        {matrix->panel(panel), x.row(first), x.stride, count, matrix->inputs(), sums, slice});
+  }
+  const QuantKernels& quant = *chosen_isa().quant;
+  if (slice < 0) {
+    return quant.multiply(matrix->quant(), panel, rounded, first, count, sums, panel_columns);
+  }
+  quant.multiply_slice(matrix->quant(), panel, slice, rounded, first, count, sums, panel_columns);
 }
+
+int64_t work_of(const Matrix& matrix, int64_t rows) { return matrix.bytes() * ((rows + 5) / 6); }
+
+bool worth_sharing(int64_t work) { return work >= min_shared_work; }
 
 void multiply(const Multiplication& given) {
   constexpr int64_t piece = 4;  // rows that are rounded by one item
   Multiplication call = given;
+  const bool share = worth_sharing(work_of(*call.matrix, call.rows));
+  if (share) call.cut(shared_pool().threads());
   std::vector<char> memory(call.round_bytes());
   call.round_into(memory.data());
   const PanelKernels& kernels = *chosen_isa().panel;
@@ -301,7 +440,7 @@ void multiply(const Multiplication& given) {
     const int64_t end = std::min(call.rows, (item + 1) * piece);
     for (int64_t row = item * piece; row < end; ++row) call.round_row(row);
   };
-  if (worth_sharing(*call.matrix, call.rows)) return shared_pool().run_phases(counts, body);
+  if (share) return shared_pool().run_phases(counts, body);
   for (int phase = 0; phase < 2; ++phase) {
     for (int64_t i = 0; i < counts[phase]; ++i) body(phase, i);
   }

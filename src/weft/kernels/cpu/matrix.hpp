@@ -4,6 +4,7 @@
 #include <bit>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "panel.hpp"
@@ -11,6 +12,8 @@
 #include "tensor.hpp"
 
 namespace weft {
+
+inline constexpr int64_t matrix_alignment = 64;  // of its first panel
 
 // Read and write one number of float32 or bfloat16 memory.
 inline float number_at(const void* data, DType type, int64_t i) {
@@ -28,17 +31,35 @@ inline void write_number(float x, void* data, DType type, int64_t i) {
   }
 }
 
+// Raised by whoever changes the bytes of a packed matrix: files of other versions are not mapped.
+inline constexpr int layout_version = 1;
+
+// What the bytes of a packed matrix are: a run of panels, then a float scale for each of their
+// columns if quantised outputs have one scale each.
+struct MatrixForm {
+  Format format = Format::f32;
+  int64_t outputs = 0, inputs = 0;
+  bool gated = false;
+  DType type = DType::f32;  // of the activations
+  // Of integers only, as for `Matrix::quantised`.
+  int64_t group = 0;
+  DType scale_type = DType::f32;
+  bool zeros = false;
+};
+
 class Matrix {
  public:
-  // Packs a float32 or bfloat16 tensor [outputs, inputs] as it is. `gated`: the first half of the
-  // outputs are gates, the second half the values they multiply; both halves share panels. Throws
-  // std::invalid_argument.
-  static std::unique_ptr<Matrix> pack(const Tensor& weight, bool gated);
+  // Packs float32 or bfloat16 tensors [n, inputs] as they are, the outputs of one below those of the
+  // one before. `gated`: the first half of all outputs are gates, the second half the values they
+  // multiply; both halves share panels. Throws std::invalid_argument.
+  static std::unique_ptr<Matrix> pack(std::span<const Tensor> pieces, bool gated);
   // An int8 or int4 matrix for activations of `type`, whose outputs are written next, in any
   // order. `group` inputs share a scale of `scale_type`; 0: all of them, a float32 one.
-  static std::unique_ptr<Matrix> quantised(Format format, int64_t outputs, int64_t inputs,
-                                           bool gated, DType type, int64_t group,
-                                           DType scale_type, bool zeros);
+  static std::unique_ptr<Matrix> quantised(const MatrixForm& form);
+  // A matrix whose bytes lie in memory of the caller's, which outlives it and is not written; such
+  // as a file that is mapped. Throws std::invalid_argument if they are not as many as `form` has, or
+  // not aligned to `matrix_alignment`.
+  static std::unique_ptr<Matrix> mapped(const MatrixForm& form, const char* data, int64_t bytes);
   // Writes the outputs from `first` on: rows of values [rows, inputs], scales and zeros [rows,
   // groups], each contiguous.
   void write(int64_t first, int64_t rows, const uint8_t* values, const char* scales,
@@ -51,7 +72,9 @@ class Matrix {
   int64_t outputs() const { return outputs_; }
   int64_t inputs() const { return inputs_; }
   bool gated() const { return gated_; }
-  int64_t bytes() const { return panels() * panel_bytes_ + column_scales_.size() * sizeof(float); }
+  int64_t bytes() const { return panels() * panel_bytes_ + scale_bytes(); }
+  const char* data() const { return data_.get(); }
+  MatrixForm form() const;
   int64_t panels() const { return panels_; }
   const char* panel(int64_t i) const { return data_.get() + i * panel_bytes_; }
   // The type of activations that it is multiplied with.
@@ -66,22 +89,28 @@ class Matrix {
   void copy_row(int64_t output, char* to) const;
 
  private:
-  Matrix(Format format, int64_t outputs, int64_t inputs, bool gated, DType type,
-         const QuantWeight& quant, bool column_scales);
+  // In memory of its own, or in `mapped`.
+  explicit Matrix(const MatrixForm& form, const char* mapped = nullptr);
+  int64_t scale_bytes() const {
+    return column_scales_ ? panels_ * panel_columns * int64_t{sizeof(float)} : 0;
+  }
+  void check_writable() const;
+  void place();
   struct Place {
     int64_t panel, column;
   };
   Place place_of(int64_t output) const;
   // Which output stands in a column of a panel; -1: none.
   int64_t output_at(int64_t panel, int64_t column) const;
-  void pack_panel(const Tensor& weight, int64_t panel);
+  // `rows` has the address of each output's weights.
+  void pack_panel(std::span<const char* const> rows, int64_t panel);
 
   Format format_;
   int64_t outputs_, inputs_;
   bool gated_;
   DType type_;
   QuantWeight quant_;
-  std::vector<float> column_scales_;
+  bool column_scales_, mapped_;
   int64_t panels_, panel_bytes_;
   std::shared_ptr<char> data_;
 };
@@ -92,6 +121,10 @@ struct Rows {
   int64_t stride;  // bytes
   char* row(int64_t i) const { return data + i * stride; }
 };
+
+inline Rows rows_of(const void* data, int64_t columns, DType type) {
+  return {static_cast<char*>(const_cast<void*>(data)), columns * size_of(type)};
+}
 
 // A product of rows with a matrix, cut into items that may run in any order on any thread.
 //
@@ -106,19 +139,36 @@ struct Multiplication {
   bool activated = false;
   Activation activation = Activation::silu;
   QuantRows rounded{};  // what an int8 or int4 matrix is multiplied with
+  int64_t slices = 1;   // of each panel; see `cut`
 
   // Whether `rounded` must be filled before the items run: row by row in any order, in memory of
   // `round_bytes` that is aligned for floats.
   bool rounds() const { return is_quantised(matrix->format()); }
   int64_t round_bytes() const { return matrix->round_bytes(rows); }
   void round_into(char* memory);
-  void round_row(int64_t row) const;
+  void round_row(int64_t row) const { round_row(row, x.row(row)); }
+  // The same of numbers that lie elsewhere.
+  void round_row(int64_t row, const char* from) const;
+  // Cuts panels into slices where whole ones would leave some of the threads with less to do.
+  void cut(int threads);
   int64_t items() const;
   void run(const PanelKernels& kernels, int64_t item) const;
+
+ private:
+  void multiply(const PanelKernels& kernels, int64_t panel, int64_t slice, int64_t first,
+                int64_t count, float* sums) const;
 };
 
-// Whether a product is large enough to wake another thread.
-bool worth_sharing(const Matrix& matrix, int64_t rows);
+// How many items a product has for so many threads, and slices each panel.
+struct ProductCut {
+  int64_t slices, items;
+};
+int64_t panels_of(int64_t outputs, bool gated);
+ProductCut product_items(int64_t panels, bool gated, int64_t rows, int threads);
+
+// How much work a product is, and whether so much is worth another thread.
+int64_t work_of(const Matrix& matrix, int64_t rows);
+bool worth_sharing(int64_t work);
 void multiply(const Multiplication& call);
 // Copies rows of the matrix: embeddings.
 void gather(const Matrix& matrix, const int64_t* outputs, int64_t count, Rows to);

@@ -6,19 +6,31 @@ sum over the inputs in ascending order (``panel.hpp``).
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
+from functools import partial
 
-import torch
-from torch import Tensor
-from torch.nn import functional
+import numpy as np
 
+from weft.kernels.arrays import (
+    CODES,
+    Array,
+    address,
+    contiguous,
+    dense_rows,
+    dtype_name,
+    empty,
+    on_cpu,
+    strides,
+    to_numpy,
+    view,
+)
 from weft.kernels.cpu import _native
 from weft.kernels.quantized import Quantized
-from weft.kernels.storage import MULTIPLIED, Storage
+from weft.kernels.storage import GATED, MULTIPLIED, PackedForm, Storage
 
 FORMATS = {0: "float32", 1: "bfloat16", 2: "int8", 3: "int4"}  # by `Format` in panel.hpp
-_CODES = {torch.float32: 0, torch.bfloat16: 1}  # those of `DType` in tensor.hpp
-_SCALE_CODES = {"float32": 0, "bfloat16": 1, "float16": 2}
+ACTIVATIONS = ("float32", "bfloat16")  # names of the types of what is multiplied
 
 
 class CpuMatrix:
@@ -26,15 +38,15 @@ class CpuMatrix:
 
     Attributes:
         shape: outputs and inputs.
-        dtype: the dtype of the activations that it is multiplied with.
+        dtype: the name of the type of the activations that it is multiplied with.
         gated: whether gates and the values that they multiply share panels.
         native: the packed numbers.
     """
 
     __slots__ = ("dtype", "gated", "native", "shape")
 
-    def __init__(self, weight: Tensor, *, gated: bool = False) -> None:
-        """Pack a tensor [outputs, inputs] of float32 or bfloat16.
+    def __init__(self, weight: Array | list[Array], *, gated: bool = False) -> None:
+        """Pack an array [outputs, inputs] of float32 or bfloat16, or arrays below each other.
 
         Args:
             gated: the first half of the outputs are gates, the second half the values that they
@@ -42,53 +54,91 @@ class CpuMatrix:
                 depend on it.
 
         Raises:
-            ValueError: the tensor has another dtype, rank or device.
+            ValueError: an array has another dtype, rank or device, or they do not fit together.
         """
-        if weight.dtype not in _CODES or weight.dim() != 2 or not weight.is_cpu:
-            raise ValueError(f"cannot pack {list(weight.shape)} of {weight.dtype}")
-        weight = weight if weight.stride(1) == 1 else weight.contiguous()
-        self.shape = weight.shape
-        self.dtype = weight.dtype
+        pieces = weight if isinstance(weight, list) else [weight]
+        for piece in pieces:
+            if dtype_name(piece.dtype) not in ACTIVATIONS or piece.ndim != 2 or not on_cpu(piece):
+                raise ValueError(f"cannot pack {list(piece.shape)} of {piece.dtype}")
+        pieces = [dense_rows(piece) for piece in pieces]
+        self.native = _native.Matrix.pack([view("weight", piece) for piece in pieces], gated)
+        self.shape = (sum(len(piece) for piece in pieces), pieces[0].shape[1])
+        self.dtype = dtype_name(pieces[0].dtype)
         self.gated = gated
-        self.native = _native.Matrix.pack(
-            weight.data_ptr(),
-            _CODES[weight.dtype],
-            weight.shape[0],
-            weight.shape[1],
-            weight.stride(0),
-            gated,
-        )
 
     @classmethod
     def quantised(
-        cls, shape: Sequence[int], dtype: torch.dtype, storage: Storage, *, gated: bool = False
+        cls, shape: Sequence[int], dtype: str, storage: Storage, *, gated: bool = False
     ) -> CpuMatrix:
         """Return a matrix of integers [outputs, inputs] that ``write`` fills.
 
         Its products round the activations to 8 bits, a group of inputs at a time (``quant.hpp``).
 
         Args:
-            dtype: of the activations: float32 or bfloat16.
+            dtype: the name of that of the activations: float32 or bfloat16.
 
         Raises:
             ValueError: the sizes or the storage cannot be packed.
         """
         outputs, inputs = shape
         matrix = cls.__new__(cls)
-        matrix.shape, matrix.dtype, matrix.gated = torch.Size(shape), dtype, gated
+        matrix.shape, matrix.dtype, matrix.gated = (outputs, inputs), dtype, gated
         matrix.native = _native.Matrix.quantised(
             {8: 2, 4: 3}[storage.bits],
             outputs,
             inputs,
             gated,
-            _CODES[dtype],
+            CODES[dtype],
             storage.group or 0,
-            _SCALE_CODES[storage.scales],
+            CODES[storage.scales],
             storage.zeros,
         )
         return matrix
 
-    def write(self, first: int, rows: Tensor | Quantized) -> None:
+    @classmethod
+    def mapped(cls, form: PackedForm, memory: memoryview) -> CpuMatrix:
+        """Return a matrix whose packed numbers lie in memory that is only read, such as a file's.
+
+        The matrix keeps the memory alive.
+
+        Raises:
+            ValueError: the memory is not aligned, or does not have the bytes of such a matrix.
+        """
+        numbers = np.frombuffer(memory, np.uint8)
+        matrix = cls.__new__(cls)
+        matrix.shape, matrix.gated = form.shape, form.gated
+        matrix.dtype = form.dtype
+        matrix.native = _native.Matrix.mapped(
+            {name: code for code, name in FORMATS.items()}[form.format],
+            *form.shape,
+            form.gated,
+            CODES[form.dtype],
+            form.group,
+            CODES[form.scales],
+            form.zeros,
+            address(numbers),
+            len(numbers),
+            numbers,
+        )
+        return matrix
+
+    @property
+    def form(self) -> PackedForm:
+        """What ``mapped`` takes beside the bytes."""
+        code, outputs, inputs, gated, dtype, group, scales, zeros = self.native.form
+        names = list(CODES)
+        return PackedForm(
+            FORMATS[code], (outputs, inputs), gated, names[dtype], group, names[scales], zeros
+        )
+
+    @property
+    def memory(self) -> memoryview:
+        """The packed numbers. The matrix must live as long as they are read."""
+        count = self.native.bytes
+        numbers = (ctypes.c_uint8 * count).from_address(self.native.data)
+        return memoryview(numbers).cast("B").toreadonly()
+
+    def write(self, first: int, rows: Array | Quantized) -> None:
         """Write the outputs from ``first`` on: integers as they are, floats [n, I] rounded.
 
         Raises:
@@ -99,16 +149,18 @@ class CpuMatrix:
         if rows.shape[1] != inputs or not 0 <= first <= first + count <= outputs:
             raise ValueError(f"rows {list(rows.shape)} from {first} do not fit {list(self.shape)}")
         if isinstance(rows, Quantized):
-            scales = rows.scales.float() if rows.storage.group is None else rows.scales
-            values, scales = rows.values.contiguous(), scales.contiguous()
-            zeros = None if rows.zeros is None else rows.zeros.contiguous()
-            zeros_at = 0 if zeros is None else zeros.data_ptr()
-            self.native.write(first, count, values.data_ptr(), scales.data_ptr(), zeros_at)
+            scales = rows.scales
+            if rows.storage.group is None:
+                scales = scales.astype(np.float32)
+            values, scales = np.ascontiguousarray(rows.values), np.ascontiguousarray(scales)
+            zeros = None if rows.zeros is None else np.ascontiguousarray(rows.zeros)
+            zeros_at = 0 if zeros is None else address(zeros)
+            self.native.write(first, count, address(values), address(scales), zeros_at)
             return
-        rows = rows if rows.dtype in _CODES else rows.float()
-        rows = rows if rows.stride(1) == 1 else rows.contiguous()
-        code = _CODES[rows.dtype]
-        self.native.write_rounded(first, count, rows.data_ptr(), code, rows.stride(0))
+        rows = to_numpy(rows)
+        rows = dense_rows(rows if rows.dtype.name in ACTIVATIONS else rows.astype(np.float32))
+        code = CODES[rows.dtype.name]
+        self.native.write_rounded(first, count, address(rows), code, strides(rows)[0])
 
     @property
     def nbytes(self) -> int:
@@ -121,57 +173,69 @@ class CpuMatrix:
         return FORMATS[self.native.format]
 
 
-def linear(
-    x: Tensor, matrix: CpuMatrix, bias: Tensor | None, dtype: torch.dtype | None = None
-) -> Tensor:
+def linear(x: Array, matrix: CpuMatrix, bias: Array | None, dtype: str | None = None) -> Array:
     """Return x [T, I] times the matrix [O, I], plus bias [O] -> [T, O].
 
     Args:
         x: of the matrix's dtype.
-        dtype: of the result; that of ``x`` if not given.
+        dtype: the name of that of the result; that of ``x`` if not given.
 
     Raises:
         ValueError: shapes or dtypes do not fit.
     """
     outputs, inputs = matrix.shape
-    if x.dim() != 2 or x.shape[1] != inputs or x.dtype != matrix.dtype:
+    if x.ndim != 2 or x.shape[1] != inputs or dtype_name(x.dtype) != matrix.dtype:
         raise ValueError(
             f"x {list(x.shape)} of {x.dtype} does not fit a matrix {list(matrix.shape)} of "
             f"{matrix.dtype}"
         )
-    if bias is not None and (bias.shape != (outputs,) or bias.dtype != matrix.dtype):
+    if bias is not None and (bias.shape != (outputs,) or dtype_name(bias.dtype) != matrix.dtype):
         raise ValueError(f"bias {list(bias.shape)} of {bias.dtype} does not fit {outputs} outputs")
-    if x.stride(1) != 1:
-        x = x.contiguous()
-    rows = x.shape[0]
-    out = torch.empty((rows, outputs), dtype=dtype or x.dtype)
+    x, rows = dense_rows(x), x.shape[0]
+    dtype = dtype or matrix.dtype
+    out = empty(x, (rows, outputs), dtype)
     if bias is not None:
-        bias = bias.contiguous()
-    bias_at = 0 if bias is None else bias.data_ptr()
-    matrix.native.linear(
-        x.data_ptr(), x.stride(0), rows, bias_at, out.data_ptr(), _CODES[out.dtype]
-    )
+        bias = contiguous(bias)
+    bias_at = 0 if bias is None else address(bias)
+    matrix.native.linear(address(x), strides(x)[0], rows, bias_at, address(out), CODES[dtype])
     return out
 
 
-def logits(hidden: Tensor, matrix: CpuMatrix) -> Tensor:
+def logits(hidden: Array, matrix: CpuMatrix) -> Array:
     """Return ``linear`` without a bias in float32: the sums as they are, not rounded."""
-    return linear(hidden, matrix, None, torch.float32)
+    return linear(hidden, matrix, None, "float32")
 
 
-def embedding(ids: Tensor, table: Tensor | CpuMatrix) -> Tensor:
-    """Return the rows [T, C] of the ids [T] int64; see ``gather``."""
-    return functional.embedding(ids, table) if isinstance(table, Tensor) else gather(table, ids)
+def embedding(ids: Array, table: Array | CpuMatrix) -> Array:
+    """Return the rows [T, C] of the ids [T] int64.
+
+    Raises:
+        IndexError: there is no such row.
+        ValueError: the table has a type without a kernel.
+    """
+    if isinstance(table, CpuMatrix):
+        return gather(table, ids)
+    ids, table = contiguous(ids), dense_rows(table)
+    out = empty(ids, (len(ids), table.shape[1]), dtype_name(table.dtype))
+    _native.gather_rows(view("table", table), address(ids), len(ids), address(out))
+    return out
 
 
-def pack(parameter: str, tensor: Tensor) -> Tensor | CpuMatrix | tuple[CpuMatrix, ...]:
-    """Pack the parameters that ``linear`` multiplies with; see ``interface.Pack``."""
+def pack(parameter: str, array: Array | list[Array]) -> Array | CpuMatrix | tuple[CpuMatrix, ...]:
+    """Pack the parameters that ``linear`` multiplies with; see ``interface.Pack``.
+
+    Others are copied, as ``array`` may be a view of a file.
+
+    Args:
+        array: of a parameter that ``linear`` multiplies with also a list of arrays [n, I], which
+            are its outputs in their order.
+    """
     name = parameter.rpartition(".")[2]
     if name not in MULTIPLIED:
-        return tensor
-    if tensor.dim() == 3:
-        return tuple(CpuMatrix(expert) for expert in tensor)
-    return CpuMatrix(tensor, gated=name == "gate_up")
+        return np.array(to_numpy(array))
+    if not isinstance(array, list) and array.ndim == 3:
+        return tuple(CpuMatrix(expert, gated=name in GATED) for expert in array)
+    return CpuMatrix(array, gated=name in GATED)
 
 
 def computes(storage: Storage) -> bool:
@@ -180,24 +244,30 @@ def computes(storage: Storage) -> bool:
 
 
 def quantised(
-    parameter: str, shape: torch.Size, dtype: torch.dtype, storage: Storage
+    parameter: str, shape: Sequence[int], dtype: str, storage: Storage
 ) -> CpuMatrix | tuple[CpuMatrix, ...]:
     """Return where a parameter in integers is written; see ``interface.Quantise``."""
-    gated = parameter.rpartition(".")[2] == "gate_up"
+    gated = parameter.rpartition(".")[2] in GATED
     if len(shape) == 3:
-        return tuple(CpuMatrix.quantised(shape[1:], dtype, storage) for _ in range(shape[0]))
+        quantised = partial(CpuMatrix.quantised, shape[1:], dtype, storage, gated=gated)
+        return tuple(quantised() for _ in range(shape[0]))
     return CpuMatrix.quantised(shape, dtype, storage, gated=gated)
 
 
-def gather(matrix: CpuMatrix, outputs: Tensor) -> Tensor:
+def gather(matrix: CpuMatrix, outputs: Array) -> Array:
     """Return the weights [T, I] of some outputs [T] int64, such as the embeddings of tokens.
 
     Raises:
         IndexError: there is no such output.
     """
-    outputs = outputs.contiguous()
+    outputs = contiguous(outputs)
     if len(outputs) and not 0 <= int(outputs.min()) <= int(outputs.max()) < matrix.shape[0]:
         raise IndexError(f"an output is outside [0, {matrix.shape[0]})")
-    found = torch.empty((len(outputs), matrix.shape[1]), dtype=matrix.dtype)
-    matrix.native.gather(outputs.data_ptr(), len(outputs), found.data_ptr())
+    found = empty(outputs, (len(outputs), matrix.shape[1]), matrix.dtype)
+    matrix.native.gather(address(outputs), len(outputs), address(found))
     return found
+
+
+def layout() -> str:
+    """Return what the bytes of packed matrices depend on beside the weights."""
+    return f"cpu {_native.isa()} layout {_native.layout_version}"

@@ -4,12 +4,17 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
+#include <atomic>
 #include <string>
+#include <vector>
 
 #include "attention.hpp"
 #include "bind.hpp"
 #include "dispatch.hpp"
+#include "matrix.hpp"
+#include "pool.hpp"
 #include "reader.hpp"
 
 namespace nb = nanobind;
@@ -74,13 +79,38 @@ NB_MODULE(_native, m) {
   m.def("read_all", [](uintptr_t data, int64_t words) {
     return weft::read_all({reinterpret_cast<const uint64_t*>(data), static_cast<size_t>(words)});
   }, nb::arg("data"), nb::arg("words"), nb::call_guard<nb::gil_scoped_release>());
+  m.def("multiply_adds", [](int format, int64_t rounds) {
+    const auto run = weft::chosen_isa().rate->multiply_adds[format];
+    std::atomic<int64_t> operations{0};
+    weft::Pool& pool = weft::shared_pool();
+    pool.run(pool.threads(), [&](int64_t) { operations += run(rounds); });
+    return operations.load();
+  }, nb::arg("format"), nb::arg("rounds"), nb::call_guard<nb::gil_scoped_release>());
+  m.def("meet", [](int phases, int64_t rounds, int64_t work) {
+    if (phases < 1 || phases > weft::Pool::max_phases) throw nb::value_error("a job has 1 to 8 phases");
+    weft::Pool& pool = weft::shared_pool();
+    const std::vector<int64_t> counts(phases, pool.threads());
+    const auto add = weft::chosen_isa().rate->multiply_adds[0];
+    for (; rounds > 0; --rounds) pool.run_phases(counts, [&](int, int64_t) { add(work); });
+  }, nb::arg("phases"), nb::arg("rounds"), nb::arg("work"), nb::call_guard<nb::gil_scoped_release>());
   m.def("threads", &weft::attention_threads);
   m.def("set_threads", &weft::set_attention_threads, nb::arg("threads"),
-        nb::arg("pinned") = false, nb::call_guard<nb::gil_scoped_release>());
+        nb::arg("cpus"), nb::arg("nodes"), nb::call_guard<nb::gil_scoped_release>());
+  m.def("product_items", [](int64_t outputs, bool gated, int64_t rows, int threads) {
+    return weft::product_items(weft::panels_of(outputs, gated), gated, rows, threads).items;
+  }, nb::arg("outputs"), nb::arg("gated"), nb::arg("rows"), nb::arg("threads"));
+  m.def("share_begin", &weft::share_begin, nb::arg("items"), nb::arg("share"), nb::arg("shares"));
   m.def("isa", [] { return weft::chosen_isa().name; });
   m.def("isas", [] {
     nb::list names;
     for (const weft::Isa* isa : weft::runnable_isas()) names.append(isa->name);
+    return names;
+  });
+  m.def("machine_isas", [] {
+    nb::list names;
+    for (const std::string_view name : weft::machine_isas()) {
+      names.append(nb::str(name.data(), name.size()));
+    }
     return names;
   });
   m.def("use_isa", [](const std::string& isa) {
@@ -88,6 +118,7 @@ NB_MODULE(_native, m) {
     throw nb::value_error(("this machine cannot run instruction set '" + isa + "'").c_str());
   }, nb::arg("isa"));
   bind_matrix(m);
+  bind_ops(m);
   bind_step(m);
   bind_layer(m);
   bind_stack(m);

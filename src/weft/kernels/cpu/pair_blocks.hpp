@@ -3,7 +3,7 @@
 // Included by pairs.hpp alone.
 #pragma once
 
-#include "tile.hpp"
+#include "ahead.hpp"
 #include "vectors.hpp"
 
 namespace weft {
@@ -30,67 +30,6 @@ inline void store_pairs(uint32_t* p, uvec v) { *reinterpret_cast<uvec_at*>(p) = 
 inline uvec splat_pair(uint32_t x) { return x - uvec{}; }
 
 // ---- packing ----
-
-// Starts the lines of blocks on their way, in the order in which they will be used, a few at a time
-// between other work. They go to the second cache: the first one waits for so few lines at once that
-// a core would read blocks in a random order at a third of its rate, and the hardware sees no stream
-// in them.
-class Ahead {
- public:
-  // Of the splits [first, last), the positions in `seen`: keys and then values of each, by pieces
-  // of `step` positions, in each the heads in turn.
-  Ahead(const Tile& tile, int64_t step, Span seen, int64_t first, int64_t last)
-      : tile_(tile), seen_(seen), blocks_(step > tile.block_size ? step / tile.block_size : 1),
-        last_split_(last), split_(first), cache_(&tile.key) {
-    begin();
-    lines(distance);
-  }
-
-  void lines(int64_t count) {
-    for (; count > 0 && at_ < end_; --count) {
-      __builtin_prefetch(at_, 0, 2);
-      at_ += 64;
-      if (at_ >= end_) go_on();
-    }
-  }
-
- private:
-  static constexpr int64_t distance = 192;
-
-  void begin() {
-    if (split_ >= last_split_) return;
-    const int64_t start = split_ * split_keys;
-    const Span span = both(seen_, {start, start + split_keys});
-    piece_ = block_ = span.first / tile_.block_size;
-    end_block_ = (span.end - 1) / tile_.block_size + 1;
-    head_ = 0;
-    place();
-  }
-  void place() {
-    at_ = cache_->data + tile_.table[block_] * cache_->block_bytes + head_ * cache_->head_bytes;
-    end_ = at_ + cache_->head_bytes;
-  }
-  void go_on() {
-    const int64_t most = piece_ + blocks_, end = most < end_block_ ? most : end_block_;
-    if (++block_ < end) return place();
-    block_ = piece_;
-    if (++head_ < tile_.heads) return place();
-    head_ = 0;
-    piece_ = block_ = end;
-    if (piece_ < end_block_) return place();
-    if (cache_ == &tile_.value) ++split_;
-    cache_ = cache_ == &tile_.key ? &tile_.value : &tile_.key;
-    begin();
-  }
-
-  const Tile& tile_;
-  const Span seen_;
-  const int64_t blocks_;  // of a piece
-  const int64_t last_split_;
-  int64_t split_, piece_, block_, end_block_, head_;
-  const Cache* cache_;
-  const char *at_ = nullptr, *end_ = nullptr;
-};
 
 #if defined(__AVX512F__)
 inline uvec low_words(uvec a, uvec b) {

@@ -11,155 +11,234 @@ namespace {
 
 // ---- products ----
 
-// Columns of a tile, in vectors, and its most rows: what the registers hold.
-constexpr int tile_vectors = W == 16 ? 4 : 2;
+// Most rows of a tile, and its columns in vectors: what the registers hold. Where there are 16 of
+// them, a tile of fewer rows is wider, so that few passes read a panel.
 constexpr int tile_rows = 6;
-constexpr int tile_columns = tile_vectors * W;
+template <int rows>
+constexpr int tile_vectors = W == 16 ? 4 : rows == 1 ? 8 : rows <= 2 ? 4 : 2;
+template <int rows>
+constexpr int tile_columns = tile_vectors<rows> * W;
+constexpr int slice_vectors = slice_columns / W;
+
 // Bytes of a panel that the row tiles of one chunk share; they stay in the second-level cache, where
 // the tiles in turn prefetch the next chunk, and each fetches them into the first again: with
 // chunks that fit there sums would be put down and taken up too often.
 constexpr int64_t chunk_bytes = 128 << 10;
+// The same if there is one row tile, which passes over the columns of a chunk and then over the next
+// ones: these chunks stay in the first-level cache.
+constexpr int64_t pass_bytes = 8 << 10;
 constexpr int64_t near_bytes = 1 << 10;
 constexpr int64_t prefetch_bytes = 4 << 10;  // of a single tile, which runs at the memory's pace
+// The cache that a lone tile fetches into: the second one for a row that is multiplied as it is, since
+// the first one waits for so few lines at once that the row's own loads stand in line behind them.
+template <bool bare_row>
+constexpr int lone_locality = bare_row ? 2 : 3;
 
-template <Format format>
-constexpr int64_t step_inputs = format == Format::bf16 ? 2 : 1;
-constexpr int64_t step_bytes = panel_columns * 4;  // of both formats
+constexpr int64_t step_bytes = panel_columns * 4;  // one float32 or one pair of bfloat16 a column
+constexpr int64_t chunk_steps = chunk_bytes / step_bytes;
 
-// What one input, or one pair of inputs, of a row contributes.
+// How a step is computed: `inputs` of a row, which take `bytes`, in `terms` multiply-adds.
+// `widened`: the rows have become float32 before.
 template <Format format>
 struct Step;
 
 template <>
 struct Step<Format::f32> {
-  using Weights = vec;
-  using Input = vec;
-  static Weights weights(const char* p) { return load(reinterpret_cast<const float*>(p)); }
-  static Input input(const char* x) { return splat(*reinterpret_cast<const float*>(x)); }
-  static vec add(vec sum, Weights w, Input x) { return sum + w * x; }
+  using Operand = vec;
+  static constexpr int inputs = 1, bytes = 4, terms = 1;
+  static constexpr bool widened = false;
+  template <int rows>
+  static Operand weights(const char* p, int) { return load(reinterpret_cast<const float*>(p)); }
+  static Operand input(const char* x, int) { return splat(*reinterpret_cast<const float*>(x)); }
+  static vec add(vec sum, Operand w, Operand x) { return sum + w * x; }
 };
 
 #if defined(__AVX512BF16__)
 template <>
 struct Step<Format::bf16> {
-  using Weights = __m512i;
-  using Input = __m512i;
-  static Weights weights(const char* p) { return _mm512_loadu_si512(p); }
-  static Input input(const char* x) {
+  using Operand = __m512i;
+  static constexpr int inputs = 2, bytes = 4, terms = 1;
+  static constexpr bool widened = false;
+  template <int rows>
+  static Operand weights(const char* p, int) { return _mm512_loadu_si512(p); }
+  static Operand input(const char* x, int) {
     int32_t pair;
     __builtin_memcpy(&pair, x, 4);
     return _mm512_set1_epi32(pair);
   }
-  static vec add(vec sum, Weights w, Input x) {
+  static vec add(vec sum, Operand w, Operand x) {
     return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)x);
   }
 };
 #else
+// Weights become float32 in registers, by a shift or a mask. Where a tile leaves no register for the
+// mask, it is read each time.
+constexpr uint32_t upper_half = 0xffff0000u;
+const volatile uvec upper_halves = uvec{} + upper_half;
+
 template <>
 struct Step<Format::bf16> {
-  struct Weights {
-    vec low, high;
-  };
-  using Input = Weights;
-  static Weights weights(const char* p) {
+  using Operand = vec;
+  static constexpr int inputs = 2, bytes = 8, terms = 2;
+  static constexpr bool widened = true;
+  template <int rows>
+  static Operand weights(const char* p, int term) {
     const uvec pairs = *reinterpret_cast<const uvec_at*>(p);
-    return {(vec)(pairs << 16), (vec)(pairs & 0xffff0000u)};
+    if (term == 0) return (vec)(pairs << 16);
+    return (vec)(W == 16 || rows < 3 ? pairs & upper_half : pairs & upper_halves);
   }
-  static Input input(const char* x) {
-    uint32_t pair;
-    __builtin_memcpy(&pair, x, 4);
-    return {splat(__builtin_bit_cast(float, pair << 16)),
-            splat(__builtin_bit_cast(float, pair & 0xffff0000u))};
+  static Operand input(const char* x, int term) {
+    return splat(reinterpret_cast<const float*>(x)[term]);
   }
-  static vec add(vec sum, Weights w, Input x) { return sum + w.low * x.low + w.high * x.high; }
+  static vec add(vec sum, Operand w, Operand x) { return sum + w * x; }
 };
 #endif
 
-// One row tile of a chunk: the steps [from, to), its place among the chunk's tiles, and how far the
-// next chunk is.
+// One row tile of a chunk: the steps [from, to), its place among the chunk's tiles, and how far
+// ahead it prefetches.
 struct Part {
   int64_t row, from, to;
   int64_t turn, turns;
   int64_t next_bytes;
 };
 
-// `rows` rows by tile_columns columns. The sums rest in memory between chunks.
-template <Format format, int rows>
-void tile(const Product& p, const Part& part, int64_t column) {
-  constexpr int64_t bytes = 4;  // of a row in one step, in both formats
+template <Format format, int rows, int vectors>
+inline void add_step(vec (&acc)[rows][vectors], const char* weights, const char* x,
+                     int64_t x_stride) {
   using S = Step<format>;
+  for (int term = 0; term < S::terms; ++term) {
+    if constexpr (rows < vectors) {
+      typename S::Operand in[rows];
+      for (int r = 0; r < rows; ++r) in[r] = S::input(x + r * x_stride, term);
+      for (int v = 0; v < vectors; ++v) {
+        const typename S::Operand w = S::template weights<rows>(weights + v * 4 * W, term);
+        for (int r = 0; r < rows; ++r) acc[r][v] = S::add(acc[r][v], w, in[r]);
+      }
+    } else {
+      typename S::Operand w[vectors];
+      for (int v = 0; v < vectors; ++v) w[v] = S::template weights<rows>(weights + v * 4 * W, term);
+      for (int r = 0; r < rows; ++r) {
+        const typename S::Operand in = S::input(x + r * x_stride, term);
+        for (int v = 0; v < vectors; ++v) acc[r][v] = S::add(acc[r][v], w[v], in);
+      }
+    }
+  }
+}
+
+// `rows` rows by tile_columns columns, or a slice; `x` is at the first step of the part. The sums rest
+// in memory between chunks.
+template <Format format, int rows, bool slice>
+void tile(const Product& p, const Part& part, const char* x, int64_t x_stride, int64_t column) {
+  using S = Step<format>;
+  constexpr int vectors = slice ? slice_vectors : tile_vectors<rows>;
+  constexpr int line_bytes = vectors * W * 4;
   float* sums = p.sums + part.row * panel_columns + column;
-  const char* x = p.x + part.row * p.x_stride;
-  const char* panel = p.panel + column * 4;
-  vec acc[rows][tile_vectors];
+  const char* weights = p.panel + part.from * step_bytes + column * 4;
+  vec acc[rows][vectors];
   for (int r = 0; r < rows; ++r) {
-    for (int v = 0; v < tile_vectors; ++v) {
+    for (int v = 0; v < vectors; ++v) {
       acc[r][v] = part.from == 0 ? vec{} : load(sums + r * panel_columns + v * W);
     }
   }
-  const auto step = [&](const char* weights, auto input) __attribute__((always_inline)) {
-    typename S::Weights w[tile_vectors];
-    for (int v = 0; v < tile_vectors; ++v) w[v] = S::weights(weights + v * 4 * W);
-    for (int r = 0; r < rows; ++r) {
-      const typename S::Input in = input(r);
-      for (int v = 0; v < tile_vectors; ++v) acc[r][v] = S::add(acc[r][v], w[v], in);
-    }
-  };
-  const int64_t whole = p.inputs / step_inputs<format>;
+  // Of pairs a last input may have no partner.
+  const int64_t whole = S::widened ? part.to : p.inputs / S::inputs;
   const int64_t end = part.to < whole ? part.to : whole;
-  for (int64_t k = part.from, wait = part.turn; k < end; ++k, --wait) {
-    const char* weights = panel + k * step_bytes;
+  // A lone tile that passes over its chunk several times fetches the next one in order.
+  const char* ahead = weights + part.next_bytes;
+  int64_t ahead_step = step_bytes;
+  if (!slice && part.turns == 1 && vectors * W < panel_columns) {
+    ahead += column * 4 * (part.to - part.from - 1);
+    ahead_step = line_bytes;
+  }
+  for (int64_t k = part.from, wait = part.turn; k < end; ++k, --wait, ahead += ahead_step) {
     if (wait == 0) {
       wait = part.turns;
-      for (int i = 0; i < tile_columns * 4; i += 64) {
+      for (int i = 0; i < line_bytes; i += 64) {
         if (part.turns == 1) {
-          __builtin_prefetch(weights + prefetch_bytes + i, 0, 3);
+          __builtin_prefetch(ahead + i, 0, lone_locality<rows == 1 && !S::widened>);
         } else {
-          __builtin_prefetch(weights + part.next_bytes + i, 0, 2);
+          __builtin_prefetch(ahead + i, 0, 2);
         }
       }
     }
     if (part.turns > 1) {
-      for (int i = 0; i < tile_columns * 4; i += 64) {
-        __builtin_prefetch(weights + near_bytes + i, 0, 3);
-      }
+      for (int i = 0; i < line_bytes; i += 64) __builtin_prefetch(weights + near_bytes + i, 0, 3);
     }
-    step(weights, [&](int r) { return S::input(x + r * p.x_stride + k * bytes); });
+    add_step<format, rows, vectors>(acc, weights, x, x_stride);
+    weights += step_bytes;
+    x += S::bytes;
   }
-  if (part.to > whole) {  // a last input without a partner
-    step(panel + whole * step_bytes, [&](int r) {
-      char pair[4] = {};
-      __builtin_memcpy(pair, x + r * p.x_stride + whole * bytes, 2);
-      return S::input(pair);
-    });
+  if (part.to > whole) {
+    char last[rows][S::bytes] = {};
+    for (int r = 0; r < rows; ++r) __builtin_memcpy(last[r], x + r * x_stride, 2);
+    add_step<format, rows, vectors>(acc, weights, last[0], S::bytes);
   }
   for (int r = 0; r < rows; ++r) {
-    for (int v = 0; v < tile_vectors; ++v) store(sums + r * panel_columns + v * W, acc[r][v]);
+    for (int v = 0; v < vectors; ++v) store(sums + r * panel_columns + v * W, acc[r][v]);
+  }
+}
+
+// All wanted columns of `rows` rows.
+template <Format format, int rows, bool slice>
+void pass(const Product& p, const Part& part, const char* x, int64_t x_stride) {
+  if constexpr (slice) {
+    return tile<format, rows, true>(p, part, x, x_stride, p.slice * slice_columns);
+  }
+  for (int64_t column = 0; column < panel_columns; column += tile_columns<rows>) {
+    tile<format, rows, false>(p, part, x, x_stride, column);
+  }
+}
+
+// The inputs of a part's bfloat16 rows as float32; 0 beyond the last of them.
+inline void widen_rows(const Product& p, const Part& part, int64_t rows, float* to, int64_t to_stride) {
+  const int64_t from = 2 * part.from, end = 2 * part.to < p.inputs ? 2 * part.to : p.inputs;
+  const int64_t count = end - from, whole = count / W * W;
+  for (int64_t r = 0; r < rows; ++r, to += to_stride) {
+    const char* x = p.x + (part.row + r) * p.x_stride + 2 * from;
+    for (int64_t i = 0; i < whole; i += W) store(to + i, read<DType::bf16>(x + 2 * i));
+    if (whole < count) store(to + whole, read<DType::bf16>(x + 2 * whole, count - whole));
+  }
+}
+
+template <Format format, bool slice>
+void multiply_columns(const Product& p) {
+  using S = Step<format>;
+  using Pass = void (*)(const Product&, const Part&, const char*, int64_t);
+  static constexpr Pass passes[] = {pass<format, 1, slice>, pass<format, 2, slice>,
+                                    pass<format, 3, slice>, pass<format, 4, slice>,
+                                    pass<format, 5, slice>, pass<format, 6, slice>};
+  static constexpr int widths[] = {tile_columns<1>, tile_columns<2>, tile_columns<3>,
+                                   tile_columns<4>, tile_columns<5>, tile_columns<6>};
+  const int64_t steps = (p.inputs + S::inputs - 1) / S::inputs;
+  const int64_t turns = (p.rows + tile_rows - 1) / tile_rows;
+  const bool streams = turns == 1 && (slice || widths[p.rows - 1] == panel_columns);
+  const int64_t chunk = turns == 1 && !streams ? pass_bytes / step_bytes
+                        : streams && !S::widened ? steps : chunk_steps;
+  const int64_t lines = slice ? panel_columns / slice_columns : 1;  // a slice has one of so many
+  const int64_t ahead = streams ? prefetch_bytes * lines : chunk * step_bytes;
+  for (int64_t from = 0; from < steps; from += chunk) {
+    Part part{0, from, from + chunk < steps ? from + chunk : steps, 0, turns, ahead};
+    for (; part.turn < turns; ++part.turn) {
+      const int64_t left = turns - part.turn;
+      const int64_t rows = (p.rows - part.row + left - 1) / left;
+      if constexpr (S::widened) {
+        constexpr int64_t stride = S::inputs * chunk_steps + W;
+        alignas(64) float wide[tile_rows * stride];
+        widen_rows(p, part, rows, wide, stride);
+        passes[rows - 1](p, part, reinterpret_cast<const char*>(wide), 4 * stride);
+      } else {
+        const char* x = p.x + part.row * p.x_stride + from * S::bytes;
+        passes[rows - 1](p, part, x, p.x_stride);
+      }
+      part.row += rows;
+    }
   }
 }
 
 template <Format format>
 void multiply(const Product& p) {
-  using Tile = void (*)(const Product&, const Part&, int64_t);
-  static constexpr Tile tiles[] = {tile<format, 1>, tile<format, 2>, tile<format, 3>,
-                                   tile<format, 4>, tile<format, 5>, tile<format, 6>};
-  const int64_t steps = (p.inputs + step_inputs<format> - 1) / step_inputs<format>;
-  const int64_t turns = (p.rows + tile_rows - 1) / tile_rows;
-  const int64_t most = chunk_bytes / step_bytes;
-  const bool whole = steps <= most || (turns == 1 && tile_columns == panel_columns);
-  const int64_t chunk = whole ? steps : most;
-  for (int64_t from = 0; from < steps; from += chunk) {
-    Part part{0, from, from + chunk < steps ? from + chunk : steps, 0, turns,
-              chunk * step_bytes};
-    for (; part.turn < turns; ++part.turn) {
-      const int64_t left = turns - part.turn;
-      const int64_t rows = (p.rows - part.row + left - 1) / left;
-      for (int64_t column = 0; column < panel_columns; column += tile_columns) {
-        tiles[rows - 1](p, part, column);
-      }
-      part.row += rows;
-    }
-  }
+  if (p.slice < 0) return multiply_columns<format, false>(p);
+  multiply_columns<format, true>(p);
 }
 
 // ---- what becomes of the sums ----
@@ -275,6 +354,43 @@ void rotate(DType type, const Norm* norm, const float* cos, const float* sin, in
   rotate_as<DType::bf16>(norm, cos, sin, half, head, count);
 }
 
+// ---- sums of rows ----
+
+template <DType type>
+void scale_as(float factor, const char* x, const char* residual, char* out, int64_t count) {
+  constexpr int64_t size = type == DType::f32 ? 4 : 2;
+  for (int64_t i = 0; i < count; i += W) {
+    const int64_t left = count - i;
+    vec y = read<type>(x + i * size, left);
+    if (residual != nullptr) y = rounded<type>(y + read<type>(residual + i * size, left));
+    write<type>(out + i * size, y * factor, left);
+  }
+}
+
+void scale(DType type, float factor, const char* x, const char* residual, char* out,
+           int64_t count) {
+  if (type == DType::f32) return scale_as<DType::f32>(factor, x, residual, out, count);
+  scale_as<DType::bf16>(factor, x, residual, out, count);
+}
+
+template <DType type>
+void combine_as(const Share* shares, int64_t rows, char* out, int64_t count) {
+  constexpr int64_t size = type == DType::f32 ? 4 : 2;
+  for (int64_t i = 0; i < count; i += W) {
+    const int64_t left = count - i;
+    vec sum{};
+    for (int64_t r = 0; r < rows; ++r) {
+      sum += read<type>(shares[r].row + i * size, left) * shares[r].factor;
+    }
+    write<type>(out + i * size, sum, left);
+  }
+}
+
+void combine(DType type, const Share* shares, int64_t rows, char* out, int64_t count) {
+  if (type == DType::f32) return combine_as<DType::f32>(shares, rows, out, count);
+  combine_as<DType::bf16>(shares, rows, out, count);
+}
+
 }  // namespace
 
 #define WEFT_JOIN(a, b) a##b
@@ -285,7 +401,7 @@ void rotate(DType type, const Norm* norm, const float* cos, const float* sin, in
 extern const PanelKernels WEFT_NAME(panel_kernels_, WEFT_ISA);
 const PanelKernels WEFT_NAME(panel_kernels_, WEFT_ISA) = {
     WEFT_TEXT(WEFT_ISA), {multiply<Format::f32>, multiply<Format::bf16>},
-    finish, finish_gated, norm, rotate,
+    finish, finish_gated, norm, rotate, scale, combine,
 };
 
 }  // namespace weft

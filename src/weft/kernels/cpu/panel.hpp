@@ -31,6 +31,10 @@ inline constexpr int64_t gated_columns = panel_columns / 2;
 
 enum class Activation : int { silu = 0, gelu_tanh = 1 };
 
+// Columns that are computed by themselves where whole panels are too few for the threads: those of a
+// cache line of a panel.
+inline constexpr int64_t slice_columns = 16;
+
 // Rows of activations times one panel. Strides are in bytes.
 struct Product {
   const char* panel;
@@ -39,6 +43,7 @@ struct Product {
   int64_t rows;
   int64_t inputs;
   float* sums;  // [rows][panel_columns], written
+  int64_t slice = -1;  // of the columns, if only that one is wanted; the others may be written, too
 };
 
 // Where sums go: to `columns` columns of `rows` rows, with the bias and the residual added that are
@@ -59,6 +64,12 @@ struct Norm {
   float epsilon;
 };
 
+// A row of numbers, and what they are multiplied with in a sum of rows.
+struct Share {
+  float factor;
+  const char* row;
+};
+
 // The functions with a DType take activations of that type: f32 or bf16.
 struct PanelKernels {
   const char* isa;
@@ -71,6 +82,11 @@ struct PanelKernels {
   // In place: normalise one head (without a norm: not), then rotate its first 2 * half dimensions.
   void (*rotate)(DType, const Norm* norm, const float* cos, const float* sin, int64_t half,
                  char* head, int64_t count);
+  // out = x * factor, or with a residual (x + residual, rounded to the type) * factor.
+  void (*scale)(DType, float factor, const char* x, const char* residual, char* out,
+                int64_t count);
+  // out = the sum of so many rows times their factors, added up in float32 in their order.
+  void (*combine)(DType, const Share* shares, int64_t rows, char* out, int64_t count);
 };
 
 }  // namespace weft

@@ -9,7 +9,11 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
+#include <cstddef>
 #include <exception>
+#include <new>
+#include <type_traits>
+#include <utility>
 
 namespace weft {
 namespace {
@@ -37,30 +41,47 @@ void spin_until(const Condition& condition) {
   }
 }
 
-// Binds the calling thread to one of the cores that the process may use. Where that is not allowed,
-// it runs where it may.
-void stay_on_core(int number) {
-  cpu_set_t all, one;
-  if (sched_getaffinity(getpid(), sizeof all, &all) != 0) return;
-  number %= std::max(1, CPU_COUNT(&all));
+// Where that is not allowed, the calling thread runs where it may.
+void stay_on(int cpu) {
+  cpu_set_t one;
   CPU_ZERO(&one);
-  for (int core = 0; core < CPU_SETSIZE; ++core) {
-    if (CPU_ISSET(core, &all) && number-- == 0) CPU_SET(core, &one);
-  }
+  CPU_SET(cpu, &one);
   sched_setaffinity(0, sizeof one, &one);
 }
 
-// A phase's items are cut into as many shares as there are threads, up to a few. Each thread takes
-// those of its own share in order, then helps with the others: so it reads what lies together, and
-// the same from call to call.
-constexpr int max_shares = 8;
+// The items of a phase are cut into as many shares as there are threads. Each thread takes those of
+// its own share in order, then helps with those after it: so it reads what lies together, and the
+// same from call to call.
+constexpr int max_shares = 256;
+constexpr int neighbours = 8;  // shares that a thread works on without having to wait
+constexpr int short_wait = 256;
+// Counters that all threads write would be handed from core to core: so many shares are counted
+// together, and only then in one place.
+constexpr int group_shares = 8;
 
-struct Phase {
-  struct alignas(64) Count {
-    std::atomic<int64_t> value{0};
-  };
-  std::array<Count, max_shares> taken{};
-  Count done{};
+using Counters = std::array<std::atomic<int64_t>, Pool::max_phases>;
+
+struct ShareState {
+  alignas(64) Counters taken{};
+  alignas(64) Counters done{};
+};
+
+struct alignas(64) GroupState {
+  Counters done{};
+};
+
+// An array of which only the first elements are ever written.
+template <typename T, int most>
+class First {
+ public:
+  explicit First(int count) {
+    for (int i = 0; i < count; ++i) new (memory_ + i * sizeof(T)) T;
+  }
+  T& operator[](int i) { return *std::launder(reinterpret_cast<T*>(memory_) + i); }
+
+ private:
+  static_assert(std::is_trivially_destructible_v<T>);
+  alignas(T) std::byte memory_[most * sizeof(T)];
 };
 
 }  // namespace
@@ -69,19 +90,49 @@ struct Pool::Job {
   std::span<const int64_t> counts;
   const std::function<void(int, int64_t)>& body;
   const int shares;
-  std::array<Phase, max_phases> phases{};
-  std::atomic<int> helpers{0};  // raised only with the pool's mutex held
+  First<ShareState, max_shares> states{shares};
+  First<GroupState, max_shares / group_shares> groups{(shares + group_shares - 1) / group_shares};
+  GroupState whole{};
   std::atomic<bool> failed{false};
-  std::exception_ptr error{};   // of the thread that set `failed`
+  std::exception_ptr error{};  // of the thread that set `failed`
+
+  int64_t begin(int phase, int share) const { return share_begin(counts[phase], share, shares); }
+  bool done(int phase) const {
+    return whole.done[phase].load(std::memory_order_acquire) == counts[phase];
+  }
+  void finish(int phase, int share, int64_t items);
 };
 
-void Pool::resize(int threads, bool pinned) {
+// Counts items that are done: in their share, with its last one in its group, and so on.
+void Pool::Job::finish(int phase, int share, int64_t items) {
+  const auto add = [&](Counters& counters, int64_t more, int64_t all) {
+    return counters[phase].fetch_add(more, std::memory_order_acq_rel) + more == all;
+  };
+  const int64_t all = begin(phase, share + 1) - begin(phase, share);
+  if (!add(states[share].done, items, all)) return;
+  if (shares <= group_shares) {
+    add(whole.done, all, 0);
+    return;
+  }
+  const int group = share / group_shares, first = group * group_shares;
+  const int last = std::min(shares, first + group_shares);
+  const int64_t together = begin(phase, last) - begin(phase, first);
+  if (add(groups[group].done, all, together)) add(whole.done, together, 0);
+}
+
+std::vector<int> Pool::nodes() {
+  const std::lock_guard lock(mutex_);
+  return nodes_;
+}
+
+void Pool::resize(int threads, std::vector<int> cpus, std::vector<int> nodes) {
   const std::lock_guard resizing(resizing_);
   std::vector<std::thread> old;
   {
     const std::lock_guard lock(mutex_);
     threads_ = threads;
-    pinned_ = pinned;
+    cpus_ = std::move(cpus);
+    nodes_ = std::move(nodes);
     stopping_ = true;
     ++posted_;
     old.swap(helpers_);
@@ -89,6 +140,7 @@ void Pool::resize(int threads, bool pinned) {
   wake_.notify_all();
   for (std::thread& helper : old) helper.join();
   const std::lock_guard lock(mutex_);
+  started_ = 0;
   stopping_ = false;
 }
 
@@ -104,36 +156,47 @@ void Pool::run_phases(std::span<const int64_t> counts,
 
 void Pool::run_job(std::span<const int64_t> counts,
                    const std::function<void(int, int64_t)>& body, int shares) {
+  if (counts.empty()) return;
   Job job{counts, body, shares};
   const bool divisible = std::ranges::any_of(counts, [](int64_t count) { return count > 1; });
-  bool shared = false, wake = false;
-  if (divisible && threads_ > 1) {
-    const std::lock_guard lock(mutex_);
-    shared = !stopping_;
-    if (shared) {
-      start_helpers();
-      jobs_.push_back(&job);
-      ++posted_;
-      wake = sleeping_ > 0;
-    }
-  }
-  if (wake) wake_.notify_all();
+  Slot* const slot = divisible && threads_ > 1 ? post(job) : nullptr;
   work(job, 0);
-  if (shared) {
-    {
-      const std::lock_guard lock(mutex_);
-      jobs_.remove(&job);
-    }
-    spin_until([&] { return job.helpers.load(std::memory_order_acquire) == 0; });
-  }
+  spin_until([&] { return job.done(static_cast<int>(counts.size()) - 1); });
+  if (slot != nullptr) withdraw(*slot);
   if (job.failed) std::rethrow_exception(job.error);
 }
 
+// Shows a job to the helpers; null if no more can be shown.
+Pool::Slot* Pool::post(Job& job) {
+  const auto slot = std::ranges::find_if(slots_, [](Slot& slot) { return !slot.taken.exchange(true); });
+  if (slot == slots_.end()) return nullptr;
+  if (started_ < threads_ - 1) start_helpers();
+  slot->job = &job;
+  ++posted_;
+  if (sleeping_ > 0) {
+    { const std::lock_guard lock(mutex_); }  // whoever is about to sleep does so before it is woken
+    wake_.notify_all();
+  }
+  return &*slot;
+}
+
+void Pool::withdraw(Slot& slot) {
+  slot.job = nullptr;
+  for (auto& users : slot.users) {
+    spin_until([&] { return users.value.load() == 0; });
+  }
+  slot.taken = false;
+}
+
 void Pool::start_helpers() {
+  const std::lock_guard lock(mutex_);
+  if (stopping_) return;
   while (static_cast<int>(helpers_.size()) < threads_ - 1) {
     const int place = static_cast<int>(helpers_.size()) + 1;
-    helpers_.emplace_back([this, place] { help(place); });
+    const int cpu = place < static_cast<int>(cpus_.size()) ? cpus_[place] : -1;
+    helpers_.emplace_back([this, place, cpu] { help(place, cpu); });
   }
+  started_ = static_cast<int>(helpers_.size());
 }
 
 // Whether something was posted since `seen` while patience lasted.
@@ -148,62 +211,64 @@ bool Pool::look_for_work(uint64_t seen) const {
   return false;
 }
 
-void Pool::help(int place) {
-  if (pinned_) stay_on_core(place);
+void Pool::sleep(uint64_t seen) {
+  std::unique_lock lock(mutex_);
+  ++sleeping_;
+  wake_.wait(lock, [&] { return seen != posted_; });
+  --sleeping_;
+}
+
+void Pool::help(int place, int cpu) {
+  if (cpu >= 0) stay_on(cpu);
   uint64_t seen = 0;
   while (true) {
-    look_for_work(seen);
-    std::unique_lock lock(mutex_);
-    if (jobs_.empty() && seen == posted_) {
-      ++sleeping_;
-      wake_.wait(lock, [&] { return seen != posted_; });
-      --sleeping_;
-    }
+    if (!look_for_work(seen)) sleep(seen);
     seen = posted_;
     if (stopping_) return;
-    if (jobs_.empty()) continue;  // others were faster
-    Job& job = *jobs_.front();
-    job.helpers.fetch_add(1, std::memory_order_relaxed);
-    lock.unlock();
-    work(job, place);
-    lock.lock();
-    jobs_.remove(&job);  // it has no items left; it may be gone from the list already
-    lock.unlock();
-    job.helpers.fetch_sub(1, std::memory_order_release);  // the caller may free the job now
+    for (Slot& slot : slots_) join(slot, place);
   }
 }
 
+void Pool::join(Slot& slot, int place) {
+  if (slot.job.load(std::memory_order_relaxed) == nullptr) return;
+  std::atomic<int>& users = slot.users[place / group_shares % user_groups].value;
+  users.fetch_add(1);  // before the look at the job: its caller clears it and then looks here
+  if (Job* const job = slot.job.load(); job != nullptr) work(*job, place);
+  users.fetch_sub(1, std::memory_order_release);
+}
+
+// Returns when no item is left to take; those of the last phase may still be under way.
 void Pool::work(Job& job, int place) {
-  const int last = static_cast<int>(job.counts.size()) - 1;
+  const int last = static_cast<int>(job.counts.size()) - 1, own = place % job.shares;
   for (int phase = 0; phase <= last; ++phase) {
-    Phase& state = job.phases[phase];
-    const int64_t count = job.counts[phase];
-    int64_t mine = 0;
-    for (int i = 0; i < job.shares; ++i) {
-      const int64_t share = (place + i) % job.shares;
-      const int64_t begin = count * share / job.shares, end = count * (share + 1) / job.shares;
-      mine += take(job, phase, begin, end, state.taken[share].value);
+    for (int i = 0; i < std::min(job.shares, neighbours); ++i) {
+      run_share(job, phase, (own + i) % job.shares);
     }
-    std::atomic<int64_t>& done = state.done.value;
-    if (mine > 0) done.fetch_add(mine, std::memory_order_acq_rel);
-    spin_until([&] { return done.load(std::memory_order_acquire) >= count; });
+    for (int i = 0; i < short_wait && !job.done(phase); ++i) pause();
+    for (int i = neighbours; i < job.shares && !job.done(phase); ++i) {
+      run_share(job, phase, (own + i) % job.shares);
+    }
+    if (phase < last) spin_until([&] { return job.done(phase); });
   }
 }
 
-// Runs items of a share until none is left; returns how many.
-int64_t Pool::take(Job& job, int phase, int64_t begin, int64_t end, std::atomic<int64_t>& taken) {
+// Runs items of a share until none is left.
+void Pool::run_share(Job& job, int phase, int share) {
+  const int64_t begin = job.begin(phase, share), count = job.begin(phase, share + 1) - begin;
+  std::atomic<int64_t>& taken = job.states[share].taken[phase];
   int64_t mine = 0;
-  while (true) {
-    const int64_t item = begin + taken.fetch_add(1, std::memory_order_relaxed);
-    if (item >= end) return mine;
+  while (taken.load(std::memory_order_relaxed) < count) {
+    const int64_t item = taken.fetch_add(1, std::memory_order_relaxed);
+    if (item >= count) break;
     ++mine;
     if (job.failed.load(std::memory_order_relaxed)) continue;
     try {
-      job.body(phase, item);
+      job.body(phase, begin + item);
     } catch (...) {
       if (!job.failed.exchange(true)) job.error = std::current_exception();
     }
   }
+  if (mine > 0) job.finish(phase, share, mine);
 }
 
 namespace {

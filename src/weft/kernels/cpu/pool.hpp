@@ -1,11 +1,11 @@
 // A small pool of threads that lives as long as the process.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
-#include <list>
 #include <mutex>
 #include <span>
 #include <thread>
@@ -27,41 +27,67 @@ class Pool {
   Pool& operator=(const Pool&) = delete;
 
   int threads() const { return threads_; }
-  // Calls in flight are finished by the threads that they have. If `pinned`, each thread but the
-  // calling one stays on a core of its own, and so near to the memory that it was first to write.
-  void resize(int threads, bool pinned = false);
+  // The NUMA node of each thread, near which the memory of its shares is to lie; none if it does not
+  // matter.
+  std::vector<int> nodes();
+  // Calls in flight are finished by the threads that they have. With `cpus`, thread i stays on
+  // cpus[i], but for the calling one, which is thread 0.
+  void resize(int threads, std::vector<int> cpus = {}, std::vector<int> nodes = {});
   // Calls body(item) once for each item in [0, count) and returns when all are done. Throws the
   // first exception that a body threw.
   void run(int64_t count, const std::function<void(int64_t)>& body);
   // The same for phases of counts[0], counts[1] ... items: body(phase, item). All items of a phase
   // are done before the next begins. After an exception the items that are left are not run. Here
-  // neighbouring items are mostly run by one thread; those of `run` begin in their order.
+  // a thread begins with a share of neighbouring items, of equal calls always the same one, and
+  // then helps out others; items of `run` begin in their order.
   void run_phases(std::span<const int64_t> counts,
                   const std::function<void(int, int64_t)>& body);
 
  private:
   struct Job;
+  static constexpr int max_jobs = 4;    // that are shared at once; a further one runs alone
+  static constexpr int user_groups = 32;
+
+  // Where helpers find a job. The memory of a job is its caller's: whoever may be looking at it is
+  // counted here, in several places so that many threads can come and go at once.
+  struct Slot {
+    struct alignas(64) Users {
+      std::atomic<int> value{0};
+    };
+    alignas(64) std::atomic<bool> taken{false};
+    std::atomic<Job*> job{nullptr};
+    std::array<Users, user_groups> users{};
+  };
 
   void run_job(std::span<const int64_t> counts, const std::function<void(int, int64_t)>& body,
                int shares);
+  Slot* post(Job& job);
+  static void withdraw(Slot& slot);
   void start_helpers();
-  void help(int place);
+  void help(int place, int cpu);
   bool look_for_work(uint64_t seen) const;
+  void sleep(uint64_t seen);
+  static void join(Slot& slot, int place);
   static void work(Job& job, int place);
-  static int64_t take(Job& job, int phase, int64_t begin, int64_t end,
-                      std::atomic<int64_t>& taken);
+  static void run_share(Job& job, int phase, int share);
 
   std::mutex mutex_;
   std::condition_variable wake_;
-  std::list<Job*> jobs_;              // those with items left to take
+  std::array<Slot, max_jobs> slots_;
   std::vector<std::thread> helpers_;  // started by the first call that can use them
+  std::vector<int> cpus_, nodes_;
   std::atomic<int> threads_;
-  std::atomic<bool> pinned_{false};
+  std::atomic<int> started_{0};       // helpers
   std::atomic<uint64_t> posted_{0};   // jobs and stops so far: changes are what helpers look for
-  int sleeping_ = 0;
-  bool stopping_ = false;
+  std::atomic<int> sleeping_{0};
+  std::atomic<bool> stopping_{false};
   std::mutex resizing_;               // held by the one thread that stops helpers
 };
+
+// The items of a share begin here and end where those of the next one begin.
+constexpr int64_t share_begin(int64_t items, int64_t share, int64_t shares) {
+  return (items * share + shares - 1) / shares;
+}
 
 // The process's pool. A forked child gets a new one, since threads do not survive a fork.
 Pool& shared_pool();

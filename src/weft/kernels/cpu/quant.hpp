@@ -14,6 +14,7 @@
 namespace weft {
 
 inline constexpr int64_t quant_columns = 64;  // of a panel
+inline constexpr int64_t quant_slice = 16;    // columns of it that are one line of its bytes
 
 // One column as it comes: its values, its scales of the weight's type (one float for a whole
 // column) and its zeros, if any.
@@ -68,6 +69,11 @@ struct QuantKernels {
   // out[i][c] = x[first + i] . w[panel * 64 + c], for `count` rows and the 64 columns of a panel.
   void (*multiply)(const QuantWeight& weight, int64_t panel, const QuantRows& rows, int64_t first,
                    int64_t count, float* out, int64_t out_stride);
+  // The same for columns [16 * slice, 16 * slice + 16) of the panel only; null where whole panels
+  // are computed at once.
+  void (*multiply_slice)(const QuantWeight& weight, int64_t panel, int64_t slice,
+                         const QuantRows& rows, int64_t first, int64_t count, float* out,
+                         int64_t out_stride);
   // Round a row of weights: `depth` floats, followed by zeros up to a multiple of 16, to as many
   // values and one scale for each `group` of them (`depth` or a multiple of 16).
   void (*round_weights)(const float* x, int64_t depth, int64_t group, int bits, uint8_t* values,

@@ -3,36 +3,35 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
+from weft.kernels.arrays import Array, address, dtype_name, on_cpu, strides, to_numpy
 from weft.kernels.cpu import _native
-from weft.kernels.reference_sampling import SETTINGS
+from weft.kernels.sampling import SETTINGS
 
 if _native.SETTINGS != SETTINGS:
     raise ImportError("weft.kernels.cpu._native was built from another version; build it again")
 
 
 def sample(
-    logits: Tensor,
-    settings: Tensor,
-    seeds: Tensor,
-    counters: Tensor,
-    tokens: Tensor,
-    finite: Tensor,
+    logits: Array,
+    settings: Array,
+    seeds: Array,
+    counters: Array,
+    tokens: Array,
+    finite: Array,
 ) -> None:
     """Choose a token for each row; see ``interface.Sample``.
 
     Raises:
         ValueError: shapes or types do not fit.
     """
-    draws = uniform(seeds.numpy(), counters.numpy())
-    _sample(logits, settings.numpy(), draws, tokens.numpy(), finite.numpy())
+    draws = uniform(to_numpy(seeds), to_numpy(counters))
+    _sample(logits, to_numpy(settings), draws, to_numpy(tokens), to_numpy(finite))
 
 
 def sample_rows(
-    logits: Tensor, settings: NDArray[np.float64], draws: NDArray[np.float64]
+    logits: Array, settings: NDArray[np.float64], draws: NDArray[np.float64]
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """Return a token for each row, and whether its logits are finite; see
     ``reference_sampling.sample_rows``.
@@ -47,16 +46,17 @@ def sample_rows(
 
 
 def _sample(
-    logits: Tensor,
+    logits: Array,
     settings: NDArray[np.float64],
     draws: NDArray[np.float64],
     tokens: NDArray[np.int64],
     finite: NDArray[np.bool_],
 ) -> None:
     size = logits.shape[1]
-    if logits.dtype != torch.float32 or not logits.is_contiguous() or not logits.is_cpu or not size:
+    dense = len(logits) < 2 or strides(logits) == (size, 1)
+    if dtype_name(logits.dtype) != "float32" or not dense or not on_cpu(logits) or not size:
         raise ValueError(f"cannot choose from {list(logits.shape)} of {logits.dtype}")
-    _native.sample(logits.data_ptr(), size, settings, draws, tokens, finite)
+    _native.sample(address(logits), size, settings, draws, tokens, finite)
 
 
 def uniform(seeds: NDArray[np.int64], counters: NDArray[np.int64]) -> NDArray[np.float64]:

@@ -142,10 +142,17 @@ void drop(float* row, int64_t size, float least) {
   for (; i < size; ++i) row[i] = row[i] >= least ? row[i] : 0.0f;
 }
 
+void softcap(float* row, int64_t size, float cap) {
+  for (int64_t i = 0; i < size; i += W) {
+    char* at = reinterpret_cast<char*>(row + i);
+    write<DType::f32>(at, cap * tanh_of(read<DType::f32>(at, size - i) / cap), size - i);
+  }
+}
+
 }  // namespace
 
 extern const ScanKernels WEFT_NAME(scan_kernels_, WEFT_ISA);
 const ScanKernels WEFT_NAME(scan_kernels_, WEFT_ISA) = {peak,  find,   weigh, sum_blocks,
-                                                        peaks, gather, drop};
+                                                        peaks, gather, drop,  softcap};
 
 }  // namespace weft

@@ -28,6 +28,8 @@ struct ScanKernels {
   int64_t (*gather)(const float* row, int64_t size, float least, float* to);
   // Makes smaller weights 0.
   void (*drop)(float* row, int64_t size, float least);
+  // row[i] = cap * tanh(row[i] / cap).
+  void (*softcap)(float* row, int64_t size, float cap);
 };
 
 }  // namespace weft

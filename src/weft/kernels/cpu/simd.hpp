@@ -1,5 +1,5 @@
-// Vectors as wide as the registers of one instruction set, numbers of 16 bits, exp: for sources that
-// are compiled once per instruction set. All of it has internal linkage: see panel.cpp.
+// Vectors as wide as the registers of one instruction set, numbers of 16 bits, exp and tanh: for
+// sources that are compiled once per instruction set. All of it has internal linkage: see panel.cpp.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 #include "tensor.hpp"
 
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
 #include <immintrin.h>
 #endif
 
@@ -37,10 +37,33 @@ inline vec pick(ivec condition, vec yes, vec no) {
   return (vec)(((ivec)yes & condition) | ((ivec)no & ~condition));
 }
 
+// Makes the compiler forget how a register got its value: it repeats no result, and loads none again.
+template <typename Vector>
+inline void forget(Vector& v) {
+#if defined(__x86_64__)
+  asm volatile("" : "+v"(v));
+#elif defined(__aarch64__)
+  asm volatile("" : "+w"(v));
+#else
+  asm volatile("" : "+m"(v));
+#endif
+}
+
+// One instruction, which the compiler does not find by itself.
+inline uvec widen_words(hvec x) {
+#if defined(__AVX512F__)
+  return (uvec)_mm512_maskz_cvtepu16_epi32(0xffff, (__m256i)x);  // without a mask it warns
+#elif defined(__AVX2__)
+  return (uvec)_mm256_cvtepu16_epi32((__m128i)x);
+#else
+  return __builtin_convertvector(x, uvec);
+#endif
+}
+
 // Of float16, exponent and mantissa are shifted into place and the bias is corrected by a
 // multiplication, which also normalises subnormals; infinity and NaN keep the largest exponent.
 inline vec widen(hvec x, DType type) {
-  const uvec wide = __builtin_convertvector(x, uvec);
+  const uvec wide = widen_words(x);
   if (type == DType::bf16) return (vec)(wide << 16);
   const uvec magnitude = wide & 0x7fffu;
   const uvec scaled = (uvec)((vec)(magnitude << 13) * 0x1p112f);
@@ -48,7 +71,22 @@ inline vec widen(hvec x, DType type) {
   return (vec)(scaled | special | (wide & 0x8000u) << 16);
 }
 
-inline vec widen_bf16(hvec x) { return (vec)(__builtin_convertvector(x, uvec) << 16); }
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// One shuffle of both halves of a register that the numbers are loaded into twice. Its order stays in
+// memory: where loops need all registers GCC would keep it in one and a sum out of them.
+alignas(32) constexpr int8_t upper_bytes[] = {
+    -1, -1, 0, 1, -1, -1, 2,  3,  -1, -1, 4,  5,  -1, -1, 6,  7,
+    -1, -1, 8, 9, -1, -1, 10, 11, -1, -1, 12, 13, -1, -1, 14, 15};
+inline vec widen_bf16(hvec x) {
+  vec wide;
+  asm("vpshufb %2, %1, %0"
+      : "=x"(wide)
+      : "x"(_mm256_broadcastsi128_si256((__m128i)x)), "m"(*(const vec*)upper_bytes));
+  return wide;
+}
+#else
+inline vec widen_bf16(hvec x) { return (vec)(widen_words(x) << 16); }
+#endif
 
 #if defined(__AVX512BF16__)
 // The instruction rounds as below, but takes numbers under the smallest normal one for 0.
@@ -130,12 +168,12 @@ inline vec exp_negative(vec x) {
 // polynomial of degree 5 on [-1/2, 1/2]). Results below the smallest normal number are 0 or
 // subnormal; NaN stays NaN.
 inline vec exp2_negative(vec x) {
-  x = x < -200.0f ? splat(-200.0f) : x;
 #if defined(__AVX512F__)
+  x = x < -200.0f ? splat(-200.0f) : x;
   const vec n = (vec)_mm512_maskz_roundscale_ps(0xffff, (__m512)x, _MM_FROUND_TO_NEAREST_INT);
 #else
   const vec bias = splat(0x1.8p23f);
-  const vec n = (x + bias) - bias;
+  const vec shifted = x + bias, n = shifted - bias;
 #endif
   const vec r = x - n;
   vec p = r * 1.3276471782e-03f + 9.6755413328e-03f;
@@ -146,7 +184,7 @@ inline vec exp2_negative(vec x) {
 #if defined(__AVX512F__)
   return (vec)_mm512_maskz_scalef_ps(0xffff, (__m512)p, (__m512)n);
 #else
-  const vec power = (vec)((__builtin_convertvector(n, ivec) + 127) << 23);
+  const vec power = (vec)(((ivec)shifted << 23) + 0x3f800000);
   return x < -126.0f ? vec{} : p * power;
 #endif
 }
@@ -155,6 +193,21 @@ inline vec exp2_negative(vec x) {
 inline vec sigmoid(vec x) {
   const vec e = exp_negative((vec)((ivec)x | (int32_t)0x80000000));  // of -|x|
   return pick(x < 0.0f, e, splat(1.0f)) / (1.0f + e);
+}
+
+// tanh(x); an odd polynomial near zero (Cephes' tanhf), where 1 - 2 / (exp(2x) + 1) would cancel.
+inline vec tanh_of(vec x) {
+  const vec magnitude = (vec)((ivec)x & 0x7fffffff);
+  const vec e = exp_negative(magnitude * -2.0f);
+  const vec far = (1.0f - e) / (1.0f + e);
+  const vec square = x * x;
+  vec p = square * -5.70498872745e-3f + 2.06390887954e-2f;
+  p = p * square - 5.37397155531e-2f;
+  p = p * square + 1.33314422036e-1f;
+  p = p * square - 3.33332819422e-1f;
+  const vec near = p * square * magnitude + magnitude;
+  const vec result = pick(magnitude < 0.625f, near, far);
+  return (vec)((ivec)result | ((ivec)x & (int32_t)0x80000000));
 }
 
 }  // namespace

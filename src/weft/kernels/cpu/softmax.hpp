@@ -43,10 +43,6 @@ void find_scales(const Tile& tile, const Cache& cache, int64_t head, int64_t sta
   }
 }
 
-inline Partial rows_of(const Partial& sums, int64_t first, int64_t width) {
-  return {sums.largest + first, sums.total + first, sums.values + first * width};
-}
-
 void clear(const Partial& sums, int64_t count, int64_t width) {
   for (int64_t i = 0; i < count; ++i) sums.largest[i] = -infinity;
   __builtin_memset(sums.total, 0, count * sizeof(float));

@@ -28,11 +28,22 @@ struct Rope {
   float scale;
 };
 
+// What makes the input of a token to each layer: rows of a table, of the layers' type, and a product
+// with its embedding, which is scaled and normalised for each layer.
+struct LayerInputs {
+  Tensor table{};                      // [vocabulary, layers * width]
+  const Matrix* projection = nullptr;  // [layers * width, hidden]
+  const float* norm = nullptr;         // [width]
+  int64_t width = 0;
+  float table_scale = 1, projection_scale = 1, sum_scale = 1;  // that of the table rounded
+};
+
 // A model without its output head. Nothing is owned.
 struct Stack {
   const Matrix* packed = nullptr;    // the embedding as a packed matrix, or else
   Tensor table{};                    // as [vocabulary, hidden], of the layers' type
   float embedding_scale = 1;         // multiplies embeddings, rounded to their type
+  LayerInputs inputs{};              // without a projection there are none
   std::vector<Rope> ropes;
   std::vector<StackLayer> layers;
   const float* final_norm = nullptr; // [hidden], what is multiplied with
@@ -49,13 +60,5 @@ struct GroupBatch {
 // outside the vocabulary, else as paged_attention does.
 void run_stack(const Stack& stack, const int64_t* ids, const int64_t* positions, int64_t tokens,
                std::span<const GroupBatch> groups, char* hidden);
-
-// cos and sin [tokens, half] of positions times frequencies [half], both multiplied by `scale`.
-void compute_angles(const int64_t* positions, int64_t tokens, const float* frequencies,
-                    int64_t half, float scale, float* cos, float* sin);
-
-// Normalises x [tokens, heads, size] into contiguous rows. The weight has heads * size numbers, or
-// size numbers, or is not there; with plus_one 1 is added to it.
-void normalise(const Tensor& x, const Tensor* weight, bool plus_one, float epsilon, char* out);
 
 }  // namespace weft

@@ -1,17 +1,26 @@
-"""A forward pass as one native call, and the small ops before and after the layers."""
+"""A forward pass as one native call."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from weft.kernels.arrays import (
+    Array,
+    address,
+    contiguous,
+    dtype_name,
+    empty,
+    numpy_dtype,
+    to_numpy,
+    view,
+)
 from weft.kernels.cpu import _native
-from weft.kernels.cpu.attention import view
 from weft.kernels.cpu.layer import CpuLayer
 from weft.kernels.cpu.matrix import CpuMatrix
 from weft.kernels.interface import AttentionMetadata
+from weft.kernels.parts import LayerInputs, StackParts
 
 
 class CpuStack:
@@ -21,45 +30,65 @@ class CpuStack:
     code and data are cold after the weights of each layer.
     """
 
-    def __init__(
-        self,
-        embedding: Tensor | CpuMatrix,
-        embedding_scale: float,
-        norm: Tensor,
-        norm_eps: float,
-        norm_plus_one: bool,
-    ) -> None:
+    def __init__(self, parts: StackParts) -> None:
         """Bind what precedes and follows the layers.
 
-        Args:
-            embedding: [V, C].
-            embedding_scale: multiplies embeddings; rounded to their dtype before.
-            norm: [C], the weight of the final norm; ``norm_plus_one`` adds 1 to it.
+        Raises:
+            ValueError: the per-layer inputs have another shape or dtype than the rest.
         """
         native = _native.Stack()
         self._native = native
-        self._dtype, self._width = norm.dtype, len(norm)
-        if isinstance(embedding, CpuMatrix):
-            native.packed = embedding.native
+        self._dtype, self._width = dtype_name(parts.norm.dtype), len(parts.norm)
+        self._kept: list[object] = [parts]
+        if isinstance(parts.embedding, CpuMatrix):
+            native.packed = parts.embedding.native
         else:
-            embedding = embedding.contiguous()
-            native.table = view("table", embedding)
-        native.embedding_scale = torch.tensor(embedding_scale, dtype=norm.dtype).item()
-        weight = 1.0 + norm.float() if norm_plus_one else norm.float().clone()
-        native.final_norm = weight.data_ptr()
-        native.epsilon = norm_eps
-        self._kept: list[object] = [embedding, weight]
+            table = contiguous(parts.embedding)
+            native.table = view("table", table)
+            self._kept.append(table)
+        native.embedding_scale = self._rounded(parts.embedding_scale)
+        native.final_norm = self._weight(parts.norm, parts.norm_plus_one)
+        native.epsilon = parts.norm_eps
+        if parts.inputs is not None:
+            self._add_inputs(parts.inputs, parts.norm_plus_one)
 
-    def add_rope(self, frequencies: Tensor, scale: float) -> None:
+    def _add_inputs(self, inputs: LayerInputs, norm_plus_one: bool) -> None:
+        table, projection, size = inputs.table, inputs.projection, len(inputs.norm)
+        columns = table.shape[-1]
+        if tuple(projection.shape) != (columns, self._width) or columns % size:
+            raise ValueError(
+                f"per-layer inputs of {size}: table {list(table.shape)} and projection "
+                f"{list(projection.shape)} do not fit a model of {self._width}"
+            )
+        names = {dtype_name(part.dtype) for part in (table, projection, inputs.norm)}
+        if names != {self._dtype}:
+            raise ValueError(f"per-layer inputs of {sorted(names)} in a model of {self._dtype}")
+        table = contiguous(table)
+        self._kept.append(table)
+        self._native.add_inputs(
+            view("table", table), projection.native, self._weight(inputs.norm, norm_plus_one),
+            size, self._rounded(size**0.5), self._width**-0.5, 2.0**-0.5,
+        )  # fmt: skip
+
+    def _weight(self, norm: Array, plus_one: bool) -> int:
+        """Return where the float32 weight of a norm lies."""
+        weight = to_numpy(norm).astype(np.float32) + np.float32(plus_one)
+        self._kept.append(weight)
+        return address(weight)
+
+    def _rounded(self, factor: float) -> float:
+        return float(numpy_dtype(self._dtype).type(factor))
+
+    def add_rope(self, frequencies: Array, scale: float) -> None:
         """Append a rotary embedding: frequencies [R] float32, and the factor of cos and sin."""
         self._kept.append(frequencies)
-        self._native.add_rope(frequencies.data_ptr(), len(frequencies), scale)
+        self._native.add_rope(address(frequencies), len(frequencies), scale)
 
     def add_layer(
         self,
         layer: CpuLayer,
         places: tuple[int, int],
-        caches: tuple[Tensor, Tensor],
+        caches: tuple[Array, Array],
         *,
         scale: float,
         window: int | None,
@@ -84,7 +113,7 @@ class CpuStack:
         )
         self._kept += [layer, keys, values]
 
-    def run(self, ids: Tensor, positions: Tensor, groups: Sequence[AttentionMetadata]) -> Tensor:
+    def run(self, ids: Array, positions: Array, groups: Sequence[AttentionMetadata]) -> Array:
         """Return the normalised hidden states [T, C].
 
         Args:
@@ -96,13 +125,14 @@ class CpuStack:
             ValueError: shapes, dtypes or indices do not fit; caches may have been written then.
         """
         tokens = len(ids)
-        if not ids.dtype == positions.dtype == torch.int64 or positions.shape != ids.shape:
+        names = {dtype_name(ids.dtype), dtype_name(positions.dtype)}
+        if names != {"int64"} or positions.shape != ids.shape:
             raise ValueError(f"positions {list(positions.shape)} do not fit {tokens} ids of int64")
-        ids, positions = ids.contiguous(), positions.contiguous()
-        hidden = torch.empty((tokens, self._width), dtype=self._dtype)
+        ids, positions = contiguous(ids), contiguous(positions)
+        hidden = empty(ids, (tokens, self._width), self._dtype)
         self._native.run(
-            ids.data_ptr(),
-            positions.data_ptr(),
+            address(ids),
+            address(positions),
             tokens,
             [
                 (
@@ -114,38 +144,6 @@ class CpuStack:
                 )
                 for group in groups
             ],
-            hidden.data_ptr(),
+            address(hidden),
         )
         return hidden
-
-
-def angles(positions: Tensor, frequencies: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Return cos and sin [T, R] float32 of positions [T] int64; see ``reference.angles``."""
-    positions = positions.contiguous()
-    shape = (len(positions), len(frequencies))
-    cos, sin = torch.empty(shape), torch.empty(shape)
-    _native.angles(
-        positions.data_ptr(), *shape[:1], frequencies.data_ptr(), shape[1], scale,
-        cos.data_ptr(), sin.data_ptr(),
-    )  # fmt: skip
-    return cos, sin
-
-
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float, plus_one: bool) -> Tensor:
-    """Root mean square norm of x [T, D] or [T, H, D]; see ``reference.rms_norm``.
-
-    Args:
-        weight: [D], or one for each head [H, D].
-
-    Raises:
-        ValueError: shapes do not fit.
-    """
-    if weight is not None and weight.shape not in (x.shape[-1:], x.shape[1:]):
-        raise ValueError(f"weight {list(weight.shape)} does not fit {list(x.shape)}")
-    if x.stride(-1) != 1:
-        x = x.contiguous()
-    out = torch.empty(x.shape, dtype=x.dtype)
-    heads = x if x.dim() == 3 else x.unsqueeze(1)
-    weights = None if weight is None else view("weight", weight.reshape(-1))
-    _native.normalise(view("x", heads), weights, plus_one, eps, out.data_ptr())
-    return out

@@ -12,8 +12,8 @@ enum class DType : int { f32 = 0, bf16 = 1, f16 = 2, i32 = 3, i64 = 4, i8 = 5, f
 static inline bool is_float(DType type) { return type <= DType::f16; }
 // Numbers of 8 bits that mean something only with their row's scale: a cache of them holds for each
 // head of a block its rows, then a float32 scale for each of them (kernels/kv_storage.py).
-static inline bool is_scaled(DType type) { return type >= DType::i8; }
-static inline int64_t size_of(DType type) {
+static constexpr bool is_scaled(DType type) { return type >= DType::i8; }
+static constexpr int64_t size_of(DType type) {
   if (is_scaled(type)) return 1;
   return type == DType::i64 ? 8 : type == DType::f32 || type == DType::i32 ? 4 : 2;
 }

@@ -1,4 +1,4 @@
-// What attention does with vectors: rows of numbers of 8 and 16 bits, sums over lanes, tanh.
+// What attention does with vectors: rows of numbers of 8 and 16 bits, sums over lanes.
 //
 // GCC/Clang vector extensions. Included by tile.cpp alone, which is compiled once per instruction
 // set: everything here has internal linkage, so that the linker never shares a copy of it.
@@ -67,8 +67,13 @@ void widen_row(const char* from, float* to, int64_t count) {
 // The numbers of a scaled row, without the scale; bfloat16 holds them exactly. Those of type f8 are
 // E4M3: sign, 4 bits of exponent with bias 7, 3 of mantissa, no infinities.
 inline vec widen(bvec x, DType type) {
-  // In two steps: in one the compiler goes number by number.
+#if defined(__AVX512F__)
+  const ivec code = (ivec)_mm512_maskz_cvtepi8_epi32(0xffff, (__m128i)x);
+#elif defined(__AVX2__)
+  const ivec code = (ivec)_mm256_cvtepi8_epi32(_mm_cvtsi64_si128((int64_t)x));
+#else  // in two steps: in one the compiler goes number by number
   const ivec code = __builtin_convertvector(__builtin_convertvector(x, svec), ivec);
+#endif
   if (type == DType::i8) return __builtin_convertvector(code, vec);
   const uvec magnitude = (uvec)code & 0x7fu;
   const uvec scaled = (uvec)((vec)(magnitude << 20) * 0x1p120f);
@@ -179,51 +184,39 @@ inline vec shuffle(vec a, vec b, std::integer_sequence<int, I...>) {
 #endif
 }
 
-// Halve `segments` equal runs of lanes, those of a and then those of b: each run's lower half comes
-// from `offset` 0, its upper half from `offset` run / 2.
-template <int segments, int offset, int... I>
-inline auto halves(std::integer_sequence<int, I...>) {
-  constexpr int run = W / segments, half = run / 2;
-  return std::integer_sequence<int, (I / half * run + I % half + offset)...>{};
+// The sum of the halves of each run of lanes: of a's runs in their lower halves, of b's in the upper.
+template <int run, int... I>
+inline vec fold(vec a, vec b, std::integer_sequence<int, I...>) {
+  constexpr int half = run / 2;
+  constexpr std::integer_sequence<int, (I % run < half ? I + half : W + I - half)...> others{};
+#if defined(__AVX__) && !defined(__AVX512F__)  // where GCC takes a shuffle, which is dearer
+  const vec in_place = (vec)_mm256_blend_ps((__m256)a, (__m256)b, ((I % run < half ? 0 : 1 << I) + ...));
+#else
+  const vec in_place = shuffle(
+      a, b, std::integer_sequence<int, (I % run < half ? I : W + I)...>{});
+#endif
+  return in_place + shuffle(a, b, others);
 }
 
-template <int segments>
-inline vec fold(vec a, vec b) {
-  constexpr std::make_integer_sequence<int, W> lanes{};
-  constexpr int half = W / segments / 2;
-  return shuffle(a, b, halves<segments, 0>(lanes)) + shuffle(a, b, halves<segments, half>(lanes));
-}
-
-// The sums of four vectors, always added up in the same tree: halves, quarters, ...
-inline void sum_four(const vec* v, float* out) {
-  vec sums = fold<2>(fold<1>(v[0], v[1]), fold<1>(v[2], v[3]));  // W / 4 lanes for each of the four
-  if constexpr (W >= 8) sums = fold<4>(sums, sums);              // then twice W / 8 lanes for each
-  if constexpr (W >= 16) sums = fold<8>(sums, sums);             // then four times one lane
-  for (int i = 0; i < 4; ++i) out[i] = sums[i];
+// Vectors of sums in runs of lanes become one: each run is added up in the same tree (halves,
+// quarters, ...) until `count` of them share its lanes. v[i] comes to the lanes at bit-reversed i.
+template <int run, int count>
+inline vec gather(const vec* v) {
+  if constexpr (count == 1) {
+    return v[0];
+  } else {
+    vec halves[count / 2];
+    for (int i = 0; i < count / 2; ++i) {
+      halves[i] = fold<run>(v[i], v[i + count / 2], std::make_integer_sequence<int, W>{});
+    }
+    return gather<run / 2, count / 2>(halves);
+  }
 }
 
 inline float sum(vec v) {
-  const vec four[4] = {v, v, v, v};
-  float sums[4];
-  sum_four(four, sums);
-  return sums[0];
-}
-
-// ---- functions ----
-
-// tanh(x); an odd polynomial near zero (Cephes' tanhf), where 1 - 2 / (exp(2x) + 1) would cancel.
-inline vec tanh_of(vec x) {
-  const vec magnitude = (vec)((ivec)x & 0x7fffffff);
-  const vec e = exp_negative(magnitude * -2.0f);
-  const vec far = (1.0f - e) / (1.0f + e);
-  const vec square = x * x;
-  vec p = square * -5.70498872745e-3f + 2.06390887954e-2f;
-  p = p * square - 5.37397155531e-2f;
-  p = p * square + 1.33314422036e-1f;
-  p = p * square - 3.33332819422e-1f;
-  const vec near = p * square * magnitude + magnitude;
-  const vec result = pick(magnitude < 0.625f, near, far);
-  return (vec)((ivec)result | ((ivec)x & (int32_t)0x80000000));
+  vec all[W];
+  for (vec& one : all) one = v;
+  return gather<W, W>(all)[0];
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-"""Activated gates times up projections, optionally rounded for the product that follows."""
+"""Activated gates times up projections, optionally rounded for the next product; softcap."""
 
 from __future__ import annotations
 
@@ -68,6 +68,35 @@ def _act_mul_round(
         y = y.to(gate_up.dtype.element_ty).to(tl.float32)
         y = to_e4m3(tl.where(finite, y * factor, 0.0))
         tl.store(out + row * SIZE + column, y.to(out.dtype.element_ty), mask=column < SIZE)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _softcap(logits, out, cap, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + at, mask=at < count, other=0.0) / cap
+    power = tl.exp(-2.0 * tl.abs(x))
+    far = (1.0 - power) / (1.0 + power)
+    square = x * x
+    near = tl.abs(x) * (1.0 - square * (1.0 / 3.0 - square * (2.0 / 15.0)))  # where far cancels
+    size = tl.where(tl.abs(x) < 0.05, near, far)
+    tl.store(out + at, cap * tl.where(x < 0.0, -size, size), mask=at < count)
+
+
+def softcap(logits: Tensor, cap: float) -> Tensor:
+    """Return cap * tanh(logits / cap) of float32 logits [S, V].
+
+    Raises:
+        ValueError: they are of another type, or the cap is not positive.
+    """
+    if logits.dtype != torch.float32 or not cap > 0:
+        raise ValueError(f"cannot cap {list(logits.shape)} of {logits.dtype} at {cap}")
+    logits = logits.contiguous()
+    out, count = torch.empty_like(logits), logits.numel()
+    if count:
+        _softcap[(triton.cdiv(count, _BLOCK),)](
+            logits, out, cap, count, BLOCK=_BLOCK, num_warps=4, num_stages=1
+        )
+    return out
 
 
 def act_mul(gate_up: Tensor, activation: str) -> Tensor:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from weft.kernels.float8 import Rounded
-from weft.kernels.parts import Biases, LayerShape, Norms, check_parts
+from weft.kernels.parts import LayerParts, check_parts
 from weft.kernels.triton.activation import act_mul_for
 from weft.kernels.triton.matrix import TritonMatrix, linear
+from weft.kernels.triton.moe import moe
 from weft.kernels.triton.norm import NormKind, add, add_norm, norm
 from weft.kernels.triton.rope import HeadNorm, Places, rotate
+from weft.kernels.triton.route import route
 
 
 @dataclass(frozen=True)
@@ -37,26 +38,28 @@ class TritonLayer:
     values where they belong: two passes over memory less for a layer.
     """
 
-    def __init__(
-        self,
-        shape: LayerShape,
-        matrices: dict[str, TritonMatrix],
-        norms: Norms,
-        biases: Biases,
-        moe: Callable[[Tensor], Tensor] | None = None,
-    ) -> None:
-        """Bind ``qkv``, ``output``, ``gate_up`` and ``down``; see ``interface.BindLayer``.
+    def __init__(self, parts: LayerParts) -> None:
+        """Bind a layer with an MLP or, in its place, experts.
 
         Raises:
-            ValueError: shapes or dtypes do not fit together.
+            ValueError: a part is missing, shapes or dtypes do not fit together, or there are parts
+                that these kernels do not compute.
         """
-        check_parts(shape, matrices, norms, biases)
+        check_parts(parts)
+        matrices, shape, norms = parts.matrices, parts.shape, parts.norms
+        beside = parts.experts is not None and "gate_up" in matrices
+        odd = shape.kv_heads == 0 or shape.value_is_key or shape.value_norm
+        if beside or odd or "input_gate" in matrices or parts.scalar is not None:
+            raise ValueError("layers with the extras of Gemma 4 run op by op on a GPU")
         self._shape = shape
         self._norms = norms
-        self._biases = biases
-        self._qkv, self._output = matrices["qkv"], matrices["output"]
-        self._gate_up, self._down = matrices.get("gate_up"), matrices.get("down")
-        self._moe = moe
+        self._biases = parts.biases
+        self._qkv: TritonMatrix = matrices["qkv"]
+        self._output: TritonMatrix = matrices["output"]
+        self._gate_up: TritonMatrix | None = matrices.get("gate_up")
+        self._down: TritonMatrix | None = matrices.get("down")
+        self._router: TritonMatrix | None = matrices.get("router")
+        self._experts = parts.experts
         self._kind = NormKind(shape.norm_eps, shape.norm_plus_one)
         weight = norms.qk_norm
         self._head_norm = (
@@ -76,16 +79,18 @@ class TritonLayer:
         x = norm(residual, self._norms.input_norm, self._kind, self._qkv.inputs)
         return self._rotated(linear(x, self._qkv, self._biases.qkv_bias), cos, sin, None)
 
-    def post(self, attended: Tensor, residual: Tensor) -> Tensor:
-        """Output projection, MLP, norms and both residual sums: the new residual [T, C].
+    def post(self, attended: Tensor, residual: Tensor, inputs: Tensor | None = None) -> Tensor:
+        """Output projection, MLP or experts, norms and both sums: the new residual [T, C].
 
         Args:
             attended: [T, H, D].
             residual: [T, C].
 
         Raises:
-            ValueError: shapes or dtypes do not fit.
+            ValueError: shapes or dtypes do not fit, or there are per-layer inputs.
         """
+        if inputs is not None:
+            raise ValueError("this layer takes no per-layer inputs")
         total = self.end(attended, residual)
         assert total.more is not None
         return add(total.more, total.base, total.post, self._kind)
@@ -107,9 +112,13 @@ class TritonLayer:
         return Sum(residual, self._feed_forward(x), norms.post_mlp_norm)
 
     def _feed_forward(self, x: Tensor | Rounded) -> Tensor:
-        if self._moe is not None:
+        if self._experts is not None:
             assert isinstance(x, Tensor)
-            return self._moe(x)
+            assert self._router is not None
+            experts = self._experts
+            scores = linear(x, self._router, None)  # [T, E]
+            shares, ids = route(scores, experts.top_k, experts.normalise)
+            return moe(x, shares, ids, experts.gate_up, experts.down, self._shape.activation)
         assert self._gate_up is not None
         assert self._down is not None
         y = linear(x, self._gate_up, self._biases.gate_up_bias)  # [T, 2 I]

@@ -8,6 +8,7 @@ else stays with ``gemm.py``. In the interpreter everything does.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -15,8 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.kernels.arrays import Array, to_torch
 from weft.kernels.float8 import E4M3, Float8, Rounded
 from weft.kernels.quantized import Quantized
+from weft.kernels.reference import on_device
 from weft.kernels.storage import MULTIPLIED, Storage
 from weft.kernels.triton.device import (
     NONE,
@@ -104,7 +107,7 @@ class TritonMatrix:
     def __len__(self) -> int:
         return len(self.values)
 
-    def write(self, first: int, rows: Tensor | Float8 | Quantized) -> None:
+    def write(self, first: int, rows: Array | Float8 | Quantized) -> None:
         """Write the outputs from ``first`` on: codes as they are, floats [n, K] rounded.
 
         Raises:
@@ -181,8 +184,15 @@ def embedding(ids: Tensor, table: Tensor | TritonMatrix) -> Tensor:
     return rows_of(ids, table) if isinstance(table, Tensor) else gather(table, ids)
 
 
-def pack(parameter: str, tensor: Tensor, tuning: Tuning) -> Tensor | TritonMatrix:
-    """Wrap the parameters that are multiplied with; see ``interface.Pack``."""
+def pack(
+    parameter: str, array: Array, tuning: Tuning, device: torch.device | None = None
+) -> Tensor | TritonMatrix:
+    """Wrap the parameters that are multiplied with; see ``interface.Pack``.
+
+    Args:
+        device: to which all parameters are brought; None: they are there.
+    """
+    tensor = array if device is None else on_device(array, device)
     name = parameter.rpartition(".")[2]
     if name not in MULTIPLIED:
         return tensor
@@ -197,23 +207,24 @@ def computes(storage: Storage) -> bool:
 
 def quantised(
     parameter: str,
-    shape: torch.Size,
-    dtype: torch.dtype,
+    shape: Sequence[int],
+    dtype: str,
     storage: Storage,
     *,
     device: torch.device,
     tuning: Tuning,
 ) -> TritonMatrix:
     """Return where a parameter in 8 bits is written; see ``interface.Quantise``."""
+    kind = getattr(torch, dtype)
     if not computes(storage):
         raise KernelUnavailable(f"no GPU kernel multiplies with {storage}; use fp8 or int8")
     op = op_of(parameter)
     if storage.format == "e4m3":
         empty = Float8.empty(shape, storage.inputs, device)
-        return TritonMatrix(empty.values, empty.scales, dtype, tuning, inputs=empty.inputs, op=op)
+        return TritonMatrix(empty.values, empty.scales, kind, tuning, inputs=empty.inputs, op=op)
     scales = torch.zeros(shape[:-1], dtype=torch.float32, device=device)
     values = torch.zeros(shape, dtype=torch.int8, device=device)
-    return TritonMatrix(values, scales, dtype, tuning, op=op)
+    return TritonMatrix(values, scales, kind, tuning, op=op)
 
 
 def operand_of(matrix: TritonMatrix, device: torch.device) -> tuple[object, bool]:
@@ -242,11 +253,12 @@ def _check(x: Tensor, matrix: TritonMatrix) -> None:
         )
 
 
-def _int8(rows: Tensor | Quantized) -> tuple[Tensor, Tensor]:
+def _int8(rows: Array | Quantized) -> tuple[Tensor, Tensor]:
     """Return int8 values [n, K] and scales [n] float32."""
     if isinstance(rows, Quantized):
-        return (rows.values ^ 128).view(torch.int8), rows.scales.float().flatten()
-    rows = rows.float()
+        scales = to_torch(rows.scales).float().flatten()
+        return to_torch(rows.values ^ 128).view(torch.int8), scales
+    rows = (rows if isinstance(rows, Tensor) else to_torch(rows)).float()
     if not rows.isfinite().all():
         raise ValueError("only finite numbers can be rounded to int8")
     scales = rows.abs().amax(-1) / 127.0

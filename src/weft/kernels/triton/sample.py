@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.reference_sampling import SETTINGS
+from weft.kernels.sampling import SETTINGS
 from weft.kernels.triton.launch import power_of_2
 
 _SPAN = 8192  # logits of one program that looks for the largest

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from weft.kernels.interface import AttentionMetadata
+from weft.kernels.parts import StackParts
 from weft.kernels.triton.attention import paged_attention
 from weft.kernels.triton.layer import Sum, TritonLayer, add_up
-from weft.kernels.triton.matrix import TritonMatrix, embedding
+from weft.kernels.triton.matrix import embedding
 from weft.kernels.triton.norm import NormKind
 from weft.kernels.triton.rope import Places, angles
 from weft.kernels.tuning import Tuning
@@ -38,29 +39,22 @@ class TritonStack:
     Every call depends on the shapes of its arguments alone, so that it can be captured.
     """
 
-    def __init__(
-        self,
-        embedding: Tensor | TritonMatrix,
-        embedding_scale: float,
-        norm: Tensor,
-        norm_eps: float,
-        norm_plus_one: bool,
-        *,
-        tuning: Tuning | None = None,
-    ) -> None:
+    def __init__(self, parts: StackParts, *, tuning: Tuning | None = None) -> None:
         """Bind what precedes and follows the layers.
 
         Args:
-            embedding: [V, C].
-            embedding_scale: multiplies embeddings; rounded to their dtype before.
-            norm: [C], the weight of the final norm; ``norm_plus_one`` adds 1 to it.
             tuning: where the launches of attention come from; without one by rule.
+
+        Raises:
+            ValueError: the model has per-layer inputs.
         """
+        if parts.inputs is not None:
+            raise ValueError("models with per-layer inputs run op by op on a GPU")
         self._attention = partial(paged_attention, tuning=tuning)
-        self._table = embedding
-        self._scale = torch.tensor(embedding_scale, dtype=norm.dtype).item()
-        self._norm = norm
-        self._kind = NormKind(norm_eps, norm_plus_one)
+        self._table = parts.embedding
+        self._scale = torch.tensor(parts.embedding_scale, dtype=parts.norm.dtype).item()
+        self._norm = parts.norm
+        self._kind = NormKind(parts.norm_eps, parts.norm_plus_one)
         self._ropes: list[tuple[Tensor, float]] = []
         self._layers: list[_Bound] = []
 

@@ -174,12 +174,13 @@ def random_matrix(shape: LaunchShape, device: torch.device, tuning: Tuning) -> T
     stored, _, name = shape.kind.rpartition(" ")
     dtype = DTYPES[name]
     if not stored:
-        made = pack(parameter, torch.randn(sizes, device=device, dtype=dtype), tuning=tuning)
+        numbers = torch.randn(sizes, device=device, dtype=dtype)
+        made = pack(parameter, numbers, tuning)
         assert isinstance(made, TritonMatrix)
         return made
     inputs = "token" if stored == "fp8 to" else "float"
     storage = Storage(8, None, format="int" if stored.startswith("int8") else "e4m3", inputs=inputs)
-    made = quantised(parameter, sizes, dtype, storage, device=device, tuning=tuning)
+    made = quantised(parameter, sizes, name, storage, device=device, tuning=tuning)
     assert made.scales is not None
     codes = torch.randint(0, 0x78, sizes, device=device, dtype=torch.uint8)  # none is NaN
     made.values.view(torch.uint8).copy_(codes)

@@ -1,0 +1,71 @@
+"""Gives memory that an idle engine does not need back to the system."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from weft.core.process import give_back_freed_memory
+from weft.core.settings import format_bytes
+
+if TYPE_CHECKING:
+    from weft.exec.store import KVStore
+    from weft.kv.pool import BlockPool
+
+logger = logging.getLogger("weft")
+
+PAUSE_S = 5.0  # without work, after which blocks that hold nothing give their pages back
+
+
+class IdleMemory:
+    """The KV memory of an engine in moments without work.
+
+    A short while after the last step, the pages of free blocks go back. After ``forget_s``, the
+    cached prefixes are forgotten, and theirs go, too.
+
+    Args:
+        forget_s: 0 for never.
+        now: seconds on a clock that goes on.
+    """
+
+    def __init__(
+        self, store: KVStore, forget_s: float, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._store, self._forget_s, self._now = store, forget_s, now
+        self._since: float | None = None
+        self._work: Iterator[None] = iter(())
+        self._freed = self._forgot = True  # nothing was written yet
+
+    def busy(self) -> None:
+        """There is work to do: blocks may be written."""
+        self._since = None
+        self._work = iter(())
+        self._freed = self._forgot = False
+
+    def idle(self, pools: tuple[BlockPool, ...]) -> bool:
+        """Use a moment in which nothing is computed; whether there is more to do at once.
+
+        Args:
+            pools: of a cache in which no sequence has a table.
+        """
+        now = self._now()
+        if self._since is None:
+            self._since = now
+        if self._forget_s and not self._forgot and now - self._since >= self._forget_s:
+            for pool in pools:
+                pool.forget()
+            self._freed, self._forgot, self._work = True, True, self._give_back(pools)
+        elif not self._freed and now - self._since >= PAUSE_S:
+            self._freed, self._work = True, self._give_back(pools)
+        return next(self._work, self) is not self
+
+    def _give_back(self, pools: tuple[BlockPool, ...]) -> Iterator[None]:
+        given = 0
+        for group, pool in enumerate(pools):
+            for nbytes in self._store.give_back(group, pool.tidy()):
+                given += nbytes
+                yield
+        give_back_freed_memory()  # of steps that were larger than those to come
+        logger.debug("The engine is idle: %s of KV hold nothing.", format_bytes(given))

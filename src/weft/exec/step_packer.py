@@ -1,0 +1,193 @@
+"""Packs sub-batches into the one buffer that a step on a device uploads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from weft.core.errors import InvariantError
+from weft.core.plan import SubBatch
+from weft.exec.device import Device
+from weft.exec.input_batch import InputBatch
+from weft.exec.inputs import VIEWS, InputPacker, StepInputs
+from weft.exec.step_layout import (
+    HASH_WORDS,
+    Buffer,
+    Layout,
+    forward_layout,
+    padded_size,
+    sample_layout,
+)
+
+BUFFERS = 2  # one is read by the device while the next step is packed into the other
+
+Arrays = dict[str, NDArray[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedStep:
+    """A sub-batch in one of the buffers.
+
+    Attributes:
+        buffer: which one.
+        words: the part [first, end) of the buffer that must be uploaded.
+        forward, sample: where the numbers of each lie; no ``sample`` if nothing is sampled.
+        inputs: what was packed, valid until the next sub-batch is.
+    """
+
+    buffer: int
+    words: slice
+    forward: Layout
+    sample: Layout | None
+    inputs: StepInputs
+
+    @property
+    def max_query_len(self) -> int | None:
+        """1 if no row computes more than one token; None otherwise."""
+        return 1 if len(self.inputs.input_ids) == len(self.inputs.rows) else None
+
+
+class StepPacker:
+    """Fills the buffers in turn; the caller sees to it that a buffer is not in use any more.
+
+    Args:
+        windows: for each KV group the window of its layers; None for none.
+        max_tokens: of a step.
+        sizes: that steps are padded to, ascending.
+
+    Attributes:
+        max_rows, max_tokens: of a step, of the tokens padding included.
+        most_decodes: ``max_tokens`` of a step in which each row computes one.
+        buffers: on the host, each as ``layout`` says.
+    """
+
+    def __init__(
+        self,
+        table: InputBatch,
+        block_size: int,
+        windows: Seq[int | None],
+        device: Device,
+        max_tokens: int,
+        sizes: Seq[int],
+    ) -> None:
+        self._table = table
+        self._windows = [window or 0 for window in windows]
+        self._sizes = sizes
+        self._packer = InputPacker(table, block_size)
+        self.max_rows = len(table.sequence_ids)
+        self.max_tokens = padded_size(max_tokens, sizes)
+        self.most_decodes = padded_size(min(self.max_rows, max_tokens), sizes)
+        blocks = [tables.shape[1] for tables in table.tables]
+        self.layout = Buffer.for_steps(self.max_tokens, self.max_rows, blocks)
+        self.buffers = [device.host_memory(self.layout.words, torch.int32) for _ in range(BUFFERS)]
+        self._hashes = [self.layout.hashes(buffer).numpy() for buffer in self.buffers]
+        self._views: list[dict[int, Arrays]] = [{} for _ in range(BUFFERS)]
+        self._next = 0
+
+    def forward_layout(self, tokens: int) -> Layout:
+        """The layout of the forward pass over so many tokens, padding included."""
+        return forward_layout(tokens, min(tokens, self.max_rows), len(self._windows))
+
+    def pack(self, batch: SubBatch) -> PackedStep:
+        """Write a sub-batch into the next buffer.
+
+        Raises:
+            IndexError: the plan is beyond the rows.
+            InvariantError: a token is neither known nor in flight.
+        """
+        inputs = self._packer.pack(batch)
+        forward = self.forward_layout(padded_size(len(inputs.input_ids), self._sizes))
+        sample = None
+        if len(inputs.sample_rows):
+            sample = sample_layout(padded_size(len(inputs.sample_rows), self._sizes))
+        return self._fill(batch, inputs, forward, sample)
+
+    def pack_padding(self, forward: Layout, sample: Layout) -> PackedStep:
+        """Write a step of these layouts that is only padding."""
+        nobody = SubBatch((), (), (), ())
+        return self._fill(nobody, self._packer.pack(nobody), forward, sample)
+
+    def sample_at(self, layout: Layout) -> int:
+        """The word where the numbers of samples begin."""
+        return self.layout.pivot - HASH_WORDS - layout.words
+
+    def _fill(
+        self, batch: SubBatch, inputs: StepInputs, forward: Layout, sample: Layout | None
+    ) -> PackedStep:
+        buffer, self._next = self._next, (self._next + 1) % BUFFERS
+        pivot = self.layout.pivot
+        first = pivot - HASH_WORDS
+        self._hashes[buffer][:] = forward.hash, 0 if sample is None else sample.hash
+        arrays = self._arrays(buffer, forward, pivot)
+        self._write_tokens(arrays, batch, inputs)
+        tables = self.buffers[buffer].numpy()[pivot + forward.words :]
+        used = self._packer.pack_tables(self._windows, tables, arrays["table_start"])
+        end = pivot + forward.words + used
+        if sample is not None:
+            first = self.sample_at(sample)
+            arrays = self._arrays(buffer, sample, first)
+            self._write_samples(arrays, batch, inputs)
+        return PackedStep(buffer, slice(first, end), forward, sample, inputs)
+
+    def _write_tokens(self, arrays: Arrays, batch: SubBatch, inputs: StepInputs) -> None:
+        tokens, rows = len(inputs.input_ids), len(inputs.rows)
+        _put(arrays["ids"], inputs.input_ids)
+        _put(arrays["positions"], inputs.positions)
+        for slots, group in zip(arrays["slot_mapping"], inputs.groups, strict=True):
+            _put(slots, group.slot_mapping, -1)
+        bounds = inputs.groups[0].query_start
+        _put(arrays["query_start"], bounds, tokens)
+        _put(arrays["seq_lens"], inputs.groups[0].seq_lens)
+        if rows:
+            self._point_at_tokens_in_flight(arrays["ids"], bounds[1:] - 1, batch, inputs)
+
+    def _point_at_tokens_in_flight(
+        self,
+        ids: NDArray[np.int64],
+        last: NDArray[np.int32],
+        batch: SubBatch,
+        inputs: StepInputs,
+    ) -> None:
+        """For rows whose last token is still on the device, store where to read it."""
+        unknown = inputs.starts + inputs.counts - self._table.length[inputs.rows]  # [R]
+        for index, row in enumerate(batch.rows) if batch.drafts else ():
+            unknown[index] -= len(batch.drafts.get(row, ()))
+        if unknown.max() > 1:
+            row = int(inputs.rows[unknown.argmax()])
+            raise InvariantError(f"row {row} is to compute a token that is not even in flight")
+        in_flight = unknown == 1
+        ids[last[in_flight]] = -1 - inputs.rows[in_flight]
+
+    def _write_samples(self, arrays: Arrays, batch: SubBatch, inputs: StepInputs) -> None:
+        rows, columns = inputs.sample_rows, self._table.columns
+        _put(arrays["at"], inputs.sample_at)
+        _put(arrays["row"], rows, self.max_rows)
+        _put(arrays["seed"], columns.seed[rows])
+        _put(arrays["counter"], inputs.sample_lengths - self._table.num_prompt[rows])
+        _put(arrays["settings"], columns.choice[rows])
+        _put(arrays["changes"], columns.changes[rows])
+        arrays["guesses"][:] = -1
+        if batch.drafts:
+            (after,) = np.nonzero(rows[1:] == rows[:-1])  # a row stands once but for its draft
+            at = inputs.sample_at[after + 1]
+            arrays["guesses"][after + 1] = inputs.input_ids[at]
+
+    def _arrays(self, buffer: int, layout: Layout, at: int) -> Arrays:
+        views = self._views[buffer]
+        if layout.hash not in views:
+            if len(views) == VIEWS:
+                views.clear()
+            found = layout.views(self.buffers[buffer], at)
+            views[layout.hash] = {name: view.numpy() for name, view in found.items()}
+        return views[layout.hash]
+
+
+def _put(target: NDArray[np.int64], values: NDArray[np.generic], padding: int = 0) -> None:
+    """Write values at the start of ``target``, and padding behind them."""
+    target[: len(values)] = values
+    target[len(values) :] = padding

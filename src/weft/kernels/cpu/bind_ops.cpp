@@ -1,0 +1,68 @@
+// Python binding of the small ops. Addresses and views, as in bind_matrix.cpp; the wrappers check.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+
+#include "bind.hpp"
+#include "ops.hpp"
+
+namespace nb = nanobind;
+
+namespace {
+
+void angles(uintptr_t positions, int64_t tokens, uintptr_t frequencies, int64_t half, double scale,
+            uintptr_t cos, uintptr_t sin) {
+  const nb::gil_scoped_release released;
+  weft::compute_angles(reinterpret_cast<const int64_t*>(positions), tokens,
+                       reinterpret_cast<const float*>(frequencies), half,
+                       static_cast<float>(scale), reinterpret_cast<float*>(cos),
+                       reinterpret_cast<float*>(sin));
+}
+
+void normalise(nb::tuple x, std::optional<nb::tuple> weight, bool plus_one, double epsilon,
+               uintptr_t out) {
+  const weft::Tensor rows = tensor_of("x", x);
+  weft::Tensor numbers;
+  if (weight) numbers = tensor_of("weight", *weight);
+  const nb::gil_scoped_release released;
+  weft::normalise(rows, weight ? &numbers : nullptr, plus_one, static_cast<float>(epsilon),
+                  reinterpret_cast<char*>(out));
+}
+
+void rotate(nb::tuple x, uintptr_t cos, uintptr_t sin, int64_t half, uintptr_t out) {
+  const weft::Tensor heads = tensor_of("x", x);
+  const nb::gil_scoped_release released;
+  weft::rotate(heads, reinterpret_cast<const float*>(cos), reinterpret_cast<const float*>(sin),
+               half, reinterpret_cast<char*>(out));
+}
+
+void act_mul(nb::tuple gate_up, int activation, uintptr_t out) {
+  const weft::Tensor rows = tensor_of("gate_up", gate_up);
+  const nb::gil_scoped_release released;
+  weft::act_mul(rows, static_cast<weft::Activation>(activation), reinterpret_cast<char*>(out));
+}
+
+void gather_rows(nb::tuple table, uintptr_t ids, int64_t tokens, uintptr_t out) {
+  const weft::Tensor rows = tensor_of("table", table);
+  const nb::gil_scoped_release released;
+  weft::gather_rows(rows, reinterpret_cast<const int64_t*>(ids), tokens,
+                    reinterpret_cast<char*>(out));
+}
+
+void softcap(uintptr_t numbers, int64_t count, double cap) {
+  const nb::gil_scoped_release released;
+  weft::softcap(reinterpret_cast<float*>(numbers), count, static_cast<float>(cap));
+}
+
+}  // namespace
+
+void bind_ops(nb::module_& m) {
+  m.def("angles", &angles);
+  m.def("normalise", &normalise, nb::arg("x"), nb::arg("weight").none(), nb::arg("plus_one"),
+        nb::arg("epsilon"), nb::arg("out"));
+  m.def("rotate", &rotate, nb::arg("x"), nb::arg("cos"), nb::arg("sin"), nb::arg("half"),
+        nb::arg("out"));
+  m.def("act_mul", &act_mul, nb::arg("gate_up"), nb::arg("activation"), nb::arg("out"));
+  m.def("gather_rows", &gather_rows, nb::arg("table"), nb::arg("ids"), nb::arg("tokens"),
+        nb::arg("out"));
+  m.def("softcap", &softcap, nb::arg("numbers"), nb::arg("count"), nb::arg("cap"));
+}

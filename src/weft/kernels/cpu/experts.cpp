@@ -1,0 +1,199 @@
+// Routing, and the products of experts with the tokens that go to them.
+
+#include "experts.hpp"
+
+#include <algorithm>
+#include <numeric>
+#include <stdexcept>
+#include <string>
+
+#include "dispatch.hpp"
+#include "phases.hpp"
+
+namespace weft {
+namespace {
+
+// A token at one of its experts. Pairs stand in the order of experts, then of tokens.
+struct Pair {
+  int64_t token;
+  float share;
+  int64_t product;  // that of its expert
+  int64_t row;      // of the product
+};
+
+// The products of one call, one of each kind for each expert that has tokens.
+class Mixture {
+ public:
+  Mixture(const Experts& experts, const Routes& routes, Rows x, Rows out)
+      : experts_(experts), routes_(routes), x_(x), out_(out) {
+    group();
+    place();
+  }
+
+  void run(const std::function<void(int64_t)>& done) const {
+    const int64_t pairs = static_cast<int64_t>(pairs_.size());
+    const bool rounds = std::ranges::any_of(down_, &Multiplication::rounds);
+    Phases phases;
+    phases.add_tokens(pairs, [this](int64_t pair) { take(pair); });
+    phases.add(gate_up_ends_.back(), [this](int64_t i) { multiply(gate_up_, gate_up_ends_, i); });
+    phases.add_tokens(rounds ? pairs : 0, [this](int64_t i) {
+      down_[pairs_[i].product].round_row(pairs_[i].row);
+    });
+    phases.add(down_ends_.back(), [this](int64_t i) { multiply(down_, down_ends_, i); });
+    phases.add_tokens(routes_.tokens, [this, &done](int64_t token) {
+      add_up(token);
+      done(token);
+    });
+    phases.run(worth_sharing(work_));
+  }
+
+ private:
+  // Fills in the pairs, and how many rows each product has.
+  void group() {
+    const int64_t count = static_cast<int64_t>(experts_.down.size());
+    const int64_t size = routes_.tokens * routes_.top_k;
+    std::vector<int64_t> rows(count);
+    for (int64_t i = 0; i < size; ++i) {
+      const int64_t expert = routes_.ids[i];
+      if (expert < 0 || expert >= count) {
+        throw std::out_of_range("expert " + std::to_string(expert) + " is none of " +
+                                std::to_string(count));
+      }
+      ++rows[expert];
+    }
+    std::vector<int64_t> products(count), next(count);
+    for (int64_t expert = 0, first = 0; expert < count; ++expert) {
+      if (rows[expert] == 0) continue;
+      products[expert] = static_cast<int64_t>(down_.size());
+      next[expert] = first;
+      first += rows[expert];
+      gate_up_.push_back({.matrix = experts_.gate_up[expert], .rows = rows[expert],
+                          .activated = true, .activation = experts_.activation});
+      down_.push_back({.matrix = experts_.down[expert], .rows = rows[expert]});
+      firsts_.push_back(next[expert]);
+      work_ += work_of(*experts_.gate_up[expert], rows[expert]);
+    }
+    pairs_.resize(size);
+    for (int64_t i = 0; i < size; ++i) {
+      const int64_t expert = routes_.ids[i], product = products[expert], at = next[expert]++;
+      pairs_[at] = {i / routes_.top_k, routes_.shares[i], product, at - firsts_[product]};
+    }
+    places_.resize(size);
+    std::vector<int64_t> found(routes_.tokens);
+    for (int64_t i = 0; i < size; ++i) {
+      const int64_t token = pairs_[i].token;
+      places_[token * routes_.top_k + found[token]++] = i;
+    }
+  }
+
+  // Gives the products their memory: rows of all pairs, one expert's after the other's.
+  void place() {
+    static thread_local KeptMemory kept;
+    const int64_t size = static_cast<int64_t>(pairs_.size());
+    const Matrix& one = *experts_.down.front();
+    Rows x{}, gated{};
+    kept.lay_out([&](Slices& slices) {
+      for (auto* products : {&gate_up_, &down_}) {
+        for (Multiplication& product : *products) {
+          product.round_into(slices.take(product.round_bytes()));
+        }
+      }
+      x = slices.rows(size, one.outputs(), one.type());
+      gated = slices.rows(size, one.inputs(), one.type());
+      results_ = slices.rows(size, one.outputs(), one.type());
+    });
+    int64_t gate_up_end = 0, down_end = 0;
+    for (size_t i = 0; i < down_.size(); ++i) {
+      const auto from = [&](Rows all) { return Rows{all.row(firsts_[i]), all.stride}; };
+      gate_up_[i].x = from(x);
+      gate_up_[i].out = down_[i].x = from(gated);
+      down_[i].out = from(results_);
+      gate_up_[i].out_type = down_[i].out_type = one.type();
+      gate_up_ends_.push_back(gate_up_end += gate_up_[i].items());
+      down_ends_.push_back(down_end += down_[i].items());
+    }
+  }
+
+  // Brings a token to its expert.
+  void take(int64_t i) const {
+    const auto [token, share, number, row] = pairs_[i];
+    const Multiplication& product = gate_up_[number];
+    const char* from = x_.row(token);
+    if (product.rounds()) return product.round_row(row, from);
+    std::copy_n(from, product.x.stride, product.x.row(row));
+  }
+
+  void multiply(const std::vector<Multiplication>& products, const std::vector<int64_t>& ends,
+                int64_t item) const {
+    const auto at = std::ranges::upper_bound(ends, item) - ends.begin();
+    products[at].run(kernels_, at == 0 ? item : item - ends[at - 1]);
+  }
+
+  void add_up(int64_t token) const {
+    std::vector<Share> shares(routes_.top_k);
+    for (int64_t k = 0; k < routes_.top_k; ++k) {
+      const int64_t place = places_[token * routes_.top_k + k];
+      shares[k] = {pairs_[place].share, results_.row(place)};
+    }
+    kernels_.combine(experts_.down.front()->type(), shares.data(), routes_.top_k, out_.row(token),
+                     experts_.down.front()->outputs());
+  }
+
+  const PanelKernels& kernels_ = *chosen_isa().panel;
+  const Experts& experts_;
+  const Routes routes_;
+  const Rows x_, out_;
+  std::vector<Pair> pairs_;
+  std::vector<int64_t> places_;  // [tokens, top_k], the pairs of each token
+  std::vector<Multiplication> gate_up_, down_;
+  std::vector<int64_t> firsts_;  // the first pair of each product
+  std::vector<int64_t> gate_up_ends_, down_ends_;  // items up to the end of each product
+  Rows results_{};
+  int64_t work_ = 0;
+};
+
+}  // namespace
+
+void route_row(float* scores, int64_t count, int64_t top_k, bool normalise, int64_t* ids,
+               float* shares) {
+  const ScanKernels& scan = *chosen_isa().scan;
+  scan.weigh(scores, count, scan.peak(scores, count).value, 1.0f);
+  float total = 0.0f;
+  for (int64_t i = 0; i < count; ++i) total += scores[i];
+  if (total != total) {
+    std::iota(ids, ids + top_k, 0);
+    std::fill_n(shares, top_k, total);
+    return;
+  }
+  for (int64_t i = 0; i < count; ++i) scores[i] /= total;
+  float chosen = 0.0f;
+  for (int64_t k = 0; k < top_k; ++k) {
+    float* const best = std::max_element(scores, scores + count);
+    ids[k] = best - scores;
+    chosen += shares[k] = *best;
+    *best = -1.0f;
+  }
+  if (!normalise) return;
+  for (int64_t k = 0; k < top_k; ++k) shares[k] /= chosen;
+}
+
+void route(const Tensor& scores, int64_t top_k, bool normalise, int64_t* ids, float* shares) {
+  const int64_t tokens = scores.shape[0], count = scores.shape[1];
+  Phases phases;
+  phases.add_tokens(tokens, [&](int64_t token) {
+    std::vector<float> row(count);
+    for (int64_t i = 0; i < count; ++i) {
+      row[i] = number_at(scores.data, scores.type, token * scores.stride[0] + i);
+    }
+    route_row(row.data(), count, top_k, normalise, ids + token * top_k, shares + token * top_k);
+  });
+  phases.run(tokens > piece);
+}
+
+void run_experts(const Experts& experts, const Routes& routes, Rows x, Rows out,
+                 const std::function<void(int64_t)>& done) {
+  if (routes.tokens == 0) return;
+  Mixture(experts, routes, x, out).run(done);
+}
+
+}  // namespace weft

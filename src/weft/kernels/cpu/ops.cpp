@@ -1,0 +1,130 @@
+// Ops that go row by row, over the pool where there are many numbers.
+
+#include "ops.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "dispatch.hpp"
+#include "matrix.hpp"
+#include "pool.hpp"
+
+namespace weft {
+namespace {
+
+constexpr int64_t min_shared_numbers = 64 << 10;
+
+void each_row(int64_t rows, int64_t numbers, const auto& body) {
+  if (rows * numbers >= min_shared_numbers) return shared_pool().run(rows, body);
+  for (int64_t row = 0; row < rows; ++row) body(row);
+}
+
+const char* head_at(const Tensor& x, int64_t token, int64_t head) {
+  return x.as<char>() + (token * x.stride[0] + head * x.stride[1]) * size_of(x.type);
+}
+
+}  // namespace
+
+void compute_angles(const int64_t* positions, int64_t tokens, const float* frequencies,
+                    int64_t half, float scale, float* cos, float* sin) {
+  constexpr int64_t piece = 32;
+  shared_pool().run((tokens + piece - 1) / piece, [&](int64_t item) {
+    const int64_t end = std::min(tokens, (item + 1) * piece);
+    for (int64_t token = item * piece; token < end; ++token) {
+      const auto position = static_cast<float>(positions[token]);
+      for (int64_t i = 0; i < half; ++i) {
+        const float turn = position * frequencies[i];
+        cos[token * half + i] = std::cos(turn) * scale;
+        sin[token * half + i] = std::sin(turn) * scale;
+      }
+    }
+  });
+}
+
+void normalise(const Tensor& x, const Tensor* weight, bool plus_one, float epsilon, char* out) {
+  const PanelKernels& kernels = *chosen_isa().panel;
+  const int64_t tokens = x.shape[0], heads = x.shape[1], size = x.shape[2];
+  std::vector<float> weights;
+  if (weight != nullptr) {
+    weights.resize(weight->shape[0]);
+    for (int64_t i = 0; i < weight->shape[0]; ++i) {
+      weights[i] = number_at(weight->data, weight->type, i) + (plus_one ? 1.0f : 0.0f);
+    }
+  }
+  const bool each_head = static_cast<int64_t>(weights.size()) > size;
+  each_row(tokens, heads * size, [&](int64_t token) {
+    for (int64_t head = 0; head < heads; ++head) {
+      const float* w = weight == nullptr ? nullptr : weights.data() + (each_head ? head * size : 0);
+      kernels.norm(x.type, {w, epsilon}, head_at(x, token, head), nullptr,
+                   out + (token * heads + head) * size * size_of(x.type), size);
+    }
+  });
+}
+
+void rotate(const Tensor& x, const float* cos, const float* sin, int64_t half, char* out) {
+  const PanelKernels& kernels = *chosen_isa().panel;
+  const int64_t tokens = x.shape[0], heads = x.shape[1], size = x.shape[2];
+  const int64_t bytes = size * size_of(x.type);
+  each_row(tokens, heads * size, [&](int64_t token) {
+    for (int64_t head = 0; head < heads; ++head) {
+      char* const to = out + (token * heads + head) * bytes;
+      std::memcpy(to, head_at(x, token, head), bytes);
+      kernels.rotate(x.type, nullptr, cos + token * half, sin + token * half, half, to, size);
+    }
+  });
+}
+
+void act_mul(const Tensor& gate_up, Activation activation, char* out) {
+  const int64_t size = gate_up.shape[1] / 2, bytes = size * size_of(gate_up.type);
+  each_row(gate_up.shape[0], 2 * size, [&](int64_t token) {
+    const char* gate = head_at(gate_up, token, 0);
+    act_mul_row(gate_up.type, activation, gate, gate + bytes, out + token * bytes, size);
+  });
+}
+
+// By what follows a gated product, as if these were its sums.
+void act_mul_row(DType type, Activation activation, const char* gate, const char* value, char* out,
+                 int64_t count) {
+  const PanelKernels& kernels = *chosen_isa().panel;
+  const int64_t bytes = size_of(type);
+  for (int64_t first = 0; first < count; first += gated_columns) {
+    float sums[panel_columns] = {};
+    const int64_t columns = std::min(gated_columns, count - first);
+    for (int64_t i = 0; i < columns; ++i) {
+      sums[i] = number_at(gate, type, first + i);
+      sums[gated_columns + i] = number_at(value, type, first + i);
+    }
+    kernels.finish_gated(type, activation,
+                         {.sums = sums, .bias = nullptr, .residual = nullptr, .residual_stride = 0,
+                          .out = out + first * bytes, .out_stride = 0, .rows = 1,
+                          .columns = columns});
+  }
+}
+
+void check_ids(const int64_t* ids, int64_t tokens, int64_t size) {
+  for (int64_t token = 0; token < tokens; ++token) {
+    if (ids[token] >= 0 && ids[token] < size) continue;
+    throw std::out_of_range("token " + std::to_string(ids[token]) + " is outside the vocabulary");
+  }
+}
+
+void gather_rows(const Tensor& table, const int64_t* ids, int64_t tokens, char* out) {
+  check_ids(ids, tokens, table.shape[0]);
+  const int64_t bytes = table.shape[1] * size_of(table.type);
+  each_row(tokens, table.shape[1], [&](int64_t token) {
+    std::memcpy(out + token * bytes, head_at(table, ids[token], 0), bytes);
+  });
+}
+
+void softcap(float* numbers, int64_t count, float cap) {
+  constexpr int64_t run = 4096;  // numbers that are one row
+  each_row((count + run - 1) / run, run, [&](int64_t i) {
+    chosen_isa().scan->softcap(numbers + i * run, std::min(run, count - i * run), cap);
+  });
+}
+
+}  // namespace weft

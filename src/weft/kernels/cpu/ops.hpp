@@ -1,0 +1,36 @@
+// The small ops of a model, one by one. Rows are read where they lie and written contiguous.
+#pragma once
+
+#include <cstdint>
+
+#include "panel.hpp"
+#include "tensor.hpp"
+
+namespace weft {
+
+// cos and sin [tokens, half] of positions times frequencies [half], both multiplied by `scale`.
+void compute_angles(const int64_t* positions, int64_t tokens, const float* frequencies,
+                    int64_t half, float scale, float* cos, float* sin);
+
+// Normalises x [tokens, heads, size]. The weight has heads * size numbers, or size numbers, or is
+// not there; with plus_one 1 is added to it.
+void normalise(const Tensor& x, const Tensor* weight, bool plus_one, float epsilon, char* out);
+
+// Rotates the first 2 * half dimensions of x [tokens, heads, size].
+void rotate(const Tensor& x, const float* cos, const float* sin, int64_t half, char* out);
+
+// activation(gate) * value of rows [tokens, 2 * size], gates first.
+void act_mul(const Tensor& gate_up, Activation activation, char* out);
+// The same for one row, whose gates and values may lie apart.
+void act_mul_row(DType type, Activation activation, const char* gate, const char* value, char* out,
+                 int64_t count);
+
+// Throws std::out_of_range for an id outside a vocabulary of this size.
+void check_ids(const int64_t* ids, int64_t tokens, int64_t size);
+// Rows of a table [vocabulary, size] by ids. Throws as `check_ids` does.
+void gather_rows(const Tensor& table, const int64_t* ids, int64_t tokens, char* out);
+
+// In place: cap * tanh(x / cap) of contiguous numbers.
+void softcap(float* numbers, int64_t count, float cap);
+
+}  // namespace weft

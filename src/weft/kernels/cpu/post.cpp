@@ -1,0 +1,196 @@
+// What follows attention in a layer.
+
+#include <array>
+
+#include "dispatch.hpp"
+#include "layer.hpp"
+#include "ops.hpp"
+#include "phases.hpp"
+
+namespace weft {
+namespace {
+
+class Post {
+ public:
+  Post(const Layer& layer, const char* attended, const char* residual, Rows inputs,
+       int64_t tokens, char* out)
+      : layer_(layer), tokens_(tokens), inputs_(inputs),
+        in_(rows_of(residual, hidden_, type_)), result_(rows_of(out, hidden_, type_)) {
+    static thread_local KeptMemory kept;
+    output_.x = rows_of(attended, layer.output->inputs(), type_);
+    gate_up_.activated = true;
+    gate_up_.activation = layer.activation;
+    kept.lay_out([this](Slices& slices) { place(slices); });
+    connect();
+  }
+
+  void run() {
+    const int64_t dense = items_of(gate_up_), routing = items_of(router_);
+    Phases phases;
+    phases.add_rounding(output_);
+    phases.add(output_.items(), [this](int64_t item) { output_.run(kernels_, item); });
+    phases.add_tokens(tokens_, [this](int64_t token) { begin(token); });
+    phases.add(dense + routing, [this, dense](int64_t item) {
+      if (item < dense) return gate_up_.run(kernels_, item);
+      router_.run(kernels_, item - dense);
+    });
+    if (routed_) phases.add_tokens(tokens_, [this](int64_t i) { choose(i); });
+    if (dense > 0) {
+      phases.add_rounding(down_);
+      phases.add(down_.items(), [this](int64_t item) { down_.run(kernels_, item); });
+      if (down_.out.data == y_.data) {
+        phases.add_tokens(tokens_, [this](int64_t token) { end_mlp(token); });
+      }
+    }
+    const Matrix& large = layer_.gate_up == nullptr ? *layer_.output : *layer_.gate_up;
+    const bool share = worth_sharing(work_of(large, tokens_));
+    phases.run(share);
+    if (routed_) {
+      run_experts(*layer_.experts, {ids_, shares_, tokens_, layer_.top_k}, expert_x_, sparse_,
+                  [this](int64_t token) { end_experts(token); });
+    }
+    if (layer_.input_gate != nullptr || layer_.scalar != 1.0f) add_input(share);
+  }
+
+ private:
+  Multiplication product_of(const Matrix* matrix, const void* bias = nullptr) const {
+    return {.matrix = matrix, .bias = bias, .x = {}, .residual = {}, .out = {}, .rows = tokens_,
+            .out_type = type_};
+  }
+  static int64_t items_of(const Multiplication& product) {
+    return product.matrix == nullptr ? 0 : product.items();
+  }
+  void norm(const float* weight, Rows from, Rows add, Rows to, int64_t token) const {
+    kernels_.norm(type_, {weight, layer_.epsilon}, from.row(token),
+                  add.data == nullptr ? nullptr : add.row(token), to.row(token), hidden_);
+  }
+
+  void place(Slices& slices) {
+    for (Multiplication* product : std::array{&output_, &gate_up_, &down_, &router_, &input_gate_,
+                                              &input_projection_}) {
+      if (product->matrix == nullptr) continue;
+      product->cut(threads_);
+      product->round_into(slices.take(product->round_bytes()));
+    }
+    for (Rows* rows : {&middle_, &x_, &y_}) *rows = slices.rows(tokens_, hidden_, type_);
+    if (layer_.down != nullptr) down_.x = slices.rows(tokens_, layer_.down->inputs(), type_);
+    if (layer_.input_gate != nullptr) {
+      input_gate_.out = slices.rows(tokens_, layer_.input_gate->outputs(), type_);
+    }
+    if (!routed_) return;
+    ids_ = slices.take<int64_t>(tokens_ * layer_.top_k);
+    shares_ = slices.take<float>(tokens_ * layer_.top_k);
+    scores_ = slices.take<float>(tokens_ * layer_.router->outputs());
+    router_.out = slices.rows(tokens_, layer_.router->outputs(), type_);
+    sparse_ = slices.rows(tokens_, hidden_, type_);
+    router_.x = beside_ ? slices.rows(tokens_, hidden_, type_) : x_;
+    expert_x_ = beside_ ? slices.rows(tokens_, hidden_, type_) : x_;
+  }
+
+  // Where the products read and write.
+  void connect() {
+    const bool norm_attention = layer_.post_attention_norm != nullptr;
+    output_.out = norm_attention ? y_ : middle_;
+    if (!norm_attention) output_.residual = in_;
+    gate_up_.x = x_;
+    gate_up_.out = down_.x;
+    const bool more = routed_ || layer_.post_mlp_norm != nullptr;
+    down_.out = more ? y_ : result_;
+    if (!more) down_.residual = middle_;
+    input_gate_.x = result_;
+    input_projection_.x = input_gate_.out;
+    input_projection_.out = y_;
+  }
+
+  // The first sum, and what MLP, router and experts read.
+  void begin(int64_t token) const {
+    if (layer_.post_attention_norm != nullptr) {
+      norm(layer_.post_attention_norm, y_, in_, middle_, token);
+    }
+    norm(layer_.mlp_norm, middle_, {}, x_, token);
+    if (beside_) {
+      char* const row = router_.x.row(token);
+      norm(layer_.router_scale, middle_, {}, router_.x, token);
+      kernels_.scale(type_, layer_.router_factor, row, nullptr, row, hidden_);
+      norm(layer_.expert_norm, middle_, {}, expert_x_, token);
+    }
+    for (const Multiplication* product : {&gate_up_, &router_}) {
+      if (product->matrix != nullptr) product->round_row(token);
+    }
+  }
+
+  void choose(int64_t token) const {
+    const int64_t count = layer_.router->outputs(), first = token * layer_.top_k;
+    float* const scores = scores_ + token * count;
+    for (int64_t i = 0; i < count; ++i) scores[i] = number_at(router_.out.row(token), type_, i);
+    route_row(scores, count, layer_.top_k, layer_.normalise, ids_ + first, shares_ + first);
+    if (layer_.expert_scale == nullptr) return;
+    for (int64_t i = first; i < first + layer_.top_k; ++i) {
+      shares_[i] *= layer_.expert_scale[ids_[i]];
+    }
+  }
+
+  void end_mlp(int64_t token) const {
+    if (beside_) return norm(layer_.dense_post_norm, y_, {}, y_, token);
+    norm(layer_.post_mlp_norm, y_, middle_, result_, token);
+  }
+
+  void end_experts(int64_t token) const {
+    if (beside_) norm(layer_.expert_post_norm, sparse_, y_, sparse_, token);
+    if (layer_.post_mlp_norm != nullptr) {
+      return norm(layer_.post_mlp_norm, sparse_, middle_, result_, token);
+    }
+    kernels_.scale(type_, 1.0f, sparse_.row(token), middle_.row(token), result_.row(token),
+                   hidden_);
+  }
+
+  // Gates the tokens' own inputs to the layer by the residual, and multiplies it.
+  void add_input(bool share) {
+    Phases phases;
+    if (layer_.input_gate != nullptr) {
+      const int64_t width = layer_.input_gate->outputs();
+      phases.add_rounding(input_gate_);
+      phases.add(input_gate_.items(), [this](int64_t item) { input_gate_.run(kernels_, item); });
+      phases.add_tokens(tokens_, [this, width](int64_t token) {
+        char* const gate = input_gate_.out.row(token);
+        act_mul_row(type_, layer_.activation, gate, inputs_.row(token), gate, width);
+        input_projection_.round_row(token);
+      });
+      phases.add(input_projection_.items(),
+                 [this](int64_t item) { input_projection_.run(kernels_, item); });
+    }
+    phases.add_tokens(tokens_, [this](int64_t token) {
+      char* const row = result_.row(token);
+      if (layer_.input_gate != nullptr) norm(layer_.post_input_norm, y_, result_, result_, token);
+      if (layer_.scalar != 1.0f) kernels_.scale(type_, layer_.scalar, row, nullptr, row, hidden_);
+    });
+    phases.run(share);
+  }
+
+  const PanelKernels& kernels_ = *chosen_isa().panel;
+  const Layer& layer_;
+  const bool routed_ = layer_.experts != nullptr, beside_ = routed_ && layer_.gate_up != nullptr;
+  const DType type_ = layer_.type();
+  const int64_t hidden_ = layer_.output->outputs(), tokens_;
+  const int threads_ = shared_pool().threads();
+  const Rows inputs_, in_, result_;
+  Multiplication output_ = product_of(layer_.output, layer_.output_bias);
+  Multiplication gate_up_ = product_of(layer_.gate_up, layer_.gate_up_bias);
+  Multiplication down_ = product_of(layer_.down, layer_.down_bias);
+  Multiplication router_ = product_of(layer_.router);
+  Multiplication input_gate_ = product_of(layer_.input_gate);
+  Multiplication input_projection_ = product_of(layer_.input_projection);
+  Rows middle_{}, x_{}, y_{};
+  Rows sparse_{}, expert_x_{};  // of experts
+  int64_t* ids_ = nullptr;
+  float *shares_ = nullptr, *scores_ = nullptr;
+};
+
+}  // namespace
+
+void layer_post(const Layer& layer, const char* attended, const char* residual, Rows inputs,
+                int64_t tokens, char* out) {
+  Post(layer, attended, residual, inputs, tokens, out).run();
+}
+
+}  // namespace weft

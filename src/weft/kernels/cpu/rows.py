@@ -1,0 +1,84 @@
+"""Ops that go row by row, on the CPU: norm, rotary embedding, gated activation, softcap."""
+
+from __future__ import annotations
+
+from weft.kernels.arrays import Array, address, contiguous, dense_rows, dtype_name, empty, view
+from weft.kernels.cpu import _native
+
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}  # the numbers of `Activation` in panel.hpp
+
+
+def angles(positions: Array, frequencies: Array, scale: float) -> tuple[Array, Array]:
+    """Return cos and sin [T, R] float32 of positions [T] int64; see ``reference.angles``."""
+    positions = contiguous(positions)
+    shape = (len(positions), len(frequencies))
+    cos, sin = empty(positions, shape, "float32"), empty(positions, shape, "float32")
+    _native.angles(
+        address(positions), *shape[:1], address(frequencies), shape[1], scale,
+        address(cos), address(sin),
+    )  # fmt: skip
+    return cos, sin
+
+
+def rms_norm(x: Array, weight: Array | None, eps: float, plus_one: bool) -> Array:
+    """Root mean square norm of x [T, D] or [T, H, D]; see ``reference.rms_norm``.
+
+    Args:
+        weight: [D], or one for each head [H, D].
+
+    Raises:
+        ValueError: shapes do not fit.
+    """
+    if weight is not None and weight.shape not in (x.shape[-1:], x.shape[1:]):
+        raise ValueError(f"weight {list(weight.shape)} does not fit {list(x.shape)}")
+    x = dense_rows(x)
+    out = empty(x, x.shape)
+    heads = x if x.ndim == 3 else x[:, None]
+    weights = None if weight is None else view("weight", contiguous(weight).reshape(-1))
+    _native.normalise(view("x", heads), weights, plus_one, eps, address(out))
+    return out
+
+
+def rope(x: Array, cos: Array, sin: Array) -> Array:
+    """Rotate the heads of x [T, H, D]; see ``reference.rope``.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit.
+    """
+    shape = (x.shape[0], cos.shape[-1])
+    fits = cos.shape == sin.shape == shape and x.ndim == 3 and 2 * shape[1] <= x.shape[2]
+    if not fits or not dtype_name(cos.dtype) == dtype_name(sin.dtype) == "float32":
+        raise ValueError(f"angles {list(cos.shape)} of {cos.dtype} do not fit {list(x.shape)}")
+    x, cos, sin = dense_rows(x), contiguous(cos), contiguous(sin)
+    out = empty(x, x.shape)
+    _native.rotate(view("x", x), address(cos), address(sin), shape[1], address(out))
+    return out
+
+
+def act_mul(gate_up: Array, activation: str) -> Array:
+    """Return activation(gate) * up for ``gate_up`` [T, 2I], gate first -> [T, I].
+
+    Raises:
+        ValueError: the shape does not fit, or there is no such activation.
+    """
+    if gate_up.ndim != 2 or gate_up.shape[1] % 2 or activation not in ACTIVATIONS:
+        known = ", ".join(ACTIVATIONS)
+        raise ValueError(f"cannot apply '{activation}' to {list(gate_up.shape)}; known: {known}")
+    gate_up = dense_rows(gate_up)
+    out = empty(gate_up, (gate_up.shape[0], gate_up.shape[1] // 2))
+    _native.act_mul(view("gate_up", gate_up), ACTIVATIONS[activation], address(out))
+    return out
+
+
+def softcap(logits: Array, cap: float) -> Array:
+    """Return cap * tanh(logits / cap) of float32 logits [S, V]; contiguous ones are overwritten.
+
+    Raises:
+        ValueError: they are of another type, or the cap is not positive.
+    """
+    if dtype_name(logits.dtype) != "float32" or not cap > 0:
+        raise ValueError(f"cannot cap {list(logits.shape)} of {logits.dtype} at {cap}")
+    logits = contiguous(logits)
+    rows, columns = logits.shape
+    _native.softcap(address(logits), rows * columns, cap)
+    return logits

@@ -1,0 +1,98 @@
+"""Collectives over the processes of a machine, by torch.distributed."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.kernels.arrays import Array, is_numpy, to_numpy, to_torch
+from weft.kernels.collectives import ONE_EXCHANGE_BYTES
+from weft.kernels.unavailable import KernelUnavailable
+
+TIMEOUT_S = 300  # of one collective; a rank that has ended is noticed before
+
+
+class Group:
+    """Collectives over processes of this machine: NCCL for CUDA tensors, gloo for those of the CPU.
+
+    Args:
+        meeting_point: a file that does not exist yet, the same for every rank of the group.
+
+    Raises:
+        KernelUnavailable: torch was built without NCCL.
+        RuntimeError: the others did not come, or a rank has ended; also from every method.
+    """
+
+    def __init__(self, rank: int, size: int, meeting_point: Path, device: str) -> None:
+        self.rank, self.size = rank, size
+        on_gpu = device.startswith("cuda")
+        self._aborts = on_gpu  # gloo fails by itself
+        connect = _nccl if on_gpu else _gloo
+        self._group = connect(meeting_point, rank, size)
+        self.sum(torch.zeros(1, device=device))  # connects
+
+    def sum(self, x: Array) -> Array:
+        return to_numpy(self._sum(to_torch(x))) if is_numpy(x) else self._sum(x)
+
+    def gather(self, x: Array) -> Array:
+        return to_numpy(self._gather(to_torch(x))) if is_numpy(x) else self._gather(x)
+
+    def _sum(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        if x.nbytes <= ONE_EXCHANGE_BYTES or x.numel() % self.size:
+            return self._added(self._all(x.view(-1))).view(x.shape)
+        mine = torch.empty_like(x).view(-1)  # each rank's numbers of this rank's share
+        self._group.alltoall_base(mine, x.view(-1), [], []).wait()
+        return self._all(self._added(mine)).view(x.shape)
+
+    def _gather(self, x: Tensor) -> Tensor:
+        return self._all(x.contiguous()).view(self.size, *x.shape).transpose(0, 1).flatten(1)
+
+    def abort(self) -> None:
+        """End what waits for ranks that have ended. For another thread."""
+        if self._aborts:
+            self._group.abort()
+
+    def _all(self, x: Tensor) -> Tensor:
+        """Return the parts [size * n, ...] of all ranks, each [n, ...]."""
+        parts = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
+        self._group._allgather_base(parts, x).wait()
+        return parts
+
+    def _added(self, parts: Tensor) -> Tensor:
+        """Return the sum [n] of parts [size * n]."""
+        first, second, *others = parts.view(self.size, -1)
+        total: Tensor = first.float() + second
+        for part in others:
+            total += part
+        return total.to(parts.dtype)
+
+
+def _gloo(meeting_point: Path, rank: int, size: int) -> Any:
+    c10d = _torch_distributed()
+    options = c10d.ProcessGroupGloo._Options()
+    options._devices = [c10d.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._timeout = timedelta(seconds=TIMEOUT_S)
+    store = c10d.FileStore(str(meeting_point), size)
+    return c10d.ProcessGroupGloo(store, rank, size, options)
+
+
+def _nccl(meeting_point: Path, rank: int, size: int) -> Any:
+    c10d = _torch_distributed()
+    if not c10d.is_nccl_available():
+        raise KernelUnavailable("this torch has no NCCL, which tensor_parallel needs on GPUs")
+    options = c10d.ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=TIMEOUT_S)
+    store = c10d.FileStore(str(meeting_point), size)
+    return c10d.ProcessGroupNCCL(store, rank, size, options)
+
+
+def _torch_distributed() -> Any:
+    """The module, most of which has no types; few engines need it."""
+    from torch import distributed
+
+    return distributed

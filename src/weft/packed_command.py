@@ -1,0 +1,56 @@
+"""``weft cache``: shows and removes packed weights that are kept."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+from weft.core.errors import ConfigError, WeftError
+from weft.core.settings import format_bytes
+from weft.models.hub import resolve_model
+from weft.models.packed_cache import KeptFile, clear, kept_files, packed_folder
+
+
+def run_cache(kind: str, model: str | None) -> int:
+    """List the files, or clear them, all or those of a model; returns the exit status.
+
+    Raises:
+        ConfigError: there is nothing of the model.
+    """
+    folder = packed_folder()
+    files = kept_files(folder)
+    if kind == "list":
+        for file in reversed(files):
+            print(_line(file))
+        print(f"{_total(files)} in {folder}")
+        return 0
+    source = None if model is None else _source(model, files)
+    try:
+        removed = clear(folder, source)
+    except OSError as error:
+        raise ConfigError(f"Cannot clear '{folder}': {error.strerror}.") from None
+    print(f"removed {_total(removed)} from {folder}")
+    return 0
+
+
+def _source(model: str, files: list[KeptFile]) -> str:
+    """The path of a model as the files name it: a folder, a hub id, or a path that is gone."""
+    known = {file.source for file in files}
+    names = [model]
+    with contextlib.suppress(WeftError):  # it may have been removed, unlike its files
+        names.append(str(resolve_model(model, offline=True).resolve()))
+    for name in names:
+        if name in known:
+            return name
+    raise ConfigError(f"No packed weights of '{model}' are kept; see weft cache list.")
+
+
+def _line(file: KeptFile) -> str:
+    used = time.strftime("%Y-%m-%d %H:%M", time.localtime(file.used))
+    settings = ", ".join(f"{name} {value}" for name, value in file.settings.items())
+    return f"{used}  {format_bytes(file.nbytes):>10}  {file.source or file.path.name}  {settings}"
+
+
+def _total(files: list[KeptFile]) -> str:
+    plural = "" if len(files) == 1 else "s"
+    return f"{len(files)} file{plural}, {format_bytes(sum(file.nbytes for file in files))}"

@@ -1,0 +1,55 @@
+"""A server without requests gives the memory of its KV back, and computes the same afterwards."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import psutil
+
+from live import START_S, Server, eventually, serving
+
+MIB = 2**20
+
+
+def engine_of(server: Server) -> psutil.Process:
+    return server.children()["weft-engine"]
+
+
+def anonymous(process: psutil.Process) -> int:
+    """Bytes that a process has for itself, beside files and what it shares."""
+    lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
+    return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Anonymous:"))
+
+
+def complete(server: Server, first: int) -> str:
+    body = {"model": "builtin", "prompt": [first + i % 50 for i in range(400)], "max_tokens": 4}
+    body["temperature"] = 0
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=START_S)
+    return answer.raise_for_status().json()["choices"][0]["text"]
+
+
+def burst(server: Server) -> tuple[list[str], int]:
+    """The texts of many requests, and the most that the engine had for itself when one ended."""
+    engine = engine_of(server)
+
+    def one(number: int) -> tuple[str, int]:
+        return complete(server, 100 + number), anonymous(engine)
+
+    with ThreadPoolExecutor(16) as clients:
+        texts, sizes = zip(*clients.map(one, range(48)), strict=True)
+    return list(texts), max(sizes)
+
+
+def test_memory_of_a_burst_is_given_back(tmp_path):
+    with serving(tmp_path, "--kv-memory", "256MiB", "--kv-idle-s", "1") as server:
+        complete(server, 90)
+        engine = engine_of(server)
+        texts, most = burst(server)
+        eventually(lambda: anonymous(engine) < most - 32 * MIB, START_S)
+        least = anonymous(engine)
+        again, most = burst(server)
+        assert again == texts
+        assert most > least + 24 * MIB
+        eventually(lambda: anonymous(engine) < least + 16 * MIB, START_S)

@@ -1,0 +1,29 @@
+"""The native path gives the very bits that were recorded, on each instruction set."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from checkpoints import CASES, FAMILY_CASES
+from golden import RECORDED, each_hash
+
+from depth import deep
+from weft.kernels.cpu import attention
+
+# Sets that only add exact products of integers to another one.
+SAME_BITS = {"amx": "avx512bf16", "avxvnni": "avx2"}
+HASHES = json.loads(RECORDED.read_text())
+ISAS = [
+    pytest.param(isa, marks=[deep] if number else []) for number, isa in enumerate(attention.isas())
+]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_logits_are_those_recorded(isa):
+    hashes = HASHES.get(SAME_BITS.get(isa, isa))
+    if hashes is None:
+        pytest.skip(f"no machine with {isa} has recorded its logits")
+    cases = CASES if isa != attention.isas()[0] else FAMILY_CASES.values()
+    found = dict(each_hash(isa, cases))
+    assert found == {key: hashes[key] for key in found}
