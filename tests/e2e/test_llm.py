@@ -22,8 +22,11 @@ from weft.core.errors import (
     ModelNotFoundError,
 )
 from weft.core.memory import MemoryKills
+from weft.core.plan import Update
+from weft.core.types import FinishReason, Request
 from weft.engine.links import EngineLinks
 from weft.engine.remote import EngineProcess
+from weft.ring.client import RingClient
 from weft.ring.segment import create_ring
 
 SMALL = {"threads": 1, "kv_memory": "32MiB", "max_num_seqs": 8}
@@ -231,6 +234,28 @@ def test_an_engine_that_is_stopped_while_it_starts_does_not_build_the_model_firs
     assert engine.stop() == 0
     assert engine.report.read() == "", "it went on to report a model"
     engine.report.close()
+    ring.close()
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["told", "orphaned"])
+def test_an_engine_ends_what_is_open_if_it_is_told_to_stop_but_not_if_its_parent_dies(told):
+    """A dead parent has closed its pipes by the time the kernel kills its children."""
+    ring = create_ring()
+    engine = EngineProcess.start({"model": "builtin", **SMALL}, EngineLinks([ring]))
+    engine.wait_until_ready()
+    client = RingClient(ring)
+    updates: list[Update] = []
+    client.submit([Request(1, (5, 6, 7), LONG.with_defaults({}))], updates.extend)
+    eventually(lambda: client.poll() and len(updates) >= 3, START_S)
+    if told:
+        engine.stop()
+    else:
+        engine.orders.close()
+        assert engine.process.wait(START_S) == 0
+    client.poll()
+    assert [update.finish for update in updates if update.finish] == [FinishReason.ERROR] * told
+    assert client.in_flight == (not told)
+    client.close()
     ring.close()
 
 

@@ -5,7 +5,8 @@
 
 The second form is a fork server, which becomes an engine in every process that it forks.
 On standard input come settings as one line of JSON, then ``go`` once no other engine can touch the
-rings any more, then the end of it, or another line, which ends the engine. SIGTERM is ignored:
+rings any more, then ``stop``, which ends the engine and what is open. The end of it means that the
+parent has died: the process ends at once and leaves the rings alone. SIGTERM is ignored:
 a signal to the whole group of processes must not end running streams, and the parent decides when
 they have finished. To the report descriptor go ``{"served": ...}`` when the engine is built or
 ``{"error": ...}`` if that has failed, and ``{"attached": ...}`` when it serves the rings, with the
@@ -161,9 +162,11 @@ class _Orders:
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:
-        while sys.stdin.readline() == "go\n":
+        while (line := sys.stdin.readline()) == "go\n":
             self.go.set()
-        if self.inbox is None:
+        # A parent that dies closes its end before the kernel kills this process; in between, no
+        # request may end that could be resumed.
+        if not line or self.inbox is None:
             os._exit(0)
         self.inbox.stop()
 
