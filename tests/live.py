@@ -118,6 +118,8 @@ def serving(
         inside: the same for other processes, by the modules that they run.
     """
     port, errors = port or free_port(), folder / "stderr.txt"
+    if errors.exists():  # of a server before
+        errors = folder / f"stderr-{port}.txt"
     with errors.open("w") as log:
         alone = ("--frontends", "1")  # on a machine of any size, unless the test wants more
         command = [*within, *WEFT, "serve", "--port", str(port), *alone, *SMALL, *arguments]
