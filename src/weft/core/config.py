@@ -157,6 +157,18 @@ class EngineConfig:
         "returns later; unset: it is computed again",
         low=2**10,
     )
+    kv_disk: str | None = setting(
+        "str",
+        None,
+        "device cpu: folder where cached prefixes are kept that memory gives up, and from where "
+        "they come back, also after a restart",
+    )
+    kv_disk_size: int = setting(
+        "bytes",
+        10 * 2**30,
+        "size of that folder; what was used longest ago makes room",
+        low=2**20,
+    )
     block_size: int = setting("int", 16, "tokens in a KV block", low=1, high=1024)
     max_num_seqs: int = setting("int", 128, "sequences that run at once", low=1, high=65536)
     max_num_batched_tokens: int = setting(
@@ -293,7 +305,22 @@ class EngineConfig:
                 "many sequences cannot reach the engine at once; raise the one or lower the other.",
                 param="ring_slots",
             )
+        if self.kv_disk is not None:
+            self._check_kv_disk()
         self.service_classes()
+
+    def _check_kv_disk(self) -> None:
+        """Raise ConfigError if other settings exclude the prefix cache on disk."""
+        if not self.prefix_caching:
+            raise ConfigError(
+                "kv_disk keeps cached prefixes, and prefix_caching is off; leave one of them out.",
+                param="kv_disk",
+            )
+        if self.tensor_parallel > 1:
+            raise ConfigError(
+                f"kv_disk is for one process, and tensor_parallel is {self.tensor_parallel}.",
+                param="kv_disk",
+            )
 
     def ring_sizes(self, requests: int = 0) -> tuple[int, int]:
         """Slots and bytes of memory of the ring of a request plane.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from weft.core.errors import WeftError
 from weft.core.types import FinishReason, SamplingParams, TokenLogprob
@@ -102,9 +102,13 @@ class SubBatch:
         return self.tiers or (Tier.DEVICE,) * len(self.rows)
 
 
+BlockCopy: TypeAlias = tuple[int, int, bytes]  # a group, a block of it, the hash of its content
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step. The executor applies zero, abort, drop, add, moves and extend, then computes.
+    """One step. The executor applies saves, zero, abort, drop, add, moves, extend and loads, then
+    computes.
 
     Layer-wise moves take place while it computes, so their rows are extended before they move.
 
@@ -120,6 +124,9 @@ class StepPlan:
             may be piggybacked through that layer (OmniServe, piggybacking); empty if none may.
         abort: rows whose token on its way is dropped, before this step carries piggybacked rows;
             ignored where an earlier step has ended the token. The row stays until it is dropped.
+        saves: blocks of the device whose content the prefix cache on disk is to get before
+            anything is written.
+        loads: blocks of the device that get content from there before anything is computed.
     """
 
     step_id: int
@@ -133,6 +140,8 @@ class StepPlan:
     piggybacked: tuple[int, ...] = ()
     piggyback_limits: tuple[int, ...] = ()
     abort: tuple[int, ...] = ()
+    saves: tuple[BlockCopy, ...] = ()
+    loads: tuple[BlockCopy, ...] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -68,6 +68,16 @@ class Executor(Protocol):
     def close(self) -> None: ...
 
 
+class BlockDisk(Protocol):
+    """The prefix cache on disk, as an executor sees it. A block is known by group and hash."""
+
+    def save(self, key: tuple[int, bytes], content: memoryview) -> None:
+        """Write a block that was reserved, soon; ``content`` must not change any more."""
+
+    def take(self, key: tuple[int, bytes]) -> memoryview:
+        """The content of a claimed block. Raises InvariantError if it was not claimed."""
+
+
 class EngineClient(Protocol):
     """The request plane's side of the meeting point with the engine."""
 

@@ -6,7 +6,7 @@ import logging
 import platform
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
@@ -39,6 +39,7 @@ from weft.engine.devices import (
 )
 from weft.engine.idle import IdleMemory
 from weft.engine.model import Model, describe_kernels, find_model, resolve_settings
+from weft.engine.prefix_disk import PrefixSaver, open_prefix_disk
 from weft.engine.rank_leader import ParallelExecutor, build_parallel, meet
 from weft.engine.self_profile import choose_policy as choose_policy
 from weft.engine.threads import ThreadPlan, plan_threads
@@ -50,6 +51,7 @@ from weft.exec.store import KVStore
 from weft.kernels.collectives import Collectives
 from weft.kernels.interface import OpTable
 from weft.kv.cache import GroupSpec
+from weft.kv.disk_cache import DiskCache
 from weft.models.kept_weights import KeptWeights
 from weft.models.layout import num_parameters, storage_of
 from weft.models.loader import load_model
@@ -79,6 +81,7 @@ class Engine:
         idle_memory: gives the memory of the KV back; None where this process does not have it.
         kept: keeps the weights for later starts; None where it does not.
         start_s: seconds from the settings to each part of the start, ``ready`` being the end.
+        saver: saves cached prefixes to disk; None without a disk.
     """
 
     model: Model
@@ -90,6 +93,7 @@ class Engine:
     idle_memory: IdleMemory | None
     kept: KeptWeights | None
     start_s: Mapping[str, float]
+    saver: PrefixSaver | None = None
     started_ns: int = field(default_factory=time.monotonic_ns)
 
     def keep_weights(self) -> None:
@@ -100,6 +104,24 @@ class Engine:
     def writes_weights(self) -> bool:
         """Whether weights that are to be kept are still being written."""
         return self.kept is not None and not self.kept.join(0)
+
+    def start_disk(self, arrived: Callable[[], None]) -> None:
+        """Use the prefix cache on disk from now on, if there is one.
+
+        Args:
+            arrived: ends a wait for requests, on any thread.
+        """
+        if self.resources.disk is not None:
+            self.resources.disk.start(arrived)
+
+    def saves_prefixes(self) -> bool:
+        """Whether cached prefixes are to be saved to disk before blocks are used for else."""
+        return self.idle_memory is not None and not self.idle_memory.saved
+
+    def save_prefixes(self) -> None:
+        """Save cached prefixes to disk at the end, with nothing in flight."""
+        if self.saver is not None:
+            self.saver.close()
 
     def close(self) -> None:
         """End the executor, and give up what is not written yet."""
@@ -149,7 +171,8 @@ def build_engine(config: EngineConfig, returning_bytes: int = 0, patience_s: flo
         )
     for key in model.generation.unhonoured:
         logger.warning("generation_config.json sets '%s', which weft does not apply.", key)
-    resources = _resources(config, resolved, model)
+    disk = open_prefix_disk(config, resolved, model)
+    resources = replace(_resources(config, resolved, model), disk=disk)
     scheduler = _scheduler(config, resources, model)
     grammars = Grammars(lambda: _grammar_tokenizer(config, model))
     rows = GrammarRows(grammars)
@@ -157,7 +180,7 @@ def build_engine(config: EngineConfig, returning_bytes: int = 0, patience_s: flo
     kept = _kept_weights(config, threads, patience_s)
     executor: Executor
     if config.tensor_parallel == 1:
-        executor = _executor(config, resolved, model, rows, watch, kept, threads)
+        executor = _executor(config, resolved, model, rows, watch, kept, threads, disk)
     else:
         decided = replace(
             config,
@@ -180,11 +203,14 @@ def build_engine(config: EngineConfig, returning_bytes: int = 0, patience_s: flo
     logger.info("The start, %s: %s.", describe_executor(executor), spent)
     if is_cpu(model.device):
         logger.info("Compute: %s.", threads.describe())
-    idle = None
+    idle = saver = None
     if isinstance(executor, EagerExecutor):
-        idle = IdleMemory(executor.store, config.kv_idle_s)
+        if scheduler.cache.disk is not None and executor.disk is not None:
+            saver = PrefixSaver(scheduler.cache.disk, executor.disk)
+        save = None if saver is None else saver.save
+        idle = IdleMemory(executor.store, config.kv_idle_s, save=save)
     return Engine(
-        model, resolved, resources, scheduler, executor, grammars, idle, kept, watch.seconds
+        model, resolved, resources, scheduler, executor, grammars, idle, kept, watch.seconds, saver
     )
 
 
@@ -245,6 +271,7 @@ def _executor(
     watch: Stopwatch,
     kept: KeptWeights | None,
     threads: ThreadPlan,
+    disk: DiskCache | None = None,
 ) -> Executor:
     """Load the model, or a rank's part of it, and put an executor around it.
 
@@ -273,7 +300,7 @@ def _executor(
         table = InputBatch(
             resolved.max_num_seqs, resolved.max_model_len, [blocks_per_row] * len(groups), grammars
         )
-        return make_executor(config, resolved, decoder, store, table)
+        return make_executor(config, resolved, decoder, store, table, disk)
 
 
 def _grammar_tokenizer(config: EngineConfig, model: Model) -> LLTokenizer:

@@ -15,10 +15,12 @@ from weft.core.settings import format_bytes
 from weft.engine.driver import has_driver
 from weft.engine.machine import available_memory
 from weft.exec.collect import is_out_of_memory
+from weft.exec.disk_blocks import DiskBlocks
 from weft.exec.eager import EagerExecutor
 from weft.exec.input_batch import InputBatch
 from weft.exec.store import KVStore, Memory, host_memory
 from weft.kernels.collectives import Alone, Collectives
+from weft.kv.disk_cache import DiskCache
 from weft.models.decoder import Decoder
 
 logger = logging.getLogger("weft")
@@ -147,6 +149,7 @@ def make_executor(
     decoder: Decoder,
     store: KVStore,
     table: InputBatch,
+    disk: DiskCache | None = None,
 ) -> Executor:
     """Return the executor for the device where the model lies.
 
@@ -155,7 +158,8 @@ def make_executor(
     """
     check_host_tier(config, decoder.device)
     if is_cpu(decoder.device):
-        return EagerExecutor(decoder, store, table, config.steps_in_flight)
+        blocks = None if disk is None else DiskBlocks(store, disk)
+        return EagerExecutor(decoder, store, table, config.steps_in_flight, blocks)
     from weft.exec.device import CudaDevice
     from weft.exec.graphs import GraphExecutor, Steps
     from weft.exec.tiers import host_store

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import TYPE_CHECKING
 
 from weft.core.process import give_back_freed_memory
@@ -16,33 +16,44 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("weft")
 
-PAUSE_S = 5.0  # without work, after which blocks that hold nothing give their pages back
+SAVE_S = 1.0  # without work, after which cached prefixes are saved to disk
+PAUSE_S = 5.0  # the same, after which blocks that hold nothing give their pages back
 
 
 class IdleMemory:
     """The KV memory of an engine in moments without work.
 
-    A short while after the last step, the pages of free blocks go back. After ``forget_s``, the
-    cached prefixes are forgotten, and theirs go, too.
+    A short while after the last step, cached prefixes are saved to disk, if there is one, and then
+    the pages of free blocks go back. After ``forget_s``, the cached prefixes are forgotten, and
+    theirs go, too.
 
     Args:
         forget_s: 0 for never.
         now: seconds on a clock that goes on.
+        save: saves cached prefixes piece by piece, and returns whether all are saved.
+
+    Attributes:
+        saved: whether no cached prefix is to be saved any more.
     """
 
     def __init__(
-        self, store: KVStore, forget_s: float, now: Callable[[], float] = time.monotonic
+        self,
+        store: KVStore,
+        forget_s: float,
+        now: Callable[[], float] = time.monotonic,
+        save: Callable[[], Generator[None, None, bool]] | None = None,
     ) -> None:
-        self._store, self._forget_s, self._now = store, forget_s, now
+        self._store, self._forget_s, self._now, self._save = store, forget_s, now, save
         self._since: float | None = None
         self._work: Iterator[None] = iter(())
-        self._freed = self._forgot = True  # nothing was written yet
+        self.saved = self._freed = self._forgot = True  # nothing was written yet
 
     def busy(self) -> None:
         """There is work to do: blocks may be written."""
         self._since = None
         self._work = iter(())
         self._freed = self._forgot = False
+        self.saved = self._save is None
 
     def idle(self, pools: tuple[BlockPool, ...]) -> bool:
         """Use a moment in which nothing is computed; whether there is more to do at once.
@@ -50,16 +61,26 @@ class IdleMemory:
         Args:
             pools: of a cache in which no sequence has a table.
         """
+        if next(self._work, self) is not self:
+            return True
         now = self._now()
         if self._since is None:
             self._since = now
-        if self._forget_s and not self._forgot and now - self._since >= self._forget_s:
+        idle_s = now - self._since
+        if not self.saved:
+            if idle_s >= SAVE_S:
+                self._work = self._save_all()
+        elif self._forget_s and not self._forgot and idle_s >= self._forget_s:
             for pool in pools:
                 pool.forget()
             self._freed, self._forgot, self._work = True, True, self._give_back(pools)
-        elif not self._freed and now - self._since >= PAUSE_S:
+        elif not self._freed and idle_s >= PAUSE_S:
             self._freed, self._work = True, self._give_back(pools)
         return next(self._work, self) is not self
+
+    def _save_all(self) -> Iterator[None]:
+        assert self._save is not None, "all is saved without"
+        self.saved = yield from self._save()
 
     def _give_back(self, pools: tuple[BlockPool, ...]) -> Iterator[None]:
         given = 0

@@ -158,7 +158,9 @@ class LocalEngine:
         self.served = describe_served(config, self.built)
         self._thread = EngineThread(self.built.scheduler, self.built.executor, self.built.grammars)
         self.client = self._thread.inbox
+        self.built.start_disk(self.client.poke)
 
     def close(self) -> None:
         """End the engine; open requests end with an error. May be called twice."""
         self._thread.close()
+        self.built.save_prefixes()

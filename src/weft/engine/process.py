@@ -116,6 +116,7 @@ def _run(options: argparse.Namespace) -> NoReturn:
         _tell(report, {"error": {"type": type(error).__name__, "message": error.message}})
         sys.exit(1)
     orders.inbox = inbox
+    engine.start_disk(inbox.poke)
     targets = None if options.targets is None else _live_targets(options, config, engine, choice)
     inbox.write_info(_info(engine, ready=True))
     laps.mark("rings")
@@ -234,6 +235,7 @@ def _serve(
                 elif not engine.rest():
                     inbox.wait()
         loop.drain()
+        engine.save_prefixes()
     except Exception as error:
         loop.abandon()  # what is open stays open, for the next engine
         if not isinstance(error, EngineDeadError):  # of a rank, as if this process had been killed
@@ -252,7 +254,7 @@ def _measured(choice: PolicyChoice | None, engine: Engine, loop: EngineLoop) -> 
     Weights that are to be kept are written first: that would disturb the steps that are measured,
     and the next start and the standby wait for it.
     """
-    if choice is None or engine.writes_weights():
+    if choice is None or engine.writes_weights() or engine.saves_prefixes():
         return False
     before = choice.policy
     scheduler = choice.idle(engine.scheduler, engine.executor)

@@ -17,6 +17,7 @@ from weft.exec.collect import (
     score_prompt,
     split_rows,
 )
+from weft.exec.disk_blocks import DiskBlocks
 from weft.exec.input_batch import InputBatch
 from weft.exec.inputs import InputPacker, StepInputs
 from weft.exec.sample import sample
@@ -35,10 +36,19 @@ class EagerExecutor:
 
     Attributes:
         store: the KV.
+        disk: keeps cached prefixes; None where nothing does.
     """
 
-    def __init__(self, decoder: Decoder, store: KVStore, table: InputBatch, depth: int) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        store: KVStore,
+        table: InputBatch,
+        depth: int,
+        disk: DiskBlocks | None = None,
+    ) -> None:
         self.depth = depth
+        self.disk = disk
         self.overlaps = False
         self._decoder = decoder
         self.store = store
@@ -71,13 +81,22 @@ class EagerExecutor:
     def _run(self, plan: StepPlan) -> StepResult:
         if plan.needs_host:
             raise InvariantError(f"step {plan.step_id} needs a host tier, which is not here")
+        if plan.saves or plan.loads:
+            self._on_disk(plan).save(plan.saves)
         for group, block in plan.zero:
             self.store.zero(group, block)
         self._table.apply(plan)
+        if plan.loads:
+            self._on_disk(plan).load(plan.loads)
         output = StepOutput(self._table)
         for batch in plan.batches:
             self._run_batch(batch, output)
         return output.result(plan.step_id)
+
+    def _on_disk(self, plan: StepPlan) -> DiskBlocks:
+        if self.disk is None:
+            raise InvariantError(f"step {plan.step_id} needs a disk, which is not here")
+        return self.disk
 
     def _run_batch(self, batch: SubBatch, output: StepOutput) -> None:
         """Run a sub-batch; if memory runs out, run its rows one by one to find the cause.

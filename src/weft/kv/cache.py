@@ -22,9 +22,12 @@ from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import partial
 from math import lcm
 
 from weft.core.errors import InvariantError
+from weft.kv.disk_cache import DiskCache
+from weft.kv.disk_prefixes import DiskPrefixes
 from weft.kv.hashing import HashChain
 from weft.kv.pool import BlockPool
 
@@ -69,6 +72,10 @@ class KVCache:
 
     Args:
         chains: hashes by sequence, where the cache of another tier keeps them too.
+        disk: keeps the blocks of prefixes that memory gives up.
+
+    Attributes:
+        disk: the prefixes there; None without a disk.
     """
 
     def __init__(
@@ -77,11 +84,19 @@ class KVCache:
         *,
         prefix_caching: bool = True,
         chains: dict[int, dict[int, HashChain]] | None = None,
+        disk: DiskCache | None = None,
     ) -> None:
         if not groups:
             raise InvariantError("a KV cache needs at least one group")
         self.groups = tuple(groups)
-        self.pools = tuple(BlockPool(group.num_blocks) for group in groups)
+        self.disk = None if disk is None else DiskPrefixes(self, disk)
+        self.pools = tuple(
+            BlockPool(
+                group.num_blocks,
+                None if self.disk is None else partial(self.disk.evicted, index),
+            )
+            for index, group in enumerate(groups)
+        )
         self.prefix_caching = prefix_caching
         self.alignment = lcm(*(group.block_size for group in groups))
         self._tables: dict[int, Table] = {}
@@ -103,12 +118,15 @@ class KVCache:
         if sequence_id in self._tables:
             raise InvariantError(f"sequence {sequence_id} still holds blocks")
         del self._chains[sequence_id]
+        if self.disk is not None:
+            self.disk.forget(sequence_id)
 
-    def open(self, sequence_id: int, hit: int) -> None:
+    def open(self, sequence_id: int, hit: int, loaded: int = 0) -> None:
         """Make the table of a sequence, sharing the blocks of its first ``hit`` tokens.
 
         Args:
             hit: what ``find_prefix`` returned, or 0 to share nothing.
+            loaded: tokens behind these whose blocks get content before the sequence computes.
         """
         if sequence_id in self._tables:
             raise InvariantError(f"sequence {sequence_id} has a table already")
@@ -117,7 +135,7 @@ class KVCache:
         self._tables[sequence_id] = table
         for index, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
             block_hashes = self._chains[sequence_id][group.block_size].block_hashes
-            first, last = group.first_block(hit), hit // group.block_size
+            first, last = group.first_block(hit + loaded), hit // group.block_size
             table.num_freed_prefix_blocks[index] = first
             table.full[index] = last
             table.blocks[index].extend([-1] * first)
@@ -302,11 +320,17 @@ class KVCache:
             table.num_freed_prefix_blocks[index], min(first, len(blocks))
         )
 
+    def block_hashes(
+        self, sequence_id: int, group: int, tokens: Seq[int], count: int
+    ) -> list[bytes]:
+        """Hashes of the first ``count`` blocks of ``tokens`` in a group."""
+        chain = self._chains[sequence_id][self.groups[group].block_size]
+        return chain.extend(tokens, count)[:count]
+
     def prompt_hashes(self, sequence_id: int, tokens: Seq[int]) -> list[bytes]:
         """Hashes of the full blocks of ``tokens`` in the first group that a hit could cover."""
-        size = self.groups[0].block_size
-        count = (len(tokens) - 1) // size
-        return self._chains[sequence_id][size].extend(tokens, count)[:count]
+        count = (len(tokens) - 1) // self.groups[0].block_size
+        return self.block_hashes(sequence_id, 0, tokens, count)
 
     # -- releasing ----------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from weft.core.errors import InvariantError
 
@@ -14,10 +14,16 @@ class BlockPool:
     A block is *held* while tables refer to it, *cached* when none does but its content can
     still be found by hash, else *free*. Free blocks are handed out first, then the cached block
     that was released longest ago.
+
+    Args:
+        on_evict: told of each cached block that is handed out again, and the hash of its content.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(
+        self, num_blocks: int, on_evict: Callable[[int, bytes], None] | None = None
+    ) -> None:
         self.num_blocks = num_blocks
+        self._on_evict = on_evict
         self._references = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
@@ -48,7 +54,10 @@ class BlockPool:
     def _evict(self) -> int:
         """Make the cached block that was let go longest ago free."""
         block, _ = self._cached.popitem(last=False)
-        del self._block_of[self._hash_of.pop(block)]
+        block_hash = self._hash_of.pop(block)
+        del self._block_of[block_hash]
+        if self._on_evict is not None:
+            self._on_evict(block, block_hash)
         return block
 
     def evict(self, blocks: Iterable[int]) -> None:
@@ -68,6 +77,10 @@ class BlockPool:
     def forget(self) -> None:
         """Make the content of all cached blocks impossible to find, and the blocks free."""
         self.evict(tuple(self._cached))
+
+    def cached(self) -> list[tuple[int, bytes]]:
+        """Blocks that nobody holds and whose content can be found, with its hash; oldest first."""
+        return [(block, self._hash_of[block]) for block in self._cached]
 
     def tidy(self) -> list[int]:
         """Return the free blocks in ascending order, in which they are handed out from now on."""

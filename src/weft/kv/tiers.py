@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from weft.core.errors import InvariantError
 from weft.core.plan import KVMove, Tier
 from weft.kv.cache import GroupSpec, KVCache, Table
+from weft.kv.disk_cache import DiskCache
 from weft.kv.hashing import HashChain
 
 
@@ -43,17 +44,23 @@ class TieredCache:
     Args:
         groups: the KV groups of the device.
         host_blocks: for each of them, how many blocks the host has.
+        disk: keeps the prefixes that the device gives up.
     """
 
     def __init__(
-        self, groups: Seq[GroupSpec], host_blocks: Seq[int], *, prefix_caching: bool = True
+        self,
+        groups: Seq[GroupSpec],
+        host_blocks: Seq[int],
+        *,
+        prefix_caching: bool = True,
+        disk: DiskCache | None = None,
     ) -> None:
         chains: dict[int, dict[int, HashChain]] = {}
         host_groups = [
             replace(group, num_blocks=count)
             for group, count in zip(groups, host_blocks, strict=True)
         ]
-        self.device = KVCache(groups, prefix_caching=prefix_caching, chains=chains)
+        self.device = KVCache(groups, prefix_caching=prefix_caching, chains=chains, disk=disk)
         self.host = KVCache(host_groups, prefix_caching=prefix_caching, chains=chains)
         self.groups = self.device.groups
         self.prefix_caching = prefix_caching

@@ -111,9 +111,20 @@ class KeptWeights:
             self._writer.stop()
 
     def _current(self) -> PackedKey:
-        folder = self._source if self._source.is_dir() else self._source.parent
-        described_by = [folder / CONFIG, folder / INDEX] if self._source.is_dir() else []
-        return PackedKey(self._source, identity_of(self._files, described_by), self._settings)
+        return PackedKey(
+            self._source, checkpoint_identity(self._source, self._files), self._settings
+        )
+
+
+def checkpoint_identity(source: Path, files: Sequence[Path]) -> dict[str, Any]:
+    """Return what changes where a checkpoint does, without reading its weights.
+
+    Args:
+        source: a model folder, or a GGUF file.
+        files: of its weights.
+    """
+    described_by = [source / CONFIG, source / INDEX] if source.is_dir() else []
+    return identity_of(files, described_by)
 
 
 def _shape(weight: Any) -> tuple[int, ...]:

@@ -74,7 +74,7 @@ def load_model(
     weights = None
     if kept is not None and ops.packed is not None:
         needed = tuple(cut(parameters(spec), spec, shard))
-        weights = kept.find(path, _weight_files(path), needed, shard, dtype, ops.packed)
+        weights = kept.find(path, weight_files(path), needed, shard, dtype, ops.packed)
     if weights is None:
         with ExitStack() as files:
             checkpoint = Checkpoint(path, spec, files, shard)
@@ -101,7 +101,7 @@ class Checkpoint:
         """
         self._spec = spec
         self._folder = folder
-        self._open = {path: _open(path, files) for path in _weight_files(folder)}
+        self._open = {path: _open(path, files) for path in weight_files(folder)}
         self._stored = self._read_headers()
         self._prefix = self._find_prefix()
         stacked = any(name.endswith(".experts.down_proj") for name in self._stored)
@@ -398,7 +398,7 @@ def _tensors(path: Path, file: SafetensorsFile | GgufFile) -> Iterator[StoredTen
     yield from file.tensors()
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
     """Return the safetensors files of a folder: those of the index, or the single one.
 
     A GGUF file stands for itself.

@@ -59,7 +59,7 @@ class Admission:
                 continue
             hit = self._find_hit(sequence)
             looked_up += 1
-            if sequence.waiting_on:
+            if sequence.waiting_on or self._awaits_disk(sequence, hit):
                 continue
             if not self._may_have_row(sequence) or not self._open(step, sequence, hit):
                 step.admission_blocked = memory.blocks_come_back()
@@ -90,10 +90,15 @@ class Admission:
         """The order after which only lower classes come."""
         return (sequence.order[0], self.arrivals)
 
+    def _may_reuse(self, sequence: Sequence) -> bool:
+        """Whether a sequence may have KV that others have computed: not where it is scored."""
+        scored = sequence.request.sampling.prompt_logprobs is not None
+        return self._cache.prefix_caching and not scored
+
     def _find_hit(self, sequence: Sequence) -> int:
         """Look up the prefix cache; sets ``waiting_on`` if another sequence computes more."""
         sequence.waiting_on = b""
-        if not self._cache.prefix_caching or sequence.request.sampling.prompt_logprobs is not None:
+        if not self._may_reuse(sequence):
             return 0
         hit = self._cache.find_prefix(sequence.id, sequence.tokens)
         block_hashes = self._cache.prompt_hashes(sequence.id, sequence.tokens)
@@ -101,19 +106,32 @@ class Admission:
         sequence.waiting_on = wait.awaited(sequence.order[0], block_hashes, hit)
         return hit
 
+    def _awaits_disk(self, sequence: Sequence, hit: int) -> bool:
+        """Whether a sequence waits for more of its prefix, which is read from disk."""
+        disk = self._cache.disk
+        return disk is not None and self._may_reuse(sequence) and disk.awaited(sequence, hit)
+
     def _open(self, step: BatchBuilder, sequence: Sequence, hit: int) -> bool:
-        """Give the sequence a row and blocks for its first chunk, if all its tokens fit now."""
-        cache = self._cache
-        cache.open(sequence.id, hit)
+        """Give the sequence a row and blocks for its first chunk, if all its tokens fit now.
+
+        What was read from disk for it comes into blocks of its own.
+        """
+        cache, disk = self._cache, self._cache.disk
+        start = hit if disk is None else disk.found(sequence, hit)
+        cache.open(sequence.id, hit, start - hit)
         upto = 0
-        count = step.room(hit, len(sequence.tokens) - hit)
+        count = step.room(start, len(sequence.tokens) - start)
         if count > 0 and self._make_fit(step, sequence) and self.find_row(sequence):
-            upto = min(hit + count, cache.growable(sequence.id))
-        if upto <= hit or cache.extend(sequence.id, upto) is None:
+            upto = min(start + count, cache.growable(sequence.id))
+        if (
+            upto <= start
+            or cache.extend(sequence.id, upto) is None
+            or (disk is not None and start > hit and not disk.load(sequence, hit, start))
+        ):
             cache.release(sequence.id)
             return False
-        self.start(step, sequence, hit, cache, Tier.DEVICE)
-        step.put(sequence, upto - hit)
+        self.start(step, sequence, start, cache, Tier.DEVICE)
+        step.put(sequence, upto - start)
         priority, own = sequence.order[0], self._memory.needed_soon([sequence])
         step.reserves[priority] = [a + b for a, b in zip(step.reserves[priority], own, strict=True)]
         return True

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from weft.cost.model import CostModel
+from weft.cost.model import CostModel, step_time
 from weft.cost.work import Work
 from weft.sched.batch import TimedBatch
 
@@ -54,6 +54,16 @@ def first_token_s(
             return seconds * total / (total - left)
         for context in ended:
             work.add(context, 1)
+    return seconds
+
+
+def prefill_s(cost: CostModel, start: int, upto: int, chunk: int) -> float:
+    """Predict the seconds to compute tokens [start, upto) of a prompt alone, in chunks."""
+    seconds = 0.0
+    for first in range(start, upto, chunk):
+        work = Work()
+        work.add(first, min(chunk, upto - first), 0)
+        seconds += step_time(cost, [work])
     return seconds
 
 

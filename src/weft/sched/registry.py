@@ -18,6 +18,7 @@ from weft.cost.model import CostModel
 from weft.kv.cache import KVCache
 from weft.kv.tiers import AnyCache, TieredCache
 from weft.sched.balance import Balance
+from weft.sched.first_token import prefill_s
 from weft.sched.memory_device import DeviceMemory
 from weft.sched.memory_host import HostMemory, SwapMemory
 from weft.sched.piggyback import PiggybackPart
@@ -36,10 +37,19 @@ def make_policy(name: str, given: Resources) -> Policy:
 
 def compose(policy: Policy, cache: AnyCache, limits: Limits) -> Scheduler:
     """A scheduler over one tier or over two, where nothing is computed on the host."""
+    _predict_prefills(policy, cache, limits)
     if isinstance(cache, KVCache):
         return Scheduler(policy, DeviceMemory(cache), limits)
     memory = SwapMemory(cache, preempts_ahead=policy.preempts_ahead)
     return Scheduler(policy, memory, limits)
+
+
+def _predict_prefills(policy: Policy, cache: AnyCache, limits: Limits) -> None:
+    """Have prefixes on disk read only where that is predicted to be faster than to compute them."""
+    disk = (cache if isinstance(cache, KVCache) else cache.device).disk
+    if disk is not None and isinstance(policy, SLOPolicy):
+        cost, chunk = policy.cost, limits.max_num_batched_tokens
+        disk.compute_s = lambda start, upto: prefill_s(cost, start, upto, chunk)
 
 
 def fcfs(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from weft.core.types import DEFAULT_CLASSES, ServiceClass
 from weft.cost.model import CostModel
 from weft.kv.cache import GroupSpec, KVCache
+from weft.kv.disk_cache import DiskCache
 from weft.kv.tiers import AnyCache, TieredCache
 from weft.sched.scheduler import Limits
 
@@ -51,6 +52,7 @@ class Resources:
         host_blocks: for each group, blocks that the host has; empty without a host tier.
         cost: what the scheduler predicts step times with; None where nothing was profiled.
         targets: how the targets of the classes are kept.
+        disk: keeps the prefixes that the device gives up.
     """
 
     groups: Seq[GroupSpec]
@@ -60,6 +62,7 @@ class Resources:
     host_blocks: Seq[int] = ()
     cost: CostModel | None = None
     targets: TargetPolicy = DEFAULT_POLICY
+    disk: DiskCache | None = None
 
     @property
     def known_cost(self) -> CostModel:
@@ -69,8 +72,12 @@ class Resources:
 
     def tiers(self) -> TieredCache:
         """A KV cache of device and host."""
-        return TieredCache(self.groups, self.host_blocks, prefix_caching=self.prefix_caching)
+        return TieredCache(
+            self.groups, self.host_blocks, prefix_caching=self.prefix_caching, disk=self.disk
+        )
 
     def cache(self, host: bool) -> AnyCache:
         """A KV cache of the device, or of device and host."""
-        return self.tiers() if host else KVCache(self.groups, prefix_caching=self.prefix_caching)
+        if host:
+            return self.tiers()
+        return KVCache(self.groups, prefix_caching=self.prefix_caching, disk=self.disk)

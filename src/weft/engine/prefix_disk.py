@@ -1,0 +1,87 @@
+"""The prefix cache on disk of an engine: what its blocks depend on, and when they are saved."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Generator
+from hashlib import blake2b
+from itertools import islice
+from pathlib import Path
+
+from weft import __version__
+from weft.core.config import EngineConfig, ResolvedConfig
+from weft.core.errors import ConfigError
+from weft.engine.devices import is_cpu
+from weft.engine.model import Model
+from weft.exec.disk_blocks import DiskBlocks
+from weft.kv.block_files import IDENTITY_BYTES, BlockFiles
+from weft.kv.disk_cache import DiskCache
+from weft.kv.disk_prefixes import DiskPrefixes
+from weft.models.kept_weights import checkpoint_identity
+from weft.models.loader import weight_files
+from weft.models.spec_reader import read_spec
+
+AT_ONCE = 8  # blocks that are saved in one piece of work
+CLOSE_S = 2.0  # at most, to save prefixes at the end
+
+
+def open_prefix_disk(
+    config: EngineConfig, resolved: ResolvedConfig, model: Model
+) -> DiskCache | None:
+    """The prefix cache on disk, if a folder for it is set.
+
+    Raises:
+        ConfigError: the folder cannot be written, or other settings exclude it.
+    """
+    if config.kv_disk is None:
+        return None
+    if not is_cpu(model.device):
+        raise ConfigError(
+            "kv_disk is for device cpu at present; leave it out on a GPU.", param="kv_disk"
+        )
+    files = BlockFiles(
+        Path(config.kv_disk), config.kv_disk_size, _identity(config, resolved, model)
+    )
+    sizes = [group.bytes_per_token * resolved.block_size for group in model.facts.groups]
+    return DiskCache(files, sizes)
+
+
+def _identity(config: EngineConfig, resolved: ResolvedConfig, model: Model) -> bytes:
+    """A digest of all that the KV of given tokens depends on."""
+    parts = {
+        "weft": __version__,
+        "checkpoint": checkpoint_identity(model.source, weight_files(model.source)),
+        "spec": repr(read_spec(model.source, resolved.max_model_len)),
+        "dtype": model.dtype,
+        "kv": config.kv_name(model.dtype),
+        "quantize": [config.quantize, config.quantize_group],
+        "block_size": resolved.block_size,
+        "kernels": [model.ops.describe(), model.ops.isa],
+    }
+    text = json.dumps(parts, sort_keys=True)
+    return blake2b(text.encode(), digest_size=IDENTITY_BYTES).digest()
+
+
+class PrefixSaver:
+    """Saves cached prefixes of an engine at rest."""
+
+    def __init__(self, prefixes: DiskPrefixes, blocks: DiskBlocks) -> None:
+        self._prefixes, self._blocks = prefixes, blocks
+
+    def save(self) -> Generator[None, None, bool]:
+        """Save what is not on disk, piece by piece; return whether all is saved, or cannot be."""
+        self._blocks.save(self._prefixes.take_saves())  # of a step that was not launched
+        copies = self._prefixes.unsaved()
+        while piece := tuple(islice(copies, AT_ONCE)):
+            self._blocks.save(piece)
+            yield
+        return self._prefixes.disk.paused or not self._prefixes.disk.full
+
+    def close(self) -> None:
+        """Save what is possible in a short time, and end."""
+        end = time.monotonic() + CLOSE_S
+        pieces = self.save()
+        while time.monotonic() < end and next(pieces, self) is not self:
+            pass
+        self._prefixes.disk.close(max(0.0, end - time.monotonic()))

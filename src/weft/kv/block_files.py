@@ -1,0 +1,168 @@
+"""Files of KV blocks in one folder, named by content, checksummed, of so many bytes at most.
+
+A file is written under another name and renamed, and checked whenever it is read: one that is torn,
+damaged or of something else counts as missing. Several processes may use one folder; each keeps the
+limit as far as it knows of the files. The time of a file's last change is that of its last use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import zlib
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from struct import Struct
+from threading import Lock
+from typing import TypeAlias
+
+from weft.core.errors import ConfigError
+
+Key: TypeAlias = tuple[int, bytes]  # a group of layers, and the content hash of a block
+
+MAGIC = b"weft kv\x01"
+IDENTITY_BYTES = 16
+SUFFIX, PARTIAL = ".kv", ".partial"
+PARTIAL_S = 600.0  # after which nobody writes a file any more
+_HEAD = Struct(f"<8s{IDENTITY_BYTES}sI16sQII")  # magic, identity, key, bytes, checksums
+
+
+class BlockFiles:
+    """The blocks of one model in a folder that other models may share.
+
+    Methods may be called on any thread.
+
+    Args:
+        limit_bytes: of all files together, those of other models included.
+        identity: digest of all that the bytes of a block depend on, beside its tokens.
+
+    Raises:
+        ConfigError: the folder cannot be made or written.
+    """
+
+    def __init__(self, folder: Path, limit_bytes: int, identity: bytes) -> None:
+        self._folder, self._limit = folder, limit_bytes
+        self._identity = identity
+        self._own = identity.hex()
+        self._sizes: OrderedDict[str, int] = OrderedDict()  # by path in the folder, oldest first
+        self._total = 0
+        self._lock = Lock()
+        try:
+            (folder / self._own).mkdir(parents=True, exist_ok=True, mode=0o700)
+            probe = folder / self._own / f"{os.getpid()}{PARTIAL}"
+            probe.touch(mode=0o600)
+            probe.unlink()
+        except OSError as error:
+            raise ConfigError(
+                f"kv_disk '{folder}' cannot be written: {error.strerror}.", param="kv_disk"
+            ) from None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files that are known."""
+        return self._total
+
+    def __contains__(self, key: Key) -> bool:
+        return self._name(key) in self._sizes
+
+    def __len__(self) -> int:
+        """The number of blocks of this model."""
+        with self._lock:
+            return sum(name.startswith(self._own) for name in self._sizes)
+
+    def scan(self) -> None:
+        """Look at all files, and remove the oldest while they exceed the limit."""
+        found = sorted(self._files())  # by time
+        with self._lock:
+            self._sizes = OrderedDict((name, size) for _, name, size in found)
+            self._total = sum(self._sizes.values())
+            self._make_room(0)
+
+    def _files(self) -> Iterator[tuple[float, str, int]]:
+        """Yield the time of the last use, the path in the folder, and the size of each file."""
+        for path in self._folder.glob("*/*/*"):
+            with contextlib.suppress(OSError):  # another process has removed it
+                state = path.stat()
+                if path.suffix == SUFFIX:
+                    name = path.relative_to(self._folder).as_posix()
+                    yield state.st_mtime, name, state.st_size
+                elif path.suffix == PARTIAL and time.time() - state.st_mtime > PARTIAL_S:
+                    path.unlink()
+
+    def write(self, key: Key, content: memoryview) -> None:
+        """Keep a block. Raises OSError; nothing is there then.
+
+        A block larger than the limit is not kept.
+        """
+        name, head = self._name(key), self._head(key, content)
+        size = len(head) + len(content)
+        if size > self._limit:
+            return
+        with self._lock:
+            self._forget(name)
+            self._make_room(size)
+        path = self._folder / name
+        partial = path.with_suffix(f".{os.getpid()}{PARTIAL}")
+        try:
+            path.parent.mkdir(exist_ok=True, mode=0o700)
+            with open(os.open(partial, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600), "wb") as file:
+                file.write(head)
+                file.write(content)
+            partial.replace(path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                partial.unlink()
+            raise
+        with self._lock:
+            self._sizes[name] = size
+            self._total += size
+
+    def read(self, key: Key, nbytes: int) -> memoryview | None:
+        """Return the content of a block of so many bytes; None if there is none that is whole.
+
+        A file that is not what it should be is removed.
+        """
+        name = self._name(key)
+        path = self._folder / name
+        try:
+            data = path.read_bytes()
+            content = self._checked(key, data, nbytes)
+            if content is not None:
+                os.utime(path)
+                with self._lock, contextlib.suppress(KeyError):
+                    self._sizes.move_to_end(name)
+                return content
+            path.unlink()
+        except OSError:
+            pass
+        with self._lock:
+            self._forget(name)
+        return None
+
+    def _checked(self, key: Key, data: bytes, nbytes: int) -> memoryview | None:
+        if len(data) != _HEAD.size + nbytes:
+            return None
+        content = memoryview(data)[_HEAD.size :]
+        return content if data.startswith(self._head(key, content)) else None
+
+    def _head(self, key: Key, content: memoryview) -> bytes:
+        checksums = zlib.crc32(content), zlib.adler32(content)  # of 64 bits in all, and fast
+        return _HEAD.pack(MAGIC, self._identity, *key, len(content), *checksums)
+
+    def _name(self, key: Key) -> str:
+        group, block_hash = key
+        text = block_hash.hex()
+        return f"{self._own}/{text[:2]}/{text}-{group}{SUFFIX}"
+
+    def _forget(self, name: str) -> None:
+        self._total -= self._sizes.pop(name, 0)
+
+    def _make_room(self, size: int) -> None:
+        """Remove the files that were used longest ago until another one fits."""
+        while self._sizes and self._total + size > self._limit:
+            name, gone = self._sizes.popitem(last=False)
+            self._total -= gone
+            with contextlib.suppress(OSError):  # then it is another process's to remove
+                (self._folder / name).unlink()
