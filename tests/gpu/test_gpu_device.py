@@ -9,8 +9,8 @@ from served import DEVICE
 import where
 from weft.core.plan import KVMove, Tier
 from weft.exec.device import CudaDevice, HostDevice, tensor_memory
+from weft.exec.device_copies import device_tier
 from weft.exec.store import KVStore
-from weft.exec.tiers import HostTier, host_store
 from weft.kernels.arrays import dtype_name
 from weft.models.spec import KVGroup
 
@@ -85,7 +85,7 @@ def test_kv_goes_to_the_host_and_back_bit_for_bit(device, dtype) -> None:
         tensor.copy_(torch.randint(0, 256, tensor.shape, dtype=torch.uint8))
     kept = [tensor.clone() for tensor in every]
     device.synchronize()
-    tier = HostTier(store, host_store(store, [5, 4], device), device)
+    tier = device_tier(store, [5, 4], device)
     device.synchronize()
     source, target = ((0, 1, 4), (-1, 2, 3)), ((1, 2, 0), (-1, 0, 1))
     with device.work():

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from weft.exec.device import CudaDevice, Device, HostDevice, Replay
+from weft.exec.device_copies import device_tier
 from weft.exec.graphs import GraphExecutor, Steps
 from weft.exec.input_batch import InputBatch
-from weft.exec.tiers import host_store
 from weft.kernels.arrays import to_torch
 from weft.kernels.interface import AttentionMetadata, OpTable
 from weft.models.decoder import Decoder
@@ -116,8 +116,8 @@ def graph_executor(config, resolved, decoder: Decoder, store, table: InputBatch)
     device: Device = BlindDevice(table)
     if decoder.device != "cpu":
         device = CudaDevice(decoder.device)
-    host = host_store(store, resolved.host_blocks, device) if resolved.host_blocks else None
-    return GraphExecutor(decoder, store, table, device, steps, host)
+    tier = device_tier(store, resolved.host_blocks, device)
+    return GraphExecutor(decoder, store, table, device, steps, tier)
 
 
 def use_graphs(monkeypatch: pytest.MonkeyPatch) -> None:

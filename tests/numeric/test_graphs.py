@@ -19,9 +19,9 @@ from weft.core.plan import KVMove, RowAdd, StepPlan, SubBatch, Tier
 from weft.cost.curves import Curve
 from weft.cost.fit import FEATURES, Fitted
 from weft.engine.costs import profile_key
-from weft.engine.devices import make_executor
 from weft.engine.model import find_model
 from weft.exec.device import HostDevice
+from weft.exec.device_copies import runs
 from weft.exec.functions import StepFunctions
 from weft.exec.graphs import GraphExecutor
 from weft.exec.input_batch import InputBatch
@@ -35,7 +35,6 @@ from weft.exec.step_layout import (
 )
 from weft.exec.step_layout import SIZES as ALL_SIZES
 from weft.exec.step_packer import StepPacker
-from weft.exec.tiers import runs
 from weft.exec.workspace import StepSizes, workspace_bytes
 
 FREE = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -589,28 +588,13 @@ def watch_tiers(monkeypatch, built):
     return fewest, moves
 
 
-def test_a_step_that_needs_a_host_tier_is_refused_without_one(monkeypatch):
-    use_graphs(monkeypatch)
-    with packaged() as llm:
-        move = KVMove(0, Tier.HOST, ((0,),), ((0,),))
-        with pytest.raises(InvariantError, match="needs a host tier"):
-            llm.engine.built.executor.launch(StepPlan(1, (), moves=(move,)))
-
-
-def test_on_a_cpu_there_is_no_second_tier(monkeypatch):
-    monkeypatch.setattr("weft.engine.build.make_executor", make_executor)
-    with pytest.raises(ConfigError, match="lies in the host's memory already"):
-        packaged(host_kv_memory="8MiB")
-
-
 def test_memory_of_the_host_holds_a_block():
     with pytest.raises(ConfigError, match="not even one block"):
         packaged(host_kv_memory=1024)
 
 
 def test_runs_of_neighbours_are_copied_together():
-    source = (4, 5, 6, -1, -1, 0, 9, 8)
-    target = (7, 8, 1, -1, -1, 0, 1, 2)
+    source = (4, 5, 6, 0, 9, 8)
+    target = (7, 8, 1, 0, 1, 2)
     assert list(runs(source, target)) == [(4, 7, 2), (6, 1, 1), (0, 0, 1), (9, 1, 1), (8, 2, 1)]
     assert list(runs((), ())) == []
-    assert list(runs((-1, 0), (-1, 0))) == [(0, 0, 1)]

@@ -19,7 +19,7 @@ from weft.core.plan import StepPlan, StepResult, Tier
 from weft.core.ports import Executor
 from weft.engine.build import _grammar_tokenizer
 from weft.engine.channel import Channel, RankTokens
-from weft.engine.devices import check_host_memory, make_executor
+from weft.engine.devices import make_executor
 from weft.engine.model import find_model
 from weft.engine.rank_follower import Follower
 from weft.engine.rank_leader import Followers, ParallelExecutor
@@ -220,13 +220,3 @@ def test_no_rank_goes_on_alone_when_memory_runs_out(kind, monkeypatch) -> None:
         error = llm.generate([[7, 8, 9]], params, progress=False)[0].error
     assert isinstance(error, OutOfMemoryError)
     assert "no rank can go on without the others" in error.message
-
-
-def test_the_host_must_have_the_memory_of_all_ranks(monkeypatch) -> None:
-    monkeypatch.setattr("weft.engine.devices.available_memory", lambda: 100 * 2**20)
-    check_host_memory(EngineConfig(host_kv_memory=90 * 2**20))
-    check_host_memory(EngineConfig(host_kv_memory=40 * 2**20, tensor_parallel=2))
-    with pytest.raises(OutOfMemoryError, match=r"is 60.00 MiB for each of 2 ranks, but .* 100"):
-        check_host_memory(EngineConfig(host_kv_memory=60 * 2**20, tensor_parallel=2))
-    with pytest.raises(OutOfMemoryError, match=r"is 101.00 MiB, but"):
-        check_host_memory(EngineConfig(host_kv_memory=101 * 2**20))

@@ -153,8 +153,8 @@ class EngineConfig:
     host_kv_memory: int | None = setting(
         "bytes",
         None,
-        "device cuda: host memory of each process for the KV of preempted sequences, which "
-        "returns later; unset: it is computed again",
+        "host memory of each process, beside kv_memory, for the KV of sequences that give way "
+        "when that is full and come back later; unset: their KV is computed again",
         low=2**10,
     )
     kv_disk: str | None = setting(

@@ -68,6 +68,11 @@ class KVMove(NamedTuple):
     target: tuple[tuple[int, ...], ...]
     after_layer: bool = False
 
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of all groups that are copied."""
+        return sum(block >= 0 for blocks in self.source for block in blocks)
+
 
 @dataclass(frozen=True, slots=True)
 class SubBatch:

@@ -21,6 +21,8 @@ class ServedModel:
         batch_invariant: whether a result depends on nothing but the sequence itself.
         kernels: by op, its kernel, dtypes, and where its launches come from.
         kv_blocks: KV blocks by group name.
+        host_kv_blocks: the same of the host tier; empty if there is none.
+        host_kv_memory: bytes that were set for the host tier; 0 if there is none.
         weight_bytes: memory of the weights.
         weights: how most of them are stored: a dtype, or the bits of integers and their scales.
         kept_weights: ``mapped`` where they are pages of a file that processes share, ``packed``
@@ -57,6 +59,8 @@ class ServedModel:
     weight_bytes: int
     kv_memory: int
     profile_key: Mapping[str, str]
+    host_kv_blocks: Mapping[str, int] = field(default_factory=dict)
+    host_kv_memory: int = 0
     kv_dtype: str = ""
     device: str = "cpu"
     isa: str = ""

@@ -29,7 +29,6 @@ from weft.engine.costs import measured_costs, profile_key
 from weft.engine.devices import (
     Stopwatch,
     allocating,
-    check_host_memory,
     describe_executor,
     device_name,
     is_cpu,
@@ -38,7 +37,13 @@ from weft.engine.devices import (
     pick_device,
 )
 from weft.engine.idle import IdleMemory
-from weft.engine.model import Model, describe_kernels, find_model, resolve_settings
+from weft.engine.model import (
+    Model,
+    check_host_memory,
+    describe_kernels,
+    find_model,
+    resolve_settings,
+)
 from weft.engine.prefix_disk import PrefixSaver, open_prefix_disk
 from weft.engine.rank_leader import ParallelExecutor, build_parallel, meet
 from weft.engine.self_profile import choose_policy as choose_policy
@@ -160,7 +165,7 @@ def build_engine(config: EngineConfig, returning_bytes: int = 0, patience_s: flo
     """
     watch = Stopwatch()
     model, resolved = resolve_settings(config, returning_bytes)
-    check_host_memory(config)
+    check_host_memory(config, model, resolved)
     if resolved.limited_by_memory:
         logger.warning(
             "The KV memory holds %d tokens, so max_model_len is %d instead of the model's %d; "
@@ -363,6 +368,11 @@ def describe_served(config: EngineConfig, engine: Engine) -> ServedModel:
         batch_invariant=model.ops.batch_invariant,
         kernels=describe_kernels(config, model),
         kv_blocks={group.name: blocks for group, blocks in groups},
+        host_kv_blocks={
+            group.name: blocks
+            for group, blocks in zip(model.facts.groups, resolved.host_blocks, strict=False)
+        },
+        host_kv_memory=config.host_kv_memory or 0,
         weight_bytes=model.facts.weight_bytes,
         kv_memory=resolved.kv_memory,
         kv_dtype=model.dtype if config.kv_dtype == "auto" else config.kv_dtype,

@@ -19,6 +19,7 @@ from weft.exec.disk_blocks import DiskBlocks
 from weft.exec.eager import EagerExecutor
 from weft.exec.input_batch import InputBatch
 from weft.exec.store import KVStore, Memory, host_memory
+from weft.exec.tiers import HostTier, NativeCopies
 from weft.kernels.collectives import Alone, Collectives
 from weft.kv.disk_cache import DiskCache
 from weft.models.decoder import Decoder
@@ -154,15 +155,23 @@ def make_executor(
     """Return the executor for the device where the model lies.
 
     Raises:
-        ConfigError: KV that is already on the host is to be swapped to the host.
+        OutOfMemoryError: the host has no memory for its KV.
     """
-    check_host_tier(config, decoder.device)
+    host_tier = allocating(
+        f"the KV of the host ({format_bytes(config.host_kv_memory or 0)})",
+        "set host_kv_memory to less",
+        decoder.ops.ranks,
+    )
     if is_cpu(decoder.device):
+        tier = None
+        if resolved.host_blocks:
+            with host_tier:
+                tier = HostTier(NativeCopies(store, store.like(resolved.host_blocks)))
         blocks = None if disk is None else DiskBlocks(store, disk)
-        return EagerExecutor(decoder, store, table, config.steps_in_flight, blocks)
+        return EagerExecutor(decoder, store, table, config.steps_in_flight, tier, blocks)
     from weft.exec.device import CudaDevice
+    from weft.exec.device_copies import device_tier
     from weft.exec.graphs import GraphExecutor, Steps
-    from weft.exec.tiers import host_store
 
     steps = Steps(
         max_tokens=resolved.max_num_batched_tokens,
@@ -171,33 +180,6 @@ def make_executor(
         capture=config.graphs,
     )
     device = CudaDevice(decoder.device)
-    # Host memory for swapped KV, if it is set.
-    host = host_store(store, resolved.host_blocks, device) if resolved.host_blocks else None
-    return GraphExecutor(decoder, store, table, device, steps, host)
-
-
-def check_host_tier(config: EngineConfig, device: str) -> None:
-    """Raise ConfigError if KV on the host is to be swapped to the host."""
-    if config.host_kv_memory is not None and is_cpu(device):
-        raise ConfigError(
-            "host_kv_memory is for KV on a GPU, but that of device cpu lies in the host's "
-            "memory already; leave it out, or raise kv_memory.",
-            param="host_kv_memory",
-        )
-
-
-def check_host_memory(config: EngineConfig) -> None:
-    """Check that the host has the memory for the swapped KV of all ranks.
-
-    Before any of them takes its part, as the others would find that much less.
-
-    Raises:
-        OutOfMemoryError: it has not.
-    """
-    each, ranks, free = config.host_kv_memory or 0, config.tensor_parallel, available_memory()
-    if each * ranks > free:
-        times = f" for each of {ranks} ranks" if ranks > 1 else ""
-        raise OutOfMemoryError(
-            f"host_kv_memory is {format_bytes(each)}{times}, but the host has {format_bytes(free)} "
-            "free."
-        )
+    with host_tier:
+        tier = device_tier(store, resolved.host_blocks, device)
+    return GraphExecutor(decoder, store, table, device, steps, tier)

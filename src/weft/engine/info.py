@@ -10,14 +10,15 @@ from typing import Any
 from weft import __version__
 from weft.core.config import EngineConfig, largest_context, resolve
 from weft.core.errors import OutOfMemoryError, ProfileError, TokenizerError
+from weft.core.kv_split import bytes_of
 from weft.core.schedulers import POLICIES
 from weft.core.settings import format_bytes
 from weft.core.topology import this_machine
 from weft.cost.fit import profile_path
 from weft.engine.costs import measured_costs, profile_key
-from weft.engine.devices import check_host_tier, device_name, free_memory, is_cpu
+from weft.engine.devices import device_name, free_memory, is_cpu
 from weft.engine.machine import cpu_name, usable_cores
-from weft.engine.model import Model, describe_kernels, find_model
+from weft.engine.model import Model, check_host_memory, describe_kernels, find_model
 from weft.engine.threads import plan_threads
 from weft.models.layout import num_parameters
 from weft.text.tokenizer import Tokenizer
@@ -30,7 +31,6 @@ def collect_info(config: EngineConfig) -> dict[str, Any]:
         WeftError: settings or model are wrong; a model that does not fit is not an error here.
     """
     model = find_model(config)
-    check_host_tier(config, model.device)
     return {
         "weft": __version__,
         "machine": {
@@ -125,9 +125,13 @@ def _memory_facts(config: EngineConfig, model: Model) -> dict[str, Any]:
     }
     try:
         resolved = resolve(config, facts)
+        check_host_memory(config, model, resolved)
         memory |= {
             "fits": True,
             "kv_bytes": resolved.kv_bytes,
+            "host_kv_bytes": bytes_of(config, facts, resolved.host_blocks)
+            if resolved.host_blocks
+            else 0,
             "max_model_len": resolved.max_model_len,
         }
     except OutOfMemoryError as error:
@@ -163,6 +167,9 @@ def format_info(info: dict[str, Any]) -> str:
     ]
     if memory["fits"]:
         rows[-1] = ("KV cache", f"{rows[-1][1]}, {format_bytes(memory['kv_bytes'])} in all")
+        if memory["host_kv_bytes"]:
+            size = format_bytes(memory["host_kv_bytes"])
+            rows.append(("", f"{size} on the host{share}, for sequences that give way"))
         rows.append(("fits", f"yes, sequences of {memory['max_model_len']} tokens"))
     else:
         rows.append(("fits", f"no. {memory['reason']}"))

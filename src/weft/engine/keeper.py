@@ -92,7 +92,7 @@ class EngineKeeper:
             "max_model_len": served.max_model_len,
         }
         if self._standby is None:
-            free = available_memory() - served.kv_memory
+            free = available_memory() - served.kv_memory - served.host_kv_memory
             own = 0 if served.kept_weights == "mapped" else served.weight_bytes
             fits = own + STANDBY_BYTES <= free * STANDBY_SHARE
             self._standby = fits and served.device == "cpu"  # a GPU's memory is the engine's

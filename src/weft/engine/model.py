@@ -16,10 +16,11 @@ from weft.core.config import (
     ResolvedConfig,
     resolve,
 )
-from weft.core.errors import ConfigError, KernelError
+from weft.core.errors import ConfigError, KernelError, OutOfMemoryError
 from weft.core.kv_types import KV_TYPES
+from weft.core.settings import format_bytes
 from weft.engine.devices import free_memory, is_cpu, pick_device
-from weft.engine.machine import has_fast_bfloat16
+from weft.engine.machine import available_memory, has_fast_bfloat16
 from weft.engine.weights import check_heads, check_launches, check_storage, stored_weights
 from weft.exec.workspace import StepSizes, workspace_bytes
 from weft.kernels.interface import OpTable
@@ -136,6 +137,29 @@ def resolve_settings(
     config = replace(config, max_model_len=resolved.max_model_len)
     model = find_model(config, returning_bytes)
     return model, replace(resolve(config, model.facts), limited_by_memory=limited)
+
+
+def check_host_memory(config: EngineConfig, model: Model, resolved: ResolvedConfig) -> None:
+    """Check that the host has the memory for the KV of its tier, of all ranks.
+
+    Before any of them takes its part, as the others would find that much less. On a CPU the weights
+    and the KV of the device take theirs from the same memory.
+
+    Raises:
+        OutOfMemoryError: it has not.
+    """
+    each, ranks, facts = config.host_kv_memory or 0, config.tensor_parallel, model.facts
+    if is_cpu(model.device):
+        free = facts.available_bytes - facts.weight_bytes - resolved.kv_bytes  # of one rank
+        where = "beside weights and KV the host has"
+    else:
+        free, where = available_memory() // ranks, "the host has"
+    if each > free:
+        rank = " for each rank" if ranks > 1 else ""
+        raise OutOfMemoryError(
+            f"host_kv_memory is {format_bytes(each)}{rank}, but {where} only {format_bytes(free)} "
+            f"free{rank}; set it lower."
+        )
 
 
 def describe_kernels(config: EngineConfig, model: Model) -> dict[str, dict[str, str]]:

@@ -40,7 +40,8 @@ from weft.engine.forkserver import serve_forks
 from weft.engine.loop import EngineLoop
 from weft.engine.machine import WallClock
 from weft.engine.postpone import postpone
-from weft.kv.pool import fullest
+from weft.kv.pool import BlockPool, fullest
+from weft.kv.tiers import TieredCache
 from weft.ring.inbox import RingInbox
 from weft.ring.layout import INFO_CLASSES, EngineInfo
 from weft.ring.segment import RingFds
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from weft.engine.build import Engine
     from weft.engine.live_targets import LiveTargets
     from weft.engine.self_profile import PolicyChoice
+    from weft.sched.scheduler import Scheduler
 
 INFO_EVERY_S = 0.25
 CHECK_EVERY_S = 10.0
@@ -272,7 +274,7 @@ def _raise_stalled(*_: object) -> None:
 
 def _info(engine: Engine, ready: bool) -> EngineInfo:
     scheduler, resolved = engine.scheduler, engine.resolved
-    pool = fullest(scheduler.cache.pools)
+    pool, host = fullest(scheduler.cache.pools), _host_pool(scheduler)
     waiting = list(scheduler.sequences.waiting)
     return EngineInfo(
         ready=int(ready),
@@ -287,6 +289,8 @@ def _info(engine: Engine, ready: bool) -> EngineInfo:
         block_size=resolved.block_size,
         blocks=pool.num_blocks,
         free_blocks=pool.available,
+        host_blocks=0 if host is None else host.num_blocks,
+        free_host_blocks=0 if host is None else host.available,
         waiting=len(waiting),
         running=len(scheduler.sequences.running),
         paused=sum(sequence.preemptions > 0 for sequence in waiting),
@@ -295,6 +299,12 @@ def _info(engine: Engine, ready: bool) -> EngineInfo:
         **_targets(scheduler.policy.classes),
         **asdict(scheduler.totals),
     )
+
+
+def _host_pool(scheduler: Scheduler) -> BlockPool | None:
+    """The fullest pool of the host tier; None if there is no such tier."""
+    kv = scheduler.memory.kv
+    return fullest(kv.host.pools) if isinstance(kv, TieredCache) else None
 
 
 def _targets(classes: Sequence[ServiceClass]) -> dict[str, int]:

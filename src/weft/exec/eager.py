@@ -7,7 +7,6 @@ from functools import partial
 from queue import SimpleQueue
 from typing import TypeAlias
 
-from weft.core.errors import InvariantError
 from weft.core.plan import StepPlan, StepResult, SubBatch
 from weft.exec.attend import bind_forward
 from weft.exec.collect import (
@@ -22,6 +21,7 @@ from weft.exec.input_batch import InputBatch
 from weft.exec.inputs import InputPacker, StepInputs
 from weft.exec.sample import sample
 from weft.exec.store import KVStore
+from weft.exec.tiers import HostTier, check_computes
 from weft.kernels.arrays import Array, to_torch
 from weft.models.decoder import Decoder
 
@@ -33,6 +33,7 @@ class EagerExecutor:
 
     Args:
         depth: launched steps that may wait for collection while another is launched.
+        tier: the KV of the host; None if there is no such tier.
 
     Attributes:
         store: the KV.
@@ -45,6 +46,7 @@ class EagerExecutor:
         store: KVStore,
         table: InputBatch,
         depth: int,
+        tier: HostTier | None = None,
         disk: DiskBlocks | None = None,
     ) -> None:
         self.depth = depth
@@ -52,6 +54,7 @@ class EagerExecutor:
         self.overlaps = False
         self._decoder = decoder
         self.store = store
+        self._tier = tier
         self._compute = bind_forward(decoder, store)
         self._table = table
         wrap = (lambda array: array) if decoder.on_numpy else to_torch
@@ -79,18 +82,21 @@ class EagerExecutor:
                 answer.put(error)
 
     def _run(self, plan: StepPlan) -> StepResult:
-        if plan.needs_host:
-            raise InvariantError(f"step {plan.step_id} needs a host tier, which is not here")
+        check_computes(plan, self._tier)
         if plan.saves or plan.loads:
             self._on_disk(plan).save(plan.saves)
         for group, block in plan.zero:
             self.store.zero(group, block)
+        if self._tier is not None:
+            self._tier.before(plan)
         self._table.apply(plan)
         if plan.loads:
             self._on_disk(plan).load(plan.loads)
         output = StepOutput(self._table)
         for batch in plan.batches:
             self._run_batch(batch, output)
+        if self._tier is not None:
+            self._tier.after(plan, self._table)
         return output.result(plan.step_id)
 
     def _on_disk(self, plan: StepPlan) -> DiskBlocks:

@@ -126,11 +126,11 @@ class GraphExecutor:
         table: InputBatch,
         device: Device,
         steps: Steps,
-        host: KVStore | None = None,
+        tier: HostTier | None = None,
     ) -> None:
         self.depth = steps.depth
         self.overlaps = False
-        self._tier = None if host is None else HostTier(store, host, device)
+        self._tier = tier
         max_tokens, sizes = steps.max_tokens, steps.sizes
         self._decoder = decoder
         self._store = store
@@ -165,28 +165,18 @@ class GraphExecutor:
         with self._device.work():
             for group, block in plan.zero:
                 self._store.zero(group, block)
-            self._move(plan, after_layer=False)
+            if self._tier is not None:
+                self._tier.before(plan)
             self._table.apply(plan)
             for add in plan.add:
                 self._add_row(add.row, output)
             for batch in plan.batches:
                 self._launch_batch(batch, output)
-            self._move(plan, after_layer=True)
+            if self._tier is not None:
+                self._tier.after(plan, self._table)
         if self._decoder.ops.ranks.rank > 0 and self._launched and self._launched[-1].needs_host:
             self._finish_all()  # all ranks do it together, and this one does not hear when
         return StepTicket(plan.step_id, partial(self._collect, plan.step_id, output))
-
-    def _move(self, plan: StepPlan, *, after_layer: bool) -> None:
-        """Copy KV between the tiers, before the step, or what goes layer by layer after it."""
-        if self._tier is None:
-            return
-        if not after_layer:
-            self._tier.zero(plan)
-        for move in plan.moves:
-            if move.after_layer is after_layer:
-                self._tier.move(move)
-                if after_layer:
-                    self._table.move(move)
 
     def close(self) -> None:
         """Wait for what is launched. May be called twice."""

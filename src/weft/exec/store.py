@@ -46,6 +46,7 @@ class KVStore:
         memory: Memory = host_memory,
     ) -> None:
         self.block_size = block_size
+        self._memory = memory
         self.keys: list[list[Array]] = []
         self.values: list[list[Array]] = []
         for group, blocks in zip(groups, num_blocks, strict=True):
@@ -79,9 +80,14 @@ class KVStore:
             size, start = tensor.nbytes // len(tensor), address(tensor)
             yield sum(give_back(start + first * size, count * size) for first, count in runs)
 
-    def like(self, num_blocks: Seq[int], memory: Memory) -> KVStore:
-        """Return a store of the same groups and layers with other memory, which starts as zeros."""
-        other = KVStore((), (), self.block_size, "float32")
+    def like(self, num_blocks: Seq[int], memory: Memory | None = None) -> KVStore:
+        """Return a store of the same groups and layers, which starts as zeros.
+
+        Args:
+            memory: of another kind than that of this one.
+        """
+        memory = memory or self._memory
+        other = KVStore((), (), self.block_size, "float32", memory)
         for mine, theirs in ((self.keys, other.keys), (self.values, other.values)):
             for tensors, count in zip(mine, num_blocks, strict=True):
                 theirs.append([memory((count, *t.shape[1:]), dtype_name(t.dtype)) for t in tensors])

@@ -1,74 +1,84 @@
-"""Copies KV between device and host memory, in the order of the device's work."""
+"""Moves KV between the device and host memory, as plans say."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-
-import torch
-from torch import Tensor
+from typing import Protocol
 
 from weft.core.errors import InvariantError
 from weft.core.plan import KVMove, StepPlan, Tier
-from weft.exec.device import Device
+from weft.exec.input_batch import InputBatch
 from weft.exec.store import KVStore
+from weft.kernels.cpu.blocks import BlockArrays, copy_blocks
+
+
+class Copies(Protocol):
+    """Copies between the two tiers of one KV, ordered between the steps before and after them.
+
+    So a block that is given up and taken again is never read too late or written too early.
+    """
+
+    def zero(self, group: int, block: int) -> None:
+        """Overwrite a block of the host in all layers of a group."""
+
+    def copy(self, to: Tier, group: int, source: Seq[int], target: Seq[int]) -> None:
+        """Copy blocks ``source`` of a group to ``target`` of the other tier, in all layers."""
 
 
 class HostTier:
-    """Blocks on the host beside those of a device; both have the same groups and layers.
+    """The KV of the host beside that of a device; both have the same groups and layers."""
 
-    A copy is ordered between the steps before and after it, so a block that is given up and taken
-    again is never read too late or written too early.
-    """
+    def __init__(self, copies: Copies) -> None:
+        self._copies = copies
 
-    def __init__(self, store: KVStore, host: KVStore, device: Device) -> None:
-        self._store = store
-        self._host = host
-        self._device = device
-        self._nothing = [torch.zeros_like(keys[0][:1]) for keys in store.keys]  # by group
-
-    def zero(self, plan: StepPlan) -> None:
-        """Overwrite the blocks of the host that the plan names."""
+    def before(self, plan: StepPlan) -> None:
+        """Do what a step finds done: zeros on the host, and moves that are not layer-wise."""
         for group, block in plan.zero_host:
-            nothing = self._nothing[group]
-            for tensor in self._host.tensors(group):
-                self._device.download(nothing, tensor[block : block + 1])
+            self._copies.zero(group, block)
+        for move in plan.moves:
+            if not move.after_layer:
+                self.move(move)
+
+    def after(self, plan: StepPlan, table: InputBatch) -> None:
+        """Do the layer-wise moves of a step, which has been computed or ordered.
+
+        Each layer may leave as soon as it is computed, and nobody may read the KV on the host
+        before the step is collected. So all of it leaves when the last layer is computed: that
+        saves an event for each layer, and the copies still overlap with what follows.
+        """
+        for move in plan.moves:
+            if move.after_layer:
+                self.move(move)
+                table.move(move)
 
     def move(self, move: KVMove) -> None:
         """Copy what lies in the blocks of ``source`` to those of ``target``, in all layers."""
-        out = move.to is Tier.HOST
-        old, new = (self._store, self._host) if out else (self._host, self._store)
-        copy = self._device.download if out else self._device.upload
-        for group, (source, target) in enumerate(zip(move.source, move.target, strict=True)):
-            for first, to, count in runs(source, target):
-                for a, b in zip(old.tensors(group), new.tensors(group), strict=True):
-                    copy(a[first : first + count], b[to : to + count])
+        for group, tables in enumerate(zip(move.source, move.target, strict=True)):
+            pairs = [(a, b) for a, b in zip(*tables, strict=True) if a >= 0]  # -1 in both alike
+            if pairs:
+                source, target = zip(*pairs, strict=True)
+                self._copies.copy(move.to, group, source, target)
 
 
-def runs(source: Seq[int], target: Seq[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield (first block, first block, count) of neighbours that stay neighbours.
+class NativeCopies:
+    """Copies where the device is the CPU: plain ones, done on return.
 
-    Blocks are -1 where a sliding group holds none, in both tables alike.
+    The executor's thread makes them between its steps, on the threads of the kernels.
     """
-    start = 0
-    for i in range(1, len(source) + 1):
-        goes_on = i < len(source) and source[i - 1] >= 0
-        if goes_on and source[i] == source[i - 1] + 1 and target[i] == target[i - 1] + 1:
-            continue
-        if source[start] >= 0:
-            yield source[start], target[start], i - start
-        start = i
 
+    def __init__(self, store: KVStore, host: KVStore) -> None:
+        self._host = host
+        self._arrays = {
+            tier: [BlockArrays(kv.tensors(group)) for group in range(len(kv.keys))]
+            for tier, kv in ((Tier.DEVICE, store), (Tier.HOST, host))
+        }
 
-def host_store(store: KVStore, num_blocks: Seq[int], device: Device) -> KVStore:
-    """Return a store like ``store`` in memory of the host from and to which copies run."""
+    def zero(self, group: int, block: int) -> None:
+        self._host.zero(group, block)
 
-    def memory(shape: Seq[int], dtype: str) -> Tensor:
-        kind: torch.dtype = getattr(torch, dtype)
-        size = torch.Size(shape).numel() * kind.itemsize
-        return device.host_memory(size, torch.uint8).view(kind).view(tuple(shape))
-
-    return store.like(num_blocks, memory)
+    def copy(self, to: Tier, group: int, source: Seq[int], target: Seq[int]) -> None:
+        origin = Tier.DEVICE if to is Tier.HOST else Tier.HOST
+        copy_blocks(self._arrays[origin][group], self._arrays[to][group], source, target)
 
 
 def check_computes(plan: StepPlan, tier: HostTier | None) -> None:

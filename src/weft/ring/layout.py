@@ -44,10 +44,12 @@ class EngineInfo:
         started_ns, updated_ns: on the monotonic clock.
         blocks, free_blocks: of the device's KV, ``block_size`` tokens each, of the group of layers
             that has the least left.
+        host_blocks, free_host_blocks: the same of the host tier.
         waiting, running, paused: requests at present, over all rings.
         queued_prompt_tokens: prompt tokens of the waiting ones.
         requests, finished, failed, cancelled: since the start.
         steps, prompt_tokens, output_tokens, cached_tokens, preemptions: since the start.
+        blocks_to_host, blocks_to_device: of all groups, moved between the tiers since the start.
         drafted_tokens, accepted_tokens: of speculation, since the start.
         refused, demoted: requests that would have missed the target of their class.
         hidden_size: of the model, the length of an embedding.
@@ -82,6 +84,8 @@ class EngineInfo:
     output_tokens: int = 0
     cached_tokens: int = 0
     preemptions: int = 0
+    blocks_to_host: int = 0
+    blocks_to_device: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     refused: int = 0

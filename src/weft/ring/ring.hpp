@@ -41,7 +41,7 @@ namespace order = std;
 #endif
 
 inline constexpr uint64_t kMagic = 0x676e697274666577;  // "weftring"
-inline constexpr uint32_t kVersion = 12;  // any change of layout or meaning
+inline constexpr uint32_t kVersion = 13;  // any change of layout or meaning
 inline constexpr uint64_t kPage = 4096;
 inline constexpr uint64_t kAlign = 64;  // of every extent in the arena, and of slots
 inline constexpr uint32_t kMaxSlots = 65535;
@@ -280,8 +280,9 @@ struct Header {
   X(max_num_batched_tokens) X(vocab_size) X(block_size) X(blocks) X(free_blocks) X(host_blocks) \
   X(free_host_blocks) X(waiting) X(running) X(paused) X(queued_prompt_tokens) X(requests)       \
   X(finished) X(failed) X(cancelled) X(steps) X(prompt_tokens) X(output_tokens)                 \
-  X(cached_tokens) X(preemptions) X(drafted_tokens) X(accepted_tokens) X(refused)       \
-  X(demoted) X(hidden_size) X(policy) X(ttft_us_0) X(tpot_us_0) X(ttft_us_1) X(tpot_us_1)       \
+  X(cached_tokens) X(preemptions) X(blocks_to_host) X(blocks_to_device) X(drafted_tokens)       \
+  X(accepted_tokens) X(refused) X(demoted) X(hidden_size) X(policy) X(ttft_us_0) X(tpot_us_0)   \
+  X(ttft_us_1) X(tpot_us_1)                                                                     \
   X(ttft_us_2) X(tpot_us_2) X(ttft_us_3) X(tpot_us_3)
 #endif
 

@@ -19,6 +19,7 @@ class Totals:
     """Counts since the start.
 
     Attributes:
+        blocks_to_host, blocks_to_device: KV blocks that moved there from the other tier.
         refused, demoted: requests that would have missed the target of their class, as was
             predicted: answered with an error, or served as best effort.
     """
@@ -32,6 +33,8 @@ class Totals:
     output_tokens: int = 0
     cached_tokens: int = 0
     preemptions: int = 0
+    blocks_to_host: int = 0
+    blocks_to_device: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     refused: int = 0

@@ -119,10 +119,13 @@ class HostMemory(DeviceMemory):
         self.moving.kept.add(sequence.id)
         self.moving.moves.append(done[0])
         self.moving.leases.append(done[1])
+        totals, blocks = self.sequences.totals, done[0].num_blocks
         if done[0].to is Tier.HOST:
             self.hosted.add(sequence.id)
+            totals.blocks_to_host += blocks
         else:
             self.hosted.discard(sequence.id)
+            totals.blocks_to_device += blocks
         step.count_move(done[0].to, sequence.planned)
         sequence.cover(0)  # its next plan checks its blocks first
         return True

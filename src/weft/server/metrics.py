@@ -49,11 +49,21 @@ LATENCIES: Mapping[str, tuple[str, str]] = {
 }
 
 # The same under weft's own name alone, as no dashboard knows them.
-OWN_METRICS: Mapping[str, str] = {
-    "engine_restarts": "Engine processes that took over from one that had died",
-    "engine_memory_kills": "Engine processes that were killed because memory ran out",
-    "slo_requests_refused": "Requests refused, as their first token would come too late",
-    "slo_requests_demoted": "Requests served as best effort for the same reason",
+OWN_METRICS: Mapping[str, tuple[str, str]] = {
+    "engine_restarts": ("counter", "Engine processes that took over from one that had died"),
+    "engine_memory_kills": (
+        "counter",
+        "Engine processes that were killed because memory ran out",
+    ),
+    "slo_requests_refused": (
+        "counter",
+        "Requests refused, as their first token would come too late",
+    ),
+    "slo_requests_demoted": ("counter", "Requests served as best effort for the same reason"),
+    "host_kv_blocks": ("gauge", "KV blocks of the host tier, of its fullest group of layers"),
+    "host_kv_blocks_free": ("gauge", "Those of them that no sequence holds"),
+    "kv_blocks_to_host": ("counter", "KV blocks that moved from the device to the host"),
+    "kv_blocks_to_device": ("counter", "KV blocks that came back to the device"),
 }
 
 NO_TARGETS = ServiceClass("", 0)
@@ -184,9 +194,9 @@ class Metrics(Counts):
         if by_key:
             yield from self._usage(total)
         gauges = self._probe.gauges()
-        for name, text in OWN_METRICS.items():
+        for name, (kind, text) in OWN_METRICS.items():
             if name in gauges:
-                yield self._plain(f"weft:{name}", "counter", text, gauges[name])
+                yield self._plain(f"weft:{name}", kind, text, gauges[name])
 
     def _gauges_and_counters(self, prefix: str, total: Counts) -> Iterator[Metric]:
         values: dict[str, float] = {

@@ -1,0 +1,351 @@
+"""KV that goes to the host and comes back: the tokens of an engine with enough KV on the device."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from checkpoints import build, prompt, save_with_tokenizer
+
+from depth import deep
+from weft.core.config import EngineConfig
+from weft.core.errors import InvariantError, OutOfMemoryError
+from weft.core.plan import KVMove, RowAdd, StepOutputs, StepPlan, SubBatch, Tier, Update
+from weft.core.settings import format_bytes
+from weft.core.types import FinishReason, Request, SamplingParams
+from weft.engine.build import Engine, build_engine
+from weft.engine.loop import EngineLoop
+from weft.engine.model import Model, check_host_memory, resolve_settings
+from weft.exec.store import KVStore
+from weft.exec.tiers import HostTier, NativeCopies
+from weft.kernels.arrays import to_numpy, to_torch
+from weft.kernels.cpu import attention
+from weft.kernels.cpu.blocks import BlockArrays, copy_blocks
+from weft.models.spec import KVGroup
+
+LENGTH = 112  # tokens of the longest sequence that is served
+GREEDY = SamplingParams(temperature=0, ignore_eos=True).with_defaults({"max_tokens": 8})
+DRAWN = replace(GREEDY, temperature=0.9)
+
+
+# -- traffic --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Answer:
+    """What came of a request."""
+
+    tokens: list[int]
+    finish: FinishReason | None = None
+
+
+class Traffic:
+    """An inbox of requests that come and are cancelled at given steps."""
+
+    def __init__(self, arrivals: dict[int, list[Request]], cancels: dict[int, list[int]]) -> None:
+        self._arrivals, self._cancels, self._step = arrivals, cancels, 0
+        self.answers: dict[int, Answer] = {}
+
+    @property
+    def over(self) -> bool:
+        return self._step > max((*self._arrivals, *self._cancels))
+
+    def receive(self) -> tuple[list[Request], list[tuple[int, FinishReason]]]:
+        requests = self._arrivals.get(self._step, [])
+        self.answers |= {request.id: Answer([]) for request in requests}
+        cancelled = [
+            (number, FinishReason.CANCELLED)
+            for number in self._cancels.get(self._step, [])
+            if number in self.answers and self.answers[number].finish is None
+        ]
+        self._step += 1
+        return requests, cancelled
+
+    def computing(self, sequence_ids) -> None:
+        """Nothing outlives the test."""
+
+    def publish(self, outputs: StepOutputs) -> None:
+        for update in (*(Update(*pair) for pair in outputs.tokens), *outputs.updates):
+            answer = self.answers[update.sequence_id]
+            assert update.error is None
+            if update.token is not None:
+                answer.tokens.append(update.token)
+            answer.finish = update.finish
+
+    def wait(self) -> None:
+        """Steps without work pass at once."""
+
+    def now(self) -> float:
+        """A clock that stands, so that plans do not depend on the machine."""
+        return 0.0
+
+
+def traffic(seed: int, *, cancels: bool) -> Traffic:
+    """Requests of two classes, some with a common prefix, within 60 steps."""
+    draw, ends = random.Random(seed), random.Random(seed)
+    arrivals: dict[int, list[Request]] = {}
+    cancelled: dict[int, list[int]] = {}
+    common = prompt(30, seed)
+    for number in range(16):
+        step = draw.randrange(60)
+        tokens = prompt(draw.randint(1, 45), 100 * seed + number)
+        if draw.random() < 0.4:
+            tokens = common[: draw.randint(8, 30)] + tokens
+        sampling = replace(draw.choice((GREEDY, DRAWN)), max_tokens=draw.randint(1, 36), seed=seed)
+        kind = draw.choice(("interactive", "interactive", "batch"))
+        request = Request(number, tuple(tokens), sampling, service_class=kind)
+        arrivals.setdefault(step, []).append(request)
+        if cancels and ends.random() < 0.3:
+            cancelled.setdefault(step + ends.randint(1, 30), []).append(number)
+    return Traffic(arrivals, cancelled)
+
+
+def settings_for(folder: Path, **more: Any) -> EngineConfig:
+    common = {"dtype": "float32", "threads": 1, "kv_memory": 2**22, "max_num_seqs": 8}
+    common |= {"max_num_batched_tokens": 48, "max_model_len": LENGTH, "block_size": 8}
+    return EngineConfig(**{**common, "model": str(folder), "device": "cpu", **more})
+
+
+def least_kv_memory(folder: Path, **more: Any) -> int:
+    """The least KV memory that holds one longest sequence, so that others give way."""
+    memory = 2**12
+    while True:
+        try:
+            resolve_settings(settings_for(folder, **{**more, "kv_memory": memory}))
+        except OutOfMemoryError:
+            memory = memory * 17 // 16
+        else:
+            return memory
+
+
+def run(
+    engine: Engine, given: Traffic, monkeypatch: pytest.MonkeyPatch
+) -> tuple[dict[int, Answer], list[KVMove]]:
+    """Answer all requests; return the answers and the moves. ``check()`` holds now and then."""
+    moves: list[KVMove] = []
+    launch, scheduler = engine.executor.launch, engine.scheduler
+
+    def watched(plan: StepPlan):
+        moves.extend(plan.moves)
+        return launch(plan)
+
+    monkeypatch.setattr(engine.executor, "launch", watched)
+    scheduler.memory.watermark_tokens = 0  # who fits now may begin, so many must give way
+    loop = EngineLoop(scheduler, engine.executor, given, given)
+    while loop.step() or not given.over:
+        scheduler.check()
+    scheduler.check()
+    tiers = scheduler.memory.kv
+    for cache in (tiers.device, tiers.host) if engine.resources.host_blocks else (tiers,):
+        assert all(pool.held == 0 for pool in cache.pools)
+    engine.close()
+    return given.answers, moves
+
+
+FAMILIES = {
+    "llama-gqa": {},
+    "mistral-window": {},
+    "gemma3": {"kv_dtype": "int8"},
+    "gemma4-shared-kv": {},
+    "qwen3-moe-mixed": {"steps_in_flight": 0},
+    "gemma2": {"prefix_caching": False, "kv_dtype": "fp8"},
+    "qwen2-window": {"kernels": "reference"},
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    """A checkpoint of each family with the built-in model's tokenizer beside it."""
+    return {
+        name: save_with_tokenizer(build(name), tmp_path_factory.mktemp(name)) for name in FAMILIES
+    }
+
+
+@pytest.mark.usefixtures("executor")
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=deep), pytest.param(3, marks=deep)])
+@pytest.mark.parametrize(
+    ("family", "executor"),
+    [*((name, "eager") for name in FAMILIES), ("gemma3", "graphs"), ("llama-gqa", "graphs")],
+    indirect=["executor"],
+)
+def test_kv_on_the_host_changes_no_token(folders, family, seed, monkeypatch) -> None:
+    """Arrivals, shared prefixes, classes, cancels: bit for bit what ample KV gives."""
+    folder, more = folders[family], FAMILIES[family]
+    ample = build_engine(settings_for(folder, **more))
+    wanted, none = run(ample, traffic(seed, cancels=False), monkeypatch)
+    assert not none
+    tight = least_kv_memory(folder, **more)
+    engine = build_engine(settings_for(folder, **more, kv_memory=tight, host_kv_memory=2**22))
+    found, moves = run(engine, traffic(seed, cancels=True), monkeypatch)
+    ends = Counter(answer.finish for answer in found.values())
+    assert ends[FinishReason.CANCELLED] > 0
+    assert ends[FinishReason.LENGTH] > 8
+    for number, answer in found.items():
+        told = wanted[number].tokens
+        cut = answer.finish is FinishReason.CANCELLED
+        assert answer.tokens == (told[: len(answer.tokens)] if cut else told), number
+    assert {move.to for move in moves} == set(Tier)
+    totals = engine.scheduler.totals
+    for to, count in ((Tier.HOST, totals.blocks_to_host), (Tier.DEVICE, totals.blocks_to_device)):
+        assert count == sum(move.num_blocks for move in moves if move.to is to) > 0
+
+
+@pytest.mark.usefixtures("executor")
+@pytest.mark.parametrize("family", ["llama-gqa", "gemma3"])
+def test_a_layer_wise_move_takes_along_what_its_step_writes(folders, family) -> None:
+    """A prompt leaves in the step that computes it; its blocks are written; it comes back."""
+    engine = build_engine(settings_for(folders[family], host_kv_memory=2**20))
+    groups = len(engine.resources.groups)
+    here, there, back = ((blocks,) * groups for blocks in ((3, 0, 1), (2, 0, 1), (4, 5, 2)))
+    away = KVMove(0, Tier.HOST, here, there, after_layer=True)
+    home = KVMove(0, Tier.DEVICE, there, back)
+
+    def tokens_of(number: int, *more: Any, start: int = 0, **also: Any) -> tuple[int, ...]:
+        row, count = (0, 1) if start else (number % 10, 20)
+        batch = SubBatch((row,), (start,), (count,), (True,))
+        plan = StepPlan(number, (batch,), *more, **also)
+        return engine.executor.launch(plan).result().tokens
+
+    def begun(row: int) -> tuple[RowAdd]:
+        sampling = replace(GREEDY, seed=0)
+        tokens = tuple(prompt(20, row))
+        return (RowAdd(row, row, tokens, 20, sampling, frozenset(), here),)
+
+    stayed = tokens_of(10, add=begun(0)), tokens_of(11, start=20)
+    first = tokens_of(20, (0,), begun(0), moves=(away,))
+    assert tokens_of(21, add=begun(1)) != first
+    assert (first, tokens_of(22, start=20, moves=(home,))) == stayed
+    engine.close()
+
+
+# -- copies ---------------------------------------------------------------------------------------
+
+
+def random_blocks(draw: np.random.Generator, blocks: int, *shape: int) -> list[np.ndarray]:
+    size = (blocks, *shape)
+    return [draw.integers(-128, 127, size).astype(np.int8) for _ in range(3)]
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("shape", [(1,), (2, 4, 9), (8, 16, 130)])
+def test_blocks_are_copied_and_no_others(threads, shape) -> None:
+    draw = np.random.default_rng(len(shape))
+    attention.set_threads(threads)
+    sources, targets = random_blocks(draw, 70, *shape), random_blocks(draw, 90, *shape)
+    before = [target.copy() for target in targets]
+    chosen = draw.permutation(70)[:61].tolist(), draw.permutation(90)[:61].tolist()
+    copy_blocks(BlockArrays(sources), BlockArrays(targets), *chosen)
+    for source, target, old in zip(sources, targets, before, strict=True):
+        old[chosen[1]] = source[chosen[0]]
+        np.testing.assert_array_equal(target, old)
+    copy_blocks(BlockArrays(sources), BlockArrays(targets), (), ())
+
+
+def test_copies_that_do_not_fit_are_refused_before_anything_is_copied() -> None:
+    sources, targets = np.ones((5, 4), np.int8), np.zeros((7, 4), np.int8)
+    kept = BlockArrays([sources]), BlockArrays([targets])
+    for blocks, words in (
+        (((0, 5), (0, 1)), "block 5 of the sources is outside its 5"),
+        (((0, -1), (0, 1)), "block -1 of the sources"),
+        (((0, 1), (0, 7)), "block 7 of the targets is outside its 7"),
+        (((0, 1), (0, -1)), "block -1 of the targets"),
+        (((0, 1), (3, 3)), "written twice"),
+        (((0, 1), (3,)), "differ in number"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            copy_blocks(*kept, *blocks)
+    with pytest.raises(ValueError, match="blocks of 4 bytes do not fit those of 8"):
+        copy_blocks(kept[0], BlockArrays([np.zeros((7, 4), np.int16)]), (0,), (0,))
+    with pytest.raises(ValueError, match="differ in number"):
+        copy_blocks(kept[0], BlockArrays([targets, targets]), (0,), (0,))
+    for arrays in ([], [sources, targets], [sources[:, ::2]], [sources[::2]]):
+        with pytest.raises(ValueError, match=r"have no common blocks|have gaps"):
+            BlockArrays(arrays)
+    assert not targets.any()
+
+
+@pytest.mark.parametrize("wrap", [lambda array: array, to_torch])
+def test_a_move_takes_every_layer_of_every_group(wrap) -> None:
+    groups = [KVGroup("full", (0, 1), None, 2, 8), KVGroup("sliding", (2,), 20, 1, 12)]
+    draw = np.random.default_rng(7)
+
+    def memory(shape, dtype):
+        return wrap(draw.standard_normal(tuple(shape)).astype(dtype))
+
+    store, host = (KVStore(groups, blocks, 4, "float32", memory) for blocks in ([6, 5], [5, 4]))
+    kept = [[to_numpy(t).copy() for t in store.tensors(g)] for g in (0, 1)]
+    tier = HostTier(NativeCopies(store, host))
+    out = KVMove(0, Tier.HOST, ((0, 1, 4), (-1, 2, 3)), ((1, 2, 0), (-1, 0, 1)))
+    tier.before(StepPlan(1, (), moves=(out,), zero_host=((0, 4), (1, 3))))
+    assert out.num_blocks == 5
+    assert not any(to_numpy(t[4]).any() for t in host.tensors(0))
+    assert not any(to_numpy(t[3]).any() for t in host.tensors(1))
+    for group in (0, 1):
+        for tensor in store.tensors(group):
+            tensor[:] = 0
+    back = ((5, 3, 0), (-1, 4, 0))
+    tier.before(StepPlan(2, (), moves=(KVMove(0, Tier.DEVICE, out.target, back),)))
+    for group in (0, 1):
+        for tensor, before in zip(store.tensors(group), kept[group], strict=True):
+            wanted = np.zeros_like(before)
+            for old, new in zip(out.source[group], back[group], strict=True):
+                if old >= 0:
+                    wanted[new] = before[old]
+            np.testing.assert_array_equal(to_numpy(tensor), wanted)
+
+
+# -- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("executor")
+def test_a_plan_that_needs_the_host_is_refused_without_one(folders) -> None:
+    engine = build_engine(settings_for(folders["llama-gqa"]))
+    plan = StepPlan(1, (), moves=(KVMove(0, Tier.HOST, ((0,),), ((0,),)),))
+    with pytest.raises(InvariantError, match="needs a host tier, which is not here"):
+        engine.executor.launch(plan).result()
+    engine.close()
+
+
+@pytest.mark.usefixtures("executor")
+def test_a_plan_that_computes_on_the_host_is_refused_with_one(folders) -> None:
+    engine = build_engine(settings_for(folders["llama-gqa"], host_kv_memory=2**20))
+    with pytest.raises(InvariantError, match="needs a host tier"):
+        engine.executor.launch(StepPlan(1, (), piggybacked=(0,))).result()
+    engine.close()
+
+
+def with_available(model: Model, free: int, device: str) -> Model:
+    return replace(model, device=device, facts=replace(model.facts, available_bytes=free))
+
+
+def test_the_host_must_have_the_memory_beside_weights_and_kv(folders) -> None:
+    config = settings_for(folders["llama-gqa"], host_kv_memory=60 * 2**20)
+    model, resolved = resolve_settings(config)
+    needed = model.facts.weight_bytes + resolved.kv_bytes + 60 * 2**20
+    check_host_memory(config, with_available(model, needed, "cpu"), resolved)
+    left = format_bytes(60 * 2**20 - 2**20)
+    words = f"is 60.00 MiB, but beside weights and KV the host has only {left} free; set it lower"
+    with pytest.raises(OutOfMemoryError, match=words):
+        check_host_memory(config, with_available(model, needed - 2**20, "cpu"), resolved)
+    with pytest.raises(OutOfMemoryError, match=r"host_kv_memory is 1024\.00 TiB"):
+        build_engine(replace(config, host_kv_memory=2**50))
+
+
+def test_the_host_must_have_the_memory_of_all_ranks(folders, monkeypatch) -> None:
+    config = settings_for(folders["llama-gqa"])
+    model, resolved = resolve_settings(config)
+    model = with_available(model, 0, "cuda:0")  # whose KV lies elsewhere
+    monkeypatch.setattr("weft.engine.model.available_memory", lambda: 100 * 2**20)
+    for mib, ranks in ((90, 1), (50, 2)):
+        given = replace(config, host_kv_memory=mib * 2**20, tensor_parallel=ranks)
+        check_host_memory(given, model, resolved)
+    two = replace(config, host_kv_memory=60 * 2**20, tensor_parallel=2)
+    with pytest.raises(OutOfMemoryError, match=r"is 60.00 MiB for each rank, but .* 50.00 MiB"):
+        check_host_memory(two, model, resolved)
+    with pytest.raises(OutOfMemoryError, match=r"is 101.00 MiB, but the host has only 100"):
+        check_host_memory(replace(config, host_kv_memory=101 * 2**20), model, resolved)
