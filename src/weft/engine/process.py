@@ -40,6 +40,7 @@ from weft.engine.forkserver import serve_forks
 from weft.engine.loop import EngineLoop
 from weft.engine.machine import WallClock
 from weft.engine.postpone import postpone
+from weft.kv.disk_prefixes import DiskPrefixes
 from weft.kv.pool import BlockPool, fullest
 from weft.kv.tiers import TieredCache
 from weft.ring.inbox import RingInbox
@@ -296,6 +297,7 @@ def _info(engine: Engine, ready: bool) -> EngineInfo:
         paused=sum(sequence.preemptions > 0 for sequence in waiting),
         queued_prompt_tokens=sum(len(sequence.tokens) for sequence in waiting),
         policy=list(POLICIES).index(scheduler.policy.name),
+        **_on_disk(scheduler.cache.disk),
         **_targets(scheduler.policy.classes),
         **asdict(scheduler.totals),
     )
@@ -305,6 +307,20 @@ def _host_pool(scheduler: Scheduler) -> BlockPool | None:
     """The fullest pool of the host tier; None if there is no such tier."""
     kv = scheduler.memory.kv
     return fullest(kv.host.pools) if isinstance(kv, TieredCache) else None
+
+
+def _on_disk(prefixes: DiskPrefixes | None) -> dict[str, int]:
+    """What the info page says of the prefixes on disk."""
+    if prefixes is None:
+        return {}
+    totals = prefixes.disk.totals
+    return {
+        "disk_bytes": prefixes.disk.files.nbytes,
+        "disk_saved": totals.saved,
+        "disk_lost": totals.lost,
+        "disk_missing": totals.missing,
+        "disk_tokens": prefixes.loaded_tokens,
+    }
 
 
 def _targets(classes: Sequence[ServiceClass]) -> dict[str, int]:

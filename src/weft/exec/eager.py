@@ -7,6 +7,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import TypeAlias
 
+from weft.core.errors import InvariantError
 from weft.core.plan import StepPlan, StepResult, SubBatch
 from weft.exec.attend import bind_forward
 from weft.exec.collect import (

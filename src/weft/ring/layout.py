@@ -50,6 +50,9 @@ class EngineInfo:
         requests, finished, failed, cancelled: since the start.
         steps, prompt_tokens, output_tokens, cached_tokens, preemptions: since the start.
         blocks_to_host, blocks_to_device: of all groups, moved between the tiers since the start.
+        disk_bytes: of the folder of prefixes; disk_saved, disk_lost: blocks that were saved there,
+            and that were to be and are not; disk_tokens: prompt tokens that came from there;
+            disk_missing: blocks that were not there whole. All but the first since the start.
         drafted_tokens, accepted_tokens: of speculation, since the start.
         refused, demoted: requests that would have missed the target of their class.
         hidden_size: of the model, the length of an embedding.
@@ -86,6 +89,11 @@ class EngineInfo:
     preemptions: int = 0
     blocks_to_host: int = 0
     blocks_to_device: int = 0
+    disk_bytes: int = 0
+    disk_saved: int = 0
+    disk_lost: int = 0
+    disk_tokens: int = 0
+    disk_missing: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     refused: int = 0

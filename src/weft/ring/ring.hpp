@@ -280,10 +280,10 @@ struct Header {
   X(max_num_batched_tokens) X(vocab_size) X(block_size) X(blocks) X(free_blocks) X(host_blocks) \
   X(free_host_blocks) X(waiting) X(running) X(paused) X(queued_prompt_tokens) X(requests)       \
   X(finished) X(failed) X(cancelled) X(steps) X(prompt_tokens) X(output_tokens)                 \
-  X(cached_tokens) X(preemptions) X(blocks_to_host) X(blocks_to_device) X(drafted_tokens)       \
+  X(cached_tokens) X(preemptions) X(blocks_to_host) X(blocks_to_device) X(disk_bytes)           \
+  X(disk_saved) X(disk_lost) X(disk_tokens) X(disk_missing) X(drafted_tokens)                   \
   X(accepted_tokens) X(refused) X(demoted) X(hidden_size) X(policy) X(ttft_us_0) X(tpot_us_0)   \
-  X(ttft_us_1) X(tpot_us_1)                                                                     \
-  X(ttft_us_2) X(tpot_us_2) X(ttft_us_3) X(tpot_us_3)
+  X(ttft_us_1) X(tpot_us_1) X(ttft_us_2) X(tpot_us_2) X(ttft_us_3) X(tpot_us_3)
 #endif
 
 enum class Info : uint32_t {

@@ -64,6 +64,11 @@ OWN_METRICS: Mapping[str, tuple[str, str]] = {
     "host_kv_blocks_free": ("gauge", "Those of them that no sequence holds"),
     "kv_blocks_to_host": ("counter", "KV blocks that moved from the device to the host"),
     "kv_blocks_to_device": ("counter", "KV blocks that came back to the device"),
+    "kv_disk_bytes": ("gauge", "Bytes of the folder of prefixes"),
+    "kv_disk_blocks_saved": ("counter", "KV blocks that were saved there"),
+    "kv_disk_blocks_lost": ("counter", "KV blocks that were to be saved there, and are not"),
+    "kv_disk_blocks_missing": ("counter", "KV blocks that were to be read, and were not whole"),
+    "kv_disk_tokens": ("counter", "Prompt tokens that came from there, not computed"),
 }
 
 NO_TARGETS = ServiceClass("", 0)

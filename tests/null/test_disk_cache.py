@@ -1,0 +1,289 @@
+"""Blocks of prefixes on disk: whole or missing, within the limit, and never another's."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from depth import searching
+from weft.core.errors import ConfigError, InvariantError
+from weft.kv import disk_cache
+from weft.kv.block_files import PARTIAL_S, BlockFiles, Key
+from weft.kv.disk_cache import DiskCache, Fetch
+
+ME, OTHER = b"m" * 16, b"o" * 16
+SIZE = 1000
+FILE = SIZE + 60  # with its head
+WAIT_S = 20.0
+
+
+def key(number: int, group: int = 0) -> Key:
+    return group, number.to_bytes(16)
+
+
+def content(number: int) -> memoryview:
+    return memoryview(random.Random(number).randbytes(SIZE))
+
+
+def make_files(folder: Path, limit: int = 10**9, identity: bytes = ME) -> BlockFiles:
+    files = BlockFiles(folder, limit, identity)
+    files.scan()
+    return files
+
+
+def paths(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def test_what_was_written_is_read_by_a_later_process(tmp_path):
+    files = make_files(tmp_path)
+    for number in range(5):
+        files.write(key(number, number % 2), content(number))
+    later = make_files(tmp_path)
+    assert len(later) == 5
+    assert later.nbytes == files.nbytes == sum(path.stat().st_size for path in paths(tmp_path))
+    for number in range(5):
+        assert key(number, number % 2) in later
+        assert later.read(key(number, number % 2), SIZE) == content(number)
+        assert later.read(key(number, 1 - number % 2), SIZE) is None, "of another group"
+    assert all(path.stat().st_mode & 0o077 == 0 for path in paths(tmp_path))
+    assert (tmp_path / ME.hex()).stat().st_mode & 0o077 == 0
+
+
+@searching(300)
+@given(st.data())
+def test_no_damaged_file_is_read(tmp_path_factory, data):
+    """Cut, lengthened or with any byte changed: missing, and gone."""
+    folder = tmp_path_factory.mktemp("damaged")
+    files = make_files(folder)
+    files.write(key(1), content(1))
+    [path] = paths(folder)
+    whole = path.read_bytes()
+    at = data.draw(st.integers(0, len(whole) - 1))
+    kind = data.draw(st.sampled_from(("cut", "longer", "changed")))
+    if kind == "cut":
+        path.write_bytes(whole[:at])
+    elif kind == "longer":
+        path.write_bytes(whole + bytes(at + 1))
+    else:
+        changed = bytearray(whole)
+        changed[at] ^= data.draw(st.integers(1, 255))
+        path.write_bytes(changed)
+    assert files.read(key(1), SIZE) is None
+    assert key(1) not in files
+    assert not paths(folder)
+    assert files.nbytes == 0
+
+
+def test_a_file_under_the_name_of_another_is_missing(tmp_path):
+    files, foreign = make_files(tmp_path), make_files(tmp_path, identity=OTHER)
+    files.write(key(1), content(1))
+    [mine] = paths(tmp_path)
+    for identity, group, number in ((OTHER, 0, 1), (ME, 1, 1), (ME, 0, 2)):
+        owner = foreign if identity == OTHER else files
+        owner.write(key(number, group), content(1))
+        [theirs] = [path for path in paths(tmp_path) if path != mine]
+        theirs.replace(mine)
+        assert files.read(key(1), SIZE) is None
+        files.write(key(1), content(1))
+    assert files.read(key(1), SIZE) == content(1)
+    assert files.read(key(1), SIZE - 1) is None, "another size of blocks"
+
+
+def test_the_folder_stays_within_its_limit_and_keeps_what_was_used_last(tmp_path):
+    files = make_files(tmp_path, limit=4 * FILE)
+    for number in range(4):
+        files.write(key(number), content(number))
+        os.utime(paths(tmp_path)[-1], (number, number))
+    assert files.read(key(0), SIZE) is not None
+    for number in (4, 5):
+        files.write(key(number), content(number))
+    assert [number for number in range(6) if key(number) in files] == [0, 3, 4, 5]
+    assert len(paths(tmp_path)) == 4
+    assert files.nbytes <= 4 * FILE
+    files.write(key(9), memoryview(bytes(5 * FILE)))
+    assert key(9) not in files, "larger than all room"
+    assert len(make_files(tmp_path, limit=2 * FILE)) == 2
+    assert len(paths(tmp_path)) == 2
+
+
+def test_other_models_count_and_make_way(tmp_path):
+    other = make_files(tmp_path, limit=3 * FILE, identity=OTHER)
+    other.write(key(1), content(1))
+    files = make_files(tmp_path, limit=3 * FILE)
+    assert (len(files), files.nbytes) == (0, other.nbytes)
+    for number in range(3):
+        files.write(key(number), content(number))
+    assert len(files) == 3
+    assert other.read(key(1), SIZE) is None
+
+
+def test_leftovers_are_removed_when_nobody_writes_them_any_more(tmp_path):
+    files = make_files(tmp_path)
+    files.write(key(1), content(1))
+    folder = paths(tmp_path)[0].parent
+    old, new = folder / "a.1.partial", folder / "b.2.partial"
+    for path in (old, new):
+        path.write_bytes(b"x")
+    past = time.time() - PARTIAL_S - 10
+    os.utime(old, (past, past))
+    files.scan()
+    assert [path.exists() for path in (old, new)] == [False, True]
+    assert len(files) == 1
+
+
+def test_a_folder_that_cannot_be_written_is_a_typed_error(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"kv_disk .* cannot be written: Not a directory") as info:
+        BlockFiles(tmp_path / "file", 10**9, ME)
+    assert info.value.param == "kv_disk"
+
+
+# -- threads --------------------------------------------------------------------------------------
+
+
+class Site:
+    """A running cache over a folder, and when something arrives in it."""
+
+    def __init__(self, folder: Path, **more: int) -> None:
+        self.arrived = threading.Event()
+        self.cache = DiskCache(BlockFiles(folder, 10**9, ME), [SIZE], **more)
+        self.cache.start(self.arrived.set)
+        self.until(lambda: not self.cache.starting)
+
+    def until(self, holds) -> None:
+        end = time.monotonic() + WAIT_S
+        while not holds():
+            assert time.monotonic() < end
+            time.sleep(0.001)
+
+    def save(self, *numbers: int) -> None:
+        for number in numbers:
+            assert self.cache.reserve(key(number))
+            self.cache.save(key(number), content(number))
+
+    def fetch(self, *numbers: int) -> Fetch:
+        fetch = self.cache.fetch([key(number) for number in numbers])
+        self.until(lambda: fetch.done)
+        return fetch
+
+
+@pytest.fixture
+def site(tmp_path):
+    site = Site(tmp_path)
+    yield site
+    site.cache.close(WAIT_S)
+
+
+def test_a_block_is_saved_once_and_comes_back(site, tmp_path):
+    site.save(1, 2, 3)
+    assert not site.cache.reserve(key(1)), "it is there, or will be"
+    site.until(lambda: site.cache.totals.saved == 3)
+    site.arrived.clear()
+    site.fetch(1, 2)
+    assert site.arrived.wait(WAIT_S)
+    assert [site.cache.staged(key(number)) for number in (1, 2, 3)] == [True, True, False]
+    assert site.cache.claim([key(1), key(2)])
+    assert site.cache.take(key(1)) == content(1)
+    assert site.cache.take(key(2)) == content(2)
+    assert not site.cache.staged(key(1)), "it lies in a block of the KV now"
+    with pytest.raises(InvariantError, match="not claimed"):
+        site.cache.take(key(1))
+    site.cache.close(WAIT_S)
+    again = Site(tmp_path)
+    assert all(again.cache.has(key(number)) for number in (1, 2, 3))
+    assert not again.cache.has(key(4))
+    again.cache.close(WAIT_S)
+
+
+def test_two_sequences_may_claim_one_block(site):
+    site.save(1)
+    site.fetch(1)
+    assert site.cache.claim([key(1)])
+    assert site.cache.claim([key(1)])
+    assert site.cache.take(key(1)) == site.cache.take(key(1)) == content(1)
+    assert not site.cache.claim([key(1)])
+
+
+def test_what_is_released_takes_no_memory_but_what_is_claimed_stays(site):
+    site.save(1, 2)
+    fetch = site.fetch(1, 2)
+    assert site.cache.claim([key(2)])
+    site.cache.release(fetch)
+    assert not site.cache.staged(key(1))
+    assert site.cache.take(key(2)) == content(2)
+    assert not site.cache.crowded
+    late = site.cache.fetch([key(1)])
+    site.cache.release(late)
+    site.until(lambda: late.done)
+    assert not site.cache.staged(key(1)), "nobody waits for it"
+
+
+def test_a_fetch_ends_at_the_first_block_that_is_not_whole(site, tmp_path):
+    site.save(1, 2, 3)
+    site.until(lambda: site.cache.totals.saved == 3)
+    path = next(path for path in paths(tmp_path) if path.name.startswith(key(2)[1].hex()))
+    path.write_bytes(path.read_bytes()[:-1])
+    site.fetch(1, 2, 3)
+    assert [site.cache.staged(key(number)) for number in (1, 2, 3)] == [True, False, False]
+    assert site.cache.totals.missing == 1
+    assert not site.cache.has(key(2))
+
+
+def test_what_waits_to_be_written_is_bounded(tmp_path):
+    site = Site(tmp_path, writing_bytes=3 * SIZE)
+    for number in range(3):
+        assert site.cache.reserve(key(number))
+    assert site.cache.full
+    assert not site.cache.reserve(key(3))
+    assert site.cache.totals.lost == 1
+    for number in range(3):
+        site.cache.save(key(number), content(number))
+    site.until(lambda: not site.cache.full)
+    site.save(3)
+    site.cache.close(WAIT_S)
+    assert len(paths(tmp_path)) == 4
+
+
+def test_a_full_disk_is_said_once_and_tried_again_later(tmp_path, monkeypatch, caplog):
+    site = Site(tmp_path)
+    site.save(1)
+    site.until(lambda: site.cache.totals.saved == 1)
+
+    def no_room(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(site.cache.files, "write", no_room)
+        site.save(2, 3)
+        site.until(lambda: site.cache.totals.lost >= 2 and not site.cache._reserved)
+    [line] = [text for text in caplog.messages if "Prefixes" in text]
+    assert "No space left on device" in line
+    assert site.cache.paused
+    assert not site.cache.reserve(key(4))
+    site.fetch(1)
+    assert site.cache.staged(key(1)), "what is there is used"
+    monkeypatch.setattr(site.cache, "_paused_until", 0.0)
+    site.save(2)
+    site.cache.close(WAIT_S)
+    assert len(paths(tmp_path)) == 2
+
+
+def test_the_rate_of_the_disk_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk_cache, "MEASURED_BYTES", 2 * SIZE)
+    site = Site(tmp_path)
+    site.save(1, 2, 3)
+    site.until(lambda: site.cache.totals.saved == 3)
+    site.fetch(1)
+    assert site.cache.bytes_s == disk_cache.RATE_BYTES_S, "too little to tell"
+    site.fetch(2, 3)
+    assert 0 < site.cache.bytes_s != disk_cache.RATE_BYTES_S
+    site.cache.close(WAIT_S)

@@ -1,0 +1,223 @@
+"""Prefixes that come back from disk: the tokens of an engine that computes all of them."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import build, prompt, save_with_tokenizer
+from tight_kv import GREEDY, Traffic, least_kv_memory, run, settings_for, traffic
+
+from depth import deep
+from weft.core.errors import ConfigError, InvariantError
+from weft.core.plan import StepPlan
+from weft.core.types import FinishReason, Request
+from weft.engine.build import Engine, build_engine
+from weft.exec.disk_blocks import block_sizes
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama-gqa": {},
+    "mistral-window": {},
+    "gemma3": {"kv_dtype": "int8"},
+    "gemma4-shared-kv": {},
+    "qwen3-moe-mixed": {"steps_in_flight": 0},
+    "gemma2": {"kv_dtype": "fp8"},
+    "qwen2-window": {"kernels": "reference"},
+}
+WAIT_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    """A checkpoint of each family with the built-in model's tokenizer beside it."""
+    return {
+        name: save_with_tokenizer(build(name), tmp_path_factory.mktemp(name)) for name in FAMILIES
+    }
+
+
+def with_disk(folder: Path, disk: Path, **more: Any) -> Engine:
+    """An engine whose prefixes on disk are known already."""
+    engine = build_engine(settings_for(folder, kv_disk=str(disk), **more))
+    engine.start_disk(lambda: None)
+    found = engine.resources.disk
+    assert found is not None
+    assert found._scanned.wait(WAIT_S)
+    return engine
+
+
+def loaded(engine: Engine) -> int:
+    """Tokens that came from disk."""
+    assert engine.scheduler.cache.disk is not None
+    return engine.scheduler.cache.disk.loaded_tokens
+
+
+def finish(engine: Engine) -> None:
+    engine.save_prefixes()
+    engine.close()
+
+
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=deep), pytest.param(3, marks=deep)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prefixes_on_disk_change_no_token(folders, family, seed, tmp_path, monkeypatch) -> None:
+    """Traffic twice on hardly enough KV, with a restart between: bit for bit what ample KV gives.
+
+    Prefixes are evicted and come back while others run, end and are cancelled.
+    """
+    folder, more = folders[family], FAMILIES[family]
+    ample = build_engine(settings_for(folder, **more, prefix_caching=False))
+    wanted, _ = run(ample, traffic(seed, cancels=False), monkeypatch)
+    tight = least_kv_memory(folder, **more)
+    for turn in range(2):
+        engine = with_disk(folder, tmp_path, **{**more, "kv_memory": tight})
+        found, plans = run(engine, traffic(seed, cancels=True), monkeypatch)
+        for number, answer in found.items():
+            told = wanted[number].tokens
+            cut = answer.finish is FinishReason.CANCELLED
+            assert answer.tokens == (told[: len(answer.tokens)] if cut else told), number
+        assert any(plan.saves for plan in plans) or turn
+        assert sum(len(plan.loads) for plan in plans) > 0 or not turn
+        assert loaded(engine) > 0 or not turn
+        totals = engine.scheduler.cache.disk.disk.totals
+        assert (totals.lost, totals.missing) == (0, 0)
+        engine.save_prefixes()
+
+
+def one(tokens: list[int], sampling: dict[str, Any] | None = None, **more: Any) -> Traffic:
+    """One request."""
+    sampling = replace(GREEDY, seed=1, **(sampling or {}))
+    return Traffic({0: [Request(0, tuple(tokens), sampling, **more)]}, {})
+
+
+def answer(engine: Engine, given: Traffic, monkeypatch) -> tuple[list[int], list[StepPlan]]:
+    answers, plans = run(engine, given, monkeypatch)
+    [found] = answers.values()
+    return found.tokens, plans
+
+
+def computed(plans: list[StepPlan]) -> int:
+    """Tokens that were computed up to the first one that was sampled."""
+    return next(
+        sum(plan.num_tokens for plan in plans[: index + 1])
+        for index, plan in enumerate(plans)
+        if any(any(batch.samples) for batch in plan.batches)
+    )
+
+
+@pytest.mark.parametrize("family", ["llama-gqa", "gemma3"])
+def test_a_restarted_engine_computes_only_what_is_new(folders, family, tmp_path, monkeypatch):
+    tokens = prompt(70, 1)
+    first = with_disk(folders[family], tmp_path)
+    told, plans = answer(first, one(tokens), monkeypatch)
+    assert computed(plans) == 70
+    finish(first)
+    again = with_disk(folders[family], tmp_path)
+    found, plans = answer(again, one(tokens), monkeypatch)
+    assert found == told
+    assert computed(plans) == 70 - 64
+    assert again.scheduler.totals.cached_tokens == 64
+    finish(again)
+
+
+def test_salts_do_not_share(folders, tmp_path, monkeypatch):
+    tokens = prompt(70, 1)
+    for number, salt in enumerate([b"mine", b"yours", b"mine"]):
+        engine = with_disk(folders["llama-gqa"], tmp_path)
+        _, plans = answer(engine, one(tokens, cache_salt=salt), monkeypatch)
+        assert (loaded(engine), computed(plans)) == ((0, 70), (0, 70), (64, 6))[number]
+        finish(engine)
+
+
+def test_another_model_or_setting_finds_nothing(folders, tmp_path, monkeypatch):
+    tokens, name = prompt(40, 1), "llama-gqa"
+    copy = shutil.copytree(folders[name], tmp_path / "copy")
+    disk = tmp_path / "disk"
+    for folder, more in [
+        (folders[name], {}),
+        (folders[name], {"kv_dtype": "int8"}),
+        (folders[name], {"block_size": 4}),
+        (copy, {}),
+    ]:
+        engine = with_disk(folder, disk, **more)
+        _, plans = answer(engine, one(tokens), monkeypatch)
+        assert (loaded(engine), computed(plans)) == (0, 40)
+        finish(engine)
+    assert len(list(disk.iterdir())) == 4
+
+
+@pytest.mark.parametrize("family", ["llama-gqa", "gemma3"])
+@pytest.mark.parametrize("broken", [0, 3, 7])
+def test_torn_files_are_misses(folders, family, broken, tmp_path, monkeypatch):
+    """What lies before the first one that is torn is used, in full groups; no token changes."""
+    tokens = prompt(70, 1)
+    first = with_disk(folders[family], tmp_path)
+    told, _ = answer(first, one(tokens), monkeypatch)
+    hashes = first_hashes(first, tokens)
+    finish(first)
+    for path in tmp_path.rglob(f"{hashes[broken].hex()}-*.kv"):
+        path.write_bytes(path.read_bytes()[:-1])
+    again = with_disk(folders[family], tmp_path)
+    found, plans = answer(again, one(tokens), monkeypatch)
+    assert found == told
+    assert computed(plans) >= 70 - 8 * broken
+    assert again.scheduler.cache.disk.disk.totals.missing == 1
+    finish(again)
+
+
+def first_hashes(engine: Engine, tokens: list[int]) -> list[bytes]:
+    cache = engine.scheduler.cache
+    cache.register(99, b"")
+    hashes = cache.block_hashes(99, 0, tokens, len(tokens) // 8)
+    cache.forget(99)
+    return hashes
+
+
+def test_what_is_computed_faster_is_not_read(folders, tmp_path, monkeypatch):
+    tokens = prompt(70, 1)
+    for compute_s, expected in ((math.inf, 0), (0.0, 0), (math.inf, 64)):
+        engine = with_disk(folders["llama-gqa"], tmp_path)
+        engine.scheduler.cache.disk.compute_s = lambda start, upto, seconds=compute_s: seconds
+        answer(engine, one(tokens), monkeypatch)
+        assert loaded(engine) == expected
+        finish(engine)
+
+
+def test_blocks_that_are_scored_are_computed(folders, tmp_path, monkeypatch):
+    tokens = prompt(70, 1)
+    for _ in range(2):
+        engine = with_disk(folders["llama-gqa"], tmp_path)
+        _, plans = answer(engine, one(tokens, {"prompt_logprobs": 1}), monkeypatch)
+        assert (loaded(engine), computed(plans)) == (0, 70)
+        finish(engine)
+
+
+def test_the_sizes_of_blocks_are_those_of_the_store(folders, tmp_path):
+    for family, more in FAMILIES.items():
+        engine = with_disk(folders[family], tmp_path, **more)
+        disk, sizes = engine.resources.disk, block_sizes(engine.executor.store)
+        assert [disk.block_bytes(group) for group in range(len(sizes))] == sizes
+        finish(engine)
+
+
+def test_settings_that_exclude_it_are_typed_errors(folders, tmp_path):
+    folder, disk = folders["llama-gqa"], str(tmp_path)
+    with pytest.raises(ConfigError, match="prefix_caching is off"):
+        settings_for(folder, kv_disk=disk, prefix_caching=False)
+    with pytest.raises(ConfigError, match="tensor_parallel is 2"):
+        settings_for(folder, kv_disk=disk, tensor_parallel=2)
+    with pytest.raises(ConfigError, match="kv_disk_size"):
+        settings_for(folder, kv_disk=disk, kv_disk_size=1000)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot be written"):
+        build_engine(settings_for(folder, kv_disk=str(tmp_path / "file")))
+
+
+def test_an_executor_without_a_disk_refuses_what_needs_one(folders):
+    engine = build_engine(settings_for(folders["llama-gqa"]))
+    plan = StepPlan(1, (), loads=((0, 0, bytes(16)),))
+    with pytest.raises(InvariantError, match="needs a disk"):
+        engine.executor.launch(plan).result()
+    engine.close()
