@@ -44,7 +44,7 @@ from weft.engine.model import (
     find_model,
     resolve_settings,
 )
-from weft.engine.prefix_disk import PrefixSaver, open_prefix_disk
+from weft.engine.prefix_disk import PrefixSaver, describe_disk, open_prefix_disk
 from weft.engine.rank_leader import ParallelExecutor, build_parallel, meet
 from weft.engine.self_profile import choose_policy as choose_policy
 from weft.engine.threads import ThreadPlan, plan_threads
@@ -375,6 +375,7 @@ def describe_served(config: EngineConfig, engine: Engine) -> ServedModel:
         host_kv_memory=config.host_kv_memory or 0,
         weight_bytes=model.facts.weight_bytes,
         kv_memory=resolved.kv_memory,
+        kv_disk=describe_disk(config),
         kv_dtype=model.dtype if config.kv_dtype == "auto" else config.kv_dtype,
         device=device_name(model.device),
         isa=model.ops.isa,

@@ -19,6 +19,7 @@ from weft.engine.costs import measured_costs, profile_key
 from weft.engine.devices import device_name, free_memory, is_cpu
 from weft.engine.machine import cpu_name, usable_cores
 from weft.engine.model import Model, check_host_memory, describe_kernels, find_model
+from weft.engine.prefix_disk import describe_disk
 from weft.engine.threads import plan_threads
 from weft.models.layout import num_parameters
 from weft.text.tokenizer import Tokenizer
@@ -132,6 +133,7 @@ def _memory_facts(config: EngineConfig, model: Model) -> dict[str, Any]:
             "host_kv_bytes": bytes_of(config, facts, resolved.host_blocks)
             if resolved.host_blocks
             else 0,
+            "kv_disk": describe_disk(config),
             "max_model_len": resolved.max_model_len,
         }
     except OutOfMemoryError as error:
@@ -170,6 +172,8 @@ def format_info(info: dict[str, Any]) -> str:
         if memory["host_kv_bytes"]:
             size = format_bytes(memory["host_kv_bytes"])
             rows.append(("", f"{size} on the host{share}, for sequences that give way"))
+        if memory["kv_disk"]:
+            rows.append(("", memory["kv_disk"]))
         rows.append(("fits", f"yes, sequences of {memory['max_model_len']} tokens"))
     else:
         rows.append(("fits", f"no. {memory['reason']}"))

@@ -12,6 +12,7 @@ from pathlib import Path
 from weft import __version__
 from weft.core.config import EngineConfig, ResolvedConfig
 from weft.core.errors import ConfigError
+from weft.core.settings import format_bytes
 from weft.engine.devices import is_cpu
 from weft.engine.model import Model
 from weft.exec.disk_blocks import DiskBlocks
@@ -45,6 +46,13 @@ def open_prefix_disk(
     )
     sizes = [group.bytes_per_token * resolved.block_size for group in model.facts.groups]
     return DiskCache(files, sizes)
+
+
+def describe_disk(config: EngineConfig) -> str:
+    """Where prefixes are kept on disk, and how much of them; empty if they are not."""
+    if config.kv_disk is None:
+        return ""
+    return f"cached prefixes kept in {config.kv_disk}, {format_bytes(config.kv_disk_size)} at most"
 
 
 def _identity(config: EngineConfig, resolved: ResolvedConfig, model: Model) -> bytes:

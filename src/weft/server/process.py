@@ -104,6 +104,8 @@ def _serve(arguments: argparse.Namespace, settings: Mapping[str, Any], served: S
             if served.kept_weights:
                 size = format_bytes(served.weight_bytes)
                 notice(f"weights {KEPT_WEIGHTS[served.kept_weights]} ({size})")
+            if served.kv_disk:
+                notice(served.kv_disk)
             if served.scheduling:
                 notice(served.scheduling)
 
