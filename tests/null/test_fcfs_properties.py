@@ -138,8 +138,8 @@ def test_the_property_test_can_fail():
     """A cache that shares blocks it should not is caught by the modelled executor."""
 
     class Forgetful(KVCache):
-        def open(self, sequence_id, hit):
-            super().open(sequence_id, hit)
+        def open(self, sequence_id, hit, loaded=0):
+            super().open(sequence_id, hit, loaded)
             if hit:
                 (wrong,) = self.pools[0].allocate(1)
                 table = self._tables[sequence_id].blocks[0]
