@@ -18,8 +18,9 @@ from weft.exec.collect import is_out_of_memory
 from weft.exec.eager import EagerExecutor
 from weft.exec.input_batch import InputBatch
 from weft.exec.store import KVStore, Memory, host_memory
-from weft.exec.tiers import HostTier, NativeCopies
+from weft.exec.tiers import HostTier
 from weft.kernels.collectives import Alone, Collectives
+from weft.kernels.cpu.blocks import copy_blocks
 from weft.models.decoder import Decoder
 
 logger = logging.getLogger("weft")
@@ -163,10 +164,10 @@ def make_executor(
         tier = None
         if resolved.host_blocks:
             with host_tier:
-                tier = HostTier(NativeCopies(store, store.like(resolved.host_blocks)))
+                tier = HostTier(store, store.like(resolved.host_blocks), copy_blocks)
         return EagerExecutor(decoder, store, table, config.steps_in_flight, tier)
     from weft.exec.device import CudaDevice
-    from weft.exec.device_copies import device_tier
+    from weft.exec.device_tier import device_tier
     from weft.exec.graphs import GraphExecutor, Steps
 
     steps = Steps(
