@@ -221,7 +221,9 @@ def test_info_names_the_kernel_of_every_op(call):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--host-kv-memory", "1GiB"], ["host_kv_memory is for KV on a GPU", "leave it out"]),
+        (["--host-kv-memory", "1KiB"], ["host_kv_memory (1.00 KiB)", "not even one block"]),
+        (["--host-kv-memory", "0GiB"], ["host_kv_memory", "at least 1024"]),
+        (["--scheduler", "fcfs-swap"], ["scheduler must be one of auto, fcfs, slo"]),
         (["one", "--model", "two"], ["Two models are named", "one", "two"]),
         (["--quantize", "fp8"], ["quantize is fp8", "kernels of a CPU do not compute"]),
     ],
@@ -305,6 +307,7 @@ def test_wrong_uses_end_a_command_with_that_sentence(arguments, words):
         (["--max-model-len", "100000"], ["100000", "2048"]),
         (["--kv-memory", "lots"], ["lots", "512MiB"]),
         (["--kv-memory", "900TB"], ["kv_memory", "free"]),
+        (["--host-kv-memory", "900TB"], ["host_kv_memory", "beside weights and KV", "lower"]),
         (["--kv-memory", "2KiB", "--max-model-len", "64"], ["64 tokens", "kv_memory"]),
         (["--max-num-seqs", "0"], ["max_num_seqs", "0"]),
         (["--max-num-seqs", "4096"], ["max_num_batched_tokens", "max_num_seqs"]),

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from queue import SimpleQueue
 
 import numpy as np
@@ -259,10 +259,16 @@ def test_rank_0_ends_the_others_when_it_has_no_memory_for_a_step():
     theirs.close()
 
 
-def test_kv_on_the_host_needs_a_gpu_with_ranks_too():
-    with pytest.raises(ConfigError, match="lies in the host's memory already"):
-        LLM.in_process(**SMALL, tensor_parallel=2, host_kv_memory="8MiB")
-    assert not ranks()
+def test_each_rank_moves_the_kv_of_its_heads_to_the_host_and_back(alone):
+    prompts = [[number, 7, 9] * 13 for number in range(8)]
+    longer = replace(GREEDY, max_tokens=60, ignore_eos=True)
+    wanted = alone.generate(prompts, longer, progress=False)
+    tight = {"kv_memory": "700KiB", "max_model_len": 128, "host_kv_memory": "8MiB"}
+    with LLM.in_process(**{**SMALL, **tight}, tensor_parallel=2) as two:
+        found = two.generate(prompts, longer, progress=False)
+        totals = two.engine.built.scheduler.totals
+    assert [result.token_ids for result in found] == [result.token_ids for result in wanted]
+    assert totals.blocks_to_host >= totals.blocks_to_device > 0
 
 
 def test_plans_arrive_as_they_were_sent():

@@ -7,11 +7,13 @@ import torch
 from served import DEVICE
 
 import where
+from weft.core.errors import InvariantError
 from weft.core.plan import KVMove, Tier
 from weft.exec.device import CudaDevice, HostDevice, tensor_memory
-from weft.exec.device_copies import device_tier
+from weft.exec.device_tier import device_tier
 from weft.exec.store import KVStore
 from weft.kernels.arrays import dtype_name
+from weft.kernels.block_arrays import BlockArrays
 from weft.models.spec import KVGroup
 
 
@@ -67,6 +69,27 @@ def test_several_captured_functions_share_their_memory(device) -> None:
     assert [float(out[size][0]) for size in (4096, 64, 7)] == [7 * 15.0, 6 * 15.0, 5 * 15.0]
 
 
+@pytest.mark.skipif(where.ON_GPU, reason="of the stand-in")
+def test_copied_blocks_arrive_as_late_as_they_may(device) -> None:
+    source, target = torch.arange(8).view(4, 2), torch.zeros(3, 2, dtype=torch.int64)
+    arrays = BlockArrays([source]), BlockArrays([target])
+    device.copy_blocks(*arrays, [3, 1], [0, 2])
+    assert target.tolist()[1] == [0, 0]
+    assert not set(target[[0, 2]].flatten().tolist()) & set(range(8))
+    device.record().wait()  # which says nothing of them
+    source[0] = 9
+    device.join()
+    assert target.tolist() == [[6, 7], [0, 0], [2, 3]]
+    device.copy_blocks(*arrays, [3], [1])
+    source[3, 1] = 5
+    with pytest.raises(InvariantError, match="changed before they were copied"):
+        device.synchronize()
+    device.copy_blocks(*arrays, [2], [0])
+    device.copy_blocks(*reversed(arrays), [0], [0])  # comes after it
+    device.join()
+    assert source[0].tolist() == source[2].tolist() == [4, 5]
+
+
 @pytest.mark.parametrize("size", [1, 4096, 5_000_001])
 def test_memory_of_the_host_starts_as_zeros(device, size) -> None:
     memory = device.host_memory(size, torch.uint8)
@@ -90,6 +113,7 @@ def test_kv_goes_to_the_host_and_back_bit_for_bit(device, dtype) -> None:
     source, target = ((0, 1, 4), (-1, 2, 3)), ((1, 2, 0), (-1, 0, 1))
     with device.work():
         tier.move(KVMove(0, Tier.HOST, source, target))
+        device.join()
         for tensor in every:
             tensor.fill_(0x55)
         event = device.record()

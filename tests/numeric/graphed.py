@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from weft.exec.device import CudaDevice, Device, HostDevice, Replay
-from weft.exec.device_copies import device_tier
+from weft.exec.device_tier import device_tier
 from weft.exec.graphs import GraphExecutor, Steps
 from weft.exec.input_batch import InputBatch
 from weft.kernels.arrays import to_torch

@@ -21,7 +21,6 @@ from weft.cost.fit import FEATURES, Fitted
 from weft.engine.costs import profile_key
 from weft.engine.model import find_model
 from weft.exec.device import HostDevice
-from weft.exec.device_copies import runs
 from weft.exec.functions import StepFunctions
 from weft.exec.graphs import GraphExecutor
 from weft.exec.input_batch import InputBatch
@@ -591,10 +590,3 @@ def watch_tiers(monkeypatch, built):
 def test_memory_of_the_host_holds_a_block():
     with pytest.raises(ConfigError, match="not even one block"):
         packaged(host_kv_memory=1024)
-
-
-def test_runs_of_neighbours_are_copied_together():
-    source = (4, 5, 6, 0, 9, 8)
-    target = (7, 8, 1, 0, 1, 2)
-    assert list(runs(source, target)) == [(4, 7, 2), (6, 1, 1), (0, 0, 1), (9, 1, 1), (8, 2, 1)]
-    assert list(runs((), ())) == []

@@ -20,10 +20,11 @@ from weft.core.types import FinishReason
 from weft.engine.build import build_engine
 from weft.engine.model import Model, check_host_memory, resolve_settings
 from weft.exec.store import KVStore
-from weft.exec.tiers import HostTier, NativeCopies
+from weft.exec.tiers import HostTier
 from weft.kernels.arrays import to_numpy, to_torch
+from weft.kernels.block_arrays import BlockArrays
 from weft.kernels.cpu import attention
-from weft.kernels.cpu.blocks import BlockArrays, copy_blocks
+from weft.kernels.cpu.blocks import copy_blocks
 from weft.models.spec import KVGroup
 
 FAMILIES = {
@@ -155,11 +156,13 @@ def test_a_move_takes_every_layer_of_every_group(wrap) -> None:
     draw = np.random.default_rng(7)
 
     def memory(shape, dtype):
-        return wrap(draw.standard_normal(tuple(shape)).astype(dtype))
+        return wrap(np.zeros(tuple(shape), dtype))
 
     store, host = (KVStore(groups, blocks, 4, "float32", memory) for blocks in ([6, 5], [5, 4]))
+    for tensor in (t for kv in (store, host) for group in (0, 1) for t in kv.tensors(group)):
+        to_numpy(tensor)[:] = draw.standard_normal(tuple(tensor.shape))
     kept = [[to_numpy(t).copy() for t in store.tensors(g)] for g in (0, 1)]
-    tier = HostTier(NativeCopies(store, host))
+    tier = HostTier(store, host, copy_blocks)
     out = KVMove(0, Tier.HOST, ((0, 1, 4), (-1, 2, 3)), ((1, 2, 0), (-1, 0, 1)))
     tier.before(StepPlan(1, (), moves=(out,), zero_host=((0, 4), (1, 3))))
     assert out.num_blocks == 5

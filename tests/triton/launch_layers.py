@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import torch
 
+from weft.kernels.block_arrays import BlockArrays, block_pairs
 from weft.kernels.kv_storage import KV_DTYPES, row_size
 from weft.kernels.sampling import SETTINGS, RowState, SampleBatch
-from weft.kernels.triton import activation, embedding, norm, process_logits, rope, route, sample
+from weft.kernels.triton import (
+    activation,
+    blocks,
+    embedding,
+    norm,
+    process_logits,
+    rope,
+    route,
+    sample,
+)
 
 TOKENS, HIDDEN, HEADS, KV_HEADS, DIM, BLOCK = 8, 3584, 28, 4, 128, 16
 VOCABULARY = 152_064
@@ -19,6 +29,7 @@ def launch(capability: int) -> None:
     launch_rows(torch.bfloat16)
     launch_heads(torch.bfloat16)
     launch_choice()
+    launch_copies()
 
 
 def launch_rows(dtype: torch.dtype) -> None:
@@ -44,6 +55,13 @@ def launch_heads(dtype: torch.dtype) -> None:
         ]
         places = rope.Places(*caches, torch.zeros(TOKENS, dtype=torch.int64), BLOCK)
         rope.rotate(x, HEADS, KV_HEADS, cos, sin, heads, places)
+
+
+def launch_copies() -> None:
+    for row in (DIM, 1):  # whole words, and bytes
+        arrays = BlockArrays([torch.empty(4, row, dtype=torch.int8)])
+        pairs = block_pairs(arrays, arrays, [1], [2])
+        blocks.copy_blocks(arrays, arrays, pairs, torch.clone)
 
 
 def launch_choice() -> None:

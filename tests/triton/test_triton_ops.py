@@ -8,8 +8,11 @@ import pytest
 import torch
 from closeness import DTYPES, assert_close
 
+import where
 from weft.kernels import reference
+from weft.kernels.block_arrays import BlockArrays, block_pairs
 from weft.kernels.triton.activation import ACTIVATIONS, act_mul, softcap
+from weft.kernels.triton.blocks import copy_blocks
 from weft.kernels.triton.embedding import embedding
 from weft.kernels.triton.norm import rms_norm
 from weft.kernels.triton.rope import angles, rope
@@ -105,6 +108,23 @@ def test_embedding(dtype) -> None:
     ids = torch.tensor([3, 0, 10, 3])
     assert torch.equal(embedding(ids, table), table[ids])
     assert torch.equal(embedding(torch.tensor([11, -1]), table), torch.zeros(2, 1030, dtype=dtype))
+
+
+@pytest.mark.parametrize("size", [1, 3, 1024, 1030])
+def test_copy_blocks(size) -> None:
+    """Of whole words, and of bytes."""
+    for kind in (torch.int64, torch.int8):
+        sources, targets = (
+            [torch.randint(100, (n, 3, size), dtype=kind) for _ in range(3)] for n in (6, 5)
+        )
+        wanted, pairs = [target.clone() for target in targets], ([5, 0, 2], [1, 4, 0])
+        arrays = BlockArrays(sources), BlockArrays(targets)
+        for source, target in zip(sources, wanted, strict=True):
+            target[pairs[1]] = source[pairs[0]]
+        copy_blocks(*arrays, block_pairs(*arrays, *pairs), lambda x: x.to(where.NAME))
+        copy_blocks(*arrays, block_pairs(*arrays, [], []), torch.clone)
+        for target, expected in zip(targets, wanted, strict=True):
+            assert torch.equal(target, expected)
 
 
 @pytest.mark.parametrize("normalise", [False, True])

@@ -19,8 +19,9 @@ from weft.exec.disk_blocks import DiskBlocks
 from weft.exec.eager import EagerExecutor
 from weft.exec.input_batch import InputBatch
 from weft.exec.store import KVStore, Memory, host_memory
-from weft.exec.tiers import HostTier, NativeCopies
+from weft.exec.tiers import HostTier
 from weft.kernels.collectives import Alone, Collectives
+from weft.kernels.cpu.blocks import copy_blocks
 from weft.kv.disk_cache import DiskCache
 from weft.models.decoder import Decoder
 
@@ -166,11 +167,11 @@ def make_executor(
         tier = None
         if resolved.host_blocks:
             with host_tier:
-                tier = HostTier(NativeCopies(store, store.like(resolved.host_blocks)))
+                tier = HostTier(store, store.like(resolved.host_blocks), copy_blocks)
         blocks = None if disk is None else DiskBlocks(store, disk)
         return EagerExecutor(decoder, store, table, config.steps_in_flight, tier, blocks)
     from weft.exec.device import CudaDevice
-    from weft.exec.device_copies import device_tier
+    from weft.exec.device_tier import device_tier
     from weft.exec.graphs import GraphExecutor, Steps
 
     steps = Steps(

@@ -1,7 +1,8 @@
 """The port between a graph executor and its device: copies, captured work and events, in order.
 
-``HostDevice`` is the stand-in where there is none: it replays what was captured by calling it
-again, and lets copies arrive as late as they may.
+Blocks of KV are copied beside that order, from a place in it until ``join``. ``HostDevice`` is the
+stand-in where there is none: it replays what was captured by calling it again, and lets copies
+arrive as late as they may.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from weft.core.errors import InvariantError
 from weft.exec.memory import pinned_zeros
 from weft.exec.store import Memory, host_memory
 from weft.kernels.arrays import to_torch
+from weft.kernels.block_arrays import BlockArrays, block_pairs
 
 Replay = Callable[[], None]
 
@@ -65,6 +67,25 @@ class Device(Protocol):
     def send(self, source: Tensor) -> Tensor:
         """Return a copy on the device of a tensor of the host, which may change at once."""
 
+    def copy_blocks(
+        self,
+        sources: BlockArrays,
+        targets: BlockArrays,
+        source_blocks: Seq[int],
+        target_blocks: Seq[int],
+    ) -> None:
+        """Copy blocks between device and host beside what is ordered from now on.
+
+        It begins after all that is ordered so far, other copies of blocks included. Until ``join``,
+        what it reads must not change, and what it writes must not be read.
+
+        Raises:
+            ValueError: see ``block_pairs``.
+        """
+
+    def join(self) -> None:
+        """Order what comes from now on after the copies of blocks."""
+
     def record(self) -> Event:
         """Mark this place in the order."""
 
@@ -88,6 +109,7 @@ class CudaDevice:
     def __init__(self, where: str) -> None:
         self.where = torch.device(where)
         self._stream = torch.cuda.Stream(self.where)  # type: ignore[no-untyped-call]
+        self._copies = torch.cuda.Stream(self.where)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
 
     def host_memory(self, size: int, dtype: torch.dtype) -> Tensor:
@@ -106,6 +128,23 @@ class CudaDevice:
     def send(self, source: Tensor) -> Tensor:
         # The memory of the copy between is not given to others before this stream has read it.
         return source.pin_memory().to(self.where, non_blocking=True)
+
+    def copy_blocks(
+        self,
+        sources: BlockArrays,
+        targets: BlockArrays,
+        source_blocks: Seq[int],
+        target_blocks: Seq[int],
+    ) -> None:
+        from weft.kernels.triton.blocks import copy_blocks  # the stand-in does without Triton
+
+        pairs = block_pairs(sources, targets, source_blocks, target_blocks)
+        self._copies.wait_stream(self._stream)
+        with torch.cuda.stream(self._copies):
+            copy_blocks(sources, targets, pairs, self.send)
+
+    def join(self) -> None:
+        self._stream.wait_stream(self._copies)
 
     def record(self) -> Event:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -139,7 +178,7 @@ class HostDevice:
     """A device that is the host.
 
     Until an event after it has come, a download shows garbage; and if the source of an upload has
-    changed by then, that is an InvariantError.
+    changed by then, that is an InvariantError. The same holds for copied blocks until ``join``.
     """
 
     where = torch.device("cpu")
@@ -148,6 +187,7 @@ class HostDevice:
         self._unfinished: list[Callable[[], None]] = []
         self._downloads: dict[int, int] = {}  # storage of a target -> the place of the last one
         self._finished = 0
+        self._copies: list[_BlockCopy] = []
 
     def host_memory(self, size: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(size, dtype=dtype)
@@ -181,11 +221,29 @@ class HostDevice:
     def send(self, source: Tensor) -> Tensor:
         return source.clone()
 
+    def copy_blocks(
+        self,
+        sources: BlockArrays,
+        targets: BlockArrays,
+        source_blocks: Seq[int],
+        target_blocks: Seq[int],
+    ) -> None:
+        if any(copy.targets is sources for copy in self._copies):
+            self.join()  # in their order
+        pairs = block_pairs(sources, targets, source_blocks, target_blocks)
+        self._copies.append(_BlockCopy(sources, targets, *map(torch.from_numpy, pairs)))
+
+    def join(self) -> None:
+        copies, self._copies = self._copies, []
+        for copy in copies:
+            copy.arrive()
+
     def record(self) -> Event:
         return _HostEvent(self, self._finished + len(self._unfinished))
 
     def synchronize(self) -> None:
         self.finish(self._finished + len(self._unfinished))
+        self.join()
 
     def finish(self, place: int) -> None:
         """Let everything arrive that was ordered before a place."""
@@ -196,6 +254,31 @@ class HostDevice:
     def capture(self, body: Replay) -> Replay:
         body()
         return body
+
+
+class _BlockCopy:
+    """A copy of blocks that has not arrived: its targets show garbage."""
+
+    def __init__(
+        self, sources: BlockArrays, targets: BlockArrays, source_blocks: Tensor, blocks: Tensor
+    ) -> None:
+        self.targets = targets
+        self._sources, self._source_blocks, self._blocks = sources, source_blocks, blocks
+        self._copied = self._read()
+        for target in targets.arrays:
+            target.view(torch.uint8)[blocks] = 0x80
+
+    def _read(self) -> list[Tensor]:
+        return [array.view(torch.uint8)[self._source_blocks] for array in self._sources.arrays]
+
+    def arrive(self) -> None:
+        """Show what was copied. Raises InvariantError if the sources have changed."""
+        for target, copied, now in zip(
+            self.targets.arrays, self._copied, self._read(), strict=True
+        ):
+            if not torch.equal(copied, now):
+                raise InvariantError("blocks changed before they were copied")
+            target.view(torch.uint8)[self._blocks] = copied
 
 
 class _HostEvent:

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from weft.core.errors import InvariantError, OutOfMemoryError
-from weft.core.plan import StepPlan, StepResult, SubBatch
+from weft.core.plan import StepPlan, StepResult, SubBatch, Tier
 from weft.exec.collect import (
     OutOfMemoryGuard,
     StepOutput,
@@ -163,10 +163,13 @@ class GraphExecutor:
             self._finish(self._launched.popleft())
         output = StepOutput(self._table)
         with self._device.work():
+            self._device.join()  # blocks that steps before this one have moved may be taken now
             for group, block in plan.zero:
                 self._store.zero(group, block)
             if self._tier is not None:
                 self._tier.before(plan)
+                if any(move.to is Tier.DEVICE for move in plan.moves):
+                    self._device.join()
             self._table.apply(plan)
             for add in plan.add:
                 self._add_row(add.row, output)

@@ -2,49 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from typing import Protocol
+from typing import TypeAlias
 
 from weft.core.errors import InvariantError
 from weft.core.plan import KVMove, StepPlan, Tier
 from weft.exec.input_batch import InputBatch
 from weft.exec.store import KVStore
-from weft.kernels.cpu.blocks import BlockArrays, copy_blocks
+from weft.kernels.block_arrays import BlockArrays
 
-
-class Copies(Protocol):
-    """Copies between the two tiers of one KV, ordered between the steps before and after them.
-
-    So a block that is given up and taken again is never read too late or written too early.
-    """
-
-    def zero(self, group: int, block: int) -> None:
-        """Overwrite a block of the host in all layers of a group."""
-
-    def copy(self, to: Tier, group: int, source: Seq[int], target: Seq[int]) -> None:
-        """Copy blocks ``source`` of a group to ``target`` of the other tier, in all layers."""
+# Copies blocks of sources to blocks of targets, or orders that: see ``kernels.cpu.blocks`` and
+# ``Device.copy_blocks``.
+CopyBlocks: TypeAlias = Callable[[BlockArrays, BlockArrays, Seq[int], Seq[int]], None]
 
 
 class HostTier:
-    """The KV of the host beside that of a device; both have the same groups and layers."""
+    """The KV of the host beside that of a device; both have the same groups and layers.
 
-    def __init__(self, copies: Copies) -> None:
-        self._copies = copies
+    All layers of a group move in one copy. The executor orders copies between the steps before and
+    after them, so that a block that is given up and taken again is never read too late or written
+    too early. Where the device is the CPU they are done when they return.
+    """
+
+    def __init__(self, store: KVStore, host: KVStore, copy_blocks: CopyBlocks) -> None:
+        self._arrays = {Tier.DEVICE: _by_group(store), Tier.HOST: _by_group(host)}
+        self._zeros = _by_group(store.like([1] * len(store.keys)))
+        self._copy_blocks = copy_blocks
 
     def before(self, plan: StepPlan) -> None:
         """Do what a step finds done: zeros on the host, and moves that are not layer-wise."""
         for group, block in plan.zero_host:
-            self._copies.zero(group, block)
+            self._copy_blocks(self._zeros[group], self._arrays[Tier.HOST][group], (0,), (block,))
         for move in plan.moves:
             if not move.after_layer:
                 self.move(move)
 
     def after(self, plan: StepPlan, table: InputBatch) -> None:
-        """Do the layer-wise moves of a step, which has been computed or ordered.
+        """Do the layer-wise moves of a step that has been computed, or ordered.
 
-        Each layer may leave as soon as it is computed, and nobody may read the KV on the host
-        before the step is collected. So all of it leaves when the last layer is computed: that
-        saves an event for each layer, and the copies still overlap with what follows.
+        A layer's KV might leave as soon as it is computed, but nobody can look for it before the
+        step is committed. So it leaves when the last layer is computed, without a copy and an event
+        for each layer.
         """
         for move in plan.moves:
             if move.after_layer:
@@ -53,32 +52,19 @@ class HostTier:
 
     def move(self, move: KVMove) -> None:
         """Copy what lies in the blocks of ``source`` to those of ``target``, in all layers."""
-        for group, tables in enumerate(zip(move.source, move.target, strict=True)):
-            pairs = [(a, b) for a, b in zip(*tables, strict=True) if a >= 0]  # -1 in both alike
-            if pairs:
-                source, target = zip(*pairs, strict=True)
-                self._copies.copy(move.to, group, source, target)
+        origin = Tier.DEVICE if move.to is Tier.HOST else Tier.HOST
+        for group, (source, target) in enumerate(zip(move.source, move.target, strict=True)):
+            pairs = [(a, b) for a, b in zip(source, target, strict=True) if a >= 0]
+            self._copy_blocks(
+                self._arrays[origin][group],
+                self._arrays[move.to][group],
+                [a for a, _ in pairs],
+                [b for _, b in pairs],
+            )
 
 
-class NativeCopies:
-    """Copies where the device is the CPU: plain ones, done on return.
-
-    The executor's thread makes them between its steps, on the threads of the kernels.
-    """
-
-    def __init__(self, store: KVStore, host: KVStore) -> None:
-        self._host = host
-        self._arrays = {
-            tier: [BlockArrays(kv.tensors(group)) for group in range(len(kv.keys))]
-            for tier, kv in ((Tier.DEVICE, store), (Tier.HOST, host))
-        }
-
-    def zero(self, group: int, block: int) -> None:
-        self._host.zero(group, block)
-
-    def copy(self, to: Tier, group: int, source: Seq[int], target: Seq[int]) -> None:
-        origin = Tier.DEVICE if to is Tier.HOST else Tier.HOST
-        copy_blocks(self._arrays[origin][group], self._arrays[to][group], source, target)
+def _by_group(store: KVStore) -> list[BlockArrays]:
+    return [BlockArrays(store.tensors(group)) for group in range(len(store.keys))]
 
 
 def check_computes(plan: StepPlan, tier: HostTier | None) -> None:

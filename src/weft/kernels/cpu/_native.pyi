@@ -227,9 +227,7 @@ def act_mul(gate_up: _View, activation: int, out: int) -> None: ...
 def gather_rows(table: _View, ids: int, tokens: int, out: int) -> None: ...
 def copy_blocks(
     sources: NDArray[np.int64],
-    source_blocks: int,
     targets: NDArray[np.int64],
-    target_blocks: int,
     block_bytes: int,
     from_: NDArray[np.int64],
     to: NDArray[np.int64],

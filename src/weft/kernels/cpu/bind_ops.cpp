@@ -56,17 +56,16 @@ void softcap(uintptr_t numbers, int64_t count, double cap) {
 
 using Numbers = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-weft::BlockArrays arrays_at(const Numbers& addresses, int64_t blocks) {
-  return {{reinterpret_cast<char* const*>(addresses.data()), addresses.shape(0)}, blocks};
+template <typename T>
+std::span<const T> span_of(const Numbers& numbers) {
+  static_assert(sizeof(T) == sizeof(int64_t));
+  return {reinterpret_cast<const T*>(numbers.data()), numbers.shape(0)};
 }
 
-std::span<const int64_t> numbers_of(const Numbers& array) { return {array.data(), array.shape(0)}; }
-
-void copy_blocks(Numbers sources, int64_t source_blocks, Numbers targets, int64_t target_blocks,
-                 int64_t block_bytes, Numbers from, Numbers to) {
+void copy_blocks(Numbers sources, Numbers targets, int64_t block_bytes, Numbers from, Numbers to) {
   const nb::gil_scoped_release released;
-  weft::copy_blocks(arrays_at(sources, source_blocks), arrays_at(targets, target_blocks),
-                    block_bytes, numbers_of(from), numbers_of(to));
+  weft::copy_blocks(span_of<const char*>(sources), span_of<char*>(targets), block_bytes,
+                    span_of<int64_t>(from), span_of<int64_t>(to));
 }
 
 }  // namespace
@@ -80,8 +79,7 @@ void bind_ops(nb::module_& m) {
   m.def("act_mul", &act_mul, nb::arg("gate_up"), nb::arg("activation"), nb::arg("out"));
   m.def("gather_rows", &gather_rows, nb::arg("table"), nb::arg("ids"), nb::arg("tokens"),
         nb::arg("out"));
-  m.def("copy_blocks", &copy_blocks, nb::arg("sources"), nb::arg("source_blocks"),
-        nb::arg("targets"), nb::arg("target_blocks"), nb::arg("block_bytes"), nb::arg("from_"),
-        nb::arg("to"));
+  m.def("copy_blocks", &copy_blocks, nb::arg("sources"), nb::arg("targets"), nb::arg("block_bytes"),
+        nb::arg("from_"), nb::arg("to"));
   m.def("softcap", &softcap, nb::arg("numbers"), nb::arg("count"), nb::arg("cap"));
 }

@@ -24,14 +24,6 @@ void each_row(int64_t rows, int64_t numbers, const auto& body) {
   for (int64_t row = 0; row < rows; ++row) body(row);
 }
 
-void check_blocks(const char* name, std::span<const int64_t> ids, int64_t blocks) {
-  for (const int64_t block : ids) {
-    if (block >= 0 && block < blocks) continue;
-    throw std::invalid_argument("block " + std::to_string(block) + " of the " + name +
-                                " is outside its " + std::to_string(blocks));
-  }
-}
-
 const char* head_at(const Tensor& x, int64_t token, int64_t head) {
   return x.as<char>() + (token * x.stride[0] + head * x.stride[1]) * size_of(x.type);
 }
@@ -129,25 +121,18 @@ void gather_rows(const Tensor& table, const int64_t* ids, int64_t tokens, char* 
   });
 }
 
-void copy_blocks(const BlockArrays& sources, const BlockArrays& targets, int64_t block_bytes,
-                 std::span<const int64_t> from, std::span<const int64_t> to) {
-  if (sources.arrays.size() != targets.arrays.size() || from.size() != to.size()) {
+void copy_blocks(std::span<const char* const> sources, std::span<char* const> targets,
+                 int64_t block_bytes, std::span<const int64_t> from, std::span<const int64_t> to) {
+  if (sources.size() != targets.size() || from.size() != to.size()) {
     throw std::invalid_argument("sources and targets differ in number");
   }
-  check_blocks("sources", from, sources.blocks);
-  check_blocks("targets", to, targets.blocks);
-  std::vector<int64_t> written(to.begin(), to.end());
-  std::sort(written.begin(), written.end());
-  if (std::adjacent_find(written.begin(), written.end()) != written.end()) {
-    throw std::invalid_argument("a block of the targets is written twice");
-  }
-  const auto arrays = static_cast<int64_t>(sources.arrays.size());
+  const auto arrays = static_cast<int64_t>(sources.size());
   const auto blocks = static_cast<int64_t>(from.size());
   const int64_t piece = std::max<int64_t>(1, min_shared_bytes / std::max<int64_t>(1, block_bytes));
   const int64_t pieces = (blocks + piece - 1) / piece;
   const auto copy = [&](int64_t item) {
-    const char* const source = sources.arrays[item / pieces];
-    char* const target = targets.arrays[item / pieces];
+    const char* const source = sources[item / pieces];
+    char* const target = targets[item / pieces];
     const int64_t first = item % pieces * piece;
     for (int64_t i = first; i < std::min(blocks, first + piece); ++i) {
       std::memcpy(target + to[i] * block_bytes, source + from[i] * block_bytes, block_bytes);

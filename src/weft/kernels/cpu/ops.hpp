@@ -31,16 +31,10 @@ void check_ids(const int64_t* ids, int64_t tokens, int64_t size);
 // Rows of a table [vocabulary, size] by ids. Throws as `check_ids` does.
 void gather_rows(const Tensor& table, const int64_t* ids, int64_t tokens, char* out);
 
-// Blocks of equal size in several arrays, such as the keys and values of a group's layers.
-struct BlockArrays {
-  std::span<char* const> arrays;
-  int64_t blocks;  // of each array
-};
-// Copies block from[i] of each source to block to[i] of the target in the same place. Throws
-// std::invalid_argument, before anything is copied, if the lists differ in length, a block lies
-// outside, or one is written twice.
-void copy_blocks(const BlockArrays& sources, const BlockArrays& targets, int64_t block_bytes,
-                 std::span<const int64_t> from, std::span<const int64_t> to);
+// Copies block from[i] of each source to block to[i] of the target in the same place. No block may
+// be written twice. Throws std::invalid_argument if there are not as many of both.
+void copy_blocks(std::span<const char* const> sources, std::span<char* const> targets,
+                 int64_t block_bytes, std::span<const int64_t> from, std::span<const int64_t> to);
 
 // In place: cap * tanh(x / cap) of contiguous numbers.
 void softcap(float* numbers, int64_t count, float cap);

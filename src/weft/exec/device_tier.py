@@ -1,0 +1,35 @@
+"""The host tier of a device: pinned memory, and copies beside the device's steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+import torch
+from torch import Tensor
+
+from weft.core.plan import StepPlan
+from weft.exec.device import Device
+from weft.exec.store import KVStore
+from weft.exec.tiers import HostTier
+
+
+def device_tier(store: KVStore, num_blocks: Seq[int], device: Device) -> HostTier | None:
+    """Return the host tier of a store, with so many blocks of each group; None if these are none.
+
+    Raises:
+        OutOfMemoryError: the driver does not pin the memory.
+    """
+    if not num_blocks:
+        return None
+
+    def memory(shape: Seq[int], dtype: str) -> Tensor:
+        kind: torch.dtype = getattr(torch, dtype)
+        size = torch.Size(shape).numel() * kind.itemsize
+        return device.host_memory(size, torch.uint8).view(kind).view(tuple(shape))
+
+    tier = HostTier(store, store.like(num_blocks, memory), device.copy_blocks)
+    device.synchronize()  # zeros were not ordered as its work
+    warm_up = tuple((group, 0) for group in range(len(num_blocks)))
+    with device.work():
+        tier.before(StepPlan(0, (), zero_host=warm_up))  # compiles the kernel
+    return tier
