@@ -101,8 +101,11 @@ def dropped_blocks_are_gone(batch: AttentionMetadata, window: int) -> bool:
     return True
 
 
-def graph_executor(config, resolved, decoder: Decoder, store, table: InputBatch) -> GraphExecutor:
+def graph_executor(
+    config, resolved, decoder: Decoder, store, table: InputBatch, disk: None = None
+) -> GraphExecutor:
     """Stands in for ``make_executor``: fewer sizes, and on the CPU a device that sees nothing."""
+    assert disk is None, "captured steps have no disk"
     if decoder.ops.describe()["paged_attention"] == "cpu":
         attention = without_padding(decoder.ops.paged_attention)
         decoder.ops = replace(decoder.ops, paged_attention=attention)
