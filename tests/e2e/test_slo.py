@@ -14,7 +14,7 @@ from weft.core.config import EngineConfig
 from weft.core.errors import ConfigError, ProfileError
 from weft.cost.curves import Curve
 from weft.cost.fit import FEATURES, Fitted
-from weft.engine.build import build_engine
+from weft.engine.build import build_engine, choose_policy
 from weft.engine.costs import profile_key
 from weft.engine.model import find_model
 
@@ -43,6 +43,18 @@ def test_a_target_that_no_load_can_meet_is_refused_at_start(profile):
     config = EngineConfig(**SETTINGS, scheduler="slo", profile=profile, classes=classes)
     with pytest.raises(ConfigError, match=r"'interactive' has tpot_s 0.01, .* takes 0.01 s"):
         build_engine(config)
+
+
+def test_such_a_target_ends_no_server_that_chooses_by_itself(profile, caplog):
+    """A later engine of a server meets a profile that the first one did not have."""
+    classes = {"interactive": {"tpot_s": 0.01}}
+    config = EngineConfig(**SETTINGS, profile=profile, classes=classes)
+    engine = build_engine(config)
+    choice = choose_policy(config, engine)
+    assert (choice.policy, engine.scheduler.policy.name) == ("fcfs", "fcfs")
+    assert "no load can meet it. Raise it to 0.01" in choice.describe()
+    assert any("stays with fcfs" in text for text in caplog.messages)
+    engine.close()
 
 
 def test_the_answers_are_those_of_fcfs(profile):

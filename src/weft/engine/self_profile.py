@@ -124,7 +124,7 @@ class PolicyChoice:
             cost = Fitted.load(self._costs.path, self._costs.key)
         except ProfileError:  # which the start has logged
             return None
-        return self._switch(scheduler, cost)
+        return self.switch(scheduler, cost)
 
     def idle(self, scheduler: Scheduler, executor: Executor) -> Scheduler | None:
         """Use a moment in which no request is open and no step in flight.
@@ -137,7 +137,7 @@ class PolicyChoice:
         if dropped := scheduler.sequences.take_dropped():
             executor.launch(StepPlan(0, (), drop=dropped)).result()
         if self._found is not None:
-            return self._switch(scheduler, self._found)
+            return self.switch(scheduler, self._found)
         if self._measuring is None:
             stored = self.look(scheduler)
             if stored is not None or not self._wanted:
@@ -153,7 +153,7 @@ class PolicyChoice:
         except StopIteration as end:
             self._keep(end.value)
         except (ProfileError, ConfigError) as error:
-            self._give_up(str(error))
+            self._give_up(f"the costs of steps could not be measured: {error}")
         return scheduler
 
     def watch(self, scheduler: Scheduler, now: float) -> None:
@@ -198,12 +198,17 @@ class PolicyChoice:
             f"{held_out['average']:.0%}" if held_out else "nobody",
         )
 
-    def _give_up(self, problem: str) -> None:
+    def _give_up(self, reason: str) -> None:
         self._measuring, self._wanted = None, False
-        self.reason = f"the costs of steps could not be measured: {problem}"
+        self.reason = reason
         logger.warning("Scheduling stays with %s: %s", self.policy, self.reason)
 
-    def _switch(self, scheduler: Scheduler, cost: Fitted) -> Scheduler | None:
+    def switch(self, scheduler: Scheduler, cost: Fitted) -> Scheduler | None:
+        """Go over to SLO, unless no load can keep a target that is set.
+
+        That refuses no server, be it a new one: a later engine of one that serves would be refused,
+        too, and requests would end with it.
+        """
         self._found = None
         try:
             return self.with_costs(cost, scheduler)
@@ -218,11 +223,7 @@ class PolicyChoice:
 
 
 def choose_policy(config: EngineConfig, engine: Engine) -> PolicyChoice:
-    """Let a server choose its policy by itself; it plans by SLO at once if there is a profile.
-
-    Raises:
-        ConfigError: no load can keep a target that the user has set.
-    """
+    """Let a server choose its policy by itself; it plans by SLO at once if there is a profile."""
     model, scheduler = engine.model, engine.scheduler
     key = profile_key(config, model)
     costs = Costs(key, profile_path(key, config.profile), partial(with_moves, config, model))
@@ -236,7 +237,9 @@ def choose_policy(config: EngineConfig, engine: Engine) -> PolicyChoice:
         model.spec.num_layers,
     )
     try:
-        engine.scheduler = choice.with_costs(Fitted.load(costs.path, key), scheduler)
+        stored = Fitted.load(costs.path, key)
     except ProfileError as error:
         logger.info("%s", error.message)
+    else:
+        engine.scheduler = choice.switch(scheduler, stored) or scheduler
     return choice
