@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -21,7 +22,7 @@ from weft.kv.disk_cache import DiskCache, Fetch
 
 ME, OTHER = b"m" * 16, b"o" * 16
 SIZE = 1000
-FILE = SIZE + 60  # with its head
+FILE = 4096  # with its head, on a disk
 WAIT_S = 20.0
 
 
@@ -49,7 +50,7 @@ def test_what_was_written_is_read_by_a_later_process(tmp_path):
         files.write(key(number, number % 2), content(number))
     later = make_files(tmp_path)
     assert len(later) == 5
-    assert later.nbytes == files.nbytes == sum(path.stat().st_size for path in paths(tmp_path))
+    assert later.nbytes == files.nbytes == 5 * FILE
     for number in range(5):
         assert key(number, number % 2) in later
         assert later.read(key(number, number % 2), SIZE) == content(number)
@@ -109,7 +110,7 @@ def test_the_folder_stays_within_its_limit_and_keeps_what_was_used_last(tmp_path
     assert [number for number in range(6) if key(number) in files] == [0, 3, 4, 5]
     assert len(paths(tmp_path)) == 4
     assert files.nbytes <= 4 * FILE
-    files.write(key(9), memoryview(bytes(5 * FILE)))
+    files.write(key(9), memoryview(bytes(4 * FILE)))
     assert key(9) not in files, "larger than all room"
     assert len(make_files(tmp_path, limit=2 * FILE)) == 2
     assert len(paths(tmp_path)) == 2
@@ -129,8 +130,8 @@ def test_other_models_count_and_make_way(tmp_path):
 def test_leftovers_are_removed_when_nobody_writes_them_any_more(tmp_path):
     files = make_files(tmp_path)
     files.write(key(1), content(1))
-    folder = paths(tmp_path)[0].parent
-    old, new = folder / "a.1.partial", folder / "b.2.partial"
+    path = paths(tmp_path)[0]
+    old, new = path.with_suffix(".1.partial"), path.with_suffix(".2.partial")
     for path in (old, new):
         path.write_bytes(b"x")
     past = time.time() - PARTIAL_S - 10
@@ -138,6 +139,76 @@ def test_leftovers_are_removed_when_nobody_writes_them_any_more(tmp_path):
     files.scan()
     assert [path.exists() for path in (old, new)] == [False, True]
     assert len(files) == 1
+
+
+def test_files_of_others_are_never_touched(tmp_path):
+    """Whatever lies in the folder: no name of another form is counted, or removed."""
+    past = time.time() - PARTIAL_S - 10
+    block = f"{16 * 'ab'}-0"
+    theirs = [
+        tmp_path / "project" / "ui" / "main.kv",
+        tmp_path / "project" / "ui" / "thesis.partial",
+        tmp_path / OTHER.hex() / "ui" / f"{block}.kv",
+        tmp_path / OTHER.hex() / "ab" / "notes.kv",
+        tmp_path / OTHER.hex() / "ab" / f"{block}.partial",
+        tmp_path / OTHER.hex() / "ab" / f"{block}.kv.backup",
+        tmp_path / "project" / "ab" / f"{block}.kv",
+    ]
+    for path in theirs:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(FILE))
+        os.utime(path, (past, past))
+    files = make_files(tmp_path, limit=FILE)
+    assert files.nbytes == 0
+    for number in range(3):
+        files.write(key(number), content(number))
+    assert make_files(tmp_path, limit=FILE).nbytes == FILE
+    assert all(path.exists() for path in theirs)
+
+
+def test_what_is_no_regular_file_is_missing(tmp_path):
+    """A pipe would be read for ever, a link leads anywhere."""
+    files = make_files(tmp_path)
+    for number, make in enumerate((os.mkfifo, lambda path: path.symlink_to("/dev/zero"))):
+        files.write(key(number), content(number))
+        [path] = [p for p in paths(tmp_path) if p.name.startswith(key(number)[1].hex())]
+        path.unlink()
+        make(path)
+        assert files.read(key(number), SIZE) is None
+
+
+def test_a_file_whose_time_cannot_be_changed_is_read(tmp_path, monkeypatch):
+    files = make_files(tmp_path)
+    files.write(key(1), content(1))
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "utime", refuse)
+    assert files.read(key(1), SIZE) == content(1)
+    assert key(1) in files
+
+
+def test_a_folder_that_was_removed_is_made_again(tmp_path):
+    files = make_files(tmp_path / "disk")
+    files.write(key(1), content(1))
+    shutil.rmtree(tmp_path / "disk")
+    assert files.read(key(1), SIZE) is None
+    files.write(key(2), content(2))
+    assert files.read(key(2), SIZE) == content(2)
+    shutil.rmtree(tmp_path / "disk")
+    files.scan()
+    assert files.nbytes == 0
+
+
+def test_nothing_is_removed_for_a_block_that_cannot_be_written(tmp_path, monkeypatch):
+    files = make_files(tmp_path, limit=FILE)
+    files.write(key(1), content(1))
+    folder = paths(tmp_path)[0].parents[1]
+    (folder / key(1 << 120)[1].hex()[:2]).touch()  # where a folder is to be
+    with pytest.raises(OSError, match="File exists"):
+        files.write(key(1 << 120), content(2))
+    assert files.read(key(1), SIZE) == content(1)
 
 
 def test_a_folder_that_cannot_be_written_is_a_typed_error(tmp_path):
@@ -220,11 +291,100 @@ def test_what_is_released_takes_no_memory_but_what_is_claimed_stays(site):
     site.cache.release(fetch)
     assert not site.cache.staged(key(1))
     assert site.cache.take(key(2)) == content(2)
-    assert not site.cache.crowded
+    assert site.cache.room == disk_cache.STAGED_BYTES
     late = site.cache.fetch([key(1)])
     site.cache.release(late)
     site.until(lambda: late.done)
     assert not site.cache.staged(key(1)), "nobody waits for it"
+
+
+def test_what_two_fetches_ask_for_stays_until_both_are_released(site):
+    site.save(1, 2)
+    first, second = site.fetch(1, 2), site.fetch(2)
+    assert site.cache.room == disk_cache.STAGED_BYTES - 2 * SIZE
+    site.cache.release(first)
+    assert [site.cache.staged(key(number)) for number in (1, 2)] == [False, True]
+    site.cache.release(second)
+    assert not site.cache.staged(key(2))
+    assert site.cache.room == disk_cache.STAGED_BYTES
+
+
+def test_memory_is_counted_when_blocks_are_asked_for(tmp_path):
+    """Before any of them is read: many sequences may ask within one step."""
+    files = make_files(tmp_path)
+    cache = DiskCache(files, [SIZE], staged_bytes=10 * SIZE)  # whose threads do not run
+    fetches = [cache.fetch([key(number), key(number + 1)]) for number in range(0, 8, 2)]
+    assert cache.room == 2 * SIZE
+    assert cache.read_s(2 * SIZE) == pytest.approx(10 * SIZE / cache.bytes_s)
+    cache.fetch([key(0)])
+    assert cache.room == 2 * SIZE
+    for fetch in fetches:
+        cache.release(fetch)
+    assert cache.room == 9 * SIZE
+
+
+def test_a_fetch_that_hangs_is_waited_for_no_longer(site, monkeypatch):
+    """A disk that answers no more, as one of a network."""
+    site.save(1)
+    site.until(lambda: site.cache.totals.saved == 1)
+    answers = threading.Event()
+    read = site.cache.files.read
+
+    def hang(*given: object) -> object:
+        assert answers.wait(WAIT_S)
+        return read(*given)
+
+    monkeypatch.setattr(site.cache.files, "read", hang)
+    monkeypatch.setattr(disk_cache, "LATE_S", 0.05)
+    fetch = site.cache.fetch([key(1)])
+    site.until(lambda: not fetch.pending)
+    assert not fetch.done
+    site.cache.release(fetch)
+    answers.set()
+    site.until(lambda: fetch.done)
+    assert not site.cache.staged(key(1))
+    assert site.cache.room == disk_cache.STAGED_BYTES
+
+
+def test_an_error_while_reading_ends_one_fetch_alone(site, monkeypatch, caplog):
+    site.save(1)
+    site.until(lambda: site.cache.totals.saved == 1)
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(site.cache.files, "read", fail)
+        site.fetch(1)
+    assert not site.cache.staged(key(1))
+    assert "Prefixes on disk could not be read." in caplog.text
+    site.fetch(1)
+    assert site.cache.staged(key(1))
+
+
+def test_a_folder_that_cannot_be_listed_counts_as_empty(tmp_path, monkeypatch, caplog):
+    def refuse(_: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(BlockFiles, "scan", refuse)
+    site = Site(tmp_path)
+    assert "The prefixes on disk cannot be listed: Permission denied." in caplog.text
+    site.save(1)
+    site.fetch(1)
+    assert site.cache.staged(key(1))
+    site.cache.close(WAIT_S)
+
+
+def test_a_folder_that_takes_long_to_list_is_waited_for_no_longer(tmp_path, monkeypatch):
+    goes_on = threading.Event()
+    monkeypatch.setattr(BlockFiles, "scan", lambda _: goes_on.wait(WAIT_S))
+    monkeypatch.setattr(disk_cache, "SCAN_S", 0.05)
+    site = Site(tmp_path)
+    assert not site.cache._scanned.is_set()
+    assert not site.cache.reserve(key(1)), "it may be there"
+    goes_on.set()
+    site.until(site.cache._scanned.is_set)
+    site.cache.close(WAIT_S)
 
 
 def test_a_fetch_ends_at_the_first_block_that_is_not_whole(site, tmp_path):
@@ -285,5 +445,10 @@ def test_the_rate_of_the_disk_is_measured(tmp_path, monkeypatch):
     site.fetch(1)
     assert site.cache.bytes_s == disk_cache.RATE_BYTES_S, "too little to tell"
     site.fetch(2, 3)
-    assert 0 < site.cache.bytes_s != disk_cache.RATE_BYTES_S
+    measured = site.cache.bytes_s
+    assert 0 < measured < disk_cache.RATE_BYTES_S
+    site.cache._measured_at -= 10 * disk_cache.RATE_HALF_LIFE_S
+    later = site.cache.bytes_s
+    assert measured < later < disk_cache.RATE_BYTES_S, "it may have been busy"
+    assert later > 0.99 * disk_cache.RATE_BYTES_S
     site.cache.close(WAIT_S)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import shutil
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,10 @@ from weft.core.errors import ConfigError, InvariantError
 from weft.core.plan import StepPlan
 from weft.core.types import FinishReason, Request
 from weft.engine.build import Engine, build_engine
+from weft.engine.loop import EngineLoop
+from weft.engine.process import _measured
 from weft.exec.disk_blocks import block_sizes
+from weft.kv import disk_cache
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama-gqa": {},
@@ -73,6 +78,7 @@ def test_prefixes_on_disk_change_no_token(folders, family, seed, tmp_path, monke
     tight = least_kv_memory(folder, **more)
     for turn in range(2):
         engine = with_disk(folder, tmp_path, **{**more, "kv_memory": tight})
+        only_waiting_sequences_fetch(engine, monkeypatch)
         found, plans = run(engine, traffic(seed, cancels=True), monkeypatch)
         for number, answer in found.items():
             told = wanted[number].tokens
@@ -84,6 +90,126 @@ def test_prefixes_on_disk_change_no_token(folders, family, seed, tmp_path, monke
         totals = engine.scheduler.cache.disk.disk.totals
         assert (totals.lost, totals.missing) == (0, 0)
         engine.save_prefixes()
+
+
+def only_waiting_sequences_fetch(engine: Engine, monkeypatch) -> None:
+    """Have ``check`` find what was fetched for a sequence that has started, and is in memory yet."""
+    scheduler, check = engine.scheduler, engine.scheduler.check
+    prefixes = scheduler.cache.disk
+
+    def also() -> None:
+        check()
+        assert prefixes._fetches.keys() <= {waiting.id for waiting in scheduler.sequences.waiting}
+        if scheduler.idle:
+            assert prefixes.disk.room == prefixes.disk._staged_bytes
+
+    monkeypatch.setattr(scheduler, "check", also)
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 3])
+def test_without_memory_to_read_ahead_prefixes_are_computed(folders, blocks, tmp_path, monkeypatch):
+    """Nobody waits until others have used theirs: they may wait for KV that he has."""
+    folder = folders["llama-gqa"]
+    wanted, _ = run(build_engine(settings_for(folder)), traffic(5, cancels=False), monkeypatch)
+    tight = least_kv_memory(folder)
+    for _ in range(2):
+        engine = with_disk(folder, tmp_path, kv_memory=tight, host_kv_memory=2**20)
+        disk = engine.resources.disk
+        disk._staged_bytes = blocks * disk.block_bytes(0)
+        only_waiting_sequences_fetch(engine, monkeypatch)
+        found, _ = run(engine, traffic(5, cancels=False), monkeypatch)
+        assert {n: a.tokens for n, a in found.items()} == {n: a.tokens for n, a in wanted.items()}
+        assert disk.room == blocks * disk.block_bytes(0)
+        engine.save_prefixes()
+    assert blocks == 0 or loaded(engine) > 0
+
+
+def held_up(engine: Engine, monkeypatch) -> threading.Event:
+    """Have the disk of an engine not answer before an event."""
+    answers, files = threading.Event(), engine.resources.disk.files
+    read = files.read
+
+    def hang(*given: Any) -> memoryview | None:
+        assert answers.wait(WAIT_S)
+        return read(*given)
+
+    monkeypatch.setattr(files, "read", hang)
+    return answers
+
+
+def test_a_disk_that_does_not_answer_delays_a_request_and_no_more(folders, tmp_path, monkeypatch):
+    tokens = prompt(70, 1)
+    first = with_disk(folders["llama-gqa"], tmp_path)
+    told, _ = answer(first, one(tokens), monkeypatch)
+    finish(first)
+    again = with_disk(folders["llama-gqa"], tmp_path)
+    answers = held_up(again, monkeypatch)
+    monkeypatch.setattr(disk_cache, "LATE_S", 0.2)
+    found, plans = answer(again, one(tokens), monkeypatch)
+    assert (found, computed(plans), loaded(again)) == (told, 70, 0)
+    answers.set()
+    finish(again)
+
+
+def test_nothing_is_measured_while_a_request_waits_for_its_prefix(folders, tmp_path, monkeypatch):
+    """No step is in flight then, but blocks are reserved, and another scheduler knows nothing."""
+    tokens = prompt(70, 1)
+    first = with_disk(folders["llama-gqa"], tmp_path)
+    told, _ = answer(first, one(tokens), monkeypatch)
+    finish(first)
+    again = with_disk(folders["llama-gqa"], tmp_path)
+    answers, given = held_up(again, monkeypatch), one(tokens)
+    loop = EngineLoop(again.scheduler, again.executor, given, given)
+    assert not loop.step()
+    assert not again.scheduler.idle
+
+    class Choice:
+        policy = "fcfs"
+
+        def idle(self, *_: object) -> None:
+            raise AssertionError("a request is open")
+
+    again.has_unsaved_prefixes = lambda: False
+    assert not _measured(Choice(), again, loop)
+    answers.set()
+    end = time.monotonic() + WAIT_S
+    while loop.step() or not again.scheduler.idle:
+        assert time.monotonic() < end
+    assert given.answers[0].tokens == told
+    assert loaded(again) == 64
+    finish(again)
+
+
+def test_a_step_looks_up_few_prefixes_on_disk(folders, tmp_path, monkeypatch):
+    prompts = [prompt(40, number) for number in range(20)]
+    first = with_disk(folders["llama-gqa"], tmp_path)
+    run(first, Traffic({0: requests(prompts)}, {}), monkeypatch)
+    finish(first)
+    again = with_disk(folders["llama-gqa"], tmp_path)
+    answers, given = held_up(again, monkeypatch), Traffic({0: requests(prompts)}, {})
+    loop = EngineLoop(again.scheduler, again.executor, given, given)
+    for expected in (8, 16, 20, 20):
+        loop.step()
+        assert len(again.scheduler.cache.disk._fetches) == expected
+    answers.set()
+    end = time.monotonic() + WAIT_S
+    while loop.step() or not again.scheduler.idle:
+        assert time.monotonic() < end
+    assert loaded(again) == 20 * 32
+    finish(again)
+
+
+def requests(prompts: list[list[int]]) -> list[Request]:
+    return [Request(number, tuple(tokens), GREEDY) for number, tokens in enumerate(prompts)]
+
+
+def test_all_is_saved_at_the_end_though_little_may_wait(folders, tmp_path, monkeypatch):
+    engine = with_disk(folders["llama-gqa"], tmp_path)
+    run(engine, one(prompt(100, 1)), monkeypatch)
+    disk = engine.resources.disk
+    disk._writing_bytes = 2 * disk.block_bytes(0)
+    finish(engine)
+    assert (disk.totals.saved, disk.totals.lost) == (107 // 8, 0)
 
 
 def one(tokens: list[int], sampling: dict[str, Any] | None = None, **more: Any) -> Traffic:

@@ -152,6 +152,34 @@ def test_work_interrupts_and_prefixes_may_stay_for_ever():
         assert bool((tensor[list(taken)] == 1.0).all())
 
 
+def test_prefixes_are_saved_once_though_measurements_write_blocks():
+    """A slice of a measurement leaves nothing to save, and the next one need not wait for it."""
+    store, pool, clock, saves = make_store(), BlockPool(BLOCKS), Clock(), []
+
+    def save():
+        saves.append(clock.now)
+        yield
+        return True
+
+    memory = IdleMemory(store, 60.0, clock, save)
+    memory.busy()
+    rest(memory, pool)
+    clock.now += SAVE_S
+    assert rest(memory, pool) == 1
+    assert memory.saved
+    for _ in range(3):
+        write(store, range(BLOCKS))
+        memory.wrote()
+        assert memory.saved
+        rest(memory, pool)
+        clock.now += PAUSE_S
+    assert rest(memory, pool) == 4
+    assert size_of(store) == 0, "measurements leave nothing"
+    assert len(saves) == 1
+    memory.busy()
+    assert not memory.saved
+
+
 def test_memory_that_cannot_be_given_is_an_error():
     with pytest.raises(OSError, match="memory"):
         give_back(2**46, 2**20)

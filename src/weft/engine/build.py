@@ -119,7 +119,7 @@ class Engine:
         if self.resources.disk is not None:
             self.resources.disk.start(arrived)
 
-    def saves_prefixes(self) -> bool:
+    def has_unsaved_prefixes(self) -> bool:
         """Whether cached prefixes are to be saved to disk before blocks are used for else."""
         return self.idle_memory is not None and not self.idle_memory.saved
 
@@ -146,6 +146,11 @@ class Engine:
             self.idle_memory.busy()
         if self.kept is not None:
             self.kept.make_way()
+
+    def measured(self) -> None:
+        """Steps have been computed that leave no prefixes."""
+        if self.idle_memory is not None:
+            self.idle_memory.wrote()
 
     def check_ranks(self) -> None:
         """Raise EngineDeadError if another rank of a model that is cut has ended."""

@@ -55,6 +55,10 @@ class IdleMemory:
         self._freed = self._forgot = False
         self.saved = self._save is None
 
+    def wrote(self) -> None:
+        """Blocks were written that hold nothing any more."""
+        self._since, self._work, self._freed = None, iter(()), False
+
     def idle(self, pools: tuple[BlockPool, ...]) -> bool:
         """Use a moment in which nothing is computed; whether there is more to do at once.
 

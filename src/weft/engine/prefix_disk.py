@@ -25,6 +25,7 @@ from weft.models.spec_reader import read_spec
 
 AT_ONCE = 8  # blocks that are saved in one piece of work
 CLOSE_S = 2.0  # at most, to save prefixes at the end
+RETRY_S = 0.005
 
 
 def open_prefix_disk(
@@ -89,7 +90,16 @@ class PrefixSaver:
     def close(self) -> None:
         """Save what is possible in a short time, and end."""
         end = time.monotonic() + CLOSE_S
-        pieces = self.save()
-        while time.monotonic() < end and next(pieces, self) is not self:
-            pass
+        while not self._save_until(end) and time.monotonic() < end:
+            time.sleep(RETRY_S)  # until something is written
         self._prefixes.disk.close(max(0.0, end - time.monotonic()))
+
+    def _save_until(self, end: float) -> bool:
+        """Save piece by piece; return whether all is saved, cannot be, or the time is up."""
+        pieces = self.save()
+        while time.monotonic() < end:
+            try:
+                next(pieces)
+            except StopIteration as ended:
+                return bool(ended.value)
+        return True

@@ -234,7 +234,7 @@ def _serve(
             if not busy:
                 engine.check_ranks()
                 if _measured(choice, engine, loop):
-                    engine.worked()
+                    engine.measured()
                 elif not engine.rest():
                     inbox.wait()
         loop.drain()
@@ -257,7 +257,9 @@ def _measured(choice: PolicyChoice | None, engine: Engine, loop: EngineLoop) -> 
     Weights that are to be kept are written first: that would disturb the steps that are measured,
     and the next start and the standby wait for it.
     """
-    if choice is None or engine.writes_weights() or engine.saves_prefixes():
+    if choice is None or not engine.scheduler.idle:  # a request may wait for its prefix
+        return False
+    if engine.writes_weights() or engine.has_unsaved_prefixes():
         return False
     before = choice.policy
     scheduler = choice.idle(engine.scheduler, engine.executor)

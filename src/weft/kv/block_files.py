@@ -3,12 +3,15 @@
 A file is written under another name and renamed, and checked whenever it is read: one that is torn,
 damaged or of something else counts as missing. Several processes may use one folder; each keeps the
 limit as far as it knows of the files. The time of a file's last change is that of its last use.
+Files with other names are never touched.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
+import stat
 import time
 import zlib
 from collections import OrderedDict
@@ -24,8 +27,9 @@ Key: TypeAlias = tuple[int, bytes]  # a group of layers, and the content hash of
 
 MAGIC = b"weft kv\x01"
 IDENTITY_BYTES = 16
-SUFFIX, PARTIAL = ".kv", ".partial"
 PARTIAL_S = 600.0  # after which nobody writes a file any more
+PAGE = 4096  # of which file systems give a file a whole number
+_NAME = re.compile(r"[0-9a-f]{32}-[0-9]+(\.kv|\.[0-9]+\.partial)")
 _HEAD = Struct(f"<8s{IDENTITY_BYTES}sI16sQII")  # magic, identity, key, bytes, checksums
 
 
@@ -51,7 +55,7 @@ class BlockFiles:
         self._lock = Lock()
         try:
             (folder / self._own).mkdir(parents=True, exist_ok=True, mode=0o700)
-            probe = folder / self._own / f"{os.getpid()}{PARTIAL}"
+            probe = folder / self._own / f"{os.getpid()}.partial"
             probe.touch(mode=0o600)
             probe.unlink()
         except OSError as error:
@@ -73,23 +77,31 @@ class BlockFiles:
             return sum(name.startswith(self._own) for name in self._sizes)
 
     def scan(self) -> None:
-        """Look at all files, and remove the oldest while they exceed the limit."""
-        found = sorted(self._files())  # by time
+        """Look at all files, and remove those used longest ago while they exceed the limit.
+
+        Raises:
+            OSError: the folder cannot be listed.
+        """
+        sizes = OrderedDict((name, size) for _, name, size in sorted(self._files()))
         with self._lock:
-            self._sizes = OrderedDict((name, size) for _, name, size in found)
-            self._total = sum(self._sizes.values())
-            self._make_room(0)
+            self._sizes, self._total = sizes, sum(sizes.values())
+            gone = self._make_room(0)
+        self._remove(gone)
 
     def _files(self) -> Iterator[tuple[float, str, int]]:
         """Yield the time of the last use, the path in the folder, and the size of each file."""
-        for path in self._folder.glob("*/*/*"):
-            with contextlib.suppress(OSError):  # another process has removed it
-                state = path.stat()
-                if path.suffix == SUFFIX:
-                    name = path.relative_to(self._folder).as_posix()
-                    yield state.st_mtime, name, state.st_size
-                elif path.suffix == PARTIAL and time.time() - state.st_mtime > PARTIAL_S:
-                    path.unlink()
+        for model in _folders(self._folder, 32):
+            for start in _folders(model, 2):
+                for entry in _entries(start):
+                    if (kind := _NAME.fullmatch(entry.name)) is None:
+                        continue
+                    with contextlib.suppress(OSError):  # another process has removed it
+                        state = entry.stat(follow_symlinks=False)
+                        if kind[1] == ".kv":
+                            name = f"{model.name}/{start.name}/{entry.name}"
+                            yield state.st_mtime, name, _on_disk(state.st_size)
+                        elif time.time() - state.st_mtime > PARTIAL_S:
+                            os.unlink(entry.path)
 
     def write(self, key: Key, content: memoryview) -> None:
         """Keep a block. Raises OSError; nothing is there then.
@@ -97,19 +109,20 @@ class BlockFiles:
         A block larger than the limit is not kept.
         """
         name, head = self._name(key), self._head(key, content)
-        size = len(head) + len(content)
+        size = _on_disk(len(head) + len(content))
         if size > self._limit:
             return
-        with self._lock:
-            self._forget(name)
-            self._make_room(size)
         path = self._folder / name
-        partial = path.with_suffix(f".{os.getpid()}{PARTIAL}")
+        partial = path.with_suffix(f".{os.getpid()}.partial")
         try:
-            path.parent.mkdir(exist_ok=True, mode=0o700)
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             with open(os.open(partial, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600), "wb") as file:
                 file.write(head)
                 file.write(content)
+            with self._lock:
+                self._forget(name)
+                gone = self._make_room(size)
+            self._remove(gone)
             partial.replace(path)
         except OSError:
             with contextlib.suppress(OSError):
@@ -126,17 +139,15 @@ class BlockFiles:
         """
         name = self._name(key)
         path = self._folder / name
-        try:
-            data = path.read_bytes()
-            content = self._checked(key, data, nbytes)
+        with contextlib.suppress(OSError):
+            content = self._checked(key, _read_whole(path, _HEAD.size + nbytes), nbytes)
             if content is not None:
-                os.utime(path)
+                with contextlib.suppress(OSError):  # of a folder that can only be read
+                    os.utime(path)
                 with self._lock, contextlib.suppress(KeyError):
                     self._sizes.move_to_end(name)
                 return content
             path.unlink()
-        except OSError:
-            pass
         with self._lock:
             self._forget(name)
         return None
@@ -154,15 +165,51 @@ class BlockFiles:
     def _name(self, key: Key) -> str:
         group, block_hash = key
         text = block_hash.hex()
-        return f"{self._own}/{text[:2]}/{text}-{group}{SUFFIX}"
+        return f"{self._own}/{text[:2]}/{text}-{group}.kv"
 
     def _forget(self, name: str) -> None:
         self._total -= self._sizes.pop(name, 0)
 
-    def _make_room(self, size: int) -> None:
-        """Remove the files that were used longest ago until another one fits."""
+    def _make_room(self, size: int) -> list[str]:
+        """Forget files until another one fits, and return those, least recently used first."""
+        gone = []
         while self._sizes and self._total + size > self._limit:
-            name, gone = self._sizes.popitem(last=False)
-            self._total -= gone
+            name, nbytes = self._sizes.popitem(last=False)
+            self._total -= nbytes
+            gone.append(name)
+        return gone
+
+    def _remove(self, names: list[str]) -> None:
+        for name in names:
             with contextlib.suppress(OSError):  # then it is another process's to remove
                 (self._folder / name).unlink()
+
+
+def _folders(folder: Path | os.DirEntry[str], digits: int) -> Iterator[os.DirEntry[str]]:
+    """The folders in a folder whose names have so many hexadecimal digits."""
+    for entry in _entries(folder):
+        if len(entry.name) == digits and not set(entry.name) - set("0123456789abcdef"):
+            if entry.is_dir(follow_symlinks=False):
+                yield entry
+
+
+def _entries(folder: Path | os.DirEntry[str]) -> Iterator[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            yield from entries
+    except FileNotFoundError:  # another process has removed it
+        pass
+
+
+def _on_disk(nbytes: int) -> int:
+    return -(-nbytes // PAGE) * PAGE
+
+
+def _read_whole(path: Path, nbytes: int) -> bytes:
+    """The content of a regular file of so many bytes; nothing if it is anything else."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+    with open(os.open(path, flags), "rb") as file:
+        state = os.fstat(file.fileno())
+        if not stat.S_ISREG(state.st_mode) or state.st_size != nbytes:
+            return b""
+        return file.read(nbytes)

@@ -4,7 +4,7 @@ What happens to a block, from its eviction to its return:
 
     scheduler   reserve()                  has()  fetch()      staged()  claim()
     executor               save()                                                 take()
-    threads                       writes            reads                                 (nobody)
+    threads                       writes            reads
     in memory          |--------------|                 |------------------------|
     on disk                           |------------------------------------------------------
 """
@@ -25,9 +25,12 @@ from weft.core.settings import format_bytes
 from weft.kv.block_files import BlockFiles, Key
 
 WRITING_BYTES = 64 * 2**20  # that wait to be written
-STAGED_BYTES = 512 * 2**20  # that are read ahead
-RATE_BYTES_S = 500e6  # until the disk was measured
+STAGED_BYTES = 512 * 2**20  # that are read ahead, or asked for
+RATE_BYTES_S = 500e6  # of a disk that was not measured lately
+RATE_HALF_LIFE_S = 60.0  # of what was measured
 MEASURED_BYTES = 2**20  # of a fetch that tells how fast the disk is
+SCAN_S = 1.0  # at most, that sequences wait until it is known what there is
+LATE, LATE_S = 4.0, 1.0  # so many times the predicted time, and seconds, after which a fetch is late
 PAUSE_S = 30.0  # after the disk could not be written
 RESCAN_S = 600.0
 
@@ -39,13 +42,21 @@ class Fetch:
     """Blocks that are read from disk, in order.
 
     Attributes:
-        done: whether all are staged, up to the first that is not there.
-        wanted: whether somebody waits for it.
+        keys: those that are asked for, or staged; up to the first that is not there.
+        late_at: when nobody should wait for it any more, on the monotonic clock.
+        done: whether all are staged.
+        wanted: whether somebody asks for it.
     """
 
     keys: Seq[Key]
+    late_at: float
     done: bool = False
     wanted: bool = True
+
+    @property
+    def pending(self) -> bool:
+        """Whether to wait for it."""
+        return not self.done and time.monotonic() < self.late_at
 
 
 @dataclass(slots=True)
@@ -70,12 +81,11 @@ class DiskCache:
     Args:
         sizes: bytes of a block of each group.
         writing_bytes: that may wait to be written.
+        staged_bytes: that all fetches together may ask for.
 
     Attributes:
         files: where they lie.
-        staged_bytes: that a fetch should have at most.
         totals: what was done so far.
-        bytes_s: rate at which blocks are read and checked.
     """
 
     def __init__(
@@ -88,13 +98,14 @@ class DiskCache:
     ) -> None:
         self.files = files
         self.totals = DiskTotals()
-        self.bytes_s = RATE_BYTES_S
         self._sizes = tuple(sizes)
-        self._writing_bytes, self.staged_bytes = writing_bytes, staged_bytes
+        self._writing_bytes, self._staged_bytes = writing_bytes, staged_bytes
+        self._measured, self._measured_at = RATE_BYTES_S, 0.0
         self._lock = threading.Lock()
         self._reserved: set[Key] = set()
-        self._reserved_bytes = self._staged_total = 0
+        self._reserved_bytes = self._asked_bytes = self._unread_bytes = 0
         self._writing: dict[Key, memoryview] = {}
+        self._asked: Counter[Key] = Counter()  # by fetches and claims
         self._staged: dict[Key, memoryview] = {}
         self._claims: Counter[Key] = Counter()
         self._writes: SimpleQueue[Key | None] = SimpleQueue()
@@ -102,15 +113,16 @@ class DiskCache:
         self._arrived: Callable[[], None] = lambda: None
         self._threads: list[threading.Thread] = []
         self._scanned = threading.Event()
-        self._paused_until = 0.0
+        self._started = self._paused_until = 0.0
 
     def start(self, arrived: Callable[[], None]) -> None:
         """Look at what there is, and begin to read and write.
 
         Args:
-            arrived: called on another thread when a fetch is done, or it is known what there is.
+            arrived: called on another thread when a fetch is done, all is written, or it is known
+                what there is.
         """
-        self._arrived = arrived
+        self._arrived, self._started = arrived, time.monotonic()
         for name, work in (("weft-disk-write", self._write), ("weft-disk-read", self._read)):
             thread = threading.Thread(target=work, name=name, daemon=True)
             thread.start()
@@ -119,7 +131,8 @@ class DiskCache:
     @property
     def starting(self) -> bool:
         """Whether it will be known soon what there is."""
-        return bool(self._threads) and not self._scanned.is_set()
+        soon = time.monotonic() < self._started + SCAN_S
+        return soon and bool(self._threads) and not self._scanned.is_set()
 
     # -- saving -------------------------------------------------------------------------------
 
@@ -156,7 +169,7 @@ class DiskCache:
         self._writes.put(key)
 
     def _write(self) -> None:
-        self.files.scan()
+        self._scan()
         scanned = time.monotonic()
         self._scanned.set()
         self._arrived()
@@ -170,9 +183,17 @@ class DiskCache:
                 del self._writing[key]
                 self._reserved.remove(key)
                 self._reserved_bytes -= self._sizes[key[0]]
+            if self._writes.empty():
+                self._arrived()
             if time.monotonic() - scanned > RESCAN_S:
-                self.files.scan()
+                self._scan()
                 scanned = time.monotonic()
+
+    def _scan(self) -> None:
+        try:
+            self.files.scan()
+        except OSError as error:
+            logger.warning("The prefixes on disk cannot be listed: %s.", error.strerror or error)
 
     def _pause(self, error: OSError) -> None:
         """Save nothing for a while; say so once each time."""
@@ -194,41 +215,83 @@ class DiskCache:
         """Bytes of a block of a group."""
         return self._sizes[group]
 
+    @property
+    def bytes_s(self) -> float:
+        """Rate at which blocks are read and checked: as measured, the less so the longer ago."""
+        age_s = time.monotonic() - self._measured_at
+        return RATE_BYTES_S + (self._measured - RATE_BYTES_S) * 0.5 ** (age_s / RATE_HALF_LIFE_S)
+
+    def read_s(self, nbytes: int) -> float:
+        """Predict the seconds until so many bytes more are read than are asked for."""
+        return (self._unread_bytes + nbytes) / self.bytes_s
+
+    @property
+    def room(self) -> int:
+        """Bytes that may still be asked for."""
+        return self._staged_bytes - self._asked_bytes
+
     def fetch(self, keys: Seq[Key]) -> Fetch:
-        """Begin to stage blocks."""
-        fetch = Fetch(keys, done=not keys)
+        """Begin to stage blocks; ``release`` must follow."""
+        with self._lock:
+            for key in keys:
+                size = 0 if key in self._asked else self._sizes[key[0]]
+                self._asked_bytes += size
+                self._unread_bytes += size
+                self._asked[key] += 1
+            late_s = LATE_S + LATE * self.read_s(0)
+        fetch = Fetch(keys, time.monotonic() + late_s, done=not keys)
         if keys:
             self._reads.put(fetch)
         return fetch
 
-    @property
-    def crowded(self) -> bool:
-        """Whether so much is staged that nothing more should be fetched."""
-        return 2 * self._staged_total > self.staged_bytes
-
     def release(self, fetch: Fetch) -> None:
-        """Forget what was fetched and is not claimed; what is not read yet is not read."""
+        """Forget what was fetched and nobody else asks for; what is not read yet is not read."""
         with self._lock:
             fetch.wanted = False
-            for key in fetch.keys:
-                self._forget(key)
+            self._drop(fetch.keys)
+
+    def _drop(self, keys: Seq[Key]) -> None:
+        """One fetch or claim less asks for each of these blocks."""
+        for key in keys:
+            self._asked[key] -= 1
+            if not self._asked[key]:
+                del self._asked[key]
+                self._asked_bytes -= self._sizes[key[0]]
+                if self._staged.pop(key, None) is None:
+                    self._unread_bytes -= self._sizes[key[0]]
 
     def _read(self) -> None:
         while (fetch := self._reads.get()) is not None:
-            begun, nbytes = time.perf_counter(), 0
-            for key in fetch.keys:
-                size = self._stage(fetch, key)
-                if size is None:
-                    break
-                nbytes += size
-            seconds = time.perf_counter() - begun
+            begun = time.perf_counter()
+            try:
+                nbytes = self._stage_all(fetch)
+            except Exception:
+                logger.exception("Prefixes on disk could not be read.")
+                nbytes = 0
+            finally:
+                fetch.done = True
             if nbytes >= MEASURED_BYTES:
-                self.bytes_s += (nbytes / seconds - self.bytes_s) / 4
-            fetch.done = True
+                now, found = time.perf_counter(), self.bytes_s
+                self._measured = found + (nbytes / (now - begun) - found) / 4
+                self._measured_at = time.monotonic()
             self._arrived()
 
+    def _stage_all(self, fetch: Fetch) -> int:
+        """Stage blocks up to the first that is not there; return the bytes that were read."""
+        total = 0
+        for index, key in enumerate(fetch.keys):
+            nbytes = self._stage(fetch, key)
+            if nbytes is None:
+                with self._lock:
+                    if fetch.wanted:
+                        self._drop(fetch.keys[index:])
+                        fetch.keys = fetch.keys[:index]
+                break
+            total += nbytes
+        return total
+
     def _stage(self, fetch: Fetch, key: Key) -> int | None:
-        """Have a block in memory; return the bytes that were read, None if the fetch ends here."""
+        """Have a block in memory; return the bytes that were read, None if it is not there."""
         with self._lock:
             if not fetch.wanted:
                 return None
@@ -244,16 +307,10 @@ class DiskCache:
                 return None
             self.totals.read += 1
         with self._lock:
-            if not fetch.wanted:
-                return None
-            self._staged[key] = content
-            self._staged_total += len(content)
+            if key in self._asked and key not in self._staged:
+                self._staged[key] = content
+                self._unread_bytes -= self._sizes[key[0]]
         return nbytes
-
-    def _forget(self, key: Key) -> None:
-        """Forget a staged block that is not claimed."""
-        if key in self._staged and key not in self._claims:
-            self._staged_total -= len(self._staged.pop(key))
 
     def staged(self, key: Key) -> bool:
         """Whether a block is in memory and may be claimed."""
@@ -265,6 +322,7 @@ class DiskCache:
             if not all(key in self._staged for key in keys):
                 return False
             self._claims.update(keys)
+            self._asked.update(keys)
         return True
 
     def take(self, key: Key) -> memoryview:
@@ -273,10 +331,10 @@ class DiskCache:
             if key not in self._claims:
                 raise InvariantError("a block from disk was not claimed")
             self._claims[key] -= 1
-            content = self._staged[key]
             if not self._claims[key]:
-                del self._claims[key], self._staged[key]
-                self._staged_total -= len(content)
+                del self._claims[key]
+            content = self._staged[key]
+            self._drop([key])
             return content
 
     # -- the end ------------------------------------------------------------------------------

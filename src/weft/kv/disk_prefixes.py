@@ -1,7 +1,7 @@
 """Prefixes on disk beside those in memory: which blocks go there, and which come back for whom.
 
 A waiting sequence whose prompt goes on with blocks on disk waits until they are read, if that is
-faster than to compute them. When it starts, they are copied into blocks of its own, before the step
+faster than to compute them. It never waits for others to be read, or long. When it starts, they are copied into blocks of its own, before the step
 computes; from then on they are shared like all others.
 """
 
@@ -60,29 +60,38 @@ class DiskPrefixes:
 
     # -- from disk ----------------------------------------------------------------------------
 
+    def pending(self, sequence: Sequence) -> bool:
+        """Whether to wait for what is being read for a waiting sequence."""
+        fetch = self._fetches.get(sequence.id)
+        return fetch is not None and fetch.pending
+
     def awaited(self, sequence: Sequence, hit: int) -> bool:
         """Whether to wait for blocks behind the first ``hit`` tokens of a waiting sequence.
 
-        They are looked up once, and read as soon as there is memory for them.
+        They are looked up once, and are read now if there is memory for them.
         """
-        fetch = self._fetches.get(sequence.id)
-        if fetch is None:
-            if self.disk.starting or self.disk.crowded:
-                return True
-            keys = self._to_read(sequence, hit)
-            fetch = self._fetches[sequence.id] = self.disk.fetch(keys)
-        return not fetch.done
+        if sequence.id in self._fetches:
+            return self.pending(sequence)
+        if self.disk.starting:
+            return True
+        if (keys := self._to_read(sequence, hit)) is None:
+            return False
+        self._fetches[sequence.id] = self.disk.fetch(keys)
+        return self.pending(sequence)
 
-    def _to_read(self, sequence: Sequence, hit: int) -> list[Key]:
-        """Blocks behind a hit in memory that take less time to read than to compute."""
-        disk = self.disk
+    def _to_read(self, sequence: Sequence, hit: int) -> list[Key] | None:
+        """Blocks behind a hit in memory that take less time to read than to compute.
+
+        None if there is no memory for them at present.
+        """
+        disk, room = self.disk, self.disk.room
         upto = self._found(sequence, hit, disk.has)
         keys = self._keys(sequence, hit, upto)
-        if self._bytes(keys) > disk.staged_bytes:
-            most = hit + (upto - hit) * disk.staged_bytes // self._bytes(keys)
-            upto = self._found(sequence, hit, disk.has, most)
-            keys = self._keys(sequence, hit, upto)
-        return keys if self._bytes(keys) / disk.bytes_s < self.compute_s(hit, upto) else []
+        if (nbytes := self._bytes(keys)) > room:
+            upto = self._found(sequence, hit, disk.has, hit + (upto - hit) * room // nbytes)
+            if not (keys := self._keys(sequence, hit, upto)):
+                return None
+        return keys if disk.read_s(self._bytes(keys)) < self.compute_s(hit, upto) else []
 
     def _bytes(self, keys: Seq[Key]) -> int:
         return sum(self.disk.block_bytes(group) for group, _ in keys)
@@ -156,11 +165,10 @@ class DiskPrefixes:
                 self._loads.append((index, block, block_hash))
             table.full[index] = last
         self.loaded_tokens += upto - hit
-        self.forget(sequence.id)
         return True
 
     def forget(self, sequence_id: int) -> None:
-        """The sequence has started, or will not: nothing is read for it any more."""
+        """Read nothing for a sequence any more, as it has started or will not."""
         if (fetch := self._fetches.pop(sequence_id, None)) is not None:
             self.disk.release(fetch)
 

@@ -13,6 +13,7 @@ from weft.sched.preempt import choose_victim, covers
 from weft.sched.sequences import SequenceManager
 
 LOOK_UPS_A_STEP = 64  # waiting prompts that one step hashes and looks up at most
+FETCHES_A_STEP = 8  # the same, of which more is read from disk
 
 
 class Admission:
@@ -50,16 +51,23 @@ class Admission:
         if step.admission_blocked:
             return
         admitted = []
-        looked_up = 0
-        sequences, memory = self._sequences, self._memory
+        looked_up = fetched = 0
+        sequences, memory, disk = self._sequences, self._memory, self._cache.disk
         for sequence in sequences.waiting.of_priority(priority) if waiting is None else waiting:
             if step.room(0, 1) <= 0 or looked_up == LOOK_UPS_A_STEP or not memory.is_next(sequence):
                 break
             if sequence.waiting_on and sequences.prefix_wait.in_progress(sequence.waiting_on):
                 continue
+            if disk is not None and disk.pending(sequence):
+                continue
             hit = self._find_hit(sequence)
             looked_up += 1
-            if sequence.waiting_on or self._awaits_disk(sequence, hit):
+            if sequence.waiting_on:
+                continue
+            if disk is not None and self._may_reuse(sequence) and disk.awaited(sequence, hit):
+                fetched += 1
+                if fetched == FETCHES_A_STEP:
+                    break
                 continue
             if not self._may_have_row(sequence) or not self._open(step, sequence, hit):
                 step.admission_blocked = memory.blocks_come_back()
@@ -106,11 +114,6 @@ class Admission:
         sequence.waiting_on = wait.awaited(sequence.order[0], block_hashes, hit)
         return hit
 
-    def _awaits_disk(self, sequence: Sequence, hit: int) -> bool:
-        """Whether a sequence waits for more of its prefix, which is read from disk."""
-        disk = self._cache.disk
-        return disk is not None and self._may_reuse(sequence) and disk.awaited(sequence, hit)
-
     def _open(self, step: BatchBuilder, sequence: Sequence, hit: int) -> bool:
         """Give the sequence a row and blocks for its first chunk, if all its tokens fit now.
 
@@ -130,6 +133,8 @@ class Admission:
         ):
             cache.release(sequence.id)
             return False
+        if disk is not None:
+            disk.forget(sequence.id)
         self.start(step, sequence, start, cache, Tier.DEVICE)
         step.put(sequence, upto - start)
         priority, own = sequence.order[0], self._memory.needed_soon([sequence])
