@@ -88,6 +88,16 @@ def test_more_sequences_than_the_device_holds_get_the_same_tokens(
         assert free == every > 0
 
 
+def test_an_engine_that_is_killed_with_kv_on_the_host_loses_no_token(expected, tmp_path):
+    with serving(tmp_path, *COMMON, *TIGHT) as server, ThreadPoolExecutor(1) as others:
+        answers = others.submit(completions, server)
+        eventually(lambda: moved(server)[0] > 0, START_S)
+        server.children()["weft-engine"].kill()
+        assert answers.result() == expected
+        assert server.metrics("weft:engine_restarts_total") == [1]
+        eventually(lambda: server.idle() and len(set(host_blocks(server))) == 1)
+
+
 def test_info_tells_the_memory_of_the_host(call):
     info = json.loads(call("info", "--json", *COMMON, *TIGHT).stdout)
     assert info["memory"]["fits"]

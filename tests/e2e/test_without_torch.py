@@ -51,7 +51,8 @@ def test_a_server_answers_chats_batches_and_benchmarks(tmp_path):
     ]
     file = tmp_path / "requests.jsonl"
     file.write_text("\n".join(map(json.dumps, lines)))
-    with serving(tmp_path, "--data", str(tmp_path / "data")) as server:
+    data = ("--data", str(tmp_path / "data"))
+    with serving(tmp_path, *data, "--host-kv-memory", "16MiB") as server:
         chat = subprocess.run(
             [*WEFT, "chat", "--url", server.url, "--max-tokens", "5"],
             input="hello\n", capture_output=True, text=True, check=False,

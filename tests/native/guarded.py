@@ -26,7 +26,9 @@ from test_cpu_layer import Weights
 
 from attention_cases import Case, Shape, make_case
 from rows_of_settings import whole_row
+from weft.kernels.block_arrays import BlockArrays
 from weft.kernels.cpu import attention
+from weft.kernels.cpu.blocks import copy_blocks
 from weft.kernels.cpu.matrix import CpuMatrix, gather, linear
 from weft.kernels.cpu.sample import sample
 from weft.kernels.kv_storage import SCALED
@@ -124,6 +126,14 @@ def choose_tokens(draw: random.Random) -> None:
     assert ((tokens >= 0) & (tokens < size)).all()
 
 
+def copy_whole_blocks(draw: random.Random) -> None:
+    shape = draw.randint(1, 40), draw.randint(1, 9), draw.choice([1, 7, 5003])
+    sources, targets = ([guarded(torch.randn(shape)) for _ in range(2)] for _ in range(2))
+    blocks = draw.sample(range(shape[0]), shape[0])
+    copy_blocks(BlockArrays(sources), BlockArrays(targets), range(shape[0]), blocks)
+    assert all(torch.equal(x, y[blocks]) for x, y in zip(sources, targets, strict=True))
+
+
 def main() -> None:
     faulthandler.enable()
     torch.set_num_threads(1)
@@ -136,7 +146,7 @@ def main() -> None:
     for isa in attention.isas():
         attention.use_isa(isa)
         draw = random.Random(isa)
-        for call in (attend, multiply, run_layer, choose_tokens):
+        for call in (attend, multiply, run_layer, choose_tokens, copy_whole_blocks):
             for _ in range(25):
                 call(draw)
     print("good")

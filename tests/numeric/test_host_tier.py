@@ -17,8 +17,11 @@ from weft.core.errors import InvariantError, OutOfMemoryError
 from weft.core.plan import KVMove, RowAdd, StepPlan, SubBatch, Tier
 from weft.core.settings import format_bytes
 from weft.core.types import FinishReason
+from weft.cost.curves import Curve
+from weft.cost.fit import FEATURES, Fitted
 from weft.engine.build import build_engine
-from weft.engine.model import Model, check_host_memory, resolve_settings
+from weft.engine.costs import profile_key, with_moves
+from weft.engine.model import Model, check_host_memory, find_model, resolve_settings
 from weft.exec.store import KVStore
 from weft.exec.tiers import HostTier
 from weft.kernels.arrays import to_numpy, to_torch
@@ -217,6 +220,19 @@ def test_the_host_must_have_the_memory_beside_weights_and_kv(folders) -> None:
         check_host_memory(config, with_available(model, needed - 2**20, "cpu"), resolved)
     with pytest.raises(OutOfMemoryError, match=r"host_kv_memory is 1024\.00 TiB"):
         build_engine(replace(config, host_kv_memory=2**50))
+
+
+def test_moves_that_no_profile_has_measured_take_the_time_of_a_common_link(folders) -> None:
+    config = settings_for(folders["llama-gqa"], host_kv_memory=2**20)
+    model = find_model(config)
+    fitted = Fitted(
+        profile_key(config, model), 3, Curve((1, 64), (0.1, 0.2)), dict.fromkeys(FEATURES, 0.0)
+    )
+    token_bytes = sum(group.bytes_per_token for group in model.facts.groups)
+    for device, bytes_s in (("cpu", 5e9), ("cuda:0", 12e9)):
+        costs = with_moves(config, replace(model, device=device), fitted)
+        assert costs.move == (2e-5, token_bytes / bytes_s)
+    assert with_moves(replace(config, host_kv_memory=None), model, fitted).move is None
 
 
 def test_the_host_must_have_the_memory_of_all_ranks(folders, monkeypatch) -> None:

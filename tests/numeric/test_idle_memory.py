@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from weft.engine.idle import PAUSE_S, IdleMemory
+from weft.engine.idle import PAUSE_S, SAVE_S, IdleMemory
 from weft.exec.memory import give_back
 from weft.exec.store import KVStore
 from weft.kernels.arrays import address

@@ -21,6 +21,7 @@ from weft.engine.model import resolve_settings
 LENGTH = 112  # tokens of the longest sequence that is served
 GREEDY = SamplingParams(temperature=0, ignore_eos=True).with_defaults({"max_tokens": 8})
 DRAWN = replace(GREEDY, temperature=0.9)
+GUESSED = replace(GREEDY, speculation=3)
 
 
 @dataclass
@@ -83,7 +84,9 @@ def traffic(seed: int, *, cancels: bool) -> Traffic:
         tokens = prompt(draw.randint(1, 45), 100 * seed + number)
         if draw.random() < 0.4:
             tokens = common[: draw.randint(8, 30)] + tokens
-        sampling = replace(draw.choice((GREEDY, DRAWN)), max_tokens=draw.randint(1, 36), seed=seed)
+        sampling = replace(
+            draw.choice((GREEDY, DRAWN, GUESSED)), max_tokens=draw.randint(1, 36), seed=seed
+        )
         kind = draw.choice(("interactive", "interactive", "batch"))
         request = Request(number, tuple(tokens), sampling, service_class=kind)
         arrivals.setdefault(step, []).append(request)

@@ -208,7 +208,8 @@ class EngineConfig:
         "str",
         "auto",
         describe_policies()
-        + "; auto is slo for a server as soon as the costs of steps are known, and fcfs elsewhere",
+        + "; auto is slo for a server as soon as the costs of steps are known, and fcfs elsewhere; "
+        "each has a host tier where host_kv_memory is set",
         choices=("auto", *POLICIES),
     )
     interactivity: float = setting(

@@ -15,6 +15,7 @@ from weft.engine.threads import compute_threads
 
 logger = logging.getLogger("weft")
 LINK_BYTES_S = 12e9  # between device and host, as PCIe 3.0 with 16 lanes copies
+MEMORY_BYTES_S = 5e9  # from memory to memory, as a core of a server copies blocks
 MOVE_S = 2e-5  # to launch the copies of a step
 
 
@@ -25,13 +26,17 @@ def measured_costs(config: EngineConfig, model: Model) -> Fitted:
 
 
 def with_moves(config: EngineConfig, model: Model, fitted: Fitted) -> Fitted:
-    """The costs with the time of a common link for moves of KV, if there is a host tier."""
+    """The costs with the time of a common link for moves of KV, if there is a host tier.
+
+    Where the device is the CPU, KV moves from memory to memory.
+    """
     if config.host_kv_memory is None or fitted.move is not None:
         return fitted
-    token_s = sum(group.bytes_per_token for group in model.facts.groups) / LINK_BYTES_S
+    bytes_s = MEMORY_BYTES_S if is_cpu(model.device) else LINK_BYTES_S
+    token_s = sum(group.bytes_per_token for group in model.facts.groups) / bytes_s
     logger.warning(
         "The profile has no time for KV moves; scheduler slo assumes %.0f GB/s.",
-        LINK_BYTES_S / 1e9,
+        bytes_s / 1e9,
     )
     return replace(fitted, move=(MOVE_S, token_s))
 

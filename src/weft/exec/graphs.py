@@ -163,13 +163,7 @@ class GraphExecutor:
             self._finish(self._launched.popleft())
         output = StepOutput(self._table)
         with self._device.work():
-            self._device.join()  # blocks that steps before this one have moved may be taken now
-            for group, block in plan.zero:
-                self._store.zero(group, block)
-            if self._tier is not None:
-                self._tier.before(plan)
-                if any(move.to is Tier.DEVICE for move in plan.moves):
-                    self._device.join()
+            self._prepare_kv(plan)
             self._table.apply(plan)
             for add in plan.add:
                 self._add_row(add.row, output)
@@ -180,6 +174,20 @@ class GraphExecutor:
         if self._decoder.ops.ranks.rank > 0 and self._launched and self._launched[-1].needs_host:
             self._finish_all()  # all ranks do it together, and this one does not hear when
         return StepTicket(plan.step_id, partial(self._collect, plan.step_id, output))
+
+    def _prepare_kv(self, plan: StepPlan) -> None:
+        """Order zeros and moves; what comes back to the device is there before the step computes.
+
+        Blocks that earlier steps have moved may be taken now, so their copies come first.
+        """
+        if self._tier is not None:
+            self._device.join()
+        for group, block in plan.zero:
+            self._store.zero(group, block)
+        if self._tier is not None:
+            self._tier.before(plan)
+            if any(move.to is Tier.DEVICE for move in plan.moves):
+                self._device.join()
 
     def close(self) -> None:
         """Wait for what is launched. May be called twice."""
