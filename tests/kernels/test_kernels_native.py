@@ -14,6 +14,7 @@ from depth import deep
 
 HERE = Path(__file__).parent
 SOURCES = HERE.parents[1] / "src" / "weft" / "kernels" / "cpu"
+RING = SOURCES.parents[1] / "ring"  # the mailbox sleeps and wakes as the ring does
 NAMES = ("sample", "dispatch", "experts", "layer", "matrix", "ops", "panel", "pool", "post")
 NAMES += ("quant", "quant_tile", "rate", "scan")
 FLAGS = ["-std=c++20", "-O1", "-g", "-ffp-contract=fast", "-Wall", "-Wextra", "-Wno-psabi"]
@@ -21,7 +22,7 @@ FLAGS = ["-std=c++20", "-O1", "-g", "-ffp-contract=fast", "-Wall", "-Wextra", "-
 
 def built(main: str, names: tuple[str, ...], *flags: str) -> Path:
     files = [HERE / main, *(SOURCES / f"{name}.cpp" for name in names)]
-    return builds.program([*FLAGS, *flags, f"-I{SOURCES}", *files], [HERE, SOURCES])
+    return builds.program([*FLAGS, *flags, f"-I{SOURCES}", *files], [HERE, SOURCES, RING])
 
 
 def check(program: Path, rounds: int) -> None:
@@ -149,6 +150,12 @@ def selection(features: tuple[str, ...], *more: str) -> list[str]:
 
 def test_the_pool_under_the_thread_sanitizer() -> None:
     check(built("pool.cpp", ("pool",), "-fsanitize=thread"), 100)
+
+
+@pytest.mark.parametrize("sanitizer", [pytest.param("address,undefined", marks=deep), "thread"])
+def test_a_mailbox_and_its_workers_under_a_sanitizer(sanitizer) -> None:
+    names = ("check", "host", "mailbox", "pool")
+    check(built("host_worker.cpp", names, f"-fsanitize={sanitizer}"), 2000)
 
 
 @deep
