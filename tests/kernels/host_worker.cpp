@@ -92,9 +92,8 @@ class Client {
       std::fill_n(half("", which).as<float>() + table[0] * block * size, 2 * block * size, -1.0f);
     }
     const auto context = static_cast<int32_t>(1 + dice_() % (2 * block));
-    const int64_t tag = slot;
     const Tensor tables[] = {tensor("tables", table, DType::i32, {1, 2})};
-    client_.begin(std::span(&slot, 1), std::span(&tag, 1), std::span(&context, 1), tables);
+    client_.begin(std::span(&slot, 1), std::span(&context, 1), tables);
     layer_[slot] = 0;
     submit(slot);
   }

@@ -115,7 +115,7 @@ class Hosted:
 
     def begin(self, mailbox: HostMailbox, slots: list[int], rows: list[int], token: int) -> None:
         contexts = self.contexts[rows] + token
-        mailbox.begin(slots, rows, contexts, [table[rows] for table in self.tables])
+        mailbox.begin(slots, contexts, [table[rows] for table in self.tables])
 
     def submit(
         self, mailbox: HostMailbox, slots: list[int], rows: list[int], token: int, layer: int

@@ -230,7 +230,7 @@ def test_a_context_longer_than_its_table_fails() -> None:
     hosted = Hosted(SMALL)
     mailbox = hosted.mailbox()
     short = [table[[0]][:, :1] for table in hosted.tables]
-    mailbox.begin([0], [0], [17], short)
+    mailbox.begin([0], [17], short)
     hosted.submit(mailbox, [0], [0], 0, 0)
     with HostWorker(mailbox):
         assert mailbox.wait(WAIT_S)
@@ -281,11 +281,11 @@ def test_misuse_is_refused_and_changes_nothing() -> None:
         "each group needs its block tables": lambda: begin(1, []),
         "no more than 3 blocks": lambda: begin(1, [np.zeros((1, 9), np.int32)] * 2),
         "must be int32": lambda: begin(1, [np.zeros((1, 1), np.int64)] * 2),
-        "needs a tag and a context": lambda: mailbox.begin([1], [], [1], tables),
+        "each slot needs a context": lambda: mailbox.begin([1], [], tables),
     }
 
     def begin(context: int, tables: list[object]) -> None:
-        mailbox.begin([1], [1], [context], [table[:1] for table in tables])  # type: ignore[index]
+        mailbox.begin([1], [context], [table[:1] for table in tables])  # type: ignore[index]
 
     for why, call in misuses.items():
         with pytest.raises(InvariantError, match=why):

@@ -249,11 +249,7 @@ class Mailbox:
 class MailboxClient:
     def __init__(self, mailbox: Mailbox) -> None: ...
     def begin(
-        self,
-        slots: NDArray[np.int32],
-        tags: NDArray[np.int64],
-        contexts: NDArray[np.int32],
-        tables: list[_View],
+        self, slots: NDArray[np.int32], contexts: NDArray[np.int32], tables: list[_View]
     ) -> None: ...
     def submit(
         self, slots: NDArray[np.int32], layer: int, q: _View, k: _View | None, v: _View | None

@@ -24,8 +24,7 @@ using weft::MailboxClient;
 
 namespace {
 
-template <typename T>
-using Numbers = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Numbers = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Room = nb::ndarray<int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 template <typename Array>
@@ -58,16 +57,15 @@ void states(const Mailbox& mailbox, Room room) {
   }
 }
 
-void begin(MailboxClient& client, Numbers<int32_t> slots, Numbers<int64_t> tags,
-           Numbers<int32_t> contexts, nb::list tables) {
+void begin(MailboxClient& client, Numbers slots, Numbers contexts, nb::list tables) {
   std::vector<weft::Tensor> views;
   for (const auto view : tables) {
     views.push_back(tensor_of("block_tables", nb::cast<nb::tuple>(view)));
   }
-  client.begin(span_of(slots), span_of(tags), span_of(contexts), views);
+  client.begin(span_of(slots), span_of(contexts), views);
 }
 
-void submit(MailboxClient& client, Numbers<int32_t> slots, uint32_t layer, nb::tuple q,
+void submit(MailboxClient& client, Numbers slots, uint32_t layer, nb::tuple q,
             std::optional<nb::tuple> k, std::optional<nb::tuple> v) {
   const weft::Tensor queries = tensor_of("q", q);
   std::optional<weft::Tensor> keys, values;
@@ -78,7 +76,7 @@ void submit(MailboxClient& client, Numbers<int32_t> slots, uint32_t layer, nb::t
                 values ? &*values : nullptr);
 }
 
-void take(MailboxClient& client, Numbers<int32_t> slots, uint32_t layer, nb::tuple out) {
+void take(MailboxClient& client, Numbers slots, uint32_t layer, nb::tuple out) {
   const weft::Tensor results = tensor_of("out", out);
   const nb::gil_scoped_release released;
   client.take(span_of(slots), layer, results);
@@ -140,13 +138,13 @@ void bind_host(nb::module_& m) {
       })
       .def("failed", &failed)
       .def("take", &take)
-      .def("release", [](MailboxClient& client, Numbers<int32_t> slots) {
+      .def("release", [](MailboxClient& client, Numbers slots) {
         client.release(span_of(slots));
       })
-      .def("put_back", [](MailboxClient& client, Numbers<int32_t> slots) {
+      .def("put_back", [](MailboxClient& client, Numbers slots) {
         client.put_back(span_of(slots));
       })
-      .def("abort", [](MailboxClient& client, Numbers<int32_t> slots) {
+      .def("abort", [](MailboxClient& client, Numbers slots) {
         return client.abort(span_of(slots));
       })
       .def("wait", &MailboxClient::wait, nb::call_guard<nb::gil_scoped_release>());

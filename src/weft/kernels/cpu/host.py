@@ -126,11 +126,11 @@ class HostLayer:
     softcap: float | None = None
     writes: bool = True
 
-    @property
+    @functools.cached_property
     def kv_heads(self) -> int:
         return int(self.k_cache.shape[1])
 
-    @property
+    @functools.cached_property
     def head_dim(self) -> int:
         return int(self.k_cache.shape[-1]) - row_size(dtype_name(self.k_cache.dtype), 0)
 
@@ -221,20 +221,17 @@ class HostMailbox:
         return cls(memory, layers)
 
     @_checked
-    def begin(
-        self, slots: ArrayLike, tags: ArrayLike, contexts: ArrayLike, tables: Sequence[Array]
-    ) -> None:
+    def begin(self, slots: ArrayLike, contexts: ArrayLike, tables: Sequence[Array]) -> None:
         """Begin a token of rows in empty slots.
 
         Args:
             slots: [n].
-            tags: [n], the client's own names for the rows.
             contexts: [n], tokens of each row, this one included; it is the last.
             tables: for each group the rows' block tables [n, any] int32. Entries before the sliding
                 window are never read.
         """
         views = [view("block_tables", table) for table in tables]
-        self._client.begin(_slots(slots), np.asarray(tags, np.int64), _slots(contexts), views)
+        self._client.begin(_slots(slots), _slots(contexts), views)
 
     @_checked
     def submit(

@@ -92,20 +92,20 @@ void Mailbox::place(const MailboxSizes& sizes) {
     next = padded(next + bytes, ring::kPage);
     return offset;
   };
-  const auto row_bytes = [&](uint64_t numbers) {
-    return padded(numbers * size_of(static_cast<DType>(sizes.type)), ring::kAlign);
+  const auto row_bytes = [&](uint64_t numbers, uint64_t align) {
+    return padded(numbers * size_of(static_cast<DType>(sizes.type)), align);
   };
   const uint64_t slots = sizes.slots;
   sizes_ = sizes;
-  q_bytes_ = row_bytes(sizes.q_width);
-  kv_bytes_ = row_bytes(sizes.kv_width);
+  k_at_ = row_bytes(sizes.q_width, sizeof(uint64_t));
+  v_at_ = k_at_ + row_bytes(sizes.kv_width, sizeof(uint64_t));
+  qkv_bytes_ = padded(v_at_ + row_bytes(sizes.kv_width, sizeof(uint64_t)), ring::kAlign);
+  out_bytes_ = row_bytes(sizes.q_width, ring::kAlign);
   words_ = array(slots * sizeof(uint64_t));
   records_ = array(slots * sizeof(JobRecord));
   tables_ = array(slots * sizes.groups * (sizes.table_width + 1) * sizeof(int32_t));
-  q_ = array(slots * q_bytes_);
-  k_ = array(slots * kv_bytes_);
-  v_ = array(slots * kv_bytes_);
-  out_ = array(slots * q_bytes_);
+  qkv_ = array(slots * qkv_bytes_);
+  out_ = array(slots * out_bytes_);
   total_ = next;
 }
 
@@ -151,28 +151,24 @@ void Mailbox::reclaim() const {
 }
 
 MailboxClient::MailboxClient(const Mailbox& mailbox)
-    : mailbox_(mailbox), begun_(mailbox.sizes().slots), used_(mailbox.sizes().slots) {}
+    : mailbox_(mailbox), rows_(mailbox.sizes().slots) {}
 
 void MailboxClient::require(std::span<const int32_t> slots, const char* what,
                             bool (*good)(job::Word)) {
   ++call_;
   for (const int32_t slot : slots) {
-    const std::string name = "slot " + std::to_string(slot);
-    if (slot < 0 || slot >= static_cast<int64_t>(used_.size())) fail(name + " does not exist");
-    if (std::exchange(used_[slot], call_) == call_) fail(name + " occurs twice");
-    const auto state = job::look(mailbox_.word(slot));
-    if (!good(state)) {
-      fail(name + " is " + name_of(state.state) + " and cannot be " + what);
-    }
+    const auto refuse = [&](const std::string& why) { fail("slot " + std::to_string(slot) + why); };
+    if (slot < 0 || slot >= static_cast<int64_t>(rows_.size())) refuse(" does not exist");
+    if (std::exchange(rows_[slot].named, call_) == call_) refuse(" occurs twice");
+    const job::Word seen = job::look(mailbox_.word(slot));
+    if (!good(seen)) refuse(std::string(" is ") + name_of(seen.state) + " and cannot be " + what);
   }
 }
 
-void MailboxClient::begin(std::span<const int32_t> slots, std::span<const int64_t> tags,
+void MailboxClient::begin(std::span<const int32_t> slots,
                           std::span<const int32_t> contexts, std::span<const Tensor> tables) {
   const MailboxSizes& sizes = mailbox_.sizes();
-  if (tags.size() != slots.size() || contexts.size() != slots.size()) {
-    fail("each slot needs a tag and a context");
-  }
+  if (contexts.size() != slots.size()) fail("each slot needs a context");
   if (tables.size() != sizes.groups) fail("each group needs its block tables");
   for (const Tensor& table : tables) {
     const bool shaped = table.rank == 2 && table.shape[0] == static_cast<int64_t>(slots.size()) &&
@@ -189,8 +185,7 @@ void MailboxClient::begin(std::span<const int32_t> slots, std::span<const int64_
   require(slots, "begun", [](job::Word seen) { return seen.state == job::State::Empty; });
   for (size_t i = 0; i < slots.size(); ++i) {
     JobRecord& record = mailbox_.record(slots[i]);
-    begun_[slots[i]] = true;
-    record.tag = static_cast<uint64_t>(tags[i]);
+    rows_[slots[i]].begun = true;
     record.context = static_cast<uint32_t>(contexts[i]);
     for (uint32_t group = 0; group < sizes.groups; ++group) {
       const Tensor& table = tables[group];
@@ -212,14 +207,22 @@ void MailboxClient::submit(std::span<const int32_t> slots, uint32_t layer, const
   }
   require(slots, "submitted", job::may_submit);
   for (const int32_t slot : slots) {
-    if (!begun_[slot]) fail("slot " + std::to_string(slot) + " has no token");
+    if (!rows_[slot].begun) fail("slot " + std::to_string(slot) + " has no token");
+  }
+  // These lines come from the worker's core: all at once, and not one after another.
+  for (const int32_t slot : slots) {
+    __builtin_prefetch(&mailbox_.record(slot), 1);
+    __builtin_prefetch(mailbox_.q(slot), 1);
   }
   const int64_t now = ring::now_ns();
   for (size_t i = 0; i < slots.size(); ++i) {
     JobRecord& record = mailbox_.record(slots[i]);
-    std::atomic_ref(record.order).store(next_++, std::memory_order_relaxed);
+    Row& row = rows_[slots[i]];
+    row.order = next_++;
+    row.q_numbers = static_cast<uint32_t>(q.shape[1] * q.shape[2]);
+    std::atomic_ref(record.order).store(row.order, std::memory_order_relaxed);
     record.submitted_ns = now;
-    record.q_numbers = static_cast<uint32_t>(q.shape[1] * q.shape[2]);
+    record.q_numbers = row.q_numbers;
     record.kv_numbers = k == nullptr ? 0 : static_cast<uint32_t>(k->shape[1] * k->shape[2]);
     store_row(q, i, mailbox_.q(slots[i]));
     if (k != nullptr) store_row(*k, i, mailbox_.k(slots[i]));
@@ -237,10 +240,12 @@ size_t MailboxClient::done(uint32_t layer, std::span<int32_t> slots) {
   found_.clear();
   for (uint32_t slot = 0; slot < mailbox_.sizes().slots; ++slot) {
     if (ring::load(mailbox_.word(slot)) != wanted) continue;
-    found_.emplace_back(mailbox_.record(slot).order, slot);
+    found_.emplace_back(rows_[slot].order, slot);
   }
   const size_t count = std::min(found_.size(), slots.size());
-  std::partial_sort(found_.begin(), found_.begin() + count, found_.end());
+  if (!std::ranges::is_sorted(found_)) {
+    std::ranges::partial_sort(found_, found_.begin() + count);
+  }
   for (size_t i = 0; i < count; ++i) slots[i] = found_[i].second;
   return count;
 }
@@ -268,10 +273,11 @@ void MailboxClient::take(std::span<const int32_t> slots, uint32_t layer, const T
   const int64_t numbers = out.shape[1] * out.shape[2];
   for (const int32_t slot : slots) {
     const uint32_t at = job::look(mailbox_.word(slot)).layer;
-    if (at == layer && mailbox_.record(slot).q_numbers == numbers) continue;
+    if (at == layer && rows_[slot].q_numbers == numbers) continue;
     fail("slot " + std::to_string(slot) + " has a result of layer " + std::to_string(at) +
          " that does not fit " + text(out) + " of layer " + std::to_string(layer));
   }
+  for (const int32_t slot : slots) __builtin_prefetch(mailbox_.out(slot));
   for (size_t i = 0; i < slots.size(); ++i) {
     load_row(out, i, mailbox_.out(slots[i]));
     ring::store(mailbox_.word(slots[i]), job::Word{job::State::Taken, layer}.bits());
@@ -284,7 +290,7 @@ void MailboxClient::release(std::span<const int32_t> slots) {
     return seen.state == job::State::Taken || seen.state == job::State::Failed;
   });
   for (const int32_t slot : slots) {
-    begun_[slot] = false;
+    rows_[slot].begun = false;
     ring::store(mailbox_.word(slot), job::Word{}.bits());
   }
 }
@@ -302,7 +308,7 @@ std::vector<int32_t> MailboxClient::abort(std::span<const int32_t> slots) {
   require(slots, "aborted", [](job::Word) { return true; });
   std::vector<int32_t> computed;
   for (const int32_t slot : slots) {
-    begun_[slot] = false;
+    rows_[slot].begun = false;
     if (!job::abort(mailbox_.word(slot))) computed.push_back(slot);
   }
   add(mailbox_.header().client_counters.aborted, slots.size());

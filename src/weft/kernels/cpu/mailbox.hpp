@@ -1,7 +1,7 @@
 // Jobs of decode attention between a client and a host worker, in memory that both map: an
 // anonymous file, or memory of one process.
 //
-//   header | words | records | block tables | q | k | v | out
+//   header | words | records | block tables | q, k, v | out
 //
 // A slot is a row on its way through the layers. It waits in one layer at a time, so that its memory
 // does not depend on their number (OmniServe section 3.2). Each array has an entry for every slot.
@@ -31,12 +31,12 @@ struct MailboxSizes {
 // Why a job has failed. The numbers are shared with `FAULTS` in host.py.
 enum class Fault : uint32_t { None, Layer, Shape, Context, Block, Kernel };
 
-struct alignas(ring::kAlign) JobRecord {
-  uint64_t order;                   // of submission; atomic: the worker compares before it claims
-  uint64_t tag;                     // the client's name for the row
+// Small, so that a batch of jobs moves few lines from core to core.
+struct JobRecord {
+  uint64_t order;                  // of submission; atomic: the worker compares before it claims
   int64_t submitted_ns;
-  uint32_t context;                 // tokens after this one is written, itself included
-  uint32_t q_numbers, kv_numbers;   // of this layer
+  uint32_t context;                // tokens after this one is written, itself included
+  uint32_t q_numbers, kv_numbers;  // of this layer
   Fault fault;
 };
 
@@ -78,10 +78,10 @@ class Mailbox {
     const uint64_t row = uint64_t{group} * sizes_.slots + slot;
     return at<int32_t>(tables_) + row * (sizes_.table_width + 1);
   }
-  char* q(uint32_t slot) const { return at<char>(q_) + slot * q_bytes_; }
-  char* k(uint32_t slot) const { return at<char>(k_) + slot * kv_bytes_; }
-  char* v(uint32_t slot) const { return at<char>(v_) + slot * kv_bytes_; }
-  char* out(uint32_t slot) const { return at<char>(out_) + slot * q_bytes_; }
+  char* q(uint32_t slot) const { return at<char>(qkv_) + slot * qkv_bytes_; }
+  char* k(uint32_t slot) const { return q(slot) + k_at_; }
+  char* v(uint32_t slot) const { return q(slot) + v_at_; }
+  char* out(uint32_t slot) const { return at<char>(out_) + slot * out_bytes_; }
 
   // To be called when the attached worker has ended, and is proved to have: jobs that it was
   // computing are Submitted again, and those that were aborted meanwhile are Empty.
@@ -95,8 +95,8 @@ class Mailbox {
 
   std::byte* base_ = nullptr;
   MailboxSizes sizes_;
-  uint64_t words_ = 0, records_ = 0, tables_ = 0, q_ = 0, k_ = 0, v_ = 0, out_ = 0, total_ = 0;
-  uint64_t q_bytes_ = 0, kv_bytes_ = 0;
+  uint64_t words_ = 0, records_ = 0, tables_ = 0, qkv_ = 0, out_ = 0, total_ = 0;
+  uint64_t k_at_ = 0, v_at_ = 0, qkv_bytes_ = 0, out_bytes_ = 0;  // of a slot
 };
 
 // The client's side, for one thread. Nothing here waits for the worker but `wait`. Every call throws
@@ -108,8 +108,8 @@ class MailboxClient {
 
   // A token of these rows begins: `contexts` tokens each, this one included, and for each group the
   // rows' block tables [n, any] i32. The slots must be Empty.
-  void begin(std::span<const int32_t> slots, std::span<const int64_t> tags,
-             std::span<const int32_t> contexts, std::span<const Tensor> tables);
+  void begin(std::span<const int32_t> slots, std::span<const int32_t> contexts,
+             std::span<const Tensor> tables);
   // Hands q, k and v [n, heads, D] of a layer to the worker. k, v: both null where the layer reads
   // the KV of another one. The slots must be Empty, with a token begun, or Taken.
   void submit(std::span<const int32_t> slots, uint32_t layer, const Tensor& q, const Tensor* k,
@@ -141,8 +141,13 @@ class MailboxClient {
   Mailbox mailbox_;
   uint64_t next_ = 0;             // order of the next job
   uint32_t woken_ = 0;            // sleep of the worker that has been ended
-  std::vector<bool> begun_;       // whether a slot has a token
-  std::vector<uint64_t> used_;    // for each slot, the last call that named it
+  struct Row {
+    uint64_t order = 0;           // as in the record, which would have to come from another core
+    uint32_t q_numbers = 0;
+    bool begun = false;           // it has a token
+    uint64_t named = 0;           // the last call that named its slot
+  };
+  std::vector<Row> rows_;         // of each slot
   uint64_t call_ = 0;
   std::vector<std::pair<uint64_t, int32_t>> found_;
 };
