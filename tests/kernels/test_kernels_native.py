@@ -152,6 +152,20 @@ def test_the_pool_under_the_thread_sanitizer() -> None:
     check(built("pool.cpp", ("pool",), "-fsanitize=thread"), 100)
 
 
+def test_every_interleaving_of_a_job_with_its_abort_and_the_death_of_its_worker() -> None:
+    done = explored()
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count(" 0 violations") == 2
+    torn = explored("-DTORN_EXCHANGE")
+    assert (torn.returncode, torn.stdout.count("two owners at once")) == (1, 1), "it can fail"
+
+
+def explored(*flags: str) -> subprocess.CompletedProcess[str]:
+    words = [*FLAGS, "-Werror", *flags, f"-I{SOURCES}", HERE / "job_states.cpp"]
+    program = builds.program(words, [HERE, HERE.parent / "ring", SOURCES, RING])
+    return subprocess.run([program], capture_output=True, text=True, check=False)
+
+
 @pytest.mark.parametrize("sanitizer", [pytest.param("address,undefined", marks=deep), "thread"])
 def test_a_mailbox_and_its_workers_under_a_sanitizer(sanitizer) -> None:
     names = ("check", "host", "mailbox", "pool")
