@@ -115,6 +115,9 @@ class HostLayer:
         heads: of the queries.
         group: which of a row's block tables it reads.
         writes: whether k and v come with each row; False if it reads the KV of another layer.
+
+    Raises:
+        ConfigError: there can be no such window or softcap.
     """
 
     k_cache: Array
@@ -125,6 +128,12 @@ class HostLayer:
     window: int | None = None
     softcap: float | None = None
     writes: bool = True
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise ConfigError(f"A layer cannot have a window of {self.window}.")
+        if self.softcap is not None and not self.softcap > 0:
+            raise ConfigError(f"A layer cannot have a softcap of {self.softcap}.")
 
     @functools.cached_property
     def kv_heads(self) -> int:
@@ -365,7 +374,11 @@ def _check_heads(name: str, x: Array, heads: int, head_dim: int) -> None:
 
 
 class HostWorker:
-    """Threads of this process that serve a mailbox, without the interpreter lock."""
+    """Threads of this process that serve a mailbox, without the interpreter lock.
+
+    Attributes:
+        error: why they have ended; None while they serve.
+    """
 
     def __init__(self, mailbox: HostMailbox, *, threads: int = 1, cpus: Sequence[int] = ()) -> None:
         """Start them.
@@ -376,19 +389,22 @@ class HostWorker:
         Raises:
             HostWorkerError: the layers do not fit the mailbox, or it has a worker.
         """
-        self._mailbox = mailbox  # with the memory that the threads use
+        self.error: HostWorkerError | None = None
+        self._mailbox = mailbox  # the thread keeps its memory and that of the caches
         layers = [layer.native(*layer.views()) for layer in mailbox.layers]
         try:
             self._native = _native.HostWorker(mailbox.native, layers, threads, list(cpus))
             self._native.attach()
         except (TypeError, ValueError) as error:
             raise HostWorkerError(f"The host worker cannot be started: {error}.") from None
-        self._thread = threading.Thread(target=self._native.run, name="weft-host", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="weft-host", daemon=True)
         self._thread.start()
 
-    @property
-    def alive(self) -> bool:
-        return self._thread.is_alive()
+    def _serve(self) -> None:
+        try:
+            self._native.run()
+        except (MemoryError, RuntimeError) as error:
+            self.error = HostWorkerError(f"The host worker has ended: {error}.")
 
     def close(self) -> None:
         """End them after the call that they are computing; other jobs wait for the next worker."""
