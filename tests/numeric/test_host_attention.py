@@ -65,6 +65,18 @@ def test_a_process_gives_the_bits_of_direct_calls(shape: Shape) -> None:
         assert process.restarts == 0
 
 
+def test_a_process_computes_with_the_instruction_set_of_its_parent() -> None:
+    before = attention.isa()
+    hosted = Hosted(SHAPES["bfloat16"])
+    try:
+        attention.use_isa("baseline")
+        mailbox = hosted.mailbox()
+        with HostProcess(mailbox, hosted.kv):
+            assert_same(hosted, mailbox)
+    finally:
+        attention.use_isa(before)
+
+
 def test_a_worker_has_a_pool_of_its_own() -> None:
     """Else the engine and the worker would hold up each other."""
     hosted = Hosted(SMALL)
@@ -201,7 +213,7 @@ def test_an_aborted_job_that_is_being_computed_frees_its_slot_later() -> None:
         assert mailbox.states() == ["aborting", "running"]
         with pytest.raises(InvariantError, match="slot 0 is aborting"):
             hosted.begin(mailbox, [0], [0], 0)
-        os.kill(process.pid, signal.SIGKILL)
+        process.restart()
         until(lambda: mailbox.states() == ["empty", "done"])
         assert process.restarts == 1
 
@@ -314,14 +326,16 @@ def test_misuse_is_refused_and_changes_nothing() -> None:
     assert mailbox.counters().submitted == 0
 
 
-def test_a_mailbox_has_one_worker() -> None:
+def test_a_mailbox_has_one_worker(capfd: pytest.CaptureFixture[str]) -> None:
     hosted = Hosted(SMALL)
     mailbox = hosted.mailbox()
     with HostWorker(mailbox):
         with pytest.raises(HostWorkerError, match=f"process {os.getpid()} serves the mailbox"):
             HostWorker(mailbox)
-        with pytest.raises(HostWorkerError, match="cannot be started: exit code 1"):
+        with pytest.raises(HostWorkerError, match="cannot be started: it ended by exit code 1"):
             HostProcess(mailbox, hosted.kv)
+        assert f"cannot be started: process {os.getpid()} serves" in capfd.readouterr().err
+        assert mailbox.native.worker == os.getpid(), "the end of the other one is no end of this"
         assert_same(hosted, mailbox)
     with HostWorker(mailbox):
         pass
@@ -363,7 +377,7 @@ def test_impossible_layers_are_refused() -> None:
     hosted.layers[1] = replace(hosted.layers[1], heads=5)
     with pytest.raises(HostWorkerError, match="heads must be a multiple of kv_heads"):
         HostWorker(hosted.mailbox())
-    with pytest.raises(HostWorkerError, match="cannot be started: exit code 1"):
+    with pytest.raises(HostWorkerError, match="cannot be started: it ended by exit code 1"):
         HostProcess(hosted.mailbox(), hosted.kv)
 
 

@@ -43,7 +43,7 @@ Tensor vector_of(const char* name, std::vector<T>& numbers, DType type) {
 // Leaves the mailbox as another worker can go on with it, also when memory runs out.
 struct Detach {
   const Mailbox& mailbox;
-  ~Detach() { mailbox.reclaim(); }
+  ~Detach() { mailbox.reclaim(static_cast<uint32_t>(getpid())); }
 };
 
 }  // namespace

@@ -62,9 +62,8 @@ class SharedMemory:
 
     def __init__(self, fd: int) -> None:
         """Map all of a descriptor, which this object closes when it ends."""
+        self._bytes = np.frombuffer(mmap.mmap(fd, 0), np.uint8)
         self.fd = fd
-        self._map = mmap.mmap(fd, 0)
-        self._bytes = np.frombuffer(self._map, np.uint8)
 
     @classmethod
     def create(cls, name: str, size_bytes: int) -> SharedMemory:
@@ -373,6 +372,22 @@ def _check_heads(name: str, x: Array, heads: int, head_dim: int) -> None:
         raise ValueError(f"{name} is {list(x.shape)} and not [rows, {heads}, {head_dim}]")
 
 
+def attached_worker(
+    mailbox: _native.Mailbox, layers: list[_native.HostLayer], threads: int, cpus: Sequence[int]
+) -> _native.HostWorker:
+    """Return a worker that is to ``run``, and that alone may serve the mailbox.
+
+    Raises:
+        HostWorkerError: the layers do not fit the mailbox, or it has a worker.
+    """
+    try:
+        worker = _native.HostWorker(mailbox, layers, threads, list(cpus))
+        worker.attach()
+    except (TypeError, ValueError) as error:
+        raise HostWorkerError(f"The host worker cannot be started: {error}.") from None
+    return worker
+
+
 class HostWorker:
     """Threads of this process that serve a mailbox, without the interpreter lock.
 
@@ -392,11 +407,7 @@ class HostWorker:
         self.error: HostWorkerError | None = None
         self._mailbox = mailbox  # the thread keeps its memory and that of the caches
         layers = [layer.native(*layer.views()) for layer in mailbox.layers]
-        try:
-            self._native = _native.HostWorker(mailbox.native, layers, threads, list(cpus))
-            self._native.attach()
-        except (TypeError, ValueError) as error:
-            raise HostWorkerError(f"The host worker cannot be started: {error}.") from None
+        self._native = attached_worker(mailbox.native, layers, threads, cpus)
         self._thread = threading.Thread(target=self._serve, name="weft-host", daemon=True)
         self._thread.start()
 

@@ -17,11 +17,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from weft.core.errors import ConfigError, HostWorkerError
+from weft.core.errors import ConfigError, HostWorkerError, WeftError
 from weft.core.process import Backoff, describe_exit, die_with, set_process_title, start_child
 from weft.kernels.arrays import NAMES, View, numpy_dtype
-from weft.kernels.cpu import _native, attention
-from weft.kernels.cpu.host import HostMailbox, SharedMemory, attach
+from weft.kernels.cpu import attention
+from weft.kernels.cpu.host import HostMailbox, SharedMemory, attach, attached_worker
 
 START_S = 60.0  # until a new process serves the mailbox
 
@@ -78,6 +78,10 @@ class HostProcess:
     def pid(self) -> int:
         return self._process.pid
 
+    def restart(self) -> None:
+        """Kill the process, say because it hangs; another one follows."""
+        self._process.kill()
+
     def close(self) -> None:
         """Kill the process. Jobs that are not done stay submitted."""
         self._closing.set()
@@ -114,10 +118,12 @@ class HostProcess:
             if code is None and time.monotonic() < end:
                 time.sleep(0.002)
                 continue
-            why = "it takes too long" if code is None else describe_exit(code)
+            why = "it takes too long"
+            if code is not None:
+                why = f"it ended by {describe_exit(code)}, and may have said why on stderr"
             self._process.kill()
             self._process.wait()
-            self._mailbox.native.reclaim()
+            self._mailbox.native.reclaim(self._process.pid)
             raise HostWorkerError(f"The host worker cannot be started: {why}.")
 
     def _keep(self) -> None:
@@ -125,7 +131,7 @@ class HostProcess:
         while True:
             started = time.monotonic()
             code = self._process.wait()
-            self._mailbox.native.reclaim()
+            self._mailbox.native.reclaim(self._process.pid)
             delay_s = backoff.delay_s(time.monotonic() - started, describe_exit(code))
             if self._closing.wait(delay_s):
                 return
@@ -167,16 +173,17 @@ def serve(orders: dict[str, Any]) -> None:
         (_moved(k_cache, kv.address), _moved(v_cache, kv.address), *rest)
         for k_cache, v_cache, *rest in orders["layers"]
     ]
-    worker = _native.HostWorker(attach(memory), layers, orders["threads"], orders["cpus"])
-    worker.attach()
-    worker.run()
+    attached_worker(attach(memory), layers, orders["threads"], orders["cpus"]).run()
 
 
 def main() -> None:
     """Read the orders, and serve."""
     die_with(int(sys.argv[1]))
     set_process_title("weft-host")
-    serve(json.load(sys.stdin))
+    try:
+        serve(json.load(sys.stdin))
+    except WeftError as error:
+        sys.exit(error.message)
 
 
 if __name__ == "__main__":

@@ -145,7 +145,8 @@ Mailbox::Mailbox(std::span<std::byte> memory) : base_(memory.data()) {
   place(sizes);
 }
 
-void Mailbox::reclaim() const {
+void Mailbox::reclaim(uint32_t worker) const {
+  if (ring::load(header().worker) != worker) return;
   for (uint32_t slot = 0; slot < sizes_.slots; ++slot) job::reclaim(word(slot));
   ring::store(header().worker, 0u);
 }

@@ -83,9 +83,9 @@ class Mailbox {
   char* v(uint32_t slot) const { return q(slot) + v_at_; }
   char* out(uint32_t slot) const { return at<char>(out_) + slot * out_bytes_; }
 
-  // To be called when the attached worker has ended, and is proved to have: jobs that it was
-  // computing are Submitted again, and those that were aborted meanwhile are Empty.
-  void reclaim() const;
+  // To be called when the process of a worker is proved to have ended. If it was the attached one,
+  // jobs that it was computing are Submitted again, and those that were aborted meanwhile are Empty.
+  void reclaim(uint32_t worker) const;
 
  private:
   Mailbox() = default;
