@@ -14,13 +14,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hosted import WAIT_S, Hosted, Shape, assert_same, cross
+from hosted import WAIT_S, Hosted, Shape, assert_same, attend, cross
 
 from weft.core.errors import ConfigError, HostWorkerError, InvariantError
-from weft.kernels.arrays import to_torch
+from weft.kernels.arrays import Array, to_torch
 from weft.kernels.cpu import attention
 from weft.kernels.cpu.host import HostLayer, HostMailbox, HostWorker, SharedMemory
 from weft.kernels.cpu.host_process import HostProcess
+from weft.kernels.interface import AttentionMetadata
 
 SMALL = Shape(rows=3, longest=40, tokens=1)
 SHAPES = {
@@ -100,6 +101,36 @@ def test_rows_may_be_views_into_a_fused_tensor() -> None:
         wait_for_all(mailbox)
         assert mailbox.take(rows, 0, out) is out
     assert torch.equal(out, to_torch(expected[0, 0]))
+
+
+def test_layers_may_have_heads_and_blocks_of_their_own() -> None:
+    numbers = np.random.default_rng(3)
+
+    def random(*shape: int) -> Array:
+        return numbers.standard_normal(shape, np.float32)
+
+    layers = [
+        HostLayer(random(5, 2, 16, 32), random(5, 2, 16, 32), heads=4, scale=0.1),
+        HostLayer(random(9, 1, 8, 64), random(9, 1, 8, 64), heads=3, scale=0.2, group=1),
+        HostLayer(random(5, 4, 16, 8), random(5, 4, 16, 8), heads=12, scale=0.3),
+    ]
+    tables = [np.array([[3, 0, 4]], np.int32), np.array([[8, 1, 6, 2, 7]], np.int32)]
+    mailbox = HostMailbox.create(layers, slots=3, table_width=5, dtype="float32")
+    mailbox.begin([2], [37], tables)
+    with HostWorker(mailbox):
+        for i, layer in enumerate(layers):
+            size, table = layer.k_cache.shape[2], tables[layer.group]
+            place = np.array([table[0, 36 // size] * size + 36 % size], np.int64)
+            bounds, lengths = np.array([0, 1], np.int32), np.array([37], np.int32)
+            q = random(1, layer.heads, layer.head_dim)
+            k, v = (random(1, layer.kv_heads, layer.head_dim) for _ in range(2))
+            own = replace(layer, k_cache=layer.k_cache.copy(), v_cache=layer.v_cache.copy())
+            batch = AttentionMetadata(table, bounds, lengths, place, size)
+            expected = attend(own, q, k, v, batch)
+            mailbox.submit([2], i, q, k, v)
+            assert mailbox.wait(WAIT_S)
+            np.testing.assert_array_equal(mailbox.take([2], i), expected)
+            np.testing.assert_array_equal(layer.k_cache, own.k_cache)
 
 
 def test_jobs_that_were_waiting_are_computed_in_one_call() -> None:
