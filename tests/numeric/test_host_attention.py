@@ -400,6 +400,19 @@ def test_impossible_mailboxes_are_refused() -> None:
         HostMailbox(mailbox.memory, layers)
 
 
+def test_shared_memory_has_bounds() -> None:
+    memory = SharedMemory.create("small", 64)
+    assert memory.array(32, [4, 2], "float32").sum() == 0
+    for offset, shape in ((36, [8]), (-4, [2]), (0, [2**62])):
+        with pytest.raises(ConfigError, match="are not in 64 bytes"):
+            memory.array(offset, shape, "float32")
+    for size_bytes in (0, -1, 2**80):
+        with pytest.raises(ConfigError, match="memory"):
+            SharedMemory.create("impossible", size_bytes)
+    with pytest.raises(PermissionError):
+        os.ftruncate(memory.fd, 32)
+
+
 def test_impossible_layers_are_refused() -> None:
     hosted = Hosted(SMALL)
     for change in ({"window": 0}, {"softcap": 0.0}, {"softcap": float("nan")}):

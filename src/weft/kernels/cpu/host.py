@@ -9,6 +9,7 @@ never waits for a worker, which is threads of this process or a process of its o
 from __future__ import annotations
 
 import functools
+import math
 import mmap
 import os
 import threading
@@ -98,9 +99,15 @@ class SharedMemory:
         return address(self._bytes)
 
     def array(self, offset: int, shape: Sequence[int], dtype: str) -> NDArray[Any]:
-        """Return the numbers from a byte on as an array."""
+        """Return the numbers from a byte on as an array.
+
+        Raises:
+            ConfigError: they do not lie within the memory.
+        """
         kind = numpy_dtype(dtype)
-        size = int(np.prod(shape)) * kind.itemsize
+        size = math.prod(shape) * kind.itemsize
+        if not 0 <= offset <= len(self) - size:
+            raise ConfigError(f"{size} bytes from {offset} on are not in {len(self)} bytes.")
         return self._bytes[offset : offset + size].view(kind).reshape(shape)
 
 
