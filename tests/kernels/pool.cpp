@@ -10,6 +10,7 @@ int main(int, char** words) {
       check_phases();
       check_shares();
       if (i % 8 == 0) check_throwing();
+      if (i % 8 == 1) check_scope();
     }
   });
   std::puts("good");

@@ -70,6 +70,24 @@ inline void check_throwing() {
   require(thrown, "an exception of a body reaches the caller");
 }
 
+// A thread's own pool ends with its helpers, and is nobody else's.
+inline void check_scope() {
+  Pool own(3), inner(2);
+  Pool& before = shared_pool();
+  {
+    const PoolScope scope(own);
+    require(&shared_pool() == &own, "a thread has the pool of its scope");
+    check_shares();
+    std::thread([&] { require(&shared_pool() == &before, "other threads have not"); }).join();
+    {
+      const PoolScope nested(inner);
+      require(&shared_pool() == &inner, "scopes nest");
+    }
+    require(&shared_pool() == &own, "an inner scope ends");
+  }
+  require(&shared_pool() == &before, "a scope ends");
+}
+
 // Runs `body(caller)` on three threads at once while another one resizes the pool.
 template <typename Body>
 void run_callers(Body body) {

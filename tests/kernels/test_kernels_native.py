@@ -14,6 +14,7 @@ from depth import deep
 
 HERE = Path(__file__).parent
 SOURCES = HERE.parents[1] / "src" / "weft" / "kernels" / "cpu"
+RING = SOURCES.parents[1] / "ring"  # the mailbox sleeps and wakes as the ring does
 NAMES = ("sample", "dispatch", "experts", "layer", "matrix", "ops", "panel", "pool", "post")
 NAMES += ("quant", "quant_tile", "rate", "scan")
 FLAGS = ["-std=c++20", "-O1", "-g", "-ffp-contract=fast", "-Wall", "-Wextra", "-Wno-psabi"]
@@ -21,7 +22,7 @@ FLAGS = ["-std=c++20", "-O1", "-g", "-ffp-contract=fast", "-Wall", "-Wextra", "-
 
 def built(main: str, names: tuple[str, ...], *flags: str) -> Path:
     files = [HERE / main, *(SOURCES / f"{name}.cpp" for name in names)]
-    return builds.program([*FLAGS, *flags, f"-I{SOURCES}", *files], [HERE, SOURCES])
+    return builds.program([*FLAGS, *flags, f"-I{SOURCES}", *files], [HERE, SOURCES, RING])
 
 
 def check(program: Path, rounds: int) -> None:
@@ -149,6 +150,26 @@ def selection(features: tuple[str, ...], *more: str) -> list[str]:
 
 def test_the_pool_under_the_thread_sanitizer() -> None:
     check(built("pool.cpp", ("pool",), "-fsanitize=thread"), 100)
+
+
+def test_every_interleaving_of_a_job_with_its_abort_and_the_death_of_its_worker() -> None:
+    done = explored()
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count(" 0 violations") == 2
+    torn = explored("-DTORN_EXCHANGE")
+    assert (torn.returncode, torn.stdout.count("two owners at once")) == (1, 1), "it can fail"
+
+
+def explored(*flags: str) -> subprocess.CompletedProcess[str]:
+    words = [*FLAGS, "-Werror", *flags, f"-I{SOURCES}", HERE / "job_states.cpp"]
+    program = builds.program(words, [HERE, HERE.parent / "ring", SOURCES, RING])
+    return subprocess.run([program], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("sanitizer", [pytest.param("address,undefined", marks=deep), "thread"])
+def test_a_mailbox_and_its_workers_under_a_sanitizer(sanitizer) -> None:
+    names = ("check", "host", "mailbox", "pool")
+    check(built("host_worker.cpp", names, f"-fsanitize={sanitizer}"), 2000)
 
 
 @deep

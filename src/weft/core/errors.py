@@ -171,6 +171,14 @@ class EngineOutOfMemoryError(EngineDeadError):
     code = "engine_out_of_memory"
 
 
+class HostWorkerError(WeftError):
+    """The worker for attention on the host has ended, or cannot be started."""
+
+    http_status = 503
+    code = "host_worker_dead"
+    retry_after_s = 5
+
+
 class RequestCrashedError(WeftError):
     """The engine process has died again and again while it computed this request."""
 

@@ -29,6 +29,7 @@ CODES = {
     "int8": 5,
     "float8_e4m3fn": 6,
 }
+NAMES = {code: name for name, code in CODES.items()}
 _FROM_ML_DTYPES = ("bfloat16", "float8_e4m3fn")
 _BITS = {1: "uint8", 2: "int16"}  # types of the same size that torch and numpy both know
 

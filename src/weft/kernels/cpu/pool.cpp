@@ -41,14 +41,6 @@ void spin_until(const Condition& condition) {
   }
 }
 
-// Where that is not allowed, the calling thread runs where it may.
-void stay_on(int cpu) {
-  cpu_set_t one;
-  CPU_ZERO(&one);
-  CPU_SET(cpu, &one);
-  sched_setaffinity(0, sizeof one, &one);
-}
-
 // The items of a phase are cut into as many shares as there are threads. Each thread takes those of
 // its own share in order, then helps with those after it: so it reads what lies together, and the
 // same from call to call.
@@ -282,6 +274,7 @@ int available_cores() {
 // Never destroyed: at exit the helpers may still be asleep in it.
 std::atomic<Pool*> current{nullptr};
 std::once_flag created;
+thread_local Pool* own = nullptr;
 
 void replace_after_fork() {
   // The parent's mutex may have been held by another thread at the fork: do not touch it.
@@ -291,11 +284,23 @@ void replace_after_fork() {
 }  // namespace
 
 Pool& shared_pool() {
+  if (own != nullptr) return *own;
   std::call_once(created, [] {
     current.store(new Pool(available_cores()));
     pthread_atfork(nullptr, nullptr, replace_after_fork);
   });
   return *current.load();
+}
+
+PoolScope::PoolScope(Pool& pool) : before_(std::exchange(own, &pool)) {}
+
+PoolScope::~PoolScope() { own = before_; }
+
+void stay_on(int cpu) {
+  cpu_set_t one;
+  CPU_ZERO(&one);
+  CPU_SET(cpu, &one);
+  sched_setaffinity(0, sizeof one, &one);
 }
 
 }  // namespace weft

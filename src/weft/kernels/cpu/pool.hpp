@@ -1,4 +1,4 @@
-// A small pool of threads that lives as long as the process.
+// A small pool of threads.
 #pragma once
 
 #include <array>
@@ -25,6 +25,7 @@ class Pool {
   explicit Pool(int threads) : threads_(threads) {}
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
+  ~Pool() { resize(1); }  // no call may be in flight
 
   int threads() const { return threads_; }
   // The NUMA node of each thread, near which the memory of its shares is to lie; none if it does not
@@ -89,7 +90,23 @@ constexpr int64_t share_begin(int64_t items, int64_t share, int64_t shares) {
   return (items * share + shares - 1) / shares;
 }
 
-// The process's pool. A forked child gets a new one, since threads do not survive a fork.
+// The pool of the calling thread: its own within a PoolScope, else the process's. A forked child gets
+// a new one of the process, since threads do not survive a fork.
 Pool& shared_pool();
+
+// While it lives, calls of this thread run on a pool of their own instead of the process's.
+class PoolScope {
+ public:
+  explicit PoolScope(Pool& pool);
+  PoolScope(const PoolScope&) = delete;
+  PoolScope& operator=(const PoolScope&) = delete;
+  ~PoolScope();
+
+ private:
+  Pool* const before_;
+};
+
+// Keeps the calling thread on a processor. Where that is not allowed, it runs where it may.
+void stay_on(int cpu);
 
 }  // namespace weft

@@ -13,15 +13,6 @@
 namespace weft {
 namespace {
 
-// A view [tokens, heads, size] into rows of `columns` numbers that begins at one of their heads.
-Tensor heads_of(const char* name, char* rows, DType type, int64_t tokens, int64_t columns,
-                int64_t first, int64_t heads, int64_t size) {
-  Tensor view{name, rows + first * size * size_of(type), type, 3};
-  view.shape = {tokens, heads, size};
-  view.stride = {columns, size, 1};
-  return view;
-}
-
 // Memory that a thread keeps from step to step: fresh one would be faulted in page by page.
 struct Kept {
   std::vector<char> residual, inputs, looked_up, qkv, attended;

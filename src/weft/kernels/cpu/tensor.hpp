@@ -32,4 +32,13 @@ struct Tensor {
   T* as() const { return static_cast<T*>(data); }
 };
 
+// A view [tokens, heads, size] into rows of `columns` numbers that begins at one of their heads.
+inline Tensor heads_of(const char* name, char* rows, DType type, int64_t tokens, int64_t columns,
+                       int64_t first, int64_t heads, int64_t size) {
+  Tensor view{name, rows + first * size * size_of(type), type, 3};
+  view.shape = {tokens, heads, size};
+  view.stride = {columns, size, 1};
+  return view;
+}
+
 }  // namespace weft
