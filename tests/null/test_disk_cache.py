@@ -201,7 +201,7 @@ def test_a_folder_that_was_removed_is_made_again(tmp_path):
     assert files.nbytes == 0
 
 
-def test_nothing_is_removed_for_a_block_that_cannot_be_written(tmp_path, monkeypatch):
+def test_nothing_is_removed_for_a_block_that_cannot_be_written(tmp_path):
     files = make_files(tmp_path, limit=FILE)
     files.write(key(1), content(1))
     folder = paths(tmp_path)[0].parents[1]
@@ -259,10 +259,11 @@ def test_a_block_is_saved_once_and_comes_back(site, tmp_path):
     assert not site.cache.reserve(key(1)), "it is there, or will be"
     site.until(lambda: site.cache.totals.saved == 3)
     site.arrived.clear()
-    site.fetch(1, 2)
+    fetch = site.fetch(1, 2)
     assert site.arrived.wait(WAIT_S)
     assert [site.cache.staged(key(number)) for number in (1, 2, 3)] == [True, True, False]
     assert site.cache.claim([key(1), key(2)])
+    site.cache.release(fetch)
     assert site.cache.take(key(1)) == content(1)
     assert site.cache.take(key(2)) == content(2)
     assert not site.cache.staged(key(1)), "it lies in a block of the KV now"
@@ -277,9 +278,10 @@ def test_a_block_is_saved_once_and_comes_back(site, tmp_path):
 
 def test_two_sequences_may_claim_one_block(site):
     site.save(1)
-    site.fetch(1)
+    fetch = site.fetch(1)
     assert site.cache.claim([key(1)])
     assert site.cache.claim([key(1)])
+    site.cache.release(fetch)
     assert site.cache.take(key(1)) == site.cache.take(key(1)) == content(1)
     assert not site.cache.claim([key(1)])
 

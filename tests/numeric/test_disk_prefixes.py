@@ -93,7 +93,7 @@ def test_prefixes_on_disk_change_no_token(folders, family, seed, tmp_path, monke
 
 
 def only_waiting_sequences_fetch(engine: Engine, monkeypatch) -> None:
-    """Have ``check`` find what was fetched for a sequence that has started, and is in memory yet."""
+    """Have ``check`` find what was fetched for a sequence that has started, and not let go."""
     scheduler, check = engine.scheduler, engine.scheduler.check
     prefixes = scheduler.cache.disk
 
@@ -200,7 +200,8 @@ def test_a_step_looks_up_few_prefixes_on_disk(folders, tmp_path, monkeypatch):
 
 
 def requests(prompts: list[list[int]]) -> list[Request]:
-    return [Request(number, tuple(tokens), GREEDY) for number, tokens in enumerate(prompts)]
+    sampling = replace(GREEDY, seed=1)
+    return [Request(number, tuple(tokens), sampling) for number, tokens in enumerate(prompts)]
 
 
 def test_all_is_saved_at_the_end_though_little_may_wait(folders, tmp_path, monkeypatch):

@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import Generator
 from hashlib import blake2b
-from itertools import islice
 from pathlib import Path
 
 from weft import __version__
@@ -23,7 +22,6 @@ from weft.models.kept_weights import checkpoint_identity
 from weft.models.loader import weight_files
 from weft.models.spec_reader import read_spec
 
-AT_ONCE = 8  # blocks that are saved in one piece of work
 CLOSE_S = 2.0  # at most, to save prefixes at the end
 RETRY_S = 0.005
 
@@ -79,13 +77,9 @@ class PrefixSaver:
         self._prefixes, self._blocks = prefixes, blocks
 
     def save(self) -> Generator[None, None, bool]:
-        """Save what is not on disk, piece by piece; return whether all is saved, or cannot be."""
+        """Save what is not on disk, block by block; return whether all is saved, or cannot be."""
         self._blocks.save(self._prefixes.take_saves())  # of a step that was not launched
-        copies = self._prefixes.unsaved()
-        while piece := tuple(islice(copies, AT_ONCE)):
-            self._blocks.save(piece)
-            yield
-        return self._prefixes.disk.paused or not self._prefixes.disk.full
+        return (yield from self._prefixes.save_cached(self._blocks.save))
 
     def close(self) -> None:
         """Save what is possible in a short time, and end."""
@@ -95,7 +89,7 @@ class PrefixSaver:
         self._prefixes.disk.close(max(0.0, end - time.monotonic()))
 
     def _save_until(self, end: float) -> bool:
-        """Save piece by piece; return whether all is saved, cannot be, or the time is up."""
+        """Save block by block; return whether all is saved, cannot be, or the time is up."""
         pieces = self.save()
         while time.monotonic() < end:
             try:

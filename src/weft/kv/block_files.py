@@ -188,9 +188,9 @@ class BlockFiles:
 def _folders(folder: Path | os.DirEntry[str], digits: int) -> Iterator[os.DirEntry[str]]:
     """The folders in a folder whose names have so many hexadecimal digits."""
     for entry in _entries(folder):
-        if len(entry.name) == digits and not set(entry.name) - set("0123456789abcdef"):
-            if entry.is_dir(follow_symlinks=False):
-                yield entry
+        named = len(entry.name) == digits and not set(entry.name) - set("0123456789abcdef")
+        if named and entry.is_dir(follow_symlinks=False):
+            yield entry
 
 
 def _entries(folder: Path | os.DirEntry[str]) -> Iterator[os.DirEntry[str]]:

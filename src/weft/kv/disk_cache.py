@@ -12,6 +12,7 @@ What happens to a block, from its eviction to its return:
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import Counter
@@ -30,7 +31,10 @@ RATE_BYTES_S = 500e6  # of a disk that was not measured lately
 RATE_HALF_LIFE_S = 60.0  # of what was measured
 MEASURED_BYTES = 2**20  # of a fetch that tells how fast the disk is
 SCAN_S = 1.0  # at most, that sequences wait until it is known what there is
-LATE, LATE_S = 4.0, 1.0  # so many times the predicted time, and seconds, after which a fetch is late
+LATE, LATE_S = (
+    4.0,
+    1.0,
+)  # so many times the predicted time, and seconds, after which a fetch is late
 PAUSE_S = 30.0  # after the disk could not be written
 RESCAN_S = 600.0
 
@@ -219,7 +223,7 @@ class DiskCache:
     def bytes_s(self) -> float:
         """Rate at which blocks are read and checked: as measured, the less so the longer ago."""
         age_s = time.monotonic() - self._measured_at
-        return RATE_BYTES_S + (self._measured - RATE_BYTES_S) * 0.5 ** (age_s / RATE_HALF_LIFE_S)
+        return RATE_BYTES_S + (self._measured - RATE_BYTES_S) * math.exp2(-age_s / RATE_HALF_LIFE_S)
 
     def read_s(self, nbytes: int) -> float:
         """Predict the seconds until so many bytes more are read than are asked for."""

@@ -1,14 +1,15 @@
 """Prefixes on disk beside those in memory: which blocks go there, and which come back for whom.
 
 A waiting sequence whose prompt goes on with blocks on disk waits until they are read, if that is
-faster than to compute them. It never waits for others to be read, or long. When it starts, they are copied into blocks of its own, before the step
-computes; from then on they are shared like all others.
+faster than to compute them. It never waits for others to be read, or long. When it starts, they are
+copied into blocks of its own, before the step computes; from then on they are shared like all
+others.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
@@ -46,17 +47,24 @@ class DiskPrefixes:
         if self.disk.reserve((group, block_hash)):
             self._saves.append((group, block, block_hash))
 
-    def unsaved(self) -> Iterator[BlockCopy]:
-        """Reserve and yield what nobody holds in memory and is not on disk, the newest first.
+    def save_cached(
+        self, save: Callable[[Iterable[BlockCopy]], None]
+    ) -> Generator[None, None, bool]:
+        """Save what nobody holds in memory and is not on disk, block by block, the newest first.
 
-        Ends where nothing more can be reserved at present.
+        Returns:
+            Whether all is saved, or cannot be; False if there must be room for the rest first.
         """
         for group, pool in enumerate(self._cache.pools):
             for block, block_hash in reversed(pool.cached()):
-                if self.disk.full or self.disk.paused:
-                    return
+                if self.disk.paused:
+                    return True
+                if self.disk.full:
+                    return False
                 if self.disk.reserve((group, block_hash)):
-                    yield group, block, block_hash
+                    save([(group, block, block_hash)])
+                    yield
+        return True
 
     # -- from disk ----------------------------------------------------------------------------
 

@@ -67,7 +67,10 @@ OWN_METRICS: Mapping[str, tuple[str, str]] = {
     "kv_disk_bytes": ("gauge", "Bytes of the folder of prefixes"),
     "kv_disk_blocks_saved": ("counter", "KV blocks that were saved there"),
     "kv_disk_blocks_lost": ("counter", "KV blocks that were to be saved there, and are not"),
-    "kv_disk_blocks_missing": ("counter", "KV blocks that were to be read from disk, and were not there or not whole"),
+    "kv_disk_blocks_missing": (
+        "counter",
+        "KV blocks that were to be read from disk, and were not there or not whole",
+    ),
     "kv_disk_tokens": ("counter", "Prompt tokens that came from there, not computed"),
 }
 
