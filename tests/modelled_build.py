@@ -66,6 +66,8 @@ def build_engine(
         keep_weights=lambda: None,
         rest=lambda: False,
         worked=lambda: None,
+        start_disk=lambda arrived: None,  # noqa: ARG005
+        save_prefixes=lambda: None,
     )
 
 
