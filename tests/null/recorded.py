@@ -96,6 +96,8 @@ def text_of(plan: StepPlan) -> str:
             f" move {move.row} to {move.to} after layer {int(move.after_layer)}",
             f"  {_rows(move.source)} -> {_rows(move.target)}",
         ]
+    lines += [f" spill group {g}: {a} -> {b}" for g, a, b in plan.spills]
+    lines += [f" fill group {g}: {a} -> {b}" for g, a, b in plan.fills]
     if plan.zero or plan.zero_host:
         lines.append(f" zero {_rows(plan.zero)} host {_rows(plan.zero_host)}")
     if plan.piggybacked or plan.piggyback_limits:

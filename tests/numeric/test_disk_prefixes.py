@@ -56,8 +56,8 @@ def with_disk(folder: Path, disk: Path, **more: Any) -> Engine:
 
 def loaded(engine: Engine) -> int:
     """Tokens that came from disk."""
-    assert engine.scheduler.cache.disk is not None
-    return engine.scheduler.cache.disk.loaded_tokens
+    assert engine.scheduler.cache.lower is not None
+    return engine.scheduler.cache.lower.loaded_tokens
 
 
 def finish(engine: Engine) -> None:
@@ -87,7 +87,7 @@ def test_prefixes_on_disk_change_no_token(folders, family, seed, tmp_path, monke
         assert any(plan.saves for plan in plans) or turn
         assert sum(len(plan.loads) for plan in plans) > 0 or not turn
         assert loaded(engine) > 0 or not turn
-        totals = engine.scheduler.cache.disk.disk.totals
+        totals = engine.scheduler.cache.lower.disk.totals
         assert (totals.lost, totals.missing) == (0, 0)
         engine.save_prefixes()
 
@@ -95,7 +95,7 @@ def test_prefixes_on_disk_change_no_token(folders, family, seed, tmp_path, monke
 def only_waiting_sequences_fetch(engine: Engine, monkeypatch) -> None:
     """Have ``check`` find what was fetched for a sequence that has started, and not let go."""
     scheduler, check = engine.scheduler, engine.scheduler.check
-    prefixes = scheduler.cache.disk
+    prefixes = scheduler.cache.lower
 
     def also() -> None:
         check()
@@ -190,7 +190,7 @@ def test_a_step_looks_up_few_prefixes_on_disk(folders, tmp_path, monkeypatch):
     loop = EngineLoop(again.scheduler, again.executor, given, given)
     for expected in (8, 16, 20, 20):
         loop.step()
-        assert len(again.scheduler.cache.disk._fetches) == expected
+        assert len(again.scheduler.cache.lower._fetches) == expected
     answers.set()
     end = time.monotonic() + WAIT_S
     while loop.step() or not again.scheduler.idle:
@@ -290,7 +290,7 @@ def test_torn_files_are_misses(folders, family, broken, tmp_path, monkeypatch):
     found, plans = answer(again, one(tokens), monkeypatch)
     assert found == told
     assert computed(plans) >= 70 - 8 * broken
-    assert again.scheduler.cache.disk.disk.totals.missing == 1
+    assert again.scheduler.cache.lower.disk.totals.missing == 1
     finish(again)
 
 
@@ -306,7 +306,7 @@ def test_what_is_computed_faster_is_not_read(folders, tmp_path, monkeypatch):
     tokens = prompt(70, 1)
     for compute_s, expected in ((math.inf, 0), (0.0, 0), (math.inf, 64)):
         engine = with_disk(folders["llama-gqa"], tmp_path)
-        engine.scheduler.cache.disk.compute_s = lambda *_, s=compute_s: s
+        engine.scheduler.cache.lower.compute_s = lambda *_, s=compute_s: s
         answer(engine, one(tokens), monkeypatch)
         assert loaded(engine) == expected
         finish(engine)

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 from checkpoints import build, prompt, save_with_tokenizer
-from tight_kv import GREEDY, least_kv_memory, run, settings_for, traffic
+from tight_kv import GREEDY, Traffic, least_kv_memory, run, settings_for, traffic
 
 from depth import deep
 from weft.core.errors import InvariantError, OutOfMemoryError
 from weft.core.plan import KVMove, RowAdd, StepPlan, SubBatch, Tier
 from weft.core.settings import format_bytes
-from weft.core.types import FinishReason
+from weft.core.types import FinishReason, Request
 from weft.cost.curves import Curve
 from weft.cost.fit import FEATURES, Fitted
 from weft.engine.build import build_engine
@@ -75,8 +75,34 @@ def test_kv_on_the_host_changes_no_token(folders, family, seed, monkeypatch) -> 
         assert answer.tokens == (told[: len(answer.tokens)] if cut else told), number
     assert {move.to for move in moves} == set(Tier)
     totals = engine.scheduler.totals
-    for to, count in ((Tier.HOST, totals.blocks_to_host), (Tier.DEVICE, totals.blocks_to_device)):
-        assert count == sum(move.num_blocks for move in moves if move.to is to) > 0
+    spills = sum(len(plan.spills) for plan in plans)
+    fills = sum(len(plan.fills) for plan in plans)
+    for to, count, copied in (
+        (Tier.HOST, totals.blocks_to_host, spills),
+        (Tier.DEVICE, totals.blocks_to_device, fills),
+    ):
+        assert count - copied == sum(move.num_blocks for move in moves if move.to is to) > 0
+
+
+@pytest.mark.usefixtures("executor")
+@pytest.mark.parametrize("executor", ["eager", "graphs"], indirect=True)
+@pytest.mark.parametrize("family", ["llama-gqa", "gemma3", "gemma4-shared-kv"])
+def test_a_prefix_that_others_have_pushed_out_comes_back(folders, family, monkeypatch) -> None:
+    """From the host, bit for bit, with only what is new computed."""
+    folder, more = folders[family], FAMILIES[family]
+    prompts = {0: 1, 30: 2, 60: 3, 90: 1}
+    arrivals = {
+        step: [Request(step, tuple(prompt(70, seed)), replace(GREEDY, seed=1))]
+        for step, seed in prompts.items()
+    }
+    tight = least_kv_memory(folder, **more)
+    engine = build_engine(settings_for(folder, **more, kv_memory=tight, host_kv_memory=2**22))
+    found, plans = run(engine, Traffic(arrivals, {}), monkeypatch)
+    assert found[90].tokens == found[0].tokens
+    last = next(index for index, plan in enumerate(plans) if plan.fills)
+    assert sum(plan.num_tokens for plan in plans[last:]) < 30
+    assert sum(len(plan.spills) for plan in plans) > 10
+    assert engine.scheduler.totals.cached_tokens >= 56
 
 
 @pytest.mark.usefixtures("executor")

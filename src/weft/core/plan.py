@@ -108,12 +108,13 @@ class SubBatch:
 
 
 BlockCopy: TypeAlias = tuple[int, int, bytes]  # a group, a block of it, the hash of its content
+TierCopy: TypeAlias = tuple[int, int, int]  # a group, a block of one tier, a block of the other one
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step. The executor applies saves, zero, abort, drop, add, moves, extend and loads, then
-    computes.
+    """One step. The executor applies saves, zero, spills, abort, drop, add, moves, extend, fills
+    and loads, then computes.
 
     Layer-wise moves take place while it computes, so their rows are extended before they move.
 
@@ -132,6 +133,10 @@ class StepPlan:
         saves: blocks of the device whose content the prefix cache on disk is to get before
             anything is written.
         loads: blocks of the device that get content from there before anything is computed.
+        spills: blocks of the device whose content a block of the host is to get before anything
+            else is written, for the prefix cache there.
+        fills: blocks of the host whose content a block of the device is to get before anything is
+            computed.
     """
 
     step_id: int
@@ -147,6 +152,8 @@ class StepPlan:
     abort: tuple[int, ...] = ()
     saves: tuple[BlockCopy, ...] = ()
     loads: tuple[BlockCopy, ...] = ()
+    spills: tuple[TierCopy, ...] = ()
+    fills: tuple[TierCopy, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -155,7 +162,8 @@ class StepPlan:
     @property
     def needs_host(self) -> bool:
         """Whether only an executor with a host tier can compute the step."""
-        return bool(self.moves or self.zero_host or self.computes_on_host)
+        copies = self.moves or self.spills or self.fills
+        return bool(copies or self.zero_host or self.computes_on_host)
 
     @property
     def computes_on_host(self) -> bool:

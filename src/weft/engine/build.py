@@ -215,8 +215,9 @@ def build_engine(config: EngineConfig, returning_bytes: int = 0, patience_s: flo
         logger.info("Compute: %s.", threads.describe())
     idle = saver = None
     if isinstance(executor, EagerExecutor):
-        if scheduler.cache.disk is not None and executor.disk is not None:
-            saver = PrefixSaver(scheduler.cache.disk, executor.disk)
+        lower = scheduler.cache.lower
+        if disk is not None and lower is not None and executor.disk is not None:
+            saver = PrefixSaver(lower, disk, executor.disk)
         save = None if saver is None else saver.save
         idle = IdleMemory(executor.store, config.kv_idle_s, save=save)
     return Engine(

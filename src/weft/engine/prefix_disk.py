@@ -17,7 +17,7 @@ from weft.engine.model import Model
 from weft.exec.disk_blocks import DiskBlocks
 from weft.kv.block_files import IDENTITY_BYTES, BlockFiles
 from weft.kv.disk_cache import DiskCache
-from weft.kv.disk_prefixes import DiskPrefixes
+from weft.kv.lower_prefixes import LowerPrefixes
 from weft.models.kept_weights import checkpoint_identity
 from weft.models.loader import weight_files
 from weft.models.spec_reader import read_spec
@@ -73,8 +73,8 @@ def _identity(config: EngineConfig, resolved: ResolvedConfig, model: Model) -> b
 class PrefixSaver:
     """Saves cached prefixes of an engine at rest."""
 
-    def __init__(self, prefixes: DiskPrefixes, blocks: DiskBlocks) -> None:
-        self._prefixes, self._blocks = prefixes, blocks
+    def __init__(self, prefixes: LowerPrefixes, disk: DiskCache, blocks: DiskBlocks) -> None:
+        self._prefixes, self._disk, self._blocks = prefixes, disk, blocks
 
     def save(self) -> Generator[None, None, bool]:
         """Save what is not on disk, block by block; return whether all is saved, or cannot be."""
@@ -86,7 +86,7 @@ class PrefixSaver:
         end = time.monotonic() + CLOSE_S
         while not self._save_until(end) and time.monotonic() < end:
             time.sleep(RETRY_S)  # until something is written
-        self._prefixes.disk.close(max(0.0, end - time.monotonic()))
+        self._disk.close(max(0.0, end - time.monotonic()))
 
     def _save_until(self, end: float) -> bool:
         """Save block by block; return whether all is saved, cannot be, or the time is up."""

@@ -40,7 +40,7 @@ from weft.engine.forkserver import serve_forks
 from weft.engine.loop import EngineLoop
 from weft.engine.machine import WallClock
 from weft.engine.postpone import postpone
-from weft.kv.disk_prefixes import DiskPrefixes
+from weft.kv.lower_prefixes import LowerPrefixes
 from weft.kv.pool import BlockPool, fullest
 from weft.kv.tiers import TieredCache
 from weft.ring.inbox import RingInbox
@@ -299,7 +299,7 @@ def _info(engine: Engine, ready: bool) -> EngineInfo:
         paused=sum(sequence.preemptions > 0 for sequence in waiting),
         queued_prompt_tokens=sum(len(sequence.tokens) for sequence in waiting),
         policy=list(POLICIES).index(scheduler.policy.name),
-        **_on_disk(scheduler.cache.disk),
+        **_on_disk(scheduler.cache.lower),
         **_targets(scheduler.policy.classes),
         **asdict(scheduler.totals),
     )
@@ -311,9 +311,9 @@ def _host_pool(scheduler: Scheduler) -> BlockPool | None:
     return fullest(kv.host.pools) if isinstance(kv, TieredCache) else None
 
 
-def _on_disk(prefixes: DiskPrefixes | None) -> dict[str, int]:
+def _on_disk(prefixes: LowerPrefixes | None) -> dict[str, int]:
     """What the info page says of the prefixes on disk."""
-    if prefixes is None:
+    if prefixes is None or prefixes.disk is None:
         return {}
     totals = prefixes.disk.totals
     return {

@@ -176,9 +176,10 @@ class GraphExecutor:
         return StepTicket(plan.step_id, partial(self._collect, plan.step_id, output))
 
     def _prepare_kv(self, plan: StepPlan) -> None:
-        """Order zeros and moves; what comes back to the device is there before the step computes.
+        """Order zeros and copies; what comes back to the device is there before the step computes.
 
-        Blocks that earlier steps have moved may be taken now, so their copies come first.
+        Blocks that earlier steps have moved may be taken now, so their copies come first, as do
+        those of blocks that this step writes.
         """
         if self._tier is not None:
             self._device.join()
@@ -186,7 +187,8 @@ class GraphExecutor:
             self._store.zero(group, block)
         if self._tier is not None:
             self._tier.before(plan)
-            if any(move.to is Tier.DEVICE for move in plan.moves):
+            back = any(move.to is Tier.DEVICE for move in plan.moves)
+            if back or plan.spills or plan.fills:
                 self._device.join()
 
     def close(self) -> None:

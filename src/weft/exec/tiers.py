@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from typing import TypeAlias
 
 from weft.core.errors import InvariantError
-from weft.core.plan import KVMove, StepPlan, Tier
+from weft.core.plan import KVMove, StepPlan, Tier, TierCopy
 from weft.exec.input_batch import InputBatch
 from weft.exec.store import KVStore
 from weft.kernels.block_arrays import BlockArrays
@@ -31,12 +31,14 @@ class HostTier:
         self._copy_blocks = copy_blocks
 
     def before(self, plan: StepPlan) -> None:
-        """Do what a step finds done: zeros on the host, and moves that are not layer-wise."""
+        """Do what a step finds done: zeros on the host, and copies that are not layer-wise."""
         for group, block in plan.zero_host:
             self._copy_blocks(self._zeros[group], self._arrays[Tier.HOST][group], (0,), (block,))
+        self._copy(Tier.DEVICE, plan.spills)
         for move in plan.moves:
             if not move.after_layer:
                 self.move(move)
+        self._copy(Tier.HOST, plan.fills)
 
     def after(self, plan: StepPlan, table: InputBatch) -> None:
         """Do the layer-wise moves of a step that has been computed, or ordered.
@@ -53,14 +55,28 @@ class HostTier:
     def move(self, move: KVMove) -> None:
         """Copy what lies in the blocks of ``source`` to those of ``target``, in all layers."""
         origin = Tier.DEVICE if move.to is Tier.HOST else Tier.HOST
-        for group, (source, target) in enumerate(zip(move.source, move.target, strict=True)):
-            pairs = [(a, b) for a, b in zip(source, target, strict=True) if a >= 0]
-            self._copy_blocks(
-                self._arrays[origin][group],
-                self._arrays[move.to][group],
-                [a for a, _ in pairs],
-                [b for _, b in pairs],
-            )
+        self._copy(
+            origin,
+            [
+                (group, a, b)
+                for group, blocks in enumerate(zip(move.source, move.target, strict=True))
+                for a, b in zip(*blocks, strict=True)
+                if a >= 0
+            ],
+        )
+
+    def _copy(self, origin: Tier, copies: Seq[TierCopy]) -> None:
+        """Copy blocks of one tier to the other one, those of each group in one call."""
+        target = Tier.DEVICE if origin is Tier.HOST else Tier.HOST
+        for group, source in enumerate(self._arrays[origin]):
+            pairs = [(a, b) for index, a, b in copies if index == group]
+            if pairs:
+                self._copy_blocks(
+                    source,
+                    self._arrays[target][group],
+                    [a for a, _ in pairs],
+                    [b for _, b in pairs],
+                )
 
 
 def _by_group(store: KVStore) -> list[BlockArrays]:

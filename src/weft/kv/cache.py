@@ -27,8 +27,9 @@ from math import lcm
 
 from weft.core.errors import InvariantError
 from weft.kv.disk_cache import DiskCache
-from weft.kv.disk_prefixes import DiskPrefixes
 from weft.kv.hashing import HashChain
+from weft.kv.host_prefixes import HostPrefixes
+from weft.kv.lower_prefixes import LowerPrefixes
 from weft.kv.pool import BlockPool
 
 
@@ -72,10 +73,10 @@ class KVCache:
 
     Args:
         chains: hashes by sequence, where the cache of another tier keeps them too.
-        disk: keeps the blocks of prefixes that memory gives up.
+        host, disk: keep the blocks of prefixes that memory gives up.
 
     Attributes:
-        disk: the prefixes there; None without a disk.
+        lower: the prefixes there; None without such a level.
     """
 
     def __init__(
@@ -84,16 +85,18 @@ class KVCache:
         *,
         prefix_caching: bool = True,
         chains: dict[int, dict[int, HashChain]] | None = None,
+        host: HostPrefixes | None = None,
         disk: DiskCache | None = None,
     ) -> None:
         if not groups:
             raise InvariantError("a KV cache needs at least one group")
         self.groups = tuple(groups)
-        self.disk = None if disk is None else DiskPrefixes(self, disk)
+        below = prefix_caching and (host is not None or disk is not None)
+        self.lower = LowerPrefixes(self, host, disk) if below else None
         self.pools = tuple(
             BlockPool(
                 group.num_blocks,
-                None if self.disk is None else partial(self.disk.evicted, index),
+                None if self.lower is None else partial(self.lower.evicted, index),
             )
             for index, group in enumerate(groups)
         )
@@ -118,8 +121,8 @@ class KVCache:
         if sequence_id in self._tables:
             raise InvariantError(f"sequence {sequence_id} still holds blocks")
         del self._chains[sequence_id]
-        if self.disk is not None:
-            self.disk.forget(sequence_id)
+        if self.lower is not None:
+            self.lower.forget(sequence_id)
 
     def open(self, sequence_id: int, hit: int, loaded: int = 0) -> None:
         """Make the table of a sequence, sharing the blocks of its first ``hit`` tokens.

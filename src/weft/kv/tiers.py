@@ -20,6 +20,7 @@ from weft.core.plan import KVMove, Tier
 from weft.kv.cache import GroupSpec, KVCache, Table
 from weft.kv.disk_cache import DiskCache
 from weft.kv.hashing import HashChain
+from weft.kv.host_prefixes import HostPrefixes
 
 
 @dataclass(slots=True, eq=False)
@@ -60,8 +61,15 @@ class TieredCache:
             replace(group, num_blocks=count)
             for group, count in zip(groups, host_blocks, strict=True)
         ]
-        self.device = KVCache(groups, prefix_caching=prefix_caching, chains=chains, disk=disk)
         self.host = KVCache(host_groups, prefix_caching=prefix_caching, chains=chains)
+        self._prefixes = HostPrefixes(self.host)
+        self.device = KVCache(
+            groups,
+            prefix_caching=prefix_caching,
+            chains=chains,
+            host=self._prefixes,
+            disk=disk,
+        )
         self.groups = self.device.groups
         self.prefix_caching = prefix_caching
         self._leases: dict[int, list[Lease]] = {}
@@ -171,15 +179,16 @@ class TieredCache:
     def check(self) -> None:
         """Raise InvariantError if a tier is damaged or a sequence is in both."""
         for tier in Tier:
-            self.tier(tier).check(
-                [
-                    table
-                    for leases in self._leases.values()
-                    for lease in leases
-                    for where, table in lease.tables
-                    if where is tier
-                ]
-            )
+            leased = [
+                table
+                for leases in self._leases.values()
+                for lease in leases
+                for where, table in lease.tables
+                if where is tier
+            ]
+            if tier is Tier.HOST:
+                leased.append(Table(self._prefixes.held(), [], []))
+            self.tier(tier).check(leased)
         for sequence_id in self.host.sequences():
             if self.device.table(sequence_id) is not None:
                 raise InvariantError(f"sequence {sequence_id} has KV in both tiers")

@@ -52,24 +52,25 @@ class Admission:
             return
         admitted = []
         looked_up = fetched = 0
-        sequences, memory, disk = self._sequences, self._memory, self._cache.disk
+        sequences, memory, lower = self._sequences, self._memory, self._cache.lower
         for sequence in sequences.waiting.of_priority(priority) if waiting is None else waiting:
             if step.room(0, 1) <= 0 or looked_up == LOOK_UPS_A_STEP or not memory.is_next(sequence):
                 break
             if sequence.waiting_on and sequences.prefix_wait.in_progress(sequence.waiting_on):
                 continue
-            if disk is not None and disk.pending(sequence):
+            if lower is not None and lower.pending(sequence):
                 continue
             hit = self._find_hit(sequence)
             looked_up += 1
             if sequence.waiting_on:
                 continue
-            if disk is not None and self._may_reuse(sequence) and disk.awaited(sequence, hit):
+            if lower is not None and self._may_reuse(sequence) and lower.awaited(sequence, hit):
                 fetched += 1
                 if fetched == FETCHES_A_STEP:
                     break
                 continue
-            if not self._may_have_row(sequence) or not self._open(step, sequence, hit):
+            start = lower.found(sequence, hit) if lower and self._may_reuse(sequence) else hit
+            if not self._may_have_row(sequence) or not self._open(step, sequence, hit, start):
                 step.admission_blocked = memory.blocks_come_back()
                 break
             admitted.append(sequence)
@@ -114,27 +115,30 @@ class Admission:
         sequence.waiting_on = wait.awaited(sequence.order[0], block_hashes, hit)
         return hit
 
-    def _open(self, step: BatchBuilder, sequence: Sequence, hit: int) -> bool:
+    def _open(self, step: BatchBuilder, sequence: Sequence, hit: int, start: int) -> bool:
         """Give the sequence a row and blocks for its first chunk, if all its tokens fit now.
 
-        What was read from disk for it comes into blocks of its own.
+        What the host has of tokens [hit, start), and what was read from disk, comes into blocks of
+        its own. If taking those has cost the host some of it, they are computed.
         """
-        cache, disk = self._cache, self._cache.disk
-        start = hit if disk is None else disk.found(sequence, hit)
+        cache, lower = self._cache, self._cache.lower
         cache.open(sequence.id, hit, start - hit)
         upto = 0
         count = step.room(start, len(sequence.tokens) - start)
         if count > 0 and self._make_fit(step, sequence) and self.find_row(sequence):
             upto = min(start + count, cache.growable(sequence.id))
-        if (
-            upto <= start
-            or cache.extend(sequence.id, upto) is None
-            or (disk is not None and start > hit and not disk.load(sequence, hit, start))
-        ):
+        if upto <= start or cache.extend(sequence.id, upto) is None:
             cache.release(sequence.id)
             return False
-        if disk is not None:
-            disk.forget(sequence.id)
+        if lower is not None:
+            filled = lower.load(sequence, hit, start)
+            if filled is None:
+                cache.release(sequence.id)
+                return self._open(step, sequence, hit, hit)
+            if filled:
+                self._sequences.totals.blocks_to_device += filled
+                step.count_move(Tier.DEVICE, start - hit)
+            lower.forget(sequence.id)
         self.start(step, sequence, start, cache, Tier.DEVICE)
         step.put(sequence, upto - start)
         priority, own = sequence.order[0], self._memory.needed_soon([sequence])

@@ -15,6 +15,7 @@ from weft.core.errors import ConfigError, look_up
 from weft.core.schedulers import SCHEDULERS
 from weft.core.types import DEFAULT_CLASSES, ServiceClass
 from weft.cost.model import CostModel
+from weft.cost.work import Work
 from weft.kv.cache import KVCache
 from weft.kv.tiers import AnyCache, TieredCache
 from weft.sched.balance import Balance
@@ -45,11 +46,12 @@ def compose(policy: Policy, cache: AnyCache, limits: Limits) -> Scheduler:
 
 
 def _predict_prefills(policy: Policy, cache: AnyCache, limits: Limits) -> None:
-    """Have prefixes on disk read only where that is predicted to be faster than to compute them."""
-    disk = (cache if isinstance(cache, KVCache) else cache.device).disk
-    if disk is not None and isinstance(policy, SLOPolicy):
+    """Have kept prefixes come back only where that is predicted to be faster than computing."""
+    lower = (cache if isinstance(cache, KVCache) else cache.device).lower
+    if lower is not None and isinstance(policy, SLOPolicy):
         cost, chunk = policy.cost, limits.max_num_batched_tokens
-        disk.compute_s = lambda start, upto: prefill_s(cost, start, upto, chunk)
+        lower.compute_s = lambda start, upto: prefill_s(cost, start, upto, chunk)
+        lower.fill_s = lambda tokens: cost.terms(Work(in_tokens=tokens)).kv_move
 
 
 def fcfs(

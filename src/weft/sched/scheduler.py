@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from weft.core.errors import ParameterError
@@ -197,8 +197,9 @@ class Scheduler:
             extend=tuple(step.extends),
             zero=self.cache.take_zero(),
         )
-        if (disk := self.cache.disk) is not None:
-            plan = replace(plan, saves=disk.take_saves(), loads=disk.take_loads())
+        if (lower := self.cache.lower) is not None:
+            plan = lower.added(plan)
+            self.totals.blocks_to_host += len(plan.spills)
         plan = self.memory.launch(plan)
         for part in self.parts:
             plan = part.launch(step, plan)

@@ -62,7 +62,10 @@ OWN_METRICS: Mapping[str, tuple[str, str]] = {
     "slo_requests_demoted": ("counter", "Requests served as best effort for the same reason"),
     "host_kv_blocks": ("gauge", "KV blocks of the host tier, of its fullest group of layers"),
     "host_kv_blocks_free": ("gauge", "Those of them that no sequence holds"),
-    "kv_blocks_to_host": ("counter", "KV blocks that moved from the device to the host"),
+    "kv_blocks_to_host": (
+        "counter",
+        "KV blocks that moved or were copied from the device to the host",
+    ),
     "kv_blocks_to_device": ("counter", "KV blocks that came back to the device"),
     "kv_disk_bytes": ("gauge", "Bytes of the folder of prefixes"),
     "kv_disk_blocks_saved": ("counter", "KV blocks that were saved there"),

@@ -18,7 +18,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
 from weft.core.errors import InvariantError, NonFiniteLogitsError, WeftError
-from weft.core.plan import KVMove, RowAdd, StepPlan, StepResult, Tier
+from weft.core.plan import KVMove, RowAdd, StepPlan, StepResult, Tier, TierCopy
 from weft.kv.cache import GroupSpec
 from weft.sim.piggyback import Piggyback
 
@@ -249,6 +249,7 @@ class ModelledExecutor:
         for tier, pairs in ((Tier.DEVICE, plan.zero), (Tier.HOST, plan.zero_host)):
             for group, block in pairs:
                 self._kv[tier][group][block] = [None] * self._groups[group].block_size
+        self._copy(Tier.DEVICE, Tier.HOST, plan.spills)
         for index in plan.abort:
             if self._piggyback is None:
                 raise InvariantError("the modelled executor carries no piggybacked rows")
@@ -267,6 +268,11 @@ class ModelledExecutor:
                 self._move(move)
         for row, group, blocks in plan.extend:
             self._rows[row].tables[group].extend(blocks)
+        self._copy(Tier.HOST, Tier.DEVICE, plan.fills)
+
+    def _copy(self, origin: Tier, to: Tier, copies: Seq[TierCopy]) -> None:
+        for group, source, target in copies:
+            self._kv[to][group][target] = list(self._kv[origin][group][source])
 
     def _require(self, tier: Tier) -> None:
         if not self._kv[tier]:

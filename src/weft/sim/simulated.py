@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from weft.core.errors import InvariantError
-from weft.core.plan import KVMove, StepPlan, StepResult, SubBatch, Tier
+from weft.core.plan import KVMove, StepPlan, StepResult, SubBatch, Tier, TierCopy
 from weft.cost.model import PIGGYBACK_LAYER_S, CostModel, step_time
 from weft.cost.work import Work
 from weft.sim.clock import VirtualClock
@@ -138,6 +138,8 @@ class SimulatedExecutor:
         works = [Work.of(batch) for batch in plan.batches] or [Work()]
         works[0].out_tokens += self._moved(plan.moves, Tier.HOST)
         works[0].in_tokens += self._moved(plan.moves, Tier.DEVICE)
+        works[0].out_tokens += self._copied(plan.spills)
+        works[0].in_tokens += self._copied(plan.fills)
         start_s = max(self._clock.now(), self._free_at)
         seconds = step_time(self._cost, works) * self._errors.factor()
         result = self._result(plan)
@@ -235,6 +237,10 @@ class SimulatedExecutor:
                 row.length = start + count + 1
                 tokens.append(row.token if row.length < row.end else END_TOKEN)
         return StepResult(plan.step_id, tuple(ids), tuple(tokens))
+
+    def _copied(self, copies: Sequence[TierCopy]) -> int:
+        """Tokens whose KV is copied, by the blocks of the first group."""
+        return self._block_size * sum(group == 0 for group, _, _ in copies)
 
     def _moved(self, moves: Iterable[KVMove], to: Tier) -> int:
         """Tokens of the full group whose KV moves there; whole blocks are copied."""

@@ -1,60 +1,70 @@
-"""Prefixes on disk beside those in memory: which blocks go there, and which come back for whom.
+"""Prefixes beyond a device's memory, on the host and on disk: what goes there, and what comes back.
 
-A waiting sequence whose prompt goes on with blocks on disk waits until they are read, if that is
-faster than to compute them. It never waits for others to be read, or long. When it starts, they are
-copied into blocks of its own, before the step computes; from then on they are shared like all
-others.
+A block that memory gives up goes to the host tier, if there is one, and to disk, if there is one. A
+waiting sequence whose prompt goes on with blocks on disk waits until they are read, if that is
+faster than to compute them. It never waits for others to be read, or long. When it starts, what was
+read and what the host has is copied into blocks of its own, before the step computes; from then on
+they are shared like all others.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Iterable
-from collections.abc import Sequence as Seq
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from weft.core.plan import BlockCopy
+from weft.core.plan import BlockCopy, StepPlan
 from weft.core.types import Sequence
 from weft.kv.block_files import Key
 from weft.kv.disk_cache import DiskCache, Fetch
+from weft.kv.host_prefixes import HostPrefixes
 
 if TYPE_CHECKING:
     from weft.kv.cache import GroupSpec, KVCache
 
 
-class DiskPrefixes:
-    """The prefixes on disk, as one cache of blocks in memory sees them.
+class LowerPrefixes:
+    """The levels below one cache of blocks in memory.
 
     Attributes:
-        disk: where they lie.
+        host: the prefixes on the host; None without such a tier.
+        disk: those on disk; None without one.
         compute_s: predicts the seconds to compute tokens from one position up to another.
-        loaded_tokens: tokens that were loaded, not computed, since the start.
+        fill_s: the same to copy so many tokens from the host.
+        loaded_tokens: tokens that were loaded from disk, not computed, since the start.
     """
 
-    def __init__(self, cache: KVCache, disk: DiskCache) -> None:
-        self.disk = disk
+    def __init__(self, cache: KVCache, host: HostPrefixes | None, disk: DiskCache | None) -> None:
+        self.host, self.disk = host, disk
         self.compute_s: Callable[[int, int], float] = lambda _start, _upto: math.inf
+        self.fill_s: Callable[[int], float] = lambda _tokens: 0.0
         self.loaded_tokens = 0
         self._cache = cache
         self._saves: list[BlockCopy] = []
         self._loads: list[BlockCopy] = []
         self._fetches: dict[int, Fetch] = {}
 
-    # -- to disk ------------------------------------------------------------------------------
+    # -- down ---------------------------------------------------------------------------------
 
     def evicted(self, group: int, block: int, block_hash: bytes) -> None:
         """A block of memory is about to be written, and what it has could be found until now."""
-        if self.disk.reserve((group, block_hash)):
+        key = group, block_hash
+        if self.host is not None:
+            self.host.keep(key, block)
+        if self.disk is not None and self.disk.reserve(key):
             self._saves.append((group, block, block_hash))
 
     def save_cached(
         self, save: Callable[[Iterable[BlockCopy]], None]
     ) -> Generator[None, None, bool]:
-        """Save what nobody holds in memory and is not on disk, block by block, the newest first.
+        """Save to disk what nobody holds in memory, block by block, the newest first.
 
         Returns:
             Whether all is saved, or cannot be; False if there must be room for the rest first.
         """
+        if self.disk is None:
+            return True
         for group, pool in enumerate(self._cache.pools):
             for block, block_hash in reversed(pool.cached()):
                 if self.disk.paused:
@@ -66,7 +76,7 @@ class DiskPrefixes:
                     yield
         return True
 
-    # -- from disk ----------------------------------------------------------------------------
+    # -- up -----------------------------------------------------------------------------------
 
     def pending(self, sequence: Sequence) -> bool:
         """Whether to wait for what is being read for a waiting sequence."""
@@ -80,35 +90,59 @@ class DiskPrefixes:
         """
         if sequence.id in self._fetches:
             return self.pending(sequence)
+        if self.disk is None:
+            return False
         if self.disk.starting:
             return True
-        if (keys := self._to_read(sequence, hit)) is None:
+        if (keys := self._to_read(self.disk, sequence, hit)) is None:
             return False
         self._fetches[sequence.id] = self.disk.fetch(keys)
         return self.pending(sequence)
 
-    def _to_read(self, sequence: Sequence, hit: int) -> list[Key] | None:
+    def _to_read(self, disk: DiskCache, sequence: Sequence, hit: int) -> list[Key] | None:
         """Blocks behind a hit in memory that take less time to read than to compute.
 
         None if there is no memory for them at present.
         """
-        disk, room = self.disk, self.disk.room
-        upto = self._found(sequence, hit, disk.has)
-        keys = self._keys(sequence, hit, upto)
-        if (nbytes := self._bytes(keys)) > room:
-            upto = self._found(sequence, hit, disk.has, hit + (upto - hit) * room // nbytes)
-            if not (keys := self._keys(sequence, hit, upto)):
-                return None
-        return keys if disk.read_s(self._bytes(keys)) < self.compute_s(hit, upto) else []
 
-    def _bytes(self, keys: Seq[Key]) -> int:
-        return sum(self.disk.block_bytes(group) for group, _ in keys)
+        def has(key: Key) -> bool:
+            return self._on_host(key) or disk.has(key)
+
+        def nbytes(keys: Iterable[Key]) -> int:
+            return sum(disk.block_bytes(group) for group, _ in keys)
+
+        upto = self._found(sequence, hit, has)
+        keys = self._not_on_host(self._keys(sequence, hit, upto))
+        if (wanted := nbytes(keys)) > disk.room:
+            upto = self._found(sequence, hit, has, hit + (upto - hit) * disk.room // wanted)
+            if not (keys := self._not_on_host(self._keys(sequence, hit, upto))):
+                return None
+        return keys if disk.read_s(nbytes(keys)) < self.compute_s(hit, upto) else []
+
+    def _on_host(self, key: Key) -> bool:
+        return self.host is not None and self.host.has(key)
+
+    def _not_on_host(self, keys: list[Key]) -> list[Key]:
+        return [key for key in keys if not self._on_host(key)]
 
     def found(self, sequence: Sequence, hit: int) -> int:
-        """Tokens of a sequence that memory and what was read have, if memory has ``hit``."""
-        if sequence.id not in self._fetches:
-            return hit
-        return self._found(sequence, hit, self.disk.staged)
+        """Tokens of a sequence that memory, the host and what was read have, if memory has ``hit``.
+
+        What would be computed faster than it is copied from the host is left there.
+        """
+        disk = self.disk if sequence.id in self._fetches else None
+
+        def staged(key: Key) -> bool:
+            return disk is not None and disk.staged(key)
+
+        if self.host is not None:
+            upto = self._found(sequence, hit, lambda key: self._on_host(key) or staged(key))
+            if upto > hit and self.fill_s(upto - hit) < self.compute_s(hit, upto):
+                for key in self._keys(sequence, hit, upto):
+                    if self.host.has(key):
+                        self.host.touch(key)
+                return upto
+        return hit if disk is None else self._found(sequence, hit, staged)
 
     def _found(
         self,
@@ -142,7 +176,7 @@ class DiskPrefixes:
         return max(upto, hit)
 
     def _keys(self, sequence: Sequence, hit: int, upto: int) -> list[Key]:
-        """Blocks to read: those of tokens [hit, upto) that a query at ``upto`` can read."""
+        """Blocks to bring: those of tokens [hit, upto) that a query at ``upto`` can read."""
         cache, keys = self._cache, []
         for index, group in enumerate(cache.groups):
             last = upto // group.block_size
@@ -154,30 +188,42 @@ class DiskPrefixes:
     def _first(group: GroupSpec, hit: int, upto: int) -> int:
         return max(hit // group.block_size, group.first_block(upto))
 
-    def load(self, sequence: Sequence, hit: int, upto: int) -> bool:
+    def load(self, sequence: Sequence, hit: int, upto: int) -> int | None:
         """Fill blocks that a sequence has for tokens [hit, upto) with what ``found`` found.
 
-        They count as computed. False, with nothing changed, if some of it is not there any more.
+        They count as computed.
+
+        Returns:
+            How many blocks the host gives; None, with nothing changed, if some block is not there
+            any more.
         """
         cache = self._cache
-        if not self.disk.claim(self._keys(sequence, hit, upto)):
-            return False
+        from_disk = self._not_on_host(self._keys(sequence, hit, upto))
+        if from_disk and (self.disk is None or not self.disk.claim(from_disk)):
+            return None
         table = cache.table(sequence.id)
         assert table is not None, "it was opened"
+        filled, read = 0, set(from_disk)
         for index, group in enumerate(cache.groups):
             last = upto // group.block_size
             hashes = cache.block_hashes(sequence.id, index, sequence.tokens, last)
             for position in range(self._first(group, hit, upto), last):
                 block, block_hash = table.blocks[index][position], hashes[position]
                 cache.pools[index].register_hash(block, block_hash)
-                self._loads.append((index, block, block_hash))
+                if self.host is not None and (index, block_hash) not in read:
+                    self.host.fill((index, block_hash), block)
+                    filled += 1
+                else:
+                    self._loads.append((index, block, block_hash))
             table.full[index] = last
-        self.loaded_tokens += upto - hit
-        return True
+        if read:
+            self.loaded_tokens += upto - hit
+        return filled
 
     def forget(self, sequence_id: int) -> None:
         """Read nothing for a sequence any more, as it has started or will not."""
-        if (fetch := self._fetches.pop(sequence_id, None)) is not None:
+        fetch = self._fetches.pop(sequence_id, None)
+        if fetch is not None and self.disk is not None:
             self.disk.release(fetch)
 
     # -- plans --------------------------------------------------------------------------------
@@ -187,7 +233,10 @@ class DiskPrefixes:
         saves, self._saves = tuple(self._saves), []
         return saves
 
-    def take_loads(self) -> tuple[BlockCopy, ...]:
-        """What the next launched step must load before it computes."""
+    def added(self, plan: StepPlan) -> StepPlan:
+        """A plan that is launched now, with the copies that it must make."""
         loads, self._loads = tuple(self._loads), []
-        return loads
+        plan = replace(plan, saves=self.take_saves(), loads=loads)
+        if self.host is None:
+            return plan
+        return replace(plan, spills=self.host.take_spills(), fills=self.host.take_fills())
