@@ -64,7 +64,7 @@ OWN_METRICS: Mapping[str, tuple[str, str]] = {
     "host_kv_blocks_free": ("gauge", "Those of them that no sequence holds"),
     "kv_blocks_to_host": (
         "counter",
-        "KV blocks that moved or were copied from the device to the host",
+        "KV blocks that were copied from the device to the host",
     ),
     "kv_blocks_to_device": ("counter", "KV blocks that came back to the device"),
     "kv_disk_bytes": ("gauge", "Bytes of the folder of prefixes"),
