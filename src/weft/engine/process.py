@@ -213,6 +213,7 @@ def _serve(
     gc.collect()
     gc.freeze()  # weights and modules live as long as the process: never scan them again
     told = checked = 0.0
+    computed = False  # since the last check
     signal.signal(STALLED, _raise_stalled)
     engine.keep_weights()
     try:
@@ -220,9 +221,11 @@ def _serve(
             busy = loop.step()
             if busy:
                 engine.worked()
+                computed = True
             if time.monotonic() - checked > CHECK_EVERY_S:
-                if not busy:
+                if computed and not busy:
                     engine.scheduler.check()
+                    computed = False
                 if choice is not None:
                     choice.watch(engine.scheduler, time.monotonic())
                 checked = time.monotonic()
