@@ -121,7 +121,7 @@ def test_piggybacked_rows_whose_host_never_answers_can_be_cancelled():
     watched = watching(closing_soon(make, world.depth), lambda _, plan: plans_seen.append(plan))
     run(world, arrivals, {40: list(range(6))}, make=watched, step_s=0.05)
     assert sum(len(plan.abort) for plan in plans_seen) > 0
-    assert all(plan.computes_on_host for plan in plans_seen if plan.abort)
+    assert all(plan.piggybacks for plan in plans_seen if plan.abort)
 
 
 def test_an_aborted_piggybacked_row_frees_its_row_and_leaves_the_others_their_order():

@@ -200,7 +200,7 @@ def test_a_plan_that_needs_the_host_is_refused_without_one(folders) -> None:
 @pytest.mark.usefixtures("executor")
 def test_a_plan_that_computes_on_the_host_is_refused_with_one(folders) -> None:
     engine = build_engine(settings_for(folders["llama-gqa"], host_kv_memory=2**20))
-    with pytest.raises(InvariantError, match="needs a host tier"):
+    with pytest.raises(InvariantError, match="needs attention of a host, which is not here"):
         engine.executor.launch(StepPlan(1, (), piggybacked=(0,))).result()
     engine.close()
 
