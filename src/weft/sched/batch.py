@@ -20,6 +20,7 @@ class Totals:
 
     Attributes:
         blocks_to_host, blocks_to_device: KV blocks that moved there from the other tier.
+        host_tokens: output tokens of piggybacked rows.
         refused, demoted: requests that would have missed the target of their class, as was
             predicted: answered with an error, or served as best effort.
     """
@@ -35,6 +36,7 @@ class Totals:
     preemptions: int = 0
     blocks_to_host: int = 0
     blocks_to_device: int = 0
+    host_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     refused: int = 0

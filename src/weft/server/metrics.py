@@ -64,10 +64,23 @@ OWN_METRICS: Mapping[str, tuple[str, str]] = {
     "host_kv_blocks_free": ("gauge", "Those of them that no sequence holds"),
     "kv_blocks_to_host": ("counter", "KV blocks that moved from the device to the host"),
     "kv_blocks_to_device": ("counter", "KV blocks that came back to the device"),
+    "host_attention_tokens": ("counter", "Tokens generated whose attention the host computed"),
+    "host_attention_queue": ("gauge", "Rows that wait in a layer for attention on the host"),
+    "host_attention_calls": ("counter", "Calls of attention on the host"),
+    "host_attention_jobs": ("counter", "Rows in those calls"),
+    "host_attention_busy_seconds": ("counter", "Time that the host spent in them"),
+    "host_attention_round_trip_seconds": (
+        "counter",
+        "Sum over the rows of the time from submission to result",
+    ),
+    "host_attention_restarts": ("counter", "Processes weft-host that took over from a dead one"),
     "kv_disk_bytes": ("gauge", "Bytes of the folder of prefixes"),
     "kv_disk_blocks_saved": ("counter", "KV blocks that were saved there"),
     "kv_disk_blocks_lost": ("counter", "KV blocks that were to be saved there, and are not"),
-    "kv_disk_blocks_missing": ("counter", "KV blocks that were to be read from disk, and were not there or not whole"),
+    "kv_disk_blocks_missing": (
+        "counter",
+        "KV blocks that were to be read from disk, and were not there or not whole",
+    ),
     "kv_disk_tokens": ("counter", "Prompt tokens that came from there, not computed"),
 }
 
