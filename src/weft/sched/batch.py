@@ -123,6 +123,11 @@ class TimedBatch(BatchBuilder):
     beside_s: float = 0.0
     piggybacked: int = 0
 
+    def lift_limit(self, budget: int) -> None:
+        """Let a step without rows take any time for so many tokens, and admit anew."""
+        self.limit_s, self.budget = inf, min(budget, self.budget)
+        self.admission_blocked = False
+
     def seconds(self) -> float:
         """Predicted seconds of what is in the step."""
         work, piggybacked = self.work, self.piggybacked
