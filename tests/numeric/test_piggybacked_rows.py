@@ -375,6 +375,8 @@ def test_a_row_whose_token_is_on_its_way_stays(steps) -> None:
             steps.run(**plan)
     with pytest.raises(InvariantError, match="has a token on its way already"):
         steps.run(piggybacked=(0,))
+    with pytest.raises(InvariantError, match="no limit for each of 3 layers"):
+        steps.run(piggyback_limits=(9, 9))
 
 
 def test_a_job_that_fails_ends_its_row_alone(steps, second_tokens) -> None:

@@ -64,8 +64,12 @@ class PiggybackedRows:
         """Do what a plan says of tokens on their way before it moves or writes any KV.
 
         Raises:
-            InvariantError: it drops or moves a row whose token is on its way.
+            InvariantError: it drops or moves a row whose token is on its way, or limits other
+                layers than there are.
         """
+        layers = self._decoder.spec.num_layers
+        if plan.piggyback_limits and len(plan.piggyback_limits) != layers:
+            raise InvariantError(f"step {plan.step_id} has no limit for each of {layers} layers")
         if plan.abort:
             self._abort(plan.abort)
         for row in (*plan.drop, *(move.row for move in plan.moves)):
