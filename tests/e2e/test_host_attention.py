@@ -122,3 +122,22 @@ def test_info_and_refusals_say_what_attends_on_the_host(call, piggybacking):
     without = call("serve", *COMMON, "--scheduler", "slo-piggyback")
     refused(without, "keeps KV on the host", "set host_kv_memory")
     refused(call("serve", *COMMON, "--host-threads", "2"), "set scheduler to slo-piggyback")
+
+
+def test_an_engine_that_is_killed_with_rows_on_the_host_loses_no_token(
+    expected, piggybacking, tmp_path
+):
+    """Its worker ends with it, and the next engine has one of its own."""
+    with (
+        serving(tmp_path, *piggybacking, "--host-process") as server,
+        ThreadPoolExecutor(1) as others,
+    ):
+        crowd = others.submit(completions, server)
+        eventually(lambda: host(server, "tokens_total") > 0, START_S)
+        worker = server.children()["weft-host"]
+        server.children()["weft-engine"].kill()
+        assert crowd.result() == expected
+        assert server.metrics("weft:engine_restarts_total") == [1]
+        assert not worker.is_running()
+        assert server.children()["weft-host"].pid != worker.pid
+        eventually(server.idle)

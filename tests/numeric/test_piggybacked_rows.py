@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import build, prompt, save_with_tokenizer
+from checkpoints import CASES, Case, build, prompt, save_with_tokenizer
 from tight_kv import (
     DRAWN,
     GREEDY,
@@ -45,15 +45,30 @@ FAMILIES = {
     "gemma3": {"kv_dtype": "int8"},
     "qwen3-moe-mixed": {"dtype": "bfloat16"},
     "gemma4-moe-key-is-value": {"prefix_caching": False},
+    "gemma4-shared-kv-alone": {},
 }
+# Layers that read other layers' KV, without the per-layer inputs of real models with such layers.
+SHARED_KV = Case(
+    CASES["gemma4-shared-kv"].architecture,
+    lambda: edited(CASES["gemma4-shared-kv"].config(), hidden_size_per_layer_input=0),
+)
+
+
+def edited(config: Any, **changes: Any) -> Any:
+    """A configuration of transformers with other values."""
+    config.update(changes)
+    return config
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
     """A checkpoint of each family with the built-in model's tokenizer beside it."""
-    return {
-        name: save_with_tokenizer(build(name), tmp_path_factory.mktemp(name)) for name in FAMILIES
-    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(CASES, "gemma4-shared-kv-alone", SHARED_KV)
+        return {
+            name: save_with_tokenizer(build(name), tmp_path_factory.mktemp(name))
+            for name in FAMILIES
+        }
 
 
 def piggybacking(folder: Path, **more: Any) -> EngineConfig:
