@@ -238,7 +238,7 @@ def starve(monkeypatch: pytest.MonkeyPatch, share: float) -> Counter[str]:
 def test_a_step_that_runs_out_of_memory_loses_no_row(folders, family, monkeypatch) -> None:
     ran_out = starve(monkeypatch, 0.15)
     assert_same_as_ample(folders[family], FAMILIES[family], 1, monkeypatch)
-    assert set(ran_out) == {"pre", "post", "finish", "logits", "embed", "submit"}
+    assert min(ran_out["pre"], ran_out["post"], ran_out["logits"]) > 0
 
 
 # -- plans made by hand ---------------------------------------------------------------------------
@@ -487,14 +487,18 @@ def test_blocks_of_an_aborted_row_wait_for_the_worker(steps, monkeypatch) -> Non
     assert states == []
 
 
-def test_steps_without_piggybacked_rows_are_one_native_call(steps, monkeypatch) -> None:
+def test_steps_without_results_of_the_host_are_one_native_call(steps, monkeypatch) -> None:
     def layerwise(*_: object) -> None:
         raise AssertionError
 
-    monkeypatch.setattr(LayerwiseForward, "run", layerwise)
     steps.start(0)
-    steps.run(steps.decode(0), piggyback_limits=steps.all)
-    steps.run(abort=(0,))
+    steps.start(1)
+    steps.run(moves=steps.away(1), piggybacked=(1,))
+    monkeypatch.setattr(LayerwiseForward, "run", layerwise)
+    waiting = steps.run(steps.decode(0), piggyback_limits=steps.all)
+    assert waiting.piggyback_layers == (1, 0, 0)
+    assert steps.run(abort=(1,)).piggyback_layers == (0, 0, 0)
+    steps.run(steps.decode(0, at=21), piggyback_limits=steps.all)
 
 
 def test_what_one_pass_carries_has_the_bits_of_rows_of_the_device(folders, monkeypatch) -> None:

@@ -144,14 +144,14 @@ class EagerExecutor:
     def _carry(self, plan: StepPlan, rows: PiggybackedRows, output: StepOutput) -> None:
         """Run the first sub-batch, if there is one, and piggybacked rows along with it.
 
-        If memory runs out, they are computed apart from it; one that finds none alone ends.
+        Where the host has no result yet, the step is one as without piggybacked rows.
         """
         for row, error in rows.failed().items():
             output.fail_piggybacked(row, error)
         begun, limits = plan.piggybacked, plan.piggyback_limits
-        if begun or (limits and len(rows)):
-            if not (begun or plan.batches):
-                rows.wait()
+        if limits and len(rows) and not (begun or plan.batches):
+            rows.wait()
+        if begun or (limits and rows.done_counts().any()):
             self._carry_with(plan.batches[0] if plan.batches else NOTHING, rows, plan, output)
         elif plan.batches:
             self._run_batch(plan.batches[0], output)
@@ -160,6 +160,10 @@ class EagerExecutor:
     def _carry_with(
         self, batch: SubBatch, rows: PiggybackedRows, plan: StepPlan, output: StepOutput
     ) -> None:
+        """Run a sub-batch with piggybacked rows.
+
+        If memory runs out, they are computed apart from it; one that finds none alone ends.
+        """
         begun, limits = plan.piggybacked, plan.piggyback_limits
         with OutOfMemoryGuard(self._decoder.ops.ranks.size) as memory:
             self._forward_with(rows, batch, begun, limits, output)
