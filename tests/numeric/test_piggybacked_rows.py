@@ -33,7 +33,7 @@ from weft.cost.fit import FEATURES, Fitted
 from weft.engine.build import Engine, build_engine
 from weft.engine.costs import profile_key
 from weft.engine.model import find_model
-from weft.exec import host_attention
+from weft.exec import host_attention, piggyback
 from weft.exec.layerwise import LayerwiseForward
 from weft.exec.piggyback import PiggybackedRows
 from weft.kernels.cpu.host import HostMailbox, HostWorker
@@ -485,6 +485,23 @@ def test_blocks_of_an_aborted_row_wait_for_the_worker(steps, monkeypatch) -> Non
     assert len(states) == 3, "who touches no KV of the host waits for nothing"
     steps.run(drop=(0,), moves=steps.away(1))
     assert states == []
+
+
+def test_a_worker_that_hangs_over_an_aborted_row_is_killed(steps, monkeypatch) -> None:
+    """Else whoever sends KV to the host would wait as long as it is stopped."""
+    attention, interrupted = steps.executor.tier.attention, []
+    steps.start(0)
+    steps.start(1)
+    steps.run(moves=steps.away(0), piggybacked=(0,))
+    abort = steps.mailbox.abort
+    monkeypatch.setattr(piggyback, "ABORT_S", 0.01)
+    monkeypatch.setattr(attention, "interrupt", lambda: interrupted.append(True))
+    monkeypatch.setattr(steps.mailbox, "abort", lambda rows: [abort(rows), 0][1:])
+    monkeypatch.setattr(
+        steps.mailbox, "states", lambda: ["empty" if interrupted else "aborting", "empty"]
+    )
+    steps.run(abort=(0,), zero_host=((0, 30),))
+    assert interrupted == [True]
 
 
 def test_steps_without_results_of_the_host_are_one_native_call(steps, monkeypatch) -> None:
