@@ -68,6 +68,7 @@ def build_engine(
         worked=lambda: None,
         start_disk=lambda arrived: None,  # noqa: ARG005
         save_prefixes=lambda: None,
+        host_attention=dict,
     )
 
 

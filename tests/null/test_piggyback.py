@@ -121,7 +121,46 @@ def test_piggybacked_rows_whose_host_never_answers_can_be_cancelled():
     watched = watching(closing_soon(make, world.depth), lambda _, plan: plans_seen.append(plan))
     run(world, arrivals, {40: list(range(6))}, make=watched, step_s=0.05)
     assert sum(len(plan.abort) for plan in plans_seen) > 0
-    assert all(plan.computes_on_host for plan in plans_seen if plan.abort)
+    assert all(plan.piggybacks for plan in plans_seen if plan.abort)
+
+
+def test_a_host_that_never_answers_holds_up_nobody_however_slow_steps_seem():
+    """Where not even one token seems to keep the limit, the device computes one all the same."""
+    world, arrivals, make = crowded()
+    world = replace(world, piggyback=partial(Piggyback, LAYERS, lambda _: 1e9))
+    plans_seen = []
+
+    def pessimistic(cache, limits):
+        scheduler = make(cache, limits)
+        for ratio in scheduler.policy.pace._ratios.values():
+            ratio.learn = lambda *_: None
+            ratio.value = 100.0
+        return scheduler
+
+    watched = watching(pessimistic, lambda _, plan: plans_seen.append(plan))
+    run(world, arrivals, {250: list(range(6))}, make=watched, step_s=0.05)
+    beside = [plan for plan in plans_seen if plan.piggyback_limits and plan.batches]
+    assert sum(plan.num_tokens for plan in beside) > 500
+
+
+def test_best_effort_of_the_host_leaves_rows_to_targets():
+    """Also where nothing runs on the device: a row whose token is on its way gives none up."""
+    groups = (GroupSpec("full", 4, 40),)
+    world = World(groups, Limits(16, 16, 60), 1, host_blocks=(400,),
+                  piggyback=partial(Piggyback, LAYERS, lambda _: 1e9))  # fmt: skip
+    make = partial(slo_piggyback, cost=LinearCost(0.01, 0.001, layers=LAYERS), classes=CLASSES,
+                   targets=TargetPolicy("off", 0.0, 1e9))  # fmt: skip
+    sampling = SamplingParams(max_tokens=40)
+    batch = [Request(i, tuple(range(i, i + 9)), sampling, (), "batch") for i in range(40)]
+    urgent = Request(99, (1, 2, 3), SamplingParams(max_tokens=3), (), "priority")
+    begun = []
+
+    def look(scheduler, plan):
+        begun.extend((add.sequence_id, len(scheduler.memory.hosted)) for add in plan.add)
+
+    cancels = {500: list(range(40))}
+    run(world, {0: batch, 400: [urgent]}, cancels, make=watching(make, look), step_s=0.05)
+    assert [hosted for number, hosted in begun if number == 99] == [14]
 
 
 def test_an_aborted_piggybacked_row_frees_its_row_and_leaves_the_others_their_order():

@@ -11,7 +11,7 @@ from test_slo import CLASSES
 import weft.sched
 from weft.core.config import EngineConfig
 from weft.core.errors import ConfigError
-from weft.core.schedulers import POLICIES, SCHEDULERS, scheduler_name
+from weft.core.schedulers import POLICIES, SCHEDULERS, SERVED, scheduler_name
 from weft.core.settings import settings_of
 from weft.kv.cache import GroupSpec
 from weft.sched.registry import WITH_PART, make_policy, make_scheduler
@@ -55,8 +55,10 @@ def test_those_that_have_a_part_are_made_with_one():
 
 def test_settings_offer_what_there_is():
     served, simulated = settings_of(EngineConfig)["scheduler"], settings_of(SimOptions)["scheduler"]
-    assert served.choices == ("auto", *POLICIES)
+    assert served.choices == ("auto", *SERVED)
+    assert set(SERVED) == {*POLICIES, "slo-piggyback"}
     assert simulated.choices == tuple(SCHEDULERS)
     assert all(f"{name} {row.comes_first}" in served.help for name, row in POLICIES.items())
+    assert f"slo-piggyback {SCHEDULERS['slo-piggyback'].served}" in served.help
     with pytest.raises(ConfigError, match="no costs"):
         make_scheduler("slo", Resources(GIVEN.groups, GIVEN.limits))

@@ -92,3 +92,25 @@ def test_each_rank_has_cores_and_memory_of_its_own(tmp_path):
     assert ranks[1].cpus == tuple(range(12, 23))
     assert [plan.spread for plan in ranks] == [(0,), (1,)]
     assert ranks[1].describe().endswith("memory on NUMA node 1")
+
+
+def test_threads_of_the_host_tier_have_cores_of_their_own(tmp_path):
+    host = EngineConfig(scheduler="slo-piggyback", host_kv_memory=2**20)
+    one = machine(tmp_path, cores=32)
+    plan = plan_threads(replace(host, host_threads=4), one)
+    assert (plan.threads, plan.host, len(plan.cpus)) == (27, 4, 27)
+    assert plan.host_cpus == (27, 28, 29, 30)
+    assert plan.describe().startswith("27 threads and 4 of the host tier, pinned: ")
+    few = plan_threads(replace(host, threads=2), one)
+    assert (few.cpus, few.host_cpus) == ((0, 10), (21,))
+    assert plan_threads(replace(host, threads=1), one).host_cpus == (16,)
+
+
+def test_threads_of_the_host_tier_leave_one_to_the_device(tmp_path):
+    host = EngineConfig(scheduler="slo-piggyback", host_kv_memory=2**20, host_threads=2)
+    small = machine(tmp_path, cores=2)
+    plan = plan_threads(host, small)
+    assert (plan.threads, plan.host, plan.cpus, plan.host_cpus) == (1, 2, (), ())
+    with pytest.raises(ConfigError, match="3 threads do not fit on 2 processors"):
+        plan_threads(replace(host, cpu_pinning="on"), small)
+    assert plan_threads(EngineConfig(), small).host == 0

@@ -101,10 +101,10 @@ class PagedRunner:
         return array if self.decoder.on_numpy else to_torch(array).to(self.decoder.device)
 
     def _attend(self, batches: list[AttentionMetadata]):
-        def attend(layer, q, k, v, residual, positions):
+        def attend(layer, q, k, v):
             params = self.decoder.attention_params(layer)
             group = self.groups[params.group]
-            out = self.decoder.ops.paged_attention(
+            return self.decoder.ops.paged_attention(
                 q,
                 k,
                 v,
@@ -115,7 +115,6 @@ class PagedRunner:
                 window=params.window,
                 softcap=params.softcap,
             )
-            return out, residual, positions
 
         return attend
 

@@ -75,8 +75,8 @@ def perplexity(quantize: str, kv_dtype: str | None) -> float:
 
 def attend(
     decoder: Decoder, sizes: list[int], kv_dtype: str | None, layer: int,
-    q: Tensor, k: Tensor, v: Tensor, residual: Tensor, positions: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor,
+) -> Tensor:  # fmt: skip
     """Causal attention within each window."""
     at = decoder.attention_params(layer)
     assert at.window is None
@@ -87,7 +87,7 @@ def attend(
         scaled_dot_product_attention(*part, is_causal=True, scale=at.scale, enable_gqa=True)
         for part in parts
     ]
-    return torch.cat(found, dim=1).transpose(0, 1), residual, positions
+    return torch.cat(found, dim=1).transpose(0, 1)
 
 
 def test_perplexity_stays_near_that_of_floats() -> None:

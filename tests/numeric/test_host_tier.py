@@ -19,8 +19,9 @@ from weft.core.settings import format_bytes
 from weft.core.types import FinishReason, Request
 from weft.cost.curves import Curve
 from weft.cost.fit import FEATURES, Fitted
+from weft.cost.work import Work
 from weft.engine.build import build_engine
-from weft.engine.costs import profile_key, with_moves
+from weft.engine.costs import profile_key, with_moves, with_piggybacked
 from weft.engine.model import Model, check_host_memory, find_model, resolve_settings
 from weft.exec.store import KVStore
 from weft.exec.tiers import HostTier
@@ -226,7 +227,7 @@ def test_a_plan_that_needs_the_host_is_refused_without_one(folders) -> None:
 @pytest.mark.usefixtures("executor")
 def test_a_plan_that_computes_on_the_host_is_refused_with_one(folders) -> None:
     engine = build_engine(settings_for(folders["llama-gqa"], host_kv_memory=2**20))
-    with pytest.raises(InvariantError, match="needs a host tier"):
+    with pytest.raises(InvariantError, match="needs attention of a host, which is not here"):
         engine.executor.launch(StepPlan(1, (), piggybacked=(0,))).result()
     engine.close()
 
@@ -259,6 +260,20 @@ def test_moves_that_no_profile_has_measured_take_the_time_of_a_common_link(folde
         costs = with_moves(config, replace(model, device=device), fitted)
         assert costs.move == (2e-5, token_bytes / bytes_s)
     assert with_moves(replace(config, host_kv_memory=None), model, fitted).move is None
+
+
+def test_piggybacked_rows_that_no_profile_has_measured_take_the_time_of_copies(folders) -> None:
+    """Residual [C], q and result [H, D], k and v [Hkv, D]: each is read and written."""
+    config = settings_for(
+        folders["llama-gqa"], host_kv_memory=2**20, scheduler="slo-piggyback", dtype="bfloat16"
+    )
+    model = find_model(config)
+    curve = Curve((1, 64), (0.1, 0.2))
+    fitted = Fitted(profile_key(config, model), 3, curve, dict.fromkeys(FEATURES, 0.0))
+    costs = with_piggybacked(config, model, fitted)
+    numbers = 2 * 64 + 2 * 4 * 16 + 2 * 2 * 16
+    assert costs.terms(Work(piggyback_layers=10)).piggybacked == 10 * 2 * 2 * numbers / 5e9
+    assert with_piggybacked(replace(config, scheduler="slo"), model, fitted) == fitted
 
 
 def test_the_host_must_have_the_memory_of_all_ranks(folders, monkeypatch) -> None:

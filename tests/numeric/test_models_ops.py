@@ -1,27 +1,13 @@
-"""The op table, the native attention inside whole models, and rows exchanged by ``attend``."""
+"""The op table: which kernels it has, what it refuses, and single ops."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
-from checkpoints import CASES, build, save
 
-from weft.core.errors import InvariantError
 from weft.kernels import reference
 from weft.kernels.ops import select_ops
 from weft.kernels.unavailable import KernelUnavailable
-from weft.models.decoder import Decoder
-from weft.models.loader import load_model
-
-CPU = torch.device("cpu")
-
-
-def load(name: str, folder: Path, kernels: str = "reference") -> Decoder:
-    ops = select_ops("cpu", "float32", kernels)
-    save(build(name), folder)
-    return load_model(folder, "float32", CASES[name].max_model_len, ops)
 
 
 def test_describe_names_every_op() -> None:
@@ -76,53 +62,3 @@ def test_moe_is_the_weighted_sum_of_the_chosen_experts() -> None:
             gate, up = (gate_up[expert] @ x[t]).chunk(2)
             expected += share * (down[expert] @ (gate * gate.sigmoid() * up))
         assert torch.allclose(found[t], expected, atol=1e-4)
-
-
-def _local(q, k, v):
-    """Stands in for attention: depends on the row alone, and on its position through q and k."""
-    return q + (k * 0.5 + v).repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-
-
-def test_attend_may_hand_back_other_rows(tmp_path) -> None:
-    """A row leaves at layer 1 of one step and comes back at layer 1 of the next, as piggybacked
-    rows do.
-    """
-    decoder = load("llama3-rope", tmp_path)
-    assert decoder.spec.rows_exchangeable
-    ids, positions = torch.tensor([5, 9, 7]), torch.tensor([3, 90, 41])
-    held: list[torch.Tensor] = []
-
-    def plain(_layer, q, k, v, residual, positions):
-        return _local(q, k, v), residual, positions
-
-    def leave(layer, q, k, v, residual, positions):
-        rows = [_local(q, k, v), residual, positions]
-        if layer != 1:
-            return tuple(rows)
-        held.extend(row[:1] for row in rows)
-        return tuple(row[1:] for row in rows)
-
-    def come_back(layer, q, k, v, residual, positions):
-        rows = (_local(q, k, v), residual, positions)
-        if layer != 1:
-            return rows
-        return tuple(torch.cat(pair) for pair in zip(held, rows, strict=True))
-
-    expected = decoder.forward(ids, positions, plain)
-    first = decoder.forward(ids[:2], positions[:2], leave)
-    second = decoder.forward(ids[2:], positions[2:], come_back)
-    assert torch.allclose(first, expected[1:2], atol=1e-5)
-    assert torch.allclose(second, expected[[0, 2]], atol=1e-5)
-    moved = decoder.forward(ids, positions + 1, plain)
-    assert not torch.allclose(moved, expected, atol=1e-2), "positions must matter here"
-
-
-def test_per_layer_inputs_refuse_other_rows(tmp_path) -> None:
-    decoder = load("gemma4", tmp_path)
-    assert not decoder.spec.rows_exchangeable
-
-    def attend(_layer, q, _k, _v, residual, positions):
-        return torch.zeros_like(q), residual, positions.clone()
-
-    with pytest.raises(InvariantError, match="per-layer inputs"):
-        decoder.forward(torch.tensor([1]), torch.tensor([0]), attend)

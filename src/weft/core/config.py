@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.core.class_table import class_table
+from weft.core.config_rules import check_budget, check_host_attention, check_kv_disk
 from weft.core.errors import ConfigError, OutOfMemoryError, ParameterError, suggest
 from weft.core.kv_split import (
     bytes_for,
@@ -23,7 +24,7 @@ from weft.core.kv_split import (
 )
 from weft.core.kv_types import KV_TYPES, describe_kv_types
 from weft.core.logs import FORMATS, LEVELS
-from weft.core.schedulers import POLICIES, describe_policies
+from weft.core.schedulers import SCHEDULERS, SERVED, describe_schedulers
 from weft.core.settings import check_settings, format_bytes, setting, settings_of
 from weft.core.types import MAX_SEED, MAX_SPECULATION, ServiceClass
 
@@ -157,6 +158,20 @@ class EngineConfig:
         "when that is full and come back later; unset: their KV is computed again",
         low=2**10,
     )
+    host_threads: int | None = setting(
+        "int",
+        None,
+        "scheduler slo-piggyback: threads that attend on the host, beside those of threads; unset "
+        "takes 1",
+        low=1,
+        high=1024,
+    )
+    host_process: bool = setting(
+        "bool",
+        False,
+        "scheduler slo-piggyback: attend on the host in a process of its own, weft-host, which is "
+        "started again when it dies; if false, in threads of the engine",
+    )
     kv_disk: str | None = setting(
         "str",
         None,
@@ -207,10 +222,10 @@ class EngineConfig:
     scheduler: str = setting(
         "str",
         "auto",
-        describe_policies()
+        describe_schedulers()
         + "; auto is slo for a server as soon as the costs of steps are known, and fcfs elsewhere; "
         "each has a host tier where host_kv_memory is set",
-        choices=("auto", *POLICIES),
+        choices=("auto", *SERVED),
     )
     interactivity: float = setting(
         "float",
@@ -291,6 +306,8 @@ class EngineConfig:
         except ParameterError as error:
             raise ConfigError(error.message, param=error.param) from None
         check_budget(self.max_num_batched_tokens, self.max_num_seqs)
+        check_kv_disk(self)
+        check_host_attention(self)
         if self.quantize_group not in QUANTIZE_GROUPS:
             raise ConfigError(
                 f"quantize_group must be 32, 64 or 128, not {self.quantize_group}.",
@@ -306,22 +323,17 @@ class EngineConfig:
                 "many sequences cannot reach the engine at once; raise the one or lower the other.",
                 param="ring_slots",
             )
-        if self.kv_disk is not None:
-            self._check_kv_disk()
         self.service_classes()
 
-    def _check_kv_disk(self) -> None:
-        """Raise ConfigError if other settings exclude the prefix cache on disk."""
-        if not self.prefix_caching:
-            raise ConfigError(
-                "kv_disk keeps cached prefixes, and prefix_caching is off; leave one of them out.",
-                param="kv_disk",
-            )
-        if self.tensor_parallel > 1:
-            raise ConfigError(
-                f"kv_disk is for one process, and tensor_parallel is {self.tensor_parallel}.",
-                param="kv_disk",
-            )
+    @property
+    def attends_on_host(self) -> bool:
+        """Whether the scheduler computes attention over the KV of the host tier there."""
+        return self.scheduler in SCHEDULERS and SCHEDULERS[self.scheduler].has_part
+
+    @property
+    def num_host_threads(self) -> int:
+        """Threads that attend on the host; 0 where none do."""
+        return (self.host_threads or 1) if self.attends_on_host else 0
 
     def ring_sizes(self, requests: int = 0) -> tuple[int, int]:
         """Slots and bytes of memory of the ring of a request plane.
@@ -365,16 +377,6 @@ class EngineConfig:
                     param=str(name),
                 )
         return cls(**values)
-
-
-def check_budget(max_num_batched_tokens: int, max_num_seqs: int) -> None:
-    """Raise ConfigError if a step cannot hold a token of each running sequence."""
-    if max_num_batched_tokens < max_num_seqs:
-        raise ConfigError(
-            f"max_num_batched_tokens ({max_num_batched_tokens}) is below max_num_seqs "
-            f"({max_num_seqs}); each running sequence needs one token a step.",
-            param="max_num_batched_tokens",
-        )
 
 
 # Of the memory beside the weights. Others use a host's memory too; of a GPU's a tenth stays free

@@ -162,18 +162,19 @@ class StepPlan:
     @property
     def needs_host(self) -> bool:
         """Whether only an executor with a host tier can compute the step."""
-        copies = self.moves or self.spills or self.fills
-        return bool(copies or self.zero_host or self.computes_on_host)
+        copies = self.moves or self.spills or self.fills or self.zero_host
+        return bool(copies or self.piggybacks or self.attends_on_host)
 
     @property
-    def computes_on_host(self) -> bool:
-        """Whether rows are computed whose KV lies with the host."""
-        return bool(
-            self.piggybacked
-            or self.piggyback_limits
-            or self.abort
-            or any(batch.tiers for batch in self.batches)
-            or any(add.tier is Tier.HOST for add in self.add)
+    def piggybacks(self) -> bool:
+        """Whether the step begins, carries or drops tokens of piggybacked rows."""
+        return bool(self.piggybacked or self.piggyback_limits or self.abort)
+
+    @property
+    def attends_on_host(self) -> bool:
+        """Whether a sub-batch has rows whose KV lies with the host."""
+        return any(batch.tiers for batch in self.batches) or any(
+            add.tier is Tier.HOST for add in self.add
         )
 
 

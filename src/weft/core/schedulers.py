@@ -37,18 +37,21 @@ class SchedulerEntry:
         policy: the name of its policy.
         needs_cost: it predicts step times.
         needs_host: it has a host tier; without that KV that gives way is computed again.
-        has_part: a part of it computes what lies with the host; simulations only.
+        has_part: a part of it computes what lies with the host.
+        served: of those with a part: what it does, to go on a sentence that begins with its name,
+            where engines can do that as well as simulations.
     """
 
     policy: str
     needs_cost: bool = False
     needs_host: bool = False
     has_part: bool = False
+    served: str = ""
 
 
-def scheduler_name(policy: str, host: bool) -> str:
-    """The name of the scheduler of a policy, with a host tier or without."""
-    return f"{policy}-swap" if host else policy
+def scheduler_name(setting: str, host: bool) -> str:
+    """The name of the scheduler that a setting of ``SERVED`` means, with a host tier or without."""
+    return f"{setting}-swap" if host and setting in POLICIES else setting
 
 
 def _of_policies() -> Iterator[tuple[str, SchedulerEntry]]:
@@ -60,11 +63,21 @@ def _of_policies() -> Iterator[tuple[str, SchedulerEntry]]:
 SCHEDULERS: Mapping[str, SchedulerEntry] = {
     **dict(_of_policies()),
     "load-aware": SchedulerEntry("fcfs", needs_cost=True, needs_host=True, has_part=True),
-    "slo-piggyback": SchedulerEntry("slo", needs_cost=True, needs_host=True, has_part=True),
+    "slo-piggyback": SchedulerEntry(
+        "slo",
+        needs_cost=True,
+        needs_host=True,
+        has_part=True,
+        served="is slo, and best effort that the device has no room or no time for decodes on the "
+        "host's CPUs",
+    ),
 }
+# What an engine may be set to: a policy, whatever the tiers, or a scheduler with a part.
+SERVED = (*POLICIES, *(name for name, row in SCHEDULERS.items() if row.served))
 
 
-def describe_policies() -> str:
-    """What each policy computes first, as one sentence."""
-    rows = "; ".join(f"{name} {row.comes_first}" for name, row in POLICIES.items())
-    return f"what comes first: {rows}"
+def describe_schedulers() -> str:
+    """What each of ``SERVED`` computes first, as one sentence."""
+    rows = [f"{name} {row.comes_first}" for name, row in POLICIES.items()]
+    rows += [f"{name} {row.served}" for name, row in SCHEDULERS.items() if row.served]
+    return f"what comes first: {'; '.join(rows)}"

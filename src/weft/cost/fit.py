@@ -93,6 +93,8 @@ class Fitted:
     Attributes:
         coefficients: seconds by feature.
         move: seconds for any move of KV, and for each token of it.
+        piggyback_layer_s: seconds of a piggybacked row in a layer, beside its dense part; in no
+            file.
     """
 
     key: ProfileKey
@@ -101,6 +103,7 @@ class Fitted:
     coefficients: Mapping[str, float]
     cpu_attention: Grid | None = None
     move: tuple[float, float] | None = None
+    piggyback_layer_s: float = PIGGYBACK_LAYER_S
     _flat: tuple[float, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -126,7 +129,7 @@ class Fitted:
                 raise ConfigError("the profile has no moves of KV")
             move = self.move[0] + moved * self.move[1]
         if not work.tokens:
-            return Terms(kv_move=move, piggybacked=work.piggyback_layers * PIGGYBACK_LAYER_S)
+            return Terms(kv_move=move, piggybacked=work.piggyback_layers * self.piggyback_layer_s)
         return Terms(
             0.0,
             self.dense.at(work.tokens),
@@ -143,7 +146,7 @@ class Fitted:
             sampled * work.sampled,
             0.0,
             prefill_row * work.prefills,
-            work.piggyback_layers * PIGGYBACK_LAYER_S,
+            work.piggyback_layers * self.piggyback_layer_s,
         )
 
     def save(self, path: Path, report: Mapping[str, Any] | None = None) -> None:

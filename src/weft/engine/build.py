@@ -20,7 +20,7 @@ from weft.core.config import EngineConfig, ResolvedConfig
 from weft.core.grammar import grammar_tokenizer
 from weft.core.kv_types import cache_dtype
 from weft.core.ports import Executor
-from weft.core.schedulers import POLICIES, scheduler_name
+from weft.core.schedulers import SCHEDULERS, scheduler_name
 from weft.core.served import ServedModel
 from weft.core.settings import format_bytes
 from weft.core.topology import this_machine
@@ -36,6 +36,7 @@ from weft.engine.devices import (
     make_executor,
     pick_device,
 )
+from weft.engine.host_tier import counted, describe_host_attention
 from weft.engine.idle import IdleMemory
 from weft.engine.model import (
     Model,
@@ -133,6 +134,11 @@ class Engine:
         if self.kept is not None:
             self.kept.stop()
         self.executor.close()
+
+    def host_attention(self) -> dict[str, int]:
+        """What the info page says of attention on the host."""
+        tier = self.executor.tier if isinstance(self.executor, EagerExecutor) else None
+        return {} if tier is None or tier.attention is None else counted(tier.attention)
 
     def rest(self) -> bool:
         """Use a moment without work; whether there is more to do at once."""
@@ -348,7 +354,7 @@ def _resources(config: EngineConfig, resolved: ResolvedConfig, model: Model) -> 
 def _scheduler(config: EngineConfig, resources: Resources, model: Model) -> Scheduler:
     """The scheduler that is set; FCFS where that is left to weft, see ``choose_policy``."""
     name = "fcfs" if config.scheduler == "auto" else config.scheduler
-    if POLICIES[name].needs_cost:
+    if SCHEDULERS[name].needs_cost:
         targets = TargetSettings(config.classes, config.interactivity)
         resources = targets.applied(resources, measured_costs(config, model))
     return make_scheduler(scheduler_name(name, bool(resources.host_blocks)), resources)
@@ -381,6 +387,7 @@ def describe_served(config: EngineConfig, engine: Engine) -> ServedModel:
         host_kv_memory=config.host_kv_memory or 0,
         weight_bytes=model.facts.weight_bytes,
         kv_memory=resolved.kv_memory,
+        host_attention=describe_host_attention(config),
         kv_disk=describe_disk(config),
         kv_dtype=model.dtype if config.kv_dtype == "auto" else config.kv_dtype,
         device=device_name(model.device),

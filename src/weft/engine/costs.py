@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-from weft.core.config import EngineConfig
+from weft.core.config import DTYPE_BYTES, EngineConfig
 from weft.core.topology import this_machine
 from weft.cost.fit import Fitted, ProfileKey, profile_path
 from weft.engine.devices import device_name, is_cpu
@@ -22,7 +22,8 @@ MOVE_S = 2e-5  # to launch the copies of a step
 def measured_costs(config: EngineConfig, model: Model) -> Fitted:
     """The profile of what is to be served. Raises ProfileError, which says how to make one."""
     key = profile_key(config, model)
-    return with_moves(config, model, Fitted.load(profile_path(key, config.profile), key))
+    fitted = Fitted.load(profile_path(key, config.profile), key)
+    return with_piggybacked(config, model, with_moves(config, model, fitted))
 
 
 def with_moves(config: EngineConfig, model: Model, fitted: Fitted) -> Fitted:
@@ -39,6 +40,21 @@ def with_moves(config: EngineConfig, model: Model, fitted: Fitted) -> Fitted:
         bytes_s / 1e9,
     )
     return replace(fitted, move=(MOVE_S, token_s))
+
+
+def with_piggybacked(config: EngineConfig, model: Model, fitted: Fitted) -> Fitted:
+    """The costs with the time of a piggybacked row in a layer, if there are such rows.
+
+    No profile has it. On a CPU it is what copies between memory and memory take: the residual
+    leaves and comes back, as do q, k and v, and the result of the host. What attention on the host
+    takes is not assumed, since no step waits for it.
+    """
+    if not config.attends_on_host:
+        return fitted
+    spec = model.spec
+    heads = max(2 * (spec.num_heads + kind.num_kv_heads) * kind.head_dim for kind in spec.layers)
+    copied = 2 * (2 * spec.hidden_size + heads) * DTYPE_BYTES[model.dtype]  # read and written
+    return replace(fitted, piggyback_layer_s=copied / MEMORY_BYTES_S)
 
 
 def profile_key(config: EngineConfig, model: Model) -> ProfileKey:

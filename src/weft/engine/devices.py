@@ -13,15 +13,14 @@ from weft.core.errors import ConfigError, OutOfMemoryError
 from weft.core.ports import Executor
 from weft.core.settings import format_bytes
 from weft.engine.driver import has_driver
+from weft.engine.host_tier import cpu_tier
 from weft.engine.machine import available_memory
 from weft.exec.collect import is_out_of_memory
 from weft.exec.disk_blocks import DiskBlocks
 from weft.exec.eager import EagerExecutor
 from weft.exec.input_batch import InputBatch
 from weft.exec.store import KVStore, Memory, host_memory
-from weft.exec.tiers import HostTier
 from weft.kernels.collectives import Alone, Collectives
-from weft.kernels.cpu.blocks import copy_blocks
 from weft.kv.disk_cache import DiskCache
 from weft.models.decoder import Decoder
 
@@ -157,6 +156,7 @@ def make_executor(
 
     Raises:
         OutOfMemoryError: the host has no memory for its KV.
+        HostWorkerError: nobody can attend there, as is asked for.
     """
     host_tier = allocating(
         f"the KV of the host ({format_bytes(config.host_kv_memory or 0)})",
@@ -164,10 +164,8 @@ def make_executor(
         decoder.ops.ranks,
     )
     if is_cpu(decoder.device):
-        tier = None
-        if resolved.host_blocks:
-            with host_tier:
-                tier = HostTier(store, store.like(resolved.host_blocks), copy_blocks)
+        with host_tier:
+            tier = cpu_tier(config, resolved, decoder, store, table)
         blocks = None if disk is None else DiskBlocks(store, disk)
         return EagerExecutor(decoder, store, table, config.steps_in_flight, tier, blocks)
     from weft.exec.device import CudaDevice

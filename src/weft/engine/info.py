@@ -11,12 +11,13 @@ from weft import __version__
 from weft.core.config import EngineConfig, largest_context, resolve
 from weft.core.errors import OutOfMemoryError, ProfileError, TokenizerError
 from weft.core.kv_split import bytes_of
-from weft.core.schedulers import POLICIES
+from weft.core.schedulers import SCHEDULERS
 from weft.core.settings import format_bytes
 from weft.core.topology import this_machine
 from weft.cost.fit import profile_path
 from weft.engine.costs import measured_costs, profile_key
 from weft.engine.devices import device_name, free_memory, is_cpu
+from weft.engine.host_tier import describe_host_attention
 from weft.engine.machine import cpu_name, usable_cores
 from weft.engine.model import Model, check_host_memory, describe_kernels, find_model
 from weft.engine.prefix_disk import describe_disk
@@ -73,7 +74,7 @@ def _scheduling_facts(config: EngineConfig, model: Model) -> dict[str, Any]:
     except ProfileError as error:
         problem = error.message
     if config.scheduler != "auto":
-        wants = POLICIES[config.scheduler].needs_cost
+        wants = SCHEDULERS[config.scheduler].needs_cost
         return {"policy": config.scheduler, "reason": "as is set", "problem": problem * wants}
     if not problem:
         return {"policy": "slo", "reason": f"the costs of steps are those of {path}"}
@@ -133,6 +134,7 @@ def _memory_facts(config: EngineConfig, model: Model) -> dict[str, Any]:
             "host_kv_bytes": bytes_of(config, facts, resolved.host_blocks)
             if resolved.host_blocks
             else 0,
+            "host_attention": describe_host_attention(config),
             "kv_disk": describe_disk(config),
             "max_model_len": resolved.max_model_len,
         }
@@ -172,8 +174,7 @@ def format_info(info: dict[str, Any]) -> str:
         if memory["host_kv_bytes"]:
             size = format_bytes(memory["host_kv_bytes"])
             rows.append(("", f"{size} on the host{share}, for sequences that give way"))
-        if memory["kv_disk"]:
-            rows.append(("", memory["kv_disk"]))
+        rows += [("", memory[line]) for line in ("host_attention", "kv_disk") if memory[line]]
         rows.append(("fits", f"yes, sequences of {memory['max_model_len']} tokens"))
     else:
         rows.append(("fits", f"no. {memory['reason']}"))

@@ -302,6 +302,7 @@ def _info(engine: Engine, ready: bool) -> EngineInfo:
         paused=sum(sequence.preemptions > 0 for sequence in waiting),
         queued_prompt_tokens=sum(len(sequence.tokens) for sequence in waiting),
         policy=list(POLICIES).index(scheduler.policy.name),
+        **engine.host_attention(),
         **_on_disk(scheduler.cache.lower),
         **_targets(scheduler.policy.classes),
         **asdict(scheduler.totals),

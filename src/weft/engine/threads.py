@@ -1,4 +1,7 @@
-"""How many threads compute, on which cores, and on which NUMA nodes their memory lies."""
+"""How many threads compute, on which cores, and on which NUMA nodes their memory lies.
+
+Threads that attend on the host beside a device have cores of their own.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,8 @@ class ThreadPlan:
             where the machine has one node.
         spread: NUMA nodes over which the memory is spread that all threads read; likewise.
         reason: why they are pinned or not.
+        host: threads that attend on the host.
+        host_cpus: the processor of each of those; none if they are not pinned.
     """
 
     threads: int
@@ -27,10 +32,13 @@ class ThreadPlan:
     nodes: tuple[int, ...]
     spread: tuple[int, ...]
     reason: str
+    host: int = 0
+    host_cpus: tuple[int, ...] = ()
 
     def describe(self) -> str:
         """One line for people."""
         words = f"{self.threads} thread{'' if self.threads == 1 else 's'}"
+        words += f" and {self.host} of the host tier" if self.host else ""
         words += f", {'pinned' if self.cpus else 'not pinned'}: {self.reason}"
         if not self.nodes:
             return words
@@ -39,8 +47,11 @@ class ThreadPlan:
 
 
 def compute_threads(config: EngineConfig, topology: Topology) -> int:
-    """Threads of each rank."""
-    return config.threads or max(1, topology.compute_threads // config.tensor_parallel)
+    """Threads of each rank, without those that attend on the host."""
+    if config.threads:
+        return config.threads
+    rest = topology.compute_threads - config.num_host_threads
+    return max(1, rest // config.tensor_parallel)
 
 
 def plan_threads(config: EngineConfig, topology: Topology, rank: int = 0) -> ThreadPlan:
@@ -49,19 +60,22 @@ def plan_threads(config: EngineConfig, topology: Topology, rank: int = 0) -> Thr
     Raises:
         ConfigError: they are to be pinned, and there are more than processors.
     """
-    threads = compute_threads(config, topology)
+    threads, host = compute_threads(config, topology), config.num_host_threads
     total = threads * config.tensor_parallel
-    pinned, reason = _whether_to_pin(config, topology, total)
+    pinned, reason = _whether_to_pin(config, topology, total + host)
     cpus: tuple[int, ...] = ()
+    host_cpus: tuple[int, ...] = ()
     nodes = tuple(topology.nodes[i * len(topology.nodes) // threads] for i in range(threads))
     if pinned:
-        mine = _spread(topology, total)[rank * threads : (rank + 1) * threads]
+        places = _spread(topology, total + host)
+        mine = places[rank * threads : (rank + 1) * threads]
         nodes, cpus = tuple(node for node, _ in mine), tuple(cpu for _, cpu in mine)
+        host_cpus = tuple(cpu for _, cpu in places[total:])
     spread = tuple(sorted(set(nodes))) if pinned else topology.nodes
     # A node may have cores and no memory, or none that this process may take.
     if len(topology.nodes) == 1 or not set(topology.nodes) <= set(topology.memory_nodes):
         nodes = spread = ()
-    return ThreadPlan(threads, cpus, nodes, spread, reason)
+    return ThreadPlan(threads, cpus, nodes, spread, reason, host, host_cpus)
 
 
 def _whether_to_pin(config: EngineConfig, topology: Topology, total: int) -> tuple[bool, str]:

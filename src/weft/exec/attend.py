@@ -29,24 +29,17 @@ def bind_forward(decoder: Decoder, store: KVStore, *, padded: bool = False) -> F
             return stack.run
 
     def forward(ids: Array, positions: Array, groups: Seq[AttentionMetadata]) -> Array:
-        return decoder.forward(ids, positions, _attend(decoder, store, groups))
+        return decoder.forward(ids, positions, attend_over(decoder, store, groups))
 
     return forward
 
 
-def _attend(decoder: Decoder, store: KVStore, groups: Seq[AttentionMetadata]) -> Attend:
+def attend_over(decoder: Decoder, store: KVStore, groups: Seq[AttentionMetadata]) -> Attend:
     """The attention of one step: write K and V into the store, attend over it."""
 
-    def attend(
-        layer: int,
-        q: Array,
-        k: Array | None,
-        v: Array | None,
-        residual: Array,
-        positions: Array,
-    ) -> tuple[Array, Array, Array]:
+    def attend(layer: int, q: Array, k: Array | None, v: Array | None) -> Array:
         params = decoder.attention_params(layer)
-        out = decoder.ops.paged_attention(
+        return decoder.ops.paged_attention(
             q,
             k,
             v,
@@ -57,6 +50,5 @@ def _attend(decoder: Decoder, store: KVStore, groups: Seq[AttentionMetadata]) ->
             window=params.window,
             softcap=params.softcap,
         )
-        return out, residual, positions
 
     return attend

@@ -55,9 +55,14 @@ class StepTicket:
 
 
 class StepOutput:
-    """Results of a step while its sub-batches come in; the rows get their tokens at once."""
+    """Results of a step while its sub-batches come in; the rows get their tokens at once.
+
+    Attributes:
+        piggyback_layers: see ``StepResult``.
+    """
 
     def __init__(self, table: InputBatch) -> None:
+        self.piggyback_layers: tuple[int, ...] = ()
         self._table = table
         self._ids: list[int] = []
         self._tokens: list[int] = []
@@ -66,6 +71,7 @@ class StepOutput:
         self._accepted: dict[int, tuple[tuple[int, TokenLogprob | None], ...]] = {}
         self._embeddings: dict[int, bytes] = {}
         self._prompt_logprobs: dict[int, PromptLogprobs] = {}
+        self._piggybacked: list[tuple[int, int]] = []
 
     def result(self, step_id: int) -> StepResult:
         """The result of the step."""
@@ -78,6 +84,8 @@ class StepOutput:
             self._faults,
             self._accepted,
             self._embeddings,
+            tuple(self._piggybacked),
+            self.piggyback_layers,
         )
 
     def take(
@@ -111,9 +119,7 @@ class StepOutput:
             if sequence_id in self._faults:
                 pass  # it ends before this token
             elif not finite[first]:
-                self._faults[sequence_id] = NonFiniteLogitsError(
-                    "The model produced logits that are not finite for this request."
-                )
+                self._faults[sequence_id] = not_finite()
             elif row in sampled.faults:
                 self._faults[sequence_id] = sampled.faults[row]
             elif row in table.embedding:
@@ -128,6 +134,24 @@ class StepOutput:
                     (tokens[i], sampled.logprobs.get(i)) for i in more
                 )
             first = here.stop
+
+    def take_piggybacked(
+        self, rows: NDArray[np.int32], tokens: NDArray[np.int64], finite: NDArray[np.bool_]
+    ) -> None:
+        """Take the tokens [F] of piggybacked rows [F] that have come through the last layer."""
+        for row, token, good in zip(rows.tolist(), tokens.tolist(), finite.tolist(), strict=True):
+            if not good:
+                self.fault(row, not_finite())
+            self._end_piggybacked(row, token)
+
+    def fail_piggybacked(self, row: int, error: WeftError) -> None:
+        """End the sequence of a row whose token was on its way."""
+        self.fault(row, error)
+        self._end_piggybacked(row, 0)
+
+    def _end_piggybacked(self, row: int, token: int) -> None:
+        self._table.append_token(row, token)
+        self._piggybacked.append((self._table.sequence_ids[row], token))
 
     def score(self, row: int, scores: PromptLogprobs | None) -> None:
         """Collect the log probabilities of a row's prompt tokens, if there are any."""
@@ -197,6 +221,11 @@ def no_memory(tokens: int) -> OutOfMemoryError:
     return OutOfMemoryError(
         f"There is not enough memory to compute {tokens} tokens of this request."
     )
+
+
+def not_finite() -> NonFiniteLogitsError:
+    """The failure of a request whose logits mean nothing."""
+    return NonFiniteLogitsError("The model produced logits that are not finite for this request.")
 
 
 class OutOfMemoryGuard:

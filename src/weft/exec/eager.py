@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence as Seq
 from functools import partial
 from queue import SimpleQueue
 from typing import TypeAlias
+
+import numpy as np
 
 from weft.core.errors import InvariantError
 from weft.core.plan import StepPlan, StepResult, SubBatch
@@ -14,12 +17,15 @@ from weft.exec.collect import (
     OutOfMemoryGuard,
     StepOutput,
     StepTicket,
+    no_memory,
     score_prompt,
     split_rows,
 )
 from weft.exec.disk_blocks import DiskBlocks
 from weft.exec.input_batch import InputBatch
 from weft.exec.inputs import InputPacker, StepInputs
+from weft.exec.layerwise import LayerwiseForward
+from weft.exec.piggyback import PiggybackedRows, Rows
 from weft.exec.sample import sample
 from weft.exec.store import KVStore
 from weft.exec.tiers import HostTier, check_computes
@@ -27,6 +33,8 @@ from weft.kernels.arrays import Array, to_torch
 from weft.models.decoder import Decoder
 
 Answer: TypeAlias = "SimpleQueue[StepResult | BaseException]"
+NOTHING = SubBatch((), (), (), ())
+NO_ROWS: Rows = np.zeros(0, np.int32)
 
 
 class EagerExecutor:
@@ -34,10 +42,10 @@ class EagerExecutor:
 
     Args:
         depth: launched steps that may wait for collection while another is launched.
-        tier: the KV of the host; None if there is no such tier.
 
     Attributes:
         store: the KV.
+        tier: the KV of the host; None if there is no such tier.
         disk: keeps cached prefixes; None where nothing does.
     """
 
@@ -55,9 +63,13 @@ class EagerExecutor:
         self.overlaps = False
         self._decoder = decoder
         self.store = store
-        self._tier = tier
+        self.tier = tier
         self._compute = bind_forward(decoder, store)
         self._table = table
+        self._rows: PiggybackedRows | None = None
+        if tier is not None and tier.attention is not None:
+            self._rows = PiggybackedRows(decoder, table, tier.attention)
+            self._layerwise = LayerwiseForward(decoder, store, self._rows)
         wrap = (lambda array: array) if decoder.on_numpy else to_torch
         self._packer = InputPacker(table, store.block_size, wrap)
         self._launched: SimpleQueue[tuple[StepPlan, Answer] | None] = SimpleQueue()
@@ -70,9 +82,11 @@ class EagerExecutor:
         return StepTicket(plan.step_id, partial(_await, answer))
 
     def close(self) -> None:
-        """End the worker after the steps that are launched. May be called twice."""
+        """End the workers after the steps that are launched. May be called twice."""
         self._launched.put(None)
         self._worker.join()
+        if self._rows is not None:
+            self._rows.host.close()
 
     def _work(self) -> None:
         while (step := self._launched.get()) is not None:
@@ -83,21 +97,27 @@ class EagerExecutor:
                 answer.put(error)
 
     def _run(self, plan: StepPlan) -> StepResult:
-        check_computes(plan, self._tier)
+        check_computes(plan, self.tier)
         if plan.saves or plan.loads:
             self._on_disk(plan).save(plan.saves)
         for group, block in plan.zero:
             self.store.zero(group, block)
-        if self._tier is not None:
-            self._tier.before(plan)
+        if self._rows is not None:
+            self._rows.before(plan)
+        if self.tier is not None:
+            self.tier.before(plan)
         self._table.apply(plan)
         if plan.loads:
             self._on_disk(plan).load(plan.loads)
         output = StepOutput(self._table)
-        for batch in plan.batches:
+        batches = plan.batches
+        if plan.piggybacks and self._rows is not None:
+            batches = batches[1:]
+            self._carry(plan, self._rows, output)
+        for batch in batches:
             self._run_batch(batch, output)
-        if self._tier is not None:
-            self._tier.after(plan, self._table)
+        if self.tier is not None:
+            self.tier.after(plan, self._table)
         return output.result(plan.step_id)
 
     def _on_disk(self, plan: StepPlan) -> DiskBlocks:
@@ -121,27 +141,101 @@ class EagerExecutor:
         for single in split_rows(batch):
             self._run_batch(single, output)
 
+    def _carry(self, plan: StepPlan, rows: PiggybackedRows, output: StepOutput) -> None:
+        """Run the first sub-batch, if there is one, and piggybacked rows along with it.
+
+        Where the host has no result yet, the step is one as without piggybacked rows.
+        """
+        for row, error in rows.failed().items():
+            output.fail_piggybacked(row, error)
+        begun, limits = plan.piggybacked, plan.piggyback_limits
+        if limits and len(rows) and not (begun or plan.batches):
+            rows.wait()
+        if begun or (limits and rows.done_counts().any()):
+            self._carry_with(plan.batches[0] if plan.batches else NOTHING, rows, plan, output)
+        elif plan.batches:
+            self._run_batch(plan.batches[0], output)
+        output.piggyback_layers = rows.in_layers
+
+    def _carry_with(
+        self, batch: SubBatch, rows: PiggybackedRows, plan: StepPlan, output: StepOutput
+    ) -> None:
+        """Run a sub-batch with piggybacked rows.
+
+        If memory runs out, they are computed apart from it; one that finds none alone ends.
+        """
+        begun, limits = plan.piggybacked, plan.piggyback_limits
+        with OutOfMemoryGuard(self._decoder.ops.ranks.size) as memory:
+            self._forward_with(rows, batch, begun, limits, output)
+        if not memory.ran_out:
+            return
+        rows.put_back()
+        if batch.rows:
+            self._run_batch(batch, output)
+        for row in rows.not_begun(begun):
+            self._carry_alone(rows, (row,), (), output)
+        self._carry_alone(rows, (), [min(1, limit) for limit in limits], output)
+
+    def _carry_alone(
+        self, rows: PiggybackedRows, begun: Seq[int], limits: Seq[int], output: StepOutput
+    ) -> None:
+        """Carry one row at a time; if memory runs out, its sequence ends."""
+        with OutOfMemoryGuard(self._decoder.ops.ranks.size) as memory:
+            self._forward_with(rows, NOTHING, begun, limits, output)
+        if memory.ran_out:
+            for row in rows.give_up(begun):
+                output.fail_piggybacked(row, no_memory(1))
+
+    def _forward_with(
+        self,
+        rows: PiggybackedRows,
+        batch: SubBatch,
+        begun: Seq[int],
+        limits: Seq[int],
+        output: StepOutput,
+    ) -> None:
+        inputs = self._packer.pack(batch)
+        hidden, came = self._layerwise.run(inputs, begun, limits)  # [T + F, C]
+        self._finish(batch, inputs, hidden, output, came)
+        rows.finish(came)
+
     def _forward(self, batch: SubBatch, output: StepOutput) -> None:
         inputs = self._packer.pack(batch)
         hidden = self._compute(inputs.input_ids, inputs.positions, inputs.groups)  # [T, C]
+        self._finish(batch, inputs, hidden, output)
+
+    def _finish(
+        self,
+        batch: SubBatch,
+        inputs: StepInputs,
+        hidden: Array,
+        output: StepOutput,
+        came: Rows = NO_ROWS,
+    ) -> None:
+        """Choose the next tokens, and keep those of drafts that came out as guessed.
+
+        Args:
+            hidden: [T + F, C] of the step's own tokens and of piggybacked rows.
+            came: [F] the latter.
+        """
+        table, decoder, own = self._table, self._decoder, len(inputs.sample_rows)
         scores = {
-            row: score_prompt(self._decoder, self._table, inputs, index, hidden)
-            for index, row in enumerate(batch.rows if self._table.prompt_scored else ())
+            row: score_prompt(decoder, table, inputs, index, hidden)
+            for index, row in enumerate(batch.rows if table.prompt_scored else ())
         }
-        if len(inputs.sample_rows):
-            self._sample(batch, inputs, hidden, output)
+        rows, at, lengths = inputs.sample_rows, inputs.sample_at, inputs.sample_lengths
+        if len(came):
+            rows = np.concatenate((rows, came))
+            at = np.concatenate((at, np.arange(len(hidden) - len(came), len(hidden))))
+            lengths = np.concatenate((lengths, table.length[came]))
+        if len(rows):
+            states = hidden if len(rows) == len(hidden) else hidden[at]  # [S + F, C]
+            sampled = sample(decoder.logits(states), rows, table, decoder.ops, lengths)
+            first = sampled.first(own) if len(came) else sampled
+            output.take(batch, inputs.sample_rows, first, states.__getitem__)
+            output.take_piggybacked(came, sampled.tokens[own:], sampled.finite[own:])
         for row, score in scores.items():
             output.score(row, score)
-
-    def _sample(
-        self, batch: SubBatch, inputs: StepInputs, hidden: Array, output: StepOutput
-    ) -> None:
-        """Choose the next tokens, and keep those of drafts that came out as guessed."""
-        table, decoder, rows = self._table, self._decoder, inputs.sample_rows
-        states = hidden if len(rows) == len(hidden) else hidden[inputs.sample_at]  # [S, C]
-        logits = decoder.logits(states)  # [S, V]
-        sampled = sample(logits, rows, table, decoder.ops, inputs.sample_lengths)
-        output.take(batch, rows, sampled, states.__getitem__)
 
 
 def _await(answer: Answer) -> StepResult:

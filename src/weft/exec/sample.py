@@ -40,6 +40,11 @@ class Sampled:
     faults: dict[int, WeftError]  # by row
     taken: NDArray[np.int64]
 
+    def first(self, count: int) -> Sampled:
+        """The first rows, which alone have log probabilities."""
+        tokens, finite, taken = self.tokens[:count], self.finite[:count], self.taken[:count]
+        return replace(self, tokens=tokens, finite=finite, taken=taken)
+
 
 def sample(
     logits: Array,

@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 from weft.core.errors import InvariantError
 from weft.core.plan import KVMove, StepPlan, Tier, TierCopy
+from weft.exec.host_attention import HostAttention
 from weft.exec.input_batch import InputBatch
 from weft.exec.store import KVStore
 from weft.kernels.block_arrays import BlockArrays
@@ -23,9 +24,19 @@ class HostTier:
     All layers of a group move in one copy. The executor orders copies between the steps before and
     after them, so that a block that is given up and taken again is never read too late or written
     too early. Where the device is the CPU they are done when they return.
+
+    Attributes:
+        attention: attends to rows whose KV lies here; None where nobody does.
     """
 
-    def __init__(self, store: KVStore, host: KVStore, copy_blocks: CopyBlocks) -> None:
+    def __init__(
+        self,
+        store: KVStore,
+        host: KVStore,
+        copy_blocks: CopyBlocks,
+        attention: HostAttention | None = None,
+    ) -> None:
+        self.attention = attention
         self._arrays = {Tier.DEVICE: _by_group(store), Tier.HOST: _by_group(host)}
         self._zeros = _by_group(store.like([1] * len(store.keys)))
         self._copy_blocks = copy_blocks
@@ -84,6 +95,8 @@ def _by_group(store: KVStore) -> list[BlockArrays]:
 
 
 def check_computes(plan: StepPlan, tier: HostTier | None) -> None:
-    """Raise InvariantError for a plan that needs more of the host than its memory."""
-    if plan.computes_on_host or (plan.needs_host and tier is None):
+    """Raise InvariantError for a plan that needs more of the host than there is."""
+    if plan.attends_on_host or (plan.piggybacks and (tier is None or tier.attention is None)):
+        raise InvariantError(f"step {plan.step_id} needs attention of a host, which is not here")
+    if plan.needs_host and tier is None:
         raise InvariantError(f"step {plan.step_id} needs a host tier, which is not here")

@@ -7,7 +7,6 @@ from collections.abc import Sequence as Seq
 from dataclasses import fields
 from typing import Any, Protocol
 
-from weft.core.errors import InvariantError
 from weft.kernels.arrays import (
     Array,
     concatenate,
@@ -37,23 +36,13 @@ Caches = Seq[Seq[Array]]
 
 
 class Attend(Protocol):
-    """Writes K and V of one layer and attends; may hand back other rows than it was given.
+    """Writes K and V of one layer and attends.
 
-    Given q [T, H, D], k and v [T, Hkv, D] (None where the layer reads another layer's KV), the
-    residual [T, C] and the positions [T], it returns the attention output [T', H, D] with the
-    residual [T', C] and the positions [T'] of those rows. The very same ``positions`` object handed
-    back means the same rows.
+    Given q [T, H, D], k and v [T, Hkv, D] (None where the layer reads another layer's KV), it
+    returns the attention output [T, H, D].
     """
 
-    def __call__(
-        self,
-        layer: int,
-        q: Array,
-        k: Array | None,
-        v: Array | None,
-        residual: Array,
-        positions: Array,
-    ) -> tuple[Array, Array, Array]: ...
+    def __call__(self, layer: int, q: Array, k: Array | None, v: Array | None) -> Array: ...
 
 
 class Decoder:
@@ -113,18 +102,13 @@ class Decoder:
             positions: [T] int64, the place of each token in its own sequence.
 
         Returns:
-            The normalised hidden states [T', C] of the rows that the last ``attend`` handed back.
+            The normalised hidden states [T, C].
         """
         residual = self.embed(input_ids)  # [T, C]
         layer_inputs = self.layer_inputs(input_ids, residual)  # [L, T, P] or None
         angles = self.angles(positions)
         for number in range(self.spec.num_layers):
-            q, k, v = self.pre(number, residual, angles)
-            out, residual, rows = attend(number, q, k, v, residual, positions)
-            if rows is not positions:
-                if layer_inputs is not None:
-                    raise InvariantError("rows cannot change in a model with per-layer inputs")
-                positions, angles = rows, self.angles(rows)
+            out = attend(number, *self.pre(number, residual, angles))
             inputs = None if layer_inputs is None else layer_inputs[number]
             residual = self.post(number, out, residual, inputs)
         return self.finish(residual)

@@ -138,9 +138,10 @@ class ModelSpec:
 
     @property
     def rows_exchangeable(self) -> bool:
-        """Whether ``attend`` may hand back other rows than it was given.
+        """Whether rows of one step may join those of another step between two layers.
 
-        Per-layer token inputs belong to the rows of the start of the step, so they rule it out.
+        Per-layer token inputs are computed at the start of a step for all its layers, so they rule
+        it out.
         """
         return self.per_layer_input_size == 0
 

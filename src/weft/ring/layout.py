@@ -50,6 +50,11 @@ class EngineInfo:
         requests, finished, failed, cancelled: since the start.
         steps, prompt_tokens, output_tokens, cached_tokens, preemptions: since the start.
         blocks_to_host, blocks_to_device: of all groups, moved between the tiers since the start.
+        host_tokens: output tokens of piggybacked rows, whose attention the host computes.
+        host_queue: attention of a row in a layer that the host has not begun.
+        host_calls, host_jobs, host_busy_us, host_round_trip_us, host_restarts: of the host worker:
+            calls of attention, rows in them, time in them, time from the submission of each row to
+            its result, and processes that have followed a dead one. Since the start.
         disk_bytes: of the folder of prefixes; disk_saved, disk_lost: blocks that were saved there,
             and that were to be and are not; disk_tokens: prompt tokens that came from there;
             disk_missing: blocks that were not there whole. All but the first since the start.
@@ -89,6 +94,13 @@ class EngineInfo:
     preemptions: int = 0
     blocks_to_host: int = 0
     blocks_to_device: int = 0
+    host_tokens: int = 0
+    host_queue: int = 0
+    host_calls: int = 0
+    host_jobs: int = 0
+    host_busy_us: int = 0
+    host_round_trip_us: int = 0
+    host_restarts: int = 0
     disk_bytes: int = 0
     disk_saved: int = 0
     disk_lost: int = 0

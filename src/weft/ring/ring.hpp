@@ -41,7 +41,7 @@ namespace order = std;
 #endif
 
 inline constexpr uint64_t kMagic = 0x676e697274666577;  // "weftring"
-inline constexpr uint32_t kVersion = 13;  // any change of layout or meaning
+inline constexpr uint32_t kVersion = 14;  // any change of layout or meaning
 inline constexpr uint64_t kPage = 4096;
 inline constexpr uint64_t kAlign = 64;  // of every extent in the arena, and of slots
 inline constexpr uint32_t kMaxSlots = 65535;
@@ -275,15 +275,16 @@ struct Header {
 };
 
 #if !defined(WEFT_RING_INFO)
-#define WEFT_RING_INFO(X)                                                                       \
-  X(ready) X(pid) X(started_ns) X(updated_ns) X(max_model_len) X(max_num_seqs)                  \
-  X(max_num_batched_tokens) X(vocab_size) X(block_size) X(blocks) X(free_blocks) X(host_blocks) \
-  X(free_host_blocks) X(waiting) X(running) X(paused) X(queued_prompt_tokens) X(requests)       \
-  X(finished) X(failed) X(cancelled) X(steps) X(prompt_tokens) X(output_tokens)                 \
-  X(cached_tokens) X(preemptions) X(blocks_to_host) X(blocks_to_device) X(disk_bytes)           \
-  X(disk_saved) X(disk_lost) X(disk_tokens) X(disk_missing) X(drafted_tokens)                   \
-  X(accepted_tokens) X(refused) X(demoted) X(hidden_size) X(policy) X(ttft_us_0) X(tpot_us_0)   \
-  X(ttft_us_1) X(tpot_us_1) X(ttft_us_2) X(tpot_us_2) X(ttft_us_3) X(tpot_us_3)
+#define WEFT_RING_INFO(X)                                                                          \
+  X(ready) X(pid) X(started_ns) X(updated_ns) X(max_model_len) X(max_num_seqs)                     \
+  X(max_num_batched_tokens) X(vocab_size) X(block_size) X(blocks) X(free_blocks) X(host_blocks)    \
+  X(free_host_blocks) X(waiting) X(running) X(paused) X(queued_prompt_tokens) X(requests)          \
+  X(finished) X(failed) X(cancelled) X(steps) X(prompt_tokens) X(output_tokens) X(cached_tokens)   \
+  X(preemptions) X(blocks_to_host) X(blocks_to_device) X(host_tokens) X(host_queue) X(host_calls)  \
+  X(host_jobs) X(host_busy_us) X(host_round_trip_us) X(host_restarts) X(disk_bytes) X(disk_saved)  \
+  X(disk_lost) X(disk_tokens) X(disk_missing) X(drafted_tokens) X(accepted_tokens) X(refused)      \
+  X(demoted) X(hidden_size) X(policy) X(ttft_us_0) X(tpot_us_0) X(ttft_us_1) X(tpot_us_1)          \
+  X(ttft_us_2) X(tpot_us_2) X(ttft_us_3) X(tpot_us_3)
 #endif
 
 enum class Info : uint32_t {
@@ -299,9 +300,8 @@ struct InfoPage {
   uint64_t values[kInfoFields];
 };
 
-static_assert(sizeof(Header) <= kPage && sizeof(InfoPage) <= kPage);
+static_assert(sizeof(Header) <= kPage && sizeof(InfoPage) <= kPage && sizeof(Slot) % kAlign == 0);
 static_assert(sizeof(SamplingHead) == 16 && sizeof(BiasRecord) == 16 && sizeof(TopRecord) == 8);
-static_assert(sizeof(Slot) % kAlign == 0);
 
 // -- steps on one slot ----------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ class Totals:
 
     Attributes:
         blocks_to_host, blocks_to_device: KV blocks that moved there from the other tier.
+        host_tokens: output tokens of piggybacked rows.
         refused, demoted: requests that would have missed the target of their class, as was
             predicted: answered with an error, or served as best effort.
     """
@@ -35,6 +36,7 @@ class Totals:
     preemptions: int = 0
     blocks_to_host: int = 0
     blocks_to_device: int = 0
+    host_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     refused: int = 0
@@ -120,6 +122,11 @@ class TimedBatch(BatchBuilder):
     work: Work = field(default_factory=Work)
     beside_s: float = 0.0
     piggybacked: int = 0
+
+    def lift_limit(self, budget: int) -> None:
+        """Let a step without rows take any time for so many tokens, and admit anew."""
+        self.limit_s, self.budget = inf, min(budget, self.budget)
+        self.admission_blocked = False
 
     def seconds(self) -> float:
         """Predicted seconds of what is in the step."""

@@ -81,6 +81,7 @@ class Committer:
         if sequence.finish is not None:
             return
         self._sequences.totals.output_tokens += 1
+        self._sequences.totals.host_tokens += 1
         sequence.tokens.append(token)
         if sequence.computed >= sequence.block_full_at:
             self.hash_full_blocks([sequence])

@@ -52,6 +52,11 @@ class Pace:
         return not self._launched
 
     @property
+    def device_idle(self) -> bool:
+        """Whether no launched step computes rows of the device."""
+        return not any(teaches for *_, teaches in self._launched)
+
+    @property
     def drift(self) -> float:
         """How far predictions are off, of the kind of steps that is off farther."""
         return max((r.value for r in self._ratios.values()), key=lambda v: abs(math.log(v)))

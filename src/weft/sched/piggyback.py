@@ -169,10 +169,11 @@ class PiggybackPart:
         """
         if self._memory.moves or any(self._tiers.coming()):
             return False
-        if not self._memory.victims():
-            return True
         sequences = self._scheduler.sequences
-        if len(sequences.free_rows) <= self._scheduler.limits.max_num_seqs // KEPT_ROWS:
+        rows = len(sequences.free_rows) > self._scheduler.limits.max_num_seqs // KEPT_ROWS
+        if not self._memory.victims():
+            return rows or not self._memory.hosted
+        if not rows:
             return False
         waiting = (sequences.waiting.of_priority(priority) for priority in self._policy.best_effort)
         first = next(chain.from_iterable(waiting), None)

@@ -260,11 +260,11 @@ class SLOPolicy:
         limit_s = self._catch_up(self._in_predictions(self._limit_s()), begin)
         step = self._new_step(limit_s)
         self._memory.make_way(step)
-        self._fill(step, begin, now)
-        if self._is_empty(step) and self.pace.idle:
+        self._fill(step, begin, now, self.part)
+        if not (step.rows or self._memory.moves) and self.pace.device_idle:
             # Not even one token keeps the limit, so it is kept as well as it can be.
-            step = self._new_step(math.inf, LEAST_PIECE)
-            self._fill(step, begin, now)
+            step.lift_limit(LEAST_PIECE)
+            self._fill(step, begin, now, None)
         if self._is_empty(step):
             return None
         # A step of piggybacked rows only waits for the host, which says nothing of the device.
@@ -291,11 +291,12 @@ class SLOPolicy:
         self.pace.launched(step.seconds(), now)
         return step
 
-    def _new_step(self, limit_s: float, most: int = 2**31) -> TimedBatch:
-        budget = min(most, self._limits.max_num_batched_tokens)
-        return TimedBatch(budget, cost=self.cost, limit_s=limit_s)
+    def _new_step(self, limit_s: float) -> TimedBatch:
+        return TimedBatch(self._limits.max_num_batched_tokens, cost=self.cost, limit_s=limit_s)
 
-    def _fill(self, step: TimedBatch, begin: float, now: float) -> None:
+    def _fill(
+        self, step: TimedBatch, begin: float, now: float, part: BestEffortPart | None
+    ) -> None:
         self._choose_aged(now)
         self._plan_aged(step)
         limit_s = step.limit_s
@@ -307,11 +308,11 @@ class SLOPolicy:
         step.limit_s = min(step.limit_s, (due - begin) / self.pace.correction)
         if step.rows and self._present():
             step.limit_s = min(step.limit_s, self.targets.slowdown * step.seconds())
-        if self.part is not None:
-            self.part.before_best_effort(step)
+        if part is not None:
+            part.before_best_effort(step)
         self._plan_best_effort(step, now, prompts=done)
-        if self.part is not None:
-            for priority in self.part.after_best_effort(step):
+        if part is not None:
+            for priority in part.after_best_effort(step):
                 self._served_at[priority] = now
 
     def _is_empty(self, step: TimedBatch) -> bool:

@@ -104,8 +104,9 @@ def _serve(arguments: argparse.Namespace, settings: Mapping[str, Any], served: S
             if served.kept_weights:
                 size = format_bytes(served.weight_bytes)
                 notice(f"weights {KEPT_WEIGHTS[served.kept_weights]} ({size})")
-            if served.kv_disk:
-                notice(served.kv_disk)
+            for line in (served.host_attention, served.kv_disk):
+                if line:
+                    notice(line)
             if served.scheduling:
                 notice(served.scheduling)
 
@@ -161,6 +162,13 @@ class RingProbe:
             "host_kv_blocks_free": info.free_host_blocks,
             "kv_blocks_to_host": info.blocks_to_host,
             "kv_blocks_to_device": info.blocks_to_device,
+            "host_attention_tokens": info.host_tokens,
+            "host_attention_queue": info.host_queue,
+            "host_attention_calls": info.host_calls,
+            "host_attention_jobs": info.host_jobs,
+            "host_attention_busy_seconds": info.host_busy_us / 1e6,
+            "host_attention_round_trip_seconds": info.host_round_trip_us / 1e6,
+            "host_attention_restarts": info.host_restarts,
             "kv_disk_bytes": info.disk_bytes,
             "kv_disk_blocks_saved": info.disk_saved,
             "kv_disk_blocks_lost": info.disk_lost,

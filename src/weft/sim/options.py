@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from weft.core.class_table import class_table
-from weft.core.config import check_budget
+from weft.core.config_rules import check_budget
 from weft.core.errors import ConfigError, ParameterError
 from weft.core.schedulers import SCHEDULERS
 from weft.core.settings import check_settings, setting

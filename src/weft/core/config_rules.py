@@ -1,0 +1,60 @@
+"""Rules between several settings of the engine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from weft.core.config import EngineConfig
+
+
+def check_budget(max_num_batched_tokens: int, max_num_seqs: int) -> None:
+    """Raise ConfigError if a step cannot hold a token of each running sequence."""
+    if max_num_batched_tokens < max_num_seqs:
+        raise ConfigError(
+            f"max_num_batched_tokens ({max_num_batched_tokens}) is below max_num_seqs "
+            f"({max_num_seqs}); each running sequence needs one token a step.",
+            param="max_num_batched_tokens",
+        )
+
+
+def check_kv_disk(config: EngineConfig) -> None:
+    """Raise ConfigError if other settings exclude the prefix cache on disk."""
+    if config.kv_disk is None:
+        return
+    if not config.prefix_caching:
+        raise ConfigError(
+            "kv_disk keeps cached prefixes, and prefix_caching is off; leave one of them out.",
+            param="kv_disk",
+        )
+    if config.tensor_parallel > 1:
+        raise ConfigError(
+            f"kv_disk is for one process, and tensor_parallel is {config.tensor_parallel}.",
+            param="kv_disk",
+        )
+
+
+def check_host_attention(config: EngineConfig) -> None:
+    """Raise ConfigError if attention on the host lacks what it needs, or what it has lacks it."""
+    if not config.attends_on_host:
+        for name in ("host_threads", "host_process"):
+            if getattr(config, name):
+                raise ConfigError(
+                    f"{name} is for attention on the host, which scheduler '{config.scheduler}' "
+                    "does not use; set scheduler to slo-piggyback, or leave it out.",
+                    param=name,
+                )
+        return
+    if config.host_kv_memory is None:
+        raise ConfigError(
+            f"Scheduler {config.scheduler} keeps KV on the host; set host_kv_memory to its size.",
+            param="host_kv_memory",
+        )
+    if config.tensor_parallel > 1:
+        raise ConfigError(
+            f"Scheduler {config.scheduler} is for one process, and tensor_parallel is "
+            f"{config.tensor_parallel}: all ranks would have to take the same results of the host.",
+            param="scheduler",
+        )

@@ -1,0 +1,93 @@
+"""The host tier of an engine on a CPU: the memory of its KV, and the worker that attends there."""
+
+from __future__ import annotations
+
+from weft.core.config import EngineConfig, ResolvedConfig
+from weft.core.errors import ConfigError
+from weft.core.topology import this_machine
+from weft.engine.threads import plan_threads
+from weft.exec.host_attention import HostAttention, WorkerThreads, shared_store
+from weft.exec.input_batch import InputBatch
+from weft.exec.store import KVStore
+from weft.exec.tiers import HostTier
+from weft.kernels.cpu.blocks import copy_blocks
+from weft.kernels.interface import OpTable
+from weft.models.decoder import Decoder
+from weft.models.spec import ModelSpec
+
+
+def check_piggybacked(config: EngineConfig, spec: ModelSpec, ops: OpTable) -> None:
+    """Check that rows of a model can be piggybacked, if they are to be.
+
+    Raises:
+        ConfigError: they cannot, or other kernels than the host worker's attend on the device.
+    """
+    if not config.attends_on_host:
+        return
+    kernel = ops.describe()["paged_attention"]
+    if not spec.rows_exchangeable:
+        why = "its per-layer inputs belong to the step in which a token begins"
+    elif kernel == "triton":
+        why = "steps of a GPU carry no results of the host yet"
+    elif kernel != "cpu":
+        why = f"its attention is computed by kernels {kernel}, that of the host by kernels cpu"
+    else:
+        return
+    raise ConfigError(
+        f"Scheduler {config.scheduler} cannot serve this model here: {why}. Choose scheduler slo.",
+        param="scheduler",
+    )
+
+
+def cpu_tier(
+    config: EngineConfig,
+    resolved: ResolvedConfig,
+    decoder: Decoder,
+    store: KVStore,
+    table: InputBatch,
+) -> HostTier | None:
+    """Return the host tier beside a store on a CPU; None where there is none.
+
+    Raises:
+        ConfigError: there is no memory for it that processes can share.
+        HostWorkerError: the worker cannot be started.
+    """
+    if not resolved.host_blocks:
+        return None
+    if not config.attends_on_host:
+        return HostTier(store, store.like(resolved.host_blocks), copy_blocks)
+    plan = plan_threads(config, this_machine())
+    threads = WorkerThreads(plan.host, plan.host_cpus)
+    if config.host_process:
+        host, memory = shared_store(store, resolved.host_blocks)
+        attention = HostAttention(decoder, host, table, threads, memory)
+    else:
+        host = store.like(resolved.host_blocks)
+        attention = HostAttention(decoder, host, table, threads)
+    return HostTier(store, host, copy_blocks, attention)
+
+
+def describe_host_attention(config: EngineConfig) -> str:
+    """Who attends on the host, as a sentence; empty if nobody does."""
+    if not config.attends_on_host:
+        return ""
+    count = config.num_host_threads
+    threads = f"{count} thread{'' if count == 1 else 's'}"
+    where = "process weft-host" if config.host_process else "the engine's process"
+    return (
+        f"best effort that gives way decodes on the host: {threads} of {where} "
+        f"attend{'s' if count == 1 else ''} there"
+    )
+
+
+def counted(attention: HostAttention) -> dict[str, int]:
+    """What a host worker has done, as the info page has it."""
+    counters = attention.mailbox.counters()
+    return {
+        "host_queue": attention.mailbox.waiting,
+        "host_calls": counters.calls,
+        "host_jobs": counters.jobs,
+        "host_busy_us": counters.busy_ns // 1000,
+        "host_round_trip_us": counters.round_trip_ns // 1000,
+        "host_restarts": attention.restarts,
+    }

@@ -1,0 +1,203 @@
+"""Piggybacked rows: tokens on their way through the layers while a host worker attends for them.
+
+A token begins with a step that computes its embedding and q, k and v of the first layer; these go
+to the worker. Any later step that executes a layer carries the results that are there for it: it
+computes the rest of the layer and q, k and v of the next one along with its own rows, up to the
+logits (OmniServe section 3.2). A row waits in one layer at a time, so that what it needs there, its
+residual and the angles of its position, is kept by row and not by layer.
+
+Every pass can be computed again: what it took and has not handed on is put back, what it has handed
+on has come a layer further, and a token that it did not begin begins again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.core.errors import HostWorkerError, InvariantError
+from weft.core.plan import StepPlan, Tier
+from weft.exec.host_attention import HostAttention
+from weft.exec.input_batch import InputBatch
+from weft.kernels.arrays import Array, numpy_dtype
+from weft.models.decoder import Decoder
+from weft.models.layers import Angles
+
+WAIT_S = 0.01  # of a step that has only piggybacked rows, for the next result: new requests wait
+ABORT_S = 1.0  # that a call which computes aborted rows may take, before its process is killed
+NOWHERE = -1  # the layer of rows without a token on its way
+
+Rows = NDArray[np.int32]  # executor rows, which are also slots of the mailbox
+
+
+class PiggybackedRows:
+    """The rows of an executor that have a token on its way. For one thread."""
+
+    def __init__(self, decoder: Decoder, table: InputBatch, host: HostAttention) -> None:
+        self._decoder, self._table, self.host = decoder, table, host
+        self._mailbox = host.mailbox
+        spec, rows = decoder.spec, len(table.sequence_ids)
+        self._layer = np.full(rows, NOWHERE, np.int32)  # in which each row waits
+        self._residual = np.empty((rows, spec.hidden_size), numpy_dtype(decoder.dtype))
+        self._angles = [
+            tuple(np.empty((rows, found.shape[1]), np.float32) for found in pair)
+            for pair in decoder.angles(np.zeros(0, np.int64))
+        ]
+        self._taken: Rows = np.zeros(0, np.int32)  # and not handed on yet
+        self._aborted: list[int] = []  # that the worker may be computing still
+
+    def __len__(self) -> int:
+        return int(np.count_nonzero(self._layer != NOWHERE))
+
+    @property
+    def in_layers(self) -> tuple[int, ...]:
+        """The number of rows that wait for each layer or its attention."""
+        waiting = self._layer[self._layer != NOWHERE]
+        return tuple(np.bincount(waiting, minlength=self._decoder.spec.num_layers).tolist())
+
+    # -- between steps ---------------------------------------------------------------------------
+
+    def before(self, plan: StepPlan) -> None:
+        """Do what a plan says of tokens on their way before it moves or writes any KV.
+
+        Raises:
+            InvariantError: it drops or moves a row whose token is on its way, or limits other
+                layers than there are.
+        """
+        layers = self._decoder.spec.num_layers
+        if plan.piggyback_limits and len(plan.piggyback_limits) != layers:
+            raise InvariantError(f"step {plan.step_id} has no limit for each of {layers} layers")
+        if plan.abort:
+            self._abort(plan.abort)
+        for row in (*plan.drop, *(move.row for move in plan.moves)):
+            if self._layer[row] != NOWHERE:
+                raise InvariantError(f"row {row} leaves the host while its token is on its way")
+        arrives = plan.spills or any(move.to is Tier.HOST for move in plan.moves)
+        if self._aborted and (arrives or plan.zero_host or plan.piggybacked):
+            self._await_aborted()
+
+    def _abort(self, rows: Iterable[int]) -> None:
+        """Drop the tokens of rows; those that have none on their way are ignored."""
+        gone = [row for row in rows if self._layer[row] != NOWHERE]
+        self._aborted += self._mailbox.abort(gone)
+        self._layer[gone] = NOWHERE
+
+    def _await_aborted(self) -> None:
+        """Wait until the worker writes to no block of an aborted row any more.
+
+        Those blocks may be another row's now. A process that is stopped is killed.
+        """
+        patience = time.monotonic() + ABORT_S
+        while True:
+            states = self._mailbox.states()
+            self._aborted = [row for row in self._aborted if states[row] == "aborting"]
+            if not self._aborted:
+                return
+            self.host.check()
+            if time.monotonic() > patience:
+                self.host.interrupt()
+                patience += ABORT_S
+            time.sleep(0.0005)
+
+    def wait(self) -> None:
+        """Wait until there is a result or a failure, for no longer than new requests may wait."""
+        self._mailbox.wait(WAIT_S)
+
+    def failed(self) -> dict[int, HostWorkerError]:
+        """End the tokens for which the worker could not attend, and say why, by row.
+
+        Raises:
+            HostWorkerError: there is no worker any more.
+        """
+        self.host.check()
+        failures = self._mailbox.failed()
+        self._end(list(failures))
+        return {
+            row: HostWorkerError(f"The host could not attend for this request: {why}.")
+            for row, why in failures.items()
+        }
+
+    # -- within a pass ---------------------------------------------------------------------------
+
+    def begin(self, rows: Rows) -> NDArray[np.int64]:
+        """Begin the next token of rows, whose KV lies with the host.
+
+        Returns:
+            the ids [n] to be embedded: the latest token of each.
+
+        Raises:
+            InvariantError: a token of a row is on its way already.
+        """
+        if (self._layer[rows] != NOWHERE).any():
+            raise InvariantError(f"of rows {rows.tolist()} one has a token on its way already")
+        table = self._table
+        contexts = table.length[rows]
+        positions = contexts - 1
+        used = [int(length[rows].max()) for length in table.table_length]
+        tables = [blocks[rows, :width] for blocks, width in zip(table.tables, used, strict=True)]
+        self._mailbox.begin(rows, contexts, tables)
+        for kept, found in zip(self._angles, self._decoder.angles(positions), strict=True):
+            for mine, fresh in zip(kept, found, strict=True):
+                mine[rows] = fresh
+        return table.tokens[rows, positions].astype(np.int64)
+
+    def submit(
+        self, rows: Rows, layer: int, residual: Array, q: Array, k: Array | None, v: Array | None
+    ) -> None:
+        """Hand q [n, H, D] and k, v [n, Hkv, D] of a layer to the worker; keep the residual."""
+        self._mailbox.submit(rows, layer, q, k, v)
+        self._residual[rows], self._layer[rows] = residual, layer
+        self._taken = self._taken[:0]
+
+    def take(self, layer: int, most: int) -> tuple[Rows, Array, Array]:
+        """Take results of a layer, in the order of their submission.
+
+        Returns:
+            the rows [n], their attention [n, H, D] and their residuals [n, C].
+        """
+        rows = self._mailbox.done(layer, most)
+        attended = self._mailbox.take(rows, layer)
+        self._taken = rows
+        return rows, attended, self._residual[rows]
+
+    def angles(self, rows: Rows) -> tuple[Angles, ...]:
+        """The angles of the rows' positions, for each rope of the model: each [n, R]."""
+        return tuple((cos[rows], sin[rows]) for cos, sin in self._angles)
+
+    def done_counts(self) -> NDArray[np.int32]:
+        """The number of results for each layer; the next call overwrites it."""
+        return self._mailbox.done_counts()
+
+    def finish(self, rows: Rows) -> None:
+        """The tokens of rows that were taken from the last layer are there."""
+        self._taken = self._taken[:0]
+        self._end(rows)
+
+    # -- after a pass that ran out of memory -----------------------------------------------------
+
+    def put_back(self) -> None:
+        """Undo what the pass took and has not handed on."""
+        self._mailbox.put_back(self._taken)
+        self._taken = self._taken[:0]
+
+    def give_up(self, begun: Iterable[int]) -> list[int]:
+        """End the tokens that the pass took and has not handed on; ``begun`` are those of its own.
+
+        Returns:
+            the rows of both that have no token on their way now.
+        """
+        lost = [*self.not_begun(begun), *self._taken.tolist()]
+        self._end(self._taken)
+        self._taken = self._taken[:0]
+        return lost
+
+    def not_begun(self, rows: Iterable[int]) -> list[int]:
+        """Those of these rows that have no token on its way."""
+        return [row for row in rows if self._layer[row] == NOWHERE]
+
+    def _end(self, rows: Rows | list[int]) -> None:
+        self._mailbox.release(rows)
+        self._layer[rows] = NOWHERE

@@ -1,0 +1,143 @@
+"""``weft serve --scheduler slo-piggyback`` on a CPU: best effort decodes on the host."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from live import START_S, Server, eventually, refused, serving
+from weft.core.config import EngineConfig
+from weft.cost.curves import Curve
+from weft.cost.fit import FEATURES, Fitted
+from weft.engine.costs import profile_key
+from weft.engine.model import find_model
+
+COMMON = ["--device", "cpu", "--max-model-len", "256"]
+TIGHT = ["--kv-memory", "2MiB", "--host-kv-memory", "16MiB"]
+CROWD = 12  # sequences of 195 tokens, of which the device holds three and a half
+GIVEN = [[9 + number, 7, 5 + number] * 25 for number in range(CROWD)]
+
+
+def completions(server: Server, tier: str = "flex") -> list[str]:
+    """Greedy answers to all prompts at once."""
+
+    def ask(prompt: list[int]) -> str:
+        body = {"model": "builtin", "prompt": prompt, "temperature": 0, "ignore_eos": True}
+        body |= {"service_tier": tier, "max_tokens": 120}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=START_S)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"][0]["text"]
+
+    with ThreadPoolExecutor(CROWD) as clients:
+        return list(clients.map(ask, GIVEN))
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory) -> list[str]:
+    """The answers of a server whose KV holds all sequences."""
+    with serving(tmp_path_factory.mktemp("ample"), *COMMON) as server:
+        return completions(server)
+
+
+@pytest.fixture(scope="module")
+def piggybacking(tmp_path_factory) -> list[str]:
+    """Settings, with a profile of the built-in model that was measured nowhere."""
+    config = EngineConfig(model="builtin", device="cpu", threads=1)
+    model = find_model(config)
+    key, layers = profile_key(config, model), model.spec.num_layers
+    path = tmp_path_factory.mktemp("costs") / "profile.json"
+    Fitted(key, layers, Curve((1, 1024), (0.001, 0.01)), dict.fromkeys(FEATURES, 0.0)).save(path)
+    given = ["--scheduler", "slo-piggyback", "--slo-admission", "off", "--profile", str(path)]
+    return [*COMMON, *TIGHT, *given]
+
+
+def host(server: Server, name: str) -> float:
+    (value,) = server.metrics(f"weft:host_attention_{name}{{")
+    return value
+
+
+def expect_host_tokens(server: Server) -> None:
+    """The counters agree that the host has computed."""
+    eventually(server.idle)
+    assert host(server, "tokens_total") > 0
+    assert host(server, "queue") == 0
+    calls, jobs = host(server, "calls_total"), host(server, "jobs_total")
+    assert jobs >= max(calls, 4 * host(server, "tokens_total")), "a job for each layer"
+    busy, round_trip = host(server, "busy_seconds_total"), host(server, "round_trip_seconds_total")
+    assert busy > 0
+    assert round_trip > 0
+
+
+@pytest.mark.parametrize("host_process", [False, True])
+def test_best_effort_decodes_on_the_host_to_the_same_tokens(
+    host_process, expected, piggybacking, tmp_path
+):
+    given = ["--host-threads", "1", *(["--host-process"] if host_process else [])]
+    where = "process weft-host" if host_process else "the engine's process"
+    words = f"best effort that gives way decodes on the host: 1 thread of {where} attends there"
+    with serving(tmp_path, *piggybacking, *given) as server, ThreadPoolExecutor(1) as others:
+        info = httpx.get(f"{server.url}/server_info").json()["engine"]
+        assert info["host_attention"] == words
+        assert words in server.errors.read_text()
+        assert ("weft-host" in server.children()) == host_process
+        crowd = others.submit(completions, server)
+        eventually(lambda: server.metrics("weft:num_requests_running")[0] > 0, START_S)
+        assert completions(server, "default") == expected
+        assert crowd.result() == expected
+        expect_host_tokens(server)
+
+
+def test_the_process_may_be_stopped_and_killed(expected, piggybacking, tmp_path):
+    """Stopped, it holds up only those for whom it attends; killed, nobody notices."""
+    with (
+        serving(tmp_path, *piggybacking, "--host-process") as server,
+        ThreadPoolExecutor(2) as others,
+    ):
+        crowd = others.submit(completions, server)
+        eventually(lambda: server.metrics("weft:num_requests_running")[0] > 0, START_S)
+        urgent = others.submit(completions, server, "default")
+        eventually(lambda: host(server, "tokens_total") > 0, START_S)
+        worker = server.children()["weft-host"]
+        os.kill(worker.pid, signal.SIGSTOP)
+        assert urgent.result() == expected
+        assert completions(server, "default") == expected
+        assert not crowd.done()
+        worker.kill()
+        assert crowd.result() == expected
+        assert host(server, "restarts_total") >= 1
+        assert server.metrics("weft:engine_restarts_total") == [0]
+        expect_host_tokens(server)
+
+
+def test_info_and_refusals_say_what_attends_on_the_host(call, piggybacking):
+    told = json.loads(call("info", "--json", *piggybacking, "--host-threads", "2").stdout)
+    words = "best effort that gives way decodes on the host: 2 threads of the engine's process"
+    assert told["memory"]["host_attention"] == f"{words} attend there"
+    assert words in call("info", *piggybacking, "--host-threads", "2").stdout
+    without = call("serve", *COMMON, "--scheduler", "slo-piggyback")
+    refused(without, "keeps KV on the host", "set host_kv_memory")
+    refused(call("serve", *COMMON, "--host-threads", "2"), "set scheduler to slo-piggyback")
+
+
+def test_an_engine_that_is_killed_with_rows_on_the_host_loses_no_token(
+    expected, piggybacking, tmp_path
+):
+    """Its worker ends with it, and the next engine has one of its own."""
+    with (
+        serving(tmp_path, *piggybacking, "--host-process") as server,
+        ThreadPoolExecutor(1) as others,
+    ):
+        crowd = others.submit(completions, server)
+        eventually(lambda: host(server, "tokens_total") > 0, START_S)
+        worker = server.children()["weft-host"]
+        server.children()["weft-engine"].kill()
+        assert crowd.result() == expected
+        assert server.metrics("weft:engine_restarts_total") == [1]
+        assert not worker.is_running()
+        assert server.children()["weft-host"].pid != worker.pid
+        eventually(server.idle)
