@@ -172,7 +172,7 @@ def assert_same_as_ample(
     found, plans = run(engine, crowd(seed, cancels=True), monkeypatch)
     assert_alike(found, wanted)
     begun = sum(len(plan.piggybacked) for plan in plans)
-    assert begun >= engine.scheduler.totals.host_tokens > 8
+    assert begun >= engine.scheduler.totals.host_tokens > 0
     assert set(engine.executor.tier.attention.mailbox.states()) == {"empty"}
 
 
