@@ -16,9 +16,13 @@ from hypothesis import strategies as st
 
 from depth import searching
 from weft.core.errors import ConfigError, InvariantError
+from weft.core.types import Request, SamplingParams
 from weft.kv import disk_cache
 from weft.kv.block_files import PARTIAL_S, BlockFiles, Key
+from weft.kv.cache import GroupSpec, KVCache
 from weft.kv.disk_cache import DiskCache, Fetch
+from weft.sched.registry import fcfs
+from weft.sched.scheduler import Limits
 
 ME, OTHER = b"m" * 16, b"o" * 16
 SIZE = 1000
@@ -454,3 +458,24 @@ def test_the_rate_of_the_disk_is_measured(tmp_path, monkeypatch):
     assert measured < later < disk_cache.RATE_BYTES_S, "it may have been busy"
     assert later > 0.99 * disk_cache.RATE_BYTES_S
     site.cache.close(WAIT_S)
+
+
+def test_blocks_of_windows_never_exceed_the_memory_to_read_ahead(tmp_path):
+    """They do not become fewer with the tokens that are read."""
+    groups = (GroupSpec("full", 4, 64), GroupSpec("sliding", 4, 64, window=16))
+    sizes, long = (100, 1000), tuple(range(90))
+    files, hashes = make_files(tmp_path), KVCache(groups)
+    hashes.register(1, b"")
+    for group, size in enumerate(sizes):
+        for block_hash in hashes.block_hashes(1, group, long, 20):
+            files.write((group, block_hash), memoryview(bytes(size)))
+    for staged_bytes in (0, 900, 1000, 4500, 6000, 10_000):
+        disk = DiskCache(files, sizes, staged_bytes=staged_bytes)  # whose threads do not run
+        scheduler = fcfs(KVCache(groups, disk=disk), Limits(4, 64, 200))
+        scheduler.add(Request(1, long, SamplingParams(max_tokens=1)))
+        first = scheduler.plan(0.0)
+        assert (first is None) == (disk.room < staged_bytes), "it waits for what is read"
+        assert disk.room >= 0
+        scheduler.add(Request(2, tuple(range(50, 80)), SamplingParams(max_tokens=1)))
+        second = scheduler.plan(0.0)
+        assert second is not None

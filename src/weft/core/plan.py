@@ -113,7 +113,7 @@ TierCopy: TypeAlias = tuple[int, int, int]  # a group, a block of one tier, a bl
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step. The executor applies saves, zero, spills, abort, drop, add, moves, extend, fills
+    """One step. The executor applies saves, zero, abort, spills, drop, add, moves, extend, fills
     and loads, then computes.
 
     Layer-wise moves take place while it computes, so their rows are extended before they move.

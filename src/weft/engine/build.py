@@ -58,6 +58,7 @@ from weft.kernels.collectives import Collectives
 from weft.kernels.interface import OpTable
 from weft.kv.cache import GroupSpec
 from weft.kv.disk_cache import DiskCache
+from weft.kv.tiers import TieredCache
 from weft.models.kept_weights import KeptWeights
 from weft.models.layout import num_parameters, storage_of
 from weft.models.loader import load_model
@@ -144,7 +145,9 @@ class Engine:
         """Use a moment without work; whether there is more to do at once."""
         if self.idle_memory is None or not self.scheduler.idle:
             return False
-        return self.idle_memory.idle(self.scheduler.cache.pools)
+        kv = self.scheduler.memory.kv
+        host = kv.host.pools if isinstance(kv, TieredCache) else ()
+        return self.idle_memory.idle(self.scheduler.cache.pools, host)
 
     def worked(self) -> None:
         """Steps have been computed."""

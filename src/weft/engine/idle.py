@@ -59,11 +59,12 @@ class IdleMemory:
         """Blocks were written that hold nothing any more."""
         self._since, self._work, self._freed = None, iter(()), False
 
-    def idle(self, pools: tuple[BlockPool, ...]) -> bool:
+    def idle(self, pools: tuple[BlockPool, ...], host_pools: tuple[BlockPool, ...] = ()) -> bool:
         """Use a moment in which nothing is computed; whether there is more to do at once.
 
         Args:
             pools: of a cache in which no sequence has a table.
+            host_pools: of the host tier, whose prefixes are forgotten as well.
         """
         if next(self._work, self) is not self:
             return True
@@ -75,7 +76,7 @@ class IdleMemory:
             if idle_s >= SAVE_S:
                 self._work = self._save_all()
         elif self._forget_s and not self._forgot and idle_s >= self._forget_s:
-            for pool in pools:
+            for pool in (*pools, *host_pools):
                 pool.forget()
             self._freed, self._forgot, self._work = True, True, self._give_back(pools)
         elif not self._freed and idle_s >= PAUSE_S:

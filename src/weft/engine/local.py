@@ -22,6 +22,8 @@ from weft.exec.grammar import Grammars
 
 logger = logging.getLogger("weft")
 
+LONGEST_S = 0.5  # of a wait
+
 
 class LocalInbox:
     """Hands requests to the loop and updates back to the sink of each request.
@@ -81,10 +83,13 @@ class LocalInbox:
         deliver(by_sink, self._sinks, self.cancel)
 
     def wait(self) -> None:
-        """Block until there is something to receive, ``poke`` was called, or it is closed."""
+        """Block until there is something to receive, ``poke`` was called, or it is closed.
+
+        Returns early as well, for what depends on time.
+        """
         with self._changed:
             self._changed.wait_for(
-                lambda: self._requests or self._cancels or self._poked or self.closed
+                lambda: self._requests or self._cancels or self._poked or self.closed, LONGEST_S
             )
             self._poked = False
 

@@ -183,6 +183,9 @@ class DiskCache:
                 self.totals.saved += 1
             except OSError as error:
                 self._pause(error)
+            except Exception:
+                logger.exception("A prefix could not be kept on disk.")
+                self.totals.lost += 1
             with self._lock:
                 del self._writing[key]
                 self._reserved.remove(key)

@@ -66,10 +66,15 @@ class HostPrefixes:
             if self._pools[group].find(block_hash) == target  # else it was given away again
         )
 
+    def drop_spills(self) -> None:
+        """Forget the blocks that were to be copied here."""
+        for group, _, target in self.take_spills():
+            self._pools[group].evict([target])
+
     def take_fills(self) -> tuple[TierCopy, ...]:
         """What the next launched step copies to the device before it computes."""
         fills, self._fills = tuple(self._fills), []
-        for group, source, _ in fills:
+        for group, source, _ in reversed(fills):  # a beginning is of use to more prompts
             self._pools[group].release(source)
         return fills
 

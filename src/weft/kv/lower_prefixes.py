@@ -113,8 +113,10 @@ class LowerPrefixes:
 
         upto = self._found(sequence, hit, has)
         keys = self._not_on_host(self._keys(sequence, hit, upto))
-        if (wanted := nbytes(keys)) > disk.room:
-            upto = self._found(sequence, hit, has, hit + (upto - hit) * disk.room // wanted)
+        while keys and (wanted := nbytes(keys)) > disk.room:
+            # Blocks of a sliding group do not become fewer with the tokens.
+            most = min(upto - 1, hit + (upto - hit) * max(0, disk.room) // wanted)
+            upto = self._found(sequence, hit, has, most)
             if not (keys := self._not_on_host(self._keys(sequence, hit, upto))):
                 return None
         return keys if disk.read_s(nbytes(keys)) < self.compute_s(hit, upto) else []
@@ -138,7 +140,7 @@ class LowerPrefixes:
         if self.host is not None:
             upto = self._found(sequence, hit, lambda key: self._on_host(key) or staged(key))
             if upto > hit and self.fill_s(upto - hit) < self.compute_s(hit, upto):
-                for key in self._keys(sequence, hit, upto):
+                for key in reversed(self._keys(sequence, hit, upto)):
                     if self.host.has(key):
                         self.host.touch(key)
                 return upto
@@ -232,6 +234,11 @@ class LowerPrefixes:
         """What the next launched step must save before anything is written."""
         saves, self._saves = tuple(self._saves), []
         return saves
+
+    def nothing_launched(self) -> None:
+        """A plan came to nothing: what its blocks have may be gone before the next one."""
+        if self.host is not None:
+            self.host.drop_spills()
 
     def added(self, plan: StepPlan) -> StepPlan:
         """A plan that is launched now, with the copies that it must make."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from weft.core.plan import RowAdd, Tier
 from weft.core.types import Sequence
 from weft.kv.cache import KVCache
+from weft.kv.lower_prefixes import LowerPrefixes
 from weft.sched.batch import BatchBuilder
 from weft.sched.memory_device import DeviceMemory
 from weft.sched.preempt import choose_victim, covers
@@ -69,8 +70,8 @@ class Admission:
                 if fetched == FETCHES_A_STEP:
                     break
                 continue
-            start = lower.found(sequence, hit) if lower and self._may_reuse(sequence) else hit
-            if not self._may_have_row(sequence) or not self._open(step, sequence, hit, start):
+            reused = lower if self._may_reuse(sequence) else None
+            if not self._may_have_row(sequence) or not self._open(step, sequence, hit, reused):
                 step.admission_blocked = memory.blocks_come_back()
                 break
             admitted.append(sequence)
@@ -115,30 +116,37 @@ class Admission:
         sequence.waiting_on = wait.awaited(sequence.order[0], block_hashes, hit)
         return hit
 
-    def _open(self, step: BatchBuilder, sequence: Sequence, hit: int, start: int) -> bool:
+    def _open(
+        self, step: BatchBuilder, sequence: Sequence, hit: int, lower: LowerPrefixes | None
+    ) -> bool:
         """Give the sequence a row and blocks for its first chunk, if all its tokens fit now.
 
-        What the host has of tokens [hit, start), and what was read from disk, comes into blocks of
-        its own. If taking those has cost the host some of it, they are computed.
+        What ``lower`` has of its prompt behind the first ``hit`` tokens comes into blocks of its
+        own. If taking those has cost the host some of it, it is computed.
         """
-        cache, lower = self._cache, self._cache.lower
-        cache.open(sequence.id, hit, start - hit)
-        upto = 0
-        count = step.room(start, len(sequence.tokens) - start)
-        if count > 0 and self._make_fit(step, sequence) and self.find_row(sequence):
+        cache, start, upto = self._cache, hit, 0
+        cache.open(sequence.id, hit)
+        fits = step.room(hit, len(sequence.tokens) - hit) > 0 and self._make_fit(step, sequence)
+        if fits and self.find_row(sequence):
+            if lower is not None and (start := lower.found(sequence, hit)) > hit:
+                cache.release(sequence.id)
+                cache.open(sequence.id, hit, start - hit)
+            count = step.room(start, len(sequence.tokens) - start)
             upto = min(start + count, cache.growable(sequence.id))
         if upto <= start or cache.extend(sequence.id, upto) is None:
             cache.release(sequence.id)
             return False
-        if lower is not None:
+        if lower is not None and start > hit:
             filled = lower.load(sequence, hit, start)
             if filled is None:
                 cache.release(sequence.id)
-                return self._open(step, sequence, hit, hit)
+                hit = cache.find_prefix(sequence.id, sequence.tokens)  # it may have lost some, too
+                return self._open(step, sequence, hit, None)
             if filled:
                 self._sequences.totals.blocks_to_device += filled
                 step.count_move(Tier.DEVICE, start - hit)
-            lower.forget(sequence.id)
+        if cache.lower is not None:
+            cache.lower.forget(sequence.id)
         self.start(step, sequence, start, cache, Tier.DEVICE)
         step.put(sequence, upto - start)
         priority, own = sequence.order[0], self._memory.needed_soon([sequence])

@@ -38,18 +38,19 @@ def make_policy(name: str, given: Resources) -> Policy:
 
 def compose(policy: Policy, cache: AnyCache, limits: Limits) -> Scheduler:
     """A scheduler over one tier or over two, where nothing is computed on the host."""
-    _predict_prefills(policy, cache, limits)
+    if isinstance(policy, SLOPolicy):
+        _predict_prefills(policy.cost, cache, limits)
     if isinstance(cache, KVCache):
         return Scheduler(policy, DeviceMemory(cache), limits)
     memory = SwapMemory(cache, preempts_ahead=policy.preempts_ahead)
     return Scheduler(policy, memory, limits)
 
 
-def _predict_prefills(policy: Policy, cache: AnyCache, limits: Limits) -> None:
+def _predict_prefills(cost: CostModel, cache: AnyCache, limits: Limits) -> None:
     """Have kept prefixes come back only where that is predicted to be faster than computing."""
     lower = (cache if isinstance(cache, KVCache) else cache.device).lower
-    if lower is not None and isinstance(policy, SLOPolicy):
-        cost, chunk = policy.cost, limits.max_num_batched_tokens
+    if lower is not None:
+        chunk = limits.max_num_batched_tokens
         lower.compute_s = lambda start, upto: prefill_s(cost, start, upto, chunk)
         lower.fill_s = lambda tokens: cost.terms(Work(in_tokens=tokens)).kv_move
 
@@ -86,6 +87,7 @@ def load_aware(
         host_only: all KV lies with the host, so that all decode attention is computed there: the
             baseline that NEO calls FastDecode+ (section 5.1).
     """
+    _predict_prefills(cost, cache, limits)
     memory = SwapMemory(cache, host_computes=True, comes_back=not host_only)
     part = TwoBatch(memory, Balance(cost, limits.max_num_batched_tokens), host_only=host_only)
     return Scheduler(FCFSPolicy(classes, cost, fills=not host_only), memory, limits, [part])
@@ -99,6 +101,7 @@ def slo_piggyback(
     targets: TargetPolicy = DEFAULT_POLICY,
 ) -> Scheduler:
     """Latency targets first; best effort of the host is piggybacked (OmniServe section 3.2)."""
+    _predict_prefills(cost, cache, limits)
     policy, memory = SLOPolicy(cost, classes, targets), HostMemory(cache)
     return Scheduler(policy, memory, limits, [PiggybackPart(memory, policy)])
 

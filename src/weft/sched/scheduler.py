@@ -173,7 +173,11 @@ class Scheduler:
         self.sequences.close()
         self.memory.open_plan()
         step = self.policy.fill(now)
-        return None if step is None else self._launch(step)
+        if step is not None:
+            return self._launch(step)
+        if self.cache.lower is not None:
+            self.cache.lower.nothing_launched()
+        return None
 
     @property
     def launched(self) -> bool:

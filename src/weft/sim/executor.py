@@ -249,11 +249,11 @@ class ModelledExecutor:
         for tier, pairs in ((Tier.DEVICE, plan.zero), (Tier.HOST, plan.zero_host)):
             for group, block in pairs:
                 self._kv[tier][group][block] = [None] * self._groups[group].block_size
-        self._copy(Tier.DEVICE, Tier.HOST, plan.spills)
         for index in plan.abort:
             if self._piggyback is None:
                 raise InvariantError("the modelled executor carries no piggybacked rows")
             self._piggyback.abort(index)
+        self._copy(Tier.DEVICE, Tier.HOST, plan.spills)
         for index in plan.drop:
             if self._piggyback is not None:
                 self._piggyback.give_up(index)
