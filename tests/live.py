@@ -47,7 +47,8 @@ class Server:
     errors: Path
 
     def children(self) -> dict[str, psutil.Process]:
-        found = psutil.Process(self.process.pid).children(recursive=True)
+        """By title; of two the ancestor: a fork bears its title until it execs."""
+        found = reversed(psutil.Process(self.process.pid).children(recursive=True))
         return {words[0].split()[0]: child for child in found if (words := command_of(child))}
 
     def metrics(self, *names: str, headers: dict[str, str] | None = None) -> list[float]:
