@@ -124,6 +124,21 @@ def test_a_sequence_that_ends_while_it_moves_leaves_both_tables_to_the_lease():
     cache.check()
 
 
+def test_nothing_of_a_faulty_sequence_is_found_in_a_tier_that_it_has_left():
+    cache, tokens = TieredCache([FULL], [8]), list(range(10))
+    filled(cache, 1, tokens)
+    assert filled(cache, 2, tokens[:5]) == 4  # shares the first block
+    _, lease = cache.move(1, 0, 10)
+    cache.complete_move(lease)
+    cache.register(3, b"")
+    assert cache.device.find_prefix(3, tokens) == 8
+    left = cache.device.pools[0].cached()
+    cache.release(1, faulty_from=4)
+    cache.check()
+    assert cache.device.find_prefix(3, tokens) == 4  # what it was given by another one
+    assert cache.device.take_zero() == ((0, left[0][0]),)
+
+
 def test_a_faulty_sequence_that_moves_leaves_nothing_to_find_in_either_tier():
     cache = TieredCache([FULL], [8])
     filled(cache, 1, list(range(10)))

@@ -362,6 +362,23 @@ class KVCache:
                 if block >= 0:
                     pool.release(block)
 
+    def disown(self, sequence_id: int, start: int) -> None:
+        """Let nobody find what a faulty sequence, now in another tier, left here from ``start`` on.
+
+        Blocks that nobody holds are zeroed before they are used again.
+        """
+        for index, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
+            hashes = self._chains[sequence_id][group.block_size].block_hashes
+            for block_hash in hashes[start // group.block_size :]:
+                block = pool.find(block_hash)
+                if block is None:
+                    continue
+                if pool.references(block) == 0:
+                    pool.evict([block])
+                    self._zero.append((index, block))
+                else:
+                    pool.invalidate(block)
+
     def take_zero(self) -> tuple[tuple[int, int], ...]:
         """Return (group, block) pairs that the next launched step must zero first."""
         zero, self._zero = tuple(self._zero), []

@@ -117,6 +117,8 @@ class TieredCache:
     def release(self, sequence_id: int, *, faulty_from: int | None = None) -> None:
         """Release the blocks of the sequence, after its move if one is in flight."""
         cache, leases = self.of(sequence_id), self._leases.get(sequence_id)
+        if faulty_from is not None:
+            (self.device if cache is self.host else self.host).disown(sequence_id, faulty_from)
         if leases is None:
             cache.release(sequence_id, faulty_from=faulty_from)
             return
