@@ -33,10 +33,12 @@ from weft.cost.fit import FEATURES, Fitted
 from weft.engine.build import Engine, build_engine
 from weft.engine.costs import profile_key
 from weft.engine.model import find_model
-from weft.exec import host_attention, piggyback
+from weft.exec import host_attention, layerwise, piggyback
+from weft.exec.eager import EagerExecutor
 from weft.exec.layerwise import LayerwiseForward
 from weft.exec.piggyback import PiggybackedRows
 from weft.kernels.cpu.host import HostMailbox, HostWorker
+from weft.kernels.cpu.stack import CpuStack
 from weft.models.decoder import Decoder
 
 FAMILIES = {
@@ -150,6 +152,12 @@ def host(request, monkeypatch) -> None:
         monkeypatch.setattr(host_attention, "HostWorker", request.param)
 
 
+@pytest.fixture
+def layer_by_layer(monkeypatch) -> None:
+    """Passes that carry rows call the parts of each layer, as ranks of a model do."""
+    monkeypatch.setattr(layerwise, "CpuStack", type(None))
+
+
 def assert_alike(found: dict[int, Answer], wanted: dict[int, Answer]) -> None:
     """The same tokens, up to where a request was cancelled."""
     ends = Counter(answer.finish for answer in found.values())
@@ -188,6 +196,12 @@ def test_attention_on_the_host_changes_no_token(folders, family, seed, monkeypat
     gives.
     """
     assert_same_as_ample(folders[family], FAMILIES[family], seed, monkeypatch)
+
+
+@pytest.mark.usefixtures("layer_by_layer")
+@pytest.mark.parametrize("family", ["gemma3", "qwen3-moe-mixed", "gemma4-shared-kv-alone"])
+def test_nor_does_it_layer_by_layer(folders, family, monkeypatch) -> None:
+    assert_same_as_ample(folders[family], FAMILIES[family], 1, monkeypatch)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -234,6 +248,37 @@ def starve(monkeypatch: pytest.MonkeyPatch, share: float) -> Counter[str]:
     return ran_out
 
 
+@pytest.mark.parametrize("family", ["llama-gqa", "gemma3"])
+def test_a_native_pass_that_runs_out_of_memory_loses_no_row(folders, family, monkeypatch) -> None:
+    """Before it has done anything, or after all layers: with their rows taken, not handed on."""
+    draw, ran_out, run_carrying = random.Random(7), Counter[str](), CpuStack.run_carrying
+
+    def starving(self, *given):
+        when = draw.choice(("before", "after", *["never"] * 8))
+        ran_out[when] += 1
+        if when == "before":
+            raise MemoryError
+        hidden, came = run_carrying(self, *given)
+        if when == "after" and len(hidden) > 1:
+            ran_out["taken"] += came
+            raise MemoryError
+        return hidden, came
+
+    monkeypatch.setattr(CpuStack, "run_carrying", starving)
+    alone = EagerExecutor._carry_alone
+
+    def fed(self, *given):
+        """Rows find memory when they are alone."""
+        with monkeypatch.context() as patch:
+            patch.setattr(CpuStack, "run_carrying", run_carrying)
+            alone(self, *given)
+
+    monkeypatch.setattr(EagerExecutor, "_carry_alone", fed)
+    assert_same_as_ample(folders[family], FAMILIES[family], 1, monkeypatch)
+    assert min(ran_out[name] for name in ("before", "after", "taken")) > 0
+
+
+@pytest.mark.usefixtures("layer_by_layer")
 @pytest.mark.parametrize("family", ["llama-gqa", "gemma3"])
 def test_a_step_that_runs_out_of_memory_loses_no_row(folders, family, monkeypatch) -> None:
     ran_out = starve(monkeypatch, 0.15)
@@ -334,6 +379,7 @@ def test_rows_come_a_layer_further_where_their_results_are_there(steps, second_t
     assert back.piggyback_layers == ()
 
 
+@pytest.mark.usefixtures("layer_by_layer")
 def test_a_row_crosses_several_layers_in_a_step_if_the_host_is_fast(
     folders, second_tokens, monkeypatch
 ) -> None:
@@ -411,6 +457,7 @@ def test_a_job_that_fails_ends_its_row_alone(steps, second_tokens) -> None:
     assert not faults
 
 
+@pytest.mark.usefixtures("layer_by_layer")
 @pytest.mark.parametrize("part", ["pre", "post", "logits"])
 def test_a_row_that_finds_no_memory_alone_ends_alone(
     steps, second_tokens, part, monkeypatch
@@ -518,19 +565,22 @@ def test_steps_without_results_of_the_host_are_one_native_call(steps, monkeypatc
     steps.run(steps.decode(0, at=21), piggyback_limits=steps.all)
 
 
-def test_what_one_pass_carries_has_the_bits_of_rows_of_the_device(folders, monkeypatch) -> None:
-    """Layer by layer and all at once the hidden states are the same, whatever rows join."""
+@pytest.mark.parametrize("natively", [True, False])
+def test_what_one_pass_carries_has_the_bits_of_rows_of_the_device(
+    folders, natively, monkeypatch
+) -> None:
+    """With rows beside them the hidden states of a step are the same."""
+    if not natively:
+        monkeypatch.setattr(layerwise, "CpuStack", type(None))
     folder = folders["gemma3"]
     hidden = {}
+    run = LayerwiseForward.run
 
-    def watched(finish, name):
-        def call(self, residual):
-            hidden[name] = finish(self, residual)
-            return hidden[name]
+    def watched(self, *given):
+        hidden["carrying"], came = run(self, *given)
+        return hidden["carrying"], came
 
-        return call
-
-    monkeypatch.setattr(Decoder, "finish", watched(Decoder.finish, "layerwise"))
+    monkeypatch.setattr(LayerwiseForward, "run", watched)
     monkeypatch.setattr(host_attention, "HostWorker", Idler)
     with Steps(piggybacking(folder)) as steps:
         for row in (0, 1, 2):
@@ -540,9 +590,9 @@ def test_what_one_pass_carries_has_the_bits_of_rows_of_the_device(folders, monke
         for row in (0, 1):
             plain.start(row)
         compute = plain.executor._compute
-        plain.executor._compute = lambda *given: hidden.setdefault("native", compute(*given))
+        plain.executor._compute = lambda *given: hidden.setdefault("plain", compute(*given))
         plain.run(plain.decode(0, 1))
-    np.testing.assert_array_equal(hidden["layerwise"], hidden["native"])
+    np.testing.assert_array_equal(hidden["carrying"], hidden["plain"])
 
 
 # -- what is refused ------------------------------------------------------------------------------

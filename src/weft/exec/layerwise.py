@@ -1,4 +1,4 @@
-"""The forward pass layer by layer, in which piggybacked rows come and go between the layers."""
+"""The forward pass in which piggybacked rows come and go between the layers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from weft.exec.inputs import StepInputs
 from weft.exec.piggyback import PiggybackedRows, Rows
 from weft.exec.store import KVStore
 from weft.kernels.arrays import Array
+from weft.kernels.cpu.stack import CpuStack
 from weft.models.decoder import Decoder
 from weft.models.layers import Angles
 
@@ -24,6 +25,8 @@ class LayerwiseForward:
 
     def __init__(self, decoder: Decoder, store: KVStore, rows: PiggybackedRows) -> None:
         self._decoder, self._store, self._rows = decoder, store, rows
+        stack = decoder.bind(store.keys, store.values)
+        self._stack = stack if isinstance(stack, CpuStack) else None
 
     def run(self, inputs: StepInputs, begun: Seq[int], limits: Seq[int]) -> tuple[Array, Rows]:
         """Run every layer.
@@ -37,6 +40,8 @@ class LayerwiseForward:
             normalised hidden states [T + F, C], and the rows [F] of the last F of them, which have
             come through the last layer. ``PiggybackedRows.finish`` ends their tokens.
         """
+        if self._stack is not None:
+            return self._run_natively(self._stack, inputs, begun, limits)
         decoder, rows = self._decoder, self._rows
         ids, carried = inputs.input_ids, np.array(begun, np.int32)
         tokens = len(ids)
@@ -61,6 +66,24 @@ class LayerwiseForward:
             if len(residual):
                 residual = decoder.post(layer, attended, residual)
         return decoder.finish(residual) if len(residual) else residual, carried
+
+    def _run_natively(
+        self, stack: CpuStack, inputs: StepInputs, begun: Seq[int], limits: Seq[int]
+    ) -> tuple[Array, Rows]:
+        """All layers as one call."""
+        rows, begins, ids = self._rows, np.array(begun, np.int32), inputs.input_ids
+        if len(begins):
+            ids = _joined(ids, rows.begin(begins))
+        most = len(rows) + len(begins)
+        rows.carried.clear()
+        try:
+            hidden, _ = stack.run_carrying(
+                ids, inputs.positions, inputs.groups, rows.carried,
+                begins, np.array(limits, np.int32), most,
+            )  # fmt: skip
+        finally:
+            came = rows.taken_natively()
+        return hidden, came
 
     def _angles(self, own: tuple[Angles, ...], carried: Rows) -> tuple[Angles, ...]:
         """The angles of the step's own tokens and of the rows that it carries."""

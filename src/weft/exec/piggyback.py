@@ -42,10 +42,12 @@ class PiggybackedRows:
         spec, rows = decoder.spec, len(table.sequence_ids)
         self._layer = np.full(rows, NOWHERE, np.int32)  # in which each row waits
         self._residual = np.empty((rows, spec.hidden_size), numpy_dtype(decoder.dtype))
+        halves = [cos.shape[1] for cos, _ in decoder.angles(np.zeros(0, np.int64))]
         self._angles = [
-            tuple(np.empty((rows, found.shape[1]), np.float32) for found in pair)
-            for pair in decoder.angles(np.zeros(0, np.int64))
+            (np.empty((rows, half), np.float32), np.empty((rows, half), np.float32))
+            for half in halves
         ]
+        self.carried = self._mailbox.carried(self._residual, self._layer, self._angles)
         self._taken: Rows = np.zeros(0, np.int32)  # and not handed on yet
         self._aborted: list[int] = []  # that the worker may be computing still
 
@@ -175,6 +177,11 @@ class PiggybackedRows:
         """The tokens of rows that were taken from the last layer are there."""
         self._taken = self._taken[:0]
         self._end(rows)
+
+    def taken_natively(self) -> Rows:
+        """Return the rows that a native pass took and has not handed on, in order."""
+        self._taken = np.array(self.carried.taken(), np.int32)
+        return self._taken
 
     # -- after a pass that ran out of memory -----------------------------------------------------
 

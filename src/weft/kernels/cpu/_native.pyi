@@ -210,6 +210,27 @@ class Stack:
         hidden: int,
         /,
     ) -> None: ...
+    def run_carrying(
+        self,
+        ids: int,
+        positions: int,
+        tokens: int,
+        groups: list[tuple[_View, _View, _View, _View, int]],
+        hidden: int,
+        rows: CarriedRows,
+        begun: NDArray[np.int32],
+        limits: NDArray[np.int32],
+        most: int,
+        /,
+    ) -> int: ...
+
+class CarriedRows:
+    def __init__(
+        self, client: MailboxClient, slots: int, residuals: int, row_bytes: int, waits: int, /
+    ) -> None: ...
+    def add_angles(self, cos: int, sin: int, half: int, /) -> None: ...
+    def taken(self) -> list[int]: ...
+    def clear(self) -> None: ...
 
 def angles(
     positions: int,

@@ -1,7 +1,11 @@
 // Python binding of stacks of layers. Addresses, as in bind_matrix.cpp; stack.py checks and keeps
 // alive.
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 
+#include <optional>
+#include <span>
 #include <vector>
 
 #include "bind.hpp"
@@ -11,7 +15,10 @@ namespace nb = nanobind;
 
 namespace {
 
+using weft::CarriedRows;
 using weft::Stack;
+
+using Numbers = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 void add_rope(Stack& stack, uintptr_t frequencies, int64_t half, double scale) {
   stack.ropes.push_back(
@@ -26,8 +33,7 @@ void add_layer(Stack& stack, const weft::Layer& layer, int64_t rope, int64_t gro
                           static_cast<float>(softcap)});
 }
 
-void run(const Stack& stack, uintptr_t ids, uintptr_t positions, int64_t tokens, nb::list groups,
-         uintptr_t hidden) {
+std::vector<weft::GroupBatch> batches_of(nb::list groups) {
   std::vector<weft::GroupBatch> batches;
   for (const auto item : groups) {
     const auto views = nb::cast<nb::tuple>(item);
@@ -37,10 +43,55 @@ void run(const Stack& stack, uintptr_t ids, uintptr_t positions, int64_t tokens,
                        tensor_of("slot_mapping", nb::cast<nb::tuple>(views[3])),
                        nb::cast<int64_t>(views[4])});
   }
+  return batches;
+}
+
+weft::StackTokens tokens_of(uintptr_t ids, uintptr_t positions, int64_t tokens) {
+  return {reinterpret_cast<const int64_t*>(ids), reinterpret_cast<const int64_t*>(positions),
+          tokens};
+}
+
+void run(const Stack& stack, uintptr_t ids, uintptr_t positions, int64_t tokens, nb::list groups,
+         uintptr_t hidden) {
+  const auto batches = batches_of(groups);
   const nb::gil_scoped_release released;
-  weft::run_stack(stack, reinterpret_cast<const int64_t*>(ids),
-                  reinterpret_cast<const int64_t*>(positions), tokens, batches,
+  weft::run_stack(stack, tokens_of(ids, positions, tokens), batches, nullptr,
                   reinterpret_cast<char*>(hidden));
+}
+
+int64_t run_carrying(const Stack& stack, uintptr_t ids, uintptr_t positions, int64_t tokens,
+                     nb::list groups, uintptr_t hidden, CarriedRows& rows, Numbers begun,
+                     Numbers limits, int64_t most) {
+  if (most < static_cast<int64_t>(begun.size())) throw nb::value_error("more rows begin than fit");
+  if (limits.size() != 0 && limits.size() != stack.layers.size()) {
+    throw nb::value_error("each layer needs a limit");
+  }
+  const auto batches = batches_of(groups);
+  const weft::Carry carry{rows, {begun.data(), begun.size()}, {limits.data(), limits.size()}, most};
+  const nb::gil_scoped_release released;
+  return weft::run_stack(stack, tokens_of(ids, positions, tokens), batches, &carry,
+                         reinterpret_cast<char*>(hidden));
+}
+
+nb::object taken(const CarriedRows& rows) {
+  nb::list found;
+  for (const int32_t row : rows.taken) found.append(row);
+  return found;
+}
+
+void bind_carried(nb::module_& m) {
+  nb::class_<CarriedRows>(m, "CarriedRows")
+      .def("__init__", [](CarriedRows* self, weft::MailboxClient& client, int64_t slots,
+                          uintptr_t residuals, int64_t row_bytes, uintptr_t waits) {
+        new (self) CarriedRows(client, slots, reinterpret_cast<char*>(residuals), row_bytes,
+                               reinterpret_cast<int32_t*>(waits));
+      })
+      .def("add_angles", [](CarriedRows& rows, uintptr_t cos, uintptr_t sin, int64_t half) {
+        rows.add_angles(reinterpret_cast<const float*>(cos), reinterpret_cast<const float*>(sin),
+                        half);
+      })
+      .def("taken", &taken)
+      .def("clear", [](CarriedRows& rows) { rows.taken.clear(); });
 }
 
 void add_inputs(Stack& stack, nb::tuple table, const weft::Matrix& projection, uintptr_t norm,
@@ -57,6 +108,7 @@ void add_inputs(Stack& stack, nb::tuple table, const weft::Matrix& projection, u
 }  // namespace
 
 void bind_stack(nb::module_& m) {
+  bind_carried(m);
   nb::class_<Stack>(m, "Stack")
       .def(nb::init<>())
       .def_rw("packed", &Stack::packed, nb::arg("packed").none())
@@ -72,5 +124,6 @@ void bind_stack(nb::module_& m) {
       .def("add_rope", &add_rope)
       .def("add_layer", &add_layer)
       .def("add_inputs", &add_inputs)
-      .def("run", &run);
+      .def("run", &run)
+      .def("run_carrying", &run_carrying);
 }

@@ -248,6 +248,27 @@ class HostMailbox:
         views = [view("block_tables", table) for table in tables]
         self._client.begin(_slots(slots), _slots(contexts), views)
 
+    def carried(
+        self,
+        residuals: NDArray[Any],
+        waits: NDArray[np.int32],
+        angles: Sequence[tuple[NDArray[np.float32], NDArray[np.float32]]],
+    ) -> _native.CarriedRows:
+        """Return what a native pass needs of the rows that it carries; it points to the arrays.
+
+        Args:
+            residuals: [slots, C].
+            waits: [slots], the layer in which each row waits; a pass writes it.
+            angles: for each rope cos and sin [slots, R] of the rows' positions.
+        """
+        row_bytes = residuals.strides[0]
+        carried = _native.CarriedRows(
+            self._client, self.slots, address(residuals), row_bytes, address(waits)
+        )
+        for cos, sin in angles:
+            carried.add_angles(address(cos), address(sin), cos.shape[1])
+        return carried
+
     @_checked
     def submit(
         self, slots: ArrayLike, layer: int, q: Array, k: Array | None = None, v: Array | None = None

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "attention.hpp"
+#include "carried.hpp"
 #include "layer.hpp"
 
 namespace weft {
@@ -56,9 +57,16 @@ struct GroupBatch {
   int64_t block_size;
 };
 
-// hidden [tokens, hidden] of token ids at positions, normalised. Throws std::out_of_range for an id
-// outside the vocabulary, else as paged_attention does.
-void run_stack(const Stack& stack, const int64_t* ids, const int64_t* positions, int64_t tokens,
-               std::span<const GroupBatch> groups, char* hidden);
+// A step's own tokens, [tokens] each; behind the ids those of the rows whose token `carry` begins.
+struct StackTokens {
+  const int64_t *ids, *positions;
+  int64_t tokens;
+};
+
+// hidden [tokens + carried, hidden], normalised. Returns the number of carried rows that have come
+// through the last layer: those are `carry->rows.taken`. Throws std::out_of_range for an id outside
+// the vocabulary, else as paged_attention and MailboxClient do.
+int64_t run_stack(const Stack& stack, const StackTokens& own, std::span<const GroupBatch> groups,
+                  const Carry* carry, char* hidden);
 
 }  // namespace weft

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from weft.kernels.arrays import (
     Array,
+    View,
     address,
     contiguous,
     dtype_name,
@@ -17,6 +19,7 @@ from weft.kernels.arrays import (
     view,
 )
 from weft.kernels.cpu import _native
+from weft.kernels.cpu._native import CarriedRows
 from weft.kernels.cpu.layer import CpuLayer
 from weft.kernels.cpu.matrix import CpuMatrix
 from weft.kernels.interface import AttentionMetadata
@@ -124,26 +127,68 @@ class CpuStack:
             IndexError: an id is outside the vocabulary; nothing has been written then.
             ValueError: shapes, dtypes or indices do not fit; caches may have been written then.
         """
-        tokens = len(ids)
-        names = {dtype_name(ids.dtype), dtype_name(positions.dtype)}
-        if names != {"int64"} or positions.shape != ids.shape:
-            raise ValueError(f"positions {list(positions.shape)} do not fit {tokens} ids of int64")
-        ids, positions = contiguous(ids), contiguous(positions)
-        hidden = empty(ids, (tokens, self._width), self._dtype)
+        ids, positions = _checked(ids, positions, 0)
+        hidden = empty(ids, (len(ids), self._width), self._dtype)
         self._native.run(
-            address(ids),
-            address(positions),
-            tokens,
-            [
-                (
-                    view("block_tables", group.block_tables),
-                    view("query_start", group.query_start),
-                    view("seq_lens", group.seq_lens),
-                    view("slot_mapping", group.slot_mapping),
-                    group.block_size,
-                )
-                for group in groups
-            ],
-            address(hidden),
+            address(ids), address(positions), len(ids), _views(groups), address(hidden)
         )
         return hidden
+
+    def run_carrying(
+        self,
+        ids: Array,
+        positions: Array,
+        groups: Sequence[AttentionMetadata],
+        carried: CarriedRows,
+        begun: NDArray[np.int32],
+        limits: NDArray[np.int32],
+        most: int,
+    ) -> tuple[Array, int]:
+        """Run a pass that carries rows; its own tokens get the bits of ``run``.
+
+        Args:
+            ids: [T + n] int64, behind those of the pass those of the rows that begin.
+            positions: [T] int64.
+            groups: as for ``run``, of the T tokens.
+            carried: what is kept of rows; see ``carried.hpp``.
+            begun: [n], rows whose token begins.
+            limits: for each layer, how many results of the host it may carry; empty for none.
+            most: rows that a layer can carry.
+
+        Returns:
+            normalised hidden states [T + F, C], and F, the number of rows that have come through
+            the last layer: those that ``carried`` has taken.
+
+        Raises:
+            IndexError, ValueError: as ``run``; or a row cannot be submitted or taken.
+        """
+        ids, positions = _checked(ids, positions, len(begun))
+        hidden = empty(ids, (len(positions) + most, self._width), self._dtype)
+        came = self._native.run_carrying(
+            address(ids), address(positions), len(positions), _views(groups), address(hidden),
+            carried, begun, limits, most,
+        )  # fmt: skip
+        return hidden[: len(positions) + came], came
+
+
+def _checked(ids: Array, positions: Array, more: int) -> tuple[Array, Array]:
+    names = {dtype_name(ids.dtype), dtype_name(positions.dtype)}
+    if names != {"int64"} or positions.ndim != 1 or ids.shape != (len(positions) + more,):
+        raise ValueError(
+            f"positions {list(positions.shape)} and {more} rows do not fit {list(ids.shape)} ids "
+            "of int64"
+        )
+    return contiguous(ids), contiguous(positions)
+
+
+def _views(groups: Sequence[AttentionMetadata]) -> list[tuple[View, View, View, View, int]]:
+    return [
+        (
+            view("block_tables", group.block_tables),
+            view("query_start", group.query_start),
+            view("seq_lens", group.seq_lens),
+            view("slot_mapping", group.slot_mapping),
+            group.block_size,
+        )
+        for group in groups
+    ]
