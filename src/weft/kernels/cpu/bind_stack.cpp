@@ -90,6 +90,7 @@ void bind_carried(nb::module_& m) {
         rows.add_angles(reinterpret_cast<const float*>(cos), reinterpret_cast<const float*>(sin),
                         half);
       })
+      .def_ro("spent_ns", &CarriedRows::spent_ns)
       .def("taken", &taken)
       .def("clear", [](CarriedRows& rows) { rows.taken.clear(); });
 }

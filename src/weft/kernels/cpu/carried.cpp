@@ -6,6 +6,17 @@
 #include <cstring>
 
 namespace weft {
+namespace {
+
+// Adds the time until it goes to a sum.
+struct Clock {
+  explicit Clock(int64_t& sum) : sum(sum), start(ring::now_ns()) {}
+  ~Clock() { sum += ring::now_ns() - start; }
+  int64_t& sum;
+  const int64_t start;
+};
+
+}  // namespace
 
 CarriedRows::CarriedRows(MailboxClient& client, int64_t slots, char* residuals, int64_t row_bytes,
                          int32_t* waits)
@@ -19,6 +30,7 @@ void CarriedRows::add_angles(const float* cos, const float* sin, int64_t half) {
 
 void CarriedRows::submit(std::span<const int32_t> rows, uint32_t layer, const char* residuals,
                          const Tensor& q, const Tensor* k, const Tensor* v) {
+  const Clock clock(spent_ns);
   client_.submit(rows, layer, q, k, v);
   for (size_t i = 0; i < rows.size(); ++i) {
     std::memcpy(residuals_ + rows[i] * row_bytes_, residuals + i * row_bytes_, row_bytes_);
@@ -29,6 +41,7 @@ void CarriedRows::submit(std::span<const int32_t> rows, uint32_t layer, const ch
 
 std::span<const int32_t> CarriedRows::take(uint32_t layer, int64_t most, const Tensor& attended,
                                            char* residuals) {
+  const Clock clock(spent_ns);
   taken.resize(std::max<int64_t>(most, 0));
   taken.resize(client_.done(layer, taken));
   if (taken.empty()) return taken;

@@ -35,6 +35,7 @@ class CarriedRows {
 
   // Rows that were taken and neither handed on nor ended yet.
   std::vector<int32_t> taken;
+  int64_t spent_ns = 0;  // in all calls, which is what rows cost beside products and attention
 
  private:
   struct Angles {
