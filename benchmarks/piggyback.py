@@ -7,7 +7,7 @@ One engine without a server: the step decodes ``--own`` rows on the device, and 
 host has done of ``--rows`` others, whose KV lies there. The host attends on a thread of its own.
 *late*: the rows that a step carries through each layer, on average. *added* is the time of their
 products, too; *copies* are what is beside these: q, k, v, residuals and results from and to the
-mailbox. Where the host's core is the other half of the device's, steps without rows are slower, too.
+mailbox. Where both cores are halves of one, steps without rows are slower, too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from weft.core.config import EngineConfig
 from weft.core.plan import KVMove, RowAdd, StepPlan, SubBatch, Tier
 from weft.core.types import SamplingParams
 from weft.engine.build import Engine, build_engine
-
 
 GREEDY = SamplingParams(
     max_tokens=10**6, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, seed=0
@@ -70,18 +69,13 @@ class Steps:
         return batch
 
 
-def microseconds(call: Any) -> float:
-    started = time.perf_counter()
-    call()
-    return (time.perf_counter() - started) * 1e6
-
-
 def measure(options: argparse.Namespace, rows: int) -> dict[str, Any]:
     config = EngineConfig(
         model=options.model, device="cpu", threads=1, host_threads=1,
         scheduler="slo-piggyback", max_num_seqs=rows + options.own, prefix_caching=False,
         kv_memory=options.memory, host_kv_memory=options.memory, slo_admission="off",
-        classes={"interactive": {"tpot_s": 1.0}}, max_model_len=options.context + options.steps * 2 + 64,
+        classes={"interactive": {"tpot_s": 1.0}},
+        max_model_len=options.context + options.steps * 2 + 64,
         profile=options.profile,
     )  # fmt: skip
     engine = build_engine(config)
@@ -94,15 +88,17 @@ def measure(options: argparse.Namespace, rows: int) -> dict[str, Any]:
         carried = engine.executor._rows.carried
         spent = carried.spent_ns
         for turn in range(options.steps):
-            plain.append(microseconds(lambda: steps.run(steps.decode())))
+            started = time.perf_counter()
+            steps.run(steps.decode())
+            plain.append((time.perf_counter() - started) * 1e6)
             begun = tuple(waiting) if turn % 2 == 0 else ()
             waiting -= set(begun)
 
-            def carry(begun: tuple[int, ...] = begun) -> None:
-                done = steps.run(steps.decode(), piggybacked=begun, piggyback_limits=limits)
-                waiting.update(row for row, _ in done.piggybacked_results)
-
-            carrying.append(microseconds(carry))
+            given = {"piggybacked": begun, "piggyback_limits": limits}
+            started = time.perf_counter()
+            done = steps.run(steps.decode(), **given)
+            carrying.append((time.perf_counter() - started) * 1e6)
+            waiting.update(row for row, _ in done.piggybacked_results)
         spent = (carried.spent_ns - spent) / 1e3 / options.steps
         taken = mailbox.counters().taken - before.taken
     finally:
@@ -134,8 +130,7 @@ def main() -> None:
     options = parser.parse_args()
     found = []
     print(
-        "| rows | plain us | carrying us | rows a layer | added us a layer "
-        "| copies us | a layer |"
+        "| rows | plain us | carrying us | rows a layer | added us a layer | copies us | a layer |"
     )
     print("|---|---|---|---|---|---|---|")
     for rows in map(int, options.rows.split(",")):

@@ -20,6 +20,7 @@ from weft.core.types import Request, SamplingParams, ServiceClass
 from weft.cost.work import Work
 from weft.kv.cache import GroupSpec
 from weft.kv.tiers import TieredCache
+from weft.sched.pace import Pace
 from weft.sched.registry import slo_piggyback
 from weft.sched.resources import TargetPolicy
 from weft.sched.scheduler import Limits
@@ -139,7 +140,8 @@ def test_a_host_that_never_answers_holds_up_nobody_however_slow_steps_seem():
 
     watched = watching(pessimistic, lambda _, plan: plans_seen.append(plan))
     run(world, arrivals, {250: list(range(6))}, make=watched, step_s=0.05)
-    beside = [plan for plan in plans_seen if plan.piggyback_limits and plan.batches]
+    first = next(i for i, plan in enumerate(plans_seen) if plan.piggybacked)
+    beside = [plan for plan in plans_seen[first:] if plan.batches]
     assert sum(plan.num_tokens for plan in beside) > 500
 
 
@@ -160,7 +162,7 @@ def test_best_effort_of_the_host_leaves_rows_to_targets():
 
     cancels = {500: list(range(40))}
     run(world, {0: batch, 400: [urgent]}, cancels, make=watching(make, look), step_s=0.05)
-    assert [hosted for number, hosted in begun if number == 99] == [14]
+    assert [0 < hosted <= 14 for number, hosted in begun if number == 99] == [True]
 
 
 def test_an_aborted_piggybacked_row_frees_its_row_and_leaves_the_others_their_order():
@@ -247,6 +249,7 @@ def test_piggybacked_rows_are_priced_with_what_the_step_has_in_the_end(targets, 
     def watched(cache, limits):
         scheduler = slo_piggyback(cache, limits, cost, CLASSES, TargetPolicy("off", 0.0, 1e9))
         (part,), fill = scheduler.parts, scheduler.policy.fill
+        scheduler.policy.pace.surplus.learn = lambda _: None
 
         def note(now):
             step = fill(now)
@@ -275,7 +278,7 @@ class Piggybacking:
     def busy(self) -> bool:
         return True
 
-    def before_best_effort(self, step) -> None:
+    def before_best_effort(self, step, *_) -> None:
         step.beside_s = self.beside_s
 
     def after_best_effort(self, _step) -> tuple[int, ...]:
@@ -283,6 +286,59 @@ class Piggybacking:
 
     def may_begin(self, fits: bool) -> bool:
         return fits
+
+
+def test_what_carried_rows_add_is_no_slowness_of_the_device():
+    """Steps that carry rows take twice as long: their surplus is learned, and others keep pace."""
+    pace, now = Pace(prior_s=0.03), 1.0
+    pace.urgent = True
+    for number in range(60):
+        pace.launched(0.012, now, carries=number % 2 == 0, beside_s=0.002 * (number % 2 == 0))
+        now += 0.02 if number % 2 == 0 else 0.012
+        pace.collected(now)
+    assert pace.correction == pytest.approx(1.0)
+    assert pace.surplus.value == pytest.approx(0.01, rel=0.03)
+    for _ in range(60):  # moves have a cost of their own
+        pace.launched(0.01, now, moves=True)
+        now += 0.05
+        pace.collected(now)
+    assert pace.correction == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("surplus_s", [0.0, 0.02])
+def test_rows_that_break_a_target_wait_for_steps_without_one(surplus_s):
+    world, arrivals, make = crowded()
+    carried: Counter[bool] = Counter()
+
+    def costly(cache, limits):
+        scheduler = make(cache, limits)
+        surplus = scheduler.policy.pace.surplus
+        surplus.learn(surplus_s)
+        surplus.learn, surplus.fade = lambda _: None, lambda: None
+        return scheduler
+
+    def look(scheduler, plan):
+        if scheduler.policy.pace.urgent and plan.batches:
+            carried[bool(plan.piggyback_limits)] += 1
+
+    run(world, arrivals, {}, make=watching(costly, look), step_s=0.05)
+    assert sum(carried.values()) > 40
+    assert carried[True] == 0 if surplus_s else carried[True] > 20
+
+
+def test_a_surplus_that_holds_rows_back_is_tried_again():
+    """It was slowness of another kind: once it has faded, rows are carried and it is known."""
+    world, arrivals, make = crowded()
+    carried = []
+
+    def misled(cache, limits):
+        scheduler = make(cache, limits)
+        scheduler.policy.pace.surplus.learn(0.004)
+        return scheduler
+
+    watched = watching(misled, lambda _, plan: carried.append(bool(plan.piggyback_limits)))
+    run(world, arrivals, {}, make=watched, step_s=0.05)
+    assert carried.index(True) > 6, carried
 
 
 def test_the_wait_for_the_host_is_no_slowness_of_the_device():

@@ -113,6 +113,7 @@ class TimedBatch(BatchBuilder):
         limit_s: seconds of ``cost`` that the step may take; ``room`` keeps it.
         work: the tally of what the step computes.
         beside_s: seconds for what the step does beside its own rows.
+        carries: whether results of piggybacked rows may be carried, or tokens of them begin.
         piggybacked: tokens for which room is kept in each layer, on average, while the step is
             filled.
     """
@@ -122,6 +123,7 @@ class TimedBatch(BatchBuilder):
     work: Work = field(default_factory=Work)
     beside_s: float = 0.0
     piggybacked: int = 0
+    carries: bool = False
 
     def lift_limit(self, budget: int) -> None:
         """Let a step without rows take any time for so many tokens, and admit anew."""

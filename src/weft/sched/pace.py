@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from typing import NamedTuple
 
 MEMORY = 0.95  # weight of the past at each step: about the last 20 steps count
+FORGOTTEN = 0.02  # share of a surplus that is not believed after a step without, to try it again
 OUTLIER = 3.0  # a step that takes longer than so many times its prediction counts as this
 
 
@@ -29,21 +31,62 @@ class Ratio:
         self.value = self._real_s / self._predicted_s
 
 
+class Surplus:
+    """Seconds that steps which carry piggybacked rows take beyond what is predicted without them.
+
+    What a profile says of these rows may leave out most of it: where the host's cores are busy with
+    more than attention, the step that waits for them or shares them is slower.
+    """
+
+    def __init__(self) -> None:
+        self._mean_s = self._weight = 0.0
+        self._belief = 1.0
+
+    @property
+    def value(self) -> float:
+        """Seconds that a step takes longer, as far as they are believed."""
+        return self._mean_s * self._belief
+
+    def learn(self, surplus_s: float) -> None:
+        """Record a step that carries rows."""
+        self._weight = self._weight * MEMORY * self._belief + 1
+        self._mean_s += (surplus_s - self._mean_s) / self._weight
+        self._belief = 1.0
+
+    def fade(self) -> None:
+        """Believe it less with a step without: it may have been slowness of another kind."""
+        self._belief *= 1 - FORGOTTEN
+
+
+class LaunchedStep(NamedTuple):
+    """A launched step; times on the monotonic clock."""
+
+    at: float
+    predicted_s: float
+    beside_s: float
+    urgent: bool
+    computes: bool
+    carries: bool
+    moves: bool
+
+
 class Pace:
     """Corrects predictions by the steps of the recent past.
 
     Steps with a target between tokens are short and others long, and what a profile does not know,
     such as the time to publish tokens, weighs more in short ones. So each kind has its own ratio.
+    Neither learns of rows that are piggybacked or of KV that moves, which have costs of their own.
 
     Attributes:
         urgent: of which kind the steps are that are planned now.
+        surplus: what steps take longer that carry piggybacked rows.
     """
 
     def __init__(self, prior_s: float) -> None:
         self.urgent = False
+        self.surplus = Surplus()
         self._ratios = {True: Ratio(prior_s), False: Ratio(prior_s)}
-        # launch, prediction, kind, and whether its time says anything of predictions
-        self._launched: deque[tuple[float, float, bool, bool]] = deque()
+        self._launched: deque[LaunchedStep] = deque()
         self._collected_at = 0.0
 
     @property
@@ -54,7 +97,7 @@ class Pace:
     @property
     def device_idle(self) -> bool:
         """Whether no launched step computes rows of the device."""
-        return not any(teaches for *_, teaches in self._launched)
+        return not any(step.computes for step in self._launched)
 
     @property
     def drift(self) -> float:
@@ -66,26 +109,50 @@ class Pace:
         """Seconds that pass for each second that is predicted now."""
         return self._ratios[self.urgent].value
 
-    def launched(self, predicted_s: float, now: float, *, teaches: bool = True) -> None:
+    def launched(
+        self,
+        predicted_s: float,
+        now: float,
+        *,
+        computes: bool = True,
+        carries: bool = False,
+        moves: bool = False,
+        beside_s: float = 0.0,
+    ) -> None:
         """A step starts now, or when those that were launched before it have ended.
 
         Args:
-            teaches: False for one that may wait for something else, as for the host.
+            predicted_s: of all that it does.
+            computes: False for one that may only wait for something else, as for the host.
+            carries: whether it carries piggybacked rows.
+            moves: whether it moves KV.
+            beside_s: of the prediction, the part that is of piggybacked rows.
         """
-        self._launched.append((now, predicted_s, self.urgent, teaches))
+        self._launched.append(
+            LaunchedStep(now, predicted_s, beside_s, self.urgent, computes, carries, moves)
+        )
 
     def collected(self, now: float) -> None:
         """The oldest launched step has ended; at ``now`` 0 its time is unknown and not recorded."""
-        launched, predicted, urgent, teaches = self._launched.popleft()
+        step = self._launched.popleft()
         if not now:
             return
-        if teaches:
-            self._ratios[urgent].learn(predicted, now - max(launched, self._collected_at))
+        real_s = now - max(step.at, self._collected_at)
         self._collected_at = now
+        if not step.computes or step.moves:
+            return
+        own_s, ratio = step.predicted_s - step.beside_s, self._ratios[step.urgent]
+        surplus_s = real_s - own_s * ratio.value
+        if step.carries:
+            self.surplus.learn(max(0.0, surplus_s))
+        else:
+            self.surplus.fade()
+        if not step.carries or surplus_s < 0:
+            ratio.learn(own_s, real_s)
 
     def ends_at(self, now: float) -> float:
         """The predicted end of the launched steps; ``now`` if there are none."""
         at = self._collected_at
-        for launched, predicted, urgent, _ in self._launched:
-            at = max(at, launched) + predicted * self._ratios[urgent].value
+        for step in self._launched:
+            at = max(at, step.at) + step.predicted_s * self._ratios[step.urgent].value
         return max(at, now)

@@ -6,8 +6,12 @@ through the layers as a piggybacked row: the host attends, and results are piggy
 steps, as many in each layer as the target allows, counted greedily from the first layer upward. A
 sequence comes back only between two tokens, when the step has time for it and the device has room
 (delayed swap-in). One whose token is on its way is neither moved nor preempted; if it ends
-meanwhile, the next plan aborts the token. One result in each layer may always be carried: within a
-tile of the GEMM it costs nothing, and so no sequence starves.
+meanwhile, the next plan aborts the token.
+
+What the paper leaves open: a step that carries rows takes longer than the sum of its products (T_pb
+of section 3.3.4), by how much is learned from such steps. Where that breaks a target, the step
+carries none, and nothing is sent away for want of time. Else one result in each layer may always be
+carried, and after ``patience_s`` without a token of the host in any case, so no sequence starves.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ from weft.sched.scheduler import Scheduler
 
 # Layers that a piggybacked row may have come further since the last result: steps in flight.
 STALE_LAYERS = 2
+NEGLIGIBLE = 0.05  # of a target: what carrying rows may always add to a step
 KEPT_ROWS = 8  # one row in so many is kept for sequences with targets
 PROBE_TOKENS = 4096  # tokens whose move is costed, to know what one takes
 
@@ -56,6 +61,9 @@ class PiggybackPart:
         self._begun: list[int] = []
         self._caps: tuple[int, ...] = ()
         self._crowded = False  # decodes of best effort do not fit
+        self._holds_back = False  # carrying rows would break a target
+        self._token_at = 0.0  # when a token of the host came, or there was none on its way
+        self._now = 0.0
         memory.watermark_tokens = 0  # sequences without room on the device decode on the host
         policy.part = self
 
@@ -78,14 +86,19 @@ class PiggybackPart:
         """Whether a step without rows has something to do."""
         return bool(self._memory.moves or self._begun or self._piggybacking)
 
-    def before_best_effort(self, step: TimedBatch) -> None:
+    def before_best_effort(self, step: TimedBatch, now: float, target_s: float) -> None:
         """Keep room for piggybacked rows, then plan moves; the device's own best effort follows."""
         self._begun = []
+        self._now = now
+        if not self._piggybacking:
+            self._token_at = now
+        self._holds_back = self._breaks_target(step, target_s)
         self._bring_back(step)
-        self._begin_tokens(step)
-        step.piggybacked = math.ceil(sum(self._count_piggybacked(step)[0]) / self._cost.layers)
+        if not self._holds_back:
+            self._begin_tokens(step)
+            step.piggybacked = math.ceil(sum(self._count_piggybacked(step)[0]) / self._cost.layers)
         self._make_headroom(step)
-        too_many = self._too_many(step)
+        too_many = [] if self._holds_back else self._too_many(step)
         self._send_away(step, too_many)
         self._crowded = bool(too_many)
 
@@ -94,15 +107,31 @@ class PiggybackPart:
         are piggybacked.
         """
         step.piggybacked = 0
-        piggybacked, seconds = self._count_piggybacked(step)
-        step.beside_s += seconds
-        self._caps = tuple(max(1, count) for count in piggybacked)
+        self._caps = ()
+        if self._piggybacking and not self._holds_back:
+            piggybacked, seconds = self._count_piggybacked(step)
+            step.beside_s += max(seconds, self._surplus_s) if step.rows else seconds
+            step.carries = True
+            self._caps = tuple(max(1, count) for count in piggybacked)
         self._wanted = 0 if self._crowded else self._count_wanted(step)
         self._last_s = step.seconds()
         return {sequence.order[0] for sequence in self._piggybacking.values()}
 
     def filled(self, step: BatchBuilder) -> None:
         """The policy has asked already."""
+
+    @property
+    def _surplus_s(self) -> float:
+        """What carrying rows adds to a step, as the cost model counts seconds."""
+        return self._policy.pace.surplus.value / self._policy.pace.correction
+
+    def _breaks_target(self, step: TimedBatch, target_s: float) -> bool:
+        """Whether the sequences with targets in a step would get their tokens too late."""
+        pace, patience_s = self._policy.pace, self._policy.targets.patience_s
+        if not (pace.urgent and step.rows) or self._now - self._token_at > patience_s:
+            return False
+        room_s = max(step.limit_s - step.seconds(), NEGLIGIBLE * target_s)
+        return self._surplus_s > room_s
 
     def _count_piggybacked(self, step: TimedBatch) -> tuple[list[int], float]:
         """Piggybacked rows layer by layer, from the first one upward, for which the step has time.
@@ -298,7 +327,7 @@ class PiggybackPart:
         return replace(
             plan,
             piggybacked=tuple(self._begun),
-            piggyback_limits=self._caps if self._piggybacking else (),
+            piggyback_limits=self._caps,
             abort=tuple(sequence.row for sequence in ended),
         )
 
@@ -308,6 +337,8 @@ class PiggybackPart:
 
         A step that was launched before an abort may still have ended the token.
         """
+        if result.piggybacked_results:
+            self._token_at = self._now
         for sequence_id, token in result.piggybacked_results:
             piggybacked = self._piggybacking if sequence_id in self._piggybacking else self._aborted
             self._scheduler.committer.piggyback(piggybacked.pop(sequence_id), token, outputs)

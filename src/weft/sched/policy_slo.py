@@ -54,8 +54,8 @@ class BestEffortPart(Protocol):
     def busy(self) -> bool:
         """Whether a step without rows has something to do."""
 
-    def before_best_effort(self, step: TimedBatch) -> None:
-        """Latency-sensitive sequences are in the step; best effort comes next."""
+    def before_best_effort(self, step: TimedBatch, now: float, target_s: float) -> None:
+        """Latency-sensitive sequences are in the step, whose target is given; best effort comes."""
 
     def after_best_effort(self, step: TimedBatch) -> Iterable[int]:
         """The step is full; return priorities that advance beside it."""
@@ -267,8 +267,11 @@ class SLOPolicy:
             self._fill(step, begin, now, None)
         if self._is_empty(step):
             return None
-        # A step of piggybacked rows only waits for the host, which says nothing of the device.
-        self.pace.launched(step.seconds(), now, teaches=bool(step.rows) or self.part is None)
+        self.pace.launched(
+            step.seconds(), now, computes=bool(step.rows) or self.part is None,
+            carries=step.carries, moves=self.part is not None and self._memory.moves,
+            beside_s=step.beside_s,
+        )  # fmt: skip
         return step
 
     def _nothing_to_hold_back(self) -> bool:
@@ -281,7 +284,6 @@ class SLOPolicy:
 
     def _fill_urgent(self, now: float) -> TimedBatch | None:
         """Return a step of latency-sensitive sequences alone, as FCFS would fill it."""
-        self._date_arrivals(now)
         self.pace.urgent = True
         step = self._new_step(math.inf)
         self._memory.make_way(step)
@@ -309,15 +311,14 @@ class SLOPolicy:
         if step.rows and self._present():
             step.limit_s = min(step.limit_s, self.targets.slowdown * step.seconds())
         if part is not None:
-            part.before_best_effort(step)
+            part.before_best_effort(step, now, self._in_predictions(self._limit_s()))
         self._plan_best_effort(step, now, prompts=done)
         if part is not None:
             for priority in part.after_best_effort(step):
                 self._served_at[priority] = now
 
     def _is_empty(self, step: TimedBatch) -> bool:
-        beside = self._memory.moves or (self.part is not None and self.part.busy())
-        return not (step.rows or beside)
+        return not (step.rows or self._memory.moves or (self.part and self.part.busy()))
 
     def _date_arrivals(self, now: float) -> None:
         """Set when first tokens are due; a request may have waited since the last look."""
@@ -340,9 +341,8 @@ class SLOPolicy:
         """
         if present := self._present():
             return self._tpot_of(present)
-        idle = self._tightest_ttft_s / 4
-        if self.targets.idle_step_s is not None:
-            idle = min(idle, self.targets.idle_step_s)
+        asked = self.targets.idle_step_s
+        idle = min(self._tightest_ttft_s / 4, math.inf if asked is None else asked)
         return self._tightest_s if math.isinf(idle) else max(self._tightest_s, idle)
 
     def _catch_up(self, limit_s: float, begin: float) -> float:
