@@ -26,6 +26,10 @@ STEP_S = 0.004
 BLOCKS, BLOCK_SIZE = 2560, 16  # room for every row at full length
 
 
+class CpuStack:
+    """Stands for that of ``weft.kernels.cpu.stack``, of which no modelled engine has one."""
+
+
 class SlowExecutor(ModelledExecutor):
     """The modelled executor, whose steps take a while."""
 

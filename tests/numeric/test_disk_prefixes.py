@@ -337,6 +337,9 @@ def test_settings_that_exclude_it_are_typed_errors(folders, tmp_path):
         settings_for(folder, kv_disk=disk, tensor_parallel=2)
     with pytest.raises(ConfigError, match="kv_disk_size"):
         settings_for(folder, kv_disk=disk, kv_disk_size=1000)
+    with pytest.raises(ConfigError, match="name its folder with kv_disk") as info:
+        settings_for(folder, kv_disk_size=2**30)
+    assert info.value.param == "kv_disk_size"
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot be written"):
         build_engine(settings_for(folder, kv_disk=str(tmp_path / "file")))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from weft.core.errors import ConfigError
@@ -23,6 +24,13 @@ def check_budget(max_num_batched_tokens: int, max_num_seqs: int) -> None:
 def check_kv_disk(config: EngineConfig) -> None:
     """Raise ConfigError if other settings exclude the prefix cache on disk."""
     if config.kv_disk is None:
+        default = next(row.default for row in fields(config) if row.name == "kv_disk_size")
+        if config.kv_disk_size != default:
+            raise ConfigError(
+                "kv_disk_size limits the prefix cache on disk, and there is none; name its folder "
+                "with kv_disk, or leave the size out.",
+                param="kv_disk_size",
+            )
         return
     if not config.prefix_caching:
         raise ConfigError(
