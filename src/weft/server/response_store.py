@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import sqlite3
 import time
@@ -15,6 +14,7 @@ from typing import Any, TypeVar
 import orjson
 
 from weft.core.errors import ConfigError, ParameterError, PromptTooLongError, WeftError
+from weft.server.wal import use_wal
 
 BUSY_MS = 5000  # to wait for another process that writes
 TIDY_EVERY = 32  # saves
@@ -267,11 +267,11 @@ def _open(path: str | None) -> sqlite3.Connection:
         if path is not None:
             os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
         base = sqlite3.connect(path or ":memory:", timeout=BUSY_MS / 1000, check_same_thread=False)
-        with contextlib.closing(base.execute("PRAGMA journal_mode = WAL")):
-            base.execute("PRAGMA synchronous = NORMAL")
-            base.execute("PRAGMA secure_delete = ON")
-            base.execute("PRAGMA foreign_keys = ON")
-            base.execute("PRAGMA temp_store = MEMORY")  # no temporary files on disk
+        use_wal(base, BUSY_MS / 1000)
+        base.execute("PRAGMA synchronous = NORMAL")
+        base.execute("PRAGMA secure_delete = ON")
+        base.execute("PRAGMA foreign_keys = ON")
+        base.execute("PRAGMA temp_store = MEMORY")  # no temporary files on disk
         _prepare(base)
     except (OSError, sqlite3.Error) as error:
         reason = error.strerror if isinstance(error, OSError) else error
