@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from weft.core.config import EngineConfig
 from weft.core.logs import log_level, set_up_logs
-from weft.core.process import raise_file_limit, reap_orphans, set_process_title
+from weft.core.process import beat_s, raise_file_limit, reap_orphans, set_process_title
 
 if TYPE_CHECKING:
     from weft.engine.keeper import EngineKeeper
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 CORES_FOR_TWO = 4  # from here on a second request plane is the default
 ABRUPT_S = 1.5  # before they are asked again: signals that come together count as one
-REAP_EVERY_S = 1.0
+REAP_AFTER_S = 1.0  # from the death of a child; who waits for it is to come first
 GRACE_S = 5.0  # to end what is open with an error, until the request planes are killed
 
 logger = logging.getLogger("weft")
@@ -117,7 +117,7 @@ async def _supervise(
     planes = options.frontends or 1
     rings = [ring_of(config) for _ in range(planes + 1)]  # the last one is for batches
     boards = Boards(create_board(planes + 1), create_quota_board(planes), create_target_board())
-    links = EngineLinks(rings, boards.targets)
+    links = EngineLinks(rings, boards.targets, beat_s(options.watchdog_s, options.stalled_s))
     engines = EngineKeeper(settings, links, standby=options.standby, watchdog_s=options.watchdog_s)
     card: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     given = _frontend_settings(config, options)
@@ -160,10 +160,16 @@ async def _end_batches(batches: BatchKeeper, answering: asyncio.Task[None]) -> N
 
 
 async def _reap(engines: EngineKeeper, others: Seq[FrontendKeeper | BatchKeeper]) -> None:
-    """Forget again and again what children have left behind, as engines their other ranks."""
+    """Forget what children have left behind, as engines their other ranks."""
+    died = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, died.set)
+    died.set()  # those of before
     while True:
-        await asyncio.sleep(REAP_EVERY_S)
-        reap_orphans({*engines.pids, *(other.pid for other in others)})
+        await died.wait()
+        await asyncio.sleep(REAP_AFTER_S)
+        died.clear()
+        if not reap_orphans({*engines.pids, *(other.pid for other in others)}):
+            died.set()
 
 
 async def _keep_engine(engines: EngineKeeper, card: asyncio.Future[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -53,3 +54,25 @@ def test_memory_of_a_burst_is_given_back(tmp_path):
         assert again == texts
         assert most > least + 24 * MIB
         eventually(lambda: anonymous(engine) < least + 16 * MIB, START_S)
+
+
+def switches(server: Server) -> int:
+    """How often threads of the server's processes have gone to sleep since they began."""
+    every = [psutil.Process(server.process.pid), *server.children().values()]
+    return sum(process.num_ctx_switches().voluntary for process in every)
+
+
+def test_a_server_at_rest_sleeps(tmp_path):
+    """Nothing polls: its six processes wake up some three times a second in all."""
+    look_s, most_a_second = 4.0, 8
+
+    def sleeps() -> bool:
+        before, began = switches(server), time.monotonic()
+        time.sleep(look_s)
+        return switches(server) - before < most_a_second * (time.monotonic() - began)
+
+    with serving(tmp_path, "--standby") as server:
+        complete(server, 90)
+        eventually(lambda: "weft-standby" in server.children(), START_S)
+        eventually(sleeps, START_S)
+        complete(server, 120)

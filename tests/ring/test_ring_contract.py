@@ -7,6 +7,7 @@ import math
 import mmap
 import os
 import struct
+import threading
 
 import pytest
 from hypothesis import HealthCheck, given
@@ -770,3 +771,18 @@ def test_an_embedding_is_one_update(pair):
     assert first.embedding == second.embedding == vector
     assert (third.embedding, third.finish) == (None, FinishReason.ERROR)
     assert first.token is second.token is third.token is None
+
+
+def test_a_poke_by_a_request_plane_wakes_an_engine_at_rest(monkeypatch):
+    """Without it, this one would sleep for an hour."""
+    monkeypatch.setattr("weft.ring.inbox.BEAT_S", 3600.0)
+    pair = Pair()
+    pair.inbox.receive()
+    for _ in range(3):
+        sleeping = threading.Thread(target=pair.inbox.wait, daemon=True)
+        sleeping.start()
+        pair.client.poke()
+        sleeping.join(60)
+        assert not sleeping.is_alive()
+        pair.inbox.receive()
+    pair.close()

@@ -79,11 +79,12 @@ def test_only_the_keeper_of_a_run_writes_it(planes):
         other.append("a", Chunk(2, 1, b"c\n\n"))
     with pytest.raises(RunLostError):
         other.finish("a", Chunk(2, 1, b"c\n\n"), DONE)
-    assert other.look(()) == ([], [], set())
+    assert other.look(()) == ([], [], set(), True)
     one.append("a", Chunk(2, 1, b"c\n\n", b"made"))
     assert other.events(ME, "a", -1) == (b"a\n\nb\n\nc\n\n", 2, False)
     assert other.events(ME, "a", 1) == (b"c\n\n", 2, False)
     one.finish("a", Chunk(3, 1, b"d\n\n"), DONE)
+    assert other.look(()) == ([], [], set(), False)
     assert other.events(ME, "a", 2) == (b"d\n\n", 3, True)
     assert other.events(ME, "a", 9) == (b"", 9, True)
     with pytest.raises(ResponseNotFoundError):
@@ -126,7 +127,7 @@ def test_a_run_whose_keeper_is_dead_is_taken_once(planes, tmp_path):
     assert run.progress == [b"", b"made"]
     assert third.look(()).adopted == []
     third.die()
-    assert other.look({"a"}) == ([], [], set())
+    assert other.look({"a"}) == ([], [], set(), True)
     other.append("a", Chunk(3, 1, b"d\n\n"))
 
 

@@ -19,6 +19,8 @@ from typing import Any, Protocol
 from weft.core.errors import EngineDeadError
 
 STABLE_S = 10.0
+BEAT_S = 5.0  # between two signs of life of a process at rest, and two looks at them
+BEATS = 4  # at least, in the time after which one without a sign counts as dead
 FIRST_DELAY_S = 0.1
 LONGEST_DELAY_S = 5.0
 STALLED = signal.SIGUSR1  # to an engine without progress: it records its sequences
@@ -28,6 +30,15 @@ MOST_DEATHS = 16
 UNKNOWN_STATUS = 255 << 8  # as if the exit code were 255
 FIRST_FOR_MEMORY = 100  # a tenth of the limit, which no request plane takes
 HIGHEST_SCORE = 1000
+
+
+def beat_s(*patiences_s: float) -> float:
+    """How often a process at rest gives a sign of life, and how often that is looked at.
+
+    Args:
+        patiences_s: times after which one without a sign counts as dead, or stalled.
+    """
+    return min(BEAT_S, *(patience_s / BEATS for patience_s in patiences_s))
 
 
 def set_process_title(title: str) -> None:
@@ -150,17 +161,21 @@ def fork_orphan() -> int | None:
     return int(said or b"0")
 
 
-def reap_orphans(own: Collection[int]) -> None:
+def reap_orphans(own: Collection[int]) -> bool:
     """Reap orphans that have ended and that no other code waits for.
 
     Args:
         own: children that other code waits for.
+
+    Returns:
+        False if one of those is to be waited for first: call this again then.
     """
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
             if ended.si_pid in own:
-                return
+                return False
             os.waitpid(ended.si_pid, 0)
+    return True
 
 
 def _wait_and_exit(pidfd: int) -> None:

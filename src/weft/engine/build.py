@@ -149,6 +149,13 @@ class Engine:
         host = kv.host.pools if isinstance(kv, TieredCache) else ()
         return self.idle_memory.idle(self.scheduler.cache.pools, host)
 
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is to be looked at soon, unless a request comes."""
+        watches_ranks = isinstance(self.executor, ParallelExecutor)
+        resting = self.idle_memory is None or self.idle_memory.settled
+        return self.scheduler.idle and resting and not watches_ranks and not self.writes_weights()
+
     def worked(self) -> None:
         """Steps have been computed."""
         if self.idle_memory is not None:

@@ -48,6 +48,11 @@ class IdleMemory:
         self._work: Iterator[None] = iter(())
         self.saved = self._freed = self._forgot = True  # nothing was written yet
 
+    @property
+    def settled(self) -> bool:
+        """Whether all is saved and given back, so that nothing is due soon."""
+        return self.saved and self._freed
+
     def busy(self) -> None:
         """There is work to do: blocks may be written."""
         self._since = None

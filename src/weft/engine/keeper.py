@@ -16,7 +16,7 @@ from weft.core.errors import (
     OutOfMemoryError,
     WeftError,
 )
-from weft.core.process import STALLED, Backoff, exited
+from weft.core.process import STALLED, Backoff, beat_s, exited
 from weft.core.served import ServedModel
 from weft.engine.links import EngineLinks
 from weft.engine.machine import available_memory
@@ -25,7 +25,7 @@ from weft.engine.reserve import Reserve
 from weft.ring._native import Page
 from weft.ring.progress import Progress
 
-TICK_S = 0.5
+TICK_S = 0.5  # while something that is kept ready is missing
 LONGEST_DELAY_S = 0.1
 LONGEST_SHORT_S = 10.0  # of the delays while there is too little memory for an engine
 STALLED_GRACE_S = 2.0  # for an engine without progress to record its sequences
@@ -65,6 +65,7 @@ class EngineKeeper:
         self._standby = standby
         self._asked = standby is not None
         self._watchdog_s = watchdog_s
+        self._tick_s = beat_s(watchdog_s)
         # Proven once there is one to replace. Streams wait meanwhile, so it does not get slow.
         self._backoff = Backoff("engine", proven=True, longest_s=LONGEST_DELAY_S)
         self._active: EngineProcess | None = None
@@ -124,7 +125,12 @@ class EngineKeeper:
         assert self._active is not None
         death = asyncio.create_task(exited(self._active.process))
         self._gave_up = False
-        while not (await asyncio.wait([death], timeout=TICK_S))[0]:
+        while not death.done():
+            tick_s = self._tick_s if self._reserve.complete else min(self._tick_s, TICK_S)
+            deaths = [death, *self._reserve.deaths()]
+            await asyncio.wait(deaths, timeout=tick_s, return_when=asyncio.FIRST_COMPLETED)
+            if death.done():
+                break
             self._active.kills.look()
             await self._reserve.keep(self._active)
             if time.monotonic() - self._last_step() > self._watchdog_s:

@@ -1,24 +1,27 @@
-"""File descriptors that engine processes inherit from the process that starts them."""
+"""Links of engine processes to the one that starts them: descriptors, and signs of life."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from weft.core.process import BEAT_S
 from weft.ring.segment import RingFds
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLinks:
-    """Descriptors that every engine of a server gets.
+    """What every engine of a server gets.
 
     Attributes:
         rings: that it serves.
         targets: of a ``ring.target_board``; None if targets cannot be changed.
+        beat_s: seconds after which an engine at rest writes its info page again.
     """
 
     rings: Sequence[RingFds]
     targets: int | None = None
+    beat_s: float = BEAT_S
 
     @property
     def pass_fds(self) -> list[int]:
@@ -28,7 +31,8 @@ class EngineLinks:
 
     def arguments(self) -> list[str]:
         """Of ``weft.engine.process``."""
-        given = [] if self.targets is None else ["--targets", str(self.targets)]
+        given = ["--beat-s", str(self.beat_s)]
+        given += [] if self.targets is None else ["--targets", str(self.targets)]
         for ring in self.rings:
             given += ["--ring", str(ring)]
         return given

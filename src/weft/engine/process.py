@@ -1,6 +1,7 @@
 """The engine process: builds the engine, then serves rings until it receives a stop signal.
 
-    python -m weft.engine.process --ring FDS [...] [--targets FD] --report FD --parent PID
+    python -m weft.engine.process --ring FDS [...] [--targets FD] [--beat-s S] --report FD
+                                  --parent PID
     python -m weft.engine.process --fork-for FD
 
 The second form is a fork server, which becomes an engine in every process that it forks.
@@ -32,7 +33,13 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 from weft.core.config import EngineConfig
 from weft.core.errors import EngineDeadError, InvariantError, WeftError
 from weft.core.logs import log_level, notice, set_up_logs
-from weft.core.process import STALLED, die_with, offer_to_memory_killer, set_process_title
+from weft.core.process import (
+    BEAT_S,
+    STALLED,
+    die_with,
+    offer_to_memory_killer,
+    set_process_title,
+)
 from weft.core.schedulers import POLICIES
 from weft.core.types import ServiceClass
 from weft.engine.compiling import CompilingInbox
@@ -56,6 +63,7 @@ if TYPE_CHECKING:
 
 INFO_EVERY_S = 0.25
 CHECK_EVERY_S = 10.0
+SOON_S = 0.5  # between two looks at what is due soon
 STANDBY_PATIENCE_S = 600.0  # with packed weights that are being written; its memory stays small
 
 
@@ -82,6 +90,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--targets", type=int)
     parser.add_argument("--report", type=int)
     parser.add_argument("--parent", type=int)
+    parser.add_argument("--beat-s", type=float, default=BEAT_S)
     parser.add_argument("--standby", action="store_true")
     parser.add_argument("--returning-bytes", type=int, default=0)
     parser.add_argument("--since", type=float, default=time.monotonic())
@@ -124,7 +133,7 @@ def _run(options: argparse.Namespace) -> NoReturn:
     inbox.write_info(_info(engine, ready=True))
     laps.mark("rings")
     _tell(report, {"attached": laps.seconds})
-    sys.exit(_serve(engine, inbox, choice, targets))
+    sys.exit(_serve(engine, inbox, choice, targets, options.beat_s))
 
 
 class Laps:
@@ -206,7 +215,11 @@ def _live_targets(
 
 
 def _serve(
-    engine: Engine, inbox: RingInbox, choice: PolicyChoice | None, targets: LiveTargets | None
+    engine: Engine,
+    inbox: RingInbox,
+    choice: PolicyChoice | None,
+    targets: LiveTargets | None,
+    beat_s: float,
 ) -> int:
     ready = CompilingInbox(inbox, engine.grammars.compile)
     loop = EngineLoop(engine.scheduler, engine.executor, ready, WallClock())
@@ -239,7 +252,8 @@ def _serve(
                 if _measured(choice, engine, loop):
                     engine.measured()
                 elif not engine.rest():
-                    inbox.wait()
+                    settled = engine.settled and (choice is None or choice.settled)
+                    inbox.wait(beat_s if settled else min(beat_s, SOON_S))
         loop.drain()
         engine.save_prefixes()
     except Exception as error:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Mapping
 from typing import Any
 
 from weft.core.errors import EngineDeadError, WeftError
-from weft.core.process import Backoff, describe_exit
+from weft.core.process import Backoff, describe_exit, exited
 from weft.engine.forkserver import ForkServer
 from weft.engine.links import EngineLinks
 from weft.engine.machine import resident_bytes
@@ -38,6 +39,7 @@ class Reserve:
         self._forking = forking
         self._forks: ForkServer | None = None
         self._spare: EngineProcess | None = None
+        self._deaths: dict[int, asyncio.Task[int]] = {}
         self._forks_pause = _Pause("fork server")
         self._spare_pause = _Pause("standby engine")
 
@@ -45,6 +47,25 @@ class Reserve:
     def pids(self) -> set[int]:
         """Processes that this object waits for."""
         return {one.process.pid for one in (self._forks, self._spare) if one is not None}
+
+    @property
+    def complete(self) -> bool:
+        """Whether all that is to be kept is there, so that ``keep`` has nothing to do."""
+        if not self._forking:
+            return True
+        spare = self._spare is not None or not self.standby
+        return spare and self._forks is not None and self._forks.ready
+
+    def deaths(self) -> list[asyncio.Task[int]]:
+        """Tasks that end with the processes that ``keep`` replaces. Ask again after each call."""
+        kept = [self._forks, self._spare if self.standby else None]
+        processes = {one.process.pid: one.process for one in kept if one is not None}
+        for pid in [pid for pid in self._deaths if pid not in processes]:
+            self._deaths.pop(pid).cancel()
+        for pid, process in processes.items():
+            if pid not in self._deaths:
+                self._deaths[pid] = asyncio.create_task(exited(process))
+        return list(self._deaths.values())
 
     async def take(self, patience_s: float | None) -> EngineProcess:
         """The standby if there is one, else an engine that has just been started.
@@ -68,7 +89,10 @@ class Reserve:
         return await self._fork(self._forks, patience_s=patience_s)
 
     async def keep(self, active: EngineProcess) -> None:
-        """Start again what is missing. To be called again and again while an engine serves."""
+        """Start again what is missing. To be called while an engine serves.
+
+        Call it again when one of ``deaths`` has ended, and now and then until it is ``complete``.
+        """
         if not self._forking:
             return
         try:

@@ -96,6 +96,11 @@ class PolicyChoice:
         self._drifts_since: float | None = None
         self._measured_at = -math.inf
 
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is to be measured at present."""
+        return self._found is None and not self._wanted
+
     def with_costs(self, cost: Fitted, scheduler: Scheduler) -> Scheduler:
         """Return an SLO scheduler over the same cache; the given one must be idle.
 
@@ -132,7 +137,7 @@ class PolicyChoice:
         Returns:
             The scheduler that plans from now on, or None if there was nothing to do.
         """
-        if self._found is None and not self._wanted:
+        if self.settled:
             return None
         if dropped := scheduler.sequences.take_dropped():
             executor.launch(StepPlan(0, (), drop=dropped)).result()

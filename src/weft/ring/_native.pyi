@@ -17,6 +17,7 @@ def create(slots: int, arena_bytes: int, sampling: int, memory_bytes: int = 0) -
 
 class Client:
     def __init__(self, memory: int, sampling: int) -> None: ...
+    def ring(self) -> None: ...
     def prepare(
         self,
         id: int,

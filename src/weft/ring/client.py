@@ -150,6 +150,12 @@ class RingClient:
         with self._lock:
             self._ring.cancel(sequence_id, REASON_OF[reason])
 
+    def poke(self) -> None:
+        """Have an engine that sleeps look around: at targets, and at its info page."""
+        with self._lock:
+            if not self._closed:
+                self._ring.ring()
+
     def info(self) -> EngineInfo:
         """The engine's latest info page."""
         values = self._ring.info()

@@ -22,6 +22,7 @@ from typing import Any
 
 from weft.core.errors import EngineDeadError, InvariantError, ParameterError, WeftError
 from weft.core.plan import StepOutputs, Update
+from weft.core.process import BEAT_S
 from weft.core.types import FinishReason, Request
 from weft.ring import _native
 from weft.ring.codec import SAMPLING, pack_logprob, unpack_request
@@ -29,8 +30,6 @@ from weft.ring.layout import FINISH_OF, REASON_OF, EngineInfo
 from weft.ring.recover import Quarantine
 from weft.ring.segment import RingFds, attached
 
-# A signal that comes between looking and sleeping is seen after so long at the latest.
-_LONGEST_SLEEP_S = 0.5
 _NO_PROCESS = (errno.ESRCH, errno.EINVAL)  # it has ended, or its number is corrupt
 
 
@@ -164,11 +163,12 @@ class RingInbox:
     def wait(self, timeout_s: float | None = None) -> None:
         """Block until there may be something to receive, ``stop`` was called, or time is up.
 
-        May return early, and does so twice a second.
+        May return early, and does so after ``BEAT_S``: a signal that comes between looking and
+        sleeping is seen then at the latest.
         """
         self._watch.look()
         if not self.closed:
-            sleep_s = _LONGEST_SLEEP_S if timeout_s is None else min(timeout_s, _LONGEST_SLEEP_S)
+            sleep_s = BEAT_S if timeout_s is None else min(timeout_s, BEAT_S)
             self._engine.wait(self._spin_ns, int(sleep_s * 1e9))
 
     # -- life ---------------------------------------------------------------------------------

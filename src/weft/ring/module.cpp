@@ -408,6 +408,7 @@ NB_MODULE(_native, m) {
       .def("prepare", &Client::prepare, "id"_a, "prompt"_a, "sampling"_a, "logit_bias"_a,
            "stop_ids"_a, "eos_ids"_a, "service_class"_a, "cache_salt"_a, "grammar"_a,
            "token_lists"_a, "output"_a, "max_records"_a)
+      .def("ring", &Client::ring)
       .def("submit", &Client::submit, "slots"_a)
       .def("abandon", &Client::abandon, "slots"_a)
       .def("cancel", &Client::cancel, "id"_a, "reason"_a)

@@ -42,6 +42,7 @@ from weft.server.service import OpenJob, Service
 KEEP_EVERY_S = 0.05  # what comes in between is one chunk
 FOLLOW_EVERY_S = 0.1
 LOOK_EVERY_S = 0.5
+LOOK_AT_REST_S = 5.0  # while no process has runs: one may begin some and die at once
 RETRY_S = 1.0  # after the engine took nothing more
 CANCEL_S = 10.0  # for the keeper of a run to end it
 PATIENCE_S = 15.0  # with a store that cannot be read, until a stream ends
@@ -142,6 +143,7 @@ class Background:
         self._store = store
         self._runs = runs
         self._active: dict[str, _Active] = {}
+        self._begun = asyncio.Event()  # a run, since the last look
         self._blind = RareLine(
             "Background responses could not be looked after (times since the last such line: %d): "
             "%s"
@@ -220,14 +222,22 @@ class Background:
 
     async def watch(self) -> None:
         """Resume runs whose process has died, and end those that are due; runs for ever."""
+        pause_s = LOOK_EVERY_S
         while True:
-            await asyncio.sleep(LOOK_EVERY_S)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._begun.wait(), pause_s)
+            pause_s = LOOK_EVERY_S
+            if self._begun.is_set():
+                self._begun.clear()
+                continue
             adopting = not self._service.draining
             try:
                 look = await self._runs.look(list(self._active), adopting=adopting)
             except Exception as error:  # whatever it is: this goes on for ever
                 self._blind.tell(error)
                 continue
+            if not look.unfinished:
+                pause_s = LOOK_AT_REST_S
             for run in look.adopted:
                 logger.warning("The background response %s is resumed.", run.id)
                 self._go(self._active.setdefault(run.id, _Active()), run)
@@ -252,6 +262,7 @@ class Background:
 
     def _go(self, active: _Active, run: Run, making: _Making | None = None) -> None:
         active.begun = True
+        self._begun.set()
         context = contextvars.copy_context()
         context.run(EXCHANGE.set, None)  # it has nothing to do with the request any more
         work = self._work(active, run, making)

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from typing import Any
 
 from weft.api import ModelCard
-from weft.batch.bell import bell_stamp
+from weft.batch.bell import bell_stamp, near_bell
 from weft.batch.database import work_within
 from weft.batch.webhook_settings import WebhookSettings
 from weft.core.process import Backoff, describe_exit, exited, start_child
@@ -27,7 +27,7 @@ from weft.server.data import data_folder, store_limits
 from weft.server.options import ServerOptions
 
 TICK_S = 0.5
-LOOK_S = 5.0  # batches are looked for again, even without a bell: who was to ring may have died
+LOOK_S = 30.0  # batches are looked for again, even without a bell: who was to ring may have died
 START_S = 60.0  # more patience with one that has still to begin
 
 logger = logging.getLogger("weft")
@@ -71,6 +71,7 @@ class BatchKeeper:
         self._process: subprocess.Popen[bytes] | None = None
         self._signed_s = 0.0  # when something was last heard of it, on the monotonic clock
         self._ending = asyncio.Event()
+        self._watches = True  # the folder
 
     @property
     def pid(self) -> int:
@@ -87,10 +88,7 @@ class BatchKeeper:
             stamp = bell_stamp(self._folder)
             within_s = await asyncio.to_thread(self._work_within, identity)
             if within_s:
-                until = time.monotonic() + min(within_s, LOOK_S)
-                while bell_stamp(self._folder) == stamp and time.monotonic() < until:
-                    if await self._ends_within(TICK_S):
-                        break
+                await self._until_rung(stamp, min(within_s, LOOK_S))
                 continue
             started = time.monotonic()
             code = await self._live(card)
@@ -112,6 +110,40 @@ class BatchKeeper:
         self._ending.set()
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
+
+    async def _until_rung(self, stamp: int, within_s: float) -> None:
+        """Wait until the bell has another stamp, ``end`` is called, or time is up."""
+        until = time.monotonic() + within_s
+        while (left_s := until - time.monotonic()) > 0:
+            await self._until_change(stamp, left_s)
+            if bell_stamp(self._folder) != stamp:
+                return
+            if await self._ends_within(TICK_S):  # other files there may change often
+                return
+
+    async def _until_change(self, stamp: int, within_s: float) -> None:
+        """Wait for a change near the bell, for ``end`` or for the time; may return early."""
+        try:
+            with near_bell(self._folder) as changed:
+                if bell_stamp(self._folder) == stamp:
+                    await self._first_of(changed, within_s)
+        except OSError as error:
+            if self._watches:
+                logger.warning(
+                    "The folder of batches '%s' cannot be watched (%s); weft looks at it twice a "
+                    "second instead.",
+                    self._folder,
+                    error.strerror,
+                )
+            self._watches = False
+
+    async def _first_of(self, changed: asyncio.Event, within_s: float) -> None:
+        waits = [asyncio.create_task(event.wait()) for event in (changed, self._ending)]
+        try:
+            await asyncio.wait(waits, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
 
     def _work_within(self, identity: str) -> float:
         """Seconds until there is work without the bell being rung."""

@@ -17,13 +17,12 @@ from typing import Any, NamedTuple
 
 from weft.core.errors import EngineDeadError
 from weft.core.memory import MemoryKills
-from weft.core.process import Backoff, describe_exit, exited, start_child
+from weft.core.process import Backoff, beat_s, describe_exit, exited, start_child
 from weft.ring.segment import RingFds
 from weft.server.counts import Board
 from weft.server.quota_board import release_plane
 
 EXIT_REFUSED = 3  # of a request plane that cannot work with these settings
-TICK_S = 0.5
 START_S = 60.0  # more patience with one that has still to begin
 
 logger = logging.getLogger("weft")
@@ -71,6 +70,7 @@ class FrontendKeeper:
         self._boards = boards
         self._card = card
         self._watchdog_s = watchdog_s
+        self._tick_s = beat_s(watchdog_s)
         self._signs = Board(boards.counts, number)
         self._kills = MemoryKills()
         self._fed_s = math.inf  # when the current one got the card, on the monotonic clock
@@ -136,7 +136,7 @@ class FrontendKeeper:
         feeding = asyncio.create_task(self._feed(write_end))
         death = asyncio.create_task(exited(process))
         try:
-            while not (await asyncio.wait([death], timeout=TICK_S))[0]:
+            while not (await asyncio.wait([death], timeout=self._tick_s))[0]:
                 self._kills.look()
                 if self._hangs():
                     logger.error("Request plane %d is not responding; it is killed.", self._number)

@@ -50,6 +50,11 @@ class KeyRing:
         """Whether requests need a key at all."""
         return bool(self._given) or self._path is not None
 
+    @property
+    def from_file(self) -> bool:
+        """Whether there is a file to look at again and again."""
+        return self._path is not None
+
     def find(self, given: str) -> Key | None:
         """The key that was given. All digests are compared, each in constant time."""
         self.refresh()

@@ -19,13 +19,14 @@ from starlette.applications import Starlette
 
 from weft.api import ModelCard
 from weft.core.ports import EngineClient
+from weft.core.process import beat_s
 from weft.ring.target_board import TargetBoard
 from weft.server.accept import Acceptor
 from weft.server.app import create_app
 from weft.server.counts import Board
 from weft.server.errors import ShuttingDownError
 from weft.server.exchange import REQUESTS
-from weft.server.keys import KeyRing
+from weft.server.keys import LOOK_EVERY_S, KeyRing
 from weft.server.listen import address_of, listen, tls_context
 from weft.server.options import ServerOptions
 from weft.server.probe import EngineProbe
@@ -36,7 +37,8 @@ from weft.text import ChatTemplate, Tokenizer
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SAME_SIGNAL_S = 1.0
-LOOK_EVERY_TICKS = 5
+DRAIN_TICK_S = 0.1
+LOOK_S = 0.5  # between two looks at other processes, with connections
 UNREAD_S = 0.3  # for answers of aborted requests to reach their clients
 GRACE_S = 1  # for requests that are not even read
 
@@ -110,6 +112,10 @@ class DrainingServer(uvicorn.Server):
         self._on_listening = on_listening
         self._max_connections = options.max_connections
         self._acceptor: Acceptor | None = None
+        self._stirred = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._rest_s = beat_s(options.watchdog_s)
+        self._resting = False
 
     @property
     def num_connections(self) -> int:
@@ -121,6 +127,9 @@ class DrainingServer(uvicorn.Server):
         self._service.draining = True
         if self._deadline is None:
             self._deadline = time.monotonic() + self._timeout_s
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # it has ended
+                self._loop.call_soon_threadsafe(self._stirred.set)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
         """First signal: drain. A later one: end the wait.
@@ -150,6 +159,7 @@ class DrainingServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Uvicorn's, but we accept the connections."""
+        self._loop = asyncio.get_running_loop()
         await super().startup([])
         self._acceptor = Acceptor(self._new_protocol, self._max_connections, self.config.ssl)
         self._acceptor.listen(sockets or ())
@@ -159,6 +169,8 @@ class DrainingServer(uvicorn.Server):
     def _new_protocol(self) -> BoundedProtocol:
         protocol = self.config.http_protocol_class
         assert issubclass(protocol, BoundedProtocol)
+        if self._resting:
+            self._stirred.set()
         return protocol(self.config, self.server_state, self.lifespan.state)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -173,11 +185,30 @@ class DrainingServer(uvicorn.Server):
             if isinstance(connection, BoundedProtocol):
                 connection.abort_if_unread()
 
+    async def main_loop(self) -> None:
+        """Uvicorn's, but without connections it ticks seldom."""
+        while not await self.on_tick(0):
+            self._stirred.clear()
+            self._resting = not (self._draining or self.num_connections or self._service.num_open)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stirred.wait(), self._pause_s())
+            self._resting = False
+
+    @property
+    def _draining(self) -> bool:
+        return self._deadline is not None
+
+    def _pause_s(self) -> float:
+        """Seconds until the next tick, unless something happens at rest."""
+        if self._draining:
+            return DRAIN_TICK_S
+        if not self._resting:
+            return LOOK_S
+        return min(self._rest_s, LOOK_EVERY_S) if self._keys.from_file else self._rest_s
+
     async def on_tick(self, counter: int) -> bool:
-        """Ten times a second."""
-        if counter % LOOK_EVERY_TICKS == 0:
-            self._service.look()
-            self._keys.refresh()
+        self._service.look()
+        self._keys.refresh()
         if self._deadline is not None:
             late = time.monotonic() >= self._deadline
             if late:

@@ -125,7 +125,7 @@ class Metrics(Counts):
                 self._classes[row.name] = self._classes[row.name][0], row
 
     def show(self) -> None:
-        """Let the others see these counts; called twice a second."""
+        """Let the others see these counts; called twice a second, at rest less often."""
         self._follow_targets()
         if self._board is not None:
             self._board.write(self)

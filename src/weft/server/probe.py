@@ -46,7 +46,13 @@ class EngineProbe(Protocol):
         """Engines killed because memory ran out, since the start of the server."""
 
     def idle_s(self) -> float:
-        """Seconds since the engine made a step or had nothing to do; ask several times a second."""
+        """Seconds since the engine made a step or had nothing to do; ask several times a second.
+
+        At rest that is as old as its last sign of life.
+        """
+
+    def poke(self) -> None:
+        """Have an engine at rest look at what it shares with request planes."""
 
     def gauges(self) -> Mapping[str, float]:
         """Current values and totals by metric name without prefix.
@@ -86,6 +92,9 @@ class NoProbe:
 
     def idle_s(self) -> float:
         return 0.0
+
+    def poke(self) -> None:
+        pass
 
     def gauges(self) -> Mapping[str, float]:
         return {}

@@ -149,6 +149,9 @@ class RingProbe:
     def idle_s(self) -> float:
         return time.monotonic() - self._progress.look(asdict(self._client.info()))
 
+    def poke(self) -> None:
+        self._client.poke()
+
     def gauges(self) -> Mapping[str, float]:
         info = self._client.info()
         used = (info.blocks - info.free_blocks) / info.blocks if info.blocks else 0.0

@@ -95,11 +95,13 @@ class Look(NamedTuple):
         adopted: had no living process, and are this one's now.
         cancelled: of this one's, those that are to end.
         lost: of this one's, those that are not its own any more.
+        unfinished: whether any process has runs that are not complete.
     """
 
     adopted: list[Run]
     cancelled: list[str]
     lost: set[str]
+    unfinished: bool
 
 
 class Events(NamedTuple):
@@ -245,7 +247,7 @@ class RunStore:
             if (run := self._adopt(base, run_id, keeper)) is not None
         ]
         cancelled = [run_id for run_id in active if own.get(run_id)]
-        return Look(adopted, cancelled, set(active) - set(own))
+        return Look(adopted, cancelled, set(active) - set(own), bool(found))
 
     def _has(self, keeper: int) -> bool:
         return keeper == self._life.number

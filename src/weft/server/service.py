@@ -105,7 +105,10 @@ class Service:
         return "stalled" if self.probe.idle_s() > self.options.stalled_s else "ready"
 
     def look(self) -> None:
-        """Keep what is known of other processes up to date; called twice a second."""
+        """Keep what is known of other processes up to date.
+
+        Called twice a second, at rest less often.
+        """
         self.metrics.show()
         if self.usage is not None:
             self.usage.keep(self.metrics.fresh_uses())

@@ -55,6 +55,7 @@ def target_routes(service: Service, board: TargetBoard | None) -> list[Route]:
         before = service.probe.classes()
         with board.proposing():
             proposal = board.propose(wanted)
+            service.probe.poke()
             try:
                 while not board.outcome(proposal):
                     await asyncio.sleep(LOOK_S)
