@@ -162,7 +162,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
 
 @pytest.fixture(scope="session")
 def tokenizers_by_kind(folders: Mapping[str, Path]) -> Mapping[str, WeftTokenizer]:
-    return {kind: WeftTokenizer.load(folder) for kind, folder in folders.items()}
+    found = {kind: WeftTokenizer.load(folder) for kind, folder in folders.items()}
+    for tokenizer in found.values():
+        tokenizer.encoder.decide()
+    return found
 
 
 @pytest.fixture(scope="session")

@@ -25,7 +25,9 @@ any_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return Tokenizer.load(FOLDER)
+    tokenizer = Tokenizer.load(FOLDER)
+    tokenizer.encoder.decide()
+    return tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +41,7 @@ def theirs() -> PreTrainedTokenizerFast:
 
 
 def test_takes_the_fast_ways(tokenizer):
-    assert tokenizer.backend == "fastokens", tokenizer.backend_reason
+    assert tokenizer.encoder.name == "fastokens", tokenizer.encoder.reason
     assert tokenizer.decode_table is not None
     assert tokenizer.bos_id is not None
     assert tokenizer.eos_id is not None

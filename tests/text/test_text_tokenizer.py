@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from depth import searching
+from live import eventually
 from weft.core.errors import ParameterError, TokenizerError
 from weft.text import Tokenizer
+from weft.text.fast import CHARS_A_TOKEN
 
 FIXED = searching(200)
 FRAGMENTS = [
@@ -50,7 +53,7 @@ class TestIds:
     @given(kind=st.sampled_from(["byte_level", "llama2", "gemma"]), text=any_text | spelling_text)
     def test_of_fastokens_are_those_of_the_reference(self, kind, text, tokenizers_by_kind):
         tokenizer = tokenizers_by_kind[kind]
-        assert tokenizer.backend == "fastokens"
+        assert tokenizer.encoder.name == "fastokens"
         expected = tokenizer.reference.encode(text, add_special_tokens=False).ids
         assert tokenizer.encode(text, parse_special=True, add_special_tokens=False) == expected
 
@@ -172,13 +175,28 @@ class TestSpelledControlTokens:
 
 
 class TestBackend:
+    def test_is_the_reference_until_fastokens_pays(self, folders):
+        """It is loaded beside, after so many characters; texts may come from several threads."""
+        tokenizer = Tokenizer.load(folders["byte_level"])
+        text = "Hello world, 123! "
+        expected = tokenizer.encode(text)
+        assert tokenizer.encoder.name == "tokenizers"
+        assert "too little text" in tokenizer.encoder.reason
+        tokenizer.encode("a" * (CHARS_A_TOKEN * tokenizer.reference.get_vocab_size() - 99))
+        assert tokenizer.encoder.name == "tokenizers"
+        with ThreadPoolExecutor(4) as threads:
+            found = threads.map(lambda _: tokenizer.encode(text), range(64))
+            assert all(ids == expected for ids in found)
+        eventually(lambda: tokenizer.encoder.name == "fastokens", 60)
+        assert tokenizer.encode(text) == expected
+
     def test_is_fastokens_where_it_agrees(self, byte_level):
-        assert byte_level.backend == "fastokens"
-        assert "agrees" in byte_level.backend_reason
+        assert byte_level.encoder.name == "fastokens"
+        assert "agrees" in byte_level.encoder.reason
 
     def test_is_the_reference_where_fastokens_cannot_load(self, unigram):
-        assert unigram.backend == "tokenizers"
-        assert "cannot read" in unigram.backend_reason
+        assert unigram.encoder.name == "tokenizers"
+        assert "cannot read" in unigram.encoder.reason
 
     @pytest.mark.parametrize("wrong_for", ["\u2581", "<h1>", "12345678901234567890", "👍🏽"])
     def test_is_the_reference_where_fastokens_disagrees(self, folders, monkeypatch, wrong_for):
@@ -201,8 +219,9 @@ class TestBackend:
 
         monkeypatch.setattr(fastokens, "Tokenizer", Module)
         tokenizer = Tokenizer.load(folders["byte_level"])
-        assert tokenizer.backend == "tokenizers"
-        assert "differently" in tokenizer.backend_reason
+        tokenizer.encoder.decide()
+        assert tokenizer.encoder.name == "tokenizers"
+        assert "differently" in tokenizer.encoder.reason
         expected = tokenizer.reference.encode(f"a{wrong_for}").ids
         assert tokenizer.encode(f"a{wrong_for}") == expected
 

@@ -88,7 +88,8 @@ def _model_facts(config: EngineConfig, model: Model) -> dict[str, Any]:
     spec = model.spec
     try:
         tokenizer = Tokenizer.load(Path(config.tokenizer or model.folder))
-        encoder = f"{tokenizer.backend} ({tokenizer.backend_reason})"
+        tokenizer.encoder.decide()
+        encoder = f"{tokenizer.encoder.name} ({tokenizer.encoder.reason})"
     except TokenizerError as error:
         encoder = f"none: {error.message}"
     return {

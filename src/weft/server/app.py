@@ -315,7 +315,7 @@ class _PlainHandlers:
                     "vocab_size": card.vocab_size,
                     "system_fingerprint": card.system_fingerprint,
                     "chat": service.builder.chat_template is not None,
-                    "tokenizer": service.builder.tokenizer.backend,
+                    "tokenizer": service.builder.tokenizer.encoder.name,
                 },
                 "limits": _limits(options),
                 "engine": _public(service.probe.info()),

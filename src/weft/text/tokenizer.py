@@ -17,7 +17,7 @@ from weft.core.json_files import parse_object, read_text
 from weft.text.assets import named_tokens, read_config
 from weft.text.control import Guard, Scanner, grammar_document, list_added
 from weft.text.decoding import DecodeTable, build_table
-from weft.text.fast import adopt_fastokens
+from weft.text.fast import Encoder
 from weft.text.growth import growth
 
 # What no tokeniser of a model has.
@@ -34,8 +34,7 @@ class Tokenizer:
 
     Attributes:
         reference: the `tokenizers.Tokenizer`; treat as read-only.
-        backend: what encodes, "tokenizers" or "fastokens".
-        backend_reason: one sentence that says why, for ``weft info``.
+        encoder: what encodes, and why.
         vocab_size: every id is below it; some ids below it may be unused.
         special_tokens: ``{"bos_token": "<s>", ...}``, as chat templates see them.
         bos_id, eos_id: the ids of two of these, None where the folder names none.
@@ -87,11 +86,7 @@ class Tokenizer:
         self._shown_pieces: dict[frozenset[int], list[bytes]] = {}  # by the ids that are hidden
         self._guard: Guard | None = None
         self._guard_lock = threading.Lock()
-        fast, self.backend_reason = adopt_fastokens(
-            reference.to_str(), reference, [token.content for token in self.added_tokens]
-        )
-        self.backend = "fastokens" if fast else "tokenizers"
-        self._encode = fast or self._encode_reference
+        self.encoder = Encoder(reference, [token.content for token in self.added_tokens])
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
@@ -165,7 +160,7 @@ class Tokenizer:
                 f"takes {MAX_NORMALISED_CHARS // self._growth} characters at most."
             )
         try:
-            return self._encode(text)
+            return self.encoder.encode(text)
         except (TypeError, UnicodeEncodeError) as error:
             raise ParameterError(
                 "The text is not valid Unicode: it has an unpaired surrogate. Send it as UTF-8."
@@ -197,9 +192,6 @@ class Tokenizer:
     def grammar_document(self) -> str:
         """The text of a tokenizer.json for `weft.core.grammar`."""
         return grammar_document(self.reference, self.added_tokens)
-
-    def _encode_reference(self, text: str) -> list[int]:
-        return list(self.reference.encode(text, add_special_tokens=False).ids)
 
     def _promote_named_tokens(self, document: Mapping[str, Any]) -> None:
         """Tokens that the config names are special, whatever tokenizer.json says about them."""
