@@ -10,7 +10,7 @@ try:
     import os
     import re
     import sys
-    from collections.abc import Container, Mapping
+    from collections.abc import Callable, Container, Mapping
     from collections.abc import Sequence as Seq
     from pathlib import Path
     from typing import Any, NoReturn
@@ -54,7 +54,9 @@ def main(arguments: Seq[str] | None = None) -> NoReturn:
     """
     try:
         _set_up_output()
-        options = vars(_parser().parse_args(arguments))
+        words = sys.argv[1:] if arguments is None else arguments
+        chosen = next((word for word in words if not word.startswith("-")), None)
+        options = vars(_parser(chosen).parse_args(words))
         run = options.pop("run")
         options.pop("parser")
         sys.exit(run(options))
@@ -79,21 +81,67 @@ def _set_up_output() -> None:
 # -- flags from declarations --------------------------------------------------------------------
 
 
-def _parser() -> _Parser:
+def _parser(chosen: str | None) -> _Parser:
+    """The parser of all commands; only that of the chosen one knows its arguments.
+
+    Declaring those of all takes several times as long as all else before a server starts.
+    """
     parser = _Parser(prog="weft", description="Serve and run large language models.")
     parser.add_argument("--version", action="version", version=f"weft {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _serve_parser(commands)
-    _chat_parser(commands)
-    _bench_parser(commands)
-    _sim_parser(commands)
-    _batch_parser(commands)
-    _batches_parser(commands)
-    generate = commands.add_parser(
-        "generate",
-        help="generate text from a prompt or a file",
-        usage="weft generate [PROMPT | --file FILE] [settings]",
-    )
+    for name, (declare, text, usage) in _commands().items():
+        shown = None if usage is None else f"weft {name} {usage}"
+        command = commands.add_parser(name, help=text, usage=shown)
+        if name == chosen:
+            declare(command)
+    return parser
+
+
+def _commands() -> dict[str, tuple[Callable[[argparse.ArgumentParser], None], str, str | None]]:
+    """What declares the arguments of each command, its line of help, and its usage."""
+    return {
+        "serve": (
+            _serve_arguments,
+            "serve a model over HTTP with OpenAI's API",
+            "[MODEL] [settings]",
+        ),
+        "chat": (
+            _chat_arguments,
+            "talk to a server in the terminal",
+            "[--url URL] [settings]",
+        ),
+        "bench": (_bench_arguments, "measure a server, an engine or its kernels", None),
+        "sim": (_sim_arguments, "run a scheduler on simulated hardware", "[settings]"),
+        "batch": (
+            _batch_arguments,
+            "answer a file of requests in OpenAI's batch format",
+            "INPUT -o OUTPUT [--url URL ...] [settings]",
+        ),
+        "batches": (
+            _batches_arguments,
+            "submit, follow and fetch batches of a running server",
+            None,
+        ),
+        "generate": (
+            _generate_arguments,
+            "generate text from a prompt or a file",
+            "[PROMPT | --file FILE] [settings]",
+        ),
+        "profile": (
+            _profile_arguments,
+            "measure what steps cost here, for schedulers that plan by time",
+            "[--profile FILE] [--tune --tuning FILE] [settings]",
+        ),
+        "cache": (_cache_arguments, "show or remove packed weights that are kept", None),
+        "info": (
+            _info_arguments,
+            "show model, memory and the kernel behind each op",
+            "[MODEL] [settings]",
+        ),
+    }
+
+
+def _generate_arguments(generate: argparse.ArgumentParser) -> None:
     generate.set_defaults(run=_generate, parser=generate)
     generate.add_argument("prompt", nargs="?", help="the text to continue")
     generate.add_argument(
@@ -102,29 +150,20 @@ def _parser() -> _Parser:
     generate.add_argument("--chat", action="store_true", help="put the prompt into the chat form")
     generate.add_argument("--echo", action="store_true", help="print the prompt, too")
     generate.add_argument("--quiet", action="store_true", help="no progress and no statistics")
-    _profile_parser(commands)
-    _cache_parser(commands)
-    info = commands.add_parser(
-        "info",
-        help="show model, memory and the kernel behind each op",
-        usage="weft info [MODEL] [settings]",
-    )
+    generate.add_argument("--config", metavar="FILE", help="YAML file with the same names")
+    _add_settings(generate, "engine", EngineConfig)
+    _add_settings(generate, "sampling", SamplingParams, there=settings_of(EngineConfig))
+
+
+def _info_arguments(info: argparse.ArgumentParser) -> None:
     info.set_defaults(run=_info, parser=info)
     info.add_argument("named", nargs="?", metavar="MODEL", help="as --model MODEL")
     info.add_argument("--json", action="store_true", help="print JSON")
-    for command in (generate, info):
-        command.add_argument("--config", metavar="FILE", help="YAML file with the same names")
-        _add_settings(command, "engine", EngineConfig)
-    _add_settings(generate, "sampling", SamplingParams, there=settings_of(EngineConfig))
-    return parser
+    info.add_argument("--config", metavar="FILE", help="YAML file with the same names")
+    _add_settings(info, "engine", EngineConfig)
 
 
-def _serve_parser(commands: Any) -> None:
-    serve = commands.add_parser(
-        "serve",
-        help="serve a model over HTTP with OpenAI's API",
-        usage="weft serve [MODEL] [settings]",
-    )
+def _serve_arguments(serve: argparse.ArgumentParser) -> None:
     serve.set_defaults(run=_serve, parser=serve)
     serve.add_argument("named", nargs="?", metavar="MODEL", help="as --model MODEL")
     serve.add_argument("--config", metavar="FILE", help="YAML file with the same names")
@@ -134,10 +173,7 @@ def _serve_parser(commands: Any) -> None:
     _add_settings(serve, "engine", EngineConfig)
 
 
-def _chat_parser(commands: Any) -> None:
-    chat = commands.add_parser(
-        "chat", help="talk to a server in the terminal", usage="weft chat [--url URL] [settings]"
-    )
+def _chat_arguments(chat: argparse.ArgumentParser) -> None:
     chat.set_defaults(run=_chat, parser=chat)
     _add_server(chat)
     chat.add_argument("--model", help="name of the model; the server's first one by default")
@@ -147,14 +183,9 @@ def _chat_parser(commands: Any) -> None:
         _add_setting(group, settings_of(SamplingParams)[name])
 
 
-def _batch_parser(commands: Any) -> None:
+def _batch_arguments(batch: argparse.ArgumentParser) -> None:
     from weft.batch.options import BatchOptions
 
-    batch = commands.add_parser(
-        "batch",
-        help="answer a file of requests in OpenAI's batch format",
-        usage="weft batch INPUT -o OUTPUT [--url URL ...] [settings]",
-    )
     batch.set_defaults(run=_batch, parser=batch)
     batch.add_argument("input", help="JSON lines, each with custom_id, method, url and body")
     batch.add_argument(
@@ -165,10 +196,7 @@ def _batch_parser(commands: Any) -> None:
     _add_settings(batch, "engine", EngineConfig)
 
 
-def _batches_parser(commands: Any) -> None:
-    batches = commands.add_parser(
-        "batches", help="submit, follow and fetch batches of a running server"
-    )
+def _batches_arguments(batches: argparse.ArgumentParser) -> None:
     kinds = batches.add_subparsers(
         dest="kind", required=True, metavar="list|submit|follow|cancel|fetch"
     )
@@ -206,10 +234,9 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _bench_parser(commands: Any) -> None:
+def _bench_arguments(bench: argparse.ArgumentParser) -> None:
     from weft.bench.options import KernelsBench, ServeBench, ThroughputBench
 
-    bench = commands.add_parser("bench", help="measure a server, an engine or its kernels")
     kinds = bench.add_subparsers(dest="kind", required=True, metavar="serve|throughput|kernels")
     for name, declared_by, run, text in (
         ("serve", ServeBench, _bench_serve, "put load on any server with OpenAI's API"),
@@ -224,22 +251,16 @@ def _bench_parser(commands: Any) -> None:
             _add_settings(parser, "engine", EngineConfig)
 
 
-def _profile_parser(commands: Any) -> None:
+def _profile_arguments(profile: argparse.ArgumentParser) -> None:
     from weft.cost.options import ProfileOptions
 
-    profile = commands.add_parser(
-        "profile",
-        help="measure what steps cost here, for schedulers that plan by time",
-        usage="weft profile [--profile FILE] [--tune --tuning FILE] [settings]",
-    )
     profile.set_defaults(run=_profile, parser=profile)
     profile.add_argument("--config", metavar="FILE", help="YAML file with the same names")
     _add_settings(profile, "profile", ProfileOptions)
     _add_settings(profile, "engine", EngineConfig)
 
 
-def _cache_parser(commands: Any) -> None:
-    cache = commands.add_parser("cache", help="show or remove packed weights that are kept")
+def _cache_arguments(cache: argparse.ArgumentParser) -> None:
     kinds = cache.add_subparsers(dest="kind", required=True, metavar="list|clear")
     for name, text in (("list", "show them, last used first"), ("clear", "remove them")):
         parser = kinds.add_parser(name, help=text)
@@ -247,10 +268,7 @@ def _cache_parser(commands: Any) -> None:
     parser.add_argument("--model", help="only those of this folder, GGUF file or hub id")
 
 
-def _sim_parser(commands: Any) -> None:
-    sim = commands.add_parser(
-        "sim", help="run a scheduler on simulated hardware", usage="weft sim [settings]"
-    )
+def _sim_arguments(sim: argparse.ArgumentParser) -> None:
     sim.set_defaults(run=_sim, parser=sim)
     sim.add_argument("--config", metavar="FILE", help="YAML file with the same names")
     from weft.sim.options import SimOptions

@@ -108,7 +108,6 @@ async def _supervise(
     from weft.engine.links import EngineLinks
     from weft.ring.segment import ring_of
     from weft.ring.target_board import create_target_board
-    from weft.server.batch_keeper import BatchKeeper
     from weft.server.counts import create_board
     from weft.server.keeper import Boards, FrontendKeeper
     from weft.server.quota_board import create_quota_board
@@ -125,9 +124,12 @@ async def _supervise(
         FrontendKeeper(number, given, ring, listener, boards, card, options.watchdog_s)
         for number, ring in enumerate(rings[:planes])
     ]
-    batches = BatchKeeper(options, given, rings[-1], card, boards.counts, planes)
     engine = asyncio.create_task(_keep_engine(engines, card))
     serving = [asyncio.create_task(frontend.run()) for frontend in frontends]
+    await asyncio.sleep(0)  # they start; what follows takes a while
+    from weft.server.batch_keeper import BatchKeeper
+
+    batches = BatchKeeper(options, given, rings[-1], card, boards.counts, planes)
     answering = asyncio.create_task(batches.run())
     stop = asyncio.create_task(signals.get())
     reaping = asyncio.create_task(_reap(engines, [*frontends, batches]))

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from weft.api import ModelCard
+from weft.api.card import ModelCard
 from weft.batch.bell import bell_stamp, near_bell
 from weft.batch.database import work_within
 from weft.batch.webhook_settings import WebhookSettings

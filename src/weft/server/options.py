@@ -10,7 +10,6 @@ from weft.batch.webhook_settings import WebhookSettings
 from weft.core.errors import ConfigError, ParameterError
 from weft.core.settings import check_settings, setting
 from weft.server.keyfile import read_keys
-from weft.server.tracing import make_exporter
 from weft.text.dialect import REASONING_MARKERS, TOOL_PARSERS
 
 _HOST_NAME = re.compile(r"\*|[A-Za-z0-9_.-]{1,253}|\[?[0-9A-Fa-f:.]{2,45}\]?")
@@ -303,6 +302,8 @@ class ServerOptions:
         if self.root_path and not self.root_path.startswith("/"):
             raise ConfigError("root_path must start with '/'.", param="root_path")
         if self.otlp_endpoint is not None:
+            from weft.server.tracing import make_exporter  # few servers need it
+
             make_exporter(self.otlp_endpoint).shutdown()
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ConfigError("tls_cert and tls_key go together.", param="tls_key")

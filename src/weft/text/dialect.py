@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from weft.text.assistant import AssistantParser, ReasoningParser
-from weft.text.template import ChatTemplate
-from weft.text.tokenizer import Tokenizer
 from weft.text.toolcalls import CallParser, HermesParser, Llama3Parser, MistralParser
+
+if TYPE_CHECKING:  # the settings of a server name its parsers; its supervisor has no tokeniser
+    from weft.text.template import ChatTemplate
+    from weft.text.tokenizer import Tokenizer
 
 TOOL_PARSERS: Mapping[str, type[CallParser]] = {
     "hermes": HermesParser,
