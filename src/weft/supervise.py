@@ -180,8 +180,13 @@ async def _keep_engine(engines: EngineKeeper, card: asyncio.Future[str]) -> None
 
 
 def _frontend_settings(config: EngineConfig, options: ServerOptions) -> dict[str, Any]:
+    from weft.models.hub import local_source
+
+    source = local_source(config.model)
+    folder = source.parent if source is not None and source.is_file() else source
     return {
         "options": asdict(options),
+        "folder": None if folder is None else str(folder),
         "tokenizer": config.tokenizer,
         "chat_template": config.chat_template,
         "base_seed": config.base_seed,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.resources
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +36,9 @@ def resolve_model(
     Raises:
         ModelNotFoundError: with one sentence that says what to do.
     """
-    if name == BUILTIN:
-        return _with_config(Path(str(importlib.resources.files("weft") / BUILTIN)), name)
-    if _is_path(name):
-        return _with_config(_existing(Path(name).expanduser(), name), name)
+    here = local_source(name)
+    if here is not None:
+        return _with_config(_existing(here, name), name)
     options = {
         "revision": revision,
         "token": token,
@@ -49,6 +47,15 @@ def resolve_model(
         "local_files_only": bool(offline),
     }
     return _with_config(_download(name, options), name)
+
+
+def local_source(name: str) -> Path | None:
+    """The folder or GGUF file of a model that is not on the hub, if there is one; else None."""
+    if name == BUILTIN:
+        import importlib.resources  # takes longer than all else here
+
+        return Path(str(importlib.resources.files("weft") / BUILTIN))
+    return Path(name).expanduser() if _is_path(name) else None
 
 
 def _is_path(name: str) -> bool:

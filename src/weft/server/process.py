@@ -70,21 +70,41 @@ def main() -> None:
     settings = json.load(sys.stdin)
     with contextlib.suppress(WeftError):  # which the first template meets again
         shared_renderer().start()  # it is there before the engine is
+    early = _load_early(settings)  # while the engine is built
     with os.fdopen(arguments.card) as card:
         line = card.readline()
     if not line:
         sys.exit(1)  # the engine did not start; the parent tells why
     try:
-        _serve(arguments, settings, ServedModel.from_json(line))
+        _serve(arguments, settings, ServedModel.from_json(line), early)
     except WeftError as error:
         print(f"weft: {error.message}", file=sys.stderr)
         sys.exit(EXIT_REFUSED)
 
 
-def _serve(arguments: argparse.Namespace, settings: Mapping[str, Any], served: ServedModel) -> None:
+def _load_early(settings: Mapping[str, Any]) -> tuple[Path, Tokenizer] | None:
+    """The tokeniser and its folder, where that is known before the engine has found its model.
+
+    Errors wait until the engine is there: its own may say more.
+    """
+    folder = settings["tokenizer"] or settings["folder"]
+    if folder is None:
+        return None
+    with contextlib.suppress(WeftError):
+        return Path(folder), Tokenizer.load(Path(folder))
+    return None
+
+
+def _serve(
+    arguments: argparse.Namespace,
+    settings: Mapping[str, Any],
+    served: ServedModel,
+    early: tuple[Path, Tokenizer] | None,
+) -> None:
     options = ServerOptions(**settings["options"])
     set_up_logs("frontend", log_level(settings["log_level"]), settings["log_format"])
-    tokenizer = Tokenizer.load(Path(settings["tokenizer"] or served.folder))
+    folder = Path(settings["tokenizer"] or served.folder)
+    tokenizer = early[1] if early and early[0] == folder else Tokenizer.load(folder)
     template = find_template(Path(served.folder), settings["chat_template"])
     if template is None:
         shared_renderer().close()
