@@ -18,7 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 from weft.core.config import EngineConfig
 from weft.core.logs import log_level, set_up_logs
-from weft.core.process import beat_s, raise_file_limit, reap_orphans, set_process_title
+from weft.core.process import (
+    beat_s,
+    give_back_freed_memory,
+    raise_file_limit,
+    reap_orphans,
+    set_process_title,
+)
 
 if TYPE_CHECKING:
     from weft.engine.keeper import EngineKeeper
@@ -176,6 +182,7 @@ async def _reap(engines: EngineKeeper, others: Seq[FrontendKeeper | BatchKeeper]
 
 async def _keep_engine(engines: EngineKeeper, card: asyncio.Future[str]) -> None:
     card.set_result((await engines.start()).to_json())
+    give_back_freed_memory()  # of the command line and of imports
     await engines.run()
 
 
