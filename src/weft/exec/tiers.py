@@ -26,6 +26,7 @@ class HostTier:
     too early. Where the device is the CPU they are done when they return.
 
     Attributes:
+        host: the KV of the host.
         attention: attends to rows whose KV lies here; None where nobody does.
     """
 
@@ -36,7 +37,7 @@ class HostTier:
         copy_blocks: CopyBlocks,
         attention: HostAttention | None = None,
     ) -> None:
-        self.attention = attention
+        self.host, self.attention = host, attention
         self._arrays = {Tier.DEVICE: _by_group(store), Tier.HOST: _by_group(host)}
         self._zeros = _by_group(store.like([1] * len(store.keys)))
         self._copy_blocks = copy_blocks
@@ -96,7 +97,8 @@ def _by_group(store: KVStore) -> list[BlockArrays]:
 
 def check_computes(plan: StepPlan, tier: HostTier | None) -> None:
     """Raise InvariantError for a plan that needs more of the host than there is."""
-    if plan.attends_on_host or (plan.piggybacks and (tier is None or tier.attention is None)):
+    attends = plan.attends_on_host or plan.piggybacks
+    if attends and (tier is None or tier.attention is None):
         raise InvariantError(f"step {plan.step_id} needs attention of a host, which is not here")
     if plan.needs_host and tier is None:
         raise InvariantError(f"step {plan.step_id} needs a host tier, which is not here")
