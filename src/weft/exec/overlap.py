@@ -86,9 +86,9 @@ class OverlappedForward:
             raise InvariantError(f"{len(batches)} sub-batches cannot overlap")
         self._lanes.clear()
         for batch, packers in zip(batches, self._packers, strict=False):
-            lane = _Lane(self, packers)
+            lane = _Lane(self, batch, packers)
             self._lanes.append(lane)
-            lane.begin(batch)
+            lane.begin()
         first, *others = self._lanes
         layers = self.decoder.spec.num_layers
         for lane in others:
@@ -123,51 +123,53 @@ class _Lane:
         with_host: rows that have a slot of the mailbox.
     """
 
-    def __init__(self, shared: OverlappedForward, packers: Seq[InputPacker]) -> None:
+    def __init__(
+        self, shared: OverlappedForward, batch: SubBatch, packers: Seq[InputPacker]
+    ) -> None:
+        self.batch = batch
         self._decoder, self._mailbox = shared.decoder, shared.attention.mailbox
         self._shared, self._packers = shared, packers
         self.with_host: list[int] = []
         self._failed: dict[int, HostWorkerError] = {}
 
-    def begin(self, batch: SubBatch) -> None:
+    def begin(self) -> None:
         """Embed the tokens; those that the host attends for get slots of the mailbox."""
-        whole, *rest = self._packers
+        batch, (whole, *rest) = self.batch, self._packers
         self._inputs = inputs = whole.pack(batch)
         decoder = self._decoder
         self._residual = decoder.embed(inputs.input_ids)  # [T, C]
         self._layer_inputs = decoder.layer_inputs(inputs.input_ids, self._residual)
         self._angles = decoder.angles(inputs.positions)
-        tiers = batch.row_tiers
-        kinds = [
-            [i for i, tier in enumerate(tiers) if tier is Tier.DEVICE],
-            [i for i, tier in enumerate(tiers) if tier is Tier.HOST and not _decodes(batch, i)],
-        ]
-        parts = zip(kinds, self._shared.stores, rest, strict=True)
+        places = {Tier.DEVICE: list[int](), Tier.HOST: list[int]()}
+        decodes: list[int] = []
+        for index, tier in enumerate(batch.row_tiers):
+            single = batch.counts[index] == 1 and batch.starts[index] > 0
+            (decodes if single and tier is Tier.HOST else places[tier]).append(index)
         self._parts = [
-            self._part(batch, rows, store, packer) for rows, store, packer in parts if rows
+            self._part(rows, store, packer)
+            for rows, store, packer in zip(places.values(), self._shared.stores, rest, strict=True)
+            if rows
         ]
-        self._begin_on_host(
-            batch, [i for i, tier in enumerate(tiers) if tier is Tier.HOST and _decodes(batch, i)]
-        )
+        self._begin_on_host(decodes)
 
     def _part(
-        self, batch: SubBatch, indices: Seq[int], store: KVStore, packer: InputPacker
+        self, indices: Seq[int], store: KVStore, packer: InputPacker
     ) -> tuple[Places, Attend]:
         """Tokens of some rows, and the device's attention to them over a store."""
         inputs = self._inputs
-        if len(indices) < len(batch.rows):
-            inputs = packer.pack(_chosen(batch, indices))
+        if len(indices) < len(self.batch.rows):
+            inputs = packer.pack(_chosen(self.batch, indices))
         places = _places(self._inputs.counts, indices)
         return places, attend_over(self._decoder, store, inputs.groups)
 
-    def _begin_on_host(self, batch: SubBatch, indices: Seq[int]) -> None:
+    def _begin_on_host(self, indices: Seq[int]) -> None:
+        batch, table = self.batch, self._shared.table
         rows = np.array([batch.rows[i] for i in indices], np.int32)
         self._rows: Rows = rows  # for which the host attends, without those that have failed
         self._places = self._host_places = _places(self._inputs.counts, indices)
         if not len(rows):
             return
         self.with_host = rows.tolist()
-        table = self._shared.table
         contexts = [batch.starts[i] + 1 for i in indices]
         widths = [int(lengths[rows].max()) for lengths in table.table_length]
         tables = [blocks[rows, :width] for blocks, width in zip(table.tables, widths, strict=True)]
@@ -227,11 +229,6 @@ class _Lane:
         self._mailbox.release(self.with_host)
         self.with_host = []
         return LaneResult(self._inputs, self._decoder.finish(self._residual), self._failed)
-
-
-def _decodes(batch: SubBatch, index: int) -> bool:
-    """Whether a row computes one token after others, so that the host attends for it."""
-    return batch.counts[index] == 1 and batch.starts[index] > 0
 
 
 def _chosen(batch: SubBatch, indices: Seq[int]) -> SubBatch:
