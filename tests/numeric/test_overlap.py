@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from checkpoints import CASES, build, prompt, save_with_tokenizer
 from test_piggybacked_rows import SHARED_KV, Dawdler, Idler, Steps, assert_alike
@@ -27,7 +28,7 @@ from weft.engine.build import build_engine
 from weft.engine.costs import profile_key, with_host_attention
 from weft.engine.model import find_model
 from weft.exec import host_attention
-from weft.exec.overlap import _Lane
+from weft.exec.overlap import OverlappedForward, _Lane
 from weft.models.decoder import Decoder
 from weft.sched.balance import Balance, HostShare, HostWork
 
@@ -174,7 +175,7 @@ def test_the_host_may_be_a_process_that_is_killed_again_and_again(folders, monke
 
     def killing(lane: _Lane, layer: int) -> None:
         enter(lane, layer)
-        attention = lane._shared.attention
+        attention = lane._attention
         pid = attention.mailbox.native.worker
         if layer == 1 and lane.with_host and pid not in (0, *killed[-1:]) and len(killed) < 3:
             attention.interrupt()
@@ -194,13 +195,20 @@ def test_a_step_that_runs_out_of_memory_loses_no_row(folders, family, monkeypatc
     """Anywhere between the layers: rows of either tier are computed one by one then."""
     draw, ran_out = random.Random(5), Counter[str]()
 
+    run, together = OverlappedForward.run, [0]
+
+    def counting(overlapped: OverlappedForward, batches: Any) -> Any:
+        together[0] = sum(len(batch.rows) for batch in batches)
+        return run(overlapped, batches)
+
+    monkeypatch.setattr(OverlappedForward, "run", counting)
+
     def starving(name: str, share: float) -> None:
         method = getattr(_Lane, name)
 
         def call(lane: _Lane, *given: Any) -> Any:
             done = method(lane, *given)
-            rows = sum(len(each.batch.rows) for each in lane._shared._lanes)
-            if rows > 1 and draw.random() < share:
+            if together[0] > 1 and draw.random() < share:
                 ran_out[name] += 1
                 raise MemoryError
             return done
@@ -258,6 +266,30 @@ def test_tokens_come_in_the_order_of_the_plan_whatever_the_tiers(steps, tokens) 
     assert [tokens[0][row] for row in done.sequence_ids] == list(done.tokens)
     done = steps.run(of(steps.decode(3, 2, 1, at=21), HOST, HOST, DEVICE))
     assert [tokens[1][row] for row in (3, 2, 1)] == list(done.tokens)
+
+
+def test_hidden_states_have_the_bits_of_one_pass_on_the_device(folders, monkeypatch) -> None:
+    """In two sub-batches, with the host between the layers of one."""
+    folder, hidden = folders["gemma3"], {}
+    end = _Lane.end
+
+    def watched(lane: _Lane) -> Any:
+        result = end(lane)
+        hidden.update(zip(lane.batch.rows, result.hidden, strict=True))
+        return result
+
+    monkeypatch.setattr(_Lane, "end", watched)
+    with Steps(overlapping(folder)) as steps:
+        for row in range(4):
+            steps.start(row)
+        steps.run(of(steps.decode(3, 0), HOST, DEVICE), steps.decode(1), moves=steps.away(3))
+    with Steps(settings_for(folder)) as plain:
+        for row in range(4):
+            plain.start(row)
+        compute, rows = plain.executor._compute, []
+        plain.executor._compute = lambda *given: rows.append(compute(*given)) or rows[-1]
+        plain.run(plain.decode(0, 1, 3))
+    np.testing.assert_array_equal(np.stack([hidden[row] for row in (0, 1, 3)]), rows[-1])
 
 
 def test_a_row_leaves_for_the_host_with_the_token_of_its_last_step_there(steps, tokens) -> None:

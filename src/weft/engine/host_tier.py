@@ -66,7 +66,7 @@ def cpu_tier(
     else:
         host = store.like(resolved.host_blocks)
         attention = HostAttention(decoder, host, table, threads)
-    return HostTier(store, host, copy_blocks, attention)
+    return HostTier(store, host, copy_blocks, attention, overlaps=not config.piggybacks)
 
 
 def describe_host_attention(config: EngineConfig) -> str:

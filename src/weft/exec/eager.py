@@ -78,7 +78,9 @@ class EagerExecutor:
         if tier is not None and (host := tier.attention) is not None:
             self._rows = PiggybackedRows(decoder, table, host)
             self._layerwise = LayerwiseForward(decoder, store, self._rows)
-            self._overlapped = OverlappedForward(decoder, store, tier.host, table, host, pack)
+            if tier.overlaps:
+                stores = store, tier.host
+                self._overlapped = OverlappedForward(decoder, stores, table, host, pack)
         self._launched: SimpleQueue[tuple[StepPlan, Answer] | None] = SimpleQueue()
         self._worker = threading.Thread(target=self._work, name="weft-executor", daemon=True)
         self._worker.start()

@@ -16,23 +16,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from weft.core.errors import HostWorkerError, InvariantError
 from weft.core.plan import SubBatch, Tier
-from weft.exec.attend import attend_over
 from weft.exec.host_attention import HostAttention
 from weft.exec.input_batch import InputBatch
 from weft.exec.inputs import InputPacker, StepInputs
 from weft.exec.piggyback import Rows
 from weft.exec.store import KVStore
-from weft.kernels.arrays import Array, empty
-from weft.models.decoder import Attend, Decoder
+from weft.kernels.arrays import Array
+from weft.kernels.cpu.lane import CpuLane, LanePart
+from weft.kernels.cpu.stack import CpuStack
+from weft.models.decoder import Decoder
 
-Places: TypeAlias = "slice | NDArray[np.int64]"  # of tokens within a sub-batch
+MOST = 2  # sub-batches of a step
 
 
 @dataclass(frozen=True)
@@ -54,26 +54,29 @@ class OverlappedForward:
     """Computes sub-batches with rows of both tiers; their tokens get the bits of ``bind_forward``.
 
     A CPU that stands for a device reads and writes the KV of prompts on the host in place.
-
-    Args:
-        store: the KV of the device.
-        host: the KV of the host.
-        pack: makes a packer of inputs, with memory of its own.
     """
 
     def __init__(
         self,
         decoder: Decoder,
-        store: KVStore,
-        host: KVStore,
+        stores: tuple[KVStore, KVStore],
         table: InputBatch,
         attention: HostAttention,
         pack: Callable[[], InputPacker],
     ) -> None:
-        self.decoder, self.stores, self.table = decoder, (store, host), table
-        self.attention = attention
-        self._packers = tuple((pack(), pack(), pack()) for _ in range(2))
-        self._lanes: list[_Lane] = []
+        """Bind the model to both tiers.
+
+        Args:
+            stores: the KV of the device and of the host.
+            pack: makes a packer of inputs, with memory of its own.
+
+        Raises:
+            InvariantError: the model does not run as native calls.
+        """
+        stacks = [decoder.bind(store.keys, store.values) for store in stores]
+        self._layers, self._attention = decoder.spec.num_layers, attention
+        self._lanes = [_Lane(stacks, table, attention, pack) for _ in range(MOST)]
+        self._running: list[_Lane] = []
 
     def run(self, batches: Seq[SubBatch]) -> list[LaneResult]:
         """Run every layer of one or two sub-batches.
@@ -82,27 +85,24 @@ class OverlappedForward:
             HostWorkerError: there is no host worker any more.
             InvariantError: there are more sub-batches.
         """
-        if len(batches) > len(self._packers):
+        if len(batches) > MOST:
             raise InvariantError(f"{len(batches)} sub-batches cannot overlap")
-        self._lanes.clear()
-        for batch, packers in zip(batches, self._packers, strict=False):
-            lane = _Lane(self, batch, packers)
-            self._lanes.append(lane)
-            lane.begin()
-        first, *others = self._lanes
-        layers = self.decoder.spec.num_layers
+        self._running = self._lanes[: len(batches)]
+        for lane, batch in zip(self._running, batches, strict=True):
+            lane.begin(batch)
+        first, *others = self._running
         for lane in others:
             lane.enter(0)
-        for layer in range(layers):
+        for layer in range(self._layers):
             if layer:
                 first.leave(layer - 1)
             first.enter(layer)
             for lane in others:
                 lane.leave(layer)
-                if layer + 1 < layers:
+                if layer + 1 < self._layers:
                     lane.enter(layer + 1)
         ended = [lane.end() for lane in others]  # while the host has the first one
-        first.leave(layers - 1)
+        first.leave(self._layers - 1)
         return [first.end(), *ended]
 
     def give_up(self) -> None:
@@ -111,105 +111,90 @@ class OverlappedForward:
         Raises:
             HostWorkerError: there is no host worker any more.
         """
-        rows = [row for lane in self._lanes for row in lane.with_host]
-        self.attention.await_aborted(self.attention.mailbox.abort(rows))
-        self._lanes.clear()
+        rows = [row for lane in self._running for row in lane.with_host]
+        self._attention.await_aborted(self._attention.mailbox.abort(rows))
+        for lane in self._running:
+            lane.with_host = []
 
 
 class _Lane:
     """A sub-batch on its way through the layers.
 
+    Its tokens are in this order: of rows on the device, of prompts on the host, and of decodes on
+    the host, for which the host worker attends.
+
     Attributes:
+        batch: the sub-batch.
         with_host: rows that have a slot of the mailbox.
     """
 
+    batch: SubBatch
+    with_host: list[int]
+
     def __init__(
-        self, shared: OverlappedForward, batch: SubBatch, packers: Seq[InputPacker]
+        self,
+        stacks: Seq[object],
+        table: InputBatch,
+        attention: HostAttention,
+        pack: Callable[[], InputPacker],
     ) -> None:
-        self.batch = batch
-        self._decoder, self._mailbox = shared.decoder, shared.attention.mailbox
-        self._shared, self._packers = shared, packers
-        self.with_host: list[int] = []
-        self._failed: dict[int, HostWorkerError] = {}
+        self._stacks: list[CpuStack] = []
+        for stack in stacks:
+            if not isinstance(stack, CpuStack):
+                raise InvariantError("a model that does not run as native calls cannot overlap")
+            self._stacks.append(stack)
+        self._table, self._attention, self._mailbox = table, attention, attention.mailbox
+        self._whole, self._packers = pack(), (pack(), pack())
+        self._native = CpuLane(self._mailbox, self._stacks[0])
+        self.with_host = []
 
-    def begin(self) -> None:
+    def begin(self, batch: SubBatch) -> None:
         """Embed the tokens; those that the host attends for get slots of the mailbox."""
-        batch, (whole, *rest) = self.batch, self._packers
-        self._inputs = inputs = whole.pack(batch)
-        decoder = self._decoder
-        self._residual = decoder.embed(inputs.input_ids)  # [T, C]
-        self._layer_inputs = decoder.layer_inputs(inputs.input_ids, self._residual)
-        self._angles = decoder.angles(inputs.positions)
-        places = {Tier.DEVICE: list[int](), Tier.HOST: list[int]()}
-        decodes: list[int] = []
-        for index, tier in enumerate(batch.row_tiers):
-            single = batch.counts[index] == 1 and batch.starts[index] > 0
-            (decodes if single and tier is Tier.HOST else places[tier]).append(index)
-        self._parts = [
-            self._part(rows, store, packer)
-            for rows, store, packer in zip(places.values(), self._shared.stores, rest, strict=True)
-            if rows
+        self.batch, self.with_host = batch, []
+        self._failed: dict[int, HostWorkerError] = {}
+        self._inputs = inputs = self._whole.pack(batch)
+        kinds = _kinds(batch)
+        self._order = _token_order(inputs.counts, [i for kind in kinds for i in kind])
+        ids, positions = inputs.input_ids, inputs.positions
+        if self._order is not None:
+            ids, positions = ids[self._order], positions[self._order]
+        parts = [
+            self._part(indices, stack, packer)
+            for indices, stack, packer in zip(kinds, self._stacks, self._packers, strict=False)
+            if indices
         ]
-        self._begin_on_host(decodes)
+        self._rows: Rows = np.array([batch.rows[i] for i in kinds[2]], np.int32)
+        if len(self._rows):
+            self.with_host = self._rows.tolist()
+            self._begin_on_host([batch.starts[i] + 1 for i in kinds[2]])
+        self._native.begin(ids, positions, parts, self._rows)
 
-    def _part(
-        self, indices: Seq[int], store: KVStore, packer: InputPacker
-    ) -> tuple[Places, Attend]:
-        """Tokens of some rows, and the device's attention to them over a store."""
+    def _part(self, indices: Seq[int], stack: CpuStack, packer: InputPacker) -> LanePart:
         inputs = self._inputs
         if len(indices) < len(self.batch.rows):
             inputs = packer.pack(_chosen(self.batch, indices))
-        places = _places(self._inputs.counts, indices)
-        return places, attend_over(self._decoder, store, inputs.groups)
+        return LanePart(stack, len(inputs.input_ids), inputs.groups)
 
-    def _begin_on_host(self, indices: Seq[int]) -> None:
-        batch, table = self.batch, self._shared.table
-        rows = np.array([batch.rows[i] for i in indices], np.int32)
-        self._rows: Rows = rows  # for which the host attends, without those that have failed
-        self._places = self._host_places = _places(self._inputs.counts, indices)
-        if not len(rows):
-            return
-        self.with_host = rows.tolist()
-        contexts = [batch.starts[i] + 1 for i in indices]
+    def _begin_on_host(self, contexts: Seq[int]) -> None:
+        table, rows = self._table, self._rows
         widths = [int(lengths[rows].max()) for lengths in table.table_length]
         tables = [blocks[rows, :width] for blocks, width in zip(table.tables, widths, strict=True)]
         self._mailbox.begin(rows, contexts, tables)
 
     def enter(self, layer: int) -> None:
         """Compute what precedes attention, hand the host its part, and attend on the device."""
-        q, k, v = self._decoder.pre(layer, self._residual, self._angles)
-        if len(self._rows):
-            theirs = [None if x is None else x[self._places] for x in (q, k, v)]
-            assert theirs[0] is not None
-            self._mailbox.submit(self._rows, layer, *theirs)
-        if self._parts and not self.with_host and len(self._parts) == 1:
-            self._attended = self._parts[0][1](layer, q, k, v)
-            return
-        self._attended = empty(q, tuple(q.shape))
-        for places, attend in self._parts:
-            own = [None if x is None else x[places] for x in (q, k, v)]
-            assert own[0] is not None
-            self._attended[places] = attend(layer, *own)
+        self._native.enter(layer)
 
     def leave(self, layer: int) -> None:
-        """Await the host's attention, and compute what follows attention."""
-        if self.with_host:
-            self._take(layer)
-        inputs = None if self._layer_inputs is None else self._layer_inputs[layer]
-        self._residual = self._decoder.post(layer, self._attended, self._residual, inputs)
+        """Await the host's attention, and compute what follows attention.
 
-    def _take(self, layer: int) -> None:
-        """Fill in what the host has computed; rows for which it could not go on as zeros.
-
-        Their tokens mean nothing from there on, and no other row's depend on them.
+        Rows for which the host fails go on without it: their tokens mean nothing from there on, and
+        no other row's depend on them.
         """
         if len(self._rows):
-            self._shared.attention.await_results(self._rows)
+            self._attention.await_results(self._rows)
             self._drop_failed()
-        if self._failed:
-            self._attended[self._host_places] = 0
-        if len(self._rows):
-            self._attended[self._places] = self._mailbox.take(self._rows, layer)
+        self._native.leave(layer)
 
     def _drop_failed(self) -> None:
         why = self._mailbox.failed()
@@ -220,19 +205,36 @@ class _Lane:
             row: HostWorkerError(f"The host could not attend for this request: {why[row]}.")
             for row in gone
         }
-        keep = ~np.isin(self._rows, gone)
-        places = np.arange(len(self._inputs.input_ids))[self._places]
-        self._rows, self._places = self._rows[keep], places[keep]
+        self._native.fail(gone)
+        self._rows = self._rows[~np.isin(self._rows, gone)]
 
     def end(self) -> LaneResult:
-        """Give the slots back. The last layer has been left."""
+        """Give the slots back, and the tokens in the order of the plan."""
+        hidden = self._native.finish()
+        if self._order is not None:
+            ordered = np.empty_like(hidden)
+            ordered[self._order] = hidden
+            hidden = ordered
         self._mailbox.release(self.with_host)
         self.with_host = []
-        return LaneResult(self._inputs, self._decoder.finish(self._residual), self._failed)
+        return LaneResult(self._inputs, hidden, self._failed)
+
+
+def _kinds(batch: SubBatch) -> tuple[list[int], list[int], list[int]]:
+    """The rows, as places in the batch: on the device; prompts and decodes on the host."""
+    device, prompts, decodes = list[int](), list[int](), list[int]()
+    for index, tier in enumerate(batch.row_tiers):
+        if tier is Tier.DEVICE:
+            device.append(index)
+        elif batch.counts[index] == 1 and batch.starts[index] > 0:
+            decodes.append(index)
+        else:
+            prompts.append(index)
+    return device, prompts, decodes
 
 
 def _chosen(batch: SubBatch, indices: Seq[int]) -> SubBatch:
-    """The sub-batch of some rows of another one, in their order there."""
+    """The sub-batch of some rows of another one."""
     rows = tuple(batch.rows[i] for i in indices)
     return SubBatch(
         rows,
@@ -244,11 +246,9 @@ def _chosen(batch: SubBatch, indices: Seq[int]) -> SubBatch:
     )
 
 
-def _places(counts: NDArray[np.int64], indices: Seq[int]) -> Places:
-    """The tokens of rows: a slice if they follow each other."""
-    if not indices:
-        return slice(0, 0)
+def _token_order(counts: NDArray[np.int64], rows: Seq[int]) -> NDArray[np.int64] | None:
+    """Which token of a batch comes where if its rows come in this order; None if all stay."""
+    if list(rows) == list(range(len(rows))):
+        return None
     ends = np.cumsum(counts)
-    if indices[-1] - indices[0] + 1 == len(indices):
-        return slice(int(ends[indices[0]] - counts[indices[0]]), int(ends[indices[-1]]))
-    return np.concatenate([np.arange(ends[i] - counts[i], ends[i]) for i in indices])
+    return np.concatenate([np.arange(ends[i] - counts[i], ends[i]) for i in rows])

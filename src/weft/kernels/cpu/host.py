@@ -270,6 +270,10 @@ class HostMailbox:
             carried.add_angles(address(cos), address(sin), cos.shape[1])
         return carried
 
+    def lane(self) -> _native.Lane:
+        """Return what takes a sub-batch through the layers; see ``CpuLane``."""
+        return _native.Lane(self._client)
+
     @_checked
     def submit(
         self, slots: ArrayLike, layer: int, q: Array, k: Array | None = None, v: Array | None = None
