@@ -1,4 +1,4 @@
-"""``weft serve --scheduler slo-piggyback`` on a CPU: best effort decodes on the host."""
+"""Schedulers that decode on the host, on a CPU: ``slo-piggyback`` and ``load-aware``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import httpx
 import pytest
@@ -20,41 +21,57 @@ from weft.engine.model import find_model
 
 COMMON = ["--device", "cpu", "--max-model-len", "256"]
 TIGHT = ["--kv-memory", "2MiB", "--host-kv-memory", "16MiB"]
+TWO = {"n": 2, "temperature": 0.9, "seed": 5}
 CROWD = 12  # sequences of 195 tokens, of which the device holds three and a half
 GIVEN = [[9 + number, 7, 5 + number] * 25 for number in range(CROWD)]
 
 
-def completions(server: Server, tier: str = "flex") -> list[str]:
-    """Greedy answers to all prompts at once."""
+def completions(server: Server, tier: str = "flex", **more: Any) -> list[str]:
+    """Greedy answers to all prompts at once, unless more says otherwise."""
 
     def ask(prompt: list[int]) -> str:
         body = {"model": "builtin", "prompt": prompt, "temperature": 0, "ignore_eos": True}
-        body |= {"service_tier": tier, "max_tokens": 120}
+        body |= {"service_tier": tier, "max_tokens": 120, **more}
         answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=START_S)
         assert answer.status_code == 200, answer.text
-        return answer.json()["choices"][0]["text"]
+        return "|".join(choice["text"] for choice in answer.json()["choices"])
 
     with ThreadPoolExecutor(CROWD) as clients:
         return list(clients.map(ask, GIVEN))
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory) -> list[str]:
-    """The answers of a server whose KV holds all sequences."""
+def ample(tmp_path_factory) -> tuple[list[str], list[str]]:
+    """The answers of a server whose KV holds all sequences: greedy ones, and two to each prompt."""
     with serving(tmp_path_factory.mktemp("ample"), *COMMON) as server:
-        return completions(server)
+        return completions(server), completions(server, **TWO)
 
 
 @pytest.fixture(scope="module")
-def piggybacking(tmp_path_factory) -> list[str]:
-    """Settings, with a profile of the built-in model that was measured nowhere."""
+def expected(ample) -> list[str]:
+    return ample[0]
+
+
+@pytest.fixture(scope="module")
+def costs(tmp_path_factory) -> str:
+    """A profile of the built-in model that was measured nowhere."""
     config = EngineConfig(model="builtin", device="cpu", threads=1)
     model = find_model(config)
     key, layers = profile_key(config, model), model.spec.num_layers
     path = tmp_path_factory.mktemp("costs") / "profile.json"
     Fitted(key, layers, Curve((1, 1024), (0.001, 0.01)), dict.fromkeys(FEATURES, 0.0)).save(path)
-    given = ["--scheduler", "slo-piggyback", "--slo-admission", "off", "--profile", str(path)]
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def piggybacking(costs) -> list[str]:
+    given = ["--scheduler", "slo-piggyback", "--slo-admission", "off", "--profile", costs]
     return [*COMMON, *TIGHT, *given]
+
+
+@pytest.fixture(scope="module")
+def overlapping(costs) -> list[str]:
+    return [*COMMON, *TIGHT, "--scheduler", "load-aware", "--profile", costs]
 
 
 def host(server: Server, name: str) -> float:
@@ -129,7 +146,7 @@ def test_info_and_refusals_say_what_attends_on_the_host(call, piggybacking):
     assert words in call("info", *piggybacking, "--host-threads", "2").stdout
     without = call("serve", *COMMON, "--scheduler", "slo-piggyback")
     refused(without, "keeps KV on the host", "set host_kv_memory")
-    refused(call("serve", *COMMON, "--host-threads", "2"), "set scheduler to slo-piggyback")
+    refused(call("serve", *COMMON, "--host-threads", "2"), "slo-piggyback or load-aware")
 
 
 def test_an_engine_that_is_killed_with_rows_on_the_host_loses_no_token(
@@ -149,3 +166,44 @@ def test_an_engine_that_is_killed_with_rows_on_the_host_loses_no_token(
         eventually(lambda: not worker.is_running())  # the supervisor reaps it
         assert server.children()["weft-host"].pid != worker.pid
         eventually(server.idle)
+
+
+@pytest.mark.parametrize("host_process", [False, True])
+def test_steps_overlap_with_attention_on_the_host_to_the_same_tokens(
+    host_process, ample, overlapping, tmp_path
+):
+    given = ["--host-threads", "1", *(["--host-process"] if host_process else [])]
+    where = "process weft-host" if host_process else "the engine's process"
+    words = f"what gives way decodes on the host: 1 thread of {where} attends there"
+    with serving(tmp_path, *overlapping, *given) as server:
+        info = httpx.get(f"{server.url}/server_info").json()["engine"]
+        assert info["host_attention"] == words
+        assert words in server.errors.read_text()
+        assert completions(server) == ample[0]
+        assert completions(server, **TWO) == ample[1]
+        expect_host_tokens(server)
+
+
+def test_a_process_that_is_killed_within_steps_is_not_noticed(expected, overlapping, tmp_path):
+    with (
+        serving(tmp_path, *overlapping, "--host-process") as server,
+        ThreadPoolExecutor(1) as others,
+    ):
+        crowd = others.submit(completions, server)
+        eventually(lambda: host(server, "tokens_total") > 0, START_S)
+        for killed in range(1, 4):
+            server.children()["weft-host"].kill()
+            eventually(lambda least=killed: host(server, "restarts_total") >= least, START_S)
+        assert crowd.result() == expected
+        assert completions(server) == expected
+        assert server.metrics("weft:engine_restarts_total") == [0]
+        expect_host_tokens(server)
+
+
+def test_who_overlaps_without_costs_or_a_host_tier_is_told(call, overlapping, tmp_path):
+    words = "what gives way decodes on the host: 2 threads of the engine's process attend there"
+    assert words in call("info", *overlapping, "--host-threads", "2").stdout
+    without = call("serve", *COMMON, "--scheduler", "load-aware")
+    refused(without, "keeps KV on the host", "set host_kv_memory")
+    unknown = ["--scheduler", "load-aware", "--profile", str(tmp_path / "none.json")]
+    refused(call("serve", *COMMON, *TIGHT, *unknown), "weft profile")

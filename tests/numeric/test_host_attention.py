@@ -197,6 +197,23 @@ def test_results_outlive_the_worker_and_the_jobs_go_to_the_next_one() -> None:
     np.testing.assert_array_equal(mailbox.take([0], 0)[0], expected[0, 0][0])
 
 
+def test_who_waits_for_some_rows_does_not_wait_for_others() -> None:
+    hosted = Hosted(Shape(rows=4, tokens=1))
+    expected, _ = hosted.expected()
+    mailbox = hosted.mailbox()
+    hosted.begin(mailbox, [0, 1, 2], [0, 1, 2], 0)
+    hosted.submit(mailbox, [0, 1], [0, 1], 0, 0)
+    assert not mailbox.wait_for([0, 1], 0.01)
+    with HostWorker(mailbox):
+        assert mailbox.wait_for([0, 1], WAIT_S)
+    np.testing.assert_array_equal(mailbox.take([0, 1], 0), expected[0, 0][:2])
+    hosted.submit(mailbox, [2], [2], 0, 0)
+    assert mailbox.wait_for([0, 1], 0), "nothing of theirs is to be computed"
+    assert not mailbox.wait_for([0, 2], 0)
+    with pytest.raises(InvariantError, match="slot 4 does not exist"):
+        mailbox.wait_for([4], 0)
+
+
 def process_state(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 

@@ -33,7 +33,7 @@ from weft.cost.fit import FEATURES, Fitted
 from weft.engine.build import Engine, build_engine
 from weft.engine.costs import profile_key
 from weft.engine.model import find_model
-from weft.exec import host_attention, layerwise, piggyback
+from weft.exec import host_attention, layerwise
 from weft.exec.eager import EagerExecutor
 from weft.exec.layerwise import LayerwiseForward
 from weft.exec.piggyback import PiggybackedRows
@@ -541,7 +541,7 @@ def test_a_worker_that_hangs_over_an_aborted_row_is_killed(steps, monkeypatch) -
     steps.start(1)
     steps.run(moves=steps.away(0), piggybacked=(0,))
     abort = steps.mailbox.abort
-    monkeypatch.setattr(piggyback, "ABORT_S", 0.01)
+    monkeypatch.setattr(host_attention, "ABORT_S", 0.01)
     monkeypatch.setattr(attention, "interrupt", lambda: interrupted.append(True))
     monkeypatch.setattr(steps.mailbox, "abort", lambda rows: [abort(rows), 0][1:])
     monkeypatch.setattr(

@@ -161,16 +161,16 @@ class EngineConfig:
     host_threads: int | None = setting(
         "int",
         None,
-        "scheduler slo-piggyback: threads that attend on the host, beside those of threads; unset "
-        "takes 1",
+        "schedulers slo-piggyback and load-aware: threads that attend on the host, beside those of "
+        "threads; unset takes 1",
         low=1,
         high=1024,
     )
     host_process: bool = setting(
         "bool",
         False,
-        "scheduler slo-piggyback: attend on the host in a process of its own, weft-host, which is "
-        "started again when it dies; if false, in threads of the engine",
+        "schedulers slo-piggyback and load-aware: attend on the host in a process of its own, "
+        "weft-host, which is started again when it dies; if false, in threads of the engine",
     )
     kv_disk: str | None = setting(
         "str",
@@ -329,6 +329,11 @@ class EngineConfig:
     def attends_on_host(self) -> bool:
         """Whether the scheduler computes attention over the KV of the host tier there."""
         return self.scheduler in SCHEDULERS and SCHEDULERS[self.scheduler].has_part
+
+    @property
+    def piggybacks(self) -> bool:
+        """Whether rows whose attention is computed there go through the layers in several steps."""
+        return self.attends_on_host and SCHEDULERS[self.scheduler].piggybacks
 
     @property
     def num_host_threads(self) -> int:

@@ -51,7 +51,7 @@ def check_host_attention(config: EngineConfig) -> None:
             if getattr(config, name):
                 raise ConfigError(
                     f"{name} is for attention on the host, which scheduler '{config.scheduler}' "
-                    "does not use; set scheduler to slo-piggyback, or leave it out.",
+                    "does not use; set scheduler to slo-piggyback or load-aware, or leave it out.",
                     param=name,
                 )
         return

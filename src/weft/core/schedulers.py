@@ -38,6 +38,7 @@ class SchedulerEntry:
         needs_cost: it predicts step times.
         needs_host: it has a host tier; without that KV that gives way is computed again.
         has_part: a part of it computes what lies with the host.
+        piggybacks: that part's rows go through the layers in several steps, which need not wait.
         served: of those with a part: what it does, to go on a sentence that begins with its name,
             where engines can do that as well as simulations.
     """
@@ -46,6 +47,7 @@ class SchedulerEntry:
     needs_cost: bool = False
     needs_host: bool = False
     has_part: bool = False
+    piggybacks: bool = False
     served: str = ""
 
 
@@ -62,14 +64,22 @@ def _of_policies() -> Iterator[tuple[str, SchedulerEntry]]:
 
 SCHEDULERS: Mapping[str, SchedulerEntry] = {
     **dict(_of_policies()),
-    "load-aware": SchedulerEntry("fcfs", needs_cost=True, needs_host=True, has_part=True),
+    "load-aware": SchedulerEntry(
+        "fcfs",
+        needs_cost=True,
+        needs_host=True,
+        has_part=True,
+        served="is fcfs, and sequences that the device has no room for decode on the host's CPUs "
+        "within its steps, where that is predicted to pay",
+    ),
     "slo-piggyback": SchedulerEntry(
         "slo",
         needs_cost=True,
         needs_host=True,
         has_part=True,
+        piggybacks=True,
         served="is slo, and best effort that the device has no room or no time for decodes on the "
-        "host's CPUs",
+        "host's CPUs, while steps go on without it",
     ),
 }
 # What an engine may be set to: a policy, whatever the tiers, or a scheduler with a part.

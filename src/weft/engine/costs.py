@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from weft.core.config import DTYPE_BYTES, EngineConfig
 from weft.core.topology import this_machine
+from weft.cost.curves import Grid
 from weft.cost.fit import Fitted, ProfileKey, profile_path
 from weft.engine.devices import device_name, is_cpu
 from weft.engine.machine import cpu_name
@@ -17,13 +18,15 @@ logger = logging.getLogger("weft")
 LINK_BYTES_S = 12e9  # between device and host, as PCIe 3.0 with 16 lanes copies
 MEMORY_BYTES_S = 5e9  # from memory to memory, as a core of a server copies blocks
 MOVE_S = 2e-5  # to launch the copies of a step
+HANDOFF_S = 2e-5  # to hand rows of a layer to threads that wait for them, and to see their results
 
 
 def measured_costs(config: EngineConfig, model: Model) -> Fitted:
     """The profile of what is to be served. Raises ProfileError, which says how to make one."""
     key = profile_key(config, model)
     fitted = Fitted.load(profile_path(key, config.profile), key)
-    return with_piggybacked(config, model, with_moves(config, model, fitted))
+    fitted = with_moves(config, model, fitted)
+    return with_host_attention(config, model, with_piggybacked(config, model, fitted))
 
 
 def with_moves(config: EngineConfig, model: Model, fitted: Fitted) -> Fitted:
@@ -36,7 +39,7 @@ def with_moves(config: EngineConfig, model: Model, fitted: Fitted) -> Fitted:
     bytes_s = MEMORY_BYTES_S if is_cpu(model.device) else LINK_BYTES_S
     token_s = sum(group.bytes_per_token for group in model.facts.groups) / bytes_s
     logger.warning(
-        "The profile has no time for KV moves; scheduler slo assumes %.0f GB/s.",
+        "The profile has no time for KV moves; %.0f GB/s are assumed.",
         bytes_s / 1e9,
     )
     return replace(fitted, move=(MOVE_S, token_s))
@@ -49,12 +52,43 @@ def with_piggybacked(config: EngineConfig, model: Model, fitted: Fitted) -> Fitt
     leaves and comes back, as do q, k and v, and the result of the host. What attention on the host
     takes is not assumed, since no step waits for it.
     """
-    if not config.attends_on_host:
+    if not config.piggybacks:
         return fitted
     spec = model.spec
     heads = max(2 * (spec.num_heads + kind.num_kv_heads) * kind.head_dim for kind in spec.layers)
     copied = 2 * (2 * spec.hidden_size + heads) * DTYPE_BYTES[model.dtype]  # read and written
     return replace(fitted, piggyback_layer_s=copied / MEMORY_BYTES_S)
+
+
+def with_host_attention(config: EngineConfig, model: Model, fitted: Fitted) -> Fitted:
+    """The costs with the time of attention on the host, if steps wait for it.
+
+    Where the profile has none, it is assumed to be what the same kernel takes on the CPU that is
+    profiled as a device, by the threads of either; at least what a copy of the KV takes, and a
+    handoff for each layer.
+    """
+    if not config.attends_on_host or config.piggybacks or fitted.cpu_attention is not None:
+        return fitted
+    host, layers = config.num_host_threads, model.spec.num_layers
+    share = compute_threads(config, this_machine()) / host
+    coefficients = fitted.coefficients
+    read_s = sum(group.bytes_per_token for group in model.facts.groups) / MEMORY_BYTES_S / host
+    context_s = max(coefficients["decode_context"] * share, read_s)
+    decode_s = max(coefficients["decode_row"] + coefficients["decode_few"], 0.0) * share
+    handoff_s = HANDOFF_S * layers
+    logger.warning(
+        "The profile has no time for attention on the host; scheduler %s assumes %.2g us for each "
+        "token of context.",
+        config.scheduler,
+        context_s * 1e6,
+    )
+    longest = 2**16
+    grid = {
+        (decodes, context): handoff_s + decodes * (decode_s + context * context_s)
+        for decodes in (1, 2)
+        for context in (0, longest)
+    }
+    return replace(fitted, cpu_attention=Grid.of(grid))
 
 
 def profile_key(config: EngineConfig, model: Model) -> ProfileKey:

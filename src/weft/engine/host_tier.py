@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from weft.core.config import EngineConfig, ResolvedConfig
 from weft.core.errors import ConfigError
+from weft.core.schedulers import SCHEDULERS
 from weft.core.topology import this_machine
 from weft.engine.threads import plan_threads
 from weft.exec.host_attention import HostAttention, WorkerThreads, shared_store
@@ -16,25 +17,26 @@ from weft.models.decoder import Decoder
 from weft.models.spec import ModelSpec
 
 
-def check_piggybacked(config: EngineConfig, spec: ModelSpec, ops: OpTable) -> None:
-    """Check that rows of a model can be piggybacked, if they are to be.
+def check_attends_on_host(config: EngineConfig, spec: ModelSpec, ops: OpTable) -> None:
+    """Check that the host can attend to rows of a model, if it is to.
 
     Raises:
-        ConfigError: they cannot, or other kernels than the host worker's attend on the device.
+        ConfigError: it cannot.
     """
     if not config.attends_on_host:
         return
     kernel = ops.describe()["paged_attention"]
-    if not spec.rows_exchangeable:
+    if config.piggybacks and not spec.rows_exchangeable:
         why = "its per-layer inputs belong to the step in which a token begins"
     elif kernel == "triton":
-        why = "steps of a GPU carry no results of the host yet"
+        why = "steps of a GPU take no results of the host yet"
     elif kernel != "cpu":
         why = f"its attention is computed by kernels {kernel}, that of the host by kernels cpu"
     else:
         return
     raise ConfigError(
-        f"Scheduler {config.scheduler} cannot serve this model here: {why}. Choose scheduler slo.",
+        f"Scheduler {config.scheduler} cannot serve this model here: {why}. Choose scheduler "
+        f"{SCHEDULERS[config.scheduler].policy}.",
         param="scheduler",
     )
 
@@ -64,7 +66,7 @@ def cpu_tier(
     else:
         host = store.like(resolved.host_blocks)
         attention = HostAttention(decoder, host, table, threads)
-    return HostTier(store, host, copy_blocks, attention)
+    return HostTier(store, host, copy_blocks, attention, overlaps=not config.piggybacks)
 
 
 def describe_host_attention(config: EngineConfig) -> str:
@@ -74,10 +76,8 @@ def describe_host_attention(config: EngineConfig) -> str:
     count = config.num_host_threads
     threads = f"{count} thread{'' if count == 1 else 's'}"
     where = "process weft-host" if config.host_process else "the engine's process"
-    return (
-        f"best effort that gives way decodes on the host: {threads} of {where} "
-        f"attend{'s' if count == 1 else ''} there"
-    )
+    who = "best effort that gives way decodes" if config.piggybacks else "what gives way decodes"
+    return f"{who} on the host: {threads} of {where} attend{'s' if count == 1 else ''} there"
 
 
 def counted(attention: HostAttention) -> dict[str, int]:

@@ -20,7 +20,7 @@ from weft.core.errors import ConfigError, KernelError, OutOfMemoryError
 from weft.core.kv_types import KV_TYPES
 from weft.core.settings import format_bytes
 from weft.engine.devices import free_memory, is_cpu, pick_device
-from weft.engine.host_tier import check_piggybacked
+from weft.engine.host_tier import check_attends_on_host
 from weft.engine.machine import available_memory, has_fast_bfloat16
 from weft.engine.weights import check_heads, check_launches, check_storage, stored_weights
 from weft.exec.workspace import StepSizes, workspace_bytes
@@ -97,7 +97,7 @@ def find_model(config: EngineConfig, returning_bytes: int = 0, rank: int = 0) ->
     check_storage(config, spec, ops)
     check_launches(config, spec, dtype, ops)
     check_heads(config, rank_spec, dtype, ops, device)
-    check_piggybacked(config, spec, ops)
+    check_attends_on_host(config, spec, ops)
     element, on_host = DTYPE_BYTES[dtype], is_cpu(device)
     kv = KV_TYPES.get(config.kv_dtype)
     kv_bytes = (element, 0) if kv is None else (kv.code_bytes, kv.scale_bytes)

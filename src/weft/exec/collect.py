@@ -259,9 +259,9 @@ class OutOfMemoryGuard:
 def split_rows(batch: SubBatch) -> list[SubBatch]:
     """Return one sub-batch for each row of the batch, without drafts."""
     return [
-        SubBatch((row,), (start,), (count,), (samples,))
-        for row, start, count, samples in zip(
-            batch.rows, batch.starts, batch.counts, batch.samples, strict=True
+        SubBatch((row,), (start,), (count,), (samples,), batch.tiers[i : i + 1])
+        for i, (row, start, count, samples) in enumerate(
+            zip(batch.rows, batch.starts, batch.counts, batch.samples, strict=True)
         )
     ]
 

@@ -1,4 +1,7 @@
-"""The eager executor: one forward pass a sub-batch, kernels called one by one."""
+"""The eager executor: one forward pass a sub-batch, kernels called one by one.
+
+Sub-batches with rows on the host go through the layers together (``overlap``).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from typing import TypeAlias
 import numpy as np
 
 from weft.core.errors import InvariantError
-from weft.core.plan import StepPlan, StepResult, SubBatch
+from weft.core.plan import StepPlan, StepResult, SubBatch, Tier
 from weft.exec.attend import bind_forward
 from weft.exec.collect import (
     OutOfMemoryGuard,
@@ -25,6 +28,7 @@ from weft.exec.disk_blocks import DiskBlocks
 from weft.exec.input_batch import InputBatch
 from weft.exec.inputs import InputPacker, StepInputs
 from weft.exec.layerwise import LayerwiseForward
+from weft.exec.overlap import OverlappedForward
 from weft.exec.piggyback import PiggybackedRows, Rows
 from weft.exec.sample import sample
 from weft.exec.store import KVStore
@@ -66,12 +70,17 @@ class EagerExecutor:
         self.tier = tier
         self._compute = bind_forward(decoder, store)
         self._table = table
-        self._rows: PiggybackedRows | None = None
-        if tier is not None and tier.attention is not None:
-            self._rows = PiggybackedRows(decoder, table, tier.attention)
-            self._layerwise = LayerwiseForward(decoder, store, self._rows)
         wrap = (lambda array: array) if decoder.on_numpy else to_torch
-        self._packer = InputPacker(table, store.block_size, wrap)
+        pack = partial(InputPacker, table, store.block_size, wrap)
+        self._packer = pack()
+        self._rows: PiggybackedRows | None = None
+        self._overlapped: OverlappedForward | None = None
+        if tier is not None and (host := tier.attention) is not None:
+            self._rows = PiggybackedRows(decoder, table, host)
+            self._layerwise = LayerwiseForward(decoder, store, self._rows)
+            if tier.overlaps:
+                stores = store, tier.host
+                self._overlapped = OverlappedForward(decoder, stores, table, host, pack)
         self._launched: SimpleQueue[tuple[StepPlan, Answer] | None] = SimpleQueue()
         self._worker = threading.Thread(target=self._work, name="weft-executor", daemon=True)
         self._worker.start()
@@ -114,8 +123,11 @@ class EagerExecutor:
         if plan.piggybacks and self._rows is not None:
             batches = batches[1:]
             self._carry(plan, self._rows, output)
-        for batch in batches:
-            self._run_batch(batch, output)
+        if self._overlapped is not None and any(batch.tiers for batch in batches):
+            self._run_overlapped(batches, self._overlapped, output)
+        else:
+            for batch in batches:
+                self._run_batch(batch, output)
         if self.tier is not None:
             self.tier.after(plan, self._table)
         return output.result(plan.step_id)
@@ -140,6 +152,38 @@ class EagerExecutor:
             return
         for single in split_rows(batch):
             self._run_batch(single, output)
+
+    def _run_overlapped(
+        self, batches: Seq[SubBatch], overlapped: OverlappedForward, output: StepOutput
+    ) -> None:
+        """Run sub-batches with rows of both tiers; if memory runs out, their rows one by one."""
+        with OutOfMemoryGuard(self._decoder.ops.ranks.size) as memory:
+            results = overlapped.run(batches)
+        if memory.ran_out:
+            overlapped.give_up()
+            self._run_apart(batches, overlapped, output)
+            return
+        for batch, result in zip(batches, results, strict=True):
+            for row, error in result.failed.items():
+                output.fault(row, error)
+            with OutOfMemoryGuard(self._decoder.ops.ranks.size) as memory:
+                self._finish(batch, result.inputs, result.hidden, output)
+            if memory.ran_out:
+                self._run_apart((batch,), overlapped, output)
+
+    def _run_apart(
+        self, batches: Seq[SubBatch], overlapped: OverlappedForward, output: StepOutput
+    ) -> None:
+        """Run rows of both tiers one by one; one that has been alone already ends."""
+        singles = [single for batch in batches for single in split_rows(batch)]
+        if len(singles) == 1 and not batches[0].drafts:
+            output.out_of_memory(singles[0])
+            return
+        for single in singles:
+            if Tier.HOST in single.tiers:
+                self._run_overlapped((single,), overlapped, output)
+            else:
+                self._run_batch(single, output)
 
     def _carry(self, plan: StepPlan, rows: PiggybackedRows, output: StepOutput) -> None:
         """Run the first sub-batch, if there is one, and piggybacked rows along with it.

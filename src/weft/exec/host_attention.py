@@ -1,13 +1,18 @@
 """Attention over the host tier's KV: what a host worker attends in, and the worker that serves it.
 
 The worker is threads of this process or the process ``weft-host`` (``kernels.cpu``). Only decodes
-are attended there: rows that are piggybacked through the layers of later steps (``piggyback``).
+are attended there: rows that are piggybacked through the layers of later steps (``piggyback``), or
+rows of a sub-batch that waits for them in each layer (``overlap``).
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from weft.exec.input_batch import InputBatch
 from weft.exec.store import KVStore
@@ -17,6 +22,9 @@ from weft.kernels.cpu.host_process import HostProcess
 from weft.models.decoder import Decoder
 
 ALIGNMENT = 4096  # bytes between arrays in shared memory
+ABORT_S = 1.0  # that a call which computes aborted rows may take, before its process is killed
+CALL_S = 5.0  # that the results of a layer may take at first, before its process is killed
+CHECK_S = 0.1  # between looks at whether there still is a worker
 
 
 @dataclass(frozen=True)
@@ -86,6 +94,46 @@ class HostAttention:
         """
         if isinstance(self._worker, HostProcess):
             self._worker.restart()
+
+    def await_results(self, rows: NDArray[np.int32]) -> None:
+        """Wait until all jobs of rows that were submitted are done or have failed.
+
+        A process that computes none of them for long is killed, as it may hang; the next one has
+        twice the time.
+
+        Raises:
+            HostWorkerError: there is no worker any more.
+        """
+        patience_s, end = CALL_S, time.monotonic() + CALL_S
+        while not self.mailbox.wait_for(rows, CHECK_S):
+            self.check()
+            if time.monotonic() > end:
+                self.interrupt()
+                patience_s *= 2
+                end = time.monotonic() + patience_s
+
+    def await_aborted(self, rows: Seq[int]) -> None:
+        """Wait until the worker writes to no block of aborted rows any more.
+
+        Those blocks may be another row's now. A process that is stopped is killed.
+
+        Args:
+            rows: that the worker was computing as they were aborted.
+
+        Raises:
+            HostWorkerError: there is no worker any more.
+        """
+        patience = time.monotonic() + ABORT_S
+        while rows:
+            states = self.mailbox.states()
+            rows = [row for row in rows if states[row] == "aborting"]
+            if not rows:
+                return
+            self.check()
+            if time.monotonic() > patience:
+                self.interrupt()
+                patience += ABORT_S
+            time.sleep(0.0005)
 
     def close(self) -> None:
         """End the worker. May be called twice."""

@@ -12,7 +12,6 @@ on has come a layer further, and a token that it did not begin begins again.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 
 import numpy as np
@@ -27,7 +26,6 @@ from weft.models.decoder import Decoder
 from weft.models.layers import Angles
 
 WAIT_S = 0.01  # of a step that has only piggybacked rows, for the next result: new requests wait
-ABORT_S = 1.0  # that a call which computes aborted rows may take, before its process is killed
 NOWHERE = -1  # the layer of rows without a token on its way
 
 Rows = NDArray[np.int32]  # executor rows, which are also slots of the mailbox
@@ -79,30 +77,14 @@ class PiggybackedRows:
                 raise InvariantError(f"row {row} leaves the host while its token is on its way")
         arrives = plan.spills or any(move.to is Tier.HOST for move in plan.moves)
         if self._aborted and (arrives or plan.zero_host or plan.piggybacked):
-            self._await_aborted()
+            self.host.await_aborted(self._aborted)
+            self._aborted = []
 
     def _abort(self, rows: Iterable[int]) -> None:
         """Drop the tokens of rows; those that have none on their way are ignored."""
         gone = [row for row in rows if self._layer[row] != NOWHERE]
         self._aborted += self._mailbox.abort(gone)
         self._layer[gone] = NOWHERE
-
-    def _await_aborted(self) -> None:
-        """Wait until the worker writes to no block of an aborted row any more.
-
-        Those blocks may be another row's now. A process that is stopped is killed.
-        """
-        patience = time.monotonic() + ABORT_S
-        while True:
-            states = self._mailbox.states()
-            self._aborted = [row for row in self._aborted if states[row] == "aborting"]
-            if not self._aborted:
-                return
-            self.host.check()
-            if time.monotonic() > patience:
-                self.host.interrupt()
-                patience += ABORT_S
-            time.sleep(0.0005)
 
     def wait(self) -> None:
         """Wait until there is a result or a failure, for no longer than new requests may wait."""

@@ -26,7 +26,9 @@ class HostTier:
     too early. Where the device is the CPU they are done when they return.
 
     Attributes:
+        host: the KV of the host.
         attention: attends to rows whose KV lies here; None where nobody does.
+        overlaps: whether sub-batches with such rows wait for it in each layer.
     """
 
     def __init__(
@@ -35,8 +37,10 @@ class HostTier:
         host: KVStore,
         copy_blocks: CopyBlocks,
         attention: HostAttention | None = None,
+        *,
+        overlaps: bool = False,
     ) -> None:
-        self.attention = attention
+        self.host, self.attention, self.overlaps = host, attention, overlaps
         self._arrays = {Tier.DEVICE: _by_group(store), Tier.HOST: _by_group(host)}
         self._zeros = _by_group(store.like([1] * len(store.keys)))
         self._copy_blocks = copy_blocks
@@ -96,7 +100,9 @@ def _by_group(store: KVStore) -> list[BlockArrays]:
 
 def check_computes(plan: StepPlan, tier: HostTier | None) -> None:
     """Raise InvariantError for a plan that needs more of the host than there is."""
-    if plan.attends_on_host or (plan.piggybacks and (tier is None or tier.attention is None)):
+    here = tier is not None and tier.attention is not None
+    overlaps = tier is not None and tier.overlaps
+    if (plan.attends_on_host and not overlaps) or (plan.piggybacks and not here):
         raise InvariantError(f"step {plan.step_id} needs attention of a host, which is not here")
     if plan.needs_host and tier is None:
         raise InvariantError(f"step {plan.step_id} needs a host tier, which is not here")

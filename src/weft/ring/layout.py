@@ -50,7 +50,7 @@ class EngineInfo:
         requests, finished, failed, cancelled: since the start.
         steps, prompt_tokens, output_tokens, cached_tokens, preemptions: since the start.
         blocks_to_host, blocks_to_device: of all groups, moved between the tiers since the start.
-        host_tokens: output tokens of piggybacked rows, whose attention the host computes.
+        host_tokens: output tokens whose attention the host has computed.
         host_queue: attention of a row in a layer that the host has not begun.
         host_calls, host_jobs, host_busy_us, host_round_trip_us, host_restarts: of the host worker:
             calls of attention, rows in them, time in them, time from the submission of each row to

@@ -20,7 +20,7 @@ class Totals:
 
     Attributes:
         blocks_to_host, blocks_to_device: KV blocks that moved there from the other tier.
-        host_tokens: output tokens of piggybacked rows.
+        host_tokens: output tokens whose attention the host has computed.
         refused, demoted: requests that would have missed the target of their class, as was
             predicted: answered with an error, or served as best effort.
     """

@@ -18,6 +18,7 @@ so that it needs no room on the device.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -52,6 +53,7 @@ class TwoBatch:
         self._host_only = host_only
         self._scheduler: Scheduler
         self._on_device = self._in_first = 0  # rows of the step: of the device, of batch 0
+        self._decoding: deque[list[int]] = deque()  # ids that the host attends for
         self._left_out = 0  # steps since the oldest sequence on the host was computed
         self._waited_s = 0.0  # what these took by prediction
         self._step_s = 0.0  # predicted time of a step, averaged over the recent ones
@@ -71,8 +73,10 @@ class TwoBatch:
         self._on_device = self._in_first = len(step.rows)
         self._join_host(step)
 
-    def commit(self, result: StepResult, outputs: StepOutputs) -> None:
-        """Results of the host are results of the step."""
+    def commit(self, result: StepResult, outputs: StepOutputs) -> None:  # noqa: ARG002
+        """Results of the host are results of the step; they are only counted."""
+        ended = [number not in result.faults for number in self._decoding.popleft()]
+        self._scheduler.totals.host_tokens += sum(ended)
 
     def check(self) -> None:
         """Nothing is remembered that could be untrue."""
@@ -251,4 +255,7 @@ class TwoBatch:
         if rows > self._in_first:
             tiers = (Tier.HOST,) * (rows - self._in_first)
             batches.append(sub_batch(step, self._in_first, rows, tiers))
+        host = slice(self._on_device, rows)
+        parts = zip(step.sequences[host], step.samples[host], step.counts[host], strict=True)
+        self._decoding.append([s.id for s, samples, count in parts if samples and count == 1])
         return replace(plan, batches=tuple(batch for batch in batches if batch.rows))

@@ -3,12 +3,15 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/vector.h>
 
 #include <optional>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "bind.hpp"
+#include "lane.hpp"
 #include "stack.hpp"
 
 namespace nb = nanobind;
@@ -16,6 +19,7 @@ namespace nb = nanobind;
 namespace {
 
 using weft::CarriedRows;
+using weft::Lane;
 using weft::Stack;
 
 using Numbers = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
@@ -95,6 +99,32 @@ void bind_carried(nb::module_& m) {
       .def("clear", [](CarriedRows& rows) { rows.taken.clear(); });
 }
 
+// parts: of each its stack, its tokens and its groups.
+void begin(Lane& lane, const Stack& stack, uintptr_t ids, uintptr_t positions, int64_t tokens,
+           nb::list parts, std::vector<int32_t> rows) {
+  std::vector<weft::LanePart> found;
+  for (const auto item : parts) {
+    const auto part = nb::cast<nb::tuple>(item);
+    found.push_back({&nb::cast<const Stack&>(part[0]), nb::cast<int64_t>(part[1]),
+                     batches_of(nb::cast<nb::list>(part[2]))});
+  }
+  const nb::gil_scoped_release released;
+  lane.begin(stack, tokens_of(ids, positions, tokens), std::move(found), std::move(rows));
+}
+
+void bind_lane(nb::module_& m) {
+  nb::class_<Lane>(m, "Lane")
+      .def(nb::init<weft::MailboxClient&>(), nb::keep_alive<1, 2>())
+      .def("begin", &begin)
+      .def("enter", &Lane::enter, nb::call_guard<nb::gil_scoped_release>())
+      .def("leave", &Lane::leave, nb::call_guard<nb::gil_scoped_release>())
+      .def("fail", [](Lane& lane, const std::vector<int32_t>& rows) { lane.fail(rows); })
+      .def("finish", [](const Lane& lane, uintptr_t hidden) {
+        const nb::gil_scoped_release released;
+        lane.finish(reinterpret_cast<char*>(hidden));
+      });
+}
+
 void add_inputs(Stack& stack, nb::tuple table, const weft::Matrix& projection, uintptr_t norm,
                 int64_t width, double table_scale, double projection_scale, double sum_scale) {
   stack.inputs = {.table = tensor_of("table", table),
@@ -110,6 +140,7 @@ void add_inputs(Stack& stack, nb::tuple table, const weft::Matrix& projection, u
 
 void bind_stack(nb::module_& m) {
   bind_carried(m);
+  bind_lane(m);
   nb::class_<Stack>(m, "Stack")
       .def(nb::init<>())
       .def_rw("packed", &Stack::packed, nb::arg("packed").none())

@@ -2,8 +2,9 @@
 
 A row on its way through the layers has a slot. For each layer the client submits its q, k and v. A
 worker writes k and v into the row's KV and attends, for all rows that wait in the layer in one
-call. The client takes the results when it next executes the layer (OmniServe section 3.2), and
-never waits for a worker, which is threads of this process or a process of its own (`host_process`).
+call. The client takes the results when it next executes the layer (OmniServe section 3.2), or waits
+for those of a sub-batch (NEO section 3.1). The worker is threads of this process or a process of
+its own (`host_process`).
 """
 
 from __future__ import annotations
@@ -186,7 +187,7 @@ class HostCounters(NamedTuple):
 
 
 class HostMailbox:
-    """The client's side of a mailbox, for one thread; only ``wait`` waits for the worker.
+    """The client's side of a mailbox, for one thread; only ``wait`` and ``wait_for`` wait.
 
     All methods but ``failed``, ``counters`` and ``states`` raise InvariantError, before anything is
     changed, if a slot does not exist, occurs twice or is in a state that the call is not for, or if
@@ -269,6 +270,10 @@ class HostMailbox:
             carried.add_angles(address(cos), address(sin), cos.shape[1])
         return carried
 
+    def lane(self) -> _native.Lane:
+        """Return what takes a sub-batch through the layers; see ``CpuLane``."""
+        return _native.Lane(self._client)
+
     @_checked
     def submit(
         self, slots: ArrayLike, layer: int, q: Array, k: Array | None = None, v: Array | None = None
@@ -349,6 +354,11 @@ class HostMailbox:
     def wait(self, timeout_s: float) -> bool:
         """Wait until there is a result to take or a failure; False if there is none in time."""
         return self._client.wait(int(timeout_s * 1e9))
+
+    @_checked
+    def wait_for(self, slots: ArrayLike, timeout_s: float) -> bool:
+        """Wait until no job of these slots is to be computed any more; False if not in time."""
+        return self._client.wait_for(_slots(slots), int(timeout_s * 1e9))
 
     def states(self) -> list[str]:
         """Return the state of each slot: one of ``STATES``."""

@@ -324,12 +324,20 @@ bool MailboxClient::any_result() const {
   return false;
 }
 
-bool MailboxClient::wait(int64_t timeout_ns) {
+bool MailboxClient::all_computed(std::span<const int32_t> slots) const {
+  return std::ranges::none_of(slots, [&](int32_t slot) {
+    const job::State state = job::look(mailbox_.word(slot)).state;
+    return state == job::State::Submitted || state == job::State::Running;
+  });
+}
+
+template <typename Condition>
+bool MailboxClient::wait_until(Condition met, int64_t timeout_ns) {
   ring::Doorbell& bell = mailbox_.header().to_client;
   const int64_t end = ring::now_ns() + timeout_ns;
   while (true) {
     const uint32_t heard = ring::load(bell.rung);
-    if (any_result()) return true;
+    if (met()) return true;
     int64_t left = end - ring::now_ns();
     if (left <= 0) return false;
     const auto news = [&] { return ring::load(bell.rung) != heard; };
@@ -341,6 +349,15 @@ bool MailboxClient::wait(int64_t timeout_ns) {
       ring::wake_up(bell);
     }
   }
+}
+
+bool MailboxClient::wait(int64_t timeout_ns) {
+  return wait_until([&] { return any_result(); }, timeout_ns);
+}
+
+bool MailboxClient::wait_for(std::span<const int32_t> slots, int64_t timeout_ns) {
+  require(slots, "waited for", [](job::Word) { return true; });
+  return wait_until([&] { return all_computed(slots); }, timeout_ns);
 }
 
 }  // namespace weft

@@ -99,7 +99,7 @@ class Mailbox {
   uint64_t k_at_ = 0, v_at_ = 0, qkv_bytes_ = 0, out_bytes_ = 0;  // of a slot
 };
 
-// The client's side, for one thread. Nothing here waits for the worker but `wait`. Every call throws
+// The client's side, for one thread. Nothing here waits for the worker but `wait` and `wait_for`. Every call throws
 // std::invalid_argument, before anything is changed, for slots that do not exist, occur twice or are
 // not in the state that the call is for.
 class MailboxClient {
@@ -133,10 +133,16 @@ class MailboxClient {
   // Waits until there is a result or a failure that is not taken; false if there is none in time.
   // Any thread may call this, but one at a time.
   bool wait(int64_t timeout_ns);
+  // Waits until the worker has computed all of these slots that were submitted, well or not; false
+  // if it has not in time. As `wait`.
+  bool wait_for(std::span<const int32_t> slots, int64_t timeout_ns);
 
  private:
   void require(std::span<const int32_t> slots, const char* what, bool (*good)(job::Word));
   bool any_result() const;
+  bool all_computed(std::span<const int32_t> slots) const;
+  template <typename Condition>
+  bool wait_until(Condition met, int64_t timeout_ns);
 
   Mailbox mailbox_;
   uint64_t next_ = 0;             // order of the next job

@@ -3,7 +3,6 @@
 #include "stack.hpp"
 
 #include <algorithm>
-#include <optional>
 #include <vector>
 
 #include "dispatch.hpp"
@@ -17,13 +16,9 @@ namespace {
 struct Kept {
   std::vector<char> residual, inputs, looked_up, qkv, attended;
   std::vector<std::vector<float>> angles;  // cos and then sin of each rope
-
-  template <typename T>
-  static T* fit(std::vector<T>& memory, int64_t size) {
-    if (static_cast<int64_t>(memory.size()) < size) memory.resize(size);
-    return memory.data();
-  }
 };
+
+}  // namespace
 
 void embed(const Stack& stack, const int64_t* ids, int64_t tokens, Rows to, int64_t hidden) {
   const DType type = stack.layers.front().layer->type();
@@ -42,14 +37,13 @@ void embed(const Stack& stack, const int64_t* ids, int64_t tokens, Rows to, int6
   phases.run(tokens > piece);
 }
 
-// The tokens' inputs to the layers [tokens, layers, width].
 Rows compute_inputs(const Stack& stack, const int64_t* ids, int64_t tokens, Rows embedded,
-                    Kept& kept) {
+                    std::vector<char>& inputs_memory, std::vector<char>& looked_up) {
   const LayerInputs& inputs = stack.inputs;
   const DType type = stack.layers.front().layer->type();
   const int64_t columns = inputs.projection->outputs(), bytes = columns * size_of(type);
-  const Rows out{Kept::fit(kept.inputs, tokens * bytes), bytes};
-  const Rows found{Kept::fit(kept.looked_up, tokens * bytes), bytes};
+  const Rows out{fit(inputs_memory, tokens * bytes), bytes};
+  const Rows found{fit(looked_up, tokens * bytes), bytes};
   gather_rows(inputs.table, ids, tokens, found.data);
   multiply({.matrix = inputs.projection, .bias = nullptr, .x = embedded, .residual = {},
             .out = out, .rows = tokens, .out_type = type});
@@ -69,6 +63,54 @@ Rows compute_inputs(const Stack& stack, const int64_t* ids, int64_t tokens, Rows
   return out;
 }
 
+Projected projected(const Layer& layer, char* qkv, int64_t first, int64_t count) {
+  const int64_t columns = layer.columns(), size = layer.head_size;
+  char* const from = qkv + first * columns * size_of(layer.type());
+  const auto heads = [&](const char* name, int64_t head, int64_t number) {
+    return heads_of(name, from, layer.type(), count, columns, head, number, size);
+  };
+  Projected found{heads("q", 0, layer.heads), std::nullopt, std::nullopt};
+  if (layer.kv_heads > 0) {
+    found.k = heads("k", layer.heads, layer.kv_heads);
+    found.v = heads("v", layer.heads + layer.kv_heads, layer.kv_heads);
+  }
+  return found;
+}
+
+void attend(const StackLayer& stacked, const GroupBatch& batch, const Projected& tokens,
+            char* out) {
+  const Layer& layer = *stacked.layer;
+  const int64_t size = layer.head_size, wide = layer.heads * size;
+  paged_attention({
+      .out = heads_of("out", out, layer.type(), tokens.q.shape[0], wide, 0, layer.heads, size),
+      .q = tokens.q,
+      .k = tokens.k,
+      .v = tokens.v,
+      .k_cache = stacked.k_cache,
+      .v_cache = stacked.v_cache,
+      .block_tables = batch.block_tables,
+      .query_start = batch.query_start,
+      .seq_lens = batch.seq_lens,
+      .slot_mapping = batch.slot_mapping,
+      .block_size = batch.block_size,
+      .window = stacked.window,
+      .scale = stacked.scale,
+      .softcap = stacked.softcap,
+  });
+}
+
+void normalise(const Stack& stack, const char* residual, int64_t rows, char* hidden) {
+  const Layer& first = *stack.layers.front().layer;
+  const int64_t width = first.qkv->inputs(), bytes = width * size_of(first.type());
+  const PanelKernels& kernels = *chosen_isa().panel;
+  for (int64_t row = 0; row < rows; ++row) {
+    kernels.norm(first.type(), {stack.final_norm, stack.epsilon}, residual + row * bytes, nullptr,
+                 hidden + row * bytes, width);
+  }
+}
+
+namespace {
+
 // The rows of a pass: the step's own tokens, and behind them those that it carries.
 class Pass {
  public:
@@ -83,18 +125,15 @@ class Pass {
   }
 
   int64_t run(char* hidden) {
-    residual_ = Kept::fit(kept_.residual, room_ * row_bytes_);
+    residual_ = fit(kept_.residual, room_ * row_bytes_);
     embed(stack_, own_.ids, rows(), {residual_, row_bytes_}, width_);
     if (stack_.inputs.projection != nullptr) {
-      inputs_ = compute_inputs(stack_, own_.ids, own_.tokens, {residual_, row_bytes_}, kept_);
+      inputs_ = compute_inputs(stack_, own_.ids, own_.tokens, {residual_, row_bytes_}, kept_.inputs,
+                               kept_.looked_up);
     }
     compute_own_angles();
     for (size_t i = 0; i < stack_.layers.size(); ++i) run_layer(i);
-    const PanelKernels& kernels = *chosen_isa().panel;
-    for (int64_t row = 0; row < rows(); ++row) {
-      kernels.norm(type_, {stack_.final_norm, stack_.epsilon}, residual_ + row * row_bytes_,
-                   nullptr, hidden + row * row_bytes_, width_);
-    }
+    normalise(stack_, residual_, rows(), hidden);
     return static_cast<int64_t>(carried_.size());
   }
 
@@ -108,7 +147,7 @@ class Pass {
     kept_.angles.resize(std::max(kept_.angles.size(), stack_.ropes.size()));
     for (size_t i = 0; i < stack_.ropes.size(); ++i) {
       const Rope& rope = stack_.ropes[i];
-      Kept::fit(kept_.angles[i], 2 * room_ * rope.half);
+      fit(kept_.angles[i], 2 * room_ * rope.half);
       compute_angles(own_.positions, own_.tokens, rope.frequencies, rope.half, rope.scale, cos(i),
                      sin(i));
     }
@@ -118,7 +157,7 @@ class Pass {
     const StackLayer& stacked = stack_.layers[index];
     const Layer& layer = *stacked.layer;
     const int64_t size = layer.head_size, wide = layer.heads * size;
-    char* attended = Kept::fit(kept_.attended, room_ * wide * size_of(type_));
+    char* attended = fit(kept_.attended, room_ * wide * size_of(type_));
     if (rows() > 0) attend(index, attended);
     if (carry_ != nullptr) {
       carried_ = {};
@@ -136,53 +175,20 @@ class Pass {
   void attend(size_t index, char* attended) {
     const StackLayer& stacked = stack_.layers[index];
     const Layer& layer = *stacked.layer;
-    const int64_t columns = layer.columns(), size = layer.head_size, half =
-        stack_.ropes[stacked.rope].half, own = own_.tokens;
-    char* qkv = Kept::fit(kept_.qkv, room_ * columns * size_of(type_));
+    const int64_t half = stack_.ropes[stacked.rope].half, own = own_.tokens;
+    char* qkv = fit(kept_.qkv, room_ * layer.columns() * size_of(type_));
     float *const cosines = cos(stacked.rope), *const sines = sin(stacked.rope);
     if (!carried_.empty()) {
       carry_->rows.copy_angles(carried_, stacked.rope, cosines + own * half, sines + own * half);
     }
     layer_pre(layer, residual_, rows(), cosines, sines, half, qkv);
-    const auto view = [&](const char* name, int64_t first, int64_t count, int64_t head,
-                          int64_t heads) {
-      char* const from = qkv + first * columns * size_of(type_);
-      return heads_of(name, from, type_, count, columns, head, heads, size);
-    };
-    const auto q = [&](int64_t first, int64_t count) {
-      return view("q", first, count, 0, layer.heads);
-    };
-    const auto k = [&](int64_t first, int64_t count) -> std::optional<Tensor> {
-      if (layer.kv_heads == 0) return std::nullopt;
-      return view("k", first, count, layer.heads, layer.kv_heads);
-    };
-    const auto v = [&](int64_t first, int64_t count) -> std::optional<Tensor> {
-      if (layer.kv_heads == 0) return std::nullopt;
-      return view("v", first, count, layer.heads + layer.kv_heads, layer.kv_heads);
-    };
     if (const auto count = static_cast<int64_t>(carried_.size()); count > 0) {
-      const std::optional<Tensor> keys = k(own, count), values = v(own, count);
-      carry_->rows.submit(carried_, index, carried_residuals(), q(own, count),
-                          keys ? &*keys : nullptr, values ? &*values : nullptr);
+      const Projected theirs = projected(layer, qkv, own, count);
+      carry_->rows.submit(carried_, index, carried_residuals(), theirs.q,
+                          theirs.k ? &*theirs.k : nullptr, theirs.v ? &*theirs.v : nullptr);
     }
     if (own == 0) return;
-    const GroupBatch& batch = groups_[stacked.group];
-    paged_attention({
-        .out = heads_of("out", attended, type_, own, layer.heads * size, 0, layer.heads, size),
-        .q = q(0, own),
-        .k = k(0, own),
-        .v = v(0, own),
-        .k_cache = stacked.k_cache,
-        .v_cache = stacked.v_cache,
-        .block_tables = batch.block_tables,
-        .query_start = batch.query_start,
-        .seq_lens = batch.seq_lens,
-        .slot_mapping = batch.slot_mapping,
-        .block_size = batch.block_size,
-        .window = stacked.window,
-        .scale = stacked.scale,
-        .softcap = stacked.softcap,
-    });
+    weft::attend(stacked, groups_[stacked.group], projected(layer, qkv, 0, own), attended);
   }
 
   const Stack& stack_;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -68,5 +69,35 @@ struct StackTokens {
 // the vocabulary, else as paged_attention and MailboxClient do.
 int64_t run_stack(const Stack& stack, const StackTokens& own, std::span<const GroupBatch> groups,
                   const Carry* carry, char* hidden);
+
+// ---- parts of a pass, for those that weave them in another order ----
+
+// The scaled embeddings of tokens. Throws std::out_of_range for an id outside the vocabulary.
+void embed(const Stack& stack, const int64_t* ids, int64_t tokens, Rows to, int64_t hidden);
+
+// The tokens' inputs to the layers [tokens, layers, width], in `inputs`; `looked_up` is used meanwhile.
+Rows compute_inputs(const Stack& stack, const int64_t* ids, int64_t tokens, Rows embedded,
+                    std::vector<char>& inputs, std::vector<char>& looked_up);
+
+// Queries, keys and values [count, heads, size] of tokens [first, first + count) in the rows that
+// layer_pre has written; no keys and values where the layer reads the KV of another one.
+struct Projected {
+  Tensor q;
+  std::optional<Tensor> k, v;
+};
+Projected projected(const Layer& layer, char* qkv, int64_t first, int64_t count);
+
+// Attention of a layer over its cache: out [tokens, heads, size] from the tokens' projections.
+void attend(const StackLayer& layer, const GroupBatch& batch, const Projected& tokens, char* out);
+
+// The normalised hidden states of residuals, both [rows, hidden].
+void normalise(const Stack& stack, const char* residual, int64_t rows, char* hidden);
+
+// Makes memory as large as it must be, at least; it keeps its content.
+template <typename T>
+T* fit(std::vector<T>& memory, int64_t size) {
+  if (static_cast<int64_t>(memory.size()) < size) memory.resize(size);
+  return memory.data();
+}
 
 }  // namespace weft

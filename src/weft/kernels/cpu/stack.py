@@ -31,6 +31,10 @@ class CpuStack:
 
     ``run`` gives the very bits of the parts called one by one, without Python in between, whose
     code and data are cold after the weights of each layer.
+
+    Attributes:
+        native: for native code that weaves the layers in another order.
+        width, dtype: of hidden states.
     """
 
     def __init__(self, parts: StackParts) -> None:
@@ -40,8 +44,8 @@ class CpuStack:
             ValueError: the per-layer inputs have another shape or dtype than the rest.
         """
         native = _native.Stack()
-        self._native = native
-        self._dtype, self._width = dtype_name(parts.norm.dtype), len(parts.norm)
+        self.native = native
+        self.dtype, self.width = dtype_name(parts.norm.dtype), len(parts.norm)
         self._kept: list[object] = [parts]
         if isinstance(parts.embedding, CpuMatrix):
             native.packed = parts.embedding.native
@@ -58,19 +62,19 @@ class CpuStack:
     def _add_inputs(self, inputs: LayerInputs, norm_plus_one: bool) -> None:
         table, projection, size = inputs.table, inputs.projection, len(inputs.norm)
         columns = table.shape[-1]
-        if tuple(projection.shape) != (columns, self._width) or columns % size:
+        if tuple(projection.shape) != (columns, self.width) or columns % size:
             raise ValueError(
                 f"per-layer inputs of {size}: table {list(table.shape)} and projection "
-                f"{list(projection.shape)} do not fit a model of {self._width}"
+                f"{list(projection.shape)} do not fit a model of {self.width}"
             )
         names = {dtype_name(part.dtype) for part in (table, projection, inputs.norm)}
-        if names != {self._dtype}:
-            raise ValueError(f"per-layer inputs of {sorted(names)} in a model of {self._dtype}")
+        if names != {self.dtype}:
+            raise ValueError(f"per-layer inputs of {sorted(names)} in a model of {self.dtype}")
         table = contiguous(table)
         self._kept.append(table)
-        self._native.add_inputs(
+        self.native.add_inputs(
             view("table", table), projection.native, self._weight(inputs.norm, norm_plus_one),
-            size, self._rounded(size**0.5), self._width**-0.5, 2.0**-0.5,
+            size, self._rounded(size**0.5), self.width**-0.5, 2.0**-0.5,
         )  # fmt: skip
 
     def _weight(self, norm: Array, plus_one: bool) -> int:
@@ -80,12 +84,12 @@ class CpuStack:
         return address(weight)
 
     def _rounded(self, factor: float) -> float:
-        return float(numpy_dtype(self._dtype).type(factor))
+        return float(numpy_dtype(self.dtype).type(factor))
 
     def add_rope(self, frequencies: Array, scale: float) -> None:
         """Append a rotary embedding: frequencies [R] float32, and the factor of cos and sin."""
         self._kept.append(frequencies)
-        self._native.add_rope(address(frequencies), len(frequencies), scale)
+        self.native.add_rope(address(frequencies), len(frequencies), scale)
 
     def add_layer(
         self,
@@ -105,7 +109,7 @@ class CpuStack:
                 ``paged_attention``.
         """
         keys, values = caches
-        self._native.add_layer(
+        self.native.add_layer(
             layer.native,
             *places,
             view("k_cache", keys),
@@ -127,10 +131,10 @@ class CpuStack:
             IndexError: an id is outside the vocabulary; nothing has been written then.
             ValueError: shapes, dtypes or indices do not fit; caches may have been written then.
         """
-        ids, positions = _checked(ids, positions, 0)
-        hidden = empty(ids, (len(ids), self._width), self._dtype)
-        self._native.run(
-            address(ids), address(positions), len(ids), _views(groups), address(hidden)
+        ids, positions = checked_tokens(ids, positions, 0)
+        hidden = empty(ids, (len(ids), self.width), self.dtype)
+        self.native.run(
+            address(ids), address(positions), len(ids), attention_views(groups), address(hidden)
         )
         return hidden
 
@@ -162,16 +166,21 @@ class CpuStack:
         Raises:
             IndexError, ValueError: as ``run``; or a row cannot be submitted or taken.
         """
-        ids, positions = _checked(ids, positions, len(begun))
-        hidden = empty(ids, (len(positions) + most, self._width), self._dtype)
-        came = self._native.run_carrying(
-            address(ids), address(positions), len(positions), _views(groups), address(hidden),
-            carried, begun, limits, most,
+        ids, positions = checked_tokens(ids, positions, len(begun))
+        hidden = empty(ids, (len(positions) + most, self.width), self.dtype)
+        came = self.native.run_carrying(
+            address(ids), address(positions), len(positions), attention_views(groups),
+            address(hidden), carried, begun, limits, most,
         )  # fmt: skip
         return hidden[: len(positions) + came], came
 
 
-def _checked(ids: Array, positions: Array, more: int) -> tuple[Array, Array]:
+def checked_tokens(ids: Array, positions: Array, more: int) -> tuple[Array, Array]:
+    """Return ids [T + more] and positions [T], contiguous.
+
+    Raises:
+        ValueError: they have other shapes or dtypes.
+    """
     names = {dtype_name(ids.dtype), dtype_name(positions.dtype)}
     if names != {"int64"} or positions.ndim != 1 or ids.shape != (len(positions) + more,):
         raise ValueError(
@@ -181,7 +190,10 @@ def _checked(ids: Array, positions: Array, more: int) -> tuple[Array, Array]:
     return contiguous(ids), contiguous(positions)
 
 
-def _views(groups: Sequence[AttentionMetadata]) -> list[tuple[View, View, View, View, int]]:
+def attention_views(
+    groups: Sequence[AttentionMetadata],
+) -> list[tuple[View, View, View, View, int]]:
+    """Return the metadata of each KV group as native calls take it."""
     return [
         (
             view("block_tables", group.block_tables),
