@@ -161,8 +161,8 @@ class EngineConfig:
     host_threads: int | None = setting(
         "int",
         None,
-        "scheduler slo-piggyback: threads that attend on the host, beside those of threads; unset "
-        "takes 1",
+        "scheduler slo-piggyback: threads of each process that attend on the host, beside those of "
+        "threads; unset takes 1",
         low=1,
         high=1024,
     )
@@ -170,7 +170,7 @@ class EngineConfig:
         "bool",
         False,
         "scheduler slo-piggyback: attend on the host in a process of its own, weft-host, which is "
-        "started again when it dies; if false, in threads of the engine",
+        "started again when it dies, one for each rank; if false, in threads of the engine",
     )
     kv_disk: str | None = setting(
         "str",

@@ -147,7 +147,9 @@ void bind_host(nb::module_& m) {
       .def("abort", [](MailboxClient& client, Numbers slots) {
         return client.abort(span_of(slots));
       })
-      .def("wait", &MailboxClient::wait, nb::call_guard<nb::gil_scoped_release>());
+      .def("wait", &MailboxClient::wait, nb::call_guard<nb::gil_scoped_release>())
+      .def("wait_for_first", &MailboxClient::wait_for_first,
+           nb::call_guard<nb::gil_scoped_release>());
   nb::class_<HostWorker>(m, "HostWorker")
       .def("__init__", [](HostWorker* self, const Mailbox& mailbox, nb::list layers, int threads,
                           std::vector<int> cpus) {

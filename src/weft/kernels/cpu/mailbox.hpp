@@ -133,10 +133,16 @@ class MailboxClient {
   // Waits until there is a result or a failure that is not taken; false if there is none in time.
   // Any thread may call this, but one at a time.
   bool wait(int64_t timeout_ns);
+  // Waits until the job that was submitted first, of those not taken, has a result or a failure. It
+  // is the same one in the mailboxes of several clients that submit and take the same rows.
+  bool wait_for_first(int64_t timeout_ns);
 
  private:
   void require(std::span<const int32_t> slots, const char* what, bool (*good)(job::Word));
   bool any_result() const;
+  bool first_has_result() const;
+  template <typename Ready>
+  bool wait_until(const Ready& ready, int64_t timeout_ns);
 
   Mailbox mailbox_;
   uint64_t next_ = 0;             // order of the next job
