@@ -7,11 +7,14 @@ import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import httpx
+import psutil
 import pytest
 
-from live import START_S, Server, eventually, refused, serving
+from live import START_S, Server, command_of, eventually, refused, serving
 from weft.core.config import EngineConfig
 from weft.cost.curves import Curve
 from weft.cost.fit import FEATURES, Fitted
@@ -45,16 +48,20 @@ def expected(tmp_path_factory) -> list[str]:
         return completions(server)
 
 
-@pytest.fixture(scope="module")
-def piggybacking(tmp_path_factory) -> list[str]:
+def piggybacking_settings(folder: Path, **more: Any) -> list[str]:
     """Settings, with a profile of the built-in model that was measured nowhere."""
-    config = EngineConfig(model="builtin", device="cpu", threads=1)
+    config = EngineConfig(model="builtin", device="cpu", threads=1, **more)
     model = find_model(config)
     key, layers = profile_key(config, model), model.spec.num_layers
-    path = tmp_path_factory.mktemp("costs") / "profile.json"
+    path = folder / "profile.json"
     Fitted(key, layers, Curve((1, 1024), (0.001, 0.01)), dict.fromkeys(FEATURES, 0.0)).save(path)
     given = ["--scheduler", "slo-piggyback", "--slo-admission", "off", "--profile", str(path)]
     return [*COMMON, *TIGHT, *given]
+
+
+@pytest.fixture(scope="module")
+def piggybacking(tmp_path_factory) -> list[str]:
+    return piggybacking_settings(tmp_path_factory.mktemp("costs"))
 
 
 def host(server: Server, name: str) -> float:
@@ -149,3 +156,30 @@ def test_an_engine_that_is_killed_with_rows_on_the_host_loses_no_token(
         eventually(lambda: not worker.is_running())  # the supervisor reaps it
         assert server.children()["weft-host"].pid != worker.pid
         eventually(server.idle)
+
+
+def test_ranks_carry_the_same_rows_though_the_worker_of_one_is_killed(tmp_path):
+    """Each rank has a worker process; the tokens are those of ranks without a host."""
+    ranks = ["--tensor-parallel", "2", "--threads", "1"]
+    with serving(tmp_path, *COMMON, *ranks) as server:
+        wanted = completions(server)
+    given = piggybacking_settings(tmp_path, tensor_parallel=2)
+    with serving(tmp_path, *given, *ranks, "--host-process") as server:
+        info = httpx.get(f"{server.url}/server_info").json()["engine"]
+        assert info["host_attention"].endswith(
+            "1 thread of a process weft-host of each rank attends there"
+        )
+        with ThreadPoolExecutor(1) as others:
+            crowd = others.submit(completions, server)
+            eventually(lambda: host(server, "tokens_total") > 0, START_S)
+            (worker,) = (
+                process
+                for process in psutil.Process(server.process.pid).children(recursive=True)
+                if command_of(process)[:1] == ["weft-host"]
+                and command_of(process.parent())[:1] == ["weft-rank1"]
+            )
+            worker.kill()
+            assert completions(server, "default") == wanted
+            assert crowd.result() == wanted
+        expect_host_tokens(server)
+        assert server.metrics("weft:engine_restarts_total") == [0]
