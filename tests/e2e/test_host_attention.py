@@ -7,12 +7,14 @@ import os
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
-from live import START_S, Server, eventually, refused, serving
+from live import START_S, Server, command_of, eventually, refused, serving
 from weft.core.config import EngineConfig
 from weft.cost.curves import Curve
 from weft.cost.fit import FEATURES, Fitted
@@ -52,21 +54,29 @@ def expected(ample) -> list[str]:
     return ample[0]
 
 
-@pytest.fixture(scope="module")
-def costs(tmp_path_factory) -> str:
+def made_up_costs(folder: Path, **more: Any) -> str:
     """A profile of the built-in model that was measured nowhere."""
-    config = EngineConfig(model="builtin", device="cpu", threads=1)
+    config = EngineConfig(model="builtin", device="cpu", threads=1, **more)
     model = find_model(config)
     key, layers = profile_key(config, model), model.spec.num_layers
-    path = tmp_path_factory.mktemp("costs") / "profile.json"
+    path = folder / "profile.json"
     Fitted(key, layers, Curve((1, 1024), (0.001, 0.01)), dict.fromkeys(FEATURES, 0.0)).save(path)
     return str(path)
 
 
-@pytest.fixture(scope="module")
-def piggybacking(costs) -> list[str]:
+def piggybacking_on(costs: str) -> list[str]:
     given = ["--scheduler", "slo-piggyback", "--slo-admission", "off", "--profile", costs]
     return [*COMMON, *TIGHT, *given]
+
+
+@pytest.fixture(scope="module")
+def piggybacking(costs) -> list[str]:
+    return piggybacking_on(costs)
+
+
+@pytest.fixture(scope="module")
+def costs(tmp_path_factory) -> str:
+    return made_up_costs(tmp_path_factory.mktemp("costs"))
 
 
 @pytest.fixture(scope="module")
@@ -207,3 +217,30 @@ def test_who_overlaps_without_costs_or_a_host_tier_is_told(call, overlapping, tm
     refused(without, "keeps KV on the host", "set host_kv_memory")
     unknown = ["--scheduler", "load-aware", "--profile", str(tmp_path / "none.json")]
     refused(call("serve", *COMMON, *TIGHT, *unknown), "weft profile")
+
+
+def test_ranks_carry_the_same_rows_though_the_worker_of_one_is_killed(tmp_path):
+    """Each rank has a worker process; the tokens are those of ranks without a host."""
+    ranks = ["--tensor-parallel", "2", "--threads", "1"]
+    with serving(tmp_path, *COMMON, *ranks) as server:
+        wanted = completions(server)
+    given = piggybacking_on(made_up_costs(tmp_path, tensor_parallel=2))
+    with serving(tmp_path, *given, *ranks, "--host-process") as server:
+        info = httpx.get(f"{server.url}/server_info").json()["engine"]
+        assert info["host_attention"].endswith(
+            "1 thread of a process weft-host of each rank attends there"
+        )
+        with ThreadPoolExecutor(1) as others:
+            crowd = others.submit(completions, server)
+            eventually(lambda: host(server, "tokens_total") > 0, START_S)
+            (worker,) = (
+                process
+                for process in psutil.Process(server.process.pid).children(recursive=True)
+                if command_of(process)[:1] == ["weft-host"]
+                and command_of(process.parent())[:1] == ["weft-rank1"]
+            )
+            worker.kill()
+            assert completions(server, "default") == wanted
+            assert crowd.result() == wanted
+        expect_host_tokens(server)
+        assert server.metrics("weft:engine_restarts_total") == [0]

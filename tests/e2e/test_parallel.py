@@ -233,7 +233,10 @@ def test_results_are_compared_with_those_of_rank_0():
         ticket.result()
     follower = Follower(1, other, Scripted(3))
     follower._compare(RankTokens(2, {7: (3,)}), StepResult(2, (8, 7), (1, 3)))
-    for mine in (StepResult(2, (7,), (4,)), StepResult(2, (), ()), StepResult(3, (7,), (3,))):
+    carried = StepResult(2, (), (), piggybacked_results=((7, 3),))
+    follower._compare(RankTokens.of(carried), carried)
+    others = [StepResult(2, (7,), (4,)), StepResult(2, (), ()), StepResult(3, (7,), (3,))]
+    for mine in (*others, replace(carried, piggybacked_results=((7, 4),))):
         with pytest.raises(InvariantError, match="in step 2 rank 1 got other tokens"):
             follower._compare(RankTokens(2, {7: (3,)}), mine)
     executor.close()

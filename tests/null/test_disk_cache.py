@@ -9,6 +9,7 @@ import shutil
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -143,6 +144,36 @@ def test_leftovers_are_removed_when_nobody_writes_them_any_more(tmp_path):
     files.scan()
     assert [path.exists() for path in (old, new)] == [False, True]
     assert len(files) == 1
+
+
+def test_two_writers_of_one_process_number_do_not_meet(tmp_path, monkeypatch):
+    """In containers that share a folder, engines often have the same number."""
+    mine, theirs, replace = make_files(tmp_path), make_files(tmp_path), Path.replace
+
+    def while_they_write(path: Path, target: Path) -> Path:
+        monkeypatch.setattr(Path, "replace", replace)
+        theirs.write(key(1), content(1))
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", while_they_write)
+    mine.write(key(1), content(1))
+    assert mine.read(key(1), SIZE) == theirs.read(key(1), SIZE) == content(1)
+    assert len(paths(tmp_path)) == 1
+
+
+def test_two_engines_of_one_process_number_start_at_the_same_moment(tmp_path, monkeypatch):
+    touch, others = Path.touch, []
+
+    def while_they_start(path: Path, **given: Any) -> None:
+        touch(path, **given)
+        if not others:
+            others.append(path)
+            make_files(tmp_path)
+
+    monkeypatch.setattr(Path, "touch", while_they_start)
+    make_files(tmp_path)
+    assert others
+    assert paths(tmp_path) == []
 
 
 def test_files_of_others_are_never_touched(tmp_path):

@@ -106,6 +106,17 @@ def test_threads_of_the_host_tier_have_cores_of_their_own(tmp_path):
     assert plan_threads(replace(host, threads=1), one).host_cpus == (16,)
 
 
+def test_each_rank_has_threads_of_the_host_tier_on_its_own_node(tmp_path):
+    host = EngineConfig(scheduler="slo-piggyback", host_kv_memory=2**20, tensor_parallel=2)
+    both = machine(tmp_path, sockets=2, cores=12)
+    ranks = [plan_threads(replace(host, host_threads=3), both, rank) for rank in (0, 1)]
+    assert [(plan.threads, plan.host) for plan in ranks] == [(8, 3), (8, 3)]
+    assert [plan.cpus for plan in ranks] == [tuple(range(8)), tuple(range(12, 20))]
+    assert [plan.host_cpus for plan in ranks] == [(8, 9, 10), (20, 21, 22)]
+    with pytest.raises(ConfigError, match="100 threads do not fit on 24 processors"):
+        plan_threads(replace(host, threads=49, cpu_pinning="on"), both)
+
+
 def test_threads_of_the_host_tier_leave_one_to_the_device(tmp_path):
     host = EngineConfig(scheduler="slo-piggyback", host_kv_memory=2**20, host_threads=2)
     small = machine(tmp_path, cores=2)

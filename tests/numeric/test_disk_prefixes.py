@@ -20,6 +20,8 @@ from weft.core.plan import StepPlan
 from weft.core.types import FinishReason, Request
 from weft.engine.build import Engine, build_engine
 from weft.engine.loop import EngineLoop
+from weft.engine.model import resolve_settings
+from weft.engine.prefix_disk import open_prefix_disk
 from weft.engine.process import _measured
 from weft.exec.disk_blocks import block_sizes
 from weft.kv import disk_cache
@@ -343,6 +345,18 @@ def test_settings_that_exclude_it_are_typed_errors(folders, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot be written"):
         build_engine(settings_for(folder, kv_disk=str(tmp_path / "file")))
+
+
+def test_a_size_that_holds_no_block_is_a_typed_error(folders, tmp_path):
+    """Else every block would be written and given up again."""
+    config = settings_for(folders["llama-gqa"], kv_disk=str(tmp_path), kv_disk_size=2**20)
+    model, resolved = resolve_settings(config)
+    assert open_prefix_disk(config, resolved, model) is not None
+    with pytest.raises(
+        ConfigError, match=r"kv_disk_size is 1.* a block of this model takes"
+    ) as info:
+        open_prefix_disk(config, replace(resolved, block_size=2**16), model)
+    assert info.value.param == "kv_disk_size"
 
 
 def test_an_executor_without_a_disk_refuses_what_needs_one(folders):

@@ -613,10 +613,6 @@ def test_models_and_kernels_that_cannot_piggyback_are_refused(folders, tmp_path)
         ({"scheduler": "slo-piggyback"}, "keeps KV on the host; set host_kv_memory"),
         ({"host_threads": 2}, "host_threads is for attention on the host, which scheduler 'auto'"),
         ({"scheduler": "slo", "host_process": True}, "host_process is for attention on the host"),
-        (
-            {"scheduler": "slo-piggyback", "host_kv_memory": 2**22, "tensor_parallel": 2},
-            "is for one process, and tensor_parallel is 2",
-        ),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(given, words) -> None:

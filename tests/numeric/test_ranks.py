@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from checkpoints import CASES, build, prompt, save
@@ -192,6 +193,20 @@ def test_processes_give_the_tokens_of_one(size, folders, tmp_path) -> None:
     ]
     expected = [greedy(load(Path(j["folder"]), ALONE), j["prompt"], j["count"]) for j in jobs]
     assert tokens_of_processes(size, tmp_path, jobs) == [expected] * size
+
+
+def test_logits_of_a_vocabulary_that_does_not_divide_can_be_sampled_from(folders, tmp_path) -> None:
+    tokens = np.zeros((2, CASES["llama-gqa"].config().hidden_size), np.float32)
+
+    def work(group: Group):
+        decoder = load(folders("llama-gqa"), group)
+        assert decoder.spec.vocab_size % group.size
+        logits = decoder.logits(tokens)
+        assert logits.flags.c_contiguous
+        return logits
+
+    for found in on_ranks(2, tmp_path, work):
+        np.testing.assert_array_equal(found, np.zeros((2, found.shape[1])))
 
 
 def test_ranks_agree_to_the_bit_and_rows_are_independent(folders, tmp_path) -> None:

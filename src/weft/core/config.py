@@ -161,8 +161,8 @@ class EngineConfig:
     host_threads: int | None = setting(
         "int",
         None,
-        "schedulers slo-piggyback and load-aware: threads that attend on the host, beside those of "
-        "threads; unset takes 1",
+        "schedulers slo-piggyback and load-aware: threads of each process that attend on the host, "
+        "beside those of threads; unset takes 1",
         low=1,
         high=1024,
     )
@@ -170,7 +170,8 @@ class EngineConfig:
         "bool",
         False,
         "schedulers slo-piggyback and load-aware: attend on the host in a process of its own, "
-        "weft-host, which is started again when it dies; if false, in threads of the engine",
+        "weft-host, which is started again when it dies, one for each rank; if false, in threads "
+        "of the engine",
     )
     kv_disk: str | None = setting(
         "str",

@@ -60,9 +60,3 @@ def check_host_attention(config: EngineConfig) -> None:
             f"Scheduler {config.scheduler} keeps KV on the host; set host_kv_memory to its size.",
             param="host_kv_memory",
         )
-    if config.tensor_parallel > 1:
-        raise ConfigError(
-            f"Scheduler {config.scheduler} is for one process, and tensor_parallel is "
-            f"{config.tensor_parallel}: all ranks would have to take the same results of the host.",
-            param="scheduler",
-        )

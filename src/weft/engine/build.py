@@ -137,8 +137,10 @@ class Engine:
         self.executor.close()
 
     def host_attention(self) -> dict[str, int]:
-        """What the info page says of attention on the host."""
-        tier = self.executor.tier if isinstance(self.executor, EagerExecutor) else None
+        """What the info page says of attention on the host: of rank 0, if there are several."""
+        executor = self.executor
+        executor = executor.inner if isinstance(executor, ParallelExecutor) else executor
+        tier = executor.tier if isinstance(executor, EagerExecutor) else None
         return {} if tier is None or tier.attention is None else counted(tier.attention)
 
     def rest(self) -> bool:

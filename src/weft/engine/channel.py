@@ -73,7 +73,7 @@ class Report:
 
 @dataclass(frozen=True)
 class RankTokens:
-    """The tokens of a step by sequence, drafts that were taken included."""
+    """The tokens of a step by sequence, drafts that were taken and piggybacked rows included."""
 
     step_id: int
     tokens: dict[int, tuple[int, ...]]
@@ -81,9 +81,10 @@ class RankTokens:
     @classmethod
     def of(cls, result: StepResult) -> RankTokens:
         """Of every sequence whose token means something."""
+        found = (*zip(result.sequence_ids, result.tokens, strict=True), *result.piggybacked_results)
         tokens = {
             i: (token, *(more for more, _ in result.accepted.get(i, ())))
-            for i, token in zip(result.sequence_ids, result.tokens, strict=True)
+            for i, token in found
             if i not in result.faults and i not in result.embeddings
         }
         return cls(result.step_id, tokens)

@@ -58,7 +58,7 @@ def cpu_tier(
         return None
     if not config.attends_on_host:
         return HostTier(store, store.like(resolved.host_blocks), copy_blocks)
-    plan = plan_threads(config, this_machine())
+    plan = plan_threads(config, this_machine(), decoder.ops.ranks.rank)
     threads = WorkerThreads(plan.host, plan.host_cpus)
     if config.host_process:
         host, memory = shared_store(store, resolved.host_blocks)
@@ -76,6 +76,8 @@ def describe_host_attention(config: EngineConfig) -> str:
     count = config.num_host_threads
     threads = f"{count} thread{'' if count == 1 else 's'}"
     where = "process weft-host" if config.host_process else "the engine's process"
+    if config.tensor_parallel > 1:
+        where = "a process weft-host of each rank" if config.host_process else "each rank's process"
     who = "best effort that gives way decodes" if config.piggybacks else "what gives way decodes"
     return f"{who} on the host: {threads} of {where} attend{'s' if count == 1 else ''} there"
 

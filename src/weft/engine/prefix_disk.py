@@ -15,7 +15,7 @@ from weft.core.settings import format_bytes
 from weft.engine.devices import is_cpu
 from weft.engine.model import Model
 from weft.exec.disk_blocks import DiskBlocks
-from weft.kv.block_files import IDENTITY_BYTES, BlockFiles
+from weft.kv.block_files import IDENTITY_BYTES, BlockFiles, file_bytes
 from weft.kv.disk_cache import DiskCache
 from weft.kv.lower_prefixes import LowerPrefixes
 from weft.models.kept_weights import checkpoint_identity
@@ -32,7 +32,8 @@ def open_prefix_disk(
     """The prefix cache on disk, if a folder for it is set.
 
     Raises:
-        ConfigError: the folder cannot be written, or other settings exclude it.
+        ConfigError: the folder cannot be written, its size holds no block, or other settings
+            exclude it.
     """
     if config.kv_disk is None:
         return None
@@ -40,10 +41,16 @@ def open_prefix_disk(
         raise ConfigError(
             "kv_disk is for device cpu at present; leave it out on a GPU.", param="kv_disk"
         )
+    sizes = [group.bytes_per_token * resolved.block_size for group in model.facts.groups]
+    if (most := file_bytes(max(sizes))) > config.kv_disk_size:
+        raise ConfigError(
+            f"kv_disk_size is {format_bytes(config.kv_disk_size)}, but a block of this model takes "
+            f"{format_bytes(most)}; set it higher.",
+            param="kv_disk_size",
+        )
     files = BlockFiles(
         Path(config.kv_disk), config.kv_disk_size, _identity(config, resolved, model)
     )
-    sizes = [group.bytes_per_token * resolved.block_size for group in model.facts.groups]
     return DiskCache(files, sizes)
 
 

@@ -173,14 +173,14 @@ class Followers:
 class ParallelExecutor:
     """Runs plans on all ranks of a model that is cut.
 
-    Args:
+    Attributes:
         inner: the executor of rank 0's part.
     """
 
     def __init__(self, inner: Executor, followers: Followers) -> None:
         self.depth = inner.depth
         self.overlaps = inner.overlaps
-        self._inner = inner
+        self.inner = inner
         self._followers = followers
         self._collected: list[RankTokens] = []
 
@@ -193,7 +193,7 @@ class ParallelExecutor:
         """
         try:
             self._followers.send(Step(_without_texts(plan), tuple(self._collected)))
-            ticket = self._inner.launch(plan)
+            ticket = self.inner.launch(plan)
         except Exception as error:
             self._followers.fail(error)
         self._collected.clear()
@@ -205,7 +205,7 @@ class ParallelExecutor:
 
     def close(self) -> None:
         """End all ranks after the steps that are launched. May be called twice."""
-        self._inner.close()
+        self.inner.close()
         self._followers.close()
 
 

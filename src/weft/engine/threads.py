@@ -23,7 +23,7 @@ class ThreadPlan:
             where the machine has one node.
         spread: NUMA nodes over which the memory is spread that all threads read; likewise.
         reason: why they are pinned or not.
-        host: threads that attend on the host.
+        host: threads of the process that attend on the host.
         host_cpus: the processor of each of those; none if they are not pinned.
     """
 
@@ -50,27 +50,29 @@ def compute_threads(config: EngineConfig, topology: Topology) -> int:
     """Threads of each rank, without those that attend on the host."""
     if config.threads:
         return config.threads
-    rest = topology.compute_threads - config.num_host_threads
-    return max(1, rest // config.tensor_parallel)
+    return max(1, topology.compute_threads // config.tensor_parallel - config.num_host_threads)
 
 
 def plan_threads(config: EngineConfig, topology: Topology, rank: int = 0) -> ThreadPlan:
-    """Return the compute threads of a rank.
+    """Return the compute threads of a rank, and those that attend on the host beside them.
 
     Raises:
         ConfigError: they are to be pinned, and there are more than processors.
     """
     threads, host = compute_threads(config, topology), config.num_host_threads
-    total = threads * config.tensor_parallel
-    pinned, reason = _whether_to_pin(config, topology, total + host)
+    each = threads + host
+    total = each * config.tensor_parallel
+    pinned, reason = _whether_to_pin(config, topology, total)
     cpus: tuple[int, ...] = ()
     host_cpus: tuple[int, ...] = ()
     nodes = tuple(topology.nodes[i * len(topology.nodes) // threads] for i in range(threads))
     if pinned:
-        places = _spread(topology, total + host)
-        mine = places[rank * threads : (rank + 1) * threads]
-        nodes, cpus = tuple(node for node, _ in mine), tuple(cpu for _, cpu in mine)
-        host_cpus = tuple(cpu for _, cpu in places[total:])
+        mine = _spread(topology, total)[rank * each : (rank + 1) * each]
+        nodes = tuple(node for node, _ in mine[:threads])
+        cpus, host_cpus = (
+            tuple(cpu for _, cpu in mine[:threads]),
+            tuple(c for _, c in mine[threads:]),
+        )
     spread = tuple(sorted(set(nodes))) if pinned else topology.nodes
     # A node may have cores and no memory, or none that this process may take.
     if len(topology.nodes) == 1 or not set(topology.nodes) <= set(topology.memory_nodes):

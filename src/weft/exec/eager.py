@@ -190,11 +190,10 @@ class EagerExecutor:
 
         Where the host has no result yet, the step is one as without piggybacked rows.
         """
-        for row, error in rows.failed().items():
-            output.fail_piggybacked(row, error)
         begun, limits = plan.piggybacked, plan.piggyback_limits
-        if limits and len(rows) and not (begun or plan.batches):
-            rows.wait()
+        nothing_else = bool(limits) and not (begun or plan.batches)
+        for row, error in rows.look(wait=nothing_else).items():
+            output.fail_piggybacked(row, error)
         if begun or (limits and rows.done_counts().any()):
             self._carry_with(plan.batches[0] if plan.batches else NOTHING, rows, plan, output)
         elif plan.batches:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from weft.core.errors import HostWorkerError, InvariantError
 from weft.core.plan import StepPlan, Tier
 from weft.exec.host_attention import HostAttention
+from weft.exec.host_results import results_of
 from weft.exec.input_batch import InputBatch
 from weft.kernels.arrays import Array, numpy_dtype
 from weft.models.decoder import Decoder
@@ -46,6 +47,7 @@ class PiggybackedRows:
             for half in halves
         ]
         self.carried = self._mailbox.carried(self._residual, self._layer, self._angles)
+        self._results = results_of(self._mailbox, decoder.ops.ranks)
         self._taken: Rows = np.zeros(0, np.int32)  # and not handed on yet
         self._aborted: list[int] = []  # that the worker may be computing still
 
@@ -86,19 +88,24 @@ class PiggybackedRows:
         self._aborted += self._mailbox.abort(gone)
         self._layer[gone] = NOWHERE
 
-    def wait(self) -> None:
-        """Wait until there is a result or a failure, for no longer than new requests may wait."""
-        self._mailbox.wait(WAIT_S)
+    def look(self, *, wait: bool) -> dict[int, HostWorkerError]:
+        """Look for results, which the pass of this step may take; once a step.
 
-    def failed(self) -> dict[int, HostWorkerError]:
-        """End the tokens for which the worker could not attend, and say why, by row.
+        Args:
+            wait: where there are none, for no longer than new requests may wait.
+
+        Returns:
+            by row, why the worker could not attend for it; its token has ended. Where the model is
+            cut over ranks, the worker of any of them.
 
         Raises:
             HostWorkerError: there is no worker any more.
         """
         self.host.check()
-        failures = self._mailbox.failed()
-        self._end(list(failures))
+        if not len(self):
+            return {}
+        failures = self._results.look(WAIT_S if wait else 0.0)
+        self._abort(failures)
         return {
             row: HostWorkerError(f"The host could not attend for this request: {why}.")
             for row, why in failures.items()
@@ -142,7 +149,7 @@ class PiggybackedRows:
         Returns:
             the rows [n], their attention [n, H, D] and their residuals [n, C].
         """
-        rows = self._mailbox.done(layer, most)
+        rows = self._results.done(layer, most)
         attended = self._mailbox.take(rows, layer)
         self._taken = rows
         return rows, attended, self._residual[rows]
@@ -153,7 +160,7 @@ class PiggybackedRows:
 
     def done_counts(self) -> NDArray[np.int32]:
         """The number of results for each layer; the next call overwrites it."""
-        return self._mailbox.done_counts()
+        return self._results.counts()
 
     def finish(self, rows: Rows) -> None:
         """The tokens of rows that were taken from the last layer are there."""

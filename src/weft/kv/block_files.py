@@ -1,8 +1,9 @@
 """Files of KV blocks in one folder, named by content, checksummed, of so many bytes at most.
 
 A file is written under another name and renamed, and checked whenever it is read: one that is torn,
-damaged or of something else counts as missing. Several processes may use one folder; each keeps the
-limit as far as it knows of the files. The time of a file's last change is that of its last use.
+damaged or of something else counts as missing. Several processes may use one folder, also such as
+have the same number, in containers that share it; each keeps the limit as far as it knows of the
+files. The time of a file's last change is that of its last use.
 Files with other names are never touched.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import secrets
 import stat
 import time
 import zlib
@@ -50,12 +52,13 @@ class BlockFiles:
         self._folder, self._limit = folder, limit_bytes
         self._identity = identity
         self._own = identity.hex()
+        self._writer = secrets.randbits(63)  # names what is being written
         self._sizes: OrderedDict[str, int] = OrderedDict()  # by path in the folder, oldest first
         self._total = 0
         self._lock = Lock()
         try:
             (folder / self._own).mkdir(parents=True, exist_ok=True, mode=0o700)
-            probe = folder / self._own / f"{os.getpid()}.partial"
+            probe = folder / self._own / f"{self._writer}.partial"
             probe.touch(mode=0o600)
             probe.unlink()
         except OSError as error:
@@ -109,11 +112,11 @@ class BlockFiles:
         A block larger than the limit is not kept.
         """
         name, head = self._name(key), self._head(key, content)
-        size = _on_disk(len(head) + len(content))
+        size = file_bytes(len(content))
         if size > self._limit:
             return
         path = self._folder / name
-        partial = path.with_suffix(f".{os.getpid()}.partial")
+        partial = path.with_suffix(f".{self._writer}.partial")
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             with open(os.open(partial, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600), "wb") as file:
@@ -199,6 +202,11 @@ def _entries(folder: Path | os.DirEntry[str]) -> Iterator[os.DirEntry[str]]:
             yield from entries
     except FileNotFoundError:  # another process has removed it
         pass
+
+
+def file_bytes(nbytes: int) -> int:
+    """Bytes that the file of a block of so many bytes takes on disk."""
+    return _on_disk(_HEAD.size + nbytes)
 
 
 def _on_disk(nbytes: int) -> int:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from weft.kernels.arrays import (
     Array,
     concatenate,
+    contiguous,
     dtype_name,
     empty,
     from_numpy,
@@ -161,7 +162,8 @@ class Decoder:
             most = len(shard_range(vocabulary, Shard(0, ranks.size)))
             missing = empty(logits, (len(logits), most - logits.shape[1]))
             missing[:] = 0.0
-            logits = ranks.gather(concatenate((logits, missing), 1))[:, :vocabulary]
+            # Samplers take dense rows, which a cut makes of a vocabulary that does not divide.
+            logits = contiguous(ranks.gather(concatenate((logits, missing), 1))[:, :vocabulary])
         cap = self.spec.logit_softcap
         return logits if cap is None else self.ops.softcap(logits, cap)
 

@@ -148,6 +148,8 @@ void bind_host(nb::module_& m) {
         return client.abort(span_of(slots));
       })
       .def("wait", &MailboxClient::wait, nb::call_guard<nb::gil_scoped_release>())
+      .def("wait_for_first", &MailboxClient::wait_for_first,
+           nb::call_guard<nb::gil_scoped_release>())
       .def("wait_for", [](MailboxClient& client, Numbers slots, int64_t timeout_ns) {
         const nb::gil_scoped_release released;
         return client.wait_for(span_of(slots), timeout_ns);

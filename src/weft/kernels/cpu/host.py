@@ -187,7 +187,7 @@ class HostCounters(NamedTuple):
 
 
 class HostMailbox:
-    """The client's side of a mailbox, for one thread; only ``wait`` and ``wait_for`` wait.
+    """The client's side of a mailbox, for one thread; only those named for it wait for the worker.
 
     All methods but ``failed``, ``counters`` and ``states`` raise InvariantError, before anything is
     changed, if a slot does not exist, occurs twice or is in a state that the call is not for, or if
@@ -355,6 +355,13 @@ class HostMailbox:
         """Wait until there is a result to take or a failure; False if there is none in time."""
         return self._client.wait(int(timeout_s * 1e9))
 
+    def wait_for_first(self, timeout_s: float) -> bool:
+        """Wait until the job that was submitted first, of those not taken, is done or has failed.
+
+        Clients of several mailboxes that submit and take the same rows so wait for the same one.
+        """
+        return self._client.wait_for_first(int(timeout_s * 1e9))
+
     @_checked
     def wait_for(self, slots: ArrayLike, timeout_s: float) -> bool:
         """Wait until no job of these slots is to be computed any more; False if not in time."""
@@ -362,9 +369,13 @@ class HostMailbox:
 
     def states(self) -> list[str]:
         """Return the state of each slot: one of ``STATES``."""
+        return [STATES[state] for state in self.state_numbers()]
+
+    def state_numbers(self) -> NDArray[np.int32]:
+        """Return the state of each slot [slots], as the place of its name in ``STATES``."""
         room = np.empty(self.slots, np.int32)
         self.native.states(room)
-        return [STATES[state] for state in room]
+        return room
 
     @property
     def waiting(self) -> int:

@@ -38,6 +38,10 @@ inline bool may_submit(Word seen) {
   return seen.state == State::Empty || seen.state == State::Taken;
 }
 
+inline bool has_result(Word seen) {
+  return seen.state == State::Done || seen.state == State::Failed;
+}
+
 inline void submit(uint64_t& word, uint32_t layer) {
   ring::store(word, Word{State::Submitted, layer}.bits());
 }

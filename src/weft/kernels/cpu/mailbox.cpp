@@ -318,8 +318,7 @@ std::vector<int32_t> MailboxClient::abort(std::span<const int32_t> slots) {
 
 bool MailboxClient::any_result() const {
   for (uint32_t slot = 0; slot < mailbox_.sizes().slots; ++slot) {
-    const job::State state = job::look(mailbox_.word(slot)).state;
-    if (state == job::State::Done || state == job::State::Failed) return true;
+    if (job::has_result(job::look(mailbox_.word(slot)))) return true;
   }
   return false;
 }
@@ -331,13 +330,27 @@ bool MailboxClient::all_computed(std::span<const int32_t> slots) const {
   });
 }
 
-template <typename Condition>
-bool MailboxClient::wait_until(Condition met, int64_t timeout_ns) {
+bool MailboxClient::first_has_result() const {
+  const Row* first = nullptr;
+  bool there = false;
+  for (uint32_t slot = 0; slot < mailbox_.sizes().slots; ++slot) {
+    const job::Word seen = job::look(mailbox_.word(slot));
+    const bool waits = seen.state == job::State::Submitted || seen.state == job::State::Running;
+    if (!waits && !job::has_result(seen)) continue;
+    if (first != nullptr && rows_[slot].order >= first->order) continue;
+    first = &rows_[slot];
+    there = !waits;
+  }
+  return there;
+}
+
+template <typename Ready>
+bool MailboxClient::wait_until(const Ready& ready, int64_t timeout_ns) {
   ring::Doorbell& bell = mailbox_.header().to_client;
   const int64_t end = ring::now_ns() + timeout_ns;
   while (true) {
     const uint32_t heard = ring::load(bell.rung);
-    if (met()) return true;
+    if (ready()) return true;
     int64_t left = end - ring::now_ns();
     if (left <= 0) return false;
     const auto news = [&] { return ring::load(bell.rung) != heard; };
@@ -352,7 +365,11 @@ bool MailboxClient::wait_until(Condition met, int64_t timeout_ns) {
 }
 
 bool MailboxClient::wait(int64_t timeout_ns) {
-  return wait_until([&] { return any_result(); }, timeout_ns);
+  return wait_until([this] { return any_result(); }, timeout_ns);
+}
+
+bool MailboxClient::wait_for_first(int64_t timeout_ns) {
+  return wait_until([this] { return first_has_result(); }, timeout_ns);
 }
 
 bool MailboxClient::wait_for(std::span<const int32_t> slots, int64_t timeout_ns) {

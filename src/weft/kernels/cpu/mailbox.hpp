@@ -133,6 +133,9 @@ class MailboxClient {
   // Waits until there is a result or a failure that is not taken; false if there is none in time.
   // Any thread may call this, but one at a time.
   bool wait(int64_t timeout_ns);
+  // Waits until the job that was submitted first, of those not taken, has a result or a failure. It
+  // is the same one in the mailboxes of several clients that submit and take the same rows.
+  bool wait_for_first(int64_t timeout_ns);
   // Waits until the worker has computed all of these slots that were submitted, well or not; false
   // if it has not in time. As `wait`.
   bool wait_for(std::span<const int32_t> slots, int64_t timeout_ns);
@@ -140,9 +143,10 @@ class MailboxClient {
  private:
   void require(std::span<const int32_t> slots, const char* what, bool (*good)(job::Word));
   bool any_result() const;
+  bool first_has_result() const;
   bool all_computed(std::span<const int32_t> slots) const;
-  template <typename Condition>
-  bool wait_until(Condition met, int64_t timeout_ns);
+  template <typename Ready>
+  bool wait_until(const Ready& ready, int64_t timeout_ns);
 
   Mailbox mailbox_;
   uint64_t next_ = 0;             // order of the next job
