@@ -7,8 +7,8 @@ The device is one thread of this CPU, and the host is another one: a stand-in fo
 CPUs, on which nothing can be won that two threads for all would not give. Servers stand side by
 side and are loaded in turns, as in ``coserve.py``, with interactive requests and best-effort
 clients; each once with KV memory for a few sequences and once with plenty. ``fcfs, 2 threads`` has
-all cores and is what everything is compared with. *host*: the share of best effort's tokens whose
-attention the host computed; *at once*: sequences with a row, on average.
+all cores and is what everything is compared with. *host*: the share of all tokens whose attention
+the host computed; *at once*: sequences with a row, on average.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ SERVERS: dict[str, tuple[str, dict[str, Any]]] = {
     "slo, 2 threads": ("slo", BOTH),
     "fcfs": ("fcfs", DEVICE),
     "fcfs, swapping": ("fcfs", HOST),
+    "load-aware": ("load-aware", {**HOST, "host_threads": 1}),
     "slo": ("slo", DEVICE),
     "slo, swapping": ("slo", HOST),
     "slo-piggyback": ("slo-piggyback", {**HOST, "host_threads": 1}),

@@ -56,9 +56,9 @@ def test_those_that_have_a_part_are_made_with_one():
 def test_settings_offer_what_there_is():
     served, simulated = settings_of(EngineConfig)["scheduler"], settings_of(SimOptions)["scheduler"]
     assert served.choices == ("auto", *SERVED)
-    assert set(SERVED) == {*POLICIES, "slo-piggyback"}
+    assert set(SERVED) == {*POLICIES, *WITH_PART}
     assert simulated.choices == tuple(SCHEDULERS)
     assert all(f"{name} {row.comes_first}" in served.help for name, row in POLICIES.items())
-    assert f"slo-piggyback {SCHEDULERS['slo-piggyback'].served}" in served.help
+    assert all(f"{name} {SCHEDULERS[name].served}" in served.help for name in WITH_PART)
     with pytest.raises(ConfigError, match="no costs"):
         make_scheduler("slo", Resources(GIVEN.groups, GIVEN.limits))

@@ -19,7 +19,7 @@ from tight_kv import DRAWN, GREEDY, GUESSED, Traffic, least_kv_memory, run, sett
 from depth import deep
 from weft.core.config import EngineConfig
 from weft.core.errors import ConfigError, HostWorkerError, InvariantError
-from weft.core.plan import StepPlan, SubBatch, Tier
+from weft.core.plan import RowAdd, StepPlan, SubBatch, Tier
 from weft.core.types import Request
 from weft.cost.curves import Curve, Grid
 from weft.cost.fit import FEATURES, Fitted
@@ -290,6 +290,30 @@ def test_hidden_states_have_the_bits_of_one_pass_on_the_device(folders, monkeypa
         plain.executor._compute = lambda *given: rows.append(compute(*given)) or rows[-1]
         plain.run(plain.decode(0, 1, 3))
     np.testing.assert_array_equal(np.stack([hidden[row] for row in (0, 1, 3)]), rows[-1])
+
+
+def test_a_prompt_on_the_host_is_scored_like_one_on_the_device(folders) -> None:
+    """In two chunks, beside a row of the device; log probabilities come from either tier."""
+    sampling = replace(GREEDY, seed=0, logprobs=2, prompt_logprobs=2)
+    given = tuple(prompt(20, 7))
+
+    def scored(config: EngineConfig, tier: Tier) -> list[Any]:
+        tiers = (DEVICE, HOST) if tier is HOST else ()
+        with Steps(config) as steps:
+            steps.start(0)
+            tables = (steps.BLOCKS[1],) * steps._groups
+            add = RowAdd(1, 1, given, 20, sampling, frozenset(), tables, tier=tier)
+            first = SubBatch((0, 1), (20, 0), (1, 12), (True, False), tiers)
+            rest = SubBatch((0, 1), (21, 12), (1, 8), (True, True), tiers)
+            done = [steps.run(first, add=(add,)), steps.run(rest)]
+            done.append(steps.run(SubBatch((1,), (20,), (1,), (True,), tiers[1:])))
+        return [(d.sequence_ids, d.tokens, d.logprobs, d.prompt_logprobs) for d in done]
+
+    folder = folders["llama-gqa"]
+    on_host = scored(overlapping(folder), HOST)
+    assert on_host == scored(settings_for(folder), DEVICE)
+    assert [bool(prompt) for *_, prompt in on_host] == [True, True, False]
+    assert 1 in on_host[2][2]
 
 
 def test_a_row_leaves_for_the_host_with_the_token_of_its_last_step_there(steps, tokens) -> None:
