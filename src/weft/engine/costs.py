@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 
 from weft.core.config import DTYPE_BYTES, EngineConfig
 from weft.core.topology import this_machine
+from weft.cost.curves import Grid
 from weft.cost.fit import Fitted, ProfileKey, profile_path
+from weft.cost.host_costs import CarryCost, HostCosts, MoveCost
+from weft.cost.model import CostModel
 from weft.engine.devices import device_name, is_cpu
 from weft.engine.machine import cpu_name
 from weft.engine.model import Model
@@ -20,41 +22,74 @@ MOVE_S = 2e-5  # to launch the copies of a step
 
 
 def measured_costs(config: EngineConfig, model: Model) -> Fitted:
-    """The profile of what is to be served. Raises ProfileError, which says how to make one."""
+    """The profile of what is to be served, with the costs of its host tier, if there is one.
+
+    Raises:
+        ProfileError: there is none; the message says how to make one.
+    """
     key = profile_key(config, model)
-    fitted = Fitted.load(profile_path(key, config.profile), key)
-    return with_piggybacked(config, model, with_moves(config, model, fitted))
+    return with_host(config, model, Fitted.load(profile_path(key, config.profile), key))
 
 
-def with_moves(config: EngineConfig, model: Model, fitted: Fitted) -> Fitted:
-    """The costs with the time of a common link for moves of KV, if there is a host tier.
+def host_name(config: EngineConfig) -> str:
+    """What the costs of a host tier are kept by: who attends there, with how many threads."""
+    count = config.num_host_threads
+    if not count:
+        return "no attention"
+    return f"{count} thread{'' if count == 1 else 's'} of {transport(config)}"
 
-    Where the device is the CPU, KV moves from memory to memory.
+
+def transport(config: EngineConfig) -> str:
+    """Where the threads of a host worker are."""
+    return "weft-host" if config.host_process else "the engine"
+
+
+def with_host(config: EngineConfig, model: Model, fitted: Fitted) -> Fitted:
+    """The costs with those of the host tier that is served, if there is one.
+
+    A profile that has none for this tier, be it of other threads, gives assumed ones.
     """
-    if config.host_kv_memory is None or fitted.move is not None:
+    if config.host_kv_memory is None:
         return fitted
-    bytes_s = MEMORY_BYTES_S if is_cpu(model.device) else LINK_BYTES_S
-    token_s = sum(group.bytes_per_token for group in model.facts.groups) / bytes_s
-    logger.warning(
-        "The profile has no time for KV moves; scheduler slo assumes %.0f GB/s.",
-        bytes_s / 1e9,
-    )
-    return replace(fitted, move=(MOVE_S, token_s))
+    host = fitted.hosts.get(host_name(config))
+    if host is None:
+        host = assumed_host(config, model, fitted)
+        logger.warning("%s.", describe_host_costs(fitted.planned_with(host)).capitalize())
+    return fitted.planned_with(host)
 
 
-def with_piggybacked(config: EngineConfig, model: Model, fitted: Fitted) -> Fitted:
-    """The costs with the time of a piggybacked row in a layer, if there are such rows.
+def assumed_host(config: EngineConfig, model: Model, fitted: Fitted) -> HostCosts:
+    """Costs of a host tier that was not measured.
 
-    No profile has it. On a CPU it is what copies between memory and memory take: the residual
-    leaves and comes back, as do q, k and v, and the result of the host. What attention on the host
-    takes is not assumed, since no step waits for it.
+    Moves take the time of a common link, or, where the device is the CPU and computing waits for
+    them, of copies from memory to memory. Attention reads its KV at the latter speed, and a
+    piggybacked row takes what copies of its residual, q, k, v and result do.
     """
+    cpu = is_cpu(model.device)
+    bytes_s = MEMORY_BYTES_S if cpu else LINK_BYTES_S
+    token_bytes = sum(group.bytes_per_token for group in model.facts.groups)
+    move = MoveCost(MOVE_S, token_bytes / bytes_s)
+    name = host_name(config)
+    others = f"the profile has {' and '.join(fitted.hosts)}, not {name}; " if fitted.hosts else ""
+    assumed = f"{others}copies of {bytes_s / 1e9:.0f} GB/s, until weft profile measures them"
     if not config.attends_on_host:
-        return fitted
+        return HostCosts(None, move, move, stall=float(cpu), duplex=not cpu, assumed=assumed)
     spec = model.spec
+    read_s = token_bytes / MEMORY_BYTES_S
+    calls_s = spec.num_layers * MOVE_S
+    grid = Grid.of({(n, c): calls_s + n * c * read_s for n in (1, 64) for c in (16, 4096)})
     heads = max(2 * (spec.num_heads + kind.num_kv_heads) * kind.head_dim for kind in spec.layers)
     copied = 2 * (2 * spec.hidden_size + heads) * DTYPE_BYTES[model.dtype]  # read and written
-    return replace(fitted, piggyback_layer_s=copied / MEMORY_BYTES_S)
+    carry = CarryCost(0.0, copied / MEMORY_BYTES_S)
+    return HostCosts(grid, move, move, float(cpu), not cpu, carry, assumed)
+
+
+def describe_host_costs(cost: CostModel | None) -> str:
+    """Which costs of the host tier are planned with; empty if none are."""
+    if not isinstance(cost, Fitted) or cost.host is None:
+        return ""
+    known = f"assumed ({cost.host.assumed})" if cost.host.assumed else "measured"
+    return f"costs of the host tier are {known}"
 
 
 def profile_key(config: EngineConfig, model: Model) -> ProfileKey:
