@@ -158,7 +158,8 @@ class PolicyChoice:
         except StopIteration as end:
             self._keep(end.value)
         except (ProfileError, ConfigError) as error:
-            self._give_up(f"the costs of steps could not be measured: {error}")
+            host = self._lacks_host is not None
+            self._give_up(f"{'' if host else 'the costs of steps could not be measured: '}{error}")
         return scheduler
 
     def _begin(self) -> Generator[None, None, Result | Fitted]:
