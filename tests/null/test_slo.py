@@ -17,7 +17,6 @@ from weft.core.types import Request, SamplingParams, ServiceClass
 from weft.cost.model import step_time
 from weft.cost.work import Work
 from weft.kv.cache import GroupSpec, KVCache
-from weft.kv.tiers import TieredCache
 from weft.sched.batch import TimedBatch
 from weft.sched.first_token import first_token_s
 from weft.sched.policy_slo import SLOPolicy, prioritise_by_target
@@ -374,5 +373,5 @@ def test_copies_between_tiers_are_no_slowness_of_the_device(prefixes):
         own_s = step_time(COST, [Work.of(plan.batches[0])]) if plan.batches else 0.0
         now += own_s + 0.02 * blocks
         s.commit(executor.launch(plan).result(), now)
+        assert s.policy.pace.drift == s.policy.pace.correction == pytest.approx(1.0, abs=1e-6)
     assert copied > 20
-    assert s.policy.pace.drift == s.policy.pace.correction == pytest.approx(1.0, abs=1e-6)
