@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 from weft.core.config import DTYPE_BYTES, EngineConfig
 from weft.core.topology import this_machine
@@ -19,6 +20,7 @@ logger = logging.getLogger("weft")
 LINK_BYTES_S = 12e9  # between device and host, as PCIe 3.0 with 16 lanes copies
 MEMORY_BYTES_S = 5e9  # from memory to memory, as a core of a server copies blocks
 MOVE_S = 2e-5  # to launch the copies of a step
+HANDOFF_S = 2e-5  # to hand rows of a layer to threads that wait for them, and to see their results
 
 
 def measured_costs(config: EngineConfig, model: Model) -> Fitted:
@@ -62,26 +64,48 @@ def assumed_host(config: EngineConfig, model: Model, fitted: Fitted) -> HostCost
     """Costs of a host tier that was not measured.
 
     Moves take the time of a common link, or, where the device is the CPU and computing waits for
-    them, of copies from memory to memory. Attention reads its KV at the latter speed, and a
-    piggybacked row takes what copies of its residual, q, k, v and result do.
+    them, of copies from memory to memory. A piggybacked row takes what copies of its residual, q,
+    k, v and result do.
     """
     cpu = is_cpu(model.device)
     bytes_s = MEMORY_BYTES_S if cpu else LINK_BYTES_S
-    token_bytes = sum(group.bytes_per_token for group in model.facts.groups)
-    move = MoveCost(MOVE_S, token_bytes / bytes_s)
+    move = MoveCost(MOVE_S, _token_bytes(model) / bytes_s)
     name = host_name(config)
     others = f"the profile has {' and '.join(fitted.hosts)}, not {name}; " if fitted.hosts else ""
     assumed = f"{others}copies of {bytes_s / 1e9:.0f} GB/s, until weft profile measures them"
+    costs = HostCosts(None, move, move, stall=float(cpu), duplex=not cpu, assumed=assumed)
     if not config.attends_on_host:
-        return HostCosts(None, move, move, stall=float(cpu), duplex=not cpu, assumed=assumed)
+        return costs
     spec = model.spec
-    read_s = token_bytes / MEMORY_BYTES_S
-    calls_s = spec.num_layers * MOVE_S
-    grid = Grid.of({(n, c): calls_s + n * c * read_s for n in (1, 64) for c in (16, 4096)})
     heads = max(2 * (spec.num_heads + kind.num_kv_heads) * kind.head_dim for kind in spec.layers)
     copied = 2 * (2 * spec.hidden_size + heads) * DTYPE_BYTES[model.dtype]  # read and written
     carry = CarryCost(0.0, copied / MEMORY_BYTES_S)
-    return HostCosts(grid, move, move, float(cpu), not cpu, carry, assumed)
+    return replace(costs, attention=_assumed_attention(config, model, fitted), carry=carry)
+
+
+def _assumed_attention(config: EngineConfig, model: Model, fitted: Fitted) -> Grid:
+    """What the same kernel takes on the CPU that is profiled as a device, by the threads of either.
+
+    At least what a copy of the KV takes, and a handoff for each layer.
+    """
+    host = config.num_host_threads
+    share = compute_threads(config, this_machine()) / host if is_cpu(model.device) else 0.0
+    read_s = _token_bytes(model) / MEMORY_BYTES_S / host
+    known = fitted.coefficients
+    context_s = max(known["decode_context"] * share, read_s)
+    decode_s = max(known["decode_row"] + known["decode_few"], 0.0) * share
+    handoffs_s = model.spec.num_layers * HANDOFF_S
+    return Grid.of(
+        {
+            (decodes, context): handoffs_s + decodes * (decode_s + context * context_s)
+            for decodes in (1, 2)
+            for context in (0, 2**16)
+        }
+    )
+
+
+def _token_bytes(model: Model) -> int:
+    return sum(group.bytes_per_token for group in model.facts.groups)
 
 
 def describe_host_costs(cost: CostModel | None) -> str:
