@@ -231,8 +231,10 @@ def test_fits_recover_known_coefficients_in_spite_of_outliers():
         late_s = 0.1 if number % 5 == 0 else 0.0
         points.append(CarryPoint(base_s, rows, base_s + 2e-4 + 3e-6 * rows + late_s))
     assert fit_carry(points) == pytest.approx((2e-4, 3e-6), rel=0.01)
-    cheaper = [CarryPoint(p.base_s, p.row_layers, p.base_s * 0.99) for p in points]
-    assert fit_carry(cheaper) == (0.0, 0.0)
+    cheaper = [CarryPoint(p.base_s, p.row_layers, p.base_s - 1e-5 * p.row_layers) for p in points]
+    assert fit_carry(cheaper) == pytest.approx((0.0, -1e-5), abs=1e-9)
+    moves = [MovePoint(n, 5e-5 - n * 1e-8, 1e-3) for n in (16, 256, 1024)]
+    assert min(fit_move(moves)) >= 0
     moves = [MovePoint(n, 5e-5 + n * 1e-7, 1e-3 + n * 1e-7) for n in (16, 256, 1024)]
     assert fit_move(moves) == pytest.approx((5e-5, 1e-7))
     with pytest.raises(ProfileError, match="two sizes"):
@@ -248,3 +250,5 @@ def test_carried_rows_have_the_products_of_their_layer_together_with_the_step():
     assert carried_s(cost, 10, [3, 0, 5, 0]) == pytest.approx((3 + 5) * 0.001 / 4)
     assert carried_s(cost, 0, [3, 0, 0, 0]) == pytest.approx((0.01 + 3 * 0.001) / 4)
     assert carried_s(DEVICE.planned_with(TRUE), 10, [0, 0, 0]) == 0.0
+    less = DEVICE.planned_with(replace(TRUE, carry=CarryCost(0.0, -1.0)))
+    assert carried_s(less, 10, [1, 0, 0]) == 0.0

@@ -17,6 +17,8 @@ def dense_s(cost: CostModel, tokens: int) -> float:
 def carried_s(cost: CostModel, tokens: int, by_layer: Seq[int]) -> float:
     """Seconds beyond those of a step of ``tokens``, if it carries so many rows in each layer.
 
+    Never below 0, whatever a fit says of few rows.
+
     Each layer has the products of its rows together with those of the step.
     """
     alone_s = dense_s(cost, tokens)
@@ -25,4 +27,4 @@ def carried_s(cost: CostModel, tokens: int, by_layer: Seq[int]) -> float:
         times * (dense_s(cost, tokens + rows) - alone_s) for rows, times in counts.items() if rows
     )
     carry_s = cost.terms(Work(piggyback_layers=sum(by_layer))).piggybacked
-    return dense / len(by_layer) + carry_s
+    return max(0.0, dense / len(by_layer) + carry_s)

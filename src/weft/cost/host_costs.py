@@ -26,7 +26,8 @@ class CarryCost(NamedTuple):
 
     Attributes:
         step_s: seconds of any step that carries such rows.
-        row_layer_s: seconds of each row in each layer that it goes through.
+        row_layer_s: seconds of each row in each layer that it goes through; may be negative, where
+            the dense part counts too much.
     """
 
     step_s: float

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, NamedTuple
@@ -89,14 +90,16 @@ def fit_move(points: Seq[MovePoint]) -> MoveCost:
     """
     if len({point.tokens for point in points}) < 2:
         raise ProfileError("moves of KV need at least two sizes to be fitted to")
-    return MoveCost(*_line([(point.tokens, point.seconds, point.step_s) for point in points]))
+    lines = [(point.tokens, point.seconds, point.step_s) for point in points]
+    return MoveCost(*_line(lines, least_slope=0.0))
 
 
 def fit_carry(points: Seq[CarryPoint]) -> CarryCost:
-    """What carrying adds to any step and for each row in a layer, neither below 0.
+    """What carrying adds to any step, not below 0, and for each row in a layer.
 
-    The sum of the errors, relative to the whole steps, is least: single steps that others on the
-    machine hold up do not count by how long.
+    The latter may be below 0, since it corrects the dense part of these rows: that comes from whole
+    prompts, whose tokens do a little more. The sum of the errors, relative to the whole steps, is
+    least: single steps that others on the machine hold up do not count by how long.
 
     Raises:
         ProfileError: fewer than two points, or a step that took no time.
@@ -107,8 +110,10 @@ def fit_carry(points: Seq[CarryPoint]) -> CarryCost:
     return CarryCost(*_line(lines, rounds=ROUNDS))
 
 
-def _line(points: Seq[tuple[float, float, float]], rounds: int = 0) -> tuple[float, float]:
-    """A line with no negative coefficient through (x, y), by errors relative to a third number.
+def _line(
+    points: Seq[tuple[float, float, float]], least_slope: float = -math.inf, rounds: int = 0
+) -> tuple[float, float]:
+    """A line through (x, y) with a start of 0 or more, by errors relative to a third number.
 
     Args:
         rounds: of weighing errors anew, after which their sum is least, and not that of squares.
@@ -121,14 +126,16 @@ def _line(points: Seq[tuple[float, float, float]], rounds: int = 0) -> tuple[flo
     columns, wanted = np.stack([np.ones_like(x), x], 1) / scale[:, None], y / scale
     weights = np.ones_like(x)
     for _ in range(1 + rounds):
-        line = _not_negative(columns * weights[:, None], wanted * weights)
+        line = _bounded(columns * weights[:, None], wanted * weights, least_slope)
         errors = np.abs(columns @ np.array(line) - wanted)
         weights = 1 / np.sqrt(np.maximum(errors, LEAST_ERROR))
     return line
 
 
-def _not_negative(columns: NDArray[np.float64], wanted: NDArray[np.float64]) -> tuple[float, float]:
-    """Least squares with both coefficients at 0 or more."""
+def _bounded(
+    columns: NDArray[np.float64], wanted: NDArray[np.float64], least_slope: float
+) -> tuple[float, float]:
+    """Least squares with both coefficients within their bounds; 0 where one would leave them."""
     import numpy as np
 
     best, least = (0.0, 0.0), float(np.square(wanted).sum())
@@ -136,6 +143,6 @@ def _not_negative(columns: NDArray[np.float64], wanted: NDArray[np.float64]) -> 
         line = np.zeros(2)
         line[which], *_ = np.linalg.lstsq(columns[:, which], wanted, rcond=None)
         error = float(np.square(columns @ line - wanted).sum())
-        if (line >= 0).all() and error < least:
+        if line[0] >= 0 and line[1] >= least_slope and error < least:
             best, least = (float(line[0]), float(line[1])), error
     return best

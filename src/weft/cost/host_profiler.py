@@ -157,9 +157,9 @@ def grid_of(stage: HostStage, room: StepRoom, own: Step) -> tuple[list[int], lis
             f"attention on the host is measured with two rows of {2 * room.block_size} tokens or "
             "more; raise host_kv_memory or max_num_seqs"
         )
-    decodes = [1 << bits for bits in range(0, most.bit_length(), 2)]
-    contexts = {room.block_size, context // 4, context}
-    return sorted({*decodes, most}), sorted(contexts)
+    shortest = room.block_size
+    contexts = {int(shortest * (context / shortest) ** (part / 3)) for part in range(4)}
+    return [1 << bits for bits in range(most.bit_length())], sorted(contexts)
 
 
 def carryings(stage: HostStage, room: StepRoom, number: int, seed: int) -> list[Carrying]:

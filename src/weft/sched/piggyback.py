@@ -149,7 +149,7 @@ class PiggybackPart:
         def cost_s(piggybacked: int) -> float:
             if piggybacked not in costs:
                 added_s = (dense_s(self._cost, tokens + piggybacked) - alone_s) / layers
-                costs[piggybacked] = added_s + piggybacked * self._row_layer_s
+                costs[piggybacked] = max(0.0, added_s + piggybacked * self._row_layer_s)
             return costs[piggybacked]
 
         found, seconds = [], self._any_s
