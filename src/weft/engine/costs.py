@@ -56,7 +56,7 @@ def with_host(config: EngineConfig, model: Model, fitted: Fitted) -> Fitted:
     host = fitted.hosts.get(host_name(config))
     if host is None:
         host = assumed_host(config, model, fitted)
-        logger.warning("%s.", describe_host_costs(fitted.planned_with(host)).capitalize())
+        logger.warning("The %s.", describe_host_costs(fitted.planned_with(host)))
     return fitted.planned_with(host)
 
 

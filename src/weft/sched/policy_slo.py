@@ -269,7 +269,7 @@ class SLOPolicy:
             return None
         self.pace.launched(
             step.seconds(), now, computes=bool(step.rows) or self.part is None,
-            carries=step.carries, moves=self._copies_kv(step),
+            carries=step.carries, moves=self._memory.copies(step),
             beside_s=step.beside_s,
         )  # fmt: skip
         return step
@@ -290,13 +290,8 @@ class SLOPolicy:
         self._plan_urgent_prompts(step, self._plan_urgent_decodes(step, now))
         if self._is_empty(step):
             return None
-        self.pace.launched(step.seconds(), now, moves=self._copies_kv(step))
+        self.pace.launched(step.seconds(), now, moves=self._memory.copies(step))
         return step
-
-    def _copies_kv(self, step: TimedBatch) -> bool:
-        """Whether the step copies KV between tiers, for which its rows may wait."""
-        lower = self._cache.lower
-        return bool(step.work.out_tokens or step.work.in_tokens) or bool(lower and lower.copies)
 
     def _new_step(self, limit_s: float) -> TimedBatch:
         return TimedBatch(self._limits.max_num_batched_tokens, cost=self.cost, limit_s=limit_s)
