@@ -464,11 +464,12 @@ def _profile(options: dict[str, Any]) -> int:
     from weft.core.results import check_folder
     from weft.cost.fit import profile_path
     from weft.cost.options import ProfileOptions
-    from weft.cost.profiler import format_report
+    from weft.cost.profile_report import format_report
+    from weft.engine.profiling import profile_engine, profiled_config
 
     profile_settings, engine_settings = _settings(options, ProfileOptions, EngineConfig)
     chosen = ProfileOptions(**profile_settings)
-    config = EngineConfig.from_mapping(engine_settings)
+    config = profiled_config(engine_settings)
     if chosen.tune:
         from weft.engine.tuning import tune_kernels
 
@@ -476,8 +477,6 @@ def _profile(options: dict[str, Any]) -> int:
         return 0
     if config.profile is not None:
         check_folder(str(Path(config.profile).parent), "profile")
-    from weft.engine.profiling import profile_engine
-
     key, fitted, report = profile_engine(config, chosen)
     path = profile_path(key, config.profile)
     fitted.save(path, report)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
 
-from live import run
+from live import START_S, Server, eventually, run, serving
 from weft.core.config import EngineConfig
 from weft.core.errors import ProfileError
 from weft.cost.fit import Fitted, profile_path
@@ -15,6 +17,8 @@ from weft.engine.costs import profile_key
 from weft.engine.model import find_model
 
 SMALL = ["--threads", "1", "--max-model-len", "128", "--max-num-seqs", "4"]
+TIER = ["--device", "cpu", "--host-kv-memory", "4MiB", "--kv-memory", "1MiB"]
+HOST = ["--host-threads", "1", "--max-model-len", "128"]
 SMALL += ["--max-num-batched-tokens", "64", "--repeats", "20", "--steps", "20"]
 
 
@@ -60,3 +64,48 @@ def test_launches_are_measured_on_a_gpu_alone(call, tmp_path):
     assert done.returncode == 1
     assert "Launches are measured on a GPU" in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+def served_costs(tmp_path, path, *given: str) -> str:
+    """What the start lines, /server_info and ``weft info`` say of the host tier's costs."""
+    given = (*TIER, *HOST, "--scheduler", "slo-piggyback", "--profile", str(path), *given)
+    with serving(tmp_path, *given, "--slo-admission", "off") as server:
+        told = httpx.get(f"{server.url}/server_info").json()["engine"]["host_costs"]
+        assert told in server.errors.read_text()
+        best_effort_decodes_on_the_host(server)
+    info = json.loads(run("info", "--json", *given).stdout)
+    assert info["scheduling"]["host_costs"] == told
+    return told
+
+
+def best_effort_decodes_on_the_host(server: Server) -> None:
+    """More sequences than the device holds all get their tokens."""
+
+    def ask(number: int) -> int:
+        body = {"model": "builtin", "prompt": [7 + number] * 60, "ignore_eos": True}
+        body |= {"service_tier": "flex", "max_tokens": 60}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=START_S)
+        return answer.json()["usage"]["completion_tokens"]
+
+    with ThreadPoolExecutor(8) as clients:
+        assert list(clients.map(ask, range(8))) == [60] * 8
+    eventually(lambda: server.metrics("weft:host_attention_tokens_total")[0] > 0)
+
+
+def test_the_host_tier_is_measured_and_planned_with(tmp_path, call):
+    """With its threads and transport alone; a profile of an older version is refused."""
+    path = tmp_path / "host.json"
+    done = run("profile", *SMALL, *TIER, "--host-threads", "1", "--profile", str(path))
+    assert done.returncode == 0, done.stderr
+    assert "host tier: 1 thread of the engine" in done.stdout
+    for words in ("moves to the host:", "steps with host rows, held out", "round trips, held out"):
+        assert words in done.stdout
+    host = Fitted.load(path).hosts["1 thread of the engine"]
+    assert min(host.out.token_s, host.back.token_s, *map(min, host.attention.seconds)) > 0
+    assert served_costs(tmp_path, path) == "costs of the host tier are measured"
+    other = served_costs(tmp_path, path, "--host-process")
+    assert "assumed (the profile has 1 thread of the engine, not 1 thread of weft-host" in other
+    path.write_text(path.read_text().replace('"version": 3', '"version": 2'))
+    refused = call("serve", *TIER, *HOST, "--scheduler", "slo-piggyback", "--profile", str(path))
+    assert refused.returncode == 1
+    assert "has version 2, not 3. Make one with: weft profile" in refused.stderr

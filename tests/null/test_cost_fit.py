@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -21,6 +22,7 @@ from weft.cost.fit import (
     fit,
     profile_path,
 )
+from weft.cost.host_costs import CarryCost, HostCosts, MoveCost
 from weft.cost.model import step_time
 from weft.cost.work import Work
 
@@ -136,18 +138,59 @@ def test_terms_add_up_to_the_step():
     assert fitted.terms(Work()).total == 0
 
 
+GRID = Grid((1, 8), (16, 256), ((1e-6, 2e-6), (3e-6, 4e-6)))
+HOST = HostCosts(
+    GRID, MoveCost(1e-5, 1e-8), MoveCost(2e-5, 3e-8), 0.25, False, CarryCost(1e-4, 1e-6)
+)
+
+
 def test_a_profile_survives_its_file(tmp_path):
-    grid = Grid((1, 8), (16, 256), ((1e-6, 2e-6), (3e-6, 4e-6)))
-    fitted = fit(KEY, 6, points(7, 100), KNOTS, grid, (1e-5, 1e-8))
+    fitted = replace(fit(KEY, 6, points(7, 100), KNOTS), hosts={"1 thread of the engine": HOST})
     path = tmp_path / "made" / "profile.json"
     fitted.save(path, {"accuracy": 0.95})
     assert Fitted.load(path, KEY) == Fitted.load(path) == fitted
     assert [entry.name for entry in path.parent.iterdir()] == ["profile.json"]
+
+
+def test_the_host_tier_that_is_planned_with_gives_its_terms():
+    fitted = fit(KEY, 6, points(7, 100), KNOTS).planned_with(HOST)
     work = Work(tokens=3, sampled=3)
     work.host_decodes, work.host_context, work.out_tokens = 2, 200, 2
-    terms = Fitted.load(path).terms(work)
-    assert terms.cpu_attention == grid.at(2, 200)
-    assert terms.kv_move == pytest.approx(1e-5 + 2e-8)
+    terms = fitted.terms(work)
+    assert terms.cpu_attention == GRID.at(2, 200)
+    assert terms.moving == pytest.approx(1e-5 + 2e-8)
+    assert terms.kv_stall == pytest.approx(0.25 * terms.moving)
+    work.in_tokens = 5
+    assert fitted.terms(work).moving == pytest.approx(1e-5 + 2e-8 + 2e-5 + 15e-8)
+    both = fitted.planned_with(replace(HOST, duplex=True))
+    assert both.terms(work).moving == pytest.approx(2e-5 + 15e-8)
+    assert fitted.terms(Work(piggyback_layers=10)).piggybacked == pytest.approx(1e-4 + 1e-5)
+    assert fitted.terms(Work()).total == 0
+
+
+def test_what_a_move_stalls_comes_on_top_of_the_layers():
+    fitted = fit(KEY, 6, points(7, 100), KNOTS)
+    decodes = Work(tokens=3, sampled=3, decodes=3, decode_context=300)
+    moving = replace(decodes, out_tokens=10)
+    alone_s = step_time(fitted, [decodes])
+    for stall, added in ((1.0, 1e-5 + 1e-7), (0.0, 0.0)):
+        host = fitted.planned_with(replace(HOST, stall=stall))
+        assert step_time(host, [moving]) == pytest.approx(alone_s + added)
+
+
+def test_a_file_keeps_the_host_tiers_that_are_not_measured_again(tmp_path):
+    path, plain = tmp_path / "profile.json", fit(KEY, 6, points(7, 100), KNOTS)
+    replace(plain, hosts={"1 thread of the engine": HOST}).save(path, {"accuracy": 0.95})
+    slower = replace(HOST, out=MoveCost(1.0, 1.0))
+    replace(plain, hosts={"2 threads of weft-host": slower}).save(path)
+    assert Fitted.load(path, KEY).hosts == {
+        "1 thread of the engine": HOST,
+        "2 threads of weft-host": slower,
+    }
+    assert json.loads(path.read_text())["report"] == {"accuracy": 0.95}
+    other = replace(plain, key=replace(KEY, model="llama"))
+    other.save(path)
+    assert Fitted.load(path).hosts == {}
 
 
 def test_a_profile_without_a_host_refuses_host_work():
@@ -168,7 +211,8 @@ def test_a_profile_that_cannot_be_used_says_why(tmp_path):
         Fitted.load(path, other)
     whole = json.loads(path.read_text())
     for damage in (
-        {"version": 1},
+        {"version": 2},
+        {"hosts": {"1 thread of the engine": {"out": 1}}},
         {"layers": "many"},
         {"dense": {"tokens": [5, 3], "seconds": [1, 1]}},
         {"coefficients": {"prefill": 1}},
@@ -177,6 +221,9 @@ def test_a_profile_that_cannot_be_used_says_why(tmp_path):
         path.write_text(json.dumps(whole | damage))
         with pytest.raises(ProfileError):
             Fitted.load(path)
+    path.write_text(json.dumps(whole | {"version": 2}))
+    with pytest.raises(ProfileError, match=r"has version 2, not 3\. Make one with: weft profile"):
+        Fitted.load(path, KEY)
     path.write_text("{")
     with pytest.raises(ProfileError, match="not a profile"):
         Fitted.load(path)

@@ -11,7 +11,8 @@ from weft.core.errors import ConfigError
 from weft.core.plan import StepPlan
 from weft.cost.fit import Fitted, ProfileKey
 from weft.cost.options import ProfileOptions
-from weft.cost.profiler import format_report, profile
+from weft.cost.profile_report import format_report
+from weft.cost.profiler import profile
 from weft.cost.steps import GroupRoom, Stage, StepRoom, StepRow, mixed, structured, work_of
 from weft.cost.work import Work
 

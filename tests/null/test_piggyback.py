@@ -17,6 +17,7 @@ from traffic import COMMON, World, assert_answers, ids, plans, run, traffic, wat
 from depth import searching
 from weft.core.errors import InvariantError
 from weft.core.types import Request, SamplingParams, ServiceClass
+from weft.cost.host_costs import CarryCost
 from weft.cost.work import Work
 from weft.kv.cache import GroupSpec
 from weft.kv.tiers import TieredCache
@@ -224,22 +225,32 @@ class Reading(LinearCost):
 
     hidden: int = 16
     piggyback_row_s: float = 0.0
+    piggyback_step_s: float = 0.0
 
     def terms(self, work):
+        carry = CarryCost(self.piggyback_step_s, self.piggyback_row_s)
         terms = LinearCost.terms(self, work)
-        terms = terms._replace(piggybacked=self.piggyback_row_s * work.piggyback_layers)
+        terms = terms._replace(piggybacked=carry.seconds(work.piggyback_layers))
         if not work.tokens:
             return terms
         return terms._replace(dense=self.step_s + self.token_s * max(0, work.tokens - self.hidden))
 
 
-@pytest.mark.parametrize(("targets", "piggyback_row_s"), [(0, 0.0), (30, 0.0), (30, 1e-4)])
-def test_piggybacked_rows_are_priced_with_what_the_step_has_in_the_end(targets, piggyback_row_s):
-    """Reading the weights is counted once, and a piggybacked row beside a long prompt is not for
-    nothing.
+@pytest.mark.parametrize(
+    ("targets", "piggyback_row_s", "piggyback_step_s"),
+    [(0, 0.0, 0.0), (30, 0.0, 0.0), (30, 1e-4, 0.0), (30, 1e-4, 2e-3)],
+)
+def test_piggybacked_rows_are_priced_with_what_the_step_has_in_the_end(
+    targets, piggyback_row_s, piggyback_step_s
+):
+    """Reading the weights is counted once, as is what any step with such rows costs, and a
+    piggybacked row beside a long prompt is not for nothing.
     """
     world, arrivals, _ = crowded()
-    cost = Reading(0.01, 0.001, layers=LAYERS, move_s=1e-5, piggyback_row_s=piggyback_row_s)
+    cost = Reading(
+        0.01, 0.001, layers=LAYERS, move_s=1e-5, piggyback_row_s=piggyback_row_s,
+        piggyback_step_s=piggyback_step_s,
+    )  # fmt: skip
     late = {turn: asked for turn, asked in arrivals.items() if turn > 30 + targets}
     arrivals = {turn: asked for turn, asked in arrivals.items() if turn <= 30}
     arrivals |= {turn: [replace(each, service_class="batch") for each in asked]
@@ -258,7 +269,8 @@ def test_piggybacked_rows_are_priced_with_what_the_step_has_in_the_end(targets, 
                 more = [cost.terms(Work(tokens=step.work.tokens + cap)).linear - alone
                         + cap * piggyback_row_s * LAYERS for cap in part._caps]  # fmt: skip
                 least = sum(s for s, cap in zip(more, part._caps, strict=True) if cap > 1)
-                assert least / LAYERS - 1e-9 <= step.beside_s <= sum(more) / LAYERS + 1e-9
+                rows_s = step.beside_s - piggyback_step_s
+                assert least / LAYERS - 1e-9 <= rows_s <= sum(more) / LAYERS + 1e-9
                 found.append((step.work.tokens, step.beside_s))
             return step
 
@@ -324,6 +336,26 @@ def test_rows_that_break_a_target_wait_for_steps_without_one(surplus_s):
     run(world, arrivals, {}, make=watching(costly, look), step_s=0.05)
     assert sum(carried.values()) > 40
     assert carried[True] == 0 if surplus_s else carried[True] > 20
+
+
+@pytest.mark.parametrize("carry_step_s", [0.0, 0.02])
+def test_rows_whose_measured_cost_breaks_a_target_wait_for_steps_without_one(carry_step_s):
+    world, arrivals, _ = crowded()
+    cost = Reading(0.01, 0.001, layers=LAYERS, move_s=1e-5, piggyback_step_s=carry_step_s)
+    carried: Counter[bool] = Counter()
+
+    def measured(cache, limits):
+        scheduler = slo_piggyback(cache, limits, cost, CLASSES, TargetPolicy("off", 0.0, 1e9))
+        scheduler.policy.pace.surplus.learn = lambda _: None
+        return scheduler
+
+    def look(scheduler, plan):
+        if scheduler.policy.pace.urgent and plan.batches:
+            carried[bool(plan.piggyback_limits)] += 1
+
+    run(world, arrivals, {}, make=watching(measured, look), step_s=0.05)
+    assert carried[False] > 20
+    assert carried[True] == 0 if carry_step_s else carried[True] > 0
 
 
 def test_a_surplus_that_holds_rows_back_is_tried_again():

@@ -16,6 +16,7 @@ from weft.cost.work import Work
 
 KEY = ProfileKey("none", "model", "float32", "tp1", "none")
 ROOM = StepRoom(32, 2048, 512, 16, 100, (GroupRoom(4096, None),))
+EMPTY_S, MOVE_S, BLOCK_S = 1e-5, 2e-5, 3e-5
 
 
 class Machine:
@@ -44,7 +45,8 @@ class Machine:
             ):
                 assert row in self.rows
                 work.add(start, count, samples)
-        seconds = step_time(self.cost, [work]) if plan.batches else 0.0
+        seconds = step_time(self.cost, [work]) if plan.batches else EMPTY_S
+        seconds += sum(MOVE_S + BLOCK_S * move.num_blocks for move in plan.moves)
         seconds *= 1 + self._noise * self._draw.random()
         self.now += seconds
         return seconds

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from costs import LinearCost
-from test_quick_profile import KEY, Machine
+from test_quick_profile import BLOCK_S, KEY, MOVE_S, Machine
 
 from weft.core.class_table import class_table
 from weft.core.errors import ProfileError
 from weft.core.plan import StepPlan
 from weft.core.types import Request, SamplingParams
 from weft.cost.fit import Fitted
-from weft.cost.steps import GroupRoom, StepRoom
+from weft.cost.host_costs import HostCosts, MoveCost
+from weft.cost.steps import GroupRoom, HostRoom, StepRoom
 from weft.engine import self_profile
 from weft.engine.self_profile import Costs, PolicyChoice
 from weft.kv.cache import GroupSpec
@@ -24,6 +27,8 @@ from weft.sim.executor import ModelledExecutor
 GROUPS = (GroupSpec("full", 16, 512),)
 LIMITS = Limits(16, 256, 1024)
 ROOM = StepRoom(16, 1024, 256, 16, 100, (GroupRoom(512, None),))
+HOST_ROOM = replace(ROOM, host=HostRoom("copies", (GroupRoom(256, None),), False, 1024))
+ASSUMED = HostCosts(None, MoveCost(1.0, 1.0), MoveCost(1.0, 1.0), assumed="as a guess")
 COST = LinearCost(step_s=1e-3, token_s=2e-5, context_s=1e-8)
 
 
@@ -32,13 +37,18 @@ class Serving:
 
     def __init__(self, path, seconds: float = 60.0, classes=None, room: StepRoom = ROOM) -> None:
         changes = classes or {}
-        resources = Resources(GROUPS, LIMITS, class_table(changes))
+        host = () if room.host is None else (room.host.groups[0].num_blocks,)
+        resources = Resources(GROUPS, LIMITS, class_table(changes), host_blocks=host)
         self.machine = Machine(COST)
-        self.executor = ModelledExecutor(GROUPS, 100)
-        self.scheduler = make_scheduler("fcfs", resources)
+        self.executor = ModelledExecutor(GROUPS, 100, host_blocks=host)
+        self.scheduler = make_scheduler("fcfs-swap" if host else "fcfs", resources)
+
+        def complete(fitted: Fitted) -> Fitted:
+            return fitted.planned_with(fitted.hosts.get("copies", ASSUMED)) if host else fitted
+
         self.choice = PolicyChoice(
             resources, TargetSettings(changes, 0.5), seconds,
-            Costs(KEY, path, lambda fitted: fitted), self.machine.run, room, 2,
+            Costs(KEY, path, complete), self.machine.run, room, 2,
         )  # fmt: skip
 
     def idle(self) -> bool:
@@ -207,3 +217,56 @@ def test_steps_that_drift_are_measured_again(tmp_path):
     assert serving.scheduler.policy is not policy
     assert serving.scheduler.policy.pace.drift == 1
     serving.executor.launch(StepPlan(0, ())).result()
+
+
+def test_an_idle_engine_measures_the_moves_of_its_host_tier_too(tmp_path):
+    path = tmp_path / "model.json"
+    serving = Serving(path, room=HOST_ROOM)
+    while serving.choice.policy == "fcfs":
+        assert serving.idle()
+    assert "costs of the host tier are assumed (as a guess)" in serving.choice.describe()
+    number = 0
+    while serving.idle():
+        number += 1
+        if number % 3 == 0:
+            serving.answer(number)
+            serving.scheduler.check()
+    assert number > 5
+    assert "costs of the host tier are measured" in serving.choice.describe()
+    host = serving.scheduler.policy.cost.host
+    for move in (host.out, host.back):
+        assert move.step_s == pytest.approx(MOVE_S)
+        assert move.token_s == pytest.approx(BLOCK_S / 16)
+    assert host.stall == pytest.approx(1.0)
+    assert Fitted.load(path, KEY).hosts == {"copies": host}
+
+
+def test_moves_are_measured_alone_where_a_profile_lacks_them(tmp_path):
+    path = tmp_path / "model.json"
+    profiled(path)
+    serving = Serving(path, room=HOST_ROOM)
+    serving.answer(1)
+    assert any(pool._cached for pool in serving.scheduler.cache.pools)
+    while serving.idle():
+        pass
+    assert serving.machine.now < 1.0
+    assert "costs of the host tier are measured" in serving.choice.describe()
+    again = Serving(path, room=HOST_ROOM)
+    again.scheduler = again.choice.look(again.scheduler)
+    assert not again.idle()
+    assert again.machine.now == 0
+
+
+def test_moves_that_cannot_be_measured_stay_assumed(tmp_path, caplog):
+    path = tmp_path / "model.json"
+    profiled(path)
+    tiny = replace(HOST_ROOM, host=HostRoom("copies", (GroupRoom(4, None),), False, 1024))
+    serving = Serving(path, room=tiny)
+    while serving.idle():
+        pass
+    assert serving.choice.policy == "slo"
+    assert "are assumed (as a guess)" in serving.choice.describe()
+    assert "costs of the host tier stay assumed: moves of KV are measured with" in caplog.text
+    never = Serving(path, seconds=0, room=HOST_ROOM)
+    never.scheduler = never.choice.look(never.scheduler)
+    assert not never.idle()

@@ -19,9 +19,10 @@ from weft.core.settings import format_bytes
 from weft.core.types import FinishReason, Request
 from weft.cost.curves import Curve
 from weft.cost.fit import FEATURES, Fitted
+from weft.cost.host_costs import HostCosts, MoveCost
 from weft.cost.work import Work
 from weft.engine.build import build_engine
-from weft.engine.costs import profile_key, with_moves, with_piggybacked
+from weft.engine.costs import describe_host_costs, profile_key, with_host
 from weft.engine.model import Model, check_host_memory, find_model, resolve_settings
 from weft.exec.store import KVStore
 from weft.exec.tiers import HostTier
@@ -249,17 +250,24 @@ def test_the_host_must_have_the_memory_beside_weights_and_kv(folders) -> None:
         build_engine(replace(config, host_kv_memory=2**50))
 
 
+def unmeasured(config, model) -> Fitted:
+    curve = Curve((1, 64), (0.1, 0.2))
+    return Fitted(profile_key(config, model), 3, curve, dict.fromkeys(FEATURES, 0.0))
+
+
 def test_moves_that_no_profile_has_measured_take_the_time_of_a_common_link(folders) -> None:
     config = settings_for(folders["llama-gqa"], host_kv_memory=2**20)
     model = find_model(config)
-    fitted = Fitted(
-        profile_key(config, model), 3, Curve((1, 64), (0.1, 0.2)), dict.fromkeys(FEATURES, 0.0)
-    )
+    fitted = unmeasured(config, model)
     token_bytes = sum(group.bytes_per_token for group in model.facts.groups)
-    for device, bytes_s in (("cpu", 5e9), ("cuda:0", 12e9)):
-        costs = with_moves(config, replace(model, device=device), fitted)
-        assert costs.move == (2e-5, token_bytes / bytes_s)
-    assert with_moves(replace(config, host_kv_memory=None), model, fitted).move is None
+    for device, bytes_s, stall in (("cpu", 5e9, 1.0), ("cuda:0", 12e9, 0.0)):
+        costs = with_host(config, replace(model, device=device), fitted)
+        assert costs.host.out == costs.host.back == (2e-5, token_bytes / bytes_s)
+        assert costs.host.stall == stall
+        words = describe_host_costs(costs)
+        assert f"assumed (copies of {bytes_s / 1e9:.0f} GB/s, until weft profile" in words
+    assert with_host(replace(config, host_kv_memory=None), model, fitted) == fitted
+    assert describe_host_costs(fitted) == describe_host_costs(None) == ""
 
 
 def test_piggybacked_rows_that_no_profile_has_measured_take_the_time_of_copies(folders) -> None:
@@ -268,12 +276,34 @@ def test_piggybacked_rows_that_no_profile_has_measured_take_the_time_of_copies(f
         folders["llama-gqa"], host_kv_memory=2**20, scheduler="slo-piggyback", dtype="bfloat16"
     )
     model = find_model(config)
-    curve = Curve((1, 64), (0.1, 0.2))
-    fitted = Fitted(profile_key(config, model), 3, curve, dict.fromkeys(FEATURES, 0.0))
-    costs = with_piggybacked(config, model, fitted)
+    costs = with_host(config, model, unmeasured(config, model))
     numbers = 2 * 64 + 2 * 4 * 16 + 2 * 2 * 16
-    assert costs.terms(Work(piggyback_layers=10)).piggybacked == 10 * 2 * 2 * numbers / 5e9
-    assert with_piggybacked(replace(config, scheduler="slo"), model, fitted) == fitted
+    found = costs.terms(Work(piggyback_layers=10)).piggybacked
+    assert found == pytest.approx(10 * 2 * 2 * numbers / 5e9)
+    token_bytes = sum(group.bytes_per_token for group in model.facts.groups)
+    work = Work(tokens=3, host_decodes=3, host_context=900)
+    calls = model.spec.num_layers * 2e-5
+    assert costs.terms(work).cpu_attention == pytest.approx(calls + 900 * token_bytes / 5e9)
+
+
+def test_costs_of_other_threads_or_another_transport_are_not_used_silently(folders, caplog) -> None:
+    config = settings_for(
+        folders["llama-gqa"], host_kv_memory=2**20, scheduler="slo-piggyback", host_threads=2
+    )
+    model = find_model(config)
+    costs = HostCosts(None, MoveCost(0.5, 0.25), MoveCost(1.0, 0.125))
+    fitted = replace(unmeasured(config, model), hosts={"2 threads of the engine": costs})
+    measured = with_host(config, model, fitted)
+    assert measured.host is costs
+    assert describe_host_costs(measured) == "costs of the host tier are measured"
+    assert not caplog.records
+    for other in ({"host_threads": 1}, {"host_process": True}):
+        assumed = with_host(replace(config, **other), model, fitted)
+        assert assumed.host.out.step_s == 2e-5
+        (warning,) = (record.getMessage() for record in caplog.records)
+        assert "the profile has 2 threads of the engine, not" in warning
+        assert warning.startswith("The costs of the host tier are assumed (")
+        caplog.clear()
 
 
 def test_the_host_must_have_the_memory_of_all_ranks(folders, monkeypatch) -> None:

@@ -60,3 +60,9 @@ def check_host_attention(config: EngineConfig) -> None:
             f"Scheduler {config.scheduler} keeps KV on the host; set host_kv_memory to its size.",
             param="host_kv_memory",
         )
+    if config.tensor_parallel > 1 and not config.piggybacks:
+        raise ConfigError(
+            f"Scheduler {config.scheduler} is for one process, and tensor_parallel is "
+            f"{config.tensor_parallel}: each rank would wait for its own host in every layer.",
+            param="scheduler",
+        )

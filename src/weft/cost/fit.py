@@ -2,13 +2,14 @@
 
 A profile file is one JSON object:
 
-- ``version``: 2.
+- ``version``: 3.
 - ``key``: ``hardware``, ``model``, ``dtype``, ``parallelism``, ``kernels``: what was measured.
 - ``layers``: layers of the model.
 - ``dense``: ``tokens`` and ``seconds``, the knots of the dense curve of whole steps.
 - ``coefficients``: seconds for each feature of ``FEATURES``.
-- ``cpu_attention``: ``decodes``, ``contexts``, ``seconds`` (rows by decodes), or null.
-- ``kv_move``: ``step_s`` and ``token_s``, or null.
+- ``hosts``: by who attends there, the costs of a host tier (``HostCosts``): ``attention`` with
+  ``decodes``, ``contexts`` and ``seconds`` (rows by decodes) or null; ``out`` and ``back`` with
+  ``step_s`` and ``token_s``; ``stall``; ``duplex``; ``carry`` with ``step_s`` and ``row_layer_s``.
 - ``report``: the measurements and the prediction error, to be read by users, not by weft.
 """
 
@@ -18,18 +19,20 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from weft.core.cache_folder import cache_folder, file_stem
 from weft.core.errors import ConfigError, ProfileError
-from weft.cost.curves import Curve, Grid
-from weft.cost.model import PIGGYBACK_LAYER_S, Terms, step_time
+from weft.cost.curves import Curve
+from weft.cost.host_costs import PUBLISHED, HostCosts
+from weft.cost.model import Terms, step_time
 from weft.cost.work import Work
 
-VERSION = 2
+VERSION = 3
 FEATURES = (
     "prefill",  # a step with any prefill: b1 of OmniServe
     "prefill_area",  # a1
@@ -92,18 +95,16 @@ class Fitted:
 
     Attributes:
         coefficients: seconds by feature.
-        move: seconds for any move of KV, and for each token of it.
-        piggyback_layer_s: seconds of a piggybacked row in a layer, beside its dense part; in no
-            file.
+        hosts: what was measured of host tiers, by who attends there.
+        host: the one that is planned with; in no file.
     """
 
     key: ProfileKey
     layers: int
     dense: Curve
     coefficients: Mapping[str, float]
-    cpu_attention: Grid | None = None
-    move: tuple[float, float] | None = None
-    piggyback_layer_s: float = PIGGYBACK_LAYER_S
+    hosts: Mapping[str, HostCosts] = field(default_factory=dict)
+    host: HostCosts | None = None
     _flat: tuple[float, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -118,18 +119,20 @@ class Fitted:
             ConfigError: work for the host or moves, which this profile does not have.
         """
         prefill, area, prefill_row, decode, context, decode_row, few, sampled = self._flat
-        moved = max(work.out_tokens, work.in_tokens)
-        cpu = move = 0.0
+        host = self.host
+        cpu = move = stall = 0.0
+        carry_s = (PUBLISHED if host is None else host.carry).seconds(work.piggyback_layers)
         if work.host_decodes:
-            if self.cpu_attention is None:
+            if host is None or host.attention is None:
                 raise ConfigError("the profile has no CPU attention")
-            cpu = self.cpu_attention.at(work.host_decodes, work.host_context)
-        if moved:
-            if self.move is None:
+            cpu = host.attention.at(work.host_decodes, work.host_context)
+        if work.out_tokens or work.in_tokens:
+            if host is None:
                 raise ConfigError("the profile has no moves of KV")
-            move = self.move[0] + moved * self.move[1]
+            move = host.move_s(work.out_tokens, work.in_tokens)
+            stall = host.stall * move
         if not work.tokens:
-            return Terms(kv_move=move, piggybacked=work.piggyback_layers * self.piggyback_layer_s)
+            return Terms(kv_move=move - stall, piggybacked=carry_s, kv_stall=stall)
         return Terms(
             0.0,
             self.dense.at(work.tokens),
@@ -141,27 +144,36 @@ class Fitted:
             if work.decodes
             else 0.0,
             cpu,
-            move,
+            move - stall,
             0.0,
             sampled * work.sampled,
             0.0,
             prefill_row * work.prefills,
-            work.piggyback_layers * self.piggyback_layer_s,
+            carry_s,
+            stall,
         )
 
+    def planned_with(self, host: HostCosts | None) -> Fitted:
+        """The same with these costs of a host tier."""
+        return replace(self, host=host)
+
     def save(self, path: Path, report: Mapping[str, Any] | None = None) -> None:
-        """Write the file as the module says; the folder is made, and an old file replaced whole."""
-        grid = self.cpu_attention
+        """Write the file as the module says; the folder is made, and an old file replaced whole.
+
+        Of a file with the same key it keeps the host tiers that were not measured again, and its
+        report where there is no new one.
+        """
+        kept: Mapping[str, HostCosts] = {}
+        with suppress(ProfileError, OSError):  # there is none, or one of something else
+            kept = Fitted.load(path, self.key).hosts
+            report = report or json.loads(path.read_text(encoding="utf-8"))["report"]
         written = {
             "version": VERSION,
             "key": asdict(self.key),
             "layers": self.layers,
             "dense": {"tokens": self.dense.tokens, "seconds": self.dense.seconds},
             "coefficients": dict(self.coefficients),
-            "cpu_attention": None if grid is None else asdict(grid),
-            "kv_move": None
-            if self.move is None
-            else {"step_s": self.move[0], "token_s": self.move[1]},
+            "hosts": {name: host.to_json() for name, host in {**kept, **self.hosts}.items()},
             "report": report or {},
         }
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -187,19 +199,12 @@ class Fitted:
             if read["version"] != VERSION:
                 raise ProfileError(f"{path} has version {read['version']}, not {VERSION}. {make}")
             found = ProfileKey(**read["key"])
-            grid, move = read["cpu_attention"], read["kv_move"]
             fitted = cls(
                 found,
                 int(read["layers"]),
                 Curve(tuple(read["dense"]["tokens"]), tuple(read["dense"]["seconds"])),
                 {name: float(value) for name, value in read["coefficients"].items()},
-                grid
-                and Grid(
-                    tuple(grid["decodes"]),
-                    tuple(grid["contexts"]),
-                    tuple(tuple(row) for row in grid["seconds"]),
-                ),
-                move and (float(move["step_s"]), float(move["token_s"])),
+                {name: HostCosts.from_json(host) for name, host in read["hosts"].items()},
             )
         except FileNotFoundError:
             raise ProfileError(f"There is no profile of costs at {path}. {make}") from None
@@ -231,14 +236,7 @@ def features(work: Work) -> list[float]:
     ]
 
 
-def fit(
-    key: ProfileKey,
-    layers: int,
-    points: Seq[Point],
-    knots: Iterable[int],
-    cpu_attention: Grid | None = None,
-    move: tuple[float, float] | None = None,
-) -> Fitted:
+def fit(key: ProfileKey, layers: int, points: Seq[Point], knots: Iterable[int]) -> Fitted:
     """Fit a dense curve through ``knots`` and the coefficients, all at once.
 
     Ordinary least squares on relative errors: every point weighs 1 / seconds, so that short steps
@@ -272,7 +270,7 @@ def fit(
     values = [float(value) for value in solved / scale]
     curve = Curve(shape.tokens, tuple(values[: len(shape.tokens)]))
     coefficients = dict(zip(FEATURES, values[len(shape.tokens) :], strict=True))
-    return Fitted(key, layers, curve, coefficients, cpu_attention, move)
+    return Fitted(key, layers, curve, coefficients)
 
 
 class Accuracy(NamedTuple):

@@ -17,8 +17,10 @@ class Terms(NamedTuple):
     """Seconds that each part of a step takes, over all layers.
 
     Attributes:
+        kv_move: moves of KV that go on while the layers compute.
         piggybacked: queues and residuals of piggybacked rows, without their share of the dense
             layers.
+        kv_stall: moves of KV for which computing waits.
     """
 
     embedding: float = 0.0
@@ -32,6 +34,7 @@ class Terms(NamedTuple):
     sampling: float = 0.0
     host: float = 0.0
     piggybacked: float = 0.0
+    kv_stall: float = 0.0
 
     @property
     def total(self) -> float:
@@ -50,8 +53,14 @@ class Terms(NamedTuple):
 
     @property
     def outside(self) -> float:
-        """The terms outside the layers."""
-        return self.embedding + self.head + self.sampling + self.host + self.piggybacked
+        """The terms outside the layers, with what holds them up."""
+        own = self.embedding + self.head + self.sampling + self.host
+        return own + self.piggybacked + self.kv_stall
+
+    @property
+    def moving(self) -> float:
+        """All moves of KV, whether or not computing waits for them."""
+        return self.kv_move + self.kv_stall
 
 
 class CostModel(Protocol):
@@ -74,8 +83,9 @@ def step_time(cost: CostModel, works: Seq[Work]) -> float:
         T = max(T_l0 + T_ga1, T_ca1) + max(T_l1 + T_ga0, T_ca0)
 
     (NEO's batch 1 has no attention on the device: T_ga1 = 0). With one sub-batch, T_l1 and T_ca1
-    are 0. KV moves overlap with all that is computed in the layers. Embedding, head, sampling and
-    host overhead are done once for both sub-batches, with nothing overlapped.
+    are 0. KV moves overlap with all that is computed in the layers, but for what stalls it.
+    Embedding, head, sampling and host overhead are done once for both sub-batches, with nothing
+    overlapped.
 
     Raises:
         InvariantError: neither one nor two sub-batches.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import statistics
 import sys
-from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
@@ -147,26 +146,3 @@ def _shown(fitted: Fitted, one: StepTimes, use: str) -> dict[str, Any]:
         "seconds": seconds,
         "predicted": fitted.terms(work).total,
     }
-
-
-def format_report(report: Mapping[str, Any], key: ProfileKey) -> str:
-    """The report in a few lines, with the goal of OmniServe's table 2."""
-    lines = [
-        f"{key.model} in {key.dtype} on {key.hardware} ({key.parallelism})",
-        f"{report['fitted_steps']} steps fitted, {report['knots']} knots, "
-        f"medians of {report['repeats']} or more",
-        "",
-        f"{'':24}{'average':>9}{'P90':>9}",
-    ]
-    for name, text in (
-        ("held_out", "accuracy, held out"),
-        ("fitted", "accuracy, fitted to"),
-        ("repeatability", "machine repeats itself"),
-    ):
-        lines.append(f"{text:24}{report[name]['average']:>9.1%}{report[name]['p90']:>9.1%}")
-    lines.append(f"{'goal':24}{GOAL.average:>9.1%}{GOAL.p90:>9.1%}")
-    met = all(got >= goal for got, goal in zip(report["held_out"].values(), GOAL, strict=True))
-    lines += ["", f"the goal is {'met' if met else 'NOT met'} on held-out steps"]
-    if report["repeatability"]["p90"] < GOAL.p90:
-        lines.append("the machine repeats itself worse than that; measure again when it is quiet")
-    return "\n".join(lines)

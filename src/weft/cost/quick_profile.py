@@ -17,6 +17,8 @@ from typing import Any
 
 from weft.core.errors import ProfileError
 from weft.cost.fit import FEATURES, Fitted, Point, ProfileKey, accuracy, fit
+from weft.cost.host_profiler import measure_moves
+from weft.cost.host_steps import HostStage
 from weft.cost.profiler import KV_SHARE, LEAST_CONTEXT, LEAST_TOKENS, prompt_step
 from weft.cost.steps import GroupRoom, Run, Stage, Step, StepRoom, mixed, structured, work_of
 
@@ -29,6 +31,7 @@ GROWTH = 1.35  # from one knot of the dense curve to the next
 MOST_KV_TOKENS = 16384  # in the blocks that are filled
 FILLING = 0.25  # share of the time that filling blocks may take
 FITTED_STEPS, HELD_OUT_STEPS = 40, 20
+MOVES, MOST_MOVED_TOKENS = 4, 512  # of each size, and of the longest one
 
 Result = tuple[Fitted, dict[str, Any]]
 
@@ -96,6 +99,23 @@ def quick_profile(
         "fitted": accuracy(fitted, points)._asdict(),
         "held_out": accuracy(fitted, kept)._asdict() if kept else None,
     }
+
+
+def quick_host_profile(run: Run, room: StepRoom, fitted: Fitted) -> Generator[None, None, Fitted]:
+    """Measure the moves of the host tier for costs that lack them; yields as ``quick_profile``.
+
+    Returns:
+        The costs with those of the host tier.
+
+    Raises:
+        ConfigError: one of the tiers is too small.
+    """
+    host = room.host
+    assert host is not None, "there is a host tier"
+    room = _small(room.share(KV_SHARE))
+    stage = HostStage(run, room)
+    costs, _ = yield from measure_moves(stage, room, MOVES, MOST_MOVED_TOKENS)
+    return replace(fitted, hosts={**fitted.hosts, host.name: costs})
 
 
 def _small(room: StepRoom) -> StepRoom:

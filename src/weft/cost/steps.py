@@ -40,6 +40,22 @@ class GroupRoom(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class HostRoom:
+    """The host tier of an engine.
+
+    Attributes:
+        name: who attends there, by which its costs are kept.
+        attends: whether anybody does.
+        token_bytes: of the KV of a token, in all layers.
+    """
+
+    name: str
+    groups: tuple[GroupRoom, ...]
+    attends: bool
+    token_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepRoom:
     """The limits of steps for an engine as built.
 
@@ -47,6 +63,7 @@ class StepRoom:
         rows: sequences at once.
         longest: tokens of a sequence.
         tokens: tokens of a step.
+        host: where KV can move; None where it cannot.
     """
 
     rows: int
@@ -55,12 +72,17 @@ class StepRoom:
     block_size: int
     vocab_size: int
     groups: tuple[GroupRoom, ...]
+    host: HostRoom | None = None
 
     @property
     def kv_tokens(self) -> int:
         """Tokens that fit into the smallest group without a window."""
-        full = [group.num_blocks for group in self.groups if group.window is None]
-        return min(full or [group.num_blocks for group in self.groups]) * self.block_size
+        return _tokens_of(self.groups, self.block_size)
+
+    @property
+    def host_tokens(self) -> int:
+        """The same of the host; 0 without one."""
+        return 0 if self.host is None else _tokens_of(self.host.groups, self.block_size)
 
     def holds(self, step: Step) -> bool:
         """Whether the step's rows, tokens and contexts fit."""
@@ -85,6 +107,11 @@ class StepRoom:
 
     def _windows_fit(self, step: Step, group: GroupRoom) -> bool:
         return sum(len(_held(row, group, self.block_size)) for row in step) <= group.num_blocks
+
+
+def _tokens_of(groups: Seq[GroupRoom], block_size: int) -> int:
+    full = [group.num_blocks for group in groups if group.window is None]
+    return min(full or [group.num_blocks for group in groups]) * block_size
 
 
 def work_of(step: Step) -> Work:
@@ -133,7 +160,7 @@ class Stage:
                 for index in range(len(step))
             ]
             self._seat(self._adds(step, tables))
-            self._run([self._plan(step)])
+            self._run([self.plan(step)])
             yield first + blocks * len(step)
 
     def repeat(self, step: Step, seconds: float, most: int) -> list[float]:
@@ -142,18 +169,22 @@ class Stage:
         At least one, at most ``most``.
         """
         self._seat(self._adds(step, self._tables(step)))
-        (first,) = self._run([self._plan(step)])
+        (first,) = self._run([self.plan(step)])
         times = max(1, min(most, int(seconds / first)))
-        return self._run([self._plan(step) for _ in range(times)])
+        return self._run([self.plan(step) for _ in range(times)])
 
     def measure(self, step: Step, repeats: int) -> list[float]:
         """Seconds of each repetition, after some that do not count, until caches are warm."""
+        self.seat(step)
+        (first,) = self._run([self.plan(step)])
+        warm = 1 + min(MOST_WARM, int(WARM_S / first))
+        return self._run([self.plan(step) for _ in range(warm + repeats)])[warm:]
+
+    def seat(self, step: Step) -> None:
+        """Bring the rows of a step in, the first ones of the executor."""
         if step not in self._added:
             self._added[step] = self._adds(step, self._tables(step))
         self._seat(self._added[step])
-        (first,) = self._run([self._plan(step)])
-        warm = 1 + min(MOST_WARM, int(WARM_S / first))
-        return self._run([self._plan(step) for _ in range(warm + repeats)])[warm:]
 
     def close(self) -> None:
         """Leave no row behind."""
@@ -181,7 +212,10 @@ class Stage:
             for index, (row, table, begin) in enumerate(zip(step, tables, begins, strict=True))
         )
 
-    def _plan(self, step: Step) -> StepPlan:
+    def plan(self, step: Step) -> StepPlan:
+        """The plan of a step whose rows are seated; without rows it computes nothing."""
+        if not step:
+            return StepPlan(next(self._ids), ())
         starts, counts, samples = zip(*step, strict=True)
         return StepPlan(
             next(self._ids), (SubBatch(tuple(range(len(step))), starts, counts, samples),)
@@ -189,18 +223,21 @@ class Stage:
 
     def _tables(self, step: Step) -> list[tuple[tuple[int, ...], ...]]:
         """Blocks for each row and group, scattered as in a cache that has served for a while."""
-        size = self._room.block_size
-        free = [
-            iter(self._draw.sample(range(group.num_blocks), group.num_blocks))
-            for group in self._room.groups
-        ]
-        return [
-            tuple(
-                tuple(_table(row, group, size, blocks))
-                for group, blocks in zip(self._room.groups, free, strict=True)
-            )
-            for row in step
-        ]
+        return scattered(step, self._room.groups, self._room.block_size, self._draw)
+
+
+def scattered(
+    step: Step, groups: Seq[GroupRoom], block_size: int, draw: random.Random
+) -> list[tuple[tuple[int, ...], ...]]:
+    """Tables for each row and group, of blocks in random order."""
+    free = [iter(draw.sample(range(group.num_blocks), group.num_blocks)) for group in groups]
+    return [
+        tuple(
+            tuple(_table(row, group, block_size, blocks))
+            for group, blocks in zip(groups, free, strict=True)
+        )
+        for row in step
+    ]
 
 
 def _held(row: StepRow, group: GroupRoom, block_size: int) -> range:

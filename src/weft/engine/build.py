@@ -24,8 +24,9 @@ from weft.core.schedulers import SCHEDULERS, scheduler_name
 from weft.core.served import ServedModel
 from weft.core.settings import format_bytes
 from weft.core.topology import this_machine
+from weft.cost.fit import Fitted
 from weft.engine.channel import Task
-from weft.engine.costs import measured_costs, profile_key
+from weft.engine.costs import describe_host_costs, measured_costs, profile_key
 from weft.engine.devices import (
     Stopwatch,
     allocating,
@@ -52,9 +53,11 @@ from weft.engine.threads import ThreadPlan, plan_threads
 from weft.engine.weights import stored_weights
 from weft.exec.eager import EagerExecutor
 from weft.exec.grammar import GrammarRows, Grammars
+from weft.exec.host_attention import HostAttention
 from weft.exec.input_batch import InputBatch
 from weft.exec.store import KVStore
 from weft.kernels.collectives import Collectives
+from weft.kernels.cpu.host import HostMailbox
 from weft.kernels.interface import OpTable
 from weft.kv.cache import GroupSpec
 from weft.kv.disk_cache import DiskCache
@@ -89,6 +92,7 @@ class Engine:
         kept: keeps the weights for later starts; None where it does not.
         start_s: seconds from the settings to each part of the start, ``ready`` being the end.
         saver: saves cached prefixes to disk; None without a disk.
+        host_costs: which costs of the host tier are planned with; empty if none are.
     """
 
     model: Model
@@ -101,6 +105,7 @@ class Engine:
     kept: KeptWeights | None
     start_s: Mapping[str, float]
     saver: PrefixSaver | None = None
+    host_costs: str = ""
     started_ns: int = field(default_factory=time.monotonic_ns)
 
     def keep_weights(self) -> None:
@@ -136,12 +141,21 @@ class Engine:
             self.kept.stop()
         self.executor.close()
 
-    def host_attention(self) -> dict[str, int]:
-        """What the info page says of attention on the host: of rank 0, if there are several."""
+    @property
+    def _attention(self) -> HostAttention | None:
         executor = self.executor
         executor = executor.inner if isinstance(executor, ParallelExecutor) else executor
         tier = executor.tier if isinstance(executor, EagerExecutor) else None
-        return {} if tier is None or tier.attention is None else counted(tier.attention)
+        return None if tier is None else tier.attention
+
+    @property
+    def mailbox(self) -> HostMailbox | None:
+        """Of the worker that attends on the host; None where nobody does."""
+        return None if self._attention is None else self._attention.mailbox
+
+    def host_attention(self) -> dict[str, int]:
+        """What the info page says of attention on the host: of rank 0, if there are several."""
+        return {} if self._attention is None else counted(self._attention)
 
     def rest(self) -> bool:
         """Use a moment without work; whether there is more to do at once."""
@@ -176,12 +190,19 @@ class Engine:
             self.executor.check()
 
 
-def build_engine(config: EngineConfig, returning_bytes: int = 0, patience_s: float = 0.0) -> Engine:
+def build_engine(
+    config: EngineConfig,
+    returning_bytes: int = 0,
+    patience_s: float = 0.0,
+    *,
+    unprofiled: bool = False,
+) -> Engine:
     """Load the model and put scheduler and executor around it.
 
     Args:
         returning_bytes: memory that another engine gives back before this one is used.
         patience_s: with another engine that writes the packed weights just now.
+        unprofiled: schedule as FCFS, whatever is set, as there are no costs yet.
 
     Raises:
         WeftError: a typed error for everything that can be wrong with settings, model or memory.
@@ -201,7 +222,9 @@ def build_engine(config: EngineConfig, returning_bytes: int = 0, patience_s: flo
         logger.warning("generation_config.json sets '%s', which weft does not apply.", key)
     disk = open_prefix_disk(config, resolved, model)
     resources = replace(_resources(config, resolved, model), disk=disk)
-    scheduler = _scheduler(config, resources, model)
+    name = "fcfs" if unprofiled or config.scheduler == "auto" else config.scheduler
+    cost = measured_costs(config, model) if SCHEDULERS[name].needs_cost else None
+    scheduler = _scheduler(config, name, resources, cost)
     grammars = Grammars(lambda: _grammar_tokenizer(config, model))
     rows = GrammarRows(grammars)
     threads = plan_threads(config, this_machine())
@@ -239,8 +262,9 @@ def build_engine(config: EngineConfig, returning_bytes: int = 0, patience_s: flo
         save = None if saver is None else saver.save
         idle = IdleMemory(executor.store, config.kv_idle_s, save=save)
     return Engine(
-        model, resolved, resources, scheduler, executor, grammars, idle, kept, watch.seconds, saver
-    )
+        model, resolved, resources, scheduler, executor, grammars, idle, kept, watch.seconds, saver,
+        describe_host_costs(cost),
+    )  # fmt: skip
 
 
 def build_rank(config: EngineConfig, task: Task) -> Executor:
@@ -363,12 +387,13 @@ def _resources(config: EngineConfig, resolved: ResolvedConfig, model: Model) -> 
     )
 
 
-def _scheduler(config: EngineConfig, resources: Resources, model: Model) -> Scheduler:
-    """The scheduler that is set; FCFS where that is left to weft, see ``choose_policy``."""
-    name = "fcfs" if config.scheduler == "auto" else config.scheduler
-    if SCHEDULERS[name].needs_cost:
+def _scheduler(
+    config: EngineConfig, name: str, resources: Resources, cost: Fitted | None
+) -> Scheduler:
+    """The scheduler of this name, with targets where it predicts step times."""
+    if cost is not None:
         targets = TargetSettings(config.classes, config.interactivity)
-        resources = targets.applied(resources, measured_costs(config, model))
+        resources = targets.applied(resources, cost)
     return make_scheduler(scheduler_name(name, bool(resources.host_blocks)), resources)
 
 
@@ -400,6 +425,7 @@ def describe_served(config: EngineConfig, engine: Engine) -> ServedModel:
         weight_bytes=model.facts.weight_bytes,
         kv_memory=resolved.kv_memory,
         host_attention=describe_host_attention(config),
+        host_costs=engine.host_costs,
         kv_disk=describe_disk(config),
         kv_dtype=model.dtype if config.kv_dtype == "auto" else config.kv_dtype,
         device=device_name(model.device),

@@ -9,6 +9,8 @@ from weft.core.config import DTYPE_BYTES, EngineConfig
 from weft.core.topology import this_machine
 from weft.cost.curves import Grid
 from weft.cost.fit import Fitted, ProfileKey, profile_path
+from weft.cost.host_costs import CarryCost, HostCosts, MoveCost
+from weft.cost.model import CostModel
 from weft.engine.devices import device_name, is_cpu
 from weft.engine.machine import cpu_name
 from weft.engine.model import Model
@@ -22,73 +24,96 @@ HANDOFF_S = 2e-5  # to hand rows of a layer to threads that wait for them, and t
 
 
 def measured_costs(config: EngineConfig, model: Model) -> Fitted:
-    """The profile of what is to be served. Raises ProfileError, which says how to make one."""
+    """The profile of what is to be served, with the costs of its host tier, if there is one.
+
+    Raises:
+        ProfileError: there is none; the message says how to make one.
+    """
     key = profile_key(config, model)
-    fitted = Fitted.load(profile_path(key, config.profile), key)
-    fitted = with_moves(config, model, fitted)
-    return with_host_attention(config, model, with_piggybacked(config, model, fitted))
+    return with_host(config, model, Fitted.load(profile_path(key, config.profile), key))
 
 
-def with_moves(config: EngineConfig, model: Model, fitted: Fitted) -> Fitted:
-    """The costs with the time of a common link for moves of KV, if there is a host tier.
+def host_name(config: EngineConfig) -> str:
+    """What the costs of a host tier are kept by: who attends there, with how many threads."""
+    count = config.num_host_threads
+    if not count:
+        return "no attention"
+    return f"{count} thread{'' if count == 1 else 's'} of {transport(config)}"
 
-    Where the device is the CPU, KV moves from memory to memory.
+
+def transport(config: EngineConfig) -> str:
+    """Where the threads of a host worker are."""
+    return "weft-host" if config.host_process else "the engine"
+
+
+def with_host(config: EngineConfig, model: Model, fitted: Fitted) -> Fitted:
+    """The costs with those of the host tier that is served, if there is one.
+
+    A profile that has none for this tier, be it of other threads, gives assumed ones.
     """
-    if config.host_kv_memory is None or fitted.move is not None:
+    if config.host_kv_memory is None:
         return fitted
-    bytes_s = MEMORY_BYTES_S if is_cpu(model.device) else LINK_BYTES_S
-    token_s = sum(group.bytes_per_token for group in model.facts.groups) / bytes_s
-    logger.warning(
-        "The profile has no time for KV moves; %.0f GB/s are assumed.",
-        bytes_s / 1e9,
-    )
-    return replace(fitted, move=(MOVE_S, token_s))
+    host = fitted.hosts.get(host_name(config))
+    if host is None:
+        host = assumed_host(config, model, fitted)
+        logger.warning("The %s.", describe_host_costs(fitted.planned_with(host)))
+    return fitted.planned_with(host)
 
 
-def with_piggybacked(config: EngineConfig, model: Model, fitted: Fitted) -> Fitted:
-    """The costs with the time of a piggybacked row in a layer, if there are such rows.
+def assumed_host(config: EngineConfig, model: Model, fitted: Fitted) -> HostCosts:
+    """Costs of a host tier that was not measured.
 
-    No profile has it. On a CPU it is what copies between memory and memory take: the residual
-    leaves and comes back, as do q, k and v, and the result of the host. What attention on the host
-    takes is not assumed, since no step waits for it.
+    Moves take the time of a common link, or, where the device is the CPU and computing waits for
+    them, of copies from memory to memory. A piggybacked row takes what copies of its residual, q,
+    k, v and result do.
     """
-    if not config.piggybacks:
-        return fitted
+    cpu = is_cpu(model.device)
+    bytes_s = MEMORY_BYTES_S if cpu else LINK_BYTES_S
+    move = MoveCost(MOVE_S, _token_bytes(model) / bytes_s)
+    name = host_name(config)
+    others = f"the profile has {' and '.join(fitted.hosts)}, not {name}; " if fitted.hosts else ""
+    assumed = f"{others}copies of {bytes_s / 1e9:.0f} GB/s, until weft profile measures them"
+    costs = HostCosts(None, move, move, stall=float(cpu), duplex=not cpu, assumed=assumed)
+    if not config.attends_on_host:
+        return costs
     spec = model.spec
     heads = max(2 * (spec.num_heads + kind.num_kv_heads) * kind.head_dim for kind in spec.layers)
     copied = 2 * (2 * spec.hidden_size + heads) * DTYPE_BYTES[model.dtype]  # read and written
-    return replace(fitted, piggyback_layer_s=copied / MEMORY_BYTES_S)
+    carry = CarryCost(0.0, copied / MEMORY_BYTES_S)
+    return replace(costs, attention=_assumed_attention(config, model, fitted), carry=carry)
 
 
-def with_host_attention(config: EngineConfig, model: Model, fitted: Fitted) -> Fitted:
-    """The costs with the time of attention on the host, if steps wait for it.
+def _assumed_attention(config: EngineConfig, model: Model, fitted: Fitted) -> Grid:
+    """What the same kernel takes on the CPU that is profiled as a device, by the threads of either.
 
-    Where the profile has none, it is assumed to be what the same kernel takes on the CPU that is
-    profiled as a device, by the threads of either; at least what a copy of the KV takes, and a
-    handoff for each layer.
+    At least what a copy of the KV takes, and a handoff for each layer.
     """
-    if not config.attends_on_host or config.piggybacks or fitted.cpu_attention is not None:
-        return fitted
-    host, layers = config.num_host_threads, model.spec.num_layers
-    share = compute_threads(config, this_machine()) / host
-    coefficients = fitted.coefficients
-    read_s = sum(group.bytes_per_token for group in model.facts.groups) / MEMORY_BYTES_S / host
-    context_s = max(coefficients["decode_context"] * share, read_s)
-    decode_s = max(coefficients["decode_row"] + coefficients["decode_few"], 0.0) * share
-    handoff_s = HANDOFF_S * layers
-    logger.warning(
-        "The profile has no time for attention on the host; scheduler %s assumes %.2g us for each "
-        "token of context.",
-        config.scheduler,
-        context_s * 1e6,
+    host = config.num_host_threads
+    share = compute_threads(config, this_machine()) / host if is_cpu(model.device) else 0.0
+    read_s = _token_bytes(model) / MEMORY_BYTES_S / host
+    known = fitted.coefficients
+    context_s = max(known["decode_context"] * share, read_s)
+    decode_s = max(known["decode_row"] + known["decode_few"], 0.0) * share
+    handoffs_s = model.spec.num_layers * HANDOFF_S
+    return Grid.of(
+        {
+            (decodes, context): handoffs_s + decodes * (decode_s + context * context_s)
+            for decodes in (1, 2)
+            for context in (0, 2**16)
+        }
     )
-    longest = 2**16
-    grid = {
-        (decodes, context): handoff_s + decodes * (decode_s + context * context_s)
-        for decodes in (1, 2)
-        for context in (0, longest)
-    }
-    return replace(fitted, cpu_attention=Grid.of(grid))
+
+
+def _token_bytes(model: Model) -> int:
+    return sum(group.bytes_per_token for group in model.facts.groups)
+
+
+def describe_host_costs(cost: CostModel | None) -> str:
+    """Which costs of the host tier are planned with; empty if none are."""
+    if not isinstance(cost, Fitted) or cost.host is None:
+        return ""
+    known = f"assumed ({cost.host.assumed})" if cost.host.assumed else "measured"
+    return f"costs of the host tier are {known}"
 
 
 def profile_key(config: EngineConfig, model: Model) -> ProfileKey:

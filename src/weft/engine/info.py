@@ -15,7 +15,7 @@ from weft.core.schedulers import SCHEDULERS
 from weft.core.settings import format_bytes
 from weft.core.topology import this_machine
 from weft.cost.fit import profile_path
-from weft.engine.costs import measured_costs, profile_key
+from weft.engine.costs import describe_host_costs, measured_costs, profile_key
 from weft.engine.devices import device_name, free_memory, is_cpu
 from weft.engine.host_tier import describe_host_attention
 from weft.engine.machine import cpu_name, usable_cores
@@ -68,16 +68,18 @@ def _torch_version() -> str | None:
 def _scheduling_facts(config: EngineConfig, model: Model) -> dict[str, Any]:
     """The policy of a server with these settings, and why."""
     path = profile_path(profile_key(config, model), config.profile)
+    problem, host_costs = "", ""
     try:
-        measured_costs(config, model)
-        problem = ""
+        host_costs = describe_host_costs(measured_costs(config, model))
     except ProfileError as error:
         problem = error.message
     if config.scheduler != "auto":
         wants = SCHEDULERS[config.scheduler].needs_cost
-        return {"policy": config.scheduler, "reason": "as is set", "problem": problem * wants}
+        facts = {"policy": config.scheduler, "reason": "as is set", "problem": problem * wants}
+        return {**facts, "host_costs": host_costs * wants}
     if not problem:
-        return {"policy": "slo", "reason": f"the costs of steps are those of {path}"}
+        reason = f"the costs of steps are those of {path}"
+        return {"policy": "slo", "reason": reason, "host_costs": host_costs}
     reason = "there is no profile of the costs of steps"
     if config.self_profile_s:
         reason += "; a server measures them while it is idle, and goes over to slo"
@@ -184,8 +186,7 @@ def format_info(info: dict[str, Any]) -> str:
     )
     scheduling = info["scheduling"]
     rows.append(("scheduling", f"{scheduling['policy']}: {scheduling['reason']}"))
-    if scheduling.get("problem"):
-        rows.append(("", scheduling["problem"]))
+    rows += [("", scheduling[line]) for line in ("problem", "host_costs") if scheduling.get(line)]
     alike = "are the same in any batch" if info["batch_invariant"] else "may differ by the batch"
     rows.append(("results", alike))
     rows += [

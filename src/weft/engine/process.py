@@ -278,13 +278,13 @@ def _measured(choice: PolicyChoice | None, engine: Engine, loop: EngineLoop) -> 
         return False
     if engine.writes_weights() or engine.has_unsaved_prefixes():
         return False
-    before = choice.policy
+    before = choice.describe()
     scheduler = choice.idle(engine.scheduler, engine.executor)
     if scheduler is None:
         return False
     loop.scheduler = engine.scheduler = scheduler
-    if choice.policy != before:
-        notice(choice.describe())
+    if (after := choice.describe()) != before:
+        notice(after)
     return True
 
 

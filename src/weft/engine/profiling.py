@@ -2,35 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from weft.core.config import EngineConfig
 from weft.cost.fit import Fitted, ProfileKey
+from weft.cost.host_profiler import profile_host
 from weft.cost.options import ProfileOptions
 from weft.cost.profiler import profile
 from weft.engine.build import build_engine
 from weft.engine.costs import profile_key
-from weft.engine.timer import Timer, room_of
+from weft.engine.timer import HostTimer, room_of
+
+
+def profiled_config(settings: Mapping[str, Any]) -> EngineConfig:
+    """The settings of an engine to measure: one that attends on the host if they say how.
+
+    Raises:
+        ConfigError: they cannot be.
+    """
+    attends = settings.get("host_threads") or settings.get("host_process")
+    default = {"scheduler": "slo-piggyback"} if attends else {}
+    return EngineConfig.from_mapping({**default, **settings})
 
 
 def profile_engine(
     config: EngineConfig, options: ProfileOptions
-) -> tuple[ProfileKey, Fitted, dict[str, object]]:
+) -> tuple[ProfileKey, Fitted, dict[str, Any]]:
     """Build the engine, measure it, and fit costs to it; the key, the fit and its report.
 
     Raises:
         WeftError: a typed error for everything that can be wrong with settings, model or memory.
     """
-    engine = build_engine(replace(config, scheduler="fcfs"))  # the others need a profile
+    engine = build_engine(config, unprofiled=True)
     key = profile_key(config, engine.model)
+    room = room_of(config, engine.model, engine.resolved)
+    run = HostTimer(engine.executor, engine.mailbox)
     try:
-        fitted, report = profile(
-            Timer(engine.executor).run,
-            room_of(engine.model, engine.resolved),
-            key,
-            engine.model.spec.num_layers,
-            options,
-        )
+        fitted, report = profile(run.run, room, key, engine.model.spec.num_layers, options)
+        if room.host is not None:
+            costs, report["host"] = profile_host(run, room, fitted, options)
+            fitted = replace(fitted, hosts={room.host.name: costs})
     finally:
-        engine.executor.close()
+        engine.close()
     return key, fitted, report

@@ -22,10 +22,11 @@ from weft.core.errors import ConfigError, ProfileError
 from weft.core.plan import StepPlan
 from weft.core.ports import Executor
 from weft.cost.fit import Fitted, ProfileKey, profile_path
-from weft.cost.quick_profile import Result, quick_profile
+from weft.cost.quick_profile import Result, quick_host_profile, quick_profile
 from weft.cost.steps import Run, StepRoom
-from weft.engine.costs import profile_key, with_moves
+from weft.engine.costs import describe_host_costs, profile_key, with_host
 from weft.engine.timer import Timer, room_of
+from weft.kv.tiers import TieredCache
 from weft.sched.batch import Totals
 from weft.sched.policy_slo import SLOPolicy
 from weft.sched.registry import compose, make_policy
@@ -49,7 +50,7 @@ class Costs:
     Attributes:
         key: what the profile is kept by.
         path: its file.
-        complete: adds what a profile does not measure.
+        complete: chooses the costs of the host tier, or assumes what was not measured.
     """
 
     key: ProfileKey
@@ -69,6 +70,7 @@ class PolicyChoice:
     Attributes:
         policy: the name of the one that plans.
         reason: why, as a sentence.
+        host_costs: which costs of the host tier are planned with; empty if none are.
         classes: the class table with the targets that hold.
         targets: those that are set; may change.
     """
@@ -87,12 +89,14 @@ class PolicyChoice:
         self._seconds, self._costs = seconds, costs
         self._run, self._room, self._layers = run, room, layers
         self.policy, self.classes = "fcfs", tuple(resources.classes)
+        self.host_costs = ""
         self.reason = "there is no profile of the costs of steps"
         if seconds:
             self.reason += "; the engine measures them while it is idle"
-        self._measuring: Generator[None, None, Result] | None = None
+        self._measuring: Generator[None, None, Result | Fitted] | None = None
         self._wanted = bool(seconds)
         self._found: Fitted | None = None
+        self._lacks_host: Fitted | None = None  # what is planned with, if it lacks this host
         self._drifts_since: float | None = None
         self._measured_at = -math.inf
 
@@ -114,7 +118,11 @@ class PolicyChoice:
             setattr(made.totals, counted.name, getattr(scheduler.totals, counted.name))
         self.policy, self.classes = "slo", tuple(resources.classes)
         self.reason = f"the costs of steps are those of {self._costs.path}"
-        self._wanted = False
+        self.host_costs = describe_host_costs(complete)
+        host = self._room.host
+        lacks = host is not None and host.name not in cost.hosts
+        self._lacks_host = cost if lacks and self._seconds else None
+        self._wanted = self._lacks_host is not None
         return made
 
     def look(self, scheduler: Scheduler) -> Scheduler | None:
@@ -150,16 +158,22 @@ class PolicyChoice:
         self._forget_prefixes(scheduler)
         try:
             if self._measuring is None:
-                logger.info("Measuring the costs of steps while idle, %g s at most.", self._seconds)
-                self._measuring = quick_profile(
-                    self._run, self._room, self._costs.key, self._layers, self._seconds
-                )
+                self._measuring = self._begin()
             next(self._measuring)
         except StopIteration as end:
             self._keep(end.value)
         except (ProfileError, ConfigError) as error:
-            self._give_up(f"the costs of steps could not be measured: {error}")
+            host = self._lacks_host is not None
+            self._give_up(f"{'' if host else 'the costs of steps could not be measured: '}{error}")
         return scheduler
+
+    def _begin(self) -> Generator[None, None, Result | Fitted]:
+        """Begin to measure everything, or the host tier if nothing else is lacking."""
+        if self._lacks_host is not None:
+            logger.info("Measuring moves of KV between the tiers while idle.")
+            return quick_host_profile(self._run, self._room, self._lacks_host)
+        logger.info("Measuring the costs of steps while idle, %g s at most.", self._seconds)
+        return quick_profile(self._run, self._room, self._costs.key, self._layers, self._seconds)
 
     def watch(self, scheduler: Scheduler, now: float) -> None:
         """Want new costs where steps have taken much longer or shorter than predicted for long.
@@ -182,20 +196,28 @@ class PolicyChoice:
                 scheduler.policy.pace.drift,
             )
             self._wanted, self._measured_at, self._drifts_since = True, now, None
+            self._lacks_host = None
 
     def _forget_prefixes(self, scheduler: Scheduler) -> None:
-        """Leave nothing in the prefix cache of the blocks that are measured with."""
+        """Leave nothing in the prefix cache of the blocks that are measured with, of any tier."""
         for pool, group in zip(scheduler.cache.pools, self._room.groups, strict=True):
             pool.evict(range(group.num_blocks))
+        kv = scheduler.memory.kv
+        if isinstance(kv, TieredCache):
+            for pool in kv.host.pools:
+                pool.forget()
 
-    def _keep(self, result: Result) -> None:
-        fitted, report = result
+    def _keep(self, result: Result | Fitted) -> None:
+        fitted, report = (result, None) if isinstance(result, Fitted) else result
         self._measuring, self._wanted, self._found = None, False, fitted
         self._measured_at = time.monotonic()
         try:
             fitted.save(self._costs.path, report)
         except OSError as error:
             logger.warning("The costs of steps cannot be kept: %s.", error.strerror)
+        if report is None:
+            logger.info("Moves of KV between the tiers are measured.")
+            return
         held_out = report["held_out"]
         logger.info(
             "The costs of steps are measured, in %g s; held-out steps are predicted by %s.",
@@ -205,6 +227,10 @@ class PolicyChoice:
 
     def _give_up(self, reason: str) -> None:
         self._measuring, self._wanted = None, False
+        if self._lacks_host is not None:
+            self._lacks_host = None
+            logger.warning("The costs of the host tier stay assumed: %s", reason)
+            return
         self.reason = reason
         logger.warning("Scheduling stays with %s: %s", self.policy, self.reason)
 
@@ -224,21 +250,22 @@ class PolicyChoice:
     def describe(self) -> str:
         """The policy, the reason and the targets, in one sentence."""
         kept = f"; targets: {describe_targets(self.classes)}" if self.policy == "slo" else ""
-        return f"scheduling by {self.policy}, as {self.reason}{kept}"
+        host = f"; {self.host_costs}" if self.host_costs else ""
+        return f"scheduling by {self.policy}, as {self.reason}{host}{kept}"
 
 
 def choose_policy(config: EngineConfig, engine: Engine) -> PolicyChoice:
     """Let a server choose its policy by itself; it plans by SLO at once if there is a profile."""
     model, scheduler = engine.model, engine.scheduler
     key = profile_key(config, model)
-    costs = Costs(key, profile_path(key, config.profile), partial(with_moves, config, model))
+    costs = Costs(key, profile_path(key, config.profile), partial(with_host, config, model))
     choice = PolicyChoice(
         engine.resources,
         TargetSettings(config.classes, config.interactivity),
         config.self_profile_s,
         costs,
         Timer(engine.executor).run,
-        room_of(engine.model, engine.resolved),
+        room_of(config, engine.model, engine.resolved),
         model.spec.num_layers,
     )
     try:

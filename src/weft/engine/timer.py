@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
-from itertools import pairwise
 
-from weft.core.config import ResolvedConfig
-from weft.core.plan import StepPlan
+from weft.core.config import EngineConfig, ResolvedConfig
+from weft.core.plan import StepPlan, StepResult
 from weft.core.ports import Executor, Ticket
-from weft.cost.steps import GroupRoom, StepRoom
+from weft.cost.steps import GroupRoom, HostRoom, StepRoom
+from weft.engine.costs import host_name
 from weft.engine.model import Model
+from weft.kernels.cpu.host import HostMailbox
 
 
-def room_of(model: Model, resolved: ResolvedConfig) -> StepRoom:
+def room_of(config: EngineConfig, model: Model, resolved: ResolvedConfig) -> StepRoom:
     """What steps by hand may use of an engine."""
     groups = zip(model.facts.groups, resolved.group_blocks, strict=True)
+    host = zip(model.facts.groups, resolved.host_blocks, strict=False)
     return StepRoom(
         rows=resolved.max_num_seqs,
         longest=resolved.max_model_len,
@@ -24,6 +27,14 @@ def room_of(model: Model, resolved: ResolvedConfig) -> StepRoom:
         block_size=resolved.block_size,
         vocab_size=model.spec.vocab_size,
         groups=tuple(GroupRoom(blocks, group.window) for group, blocks in groups),
+        host=HostRoom(
+            host_name(config),
+            tuple(GroupRoom(blocks, group.window) for group, blocks in host),
+            config.attends_on_host,
+            sum(group.bytes_per_token for group in model.facts.groups),
+        )
+        if resolved.host_blocks
+        else None,
     )
 
 
@@ -35,17 +46,39 @@ class Timer:
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
+        self._ended = 0.0
 
     def run(self, plans: Seq[StepPlan]) -> list[float]:
         """Seconds of each plan."""
+        return [seconds for seconds, _ in self.follow(plans)]
+
+    def follow(self, plans: Iterable[StepPlan]) -> Iterator[tuple[float, StepResult]]:
+        """Yield the seconds and the result of each plan, while later ones are in flight."""
         in_flight: deque[Ticket] = deque()
-        ends = [time.perf_counter()]
+        self._ended = time.perf_counter()
         for plan in plans:
             in_flight.append(self._executor.launch(plan))
             if len(in_flight) > self._executor.depth:
-                in_flight.popleft().result()
-                ends.append(time.perf_counter())
+                yield self._collect(in_flight)
         while in_flight:
-            in_flight.popleft().result()
-            ends.append(time.perf_counter())
-        return [end - start for start, end in pairwise(ends)]
+            yield self._collect(in_flight)
+
+    def _collect(self, in_flight: deque[Ticket]) -> tuple[float, StepResult]:
+        result = in_flight.popleft().result()
+        before, self._ended = self._ended, time.perf_counter()
+        return self._ended - before, result
+
+
+class HostTimer(Timer):
+    """Also knows the round trips of a host worker; implements ``weft.cost.host_steps.HostRun``."""
+
+    def __init__(self, executor: Executor, mailbox: HostMailbox | None) -> None:
+        super().__init__(executor)
+        self._mailbox = mailbox
+
+    def round_trips(self) -> tuple[int, float]:
+        """Jobs that the worker has done, and the seconds from submission to result of them all."""
+        if self._mailbox is None:
+            return 0, 0.0
+        counters = self._mailbox.counters()
+        return counters.jobs, counters.round_trip_ns * 1e-9

@@ -80,7 +80,7 @@ class Balance:
 
     def move_seconds(self, tokens: int) -> float:
         """Time to bring the KV of so many tokens from one tier to the other."""
-        return self.cost.terms(Work(in_tokens=tokens)).kv_move
+        return self.cost.terms(Work(in_tokens=tokens)).moving
 
     def choose(self, base: Work, host: HostWork, least: tuple[int, int] = (0, 0)) -> HostShare:
         """Choose what goes along with ``base``, the device's own work.

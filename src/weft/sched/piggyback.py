@@ -26,6 +26,7 @@ from itertools import chain
 from weft.core.errors import InvariantError
 from weft.core.plan import StepOutputs, StepPlan, StepResult
 from weft.core.types import Sequence, SequenceState
+from weft.cost.carried import dense_s
 from weft.cost.work import Work
 from weft.sched.batch import BatchBuilder, TimedBatch
 from weft.sched.memory_host import HostMemory
@@ -56,7 +57,10 @@ class PiggybackPart:
         self._in_layers: tuple[int, ...] = (0,) * self._cost.layers
         self._wanted = 0
         self._last_s = 0.0
-        self._move_s = self._cost.terms(Work(out_tokens=PROBE_TOKENS)).kv_move / PROBE_TOKENS
+        self._out_s = self._cost.terms(Work(out_tokens=PROBE_TOKENS)).moving / PROBE_TOKENS
+        self._back_s = self._cost.terms(Work(in_tokens=PROBE_TOKENS)).moving / PROBE_TOKENS
+        one, two = (self._cost.terms(Work(piggyback_layers=n)).piggybacked for n in (1, 2))
+        self._row_layer_s, self._any_s = two - one, 2 * one - two  # of a row, and of any step
         # Of the step that is being filled:
         self._begun: list[int] = []
         self._caps: tuple[int, ...] = ()
@@ -131,7 +135,7 @@ class PiggybackPart:
         if not (pace.urgent and step.rows) or self._now - self._token_at > patience_s:
             return False
         room_s = max(step.limit_s - step.seconds(), NEGLIGIBLE * target_s)
-        return self._surplus_s > room_s
+        return max(self._surplus_s, self._any_s) > room_s
 
     def _count_piggybacked(self, step: TimedBatch) -> tuple[list[int], float]:
         """Piggybacked rows layer by layer, from the first one upward, for which the step has time.
@@ -139,18 +143,16 @@ class PiggybackPart:
         Returns them with what they add to the time of the step.
         """
         layers, tokens = self._cost.layers, step.work.tokens
-        alone_s, room_s = self._dense_s(tokens), step.limit_s - step.seconds()
+        alone_s, room_s = dense_s(self._cost, tokens), step.limit_s - step.seconds()
         costs: dict[int, float] = {}
 
         def cost_s(piggybacked: int) -> float:
             if piggybacked not in costs:
-                dense_s = (self._dense_s(tokens + piggybacked) - alone_s) / layers
-                costs[piggybacked] = (
-                    dense_s + self._cost.terms(Work(piggyback_layers=piggybacked)).piggybacked
-                )
+                added_s = (dense_s(self._cost, tokens + piggybacked) - alone_s) / layers
+                costs[piggybacked] = max(0.0, added_s + piggybacked * self._row_layer_s)
             return costs[piggybacked]
 
-        found, seconds = [], 0.0
+        found, seconds = [], self._any_s
         for layer in range(layers):
             piggybacked = max(self._in_layers[max(0, layer - STALE_LAYERS) : layer + 1])
             piggybacked += len(self._begun) if layer <= STALE_LAYERS else 0
@@ -160,9 +162,6 @@ class PiggybackPart:
                 seconds += cost_s(piggybacked)
             found.append(piggybacked)
         return found, seconds
-
-    def _dense_s(self, tokens: int) -> float:
-        return self._cost.terms(Work(tokens=tokens)).linear if tokens else 0.0
 
     def _begin_tokens(self, step: TimedBatch) -> None:
         """Begin the next token of every sequence of the host that has none on its way."""
@@ -259,9 +258,9 @@ class PiggybackPart:
 
     def _send_away(self, step: TimedBatch, sequences: Seq[Sequence]) -> None:
         """Send sequences to the host, as many as the link takes within the step."""
-        room_s = step.seconds() - self._move_s * step.work.out_tokens
+        room_s = step.seconds() - self._out_s * step.work.out_tokens
         for sequence in sequences:
-            room_s -= self._move_s * sequence.planned
+            room_s -= self._out_s * sequence.planned
             if room_s < 0:
                 return
             if self._can_leave(sequence):
@@ -276,7 +275,7 @@ class PiggybackPart:
         for sequence in list(self._between_tokens()):
             held = self._host.held(sequence.id)
             needs = [2 * rest + need for rest, need in zip(reserve, held, strict=True)]
-            room_s -= self._move_s * sequence.planned
+            room_s -= self._back_s * sequence.planned
             if (
                 not self._wanted
                 or room_s < 0

@@ -52,7 +52,7 @@ def _predict_prefills(cost: CostModel, cache: AnyCache, limits: Limits) -> None:
     if lower is not None:
         chunk = limits.max_num_batched_tokens
         lower.compute_s = lambda start, upto: prefill_s(cost, start, upto, chunk)
-        lower.fill_s = lambda tokens: cost.terms(Work(in_tokens=tokens)).kv_move
+        lower.fill_s = lambda tokens: cost.terms(Work(in_tokens=tokens)).moving
 
 
 def fcfs(

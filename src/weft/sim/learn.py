@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 from weft.cost.curves import Grid
 from weft.cost.fit import Fitted, Point, ProfileKey, fit
+from weft.cost.host_costs import HostCosts, MoveCost
 from weft.cost.model import CostModel, step_time
 from weft.cost.work import Work
 from weft.sched.scheduler import Limits
@@ -42,8 +43,9 @@ def learn(
     contexts = [c for c in CONTEXTS if c < limits.max_model_len]
     rows = _doubling(limits.max_num_seqs)
     table = {(n, c): _cpu_s(cost, n, c) * errors.factor() for n in rows for c in contexts}
-    token_s = cost.terms(Work(out_tokens=1000)).kv_move / 1000 * errors.factor()
-    return fit(key, cost.layers, points, knots, Grid.of(table), (0.0, token_s))
+    move = MoveCost(0.0, cost.terms(Work(out_tokens=1000)).moving / 1000 * errors.factor())
+    host_costs = HostCosts(Grid.of(table), move, move)
+    return fit(key, cost.layers, points, knots).planned_with(host_costs)
 
 
 def _cpu_s(cost: CostModel, decodes: int, context: int) -> float:

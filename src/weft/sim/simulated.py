@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 import random
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from weft.core.errors import InvariantError
 from weft.core.plan import KVMove, StepPlan, StepResult, SubBatch, Tier, TierCopy
-from weft.cost.model import PIGGYBACK_LAYER_S, CostModel, step_time
+from weft.cost.carried import carried_s
+from weft.cost.model import CostModel, step_time
 from weft.cost.work import Work
 from weft.sim.clock import VirtualClock
 from weft.sim.jobs import END_TOKEN, answer_token
@@ -188,25 +189,7 @@ class SimulatedExecutor:
             ended.append((row_of.sequence_id, token))
         begun = len(plan.piggybacked)
         carried = [begun + piggybacked_results.by_layer[0], *piggybacked_results.by_layer[1:]]
-        return start_s, self._carried_s(tokens, carried), tuple(ended)
-
-    def _carried_s(self, tokens: int, by_layer: list[int]) -> float:
-        """The time that piggybacked rows add to each layer's dense part and residual reads.
-
-        OmniServe section 5.3: 75 us to write queues and residuals and 0.5 ms to load residuals, for
-        400 piggybacked rows in all.
-        """
-
-        def dense_s(count: int) -> float:
-            terms = self._cost.terms(Work(tokens=count))
-            return terms.dense + terms.collectives
-
-        alone_s = dense_s(tokens) if tokens else 0.0
-        counts = Counter(by_layer)
-        carried_s = sum(
-            times * (dense_s(tokens + count) - alone_s) for count, times in counts.items() if count
-        )
-        return carried_s / len(by_layer) + sum(by_layer) * PIGGYBACK_LAYER_S
+        return start_s, carried_s(self._cost, tokens, carried), tuple(ended)
 
     def collected(self, ticket: SimulatedTicket, end_s: float) -> None:
         """Advance to the end of the oldest outstanding step."""

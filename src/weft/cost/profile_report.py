@@ -1,0 +1,69 @@
+"""The report of ``weft profile`` for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from weft.cost.fit import Accuracy, ProfileKey
+from weft.cost.profiler import GOAL
+
+
+def format_report(report: Mapping[str, Any], key: ProfileKey) -> str:
+    """The report in a few lines, with the goal of OmniServe's table 2; the host tier's follows."""
+    lines = [
+        f"{key.model} in {key.dtype} on {key.hardware} ({key.parallelism})",
+        f"{report['fitted_steps']} steps fitted, {report['knots']} knots, "
+        f"medians of {report['repeats']} or more",
+        "",
+        f"{'':24}{'average':>9}{'P90':>9}",
+    ]
+    for name, text in (
+        ("held_out", "accuracy, held out"),
+        ("fitted", "accuracy, fitted to"),
+        ("repeatability", "machine repeats itself"),
+    ):
+        lines.append(f"{text:24}{report[name]['average']:>9.1%}{report[name]['p90']:>9.1%}")
+    lines.append(f"{'goal':24}{GOAL.average:>9.1%}{GOAL.p90:>9.1%}")
+    met = all(got >= goal for got, goal in zip(report["held_out"].values(), GOAL, strict=True))
+    lines += ["", f"the goal is {'met' if met else 'NOT met'} on held-out steps"]
+    if report["repeatability"]["p90"] < GOAL.p90:
+        lines.append("the machine repeats itself worse than that; measure again when it is quiet")
+    if "host" in report:
+        lines += ["", *_host_lines(report["host"])]
+    return "\n".join(lines)
+
+
+def _host_lines(report: Mapping[str, Any]) -> list[str]:
+    """What was measured of the host tier."""
+    lines = [f"host tier: {report['name']}"]
+    for way, words in (("out", "to the host"), ("back", "to the device")):
+        rate = report[way]["bytes_per_s"]
+        speed = f"{rate / 1e9:.2f} GB/s" if rate else "no measurable time a token"
+        lines.append(f"moves {words}: {speed}, {report[way]['move_s'] * 1e6:.0f} us each")
+    lines.append(f"computing waits for {report['stall']:.0%} of a move")
+    lines += ["", f"{'':32}{'average':>9}{'P90':>9}", *_accuracy_lines("moves", report["moves"])]
+    if (carried := report.get("carried")) is not None:
+        step_us, row_us = (report["carry"][name] * 1e6 for name in ("step_s", "row_layer_s"))
+        lines.insert(4, f"carried rows: {step_us:.0f} us a step, {row_us:.2f} us a row and layer")
+        lines += _accuracy_lines("steps with host rows", carried)
+        if report["round_trip"]:
+            lines.append(_row("round trips, held out", report["round_trip"]["held_out"]))
+        lines.append(_row("goal", GOAL._asdict()))
+        met = all(got >= goal for got, goal in zip(carried["held_out"].values(), GOAL, strict=True))
+        lines += ["", f"the goal is {'met' if met else 'NOT met'} on held-out steps with host rows"]
+        if carried["repeatability"]["p90"] < GOAL.p90:
+            lines.append("the machine repeats itself worse; measure again when it is quiet")
+    return lines
+
+
+def _accuracy_lines(what: str, of: Mapping[str, Mapping[str, float]]) -> list[str]:
+    return [
+        _row(f"{what}, held out", of["held_out"]),
+        _row("  the machine repeats itself", of["repeatability"]),
+    ]
+
+
+def _row(text: str, of: Mapping[str, float]) -> str:
+    found = Accuracy(of["average"], of["p90"])
+    return f"{text:32}{found.average:>9.1%}{found.p90:>9.1%}"
