@@ -10,6 +10,7 @@ first start left, with the packed weights. The last server of each kind is left 
 rest: memory of each process as ``smaps_rollup`` counts it, and CPU time over ``--idle`` seconds.
 Last, weft's engine is killed ``--kills`` times under 16 streams, beside a standby at rest: the
 longest pause of a stream. OpenVINO has no server: it is the process that ``peers/run.py`` drives.
+Python finds weft's modules compiled, as it does from the second start on wherever it may keep them.
 Peers are installed as there.
 """
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import compileall
 import os
 import resource
 import statistics
@@ -40,6 +42,7 @@ from serving import running
 
 import recovery
 import report
+import weft as weft_package
 from processes import cpu_seconds, memory, wait_until_at_rest
 
 IMPORTS = ("import weft", "from weft import LLM")
@@ -239,6 +242,8 @@ def main() -> None:
     parser.add_argument("--envs", type=Path, default=Path.home() / ".cache" / "weft-peers")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    compileall.compile_dir(Path(weft_package.__file__).parent, quiet=2)
     setup = Setup(options.envs.resolve(), options.threads)
     install.make_models(setup)
     with tempfile.TemporaryDirectory() as folder:

@@ -24,6 +24,7 @@ try:
 except KeyboardInterrupt:  # Ctrl-C before main() can catch it
     raise SystemExit(130) from None
 
+_OF_GENERATE = "[PROMPT | --file FILE] [settings]"
 EXIT_ERROR, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 CHAT_SAMPLING = ("temperature", "top_p", "max_tokens", "seed", "stop")
 # Nested: in a file.
@@ -100,48 +101,28 @@ def _parser(chosen: str | None) -> _Parser:
 def _commands() -> dict[str, tuple[Callable[[argparse.ArgumentParser], None], str, str | None]]:
     """What declares the arguments of each command, its line of help, and its usage."""
     return {
-        "serve": (
-            _serve_arguments,
-            "serve a model over HTTP with OpenAI's API",
-            "[MODEL] [settings]",
-        ),
-        "chat": (
-            _chat_arguments,
-            "talk to a server in the terminal",
-            "[--url URL] [settings]",
-        ),
-        "bench": (_bench_arguments, "measure a server, an engine or its kernels", None),
-        "sim": (_sim_arguments, "run a scheduler on simulated hardware", "[settings]"),
+        "serve": (_serve_args, "serve a model over HTTP with OpenAI's API", "[MODEL] [settings]"),
+        "chat": (_chat_args, "talk to a server in the terminal", "[--url URL] [settings]"),
+        "bench": (_bench_args, "measure a server, an engine or its kernels", None),
+        "sim": (_sim_args, "run a scheduler on simulated hardware", "[settings]"),
         "batch": (
-            _batch_arguments,
+            _batch_args,
             "answer a file of requests in OpenAI's batch format",
             "INPUT -o OUTPUT [--url URL ...] [settings]",
         ),
-        "batches": (
-            _batches_arguments,
-            "submit, follow and fetch batches of a running server",
-            None,
-        ),
-        "generate": (
-            _generate_arguments,
-            "generate text from a prompt or a file",
-            "[PROMPT | --file FILE] [settings]",
-        ),
+        "batches": (_batches_args, "submit, follow and fetch batches of a running server", None),
+        "generate": (_generate_args, "generate text from a prompt or a file", _OF_GENERATE),
         "profile": (
-            _profile_arguments,
+            _profile_args,
             "measure what steps cost here, for schedulers that plan by time",
             "[--profile FILE] [--tune --tuning FILE] [settings]",
         ),
-        "cache": (_cache_arguments, "show or remove packed weights that are kept", None),
-        "info": (
-            _info_arguments,
-            "show model, memory and the kernel behind each op",
-            "[MODEL] [settings]",
-        ),
+        "cache": (_cache_args, "show or remove packed weights that are kept", None),
+        "info": (_info_args, "show model, memory, and the kernel of each op", "[MODEL] [settings]"),
     }
 
 
-def _generate_arguments(generate: argparse.ArgumentParser) -> None:
+def _generate_args(generate: argparse.ArgumentParser) -> None:
     generate.set_defaults(run=_generate, parser=generate)
     generate.add_argument("prompt", nargs="?", help="the text to continue")
     generate.add_argument(
@@ -155,7 +136,7 @@ def _generate_arguments(generate: argparse.ArgumentParser) -> None:
     _add_settings(generate, "sampling", SamplingParams, there=settings_of(EngineConfig))
 
 
-def _info_arguments(info: argparse.ArgumentParser) -> None:
+def _info_args(info: argparse.ArgumentParser) -> None:
     info.set_defaults(run=_info, parser=info)
     info.add_argument("named", nargs="?", metavar="MODEL", help="as --model MODEL")
     info.add_argument("--json", action="store_true", help="print JSON")
@@ -163,7 +144,7 @@ def _info_arguments(info: argparse.ArgumentParser) -> None:
     _add_settings(info, "engine", EngineConfig)
 
 
-def _serve_arguments(serve: argparse.ArgumentParser) -> None:
+def _serve_args(serve: argparse.ArgumentParser) -> None:
     serve.set_defaults(run=_serve, parser=serve)
     serve.add_argument("named", nargs="?", metavar="MODEL", help="as --model MODEL")
     serve.add_argument("--config", metavar="FILE", help="YAML file with the same names")
@@ -173,7 +154,7 @@ def _serve_arguments(serve: argparse.ArgumentParser) -> None:
     _add_settings(serve, "engine", EngineConfig)
 
 
-def _chat_arguments(chat: argparse.ArgumentParser) -> None:
+def _chat_args(chat: argparse.ArgumentParser) -> None:
     chat.set_defaults(run=_chat, parser=chat)
     _add_server(chat)
     chat.add_argument("--model", help="name of the model; the server's first one by default")
@@ -183,7 +164,7 @@ def _chat_arguments(chat: argparse.ArgumentParser) -> None:
         _add_setting(group, settings_of(SamplingParams)[name])
 
 
-def _batch_arguments(batch: argparse.ArgumentParser) -> None:
+def _batch_args(batch: argparse.ArgumentParser) -> None:
     from weft.batch.options import BatchOptions
 
     batch.set_defaults(run=_batch, parser=batch)
@@ -196,7 +177,7 @@ def _batch_arguments(batch: argparse.ArgumentParser) -> None:
     _add_settings(batch, "engine", EngineConfig)
 
 
-def _batches_arguments(batches: argparse.ArgumentParser) -> None:
+def _batches_args(batches: argparse.ArgumentParser) -> None:
     kinds = batches.add_subparsers(
         dest="kind", required=True, metavar="list|submit|follow|cancel|fetch"
     )
@@ -234,7 +215,7 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _bench_arguments(bench: argparse.ArgumentParser) -> None:
+def _bench_args(bench: argparse.ArgumentParser) -> None:
     from weft.bench.options import KernelsBench, ServeBench, ThroughputBench
 
     kinds = bench.add_subparsers(dest="kind", required=True, metavar="serve|throughput|kernels")
@@ -251,7 +232,7 @@ def _bench_arguments(bench: argparse.ArgumentParser) -> None:
             _add_settings(parser, "engine", EngineConfig)
 
 
-def _profile_arguments(profile: argparse.ArgumentParser) -> None:
+def _profile_args(profile: argparse.ArgumentParser) -> None:
     from weft.cost.options import ProfileOptions
 
     profile.set_defaults(run=_profile, parser=profile)
@@ -260,7 +241,7 @@ def _profile_arguments(profile: argparse.ArgumentParser) -> None:
     _add_settings(profile, "engine", EngineConfig)
 
 
-def _cache_arguments(cache: argparse.ArgumentParser) -> None:
+def _cache_args(cache: argparse.ArgumentParser) -> None:
     kinds = cache.add_subparsers(dest="kind", required=True, metavar="list|clear")
     for name, text in (("list", "show them, last used first"), ("clear", "remove them")):
         parser = kinds.add_parser(name, help=text)
@@ -268,7 +249,7 @@ def _cache_arguments(cache: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="only those of this folder, GGUF file or hub id")
 
 
-def _sim_arguments(sim: argparse.ArgumentParser) -> None:
+def _sim_args(sim: argparse.ArgumentParser) -> None:
     sim.set_defaults(run=_sim, parser=sim)
     sim.add_argument("--config", metavar="FILE", help="YAML file with the same names")
     from weft.sim.options import SimOptions
