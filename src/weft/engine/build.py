@@ -138,7 +138,7 @@ class Engine:
 
     def host_attention(self) -> dict[str, int]:
         """What the info page says of attention on the host."""
-        tier = self.executor.tier if isinstance(self.executor, EagerExecutor) else None
+        tier = getattr(self.executor, "tier", None)
         return {} if tier is None or tier.attention is None else counted(tier.attention)
 
     def rest(self) -> bool:

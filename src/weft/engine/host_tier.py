@@ -1,6 +1,8 @@
-"""The host tier of an engine on a CPU: the memory of its KV, and the worker that attends there."""
+"""The host tier of an engine: the memory of its KV, and the worker that attends there."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from weft.core.config import EngineConfig, ResolvedConfig
 from weft.core.errors import ConfigError
@@ -12,6 +14,7 @@ from weft.exec.store import KVStore
 from weft.exec.tiers import HostTier
 from weft.kernels.cpu.blocks import copy_blocks
 from weft.kernels.interface import OpTable
+from weft.kernels.lanes import MOST_ROWS
 from weft.models.decoder import Decoder
 from weft.models.spec import ModelSpec
 
@@ -27,9 +30,11 @@ def check_piggybacked(config: EngineConfig, spec: ModelSpec, ops: OpTable) -> No
     kernel = ops.describe()["paged_attention"]
     if not spec.rows_exchangeable:
         why = "its per-layer inputs belong to the step in which a token begins"
-    elif kernel == "triton":
-        why = "steps of a GPU carry no results of the host yet"
-    elif kernel != "cpu":
+    elif kernel == "triton" and config.host_process:
+        why = "memory that a process attends in is not pinned for a GPU yet; turn host_process off"
+    elif kernel == "triton" and config.max_num_seqs > MOST_ROWS:
+        why = f"steps of a GPU look through {MOST_ROWS} sequences; lower max_num_seqs"
+    elif kernel not in ("cpu", "triton"):
         why = f"its attention is computed by kernels {kernel}, that of the host by kernels cpu"
     else:
         return
@@ -56,8 +61,7 @@ def cpu_tier(
         return None
     if not config.attends_on_host:
         return HostTier(store, store.like(resolved.host_blocks), copy_blocks)
-    plan = plan_threads(config, this_machine())
-    threads = WorkerThreads(plan.host, plan.host_cpus)
+    threads = _worker_threads(config)
     if config.host_process:
         host, memory = shared_store(store, resolved.host_blocks)
         attention = HostAttention(decoder, host, table, threads, memory)
@@ -65,6 +69,21 @@ def cpu_tier(
         host = store.like(resolved.host_blocks)
         attention = HostAttention(decoder, host, table, threads)
     return HostTier(store, host, copy_blocks, attention)
+
+
+def device_attention(
+    config: EngineConfig, decoder: Decoder, table: InputBatch
+) -> Callable[[KVStore], HostAttention] | None:
+    """Return what starts the worker that attends beside a GPU; None where nobody does."""
+    if not config.attends_on_host:
+        return None
+    threads = _worker_threads(config)
+    return lambda host: HostAttention(decoder, host, table, threads)
+
+
+def _worker_threads(config: EngineConfig) -> WorkerThreads:
+    plan = plan_threads(config, this_machine())
+    return WorkerThreads(plan.host, plan.host_cpus)
 
 
 def describe_host_attention(config: EngineConfig) -> str:
