@@ -273,6 +273,9 @@ def test_piggybacked_rows_that_no_profile_has_measured_take_the_time_of_copies(f
     costs = with_piggybacked(config, model, fitted)
     numbers = 2 * 64 + 2 * 4 * 16 + 2 * 2 * 16
     assert costs.terms(Work(piggyback_layers=10)).piggybacked == 10 * 2 * 2 * numbers / 5e9
+    costs = with_piggybacked(config, replace(model, device="cuda:0"), fitted)
+    heads = 2 * (numbers - 2 * 64) // 2
+    assert costs.terms(Work(piggyback_layers=10)).piggybacked == 10 * 2 * heads / 12e9
     assert with_piggybacked(replace(config, scheduler="slo"), model, fitted) == fitted
 
 

@@ -46,14 +46,18 @@ def with_piggybacked(config: EngineConfig, model: Model, fitted: Fitted) -> Fitt
     """The costs with the time of a piggybacked row in a layer, if there are such rows.
 
     No profile has it. On a CPU it is what copies between memory and memory take: the residual
-    leaves and comes back, as do q, k and v, and the result of the host. What attention on the host
-    takes is not assumed, since no step waits for it.
+    leaves and comes back, as do q, k and v, and the result of the host. On a GPU it is what q, k, v
+    and the result take on a common link; the residual stays. What attention on the host takes is
+    not assumed, since no step waits for it.
     """
     if not config.attends_on_host:
         return fitted
     spec = model.spec
     heads = max(2 * (spec.num_heads + kind.num_kv_heads) * kind.head_dim for kind in spec.layers)
-    copied = 2 * (2 * spec.hidden_size + heads) * DTYPE_BYTES[model.dtype]  # read and written
+    element = DTYPE_BYTES[model.dtype]
+    if not is_cpu(model.device):
+        return replace(fitted, piggyback_layer_s=heads * element / LINK_BYTES_S)
+    copied = 2 * (2 * spec.hidden_size + heads) * element  # read and written
     return replace(fitted, piggyback_layer_s=copied / MEMORY_BYTES_S)
 
 

@@ -21,6 +21,7 @@ from weft.exec.eager import EagerExecutor
 from weft.exec.input_batch import InputBatch
 from weft.exec.store import KVStore, Memory, host_memory
 from weft.kernels.collectives import Alone, Collectives
+from weft.kernels.lanes import lanes_for
 from weft.kv.disk_cache import DiskCache
 from weft.models.decoder import Decoder
 
@@ -171,7 +172,6 @@ def make_executor(
     from weft.exec.device import CudaDevice
     from weft.exec.device_tier import device_tier
     from weft.exec.graphs import GraphExecutor, Steps
-    from weft.exec.lane_pass import lanes_for
 
     steps = Steps(
         max_tokens=resolved.max_num_batched_tokens,

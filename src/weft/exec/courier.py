@@ -22,9 +22,9 @@ from weft.exec.host_attention import HostAttention
 from weft.exec.lane_pass import LanePass
 from weft.kernels.arrays import Array, to_numpy
 from weft.kernels.cpu.host import HostLayer
+from weft.kernels.lanes import AT_ONCE
 
 POLL_S = 0.0001  # a layer of a large model takes as long
-AT_ONCE = 256  # results that go to the device in one piece
 NO_TOKEN = 2**62  # larger than any ticket
 
 Rows = NDArray[np.int32]

@@ -107,7 +107,7 @@ class Device(Protocol):
         """
 
     def deliver(self, source: Tensor, target: Tensor) -> None:
-        """Copy to the device, within ``beside``; ``source`` must not change before ``delivered``."""
+        """Copy to the device within ``beside``; ``source`` must not change before ``delivered``."""
 
     def delivered(self) -> Event:
         """Mark this place in the order of ``beside``."""

@@ -23,13 +23,6 @@ from weft.kernels.sampling import SETTINGS, SampleBatch
 from weft.models.decoder import Decoder
 from weft.models.spec import ModelSpec
 
-MOST_LANES = 64  # one tile of the products of a GPU; a step of the paper carries fewer
-
-
-def lanes_for(rows: int) -> int:
-    """Return how many lanes the steps of an executor of so many rows have: 32 or 64."""
-    return MOST_LANES // 2 if rows <= MOST_LANES // 2 else MOST_LANES
-
 
 def lane_widths(spec: ModelSpec) -> tuple[int, int]:
     """Return the numbers of a token's queries and of its keys, of the widest layer of each."""

@@ -18,7 +18,14 @@ from typing import Any, Protocol
 
 from weft.kernels.arrays import Array
 
+AT_ONCE = 256  # results that go to the device in one piece
+MOST_LANES = 64  # one tile of the products of a GPU; a step of the paper carries fewer
 MOST_ROWS = 4096  # that one small program of a GPU looks through in each layer
+
+
+def lanes_for(rows: int) -> int:
+    """Return how many lanes the steps of an executor of so many rows have: 32 or 64."""
+    return MOST_LANES // 2 if rows <= MOST_LANES // 2 else MOST_LANES
 
 
 @dataclass(frozen=True)
