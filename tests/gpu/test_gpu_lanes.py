@@ -8,6 +8,7 @@ from checkpoints import build, save_with_tokenizer
 from test_piggybacked_rows import Idler, Steps, piggybacking
 
 import where
+from depth import deep_on_cpu
 from weft.exec import host_attention
 from weft.exec.graphs import GraphExecutor
 from weft.kernels.triton import lanes
@@ -21,7 +22,7 @@ def folder(tmp_path_factory):
     return save_with_tokenizer(build("llama-gqa"), tmp_path_factory.mktemp("models"))
 
 
-@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=deep_on_cpu)])
 def test_rows_of_the_host_get_the_tokens_of_rows_of_the_device(folder, graphs, monkeypatch) -> None:
     """Beside a decode, two rows go through the layers; their tokens are those of plain torch."""
     monkeypatch.setattr(host_attention, "HostWorker", Idler)

@@ -36,6 +36,7 @@ from weft.exec import host_attention
 from weft.exec.courier import Courier
 from weft.exec.graphs import GraphExecutor
 from weft.exec.lane_rows import LaneRows
+from weft.exec.workspace import StepSizes, workspace_bytes
 from weft.models.decoder import Decoder
 
 PARTS = {"embed", "pre", "post", "finish", "logits", "score"}
@@ -158,7 +159,7 @@ def test_lanes_that_find_no_memory_alone_end_their_rows(steps, monkeypatch) -> N
 
 
 @pytest.fixture
-def steps(folders, monkeypatch):  # noqa: F811
+def steps(folders):  # noqa: F811
     """Steps of an engine whose host serves when it is told to."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host_attention, "HostWorker", Idler)
@@ -217,18 +218,30 @@ def test_a_graph_without_lanes_in_the_place_of_one_with_them_is_found(steps, mon
         steps.run(moves=steps.away(0), piggybacked=(0,))
 
 
+def test_what_lanes_need_is_known_before(steps) -> None:
+    """What lies on the device all the time is counted."""
+    executor, spec = steps.executor, steps.engine.model.spec
+    lanes, staging = executor._functions.lanes, executor._lanes.courier._staging
+    held = [*vars(lanes.state).values(), *lanes._sampled.values(), *lanes._lanes]
+    held += [lanes.ended, staging._results, staging._places]
+    plain = StepSizes(48, len(steps.executor._table.length), 8, [14])
+    with_lanes, without = (
+        workspace_bytes(spec, 4, sizes, graphs=False)
+        for sizes in (replace(plain, lanes=LANES), plain)
+    )
+    assert sum(tensor.nbytes for tensor in held) <= with_lanes - without
+
+
 def test_a_courier_that_fails_ends_the_engine_with_a_typed_error(steps, monkeypatch) -> None:
-    def failing(self) -> bool:
+    def failing(*_: object) -> bool:
         raise RuntimeError("an illegal memory access was encountered")
 
     steps.start(0)
     monkeypatch.setattr(Courier, "pump", failing)
+    steps.run(moves=steps.away(0), piggybacked=(0,))
+    assert steps.executor._lanes.courier.news.wait(60), "it fails as soon as it looks for the job"
     with pytest.raises(HostWorkerError, match="The courier has ended: an illegal memory"):
-        while True:  # it fails as soon as it looks for the job
-            steps.run(moves=steps.away(0), piggybacked=(0,))
-            while not steps.executor._lanes.courier.news.wait(60):
-                pass
-            steps.run(piggyback_limits=steps.all)
+        steps.run(piggyback_limits=steps.all)
 
 
 # -- what is refused ------------------------------------------------------------------------------
@@ -252,6 +265,5 @@ def test_what_steps_of_a_gpu_cannot_carry_is_refused(folders, given, words) -> N
 
 def test_a_plan_is_refused_where_nobody_attends(folders) -> None:  # noqa: F811
     config = replace(piggybacking(folders["llama-gqa"]), scheduler="slo")
-    with Steps(config) as steps:
-        with pytest.raises(InvariantError, match="needs attention of a host"):
-            steps.executor.launch(StepPlan(1, (), piggybacked=(0,)))
+    with Steps(config) as steps, pytest.raises(InvariantError, match="needs attention of a host"):
+        steps.executor.launch(StepPlan(1, (), piggybacked=(0,)))
