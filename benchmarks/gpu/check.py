@@ -66,6 +66,7 @@ def parts() -> list[Part]:
         Part("kernels", [*pytest, "tests/triton", *absent], 105),
         Part("engine", [*pytest, "tests/gpu"], 90),
         Part("decode", [python, str(here / "decode.py"), "--seconds", "120"], 155),
+        Part("lanes", [python, str(here / "lanes.py")], 24),
         Part("shares", [python, str(here / "kernels.py")], 60),
         Part("transformers", [python, str(here / "transformers_decode.py")], 65),
     ]

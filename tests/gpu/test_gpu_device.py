@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from served import DEVICE
@@ -67,6 +69,66 @@ def test_several_captured_functions_share_their_memory(device) -> None:
             replays[size]()
     device.synchronize()
     assert [float(out[size][0]) for size in (4096, 64, 7)] == [7 * 15.0, 6 * 15.0, 5 * 15.0]
+
+
+def test_forks_run_beside_what_follows_and_one_after_the_other(device) -> None:
+    """Captured, and not; what each reads may change once the next one has begun."""
+    out = [device.exchange_memory(1000, torch.int64) for _ in range(3)]
+    x = torch.zeros(1000, dtype=torch.int64, device=device.where)
+    parts = [torch.zeros_like(x) for _ in range(2)]
+    device.synchronize()
+
+    def body() -> None:
+        for number, target in enumerate(out):
+            part = parts[number % 2]
+            x.add_(1)
+            part.copy_(x)
+            with device.fork():
+                target.copy_(part, non_blocking=True)
+            x.mul_(2)
+        device.rejoin()
+        for part in parts:
+            part.fill_(-1)
+
+    replay = device.capture(body)
+    for run in (replay, body, replay):
+        x.zero_()
+        device.synchronize()
+        with device.work():
+            run()
+        device.synchronize()
+        assert [set(target.tolist()) for target in out] == [{1}, {3}, {7}]
+
+
+def test_what_another_thread_delivers_comes_in_its_order(device) -> None:
+    """While steps run: whoever sees a number finds what was delivered before it."""
+    rounds, size = 40, 4096
+    values, number = (torch.zeros(n, dtype=torch.int64, device=device.where) for n in (size, 1))
+    wrong, busy = torch.zeros(1, dtype=torch.int64, device=device.where), torch.ones(512, 512)
+    busy = busy.to(device.where)
+    device.synchronize()
+
+    def deliver() -> None:
+        source, name = (device.exchange_memory(n, torch.int64) for n in (size, 1))
+        for i in range(1, rounds + 1):
+            source.fill_(i)
+            name.fill_(i)
+            with device.beside():
+                device.deliver(source, values)
+                device.deliver(name, number)
+            device.delivered().wait()
+
+    thread = threading.Thread(target=deliver)
+    thread.start()
+    with device.work():
+        while thread.is_alive():
+            seen = number.clone()
+            busy.mul_(1.0)
+            wrong.add_((values < seen).sum())
+    thread.join()
+    device.synchronize()
+    assert int(wrong) == 0
+    assert int(number) == int(values.min()) == rounds
 
 
 @pytest.mark.skipif(where.ON_GPU, reason="of the stand-in")

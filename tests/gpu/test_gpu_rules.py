@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +28,7 @@ from weft.exec.device import tensor_memory
 from weft.exec.functions import StepFunctions
 from weft.exec.grammar import GrammarRows
 from weft.exec.input_batch import MOST_EDITS, InputBatch
-from weft.exec.step_layout import sample_layout
+from weft.exec.step_layout import LaneSizes, sample_layout
 from weft.exec.step_packer import StepPacker
 from weft.exec.store import KVStore
 from weft.kernels.arrays import dtype_name
@@ -105,16 +106,24 @@ def decoder_of(name: str, dtype: torch.dtype, quantize: str) -> Decoder:
     return Decoder(spec, weights, ops)
 
 
-def functions_of(decoder: Decoder, kv_dtype: torch.dtype, tokens: int) -> StepFunctions:
+def functions_of(
+    decoder: Decoder, kv_dtype: torch.dtype, tokens: int, lanes: int = 0
+) -> StepFunctions:
     groups = decoder.spec.kv_groups
     kind, memory = dtype_name(kv_dtype), tensor_memory(str(GPU))
     store = KVStore(groups, [9] * len(groups), BLOCK_SIZE, kind, memory)
     table = InputBatch(ROWS, LENGTH, [LENGTH // BLOCK_SIZE] * len(groups))
     host = SimpleNamespace(
-        where=GPU, host_memory=lambda size, dtype: torch.zeros(size, dtype=dtype)
+        where=GPU,
+        host_memory=lambda size, dtype: torch.zeros(size, dtype=dtype),
+        # A step may write it, so it passes as memory of the device.
+        exchange_memory=lambda size, dtype: torch.zeros(size, dtype=dtype, device=GPU),
+        fork=nullcontext,
+        rejoin=lambda: None,
     )
     windows = [group.window for group in groups]
-    packer = StepPacker(table, BLOCK_SIZE, windows, host, tokens, (1, 16, 128))
+    sizes = LaneSizes(decoder.spec.num_layers, lanes, ROWS) if lanes else None
+    packer = StepPacker(table, BLOCK_SIZE, windows, host, tokens, (1, 16, 128), sizes)
     state = RowState.empty(ROWS, MOST_EDITS, decoder.spec.vocab_size, GPU)
     return StepFunctions(decoder, store, packer, host, state)
 
@@ -143,6 +152,22 @@ def test_steps_need_nothing_of_the_host(kind, launches) -> None:
     products = "aten._scaled_mm.default" if quantize == "fp8" else "aten.mm"
     assert any(name.startswith(products) for name in watched.called) or quantize == "int8"
     assert {"decode_kernel", "merge_kernel", "prefill_kernel", "_sample", "gemm"} <= set(launches)
+
+
+@pytest.mark.parametrize("kind", [k for k in KINDS if k[0] in ("llama-gqa", "gemma3")], ids=str)
+def test_steps_with_lanes_need_nothing_of_the_host(kind, launches) -> None:
+    name, dtype, quantize, kv = kind
+    decoder = decoder_of(name, dtype, quantize)
+    functions = functions_of(decoder, KV_DTYPES.get(kv, dtype), 128, lanes=4)
+    with OnlyOnTheDevice():
+        for size in (1, 16, 128):
+            for most in (None, 1) if size <= ROWS else (None,):
+                functions.forward(functions._packer.forward_layout(size), most, True)
+            functions.sample(sample_layout(size), True)
+    layers = decoder.spec.num_layers
+    lanes = [name for name in launches if name.endswith("_lanes")]
+    assert lanes[:4] == ["_keep_lanes", "_send_lanes", "_choose_lanes", "_join_lanes"]
+    assert len(lanes) == 4 * 4 * layers
 
 
 @pytest.mark.parametrize(

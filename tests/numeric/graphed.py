@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from weft.engine.host_tier import device_attention
 from weft.exec.device import CudaDevice, Device, HostDevice, Replay
 from weft.exec.device_tier import device_tier
 from weft.exec.graphs import GraphExecutor, Steps
@@ -21,6 +22,7 @@ from weft.models.decoder import Decoder
 from weft.models.loader import load_model
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
+LANES = 3  # fewer than the rows that begin at once
 
 
 class BlindDevice(HostDevice):
@@ -115,11 +117,13 @@ def graph_executor(
         depth=config.steps_in_flight,
         capture=config.graphs,
         sizes=SIZES,
+        lanes=LANES,
     )
     device: Device = BlindDevice(table)
     if decoder.device != "cpu":
         device = CudaDevice(decoder.device)
-    tier = device_tier(store, resolved.host_blocks, device)
+    attend = device_attention(config, decoder, table)
+    tier = device_tier(store, resolved.host_blocks, device, attend)
     return GraphExecutor(decoder, store, table, device, steps, tier)
 
 

@@ -150,10 +150,10 @@ def watch_tokens_in_flight(monkeypatch) -> list[int]:
     counts: list[int] = []
     forward = StepFunctions.forward
 
-    def watched(self, layout, most):
+    def watched(self, layout, most, carries):
         ids = layout.views(self.uploaded, self._packer.layout.pivot)["ids"]
         counts.append(int((ids < 0).sum()))
-        forward(self, layout, most)
+        forward(self, layout, most, carries)
 
     monkeypatch.setattr(StepFunctions, "forward", watched)
     return counts
@@ -310,8 +310,9 @@ def test_a_step_that_was_read_by_another_layout_is_found(which, engine, monkeypa
 
 def test_a_graph_of_another_layout_is_found(engine, monkeypatch):
     executor = engine.executor
-    graphs = executor._sample_graphs
-    monkeypatch.setitem(graphs, 1, replace(graphs[1], layout_hash=graphs[2].layout_hash))
+    graphs = executor._steps.sample_graphs
+    other = replace(graphs[1, False], layout_hash=graphs[2, False].layout_hash)
+    monkeypatch.setitem(graphs, (1, False), other)
     ticket = executor.launch(
         StepPlan(1, (SubBatch((0,), (0,), (1,), (True,)),), add=(seat(0, (7,)),))
     )

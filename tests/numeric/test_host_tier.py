@@ -280,6 +280,9 @@ def test_piggybacked_rows_that_no_profile_has_measured_take_the_time_of_copies(f
     numbers = 2 * 64 + 2 * 4 * 16 + 2 * 2 * 16
     found = costs.terms(Work(piggyback_layers=10)).piggybacked
     assert found == pytest.approx(10 * 2 * 2 * numbers / 5e9)
+    on_gpu = replace(model, device="cuda:0")
+    sent = with_host(config, on_gpu, unmeasured(config, model)).terms(Work(piggyback_layers=10))
+    assert sent.piggybacked == pytest.approx(10 * 2 * (2 * 4 * 16 + 2 * 2 * 16) / 12e9)
     token_bytes = sum(group.bytes_per_token for group in model.facts.groups)
     work = Work(tokens=3, host_decodes=3, host_context=900)
     calls = model.spec.num_layers * 2e-5

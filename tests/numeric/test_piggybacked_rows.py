@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from checkpoints import CASES, Case, build, prompt, save_with_tokenizer
+from graphed import use_graphs
 from tight_kv import (
     DRAWN,
     GREEDY,
@@ -331,18 +332,27 @@ class Steps:
         return tuple(KVMove(row, to, table, table) for row, table in zip(rows, tables, strict=True))
 
     def serve(self) -> None:
-        """Let all waiting jobs be done."""
+        """Let all waiting jobs be done, and their results be where steps find them."""
+        lanes = getattr(self.executor, "_lanes", None)  # of captured steps
+        carry = (lambda: None) if lanes is None else lanes.courier.pump
+        carry()
         with HostWorker(self.mailbox):
             while {"submitted", "running"} & set(self.mailbox.states()):
                 threading.Event().wait(0.001)
+        carry()
 
 
 @pytest.fixture
-def steps(folders, monkeypatch):
+def steps(request, folders, monkeypatch):
     """Steps of an engine whose host serves when it is told to."""
     monkeypatch.setattr(host_attention, "HostWorker", Idler)
+    if getattr(request, "param", "eager") == "graphs":
+        use_graphs(monkeypatch)
     with Steps(piggybacking(folders["llama-gqa"])) as steps:
         yield steps
+
+
+of_both_executors = pytest.mark.parametrize("steps", ["eager", "graphs"], indirect=True)
 
 
 @pytest.fixture
@@ -354,6 +364,7 @@ def second_tokens(folders) -> list[int]:
         return list(plain.run(plain.decode(0, 1, 2, 3)).tokens)
 
 
+@of_both_executors
 def test_rows_come_a_layer_further_where_their_results_are_there(steps, second_tokens) -> None:
     for row in range(4):
         steps.start(row)
@@ -402,6 +413,7 @@ def test_a_row_crosses_several_layers_in_a_step_if_the_host_is_fast(
     assert done.piggybacked_results == ((1, second_tokens[1]),)
 
 
+@of_both_executors
 def test_a_step_without_results_waits_for_no_longer_than_new_requests_may(steps) -> None:
     steps.start(0)
     steps.run(moves=steps.away(0), piggybacked=(0,))
@@ -410,6 +422,7 @@ def test_a_step_without_results_waits_for_no_longer_than_new_requests_may(steps)
     assert waiting.piggybacked_results == ()
 
 
+@of_both_executors
 def test_an_aborted_token_leaves_the_row_to_be_dropped_and_its_slot_to_others(
     steps, second_tokens
 ) -> None:
@@ -428,6 +441,7 @@ def test_an_aborted_token_leaves_the_row_to_be_dropped_and_its_slot_to_others(
     assert sorted(ended) == [(0, second_tokens[0]), (1, second_tokens[1])]
 
 
+@of_both_executors
 def test_a_row_whose_token_is_on_its_way_stays(steps) -> None:
     steps.start(0)
     steps.run(moves=steps.away(0), piggybacked=(0,))
@@ -440,6 +454,7 @@ def test_a_row_whose_token_is_on_its_way_stays(steps) -> None:
         steps.run(piggyback_limits=(9, 9))
 
 
+@of_both_executors
 def test_a_job_that_fails_ends_its_row_alone(steps, second_tokens) -> None:
     for row in (0, 1):
         steps.start(row)
@@ -509,6 +524,7 @@ def test_a_row_that_cannot_begin_for_want_of_memory_ends_alone(
     assert done.piggyback_layers == (1, 0, 0)
 
 
+@of_both_executors
 def test_a_host_without_worker_ends_the_engine_with_a_typed_error(steps) -> None:
     steps.start(0)
     steps.run(moves=steps.away(0), piggybacked=(0,))
@@ -517,6 +533,7 @@ def test_a_host_without_worker_ends_the_engine_with_a_typed_error(steps) -> None
         steps.run(piggyback_limits=steps.all)
 
 
+@of_both_executors
 def test_blocks_of_an_aborted_row_wait_for_the_worker(steps, monkeypatch) -> None:
     """It may still write to them, so a step that moves KV there waits until it does not."""
     states = ["aborting", "aborting", "empty"]
@@ -534,6 +551,7 @@ def test_blocks_of_an_aborted_row_wait_for_the_worker(steps, monkeypatch) -> Non
     assert states == []
 
 
+@of_both_executors
 def test_a_worker_that_hangs_over_an_aborted_row_is_killed(steps, monkeypatch) -> None:
     """Else whoever sends KV to the host would wait as long as it is stopped."""
     attention, interrupted = steps.executor.tier.attention, []

@@ -6,11 +6,13 @@ import torch
 
 from weft.kernels.block_arrays import BlockArrays, block_pairs
 from weft.kernels.kv_storage import KV_DTYPES, row_size
+from weft.kernels.lanes import LaneOutbox, LaneState, TicketRule
 from weft.kernels.sampling import SETTINGS, RowState, SampleBatch
 from weft.kernels.triton import (
     activation,
     blocks,
     embedding,
+    lanes,
     norm,
     process_logits,
     rope,
@@ -30,6 +32,7 @@ def launch(capability: int) -> None:
     launch_heads(torch.bfloat16)
     launch_choice()
     launch_copies()
+    launch_lanes(torch.bfloat16)
 
 
 def launch_rows(dtype: torch.dtype) -> None:
@@ -62,6 +65,25 @@ def launch_copies() -> None:
         arrays = BlockArrays([torch.empty(4, row, dtype=torch.int8)])
         pairs = block_pairs(arrays, arrays, [1], [2])
         blocks.copy_blocks(arrays, arrays, pairs, torch.clone)
+
+
+def launch_lanes(dtype: torch.dtype) -> None:
+    """64 lanes of 1024 rows, and of a layer with and without keys of its own."""
+    count, rule = 64, TicketRule(28, 64)
+    state = LaneState.empty(1024, HEADS * DIM, HIDDEN, "bfloat16", CPU)
+    line = torch.zeros(count, dtype=torch.int64)
+    residual = torch.empty(TOKENS + count, HIDDEN, dtype=dtype)
+    qkv = torch.empty(TOKENS + count, HEADS + 2 * KV_HEADS, DIM, dtype=dtype)
+    q, k, v = qkv.split((HEADS, KV_HEADS, KV_HEADS), 1)
+    number = torch.zeros(1, dtype=torch.int64)
+    lanes.choose_lanes(state, torch.zeros(28, dtype=torch.int32), 3, rule, line)
+    attended = torch.empty(TOKENS, HEADS, DIM, dtype=dtype)
+    positions = torch.zeros(TOKENS + count, dtype=torch.int64)
+    lanes.join_lanes(state, line, attended, residual, positions)
+    lanes.keep_lanes(state, line, residual, number, 3, rule)
+    outbox = LaneOutbox(torch.empty(1024, qkv.shape[1] * DIM, dtype=dtype), number, 3584, 4096)
+    lanes.send_lanes(line, q, k, v, outbox)
+    lanes.send_lanes(line, q.contiguous(), None, None, outbox)
 
 
 def launch_choice() -> None:

@@ -145,7 +145,7 @@ class Engine:
     def _attention(self) -> HostAttention | None:
         executor = self.executor
         executor = executor.inner if isinstance(executor, ParallelExecutor) else executor
-        tier = executor.tier if isinstance(executor, EagerExecutor) else None
+        tier = getattr(executor, "tier", None)
         return None if tier is None else tier.attention
 
     @property

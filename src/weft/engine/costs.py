@@ -65,7 +65,7 @@ def assumed_host(config: EngineConfig, model: Model, fitted: Fitted) -> HostCost
 
     Moves take the time of a common link, or, where the device is the CPU and computing waits for
     them, of copies from memory to memory. A piggybacked row takes what copies of its residual, q,
-    k, v and result do.
+    k, v and result do, on a GPU what q, k, v and the result take on the link; the residual stays.
     """
     cpu = is_cpu(model.device)
     bytes_s = MEMORY_BYTES_S if cpu else LINK_BYTES_S
@@ -78,8 +78,8 @@ def assumed_host(config: EngineConfig, model: Model, fitted: Fitted) -> HostCost
         return costs
     spec = model.spec
     heads = max(2 * (spec.num_heads + kind.num_kv_heads) * kind.head_dim for kind in spec.layers)
-    copied = 2 * (2 * spec.hidden_size + heads) * DTYPE_BYTES[model.dtype]  # read and written
-    carry = CarryCost(0.0, copied / MEMORY_BYTES_S)
+    numbers = 2 * (2 * spec.hidden_size + heads) if cpu else heads  # read and written, or sent
+    carry = CarryCost(0.0, numbers * DTYPE_BYTES[model.dtype] / bytes_s)
     return replace(costs, attention=_assumed_attention(config, model, fitted), carry=carry)
 
 

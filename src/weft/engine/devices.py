@@ -13,7 +13,7 @@ from weft.core.errors import ConfigError, OutOfMemoryError
 from weft.core.ports import Executor
 from weft.core.settings import format_bytes
 from weft.engine.driver import has_driver
-from weft.engine.host_tier import cpu_tier
+from weft.engine.host_tier import cpu_tier, device_attention
 from weft.engine.machine import available_memory
 from weft.exec.collect import is_out_of_memory
 from weft.exec.disk_blocks import DiskBlocks
@@ -21,6 +21,7 @@ from weft.exec.eager import EagerExecutor
 from weft.exec.input_batch import InputBatch
 from weft.exec.store import KVStore, Memory, host_memory
 from weft.kernels.collectives import Alone, Collectives
+from weft.kernels.lanes import lanes_for
 from weft.kv.disk_cache import DiskCache
 from weft.models.decoder import Decoder
 
@@ -177,8 +178,10 @@ def make_executor(
         max_samples=resolved.max_num_seqs * (1 + config.speculation),
         depth=config.steps_in_flight,
         capture=config.graphs,
+        lanes=lanes_for(resolved.max_num_seqs),
     )
     device = CudaDevice(decoder.device)
     with host_tier:
-        tier = device_tier(store, resolved.host_blocks, device)
+        attend = device_attention(config, decoder, table)
+        tier = device_tier(store, resolved.host_blocks, device, attend)
     return GraphExecutor(decoder, store, table, device, steps, tier)

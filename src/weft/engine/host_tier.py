@@ -1,6 +1,8 @@
-"""The host tier of an engine on a CPU: the memory of its KV, and the worker that attends there."""
+"""The host tier of an engine: the memory of its KV, and the worker that attends there."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from weft.core.config import EngineConfig, ResolvedConfig
 from weft.core.errors import ConfigError
@@ -13,6 +15,7 @@ from weft.exec.store import KVStore
 from weft.exec.tiers import HostTier
 from weft.kernels.cpu.blocks import copy_blocks
 from weft.kernels.interface import OpTable
+from weft.kernels.lanes import MOST_ROWS
 from weft.models.decoder import Decoder
 from weft.models.spec import ModelSpec
 
@@ -28,9 +31,15 @@ def check_attends_on_host(config: EngineConfig, spec: ModelSpec, ops: OpTable) -
     kernel = ops.describe()["paged_attention"]
     if config.piggybacks and not spec.rows_exchangeable:
         why = "its per-layer inputs belong to the step in which a token begins"
-    elif kernel == "triton":
-        why = "steps of a GPU take no results of the host yet"
-    elif kernel != "cpu":
+    elif kernel == "triton" and not config.piggybacks:
+        why = "steps of a GPU have no overlapped sub-batches yet"
+    elif kernel == "triton" and config.tensor_parallel > 1:
+        why = "lanes of captured steps do not agree over ranks yet"
+    elif kernel == "triton" and config.host_process:
+        why = "memory that a process attends in is not pinned for a GPU yet; turn host_process off"
+    elif kernel == "triton" and config.max_num_seqs > MOST_ROWS:
+        why = f"steps of a GPU look through {MOST_ROWS} sequences; lower max_num_seqs"
+    elif kernel not in ("cpu", "triton"):
         why = f"its attention is computed by kernels {kernel}, that of the host by kernels cpu"
     else:
         return
@@ -58,8 +67,7 @@ def cpu_tier(
         return None
     if not config.attends_on_host:
         return HostTier(store, store.like(resolved.host_blocks), copy_blocks)
-    plan = plan_threads(config, this_machine(), decoder.ops.ranks.rank)
-    threads = WorkerThreads(plan.host, plan.host_cpus)
+    threads = _worker_threads(config, decoder.ops.ranks.rank)
     if config.host_process:
         host, memory = shared_store(store, resolved.host_blocks)
         attention = HostAttention(decoder, host, table, threads, memory)
@@ -67,6 +75,21 @@ def cpu_tier(
         host = store.like(resolved.host_blocks)
         attention = HostAttention(decoder, host, table, threads)
     return HostTier(store, host, copy_blocks, attention, overlaps=not config.piggybacks)
+
+
+def device_attention(
+    config: EngineConfig, decoder: Decoder, table: InputBatch
+) -> Callable[[KVStore], HostAttention] | None:
+    """Return what starts the worker that attends beside a GPU; None where nobody does."""
+    if not config.attends_on_host:
+        return None
+    threads = _worker_threads(config, decoder.ops.ranks.rank)
+    return lambda host: HostAttention(decoder, host, table, threads)
+
+
+def _worker_threads(config: EngineConfig, rank: int) -> WorkerThreads:
+    plan = plan_threads(config, this_machine(), rank)
+    return WorkerThreads(plan.host, plan.host_cpus)
 
 
 def describe_host_attention(config: EngineConfig) -> str:

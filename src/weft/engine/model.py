@@ -25,6 +25,7 @@ from weft.engine.machine import available_memory, has_fast_bfloat16
 from weft.engine.weights import check_heads, check_launches, check_storage, stored_weights
 from weft.exec.workspace import StepSizes, workspace_bytes
 from weft.kernels.interface import OpTable
+from weft.kernels.lanes import lanes_for
 from weft.kernels.ops import OP_DTYPES, TUNED, select_ops
 from weft.kernels.unavailable import KernelUnavailable
 from weft.models.fused import describe_layers
@@ -202,6 +203,7 @@ def _step_sizes(config: EngineConfig, spec: ModelSpec) -> StepSizes:
         rows=config.max_num_seqs,
         samples=config.max_num_seqs * (1 + config.speculation),
         blocks=[-(-longest // config.block_size)] * len(spec.kv_groups),
+        lanes=lanes_for(config.max_num_seqs) if config.attends_on_host else 0,
     )
 
 

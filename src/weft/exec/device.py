@@ -1,8 +1,9 @@
 """The port between a graph executor and its device: copies, captured work and events, in order.
 
-Blocks of KV are copied beside that order, from a place in it until ``join``. ``HostDevice`` is the
-stand-in where there is none: it replays what was captured by calling it again, and lets copies
-arrive as late as they may.
+Blocks of KV are copied beside that order, from a place in it until ``join``. Work of a fork runs
+beside what follows it, also when both are captured, and work of another thread in an order of its
+own (``beside``). ``HostDevice`` is the stand-in where there is none: it replays what was captured
+by calling it again, and lets copies arrive as late as they may.
 """
 
 from __future__ import annotations
@@ -86,6 +87,31 @@ class Device(Protocol):
     def join(self) -> None:
         """Order what comes from now on after the copies of blocks."""
 
+    def exchange_memory(self, size: int, dtype: torch.dtype) -> Tensor:
+        """Return zeros [size] on the host that steps write, or threads beside them, at any time."""
+
+    def fork(self) -> AbstractContextManager[object]:
+        """Run torch operations within it beside what follows, and after all that precedes them.
+
+        They end before those of the next fork begin, and before what follows ``rejoin``. Until then
+        what they read must not change. Forks and ``rejoin`` may be captured together.
+        """
+
+    def rejoin(self) -> None:
+        """Order what comes from now on after the latest fork."""
+
+    def beside(self) -> AbstractContextManager[object]:
+        """Order torch operations within it one after the other, beside all other work.
+
+        For one thread, which may be another than that of ``work``.
+        """
+
+    def deliver(self, source: Tensor, target: Tensor) -> None:
+        """Copy to the device within ``beside``; ``source`` must not change before ``delivered``."""
+
+    def delivered(self) -> Event:
+        """Mark this place in the order of ``beside``."""
+
     def record(self) -> Event:
         """Mark this place in the order."""
 
@@ -110,7 +136,10 @@ class CudaDevice:
         self.where = torch.device(where)
         self._stream = torch.cuda.Stream(self.where)  # type: ignore[no-untyped-call]
         self._copies = torch.cuda.Stream(self.where)  # type: ignore[no-untyped-call]
+        self._fork = torch.cuda.Stream(self.where)  # type: ignore[no-untyped-call]
+        self._beside = torch.cuda.Stream(self.where)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
+        self._forked = False  # since the latest ``rejoin``
 
     def host_memory(self, size: int, dtype: torch.dtype) -> Tensor:
         with torch.cuda.device(self.where):
@@ -146,9 +175,35 @@ class CudaDevice:
     def join(self) -> None:
         self._stream.wait_stream(self._copies)
 
+    def exchange_memory(self, size: int, dtype: torch.dtype) -> Tensor:
+        return self.host_memory(size, dtype)
+
+    def fork(self) -> AbstractContextManager[object]:
+        if self._forked:  # else a capture would wait for what is not in it
+            self._stream.wait_stream(self._fork)
+        self._forked = True
+        self._fork.wait_stream(self._stream)
+        return torch.cuda.stream(self._fork)
+
+    def rejoin(self) -> None:
+        self._stream.wait_stream(self._fork)
+        self._forked = False
+
+    def beside(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._beside)
+
+    def deliver(self, source: Tensor, target: Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+
+    def delivered(self) -> Event:
+        return self._event(self._beside)
+
     def record(self) -> Event:
+        return self._event(self._stream)
+
+    def _event(self, stream: torch.cuda.Stream) -> Event:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(self._stream)
+        event.record(stream)
         return _CudaEvent(event)
 
     def synchronize(self) -> None:
@@ -237,6 +292,24 @@ class HostDevice:
         copies, self._copies = self._copies, []
         for copy in copies:
             copy.arrive()
+
+    def exchange_memory(self, size: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(size, dtype=dtype)
+
+    def fork(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def rejoin(self) -> None:
+        """Nothing runs beside what follows."""
+
+    def beside(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def deliver(self, source: Tensor, target: Tensor) -> None:
+        target.copy_(source)
+
+    def delivered(self) -> Event:
+        return _HostEvent(self, 0)
 
     def record(self) -> Event:
         return _HostEvent(self, self._finished + len(self._unfinished))

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from weft.exec.attend import bind_forward
 from weft.exec.device import Device
+from weft.exec.lane_pass import LanePass
 from weft.exec.logprobs import SCORED_TOKENS_AT_ONCE, score
-from weft.exec.step_layout import Layout
+from weft.exec.step_layout import LaneSizes, Layout
 from weft.exec.step_packer import StepPacker
 from weft.exec.store import KVStore
 from weft.kernels.interface import AttentionMetadata
@@ -21,9 +22,12 @@ class StepFunctions:
 
     Attributes:
         uploaded: the buffer of ``layout``, on the device.
-        hidden: [tokens, C] of the latest forward pass.
-        results: [1 + samples, 2] int64 of the latest step: the hashes that came with what it read,
-            as ``Buffer`` has them, then of each sample what ``sampling.verify_drafts`` says.
+        hidden: [tokens + K, C] of the latest forward pass; those of K lanes come last.
+        results: [1 + samples + 2K, 2] int64 of the latest step: the hashes that came with what it
+            read, as ``Buffer`` has them, then of each sample what ``sampling.verify_drafts`` says.
+            With lanes, right behind the samples of the step: the same of each lane, then the row
+            that has ended in each lane, or R.
+        lanes: None where steps carry no piggybacked rows.
     """
 
     def __init__(
@@ -40,20 +44,29 @@ class StepFunctions:
         self._packer = packer
         self._state = state
         most, where = packer.max_tokens, device.where
+        told, self.lanes, count = packer.layout.lanes, None, 0
+        if told is not None:
+            count = told.size
+            sizes = LaneSizes(decoder.spec.num_layers, count, packer.max_rows)
+            self.lanes = LanePass(decoder, store, device, sizes)
         self.uploaded = torch.zeros(packer.layout.words, dtype=torch.int32, device=where)
         self.hidden = torch.zeros(
-            most, decoder.spec.hidden_size, dtype=getattr(torch, decoder.dtype), device=where
+            most + count,
+            decoder.spec.hidden_size,
+            dtype=getattr(torch, decoder.dtype),
+            device=where,
         )
-        self.results = torch.zeros(1 + most, 2, dtype=torch.int64, device=where)
-        self._tokens = torch.zeros(most, dtype=torch.int64, device=where)
-        self._finite = torch.zeros(most, dtype=torch.bool, device=where)
+        self.results = torch.zeros(1 + most + 2 * count, 2, dtype=torch.int64, device=where)
+        self._tokens = torch.zeros(most + count, dtype=torch.int64, device=where)
+        self._finite = torch.zeros(most + count, dtype=torch.bool, device=where)
 
     @torch.inference_mode()
-    def forward(self, layout: Layout, max_query_len: int | None) -> None:
+    def forward(self, layout: Layout, max_query_len: int | None, carries: bool = False) -> None:
         """Compute the hidden states of the tokens in the buffer.
 
         Args:
             max_query_len: tokens that a row has at the most; None for any number.
+            carries: whether lanes carry piggybacked rows.
         """
         pivot = self._packer.layout.pivot
         parts = layout.views(self.uploaded, pivot)
@@ -74,19 +87,49 @@ class StepFunctions:
             for slots, start in zip(parts["slot_mapping"], parts["table_start"], strict=True)
         ]
         self.results[0].copy_(self._packer.layout.hashes(self.uploaded))
-        self.hidden[: layout.size].copy_(self._compute(ids, parts["positions"], groups))
+        if not carries:
+            self.hidden[: layout.size].copy_(self._compute(ids, parts["positions"], groups))
+            return
+        told = self._told()
+        hidden = self._lane_pass.run(told, ids, parts["positions"], groups)
+        self.hidden[: layout.size].copy_(hidden[: layout.size])
+        self.hidden[self._packer.max_tokens :].copy_(hidden[layout.size :])
+
+    @property
+    def _lane_pass(self) -> LanePass:
+        assert self.lanes is not None
+        return self.lanes
+
+    def _told(self) -> dict[str, Tensor]:
+        """What the buffer tells the lanes."""
+        layout = self._packer.layout
+        assert layout.lanes is not None
+        return layout.lanes.views(self.uploaded, layout.lanes_at)
 
     @torch.inference_mode()
-    def sample(self, layout: Layout) -> None:
-        """Choose the tokens that the samples in the buffer ask for, and take them."""
+    def sample(self, layout: Layout, carries: bool = False) -> None:
+        """Choose the tokens that the samples in the buffer ask for, and take them.
+
+        Args:
+            carries: also those of the rows that have ended in lanes.
+        """
         parts = layout.views(self.uploaded, self._packer.sample_at(layout))
-        logits = self._decoder.logits(self.hidden[parts["at"]])
-        tokens, finite = self._tokens[: layout.size], self._finite[: layout.size]
         samples = SampleBatch(parts["row"], parts["counter"], parts["changes"], parts["guesses"])
-        ops = self._decoder.ops
+        settings, seeds, hidden = parts["settings"], parts["seed"], self.hidden[parts["at"]]
+        if carries:
+            lanes = self._lane_pass
+            samples = lanes.samples(samples)
+            settings, seeds = lanes.settings(settings, seeds)
+            hidden = torch.cat((hidden, self.hidden[self._packer.max_tokens :]))
+        count, ops = len(hidden), self._decoder.ops
+        logits = self._decoder.logits(hidden)
+        tokens, finite = self._tokens[:count], self._finite[:count]
         ops.process_logits(logits, samples, self._state)
-        ops.sample(logits, parts["settings"], parts["seed"], parts["counter"], tokens, finite)
-        ops.verify_drafts(tokens, finite, samples, self._state, self.results[1 : 1 + layout.size])
+        ops.sample(logits, settings, seeds, samples.counters, tokens, finite)
+        ops.verify_drafts(tokens, finite, samples, self._state, self.results[1 : 1 + count])
+        if carries:
+            ended = self._lane_pass.ended
+            self.results[1 + count : 1 + count + len(ended), 0].copy_(ended)
 
     @torch.inference_mode()
     def score(self, layout: Layout, samples: Tensor, alternatives: bool) -> Tensor:

@@ -4,9 +4,11 @@
     launch(n+1)  the same; reads the tokens of step n on the device          (device)
     result(n)    wait for the event of step n, append its tokens to the rows (host)
 
-The forward pass and sampling are captured once for each size (``buckets``) and replayed, the
-forward pass of decodes alone apart from the one of any rows; other sizes run the same functions
-uncaptured. They read nothing but the uploaded buffer and tensors that stay where they are.
+The forward pass and sampling are captured once for each size and replayed (``captured``). They read
+nothing but the uploaded buffer and tensors that stay where they are.
+
+Rows whose attention the host computes are carried in lanes, of which captured steps have a fixed
+number (``lane_pass``, ``lane_rows``). Steps that carry none run without lanes.
 
 Log probabilities are computed behind the tokens, uncaptured, and come back with them. What few
 requests need is done on the host between two steps: grammars, log probabilities of prompts,
@@ -25,32 +27,27 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from weft.core.errors import InvariantError, OutOfMemoryError
+from weft.core.errors import InvariantError
 from weft.core.plan import StepPlan, StepResult, SubBatch, Tier
+from weft.exec.captured import CapturedSteps
 from weft.exec.collect import (
     OutOfMemoryGuard,
     StepOutput,
     StepTicket,
-    is_out_of_memory,
     no_memory,
     score_prompt,
     split_rows,
 )
-from weft.exec.device import Device, Event, Replay
+from weft.exec.courier import rows_of
+from weft.exec.device import Device, Event
 from weft.exec.device_rows import DeviceRows
 from weft.exec.functions import StepFunctions
 from weft.exec.input_batch import InputBatch
+from weft.exec.lane_rows import LaneRows
 from weft.exec.logprobs import COLUMNS, describe
 from weft.exec.sample import Sampled, sample
-from weft.exec.step_layout import (
-    SIZES,
-    Layout,
-    captured_sizes,
-    larger_sizes,
-    padded_size,
-    sample_layout,
-)
-from weft.exec.step_packer import BUFFERS, PackedStep, StepPacker
+from weft.exec.step_layout import SIZES, LaneSizes, captured_sizes, padded_size
+from weft.exec.step_packer import BUFFERS, NOTHING, Carried, PackedStep, StepPacker
 from weft.exec.store import KVStore
 from weft.exec.tiers import HostTier, check_computes
 from weft.kernels.sampling import NOT_FINITE
@@ -68,6 +65,7 @@ class Steps:
         depth: launched steps that may wait for collection while another is launched.
         capture: whether steps are captured.
         sizes: ascending, those that steps are padded to.
+        lanes: for piggybacked rows, in steps that carry some.
     """
 
     max_tokens: int
@@ -75,14 +73,7 @@ class Steps:
     depth: int
     capture: bool = True
     sizes: Seq[int] = SIZES
-
-
-@dataclass(frozen=True)
-class Captured:
-    """A captured function, and the layout whose places it reads."""
-
-    replay: Replay
-    layout_hash: int
+    lanes: int = 0
 
 
 @dataclass(eq=False)
@@ -95,6 +86,7 @@ class LaunchedBatch:
         scored: samples whose log probabilities come back too.
         scores: [M, 2 + 2W] of these, as ``logprobs.score`` gives them.
         needs_host: something of it is done on the host before the next step may run.
+        carried: rows with a token on its way, any of which may end in it.
     """
 
     batch: SubBatch
@@ -106,10 +98,11 @@ class LaunchedBatch:
     needs_host: bool
     done: Event
     output: StepOutput
+    carried: frozenset[int] = frozenset()
 
     @property
     def rows_computed(self) -> frozenset[int]:
-        return frozenset(self.batch.rows)
+        return self.carried.union(self.batch.rows)
 
 
 class GraphExecutor:
@@ -117,6 +110,7 @@ class GraphExecutor:
 
     Attributes:
         captured: functions that are replayed.
+        tier: the KV of the host; None if there is no such tier.
     """
 
     def __init__(
@@ -130,7 +124,7 @@ class GraphExecutor:
     ) -> None:
         self.depth = steps.depth
         self.overlaps = False
-        self._tier = tier
+        self.tier = tier
         max_tokens, sizes = steps.max_tokens, steps.sizes
         self._decoder = decoder
         self._store = store
@@ -138,7 +132,13 @@ class GraphExecutor:
         self._device = device
         self._most_samples = padded_size(min(steps.max_samples, max_tokens), sizes)
         windows = [group.window for group in decoder.spec.kv_groups]
-        self._packer = StepPacker(table, store.block_size, windows, device, max_tokens, sizes)
+        attends = tier is not None and tier.attention is not None
+        lanes = None
+        if attends:
+            lanes = LaneSizes(decoder.spec.num_layers, steps.lanes, len(table.sequence_ids))
+        self._packer = StepPacker(
+            table, store.block_size, windows, device, max_tokens, sizes, lanes
+        )
         self._rows = DeviceRows(table, decoder.spec.vocab_size, device)
         self._functions = StepFunctions(decoder, store, self._packer, device, self._rows.state)
         results = self._functions.results.numel()
@@ -146,62 +146,78 @@ class GraphExecutor:
         scores = self._packer.max_tokens * COLUMNS
         self._scores = [device.host_memory(scores, torch.float64) for _ in range(BUFFERS)]
         self._launched: deque[LaunchedBatch] = deque()
-        self._forward_graphs: dict[tuple[int, int | None], Captured] = {}
-        self._sample_graphs: dict[int, Captured] = {}
+        self._steps = CapturedSteps(self._functions, self._packer, device)
         device.synchronize()  # weights and KV were not ordered as its work
         if steps.capture:
-            self._prepare(captured_sizes(max_tokens, sizes))
+            self._steps.prepare(captured_sizes(max_tokens, sizes), self._most_samples)
+        self._lanes: LaneRows | None = None
+        if tier is not None and tier.attention is not None and self._functions.lanes is not None:
+            self._lanes = LaneRows(table, tier.attention, self._functions.lanes, device)
 
     @property
     def captured(self) -> int:
-        return len(self._forward_graphs) + len(self._sample_graphs)
+        return len(self._steps)
 
     def launch(self, plan: StepPlan) -> StepTicket:
         """Order a step. Before it, what steps in flight need of the host is done."""
-        check_computes(plan, self._tier)
-        while self._launched and (self._launched[-1].needs_host or self._holds(plan.drop)):
+        check_computes(plan, self.tier)
+        held = (*plan.drop, *plan.abort, *plan.piggybacked)
+        while self._launched and (self._launched[-1].needs_host or self._holds(held)):
             self._finish(self._launched.popleft())
         output = StepOutput(self._table)
         with self._device.work():
+            if self._lanes is not None:
+                self._lanes.before(plan)
             self._prepare_kv(plan)
             self._table.apply(plan)
             for add in plan.add:
                 self._add_row(add.row, output)
-            for batch in plan.batches:
+            batches = plan.batches
+            if plan.piggybacks and self._lanes is not None:
+                batches = batches[1:]
+                self._carry(plan, self._lanes, output)
+            for batch in batches:
                 self._launch_batch(batch, output)
-            if self._tier is not None:
-                self._tier.after(plan, self._table)
+            if self.tier is not None:
+                self.tier.after(plan, self._table)
         if self._decoder.ops.ranks.rank > 0 and self._launched and self._launched[-1].needs_host:
             self._finish_all()  # all ranks do it together, and this one does not hear when
-        return StepTicket(plan.step_id, partial(self._collect, plan.step_id, output))
+        return StepTicket(
+            plan.step_id, partial(self._collect, plan.step_id, output, plan.piggybacks)
+        )
 
     def _prepare_kv(self, plan: StepPlan) -> None:
         """Order zeros and copies; what comes back to the device is there before the step computes.
 
         Blocks that earlier steps have moved may be taken now, so their copies come first, as do
-        those of blocks that this step writes.
+        those of blocks that this step writes. The host reads KV of rows whose token begins only
+        after the step has told it of them, so what comes to the host is there before the step, too.
         """
-        if self._tier is not None:
+        if self.tier is not None:
             self._device.join()
         for group, block in plan.zero:
             self._store.zero(group, block)
-        if self._tier is not None:
-            self._tier.before(plan)
+        if self.tier is not None:
+            self.tier.before(plan)
             back = any(move.to is Tier.DEVICE for move in plan.moves)
-            if back or plan.spills or plan.fills:
+            if back or plan.spills or plan.fills or plan.piggybacked:
                 self._device.join()
 
     def close(self) -> None:
-        """Wait for what is launched. May be called twice."""
+        """Wait for what is launched, and end who attends on the host. May be called twice."""
         self._device.synchronize()
+        if self._lanes is not None:
+            self._lanes.close()
 
     def _holds(self, rows: Seq[int]) -> bool:
         """Whether a step in flight computes one of these rows."""
         return any(not part.rows_computed.isdisjoint(rows) for part in self._launched)
 
-    def _collect(self, step_id: int, output: StepOutput) -> StepResult:
+    def _collect(self, step_id: int, output: StepOutput, piggybacks: bool) -> StepResult:
         while any(part.output is output for part in self._launched):
             self._finish(self._launched.popleft())
+        if piggybacks and self._lanes is not None:
+            output.piggyback_layers = self._lanes.in_layers()
         return output.result(step_id)
 
     # -- on the device ------------------------------------------------------------------------
@@ -212,14 +228,8 @@ class GraphExecutor:
         Computing a row again is safe: it writes the same KV to the same slots. Drafts are left out
         then, so that they cannot be the cause.
         """
-        while self._launched and (self._launched[-1].needs_host or len(self._launched) == BUFFERS):
-            self._finish(self._launched.popleft())
-        with self._memory_guard() as memory:
-            self._launched.append(self._run(batch, output))
-        if not memory.ran_out:
+        if self._fits(batch, output):
             return
-        self._device.synchronize()  # what was uploaded may be overwritten now
-        self._finish_all()
         for row in batch.rows:  # its tokens of this step may have been counted
             self._add_row(row, output)
         if len(batch.rows) == 1 and not batch.drafts:
@@ -228,6 +238,47 @@ class GraphExecutor:
         for single in split_rows(batch):
             self._launch_batch(single, output)
             self._finish_all()
+
+    def _fits(self, batch: SubBatch, output: StepOutput, carried: Carried | None = None) -> bool:
+        """Launch a sub-batch; False if memory runs out, with nothing in flight then."""
+        while self._launched and (self._launched[-1].needs_host or len(self._launched) == BUFFERS):
+            self._finish(self._launched.popleft())
+        with self._memory_guard() as memory:
+            self._launched.append(self._run(batch, output, carried))
+        if memory.ran_out:
+            self._device.synchronize()  # what was uploaded may be overwritten now
+            self._finish_all()
+        return not memory.ran_out
+
+    def _carry(self, plan: StepPlan, rows: LaneRows, output: StepOutput) -> None:
+        """Launch the first sub-batch, if there is one, with lanes if they have something to do."""
+        if not plan.batches:
+            self._finish_all()  # so that it is known what was taken
+            if plan.piggyback_limits and len(rows.on_way) and not plan.piggybacked:
+                rows.wait()
+        carried = rows.carry(plan, output)
+        if carried is not None:
+            self._carry_with(plan.batches[0] if plan.batches else NOTHING, carried, rows, output)
+        elif plan.batches:
+            self._launch_batch(plan.batches[0], output)
+
+    def _carry_with(
+        self, batch: SubBatch, carried: Carried, rows: LaneRows, output: StepOutput
+    ) -> None:
+        """Launch a sub-batch with lanes.
+
+        If memory runs out, lanes go apart from it; if they find none alone, their tokens end.
+        """
+        if self._fits(batch, output, carried):
+            return
+        for row in (*batch.rows, *rows.undo(carried)):
+            self._add_row(row, output)
+        if batch.rows:
+            self._launch_batch(batch, output)
+            self._finish_all()
+        alone = rows.again(carried)
+        if not self._fits(NOTHING, output, alone):
+            rows.give_up(alone, output)
 
     def _add_row(self, row: int, output: StepOutput) -> None:
         """Add a row on the device; if its memory runs out, end its sequence alone.
@@ -243,14 +294,23 @@ class GraphExecutor:
     def _memory_guard(self) -> OutOfMemoryGuard:
         return OutOfMemoryGuard(self._decoder.ops.ranks.size)
 
-    def _run(self, batch: SubBatch, output: StepOutput) -> LaunchedBatch:
-        packed = self._packer.pack(batch)
+    def _run(
+        self, batch: SubBatch, output: StepOutput, carried: Carried | None = None
+    ) -> LaunchedBatch:
+        packed = self._packer.pack(batch, carried)
         inputs, functions = packed.inputs, self._functions
-        self._upload(packed)
-        read = self._forward(packed), self._sample(packed.sample)
-        found = functions.results[: 1 + len(inputs.sample_rows)].view(-1)
+        self._steps.upload(packed)
+        read = self._steps.forward(packed), self._steps.sample(packed)
+        count = 1 + len(inputs.sample_rows)
+        if carried is not None and packed.sample is not None:
+            count = 1 + packed.sample.size + 2 * self._packer.lanes
+        found = functions.results[:count].view(-1)
         self._device.download(found, self._results[packed.buffer][: len(found)])
         scored, scores = self._score(packed)
+        on_way: frozenset[int] = frozenset()
+        if carried is not None and functions.lanes is not None and self._lanes is not None:
+            functions.lanes.release()  # memory cannot run out any more
+            on_way = frozenset(self._lanes.on_way.tolist())
         return LaunchedBatch(
             batch,
             packed,
@@ -261,32 +321,8 @@ class GraphExecutor:
             self._needs_host(batch),
             self._device.record(),
             output,
+            on_way,
         )
-
-    def _upload(self, packed: PackedStep) -> None:
-        source = self._packer.buffers[packed.buffer][packed.words]
-        self._device.upload(source, self._functions.uploaded[packed.words])
-
-    def _forward(self, packed: PackedStep) -> int:
-        """Order the forward pass; return the hash of the layout by which it reads."""
-        layout, most = packed.forward, packed.max_query_len
-        graph = self._forward_graphs.get((layout.size, most))
-        if graph is None:
-            self._functions.forward(layout, most)
-            return layout.hash
-        graph.replay()
-        return graph.layout_hash
-
-    def _sample(self, layout: Layout | None) -> int:
-        """Order sampling, if there is any; return the hash of its layout, else 0."""
-        if layout is None:
-            return 0
-        graph = self._sample_graphs.get(layout.size)
-        if graph is None:
-            self._functions.sample(layout)
-            return layout.hash
-        graph.replay()
-        return graph.layout_hash
 
     def _score(self, packed: PackedStep) -> tuple[list[int], Tensor]:
         """Order log probabilities of the samples that want them; see ``LaunchedBatch``."""
@@ -303,45 +339,6 @@ class GraphExecutor:
         found = self._functions.score(packed.sample, samples, any(count for _, count in at))
         self._device.download(found.view(-1), target[: found.numel()])
         return scored, target[: found.numel()].view(found.shape)
-
-    def _prepare(self, captured: Seq[int]) -> None:
-        """Capture the steps of some sizes; run larger ones once as warm-up.
-
-        Their kernels compile, and the memory that they take is known to be there.
-        """
-        try:
-            for size in larger_sizes(self._packer.max_tokens, captured[-1]):
-                layout, _ = self._pad(size)
-                with self._device.work():
-                    self._functions.forward(layout, None)
-            for size in reversed(captured):
-                self._capture(size)
-        except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
-            raise OutOfMemoryError(
-                f"There is not enough memory beside weights and KV for steps of {size} tokens; "
-                "lower max_num_batched_tokens or kv_memory."
-            ) from error
-
-    def _pad(self, size: int) -> tuple[Layout, Layout]:
-        """Upload a step of a size that is all padding; return the layouts of its parts."""
-        forward, sampling = self._packer.forward_layout(size), sample_layout(size)
-        with self._device.work():
-            self._upload(self._packer.pack_padding(forward, sampling))
-        self._device.synchronize()
-        return forward, sampling
-
-    def _capture(self, size: int) -> None:
-        """Capture the steps of one size, while the buffer holds one that is all padding."""
-        forward, sampling = self._pad(size)
-        device, functions = self._device, self._functions
-        for most in (None, 1) if size <= self._packer.most_decodes else (None,):
-            body = partial(functions.forward, forward, most)
-            self._forward_graphs[size, most] = Captured(device.capture(body), forward.hash)
-        if size <= self._most_samples:
-            body = partial(functions.sample, sampling)
-            self._sample_graphs[size] = Captured(device.capture(body), sampling.hash)
 
     # -- on the host --------------------------------------------------------------------------
 
@@ -380,6 +377,20 @@ class GraphExecutor:
         if len(part.rows):
             hidden, sample_at = self._functions.hidden, part.packed.inputs.sample_at
             part.output.take(part.batch, part.rows, sampled, lambda i: hidden[int(sample_at[i])])
+        if part.packed.carries and self._lanes is not None:
+            self._end_carried(part, self._lanes)
+
+    def _end_carried(self, part: LaunchedBatch, rows: LaneRows) -> None:
+        """Hand out the tokens of piggybacked rows that have come through the last layer."""
+        assert part.packed.sample is not None
+        first, count = 1 + part.packed.sample.size, self._packer.lanes
+        results = self._results[part.packed.buffer].view(-1, 2)[first:].numpy()
+        tokens, ended = results[:count, 0].copy(), results[count : 2 * count, 0]
+        (lanes,) = np.nonzero(ended < self._packer.max_rows)
+        if len(lanes):
+            came, tokens = rows_of(ended[lanes].tolist()), tokens[lanes]
+            part.output.take_piggybacked(came, np.maximum(tokens, 0), tokens != NOT_FINITE)
+            rows.finish(came)
 
     def _describe(self, part: LaunchedBatch, sampled: Sampled) -> None:
         alternatives = [self._table.scored[int(part.rows[i])] for i in part.scored]

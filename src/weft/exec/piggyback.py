@@ -32,6 +32,36 @@ NOWHERE = -1  # the layer of rows without a token on its way
 Rows = NDArray[np.int32]  # executor rows, which are also slots of the mailbox
 
 
+def check_plan(plan: StepPlan, layers: int) -> None:
+    """Raise InvariantError if a plan limits other layers than there are."""
+    if plan.piggyback_limits and len(plan.piggyback_limits) != layers:
+        raise InvariantError(f"step {plan.step_id} has no limit for each of {layers} layers")
+
+
+def attention_failed(why: str) -> HostWorkerError:
+    """The failure of a request whose job the worker could not compute."""
+    return HostWorkerError(f"The host could not attend for this request: {why}.")
+
+
+class AbortedJobs:
+    """Aborted rows that the worker may be computing still, so that it may write to their blocks."""
+
+    def __init__(self, host: HostAttention) -> None:
+        self._host = host
+        self._rows: list[int] = []
+
+    def add(self, rows: Iterable[int]) -> None:
+        """Add rows, as ``HostMailbox.abort`` returns them."""
+        self._rows += rows
+
+    def before(self, plan: StepPlan, *, begins: bool = False) -> None:
+        """Wait for the worker if a plan may use blocks of such rows, or begins tokens."""
+        arrives = plan.spills or any(move.to is Tier.HOST for move in plan.moves)
+        if self._rows and (arrives or plan.zero_host or plan.piggybacked or begins):
+            self._host.await_aborted(self._rows)
+            self._rows = []
+
+
 class PiggybackedRows:
     """The rows of an executor that have a token on its way. For one thread."""
 
@@ -49,7 +79,7 @@ class PiggybackedRows:
         self.carried = self._mailbox.carried(self._residual, self._layer, self._angles)
         self._results = results_of(self._mailbox, decoder.ops.ranks)
         self._taken: Rows = np.zeros(0, np.int32)  # and not handed on yet
-        self._aborted: list[int] = []  # that the worker may be computing still
+        self._aborted = AbortedJobs(host)
 
     def __len__(self) -> int:
         return int(np.count_nonzero(self._layer != NOWHERE))
@@ -69,23 +99,18 @@ class PiggybackedRows:
             InvariantError: it drops or moves a row whose token is on its way, or limits other
                 layers than there are.
         """
-        layers = self._decoder.spec.num_layers
-        if plan.piggyback_limits and len(plan.piggyback_limits) != layers:
-            raise InvariantError(f"step {plan.step_id} has no limit for each of {layers} layers")
+        check_plan(plan, self._decoder.spec.num_layers)
         if plan.abort:
             self._abort(plan.abort)
         for row in (*plan.drop, *(move.row for move in plan.moves)):
             if self._layer[row] != NOWHERE:
                 raise InvariantError(f"row {row} leaves the host while its token is on its way")
-        arrives = plan.spills or any(move.to is Tier.HOST for move in plan.moves)
-        if self._aborted and (arrives or plan.zero_host or plan.piggybacked):
-            self.host.await_aborted(self._aborted)
-            self._aborted = []
+        self._aborted.before(plan)
 
     def _abort(self, rows: Iterable[int]) -> None:
         """Drop the tokens of rows; those that have none on their way are ignored."""
         gone = [row for row in rows if self._layer[row] != NOWHERE]
-        self._aborted += self._mailbox.abort(gone)
+        self._aborted.add(self._mailbox.abort(gone))
         self._layer[gone] = NOWHERE
 
     def look(self, *, wait: bool) -> dict[int, HostWorkerError]:
@@ -106,10 +131,7 @@ class PiggybackedRows:
             return {}
         failures = self._results.look(WAIT_S if wait else 0.0)
         self._abort(failures)
-        return {
-            row: HostWorkerError(f"The host could not attend for this request: {why}.")
-            for row, why in failures.items()
-        }
+        return {row: attention_failed(why) for row, why in failures.items()}
 
     # -- within a pass ---------------------------------------------------------------------------
 

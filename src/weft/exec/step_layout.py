@@ -3,12 +3,13 @@
 The buffer is int32 words. What sampling reads lies before a fixed place, what the forward pass
 reads from there on, the block tables last. Between them stand the hashes of both layouts:
 
-    ... [samples of S][hashes][tokens of T and rows of R][block tables, as many as there are]
-        |                     pivot                                                         |
-        +----------------------------------- one upload ------------------------------------+
+    ... [samples of S][lanes][hashes][tokens of T and rows of R][block tables, as many as there are]
+        |                            pivot                                                         |
+        +--------------------------------------- one upload ---------------------------------------+
 
 So a captured forward pass depends on T alone and captured sampling on S alone, as each finds its
-numbers at places that never change.
+numbers at places that never change. What lanes are told has one size and is there where steps may
+carry piggybacked rows.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from weft.kernels.sampling import SETTINGS
 if TYPE_CHECKING:
     from torch import Tensor
 
-VERSION = 3  # of what the sections mean
+VERSION = 4  # of what the sections mean
 HASH_WORDS = 4  # before the pivot, two int64: of the forward layout, of the sample layout or 0
 _WORD = 4
 
@@ -128,6 +129,40 @@ def forward_layout(tokens: int, rows: int, groups: int) -> Layout:
     )
 
 
+@dataclass(frozen=True)
+class LaneSizes:
+    """Steps that carry piggybacked rows: layers L, lanes K of a step, executor rows R."""
+
+    layers: int
+    lanes: int
+    rows: int
+
+
+@lru_cache(maxsize=512)
+def lane_layout(sizes: LaneSizes) -> Layout:
+    """Return what the lanes of a step are told.
+
+    serial: [1], the number of the step; limits: [L] results that each layer may take; stays:
+    [R + 1], 0 for rows whose token is dropped, else 1. Of the rows whose token begins in this step,
+    one a lane: begun: [K] the row, R for none; ids and positions: [K] its latest token; seed,
+    counter, settings and changes as in ``sample_layout``, for the token that comes of it.
+    """
+    lanes = sizes.lanes
+    return _layout(
+        lanes,
+        ("serial", "int64", (1,)),
+        ("limits", "int32", (sizes.layers,)),
+        ("stays", "int64", (sizes.rows + 1,)),
+        ("begun", "int64", (lanes,)),
+        ("ids", "int64", (lanes,)),
+        ("positions", "int64", (lanes,)),
+        ("seed", "int64", (lanes,)),
+        ("counter", "int64", (lanes,)),
+        ("settings", "float64", (lanes, len(SETTINGS))),
+        ("changes", "int32", (lanes,)),
+    )
+
+
 @lru_cache(maxsize=512)
 def sample_layout(samples: int) -> Layout:
     """Return what sampling of S tokens reads.
@@ -165,21 +200,39 @@ class Buffer:
     Attributes:
         pivot: the word where the hashes end and the tokens begin.
         words: of all, the largest step with the largest block tables.
+        lanes: what lanes are told; None where steps have none.
     """
 
     pivot: int
     words: int
+    lanes: Layout | None = None
 
     @classmethod
-    def for_steps(cls, tokens: int, rows: int, blocks: Seq[int]) -> Buffer:
+    def for_steps(
+        cls, tokens: int, rows: int, blocks: Seq[int], lanes: LaneSizes | None = None
+    ) -> Buffer:
         """Return the buffer of steps of up to ``tokens`` tokens, and as many samples.
 
         Args:
             blocks: entries of a row's block table, for each group.
+            lanes: None where steps carry no piggybacked rows.
         """
-        pivot = sample_layout(tokens).words + HASH_WORDS
+        told = None if lanes is None else lane_layout(lanes)
+        pivot = sample_layout(tokens).words + HASH_WORDS + (0 if told is None else told.words)
         forward = forward_layout(tokens, min(rows, tokens), len(blocks)).words
-        return cls(pivot, pivot + forward + rows * sum(blocks))
+        return cls(pivot, pivot + forward + rows * sum(blocks), told)
+
+    @property
+    def lanes_at(self) -> int:
+        """The word where samples end, and what lanes are told begins."""
+        told = 0 if self.lanes is None else self.lanes.words
+        return self.pivot - HASH_WORDS - told
+
+    def forward_hash(self, layout: Layout, carries: bool) -> int:
+        """The hash that stands for the forward pass of a step, with lanes or without."""
+        if not carries or self.lanes is None:
+            return layout.hash
+        return layout.hash ^ self.lanes.hash
 
     def hashes(self, buffer: Tensor) -> Tensor:
         """Return the hashes [2] int64 in ``buffer`` [words] int32."""

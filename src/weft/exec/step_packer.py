@@ -18,15 +18,34 @@ from weft.exec.inputs import VIEWS, InputPacker, StepInputs
 from weft.exec.step_layout import (
     HASH_WORDS,
     Buffer,
+    LaneSizes,
     Layout,
     forward_layout,
     padded_size,
     sample_layout,
 )
 
+NOTHING = SubBatch((), (), (), ())  # of a step that only carries piggybacked rows
 BUFFERS = 2  # one is read by the device while the next step is packed into the other
 
 Arrays = dict[str, NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Carried:
+    """What a step does of piggybacked rows.
+
+    Attributes:
+        serial: the number of the step, from 1 on.
+        begun: rows whose token begins, no more than there are lanes.
+        limits: for each layer, how many results it may take.
+        dropped: rows whose token on its way is dropped before.
+    """
+
+    serial: int
+    begun: tuple[int, ...] = ()
+    limits: tuple[int, ...] = ()
+    dropped: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +57,7 @@ class PackedStep:
         words: the part [first, end) of the buffer that must be uploaded.
         forward, sample: where the numbers of each lie; no ``sample`` if nothing is sampled.
         inputs: what was packed, valid until the next sub-batch is.
+        carries: whether lanes carry piggybacked rows.
     """
 
     buffer: int
@@ -45,6 +65,7 @@ class PackedStep:
     forward: Layout
     sample: Layout | None
     inputs: StepInputs
+    carries: bool = False
 
     @property
     def max_query_len(self) -> int | None:
@@ -59,6 +80,7 @@ class StepPacker:
         windows: for each KV group the window of its layers; None for none.
         max_tokens: of a step.
         sizes: that steps are padded to, ascending.
+        lanes: None where steps carry no piggybacked rows.
 
     Attributes:
         max_rows, max_tokens: of a step, of the tokens padding included.
@@ -74,6 +96,7 @@ class StepPacker:
         device: Device,
         max_tokens: int,
         sizes: Seq[int],
+        lanes: LaneSizes | None = None,
     ) -> None:
         self._table = table
         self._windows = [window or 0 for window in windows]
@@ -83,18 +106,25 @@ class StepPacker:
         self.max_tokens = padded_size(max_tokens, sizes)
         self.most_decodes = padded_size(min(self.max_rows, max_tokens), sizes)
         blocks = [tables.shape[1] for tables in table.tables]
-        self.layout = Buffer.for_steps(self.max_tokens, self.max_rows, blocks)
+        self.layout = Buffer.for_steps(self.max_tokens, self.max_rows, blocks, lanes)
         self.buffers = [device.host_memory(self.layout.words, torch.int32) for _ in range(BUFFERS)]
         self._hashes = [self.layout.hashes(buffer).numpy() for buffer in self.buffers]
         self._views: list[dict[int, Arrays]] = [{} for _ in range(BUFFERS)]
         self._next = 0
 
+    @property
+    def lanes(self) -> int:
+        """Lanes of a step that carries piggybacked rows."""
+        return 0 if self.layout.lanes is None else self.layout.lanes.size
+
     def forward_layout(self, tokens: int) -> Layout:
         """The layout of the forward pass over so many tokens, padding included."""
         return forward_layout(tokens, min(tokens, self.max_rows), len(self._windows))
 
-    def pack(self, batch: SubBatch) -> PackedStep:
-        """Write a sub-batch into the next buffer.
+    def pack(self, batch: SubBatch, carried: Carried | None = None) -> PackedStep:
+        """Write a sub-batch into the next buffer, and what the lanes of the step are told.
+
+        A step with lanes samples, so that a row may end in it.
 
         Raises:
             IndexError: the plan is beyond the rows.
@@ -103,26 +133,34 @@ class StepPacker:
         inputs = self._packer.pack(batch)
         forward = self.forward_layout(padded_size(len(inputs.input_ids), self._sizes))
         sample = None
-        if len(inputs.sample_rows):
+        if len(inputs.sample_rows) or carried is not None:
             sample = sample_layout(padded_size(len(inputs.sample_rows), self._sizes))
-        return self._fill(batch, inputs, forward, sample)
+        return self._fill(batch, inputs, forward, sample, carried)
 
     def pack_padding(self, forward: Layout, sample: Layout) -> PackedStep:
         """Write a step of these layouts that is only padding."""
-        nobody = SubBatch((), (), (), ())
-        return self._fill(nobody, self._packer.pack(nobody), forward, sample)
+        carried = None if self.layout.lanes is None else Carried(1)
+        return self._fill(NOTHING, self._packer.pack(NOTHING), forward, sample, carried)
 
     def sample_at(self, layout: Layout) -> int:
         """The word where the numbers of samples begin."""
-        return self.layout.pivot - HASH_WORDS - layout.words
+        return self.layout.lanes_at - layout.words
 
     def _fill(
-        self, batch: SubBatch, inputs: StepInputs, forward: Layout, sample: Layout | None
+        self,
+        batch: SubBatch,
+        inputs: StepInputs,
+        forward: Layout,
+        sample: Layout | None,
+        carried: Carried | None,
     ) -> PackedStep:
         buffer, self._next = self._next, (self._next + 1) % BUFFERS
         pivot = self.layout.pivot
         first = pivot - HASH_WORDS
-        self._hashes[buffer][:] = forward.hash, 0 if sample is None else sample.hash
+        read_as = self.layout.forward_hash(forward, carried is not None)
+        self._hashes[buffer][:] = read_as, 0 if sample is None else sample.hash
+        if carried is not None:
+            self._write_lanes(buffer, carried)
         arrays = self._arrays(buffer, forward, pivot)
         self._write_tokens(arrays, batch, inputs)
         tables = self.buffers[buffer].numpy()[pivot + forward.words :]
@@ -132,7 +170,7 @@ class StepPacker:
             first = self.sample_at(sample)
             arrays = self._arrays(buffer, sample, first)
             self._write_samples(arrays, batch, inputs)
-        return PackedStep(buffer, slice(first, end), forward, sample, inputs)
+        return PackedStep(buffer, slice(first, end), forward, sample, inputs, carried is not None)
 
     def _write_tokens(self, arrays: Arrays, batch: SubBatch, inputs: StepInputs) -> None:
         tokens, rows = len(inputs.input_ids), len(inputs.rows)
@@ -176,6 +214,23 @@ class StepPacker:
             (after,) = np.nonzero(rows[1:] == rows[:-1])  # a row stands once but for its draft
             at = inputs.sample_at[after + 1]
             arrays["guesses"][after + 1] = inputs.input_ids[at]
+
+    def _write_lanes(self, buffer: int, carried: Carried) -> None:
+        assert self.layout.lanes is not None
+        arrays, table = self._arrays(buffer, self.layout.lanes, self.layout.lanes_at), self._table
+        rows = np.array(carried.begun, np.int64)
+        arrays["serial"][:] = carried.serial
+        _put(arrays["limits"], np.array(carried.limits, np.int32))
+        arrays["stays"][:] = 1
+        arrays["stays"][list(carried.dropped)] = 0
+        _put(arrays["begun"], rows, self.max_rows)
+        lengths, columns = table.length[rows], table.columns
+        _put(arrays["ids"], table.tokens[rows, lengths - 1])
+        _put(arrays["positions"], lengths - 1)
+        _put(arrays["seed"], columns.seed[rows])
+        _put(arrays["counter"], lengths - table.num_prompt[rows])
+        _put(arrays["settings"], columns.choice[rows])
+        _put(arrays["changes"], columns.changes[rows])
 
     def _arrays(self, buffer: int, layout: Layout, at: int) -> Arrays:
         views = self._views[buffer]

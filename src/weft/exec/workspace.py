@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 from weft.exec.input_batch import MOST_EDITS, SEAT_BYTES
 from weft.exec.logprobs import SCORED_TOKENS_AT_ONCE
-from weft.exec.step_layout import HASH_WORDS, SIZES, Buffer, padded_size
+from weft.exec.step_layout import HASH_WORDS, SIZES, Buffer, LaneSizes, padded_size
 from weft.kernels.collectives import ONE_EXCHANGE_BYTES
-from weft.kernels.sampling import state_bytes
+from weft.kernels.lanes import AT_ONCE, lane_state_bytes
+from weft.kernels.sampling import SETTINGS, state_bytes
 from weft.models.spec import ModelSpec
 
 FLOAT = 4
+SAMPLED_BYTES = 8 * (2 + len(SETTINGS)) + 4  # of a row's sampling parameters
 CUBLAS_BYTES = 32 * 2**20  # PyTorch's workspace for cuBLAS on Hopper, for each handle and stream
 # Of ``triton.tiles``: parts of a context that decode attention merges at the most, and query heads
 # of one KV head that it computes together at the least.
@@ -28,6 +30,7 @@ class StepSizes:
     rows: int
     samples: int
     blocks: Seq[int]  # entries of a row's block table, for each group
+    lanes: int = 0  # of a step that carries piggybacked rows
 
 
 def workspace_bytes(
@@ -44,16 +47,27 @@ def workspace_bytes(
     """
     tokens = padded_size(sizes.tokens)
     samples = min(padded_size(sizes.samples), tokens)
-    static = Buffer.for_steps(tokens, sizes.rows, sizes.blocks).words * FLOAT
-    static += tokens * (spec.hidden_size * element + 3 * 8 + 1) + HASH_WORDS * FLOAT
+    lanes = LaneSizes(spec.num_layers, sizes.lanes, sizes.rows) if sizes.lanes else None
+    static = Buffer.for_steps(tokens, sizes.rows, sizes.blocks, lanes).words * FLOAT
+    static += (tokens + sizes.lanes) * (spec.hidden_size * element + 3 * 8 + 1) + HASH_WORDS * FLOAT
+    if lanes is not None:
+        static += _lane_bytes(spec, element, lanes)
     static += state_bytes(sizes.rows, MOST_EDITS, spec.vocab_size) + SEAT_BYTES
     scratch = CUBLAS_BYTES + max(
         _attention_bytes(spec, number, sizes, tokens) for number in range(spec.num_layers)
     )
-    passes = [(tokens, samples)]
+    passes = [(tokens + sizes.lanes, samples + sizes.lanes)]
     if graphs:
-        passes.append((min(tokens, SIZES[-1]), min(samples, SIZES[-1])))
+        passes.append((min(tokens, SIZES[-1]) + sizes.lanes, min(samples, SIZES[-1]) + sizes.lanes))
     return static + scratch + sum(_pass_bytes(spec, element, ranks, *counts) for counts in passes)
+
+
+def _lane_bytes(spec: ModelSpec, element: int, lanes: LaneSizes) -> int:
+    """What the device keeps of piggybacked rows, and results on their way to it."""
+    width = max(spec.num_heads * layer.head_dim for layer in spec.layers)
+    kept = lane_state_bytes(lanes.rows, width, spec.hidden_size, element)
+    kept += (lanes.rows + 1) * SAMPLED_BYTES
+    return kept + min(lanes.rows, AT_ONCE) * (width * element + 2 * 8) + 5 * 8 * lanes.lanes
 
 
 def _attention_bytes(spec: ModelSpec, number: int, sizes: StepSizes, tokens: int) -> int:

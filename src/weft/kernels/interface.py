@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeAlias
 
 from weft.kernels.arrays import Array
 from weft.kernels.collectives import ALONE, Collectives
+from weft.kernels.lanes import LaneOps
 from weft.kernels.parts import LayerParts, StackParts
 from weft.kernels.sampling import ProcessLogits, VerifyDrafts
 from weft.kernels.storage import PackedForm, Storage
@@ -268,6 +269,7 @@ class OpTable:
     log_softmax: LogSoftmax
     top_k: TopK
     verify_drafts: VerifyDrafts
+    lanes: LaneOps  # of steps that can be captured
     pack: Pack
     quantise: Quantise
     computes: Callable[[Storage], bool]  # whether with weights that are stored so

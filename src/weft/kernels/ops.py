@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from weft.kernels import reference_lanes
 from weft.kernels.interface import Fused, OpTable, PackedMatrices
+from weft.kernels.lanes import LaneOps
 from weft.kernels.unavailable import KernelUnavailable
 
 FLOAT_DTYPES = ("float32", "bfloat16", "float16")
@@ -27,6 +29,13 @@ OP_DTYPES = {
     "top_k": "float32",
     "verify_drafts": "int64",
 }
+
+LANES_ON_TENSORS = LaneOps(
+    reference_lanes.choose_lanes,
+    reference_lanes.join_lanes,
+    reference_lanes.keep_lanes,
+    reference_lanes.send_lanes,
+)
 
 
 def select_ops(
@@ -104,6 +113,7 @@ def _reference_ops(device: str, weights: Mapping[str, str]) -> OpTable:
         log_softmax=reference_sampling.log_softmax,
         top_k=reference_sampling.top_k,
         verify_drafts=reference_sampling.verify_drafts,
+        lanes=LANES_ON_TENSORS,
         pack=partial(reference.upload, device=where),
         quantise=partial(float8.quantised, device=where),
         computes=float8.computes,
@@ -190,6 +200,7 @@ def _native_ops(dtype: str, weights: Mapping[str, str]) -> OpTable:
         log_softmax=logprobs.log_softmax,
         top_k=logprobs.top_k,
         verify_drafts=_on_tensors("verify_drafts"),
+        lanes=LANES_ON_TENSORS,
         pack=matrix.pack,
         quantise=matrix.quantised,
         computes=matrix.computes,
@@ -223,6 +234,7 @@ def _triton_ops(device: str, dtype: str, weights: Mapping[str, str], tuning: str
         from weft.kernels.triton import (
             activation,
             attention,
+            lanes,
             layer,
             matrix,
             moe,
@@ -265,6 +277,7 @@ def _triton_ops(device: str, dtype: str, weights: Mapping[str, str], tuning: str
         log_softmax=reference_sampling.log_softmax,
         top_k=reference_sampling.top_k,
         verify_drafts=process_logits.verify_drafts,
+        lanes=LaneOps(lanes.choose_lanes, lanes.join_lanes, lanes.keep_lanes, lanes.send_lanes),
         pack=partial(matrix.pack, device=where, tuning=found),
         quantise=partial(matrix.quantised, device=where, tuning=found),
         computes=matrix.computes,

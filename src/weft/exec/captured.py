@@ -1,0 +1,121 @@
+"""The forward passes and sampling of steps, captured for each size and replayed.
+
+The forward pass of decodes alone is captured apart from the one of any rows, and each with lanes
+for piggybacked rows apart from the one without. Other sizes run the same functions uncaptured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from functools import partial
+
+from weft.core.errors import OutOfMemoryError
+from weft.exec.collect import is_out_of_memory
+from weft.exec.device import Device, Replay
+from weft.exec.functions import StepFunctions
+from weft.exec.step_layout import Layout, larger_sizes, sample_layout
+from weft.exec.step_packer import PackedStep, StepPacker
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A captured function, and the hash of the layout whose places it reads."""
+
+    replay: Replay
+    layout_hash: int
+
+
+class CapturedSteps:
+    """The functions of steps, captured where their sizes are.
+
+    Attributes:
+        forward_graphs: by size, tokens of a row at the most, and whether there are lanes.
+        sample_graphs: by size, and whether there are lanes.
+    """
+
+    def __init__(self, functions: StepFunctions, packer: StepPacker, device: Device) -> None:
+        self._functions, self._packer, self._device = functions, packer, device
+        self.forward_graphs: dict[tuple[int, int | None, bool], Captured] = {}
+        self.sample_graphs: dict[tuple[int, bool], Captured] = {}
+
+    def __len__(self) -> int:
+        return len(self.forward_graphs) + len(self.sample_graphs)
+
+    def upload(self, packed: PackedStep) -> None:
+        """Order the upload of a packed step."""
+        source = self._packer.buffers[packed.buffer][packed.words]
+        self._device.upload(source, self._functions.uploaded[packed.words])
+
+    def forward(self, packed: PackedStep) -> int:
+        """Order the forward pass; return the hash of the layout by which it reads."""
+        layout, most, carries = packed.forward, packed.max_query_len, packed.carries
+        graph = self.forward_graphs.get((layout.size, most, carries))
+        if graph is None:
+            self._functions.forward(layout, most, carries)
+            return self._packer.layout.forward_hash(layout, carries)
+        graph.replay()
+        return graph.layout_hash
+
+    def sample(self, packed: PackedStep) -> int:
+        """Order sampling, if there is any; return the hash of its layout, else 0."""
+        layout = packed.sample
+        if layout is None:
+            return 0
+        graph = self.sample_graphs.get((layout.size, packed.carries))
+        if graph is None:
+            self._functions.sample(layout, packed.carries)
+            return layout.hash
+        graph.replay()
+        return graph.layout_hash
+
+    def prepare(self, captured: Seq[int], most_samples: int) -> None:
+        """Capture the steps of some sizes; run larger ones once as warm-up.
+
+        Their kernels compile, and the memory that they take is known to be there.
+
+        Raises:
+            OutOfMemoryError: it is not.
+        """
+        try:
+            for size in larger_sizes(self._packer.max_tokens, captured[-1]):
+                layout, _ = self._pad(size)
+                with self._device.work():
+                    for carries in self._kinds:
+                        self._functions.forward(layout, None, carries)
+            for size in reversed(captured):
+                self._capture(size, most_samples)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise OutOfMemoryError(
+                f"There is not enough memory beside weights and KV for steps of {size} tokens; "
+                "lower max_num_batched_tokens or kv_memory."
+            ) from error
+
+    @property
+    def _kinds(self) -> tuple[bool, ...]:
+        """Whether steps have lanes: those with them first, as they are larger."""
+        return (False,) if self._packer.layout.lanes is None else (True, False)
+
+    def _pad(self, size: int) -> tuple[Layout, Layout]:
+        """Upload a step of a size that is all padding; return the layouts of its parts."""
+        forward, sampling = self._packer.forward_layout(size), sample_layout(size)
+        with self._device.work():
+            self.upload(self._packer.pack_padding(forward, sampling))
+        self._device.synchronize()
+        return forward, sampling
+
+    def _capture(self, size: int, most_samples: int) -> None:
+        """Capture the steps of one size, while the buffer holds one that is all padding."""
+        forward, sampling = self._pad(size)
+        device, functions, layout = self._device, self._functions, self._packer.layout
+        for carries in self._kinds:
+            for most in (None, 1) if size <= self._packer.most_decodes else (None,):
+                body = partial(functions.forward, forward, most, carries)
+                graph = Captured(device.capture(body), layout.forward_hash(forward, carries))
+                self.forward_graphs[size, most, carries] = graph
+            if size <= most_samples:
+                body = partial(functions.sample, sampling, carries)
+                graph = Captured(device.capture(body), sampling.hash)
+                self.sample_graphs[size, carries] = graph
