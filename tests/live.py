@@ -34,7 +34,7 @@ MODELLED = f"""
 sys.path.append({str(Path(__file__).parent)!r})
 import modelled_build
 from weft.engine.forkserver import IMPORTED
-sys.modules |= dict.fromkeys(IMPORTED, modelled_build)
+sys.modules |= dict.fromkeys([*IMPORTED, "weft.exec.overlap"], modelled_build)
 """
 
 

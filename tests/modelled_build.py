@@ -30,6 +30,10 @@ class CpuStack:
     """Stands for that of ``weft.kernels.cpu.stack``, of which no modelled engine has one."""
 
 
+class OverlappedForward:
+    """Stands for that of ``weft.exec.overlap``, of which no modelled engine has one."""
+
+
 class SlowExecutor(ModelledExecutor):
     """The modelled executor, whose steps take a while."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import pytest
 from costs import LinearCost
@@ -20,8 +20,8 @@ from weft.kv.cache import GroupSpec, KVCache
 from weft.sched.batch import TimedBatch
 from weft.sched.first_token import first_token_s
 from weft.sched.policy_slo import SLOPolicy, prioritise_by_target
-from weft.sched.registry import fcfs, make_scheduler, slo
-from weft.sched.resources import DEFAULT_POLICY, Resources, TargetPolicy
+from weft.sched.registry import fcfs, slo
+from weft.sched.resources import DEFAULT_POLICY, TargetPolicy
 from weft.sched.scheduler import Limits, Scheduler
 from weft.sim.executor import ModelledExecutor
 
@@ -351,27 +351,3 @@ def test_one_class_alone_is_served_as_by_fcfs_where_targets_are_derived(draw):
         assert len(world.count) == len(asked)
         plans.append(world.plans)
     assert plans[0] == plans[1]
-
-
-@pytest.mark.parametrize("prefixes", [False, True])
-def test_copies_between_tiers_are_no_slowness_of_the_device(prefixes):
-    """Sequences that swap; or, one after the other, prompts whose prefixes go down and come back.
-
-    Each block that is copied takes longer than a step, and nothing of that is predicted.
-    """
-    group, limits = GroupSpec("full", 4, 40), Limits(64, 1024, 160)
-    s = make_scheduler("slo-swap", Resources([group], limits, CLASSES, prefixes, (200,), COST))
-    s.memory.watermark_tokens = 0
-    executor, now, copied = ModelledExecutor([group], 50, host_blocks=(200,)), 1.0, 0
-    asked = [replace(request(number % 12, 30, "batch", 30), id=number) for number in range(24)]
-    while asked or not s.idle:
-        while asked and (s.idle or not prefixes):
-            s.add(asked.pop())
-        plan = s.plan(now)
-        blocks = len(plan.spills) + len(plan.fills) + sum(m.num_blocks for m in plan.moves)
-        copied += blocks
-        own_s = step_time(COST, [Work.of(plan.batches[0])]) if plan.batches else 0.0
-        now += own_s + 0.02 * blocks
-        s.commit(executor.launch(plan).result(), now)
-        assert s.policy.pace.drift == s.policy.pace.correction == pytest.approx(1.0, abs=1e-6)
-    assert copied > 20

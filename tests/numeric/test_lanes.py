@@ -30,7 +30,7 @@ from test_piggybacked_rows import (
 from depth import deep
 from weft.core.errors import ConfigError, HostWorkerError, InvariantError
 from weft.core.plan import StepPlan
-from weft.engine.host_tier import check_piggybacked
+from weft.engine.host_tier import check_attends_on_host
 from weft.engine.model import find_model
 from weft.exec import host_attention
 from weft.exec.courier import Courier
@@ -258,9 +258,9 @@ def test_what_steps_of_a_gpu_cannot_carry_is_refused(folders, given, words) -> N
     config = piggybacking(folders["llama-gqa"])
     model = find_model(config)
     named = replace(model.ops, names={**model.ops.names, "paged_attention": "triton"})
-    check_piggybacked(config, model.spec, named)
+    check_attends_on_host(config, model.spec, named)
     with pytest.raises(ConfigError, match=words):
-        check_piggybacked(replace(config, **given), model.spec, named)
+        check_attends_on_host(replace(config, **given), model.spec, named)
 
 
 def test_a_plan_is_refused_where_nobody_attends(folders) -> None:  # noqa: F811

@@ -324,8 +324,8 @@ class TestInputBombs:
         assert len(server.client.submitted.get(timeout=10).prompt) == 1
 
     def test_a_long_prompt_is_never_tokenised(self, server, monkeypatch):
-        tokenizer = server.service.builder.tokenizer
-        monkeypatch.setattr(tokenizer, "_encode", lambda _: pytest.fail("it was tokenised"))
+        encoder = server.service.builder.tokenizer.encoder
+        monkeypatch.setattr(encoder, "encode", lambda _: pytest.fail("it was tokenised"))
         long = "word " * 100_000
         with server.http() as http:
             for path, body in (

@@ -57,11 +57,6 @@ class HostPrefixes:
         pool.share(source)
         self._fills.append((group, source, block))
 
-    @property
-    def copies(self) -> bool:
-        """Whether blocks are to be copied with the next launched step."""
-        return bool(self._spills or self._fills)
-
     def take_spills(self) -> tuple[TierCopy, ...]:
         """What the next launched step copies to the host before anything is written."""
         spills, self._spills = self._spills, {}

@@ -230,12 +230,6 @@ class LowerPrefixes:
 
     # -- plans --------------------------------------------------------------------------------
 
-    @property
-    def copies(self) -> bool:
-        """Whether the next launched step copies blocks from or to a level below."""
-        host = self.host is not None and self.host.copies
-        return bool(self._saves or self._loads or host)
-
     def take_saves(self) -> tuple[BlockCopy, ...]:
         """What the next launched step must save before anything is written."""
         saves, self._saves = tuple(self._saves), []

@@ -12,7 +12,7 @@ from weft.core.plan import StepPlan
 from weft.core.types import Sequence, SequenceState
 from weft.kv.cache import KVCache
 from weft.kv.tiers import AnyCache
-from weft.sched.batch import BatchBuilder, TimedBatch
+from weft.sched.batch import BatchBuilder
 from weft.sched.commit import Committer
 from weft.sched.preempt import choose_victim
 from weft.sched.sequences import SequenceManager
@@ -54,11 +54,6 @@ class DeviceMemory:
 
     def complete_moves(self, committer: Committer) -> None:
         """The step of the oldest launched plan is committed."""
-
-    def copies(self, step: TimedBatch) -> bool:
-        """Whether a step copies KV between tiers, prefixes included: its rows may wait for that."""
-        lower = self.cache.lower
-        return bool(step.work.out_tokens or step.work.in_tokens) or bool(lower and lower.copies)
 
     @property
     def moves(self) -> bool:

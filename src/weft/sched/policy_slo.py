@@ -269,7 +269,7 @@ class SLOPolicy:
             return None
         self.pace.launched(
             step.seconds(), now, computes=bool(step.rows) or self.part is None,
-            carries=step.carries, moves=self._memory.copies(step),
+            carries=step.carries, moves=self.part is not None and self._memory.moves,
             beside_s=step.beside_s,
         )  # fmt: skip
         return step
@@ -290,7 +290,7 @@ class SLOPolicy:
         self._plan_urgent_prompts(step, self._plan_urgent_decodes(step, now))
         if self._is_empty(step):
             return None
-        self.pace.launched(step.seconds(), now, moves=self._memory.copies(step))
+        self.pace.launched(step.seconds(), now)
         return step
 
     def _new_step(self, limit_s: float) -> TimedBatch:
