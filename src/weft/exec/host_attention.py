@@ -79,6 +79,11 @@ class HostAttention:
         if self._worker.error is not None:
             raise self._worker.error
 
+    @property
+    def stopped(self) -> bool:
+        """Whether the worker is a process that somebody has stopped."""
+        return isinstance(self._worker, HostProcess) and self._worker.stopped
+
     def interrupt(self) -> None:
         """End a call that takes too long, if that can be done: kill the process; another follows.
 

@@ -92,7 +92,8 @@ class PiggybackedRows:
     def _await_aborted(self) -> None:
         """Wait until the worker writes to no block of an aborted row any more.
 
-        Those blocks may be another row's now. A process that is stopped is killed.
+        Those blocks may be another row's now. A process that hangs is killed, one that is stopped
+        at once, as steps with rows of the device wait here, too.
         """
         patience = time.monotonic() + ABORT_S
         while True:
@@ -101,7 +102,7 @@ class PiggybackedRows:
             if not self._aborted:
                 return
             self.host.check()
-            if time.monotonic() > patience:
+            if time.monotonic() > patience or self.host.stopped:
                 self.host.interrupt()
                 patience += ABORT_S
             time.sleep(0.0005)
