@@ -48,6 +48,15 @@ def set_process_title(title: str) -> None:
     setproctitle(title)
 
 
+def process_state(pid: int) -> str:
+    """The state of a process as one letter (proc_pid_stat(5)); empty if there is none."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0].decode()
+    except (OSError, IndexError):
+        return ""
+
+
 def raise_file_limit() -> None:
     """Let this process open as many files as the system allows; most start with 1024."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)

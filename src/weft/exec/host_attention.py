@@ -87,6 +87,11 @@ class HostAttention:
         if self._worker.error is not None:
             raise self._worker.error
 
+    @property
+    def stopped(self) -> bool:
+        """Whether the worker is a process that somebody has stopped."""
+        return isinstance(self._worker, HostProcess) and self._worker.stopped
+
     def interrupt(self) -> None:
         """End a call that takes too long, if that can be done: kill the process; another follows.
 
@@ -115,7 +120,8 @@ class HostAttention:
     def await_aborted(self, rows: Seq[int]) -> None:
         """Wait until the worker writes to no block of aborted rows any more.
 
-        Those blocks may be another row's now. A process that is stopped is killed.
+        Those blocks may be another row's now. A process that hangs is killed, one that is stopped
+        at once, as steps with rows of the device wait here, too.
 
         Args:
             rows: that the worker was computing as they were aborted.
@@ -130,7 +136,7 @@ class HostAttention:
             if not rows:
                 return
             self.check()
-            if time.monotonic() > patience:
+            if time.monotonic() > patience or self.stopped:
                 self.interrupt()
                 patience += ABORT_S
             time.sleep(0.0005)

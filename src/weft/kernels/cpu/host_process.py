@@ -18,7 +18,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from weft.core.errors import ConfigError, HostWorkerError, WeftError
-from weft.core.process import Backoff, describe_exit, die_with, set_process_title, start_child
+from weft.core.process import (
+    Backoff,
+    describe_exit,
+    die_with,
+    process_state,
+    set_process_title,
+    start_child,
+)
 from weft.kernels.arrays import NAMES, View, numpy_dtype
 from weft.kernels.cpu import attention
 from weft.kernels.cpu.host import HostMailbox, SharedMemory, attach, attached_worker
@@ -77,6 +84,11 @@ class HostProcess:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a signal or a debugger has stopped it, so that no call of it ends."""
+        return process_state(self._process.pid) in ("T", "t")
 
     def restart(self) -> None:
         """Kill the process, say because it hangs; another one follows."""
