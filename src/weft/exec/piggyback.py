@@ -19,14 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.core.errors import HostWorkerError, InvariantError
-from weft.core.plan import StepPlan, Tier
+from weft.core.plan import PIGGYBACK_WAIT_S, StepPlan
 from weft.exec.host_attention import HostAttention
 from weft.exec.input_batch import InputBatch
 from weft.kernels.arrays import Array, numpy_dtype
 from weft.models.decoder import Decoder
 from weft.models.layers import Angles
 
-WAIT_S = 0.01  # of a step that has only piggybacked rows, for the next result: new requests wait
 ABORT_S = 1.0  # that a call which computes aborted rows may take, before its process is killed
 NOWHERE = -1  # the layer of rows without a token on its way
 
@@ -77,8 +76,7 @@ class PiggybackedRows:
         for row in (*plan.drop, *(move.row for move in plan.moves)):
             if self._layer[row] != NOWHERE:
                 raise InvariantError(f"row {row} leaves the host while its token is on its way")
-        arrives = plan.spills or any(move.to is Tier.HOST for move in plan.moves)
-        if self._aborted and (arrives or plan.zero_host or plan.piggybacked):
+        if self._aborted and plan.writes_host:
             self._await_aborted()
 
     def _abort(self, rows: Iterable[int]) -> None:
@@ -106,7 +104,7 @@ class PiggybackedRows:
 
     def wait(self) -> None:
         """Wait until there is a result or a failure, for no longer than new requests may wait."""
-        self._mailbox.wait(WAIT_S)
+        self._mailbox.wait(PIGGYBACK_WAIT_S)
 
     def failed(self) -> dict[int, HostWorkerError]:
         """End the tokens for which the worker could not attend, and say why, by row.
