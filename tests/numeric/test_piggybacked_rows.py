@@ -380,6 +380,15 @@ def test_rows_come_a_layer_further_where_their_results_are_there(steps, second_t
 
 
 @pytest.mark.usefixtures("layer_by_layer")
+def test_a_limit_of_none_leaves_the_results_of_a_layer_where_they_are(steps) -> None:
+    steps.start(0)
+    steps.run(moves=steps.away(0), piggybacked=(0,))
+    steps.serve()
+    assert steps.run(piggyback_limits=(0, 9, 9)).piggyback_layers == (1, 0, 0)
+    assert steps.run(piggyback_limits=(1, 9, 9)).piggyback_layers == (0, 1, 0)
+
+
+@pytest.mark.usefixtures("layer_by_layer")
 def test_a_row_crosses_several_layers_in_a_step_if_the_host_is_fast(
     folders, second_tokens, monkeypatch
 ) -> None:
