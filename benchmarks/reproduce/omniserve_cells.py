@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -19,6 +19,7 @@ from rivals import eager_piggyback, headroom, timed_load_aware
 from weft.core.types import ServiceClass
 from weft.cost.fit import Fitted, ProfileKey
 from weft.cost.hardware import hardware
+from weft.cost.model import CostModel, Terms
 from weft.cost.roofline import BYTES, Roofline
 from weft.cost.shape import model_shape
 from weft.cost.work import Work
@@ -44,6 +45,7 @@ CHAT_INPUT, CHAT_OUTPUT = 161.31, 337.99
 BEST_EFFORT = {
     "LongBench-v2": (8952, 136),
     "DailyMails": (1964, 397),
+    "as long as asked": (2048, 2048),  # of no data set
     "long answers": (128, 2048),  # of no data set: so that decodes are all of the work
 }
 BE_SPREAD = 0.25  # deviation over mean: with a maximum of 12K little more is possible
@@ -88,6 +90,8 @@ class Setting:
         be_open: best-effort requests that are with the engine.
         device_kv: share of the device's memory for KV that is used.
         free_attention: hosts attend in no time.
+        host_kv: how much of a host's memory for KV is used; 2 and more are more hosts' worth.
+        elsewhere: prompts are computed on other machines (section 5.4.4), and cost nothing here.
     """
 
     hosts: int = 1
@@ -99,6 +103,8 @@ class Setting:
     machine: str = "omniserve-a100"
     device_kv: float = 1.0
     free_attention: bool = False
+    elsewhere: bool = False
+    host_kv: float = 1.0
 
 
 @cache
@@ -115,12 +121,38 @@ def planned_cost(name: str, tp: int, machine: str) -> Fitted:
     return learn(true_cost(name, tp, machine), key, limits, Errors(long_share=0.0), host=True)
 
 
+class Elsewhere:
+    """The costs of steps whose prompts are computed on other machines: of their decodes alone."""
+
+    def __init__(self, cost: CostModel) -> None:
+        self._cost = cost
+        self.layers = cost.layers
+
+    def terms(self, work: Work) -> Terms:
+        """Seconds of each part; a step that only takes in prompts is one of a single token."""
+        tokens = max(1, work.decodes + work.host_decodes) if work.tokens else 0
+        sampled = min(work.sampled, tokens)
+        return self._cost.terms(
+            replace(
+                work, tokens=tokens, sampled=sampled, prefills=0, prefill_area=0.0,
+                prefill_context=0, out_tokens=min(work.out_tokens, work.host_decodes), in_tokens=0,
+            )
+        )  # fmt: skip
+
+
+def costs(model: Model, setting: Setting) -> tuple[CostModel, CostModel]:
+    """What steps take, and what schedulers plan with."""
+    place = (model.name, model.tp, setting.machine)
+    true, planned = true_cost(*place), planned_cost(*place)
+    return (Elsewhere(true), Elsewhere(planned)) if setting.elsewhere else (true, planned)
+
+
 def host_tokens(model: Model, setting: Setting) -> int:
     """Tokens whose KV one host keeps. With less than four devices it is shared (section 4)."""
     cost, host = true_cost(model.name, model.tp, setting.machine), hardware(setting.machine).host
     assert host is not None
     token = cost.shape.kv_values_per_token * BYTES[cost.kv_dtype]
-    return int(HOST_SHARE * model.tp / 4 * host.memory / token)
+    return int(setting.host_kv * HOST_SHARE * model.tp / 4 * host.memory / token)
 
 
 def scheduler(name: str, model: Model, setting: Setting) -> Scheduler:
@@ -132,13 +164,14 @@ def scheduler(name: str, model: Model, setting: Setting) -> Scheduler:
     if name in ("fcfs", "headroom"):
         kind = fcfs if name == "fcfs" else headroom
         return kind(KVCache(groups, prefix_caching=False), limits, classes)
-    planned = planned_cost(*place)
+    planned = costs(model, setting)[1]
     if name in ("alone", "device"):
         return slo(KVCache(groups, prefix_caching=False), limits, planned, classes, policy)
     on_hosts = setting.hosts * host_tokens(model, setting) // BLOCK
     tiers = TieredCache(groups, [on_hosts], prefix_caching=False)
-    if name == "load-aware":
-        return timed_load_aware(tiers, limits, planned, classes, tpot_s=model.tpot_s)
+    if name in ("load-aware", "host-only"):
+        more = {"tpot_s": model.tpot_s, "host_only": name == "host-only"}
+        return timed_load_aware(tiers, limits, planned, classes, **more)
     piggybacking = eager_piggyback if name == "eager" else slo_piggyback
     return piggybacking(tiers, limits, planned, classes, policy)
 
@@ -266,7 +299,7 @@ def run(name: str, model: Model, rate: float, seconds: float, **given: Any) -> C
     beside = None if name == "alone" else backlog(setting.best_effort, 1)
     result = simulate(
         scheduler(name, model, setting),
-        true_cost(model.name, model.tp, setting.machine),
+        costs(model, setting)[0],
         Traffic(asked, beside, setting.be_open if beside else 0),
         Errors(seed=1),
         model.classes,

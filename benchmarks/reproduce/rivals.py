@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from itertools import chain
 
 from weft.core.types import DEFAULT_CLASSES, Sequence, ServiceClass
 from weft.cost.model import CostModel
@@ -60,8 +61,10 @@ class TimedFCFS(FCFSPolicy):
     Of its decodes on the device and of prompts; the margin is that of scheduler slo.
     """
 
-    def __init__(self, classes: Seq[ServiceClass], cost: CostModel, tpot_s: float) -> None:
-        super().__init__(classes, cost)
+    def __init__(
+        self, classes: Seq[ServiceClass], cost: CostModel, tpot_s: float, *, fills: bool = True
+    ) -> None:
+        super().__init__(classes, cost, fills=fills)
         self._limit_s = tpot_s * (1 - DEFAULT_POLICY.margin)
 
     def budget(self) -> int:
@@ -85,18 +88,26 @@ def timed_load_aware(
     classes: Seq[ServiceClass],
     *,
     tpot_s: float,
+    host_only: bool = False,
 ) -> Scheduler:
-    """Load-aware "with a latency control mechanism similar to OmniServe's" (section 5.1.3)."""
-    memory = SwapMemory(cache, host_computes=True)
-    part = TwoBatch(memory, Balance(cost, limits.max_num_batched_tokens))
-    return Scheduler(TimedFCFS(classes, cost, tpot_s), memory, limits, [part])
+    """Load-aware "with a latency control mechanism similar to OmniServe's" (section 5.1.3).
+
+    Args:
+        host_only: all decode attention is the host's, as the paper says that NEO has it.
+    """
+    memory = SwapMemory(cache, host_computes=True, comes_back=not host_only)
+    balance = Balance(cost, limits.max_num_batched_tokens)
+    part = TwoBatch(memory, balance, host_only=host_only)
+    policy = TimedFCFS(classes, cost, tpot_s, fills=not host_only)
+    return Scheduler(policy, memory, limits, [part])
 
 
 class EagerPiggyback(PiggybackPart):
-    """Sends a decode to the host as soon as a step has no time for it beside prompts.
+    """Sends a decode to the host as soon as a step has no time for it beside prompts, or the device
+    has no memory for the next best-effort prompt.
 
-    As the paper has it (section 3.3.5). weft's own keeps it on the device if a step could hold all
-    decodes without prompts, since there a token takes one step.
+    As the paper has it (sections 3.2.3, 3.3.5). weft's own keeps it on the device if a step could
+    hold all decodes without prompts, since there a token takes one step.
     """
 
     _passed_over: Seq[Sequence] = ()
@@ -106,6 +117,14 @@ class EagerPiggyback(PiggybackPart):
         planned = {sequence.id for sequence in step.sequences}
         self._passed_over = [s for s in self._decoding() if s.id not in planned]
         return priorities
+
+    def _headroom(self) -> list[int]:
+        policies = self._policy.best_effort
+        waiting = (self._scheduler.sequences.waiting.of_priority(each) for each in policies)
+        first = next(chain.from_iterable(waiting), None)
+        end = 0 if first is None else first.end
+        sizes = (-(-end // group.block_size) for group in self._cache.groups)
+        return [rest + size for rest, size in zip(super()._headroom(), sizes, strict=True)]
 
     def _too_many(self, step: TimedBatch) -> list[Sequence]:  # noqa: ARG002
         passed = {sequence.id for sequence in self._passed_over}
