@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -131,13 +131,17 @@ class Elsewhere:
     def terms(self, work: Work) -> Terms:
         """Seconds of each part; a step that only takes in prompts is one of a single token."""
         tokens = max(1, work.decodes + work.host_decodes) if work.tokens else 0
-        sampled = min(work.sampled, tokens)
-        return self._cost.terms(
-            replace(
-                work, tokens=tokens, sampled=sampled, prefills=0, prefill_area=0.0,
-                prefill_context=0, out_tokens=min(work.out_tokens, work.host_decodes), in_tokens=0,
-            )
-        )  # fmt: skip
+        decodes = Work(
+            tokens=tokens,
+            sampled=min(work.sampled, tokens),
+            decodes=work.decodes,
+            decode_context=work.decode_context,
+            host_decodes=work.host_decodes,
+            host_context=work.host_context,
+            out_tokens=min(work.out_tokens, work.host_decodes),
+            piggyback_layers=work.piggyback_layers,
+        )
+        return self._cost.terms(decodes)
 
 
 def costs(model: Model, setting: Setting) -> tuple[CostModel, CostModel]:
