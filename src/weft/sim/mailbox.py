@@ -65,6 +65,10 @@ class JobStates:
         found = self._slots.get(slot)
         return JobState.EMPTY if found is None else found.state
 
+    def has_token(self, slot: int) -> bool:
+        """Whether a token of the row has begun."""
+        return slot in self._slots
+
     # -- the client's steps ----------------------------------------------------------------------
 
     def begin(self, slots: Sequence[int], place: int = 0) -> None:
