@@ -40,7 +40,7 @@ class Piggybacked(NamedTuple):
     by_layer: list[int]
 
 
-class _Call(NamedTuple):
+class _HostCall(NamedTuple):
     """Jobs that a host computes together.
 
     Attributes:
@@ -52,7 +52,7 @@ class _Call(NamedTuple):
     rows: list[int]
 
 
-class _Waiting(NamedTuple):
+class _TokenOnHost(NamedTuple):
     """A token on its way: the context that its attention reads, and where it is.
 
     Attributes:
@@ -96,8 +96,8 @@ class Piggyback:
         self._held = [0] * hosts
         self._kept: dict[int, tuple[int, int]] = {}  # row -> host, tokens
         self._jobs = JobStates(layers, hosts)
-        self._rows: dict[int, _Waiting] = {}
-        self._calls: list[_Call] = []  # that have begun; a heap
+        self._rows: dict[int, _TokenOnHost] = {}
+        self._calls: list[_HostCall] = []  # that have begun; a heap
         self._count = 0
         self._aborted: set[int] = set()  # rows that a host is computing still
 
@@ -186,7 +186,7 @@ class Piggyback:
             self._jobs.begin([row], host)
             self._kept[row] = (host, tokens + 1)
             self._held[host] += 1
-            self._rows[row] = _Waiting(context, host, 0, at_s)
+            self._rows[row] = _TokenOnHost(context, host, 0, at_s)
         self._submit(list(contexts), 0, at_s)
 
     def next_back_s(self) -> float:
@@ -234,7 +234,7 @@ class Piggyback:
         for row in rows:
             context, host, *_ = self._rows[row]
             arrives_s = at_s + self._each_way_s[host]
-            self._rows[row] = _Waiting(context, host, layer, arrives_s)
+            self._rows[row] = _TokenOnHost(context, host, layer, arrives_s)
 
     def _serve(self, to_s: float) -> None:
         """Let the hosts do what they do until a time."""
@@ -261,7 +261,7 @@ class Piggyback:
         ends_s = begins_s + sum(self._attention_s(each.context) for each in waiting)
         self._free_at[host] = ends_s
         self._count += 1
-        heappush(self._calls, _Call(ends_s + self._each_way_s[host], self._count, rows))
+        heappush(self._calls, _HostCall(ends_s + self._each_way_s[host], self._count, rows))
 
 
 def on_hosts(
