@@ -90,7 +90,6 @@ class Setting:
         be_open: best-effort requests that are with the engine.
         device_kv: share of the device's memory for KV that is used.
         free_attention: hosts attend in no time.
-        host_kv: how much of a host's memory for KV is used; 2 and more are more hosts' worth.
         elsewhere: prompts are computed on other machines (section 5.4.4), and cost nothing here.
     """
 
@@ -104,7 +103,6 @@ class Setting:
     device_kv: float = 1.0
     free_attention: bool = False
     elsewhere: bool = False
-    host_kv: float = 1.0
 
 
 @cache
@@ -156,7 +154,7 @@ def host_tokens(model: Model, setting: Setting) -> int:
     cost, host = true_cost(model.name, model.tp, setting.machine), hardware(setting.machine).host
     assert host is not None
     token = cost.shape.kv_values_per_token * BYTES[cost.kv_dtype]
-    return int(setting.host_kv * HOST_SHARE * model.tp / 4 * host.memory / token)
+    return int(HOST_SHARE * model.tp / 4 * host.memory / token)
 
 
 def scheduler(name: str, model: Model, setting: Setting) -> Scheduler:
@@ -176,8 +174,9 @@ def scheduler(name: str, model: Model, setting: Setting) -> Scheduler:
     if name in ("load-aware", "host-only"):
         more = {"tpot_s": model.tpot_s, "host_only": name == "host-only"}
         return timed_load_aware(tiers, limits, planned, classes, **more)
-    piggybacking = eager_piggyback if name == "eager" else slo_piggyback
-    return piggybacking(tiers, limits, planned, classes, policy)
+    if name == "piggybacked":
+        return slo_piggyback(tiers, limits, planned, classes, policy)
+    return eager_piggyback(tiers, limits, planned, classes, policy, roomy=name == "roomy")
 
 
 class CountedPiggybacked(Piggyback):
@@ -193,7 +192,7 @@ class CountedPiggybacked(Piggyback):
 
 def piggybacked(name: str, model: Model, setting: Setting) -> CountedPiggybacked | None:
     """The hosts of a scheduler that has piggybacked rows; remote ones are behind the network."""
-    if name not in PIGGYBACKING:
+    if name not in (*PIGGYBACKING, "roomy"):
         return None
     cost = true_cost(model.name, model.tp, setting.machine)
     latency_s = 2 * BYTES["bf16"] * cost.shape.hidden / NETWORK

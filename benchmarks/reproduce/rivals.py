@@ -39,7 +39,7 @@ class HeadroomAdmission(Admission):
             pool, block = self._cache.pools[0], self._cache.groups[0].block_size
             running = self._sequences.running_of(priority)
             held = sum(self._cache.held(s.id)[0] for s in running)
-            first = next(self._sequences.waiting.of_rank(priority), None)
+            first = next(self._sequences.waiting.of_priority(priority), None)
             if first is None or held + first.end / block > (1 - HEADROOM) * pool.num_blocks:
                 return
         super().admit(step, priority)
@@ -103,11 +103,10 @@ def timed_load_aware(
 
 
 class EagerPiggyback(PiggybackPart):
-    """Sends a decode to the host as soon as a step has no time for it beside prompts, or the device
-    has no memory for the next best-effort prompt.
+    """Sends a decode to the host as soon as a step has no time for it beside prompts.
 
-    As the paper has it (sections 3.2.3, 3.3.5). weft's own keeps it on the device if a step could
-    hold all decodes without prompts, since there a token takes one step.
+    As the paper has it (section 3.3.5). weft's own keeps it on the device if a step could hold all
+    decodes without prompts, since there a token takes one step.
     """
 
     _passed_over: Seq[Sequence] = ()
@@ -117,14 +116,6 @@ class EagerPiggyback(PiggybackPart):
         planned = {sequence.id for sequence in step.sequences}
         self._passed_over = [s for s in self._decoding() if s.id not in planned]
         return priorities
-
-    def _headroom(self) -> list[int]:
-        policies = self._policy.best_effort
-        waiting = (self._scheduler.sequences.waiting.of_priority(each) for each in policies)
-        first = next(chain.from_iterable(waiting), None)
-        end = 0 if first is None else first.end
-        sizes = (-(-end // group.block_size) for group in self._cache.groups)
-        return [rest + size for rest, size in zip(super()._headroom(), sizes, strict=True)]
 
     def _too_many(self, step: TimedBatch) -> list[Sequence]:  # noqa: ARG002
         passed = {sequence.id for sequence in self._passed_over}
@@ -137,13 +128,31 @@ class EagerPiggyback(PiggybackPart):
         return [s for s in running if s.known - s.planned == 1]
 
 
+class RoomyPiggyback(EagerPiggyback):
+    """Also sends decodes to the host where the device has no memory for the next prompt.
+
+    "Overflowed" best effort, which the paper has on its hosts (section 3.1), may mean that, too.
+    """
+
+    def _headroom(self) -> list[int]:
+        policies = self._policy.best_effort
+        waiting = (self._scheduler.sequences.waiting.of_priority(each) for each in policies)
+        first = next(chain.from_iterable(waiting), None)
+        end = 0 if first is None else first.end
+        sizes = (-(-end // group.block_size) for group in self._cache.groups)
+        return [rest + size for rest, size in zip(super()._headroom(), sizes, strict=True)]
+
+
 def eager_piggyback(
     cache: TieredCache,
     limits: Limits,
     cost: CostModel,
     classes: Seq[ServiceClass],
     policy: TargetPolicy = DEFAULT_POLICY,
+    *,
+    roomy: bool = False,
 ) -> Scheduler:
     """Scheduler slo-piggyback with the paper's order of moves."""
     targets, memory = SLOPolicy(cost, classes, policy), HostMemory(cache)
-    return Scheduler(targets, memory, limits, [EagerPiggyback(memory, targets)])
+    part = RoomyPiggyback if roomy else EagerPiggyback
+    return Scheduler(targets, memory, limits, [part(memory, targets)])
