@@ -118,6 +118,7 @@ class Cell:
 
     Attributes:
         host: how many times as fast the host is in everything.
+        device_kv: share of the device's memory for KV that is used.
     """
 
     machine: Machine
@@ -128,6 +129,7 @@ class Cell:
     output_tokens: str = ""
     trace: str = "synthetic"
     host: float = 1.0
+    device_kv: float = 1.0
 
 
 def world_of(cell: Cell) -> World:
@@ -155,9 +157,18 @@ def world_of(cell: Cell) -> World:
     if cell.host != 1:
         world = with_host(world, cell.host)
     if machine == T4:
-        groups = (GroupSpec("full", 16, T4_BLOCKS),)
-        world = replace(world, planned=replace(world.planned, groups=groups))
+        return with_blocks(world, T4_BLOCKS)
+    if cell.device_kv != 1:
+        blocks = world.planned.groups[0].num_blocks
+        return with_blocks(world, int(cell.device_kv * blocks))
     return world
+
+
+def with_blocks(world: World, blocks: int) -> World:
+    """The same with so many blocks of KV on the device."""
+    groups, limits = (GroupSpec("full", 16, blocks),), world.planned.limits
+    limits = replace(limits, max_model_len=min(limits.max_model_len, 16 * blocks))
+    return replace(world, planned=replace(world.planned, groups=groups, limits=limits))
 
 
 def with_host(world: World, times: float) -> World:

@@ -19,6 +19,7 @@ from rivals import eager_piggyback, headroom, timed_load_aware
 from weft.core.types import ServiceClass
 from weft.cost.fit import Fitted, ProfileKey
 from weft.cost.hardware import hardware
+from weft.cost.model import CostModel, Terms
 from weft.cost.roofline import BYTES, Roofline
 from weft.cost.shape import model_shape
 from weft.cost.work import Work
@@ -44,6 +45,7 @@ CHAT_INPUT, CHAT_OUTPUT = 161.31, 337.99
 BEST_EFFORT = {
     "LongBench-v2": (8952, 136),
     "DailyMails": (1964, 397),
+    "as long as asked": (2048, 2048),  # of no data set
     "long answers": (128, 2048),  # of no data set: so that decodes are all of the work
 }
 BE_SPREAD = 0.25  # deviation over mean: with a maximum of 12K little more is possible
@@ -88,6 +90,7 @@ class Setting:
         be_open: best-effort requests that are with the engine.
         device_kv: share of the device's memory for KV that is used.
         free_attention: hosts attend in no time.
+        elsewhere: prompts are computed on other machines (section 5.4.4), and cost nothing here.
     """
 
     hosts: int = 1
@@ -99,6 +102,7 @@ class Setting:
     machine: str = "omniserve-a100"
     device_kv: float = 1.0
     free_attention: bool = False
+    elsewhere: bool = False
 
 
 @cache
@@ -113,6 +117,36 @@ def planned_cost(name: str, tp: int, machine: str) -> Fitted:
     limits = Limits(ROWS, max(BUDGETS), LONGEST)
     key = ProfileKey(machine, name, "bf16", f"tp{tp}", "simulated")
     return learn(true_cost(name, tp, machine), key, limits, Errors(long_share=0.0), host=True)
+
+
+class Elsewhere:
+    """The costs of steps whose prompts are computed on other machines: of their decodes alone."""
+
+    def __init__(self, cost: CostModel) -> None:
+        self._cost = cost
+        self.layers = cost.layers
+
+    def terms(self, work: Work) -> Terms:
+        """Seconds of each part; a step that only takes in prompts is one of a single token."""
+        tokens = max(1, work.decodes + work.host_decodes) if work.tokens else 0
+        decodes = Work(
+            tokens=tokens,
+            sampled=min(work.sampled, tokens),
+            decodes=work.decodes,
+            decode_context=work.decode_context,
+            host_decodes=work.host_decodes,
+            host_context=work.host_context,
+            out_tokens=min(work.out_tokens, work.host_decodes),
+            piggyback_layers=work.piggyback_layers,
+        )
+        return self._cost.terms(decodes)
+
+
+def costs(model: Model, setting: Setting) -> tuple[CostModel, CostModel]:
+    """What steps take, and what schedulers plan with."""
+    place = (model.name, model.tp, setting.machine)
+    true, planned = true_cost(*place), planned_cost(*place)
+    return (Elsewhere(true), Elsewhere(planned)) if setting.elsewhere else (true, planned)
 
 
 def host_tokens(model: Model, setting: Setting) -> int:
@@ -132,15 +166,17 @@ def scheduler(name: str, model: Model, setting: Setting) -> Scheduler:
     if name in ("fcfs", "headroom"):
         kind = fcfs if name == "fcfs" else headroom
         return kind(KVCache(groups, prefix_caching=False), limits, classes)
-    planned = planned_cost(*place)
+    planned = costs(model, setting)[1]
     if name in ("alone", "device"):
         return slo(KVCache(groups, prefix_caching=False), limits, planned, classes, policy)
     on_hosts = setting.hosts * host_tokens(model, setting) // BLOCK
     tiers = TieredCache(groups, [on_hosts], prefix_caching=False)
-    if name == "load-aware":
-        return timed_load_aware(tiers, limits, planned, classes, tpot_s=model.tpot_s)
-    piggybacking = eager_piggyback if name == "eager" else slo_piggyback
-    return piggybacking(tiers, limits, planned, classes, policy)
+    if name in ("load-aware", "host-only"):
+        more = {"tpot_s": model.tpot_s, "host_only": name == "host-only"}
+        return timed_load_aware(tiers, limits, planned, classes, **more)
+    if name == "piggybacked":
+        return slo_piggyback(tiers, limits, planned, classes, policy)
+    return eager_piggyback(tiers, limits, planned, classes, policy, roomy=name == "roomy")
 
 
 class CountedPiggybacked(Piggyback):
@@ -156,7 +192,7 @@ class CountedPiggybacked(Piggyback):
 
 def piggybacked(name: str, model: Model, setting: Setting) -> CountedPiggybacked | None:
     """The hosts of a scheduler that has piggybacked rows; remote ones are behind the network."""
-    if name not in PIGGYBACKING:
+    if name not in (*PIGGYBACKING, "roomy"):
         return None
     cost = true_cost(model.name, model.tp, setting.machine)
     latency_s = 2 * BYTES["bf16"] * cost.shape.hidden / NETWORK
@@ -266,7 +302,7 @@ def run(name: str, model: Model, rate: float, seconds: float, **given: Any) -> C
     beside = None if name == "alone" else backlog(setting.best_effort, 1)
     result = simulate(
         scheduler(name, model, setting),
-        true_cost(model.name, model.tp, setting.machine),
+        costs(model, setting)[0],
         Traffic(asked, beside, setting.be_open if beside else 0),
         Errors(seed=1),
         model.classes,

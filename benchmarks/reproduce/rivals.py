@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from itertools import chain
 
 from weft.core.types import DEFAULT_CLASSES, Sequence, ServiceClass
 from weft.cost.model import CostModel
@@ -38,7 +39,7 @@ class HeadroomAdmission(Admission):
             pool, block = self._cache.pools[0], self._cache.groups[0].block_size
             running = self._sequences.running_of(priority)
             held = sum(self._cache.held(s.id)[0] for s in running)
-            first = next(self._sequences.waiting.of_rank(priority), None)
+            first = next(self._sequences.waiting.of_priority(priority), None)
             if first is None or held + first.end / block > (1 - HEADROOM) * pool.num_blocks:
                 return
         super().admit(step, priority)
@@ -60,8 +61,10 @@ class TimedFCFS(FCFSPolicy):
     Of its decodes on the device and of prompts; the margin is that of scheduler slo.
     """
 
-    def __init__(self, classes: Seq[ServiceClass], cost: CostModel, tpot_s: float) -> None:
-        super().__init__(classes, cost)
+    def __init__(
+        self, classes: Seq[ServiceClass], cost: CostModel, tpot_s: float, *, fills: bool = True
+    ) -> None:
+        super().__init__(classes, cost, fills=fills)
         self._limit_s = tpot_s * (1 - DEFAULT_POLICY.margin)
 
     def budget(self) -> int:
@@ -85,11 +88,18 @@ def timed_load_aware(
     classes: Seq[ServiceClass],
     *,
     tpot_s: float,
+    host_only: bool = False,
 ) -> Scheduler:
-    """Load-aware "with a latency control mechanism similar to OmniServe's" (section 5.1.3)."""
-    memory = SwapMemory(cache, host_computes=True)
-    part = TwoBatch(memory, Balance(cost, limits.max_num_batched_tokens))
-    return Scheduler(TimedFCFS(classes, cost, tpot_s), memory, limits, [part])
+    """Load-aware "with a latency control mechanism similar to OmniServe's" (section 5.1.3).
+
+    Args:
+        host_only: all decode attention is the host's, as the paper says that NEO has it.
+    """
+    memory = SwapMemory(cache, host_computes=True, comes_back=not host_only)
+    balance = Balance(cost, limits.max_num_batched_tokens)
+    part = TwoBatch(memory, balance, host_only=host_only)
+    policy = TimedFCFS(classes, cost, tpot_s, fills=not host_only)
+    return Scheduler(policy, memory, limits, [part])
 
 
 class EagerPiggyback(PiggybackPart):
@@ -118,13 +128,31 @@ class EagerPiggyback(PiggybackPart):
         return [s for s in running if s.known - s.planned == 1]
 
 
+class RoomyPiggyback(EagerPiggyback):
+    """Also sends decodes to the host where the device has no memory for the next prompt.
+
+    "Overflowed" best effort, which the paper has on its hosts (section 3.1), may mean that, too.
+    """
+
+    def _headroom(self) -> list[int]:
+        policies = self._policy.best_effort
+        waiting = (self._scheduler.sequences.waiting.of_priority(each) for each in policies)
+        first = next(chain.from_iterable(waiting), None)
+        end = 0 if first is None else first.end
+        sizes = (-(-end // group.block_size) for group in self._cache.groups)
+        return [rest + size for rest, size in zip(super()._headroom(), sizes, strict=True)]
+
+
 def eager_piggyback(
     cache: TieredCache,
     limits: Limits,
     cost: CostModel,
     classes: Seq[ServiceClass],
     policy: TargetPolicy = DEFAULT_POLICY,
+    *,
+    roomy: bool = False,
 ) -> Scheduler:
     """Scheduler slo-piggyback with the paper's order of moves."""
     targets, memory = SLOPolicy(cost, classes, policy), HostMemory(cache)
-    return Scheduler(targets, memory, limits, [EagerPiggyback(memory, targets)])
+    part = RoomyPiggyback if roomy else EagerPiggyback
+    return Scheduler(targets, memory, limits, [part(memory, targets)])

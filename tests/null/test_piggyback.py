@@ -170,9 +170,9 @@ def test_an_aborted_piggybacked_row_frees_its_row_and_leaves_the_others_their_or
     piggybacked = Piggyback(1, lambda _: 0.01)
     for row in range(3):
         piggybacked.keep(row, 10)
-        piggybacked.begin(row, 10, at_s=0.0)
-    piggybacked.abort(1)
-    piggybacked.abort(1)
+    piggybacked.begin(dict.fromkeys(range(3), 10), at_s=0.0)
+    piggybacked.abort(1, 0.0)
+    piggybacked.abort(1, 0.0)
     piggybacked.give_up(1)
     assert piggybacked.in_layers == (2,)
     assert piggybacked.piggyback(1.0, 1.0, (9,)).finished == [0, 2]
@@ -392,12 +392,12 @@ def test_the_wait_for_the_host_is_no_slowness_of_the_device():
 def test_a_piggybacked_row_comes_a_layer_further_with_each_step():
     piggybacked = Piggyback(4, lambda context: 0.001 * context)
     piggybacked.keep(7, 100)
-    piggybacked.begin(7, 100, at_s=0.0)
+    piggybacked.begin({7: 100}, at_s=0.0)
     carried = [piggybacked.piggyback(float(step), 1.0, (1,) * 4) for step in range(4)]
     # attention takes 100 ms and a layer 250 ms, so one step carries it through several layers
     assert carried[0].by_layer == [1, 1, 1, 1]
     assert carried[0].finished == [7]
-    piggybacked.begin(7, 300, at_s=4.0)
+    piggybacked.begin({7: 300}, at_s=4.0)
     carried = [piggybacked.piggyback(4.0 + step, 1.0, (1,) * 4) for step in range(4)]
     # 300 ms are longer than a layer: back too late for this step, in time for the next one
     assert [each.by_layer for each in carried] == [
@@ -410,7 +410,7 @@ def test_caps_hold_results_back_in_their_order():
     piggybacked = Piggyback(2, lambda _: 0.01)
     for row in range(4):
         piggybacked.keep(row, 10)
-        piggybacked.begin(row, 10, at_s=0.0)
+    piggybacked.begin(dict.fromkeys(range(4), 10), at_s=0.0)
     assert piggybacked.piggyback(1.0, 1.0, (2, 9)).by_layer == [2, 2]
     assert piggybacked.piggyback(2.0, 1.0, ()).by_layer == [0, 0]
     assert piggybacked.piggyback(3.0, 1.0, (9, 1)).by_layer == [2, 1]
@@ -423,11 +423,12 @@ def test_hosts_share_the_work_and_a_row_on_its_way_stays():
     for piggybacked in (alone, many):
         for row in range(4):
             piggybacked.keep(row, 10)
-            piggybacked.begin(row, 10, at_s=0.0)
+        piggybacked.begin(dict.fromkeys(range(4), 10), at_s=0.0)
     assert len(many.piggyback(1.0, 0.6, (9,)).finished) == 4
-    assert len(alone.piggyback(1.0, 0.6, (9,)).finished) == 1
+    assert alone.piggyback(1.0, 2.9, (9,)).finished == [], "one call: all come back together"
     with pytest.raises(InvariantError, match="on its way"):
         alone.give_up(3)
+    assert alone.piggyback(3.9, 0.1, (9,)).finished == [0, 1, 2, 3]
     many.give_up(3)
 
 
@@ -435,7 +436,6 @@ def test_the_own_host_is_filled_first_and_only_the_others_are_far():
     piggybacked = Piggyback(1, lambda _: 1.0, 3, latency_s=0.5, room=25)
     for row in range(6):
         piggybacked.keep(row, 10)  # 0 and 1 here, then 2 and 4 on one host, 3 and 5 on the other
-    for row in (1, 2, 3):
-        piggybacked.begin(row, 10, at_s=0.0)
+    piggybacked.begin(dict.fromkeys((1, 2, 3), 10), at_s=0.0)
     assert piggybacked.piggyback(0.0, 1.2, (9,)).finished == [1]
     assert piggybacked.piggyback(1.2, 0.4, (9,)).finished == [2, 3]

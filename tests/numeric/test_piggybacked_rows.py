@@ -29,7 +29,7 @@ from tight_kv import (
 from depth import deep
 from weft.core.config import EngineConfig
 from weft.core.errors import ConfigError, HostWorkerError, InvariantError
-from weft.core.plan import KVMove, RowAdd, StepPlan, SubBatch, Tier
+from weft.core.plan import KVMove, RowAdd, StepPlan, StepResult, SubBatch, Tier
 from weft.core.types import FinishReason, Request
 from weft.cost.curves import Curve
 from weft.cost.fit import FEATURES, Fitted
@@ -44,6 +44,8 @@ from weft.kernels.cpu.host import HostMailbox, HostWorker
 from weft.kernels.cpu.stack import CpuStack
 from weft.models.decoder import Decoder
 from weft.sched.batch import Totals
+from weft.sim.executor import ModelledExecutor
+from weft.sim.piggyback import Piggyback
 
 FAMILIES = {
     "llama-gqa": {},
@@ -368,6 +370,26 @@ class Steps:
         carry()
 
 
+class Both:
+    """A real executor, and a modelled one that must carry the same rows in each step."""
+
+    def __init__(self, real: EagerExecutor, modelled: ModelledExecutor) -> None:
+        self._real, self._modelled = real, modelled
+        self.tier = real.tier
+
+    def launch(self, plan: StepPlan) -> Both:
+        self._launched = self._real.launch(plan), self._modelled.launch(plan)
+        return self
+
+    def result(self) -> StepResult:
+        found, modelled = (ticket.result() for ticket in self._launched)
+        ended = [row for row, _ in found.piggybacked_results]
+        assert ended == [row for row, _ in modelled.piggybacked_results]
+        if found.piggyback_layers:
+            assert found.piggyback_layers == modelled.piggyback_layers
+        return found
+
+
 @pytest.fixture
 def steps(request, folders, monkeypatch):
     """Steps of an engine whose host serves when it is told to."""
@@ -417,6 +439,15 @@ def test_rows_come_a_layer_further_where_their_results_are_there(steps, second_t
 
 
 @pytest.mark.usefixtures("layer_by_layer")
+def test_a_limit_of_none_leaves_the_results_of_a_layer_where_they_are(steps) -> None:
+    steps.start(0)
+    steps.run(moves=steps.away(0), piggybacked=(0,))
+    steps.serve()
+    assert steps.run(piggyback_limits=(0, 9, 9)).piggyback_layers == (1, 0, 0)
+    assert steps.run(piggyback_limits=(1, 9, 9)).piggyback_layers == (0, 1, 0)
+
+
+@pytest.mark.usefixtures("layer_by_layer")
 def test_a_row_crosses_several_layers_in_a_step_if_the_host_is_fast(
     folders, second_tokens, monkeypatch
 ) -> None:
@@ -437,6 +468,34 @@ def test_a_row_crosses_several_layers_in_a_step_if_the_host_is_fast(
         )
     assert done.tokens == (second_tokens[0],)
     assert done.piggybacked_results == ((1, second_tokens[1]),)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_simulated_executor_carries_the_same_rows_through_the_same_layers(steps, seed) -> None:
+    """Of the same plans, where each job is done between its step and the next one."""
+    dice, groups = random.Random(seed), steps.engine.resources.groups
+    blocks = [group.num_blocks for group in groups]
+    later = Piggyback(steps.layers, lambda _: 0.0, hosts=2, latency_s=0.9, room=0.0)
+    modelled = ModelledExecutor(groups, 64, host_blocks=blocks, piggyback=later)
+    waiting, lengths = set(range(4)), dict.fromkeys(range(4), 21)
+    steps.executor = Both(steps.executor, modelled)
+    for row in waiting:
+        steps.start(row)
+    steps.run(moves=steps.away(*waiting))
+    ended = 0
+    while ended < 30:
+        able = sorted(row for row in waiting if lengths[row] <= 32)
+        begun = dice.sample(able, dice.randint(0, len(able)))
+        busy = sorted(set(range(4)) - waiting)
+        aborted = dice.sample(busy, len(busy) and dice.random() < 0.1)
+        limits = tuple(dice.randint(0, 2) for _ in range(steps.layers))
+        found = steps.run(piggybacked=tuple(begun), abort=tuple(aborted), piggyback_limits=limits)
+        waiting = waiting.difference(begun).union(aborted)
+        for row, _ in found.piggybacked_results:
+            waiting.add(row)
+            lengths[row] += 1
+        ended += len(found.piggybacked_results)
+        steps.serve()
 
 
 @of_both_executors

@@ -10,6 +10,9 @@ from typing import NamedTuple, TypeAlias
 from weft.core.errors import WeftError
 from weft.core.types import FinishReason, SamplingParams, TokenLogprob
 
+# How long a step that only carries piggybacked rows waits for a result: new requests wait with it.
+PIGGYBACK_WAIT_S = 0.01
+
 
 class Tier(StrEnum):
     """The tier of KV; at commit boundaries all of a sequence's KV is in one tier."""
@@ -169,6 +172,12 @@ class StepPlan:
     def piggybacks(self) -> bool:
         """Whether the step begins, carries or drops tokens of piggybacked rows."""
         return bool(self.piggybacked or self.piggyback_limits or self.abort)
+
+    @property
+    def writes_host(self) -> bool:
+        """Whether KV of the host tier is written: no worker may be writing to those blocks."""
+        arrives = self.spills or any(move.to is Tier.HOST for move in self.moves)
+        return bool(arrives or self.zero_host or self.piggybacked)
 
     @property
     def attends_on_host(self) -> bool:

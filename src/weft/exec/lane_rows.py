@@ -13,14 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.core.errors import InvariantError
-from weft.core.plan import StepPlan
+from weft.core.plan import PIGGYBACK_WAIT_S, StepPlan
 from weft.exec.collect import StepOutput, no_memory
 from weft.exec.courier import Courier, Rows, rows_of
 from weft.exec.device import Device
 from weft.exec.host_attention import HostAttention
 from weft.exec.input_batch import InputBatch
 from weft.exec.lane_pass import LanePass
-from weft.exec.piggyback import WAIT_S, AbortedJobs, attention_failed, check_plan
+from weft.exec.piggyback import AbortedJobs, attention_failed, check_plan
 from weft.exec.step_packer import Carried
 
 
@@ -114,7 +114,7 @@ class LaneRows:
         news = self.courier.news
         news.clear()
         if not self.courier.has_results(self.on_way) and not self.courier.failed():
-            news.wait(WAIT_S)
+            news.wait(PIGGYBACK_WAIT_S)
 
     def _end_failed(self, output: StepOutput) -> None:
         failures = self.courier.failed()

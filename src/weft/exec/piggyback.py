@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.core.errors import HostWorkerError, InvariantError
-from weft.core.plan import StepPlan, Tier
+from weft.core.plan import PIGGYBACK_WAIT_S, StepPlan
 from weft.exec.host_attention import HostAttention
 from weft.exec.host_results import results_of
 from weft.exec.input_batch import InputBatch
@@ -26,7 +26,6 @@ from weft.kernels.arrays import Array, numpy_dtype
 from weft.models.decoder import Decoder
 from weft.models.layers import Angles
 
-WAIT_S = 0.01  # of a step that has only piggybacked rows, for the next result: new requests wait
 NOWHERE = -1  # the layer of rows without a token on its way
 
 Rows = NDArray[np.int32]  # executor rows, which are also slots of the mailbox
@@ -56,8 +55,7 @@ class AbortedJobs:
 
     def before(self, plan: StepPlan, *, begins: bool = False) -> None:
         """Wait for the worker if a plan may use blocks of such rows, or begins tokens."""
-        arrives = plan.spills or any(move.to is Tier.HOST for move in plan.moves)
-        if self._rows and (arrives or plan.zero_host or plan.piggybacked or begins):
+        if self._rows and (plan.writes_host or begins):
             self._host.await_aborted(self._rows)
             self._rows = []
 
@@ -129,7 +127,7 @@ class PiggybackedRows:
         self.host.check()
         if not len(self):
             return {}
-        failures = self._results.look(WAIT_S if wait else 0.0)
+        failures = self._results.look(PIGGYBACK_WAIT_S if wait else 0.0)
         self._abort(failures)
         return {row: attention_failed(why) for row, why in failures.items()}
 

@@ -228,10 +228,14 @@ class PiggybackPart:
             for group in self._cache.groups
         ]
 
+    def _headroom(self) -> list[int]:
+        """Blocks of the device for which decodes leave."""
+        return self._reserve()
+
     def _make_headroom(self, step: TimedBatch) -> None:
         """Send the newest best-effort decodes away before memory runs short."""
         free = [a + b for a, b in zip(self._cache.available(), self._tiers.coming(), strict=True)]
-        reserve = self._reserve()
+        reserve = self._headroom()
         leaving = [
             s for priority in self._policy.best_effort for s in self._policy.running_of(priority)
         ]

@@ -101,7 +101,7 @@ class ModelledExecutor:
         self.depth = depth
         self.overlaps = False
         self._piggyback = piggyback
-        self._steps = 0
+        self._now = 0.0  # in steps; one that waits for the host takes longer
         self._groups = tuple(groups)
         self._vocab_size = vocab_size
         self._faulty = faulty
@@ -146,6 +146,7 @@ class ModelledExecutor:
         if self._outstanding[0] is not ticket:
             raise InvariantError("steps must be collected in the order of their launch")
         self._outstanding.pop(0)
+        self._before(ticket.plan)
         self._apply(ticket.plan)
         ids: list[int] = []
         tokens: list[int] = []
@@ -186,13 +187,18 @@ class ModelledExecutor:
             piggyback_layers=self._piggyback.in_layers,
         )
 
+    def _before(self, plan: StepPlan) -> None:
+        """Abort tokens, and wait for the host where the plan writes to its KV."""
+        if self._piggyback is not None:
+            self._now = self._piggyback.before(plan, self._now)
+        elif plan.piggybacks:
+            raise InvariantError("the modelled executor carries no piggybacked rows")
+
     def _piggyback_results(
         self, plan: StepPlan, faults: dict[int, WeftError]
     ) -> tuple[tuple[int, int], ...]:
         """Begin tokens of piggybacked rows, and end those whose last result is back."""
         if self._piggyback is None:
-            if plan.piggybacked or plan.piggyback_limits:
-                raise InvariantError("the modelled executor carries no piggybacked rows")
             return ()
         for index in plan.piggybacked:
             row = self._rows[index]
@@ -201,14 +207,15 @@ class ModelledExecutor:
                     f"sequence {row.sequence_id} piggybacks, but its KV is no host's"
                 )
             self._write(row, len(row.tokens) - 1, row.tokens[-1:])
-            self._piggyback.begin(index, len(row.tokens), float(self._steps))
+        begun = {index: len(self._rows[index].tokens) for index in plan.piggybacked}
+        self._piggyback.begin(begun, self._now)
         ended = []
-        for index in self._piggyback.piggyback(self._steps, 1.0, plan.piggyback_limits).finished:
+        for index in self._piggyback.piggyback(self._now, 1.0, plan.piggyback_limits).finished:
             row = self._rows[index]
             token = self._sample(row, len(row.tokens), faults)
             row.tokens.append(token)
             ended.append((row.sequence_id, token))
-        self._steps += 1
+        self._now += 1.0
         return tuple(ended)
 
     @staticmethod
@@ -249,10 +256,6 @@ class ModelledExecutor:
         for tier, pairs in ((Tier.DEVICE, plan.zero), (Tier.HOST, plan.zero_host)):
             for group, block in pairs:
                 self._kv[tier][group][block] = [None] * self._groups[group].block_size
-        for index in plan.abort:
-            if self._piggyback is None:
-                raise InvariantError("the modelled executor carries no piggybacked rows")
-            self._piggyback.abort(index)
         self._copy(Tier.DEVICE, Tier.HOST, plan.spills)
         for index in plan.drop:
             if self._piggyback is not None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from weft.core.errors import InvariantError
-from weft.core.plan import KVMove, StepPlan, StepResult, SubBatch, Tier, TierCopy
+from weft.core.plan import PIGGYBACK_WAIT_S, KVMove, StepPlan, StepResult, SubBatch, Tier, TierCopy
 from weft.cost.carried import carried_s
 from weft.cost.model import CostModel, step_time
 from weft.cost.work import Work
@@ -126,9 +126,9 @@ class SimulatedExecutor:
         """
         if len(self._outstanding) > self.depth:
             raise InvariantError(f"{len(self._outstanding)} steps are outstanding already")
-        for row in plan.abort:
-            if self._piggyback is not None:
-                self._piggyback.abort(row)
+        start_s = max(self._clock.now(), self._free_at)
+        if self._piggyback is not None:
+            start_s = self._piggyback.before(plan, start_s)
         for row in plan.drop:
             del self._rows[row]
             if self._piggyback is not None:
@@ -141,7 +141,6 @@ class SimulatedExecutor:
         works[0].in_tokens += self._moved(plan.moves, Tier.DEVICE)
         works[0].out_tokens += self._copied(plan.spills)
         works[0].in_tokens += self._copied(plan.fills)
-        start_s = max(self._clock.now(), self._free_at)
         seconds = step_time(self._cost, works) * self._errors.factor()
         result = self._result(plan)
         if self._piggyback is not None:
@@ -166,7 +165,8 @@ class SimulatedExecutor:
         """Carry piggybacked rows; when the step starts, what they add to it, and tokens that they
         end.
 
-        A step that has nothing else to do starts when the first result is back.
+        A step that has nothing else to do starts when the first result is back, but new requests
+        wait for no longer than an engine lets them.
         """
         piggybacked = self._piggyback
         assert piggybacked is not None
@@ -175,11 +175,12 @@ class SimulatedExecutor:
                 piggybacked.keep(move.row, len(move.source[0]) * self._block_size)
             else:
                 piggybacked.give_up(move.row)
-        for row in plan.piggybacked:
-            piggybacked.begin(row, self._rows[row].length, start_s)
+        begun = {row: self._rows[row].length for row in plan.piggybacked}
+        piggybacked.begin(begun, start_s)
         tokens = sum(work.tokens for work in works)
-        if not tokens and plan.piggyback_limits and (back := piggybacked.next_back_s()) != math.inf:
-            start_s = max(start_s, back)
+        if plan.piggyback_limits and len(piggybacked) and not (tokens or plan.piggybacked):
+            patience_s = start_s + PIGGYBACK_WAIT_S
+            start_s = min(max(start_s, piggybacked.next_back_s()), patience_s)
         piggybacked_results = piggybacked.piggyback(start_s, seconds, plan.piggyback_limits)
         ended = []
         for number in piggybacked_results.finished:
@@ -187,8 +188,7 @@ class SimulatedExecutor:
             row_of.length += 1
             token = row_of.token if row_of.length < row_of.end else END_TOKEN
             ended.append((row_of.sequence_id, token))
-        begun = len(plan.piggybacked)
-        carried = [begun + piggybacked_results.by_layer[0], *piggybacked_results.by_layer[1:]]
+        carried = [len(begun) + piggybacked_results.by_layer[0], *piggybacked_results.by_layer[1:]]
         return start_s, carried_s(self._cost, tokens, carried), tuple(ended)
 
     def collected(self, ticket: SimulatedTicket, end_s: float) -> None:

@@ -66,10 +66,16 @@ void load_row(const Tensor& tensor, int64_t i, char* row) {
   each_head(tensor, i, row, [](const char* from, char* to, size_t n) { std::memcpy(to, from, n); });
 }
 
+// Arrays without rows may have any strides: numpy's are 0.
+bool dense(const Tensor& tensor) {
+  const int last = tensor.rank - 1;
+  return tensor.shape[0] == 0 || tensor.shape[last] <= 1 || tensor.stride[last] == 1;
+}
+
 void check_rows(const Tensor& tensor, size_t rows, DType type, uint32_t width) {
   const bool shaped = tensor.rank == 3 && tensor.shape[0] == static_cast<int64_t>(rows) &&
                       tensor.shape[1] * tensor.shape[2] <= width;
-  if (!shaped || (tensor.shape[2] > 1 && tensor.stride[2] != 1)) {
+  if (!shaped || !dense(tensor)) {
     fail(text(tensor) + " must be [" + std::to_string(rows) +
          ", heads, D], contiguous in D, of no more than " + std::to_string(width) +
          " numbers a row");
@@ -174,7 +180,7 @@ void MailboxClient::begin(std::span<const int32_t> slots,
   for (const Tensor& table : tables) {
     const bool shaped = table.rank == 2 && table.shape[0] == static_cast<int64_t>(slots.size()) &&
                         table.shape[1] <= sizes.table_width;
-    if (!shaped || table.type != DType::i32 || (table.shape[1] > 1 && table.stride[1] != 1)) {
+    if (!shaped || table.type != DType::i32 || !dense(table)) {
       fail(text(table) + " must be int32 [" + std::to_string(slots.size()) +
            ", blocks], contiguous, of no more than " + std::to_string(sizes.table_width) +
            " blocks");
