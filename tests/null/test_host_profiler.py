@@ -42,14 +42,15 @@ OPTIONS = ProfileOptions(repeats=20, steps=20)
 
 
 class Attending(Piggyback):
-    """Counts jobs and their round trips, of which one row at a time is computed."""
+    """Counts jobs and their round trips; those of a layer are computed in one call."""
 
     jobs, trips_s = 0, 0.0
 
-    def _attend(self, piggybacked_row, layer: int, at_s: float) -> None:
-        super()._attend(piggybacked_row, layer, at_s)
-        self.jobs += 1
-        self.trips_s += self._free_at[0] - at_s
+    def _call(self, host: int) -> None:
+        super()._call(host)
+        (call,) = (call for call in self._calls if call.number == self._count)
+        self.jobs += len(call.rows)
+        self.trips_s += sum(call.back_s - self._rows[row].arrives_s for row in call.rows)
 
 
 class Machine:
@@ -79,8 +80,7 @@ class Machine:
         yield from waiting
 
     def step(self, plan: StepPlan) -> tuple[float, StepResult]:
-        for row in plan.abort:
-            self.piggyback.abort(row)
+        self.now = self.piggyback.before(plan, self.now)
         for row in plan.drop:
             self.piggyback.give_up(row)
             del self.ids[row], self.tables[row]
@@ -97,8 +97,8 @@ class Machine:
         )
         finished: list[int] = []
         if plan.piggyback_limits:
-            for row in plan.piggybacked:
-                self.piggyback.begin(row, self.contexts[row], self.now)
+            begun = {row: self.contexts[row] for row in plan.piggybacked}
+            self.piggyback.begin(begun, self.now)
             carried = self.piggyback.piggyback(self.now, seconds, plan.piggyback_limits)
             finished = carried.finished
             seconds += DEVICE.terms(Work(sampled=len(finished), tokens=1)).head
@@ -155,7 +155,7 @@ def test_round_trips_are_those_of_rows_that_attend_together():
         for context in costs.attention.contexts:
             blocks = -(-(context + 2) // 16) * 16  # of which the machine reads all
             one_s = JOB_S + CONTEXT_S * blocks
-            mean_s = LAYERS * one_s * (decodes + 1) / 2  # they are computed one after the other
+            mean_s = LAYERS * one_s * decodes  # the results of a call come together
             assert costs.attention.at(decodes, decodes * context) == pytest.approx(mean_s, rel=0.02)
 
 
