@@ -103,6 +103,7 @@ def _parser() -> _Parser:
     generate.add_argument("--echo", action="store_true", help="print the prompt, too")
     generate.add_argument("--quiet", action="store_true", help="no progress and no statistics")
     _profile_parser(commands)
+    _attend_parser(commands)
     _cache_parser(commands)
     info = commands.add_parser(
         "info",
@@ -236,6 +237,19 @@ def _profile_parser(commands: Any) -> None:
     profile.add_argument("--config", metavar="FILE", help="YAML file with the same names")
     _add_settings(profile, "profile", ProfileOptions)
     _add_settings(profile, "engine", EngineConfig)
+
+
+def _attend_parser(commands: Any) -> None:
+    from weft.attend.options import PlaceOptions
+
+    attend = commands.add_parser(
+        "attend",
+        help="attend on this machine for best effort that an engine elsewhere serves",
+        usage="weft attend --listen HOST:PORT [--key-file FILE] [settings]",
+    )
+    attend.set_defaults(run=_attend, parser=attend)
+    attend.add_argument("--config", metavar="FILE", help="YAML file with the same names")
+    _add_settings(attend, "place", PlaceOptions)
 
 
 def _cache_parser(commands: Any) -> None:
@@ -473,6 +487,16 @@ def _cache(options: dict[str, Any]) -> int:
     from weft.packed_command import run_cache
 
     return run_cache(options["kind"], options["model"])
+
+
+def _attend(options: dict[str, Any]) -> int:
+    from weft.attend.options import PlaceOptions
+
+    (settings,) = _settings(options, PlaceOptions)
+    chosen = PlaceOptions(**settings)
+    from weft.attend.place import run_place
+
+    return run_place(chosen)
 
 
 def _sim(options: dict[str, Any]) -> int:

@@ -23,6 +23,7 @@ class ServedModel:
         kv_blocks: KV blocks by group name.
         host_kv_blocks: the same of the host tier; empty if there is none.
         host_kv_memory: bytes that were set for the host tier; 0 if there is none.
+        places: remote places that attend.
         host_attention: who attends on the host, as a sentence; empty if nobody does.
         kv_disk: where cached prefixes are kept on disk; empty if they are not.
         weight_bytes: memory of the weights.
@@ -64,6 +65,7 @@ class ServedModel:
     host_kv_blocks: Mapping[str, int] = field(default_factory=dict)
     host_kv_memory: int = 0
     host_attention: str = ""
+    places: tuple[str, ...] = ()
     kv_disk: str = ""
     kv_dtype: str = ""
     device: str = "cpu"

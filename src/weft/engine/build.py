@@ -139,7 +139,10 @@ class Engine:
     def host_attention(self) -> dict[str, int]:
         """What the info page says of attention on the host."""
         tier = self.executor.tier if isinstance(self.executor, EagerExecutor) else None
-        return {} if tier is None or tier.attention is None else counted(tier.attention)
+        kv = self.scheduler.memory.kv
+        if tier is None or tier.attention is None or not isinstance(kv, TieredCache):
+            return {}
+        return counted(tier.attention, kv)
 
     def rest(self) -> bool:
         """Use a moment without work; whether there is more to do at once."""
@@ -391,6 +394,7 @@ def describe_served(config: EngineConfig, engine: Engine) -> ServedModel:
         weight_bytes=model.facts.weight_bytes,
         kv_memory=resolved.kv_memory,
         host_attention=describe_host_attention(config),
+        places=config.attend,
         kv_disk=describe_disk(config),
         kv_dtype=model.dtype if config.kv_dtype == "auto" else config.kv_dtype,
         device=device_name(model.device),

@@ -10,6 +10,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from weft.exec.input_batch import InputBatch
+from weft.exec.places import RemotePlaces
 from weft.exec.store import KVStore
 from weft.kernels.arrays import Array
 from weft.kernels.cpu.host import HostLayer, HostMailbox, HostWorker, SharedMemory
@@ -36,6 +37,7 @@ class HostAttention:
 
     Attributes:
         mailbox: for the thread that computes steps; its counters are for any thread.
+        places: remote hosts that attend as well, for rows whose KV is there; None without any.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class HostAttention:
         Raises:
             HostWorkerError: the worker cannot be started.
         """
+        self.places: RemotePlaces | None = None
         self.mailbox = HostMailbox.create(
             _layers(decoder, host),
             slots=len(table.sequence_ids),
@@ -88,7 +91,9 @@ class HostAttention:
             self._worker.restart()
 
     def close(self) -> None:
-        """End the worker. May be called twice."""
+        """End the worker and the links. May be called twice."""
+        if self.places is not None:
+            self.places.close()
         self._worker.close()
 
 
