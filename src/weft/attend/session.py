@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from operator import mul
@@ -17,6 +18,7 @@ from weft.attend.frames import (
     KVBlocks,
     Results,
     pack_ready,
+    pack_refusal,
     pack_results,
     unpack_jobs,
     unpack_kv,
@@ -220,6 +222,8 @@ class Session:
                     sent_at = time.monotonic()
         except Exception as error:
             self._error = error if isinstance(error, PlaceError) else PlaceError(str(error))
+            with contextlib.suppress(PlaceError):
+                self._transport.send(Kind.REFUSE, *pack_refusal(str(error), final=False))
             self._transport.close()
 
     def _results(self) -> list[Results]:
