@@ -14,6 +14,7 @@ from checkpoints import build, save_with_tokenizer
 from crowds import assert_alike, crowd, piggybacking
 from tight_kv import least_kv_memory, run, settings_for
 
+import lossy_link
 from live import eventually
 from places import RunningPlace, attending, key_file
 from weft.core.plan import StepPlan
@@ -184,3 +185,47 @@ def test_with_a_key(folders, tmp_path, monkeypatch) -> None:
         given = {"attend_key_file": str(path)}
         done = Run(folders["mistral-window"], [place.address], monkeypatch, **given)
         assert done.moves[1] > 0
+
+
+@pytest.fixture(scope="module")
+def needs_namespaces() -> None:
+    if why := lossy_link.why_not():
+        assert not os.environ.get("CI"), why
+        pytest.skip(why)
+
+
+@pytest.mark.usefixtures("needs_namespaces")
+@pytest.mark.parametrize(("delay_s", "loss"), [(0.005, 0.0), (0.002, 0.03)])
+def test_a_link_that_delays_and_loses_packets(
+    folders, tmp_path, monkeypatch, delay_s, loss
+) -> None:
+    key = str(key_file(tmp_path))
+    with lossy_link.lossy_link(delay_s, loss) as link:
+        listen = f"{link.there}:8700"
+        with attending(tmp_path, "--key-file", key, listen=listen, within=link.within) as place:
+            done = Run(folders["gemma3"], [place.address], monkeypatch, attend_key_file=key)
+            (found,) = links(done.engine)
+            assert found.jobs > 0
+            assert found.round_trip_ns / found.jobs > 2e9 * delay_s
+            if not loss:
+                assert done.totals.lost_sequences == 0
+
+
+@pytest.mark.usefixtures("needs_namespaces")
+def test_a_cable_that_is_pulled_and_put_back(folders, tmp_path, monkeypatch) -> None:
+    """No packet says that the link is gone; the engine finds out by the silence."""
+    key = str(key_file(tmp_path))
+    with lossy_link.lossy_link(0.001, 0.0) as link:
+        listen = f"{link.there}:8700"
+        with attending(tmp_path, "--key-file", key, listen=listen, within=link.within) as place:
+
+            def pull(rows: PiggybackedRows) -> None:
+                link.cut()
+                (end,) = rows.host.places.links
+                eventually(lambda: not end.status().blocks)
+                link.mend()
+                eventually(lambda: end.status().session == 2, 60)
+
+            given = {"attend_key_file": key, "attend_timeout_s": 2.0}
+            done = Run(folders["gemma3"], [place.address], monkeypatch, once(pull), **given)
+            assert done.totals.lost_sequences > 0

@@ -76,7 +76,7 @@ class PiggybackedRows:
         if plan.piggyback_limits and len(plan.piggyback_limits) != layers:
             raise InvariantError(f"step {plan.step_id} has no limit for each of {layers} layers")
         if self._places is not None:
-            self._abort(self._places.refresh())
+            self._abort(self._places.refresh(plan.drop))
             self._places.resume()
         if plan.abort:
             self._abort(plan.abort)

@@ -47,15 +47,19 @@ class RemotePlaces:
 
     # -- between steps -----------------------------------------------------------------------------
 
-    def refresh(self) -> list[int]:
-        """See which places are there; return the rows that have been lost since."""
+    def refresh(self, dropped: Seq[int]) -> list[int]:
+        """See which places are there; return the rows that have been lost since.
+
+        Args:
+            dropped: rows that the scheduler has given up already: nothing of them is lost.
+        """
         status = tuple(link.status() for link in self.links)
         if status == self._status:
             return []
         self._status = status
         gone = [
             row for row, where in self._sessions.items()
-            if row not in self._lost and not self._is_there(where)
+            if row not in self._lost and row not in dropped and not self._is_there(where)
         ]  # fmt: skip
         for row in gone:
             self._lose(row)
