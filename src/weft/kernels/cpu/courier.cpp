@@ -30,7 +30,7 @@ size_t Courier::claim(std::span<int32_t> slots, std::span<uint64_t> orders, uint
   bool found = false;
   for (uint32_t slot = 0; slot < mailbox_.sizes().slots; ++slot) {
     const job::Word seen = job::look(mailbox_.word(slot));
-    if (seen.state != job::State::Submitted || mailbox_.record(slot).place != place_) continue;
+    if (seen.state != job::State::Submitted || mailbox_.place_of(slot) != place_) continue;
     if (found && order_of(slot) >= oldest) continue;
     oldest = order_of(slot);
     layer = seen.layer;
@@ -52,9 +52,8 @@ bool Courier::holds(int32_t slot, uint64_t order, uint32_t layer) const {
   check(std::span(&slot, 1));
   const job::Word running{job::State::Running, layer};
   if (ring::load(mailbox_.word(slot)) != running.bits()) return false;
-  const JobRecord& record = mailbox_.record(slot);
   const std::atomic_ref seen(mailbox_.record(slot).order);
-  return record.place == place_ && seen.load(std::memory_order_relaxed) == order;
+  return mailbox_.place_of(slot) == place_ && seen.load(std::memory_order_relaxed) == order;
 }
 
 void Courier::finish(std::span<const int32_t> slots, uint32_t layer) {
@@ -74,7 +73,7 @@ void Courier::forget(std::span<const int32_t> slots) {
   check(slots);
   for (const int32_t slot : slots) {
     const job::Word seen = job::look(mailbox_.word(slot));
-    if (seen.state != job::State::Aborting || mailbox_.record(slot).place != place_) continue;
+    if (seen.state != job::State::Aborting || mailbox_.place_of(slot) != place_) continue;
     ring::store(mailbox_.word(slot), job::Word{}.bits());
   }
 }

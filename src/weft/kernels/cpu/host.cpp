@@ -133,7 +133,7 @@ bool HostWorker::oldest_layer(uint32_t& layer) const {
   bool found = false;
   for (uint32_t slot = 0; slot < mailbox_.sizes().slots; ++slot) {
     const job::Word seen = job::look(mailbox_.word(slot));
-    if (seen.state != job::State::Submitted || mailbox_.record(slot).place != 0) continue;
+    if (seen.state != job::State::Submitted || mailbox_.place_of(slot) != 0) continue;
     const std::atomic_ref order(mailbox_.record(slot).order);
     const uint64_t number = order.load(std::memory_order_relaxed);
     if (found && number >= oldest) continue;

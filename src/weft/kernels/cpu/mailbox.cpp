@@ -157,13 +157,13 @@ void Mailbox::reclaim_place(uint32_t place) const {
   for (uint32_t slot = 0; slot < sizes_.slots; ++slot) {
     const job::State state = job::look(word(slot)).state;
     const bool claimed = state == job::State::Running || state == job::State::Aborting;
-    if (claimed && record(slot).place == place) job::reclaim(word(slot));
+    if (claimed && place_of(slot) == place) job::reclaim(word(slot));
   }
 }
 
 bool Mailbox::claim(uint32_t slot, job::Word seen, uint32_t place) const {
-  if (record(slot).place != place || !job::claim(word(slot), seen)) return false;
-  if (record(slot).place == place) return true;
+  if (place_of(slot) != place || !job::claim(word(slot), seen)) return false;
+  if (place_of(slot) == place) return true;
   job::reclaim(word(slot));  // another token has begun in the slot since it was looked at
   return false;
 }
@@ -211,7 +211,8 @@ void MailboxClient::begin(std::span<const int32_t> slots,
     JobRecord& record = mailbox_.record(slots[i]);
     rows_[slots[i]].begun = true;
     rows_[slots[i]].place = places.empty() ? 0 : static_cast<uint32_t>(places[i]);
-    record.place = static_cast<uint16_t>(rows_[slots[i]].place);
+    std::atomic_ref(record.place)
+        .store(static_cast<uint16_t>(rows_[slots[i]].place), std::memory_order_relaxed);
     record.context = static_cast<uint32_t>(contexts[i]);
     for (uint32_t group = 0; group < sizes.groups; ++group) {
       const Tensor& table = tables[group];

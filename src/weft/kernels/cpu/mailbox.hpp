@@ -42,7 +42,7 @@ struct JobRecord {
   uint32_t context;                // tokens after this one is written, itself included
   uint32_t q_numbers, kv_numbers;  // of this layer
   Fault fault;
-  uint16_t place;                  // of all jobs of a token; whoever has claimed a job may read it
+  uint16_t place;                  // of all jobs of a token; atomic, as `order` is
 };
 static_assert(sizeof(JobRecord) == 32);
 
@@ -82,6 +82,9 @@ class Mailbox {
   JobRecord& record(uint32_t slot) const { return at<JobRecord>(records_)[slot]; }
   ring::Doorbell& bell(uint32_t place) const {
     return place == 0 ? header().to_worker : header().to_places[place - 1];
+  }
+  uint32_t place_of(uint32_t slot) const {
+    return std::atomic_ref(record(slot).place).load(std::memory_order_relaxed);
   }
   // Claims a Submitted job that is for this place; false if it is not, or has changed.
   bool claim(uint32_t slot, job::Word seen, uint32_t place) const;
