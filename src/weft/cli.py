@@ -10,7 +10,7 @@ try:
     import os
     import re
     import sys
-    from collections.abc import Container, Mapping
+    from collections.abc import Mapping
     from collections.abc import Sequence as Seq
     from pathlib import Path
     from typing import Any, NoReturn
@@ -18,16 +18,15 @@ try:
     from weft import __version__
     from weft.core.config import EngineConfig
     from weft.core.errors import ConfigError, ParameterError, WeftError, suggest
+    from weft.core.flags import add_setting, add_settings
     from weft.core.logs import log_level
-    from weft.core.settings import Setting, load_config_file, settings_of
+    from weft.core.settings import load_config_file, settings_of
     from weft.core.types import SamplingParams
 except KeyboardInterrupt:  # Ctrl-C before main() can catch it
     raise SystemExit(130) from None
 
 EXIT_ERROR, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 CHAT_SAMPLING = ("temperature", "top_p", "max_tokens", "seed", "stop")
-# Nested: in a file.
-NOT_ON_COMMAND_LINE = frozenset({"classes", "logit_bias", "bad_token_sequences"})
 
 
 class _Parser(argparse.ArgumentParser):
@@ -115,8 +114,8 @@ def _parser() -> _Parser:
     info.add_argument("--json", action="store_true", help="print JSON")
     for command in (generate, info):
         command.add_argument("--config", metavar="FILE", help="YAML file with the same names")
-        _add_settings(command, "engine", EngineConfig)
-    _add_settings(generate, "sampling", SamplingParams, there=settings_of(EngineConfig))
+        add_settings(command, "engine", EngineConfig)
+    add_settings(generate, "sampling", SamplingParams, there=settings_of(EngineConfig))
     return parser
 
 
@@ -131,8 +130,8 @@ def _serve_parser(commands: Any) -> None:
     serve.add_argument("--config", metavar="FILE", help="YAML file with the same names")
     from weft.server.options import ServerOptions
 
-    _add_settings(serve, "server", ServerOptions)
-    _add_settings(serve, "engine", EngineConfig)
+    add_settings(serve, "server", ServerOptions)
+    add_settings(serve, "engine", EngineConfig)
 
 
 def _chat_parser(commands: Any) -> None:
@@ -145,7 +144,7 @@ def _chat_parser(commands: Any) -> None:
     chat.add_argument("--system", help="the system message")
     group = chat.add_argument_group("sampling settings")
     for name in CHAT_SAMPLING:
-        _add_setting(group, settings_of(SamplingParams)[name])
+        add_setting(group, settings_of(SamplingParams)[name])
 
 
 def _batch_parser(commands: Any) -> None:
@@ -162,8 +161,8 @@ def _batch_parser(commands: Any) -> None:
         "-o", dest="output", metavar="FILE", default=argparse.SUPPRESS, help="file for the results"
     )
     batch.add_argument("--config", metavar="FILE", help="YAML file with the same names")
-    _add_settings(batch, "batch", BatchOptions)
-    _add_settings(batch, "engine", EngineConfig)
+    add_settings(batch, "batch", BatchOptions)
+    add_settings(batch, "engine", EngineConfig)
 
 
 def _batches_parser(commands: Any) -> None:
@@ -220,9 +219,9 @@ def _bench_parser(commands: Any) -> None:
         parser = kinds.add_parser(name, help=text, usage=f"weft bench {name} [settings]")
         parser.set_defaults(run=run, parser=parser)
         parser.add_argument("--config", metavar="FILE", help="YAML file with the same names")
-        _add_settings(parser, "benchmark", declared_by)
+        add_settings(parser, "benchmark", declared_by)
         if name == "throughput":
-            _add_settings(parser, "engine", EngineConfig)
+            add_settings(parser, "engine", EngineConfig)
 
 
 def _profile_parser(commands: Any) -> None:
@@ -235,8 +234,8 @@ def _profile_parser(commands: Any) -> None:
     )
     profile.set_defaults(run=_profile, parser=profile)
     profile.add_argument("--config", metavar="FILE", help="YAML file with the same names")
-    _add_settings(profile, "profile", ProfileOptions)
-    _add_settings(profile, "engine", EngineConfig)
+    add_settings(profile, "profile", ProfileOptions)
+    add_settings(profile, "engine", EngineConfig)
 
 
 def _attend_parser(commands: Any) -> None:
@@ -249,7 +248,7 @@ def _attend_parser(commands: Any) -> None:
     )
     attend.set_defaults(run=_attend, parser=attend)
     attend.add_argument("--config", metavar="FILE", help="YAML file with the same names")
-    _add_settings(attend, "place", PlaceOptions)
+    add_settings(attend, "place", PlaceOptions)
 
 
 def _cache_parser(commands: Any) -> None:
@@ -269,46 +268,7 @@ def _sim_parser(commands: Any) -> None:
     sim.add_argument("--config", metavar="FILE", help="YAML file with the same names")
     from weft.sim.options import SimOptions
 
-    _add_settings(sim, "simulation", SimOptions)
-
-
-def _add_settings(
-    parser: argparse.ArgumentParser, title: str, declared_by: Any, there: Container[str] = ()
-) -> None:
-    """Add a flag for each setting; one that is ``there`` by the same name serves for both."""
-    group = parser.add_argument_group(f"{title} settings")
-    for declared in settings_of(declared_by).values():
-        if declared.name not in NOT_ON_COMMAND_LINE and declared.name not in there:
-            _add_setting(group, declared)
-
-
-def _add_setting(group: Any, declared: Setting) -> None:
-    facts = [declared.kind, declared.bounds(), f"default {_shown(declared)}"]
-    text = f"{declared.help} ({'; '.join(fact for fact in facts if fact)})".replace("%", "%%")
-    options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text}
-    if declared.kind == "bool":
-        group.add_argument(declared.flag, action=argparse.BooleanOptionalAction, **options)
-        return
-
-    def parse(word: str) -> Any:
-        try:
-            value = declared.parse(word)
-            return value if declared.kind == "strings" else declared.check(value)
-        except WeftError as error:
-            raise argparse.ArgumentTypeError(error.message) from None
-
-    options |= {"type": parse, "metavar": declared.name.upper()}
-    if declared.kind == "strings":
-        options["action"] = "append"
-    group.add_argument(declared.flag, **options)
-
-
-def _shown(declared: Setting) -> str:
-    if declared.optional:
-        return "unset"
-    if declared.kind == "bool":
-        return str(declared.default).lower()
-    return str(declared.default) if declared.default != () else "none"
+    add_settings(sim, "simulation", SimOptions)
 
 
 def _settings(options: Mapping[str, Any], *declared_by: Any) -> list[dict[str, Any]]:

@@ -15,10 +15,10 @@ from shapes import content, geometry, jobs, joined, numbers
 
 from depth import searching
 from weft.attend import frames
-from weft.attend.frames import KVBlocks, Results
-from weft.attend.geometry import Geometry, GroupShape, LayerShape
+from weft.attend.frames import JobResults, KVBlocks
+from weft.attend.geometry import Geometry, GroupGeometry, LayerGeometry
 from weft.core.errors import PlaceError, PlaceRefusedError
-from weft.kernels.cpu.courier import Jobs
+from weft.kernels.cpu.courier import ClaimedJobs
 
 
 def same(found: Any, wanted: Any) -> bool:
@@ -34,7 +34,7 @@ def same(found: Any, wanted: Any) -> bool:
 def test_jobs_come_back(rows, begins, widths, size):
     sent = jobs(rows, 3, begins, widths, size)
     found = frames.unpack_jobs(joined(frames.pack_jobs(sent)))
-    for name in Jobs.__dataclass_fields__:
+    for name in ClaimedJobs.__dataclass_fields__:
         assert same(getattr(found, name), getattr(sent, name)), name
 
 
@@ -43,7 +43,9 @@ def test_jobs_come_back(rows, begins, widths, size):
 def test_kv_results_and_slots_come_back(rows, size):
     kv = KVBlocks(1, 5, numbers(rows, "int32", 1), content(rows, size, 2))
     assert same(frames.unpack_kv(joined(frames.pack_kv(kv))), kv)
-    results = Results(7, numbers(rows, "int32", 1), numbers(rows, "uint64", 2), content(rows, 4, 3))
+    results = JobResults(
+        7, numbers(rows, "int32", 1), numbers(rows, "uint64", 2), content(rows, 4, 3)
+    )
     assert same(frames.unpack_results(joined(frames.pack_results(results))), results)
     slots = numbers(rows, "int32", 4)
     assert same(frames.unpack_slots(joined(frames.pack_slots(slots))), slots)
@@ -53,7 +55,7 @@ def test_kv_results_and_slots_come_back(rows, size):
 
 
 KV = KVBlocks(0, 0, numbers(3, "int32", 1), content(3, 8, 2))
-RESULTS = Results(1, numbers(2, "int32", 1), numbers(2, "uint64", 1), content(2, 8, 2))
+RESULTS = JobResults(1, numbers(2, "int32", 1), numbers(2, "uint64", 1), content(2, 8, 2))
 
 
 def body(*parts: frames.Part) -> bytes:
@@ -104,7 +106,7 @@ def test_a_geometry_comes_back_and_splits_memory_as_the_device_does():
     assert given.split(5 * block + 1) == (5,)
     with pytest.raises(PlaceRefusedError, match=r"takes 2.00 KiB, and the place has 100"):
         given.split(100)
-    both = (given.groups[0], GroupShape(2, 1, 16, 24, 512))
+    both = (given.groups[0], GroupGeometry(2, 1, 16, 24, 512))
     assert geometry(groups=both).split(2**20) == tuple(
         share * 2**20 // (12 * 2048 + 24 * 2048) for share in (12, 24)
     )
@@ -115,11 +117,11 @@ def test_a_geometry_comes_back_and_splits_memory_as_the_device_does():
     [
         {"dtype": "int8"}, {"kv_dtype": "text"}, {"slots": 0}, {"table_width": 2**30},
         {"timeout_s": 1e9}, {"groups": ()}, {"layers": ()},
-        {"layers": (LayerShape(1, 0, 4, 0.25, None, None, True),)},
-        {"layers": (LayerShape(0, 1, 4, 0.25, None, None, True),)},
-        {"layers": (LayerShape(0, 0, 3, 0.25, None, None, True),)},
-        {"layers": (LayerShape(0, 0, 4, float("nan"), None, None, True),)},
-        {"layers": (LayerShape(0, 0, 4, 0.25, 0, None, True),)},
+        {"layers": (LayerGeometry(1, 0, 4, 0.25, None, None, True),)},
+        {"layers": (LayerGeometry(0, 1, 4, 0.25, None, None, True),)},
+        {"layers": (LayerGeometry(0, 0, 3, 0.25, None, None, True),)},
+        {"layers": (LayerGeometry(0, 0, 4, float("nan"), None, None, True),)},
+        {"layers": (LayerGeometry(0, 0, 4, 0.25, 0, None, True),)},
         {"block_size": True},
     ],
 )  # fmt: skip

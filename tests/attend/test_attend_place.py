@@ -20,7 +20,7 @@ from weft.attend.channel import HEAD, HELLO, SocketTransport, connect, read_key
 from weft.attend.frames import (
     FRAME_BYTES,
     Frame,
-    Kind,
+    FrameKind,
     KVBlocks,
     pack_jobs,
     pack_kv,
@@ -33,7 +33,7 @@ from weft.attend.geometry import Geometry
 from weft.core.addresses import parse_address
 from weft.core.errors import ConfigError, PlaceError, PlaceRefusedError
 from weft.kernels.cpu import attention
-from weft.kernels.cpu.courier import Jobs
+from weft.kernels.cpu.courier import ClaimedJobs
 
 WITHIN_S = 20.0
 
@@ -62,9 +62,9 @@ def session(place: RunningPlace, given: Geometry) -> Iterator[SocketTransport]:
 
     def opened() -> SocketTransport | None:
         transport = call(place)
-        transport.send(Kind.OPEN, given.encode())
+        transport.send(FrameKind.OPEN, given.encode())
         frame = transport.receive()
-        if frame.kind is Kind.READY:
+        if frame.kind is FrameKind.READY:
             assert unpack_ready(frame.body, 1) == (2**16 // 2048,)
             return transport
         assert "another engine" in unpack_refusal(frame.body)[0]
@@ -83,7 +83,7 @@ def session(place: RunningPlace, given: Geometry) -> Iterator[SocketTransport]:
 
 def answer(transport: SocketTransport) -> Frame:
     """The next frame that is no PING."""
-    while (frame := transport.receive()).kind is Kind.PING:
+    while (frame := transport.receive()).kind is FrameKind.PING:
         pass
     return frame
 
@@ -91,23 +91,23 @@ def answer(transport: SocketTransport) -> Frame:
 def refusal(transport: SocketTransport) -> tuple[str, bool]:
     """Why the place ends the session."""
     frame = answer(transport)
-    assert frame.kind is Kind.REFUSE
+    assert frame.kind is FrameKind.REFUSE
     return unpack_refusal(frame.body)
 
 
-def token(slot: int = 1, context: int = 1, blocks: int = 1, order: int = 7) -> Jobs:
+def token(slot: int = 1, context: int = 1, blocks: int = 1, order: int = 7) -> ClaimedJobs:
     """A row of the first layer; with a context of 1 its attention is v."""
     heads, size = 4, 16
     table = np.arange(blocks, dtype=np.int32)[None]
     draw = np.random.default_rng(1)
     q, k, v = (draw.random((1, n * size), np.float32) for n in (heads, 2, 2))
-    return Jobs(
+    return ClaimedJobs(
         0, np.array([slot], np.int32), np.array([order], np.uint64),
         np.array([context], np.int32), (table,), *(x.view(np.uint8) for x in (q, k, v)),
     )  # fmt: skip
 
 
-def attended(jobs: Jobs) -> np.ndarray:
+def attended(jobs: ClaimedJobs) -> np.ndarray:
     """What a token without others before it attends to: v, for each head of its group."""
     return jobs.v.view(np.float32).reshape(2, 16).repeat(2, axis=0).reshape(1, -1)
 
@@ -116,7 +116,7 @@ def test_a_job_comes_back_with_its_number(place):
     jobs = token(order=2**60 + 1)
     with session(place, shape()) as transport:
         for _ in range(2):  # the slot begins another token, with the last one's result taken
-            transport.send(Kind.JOB, *pack_jobs(jobs))
+            transport.send(FrameKind.JOB, *pack_jobs(jobs))
             result = unpack_results(answer(transport).body)
             assert (result.layer, result.slots.tolist()) == (0, [1])
             assert result.orders.tolist() == [2**60 + 1]
@@ -126,9 +126,9 @@ def test_a_job_comes_back_with_its_number(place):
 def test_what_is_freed_may_begin_again_at_once(place):
     with session(place, shape()) as transport:
         for order in range(50):
-            transport.send(Kind.JOB, *pack_jobs(token(order=order)))
-            transport.send(Kind.FREE, *pack_slots(np.array([1, 2], np.int32)))
-        transport.send(Kind.JOB, *pack_jobs(token(order=99)))
+            transport.send(FrameKind.JOB, *pack_jobs(token(order=order)))
+            transport.send(FrameKind.FREE, *pack_slots(np.array([1, 2], np.int32)))
+        transport.send(FrameKind.JOB, *pack_jobs(token(order=99)))
         while unpack_results(answer(transport).body).orders.tolist() != [99]:
             pass
 
@@ -137,13 +137,13 @@ def test_one_engine_at_a_time_and_the_same_one_may_come_again(place):
     mine = shape(engine="mine")
     with session(place, mine) as first:
         other = call(place)
-        other.send(Kind.OPEN, shape(engine="other").encode())
+        other.send(FrameKind.OPEN, shape(engine="other").encode())
         why, final = refusal(other)
         assert "attends for another engine" in why
         assert not final
         again = call(place)
-        again.send(Kind.OPEN, mine.encode())
-        assert answer(again).kind is Kind.READY
+        again.send(FrameKind.OPEN, mine.encode())
+        assert answer(again).kind is FrameKind.READY
         with contextlib.suppress(PlaceError):
             while True:  # what was sent before it was closed
                 first.receive()
@@ -169,43 +169,43 @@ def test_another_version_is_refused_on_both_sides(place, monkeypatch):
 
 def test_other_kernels_and_too_little_memory_are_refused(place):
     transport = call(place)
-    transport.send(Kind.OPEN, shape(isa="none").encode())
+    transport.send(FrameKind.OPEN, shape(isa="none").encode())
     why, final = refusal(transport)
     assert "kernels none, the place has" in why
     assert final
     transport = call(place)
     groups = shape().groups
     large = replace(groups[0], kv_heads=2, head_dim=2**13, tensor_bytes=2 * 8 * 2**13 * 4)
-    transport.send(Kind.OPEN, shape(groups=(large,)).encode())
+    transport.send(FrameKind.OPEN, shape(groups=(large,)).encode())
     why, final = refusal(transport)
     assert "the place has 64.00 KiB" in why
     assert final
 
 
 BAD = {
-    "no tensor 9": (Kind.KV, pack_kv(KVBlocks(0, 9, np.zeros(1, np.int32), content(1, 1024, 1)))),
+    "no tensor 9": (FrameKind.KV, pack_kv(KVBlocks(0, 9, np.zeros(1, np.int32), content(1, 8, 1)))),
     "not one of the 32": (
-        Kind.KV,
+        FrameKind.KV,
         pack_kv(KVBlocks(0, 0, np.full(1, 32, np.int32), content(1, 1024, 1))),
     ),
     "has 1000 bytes, not 1024": (
-        Kind.KV,
+        FrameKind.KV,
         pack_kv(KVBlocks(0, 0, np.zeros(1, np.int32), content(1, 1000, 1))),
     ),
-    "slot is not one of 4": (Kind.JOB, pack_jobs(token(slot=4))),
-    "no layer 5": (Kind.JOB, pack_jobs(replace(token(), layer=5, contexts=None, tables=()))),
-    "has no token": (Kind.JOB, pack_jobs(replace(token(), contexts=None, tables=()))),
-    "occurs twice": (Kind.FREE, pack_slots(np.array([1, 1], np.int32))),
+    "slot is not one of 4": (FrameKind.JOB, pack_jobs(token(slot=4))),
+    "no layer 5": (FrameKind.JOB, pack_jobs(replace(token(), layer=5, contexts=None, tables=()))),
+    "has no token": (FrameKind.JOB, pack_jobs(replace(token(), contexts=None, tables=()))),
+    "occurs twice": (FrameKind.FREE, pack_slots(np.array([1, 1], np.int32))),
     "a block does not exist": (
-        Kind.JOB,
+        FrameKind.JOB,
         pack_jobs(replace(token(), tables=(np.full((1, 1), 99, np.int32),))),
     ),
-    "longer than the block table": (Kind.JOB, pack_jobs(token(context=40))),
-    "1 token at least": (Kind.JOB, pack_jobs(token(context=-1))),
-    "shape of its layer": (Kind.JOB, pack_jobs(replace(token(), q=token().v))),
-    "holds less than it says": (Kind.JOB, (b"\0" * 8,)),
-    "sends no READY": (Kind.READY, ()),
-    "sends no OPEN": (Kind.OPEN, ()),
+    "longer than the block table": (FrameKind.JOB, pack_jobs(token(context=40))),
+    "1 token at least": (FrameKind.JOB, pack_jobs(token(context=-1))),
+    "shape of its layer": (FrameKind.JOB, pack_jobs(replace(token(), q=token().v))),
+    "holds less than it says": (FrameKind.JOB, (b"\0" * 8,)),
+    "sends no READY": (FrameKind.READY, ()),
+    "sends no OPEN": (FrameKind.OPEN, ()),
 }  # fmt: skip
 
 
@@ -217,12 +217,12 @@ def test_an_engine_that_breaks_the_protocol_is_told_why_and_the_next_is_served(p
         assert why in refusal(transport)[0]
     jobs = token()
     with session(place, shape()) as transport:
-        transport.send(Kind.JOB, *pack_jobs(jobs))
+        transport.send(FrameKind.JOB, *pack_jobs(jobs))
         assert unpack_results(answer(transport).body).slots.tolist() == [1]
 
 
 def test_frames_that_are_changed_repeated_or_too_long_end_the_session(place):
-    ping = HEAD.pack(0, Kind.PING)
+    ping = HEAD.pack(0, FrameKind.PING)
 
     def after(*data: bytes) -> str:
         with session(place, shape()) as transport:
@@ -236,8 +236,8 @@ def test_frames_that_are_changed_repeated_or_too_long_end_the_session(place):
         transport._socket.sendall(good)  # and once more
         assert "changed on its way" in refusal(transport)[0]
     assert "changed on its way" in after(ping + b"\0" * 32)
-    assert "too long" in after(HEAD.pack(FRAME_BYTES + 1, Kind.KV))
-    assert "too long" in after(HEAD.pack(2**32 - 1, Kind.KV))
+    assert "too long" in after(HEAD.pack(FRAME_BYTES + 1, FrameKind.KV))
+    assert "too long" in after(HEAD.pack(2**32 - 1, FrameKind.KV))
 
 
 def test_strangers_cost_nothing(place):

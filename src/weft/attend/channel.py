@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Protocol
 
 from weft import __version__
-from weft.attend.frames import FRAME_BYTES, Frame, Kind, Part
+from weft.attend.frames import FRAME_BYTES, Frame, FrameKind, Part
 from weft.core.errors import ConfigError, PlaceError, PlaceRefusedError
 
 MAGIC = b"weft-attend\n"
@@ -43,7 +43,7 @@ class Transport(Protocol):
     One-sided transports write KV and JOB into the other side's memory in ``send``.
     """
 
-    def send(self, kind: Kind, *parts: Part) -> None:
+    def send(self, kind: FrameKind, *parts: Part) -> None:
         """Send a frame whose body is these parts."""
 
     def receive(self) -> Frame:
@@ -87,7 +87,7 @@ class SocketTransport:
         """How long the other side may be silent, or not take what is sent."""
         self._socket.settimeout(seconds)
 
-    def send(self, kind: Kind, *parts: Part) -> None:
+    def send(self, kind: FrameKind, *parts: Part) -> None:
         """See ``Transport``."""
         size = sum(len(part) for part in parts)
         if size > FRAME_BYTES:
@@ -113,7 +113,7 @@ class SocketTransport:
             raise PlaceError("A frame was changed on its way, or is not of this session.")
         self._received += 1
         try:
-            return Frame(Kind(number), body)
+            return Frame(FrameKind(number), body)
         except ValueError:
             raise PlaceError(f"There is no frame of kind {number}.") from None
 

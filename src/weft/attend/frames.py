@@ -25,14 +25,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.core.errors import PlaceError, short
-from weft.kernels.cpu.courier import Jobs
+from weft.kernels.cpu.courier import ClaimedJobs
 
 FRAME_BYTES = 4 * 2**20  # of a body at most
 CHUNK_BYTES = 2**20  # that several rows or blocks fill at most, so that a ping need not wait long
 Part: TypeAlias = bytes | memoryview
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """The kind of a frame."""
 
     OPEN = 1
@@ -48,7 +48,7 @@ class Kind(IntEnum):
 class Frame(NamedTuple):
     """A frame that has come whole and unchanged."""
 
-    kind: Kind
+    kind: FrameKind
     body: memoryview
 
 
@@ -61,8 +61,8 @@ class KVBlocks(NamedTuple):
     content: NDArray[np.uint8]
 
 
-class Results(NamedTuple):
-    """Attention of rows in a layer, as bytes [n, any]; see ``Jobs``."""
+class JobResults(NamedTuple):
+    """Attention of rows in a layer, as bytes [n, any]; see ``ClaimedJobs``."""
 
     layer: int
     slots: NDArray[np.int32]
@@ -113,7 +113,7 @@ def unpack_kv(body: memoryview) -> KVBlocks:
     return KVBlocks(group, tensor, reader.array(count, "<i4"), reader.rest(count))
 
 
-def pack_jobs(jobs: Jobs) -> tuple[Part, ...]:
+def pack_jobs(jobs: ClaimedJobs) -> tuple[Part, ...]:
     """The body of JOB."""
     begins = jobs.contexts is not None
     widths = [table.shape[1] for table in jobs.tables]
@@ -126,7 +126,7 @@ def pack_jobs(jobs: Jobs) -> tuple[Part, ...]:
     return (*parts, _bytes(jobs.q), _bytes(jobs.k), _bytes(jobs.v))
 
 
-def unpack_jobs(body: memoryview) -> Jobs:
+def unpack_jobs(body: memoryview) -> ClaimedJobs:
     """Read the body of JOB. Raises PlaceError if it is malformed."""
     reader = _Reader(body)
     layer, count, begins, groups, q_bytes, kv_bytes = reader.numbers("HIBHII")
@@ -142,21 +142,21 @@ def unpack_jobs(body: memoryview) -> Jobs:
         for size in (q_bytes, kv_bytes, kv_bytes)
     )
     reader.end()
-    return Jobs(layer, slots, orders, contexts, tables, q, k, v)
+    return ClaimedJobs(layer, slots, orders, contexts, tables, q, k, v)
 
 
-def pack_results(results: Results) -> tuple[Part, ...]:
+def pack_results(results: JobResults) -> tuple[Part, ...]:
     """The body of RESULT."""
     head = struct.pack("<HI", results.layer, len(results.slots))
     return head, _bytes(results.slots), _bytes(results.orders), _bytes(results.out)
 
 
-def unpack_results(body: memoryview) -> Results:
+def unpack_results(body: memoryview) -> JobResults:
     """Read the body of RESULT. Raises PlaceError if it is malformed."""
     reader = _Reader(body)
     layer, count = reader.numbers("HI")
     slots, orders = reader.array(count, "<i4"), reader.array(count, "<u8")
-    return Results(layer, slots, orders, reader.rest(count))
+    return JobResults(layer, slots, orders, reader.rest(count))
 
 
 def pack_slots(slots: NDArray[np.int32]) -> tuple[Part, ...]:

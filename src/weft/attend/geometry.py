@@ -19,7 +19,7 @@ ROW_TYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True)
-class GroupShape:
+class GroupGeometry:
     """A KV group: ``2 * layers`` tensors, keys then values, of [blocks, kv_heads, block_size, D].
 
     Attributes:
@@ -35,7 +35,7 @@ class GroupShape:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerShape:
+class LayerGeometry:
     """The attention of a layer; see ``weft.kernels.cpu.host.HostLayer``."""
 
     group: int
@@ -69,8 +69,8 @@ class Geometry:
     slots: int
     table_width: int
     timeout_s: float
-    groups: tuple[GroupShape, ...]
-    layers: tuple[LayerShape, ...]
+    groups: tuple[GroupGeometry, ...]
+    layers: tuple[LayerGeometry, ...]
 
     def encode(self) -> bytes:
         """As JSON."""
@@ -86,8 +86,12 @@ class Geometry:
         """
         try:
             given = json.loads(bytes(body))
-            groups = tuple(GroupShape(**_typed(GroupShape, row)) for row in given.pop("groups"))
-            layers = tuple(LayerShape(**_typed(LayerShape, row)) for row in given.pop("layers"))
+            groups = tuple(
+                GroupGeometry(**_typed(GroupGeometry, row)) for row in given.pop("groups")
+            )
+            layers = tuple(
+                LayerGeometry(**_typed(LayerGeometry, row)) for row in given.pop("layers")
+            )
             found = cls(**_typed(cls, given), groups=groups, layers=layers)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise PlaceError(f"The engine's geometry is malformed: {short(error)}.") from None
@@ -118,7 +122,7 @@ class Geometry:
                     f"engine and {mine} at the place; both must keep KV alike."
                 )
 
-    def _good(self, layer: LayerShape) -> bool:
+    def _good(self, layer: LayerGeometry) -> bool:
         if not 0 <= layer.group < len(self.groups):
             return False
         group = self.groups[layer.group]

@@ -16,7 +16,7 @@ from weft.attend.channel import HANDSHAKE_S, SocketTransport, connect
 from weft.attend.frames import (
     CHUNK_BYTES,
     Frame,
-    Kind,
+    FrameKind,
     KVBlocks,
     Part,
     pack_jobs,
@@ -88,7 +88,7 @@ class PlaceLink:
         self._lock = threading.Lock()  # of the courier and of all that follows
         self._sessions = self._active = 0
         self._blocks: tuple[int, ...] = ()  # none without a session
-        self._waiting: deque[tuple[Kind, tuple[Part, ...]]] = deque()
+        self._waiting: deque[tuple[FrameKind, tuple[Part, ...]]] = deque()
         self._waiting_bytes = 0
         self._broken: PlaceError | None = None
         self._closing = threading.Event()
@@ -112,7 +112,7 @@ class PlaceLink:
 
     def write(self, session: int, contents: Iterable[KVBlocks]) -> bool:
         """Have blocks written before later jobs; False if the session is over or too far behind."""
-        frames = [(Kind.KV, pack_kv(content)) for content in contents]
+        frames = [(FrameKind.KV, pack_kv(content)) for content in contents]
         size = sum(len(part) for _, parts in frames for part in parts)
         with self._lock:
             fits = self._waiting_bytes + size <= MOST_BYTES or not self._waiting_bytes
@@ -128,7 +128,7 @@ class PlaceLink:
         with self._lock:
             self._courier.forget(slots)
             if self._blocks:
-                self._waiting.append((Kind.FREE, pack_slots(slots)))
+                self._waiting.append((FrameKind.FREE, pack_slots(slots)))
         self._courier.wake()
 
     @property
@@ -181,9 +181,9 @@ class PlaceLink:
             target=self._receive, args=(transport,), name="weft-place-results", daemon=True
         )
         try:
-            transport.send(Kind.OPEN, self._geometry.encode())
+            transport.send(FrameKind.OPEN, self._geometry.encode())
             ready = _unrefused(transport.receive())
-            if ready.kind is not Kind.READY:
+            if ready.kind is not FrameKind.READY:
                 raise PlaceError(f"A place does not begin with {ready.kind.name}.")
             self._begin(transport, unpack_ready(ready.body, len(self._geometry.groups)))
             receiver.start()
@@ -227,17 +227,17 @@ class PlaceLink:
                 sent_at = time.monotonic()
                 continue
             if time.monotonic() - sent_at > PING_S:
-                transport.send(Kind.PING)
+                transport.send(FrameKind.PING)
                 sent_at = time.monotonic()
             self._courier.wait(PING_S / 4)
 
-    def _count_sent(self, kind: Kind, size: int) -> None:
+    def _count_sent(self, kind: FrameKind, size: int) -> None:
         self.sent_bytes += size
-        if kind is Kind.KV:
+        if kind is FrameKind.KV:
             with self._lock:
                 self._waiting_bytes -= size
 
-    def _next(self) -> list[tuple[Kind, tuple[Part, ...]]]:
+    def _next(self) -> list[tuple[FrameKind, tuple[Part, ...]]]:
         """Take what is to be sent next.
 
         Jobs are claimed together with all that waits: so a job comes after the KV of its row, and
@@ -249,17 +249,17 @@ class PlaceLink:
                 jobs = self._courier.claim(self._most_jobs)
             frames = list(self._waiting)
             self._waiting.clear()
-        return frames if jobs is None else [*frames, (Kind.JOB, pack_jobs(jobs))]
+        return frames if jobs is None else [*frames, (FrameKind.JOB, pack_jobs(jobs))]
 
     def _receive(self, transport: SocketTransport) -> None:
         try:
             while True:
                 frame = _unrefused(transport.receive())
-                if frame.kind is Kind.RESULT:
+                if frame.kind is FrameKind.RESULT:
                     layer, slots, orders, out = unpack_results(frame.body)
                     with self._lock:
                         self._courier.finish(layer, slots, orders, out)
-                elif frame.kind is not Kind.PING:
+                elif frame.kind is not FrameKind.PING:
                     raise PlaceError(f"A place sends no {frame.kind.name}.")
         except PlaceError as error:
             self._break(error)
@@ -277,7 +277,7 @@ class PlaceLink:
 
 
 def _unrefused(frame: Frame) -> Frame:
-    if frame.kind is not Kind.REFUSE:
+    if frame.kind is not FrameKind.REFUSE:
         return frame
     why, final = unpack_refusal(frame.body)
     raise (PlaceRefusedError if final else PlaceError)(f"It refuses: {why}")

@@ -18,10 +18,10 @@ from weft.attend.channel import (
     close_socket,
     read_key,
 )
-from weft.attend.frames import Kind, pack_refusal
+from weft.attend.frames import FrameKind, pack_refusal
 from weft.attend.geometry import Geometry
 from weft.attend.options import PlaceOptions
-from weft.attend.session import Session
+from weft.attend.session import EngineSession
 from weft.core.addresses import format_address, leads_to_loopback, parse_address
 from weft.core.errors import ConfigError, PlaceError, PlaceRefusedError, WeftError
 from weft.core.logs import log_level, notice, set_up_logs
@@ -109,7 +109,7 @@ class Place:
             try:
                 transport = accept(link, self._key)
                 opened = transport.receive()
-                if opened.kind is not Kind.OPEN:
+                if opened.kind is not FrameKind.OPEN:
                     raise PlaceError(f"The first frame is {opened.kind.name} and not OPEN.")
                 geometry = Geometry.decode(opened.body)
             finally:
@@ -120,7 +120,7 @@ class Place:
             if transport is not None:
                 final = isinstance(error, (PlaceRefusedError, ConfigError))
                 with suppress(PlaceError):
-                    transport.send(Kind.REFUSE, *pack_refusal(error.message, final=final))
+                    transport.send(FrameKind.REFUSE, *pack_refusal(error.message, final=final))
         finally:
             close_socket(link)
 
@@ -136,7 +136,7 @@ class Place:
             self._current = geometry.engine, transport
             self._use_isa(geometry.isa)
             transport.set_timeout(geometry.timeout_s)
-            session = Session(transport, geometry, self._options.kv_memory, self._threads)
+            session = EngineSession(transport, geometry, self._options.kv_memory, self._threads)
             logger.info("Attending for engine %s.", peer)
             session.run()
         finally:

@@ -14,9 +14,9 @@ from weft.attend.channel import Transport
 from weft.attend.frames import (
     CHUNK_BYTES,
     Frame,
-    Kind,
+    FrameKind,
+    JobResults,
     KVBlocks,
-    Results,
     pack_ready,
     pack_refusal,
     pack_results,
@@ -27,7 +27,7 @@ from weft.attend.frames import (
 from weft.attend.geometry import Geometry
 from weft.core.errors import InvariantError, PlaceError
 from weft.kernels.arrays import Array, numpy_dtype
-from weft.kernels.cpu.courier import Jobs
+from weft.kernels.cpu.courier import ClaimedJobs
 from weft.kernels.cpu.host import HostLayer, HostMailbox, HostWorker, SharedMemory
 
 ALIGNMENT = 4096  # bytes between tensors
@@ -104,7 +104,7 @@ def _layers(geometry: Geometry, kv: PlaceKV) -> list[HostLayer]:
     return layers
 
 
-class Session:
+class EngineSession:
     """Serves an engine until the link breaks or either side breaks the protocol.
 
     One thread applies what the engine sends, another one sends results. What the engine writes is
@@ -142,7 +142,7 @@ class Session:
         """
         sender = threading.Thread(target=self._send_results, name="weft-results", daemon=True)
         try:
-            self._transport.send(Kind.READY, *pack_ready(self._kv.blocks))
+            self._transport.send(FrameKind.READY, *pack_ready(self._kv.blocks))
             sender.start()
             while True:
                 self._apply(self._transport.receive())
@@ -157,16 +157,16 @@ class Session:
             self._worker.close()
 
     def _apply(self, frame: Frame) -> None:
-        if frame.kind is Kind.KV:
+        if frame.kind is FrameKind.KV:
             self._kv.write(unpack_kv(frame.body))
-        elif frame.kind is Kind.JOB:
+        elif frame.kind is FrameKind.JOB:
             self._submit(unpack_jobs(frame.body))
-        elif frame.kind is Kind.FREE:
+        elif frame.kind is FrameKind.FREE:
             self._empty(unpack_slots(frame.body))
-        elif frame.kind is not Kind.PING:
+        elif frame.kind is not FrameKind.PING:
             raise PlaceError(f"An engine sends no {frame.kind.name}.")
 
-    def _submit(self, jobs: Jobs) -> None:
+    def _submit(self, jobs: ClaimedJobs) -> None:
         layers, slots = self._mailbox.layers, jobs.slots
         self._check(slots)
         if jobs.layer >= len(layers):
@@ -214,19 +214,19 @@ class Session:
                 self._mailbox.wait(PING_S / 4)
                 frames = self._results()
                 for results in frames:
-                    self._transport.send(Kind.RESULT, *pack_results(results))
+                    self._transport.send(FrameKind.RESULT, *pack_results(results))
                 if frames:
                     sent_at = time.monotonic()
                 elif time.monotonic() - sent_at > PING_S:
-                    self._transport.send(Kind.PING)
+                    self._transport.send(FrameKind.PING)
                     sent_at = time.monotonic()
         except Exception as error:
             self._error = error if isinstance(error, PlaceError) else PlaceError(str(error))
             with contextlib.suppress(PlaceError):
-                self._transport.send(Kind.REFUSE, *pack_refusal(str(error), final=False))
+                self._transport.send(FrameKind.REFUSE, *pack_refusal(str(error), final=False))
             self._transport.close()
 
-    def _results(self) -> list[Results]:
+    def _results(self) -> list[JobResults]:
         """Take everything that is done."""
         if self._worker.error is not None:
             raise self._worker.error
@@ -239,5 +239,5 @@ class Session:
                 row = spec.heads * spec.head_dim * self._dtype.itemsize
                 slots = self._mailbox.done(layer, max(1, CHUNK_BYTES // (row + 12)))
                 out = self._mailbox.take(slots, layer).reshape(len(slots), -1).view(np.uint8)
-                found.append(Results(layer, slots.copy(), self._orders[slots], out))
+                found.append(JobResults(layer, slots.copy(), self._orders[slots], out))
         return found

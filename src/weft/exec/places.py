@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.attend.frames import CHUNK_BYTES, FRAME_BYTES, KVBlocks
-from weft.attend.geometry import Geometry, GroupShape, LayerShape
+from weft.attend.geometry import Geometry, GroupGeometry, LayerGeometry
 from weft.attend.link import PlaceAccess, PlaceLink
 from weft.core.errors import ConfigError
 from weft.core.plan import KVMove, PlaceSession, PlaceStatus, StepPlan, Tier
@@ -195,7 +195,7 @@ def geometry_of(decoder: Decoder, store: KVStore, table: InputBatch, timeout_s: 
         at = decoder.attention_params(number)
         heads, writes = decoder.spec.num_heads, layer.kv_source is None
         layers.append(
-            LayerShape(at.group, at.index, heads, at.scale, at.window, at.softcap, writes)
+            LayerGeometry(at.group, at.index, heads, at.scale, at.window, at.softcap, writes)
         )
     groups = []
     for group, (keys, spec) in enumerate(zip(store.keys, decoder.spec.kv_groups, strict=True)):
@@ -206,7 +206,7 @@ def geometry_of(decoder: Decoder, store: KVStore, table: InputBatch, timeout_s: 
                 "block_size to less.",
                 param="block_size",
             )
-        groups.append(GroupShape(len(keys), spec.num_kv_heads, spec.head_dim, count, size))
+        groups.append(GroupGeometry(len(keys), spec.num_kv_heads, spec.head_dim, count, size))
     kept = dtype_name(store.keys[0][0].dtype)
     return Geometry(
         secrets.token_hex(16), attention.isa(), decoder.dtype, kept, store.block_size,

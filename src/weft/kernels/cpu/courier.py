@@ -13,8 +13,8 @@ from weft.kernels.cpu.host import HostMailbox
 
 
 @dataclass(frozen=True, slots=True)
-class Jobs:
-    """Jobs of one layer, as bytes and numbers that can travel.
+class ClaimedJobs:
+    """Claimed jobs of one layer, as bytes and numbers that can travel.
 
     Attributes:
         slots, orders: [n]; an order is of one submission, and never comes again.
@@ -65,7 +65,7 @@ class MailCourier:
         tables = 4 * self._groups * (self._mailbox.table_width + 1)
         return 16 + tables + max(self._q_bytes) + 2 * max(self._kv_bytes)
 
-    def claim(self, most: int) -> Jobs | None:
+    def claim(self, most: int) -> ClaimedJobs | None:
         """Claim jobs of the layer in which one waits longest; None if none waits.
 
         Args:
@@ -81,7 +81,7 @@ class MailCourier:
             contexts = self._contexts[slots]
             tables = tuple(self._used(table[slots]) for table in self._tables)
         rows, kv = self._qkv[slots], self._kv_bytes[layer]
-        return Jobs(
+        return ClaimedJobs(
             layer, slots, orders, contexts, tables,
             rows[:, : self._q_bytes[layer]],
             rows[:, self._k_at : self._k_at + kv],
