@@ -72,6 +72,7 @@ class Remote:
             [case.layer], slots=len(case.slots), table_width=geometry.table_width, dtype="bfloat16"
         )
         self.link = PlaceLink(PlaceAccess(address, b"", 30.0), 1, geometry, self.mailbox)
+        self.link.start()
         while not self.link.status().blocks:
             time.sleep(0.01)
         self.session = self.link.status().session

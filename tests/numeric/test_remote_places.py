@@ -70,6 +70,7 @@ class Run:
             **more,
         )
         self.engine = build_engine(config)
+        self.engine.start_places()
         before = PiggybackedRows.before
 
         def changing(rows: PiggybackedRows, plan: StepPlan) -> None:

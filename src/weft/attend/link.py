@@ -72,7 +72,7 @@ class PlaceLink:
     def __init__(
         self, access: PlaceAccess, number: int, geometry: Geometry, mailbox: HostMailbox
     ) -> None:
-        """Begin to connect.
+        """Make the link; ``start`` connects it.
 
         Args:
             number: of the place in the mailbox, from 1 on.
@@ -94,6 +94,9 @@ class PlaceLink:
         self._closing = threading.Event()
         self._transport: SocketTransport | None = None
         self._thread = threading.Thread(target=self._keep, name="weft-place", daemon=True)
+
+    def start(self) -> None:
+        """Begin to connect."""
         self._thread.start()
 
     # -- for the thread that computes steps --------------------------------------------------------
@@ -146,7 +149,8 @@ class PlaceLink:
         self._closing.set()
         self._break(PlaceError("The engine ends."))
         self._courier.wake()
-        self._thread.join(CLOSE_S)  # it may be connecting, which ends with the process
+        if self._thread.ident is not None:
+            self._thread.join(CLOSE_S)  # it may be connecting, which ends with the process
 
     # -- the link's own threads --------------------------------------------------------------------
 

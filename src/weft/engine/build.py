@@ -121,6 +121,12 @@ class Engine:
         if self.resources.disk is not None:
             self.resources.disk.start(arrived)
 
+    def start_places(self) -> None:
+        """Connect to remote places: not before, as each serves one engine, and no standby."""
+        tier = self.executor.tier if isinstance(self.executor, EagerExecutor) else None
+        if tier is not None and tier.attention is not None and tier.attention.places is not None:
+            tier.attention.places.start()
+
     def has_unsaved_prefixes(self) -> bool:
         """Whether cached prefixes are to be saved to disk before blocks are used for else."""
         return self.idle_memory is not None and not self.idle_memory.saved

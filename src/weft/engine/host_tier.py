@@ -11,7 +11,7 @@ from weft.core.topology import this_machine
 from weft.engine.threads import plan_threads
 from weft.exec.host_attention import HostAttention, WorkerThreads, shared_store
 from weft.exec.input_batch import InputBatch
-from weft.exec.places import connect_places
+from weft.exec.places import link_places
 from weft.exec.store import KVStore
 from weft.exec.tiers import HostTier
 from weft.kernels.cpu.blocks import copy_blocks
@@ -72,7 +72,7 @@ def cpu_tier(
         host = store.like(resolved.host_blocks)
         attention = HostAttention(decoder, host, table, threads)
     if accesses:
-        attention.places = connect_places(accesses, decoder, store, table, attention.mailbox)
+        attention.places = link_places(accesses, decoder, store, table, attention.mailbox)
     return HostTier(store, host, copy_blocks, attention)
 
 

@@ -45,6 +45,11 @@ class RemotePlaces:
         self._status = tuple(link.status() for link in self.links)
         self._active = [0] * len(self.links)
 
+    def start(self) -> None:
+        """Begin to connect."""
+        for link in self.links:
+            link.start()
+
     # -- between steps -----------------------------------------------------------------------------
 
     def refresh(self, dropped: Seq[int]) -> list[int]:
@@ -165,14 +170,14 @@ def _rows(tensor: Array, blocks: NDArray[np.int32]) -> NDArray[np.uint8]:
     return np.ascontiguousarray(tensor[blocks]).view(np.uint8).reshape(len(blocks), -1)
 
 
-def connect_places(
+def link_places(
     accesses: Seq[PlaceAccess],
     decoder: Decoder,
     store: KVStore,
     table: InputBatch,
     mailbox: HostMailbox,
 ) -> RemotePlaces:
-    """Begin to connect to places for rows of a store of the device.
+    """Return the links to places for rows of a store of the device; ``start`` connects them.
 
     Raises:
         ConfigError: an address is malformed, or a row of the model does not fit a frame.
