@@ -75,6 +75,7 @@ def build_engine(
         rest=lambda: False,
         worked=lambda: None,
         start_disk=lambda arrived: None,  # noqa: ARG005
+        start_places=lambda: None,
         save_prefixes=lambda: None,
         host_attention=dict,
     )

@@ -53,7 +53,7 @@ PARTS = (
     tests("ring", "races of processes", 40, "ring"),
     tests("native", "memory errors and data races in C++", 120, "kernels", "native"),
     tests("requests", "bodies, texts and files of any kind", 120, "server", "api", "text", "arch"),
-    tests("engines", "every family, data type and chunking", 200, "numeric", "gpu"),
+    tests("engines", "every family, data type and chunking", 200, "numeric", "gpu", "attend"),
     tests("kernels", "every shape on every kind of GPU, compiled ahead", 150, "triton", "cuda"),
     tests("fuzz", "damaged checkpoints and requests", 400, "fuzz"),
     tests("referees", "answers that OpenAI's description does not allow", 20, "referees"),

@@ -29,6 +29,7 @@ READING_ORDER = (  # a folder stands before those below it that are not named he
     "src/weft/kernels",
     "src/weft/models",
     "src/weft/builtin",
+    "src/weft/attend",
     "src/weft/exec",
     "src/weft/engine",
     "src/weft",

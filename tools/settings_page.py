@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from weft.attend.options import PlaceOptions
 from weft.batch.options import BatchOptions
 from weft.bench.options import KernelsBench, ServeBench, ThroughputBench
 from weft.core.config import EngineConfig
@@ -75,6 +76,7 @@ def page() -> str:
         + table("`weft bench throughput` (beside those of the engine)", ThroughputBench)
         + table("`weft bench kernels`", KernelsBench)
         + table("`weft profile` (beside those of the engine)", ProfileOptions)
+        + table("`weft attend`", PlaceOptions)
         + table("`weft sim`", SimOptions)
     )
 

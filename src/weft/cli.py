@@ -10,7 +10,7 @@ try:
     import os
     import re
     import sys
-    from collections.abc import Callable, Container, Mapping
+    from collections.abc import Callable, Mapping
     from collections.abc import Sequence as Seq
     from pathlib import Path
     from typing import Any, NoReturn
@@ -18,8 +18,9 @@ try:
     from weft import __version__
     from weft.core.config import EngineConfig
     from weft.core.errors import ConfigError, ParameterError, WeftError, suggest
+    from weft.core.flags import add_setting, add_settings
     from weft.core.logs import log_level
-    from weft.core.settings import Setting, load_config_file, settings_of
+    from weft.core.settings import load_config_file, settings_of
     from weft.core.types import SamplingParams
 except KeyboardInterrupt:  # Ctrl-C before main() can catch it
     raise SystemExit(130) from None
@@ -27,8 +28,6 @@ except KeyboardInterrupt:  # Ctrl-C before main() can catch it
 _OF_GENERATE = "[PROMPT | --file FILE] [settings]"
 EXIT_ERROR, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 CHAT_SAMPLING = ("temperature", "top_p", "max_tokens", "seed", "stop")
-# Nested: in a file.
-NOT_ON_COMMAND_LINE = frozenset({"classes", "logit_bias", "bad_token_sequences"})
 
 
 class _Parser(argparse.ArgumentParser):
@@ -117,6 +116,11 @@ def _commands() -> dict[str, tuple[Callable[[argparse.ArgumentParser], None], st
             "measure what steps cost here, for schedulers that plan by time",
             "[--profile FILE] [--tune --tuning FILE] [settings]",
         ),
+        "attend": (
+            _attend_args,
+            "attend on this machine for best effort that an engine elsewhere serves",
+            "--listen HOST:PORT [--key-file FILE] [settings]",
+        ),
         "cache": (_cache_args, "show or remove packed weights that are kept", None),
         "info": (_info_args, "show model, memory, and the kernel of each op", "[MODEL] [settings]"),
     }
@@ -132,8 +136,8 @@ def _generate_args(generate: argparse.ArgumentParser) -> None:
     generate.add_argument("--echo", action="store_true", help="print the prompt, too")
     generate.add_argument("--quiet", action="store_true", help="no progress and no statistics")
     generate.add_argument("--config", metavar="FILE", help="YAML file with the same names")
-    _add_settings(generate, "engine", EngineConfig)
-    _add_settings(generate, "sampling", SamplingParams, there=settings_of(EngineConfig))
+    add_settings(generate, "engine", EngineConfig)
+    add_settings(generate, "sampling", SamplingParams, there=settings_of(EngineConfig))
 
 
 def _info_args(info: argparse.ArgumentParser) -> None:
@@ -141,7 +145,7 @@ def _info_args(info: argparse.ArgumentParser) -> None:
     info.add_argument("named", nargs="?", metavar="MODEL", help="as --model MODEL")
     info.add_argument("--json", action="store_true", help="print JSON")
     info.add_argument("--config", metavar="FILE", help="YAML file with the same names")
-    _add_settings(info, "engine", EngineConfig)
+    add_settings(info, "engine", EngineConfig)
 
 
 def _serve_args(serve: argparse.ArgumentParser) -> None:
@@ -150,8 +154,8 @@ def _serve_args(serve: argparse.ArgumentParser) -> None:
     serve.add_argument("--config", metavar="FILE", help="YAML file with the same names")
     from weft.server.options import ServerOptions
 
-    _add_settings(serve, "server", ServerOptions)
-    _add_settings(serve, "engine", EngineConfig)
+    add_settings(serve, "server", ServerOptions)
+    add_settings(serve, "engine", EngineConfig)
 
 
 def _chat_args(chat: argparse.ArgumentParser) -> None:
@@ -161,7 +165,7 @@ def _chat_args(chat: argparse.ArgumentParser) -> None:
     chat.add_argument("--system", help="the system message")
     group = chat.add_argument_group("sampling settings")
     for name in CHAT_SAMPLING:
-        _add_setting(group, settings_of(SamplingParams)[name])
+        add_setting(group, settings_of(SamplingParams)[name])
 
 
 def _batch_args(batch: argparse.ArgumentParser) -> None:
@@ -173,8 +177,8 @@ def _batch_args(batch: argparse.ArgumentParser) -> None:
         "-o", dest="output", metavar="FILE", default=argparse.SUPPRESS, help="file for the results"
     )
     batch.add_argument("--config", metavar="FILE", help="YAML file with the same names")
-    _add_settings(batch, "batch", BatchOptions)
-    _add_settings(batch, "engine", EngineConfig)
+    add_settings(batch, "batch", BatchOptions)
+    add_settings(batch, "engine", EngineConfig)
 
 
 def _batches_args(batches: argparse.ArgumentParser) -> None:
@@ -227,9 +231,9 @@ def _bench_args(bench: argparse.ArgumentParser) -> None:
         parser = kinds.add_parser(name, help=text, usage=f"weft bench {name} [settings]")
         parser.set_defaults(run=run, parser=parser)
         parser.add_argument("--config", metavar="FILE", help="YAML file with the same names")
-        _add_settings(parser, "benchmark", declared_by)
+        add_settings(parser, "benchmark", declared_by)
         if name == "throughput":
-            _add_settings(parser, "engine", EngineConfig)
+            add_settings(parser, "engine", EngineConfig)
 
 
 def _profile_args(profile: argparse.ArgumentParser) -> None:
@@ -237,8 +241,16 @@ def _profile_args(profile: argparse.ArgumentParser) -> None:
 
     profile.set_defaults(run=_profile, parser=profile)
     profile.add_argument("--config", metavar="FILE", help="YAML file with the same names")
-    _add_settings(profile, "profile", ProfileOptions)
-    _add_settings(profile, "engine", EngineConfig)
+    add_settings(profile, "profile", ProfileOptions)
+    add_settings(profile, "engine", EngineConfig)
+
+
+def _attend_args(attend: argparse.ArgumentParser) -> None:
+    from weft.attend.options import PlaceOptions
+
+    attend.set_defaults(run=_attend, parser=attend)
+    attend.add_argument("--config", metavar="FILE", help="YAML file with the same names")
+    add_settings(attend, "place", PlaceOptions)
 
 
 def _cache_args(cache: argparse.ArgumentParser) -> None:
@@ -254,46 +266,7 @@ def _sim_args(sim: argparse.ArgumentParser) -> None:
     sim.add_argument("--config", metavar="FILE", help="YAML file with the same names")
     from weft.sim.options import SimOptions
 
-    _add_settings(sim, "simulation", SimOptions)
-
-
-def _add_settings(
-    parser: argparse.ArgumentParser, title: str, declared_by: Any, there: Container[str] = ()
-) -> None:
-    """Add a flag for each setting; one that is ``there`` by the same name serves for both."""
-    group = parser.add_argument_group(f"{title} settings")
-    for declared in settings_of(declared_by).values():
-        if declared.name not in NOT_ON_COMMAND_LINE and declared.name not in there:
-            _add_setting(group, declared)
-
-
-def _add_setting(group: Any, declared: Setting) -> None:
-    facts = [declared.kind, declared.bounds(), f"default {_shown(declared)}"]
-    text = f"{declared.help} ({'; '.join(fact for fact in facts if fact)})".replace("%", "%%")
-    options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text}
-    if declared.kind == "bool":
-        group.add_argument(declared.flag, action=argparse.BooleanOptionalAction, **options)
-        return
-
-    def parse(word: str) -> Any:
-        try:
-            value = declared.parse(word)
-            return value if declared.kind == "strings" else declared.check(value)
-        except WeftError as error:
-            raise argparse.ArgumentTypeError(error.message) from None
-
-    options |= {"type": parse, "metavar": declared.name.upper()}
-    if declared.kind == "strings":
-        options["action"] = "append"
-    group.add_argument(declared.flag, **options)
-
-
-def _shown(declared: Setting) -> str:
-    if declared.optional:
-        return "unset"
-    if declared.kind == "bool":
-        return str(declared.default).lower()
-    return str(declared.default) if declared.default != () else "none"
+    add_settings(sim, "simulation", SimOptions)
 
 
 def _settings(options: Mapping[str, Any], *declared_by: Any) -> list[dict[str, Any]]:
@@ -471,6 +444,16 @@ def _cache(options: dict[str, Any]) -> int:
     from weft.packed_command import run_cache
 
     return run_cache(options["kind"], options["model"])
+
+
+def _attend(options: dict[str, Any]) -> int:
+    from weft.attend.options import PlaceOptions
+
+    (settings,) = _settings(options, PlaceOptions)
+    chosen = PlaceOptions(**settings)
+    from weft.attend.place import run_place
+
+    return run_place(chosen)
 
 
 def _sim(options: dict[str, Any]) -> int:

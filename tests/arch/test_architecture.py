@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "weft"
 
-BELOW_ENGINE = "core kv cost sched blend ring text api kernels models exec"
+BELOW_ENGINE = "core kv cost sched blend ring text api kernels models exec attend"
 MAY_IMPORT = {
     "core": "",
     "kv": "core",
@@ -25,7 +25,8 @@ MAY_IMPORT = {
     "batch": "core ring text api blend",
     "kernels": "core/kv_types.py core/errors.py core/process.py",
     "models": "core kernels",
-    "exec": "core kernels models ring",
+    "exec": "core kernels models ring attend",
+    "attend": "core kernels",
     "engine": BELOW_ENGINE,
     "engine/loop.py": "core",
     "cluster": "engine exec core",
@@ -35,7 +36,7 @@ MAY_IMPORT = {
 }
 TORCH_FREE = ["core", "kv", "cost", "sched", "blend", "workload", "ring", "text", "api"]
 TORCH_FREE += ["server", "batch", "sim", "bench", "models", "engine", "cli.py", "supervise.py"]
-TORCH_FREE += ["chat.py", "generate.py", "offline.py"]
+TORCH_FREE += ["attend", "chat.py", "generate.py", "offline.py"]
 TORCH_FREE += ["kernels/cpu", "kernels/arrays.py", "kernels/interface.py", "kernels/ops.py"]
 TORCH_FREE += ["kernels/measure.py", "kernels/sampling.py", "kernels/quantized.py"]
 TORCH_FREE += ["exec/eager.py", "exec/sample.py", "exec/store.py", "exec/inputs.py"]

@@ -1,5 +1,5 @@
 // A mailbox and its workers under a sanitizer, with a stand-in for the kernel: clients submit, take
-// and abort at random while one worker follows another. Nothing is computed from half-written rows,
+// and abort at random while one worker follows another, and a courier whose link breaks now and then. Nothing is computed from half-written rows,
 // nothing is lost, and nobody writes to the blocks of a slot that the client calls its own.
 #include <algorithm>
 #include <atomic>
@@ -7,11 +7,14 @@
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
+#include <mutex>
 #include <random>
+#include <span>
 #include <thread>
 #include <vector>
 
 #include "check.hpp"
+#include "courier.hpp"
 #include "host.hpp"
 #include "pool_checks.hpp"
 
@@ -62,9 +65,76 @@ void weft::paged_attention(const Attention& call) {
 
 namespace {
 
+// A courier with its place: it answers what it has claimed later, in any order, or never.
+class Place {
+ public:
+  explicit Place(const Mailbox& mailbox) : courier_(mailbox, 1), mailbox_(mailbox) {}
+
+  void serve(const std::atomic<bool>& over) {
+    uint32_t seen = 0;
+    while (!over) {
+      seen = courier_.wait(seen, 1'000'000);
+      claim();
+      while (!claimed_.empty() && dice_() % 3 != 0) answer();
+      if (dice_() % 40 == 0) {
+        const std::lock_guard lock(lock_);
+        courier_.give_up();
+        if (dice_() % 2 == 0) claimed_.clear();  // else the answers come late
+      }
+    }
+    courier_.give_up();
+  }
+
+  // What the client has aborted, its slots are Empty from now on.
+  void forget(std::span<const int32_t> aborted) {
+    const std::lock_guard lock(lock_);
+    courier_.forget(aborted);
+  }
+
+ private:
+  struct Job {
+    int32_t slot;
+    uint64_t order;
+    uint32_t layer;
+    float q, k, v;
+  };
+
+  void claim() {
+    const std::lock_guard lock(lock_);
+    int32_t found[slots];
+    uint64_t orders[slots];
+    uint32_t layer = 0;
+    const size_t room = 1 + dice_() % slots;
+    const size_t count = courier_.claim(std::span(found, room), std::span(orders, room), layer);
+    for (size_t i = 0; i < count; ++i) {
+      const auto number = [](const char* row) { return *reinterpret_cast<const float*>(row); };
+      claimed_.push_back({found[i], orders[i], layer, number(mailbox_.q(found[i])),
+                          number(mailbox_.k(found[i])), number(mailbox_.v(found[i]))});
+    }
+  }
+
+  void answer() {
+    const std::lock_guard lock(lock_);
+    std::swap(claimed_[dice_() % claimed_.size()], claimed_.back());
+    const Job job = claimed_.back();
+    claimed_.pop_back();
+    if (!courier_.holds(job.slot, job.order, job.layer)) return;
+    auto* out = reinterpret_cast<float*>(mailbox_.out(job.slot));
+    std::fill_n(out, heads * size, job.q + job.k + job.v);
+    courier_.finish(std::span(&job.slot, 1), job.layer);
+  }
+
+  Courier courier_;
+  const Mailbox& mailbox_;
+  std::mutex lock_;
+  std::mt19937 dice_{2};
+  std::vector<Job> claimed_;
+};
+
 class Client {
  public:
-  Client(const Mailbox& mailbox, unsigned seed) : client_(mailbox), mailbox_(mailbox), dice_(seed) {
+  Client(const Mailbox& mailbox, Place& place, unsigned seed)
+      : client_(mailbox), mailbox_(mailbox), place_(place), dice_(seed) {
     std::fill_n(layer_, slots, -1);
   }
 
@@ -77,6 +147,10 @@ class Client {
     if (state == job::State::Done) return take(slot);
     if (dice_() % 8 == 0) {
       client_.abort(std::span(&slot, 1));
+      place_.forget(std::span(&slot, 1));
+      if (at_place_[slot]) {
+        require(job::look(mailbox_.word(slot)).state == job::State::Empty, "it waits for no place");
+      }
       layer_[slot] = -1;
     }
     return 0;
@@ -93,7 +167,9 @@ class Client {
     }
     const auto context = static_cast<int32_t>(1 + dice_() % (2 * block));
     const Tensor tables[] = {tensor("tables", table, DType::i32, {1, 2})};
-    client_.begin(std::span(&slot, 1), std::span(&context, 1), tables);
+    const auto place = static_cast<int32_t>(dice_() % 2);
+    at_place_[slot] = place == 1;
+    client_.begin(std::span(&slot, 1), std::span(&context, 1), tables, std::span(&place, 1));
     layer_[slot] = 0;
     submit(slot);
   }
@@ -125,7 +201,9 @@ class Client {
 
   MailboxClient client_;
   const Mailbox& mailbox_;
+  Place& place_;
   std::mt19937 dice_;
+  bool at_place_[slots] = {};
   int layer_[slots];
   float number_[slots] = {};
 };
@@ -155,12 +233,15 @@ int main(int, char** words) {
       thread.join();
     }
   });
-  Client client(mailbox, 1);
+  Place place(mailbox);
+  std::thread courier([&] { place.serve(over); });
+  Client client(mailbox, place, 1);
   for (int ended = 0, i = 0; ended < tokens; ++i) {
     ended += client.step();
     if (i % 64 == 0) client.wait();
   }
   over = true;
   workers.join();
+  courier.join();
   std::puts("good");
 }

@@ -168,7 +168,7 @@ def explored(*flags: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("sanitizer", [pytest.param("address,undefined", marks=deep), "thread"])
 def test_a_mailbox_and_its_workers_under_a_sanitizer(sanitizer) -> None:
-    names = ("check", "host", "mailbox", "pool")
+    names = ("check", "courier", "host", "mailbox", "pool")
     check(built("host_worker.cpp", names, f"-fsanitize={sanitizer}"), 2000)
 
 

@@ -401,8 +401,8 @@ def test_without_leases_the_test_above_fails():
         def move(self, sequence_id, row, upto, *, after_layer=False):
             done = super().move(sequence_id, row, upto, after_layer=after_layer)
             if done is not None:
-                for tier, table in done[1].tables:
-                    self.tier(tier).free(table)
+                for cache, table in done[1].tables:
+                    cache.free(table)
                 done[1].tables.clear()
             return done
 

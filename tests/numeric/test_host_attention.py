@@ -331,6 +331,8 @@ def test_a_mailbox_full_of_noise_crashes_nobody() -> None:
         memory[spots] = noise.integers(0, 256, 300)
         words = mailbox.memory.array(4096, [3], "int64")
         words[:] = noise.integers(0, 5, 3) << 8 | 1
+        records = mailbox.memory.array(2 * 4096, [3, 16], "uint16")
+        records[:, 15] = 0  # their place: jobs of others would wait for these
         with HostWorker(mailbox):
             wait_for_all(mailbox)
 
@@ -410,11 +412,11 @@ def test_impossible_mailboxes_are_refused() -> None:
     with pytest.raises(ConfigError, match="no such host mailbox"):
         HostMailbox.create([], slots=4, table_width=4, dtype="float32")
     with pytest.raises(InvariantError, match="does not hold a mailbox"):
-        HostMailbox(SharedMemory.create("empty", 4096), layers)
+        HostMailbox(SharedMemory.create("empty", 4096), layers, 1)
     mailbox = Hosted(SMALL).mailbox()
     mailbox.memory.array(16, [1], "int32")[:] = 99
     with pytest.raises(InvariantError, match="version 99, this process speaks version"):
-        HostMailbox(mailbox.memory, layers)
+        HostMailbox(mailbox.memory, layers, 1)
 
 
 def test_shared_memory_has_bounds() -> None:

@@ -14,13 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 from checkpoints import CASES, Case, build, prompt, save_with_tokenizer
+from crowds import assert_alike, crowd, piggybacking
 from graphed import use_graphs
 from tight_kv import (
-    DRAWN,
     GREEDY,
-    GUESSED,
-    Answer,
-    Traffic,
     least_kv_memory,
     run,
     settings_for,
@@ -30,12 +27,7 @@ from depth import deep
 from weft.core.config import EngineConfig
 from weft.core.errors import ConfigError, HostWorkerError, InvariantError
 from weft.core.plan import KVMove, RowAdd, StepPlan, StepResult, SubBatch, Tier
-from weft.core.types import FinishReason, Request
-from weft.cost.curves import Curve
-from weft.cost.fit import FEATURES, Fitted
 from weft.engine.build import Engine, build_engine
-from weft.engine.costs import profile_key
-from weft.engine.model import find_model
 from weft.exec import host_attention, layerwise
 from weft.exec.eager import EagerExecutor
 from weft.exec.layerwise import LayerwiseForward
@@ -77,42 +69,6 @@ def folders(tmp_path_factory) -> dict[str, Path]:
             name: save_with_tokenizer(build(name), tmp_path_factory.mktemp(name))
             for name in FAMILIES
         }
-
-
-def piggybacking(folder: Path, **more: Any) -> EngineConfig:
-    """Settings of an engine that piggybacks, with made-up costs of which few rows fit a step."""
-    path = folder / "profile.json"
-    more = {"host_kv_memory": 2**22, "slo_admission": "off", "profile": str(path), **more}
-    more |= {"classes": {"interactive": {"ttft_s": 0.008, "tpot_s": 0.003}}}
-    config = settings_for(folder, scheduler="slo-piggyback", **more)
-    model = find_model(config)
-    curve = Curve((1, 64), (0.001, 0.01))
-    key, layers = profile_key(config, model), model.spec.num_layers
-    Fitted(key, layers, curve, dict.fromkeys(FEATURES, 0.0)).save(path)
-    return config
-
-
-def crowd(seed: int, *, cancels: bool) -> Traffic:
-    """Long answers of best effort, then interactive requests that fill the steps for a while."""
-    draw, ends = random.Random(seed), random.Random(seed)
-    arrivals: dict[int, list[Request]] = {}
-    cancelled: dict[int, list[int]] = {}
-    common = prompt(30, seed)
-    for number in range(56):
-        batch = number < 16
-        step = draw.randrange(20) if batch else 8 + draw.randrange(160)
-        tokens = prompt(draw.randint(1, 40), 100 * seed + number)
-        if draw.random() < 0.4:
-            tokens = common[: draw.randint(8, 30)] + tokens
-        most = draw.randint(20, 42) if batch else draw.randint(1, 20)
-        sampling = draw.choice((GREEDY, DRAWN) if batch else (GREEDY, DRAWN, GUESSED))
-        sampling = replace(sampling, max_tokens=most, seed=seed)
-        kind = "batch" if batch else "interactive"
-        request = Request(number, tuple(tokens), sampling, service_class=kind)
-        arrivals.setdefault(step, []).append(request)
-        if cancels and ends.random() < (0.3 if batch else 0.2):
-            cancelled.setdefault(step + ends.randint(5, 100), []).append(number)
-    return Traffic(arrivals, cancelled)
 
 
 class Dawdler:
@@ -162,16 +118,6 @@ def host(request, monkeypatch) -> None:
 def layer_by_layer(monkeypatch) -> None:
     """Passes that carry rows call the parts of each layer, as ranks of a model do."""
     monkeypatch.setattr(layerwise, "CpuStack", type(None))
-
-
-def assert_alike(found: dict[int, Answer], wanted: dict[int, Answer]) -> None:
-    """The same tokens, up to where a request was cancelled."""
-    ends = Counter(answer.finish for answer in found.values())
-    assert ends[FinishReason.LENGTH] > 8
-    for number, answer in found.items():
-        told = wanted[number].tokens
-        cut = answer.finish is FinishReason.CANCELLED
-        assert answer.tokens == (told[: len(answer.tokens)] if cut else told), number
 
 
 def assert_same_as_ample(

@@ -35,6 +35,7 @@ DEVICES = ("cpu", "cuda")
 ADMISSIONS = ("demote", "reject", "off")
 RING_SLOTS, RING_SLOTS_PER_SEQUENCE, MOST_RING_SLOTS = 512, 4, 65535
 RING_MEMORY, RING_MEMORY_PER_SLOT = 64 * 2**20, 128 * 2**10
+MOST_PLACES = 4  # whose figures the info page has
 RING_REST = 2**16  # of a request beside its prompt
 
 
@@ -172,6 +173,19 @@ class EngineConfig:
         "schedulers slo-piggyback and load-aware: attend on the host in a process of its own, "
         "weft-host, which is started again when it dies, one for each rank; if false, in threads "
         "of the engine",
+    )
+    attend: tuple[str, ...] = setting(
+        "strings",
+        (),
+        "scheduler slo-piggyback: HOST:PORT of a machine with weft attend, for best effort if the "
+        "own host is full; may be given several times",
+        high=MOST_PLACES,
+    )
+    attend_key_file: str | None = setting(
+        "path", None, "file with the key of those machines, which loopback alone can do without"
+    )
+    attend_timeout_s: float = setting(
+        "float", 10.0, "seconds of silence after which such a machine is given up", low=2, high=3600
     )
     kv_disk: str | None = setting(
         "str",

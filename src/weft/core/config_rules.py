@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
+from weft.core.addresses import parse_address
 from weft.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def check_kv_disk(config: EngineConfig) -> None:
 def check_host_attention(config: EngineConfig) -> None:
     """Raise ConfigError if attention on the host lacks what it needs, or what it has lacks it."""
     if not config.attends_on_host:
-        for name in ("host_threads", "host_process"):
+        for name in ("host_threads", "host_process", "attend"):
             if getattr(config, name):
                 raise ConfigError(
                     f"{name} is for attention on the host, which scheduler '{config.scheduler}' "
@@ -55,6 +56,7 @@ def check_host_attention(config: EngineConfig) -> None:
                     param=name,
                 )
         return
+    _check_places(config)
     if config.host_kv_memory is None:
         raise ConfigError(
             f"Scheduler {config.scheduler} keeps KV on the host; set host_kv_memory to its size.",
@@ -65,4 +67,20 @@ def check_host_attention(config: EngineConfig) -> None:
             f"Scheduler {config.scheduler} is for one process, and tensor_parallel is "
             f"{config.tensor_parallel}: each rank would wait for its own host in every layer.",
             param="scheduler",
+        )
+
+
+def _check_places(config: EngineConfig) -> None:
+    """Raise ConfigError if remote places are named wrongly, or twice."""
+    named = [parse_address(address, "attend") for address in config.attend]
+    if named and (config.tensor_parallel > 1 or not config.piggybacks):
+        who = "one process" if config.piggybacks else "scheduler slo-piggyback"
+        raise ConfigError(f"attend, which names remote places, is for {who}.", param="attend")
+    if len(set(named)) < len(named):
+        raise ConfigError("attend names a place twice; name each once.", param="attend")
+    if config.attend_key_file is not None and not named:
+        raise ConfigError(
+            "attend_key_file is for remote places, and there are none; name them with attend, or "
+            "leave it out.",
+            param="attend_key_file",
         )

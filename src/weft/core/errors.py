@@ -179,6 +179,20 @@ class HostWorkerError(WeftError):
     retry_after_s = 5
 
 
+class PlaceError(WeftError):
+    """A remote host that attends cannot be reached, has gone silent, or broke the protocol."""
+
+    http_status = 503
+    code = "place_unavailable"
+    retry_after_s = 5
+
+
+class PlaceRefusedError(PlaceError):
+    """Engine and place do not go together: key, version, geometry or memory; says both sides."""
+
+    code = "place_refused"
+
+
 class RequestCrashedError(WeftError):
     """The engine process has died again and again while it computed this request."""
 

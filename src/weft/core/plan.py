@@ -53,6 +53,33 @@ class RowExtend(NamedTuple):
     blocks: tuple[int, ...]
 
 
+class PlaceSession(NamedTuple):
+    """A connection to a host that keeps KV; place 0 is the device's own host, and has only one.
+
+    What lies with a remote place is gone with the connection, so the next one has another number.
+    """
+
+    place: int = 0
+    number: int = 0
+
+
+OWN_HOST = PlaceSession()
+
+
+class PlaceStatus(NamedTuple):
+    """What a remote place offers now.
+
+    Attributes:
+        session: number of the latest connection to it; 0 for none yet.
+        blocks: KV blocks of each group; empty while it is not connected.
+        busy: it has more KV to take in than it should have, so no sequence should be sent there.
+    """
+
+    session: int
+    blocks: tuple[int, ...] = ()
+    busy: bool = False
+
+
 class KVMove(NamedTuple):
     """Copy the KV of a row into the other tier, where its table is ``target`` from then on.
 
@@ -63,6 +90,7 @@ class KVMove(NamedTuple):
         after_layer: the KV of each layer goes as soon as this step has computed that layer, with
             what the step has written (NEO section 3.1, layer-wise swapping); else all of it goes
             before the step computes, and the row computes in the tier that it has come to.
+        host: where in the host tier ``target`` is. If that session is over, the row is lost there.
     """
 
     row: int
@@ -70,6 +98,7 @@ class KVMove(NamedTuple):
     source: tuple[tuple[int, ...], ...]
     target: tuple[tuple[int, ...], ...]
     after_layer: bool = False
+    host: PlaceSession = OWN_HOST
 
     @property
     def num_blocks(self) -> int:
@@ -127,6 +156,7 @@ class StepPlan:
             nothing is computed; each has a row.
         zero: (group, block) pairs of the device to fill with zeros before anything is written.
         zero_host: the same of the host.
+        zero_places: the same of remote places, each with its session.
         piggybacked: rows of the host tier whose next token begins: its embedding and the first
             layer's QKV are piggybacked; the token comes with the result of a later step.
         piggyback_limits: for each layer, how many results of attention that the host has finished
@@ -150,6 +180,7 @@ class StepPlan:
     zero: tuple[tuple[int, int], ...] = ()
     moves: tuple[KVMove, ...] = ()
     zero_host: tuple[tuple[int, int], ...] = ()
+    zero_places: tuple[tuple[PlaceSession, int, int], ...] = ()
     piggybacked: tuple[int, ...] = ()
     piggyback_limits: tuple[int, ...] = ()
     abort: tuple[int, ...] = ()
@@ -165,7 +196,7 @@ class StepPlan:
     @property
     def needs_host(self) -> bool:
         """Whether only an executor with a host tier can compute the step."""
-        copies = self.moves or self.spills or self.fills or self.zero_host
+        copies = self.moves or self.spills or self.fills or self.zero_host or self.zero_places
         return bool(copies or self.piggybacks or self.attends_on_host)
 
     @property
@@ -175,8 +206,10 @@ class StepPlan:
 
     @property
     def writes_host(self) -> bool:
-        """Whether KV of the host tier is written: no worker may be writing to those blocks."""
-        arrives = self.spills or any(move.to is Tier.HOST for move in self.moves)
+        """Whether KV of the own host is written: no worker may be writing to those blocks."""
+        arrives = self.spills or any(
+            move.to is Tier.HOST and not move.host.place for move in self.moves
+        )
         return bool(arrives or self.zero_host or self.piggybacked)
 
     @property
@@ -211,6 +244,9 @@ class StepResult:
             came through the last layer in this one.
         piggyback_layers: for each layer, how many piggybacked rows wait for it or for its
             attention.
+        lost: sequences whose KV was at a remote place that is gone, and whose token on its way, if
+            there was one, is dropped. Each is named once, and computes nothing until it is dropped.
+        places: what each remote place offers since this step; empty where there are none.
     """
 
     step_id: int
@@ -225,6 +261,8 @@ class StepResult:
     embeddings: Mapping[int, bytes] = field(default_factory=dict)
     piggybacked_results: tuple[tuple[int, int], ...] = ()
     piggyback_layers: tuple[int, ...] = ()
+    lost: tuple[int, ...] = ()
+    places: tuple[PlaceStatus, ...] = ()
 
 
 class Update(NamedTuple):

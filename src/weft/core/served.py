@@ -23,6 +23,7 @@ class ServedModel:
         kv_blocks: KV blocks by group name.
         host_kv_blocks: the same of the host tier; empty if there is none.
         host_kv_memory: bytes that were set for the host tier; 0 if there is none.
+        places: remote places that attend.
         host_attention: who attends on the host, as a sentence; empty if nobody does.
         host_costs: which costs of the host tier are planned with; empty if none are.
         kv_disk: where cached prefixes are kept on disk; empty if they are not.
@@ -66,6 +67,7 @@ class ServedModel:
     host_kv_memory: int = 0
     host_attention: str = ""
     host_costs: str = ""
+    places: tuple[str, ...] = ()
     kv_disk: str = ""
     kv_dtype: str = ""
     device: str = "cpu"

@@ -459,6 +459,11 @@ class Sequence:
         """Take back what is pending: the executor has dropped it."""
         self.planned = self.computed
 
+    def roll_back(self) -> None:
+        """Take back what is pending, as ``abort``, of a sequence that goes on."""
+        self.abort()
+        self.known = len(self.tokens)
+
     def accept(self, token: int) -> None:
         """Append a drafted token that came out right: it was computed with the one before it."""
         self.computed += 1

@@ -126,6 +126,12 @@ class Engine:
         if self.resources.disk is not None:
             self.resources.disk.start(arrived)
 
+    def start_places(self) -> None:
+        """Connect to remote places: not before, as each serves one engine, and no standby."""
+        tier = self.executor.tier if isinstance(self.executor, EagerExecutor) else None
+        if tier is not None and tier.attention is not None and tier.attention.places is not None:
+            tier.attention.places.start()
+
     def has_unsaved_prefixes(self) -> bool:
         """Whether cached prefixes are to be saved to disk before blocks are used for else."""
         return self.idle_memory is not None and not self.idle_memory.saved
@@ -155,7 +161,10 @@ class Engine:
 
     def host_attention(self) -> dict[str, int]:
         """What the info page says of attention on the host: of rank 0, if there are several."""
-        return {} if self._attention is None else counted(self._attention)
+        kv = self.scheduler.memory.kv
+        if self._attention is None or not isinstance(kv, TieredCache):
+            return {}
+        return counted(self._attention, kv)
 
     def rest(self) -> bool:
         """Use a moment without work; whether there is more to do at once."""
@@ -426,6 +435,7 @@ def describe_served(config: EngineConfig, engine: Engine) -> ServedModel:
         kv_memory=resolved.kv_memory,
         host_attention=describe_host_attention(config),
         host_costs=engine.host_costs,
+        places=config.attend,
         kv_disk=describe_disk(config),
         kv_dtype=model.dtype if config.kv_dtype == "auto" else config.kv_dtype,
         device=device_name(model.device),

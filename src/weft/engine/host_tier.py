@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from weft.attend.channel import read_key
+from weft.attend.link import PlaceAccess
+from weft.core.addresses import leads_to_loopback, parse_address
 from weft.core.config import EngineConfig, ResolvedConfig
 from weft.core.errors import ConfigError
 from weft.core.schedulers import SCHEDULERS
@@ -11,11 +14,14 @@ from weft.core.topology import this_machine
 from weft.engine.threads import plan_threads
 from weft.exec.host_attention import HostAttention, WorkerThreads, shared_store
 from weft.exec.input_batch import InputBatch
+from weft.exec.places import link_places
 from weft.exec.store import KVStore
 from weft.exec.tiers import HostTier
 from weft.kernels.cpu.blocks import copy_blocks
 from weft.kernels.interface import OpTable
 from weft.kernels.lanes import MOST_ROWS
+from weft.kv.pool import fullest
+from weft.kv.tiers import TieredCache
 from weft.models.decoder import Decoder
 from weft.models.spec import ModelSpec
 
@@ -33,6 +39,8 @@ def check_attends_on_host(config: EngineConfig, spec: ModelSpec, ops: OpTable) -
         why = "its per-layer inputs belong to the step in which a token begins"
     elif kernel == "triton" and not config.piggybacks:
         why = "steps of a GPU have no overlapped sub-batches yet"
+    elif kernel == "triton" and config.attend:
+        why = "lanes of captured steps reach no remote places yet; leave attend out"
     elif kernel == "triton" and config.tensor_parallel > 1:
         why = "lanes of captured steps do not agree over ranks yet"
     elif kernel == "triton" and config.host_process:
@@ -68,12 +76,15 @@ def cpu_tier(
     if not config.attends_on_host:
         return HostTier(store, store.like(resolved.host_blocks), copy_blocks)
     threads = _worker_threads(config, decoder.ops.ranks.rank)
+    accesses = _accesses(config)
     if config.host_process:
         host, memory = shared_store(store, resolved.host_blocks)
         attention = HostAttention(decoder, host, table, threads, memory)
     else:
         host = store.like(resolved.host_blocks)
         attention = HostAttention(decoder, host, table, threads)
+    if accesses:
+        attention.places = link_places(accesses, decoder, store, table, attention.mailbox)
     return HostTier(store, host, copy_blocks, attention, overlaps=not config.piggybacks)
 
 
@@ -92,6 +103,23 @@ def _worker_threads(config: EngineConfig, rank: int) -> WorkerThreads:
     return WorkerThreads(plan.host, plan.host_cpus)
 
 
+def _accesses(config: EngineConfig) -> list[PlaceAccess]:
+    """How remote places are reached.
+
+    Raises:
+        ConfigError: the key cannot be read, or lacks where it is needed.
+    """
+    key = read_key(config.attend_key_file)
+    for address in () if key else config.attend:
+        if not leads_to_loopback(parse_address(address)[0]):
+            raise ConfigError(
+                f"Place {address} is on another machine, so it must prove that it knows a key; "
+                "name one with attend_key_file.",
+                param="attend_key_file",
+            )
+    return [PlaceAccess(address, key, config.attend_timeout_s) for address in config.attend]
+
+
 def describe_host_attention(config: EngineConfig) -> str:
     """Who attends on the host, as a sentence; empty if nobody does."""
     if not config.attends_on_host:
@@ -102,11 +130,13 @@ def describe_host_attention(config: EngineConfig) -> str:
     if config.tensor_parallel > 1:
         where = "a process weft-host of each rank" if config.host_process else "each rank's process"
     who = "best effort that gives way decodes" if config.piggybacks else "what gives way decodes"
-    return f"{who} on the host: {threads} of {where} attend{'s' if count == 1 else ''} there"
+    attends = "attends" if count == 1 else "attend"
+    others = f", then {' and '.join(config.attend)}" if config.attend else ""
+    return f"{who} on the host: {threads} of {where} {attends} there{others}"
 
 
-def counted(attention: HostAttention) -> dict[str, int]:
-    """What a host worker has done, as the info page has it."""
+def counted(attention: HostAttention, tiers: TieredCache) -> dict[str, int]:
+    """What a host worker and remote places have done, as the info page has it."""
     counters = attention.mailbox.counters()
     return {
         "host_queue": attention.mailbox.waiting,
@@ -115,4 +145,22 @@ def counted(attention: HostAttention) -> dict[str, int]:
         "host_busy_us": counters.busy_ns // 1000,
         "host_round_trip_us": counters.round_trip_ns // 1000,
         "host_restarts": attention.restarts,
+        **_counted_places(attention, tiers),
     }
+
+
+def _counted_places(attention: HostAttention, tiers: TieredCache) -> dict[str, int]:
+    found: dict[str, int] = {}
+    pools = {pool.session.place: pool.cache.pools for pool in tiers.hosts.connected()}
+    for index, link in enumerate(() if attention.places is None else attention.places.links):
+        status = link.status()
+        found[f"place_up_{index}"] = int(bool(status.blocks))
+        if index + 1 in pools:
+            pool = fullest(pools[index + 1])
+            found[f"place_blocks_{index}"] = pool.num_blocks
+            found[f"place_free_blocks_{index}"] = pool.available
+        found[f"place_jobs_{index}"] = link.jobs
+        found[f"place_round_trip_us_{index}"] = link.round_trip_ns // 1000
+        found[f"place_sent_bytes_{index}"] = link.sent_bytes
+        found[f"place_sessions_{index}"] = status.session
+    return found

@@ -164,6 +164,7 @@ class LocalEngine:
         self._thread = EngineThread(self.built.scheduler, self.built.executor, self.built.grammars)
         self.client = self._thread.inbox
         self.built.start_disk(self.client.poke)
+        self.built.start_places()
 
     def close(self) -> None:
         """End the engine; open requests end with an error. May be called twice."""

@@ -129,6 +129,7 @@ def _run(options: argparse.Namespace) -> NoReturn:
         sys.exit(1)
     orders.inbox = inbox
     engine.start_disk(inbox.poke)
+    engine.start_places()
     targets = None if options.targets is None else _live_targets(options, config, engine, choice)
     inbox.write_info(_info(engine, ready=True))
     laps.mark("rings")

@@ -16,7 +16,7 @@ from weft.core.errors import (
     OutOfMemoryError,
     WeftError,
 )
-from weft.core.plan import PromptLogprobs, StepResult, SubBatch
+from weft.core.plan import PlaceStatus, PromptLogprobs, StepResult, SubBatch
 from weft.core.types import TokenLogprob
 from weft.exec.input_batch import InputBatch
 from weft.exec.inputs import StepInputs
@@ -58,11 +58,13 @@ class StepOutput:
     """Results of a step while its sub-batches come in; the rows get their tokens at once.
 
     Attributes:
-        piggyback_layers: see ``StepResult``.
+        piggyback_layers, lost, places: see ``StepResult``.
     """
 
     def __init__(self, table: InputBatch) -> None:
         self.piggyback_layers: tuple[int, ...] = ()
+        self.lost: tuple[int, ...] = ()
+        self.places: tuple[PlaceStatus, ...] = ()
         self._table = table
         self._ids: list[int] = []
         self._tokens: list[int] = []
@@ -86,6 +88,8 @@ class StepOutput:
             self._embeddings,
             tuple(self._piggybacked),
             self.piggyback_layers,
+            self.lost,
+            self.places,
         )
 
     def take(

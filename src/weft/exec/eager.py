@@ -119,6 +119,8 @@ class EagerExecutor:
         if plan.loads:
             self._on_disk(plan).load(plan.loads)
         output = StepOutput(self._table)
+        if self._rows is not None:
+            output.lost, output.places = self._rows.lost(), self._rows.places()
         batches = plan.batches
         if plan.piggybacks and self._rows is not None:
             batches = batches[1:]
@@ -190,24 +192,29 @@ class EagerExecutor:
 
         Where the host has no result yet, the step is one as without piggybacked rows.
         """
-        begun, limits = plan.piggybacked, plan.piggyback_limits
+        begun, limits = rows.present(plan.piggybacked), plan.piggyback_limits
         nothing_else = bool(limits) and not (begun or plan.batches)
         for row, error in rows.look(wait=nothing_else).items():
             output.fail_piggybacked(row, error)
         if begun or (limits and rows.done_counts().any()):
-            self._carry_with(plan.batches[0] if plan.batches else NOTHING, rows, plan, output)
+            batch = plan.batches[0] if plan.batches else NOTHING
+            self._carry_with(batch, rows, begun, limits, output)
         elif plan.batches:
             self._run_batch(plan.batches[0], output)
         output.piggyback_layers = rows.in_layers
 
     def _carry_with(
-        self, batch: SubBatch, rows: PiggybackedRows, plan: StepPlan, output: StepOutput
+        self,
+        batch: SubBatch,
+        rows: PiggybackedRows,
+        begun: Seq[int],
+        limits: Seq[int],
+        output: StepOutput,
     ) -> None:
         """Run a sub-batch with piggybacked rows.
 
         If memory runs out, they are computed apart from it; one that finds none alone ends.
         """
-        begun, limits = plan.piggybacked, plan.piggyback_limits
         with OutOfMemoryGuard(self._decoder.ops.ranks.size) as memory:
             self._forward_with(rows, batch, begun, limits, output)
         if not memory.ran_out:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.exec.input_batch import InputBatch
+from weft.exec.places import RemotePlaces
 from weft.exec.store import KVStore
 from weft.kernels.arrays import Array
 from weft.kernels.cpu.host import HostLayer, HostMailbox, HostWorker, SharedMemory
@@ -44,6 +45,7 @@ class HostAttention:
 
     Attributes:
         mailbox: for the thread that computes steps; its counters are for any thread.
+        places: remote hosts that attend as well, for rows whose KV is there; None without any.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class HostAttention:
         Raises:
             HostWorkerError: the worker cannot be started.
         """
+        self.places: RemotePlaces | None = None
         self.mailbox = HostMailbox.create(
             _layers(decoder, host),
             slots=len(table.sequence_ids),
@@ -142,7 +145,9 @@ class HostAttention:
             time.sleep(0.0005)
 
     def close(self) -> None:
-        """End the worker. May be called twice."""
+        """End the worker and the links. May be called twice."""
+        if self.places is not None:
+            self.places.close()
         self._worker.close()
 
 

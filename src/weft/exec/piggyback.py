@@ -13,12 +13,13 @@ on has come a layer further, and a token that it did not begin begins again.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 
 import numpy as np
 from numpy.typing import NDArray
 
 from weft.core.errors import HostWorkerError, InvariantError
-from weft.core.plan import PIGGYBACK_WAIT_S, StepPlan
+from weft.core.plan import PIGGYBACK_WAIT_S, PlaceStatus, StepPlan
 from weft.exec.host_attention import HostAttention
 from weft.exec.host_results import results_of
 from weft.exec.input_batch import InputBatch
@@ -65,7 +66,7 @@ class PiggybackedRows:
 
     def __init__(self, decoder: Decoder, table: InputBatch, host: HostAttention) -> None:
         self._decoder, self._table, self.host = decoder, table, host
-        self._mailbox = host.mailbox
+        self._mailbox, self._places = host.mailbox, host.places
         spec, rows = decoder.spec, len(table.sequence_ids)
         self._layer = np.full(rows, NOWHERE, np.int32)  # in which each row waits
         self._residual = np.empty((rows, spec.hidden_size), numpy_dtype(decoder.dtype))
@@ -93,23 +94,46 @@ class PiggybackedRows:
     def before(self, plan: StepPlan) -> None:
         """Do what a plan says of tokens on their way before it moves or writes any KV.
 
+        Tokens whose place has gone are dropped first.
+
         Raises:
             InvariantError: it drops or moves a row whose token is on its way, or limits other
                 layers than there are.
         """
         check_plan(plan, self._decoder.spec.num_layers)
+        if self._places is not None:
+            self._abort(self._places.refresh(plan.drop))
+            self._places.resume()
         if plan.abort:
             self._abort(plan.abort)
         for row in (*plan.drop, *(move.row for move in plan.moves)):
             if self._layer[row] != NOWHERE:
                 raise InvariantError(f"row {row} leaves the host while its token is on its way")
+        if self._places is not None:
+            self._places.leave(plan.drop)
         self._aborted.before(plan)
 
     def _abort(self, rows: Iterable[int]) -> None:
         """Drop the tokens of rows; those that have none on their way are ignored."""
         gone = [row for row in rows if self._layer[row] != NOWHERE]
-        self._aborted.add(self._mailbox.abort(gone))
+        running = self._mailbox.abort(gone)
         self._layer[gone] = NOWHERE
+        if self._places is not None:
+            own = self._places.free(gone)
+            running = [row for row in running if row in own]
+        self._aborted.add(running)
+
+    def present(self, rows: Seq[int]) -> Seq[int]:
+        """Those of these rows whose KV has not been lost with a place."""
+        return rows if self._places is None else self._places.present(rows)
+
+    def lost(self) -> tuple[int, ...]:
+        """Sequences whose KV has been lost with a place since the last call."""
+        return () if self._places is None else self._places.take_lost()
+
+    def places(self) -> tuple[PlaceStatus, ...]:
+        """What remote places offer."""
+        return () if self._places is None else self._places.status
 
     def look(self, *, wait: bool) -> dict[int, HostWorkerError]:
         """Look for results, which the pass of this step may take; once a step.
@@ -149,7 +173,8 @@ class PiggybackedRows:
         positions = contexts - 1
         used = [int(length[rows].max()) for length in table.table_length]
         tables = [blocks[rows, :width] for blocks, width in zip(table.tables, used, strict=True)]
-        self._mailbox.begin(rows, contexts, tables)
+        places = None if self._places is None else self._places.of_rows[rows]
+        self._mailbox.begin(rows, contexts, tables, places)
         for kept, found in zip(self._angles, self._decoder.angles(positions), strict=True):
             for mine, fresh in zip(kept, found, strict=True):
                 mine[rows] = fresh

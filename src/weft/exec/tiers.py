@@ -51,8 +51,10 @@ class HostTier:
             self._copy_blocks(self._zeros[group], self._arrays[Tier.HOST][group], (0,), (block,))
         self._copy(Tier.DEVICE, plan.spills)
         for move in plan.moves:
-            if not move.after_layer:
+            if not move.after_layer and not move.host.place:
                 self.move(move)
+        if self.attention is not None and self.attention.places is not None:
+            self.attention.places.before(plan)
         self._copy(Tier.HOST, plan.fills)
 
     def after(self, plan: StepPlan, table: InputBatch) -> None:
@@ -104,5 +106,8 @@ def check_computes(plan: StepPlan, tier: HostTier | None) -> None:
     overlaps = tier is not None and tier.overlaps
     if (plan.attends_on_host and not overlaps) or (plan.piggybacks and not here):
         raise InvariantError(f"step {plan.step_id} needs attention of a host, which is not here")
+    places = None if tier is None or tier.attention is None else tier.attention.places
+    if places is None and (plan.zero_places or any(move.host.place for move in plan.moves)):
+        raise InvariantError(f"step {plan.step_id} needs a remote place, which is not here")
     if plan.needs_host and tier is None:
         raise InvariantError(f"step {plan.step_id} needs a host tier, which is not here")

@@ -16,11 +16,12 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
 from weft.core.errors import InvariantError
-from weft.core.plan import KVMove, Tier
+from weft.core.plan import OWN_HOST, KVMove, Tier
 from weft.kv.cache import GroupSpec, KVCache, Table
 from weft.kv.disk_cache import DiskCache
 from weft.kv.hashing import HashChain
 from weft.kv.host_prefixes import HostPrefixes
+from weft.kv.places import HostPool, HostPools
 
 
 @dataclass(slots=True, eq=False)
@@ -28,19 +29,24 @@ class Lease:
     """Tables of a sequence that a launched move reads or writes, kept until it is committed.
 
     Attributes:
-        tables: with the tier of each.
+        tables: with the cache of each.
         faulty_from: first token that the sequence computed itself, if it turned out to be faulty.
     """
 
     sequence_id: int
-    tables: list[tuple[Tier, Table]] = field(default_factory=list)
+    tables: list[tuple[KVCache, Table]] = field(default_factory=list)
     faulty_from: int | None = None
 
 
 class TieredCache:
     """A KVCache on the device and one on the host; each sequence has its KV in one of them.
 
-    What it has in common with KVCache acts in the tier in which the sequence is.
+    What it has in common with KVCache acts in the tier in which the sequence is. The host tier may
+    have remote places beside the device's own host.
+
+    Attributes:
+        host: the KV of the device's own host.
+        hosts: the pools of that and of remote places.
 
     Args:
         groups: the KV groups of the device.
@@ -62,6 +68,7 @@ class TieredCache:
             for group, count in zip(groups, host_blocks, strict=True)
         ]
         self.host = KVCache(host_groups, prefix_caching=prefix_caching, chains=chains)
+        self.hosts = HostPools(self.host)
         self._prefixes = HostPrefixes(self.host)
         self.device = KVCache(
             groups,
@@ -76,15 +83,21 @@ class TieredCache:
 
     def tier_of(self, sequence_id: int) -> Tier:
         """The tier of the sequence's KV; the device if it has none."""
-        return Tier.DEVICE if self.host.table(sequence_id) is None else Tier.HOST
-
-    def tier(self, tier: Tier) -> KVCache:
-        """The cache of the tier."""
-        return self.device if tier is Tier.DEVICE else self.host
+        return Tier.DEVICE if self.of(sequence_id) is self.device else Tier.HOST
 
     def of(self, sequence_id: int) -> KVCache:
         """The cache in which the sequence is."""
+        if (remote := self.hosts.remote_of(sequence_id)) is not None:
+            return remote
         return self.device if self.host.table(sequence_id) is None else self.host
+
+    def tier(self, tier: Tier) -> KVCache:
+        """The cache of the tier; of the host tier that of the device's own host."""
+        return self.device if tier is Tier.DEVICE else self.host
+
+    def hosted(self) -> list[int]:
+        """Ids of the sequences of the host tier."""
+        return [*self.host.sequences(), *self.hosts.remote_sequences()]
 
     # -- as of one tier -------------------------------------------------------------------------
 
@@ -117,12 +130,15 @@ class TieredCache:
     def release(self, sequence_id: int, *, faulty_from: int | None = None) -> None:
         """Release the blocks of the sequence, after its move if one is in flight."""
         cache, leases = self.of(sequence_id), self._leases.get(sequence_id)
+        self.hosts.remove(sequence_id)
         if faulty_from is not None:
-            (self.device if cache is self.host else self.host).disown(sequence_id, faulty_from)
+            for other in (self.device, self.host):
+                if other is not cache:
+                    other.disown(sequence_id, faulty_from)
         if leases is None:
             cache.release(sequence_id, faulty_from=faulty_from)
             return
-        leases[-1].tables.append((self.tier_of(sequence_id), cache.detach(sequence_id)))
+        leases[-1].tables.append((cache, cache.detach(sequence_id)))
         if faulty_from is not None:
             for lease in leases:
                 lease.faulty_from = faulty_from
@@ -134,24 +150,45 @@ class TieredCache:
     ) -> tuple[KVMove, Lease] | None:
         """Move the KV of tokens [0, upto) to the other tier, or return None if it has no room.
 
+        From the device it goes to the host that ``choose_host`` names, layer by layer only to the
+        device's own. From a remote place nothing comes back.
+
         The sequence has its new table at once. What it moves from stays taken until
         ``complete_move`` is called for the lease, when the step of the move is committed.
         """
-        here = self.tier_of(sequence_id)
-        to = Tier.HOST if here is Tier.DEVICE else Tier.DEVICE
-        source = self.tier(here).table(sequence_id)
+        here = self.of(sequence_id)
+        to = Tier.HOST if here is self.device else Tier.DEVICE
+        source = here.table(sequence_id)
         if source is None:
             raise InvariantError(f"sequence {sequence_id} has no KV that could move")
-        target = self.tier(to).open_like(sequence_id, source, upto)
+        pool = None
+        if here is self.device:
+            pool = self._host_for(source, upto, after_layer=after_layer)
+        if pool is None and here is not self.host:
+            return None
+        there = self.device if pool is None else pool.cache
+        target = there.open_like(sequence_id, source, upto)
         if target is None:
             return None
-        self.tier(here).detach(sequence_id)
+        here.detach(sequence_id)
+        if pool is not None:
+            self.hosts.put(sequence_id, pool)
         lease = Lease(sequence_id, [(here, source)])
         self._leases.setdefault(sequence_id, []).append(lease)
         tables = zip(source.blocks, target.blocks, strict=True)
         pairs = [(tuple(old[: len(new)]), tuple(new)) for old, new in tables]
-        move = KVMove(row, to, tuple(a for a, _ in pairs), tuple(b for _, b in pairs), after_layer)
-        return move, lease
+        old, new = tuple(a for a, _ in pairs), tuple(b for _, b in pairs)
+        host = OWN_HOST if pool is None else pool.session
+        return KVMove(row, to, old, new, after_layer, host), lease
+
+    def _host_for(self, source: Table, upto: int, *, after_layer: bool) -> HostPool | None:
+        """The host that takes tokens [0, upto) of a table of the device."""
+        kept = [
+            blocks[: -(-upto // group.block_size)]
+            for group, blocks in zip(self.groups, source.blocks, strict=True)
+        ]
+        pool = self.hosts.choose([sum(block >= 0 for block in blocks) for blocks in kept])
+        return None if pool is None or (after_layer and pool.session != OWN_HOST) else pool
 
     def complete_move(self, lease: Lease) -> None:
         """Release the source blocks of a committed move. Moves are completed in order."""
@@ -162,8 +199,8 @@ class TieredCache:
             )
         if not leases:
             del self._leases[lease.sequence_id]
-        for tier, table in lease.tables:
-            self.tier(tier).free(table, faulty_from=lease.faulty_from)
+        for cache, table in lease.tables:
+            cache.free(table, faulty_from=lease.faulty_from)
 
     def moving(self, sequence_id: int) -> bool:
         """Whether a move of the sequence is in flight."""
@@ -173,25 +210,28 @@ class TieredCache:
         """Device blocks, by group, that moves in flight will release unless they are shared."""
         counts = [0] * len(self.groups)
         for leases in self._leases.values():
-            for tier, table in (pair for lease in leases for pair in lease.tables):
-                for group, blocks in enumerate(table.blocks if tier is Tier.DEVICE else ()):
+            for cache, table in (pair for lease in leases for pair in lease.tables):
+                for group, blocks in enumerate(table.blocks if cache is self.device else ()):
                     counts[group] += sum(block >= 0 for block in blocks)
         return counts
 
     def check(self) -> None:
         """Raise InvariantError if a tier is damaged or a sequence is in both."""
-        for tier in Tier:
+        for cache in (self.device, self.host, *self.hosts.remote_caches()):
             leased = [
                 table
                 for leases in self._leases.values()
                 for lease in leases
                 for where, table in lease.tables
-                if where is tier
+                if where is cache
             ]
-            if tier is Tier.HOST:
+            if cache is self.host:
                 leased.append(Table(self._prefixes.held(), [], []))
-            self.tier(tier).check(leased)
-        for sequence_id in self.host.sequences():
+            cache.check(leased)
+        hosted = self.hosted()
+        if len(set(hosted)) < len(hosted):
+            raise InvariantError("a sequence has KV in two hosts")
+        for sequence_id in hosted:
             if self.device.table(sequence_id) is not None:
                 raise InvariantError(f"sequence {sequence_id} has KV in both tiers")
 

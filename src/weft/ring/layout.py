@@ -64,6 +64,12 @@ class EngineInfo:
         policy: index in ``POLICIES`` of the policy that plans.
         ttft_us_0, tpot_us_0, ...: targets in microseconds of the first ``INFO_CLASSES`` classes in
             the order of their names; 0 for none.
+        lost_sequences: that were computed again because the place with their KV was gone.
+        place_up_0, place_blocks_0, place_free_blocks_0, place_jobs_0, place_round_trip_us_0,
+            place_sent_bytes_0, place_sessions_0, ...: of each remote place, ``MOST_PLACES`` of
+            them: 1 while it is connected, its blocks of the group that has the least left, rows
+            attended to there, time from the submission of each to its result, bytes sent to it and
+            connections. The last four since the start.
     """
 
     ready: int = 0
@@ -120,6 +126,35 @@ class EngineInfo:
     tpot_us_2: int = 0
     ttft_us_3: int = 0
     tpot_us_3: int = 0
+    lost_sequences: int = 0
+    place_up_0: int = 0
+    place_blocks_0: int = 0
+    place_free_blocks_0: int = 0
+    place_jobs_0: int = 0
+    place_round_trip_us_0: int = 0
+    place_sent_bytes_0: int = 0
+    place_sessions_0: int = 0
+    place_up_1: int = 0
+    place_blocks_1: int = 0
+    place_free_blocks_1: int = 0
+    place_jobs_1: int = 0
+    place_round_trip_us_1: int = 0
+    place_sent_bytes_1: int = 0
+    place_sessions_1: int = 0
+    place_up_2: int = 0
+    place_blocks_2: int = 0
+    place_free_blocks_2: int = 0
+    place_jobs_2: int = 0
+    place_round_trip_us_2: int = 0
+    place_sent_bytes_2: int = 0
+    place_sessions_2: int = 0
+    place_up_3: int = 0
+    place_blocks_3: int = 0
+    place_free_blocks_3: int = 0
+    place_jobs_3: int = 0
+    place_round_trip_us_3: int = 0
+    place_sent_bytes_3: int = 0
+    place_sessions_3: int = 0
 
     @property
     def targets(self) -> tuple[tuple[float | None, float | None], ...]:

@@ -24,6 +24,8 @@
 #define WEFT_HD
 #endif
 
+#include "info.hpp"
+
 namespace weft::ring {
 
 #if defined(WEFT_RING_ATOMIC_REF)
@@ -273,19 +275,6 @@ struct Header {
   alignas(kAlign) Doorbell to_engine;  // rung by the request plane
   Doorbell to_client;                  // rung by the engine
 };
-
-#if !defined(WEFT_RING_INFO)
-#define WEFT_RING_INFO(X)                                                                          \
-  X(ready) X(pid) X(started_ns) X(updated_ns) X(max_model_len) X(max_num_seqs)                     \
-  X(max_num_batched_tokens) X(vocab_size) X(block_size) X(blocks) X(free_blocks) X(host_blocks)    \
-  X(free_host_blocks) X(waiting) X(running) X(paused) X(queued_prompt_tokens) X(requests)          \
-  X(finished) X(failed) X(cancelled) X(steps) X(prompt_tokens) X(output_tokens) X(cached_tokens)   \
-  X(preemptions) X(blocks_to_host) X(blocks_to_device) X(host_tokens) X(host_queue) X(host_calls)  \
-  X(host_jobs) X(host_busy_us) X(host_round_trip_us) X(host_restarts) X(disk_bytes) X(disk_saved)  \
-  X(disk_lost) X(disk_tokens) X(disk_missing) X(drafted_tokens) X(accepted_tokens) X(refused)      \
-  X(demoted) X(hidden_size) X(policy) X(ttft_us_0) X(tpot_us_0) X(ttft_us_1) X(tpot_us_1)          \
-  X(ttft_us_2) X(tpot_us_2) X(ttft_us_3) X(tpot_us_3)
-#endif
 
 enum class Info : uint32_t {
 #define WEFT_RING_FIELD(name) name,

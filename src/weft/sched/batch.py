@@ -21,6 +21,7 @@ class Totals:
     Attributes:
         blocks_to_host, blocks_to_device: KV blocks that moved there from the other tier.
         host_tokens: output tokens whose attention the host has computed.
+        lost_sequences: preempted because the place with their KV was gone.
         refused, demoted: requests that would have missed the target of their class, as was
             predicted: answered with an error, or served as best effort.
     """
@@ -37,6 +38,7 @@ class Totals:
     blocks_to_host: int = 0
     blocks_to_device: int = 0
     host_tokens: int = 0
+    lost_sequences: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     refused: int = 0

@@ -45,7 +45,7 @@ class HostMemory(DeviceMemory):
 
     Attributes:
         tiers: the KV of both tiers.
-        host: the KV of the host.
+        host: the KV of the device's own host.
         hosted: ids of the sequences whose KV lies with the host, or goes there with this step.
         moving: what changes the tier in the step that is being planned.
         coming: device blocks, by group, that launched moves will free.
@@ -64,14 +64,15 @@ class HostMemory(DeviceMemory):
 
     def open_plan(self) -> None:
         """Begin a plan."""
-        self.hosted = set(self.host.sequences())
+        self.hosted = set(self.tiers.hosted())
         self.moving = Movements()
 
     def launch(self, plan: StepPlan) -> StepPlan:
         """Add to a plan what its step moves."""
         self._leases.append(self.moving.leases)
         moves = tuple(self.moving.moves)
-        return replace(plan, moves=moves, zero_host=self.host.take_zero())
+        zero_places = self.tiers.hosts.take_zero()
+        return replace(plan, moves=moves, zero_host=self.host.take_zero(), zero_places=zero_places)
 
     def complete_moves(self, committer: Committer) -> None:
         """The step of the oldest launched plan is committed: its moves are done."""
@@ -140,9 +141,10 @@ class HostMemory(DeviceMemory):
         """Reserve host blocks for the first ``upto`` tokens, if need be those of later sequences.
 
         Args:
-            next_victim: the sequence of the host that is preempted next, if any may be.
+            next_victim: the sequence of the same host that is preempted next, if any may be.
         """
-        while (grown := self.host.extend(sequence.id, upto)) is None:
+        host = self.tiers.of(sequence.id)
+        while (grown := host.extend(sequence.id, upto)) is None:
             victim = None if self.sequences.closing else next_victim()
             if victim is None:
                 return False
@@ -150,7 +152,7 @@ class HostMemory(DeviceMemory):
             if victim.state is not SequenceState.PAUSED:
                 return False
         step.extends += [RowExtend(sequence.row, group, blocks) for group, blocks in grown]
-        sequence.cover(self.host.capacity(sequence.id))
+        sequence.cover(host.capacity(sequence.id))
         return True
 
 

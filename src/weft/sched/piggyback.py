@@ -6,7 +6,9 @@ through the layers as a piggybacked row: the host attends, and results are piggy
 steps, as many in each layer as the target allows, counted greedily from the first layer upward. A
 sequence comes back only between two tokens, when the step has time for it and the device has room
 (delayed swap-in). One whose token is on its way is neither moved nor preempted; if it ends
-meanwhile, the next plan aborts the token.
+meanwhile, the next plan aborts the token. The host may be several: the device's own, and remote
+places (``kv.places``). What lies with one of those is computed again, both when it is wanted back
+and when the place is gone.
 
 What the paper leaves open: a step that carries rows takes longer than the sum of its products (T_pb
 of section 3.3.4), by how much is learned from such steps. Where that breaks a target, the step
@@ -24,7 +26,7 @@ from dataclasses import replace
 from itertools import chain
 
 from weft.core.errors import InvariantError
-from weft.core.plan import StepOutputs, StepPlan, StepResult
+from weft.core.plan import StepOutputs, StepPlan, StepResult, Tier
 from weft.core.types import Sequence, SequenceState
 from weft.cost.carried import dense_s
 from weft.cost.work import Work
@@ -38,6 +40,7 @@ from weft.sched.scheduler import Scheduler
 STALE_LAYERS = 2
 NEGLIGIBLE = 0.05  # of a target: what carrying rows may always add to a step
 KEPT_ROWS = 8  # one row in so many is kept for sequences with targets
+RECALL = 8  # tokens that a sequence must have left for each step that computes it again
 PROBE_TOKENS = 4096  # tokens whose move is costed, to know what one takes
 
 
@@ -175,10 +178,15 @@ class PiggybackPart:
             self._begun.append(sequence.row)
 
     def _grow_on_host(self, step: TimedBatch, sequence: Sequence) -> bool:
-        """Reserve the block of the next token, preempting the newest of the host if need be."""
+        """Reserve the block of the next token, preempting the newest of its host if need be."""
+        host = self._tiers.of(sequence.id)
 
         def newest() -> Sequence | None:
-            rest = [other for other in self._between_tokens() if other.order > sequence.order]
+            rest = [
+                other
+                for other in self._between_tokens()
+                if other.order > sequence.order and self._tiers.of(other.id) is host
+            ]
             return rest[-1] if rest else None
 
         return self._memory.grow_on_host(step, sequence, sequence.known, newest)
@@ -212,8 +220,7 @@ class PiggybackPart:
         wanted = [rest + need for rest, need in zip(spare, size, strict=True)]
         if not covers(self._cache.available(), wanted):
             return False
-        pools = zip(size, self._host.pools, strict=True)
-        return fits or all(n < pool.available for n, pool in pools)
+        return fits or self._tiers.hosts.choose([n + 1 for n in size]) is not None
 
     # -- between the tiers --------------------------------------------------------------------
 
@@ -275,8 +282,11 @@ class PiggybackPart:
 
         As many as the last step had time for, the link takes and the device has ample room for.
         """
-        room_s, reserve = self._last_s, self._reserve()
+        room_s, reserve, recalled = self._last_s, self._reserve(), False
         for sequence in list(self._between_tokens()):
+            if self._tiers.hosts.remote_of(sequence.id) is not None:
+                recalled = recalled or self._recall(sequence)
+                continue
             held = self._host.held(sequence.id)
             needs = [2 * rest + need for rest, need in zip(reserve, held, strict=True)]
             room_s -= self._back_s * sequence.planned
@@ -289,6 +299,27 @@ class PiggybackPart:
             ):
                 return
             self._wanted -= 1
+
+    def _recall(self, sequence: Sequence) -> bool:
+        """Have a sequence of a remote place computed again on the device, if nothing else waits.
+
+        Its KV does not come back over the network, for which a step would have to wait.
+        """
+        needs = [
+            2 * rest - (-sequence.end // group.block_size)
+            for rest, group in zip(self._reserve(), self._cache.groups, strict=True)
+        ]
+        steps = -(-sequence.known // self._scheduler.limits.max_num_batched_tokens)
+        if (
+            not self._wanted
+            or len(self._scheduler.sequences.waiting)
+            or sequence.end - sequence.known <= RECALL * steps
+            or not covers(self._cache.available(), needs)
+        ):
+            return False
+        self._wanted -= 1
+        self._memory.preempt(sequence)
+        return True
 
     def _count_wanted(self, step: TimedBatch) -> int:
         """The number of host sequences that the step had time for on the device."""
@@ -313,7 +344,7 @@ class PiggybackPart:
             and sampling.logprobs is None
             and sampling.prompt_logprobs is None
             and not sequence.request.embed
-            and sequence.end <= self._host.max_tokens()
+            and sequence.end <= self._tiers.hosts.max_tokens()
             and not self._tiers.moving(sequence.id)
         )
 
@@ -345,16 +376,33 @@ class PiggybackPart:
         for sequence_id, token in result.piggybacked_results:
             piggybacked = self._piggybacking if sequence_id in self._piggybacking else self._aborted
             self._scheduler.committer.piggyback(piggybacked.pop(sequence_id), token, outputs)
+        for sequence_id in result.lost:
+            self._lose(sequence_id)
+        self._tiers.hosts.update(result.places)
         for sequence_id in self._aborts.popleft():
             if (sequence := self._aborted.pop(sequence_id, None)) is not None:
                 sequence.abort()
         if result.piggyback_layers:
             self._in_layers = result.piggyback_layers
 
+    def _lose(self, sequence_id: int) -> None:
+        """The KV of a sequence is gone with its place: it is computed again from its tokens.
+
+        One that has ended, or been preempted, has lost nothing.
+        """
+        sequence = self._scheduler.sequences.find(sequence_id)
+        remote = self._tiers.hosts.remote_of(sequence_id) is not None
+        if sequence is None or not remote or sequence.state is not SequenceState.RUNNING:
+            return
+        if self._piggybacking.pop(sequence_id, None) is not None:
+            sequence.roll_back()
+        self._scheduler.totals.lost_sequences += 1
+        self._memory.preempt(sequence)
+
     def check(self) -> None:
         """Raise InvariantError if a piggybacked row is not one."""
         for sequence in chain(self._piggybacking.values(), self._aborted.values()):
-            if sequence.pending != 1 or self._host.table(sequence.id) is None:
+            if sequence.pending != 1 or self._tiers.tier_of(sequence.id) is Tier.DEVICE:
                 raise InvariantError(f"sequence {sequence.id} piggybacks, but not from the host")
         launched = [sequence_id for ids in self._aborts for sequence_id in ids]
         if not set(self._aborted) <= set(launched):

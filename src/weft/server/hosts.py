@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import ipaddress
 import re
-import socket
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from weft.core.addresses import is_loopback, leads_to_loopback
 from weft.core.errors import WeftError
 from weft.core.settings import shortened
 from weft.server.auth import OPEN_PATHS
@@ -39,23 +37,7 @@ def hosts_checked(options: ServerOptions) -> bool:
     if options.allowed_host:
         return True
     keyed = bool(options.api_key) or options.api_key_file is not None
-    return options.uds is None and not keyed and _leads_to_loopback(options.host)
-
-
-def _leads_to_loopback(host: str) -> bool:
-    """Whether a server that listens on ``host`` can be reached from this machine only."""
-    with contextlib.suppress(OSError, UnicodeError):
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        return _is_loopback(str(found[0][4][0]))
-    return False
-
-
-def _is_loopback(address: str) -> bool:
-    with contextlib.suppress(ValueError):
-        ip = ipaddress.ip_address(address)
-        mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
-        return (mapped or ip).is_loopback
-    return False
+    return options.uds is None and not keyed and leads_to_loopback(options.host)
 
 
 class CheckHost:
@@ -82,7 +64,7 @@ class CheckHost:
         if match is None:
             return False
         name = _bare(match[1])
-        local = name == "localhost" or name.endswith(".localhost") or _is_loopback(name)
+        local = name == "localhost" or name.endswith(".localhost") or is_loopback(name)
         return local or name in self._allowed or "*" in self._allowed
 
 

@@ -22,6 +22,7 @@ from weft.core.errors import WeftError
 from weft.core.types import DEFAULT_CLASSES, ServiceClass
 from weft.server.attainment import WINDOW_S, Attainment
 from weft.server.counts import Board, Counts, Use
+from weft.server.place_metrics import place_families
 from weft.server.probe import EngineProbe
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -77,6 +78,10 @@ OWN_METRICS: Mapping[str, tuple[str, str]] = {
         "Sum over the rows of the time from submission to result",
     ),
     "host_attention_restarts": ("counter", "Processes weft-host that took over from a dead one"),
+    "host_sequences_lost": (
+        "counter",
+        "Sequences computed again because the remote place with their KV was gone",
+    ),
     "kv_disk_bytes": ("gauge", "Bytes of the folder of prefixes"),
     "kv_disk_blocks_saved": ("counter", "KV blocks that were saved there"),
     "kv_disk_blocks_lost": ("counter", "KV blocks that were to be saved there, and are not"),
@@ -214,6 +219,7 @@ class Metrics(Counts):
         yield from self._policy()
         if by_key:
             yield from self._usage(total)
+        yield from place_families(self._model, self._probe.places())
         gauges = self._probe.gauges()
         for name, (kind, text) in OWN_METRICS.items():
             if name in gauges:

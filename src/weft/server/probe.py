@@ -62,6 +62,9 @@ class EngineProbe(Protocol):
         from the request plane's own counts.
         """
 
+    def places(self) -> Mapping[str, Mapping[str, float]]:
+        """Of each remote place that attends, by address, values of ``place_metrics.FAMILIES``."""
+
     def load(self) -> EngineLoad | None:
         """The state of the engine's queue; None if it does not say."""
 
@@ -97,6 +100,9 @@ class NoProbe:
         pass
 
     def gauges(self) -> Mapping[str, float]:
+        return {}
+
+    def places(self) -> Mapping[str, Mapping[str, float]]:
         return {}
 
     def load(self) -> EngineLoad | None:

@@ -45,6 +45,7 @@ from weft.server.counts import Board
 from weft.server.keeper import EXIT_REFUSED
 from weft.server.main import run_server
 from weft.server.options import ServerOptions
+from weft.server.place_metrics import places_of
 from weft.server.probe import EngineLoad
 from weft.server.quota_board import QuotaBoard
 from weft.text import Tokenizer
@@ -192,6 +193,7 @@ class RingProbe:
             "host_attention_busy_seconds": info.host_busy_us / 1e6,
             "host_attention_round_trip_seconds": info.host_round_trip_us / 1e6,
             "host_attention_restarts": info.host_restarts,
+            "host_sequences_lost": info.lost_sequences,
             "kv_disk_bytes": info.disk_bytes,
             "kv_disk_blocks_saved": info.disk_saved,
             "kv_disk_blocks_lost": info.disk_lost,
@@ -205,6 +207,9 @@ class RingProbe:
             "slo_requests_refused": info.refused,
             "slo_requests_demoted": info.demoted,
         }
+
+    def places(self) -> Mapping[str, Mapping[str, float]]:
+        return places_of(self._served.places, self._client.info())
 
     def load(self) -> EngineLoad:
         info = self._client.info()

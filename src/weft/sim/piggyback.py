@@ -23,6 +23,7 @@ from weft.core.errors import InvariantError
 from weft.core.plan import StepPlan
 from weft.cost.model import CostModel
 from weft.cost.work import Work
+from weft.kv.places import choose_host
 from weft.sim.mailbox import JobStates
 
 PROBE_TOKENS = 4096  # context of which the attention is costed
@@ -118,9 +119,10 @@ class Piggyback:
 
     def keep(self, row: int, tokens: int) -> None:
         """A row's KV of so many tokens comes to the hosts."""
-        remote = range(1, len(self._held))
-        fits = not remote or self._held[0] + tokens <= self._room
-        host = 0 if fits else min(remote, key=self._held.__getitem__)
+        others = len(self._held) - 1
+        own = not others or self._held[0] + tokens <= self._room
+        host = choose_host([own, *[True] * others], self._held)
+        assert host is not None, "remote hosts have room"
         self._kept[row] = (host, tokens)
         self._held[host] += tokens
 

@@ -14,9 +14,11 @@
 #include <vector>
 
 #include "bind.hpp"
+#include "courier.hpp"
 #include "host.hpp"
 
 namespace nb = nanobind;
+using weft::Courier;
 using weft::HostLayer;
 using weft::HostWorker;
 using weft::Mailbox;
@@ -25,6 +27,7 @@ using weft::MailboxClient;
 namespace {
 
 using Numbers = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Orders = nb::ndarray<uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Room = nb::ndarray<int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 template <typename Array>
@@ -57,12 +60,14 @@ void states(const Mailbox& mailbox, Room room) {
   }
 }
 
-void begin(MailboxClient& client, Numbers slots, Numbers contexts, nb::list tables) {
+void begin(MailboxClient& client, Numbers slots, Numbers contexts, nb::list tables,
+           std::optional<Numbers> places) {
   std::vector<weft::Tensor> views;
   for (const auto view : tables) {
     views.push_back(tensor_of("block_tables", nb::cast<nb::tuple>(view)));
   }
-  client.begin(span_of(slots), span_of(contexts), views);
+  client.begin(span_of(slots), span_of(contexts), views,
+               places ? span_of(*places) : std::span<const int32_t>());
 }
 
 void submit(MailboxClient& client, Numbers slots, uint32_t layer, nb::tuple q,
@@ -88,6 +93,18 @@ std::vector<std::pair<int32_t, uint32_t>> failed(const MailboxClient& client) {
     found.emplace_back(slot, static_cast<uint32_t>(fault));
   }
   return found;
+}
+
+// The claimed slots and their orders; the layer.
+std::pair<size_t, uint32_t> claim(Courier& courier, Room slots, Orders orders) {
+  uint32_t layer = 0;
+  const size_t count = courier.claim(span_of(slots), span_of(orders), layer);
+  return {count, layer};
+}
+
+std::vector<uint64_t> layout_of(const Mailbox& mailbox) {
+  const auto [records, tables, qkv, k, v, qkv_bytes, out, out_bytes] = mailbox.layout();
+  return {records, tables, qkv, k, v, qkv_bytes, out, out_bytes};
 }
 
 // k_cache, v_cache, heads, head size, group, writes, scale, window, softcap
@@ -124,10 +141,12 @@ void bind_host(nb::module_& m) {
       .def_prop_ro("type", [](const Mailbox& mailbox) { return mailbox.sizes().type; })
       .def("counters", &counters_of)
       .def("states", &states)
+      .def("layout", &layout_of)
       .def("reclaim", &Mailbox::reclaim);
   nb::class_<MailboxClient>(m, "MailboxClient")
       .def(nb::init<const Mailbox&>())
-      .def("begin", &begin)
+      .def("begin", &begin, nb::arg("slots"), nb::arg("contexts"), nb::arg("tables"),
+           nb::arg("places").none())
       .def("submit", &submit, nb::arg("slots"), nb::arg("layer"), nb::arg("q"),
            nb::arg("k").none(), nb::arg("v").none())
       .def("done", [](MailboxClient& client, uint32_t layer, Room room) {
@@ -154,6 +173,19 @@ void bind_host(nb::module_& m) {
         const nb::gil_scoped_release released;
         return client.wait_for(span_of(slots), timeout_ns);
       });
+  nb::class_<Courier>(m, "Courier")
+      .def(nb::init<const Mailbox&, uint32_t>())
+      .def("claim", &claim)
+      .def("holds", &Courier::holds)
+      .def("finish", [](Courier& courier, Numbers slots, uint32_t layer) {
+        courier.finish(span_of(slots), layer);
+      })
+      .def("forget", [](Courier& courier, Numbers slots) { courier.forget(span_of(slots)); })
+      .def("give_up", &Courier::give_up)
+      .def("wait", &Courier::wait, nb::call_guard<nb::gil_scoped_release>())
+      .def("wake", &Courier::wake)
+      .def_prop_ro("jobs", &Courier::jobs)
+      .def_prop_ro("round_trip_ns", &Courier::round_trip_ns);
   nb::class_<HostWorker>(m, "HostWorker")
       .def("__init__", [](HostWorker* self, const Mailbox& mailbox, nb::list layers, int threads,
                           std::vector<int> cpus) {

@@ -133,7 +133,7 @@ bool HostWorker::oldest_layer(uint32_t& layer) const {
   bool found = false;
   for (uint32_t slot = 0; slot < mailbox_.sizes().slots; ++slot) {
     const job::Word seen = job::look(mailbox_.word(slot));
-    if (seen.state != job::State::Submitted) continue;
+    if (seen.state != job::State::Submitted || mailbox_.place_of(slot) != 0) continue;
     const std::atomic_ref order(mailbox_.record(slot).order);
     const uint64_t number = order.load(std::memory_order_relaxed);
     if (found && number >= oldest) continue;
@@ -149,8 +149,8 @@ void HostWorker::claim_all(uint32_t layer) {
   rows_.clear();
   const job::Word wanted{job::State::Submitted, layer};
   for (uint32_t slot = 0; slot < mailbox_.sizes().slots; ++slot) {
-    uint64_t& word = mailbox_.word(slot);
-    if (ring::load(word) != wanted.bits() || !job::claim(word, wanted)) continue;
+    if (ring::load(mailbox_.word(slot)) != wanted.bits()) continue;
+    if (!mailbox_.claim(slot, wanted, 0)) continue;
     const Row row{slot, mailbox_.record(slot).context};
     if (const Fault fault = fault_of(layer, row); fault != Fault::None) {
       finish(layer, slot, fault);

@@ -194,13 +194,13 @@ class HostMailbox:
     an array does not fit.
     """
 
-    def __init__(self, memory: SharedMemory, layers: Sequence[HostLayer]) -> None:
-        """Use a mailbox that ``create`` made for these layers.
+    def __init__(self, memory: SharedMemory, layers: Sequence[HostLayer], table_width: int) -> None:
+        """Use a mailbox that ``create`` made for these layers, with tables of so many blocks.
 
         Raises:
             InvariantError: the memory does not hold a mailbox of this version.
         """
-        self.memory, self.layers = memory, tuple(layers)
+        self.memory, self.layers, self.table_width = memory, tuple(layers), table_width
         self.native = attach(memory)
         self._client = _native.MailboxClient(self.native)
         self._counts = np.empty(len(layers), np.int32)
@@ -234,10 +234,16 @@ class HostMailbox:
             raise ConfigError(f"There can be no such host mailbox: {error}.") from None
         memory = SharedMemory.create("weft-mailbox", size)
         _native.Mailbox.format(memory.address, len(memory), sizes)
-        return cls(memory, layers)
+        return cls(memory, layers, table_width)
 
     @_checked
-    def begin(self, slots: ArrayLike, contexts: ArrayLike, tables: Sequence[Array]) -> None:
+    def begin(
+        self,
+        slots: ArrayLike,
+        contexts: ArrayLike,
+        tables: Sequence[Array],
+        places: NDArray[np.int32] | None = None,
+    ) -> None:
         """Begin a token of rows in empty slots.
 
         Args:
@@ -245,9 +251,10 @@ class HostMailbox:
             contexts: [n], tokens of each row, this one included; it is the last.
             tables: for each group the rows' block tables [n, any] int32. Entries before the sliding
                 window are never read.
+            places: [n], whose couriers take the rows' jobs; 0 is the host worker, as without them.
         """
         views = [view("block_tables", table) for table in tables]
-        self._client.begin(_slots(slots), _slots(contexts), views)
+        self._client.begin(_slots(slots), _slots(contexts), views, places)
 
     def carried(
         self,

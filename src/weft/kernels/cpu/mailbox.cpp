@@ -14,7 +14,7 @@ namespace weft {
 namespace {
 
 constexpr uint64_t magic = 0x74736f6874666577;  // "wefthost"
-constexpr uint32_t version = 1;                 // any change of layout or meaning
+constexpr uint32_t version = 2;                 // any change of layout or meaning
 constexpr uint64_t most_bytes = uint64_t{1} << 44;
 constexpr uint32_t most_slots = 65535, most_layers = 4096, most_groups = 64;
 constexpr uint32_t most_width = 1 << 24;
@@ -153,8 +153,25 @@ Mailbox::Mailbox(std::span<std::byte> memory) : base_(memory.data()) {
 
 void Mailbox::reclaim(uint32_t worker) const {
   if (ring::load(header().worker) != worker) return;
-  for (uint32_t slot = 0; slot < sizes_.slots; ++slot) job::reclaim(word(slot));
+  reclaim_place(0);
   ring::store(header().worker, 0u);
+}
+
+// A place that is read while its job is neither Running nor Aborting may be another one's by the
+// time of the claim. A job that is claimed keeps its place.
+void Mailbox::reclaim_place(uint32_t place) const {
+  for (uint32_t slot = 0; slot < sizes_.slots; ++slot) {
+    const job::State state = job::look(word(slot)).state;
+    const bool claimed = state == job::State::Running || state == job::State::Aborting;
+    if (claimed && place_of(slot) == place) job::reclaim(word(slot));
+  }
+}
+
+bool Mailbox::claim(uint32_t slot, job::Word seen, uint32_t place) const {
+  if (place_of(slot) != place || !job::claim(word(slot), seen)) return false;
+  if (place_of(slot) == place) return true;
+  job::reclaim(word(slot));  // another token has begun in the slot since it was looked at
+  return false;
 }
 
 MailboxClient::MailboxClient(const Mailbox& mailbox)
@@ -173,9 +190,15 @@ void MailboxClient::require(std::span<const int32_t> slots, const char* what,
 }
 
 void MailboxClient::begin(std::span<const int32_t> slots,
-                          std::span<const int32_t> contexts, std::span<const Tensor> tables) {
+                          std::span<const int32_t> contexts, std::span<const Tensor> tables,
+                          std::span<const int32_t> places) {
   const MailboxSizes& sizes = mailbox_.sizes();
   if (contexts.size() != slots.size()) fail("each slot needs a context");
+  if (!places.empty() && places.size() != slots.size()) fail("each slot needs a place, or none");
+  for (const int32_t place : places) {
+    if (place >= 0 && place < static_cast<int32_t>(most_places)) continue;
+    fail("there is no place " + std::to_string(place));
+  }
   if (tables.size() != sizes.groups) fail("each group needs its block tables");
   for (const Tensor& table : tables) {
     const bool shaped = table.rank == 2 && table.shape[0] == static_cast<int64_t>(slots.size()) &&
@@ -193,6 +216,9 @@ void MailboxClient::begin(std::span<const int32_t> slots,
   for (size_t i = 0; i < slots.size(); ++i) {
     JobRecord& record = mailbox_.record(slots[i]);
     rows_[slots[i]].begun = true;
+    rows_[slots[i]].place = places.empty() ? 0 : static_cast<uint32_t>(places[i]);
+    std::atomic_ref(record.place)
+        .store(static_cast<uint16_t>(rows_[slots[i]].place), std::memory_order_relaxed);
     record.context = static_cast<uint32_t>(contexts[i]);
     for (uint32_t group = 0; group < sizes.groups; ++group) {
       const Tensor& table = tables[group];
@@ -236,10 +262,15 @@ void MailboxClient::submit(std::span<const int32_t> slots, uint32_t layer, const
     if (v != nullptr) store_row(*v, i, mailbox_.v(slots[i]));
   }
   // All together, so that the worker takes them in one call.
-  for (const int32_t slot : slots) job::submit(mailbox_.word(slot), layer);
-  MailboxHeader& header = mailbox_.header();
-  add(header.client_counters.submitted, slots.size());
-  notify(header.to_worker, woken_);
+  uint32_t called = 0;  // a bit for each place
+  for (const int32_t slot : slots) {
+    job::submit(mailbox_.word(slot), layer);
+    called |= 1u << rows_[slot].place;
+  }
+  add(mailbox_.header().client_counters.submitted, slots.size());
+  for (uint32_t place = 0; place < most_places; ++place) {
+    if (called >> place & 1) notify(mailbox_.bell(place), woken_[place]);
+  }
 }
 
 size_t MailboxClient::done(uint32_t layer, std::span<int32_t> slots) {

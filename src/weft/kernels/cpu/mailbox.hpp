@@ -5,6 +5,8 @@
 //
 // A slot is a row on its way through the layers. It waits in one layer at a time, so that its memory
 // does not depend on their number (OmniServe section 3.2). Each array has an entry for every slot.
+// A slot's jobs are for one place: 0 is the host worker, any other a courier, which has them computed
+// elsewhere.
 #pragma once
 
 #include <atomic>
@@ -28,8 +30,10 @@ struct MailboxSizes {
   uint32_t type = 0;                 // DType of q, k, v and out
 };
 
+inline constexpr uint32_t most_places = 16;
+
 // Why a job has failed. The numbers are shared with `FAULTS` in host.py.
-enum class Fault : uint32_t { None, Layer, Shape, Context, Block, Kernel };
+enum class Fault : uint16_t { None, Layer, Shape, Context, Block, Kernel };
 
 // Small, so that a batch of jobs moves few lines from core to core.
 struct JobRecord {
@@ -38,7 +42,9 @@ struct JobRecord {
   uint32_t context;                // tokens after this one is written, itself included
   uint32_t q_numbers, kv_numbers;  // of this layer
   Fault fault;
+  uint16_t place;                  // of all jobs of a token; atomic, as `order` is
 };
+static_assert(sizeof(JobRecord) == 32);
 
 // One side writes each of them; anybody may read them at any time.
 struct alignas(ring::kAlign) WorkerCounters {
@@ -53,6 +59,7 @@ struct MailboxHeader {
   uint32_t version;
   MailboxSizes sizes;
   alignas(ring::kAlign) ring::Doorbell to_worker;
+  ring::Doorbell to_places[most_places - 1];  // from place 1 on
   ring::Doorbell to_client;
   alignas(ring::kAlign) uint32_t worker;  // process of the attached worker; 0: none
   WorkerCounters worker_counters;
@@ -73,6 +80,14 @@ class Mailbox {
   MailboxHeader& header() const { return *reinterpret_cast<MailboxHeader*>(base_); }
   uint64_t& word(uint32_t slot) const { return at<uint64_t>(words_)[slot]; }
   JobRecord& record(uint32_t slot) const { return at<JobRecord>(records_)[slot]; }
+  ring::Doorbell& bell(uint32_t place) const {
+    return place == 0 ? header().to_worker : header().to_places[place - 1];
+  }
+  uint32_t place_of(uint32_t slot) const {
+    return std::atomic_ref(record(slot).place).load(std::memory_order_relaxed);
+  }
+  // Claims a Submitted job that is for this place; false if it is not, or has changed.
+  bool claim(uint32_t slot, job::Word seen, uint32_t place) const;
   // The number of blocks, then the blocks.
   int32_t* table(uint32_t group, uint32_t slot) const {
     const uint64_t row = uint64_t{group} * sizes_.slots + slot;
@@ -86,6 +101,15 @@ class Mailbox {
   // To be called when the process of a worker is proved to have ended. If it was the attached one,
   // jobs that it was computing are Submitted again, and those that were aborted meanwhile are Empty.
   void reclaim(uint32_t worker) const;
+  // The same for the jobs of one place, whose courier gives them up.
+  void reclaim_place(uint32_t place) const;
+  // Where arrays begin, and the bytes of a slot in them.
+  struct Layout {
+    uint64_t records, tables, qkv, k, v, qkv_bytes, out, out_bytes;
+  };
+  Layout layout() const {
+    return {records_, tables_, qkv_, k_at_, v_at_, qkv_bytes_, out_, out_bytes_};
+  }
 
  private:
   Mailbox() = default;
@@ -107,9 +131,10 @@ class MailboxClient {
   explicit MailboxClient(const Mailbox& mailbox);
 
   // A token of these rows begins: `contexts` tokens each, this one included, and for each group the
-  // rows' block tables [n, any] i32. The slots must be Empty.
+  // rows' block tables [n, any] i32. `places`: for each row, where its KV lies; none: all with the
+  // host worker. The slots must be Empty.
   void begin(std::span<const int32_t> slots, std::span<const int32_t> contexts,
-             std::span<const Tensor> tables);
+             std::span<const Tensor> tables, std::span<const int32_t> places = {});
   // Hands q, k and v [n, heads, D] of a layer to the worker. k, v: both null where the layer reads
   // the KV of another one. The slots must be Empty, with a token begun, or Taken.
   void submit(std::span<const int32_t> slots, uint32_t layer, const Tensor& q, const Tensor* k,
@@ -150,10 +175,11 @@ class MailboxClient {
 
   Mailbox mailbox_;
   uint64_t next_ = 0;             // order of the next job
-  uint32_t woken_ = 0;            // sleep of the worker that has been ended
+  uint32_t woken_[most_places] = {};  // sleep of each place that has been ended
   struct Row {
     uint64_t order = 0;           // as in the record, which would have to come from another core
     uint32_t q_numbers = 0;
+    uint32_t place = 0;
     bool begun = false;           // it has a token
     uint64_t named = 0;           // the last call that named its slot
   };

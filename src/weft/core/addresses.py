@@ -1,0 +1,48 @@
+"""Addresses of sockets as text, and whether other machines can reach them."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import socket
+from typing import Any
+
+from weft.core.errors import ConfigError, short
+
+
+def parse_address(text: str, param: str | None = None) -> tuple[str, int]:
+    """Return host and port of ``HOST:PORT`` or ``[IPV6]:PORT``. Raises ConfigError."""
+    host, colon, port = text.strip().rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        host = ""
+    if not (host and colon and port.isascii() and port.isdigit() and int(port) < 2**16):
+        raise ConfigError(
+            f"'{short(text, 60)}' is no address; write HOST:PORT, or [HOST]:PORT for IPv6.",
+            param=param,
+        )
+    return host, int(port)
+
+
+def format_address(address: tuple[Any, ...]) -> str:
+    """Host and port of a socket's address as ``parse_address`` reads them."""
+    host, port = address[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def leads_to_loopback(host: str) -> bool:
+    """Whether a server that listens on ``host`` can be reached from this machine only."""
+    with contextlib.suppress(OSError, UnicodeError):
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        return is_loopback(str(found[0][4][0]))
+    return False
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an IP address is one of this machine's loopback; a name is none."""
+    with contextlib.suppress(ValueError):
+        ip = ipaddress.ip_address(address)
+        mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
+        return (mapped or ip).is_loopback
+    return False
