@@ -170,9 +170,8 @@ class EngineConfig:
     host_process: bool = setting(
         "bool",
         False,
-        "schedulers slo-piggyback and load-aware: attend on the host in a process of its own, "
-        "weft-host, which is started again when it dies, one for each rank; if false, in threads "
-        "of the engine",
+        "schedulers slo-piggyback and load-aware: attend on the host in a process, weft-host (one "
+        "for each rank), which is started again when it dies; if false, in threads of the engine",
     )
     attend: tuple[str, ...] = setting(
         "strings",
@@ -194,10 +193,7 @@ class EngineConfig:
         "they come back, also after a restart",
     )
     kv_disk_size: int = setting(
-        "bytes",
-        10 * 2**30,
-        "size of that folder; what was used longest ago makes room",
-        low=2**20,
+        "bytes", 10 * 2**30, "size of that folder; what was used longest ago makes room", low=2**20
     )
     block_size: int = setting("int", 16, "tokens in a KV block", low=1, high=1024)
     max_num_seqs: int = setting("int", 128, "sequences that run at once", low=1, high=65536)
