@@ -21,7 +21,7 @@ SETS := $(if $(wildcard $(STAMPS)/native-all),all,machine)
 NATIVE := CMakeLists.txt $(shell find src -name '*.cpp' -o -name '*.hpp')
 
 .DEFAULT_GOAL := help
-.PHONY: help serve run test test-deep setup setup-all setup-machine setup-test lint typecheck bench clean distclean
+.PHONY: help serve run test test-again test-deep setup setup-all setup-machine setup-test lint typecheck bench clean distclean
 
 help:  ## Show this
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -42,6 +42,9 @@ test: setup-test  ## Set up, then run all checks, also after one that fails
 	@status=0; for check in "ruff check ." "ruff format --check ." mypy "python -m pytest $(PARALLEL)"; do \
 	  echo "== $$check"; $(BIN)/$$check || status=1; \
 	done; exit $$status
+
+test-again: lint typecheck  ## Run the tests that failed once more, one after the other
+	$(BIN)/python -m pytest --last-failed --last-failed-no-failures=none
 
 test-deep: setup-test  ## Set up, then run the long forms of tests, and real clients (downloads them)
 	$(BIN)/python tools/deep.py $(if $(WITHIN),--within $(WITHIN)) $(if $(OFFLINE),--offline) $(PARTS)

