@@ -73,6 +73,7 @@ def build_engine(
         close=executor.close,
         keep_weights=lambda: None,
         rest=lambda: False,
+        settled=True,
         worked=lambda: None,
         start_disk=lambda arrived: None,  # noqa: ARG005
         start_places=lambda: None,

@@ -224,6 +224,7 @@ def test_a_process_that_is_killed_within_steps_is_not_noticed(expected, overlapp
         crowd = others.submit(completions, server)
         eventually(lambda: host(server, "tokens_total") > 0, START_S)
         for killed in range(1, 4):
+            eventually(lambda: "weft-host" in server.children(), START_S)
             server.children()["weft-host"].kill()
             eventually(lambda least=killed: host(server, "restarts_total") >= least, START_S)
         assert crowd.result() == expected

@@ -18,7 +18,16 @@ from live import START_S, command_of, eventually, serving
 from weft import LLM, SamplingParams
 from weft.core.config import EngineConfig
 from weft.core.errors import ConfigError, EngineDeadError, InvariantError, OutOfMemoryError
-from weft.core.plan import KVMove, RowAdd, RowExtend, StepPlan, StepResult, SubBatch, Tier
+from weft.core.plan import (
+    KVMove,
+    PlaceSession,
+    RowAdd,
+    RowExtend,
+    StepPlan,
+    StepResult,
+    SubBatch,
+    Tier,
+)
 from weft.engine.channel import Channel, RankTokens, Report, Step
 from weft.engine.info import collect_info, format_info
 from weft.engine.rank_follower import Follower
@@ -86,7 +95,7 @@ def test_an_engine_ends_with_its_rank_though_it_has_nothing_to_do(alone):
     expected = alone.generate(PROMPTS, GREEDY, progress=False)
     with LLM(**SMALL, tensor_parallel=2) as two:
         found = two.generate(PROMPTS, GREEDY, progress=False)
-        (engine,) = [c for c in psutil.Process().children() if command_of(c)[0] == "weft-engine"]
+        (engine,) = [c for c in psutil.Process().children() if command_of(c)[:1] == ["weft-engine"]]
         (rank,) = ranks(engine)
         rank.kill()
         eventually(lambda: engine.status() == psutil.STATUS_ZOMBIE, START_S)
@@ -282,6 +291,7 @@ def test_plans_arrive_as_they_were_sent():
         *(3, (batch,), (2,), (add,), (RowExtend(0, 1, (6,)),), ((0, 5),)),
         moves=(KVMove(1, Tier.HOST, ((1, -1), ()), ((4, -1), ()), after_layer=True),),
         zero_host=((1, 2),),
+        zero_places=((PlaceSession(1, 2), 0, 3),),
         piggybacked=(1,),
         piggyback_limits=(0, 2),
         abort=(1,),

@@ -12,8 +12,8 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+import crowds
 import pytest
-import test_piggybacked_rows
 from graphed import LANES, use_graphs
 from test_piggybacked_rows import (
     FAMILIES,
@@ -79,8 +79,7 @@ def test_sampling_parameters_of_rows_stay_on_the_device(folders, graphs, monkeyp
     """Penalties count what lanes sample; so do seeds, and biases that end at a length."""
     asked = {"presence_penalty": 0.7, "frequency_penalty": 0.3, "logit_bias": {70: 4.0}}
     for name in ("GREEDY", "DRAWN"):
-        plain = getattr(test_piggybacked_rows, name)
-        monkeypatch.setattr(test_piggybacked_rows, name, replace(plain, **asked))
+        monkeypatch.setattr(crowds, name, replace(getattr(crowds, name), **asked))
     assert_same_as_ample(folders["llama-gqa"], {"graphs": graphs}, 1, monkeypatch)
 
 
@@ -132,8 +131,7 @@ def starve(monkeypatch: pytest.MonkeyPatch, share: float, *, lanes_find_some: bo
 def test_a_step_that_runs_out_of_memory_loses_no_row(folders, monkeypatch) -> None:  # noqa: F811
     """Wherever it does: what it took is taken again, and counted once."""
     asked = {"presence_penalty": 0.7, "frequency_penalty": 0.3}
-    drawn = replace(test_piggybacked_rows.DRAWN, **asked)
-    monkeypatch.setattr(test_piggybacked_rows, "DRAWN", drawn)
+    monkeypatch.setattr(crowds, "DRAWN", replace(crowds.DRAWN, **asked))
     ran_out = starve(monkeypatch, 0.15, lanes_find_some=True)
     assert_same_as_ample(folders["gemma3"], FAMILIES["gemma3"], 1, monkeypatch)
     assert {name for name, times in ran_out.items() if times > 0} == PARTS

@@ -13,7 +13,7 @@ from weft.kernels.unavailable import KernelUnavailable
 def test_describe_names_every_op() -> None:
     ops = select_ops("cpu", "float32", "reference")
     assert ops.describe()["paged_attention"] == "reference"
-    others = {"names", "batch_invariant", "fused", "ranks", "tuning"}
+    others = {"names", "batch_invariant", "fused", "ranks", "tuning", "lanes"}
     others |= {"pack", "quantise", "computes", "widens", "packed", "isa"}
     assert set(ops.describe()) == set(vars(ops)) - others
 

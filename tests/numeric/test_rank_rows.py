@@ -289,7 +289,7 @@ def test_a_row_that_one_worker_cannot_serve_ends_on_every_rank(ranks, second_tok
 
 
 def test_a_step_of_piggybacked_rows_alone_waits_for_the_slower_rank(ranks, monkeypatch) -> None:
-    monkeypatch.setattr("weft.exec.piggyback.WAIT_S", 60.0)
+    monkeypatch.setattr("weft.exec.piggyback.PIGGYBACK_WAIT_S", 60.0)
 
     def work(number: int, rank: Rank) -> list[StepResult]:
         rank.start(0, 1)
