@@ -52,9 +52,14 @@ class Family:
                 sample = Sample(own_memory(process.pid), process.num_fds(), process.num_threads())
                 self.samples.setdefault((title, process.pid), []).append(sample)
 
-    def alive(self) -> list[int]:
-        """Processes ever seen that still run."""
-        return [pid for _, pid in self.samples if psutil.pid_exists(pid)]
+    def alive(self) -> list[str]:
+        """Processes ever seen that still run, with their state; the dead may wait to be reaped."""
+        found = []
+        for title, pid in self.samples:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if (state := psutil.Process(pid).status()) != psutil.STATUS_ZOMBIE:
+                    found.append(f"{title} {pid} {state}")
+        return found
 
     def growth(self) -> list[dict[str, object]]:
         """How each process changed from the first quarter of its samples to the last."""
