@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from shapes import content, geometry, jobs, joined, numbers
+from geometries import content, geometry, jobs, joined, numbers
 
 from depth import searching
 from weft.attend import frames

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from shapes import content, geometry
+from geometries import content, geometry
 
 from live import eventually
 from places import KEY, RunningPlace, attending, key_file

@@ -179,12 +179,17 @@ def reap_orphans(own: Collection[int]) -> bool:
     Returns:
         False if one of those is to be waited for first: call this again then.
     """
-    with contextlib.suppress(ChildProcessError):
-        while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
-            if ended.si_pid in own:
-                return False
+    while True:
+        try:
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:  # there are no children
+            return True
+        if ended is None:
+            return True
+        if ended.si_pid in own:
+            return False
+        with contextlib.suppress(ChildProcessError):  # other code has just waited for it
             os.waitpid(ended.si_pid, 0)
-    return True
 
 
 def _wait_and_exit(pidfd: int) -> None:
