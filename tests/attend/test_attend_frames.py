@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from geometries import content, geometry, jobs, joined, numbers
 from hypothesis import given
 from hypothesis import strategies as st
-from geometries import content, geometry, jobs, joined, numbers
 
 from depth import searching
 from weft.attend import frames

@@ -9,7 +9,7 @@ import pytest
 
 from live import with_engines
 from weft import cli
-from weft.engine import llm
+from weft.engine import forkserver, llm
 from weft.engine.local import LocalEngine
 
 
@@ -18,6 +18,7 @@ def call(capsys, monkeypatch) -> Callable[..., subprocess.CompletedProcess[str]]
     """Runs a command as ``run`` does, but in this process, which has torch already."""
     monkeypatch.setattr(llm, "RemoteEngine", lambda given, meanwhile: LocalEngine(given))  # noqa: ARG005
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(forkserver, "adopt_orphans", _adopt_orphans)
 
     def calling(*arguments: str) -> subprocess.CompletedProcess[str]:
         capsys.readouterr()
@@ -26,6 +27,11 @@ def call(capsys, monkeypatch) -> Callable[..., subprocess.CompletedProcess[str]]
         return subprocess.CompletedProcess(arguments, end.value.code, *capsys.readouterr())
 
     return calling
+
+
+def _adopt_orphans() -> None:
+    """The process of tests would adopt whatever any later test leaves behind, and reap nothing."""
+    raise AssertionError("this command starts a server: use run")
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import httpx
 import psutil
 import pytest
 
-from live import START_S, Server, command_of, eventually, refused, serving
+from live import START_S, Server, command_of, eventually, refused, run, serving
 from weft.core.config import EngineConfig
 from weft.cost.curves import Curve
 from weft.cost.fit import FEATURES, Fitted
@@ -239,7 +239,7 @@ def test_who_overlaps_without_costs_or_a_host_tier_is_told(call, overlapping, tm
     without = call("serve", *COMMON, "--scheduler", "load-aware")
     refused(without, "keeps KV on the host", "set host_kv_memory")
     unknown = ["--scheduler", "load-aware", "--profile", str(tmp_path / "none.json")]
-    refused(call("serve", *COMMON, *TIGHT, *unknown), "weft profile")
+    refused(run("serve", *COMMON, *TIGHT, *unknown), "weft profile")
 
 
 def test_ranks_carry_the_same_rows_though_the_worker_of_one_is_killed(tmp_path):

@@ -95,7 +95,7 @@ def best_effort_decodes_on_the_host(server: Server) -> None:
     eventually(crowd_gets_some, START_S)
 
 
-def test_the_host_tier_is_measured_and_planned_with(tmp_path, call):
+def test_the_host_tier_is_measured_and_planned_with(tmp_path):
     """With its threads and transport alone; a profile of an older version is refused."""
     path = tmp_path / "host.json"
     done = run("profile", *SMALL, *TIER, "--host-threads", "1", "--profile", str(path))
@@ -110,6 +110,6 @@ def test_the_host_tier_is_measured_and_planned_with(tmp_path, call):
     other = served_costs(tmp_path, path, "--host-process")
     assert "assumed (the profile has 1 thread of the engine, not 1 thread of weft-host" in other
     path.write_text(path.read_text().replace('"version": 3', '"version": 2'))
-    refused = call("serve", *TIER, *HOST, "--scheduler", "slo-piggyback", "--profile", str(path))
+    refused = run("serve", *TIER, *HOST, "--scheduler", "slo-piggyback", "--profile", str(path))
     assert refused.returncode == 1
     assert "has version 2, not 3. Make one with: weft profile" in refused.stderr
