@@ -33,7 +33,7 @@ TABLE = Path(__file__).with_suffix(".toml")
 FOLDERS = ("benchmarks", "docs", "scripts", "src", "tests", "tools")
 FILES = ("Makefile", "README.md", "pyproject.toml")
 LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.so", "node_modules")
-TEST_S = 60  # that a test may take; a hung one fails then
+TEST_S = 120  # that a test may take; a hung one fails then
 RUN_S = 300  # that the tests of one bug may take together
 EDITABLE = re.compile(r"_+editable_+\w*weft\w*")  # modules that lead imports to a working tree
 # Tests that fail for these reasons have not looked at what the code does.
