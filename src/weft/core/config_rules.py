@@ -50,9 +50,10 @@ def check_host_attention(config: EngineConfig) -> None:
     if not config.attends_on_host:
         for name in ("host_threads", "host_process", "attend"):
             if getattr(config, name):
+                which = "slo-piggyback" + " or load-aware" * (name != "attend")
                 raise ConfigError(
                     f"{name} is for attention on the host, which scheduler '{config.scheduler}' "
-                    "does not use; set scheduler to slo-piggyback or load-aware, or leave it out.",
+                    f"does not use; set scheduler to {which}, or leave it out.",
                     param=name,
                 )
         return
