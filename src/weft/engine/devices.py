@@ -183,5 +183,6 @@ def make_executor(
     device = CudaDevice(decoder.device)
     with host_tier:
         attend = device_attention(config, decoder, table)
-        tier = device_tier(store, resolved.host_blocks, device, attend)
+        overlaps = config.attends_on_host and not config.piggybacks
+        tier = device_tier(store, resolved.host_blocks, device, attend, overlaps=overlaps)
     return GraphExecutor(decoder, store, table, device, steps, tier)
