@@ -183,6 +183,5 @@ def make_executor(
     device = CudaDevice(decoder.device)
     with host_tier:
         attend = device_attention(config, decoder, table)
-        overlaps = config.attends_on_host and not config.piggybacks
-        tier = device_tier(store, resolved.host_blocks, device, attend, overlaps=overlaps)
+        tier = device_tier(store, resolved.host_blocks, device, attend, overlaps=config.overlaps)
     return GraphExecutor(decoder, store, table, device, steps, tier)
