@@ -54,7 +54,13 @@ class _GroupPiece:
 
 
 class HostPrompts:
-    """The scratch store, which has the blocks of one longest sequence."""
+    """The scratch store, which has the blocks of one longest sequence.
+
+    Attributes:
+        layers: KV of the host, by group and layer of the group.
+        scratch: of the device, by group.
+        most_blocks: of several prompts that have room at once.
+    """
 
     def __init__(self, decoder: Decoder, host: KVStore, table: InputBatch, device: Device) -> None:
         self.decoder, self.device, self.block_size = decoder, device, host.block_size
@@ -72,12 +78,14 @@ class HostPrompts:
             for blocks, (like, *_) in zip(table.tables, self.layers, strict=True)
         ]
 
+        self.most_blocks = min(arrays.num_blocks for arrays in self.scratch)
+
     def pieces(self, first: int, batch: SubBatch) -> list[PromptPiece]:
         """Return the attention of prompts, whose tokens begin at ``first`` of their sub-batch."""
         pieces, start, used = list[PromptPiece](), 0, 0
         for index in range(len(batch.rows)):
             blocks = -(-(batch.starts[index] + batch.counts[index]) // self.block_size)
-            if used and used + blocks > min(arrays.num_blocks for arrays in self.scratch):
+            if used and used + blocks > self.most_blocks:
                 pieces.append(PromptPiece(self, first, batch, range(start, index)))
                 start, used = index, 0
                 first = pieces[-1].end
