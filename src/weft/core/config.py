@@ -347,11 +347,6 @@ class EngineConfig:
         return self.attends_on_host and SCHEDULERS[self.scheduler].piggybacks
 
     @property
-    def overlaps(self) -> bool:
-        """Whether sub-batches wait in each layer for attention that is computed there."""
-        return self.attends_on_host and not self.piggybacks
-
-    @property
     def num_host_threads(self) -> int:
         """Threads that attend on the host; 0 where none do."""
         return (self.host_threads or 1) if self.attends_on_host else 0

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from weft.core.errors import HostWorkerError
 from weft.exec.device import Device
-from weft.exec.exchange import Exchange
+from weft.exec.exchange import HostExchange
 from weft.exec.host_attention import HostAttention
 from weft.kernels.arrays import Array, to_numpy
 from weft.kernels.cpu.host import HostLayer
@@ -44,7 +44,7 @@ class Courier:
     """
 
     def __init__(
-        self, host: HostAttention, lanes: Exchange, device: Device, *, awaited: bool = False
+        self, host: HostAttention, lanes: HostExchange, device: Device, *, awaited: bool = False
     ) -> None:
         """Start the thread.
 
@@ -249,7 +249,7 @@ class Courier:
 class _Staging:
     """Results on their way to the device: first the numbers, then where they belong and tickets."""
 
-    def __init__(self, lanes: Exchange, device: Device, most: int) -> None:
+    def __init__(self, lanes: HostExchange, device: Device, most: int) -> None:
         self.most = most
         self._device, self._state = device, lanes.state
         width, where = lanes.state.results.shape[1], device.where

@@ -20,7 +20,7 @@ def lane_widths(spec: ModelSpec) -> tuple[int, int]:
     return queries, max(layer.num_kv_heads * layer.head_dim for layer in spec.layers)
 
 
-class Exchange:
+class HostExchange:
     """See the module docstring.
 
     Attributes:

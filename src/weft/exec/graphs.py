@@ -29,7 +29,6 @@ from functools import partial
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from weft.core.errors import HostWorkerError, InvariantError
@@ -44,12 +43,13 @@ from weft.exec.collect import (
     split_rows,
 )
 from weft.exec.courier import rows_of
-from weft.exec.device import Device, Event
+from weft.exec.device import Device
 from weft.exec.device_rows import DeviceRows
 from weft.exec.functions import StepFunctions
 from weft.exec.host_prompts import HostPrompts
 from weft.exec.input_batch import InputBatch
 from weft.exec.lane_rows import LaneRows
+from weft.exec.launched import LaunchedBatch
 from weft.exec.logprobs import COLUMNS, describe
 from weft.exec.overlapped_rows import OverlappedRows
 from weft.exec.sample import Sampled, sample
@@ -82,35 +82,6 @@ class Steps:
     capture: bool = True
     sizes: Seq[int] = SIZES
     lanes: int = 0
-
-
-@dataclass(eq=False)
-class LaunchedBatch:
-    """A launched sub-batch.
-
-    Attributes:
-        read: hashes of the layouts by which its numbers were read, as ``Buffer`` has them.
-        rows: [S] the sampled rows.
-        scored: samples whose log probabilities come back too.
-        scores: [M, 2 + 2W] of these, as ``logprobs.score`` gives them.
-        needs_host: something of it is done on the host before the next step may run.
-        carried: rows with a token on its way, any of which may end in it.
-    """
-
-    batch: SubBatch
-    packed: PackedStep
-    read: tuple[int, int]
-    rows: NDArray[np.int64]
-    scored: list[int]
-    scores: Tensor
-    needs_host: bool
-    done: Event
-    output: StepOutput
-    carried: frozenset[int] = frozenset()
-
-    @property
-    def rows_computed(self) -> frozenset[int]:
-        return self.carried.union(self.batch.rows)
 
 
 class GraphExecutor:

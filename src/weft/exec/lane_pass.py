@@ -1,7 +1,8 @@
 """The forward pass of a step with lanes: what it keeps on the device, and where it meets the host.
 
 A lane carries a piggybacked row through one layer. The residual, position and sampling parameters
-of a row's token stay on the device, by executor row; its q, k and v leave through the ``Exchange``.
+of a row's token stay on the device, by executor row; its q, k and v leave through the
+``HostExchange``.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from weft.exec.attend import attend_over
 from weft.exec.device import Device
-from weft.exec.exchange import Exchange
+from weft.exec.exchange import HostExchange
 from weft.exec.step_layout import LaneSizes
 from weft.exec.store import KVStore
 from weft.kernels.interface import AttentionMetadata
@@ -23,7 +24,7 @@ from weft.kernels.sampling import SETTINGS, SampleBatch
 from weft.models.decoder import Decoder
 
 
-class LanePass(Exchange):
+class LanePass(HostExchange):
     """See the module docstring. All that it does can be captured.
 
     Attributes:

@@ -1,9 +1,9 @@
 """Overlapped sub-batches on a device: the forward pass of ``overlap``, which can be captured.
 
 Each token has a lane of its own (``kernels.lanes``), which is empty where the device attends. The
-q, k and v of decodes on the host leave through the ``Exchange`` beside what the device computes.
-Results are awaited in each layer: in memory of the device, so that a captured step does it, or on
-the host between two layers of an uncaptured one, which may have to load kernels.
+q, k and v of decodes on the host leave through the ``HostExchange`` beside what the device
+computes. Results are awaited in each layer: in memory of the device, so that a captured step does
+it, or on the host between two layers of an uncaptured one, which may have to load kernels.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from weft.exec.attend import attend_over
 from weft.exec.device import Device
-from weft.exec.exchange import Exchange
+from weft.exec.exchange import HostExchange
 from weft.exec.host_prompts import PromptPiece
 from weft.exec.store import KVStore
 from weft.exec.sub_batches import run_overlapped
@@ -51,7 +51,7 @@ class BatchTokens:
     hosts: bool = True
 
 
-class OverlappedPass(Exchange):
+class OverlappedPass(HostExchange):
     """See the module docstring.
 
     Attributes:

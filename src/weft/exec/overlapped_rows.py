@@ -10,7 +10,7 @@ from weft.core.errors import HostWorkerError
 from weft.core.plan import SubBatch
 from weft.exec.courier import Courier, Rows, rows_of
 from weft.exec.device import Device
-from weft.exec.exchange import Exchange
+from weft.exec.exchange import HostExchange
 from weft.exec.host_attention import HostAttention
 from weft.exec.input_batch import InputBatch
 from weft.exec.piggyback import attention_failed
@@ -24,7 +24,7 @@ class OverlappedRows:
     """
 
     def __init__(
-        self, table: InputBatch, host: HostAttention, exchange: Exchange, device: Device
+        self, table: InputBatch, host: HostAttention, exchange: HostExchange, device: Device
     ) -> None:
         self.host = host
         self.courier = Courier(host, exchange, device, awaited=True)

@@ -52,7 +52,7 @@ class Carried:
 
 
 @dataclass(frozen=True, slots=True)
-class Overlapped:
+class OverlappedStep:
     """Of a step of overlapped sub-batches, how they are packed.
 
     Attributes:
@@ -97,7 +97,7 @@ class PackedStep:
     sample: Layout | None
     inputs: StepInputs
     carries: bool = False
-    overlapped: Overlapped | None = None
+    overlapped: OverlappedStep | None = None
 
     @property
     def max_query_len(self) -> int | None:
@@ -228,7 +228,7 @@ class StepPacker:
         if len(order):
             sample = sample_layout(padded_size(len(order), self._sizes))
         words = self._end(buffer, layout.hash, batch, inputs, sample, pivot + layout.words + used)
-        overlapped = Overlapped(
+        overlapped = OverlappedStep(
             padded,
             captured=sizes is not None,
             max_query_len=1
