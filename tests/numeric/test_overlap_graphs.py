@@ -13,10 +13,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from checkpoints import prompt
 from graphed import use_graphs
 from test_overlap import (
     DEVICE,
     FAMILIES,
+    GREEDY,
     HOST,
     Dawdling,
     Late,
@@ -25,6 +27,7 @@ from test_overlap import (
     host,  # noqa: F401
     of,
     overlapping,
+    settings_for,
     steps,  # noqa: F401
     test_a_host_without_worker_ends_the_engine_with_a_typed_error,  # noqa: F401
     test_a_job_that_fails_ends_its_row_alone,  # noqa: F401
@@ -37,7 +40,10 @@ from test_overlap import (
 from test_piggybacked_rows import Idler, Steps
 
 from depth import deep
+from weft.core.config import EngineConfig
 from weft.core.errors import ConfigError, HostWorkerError, InvariantError
+from weft.core.plan import RowAdd, SubBatch, Tier
+from weft.core.types import SamplingParams
 from weft.engine.host_tier import check_attends_on_host
 from weft.engine.model import find_model
 from weft.exec import courier, host_attention, host_prompts, overlap_pass
@@ -109,6 +115,35 @@ def test_prompts_of_the_host_take_turns_in_the_scratch_store(folders, monkeypatc
     monkeypatch.setattr(host_prompts.HostPrompts, "pieces", watched)
     assert_same_as_ample(folders["gemma3"], FAMILIES["gemma3"], 1, monkeypatch)
     assert max(map(len, found)) > 1
+
+
+def test_what_the_host_does_of_rows_finds_them_in_any_sub_batch(folders) -> None:  # noqa: F811
+    """An embedding, a choice of few tokens and log probabilities of a prompt, behind padding."""
+    few = replace(GREEDY, seed=0, allowed_token_ids=(70, 71, 72))
+    scored = replace(GREEDY, seed=0, prompt_logprobs=1)
+
+    def found(config: EngineConfig, tier: Tier) -> Any:
+        with Steps(config) as opened:
+            for row in range(3):
+                opened.start(row)
+
+            def add(row: int, sampling: SamplingParams, **more: Any) -> RowAdd:
+                given, tables = tuple(prompt(20, row)), (opened.BLOCKS[row],) * opened._groups
+                more["tier"] = tier
+                return RowAdd(row, row, given, 20, sampling, frozenset(), tables, **more)
+
+            given = replace(GREEDY, seed=0)
+            fresh = (add(1, few), add(2, scored), add(3, given, embed=True))
+            tiers = [(DEVICE, HOST), (HOST, HOST)] if tier is HOST else [(), ()]
+            mine = SubBatch((0, 1), (20, 0), (1, 20), (True, True), tiers[0])
+            prompts = SubBatch((3, 2), (0, 0), (20, 7), (True, False), tiers[1])
+            done = opened.run(mine, prompts, drop=(1, 2), add=fresh)
+            return done.sequence_ids, done.tokens, done.embeddings, done.prompt_logprobs
+
+    on_host = found(overlapping(folders["llama-gqa"]), HOST)
+    assert on_host == found(settings_for(folders["llama-gqa"]), DEVICE)
+    assert (on_host[0], set(on_host[2]), set(on_host[3])) == ((0, 1, 3), {3}, {2})
+    assert on_host[1][1] in (70, 71, 72)
 
 
 # -- memory that runs out, and hosts that fail ----------------------------------------------------
