@@ -75,7 +75,8 @@ class CapturedSteps:
         assert of is not None
         graph = self.overlapped_graphs.get((of.sizes, of.max_query_len)) if of.captured else None
         if graph is None:
-            self._functions.overlapped(of.sizes, of.max_query_len, prompts, wait)
+            hosts = [bool(batch.rows) for batch in of.hosted]
+            self._functions.overlapped(of.sizes, of.max_query_len, hosts, prompts, wait)
             return packed.forward.hash
         graph.replay()
         return graph.layout_hash

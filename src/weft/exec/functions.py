@@ -97,6 +97,7 @@ class StepFunctions:
         self,
         sizes: tuple[int, ...],
         max_query_len: int | None,
+        hosts: Seq[bool] = (True, True),
         prompts: Seq[Seq[PromptPiece]] = ((), ()),
         wait: AwaitLayer | None = None,
     ) -> None:
@@ -107,6 +108,7 @@ class StepFunctions:
         Args:
             sizes: tokens of each, padding included; 0 for none.
             max_query_len: tokens that a row on the device has at the most; None for any number.
+            hosts: of each, whether the host may attend for rows.
             prompts: of each, those on the host.
             wait: see ``OverlappedPass.run``.
         """
@@ -115,12 +117,13 @@ class StepFunctions:
         parts = layout.views(self.uploaded, pivot)
         tables, ids = self.uploaded[pivot + layout.words :], self._known(parts["ids"])
         batches = []
-        for number, (size, pieces) in enumerate(zip(sizes, prompts, strict=True)):
+        for number, size in enumerate(sizes):
             here = slice(sum(sizes[:number]), sum(sizes[:number]) + size)
             tokens = ids[here], parts["positions"][here], parts["hosted"][here]
             groups = self._groups(parts, tables, max_query_len, str(number))
             if size:
-                batches.append(BatchTokens(number, *tokens, groups, pieces))
+                more = prompts[number], hosts[number]
+                batches.append(BatchTokens(number, *tokens, groups, *more))
         self.results[0].copy_(self._packer.layout.hashes(self.uploaded))
         self.hidden[: layout.size].copy_(self.overlap.run(parts["serial"], batches, wait))
         self.results[0, :1].mul_(1 - self.overlap.gave_up)

@@ -39,7 +39,7 @@ class BatchTokens:
         ids, positions, hosted: [N]; see ``step_layout.overlapped_layout``.
         groups: attention of rows on the device.
         prompts: attention of prompts on the host.
-        hosts: whether a row may be hosted.
+        hosts: whether the host may attend for rows.
     """
 
     number: int
