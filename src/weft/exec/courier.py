@@ -231,7 +231,11 @@ class Courier:
                 if (self._since == NO_TOKEN).all():
                     self._busy.wait()
                     self._busy.clear()
-                elif not self.pump():
+                elif self.pump():
+                    continue
+                elif self._awaited:
+                    self._mailbox.wait(POLL_S)  # reads nothing that other threads write
+                else:
                     pause.wait(POLL_S)
         except BaseException as error:
             self._error = error

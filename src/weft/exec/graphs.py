@@ -168,6 +168,8 @@ class GraphExecutor:
                 for batch in batches:
                     self._launch_batch(batch, output)
             if self.tier is not None:
+                if self._overlapped is not None and any(move.after_layer for move in plan.moves):
+                    self._finish_all()  # copies may pin memory, for which a driver may wait
                 self.tier.after(plan, self._table)
         if self._decoder.ops.ranks.rank > 0 and self._launched and self._launched[-1].needs_host:
             self._finish_all()  # all ranks do it together, and this one does not hear when
