@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ NOTHING = SubBatch((), (), (), ())  # of a step that only carries piggybacked ro
 BUFFERS = 2  # one is read by the device while the next step is packed into the other
 
 Arrays = dict[str, NDArray[Any]]
+Parts: TypeAlias = tuple[SubBatch, SubBatch, SubBatch]  # as ``kinds_of`` has a sub-batch's rows
 
 
 @dataclass(frozen=True)
@@ -56,26 +57,34 @@ class OverlappedStep:
     """Of a step of overlapped sub-batches, how they are packed.
 
     Attributes:
-        sizes: of each, padding included.
+        counts, sizes: tokens of each, without padding and with it.
         captured: whether there is a graph of these sizes.
         max_query_len: as ``PackedStep`` has it, of rows whose KV is on the device.
         hosted: of each, the rows that the host attends for.
         prompts: of each, the place of the first token of prompts on the host, and their rows.
-        second: the first of its rows.
-        shift: by how many tokens padding puts the second one off.
+        second: the place of its first row in the step.
     """
 
+    counts: tuple[int, ...]
     sizes: tuple[int, ...]
     captured: bool
     max_query_len: int | None
     hosted: tuple[SubBatch, ...]
     prompts: tuple[tuple[int, SubBatch], ...]
     second: int
-    shift: int
+
+    @property
+    def shift(self) -> int:
+        """By how many tokens padding puts the second one off."""
+        return self.sizes[0] - self.counts[0]
 
     def shift_of(self, row: int) -> int:
         """By how many tokens the row at this place of the step is put off."""
         return self.shift if row >= self.second else 0
+
+    def moved(self, tokens: NDArray[Any]) -> NDArray[Any]:
+        """Where tokens of the step are, padding included."""
+        return np.where(tokens < self.counts[0], tokens, tokens + self.shift)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,61 +202,62 @@ class StepPacker:
         Raises:
             IndexError, InvariantError: see ``pack``.
         """
-        first, second = split = [_split(batch) for batch in (*batches, NOTHING, NOTHING)[:MOST]]
+        split = [_split(batch) for batch in (*batches, NOTHING, NOTHING)[:MOST]]
         batch = merged([part for parts in split for part in parts])
+        of = self._overlapped(split, sizes)
         inputs = self._packer.pack(batch)
-        counts = [sum(part.num_tokens for part in parts) for parts in split]
-        if sizes is None and self.pairs is not None and not (first[1].rows or second[1].rows):
-            sizes = self.pairs.padded(counts)
-        padded = sizes or tuple(padded_size(n, self._sizes) if n else 0 for n in counts)
-        shift = padded[0] - counts[0]
         buffer, self._next = self._next, (self._next + 1) % BUFFERS
-        layout, pivot = self.overlapped_layout(padded), self.layout.pivot
+        layout, pivot = self.overlapped_layout(of.sizes), self.layout.pivot
         arrays = self._arrays(buffer, layout, pivot)
-        self._write_overlapped(arrays, inputs, counts, padded)
         arrays["serial"][:] = serial
-        arrays["hosted"][:] = self.max_rows
-        for end, (_, _, hosted) in zip((counts[0], counts[1] + padded[0]), split, strict=True):
-            arrays["hosted"][end - len(hosted.rows) : end] = hosted.rows
+        self._write_overlapped(arrays, inputs, of)
         tables, used = self.buffers[buffer].numpy()[pivot + layout.words :], 0
         for number, (own, _, _) in enumerate(split):
             used += self._write_of_device(arrays, number, own, tables, used)
         if batch.rows:
-            last = inputs.groups[0].query_start[1:] - 1
-            last = np.where(last < counts[0], last, last + shift)
+            last = of.moved(inputs.groups[0].query_start[1:] - 1)
             self._point_at_tokens_in_flight(arrays["ids"], last, batch, inputs)
-        order, at = _sample_order(merged(batches), batch), inputs.sample_at
+        order = _sample_order(merged(batches), batch)
         inputs = replace(
             inputs,
             input_ids=arrays["ids"],
             sample_rows=inputs.sample_rows[order],
-            sample_at=np.where(at < counts[0], at, at + shift)[order],
+            sample_at=of.moved(inputs.sample_at[order]),
             sample_lengths=inputs.sample_lengths[order],
         )
         sample = None
         if len(order):
             sample = sample_layout(padded_size(len(order), self._sizes))
         words = self._end(buffer, layout.hash, batch, inputs, sample, pivot + layout.words + used)
-        overlapped = OverlappedStep(
-            padded,
+        return PackedStep(buffer, words, layout, sample, inputs, overlapped=of)
+
+    def _overlapped(self, split: Seq[Parts], sizes: tuple[int, int] | None) -> OverlappedStep:
+        """How sub-batches are packed, to these sizes or to those that suit them."""
+        counts = tuple(sum(part.num_tokens for part in parts) for parts in split)
+        on_host = any(prompts.rows for _, prompts, _ in split)
+        if sizes is None and self.pairs is not None and not on_host:
+            sizes = self.pairs.padded(counts)
+        decodes = all(own.num_tokens == len(own.rows) for own, _, _ in split)
+        return OverlappedStep(
+            counts,
+            sizes or tuple(padded_size(n, self._sizes) if n else 0 for n in counts),
             captured=sizes is not None,
-            max_query_len=1
-            if all(own.num_tokens == len(own.rows) for own, _, _ in split)
-            else None,
+            max_query_len=1 if decodes else None,
             hosted=tuple(hosted for _, _, hosted in split),
             prompts=tuple((own.num_tokens, prompts) for own, prompts, _ in split),
-            second=sum(len(part.rows) for part in first),
-            shift=shift,
+            second=sum(len(part.rows) for part in split[0]),
         )
-        return PackedStep(buffer, words, layout, sample, inputs, overlapped=overlapped)
 
-    def _write_overlapped(
-        self, arrays: Arrays, inputs: StepInputs, counts: Seq[int], padded: Seq[int]
-    ) -> None:
-        """Write the ids and positions of two sub-batches, each behind the other's padding."""
+    def _write_overlapped(self, arrays: Arrays, inputs: StepInputs, of: OverlappedStep) -> None:
+        """Write the tokens of two sub-batches, the second one's behind the first one's padding."""
+        (count, _), (size, _) = of.counts, of.sizes
         for name, values in (("ids", inputs.input_ids), ("positions", inputs.positions)):
-            _put(arrays[name][: padded[0]], values[: counts[0]])
-            _put(arrays[name][padded[0] :], values[counts[0] :])
+            _put(arrays[name][:size], values[:count])
+            _put(arrays[name][size:], values[count:])
+        arrays["hosted"][:] = self.max_rows
+        for start, tokens, batch in zip((0, size), of.counts, of.hosted, strict=True):
+            end = start + tokens
+            arrays["hosted"][end - len(batch.rows) : end] = batch.rows
 
     def _write_of_device(
         self, arrays: Arrays, number: int, own: SubBatch, tables: NDArray[np.int32], used: int
@@ -380,7 +390,7 @@ class StepPacker:
         return views[layout.hash]
 
 
-def _split(batch: SubBatch) -> tuple[SubBatch, SubBatch, SubBatch]:
+def _split(batch: SubBatch) -> Parts:
     """A sub-batch's rows on the device, and its prompts and decodes on the host."""
     device, prompts, decodes = kinds_of(batch)
     return chosen(batch, device), chosen(batch, prompts), chosen(batch, decodes)
