@@ -48,6 +48,7 @@ from weft.engine.host_tier import check_attends_on_host
 from weft.engine.model import find_model
 from weft.exec import courier, host_attention, host_prompts, overlap_pass
 from weft.exec.courier import Courier
+from weft.exec.device import HostDevice
 from weft.exec.graphs import GraphExecutor
 from weft.exec.overlap_pass import OverlappedPass, _DeviceLane
 from weft.exec.overlapped_rows import OverlappedRows
@@ -144,6 +145,26 @@ def test_what_the_host_does_of_rows_finds_them_in_any_sub_batch(folders) -> None
     assert on_host == found(settings_for(folders["llama-gqa"]), DEVICE)
     assert (on_host[0], set(on_host[2]), set(on_host[3])) == ((0, 1, 3), {3}, {2})
     assert on_host[1][1] in (70, 71, 72)
+
+
+def test_a_device_waits_for_nothing_that_has_not_left(steps, tokens, monkeypatch) -> None:  # noqa: F811
+    """A fork that it had not awaited might never run beside a kernel that waits for its answer."""
+    forked, waits = [False], [0]
+    fork = HostDevice.fork
+    monkeypatch.setattr(HostDevice, "fork", lambda self: forked.__setitem__(0, True) or fork(self))
+    monkeypatch.setattr(HostDevice, "rejoin", lambda _: forked.__setitem__(0, False))
+    decoder = steps.executor._decoder
+    ops, wait = decoder.ops, decoder.ops.lanes.wait
+
+    def waiting(*given: Any) -> None:
+        assert not forked[0]
+        waits[0] += 1
+        wait(*given)
+
+    monkeypatch.setattr(decoder, "ops", replace(ops, lanes=replace(ops.lanes, wait=waiting)))
+    done = steps.run(of(steps.decode(0, 2), DEVICE, HOST), of(steps.decode(1, 3), DEVICE, HOST))
+    assert [tokens[0][row] for row in (0, 2, 1, 3)] == list(done.tokens)
+    assert waits[0] == 2 * steps.layers
 
 
 # -- memory that runs out, and hosts that fail ----------------------------------------------------
