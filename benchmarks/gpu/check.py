@@ -63,12 +63,13 @@ def parts() -> list[Part]:
     return [
         Part("build", [python, str(here / "build.py"), str(BUILD)], 55),
         Part("probes", [python, str(here / "probes.py")], 45),
-        Part("kernels", [*pytest, "tests/triton", *absent], 105),
+        Part("kernels", [*pytest, "tests/triton", *absent], 100),
         Part("engine", [*pytest, "tests/gpu"], 90),
-        Part("decode", [python, str(here / "decode.py"), "--seconds", "120"], 155),
+        Part("decode", [python, str(here / "decode.py"), "--seconds", "120"], 150),
         Part("lanes", [python, str(here / "lanes.py")], 24),
-        Part("shares", [python, str(here / "kernels.py")], 60),
-        Part("transformers", [python, str(here / "transformers_decode.py")], 65),
+        Part("overlap", [python, str(here / "overlap.py")], 20),
+        Part("shares", [python, str(here / "kernels.py")], 55),
+        Part("transformers", [python, str(here / "transformers_decode.py")], 60),
     ]
 
 

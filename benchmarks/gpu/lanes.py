@@ -15,7 +15,7 @@ import torch
 from figures import figure
 from shapes import random_decoder, shape
 
-from weft.core.plan import RowAdd, StepPlan, SubBatch
+from weft.core.plan import RowAdd, StepPlan, SubBatch, Tier
 from weft.core.types import SamplingParams
 from weft.exec.device import CudaDevice, Device, HostDevice, tensor_memory
 from weft.exec.device_tier import device_tier
@@ -35,7 +35,15 @@ class Engine:
     """An executor with rows of the device, which decode in every step, and rows of the host."""
 
     def __init__(
-        self, decoder: Decoder, device: Device, own: int, hosted: int, context: int, threads: int
+        self,
+        decoder: Decoder,
+        device: Device,
+        own: int,
+        hosted: int,
+        context: int,
+        threads: int,
+        *,
+        overlaps: bool = False,
     ) -> None:
         spec, rows, most = decoder.spec, own + hosted, context + 1024
         each, groups = -(-most // BLOCK), spec.kv_groups
@@ -47,9 +55,10 @@ class Engine:
         def attend(host: KVStore) -> HostAttention:
             return HostAttention(decoder, host, table, WorkerThreads(threads))
 
-        tier = device_tier(store, [hosted * each] * len(groups), device, attend)
-        lanes = lanes_for(rows)
-        steps = Steps(max(own, 16), own, depth=1, sizes=(own,), lanes=lanes)
+        blocks = [hosted * each] * len(groups)
+        tier = device_tier(store, blocks, device, attend, overlaps=overlaps)
+        sizes = tuple(sorted({own, hosted, own + hosted})) if overlaps else (own,)
+        steps = Steps(max(sizes[-1], 16), sizes[-1], 1, sizes=sizes, lanes=lanes_for(rows))
         self.executor = GraphExecutor(decoder, store, table, device, steps, tier)
         self._own, self._limits = own, (MOST_LANES,) * spec.num_layers
         self._idle, self._step = list(range(own, rows)), 0
@@ -59,7 +68,8 @@ class Engine:
             blocks_of = tuple(range(place * each, (place + 1) * each))
             tokens = (1,) * (1 if row < own else context)
             tables = (blocks_of,) * len(groups)
-            adds.append(RowAdd(row, row, tokens, 1, GREEDY, frozenset(), tables))
+            kept = Tier.HOST if overlaps and row >= own else Tier.DEVICE
+            adds.append(RowAdd(row, row, tokens, 1, GREEDY, frozenset(), tables, tier=kept))
         self._run(add=tuple(adds))
 
     def _run(self, **more: object) -> int:

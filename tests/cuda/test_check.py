@@ -235,6 +235,14 @@ def test_rows_of_the_host_are_measured(check, tmp_path):
     assert "tiny bf16, batch 2, 5 rows of the host: step with them" in names
 
 
+def test_rows_that_steps_wait_for_are_measured(check, tmp_path):
+    script = str(ROOT / "benchmarks" / "gpu" / "overlap.py")
+    tiny = ("--device", "cpu", "--model", "tiny", "--batch", "2", "--rows", "3", "--context", "40")
+    tiny += ("--threads", "1", "--steps", "2")
+    names = figures_of(check, run_without(tmp_path, sys.executable, script, *tiny))
+    assert "tiny bf16, batch 2, 3 rows of the host: step with them in another one" in names
+
+
 @deep
 def test_transformers_is_measured(check, tmp_path):
     script = str(ROOT / "benchmarks" / "gpu" / "transformers_decode.py")

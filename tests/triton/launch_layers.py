@@ -6,7 +6,7 @@ import torch
 
 from weft.kernels.block_arrays import BlockArrays, block_pairs
 from weft.kernels.kv_storage import KV_DTYPES, row_size
-from weft.kernels.lanes import LaneOutbox, LaneState, TicketRule
+from weft.kernels.lanes import MOST_LOOKS, LaneOutbox, LaneState, TicketRule
 from weft.kernels.sampling import SETTINGS, RowState, SampleBatch
 from weft.kernels.triton import (
     activation,
@@ -84,6 +84,10 @@ def launch_lanes(dtype: torch.dtype) -> None:
     outbox = LaneOutbox(torch.empty(1024, qkv.shape[1] * DIM, dtype=dtype), number, 3584, 4096)
     lanes.send_lanes(line, q, k, v, outbox)
     lanes.send_lanes(line, q.contiguous(), None, None, outbox)
+    for tokens in (TOKENS, 512):
+        line = torch.zeros(tokens, dtype=torch.int64)
+        lanes.wait_for_lanes(state, line, number, number, MOST_LOOKS)
+    lanes.receive_lanes(state, line[:TOKENS], attended)
 
 
 def launch_choice() -> None:

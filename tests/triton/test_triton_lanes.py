@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import pytest
@@ -115,3 +116,56 @@ def test_queries_keys_and_values_leave_for_the_host(fused, writes) -> None:
     assert found[0][0].any()
     assert found[0][0, 64:].any() == writes
     assert not found[0][1].any()
+
+
+def overlapped(state: LaneState, ticket: int) -> torch.Tensor:
+    """A lane for each of eight tokens; the results of the rows in every second one are here."""
+    line = some_lanes(9)
+    state.arrived.zero_()
+    state.arrived[line[::2]] = torch.tensor([ticket, ticket + 3, ticket, ticket])
+    return line
+
+
+@pytest.mark.parametrize("case", ["here", "empty", "missing", "ended"])
+def test_results_are_awaited_until_somebody_ends_it(case) -> None:
+    """What is missing is not awaited for ever, either."""
+    state, ticket, found = state_of(9, TicketRule(LAYERS, 1), 0.5), 207, []
+    line = overlapped(state, ticket)
+    if case == "empty":
+        line[:] = 9
+    elif case != "here":
+        state.arrived[4] = ticket - 1
+    looks = 2**40 if case == "ended" else 20
+    if case == "ended":
+        state.arrived[9] = 1
+    for ops in (reference_lanes, lanes):
+        gave_up = torch.zeros(1, dtype=torch.int64)
+        ops.wait_for_lanes(state, line, torch.tensor([ticket]), gave_up, looks)
+        found.append(int(gave_up))
+    assert found == 2 * [int(case in ("missing", "ended"))]
+
+
+@pytest.mark.skipif(where.ON_GPU, reason="reads a GPU's memory while it waits")
+def test_a_result_that_comes_meanwhile_ends_the_wait() -> None:
+    state, gave_up = state_of(9, TicketRule(LAYERS, 1), 0.5), torch.zeros(1, dtype=torch.int64)
+    line = overlapped(state, 207)
+    state.arrived[4] = 0
+    come = threading.Timer(0.2, lambda: state.arrived.__setitem__(4, 207))
+    come.start()
+    lanes.wait_for_lanes(state, line, torch.tensor([207]), gave_up, 2**40)
+    come.join()
+    assert not gave_up
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "dim"), [(3, 32), (2, 20), (1, 7)])
+def test_results_take_the_places_of_their_tokens(heads, dim, dtype) -> None:
+    state = state_of(9, TicketRule(LAYERS, 1), 0.5, str(dtype).removeprefix("torch."))
+    line, found = some_lanes(9), []
+    given = torch.randn(8, heads, dim, dtype=dtype)
+    for ops in (reference_lanes, lanes):
+        found.append(given.clone())
+        ops.receive_lanes(state, line, found[-1])
+    torch.testing.assert_close(*found, **EXACT)
+    torch.testing.assert_close(found[1][1::2], given[1::2], **EXACT)
+    assert not torch.equal(found[1][0], given[0])

@@ -26,6 +26,11 @@ from weft.models.decoder import Decoder
 from weft.models.spec import ModelSpec
 
 
+def overlaps(config: EngineConfig) -> bool:
+    """Whether sub-batches wait in each layer for attention that the host computes."""
+    return config.attends_on_host and not config.piggybacks
+
+
 def check_attends_on_host(config: EngineConfig, spec: ModelSpec, ops: OpTable) -> None:
     """Check that the host can attend to rows of a model, if it is to.
 
@@ -37,15 +42,13 @@ def check_attends_on_host(config: EngineConfig, spec: ModelSpec, ops: OpTable) -
     kernel = ops.describe()["paged_attention"]
     if config.piggybacks and not spec.rows_exchangeable:
         why = "its per-layer inputs belong to the step in which a token begins"
-    elif kernel == "triton" and not config.piggybacks:
-        why = "steps of a GPU have no overlapped sub-batches yet"
     elif kernel == "triton" and config.attend:
         why = "lanes of captured steps reach no remote places yet; leave attend out"
     elif kernel == "triton" and config.tensor_parallel > 1:
         why = "lanes of captured steps do not agree over ranks yet"
     elif kernel == "triton" and config.host_process:
         why = "memory that a process attends in is not pinned for a GPU yet; turn host_process off"
-    elif kernel == "triton" and config.max_num_seqs > MOST_ROWS:
+    elif kernel == "triton" and config.piggybacks and config.max_num_seqs > MOST_ROWS:
         why = f"steps of a GPU look through {MOST_ROWS} sequences; lower max_num_seqs"
     elif kernel not in ("cpu", "triton"):
         why = f"its attention is computed by kernels {kernel}, that of the host by kernels cpu"
@@ -85,7 +88,7 @@ def cpu_tier(
         attention = HostAttention(decoder, host, table, threads)
     if accesses:
         attention.places = link_places(accesses, decoder, store, table, attention.mailbox)
-    return HostTier(store, host, copy_blocks, attention, overlaps=not config.piggybacks)
+    return HostTier(store, host, copy_blocks, attention, overlaps=overlaps(config))
 
 
 def device_attention(

@@ -20,7 +20,7 @@ from weft.core.errors import ConfigError, KernelError, OutOfMemoryError
 from weft.core.kv_types import KV_TYPES
 from weft.core.settings import format_bytes
 from weft.engine.devices import free_memory, is_cpu, pick_device
-from weft.engine.host_tier import check_attends_on_host
+from weft.engine.host_tier import check_attends_on_host, overlaps
 from weft.engine.machine import available_memory, has_fast_bfloat16
 from weft.engine.weights import check_heads, check_launches, check_storage, stored_weights
 from weft.exec.workspace import StepSizes, workspace_bytes
@@ -115,7 +115,11 @@ def find_model(config: EngineConfig, returning_bytes: int = 0, rank: int = 0) ->
         workspace_bytes=0
         if on_host
         else workspace_bytes(
-            rank_spec, element, _step_sizes(config, rank_spec), graphs=config.graphs, ranks=ranks
+            rank_spec,
+            element,
+            _step_sizes(config, rank_spec, kv_bytes),
+            graphs=config.graphs,
+            ranks=ranks,
         ),
         kv_share=HOST_KV_SHARE if on_host else DEVICE_KV_SHARE,
     )
@@ -195,15 +199,26 @@ def _free_memory(device: str, ranks: int, returning_bytes: int) -> int:
     return free_memory(device)
 
 
-def _step_sizes(config: EngineConfig, spec: ModelSpec) -> StepSizes:
-    """The largest step that the settings allow."""
+def _step_sizes(config: EngineConfig, spec: ModelSpec, kv_bytes: tuple[int, int]) -> StepSizes:
+    """The largest step that the settings allow.
+
+    Args:
+        kv_bytes: of a number of KV, and of a scale.
+    """
     longest = config.max_model_len or spec.max_position_embeddings
+    blocks = -(-longest // config.block_size)
     return StepSizes(
         tokens=config.max_num_batched_tokens,
         rows=config.max_num_seqs,
         samples=config.max_num_seqs * (1 + config.speculation),
-        blocks=[-(-longest // config.block_size)] * len(spec.kv_groups),
-        lanes=lanes_for(config.max_num_seqs) if config.attends_on_host else 0,
+        blocks=[blocks] * len(spec.kv_groups),
+        lanes=lanes_for(config.max_num_seqs) if config.piggybacks else 0,
+        overlaps=overlaps(config),
+        scratch_bytes=sum(
+            blocks * config.block_size * group.bytes_per_token(*kv_bytes) // len(group.layers)
+            for group in spec.kv_groups
+            if overlaps(config)
+        ),
     )
 
 

@@ -1,7 +1,8 @@
 """The forward passes and sampling of steps, captured for each size and replayed.
 
 The forward pass of decodes alone is captured apart from the one of any rows, and each with lanes
-for piggybacked rows apart from the one without. Other sizes run the same functions uncaptured.
+for piggybacked rows apart from the one without. Overlapped sub-batches are captured for pairs of
+sizes. Other sizes run the same functions uncaptured.
 """
 
 from __future__ import annotations
@@ -9,11 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 
 from weft.core.errors import OutOfMemoryError
 from weft.exec.collect import is_out_of_memory
 from weft.exec.device import Device, Replay
 from weft.exec.functions import StepFunctions
+from weft.exec.host_prompts import PromptPiece
+from weft.exec.overlap_pass import AwaitLayer
 from weft.exec.step_layout import Layout, larger_sizes, sample_layout
 from weft.exec.step_packer import PackedStep, StepPacker
 
@@ -32,15 +36,17 @@ class CapturedSteps:
     Attributes:
         forward_graphs: by size, tokens of a row at the most, and whether there are lanes.
         sample_graphs: by size, and whether there are lanes.
+        overlapped_graphs: by the sizes of two sub-batches, and tokens of a row at the most.
     """
 
     def __init__(self, functions: StepFunctions, packer: StepPacker, device: Device) -> None:
         self._functions, self._packer, self._device = functions, packer, device
         self.forward_graphs: dict[tuple[int, int | None, bool], Captured] = {}
         self.sample_graphs: dict[tuple[int, bool], Captured] = {}
+        self.overlapped_graphs: dict[tuple[tuple[int, ...], int | None], Captured] = {}
 
     def __len__(self) -> int:
-        return len(self.forward_graphs) + len(self.sample_graphs)
+        return len(self.forward_graphs) + len(self.sample_graphs) + len(self.overlapped_graphs)
 
     def upload(self, packed: PackedStep) -> None:
         """Order the upload of a packed step."""
@@ -56,6 +62,34 @@ class CapturedSteps:
             return self._packer.layout.forward_hash(layout, carries)
         graph.replay()
         return graph.layout_hash
+
+    def overlapped(
+        self, packed: PackedStep, prompts: Seq[Seq[PromptPiece]], wait: AwaitLayer
+    ) -> int:
+        """Order the forward pass of overlapped sub-batches; return the hash of their layout.
+
+        Args:
+            prompts, wait: for a pass that was not captured; see ``StepFunctions.overlapped``.
+        """
+        of = packed.overlapped
+        assert of is not None
+        graph = self.overlapped_graphs.get((of.sizes, of.max_query_len)) if of.captured else None
+        if graph is None:
+            hosts = [bool(batch.rows) for batch in of.hosted]
+            self._functions.overlapped(of.sizes, of.max_query_len, hosts, prompts, wait)
+            return packed.forward.hash
+        graph.replay()
+        return graph.layout_hash
+
+    def is_captured(self, packed: PackedStep) -> bool:
+        """Whether all of a step of overlapped sub-batches is replayed."""
+        of, sample = packed.overlapped, packed.sample
+        return (
+            of is not None
+            and of.captured
+            and (of.sizes, of.max_query_len) in self.overlapped_graphs
+            and (sample is None or (sample.size, False) in self.sample_graphs)
+        )
 
     def sample(self, packed: PackedStep) -> int:
         """Order sampling, if there is any; return the hash of its layout, else 0."""
@@ -83,6 +117,9 @@ class CapturedSteps:
                 with self._device.work():
                     for carries in self._kinds:
                         self._functions.forward(layout, None, carries)
+            for first, second in reversed(self._pairs):
+                size = first + second
+                self._capture_overlapped((first, second))
             for size in reversed(captured):
                 self._capture(size, most_samples)
         except (MemoryError, RuntimeError) as error:
@@ -92,6 +129,23 @@ class CapturedSteps:
                 f"There is not enough memory beside weights and KV for steps of {size} tokens; "
                 "lower max_num_batched_tokens or kv_memory."
             ) from error
+
+    @property
+    def _pairs(self) -> list[tuple[int, int]]:
+        """The sizes of overlapped sub-batches, the largest of both last."""
+        pairs = self._packer.pairs
+        return [] if pairs is None else sorted(product(pairs.first, pairs.second), key=sum)
+
+    def _capture_overlapped(self, sizes: tuple[int, int]) -> None:
+        """Capture overlapped sub-batches of such sizes, while the buffer holds only padding."""
+        with self._device.work():
+            packed = self._packer.pack_overlapped((), 0, sizes)
+            self.upload(packed)
+        self._device.synchronize()
+        for most in (None, 1) if max(sizes) <= self._packer.most_decodes else (None,):
+            body = partial(self._functions.overlapped, sizes, most)
+            graph = Captured(self._device.capture(body), packed.forward.hash)
+            self.overlapped_graphs[sizes, most] = graph
 
     @property
     def _kinds(self) -> tuple[bool, ...]:

@@ -2,13 +2,17 @@
 
 It looks for new tickets in memory of the host, which steps write as they compute, and hands q, k
 and v behind them to the worker's mailbox. Results of the worker go to the device beside its steps,
-and their tickets behind them, so that a step reads nothing but memory of the device and waits for
-nobody.
+and their tickets behind them, so that a step reads nothing but memory of the device.
+
+Steps with lanes wait for nobody. Overlapped sub-batches do, so that all that they ask for must be
+answered: rows for which the worker fails get zeros, and whoever waits is told if there is no worker
+any more.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
@@ -18,14 +22,16 @@ from numpy.typing import NDArray
 
 from weft.core.errors import HostWorkerError
 from weft.exec.device import Device
+from weft.exec.exchange import HostExchange
 from weft.exec.host_attention import HostAttention
-from weft.exec.lane_pass import LanePass
 from weft.kernels.arrays import Array, to_numpy
 from weft.kernels.cpu.host import HostLayer
 from weft.kernels.lanes import AT_ONCE
 
 POLL_S = 0.0001  # a layer of a large model takes as long
 NO_TOKEN = 2**62  # larger than any ticket
+ANSWER_S = 60.0  # that a job may take which a step waits for
+CHECK_S = 0.1  # between looks at whether there still is a worker
 
 Rows = NDArray[np.int32]
 
@@ -37,7 +43,14 @@ class Courier:
         news: set when results have gone to the device, or the thread has failed.
     """
 
-    def __init__(self, host: HostAttention, lanes: LanePass, device: Device) -> None:
+    def __init__(
+        self, host: HostAttention, lanes: HostExchange, device: Device, *, awaited: bool = False
+    ) -> None:
+        """Start the thread.
+
+        Args:
+            awaited: whether steps wait for results.
+        """
         self._host, self._mailbox = host, host.mailbox
         self._lanes, self._device = lanes, device
         self._tickets = lanes.tickets.numpy()
@@ -47,6 +60,11 @@ class Courier:
         self._seen = np.zeros(rows, np.int64)  # the latest ticket of each row
         self._delivered = np.zeros(rows, np.int64)  # the latest one with a result on the device
         self._staging = _Staging(lanes, device, min(rows, AT_ONCE))
+        self._awaited = awaited
+        self._lost: dict[int, str] = {}  # rows that get zeros, and why
+        self._asked_s = np.zeros(rows)  # when a step asked for the result of each row
+        if awaited:
+            self._staging.warm_up()
         self.news = threading.Event()
         self._error: BaseException | None = None
         self._lock, self._busy = threading.RLock(), threading.Event()
@@ -63,17 +81,47 @@ class Courier:
             self._since[rows] = self._lanes.rule.first(serial)
         self._busy.set()
 
-    def release(self, rows: Rows | Seq[int]) -> None:
-        """The tokens of rows whose last result was taken, or whose job has failed, are over."""
+    def release(self, rows: Rows | Seq[int]) -> dict[int, str]:
+        """The tokens of rows whose last result was taken, or whose job has failed, are over.
+
+        Returns:
+            why rows got zeros, where steps wait for results.
+        """
         with self._lock:
-            self._mailbox.release(rows)
+            lost = {row: self._lost.pop(row) for row in map(int, rows) if row in self._lost}
+            self._mailbox.release([row for row in rows if row not in lost])
             self._since[rows] = NO_TOKEN
+        return lost
 
     def abort(self, rows: Seq[int]) -> list[int]:
         """Forget rows; return those that the worker computes; see ``HostMailbox.abort``."""
         with self._lock:
             self._since[list(rows)] = NO_TOKEN
+            for row in rows:
+                self._lost.pop(row, None)
             return self._mailbox.abort(rows)
+
+    def check(self) -> None:
+        """Raise HostWorkerError if nobody attends or carries any more."""
+        self._host.check()
+        if isinstance(self._error, HostWorkerError):
+            raise self._error
+        if self._error is not None:
+            raise HostWorkerError(f"The courier has ended: {self._error}.") from self._error
+
+    def wait(self, rows: Rows, ticket: int) -> None:
+        """Wait until results of rows with a ticket are on the device.
+
+        Raises:
+            HostWorkerError: there is no worker any more.
+        """
+        while True:
+            self.news.clear()
+            if (self._delivered[rows] >= ticket).all():
+                break
+            self.news.wait(CHECK_S)
+            self.check()
+        self._staging.wait()
 
     def failed(self) -> dict[int, str]:
         """Rows whose job has failed, and why; ``release`` ends their tokens.
@@ -81,9 +129,7 @@ class Courier:
         Raises:
             HostWorkerError: there is no worker any more.
         """
-        self._host.check()
-        if self._error is not None:
-            raise HostWorkerError(f"The courier has ended: {self._error}.") from self._error
+        self.check()
         with self._lock:
             return self._mailbox.failed()
 
@@ -110,9 +156,10 @@ class Courier:
             layers = np.flatnonzero(self._mailbox.done_counts()).tolist()
             for layer in layers:
                 self._deliver(layer)
-        if layers:
+            answered = self._awaited and self._answer_lost()
+        if layers or answered:
             self.news.set()
-        return submitted or bool(layers)
+        return submitted or bool(layers) or answered
 
     def _submit(self) -> bool:
         """Hand new jobs to the worker, those of a layer together and the oldest first."""
@@ -122,6 +169,9 @@ class Courier:
             return False
         rows = rows[np.argsort(tickets[rows])]
         self._seen[rows] = tickets[rows]
+        if self._awaited:
+            self._asked_s[rows] = time.monotonic()
+            rows = rows[[row not in self._lost for row in rows.tolist()]]
         layers = self._lanes.rule.layer_of(tickets[rows])
         for layer in np.unique(layers).tolist():
             some = rows[layers == layer]
@@ -150,6 +200,28 @@ class Courier:
         self._staging.send(rows, self._seen[rows], spec.heads * spec.head_dim)
         self._delivered[rows] = self._seen[rows]
 
+    def _answer_lost(self) -> bool:
+        """Send zeros for rows whose job has failed, in this layer and all later ones.
+
+        Raises:
+            HostWorkerError: there is no worker any more, or a job takes too long.
+        """
+        failed = self._mailbox.failed()
+        if failed:
+            self._mailbox.release(list(failed))
+            self._lost |= failed
+        (asked,) = np.nonzero((self._seen > self._delivered) & (self._seen >= self._since))
+        rows = asked[[row in self._lost for row in asked.tolist()]][: self._staging.most]
+        if len(rows):
+            width = self._lanes.state.results.shape[1]
+            self._staging.results(len(rows), 1, width)[:] = 0
+            self._staging.send(rows, self._seen[rows], width)
+            self._delivered[rows] = self._seen[rows]
+        self._host.check()
+        if len(asked) and time.monotonic() - self._asked_s[asked].min() > ANSWER_S:
+            raise HostWorkerError(f"The host has not attended within {ANSWER_S:.0f} s.")
+        return bool(len(rows))
+
     # -- the thread -------------------------------------------------------------------------------
 
     def _serve(self) -> None:
@@ -159,10 +231,16 @@ class Courier:
                 if (self._since == NO_TOKEN).all():
                     self._busy.wait()
                     self._busy.clear()
-                elif not self.pump():
+                elif self.pump():
+                    continue
+                elif self._awaited:
+                    self._mailbox.wait(POLL_S)  # reads nothing that other threads write
+                else:
                     pause.wait(POLL_S)
         except BaseException as error:
             self._error = error
+            if self._awaited:
+                self._staging.end_waits()
             self.news.set()
 
     def close(self) -> None:
@@ -175,7 +253,7 @@ class Courier:
 class _Staging:
     """Results on their way to the device: first the numbers, then where they belong and tickets."""
 
-    def __init__(self, lanes: LanePass, device: Device, most: int) -> None:
+    def __init__(self, lanes: HostExchange, device: Device, most: int) -> None:
         self.most = most
         self._device, self._state = device, lanes.state
         width, where = lanes.state.results.shape[1], device.where
@@ -186,6 +264,24 @@ class _Staging:
         self._results = torch.empty(most * width, dtype=kind, device=where)
         self._places = torch.empty(2 * most, dtype=torch.int64, device=where)
         self._arrived = device.delivered()
+
+    def wait(self) -> None:
+        """Wait until all that was sent is on the device."""
+        self._arrived.wait()
+
+    def warm_up(self) -> None:
+        """Load what ``send`` needs: once something waits on the device, it might be too late."""
+        none = np.array([len(self._state.jobs) - 1])
+        width = self._state.results.shape[1]
+        self.results(1, 1, width)[:] = 0
+        self.send(none, np.zeros(1, np.int64), width)
+        self._arrived.wait()
+
+    def end_waits(self) -> None:
+        """Have everything that waits on the device give up."""
+        none = np.array([len(self._state.jobs) - 1])
+        self.results(1, 1, 1)
+        self.send(none, np.array([NO_TOKEN]), 1)
 
     def results(self, count: int, heads: int, dim: int) -> Array:
         """Return where to write the results [count, heads, dim], once the last ones have left."""

@@ -137,7 +137,9 @@ class CudaDevice:
         self._stream = torch.cuda.Stream(self.where)  # type: ignore[no-untyped-call]
         self._copies = torch.cuda.Stream(self.where)  # type: ignore[no-untyped-call]
         self._fork = torch.cuda.Stream(self.where)  # type: ignore[no-untyped-call]
-        self._beside = torch.cuda.Stream(self.where)  # type: ignore[no-untyped-call]
+        # Streams of one priority may share a queue of the GPU, where this one's work would stand
+        # behind kernels that wait for it.
+        self._beside = torch.cuda.Stream(self.where, priority=-1)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
         self._forked = False  # since the latest ``rejoin``
 

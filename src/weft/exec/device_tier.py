@@ -20,11 +20,14 @@ def device_tier(
     num_blocks: Seq[int],
     device: Device,
     attend: Callable[[KVStore], HostAttention] | None = None,
+    *,
+    overlaps: bool = False,
 ) -> HostTier | None:
     """Return the host tier of a store, with so many blocks of each group; None if these are none.
 
     Args:
         attend: makes what attends over the KV of the host; None where nobody does.
+        overlaps: whether sub-batches wait for it in each layer.
 
     Raises:
         OutOfMemoryError: the driver does not pin the memory.
@@ -40,7 +43,7 @@ def device_tier(
 
     host = store.like(num_blocks, memory)
     attention = None if attend is None else attend(host)
-    tier = HostTier(store, host, device.copy_blocks, attention)
+    tier = HostTier(store, host, device.copy_blocks, attention, overlaps=overlaps)
     device.synchronize()  # zeros were not ordered as its work
     warm_up = tuple((group, 0) for group in range(len(num_blocks)))
     with device.work():

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+
 import torch
 from torch import Tensor
 
 from weft.exec.attend import bind_forward
 from weft.exec.device import Device
+from weft.exec.host_prompts import PromptPiece
 from weft.exec.lane_pass import LanePass
 from weft.exec.logprobs import SCORED_TOKENS_AT_ONCE, score
+from weft.exec.overlap_pass import AwaitLayer, BatchTokens, OverlappedPass
 from weft.exec.step_layout import LaneSizes, Layout
 from weft.exec.step_packer import StepPacker
 from weft.exec.store import KVStore
@@ -28,6 +33,7 @@ class StepFunctions:
             With lanes, right behind the samples of the step: the same of each lane, then the row
             that has ended in each lane, or R.
         lanes: None where steps carry no piggybacked rows.
+        overlap: None where sub-batches do not overlap with attention on the host.
     """
 
     def __init__(
@@ -49,9 +55,13 @@ class StepFunctions:
             count = told.size
             sizes = LaneSizes(decoder.spec.num_layers, count, packer.max_rows)
             self.lanes = LanePass(decoder, store, device, sizes)
+        self.overlap: OverlappedPass | None = None
+        padding = 0  # of the second sub-batch
+        if packer.pairs is not None:
+            self.overlap, padding = OverlappedPass(decoder, store, device, packer.max_rows), most
         self.uploaded = torch.zeros(packer.layout.words, dtype=torch.int32, device=where)
         self.hidden = torch.zeros(
-            most + count,
+            most + max(count, padding),
             decoder.spec.hidden_size,
             dtype=getattr(torch, decoder.dtype),
             device=where,
@@ -71,21 +81,8 @@ class StepFunctions:
         pivot = self._packer.layout.pivot
         parts = layout.views(self.uploaded, pivot)
         tables = self.uploaded[pivot + layout.words :]
-        ids = parts["ids"]
-        in_flight = self._state.last_token[(-1 - ids).clamp_(min=0)]
-        ids = torch.where(ids < 0, in_flight, ids)
-        groups = [
-            AttentionMetadata(
-                block_tables=tables,
-                query_start=parts["query_start"],
-                seq_lens=parts["seq_lens"],
-                slot_mapping=slots,
-                block_size=self._block_size,
-                table_start=start,
-                max_query_len=max_query_len,
-            )
-            for slots, start in zip(parts["slot_mapping"], parts["table_start"], strict=True)
-        ]
+        ids = self._known(parts["ids"])
+        groups = self._groups(parts, tables, max_query_len)
         self.results[0].copy_(self._packer.layout.hashes(self.uploaded))
         if not carries:
             self.hidden[: layout.size].copy_(self._compute(ids, parts["positions"], groups))
@@ -94,6 +91,69 @@ class StepFunctions:
         hidden = self._lane_pass.run(told, ids, parts["positions"], groups)
         self.hidden[: layout.size].copy_(hidden[: layout.size])
         self.hidden[self._packer.max_tokens :].copy_(hidden[layout.size :])
+
+    @torch.inference_mode()
+    def overlapped(
+        self,
+        sizes: tuple[int, ...],
+        max_query_len: int | None,
+        hosts: Seq[bool] = (True, True),
+        prompts: Seq[Seq[PromptPiece]] = ((), ()),
+        wait: AwaitLayer | None = None,
+    ) -> None:
+        """Compute the hidden states of the overlapped sub-batches in the buffer.
+
+        Where the host has not attended in time, the first hash of the results is 0.
+
+        Args:
+            sizes: tokens of each, padding included; 0 for none.
+            max_query_len: tokens that a row on the device has at the most; None for any number.
+            hosts: of each, whether the host may attend for rows.
+            prompts: of each, those on the host.
+            wait: see ``OverlappedPass.run``.
+        """
+        assert self.overlap is not None
+        layout, pivot = self._packer.overlapped_layout(sizes), self._packer.layout.pivot
+        parts = layout.views(self.uploaded, pivot)
+        tables, ids = self.uploaded[pivot + layout.words :], self._known(parts["ids"])
+        batches = []
+        for number, size in enumerate(sizes):
+            here = slice(sum(sizes[:number]), sum(sizes[:number]) + size)
+            tokens = ids[here], parts["positions"][here], parts["hosted"][here]
+            groups = self._groups(parts, tables, max_query_len, str(number))
+            if size:
+                more = prompts[number], hosts[number]
+                batches.append(BatchTokens(number, *tokens, groups, *more))
+        self.results[0].copy_(self._packer.layout.hashes(self.uploaded))
+        self.hidden[: layout.size].copy_(self.overlap.run(parts["serial"], batches, wait))
+        self.results[0, :1].mul_(1 - self.overlap.gave_up)
+
+    def _known(self, ids: Tensor) -> Tensor:
+        """The tokens [T] of a buffer, those in flight among them."""
+        in_flight = self._state.last_token[(-1 - ids).clamp_(min=0)]
+        return torch.where(ids < 0, in_flight, ids)
+
+    def _groups(
+        self,
+        parts: Mapping[str, Tensor],
+        tables: Tensor,
+        max_query_len: int | None,
+        number: str = "",
+    ) -> list[AttentionMetadata]:
+        """The metadata of each KV group, of a step or a sub-batch of it."""
+        slot_mapping, table_start = (parts[n + number] for n in ("slot_mapping", "table_start"))
+        return [
+            AttentionMetadata(
+                block_tables=tables,
+                query_start=parts["query_start" + number],
+                seq_lens=parts["seq_lens" + number],
+                slot_mapping=slots,
+                block_size=self._block_size,
+                table_start=start,
+                max_query_len=max_query_len,
+            )
+            for slots, start in zip(slot_mapping, table_start, strict=True)
+        ]
 
     @property
     def _lane_pass(self) -> LanePass:

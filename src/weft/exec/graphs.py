@@ -10,6 +10,10 @@ nothing but the uploaded buffer and tensors that stay where they are.
 Rows whose attention the host computes are carried in lanes, of which captured steps have a fixed
 number (``lane_pass``, ``lane_rows``). Steps that carry none run without lanes.
 
+Overlapped sub-batches wait for the host in each layer (``overlap_pass``). They are packed as one,
+and nothing is ordered behind them before they have ended: the first use of a kernel may have to
+wait for all that runs on a device.
+
 Log probabilities are computed behind the tokens, uncaptured, and come back with them. What few
 requests need is done on the host between two steps: grammars, log probabilities of prompts,
 embeddings. The next step then waits for it.
@@ -18,16 +22,16 @@ embeddings. The next step then waits for it.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from weft.core.errors import InvariantError
+from weft.core.errors import HostWorkerError, InvariantError
 from weft.core.plan import StepPlan, StepResult, SubBatch, Tier
 from weft.exec.captured import CapturedSteps
 from weft.exec.collect import (
@@ -39,16 +43,20 @@ from weft.exec.collect import (
     split_rows,
 )
 from weft.exec.courier import rows_of
-from weft.exec.device import Device, Event
+from weft.exec.device import Device
 from weft.exec.device_rows import DeviceRows
 from weft.exec.functions import StepFunctions
+from weft.exec.host_prompts import HostPrompts
 from weft.exec.input_batch import InputBatch
 from weft.exec.lane_rows import LaneRows
+from weft.exec.launched import LaunchedBatch
 from weft.exec.logprobs import COLUMNS, describe
+from weft.exec.overlapped_rows import OverlappedRows
 from weft.exec.sample import Sampled, sample
-from weft.exec.step_layout import SIZES, LaneSizes, captured_sizes, padded_size
+from weft.exec.step_layout import SIZES, LaneSizes, PairSizes, captured_sizes, padded_size
 from weft.exec.step_packer import BUFFERS, NOTHING, Carried, PackedStep, StepPacker
 from weft.exec.store import KVStore
+from weft.exec.sub_batches import check_overlaps, merged
 from weft.exec.tiers import HostTier, check_computes
 from weft.kernels.sampling import NOT_FINITE
 from weft.models.decoder import Decoder
@@ -74,35 +82,6 @@ class Steps:
     capture: bool = True
     sizes: Seq[int] = SIZES
     lanes: int = 0
-
-
-@dataclass(eq=False)
-class LaunchedBatch:
-    """A launched sub-batch.
-
-    Attributes:
-        read: hashes of the layouts by which its numbers were read, as ``Buffer`` has them.
-        rows: [S] the sampled rows.
-        scored: samples whose log probabilities come back too.
-        scores: [M, 2 + 2W] of these, as ``logprobs.score`` gives them.
-        needs_host: something of it is done on the host before the next step may run.
-        carried: rows with a token on its way, any of which may end in it.
-    """
-
-    batch: SubBatch
-    packed: PackedStep
-    read: tuple[int, int]
-    rows: NDArray[np.int64]
-    scored: list[int]
-    scores: Tensor
-    needs_host: bool
-    done: Event
-    output: StepOutput
-    carried: frozenset[int] = frozenset()
-
-    @property
-    def rows_computed(self) -> frozenset[int]:
-        return self.carried.union(self.batch.rows)
 
 
 class GraphExecutor:
@@ -133,11 +112,14 @@ class GraphExecutor:
         self._most_samples = padded_size(min(steps.max_samples, max_tokens), sizes)
         windows = [group.window for group in decoder.spec.kv_groups]
         attends = tier is not None and tier.attention is not None
-        lanes = None
-        if attends:
+        lanes, pairs = None, None
+        if tier is not None and tier.overlaps:
+            pairs = PairSizes.up_to(max_tokens, sizes)
+            self._prompts = HostPrompts(decoder, tier.host, table, device)
+        elif attends:
             lanes = LaneSizes(decoder.spec.num_layers, steps.lanes, len(table.sequence_ids))
         self._packer = StepPacker(
-            table, store.block_size, windows, device, max_tokens, sizes, lanes
+            table, store.block_size, windows, device, max_tokens, sizes, lanes, pairs
         )
         self._rows = DeviceRows(table, decoder.spec.vocab_size, device)
         self._functions = StepFunctions(decoder, store, self._packer, device, self._rows.state)
@@ -153,6 +135,10 @@ class GraphExecutor:
         self._lanes: LaneRows | None = None
         if tier is not None and tier.attention is not None and self._functions.lanes is not None:
             self._lanes = LaneRows(table, tier.attention, self._functions.lanes, device)
+        self._overlapped: OverlappedRows | None = None
+        if tier is not None and tier.attention is not None and self._functions.overlap is not None:
+            exchange = self._functions.overlap
+            self._overlapped = OverlappedRows(table, tier.attention, exchange, device)
 
     @property
     def captured(self) -> int:
@@ -176,9 +162,14 @@ class GraphExecutor:
             if plan.piggybacks and self._lanes is not None:
                 batches = batches[1:]
                 self._carry(plan, self._lanes, output)
-            for batch in batches:
-                self._launch_batch(batch, output)
+            if self._overlapped is not None and any(batch.tiers for batch in batches):
+                self._launch_overlapped(batches, self._overlapped, output)
+            else:
+                for batch in batches:
+                    self._launch_batch(batch, output)
             if self.tier is not None:
+                if self._overlapped is not None and any(move.after_layer for move in plan.moves):
+                    self._finish_all()  # copies may pin memory, for which a driver may wait
                 self.tier.after(plan, self._table)
         if self._decoder.ops.ranks.rank > 0 and self._launched and self._launched[-1].needs_host:
             self._finish_all()  # all ranks do it together, and this one does not hear when
@@ -190,8 +181,8 @@ class GraphExecutor:
         """Order zeros and copies; what comes back to the device is there before the step computes.
 
         Blocks that earlier steps have moved may be taken now, so their copies come first, as do
-        those of blocks that this step writes. The host reads KV of rows whose token begins only
-        after the step has told it of them, so what comes to the host is there before the step, too.
+        those of blocks that this step writes. The host reads KV of rows only after the step has
+        told it of them, so what comes to the host is there before the step, too.
         """
         if self.tier is not None:
             self._device.join()
@@ -200,7 +191,7 @@ class GraphExecutor:
         if self.tier is not None:
             self.tier.before(plan)
             back = any(move.to is Tier.DEVICE for move in plan.moves)
-            if back or plan.spills or plan.fills or plan.piggybacked:
+            if back or plan.spills or plan.fills or plan.piggybacked or plan.attends_on_host:
                 self._device.join()
 
     def close(self) -> None:
@@ -208,6 +199,8 @@ class GraphExecutor:
         self._device.synchronize()
         if self._lanes is not None:
             self._lanes.close()
+        if self._overlapped is not None:
+            self._overlapped.close()
 
     def _holds(self, rows: Seq[int]) -> bool:
         """Whether a step in flight computes one of these rows."""
@@ -241,14 +234,38 @@ class GraphExecutor:
 
     def _fits(self, batch: SubBatch, output: StepOutput, carried: Carried | None = None) -> bool:
         """Launch a sub-batch; False if memory runs out, with nothing in flight then."""
+        return self._order(partial(self._run, batch, output, carried))
+
+    def _order(self, run: Callable[[], LaunchedBatch]) -> bool:
         while self._launched and (self._launched[-1].needs_host or len(self._launched) == BUFFERS):
             self._finish(self._launched.popleft())
         with self._memory_guard() as memory:
-            self._launched.append(self._run(batch, output, carried))
+            self._launched.append(run())
         if memory.ran_out:
             self._device.synchronize()  # what was uploaded may be overwritten now
             self._finish_all()
         return not memory.ran_out
+
+    def _launch_overlapped(
+        self, batches: Seq[SubBatch], rows: OverlappedRows, output: StepOutput
+    ) -> None:
+        """Launch sub-batches with rows of both tiers; if memory runs out, their rows one by one."""
+        check_overlaps(batches)
+        if self._order(partial(self._run_overlapped, batches, rows, output)):
+            return
+        rows.give_up()
+        singles = [single for batch in batches for single in split_rows(batch)]
+        for single in singles:
+            self._add_row(single.rows[0], output)
+        if len(singles) == 1 and not batches[0].drafts:
+            output.out_of_memory(singles[0])
+            return
+        for single in singles:
+            if Tier.HOST in single.tiers:
+                self._launch_overlapped((single,), rows, output)
+            else:
+                self._launch_batch(single, output)
+            self._finish_all()
 
     def _carry(self, plan: StepPlan, rows: LaneRows, output: StepOutput) -> None:
         """Launch the first sub-batch, if there is one, with lanes if they have something to do."""
@@ -298,27 +315,47 @@ class GraphExecutor:
         self, batch: SubBatch, output: StepOutput, carried: Carried | None = None
     ) -> LaunchedBatch:
         packed = self._packer.pack(batch, carried)
-        inputs, functions = packed.inputs, self._functions
         self._steps.upload(packed)
-        read = self._steps.forward(packed), self._steps.sample(packed)
+        return self._end_launch(batch, packed, self._steps.forward(packed), output)
+
+    def _run_overlapped(
+        self, batches: Seq[SubBatch], rows: OverlappedRows, output: StepOutput
+    ) -> LaunchedBatch:
+        packed = self._packer.pack_overlapped(batches, rows.next_step())
+        of, steps = packed.overlapped, self._steps
+        assert of is not None
+        rows.begin(of.hosted)
+        steps.upload(packed)
+        prompts = [self._prompts.pieces(first, some) for first, some in of.prompts]
+        read = steps.overlapped(packed, prompts, rows.wait)
+        if self._table.scored or not steps.is_captured(packed):
+            self._device.record().wait()  # what comes now may have to load kernels
+        return self._end_launch(merged(batches), packed, read, output)
+
+    def _end_launch(
+        self, batch: SubBatch, packed: PackedStep, read: int, output: StepOutput
+    ) -> LaunchedBatch:
+        """Order what follows the forward pass, which reads by the layout with this hash."""
+        inputs, functions = packed.inputs, self._functions
+        reads = read, self._steps.sample(packed)
         count = 1 + len(inputs.sample_rows)
-        if carried is not None and packed.sample is not None:
+        if packed.carries and packed.sample is not None:
             count = 1 + packed.sample.size + 2 * self._packer.lanes
         found = functions.results[:count].view(-1)
         self._device.download(found, self._results[packed.buffer][: len(found)])
         scored, scores = self._score(packed)
         on_way: frozenset[int] = frozenset()
-        if carried is not None and functions.lanes is not None and self._lanes is not None:
+        if packed.carries and functions.lanes is not None and self._lanes is not None:
             functions.lanes.release()  # memory cannot run out any more
             on_way = frozenset(self._lanes.on_way.tolist())
         return LaunchedBatch(
             batch,
             packed,
-            read,
+            reads,
             inputs.sample_rows.copy(),
             scored,
             scores,
-            self._needs_host(batch),
+            packed.overlapped is not None or self._needs_host(batch),
             self._device.record(),
             output,
             on_way,
@@ -361,7 +398,10 @@ class GraphExecutor:
         """Wait for a sub-batch, do what the host must do of it, and hand its tokens out."""
         part.done.wait()
         found = self._results[part.packed.buffer].view(-1, 2)[: 1 + len(part.rows)].numpy()
-        if (was := tuple(found[0].tolist())) != part.read:
+        was = tuple(found[0].tolist())
+        if part.packed.overlapped is not None and self._overlapped is not None:
+            self._end_overlapped(part, self._overlapped, attended=was[0] != 0)
+        if was != part.read:
             raise InvariantError(f"numbers laid out as {was} were read as if by {part.read}")
         tokens, taken = found[1:, 0], found[1:, 1].copy()
         sampled = Sampled(np.maximum(tokens, 0), tokens != NOT_FINITE, {}, {}, taken)
@@ -379,6 +419,14 @@ class GraphExecutor:
             part.output.take(part.batch, part.rows, sampled, lambda i: hidden[int(sample_at[i])])
         if part.packed.carries and self._lanes is not None:
             self._end_carried(part, self._lanes)
+
+    def _end_overlapped(self, part: LaunchedBatch, rows: OverlappedRows, *, attended: bool) -> None:
+        """End what the host has of a step; HostWorkerError if it has not attended in time."""
+        if not attended:
+            rows.courier.check()
+            raise HostWorkerError("The host has not attended to the rows of a step in time.")
+        for row, error in rows.end().items():
+            part.output.fault(row, error)
 
     def _end_carried(self, part: LaunchedBatch, rows: LaneRows) -> None:
         """Hand out the tokens of piggybacked rows that have come through the last layer."""
@@ -421,11 +469,14 @@ class GraphExecutor:
 
     def _score_prompts(self, part: LaunchedBatch) -> None:
         decoder, table, output = self._decoder, self._table, part.output
-        for index, row in enumerate(part.batch.rows):
+        inputs, overlapped = part.packed.inputs, part.packed.overlapped
+        for index, row in enumerate(inputs.rows.tolist()):
             if row not in table.prompt_scored:
                 continue
+            hidden = self._functions.hidden
+            if overlapped is not None:
+                hidden = hidden[overlapped.shift_of(index) :]
             with self._memory_guard() as memory:
-                inputs, hidden = part.packed.inputs, self._functions.hidden
                 output.score(row, score_prompt(decoder, table, inputs, index, hidden))
             if memory.ran_out:
-                output.fault(row, no_memory(part.batch.counts[index]))
+                output.fault(row, no_memory(int(inputs.counts[index])))

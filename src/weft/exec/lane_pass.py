@@ -1,8 +1,8 @@
 """The forward pass of a step with lanes: what it keeps on the device, and where it meets the host.
 
 A lane carries a piggybacked row through one layer. The residual, position and sampling parameters
-of a row's token stay on the device, by executor row; its q, k and v leave for memory of the host,
-and so do all tickets, behind them (``kernels.lanes``). What comes back is written by a ``Courier``.
+of a row's token stay on the device, by executor row; its q, k and v leave through the
+``HostExchange``.
 """
 
 from __future__ import annotations
@@ -15,43 +15,27 @@ from torch import Tensor
 
 from weft.exec.attend import attend_over
 from weft.exec.device import Device
+from weft.exec.exchange import HostExchange
 from weft.exec.step_layout import LaneSizes
 from weft.exec.store import KVStore
 from weft.kernels.interface import AttentionMetadata
-from weft.kernels.lanes import LaneOutbox, LaneState, TicketRule
+from weft.kernels.lanes import TicketRule
 from weft.kernels.sampling import SETTINGS, SampleBatch
 from weft.models.decoder import Decoder
-from weft.models.spec import ModelSpec
 
 
-def lane_widths(spec: ModelSpec) -> tuple[int, int]:
-    """Return the numbers of a token's queries and of its keys, of the widest layer of each."""
-    queries = max(spec.num_heads * layer.head_dim for layer in spec.layers)
-    return queries, max(layer.num_kv_heads * layer.head_dim for layer in spec.layers)
-
-
-class LanePass:
+class LanePass(HostExchange):
     """See the module docstring. All that it does can be captured.
 
     Attributes:
-        state: what the device keeps of rows.
         ended: [K] int64 rows that have come through the last layer of the latest step, then R.
-        outbox: q, k and v of rows, in memory of the host.
-        tickets: [R + 1] int64 in memory of the host, a copy of ``state.jobs``: where one is new,
-            the outbox has what it is for.
     """
 
     def __init__(self, decoder: Decoder, store: KVStore, device: Device, sizes: LaneSizes) -> None:
-        spec, where, rows = decoder.spec, device.where, sizes.rows
-        self.rule = TicketRule(sizes.layers, sizes.lanes)
+        where, rows = device.where, sizes.rows
+        rule, hidden = TicketRule(sizes.layers, sizes.lanes), decoder.spec.hidden_size
+        super().__init__(decoder, device, rows, rule, hidden=hidden)
         self._decoder, self._store, self._device = decoder, store, device
-        queries, keys = lane_widths(spec)
-        self.state = LaneState.empty(rows, queries, spec.hidden_size, decoder.dtype, where)
-        kind, width = getattr(torch, decoder.dtype), queries + 2 * keys
-        memory = device.exchange_memory(rows * width, kind).view(rows, width)
-        address = torch.tensor([memory.data_ptr()], device=where)
-        self.outbox = LaneOutbox(memory, address, queries, queries + keys)
-        self.tickets = device.exchange_memory(rows + 1, torch.int64)
         self._lanes = [torch.full((sizes.lanes,), rows, device=where) for _ in range(2)]
         self.ended = self._lanes[0].clone()
         self._sampled = {

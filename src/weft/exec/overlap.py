@@ -18,21 +18,19 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from weft.core.errors import HostWorkerError, InvariantError
-from weft.core.plan import SubBatch, Tier
+from weft.core.plan import SubBatch
 from weft.exec.host_attention import HostAttention
 from weft.exec.input_batch import InputBatch
 from weft.exec.inputs import InputPacker, StepInputs
 from weft.exec.piggyback import Rows
 from weft.exec.store import KVStore
+from weft.exec.sub_batches import MOST, check_overlaps, chosen, kinds_of, order_of, run_overlapped
 from weft.kernels.arrays import Array
 from weft.kernels.cpu.lane import CpuLane, LanePart
 from weft.kernels.cpu.stack import CpuStack
 from weft.models.decoder import Decoder
-
-MOST = 2  # sub-batches of a step
 
 
 @dataclass(frozen=True)
@@ -85,25 +83,11 @@ class OverlappedForward:
             HostWorkerError: there is no host worker any more.
             InvariantError: there are more sub-batches.
         """
-        if len(batches) > MOST:
-            raise InvariantError(f"{len(batches)} sub-batches cannot overlap")
+        check_overlaps(batches)
         self._running = self._lanes[: len(batches)]
         for lane, batch in zip(self._running, batches, strict=True):
             lane.begin(batch)
-        first, *others = self._running
-        for lane in others:
-            lane.enter(0)
-        for layer in range(self._layers):
-            if layer:
-                first.leave(layer - 1)
-            first.enter(layer)
-            for lane in others:
-                lane.leave(layer)
-                if layer + 1 < self._layers:
-                    lane.enter(layer + 1)
-        ended = [lane.end() for lane in others]  # while the host has the first one
-        first.leave(self._layers - 1)
-        return [first.end(), *ended]
+        return run_overlapped(self._running, self._layers)
 
     def give_up(self) -> None:
         """Leave nothing of an unfinished run with the host, so that its rows can be run again.
@@ -153,8 +137,8 @@ class _Lane:
         self.batch, self.with_host = batch, []
         self._failed: dict[int, HostWorkerError] = {}
         self._inputs = inputs = self._whole.pack(batch)
-        kinds = _kinds(batch)
-        self._order = _token_order(inputs.counts, [i for kind in kinds for i in kind])
+        kinds = kinds_of(batch)
+        self._order = order_of(inputs.counts, [i for kind in kinds for i in kind])
         ids, positions = inputs.input_ids, inputs.positions
         if self._order is not None:
             ids, positions = ids[self._order], positions[self._order]
@@ -172,7 +156,7 @@ class _Lane:
     def _part(self, indices: Seq[int], stack: CpuStack, packer: InputPacker) -> LanePart:
         inputs = self._inputs
         if len(indices) < len(self.batch.rows):
-            inputs = packer.pack(_chosen(self.batch, indices))
+            inputs = packer.pack(chosen(self.batch, indices))
         return LanePart(stack, len(inputs.input_ids), inputs.groups)
 
     def _begin_on_host(self, contexts: Seq[int]) -> None:
@@ -218,37 +202,3 @@ class _Lane:
         self._mailbox.release(self.with_host)
         self.with_host = []
         return LaneResult(self._inputs, hidden, self._failed)
-
-
-def _kinds(batch: SubBatch) -> tuple[list[int], list[int], list[int]]:
-    """The rows, as places in the batch: on the device; prompts and decodes on the host."""
-    device, prompts, decodes = list[int](), list[int](), list[int]()
-    for index, tier in enumerate(batch.row_tiers):
-        if tier is Tier.DEVICE:
-            device.append(index)
-        elif batch.counts[index] == 1 and batch.starts[index] > 0:
-            decodes.append(index)
-        else:
-            prompts.append(index)
-    return device, prompts, decodes
-
-
-def _chosen(batch: SubBatch, indices: Seq[int]) -> SubBatch:
-    """The sub-batch of some rows of another one."""
-    rows = tuple(batch.rows[i] for i in indices)
-    return SubBatch(
-        rows,
-        tuple(batch.starts[i] for i in indices),
-        tuple(batch.counts[i] for i in indices),
-        tuple(batch.samples[i] for i in indices),
-        tuple(batch.row_tiers[i] for i in indices),
-        {row: batch.drafts[row] for row in rows if row in batch.drafts},
-    )
-
-
-def _token_order(counts: NDArray[np.int64], rows: Seq[int]) -> NDArray[np.int64] | None:
-    """Which token of a batch comes where if its rows come in this order; None if all stay."""
-    if list(rows) == list(range(len(rows))):
-        return None
-    ends = np.cumsum(counts)
-    return np.concatenate([np.arange(ends[i] - counts[i], ends[i]) for i in rows])

@@ -36,6 +36,7 @@ _WORD = 4
 # As many as rvLLM captures (section 3), spread over four times as many tokens: decode steps lose
 # little to padding, and chunks of prompts beside them replay a graph too.
 SIZES = (1, 2, 4, *range(8, 129, 8), *range(144, 257, 16), *range(288, 513, 32))
+FIRST_SIZES, SECOND_SIZES = 12, 3  # of overlapped sub-batches
 STRIDE = 64  # beyond the largest size, so that few shapes meet the kernels
 
 
@@ -52,6 +53,38 @@ def padded_size(count: int, sizes: Seq[int] = SIZES) -> int:
 def captured_sizes(most: int, sizes: Seq[int] = SIZES) -> tuple[int, ...]:
     """Return the sizes that steps of up to ``most`` tokens need, ascending."""
     return tuple(size for size in sizes if size <= padded_size(most, sizes))
+
+
+@dataclass(frozen=True)
+class PairSizes:
+    """The sizes of overlapped sub-batches that are captured, ascending; 0 for no second one.
+
+    Each pair is captured, so there are few.
+    """
+
+    first: tuple[int, ...]
+    second: tuple[int, ...]
+
+    @classmethod
+    def up_to(cls, most: int, sizes: Seq[int] = SIZES) -> PairSizes:
+        """Return those for sub-batches of up to ``most`` tokens: some of the captured sizes."""
+        found = captured_sizes(most, sizes)
+        return cls(_some(found, FIRST_SIZES), (0, *_some(found, SECOND_SIZES)))
+
+    def padded(self, counts: Seq[int]) -> tuple[int, int] | None:
+        """Return the pair that sub-batches of so many tokens are padded to, if there is one."""
+        first, second = (*counts, 0)[:2]
+        if first > self.first[-1] or second > self.second[-1]:
+            return None
+        return (
+            self.first[bisect_left(self.first, first)],
+            self.second[bisect_left(self.second, second)],
+        )
+
+
+def _some(sizes: Seq[int], count: int) -> tuple[int, ...]:
+    """Return so many of the sizes at most, the largest one among them."""
+    return tuple(sizes[::-1][:: -(-len(sizes) // count)][::-1])
 
 
 def larger_sizes(most: int, captured: int) -> tuple[int, ...]:
@@ -164,6 +197,37 @@ def lane_layout(sizes: LaneSizes) -> Layout:
 
 
 @lru_cache(maxsize=512)
+def overlapped_layout(tokens: tuple[int, ...], rows: int, groups: int) -> Layout:
+    """Return what the forward pass over overlapped sub-batches reads, but for the block tables.
+
+    serial: [1], the number of the step; ids and positions: [N] of all sub-batches, as in
+    ``forward_layout``; hosted: [N], the executor row of tokens that the host attends for, else R.
+    Of sub-batch i, whose other tokens come first: slot_mapping, query_start, seq_lens and
+    table_start, as in ``forward_layout``, under a name that ends with i.
+
+    Args:
+        tokens: of each sub-batch.
+        rows: executor rows R.
+    """
+    count = sum(tokens)
+    wanted: list[tuple[str, str, tuple[int, ...]]] = [
+        ("serial", "int64", (1,)),
+        ("ids", "int64", (count,)),
+        ("positions", "int64", (count,)),
+        ("hosted", "int64", (count,)),
+    ]
+    for number, size in enumerate(tokens):
+        most = min(size, rows)
+        wanted += [
+            (f"slot_mapping{number}", "int64", (groups, size)),
+            (f"query_start{number}", "int32", (most + 1,)),
+            (f"seq_lens{number}", "int32", (most,)),
+            (f"table_start{number}", "int32", (groups, most)),
+        ]
+    return _layout(count, *wanted)
+
+
+@lru_cache(maxsize=512)
 def sample_layout(samples: int) -> Layout:
     """Return what sampling of S tokens reads.
 
@@ -209,17 +273,26 @@ class Buffer:
 
     @classmethod
     def for_steps(
-        cls, tokens: int, rows: int, blocks: Seq[int], lanes: LaneSizes | None = None
+        cls,
+        tokens: int,
+        rows: int,
+        blocks: Seq[int],
+        lanes: LaneSizes | None = None,
+        *,
+        overlaps: bool = False,
     ) -> Buffer:
         """Return the buffer of steps of up to ``tokens`` tokens, and as many samples.
 
         Args:
             blocks: entries of a row's block table, for each group.
             lanes: None where steps carry no piggybacked rows.
+            overlaps: whether steps may be overlapped sub-batches.
         """
         told = None if lanes is None else lane_layout(lanes)
         pivot = sample_layout(tokens).words + HASH_WORDS + (0 if told is None else told.words)
         forward = forward_layout(tokens, min(rows, tokens), len(blocks)).words
+        if overlaps:
+            forward = max(forward, overlapped_layout((tokens, tokens), rows, len(blocks)).words)
         return cls(pivot, pivot + forward + rows * sum(blocks), told)
 
     @property

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -20,15 +20,19 @@ from weft.exec.step_layout import (
     Buffer,
     LaneSizes,
     Layout,
+    PairSizes,
     forward_layout,
+    overlapped_layout,
     padded_size,
     sample_layout,
 )
+from weft.exec.sub_batches import MOST, chosen, kinds_of, merged
 
 NOTHING = SubBatch((), (), (), ())  # of a step that only carries piggybacked rows
 BUFFERS = 2  # one is read by the device while the next step is packed into the other
 
 Arrays = dict[str, NDArray[Any]]
+Parts: TypeAlias = tuple[SubBatch, SubBatch, SubBatch]  # as ``kinds_of`` has a sub-batch's rows
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,41 @@ class Carried:
 
 
 @dataclass(frozen=True, slots=True)
+class OverlappedStep:
+    """Of a step of overlapped sub-batches, how they are packed.
+
+    Attributes:
+        counts, sizes: tokens of each, without padding and with it.
+        captured: whether there is a graph of these sizes.
+        max_query_len: as ``PackedStep`` has it, of rows whose KV is on the device.
+        hosted: of each, the rows that the host attends for.
+        prompts: of each, the place of the first token of prompts on the host, and their rows.
+        second: the place of its first row in the step.
+    """
+
+    counts: tuple[int, ...]
+    sizes: tuple[int, ...]
+    captured: bool
+    max_query_len: int | None
+    hosted: tuple[SubBatch, ...]
+    prompts: tuple[tuple[int, SubBatch], ...]
+    second: int
+
+    @property
+    def shift(self) -> int:
+        """By how many tokens padding puts the second one off."""
+        return self.sizes[0] - self.counts[0]
+
+    def shift_of(self, row: int) -> int:
+        """By how many tokens the row at this place of the step is put off."""
+        return self.shift if row >= self.second else 0
+
+    def moved(self, tokens: NDArray[Any]) -> NDArray[Any]:
+        """Where tokens of the step are, padding included."""
+        return np.where(tokens < self.counts[0], tokens, tokens + self.shift)
+
+
+@dataclass(frozen=True, slots=True)
 class PackedStep:
     """A sub-batch in one of the buffers.
 
@@ -58,6 +97,7 @@ class PackedStep:
         forward, sample: where the numbers of each lie; no ``sample`` if nothing is sampled.
         inputs: what was packed, valid until the next sub-batch is.
         carries: whether lanes carry piggybacked rows.
+        overlapped: of overlapped sub-batches; their samples come in the order of the plan.
     """
 
     buffer: int
@@ -66,6 +106,7 @@ class PackedStep:
     sample: Layout | None
     inputs: StepInputs
     carries: bool = False
+    overlapped: OverlappedStep | None = None
 
     @property
     def max_query_len(self) -> int | None:
@@ -81,6 +122,7 @@ class StepPacker:
         max_tokens: of a step.
         sizes: that steps are padded to, ascending.
         lanes: None where steps carry no piggybacked rows.
+        pairs: sizes of overlapped sub-batches; None where there are none.
 
     Attributes:
         max_rows, max_tokens: of a step, of the tokens padding included.
@@ -97,8 +139,10 @@ class StepPacker:
         max_tokens: int,
         sizes: Seq[int],
         lanes: LaneSizes | None = None,
+        pairs: PairSizes | None = None,
     ) -> None:
-        self._table = table
+        self._table, self.pairs = table, pairs
+        self._of_device = [InputPacker(table, block_size) for _ in range(MOST)]
         self._windows = [window or 0 for window in windows]
         self._sizes = sizes
         self._packer = InputPacker(table, block_size)
@@ -106,7 +150,9 @@ class StepPacker:
         self.max_tokens = padded_size(max_tokens, sizes)
         self.most_decodes = padded_size(min(self.max_rows, max_tokens), sizes)
         blocks = [tables.shape[1] for tables in table.tables]
-        self.layout = Buffer.for_steps(self.max_tokens, self.max_rows, blocks, lanes)
+        self.layout = Buffer.for_steps(
+            self.max_tokens, self.max_rows, blocks, lanes, overlaps=pairs is not None
+        )
         self.buffers = [device.host_memory(self.layout.words, torch.int32) for _ in range(BUFFERS)]
         self._hashes = [self.layout.hashes(buffer).numpy() for buffer in self.buffers]
         self._views: list[dict[int, Arrays]] = [{} for _ in range(BUFFERS)]
@@ -137,6 +183,97 @@ class StepPacker:
             sample = sample_layout(padded_size(len(inputs.sample_rows), self._sizes))
         return self._fill(batch, inputs, forward, sample, carried)
 
+    def overlapped_layout(self, sizes: tuple[int, ...]) -> Layout:
+        """The layout of overlapped sub-batches of so many tokens, padding included."""
+        return overlapped_layout(sizes, self.max_rows, len(self._windows))
+
+    def pack_overlapped(
+        self, batches: Seq[SubBatch], serial: int, sizes: tuple[int, int] | None = None
+    ) -> PackedStep:
+        """Write overlapped sub-batches into the next buffer.
+
+        The tokens of each come in this order: of rows on the device, of prompts on the host, and of
+        decodes on the host.
+
+        Args:
+            serial: the number of the step.
+            sizes: to which they are padded; None: captured ones, if there are some for them.
+
+        Raises:
+            IndexError, InvariantError: see ``pack``.
+        """
+        split = [_split(batch) for batch in (*batches, NOTHING, NOTHING)[:MOST]]
+        batch = merged([part for parts in split for part in parts])
+        of = self._overlapped(split, sizes)
+        inputs = self._packer.pack(batch)
+        buffer, self._next = self._next, (self._next + 1) % BUFFERS
+        layout, pivot = self.overlapped_layout(of.sizes), self.layout.pivot
+        arrays = self._arrays(buffer, layout, pivot)
+        arrays["serial"][:] = serial
+        self._write_overlapped(arrays, inputs, of)
+        tables, used = self.buffers[buffer].numpy()[pivot + layout.words :], 0
+        for number, (own, _, _) in enumerate(split):
+            used += self._write_of_device(arrays, number, own, tables, used)
+        if batch.rows:
+            last = of.moved(inputs.groups[0].query_start[1:] - 1)
+            self._point_at_tokens_in_flight(arrays["ids"], last, batch, inputs)
+        order = _sample_order(merged(batches), batch)
+        inputs = replace(
+            inputs,
+            input_ids=arrays["ids"],
+            sample_rows=inputs.sample_rows[order],
+            sample_at=of.moved(inputs.sample_at[order]),
+            sample_lengths=inputs.sample_lengths[order],
+        )
+        sample = None
+        if len(order):
+            sample = sample_layout(padded_size(len(order), self._sizes))
+        words = self._end(buffer, layout.hash, batch, inputs, sample, pivot + layout.words + used)
+        return PackedStep(buffer, words, layout, sample, inputs, overlapped=of)
+
+    def _overlapped(self, split: Seq[Parts], sizes: tuple[int, int] | None) -> OverlappedStep:
+        """How sub-batches are packed, to these sizes or to those that suit them."""
+        counts = tuple(sum(part.num_tokens for part in parts) for parts in split)
+        on_host = any(prompts.rows for _, prompts, _ in split)
+        if sizes is None and self.pairs is not None and not on_host:
+            sizes = self.pairs.padded(counts)
+        decodes = all(own.num_tokens == len(own.rows) for own, _, _ in split)
+        return OverlappedStep(
+            counts,
+            sizes or tuple(padded_size(n, self._sizes) if n else 0 for n in counts),
+            captured=sizes is not None,
+            max_query_len=1 if decodes else None,
+            hosted=tuple(hosted for _, _, hosted in split),
+            prompts=tuple((own.num_tokens, prompts) for own, prompts, _ in split),
+            second=sum(len(part.rows) for part in split[0]),
+        )
+
+    def _write_overlapped(self, arrays: Arrays, inputs: StepInputs, of: OverlappedStep) -> None:
+        """Write the tokens of two sub-batches, the second one's behind the first one's padding."""
+        (count, _), (size, _) = of.counts, of.sizes
+        for name, values in (("ids", inputs.input_ids), ("positions", inputs.positions)):
+            _put(arrays[name][:size], values[:count])
+            _put(arrays[name][size:], values[count:])
+        arrays["hosted"][:] = self.max_rows
+        for start, tokens, batch in zip((0, size), of.counts, of.hosted, strict=True):
+            end = start + tokens
+            arrays["hosted"][end - len(batch.rows) : end] = batch.rows
+
+    def _write_of_device(
+        self, arrays: Arrays, number: int, own: SubBatch, tables: NDArray[np.int32], used: int
+    ) -> int:
+        """Write where the rows on the device have their KV; return how long their tables are."""
+        packer = self._of_device[number]
+        inputs = packer.pack(own)
+        for slots, group in zip(arrays[f"slot_mapping{number}"], inputs.groups, strict=True):
+            _put(slots, group.slot_mapping, -1)
+        bounds, starts = inputs.groups[0].query_start, arrays[f"table_start{number}"]
+        _put(arrays[f"query_start{number}"], bounds, len(inputs.input_ids))
+        _put(arrays[f"seq_lens{number}"], inputs.groups[0].seq_lens)
+        count = packer.pack_tables(self._windows, tables[used:], starts)
+        starts += used
+        return count
+
     def pack_padding(self, forward: Layout, sample: Layout) -> PackedStep:
         """Write a step of these layouts that is only padding."""
         carried = None if self.layout.lanes is None else Carried(1)
@@ -156,21 +293,32 @@ class StepPacker:
     ) -> PackedStep:
         buffer, self._next = self._next, (self._next + 1) % BUFFERS
         pivot = self.layout.pivot
-        first = pivot - HASH_WORDS
         read_as = self.layout.forward_hash(forward, carried is not None)
-        self._hashes[buffer][:] = read_as, 0 if sample is None else sample.hash
         if carried is not None:
             self._write_lanes(buffer, carried)
         arrays = self._arrays(buffer, forward, pivot)
         self._write_tokens(arrays, batch, inputs)
         tables = self.buffers[buffer].numpy()[pivot + forward.words :]
         used = self._packer.pack_tables(self._windows, tables, arrays["table_start"])
-        end = pivot + forward.words + used
+        words = self._end(buffer, read_as, batch, inputs, sample, pivot + forward.words + used)
+        return PackedStep(buffer, words, forward, sample, inputs, carried is not None)
+
+    def _end(
+        self,
+        buffer: int,
+        read_as: int,
+        batch: SubBatch,
+        inputs: StepInputs,
+        sample: Layout | None,
+        end: int,
+    ) -> slice:
+        """Write samples and hashes; return the words of the whole step, which ends at ``end``."""
+        self._hashes[buffer][:] = read_as, 0 if sample is None else sample.hash
+        first = self.layout.pivot - HASH_WORDS
         if sample is not None:
             first = self.sample_at(sample)
-            arrays = self._arrays(buffer, sample, first)
-            self._write_samples(arrays, batch, inputs)
-        return PackedStep(buffer, slice(first, end), forward, sample, inputs, carried is not None)
+            self._write_samples(self._arrays(buffer, sample, first), batch, inputs)
+        return slice(first, end)
 
     def _write_tokens(self, arrays: Arrays, batch: SubBatch, inputs: StepInputs) -> None:
         tokens, rows = len(inputs.input_ids), len(inputs.rows)
@@ -240,6 +388,21 @@ class StepPacker:
             found = layout.views(self.buffers[buffer], at)
             views[layout.hash] = {name: view.numpy() for name, view in found.items()}
         return views[layout.hash]
+
+
+def _split(batch: SubBatch) -> Parts:
+    """A sub-batch's rows on the device, and its prompts and decodes on the host."""
+    device, prompts, decodes = kinds_of(batch)
+    return chosen(batch, device), chosen(batch, prompts), chosen(batch, decodes)
+
+
+def _sample_order(plan: SubBatch, packed: SubBatch) -> list[int]:
+    """The samples of packed rows, in the order in which a plan has those rows."""
+    of_row, count = dict[int, range](), 0
+    for row, samples in zip(packed.rows, packed.samples, strict=True):
+        after = count + (1 + len(packed.drafts.get(row, ())) if samples else 0)
+        of_row[row], count = range(count, after), after
+    return [i for row in plan.rows for i in of_row[row]]
 
 
 def _put(target: NDArray[np.int64], values: NDArray[np.generic], padding: int = 0) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from weft.exec.input_batch import MOST_EDITS, SEAT_BYTES
 from weft.exec.logprobs import SCORED_TOKENS_AT_ONCE
-from weft.exec.step_layout import HASH_WORDS, SIZES, Buffer, LaneSizes, padded_size
+from weft.exec.step_layout import HASH_WORDS, SIZES, STRIDE, Buffer, LaneSizes, padded_size
 from weft.kernels.collectives import ONE_EXCHANGE_BYTES
 from weft.kernels.lanes import AT_ONCE, lane_state_bytes
 from weft.kernels.sampling import SETTINGS, state_bytes
@@ -24,13 +24,22 @@ ATTENTION_HEADS = 16
 
 @dataclass(frozen=True)
 class StepSizes:
-    """The largest step: tokens, rows, and samples with the drafts that the settings ask for."""
+    """The largest step: tokens, rows, and samples with the drafts that the settings ask for.
+
+    Attributes:
+        blocks: entries of a row's block table, for each group.
+        lanes: of a step that carries piggybacked rows.
+        overlaps: whether steps may be overlapped sub-batches.
+        scratch_bytes: KV of a longest sequence in one layer of each group, if they may.
+    """
 
     tokens: int
     rows: int
     samples: int
-    blocks: Seq[int]  # entries of a row's block table, for each group
-    lanes: int = 0  # of a step that carries piggybacked rows
+    blocks: Seq[int]
+    lanes: int = 0
+    overlaps: bool = False
+    scratch_bytes: int = 0
 
 
 def workspace_bytes(
@@ -48,26 +57,36 @@ def workspace_bytes(
     tokens = padded_size(sizes.tokens)
     samples = min(padded_size(sizes.samples), tokens)
     lanes = LaneSizes(spec.num_layers, sizes.lanes, sizes.rows) if sizes.lanes else None
-    static = Buffer.for_steps(tokens, sizes.rows, sizes.blocks, lanes).words * FLOAT
-    static += (tokens + sizes.lanes) * (spec.hidden_size * element + 3 * 8 + 1) + HASH_WORDS * FLOAT
+    buffer = Buffer.for_steps(tokens, sizes.rows, sizes.blocks, lanes, overlaps=sizes.overlaps)
+    static = buffer.words * FLOAT + sizes.scratch_bytes
+    padding = tokens if sizes.overlaps else 0  # of a second sub-batch
+    static += (tokens + sizes.lanes + padding) * (
+        spec.hidden_size * element + 3 * 8 + 1
+    ) + HASH_WORDS * FLOAT
     if lanes is not None:
-        static += _lane_bytes(spec, element, lanes)
+        static += _exchange_bytes(spec, element, sizes.rows, spec.hidden_size)
+        static += (sizes.rows + 1) * SAMPLED_BYTES + 5 * 8 * sizes.lanes
+    if sizes.overlaps:
+        static += _exchange_bytes(spec, element, sizes.rows, 0) + 8 * (1 + 2 * spec.num_layers)
     static += state_bytes(sizes.rows, MOST_EDITS, spec.vocab_size) + SEAT_BYTES
     scratch = CUBLAS_BYTES + max(
         _attention_bytes(spec, number, sizes, tokens) for number in range(spec.num_layers)
     )
-    passes = [(tokens + sizes.lanes, samples + sizes.lanes)]
+    rounded = STRIDE if sizes.overlaps else 0  # each sub-batch is padded
+    passes = [(tokens + sizes.lanes + rounded, samples + sizes.lanes)]
     if graphs:
-        passes.append((min(tokens, SIZES[-1]) + sizes.lanes, min(samples, SIZES[-1]) + sizes.lanes))
+        largest = min(tokens, SIZES[-1])
+        passes.append((largest + sizes.lanes, min(samples, SIZES[-1]) + sizes.lanes))
+        if sizes.overlaps:
+            passes[-1] = (2 * largest, min(samples, SIZES[-1]))
     return static + scratch + sum(_pass_bytes(spec, element, ranks, *counts) for counts in passes)
 
 
-def _lane_bytes(spec: ModelSpec, element: int, lanes: LaneSizes) -> int:
-    """What the device keeps of piggybacked rows, and results on their way to it."""
+def _exchange_bytes(spec: ModelSpec, element: int, rows: int, hidden: int) -> int:
+    """What the device keeps of rows that the host attends for, and results on their way to it."""
     width = max(spec.num_heads * layer.head_dim for layer in spec.layers)
-    kept = lane_state_bytes(lanes.rows, width, spec.hidden_size, element)
-    kept += (lanes.rows + 1) * SAMPLED_BYTES
-    return kept + min(lanes.rows, AT_ONCE) * (width * element + 2 * 8) + 5 * 8 * lanes.lanes
+    kept = lane_state_bytes(rows, width, hidden, element)
+    return kept + min(rows, AT_ONCE) * (width * element + 2 * 8)
 
 
 def _attention_bytes(spec: ModelSpec, number: int, sizes: StepSizes, tokens: int) -> int:

@@ -6,6 +6,9 @@ A step has a fixed number of lanes, so that it can be captured. Which piggybacke
 lane is decided on the device, layer by layer, by the results of the host that have arrived in the
 device's own memory. So nothing waits for the host, and nothing reads its memory.
 
+Sub-batches that overlap with the host's attention (NEO) have a lane for each of their tokens, which
+stays where it is. They wait for the results of a layer, in memory of the device too.
+
 A *ticket* names one job of the host: it says which step handed it over, in which layer and lane.
 Later jobs have larger tickets, so their order is that of submission, and a result that comes for a
 token which has ended meanwhile matches no job.
@@ -21,6 +24,7 @@ from weft.kernels.arrays import Array
 AT_ONCE = 256  # results that go to the device in one piece
 MOST_LANES = 64  # one tile of the products of a GPU; a step of the paper carries fewer
 MOST_ROWS = 4096  # that one small program of a GPU looks through in each layer
+MOST_LOOKS = 2**27  # at results that do not come: minutes, if nobody ends the wait before
 
 
 def lanes_for(rows: int) -> int:
@@ -47,6 +51,8 @@ class TicketRule:
 @dataclass(frozen=True)
 class LaneState:
     """What a device keeps of piggybacked rows: by executor row [R], and one more row for none.
+
+    Whoever waits gives up once the last of ``arrived``, that of no row, is not 0.
 
     Attributes:
         jobs: [R + 1] int64, the ticket of what the host attends to, or has attended to and no step
@@ -140,11 +146,27 @@ class SendLanes(Protocol):
     ) -> None: ...
 
 
+class WaitForLanes(Protocol):
+    """See ``reference_lanes.wait_for_lanes``."""
+
+    def __call__(
+        self, state: LaneState, lanes: Array, ticket: Array, gave_up: Array, looks: int, /
+    ) -> None: ...
+
+
+class ReceiveLanes(Protocol):
+    """See ``reference_lanes.receive_lanes``."""
+
+    def __call__(self, state: LaneState, lanes: Array, attended: Array, /) -> None: ...
+
+
 @dataclass(frozen=True)
 class LaneOps:
-    """The ops of a carrying step; all can be captured."""
+    """The ops of steps with rows that the host attends for; all can be captured."""
 
     choose: ChooseLanes
     join: JoinLanes
     keep: KeepLanes
     send: SendLanes
+    wait: WaitForLanes
+    receive: ReceiveLanes

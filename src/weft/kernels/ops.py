@@ -35,6 +35,8 @@ LANES_ON_TENSORS = LaneOps(
     reference_lanes.join_lanes,
     reference_lanes.keep_lanes,
     reference_lanes.send_lanes,
+    reference_lanes.wait_for_lanes,
+    reference_lanes.receive_lanes,
 )
 
 
@@ -277,7 +279,14 @@ def _triton_ops(device: str, dtype: str, weights: Mapping[str, str], tuning: str
         log_softmax=reference_sampling.log_softmax,
         top_k=reference_sampling.top_k,
         verify_drafts=process_logits.verify_drafts,
-        lanes=LaneOps(lanes.choose_lanes, lanes.join_lanes, lanes.keep_lanes, lanes.send_lanes),
+        lanes=LaneOps(
+            lanes.choose_lanes,
+            lanes.join_lanes,
+            lanes.keep_lanes,
+            lanes.send_lanes,
+            lanes.wait_for_lanes,
+            lanes.receive_lanes,
+        ),
         pack=partial(matrix.pack, device=where, tuning=found),
         quantise=partial(matrix.quantised, device=where, tuning=found),
         computes=matrix.computes,

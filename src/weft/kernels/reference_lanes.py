@@ -6,8 +6,12 @@ of CPU ops names these functions, too.
 
 from __future__ import annotations
 
+import time
+
 from weft.kernels.arrays import Array
 from weft.kernels.lanes import LaneOutbox, LaneState, TicketRule
+
+LOOK_S = 2e-5  # between looks for a result
 
 
 def choose_lanes(
@@ -86,3 +90,35 @@ def send_lanes(
             if row < len(outbox.memory):
                 mine = part[len(part) - len(lanes) + lane].reshape(-1)
                 outbox.memory[row, place : place + len(mine)] = mine
+
+
+def wait_for_lanes(
+    state: LaneState, lanes: Array, ticket: Array, gave_up: Array, looks: int
+) -> None:
+    """Wait until results with a ticket are here, for the rows of all lanes [N] that are not empty.
+
+    Args:
+        ticket: [1] int64; later ones will do.
+        gave_up: [1] int64, becomes 1 if ``state`` says so, or results are not here after so many
+            looks.
+    """
+    rows = lanes[lanes < len(state.jobs) - 1]
+    for _ in range(looks):
+        if bool((state.arrived[rows] >= ticket).all()):
+            return
+        if int(state.arrived[-1]) != 0:
+            break
+        time.sleep(LOOK_S)
+    gave_up.fill_(1)
+
+
+def receive_lanes(state: LaneState, lanes: Array, attended: Array) -> None:
+    """Overwrite the attention of tokens by the host's results, where their lanes are not empty.
+
+    Args:
+        lanes: [N], one for each token.
+        attended: [N, H, D].
+    """
+    (mine,) = (lanes < len(state.jobs) - 1).nonzero(as_tuple=True)
+    heads, dim = attended.shape[1:]
+    attended[mine] = state.results[lanes[mine], : heads * dim].view(-1, heads, dim)

@@ -1,8 +1,9 @@
 """Lanes of captured steps: which rows of the host's results a layer takes, and where they go.
 
-One small program chooses, one program a row copies. None of them waits for the host, and the only
-memory of the host that they touch is the outbox, which they write. What reads a result is another
-kernel than the one that has seen its ticket, so that it finds what was written before the ticket.
+One small program chooses, one program a row copies. Only overlapped sub-batches wait for the host,
+in one small program, too. The only memory of the host that any of them touches is the outbox, which
+they write. What reads a result is another kernel than the one that has seen its ticket, so that it
+finds what was written before the ticket.
 """
 
 from __future__ import annotations
@@ -131,6 +132,34 @@ def _send_lanes(
             _send_heads(v + at * v_stride, target + V_AT, V_HEAD, DIM, KEYS, BLOCK)
 
 
+@triton.jit(do_not_specialize=["count", "rows", "looks"])
+def _wait_for_lanes(arrived, lanes, ticket, gave_up, count, rows, looks, MOST: tl.constexpr):
+    lane = tl.arange(0, MOST)
+    row = tl.load(lanes + lane, mask=lane < count, other=rows)
+    wanted, nothing = tl.load(ticket), tl.zeros([MOST], tl.int64)
+    ended, waiting, left = 0, tl.sum((row < rows).to(tl.int32), 0), looks
+    while waiting > 0:
+        # Another stream writes tickets meanwhile; an atomic reads them where that has written them.
+        here = tl.atomic_or(arrived + row, nothing, mask=row < rows, sem="acquire", scope="gpu")
+        missing = tl.sum(((row < rows) & (here < wanted)).to(tl.int32), 0)
+        stop = tl.atomic_or(arrived + rows, 0, sem="acquire", scope="gpu") != 0
+        left -= 1
+        ended = ((missing > 0) & (stop | (left <= 0))).to(tl.int32)
+        waiting = tl.where(ended > 0, 0, missing)
+    if ended > 0:
+        tl.store(gave_up, tl.full([], 1, tl.int64))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _receive_lanes(
+    lanes, results, attended, rows, RESULT: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):
+    at = tl.program_id(0).to(tl.int64)
+    row = tl.load(lanes + at)
+    if row < rows:
+        _copy_row(results + row * RESULT, attended + at * WIDTH, WIDTH, BLOCK)
+
+
 def choose_lanes(
     state: LaneState, limits: Tensor, layer: int, rule: TicketRule, lanes: Tensor
 ) -> None:
@@ -195,4 +224,34 @@ def send_lanes(
         Q_HEAD=q.stride(1), K_HEAD=keys.stride(1), V_HEAD=values.stride(1), DIM=dim,
         QUERIES=heads * dim, KEYS=0 if k is None else keys.shape[1] * dim, ROW=numbers,
         K_AT=outbox.keys, V_AT=outbox.values, BLOCK=_BLOCK, num_warps=4, num_stages=1,
+    )  # fmt: skip
+
+
+def wait_for_lanes(
+    state: LaneState, lanes: Tensor, ticket: Tensor, gave_up: Tensor, looks: int
+) -> None:
+    """Wait for results, in memory of the GPU alone; see ``reference_lanes.wait_for_lanes``.
+
+    Other streams must be able to run meanwhile, and nothing may load a kernel before they have: the
+    driver may want to wait for this one then.
+    """
+    size = power_of_2(len(lanes))
+    _wait_for_lanes[(1,)](
+        state.arrived, lanes, ticket, gave_up, len(lanes), len(state.jobs) - 1, looks, MOST=size,
+        num_warps=max(1, min(8, size // 128)), num_stages=1,
+    )  # fmt: skip
+
+
+def receive_lanes(state: LaneState, lanes: Tensor, attended: Tensor) -> None:
+    """Overwrite attention by the host's results; see ``reference_lanes.receive_lanes``.
+
+    Raises:
+        ValueError: the attention has gaps.
+    """
+    if not attended.is_contiguous():
+        raise ValueError("attention that results of the host join must be contiguous")
+    width = attended[0].numel()
+    _receive_lanes[(len(lanes),)](
+        lanes, state.results, attended, len(state.jobs) - 1, RESULT=state.results.shape[1],
+        WIDTH=width, BLOCK=_BLOCK, num_warps=4, num_stages=1,
     )  # fmt: skip
