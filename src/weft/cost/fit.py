@@ -2,14 +2,16 @@
 
 A profile file is one JSON object:
 
-- ``version``: 3.
+- ``version``: 4.
 - ``key``: ``hardware``, ``model``, ``dtype``, ``parallelism``, ``kernels``: what was measured.
 - ``layers``: layers of the model.
 - ``dense``: ``tokens`` and ``seconds``, the knots of the dense curve of whole steps.
 - ``coefficients``: seconds for each feature of ``FEATURES``.
 - ``hosts``: by who attends there, the costs of a host tier (``HostCosts``): ``attention`` with
   ``decodes``, ``contexts`` and ``seconds`` (rows by decodes) or null; ``out`` and ``back`` with
-  ``step_s`` and ``token_s``; ``stall``; ``duplex``; ``carry`` with ``step_s`` and ``row_layer_s``.
+  ``step_s`` and ``token_s``; ``stall``; ``duplex``; ``carry`` with ``step_s`` and ``row_layer_s``;
+  ``wake`` with ``step_s`` and ``row_s``; ``overlap`` with ``batch_s``, ``row_s``, ``second_s`` and
+  ``wait_s``, or null.
 - ``report``: the measurements and the prediction error, to be read by users, not by weft.
 """
 
@@ -32,7 +34,7 @@ from weft.cost.host_costs import PUBLISHED, HostCosts
 from weft.cost.model import Terms, step_time
 from weft.cost.work import Work
 
-VERSION = 3
+VERSION = 4
 FEATURES = (
     "prefill",  # a step with any prefill: b1 of OmniServe
     "prefill_area",  # a1
@@ -120,16 +122,21 @@ class Fitted:
         """
         prefill, area, prefill_row, decode, context, decode_row, few, sampled = self._flat
         host = self.host
-        cpu = move = stall = 0.0
+        cpu = move = stall = handover = 0.0
+        overlap = None if host is None else host.overlap
         carry_s = (PUBLISHED if host is None else host.carry).seconds(work.piggyback_layers)
-        if work.host_decodes:
-            if host is None or host.attention is None:
+        out_tokens = work.out_tokens
+        if decodes := work.host_decodes:
+            if host is None:
                 raise ConfigError("the profile has no CPU attention")
-            cpu = host.attention.at(work.host_decodes, work.host_context)
-        if work.out_tokens or work.in_tokens:
+            cpu = host.attention_s(decodes, work.host_context)
+            if overlap is not None:
+                handover = overlap.batch_s + decodes * overlap.row_s
+                out_tokens -= decodes  # which are handed over with their queries
+        if out_tokens or work.in_tokens:
             if host is None:
                 raise ConfigError("the profile has no moves of KV")
-            move = host.move_s(work.out_tokens, work.in_tokens)
+            move = host.move_s(out_tokens, work.in_tokens)
             stall = host.stall * move
         if not work.tokens:
             return Terms(kv_move=move - stall, piggybacked=carry_s, kv_stall=stall)
@@ -151,6 +158,8 @@ class Fitted:
             prefill_row * work.prefills,
             carry_s,
             stall,
+            handover,
+            0.0 if overlap is None else overlap.second_s,
         )
 
     def planned_with(self, host: HostCosts | None) -> Fitted:
