@@ -1,0 +1,148 @@
+"""Costs of overlapped sub-batches on a made-up machine: what is put in comes out, and decides."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from functools import partial
+
+import pytest
+from test_host_profiler import DEVICE, KEY, OPTIONS, ROOM, THERE, TRUE, Machine
+
+from weft.core.errors import HostWorkerError, ProfileError
+from weft.cost.curves import Grid
+from weft.cost.fit import Fitted
+from weft.cost.host_costs import HostCosts, OverlapCost
+from weft.cost.host_profiler import profile_host
+from weft.cost.overlap_fit import OverlapPoint, fit_overlap, predicted_s
+from weft.cost.overlap_steps import Overlapping, OverlapStage, as_planned, at_random
+from weft.cost.profile_report import format_report
+from weft.cost.steps import StepRow
+from weft.cost.work import Work
+from weft.engine.profiling import load_aware_splits
+from weft.sched.balance import Balance, HostWork
+
+GRID = Grid((1, 16), (16, 256), ((1e-4, 4e-4), (6e-4, 5e-3)))
+COST = OverlapCost(5e-4, 1e-5, -3e-4, 4e-4)
+OVERLAPPED = replace(TRUE, attention=GRID, overlap=COST)
+OVERLAPS = replace(ROOM, host=replace(THERE, overlaps=True))
+NOT_CARRIED = replace(ROOM, host=replace(THERE, overlaps=True, carries=False))
+LIMITS = 16, 256
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+def test_costs_of_overlapping_are_found(noise):
+    """Also where every tenth step is held up for long."""
+    machine = Machine(OVERLAPPED, noise)
+    costs, report = profile_host(machine, NOT_CARRIED, DEVICE, OPTIONS, load_aware_splits)
+    assert not machine.ids  # nothing is left behind
+    assert costs.overlap == pytest.approx(COST, rel=0.1, abs=2e-5)
+    found = report["overlapped"]
+    assert found["held_out"]["average"] > 0.97
+    for kind in ("one", "two"):
+        assert found[kind]["held_out"]["average"] > found[kind]["parts"]["average"] + 0.03
+    held = [bool(point["second"]) for point in found["points"] if point["use"] == "held out"]
+    assert held == [False, True] * 4
+    assert "carried" not in report
+    for decodes, context in ((1, 16), (2, 64), (8, 200)):
+        assert costs.attention.at(decodes, decodes * context) == pytest.approx(
+            GRID.at(decodes, decodes * context), rel=0.1
+        )
+
+
+def test_the_report_says_how_overlapped_steps_are_predicted():
+    _, found = profile_host(Machine(OVERLAPPED), OVERLAPS, DEVICE, OPTIONS, load_aware_splits)
+    accuracy = {"average": 0.95, "p90": 0.92}
+    report = {"fitted_steps": 1, "knots": 2, "repeats": 20, "host": found}
+    report |= dict.fromkeys(("held_out", "fitted", "repeatability"), accuracy)
+    words = format_report(report, KEY)
+    assert "one sub-batch, held out" in words
+    assert "two sub-batches, held out" in words
+    assert f"us each, {found['overlapped']['cost']['row_s'] * 1e6:.1f} us a row" in words
+    assert "on held-out steps with host rows" in words
+    assert "on held-out overlapped sub-batches" in words
+    bad = found["overlapped"] | {"held_out": {"average": 0.95, "p90": 0.9}}
+    words = format_report(report | {"host": found | {"overlapped": bad}}, KEY)
+    assert "the goal is NOT met on held-out overlapped sub-batches" in words
+
+
+def test_nothing_is_measured_that_the_executor_cannot_do():
+    machine = Machine(OVERLAPPED)
+    costs, report = profile_host(machine, ROOM, DEVICE, OPTIONS, load_aware_splits)
+    assert costs.overlap is None
+    assert "overlapped" not in report
+    assert machine.busy_s == 0.0
+
+
+def test_a_host_that_fails_says_so():
+    machine = Machine(OVERLAPPED)
+    machine.fault = HostWorkerError("the kernel failed")
+    with pytest.raises(ProfileError, match="the host failed: the kernel failed"):
+        profile_host(machine, NOT_CARRIED, DEVICE, OPTIONS, load_aware_splits)
+
+
+def test_steps_hold_what_they_are_to():
+    stage = OverlapStage(Machine(OVERLAPPED), OVERLAPS)
+    known = DEVICE.planned_with(OVERLAPPED)
+    planned = as_planned(stage, OVERLAPS, LIMITS, 20, 3, partial(load_aware_splits, known))
+    made = at_random(stage, OVERLAPS, LIMITS, 20, 3)
+    assert len(planned) == len(made) == 20
+    for steps in (planned, made):
+        assert [bool(step.second) for step in steps] == [False, True] * 10
+    for step in planned + made:
+        contexts = (*step.first, *step.second)
+        assert stage.holds_each(step.own, contexts)
+        assert max(contexts) <= LIMITS[1]
+        assert len(contexts) <= LIMITS[0]
+        assert sum(work.tokens for work in step.works) <= OVERLAPS.tokens
+        assert sum(work.host_context for work in step.works) == sum(contexts)
+        assert step.own or step.first
+    assert not all(step.own for step in made)
+
+
+def fitted_to(cost: OverlapCost, number: int = 60) -> list[OverlapPoint]:
+    """Steps of a machine with these costs, every fifth held up."""
+    draw = random.Random(5)
+    points = []
+    for index in range(number):
+        own = (StepRow(64, 1),) * draw.randint(1, 30)
+        contexts = tuple(draw.randint(16, 250) for _ in range(draw.randint(2, 16)))
+        cut = draw.randrange(len(contexts)) if index % 2 else len(contexts)
+        works = Overlapping(own, contexts[:cut], contexts[cut:]).works
+        seconds = predicted_s(DEVICE.planned_with(OVERLAPPED), cost, works)
+        points.append(OverlapPoint(works, seconds + (0.05 if index % 5 == 0 else 0.0)))
+    return points
+
+
+@pytest.mark.parametrize("cost", [COST, OverlapCost(), OverlapCost(-2e-4, 5e-5, 1e-3, 0.0)])
+def test_fits_recover_known_costs_in_spite_of_outliers(cost):
+    found = fit_overlap(DEVICE.planned_with(OVERLAPPED), fitted_to(cost))
+    assert found == pytest.approx(cost, rel=0.01, abs=1e-6)
+
+
+def test_fits_refuse_what_they_cannot_use():
+    known = DEVICE.planned_with(OVERLAPPED)
+    points = fitted_to(COST)
+    with pytest.raises(ProfileError, match="two points"):
+        fit_overlap(known, points[:1])
+    with pytest.raises(ProfileError, match="took no time"):
+        fit_overlap(known, [*points, points[0]._replace(seconds=0.0)])
+
+
+def choice(overlap: OverlapCost | None):
+    """What load-aware adds to eight decodes of the device, with these costs."""
+    host = HostCosts(GRID, TRUE.out, TRUE.back, overlap=overlap)
+    known: Fitted = DEVICE.planned_with(host)
+    base = Work(tokens=8, sampled=8, decodes=8, decode_context=800)
+    return Balance(known, 256).choose(base, HostWork([100] * 8, (), 200))
+
+
+def test_the_scheduler_decides_by_the_costs_that_were_measured():
+    """Costs of a second sub-batch, of rows and of waits each change what goes along."""
+    cheap = choice(OverlapCost(0.0, 0.0, -2e-3, 0.0))
+    assert cheap.second
+    assert not choice(OverlapCost(0.0, 0.0, 5e-3, 0.0)).second
+    dear = choice(OverlapCost(0.0, 1e-3, 0.0, 0.0))
+    assert (dear.first, dear.second) == ((), ())
+    late = choice(OverlapCost(0.0, 0.0, -2e-3, 5e-4))
+    assert 0 < len(late.second) < len(cheap.second)
