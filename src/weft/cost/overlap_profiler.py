@@ -29,7 +29,7 @@ from weft.cost.steps import Step, StepRoom, work_of
 
 
 @dataclass(frozen=True)
-class _Measured:
+class _VisitedStep:
     """A step, with its visits."""
 
     what: Overlapping
@@ -101,9 +101,9 @@ def profile_overlap(
 
 def _measure(
     stage: OverlapStage, steps: Seq[Overlapping], fitted: int, options: ProfileOptions
-) -> list[_Measured]:
+) -> list[_VisitedStep]:
     """Visit all in passes, each in another order; those after ``fitted`` twice in each."""
-    found = [_Measured(step, []) for step in steps]
+    found = [_VisitedStep(step, []) for step in steps]
     share = -(-options.repeats // PASSES)
     from tqdm import tqdm
 
@@ -121,15 +121,15 @@ def _measure(
 
 
 def _report(
-    known: Fitted, cost: OverlapCost, measured: Seq[_Measured], used: int
+    known: Fitted, cost: OverlapCost, measured: Seq[_VisitedStep], used: int
 ) -> dict[str, Any]:
     held = measured[used:]
 
-    def accuracy(of: Seq[_Measured], by: OverlapCost = cost) -> dict[str, float]:
+    def accuracy(of: Seq[_VisitedStep], by: OverlapCost = cost) -> dict[str, float]:
         pairs = ((predicted_s(known, by, one.what.works), one.seconds()) for one in of)
         return agreement(pairs)._asdict()
 
-    def again(of: Seq[_Measured]) -> dict[str, float]:
+    def again(of: Seq[_VisitedStep]) -> dict[str, float]:
         first, second = slice(PASSES), slice(PASSES, None)
         return agreement((one.seconds(second), one.seconds(first)) for one in of)._asdict()
 
@@ -153,7 +153,7 @@ def _report(
     }
 
 
-def _shown(known: Fitted, cost: OverlapCost, one: _Measured, use: str) -> dict[str, Any]:
+def _shown(known: Fitted, cost: OverlapCost, one: _VisitedStep, use: str) -> dict[str, Any]:
     """A step for the file."""
     return {
         "use": use,

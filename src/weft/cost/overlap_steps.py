@@ -186,6 +186,6 @@ def _drawn(
             rows,
             tuple(
                 max(2, min(longest, int(mean * draw.uniform(0.5, 1.5))))
-                for _ in range(int(most ** draw.random()))
+                for _ in range(int((most + 1) ** draw.random()))
             ),
         )

@@ -36,28 +36,14 @@ def format_report(report: Mapping[str, Any], key: ProfileKey) -> str:
 
 def _host_lines(report: Mapping[str, Any]) -> list[str]:
     """What was measured of the host tier."""
-    lines = [f"host tier: {report['name']}"]
-    for way, words in (("out", "to the host"), ("back", "to the device")):
-        rate = report[way]["bytes_per_s"]
-        speed = f"{rate / 1e9:.2f} GB/s" if rate else "no measurable time a token"
-        lines.append(f"moves {words}: {speed}, {report[way]['move_s'] * 1e6:.0f} us each")
-    lines.append(f"computing waits for {report['stall']:.0%} of a move")
-    if "overlapped" in report:
-        cost = {name: value * 1e6 for name, value in report["overlapped"]["cost"].items()}
-        lines.append(
-            f"overlapped sub-batches: {cost['batch_s']:.0f} us each, {cost['row_s']:.1f} us a row, "
-            f"{cost['second_s']:.0f} us for a second one, {cost['wait_s']:.0f} us of waits"
-        )
-    lines += ["", f"{'':32}{'average':>9}{'P90':>9}", *_accuracy_lines("moves", report["moves"])]
-    if (carried := report.get("carried")) is not None:
-        step_us, row_us = (report["carry"][name] * 1e6 for name in ("step_s", "row_layer_s"))
-        lines.insert(4, f"carried rows: {step_us:.0f} us a step, {row_us:.2f} us a row and layer")
-        wake_us = report["wake"]["step_s"] * 1e6
-        lines.insert(5, f"round trips: {wake_us:.0f} us in all layers beside attention")
+    lines = [f"host tier: {report['name']}", *_cost_lines(report), ""]
+    lines += [f"{'':32}{'average':>9}{'P90':>9}", *_accuracy_lines("moves", report["moves"])]
+    carried, overlapped = report.get("carried"), report.get("overlapped")
+    if carried is not None:
         lines += _accuracy_lines("steps with host rows", carried)
         if report["round_trip"]:
             lines += _accuracy_lines("round trips", report["round_trip"])
-    if (overlapped := report.get("overlapped")) is not None:
+    if overlapped is not None:
         for name, what in (("one", "one sub-batch"), ("two", "two sub-batches")):
             if name in overlapped:
                 lines += _accuracy_lines(what, overlapped[name])
@@ -67,6 +53,28 @@ def _host_lines(report: Mapping[str, Any]) -> list[str]:
         lines += [_row("goal", GOAL._asdict()), "", *map(_verdict, measured, measured.values())]
     if any(kind["repeatability"]["p90"] < GOAL.p90 for kind in measured.values()):
         lines.append("the machine repeats itself worse; measure again when it is quiet")
+    return lines
+
+
+def _cost_lines(report: Mapping[str, Any]) -> list[str]:
+    """The costs that were fitted."""
+    lines = []
+    for way, words in (("out", "to the host"), ("back", "to the device")):
+        rate = report[way]["bytes_per_s"]
+        speed = f"{rate / 1e9:.2f} GB/s" if rate else "no measurable time a token"
+        lines.append(f"moves {words}: {speed}, {report[way]['move_s'] * 1e6:.0f} us each")
+    lines.append(f"computing waits for {report['stall']:.0%} of a move")
+    if "carried" in report:
+        step_us, row_us = (report["carry"][name] * 1e6 for name in ("step_s", "row_layer_s"))
+        lines.append(f"carried rows: {step_us:.0f} us a step, {row_us:.2f} us a row and layer")
+        step_us, row_us = (report["wake"][name] * 1e6 for name in ("step_s", "row_s"))
+        lines.append(f"round trips beside attention: {step_us:.0f} us, {row_us:.1f} us a row")
+    if "overlapped" in report:
+        cost = {name: value * 1e6 for name, value in report["overlapped"]["cost"].items()}
+        lines.append(
+            f"overlapped sub-batches: {cost['batch_s']:.0f} us each, {cost['row_s']:.1f} us a row, "
+            f"{cost['second_s']:.0f} us for a second one, {cost['wait_s']:.0f} us of waits"
+        )
     return lines
 
 
