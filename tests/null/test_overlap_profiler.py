@@ -100,6 +100,15 @@ def test_steps_hold_what_they_are_to():
     assert not all(step.own for step in made)
 
 
+def test_a_host_that_no_scheduler_would_use_is_measured_as_well():
+    slow = replace(OVERLAPPED, attention=Grid((1, 16), (16, 256), ((1.0, 4.0), (6.0, 50.0))))
+    costs, report = profile_host(Machine(slow), NOT_CARRIED, DEVICE, OPTIONS, load_aware_splits)
+    assert costs.attention.at(16, 16 * 200) == pytest.approx(slow.attention.at(16, 16 * 200), 0.1)
+    held = [point for point in report["overlapped"]["points"] if point["use"] == "held out"]
+    assert len(held) == 8
+    assert report["overlapped"]["held_out"]["average"] > 0.97
+
+
 def fitted_to(cost: OverlapCost, number: int = 60) -> list[OverlapPoint]:
     """Steps of a machine with these costs, every fifth held up."""
     draw = random.Random(5)

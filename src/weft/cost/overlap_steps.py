@@ -149,7 +149,8 @@ def as_planned(
 ) -> list[Overlapping]:
     """Steps with the decodes of the host that a scheduler would choose from several waiting ones.
 
-    Of what it compares those of one and of two sub-batches are taken by turns.
+    Of what it compares those of one and of two sub-batches are taken by turns. Where it would
+    choose too few, the others are as ``at_random`` makes them.
     """
     draw = random.Random(f"planned {seed}")
     made: list[Overlapping] = []
@@ -168,7 +169,7 @@ def as_planned(
         step = Overlapping(own, *parts)
         if stage.holds_each(own, (*step.first, *step.second)):
             made.append(step)
-    return made
+    return made + at_random(stage, room, limits, number - len(made), seed)
 
 
 def _drawn(
