@@ -19,7 +19,8 @@ from weft.cost.overlap_steps import Overlapping, OverlapStage, as_planned, at_ra
 from weft.cost.profile_report import format_report
 from weft.cost.steps import StepRow
 from weft.cost.work import Work
-from weft.engine.profiling import load_aware_splits
+from weft.engine import profiling
+from weft.engine.profiling import load_aware_splits, profiled_config
 from weft.sched.balance import Balance, HostWork
 
 GRID = Grid((1, 16), (16, 256), ((1e-4, 4e-4), (6e-4, 5e-3)))
@@ -48,6 +49,54 @@ def test_costs_of_overlapping_are_found(noise):
         assert costs.attention.at(decodes, decodes * context) == pytest.approx(
             GRID.at(decodes, decodes * context), rel=0.1
         )
+
+
+@pytest.mark.parametrize(
+    ("given", "scheduler"),
+    [
+        ({"host_threads": 1}, "load-aware"),
+        ({"host_process": True}, "load-aware"),
+        ({"host_threads": 1, "tensor_parallel": 2}, "slo-piggyback"),
+        ({"host_threads": 1, "device": "cuda"}, "slo-piggyback"),
+        ({"host_threads": 1, "scheduler": "slo-piggyback"}, "slo-piggyback"),
+        ({}, "auto"),
+    ],
+)
+def test_the_engine_that_is_measured_overlaps_where_it_can(given, scheduler, monkeypatch):
+    monkeypatch.setattr(profiling, "pick_device", {"cpu": "cpu", "cuda": "cuda:0"}.__getitem__)
+    config = profiled_config({"device": "cpu", "host_kv_memory": 2**22, **given})
+    assert config.scheduler == scheduler
+
+
+class Slow(Machine):
+    """All that it does takes so many times as long as the profile of the device says."""
+
+    def step(self, plan):
+        seconds, result = super().step(plan)
+        return 1.5 * seconds, result
+
+
+def test_a_slow_phase_of_the_machine_is_not_taken_for_the_cost_of_overlapping():
+    """Unlike steps that were held out, it is no part of what is fitted to."""
+    costs, report = profile_host(Slow(OVERLAPPED), NOT_CARRIED, DEVICE, OPTIONS, load_aware_splits)
+    assert costs.overlap == pytest.approx(COST, rel=0.3, abs=5e-5)
+    points = report["overlapped"]["points"]
+    for point in points:
+        assert point["paced"] == pytest.approx(point["seconds"] / (1.5 if point["own"] else 1))
+    fitted_to = [
+        OverlapPoint(
+            Overlapping(
+                tuple(StepRow(*row) for row in point["own"]),
+                tuple(point["first"]),
+                tuple(point["second"]),
+            ).works,
+            point["paced"],
+        )
+        for point in points
+        if point["use"] == "fitted"
+    ]
+    known = DEVICE.planned_with(replace(costs, overlap=OverlapCost()))
+    assert fit_overlap(known, fitted_to) == costs.overlap
 
 
 def test_the_report_says_how_overlapped_steps_are_predicted():
@@ -127,6 +176,11 @@ def fitted_to(cost: OverlapCost, number: int = 60) -> list[OverlapPoint]:
 def test_fits_recover_known_costs_in_spite_of_outliers(cost):
     found = fit_overlap(DEVICE.planned_with(OVERLAPPED), fitted_to(cost))
     assert found == pytest.approx(cost, rel=0.01, abs=1e-6)
+
+
+def test_no_wait_is_below_zero():
+    early = COST._replace(wait_s=-2e-4)
+    assert fit_overlap(DEVICE.planned_with(OVERLAPPED), fitted_to(early)).wait_s == 0.0
 
 
 def test_fits_refuse_what_they_cannot_use():
