@@ -181,7 +181,10 @@ def test_a_step_that_awaits_the_host_takes_what_was_measured_of_such_steps():
     assert wakes.terms(work).cpu_attention == pytest.approx(GRID.at(2, 200) + 1e-3 + 2e-6)
     terms = overlaps.terms(work)
     assert terms.cpu_attention == pytest.approx(GRID.at(2, 200) + 5e-5)
-    assert terms.handover == pytest.approx(1e-4 + 2 * 2e-6)
+    row, few = fitted.coefficients["decode_row"], fitted.coefficients["decode_few"]
+    assert terms.handover == pytest.approx(1e-4 + 2 * (2e-6 + row + few))
+    mixed = replace(work, tokens=10, sampled=10, decodes=7, decode_context=700)
+    assert overlaps.terms(mixed).handover == pytest.approx(1e-4 + 2 * (2e-6 + row) + few)
     assert terms.moving == 0.0  # K and V of the decodes go with their queries
     assert overlaps.terms(replace(work, out_tokens=12)).moving == pytest.approx(1e-5 + 10e-8)
     alone = fitted.terms(Work(tokens=3, sampled=3))

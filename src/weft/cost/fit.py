@@ -132,6 +132,9 @@ class Fitted:
             cpu = host.attention_s(decodes, work.host_context)
             if overlap is not None:
                 handover = overlap.batch_s + decodes * overlap.row_s
+                # Sampled and decoding rows are hard to tell apart; both sorts of decodes are both.
+                both, own = work.decodes + decodes, work.decodes
+                handover += decode_row * decodes + few * (min(both, FEW) - min(own, FEW))
                 out_tokens -= decodes  # which are handed over with their queries
         if out_tokens or work.in_tokens:
             if host is None:
