@@ -181,14 +181,14 @@ def test_a_step_that_awaits_the_host_takes_what_was_measured_of_such_steps():
     assert wakes.terms(work).cpu_attention == pytest.approx(GRID.at(2, 200) + 1e-3 + 2e-6)
     terms = overlaps.terms(work)
     assert terms.cpu_attention == pytest.approx(GRID.at(2, 200) + 5e-5)
-    row, few = fitted.coefficients["decode_row"], fitted.coefficients["decode_few"]
-    assert terms.handover == pytest.approx(1e-4 + 2 * (2e-6 + row + few))
-    mixed = replace(work, tokens=10, sampled=10, decodes=7, decode_context=700)
-    assert overlaps.terms(mixed).handover == pytest.approx(1e-4 + 2 * (2e-6 + row) + few)
+    assert terms.handover == pytest.approx(1e-4 + 2 * 2e-6)
     assert terms.moving == 0.0  # K and V of the decodes go with their queries
     assert overlaps.terms(replace(work, out_tokens=12)).moving == pytest.approx(1e-5 + 10e-8)
-    alone = fitted.terms(Work(tokens=3, sampled=3))
-    assert terms.total == pytest.approx(alone.total + terms.handover + terms.cpu_attention)
+    alone, row = fitted.terms(Work(tokens=3, sampled=3)), fitted.coefficients["decode_row"]
+    assert terms.head == pytest.approx(alone.head + 2 * (row + fitted.coefficients["decode_few"]))
+    assert terms.total == pytest.approx(
+        alone.total - alone.head + terms.head + terms.handover + terms.cpu_attention
+    )
     device = Work(tokens=5, sampled=5, decodes=5, decode_context=500)
     one = overlaps.terms(device)
     want = max(one.linear, terms.cpu_attention) + max(terms.linear, 0) + one.attention - 3e-4

@@ -92,8 +92,9 @@ class Fitted:
     ``dense`` has what a step costs by its tokens alone: layers, embedding, and what every step
     costs; collectives are within it, as they grow linearly with tokens (OmniServe section 3.3.1).
     Attention is linear in the features that OmniServe's section 3.3.1 names. ``host`` has what each
-    prefilling row adds; what each decoding row adds is within ``decode_attention``. Terms may be
-    negative, since coefficients are not constrained; their sum is what is fitted.
+    prefilling row adds; what each decoding row adds, wherever its KV lies, is within ``head``, as
+    every decode is sampled: a fit can hardly tell the two apart. Terms may be negative, since
+    coefficients are not constrained; their sum is what is fitted.
 
     Attributes:
         coefficients: seconds by feature.
@@ -132,9 +133,6 @@ class Fitted:
             cpu = host.attention_s(decodes, work.host_context)
             if overlap is not None:
                 handover = overlap.batch_s + decodes * overlap.row_s
-                # Sampled and decoding rows are hard to tell apart; both sorts of decodes are both.
-                both, own = work.decodes + decodes, work.decodes
-                handover += decode_row * decodes + few * (min(both, FEW) - min(own, FEW))
                 out_tokens -= decodes  # which are handed over with their queries
         if out_tokens or work.in_tokens:
             if host is None:
@@ -143,20 +141,17 @@ class Fitted:
             stall = host.stall * move
         if not work.tokens:
             return Terms(kv_move=move - stall, piggybacked=carry_s, kv_stall=stall)
+        rows = work.decodes + work.host_decodes
+        head = sampled * work.sampled + decode_row * rows + few * min(rows, FEW)
         return Terms(
             0.0,
             self.dense.at(work.tokens),
             prefill + area * work.prefill_area if work.prefills else 0.0,
-            decode
-            + context * work.decode_context
-            + decode_row * work.decodes
-            + few * min(work.decodes, FEW)
-            if work.decodes
-            else 0.0,
+            decode + context * work.decode_context if work.decodes else 0.0,
             cpu,
             move - stall,
             0.0,
-            sampled * work.sampled,
+            head,
             0.0,
             prefill_row * work.prefills,
             carry_s,

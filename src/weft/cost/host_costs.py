@@ -72,8 +72,8 @@ class OverlapCost(NamedTuple):
 
     Attributes:
         batch_s: seconds of the device for each sub-batch with decodes of the host.
-        row_s: seconds of the device for each such decode, beside those that a decode of the device
-            takes without its context: what goes to the host and comes back.
+        row_s: seconds of the device for each such decode, beside those of a decode of the device:
+            what goes to the host and comes back.
         second_s: seconds of the device for a second sub-batch; that it reads the weights again is
             in its dense part.
         wait_s: seconds until the host attends and its results are seen. Not those of ``WakeCost``,
