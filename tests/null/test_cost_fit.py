@@ -145,7 +145,7 @@ HOST = HostCosts(
 
 
 WAKES = replace(HOST, wake=WakeCost(1e-3, 1e-6))
-OVERLAPS = replace(WAKES, overlap=OverlapCost(1e-4, 2e-6, -3e-4, 5e-5))
+OVERLAPS = replace(WAKES, overlap=OverlapCost(1e-4, 2e-6, -3e-4, 5e-5, 0.25))
 
 
 @pytest.mark.parametrize("host", [HOST, WAKES, OVERLAPS])
@@ -181,7 +181,7 @@ def test_a_step_that_awaits_the_host_takes_what_was_measured_of_such_steps():
     assert wakes.terms(work).cpu_attention == pytest.approx(GRID.at(2, 200) + 1e-3 + 2e-6)
     terms = overlaps.terms(work)
     assert terms.cpu_attention == pytest.approx(GRID.at(2, 200) + 5e-5)
-    assert terms.handover == pytest.approx(1e-4 + 2 * 2e-6)
+    assert terms.handover == pytest.approx(1e-4 + 2 * 2e-6 + 0.25 * GRID.at(2, 200))
     assert terms.moving == 0.0  # K and V of the decodes go with their queries
     assert overlaps.terms(replace(work, out_tokens=12)).moving == pytest.approx(1e-5 + 10e-8)
     alone, row = fitted.terms(Work(tokens=3, sampled=3)), fitted.coefficients["decode_row"]

@@ -24,7 +24,7 @@ from weft.engine.profiling import load_aware_splits, profiled_config
 from weft.sched.balance import Balance, HostWork
 
 GRID = Grid((1, 16), (16, 256), ((1e-4, 4e-4), (6e-4, 5e-3)))
-COST = OverlapCost(5e-4, 1e-5, -3e-4, 4e-4)
+COST = OverlapCost(5e-4, 1e-5, -3e-4, 4e-4, 0.2)
 OVERLAPPED = replace(TRUE, attention=GRID, overlap=COST)
 OVERLAPS = replace(ROOM, host=replace(THERE, overlaps=True))
 NOT_CARRIED = replace(ROOM, host=replace(THERE, overlaps=True, carries=False))
@@ -172,15 +172,17 @@ def fitted_to(cost: OverlapCost, number: int = 60) -> list[OverlapPoint]:
     return points
 
 
-@pytest.mark.parametrize("cost", [COST, OverlapCost(), OverlapCost(-2e-4, 5e-5, 1e-3, 0.0)])
+@pytest.mark.parametrize("cost", [COST, OverlapCost(), OverlapCost(-2e-4, 5e-5, 1e-3, 0.0, 0.5)])
 def test_fits_recover_known_costs_in_spite_of_outliers(cost):
     found = fit_overlap(DEVICE.planned_with(OVERLAPPED), fitted_to(cost))
     assert found == pytest.approx(cost, rel=0.01, abs=1e-6)
 
 
-def test_no_wait_is_below_zero():
-    early = COST._replace(wait_s=-2e-4)
-    assert fit_overlap(DEVICE.planned_with(OVERLAPPED), fitted_to(early)).wait_s == 0.0
+@pytest.mark.parametrize("cost", [{"wait_s": -2e-4}, {"drag": -0.5}])
+def test_no_wait_and_no_drag_is_below_zero(cost):
+    (name,) = cost
+    found = fit_overlap(DEVICE.planned_with(OVERLAPPED), fitted_to(COST._replace(**cost)))
+    assert getattr(found, name) == 0.0
 
 
 def test_fits_refuse_what_they_cannot_use():
@@ -207,5 +209,6 @@ def test_the_scheduler_decides_by_the_costs_that_were_measured():
     assert not choice(OverlapCost(0.0, 0.0, 5e-3, 0.0)).second
     dear = choice(OverlapCost(0.0, 1e-3, 0.0, 0.0))
     assert (dear.first, dear.second) == ((), ())
+    assert choice(OverlapCost(0.0, 0.0, -2e-3, 0.0, 1.0)).rate < cheap.rate
     late = choice(OverlapCost(0.0, 0.0, -2e-3, 5e-4))
     assert 0 < len(late.second) < len(cheap.second)

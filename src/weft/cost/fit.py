@@ -10,8 +10,8 @@ A profile file is one JSON object:
 - ``hosts``: by who attends there, the costs of a host tier (``HostCosts``): ``attention`` with
   ``decodes``, ``contexts`` and ``seconds`` (rows by decodes) or null; ``out`` and ``back`` with
   ``step_s`` and ``token_s``; ``stall``; ``duplex``; ``carry`` with ``step_s`` and ``row_layer_s``;
-  ``wake`` with ``step_s`` and ``row_s``; ``overlap`` with ``batch_s``, ``row_s``, ``second_s`` and
-  ``wait_s``, or null.
+  ``wake`` with ``step_s`` and ``row_s``; ``overlap`` with ``batch_s``, ``row_s``, ``second_s``,
+  ``wait_s`` and ``drag``, or null.
 - ``report``: the measurements and the prediction error, to be read by users, not by weft.
 """
 
@@ -132,7 +132,7 @@ class Fitted:
                 raise ConfigError("the profile has no CPU attention")
             cpu = host.attention_s(decodes, work.host_context)
             if overlap is not None:
-                handover = overlap.batch_s + decodes * overlap.row_s
+                handover = overlap.handover_s(decodes, cpu - overlap.wait_s)
                 out_tokens -= decodes  # which are handed over with their queries
         if out_tokens or work.in_tokens:
             if host is None:

@@ -67,8 +67,8 @@ AWAKE = WakeCost()
 class OverlapCost(NamedTuple):
     """What steps of overlapped sub-batches take beside their parts (NEO section 3.1).
 
-    All are sums over the layers. Those of the device may be negative: a profile of whole steps
-    counts in each sub-batch what is done once a step.
+    All seconds are sums over the layers. Those of the device may be negative: a profile of whole
+    steps counts in each sub-batch what is done once a step.
 
     Attributes:
         batch_s: seconds of the device for each sub-batch with decodes of the host.
@@ -78,12 +78,19 @@ class OverlapCost(NamedTuple):
             in its dense part.
         wait_s: seconds until the host attends and its results are seen. Not those of ``WakeCost``,
             as the worker hardly sleeps between two layers.
+        drag: seconds that the device takes longer for each second of attention on the host, with
+            which it shares caches and memory.
     """
 
     batch_s: float = 0.0
     row_s: float = 0.0
     second_s: float = 0.0
     wait_s: float = 0.0
+    drag: float = 0.0
+
+    def handover_s(self, rows: int, attention_s: float) -> float:
+        """Seconds of the device for a sub-batch with so many decodes of the host."""
+        return self.batch_s + rows * self.row_s + self.drag * attention_s
 
 
 @dataclass(frozen=True)

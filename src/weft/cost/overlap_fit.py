@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 ROUNDS = 40
-MOVED_S = 1e-7  # by which each cost is changed to see what it does to predictions
+MOVED = 1e-7  # by which each cost is changed to see what it does to predictions
 
 
 class OverlapPoint(NamedTuple):
@@ -39,7 +39,7 @@ def fit_overlap(fitted: Fitted, points: Seq[OverlapPoint]) -> OverlapCost:
 
     Which side of an overlap is the longer one depends on these costs, so that they are improved in
     rounds (Gauss-Newton). The sum of the errors, relative to the steps, is least, as in
-    ``fit_carry``. Nothing that makes predictions worse is taken, and no wait is below 0.
+    ``fit_carry``. Nothing that makes predictions worse is taken; no wait and no drag is below 0.
 
     Args:
         fitted: with a host tier that is planned with.
@@ -62,7 +62,7 @@ def fit_overlap(fitted: Fitted, points: Seq[OverlapPoint]) -> OverlapCost:
     best = OverlapCost()
     errors, step = off(best), 1.0
     for _ in range(ROUNDS):
-        slopes = [(off(_moved(best, name)) - errors) / MOVED_S for name in OverlapCost._fields]
+        slopes = [(off(_moved(best, name)) - errors) / MOVED for name in OverlapCost._fields]
         columns = np.stack(slopes, 1)
         weights = 1 / np.sqrt(np.maximum(np.abs(errors), LEAST_ERROR))
         scale = np.maximum(np.abs(columns).max(0), 1e-30)
@@ -70,7 +70,7 @@ def fit_overlap(fitted: Fitted, points: Seq[OverlapPoint]) -> OverlapCost:
             columns / scale * weights[:, None], -errors * weights, rcond=1e-6
         )
         tried = OverlapCost(*(np.array(best) + step * change / scale).tolist())
-        tried = tried._replace(wait_s=max(0.0, tried.wait_s))
+        tried = tried._replace(wait_s=max(0.0, tried.wait_s), drag=max(0.0, tried.drag))
         again = off(tried)
         if np.abs(again).sum() < np.abs(errors).sum():
             best, errors, step = tried, again, min(1.0, 2 * step)
@@ -80,4 +80,4 @@ def fit_overlap(fitted: Fitted, points: Seq[OverlapPoint]) -> OverlapCost:
 
 
 def _moved(cost: OverlapCost, name: str) -> OverlapCost:
-    return cost._replace(**{name: getattr(cost, name) + MOVED_S})
+    return cost._replace(**{name: getattr(cost, name) + MOVED})

@@ -71,10 +71,12 @@ def _cost_lines(report: Mapping[str, Any]) -> list[str]:
         lines.append(f"round trips beside attention: {step_us:.0f} us, {row_us:.1f} us a row")
     if "overlapped" in report:
         cost = {name: value * 1e6 for name, value in report["overlapped"]["cost"].items()}
-        lines.append(
+        lines += [
             f"overlapped sub-batches: {cost['batch_s']:.0f} us each, {cost['row_s']:.1f} us a row, "
-            f"{cost['second_s']:.0f} us for a second one, {cost['wait_s']:.0f} us of waits"
-        )
+            f"{cost['second_s']:.0f} us for a second one,",
+            f"  {cost['wait_s']:.0f} us of waits, and {cost['drag'] / 1e6:.0%} of the attention "
+            "beside them",
+        ]
     return lines
 
 
