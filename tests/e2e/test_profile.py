@@ -103,13 +103,20 @@ def test_the_host_tier_is_measured_and_planned_with(tmp_path):
     assert "host tier: 1 thread of the engine" in done.stdout
     for words in ("moves to the host:", "steps with host rows, held out", "round trips, held out"):
         assert words in done.stdout
+    for words in ("one sub-batch, held out", "two sub-batches, held out", "of waits"):
+        assert words in done.stdout
     host = Fitted.load(path).hosts["1 thread of the engine"]
+    overlapped = json.loads(path.read_text())["report"]["host"]["overlapped"]
+    held_out = [bool(p["second"]) for p in overlapped["points"] if p["use"] == "held out"]
+    assert held_out == [False, True] * 4
+    assert host.overlap is not None
+    assert host.overlap._asdict() == overlapped["cost"]
     assert min(map(min, host.attention.seconds)) > 0
     assert min(*host.out, *host.back) >= 0  # a busy machine may show no slope for moves so short
     assert served_costs(tmp_path, path) == "costs of the host tier are measured"
     other = served_costs(tmp_path, path, "--host-process")
     assert "assumed (the profile has 1 thread of the engine, not 1 thread of weft-host" in other
-    path.write_text(path.read_text().replace('"version": 3', '"version": 2'))
+    path.write_text(path.read_text().replace('"version": 4', '"version": 3'))
     refused = run("serve", *TIER, *HOST, "--scheduler", "slo-piggyback", "--profile", str(path))
     assert refused.returncode == 1
-    assert "has version 2, not 3. Make one with: weft profile" in refused.stderr
+    assert "has version 3, not 4. Make one with: weft profile" in refused.stderr

@@ -22,7 +22,7 @@ from weft.cost.fit import (
     fit,
     profile_path,
 )
-from weft.cost.host_costs import CarryCost, HostCosts, MoveCost
+from weft.cost.host_costs import CarryCost, HostCosts, MoveCost, OverlapCost, WakeCost
 from weft.cost.model import step_time
 from weft.cost.work import Work
 
@@ -144,8 +144,13 @@ HOST = HostCosts(
 )
 
 
-def test_a_profile_survives_its_file(tmp_path):
-    fitted = replace(fit(KEY, 6, points(7, 100), KNOTS), hosts={"1 thread of the engine": HOST})
+WAKES = replace(HOST, wake=WakeCost(1e-3, 1e-6))
+OVERLAPS = replace(WAKES, overlap=OverlapCost(1e-4, 2e-6, -3e-4, 5e-5, 0.25))
+
+
+@pytest.mark.parametrize("host", [HOST, WAKES, OVERLAPS])
+def test_a_profile_survives_its_file(tmp_path, host):
+    fitted = replace(fit(KEY, 6, points(7, 100), KNOTS), hosts={"1 thread of the engine": host})
     path = tmp_path / "made" / "profile.json"
     fitted.save(path, {"accuracy": 0.95})
     assert Fitted.load(path, KEY) == Fitted.load(path) == fitted
@@ -166,6 +171,30 @@ def test_the_host_tier_that_is_planned_with_gives_its_terms():
     assert both.terms(work).moving == pytest.approx(2e-5 + 15e-8)
     assert fitted.terms(Work(piggyback_layers=10)).piggybacked == pytest.approx(1e-4 + 1e-5)
     assert fitted.terms(Work()).total == 0
+
+
+def test_a_step_that_awaits_the_host_takes_what_was_measured_of_such_steps():
+    fitted = fit(KEY, 6, points(7, 100), KNOTS)
+    work = Work(tokens=3, sampled=3)
+    work.host_decodes, work.host_context, work.out_tokens = 2, 200, 2
+    wakes, overlaps = fitted.planned_with(WAKES), fitted.planned_with(OVERLAPS)
+    assert wakes.terms(work).cpu_attention == pytest.approx(GRID.at(2, 200) + 1e-3 + 2e-6)
+    terms = overlaps.terms(work)
+    assert terms.cpu_attention == pytest.approx(GRID.at(2, 200) + 5e-5)
+    assert terms.handover == pytest.approx(1e-4 + 2 * 2e-6 + 0.25 * GRID.at(2, 200))
+    assert terms.moving == 0.0  # K and V of the decodes go with their queries
+    assert overlaps.terms(replace(work, out_tokens=12)).moving == pytest.approx(1e-5 + 10e-8)
+    alone, row = fitted.terms(Work(tokens=3, sampled=3)), fitted.coefficients["decode_row"]
+    assert terms.head == pytest.approx(alone.head + 2 * (row + fitted.coefficients["decode_few"]))
+    assert terms.total == pytest.approx(
+        alone.total - alone.head + terms.head + terms.handover + terms.cpu_attention
+    )
+    device = Work(tokens=5, sampled=5, decodes=5, decode_context=500)
+    one = overlaps.terms(device)
+    want = max(one.linear, terms.cpu_attention) + max(terms.linear, 0) + one.attention - 3e-4
+    want += overlaps.terms(device.joined(work)).outside
+    assert step_time(overlaps, [device, work]) == pytest.approx(want)
+    assert step_time(overlaps, [device]) == step_time(fitted, [device])
 
 
 def test_what_a_move_stalls_comes_on_top_of_the_layers():
@@ -211,7 +240,7 @@ def test_a_profile_that_cannot_be_used_says_why(tmp_path):
         Fitted.load(path, other)
     whole = json.loads(path.read_text())
     for damage in (
-        {"version": 2},
+        {"version": 3},
         {"hosts": {"1 thread of the engine": {"out": 1}}},
         {"layers": "many"},
         {"dense": {"tokens": [5, 3], "seconds": [1, 1]}},
@@ -221,8 +250,8 @@ def test_a_profile_that_cannot_be_used_says_why(tmp_path):
         path.write_text(json.dumps(whole | damage))
         with pytest.raises(ProfileError):
             Fitted.load(path)
-    path.write_text(json.dumps(whole | {"version": 2}))
-    with pytest.raises(ProfileError, match=r"has version 2, not 3\. Make one with: weft profile"):
+    path.write_text(json.dumps(whole | {"version": 3}))
+    with pytest.raises(ProfileError, match=r"has version 3, not 4\. Make one with: weft profile"):
         Fitted.load(path, KEY)
     path.write_text("{")
     with pytest.raises(ProfileError, match="not a profile"):

@@ -17,7 +17,7 @@ from weft.cost.fit import FEATURES, Fitted, ProfileKey
 from weft.cost.host_costs import CarryCost, HostCosts, MoveCost
 from weft.cost.host_fit import CarryPoint, MovePoint, fit_carry, fit_move
 from weft.cost.host_profiler import beside_step, grid_of, profile_host
-from weft.cost.host_steps import CarryStage, HostStage
+from weft.cost.host_steps import CarryStage, HostCounts, HostStage
 from weft.cost.model import step_time
 from weft.cost.options import ProfileOptions
 from weft.cost.profile_report import format_report
@@ -42,14 +42,20 @@ OPTIONS = ProfileOptions(repeats=20, steps=20)
 
 
 class Attending(Piggyback):
-    """Counts jobs and their round trips; those of a layer are computed in one call."""
+    """Counts jobs and their round trips; those of a layer are computed in one call.
 
-    jobs, trips_s = 0, 0.0
+    A worker begins each call after the time that it takes to wake up.
+    """
+
+    jobs, busy_s, trips_s, wake_s = 0, 0.0, 0.0, 0.0
 
     def _call(self, host: int) -> None:
+        self._free_at[host] = max(self._free_at[host], self._begins_s(host)) + self.wake_s
+        begins_s = self._begins_s(host)
         super()._call(host)
         (call,) = (call for call in self._calls if call.number == self._count)
         self.jobs += len(call.rows)
+        self.busy_s += call.back_s - begins_s
         self.trips_s += sum(call.back_s - self._rows[row].arrives_s for row in call.rows)
 
 
@@ -62,10 +68,12 @@ class Machine:
         self.tables: dict[int, tuple] = {}
         self.contexts: dict[int, int] = {}
         self.fault: Exception | None = None
+        self.busy_s = 0.0  # with sub-batches that wait
         self.piggyback = Attending(LAYERS, lambda context: JOB_S + CONTEXT_S * context)
 
-    def round_trips(self) -> tuple[int, float]:
-        return self.piggyback.jobs, self.piggyback.trips_s
+    def counted(self) -> HostCounts:
+        worker = self.piggyback
+        return HostCounts(worker.jobs, worker.busy_s + self.busy_s, worker.trips_s)
 
     def run(self, plans: Iterable[StepPlan]) -> list[float]:
         return [seconds for seconds, _ in self.follow(plans)]
@@ -88,10 +96,11 @@ class Machine:
             assert add.row not in self.ids
             self.ids[add.row], self.tables[add.row] = add.sequence_id, add.tables
         moved = self.move(plan)
-        work = Work.of(plan.batches[0]) if plan.batches else Work()
-        host = DEVICE.planned_with(self.host)
+        works = [Work.of(batch) for batch in plan.batches] or [Work()]
+        work, host = works[0], DEVICE.planned_with(self.host)
+        waits = self.wait_for(plan)
         seconds = (
-            step_time(host, [replace(work, **moved)])
+            step_time(host, works if waits else [replace(work, **moved)])
             if plan.batches
             else 1e-4 + host.terms(Work(**moved)).moving
         )
@@ -106,12 +115,35 @@ class Machine:
                 seconds += carried_s(host, work.tokens, carried.by_layer)
         late = 0.05 if self.draw.random() < self.noise else 0.0  # another program had the core
         self.now += seconds + late
-        faults = {7: self.fault} if self.fault and plan.piggybacked else {}
+        faults = {7: self.fault} if self.fault and (plan.piggybacked or waits) else {}
         result = StepResult(
             plan.step_id, (), (), faults=faults, piggyback_layers=self.piggyback.in_layers,
             piggybacked_results=tuple((self.ids[row], 1) for row in finished),
         )  # fmt: skip
         return seconds + late, result
+
+    def wait_for(self, plan: StepPlan) -> bool:
+        """Whether sub-batches wait for the host, which attends to decodes whose KV is there."""
+        assert len({row for batch in plan.batches for row in batch.rows}) == sum(
+            len(batch.rows) for batch in plan.batches
+        )
+        waits = False
+        for batch in plan.batches:
+            for row, start, count, tier in zip(
+                batch.rows, batch.starts, batch.counts, batch.row_tiers, strict=True
+            ):
+                if tier is Tier.HOST:
+                    assert count == 1
+                    assert start < self.contexts[row] <= start + ROOM.block_size
+                    waits = True
+        if waits:
+            works = [Work.of(batch) for batch in plan.batches]
+            self.busy_s += sum(
+                self.host.attention.at(work.host_decodes, work.host_context)
+                for work in works
+                if work.host_decodes
+            )
+        return waits
 
     def move(self, plan: StepPlan) -> dict[str, int]:
         moved = {"out_tokens": 0, "in_tokens": 0}
@@ -149,14 +181,22 @@ def test_a_host_tier_of_the_models_form_is_found(noise):
     assert report["out"]["bytes_per_s"] == pytest.approx(4096 / TRUE.out.token_s, rel=0.02)
 
 
-def test_round_trips_are_those_of_rows_that_attend_together():
-    costs, _ = profile_host(Machine(), ROOM, DEVICE, OPTIONS)
+@pytest.mark.parametrize("wake_s", [0.0, 5e-5, 1e-3])
+def test_attention_is_told_from_the_time_until_a_worker_wakes(wake_s):
+    machine = Machine()
+    machine.piggyback.wake_s = wake_s
+    costs, report = profile_host(machine, ROOM, DEVICE, OPTIONS)
     for decodes in costs.attention.decodes:
         for context in costs.attention.contexts:
             blocks = -(-(context + 2) // 16) * 16  # of which the machine reads all
             one_s = JOB_S + CONTEXT_S * blocks
             mean_s = LAYERS * one_s * decodes  # the results of a call come together
             assert costs.attention.at(decodes, decodes * context) == pytest.approx(mean_s, rel=0.02)
+    assert costs.wake.step_s == pytest.approx(LAYERS * wake_s, rel=0.05, abs=1e-6)
+    assert costs.wake.row_s == pytest.approx(0.0, abs=1e-7)
+    assert report["round_trip"]["held_out"]["p90"] > 0.95
+    attend_s = costs.attention.at(4, 400)
+    assert costs.round_trip_s(4, 400) == pytest.approx(attend_s + LAYERS * wake_s, rel=0.05)
 
 
 @pytest.mark.parametrize(("stall", "duplex"), [(0.0, True), (0.0, False)])

@@ -186,6 +186,28 @@ def test_sequences_beyond_the_device_decode_on_the_host(depth):
     assert any(host_rows(plan) > 1 for plan in steps)
 
 
+@pytest.mark.parametrize("late_s", [1.0, 1e4])
+def test_a_host_that_is_slow_or_stopped_is_no_slowness_of_the_device(late_s):
+    """However long steps wait for it, what is planned is what would be with a host in time."""
+
+    def plans(late_s: float) -> list[StepPlan]:
+        groups, now = (GroupSpec("full", 4, 16),), 1.0
+        scheduler = load_aware(TieredCache(groups, (200,)), Limits(16, 64, 64), HALVES)
+        executor, found = ModelledExecutor(groups, 97, host_blocks=(200,)), []
+        for request in requests(8):
+            scheduler.add(request)
+        while (plan := scheduler.plan(now)) is not None:
+            found.append(plan)
+            now += 10.0 + (late_s if host_rows(plan) else 0.0)
+            scheduler.commit(executor.launch(plan).result(), now)
+        assert scheduler.idle
+        return found
+
+    in_time = plans(0.0)
+    assert sum(host_rows(plan) > 0 for plan in in_time[: len(in_time) // 2]) > 3
+    assert plans(late_s) == in_time
+
+
 def queued_fcfs(blocks: int = 16, count: int = 8) -> Scheduler:
     scheduler = fcfs(KVCache((GroupSpec("full", 4, blocks),)), Limits(16, 64, 64))
     for request in requests(count):

@@ -2,14 +2,16 @@
 
 A profile file is one JSON object:
 
-- ``version``: 3.
+- ``version``: 4.
 - ``key``: ``hardware``, ``model``, ``dtype``, ``parallelism``, ``kernels``: what was measured.
 - ``layers``: layers of the model.
 - ``dense``: ``tokens`` and ``seconds``, the knots of the dense curve of whole steps.
 - ``coefficients``: seconds for each feature of ``FEATURES``.
 - ``hosts``: by who attends there, the costs of a host tier (``HostCosts``): ``attention`` with
   ``decodes``, ``contexts`` and ``seconds`` (rows by decodes) or null; ``out`` and ``back`` with
-  ``step_s`` and ``token_s``; ``stall``; ``duplex``; ``carry`` with ``step_s`` and ``row_layer_s``.
+  ``step_s`` and ``token_s``; ``stall``; ``duplex``; ``carry`` with ``step_s`` and ``row_layer_s``;
+  ``wake`` with ``step_s`` and ``row_s``; ``overlap`` with ``batch_s``, ``row_s``, ``second_s``,
+  ``wait_s`` and ``drag``, or null.
 - ``report``: the measurements and the prediction error, to be read by users, not by weft.
 """
 
@@ -32,7 +34,7 @@ from weft.cost.host_costs import PUBLISHED, HostCosts
 from weft.cost.model import Terms, step_time
 from weft.cost.work import Work
 
-VERSION = 3
+VERSION = 4
 FEATURES = (
     "prefill",  # a step with any prefill: b1 of OmniServe
     "prefill_area",  # a1
@@ -90,8 +92,9 @@ class Fitted:
     ``dense`` has what a step costs by its tokens alone: layers, embedding, and what every step
     costs; collectives are within it, as they grow linearly with tokens (OmniServe section 3.3.1).
     Attention is linear in the features that OmniServe's section 3.3.1 names. ``host`` has what each
-    prefilling row adds; what each decoding row adds is within ``decode_attention``. Terms may be
-    negative, since coefficients are not constrained; their sum is what is fitted.
+    prefilling row adds; what each decoding row adds, wherever its KV lies, is within ``head``, as
+    every decode is sampled: a fit can hardly tell the two apart. Terms may be negative, since
+    coefficients are not constrained; their sum is what is fitted.
 
     Attributes:
         coefficients: seconds by feature.
@@ -120,37 +123,41 @@ class Fitted:
         """
         prefill, area, prefill_row, decode, context, decode_row, few, sampled = self._flat
         host = self.host
-        cpu = move = stall = 0.0
+        cpu = move = stall = handover = 0.0
+        overlap = None if host is None else host.overlap
         carry_s = (PUBLISHED if host is None else host.carry).seconds(work.piggyback_layers)
-        if work.host_decodes:
-            if host is None or host.attention is None:
+        out_tokens = work.out_tokens
+        if decodes := work.host_decodes:
+            if host is None:
                 raise ConfigError("the profile has no CPU attention")
-            cpu = host.attention.at(work.host_decodes, work.host_context)
-        if work.out_tokens or work.in_tokens:
+            cpu = host.attention_s(decodes, work.host_context)
+            if overlap is not None:
+                handover = overlap.handover_s(decodes, cpu - overlap.wait_s)
+                out_tokens -= decodes  # which are handed over with their queries
+        if out_tokens or work.in_tokens:
             if host is None:
                 raise ConfigError("the profile has no moves of KV")
-            move = host.move_s(work.out_tokens, work.in_tokens)
+            move = host.move_s(out_tokens, work.in_tokens)
             stall = host.stall * move
         if not work.tokens:
             return Terms(kv_move=move - stall, piggybacked=carry_s, kv_stall=stall)
+        rows = work.decodes + work.host_decodes
+        head = sampled * work.sampled + decode_row * rows + few * min(rows, FEW)
         return Terms(
             0.0,
             self.dense.at(work.tokens),
             prefill + area * work.prefill_area if work.prefills else 0.0,
-            decode
-            + context * work.decode_context
-            + decode_row * work.decodes
-            + few * min(work.decodes, FEW)
-            if work.decodes
-            else 0.0,
+            decode + context * work.decode_context if work.decodes else 0.0,
             cpu,
             move - stall,
             0.0,
-            sampled * work.sampled,
+            head,
             0.0,
             prefill_row * work.prefills,
             carry_s,
             stall,
+            handover,
+            0.0 if overlap is None else overlap.second_s,
         )
 
     def planned_with(self, host: HostCosts | None) -> Fitted:

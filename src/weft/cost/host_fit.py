@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from weft.core.errors import ProfileError
 from weft.cost.carried import carried_s
 from weft.cost.fit import Fitted
-from weft.cost.host_costs import CarryCost, HostCosts, MoveCost
+from weft.cost.host_costs import CarryCost, HostCosts, MoveCost, WakeCost
 from weft.cost.host_steps import Visit
 from weft.cost.model import step_time
 from weft.cost.work import Work
@@ -50,6 +50,19 @@ class CarryPoint(NamedTuple):
     base_s: float
     row_layers: int
     seconds: float
+
+
+class TripPoint(NamedTuple):
+    """Round trips of rows of the host that attend together, summed over the layers.
+
+    Attributes:
+        seconds: in which nobody attended to them.
+        trip_s: from their submission to their results.
+    """
+
+    rows: int
+    seconds: float
+    trip_s: float
 
 
 def carry_points(fitted: Fitted, own: Work, visit: Visit, *, paced: bool) -> list[CarryPoint]:
@@ -108,6 +121,17 @@ def fit_carry(points: Seq[CarryPoint]) -> CarryCost:
         raise ProfileError("piggybacked rows need at least two points to be fitted to")
     lines = [(p.row_layers, p.seconds - p.base_s, p.seconds) for p in points]
     return CarryCost(*_line(lines, rounds=ROUNDS))
+
+
+def fit_wake(points: Seq[TripPoint]) -> WakeCost:
+    """What round trips take beside attention, neither part below 0; errors as in ``fit_carry``.
+
+    Raises:
+        ProfileError: fewer than two points, or a round trip that took no time.
+    """
+    if len(points) < 2:
+        raise ProfileError("round trips need at least two points to be fitted to")
+    return WakeCost(*_line(points, least_slope=0.0, rounds=ROUNDS))
 
 
 def _line(

@@ -1,8 +1,9 @@
 """Measures a host tier while the device computes: moves of KV, attention, and piggybacked rows.
 
-Three things are measured. Moves of several sizes in both directions, with a step and without one.
-The round trip of attention over a grid of (decodes, context), as rows of the host go through the
-layers of steps of the device. And what such steps take longer, of which some are held out.
+Four things are measured. Moves of several sizes in both directions, with a step and without one.
+Attention and its round trip over a grid of (decodes, context), as rows of the host go through the
+layers of steps of the device. What such steps take longer, of which some are held out. And steps of
+overlapped sub-batches (``overlap_profiler``).
 """
 
 from __future__ import annotations
@@ -19,9 +20,20 @@ from weft.core.errors import ConfigError
 from weft.cost.curves import Grid
 from weft.cost.fit import Fitted, agreement
 from weft.cost.host_costs import CarryCost, HostCosts, MoveCost
-from weft.cost.host_fit import CarryPoint, MovePoint, carry_points, fit_carry, fit_move, took
+from weft.cost.host_fit import (
+    CarryPoint,
+    MovePoint,
+    TripPoint,
+    carry_points,
+    fit_carry,
+    fit_move,
+    fit_wake,
+    took,
+)
 from weft.cost.host_steps import CarryStage, HostRun, HostStage, MoveTimes, Visit
 from weft.cost.options import ProfileOptions
+from weft.cost.overlap_profiler import attention_grid, profile_overlap
+from weft.cost.overlap_steps import OverlapStage, Splits
 from weft.cost.profiler import KV_SHARE, PASSES
 from weft.cost.steps import Step, StepRoom, StepRow, mixed, work_of
 
@@ -192,32 +204,64 @@ class _Measured(NamedTuple):
         found = [carry_points(fitted, own, visit, paced=paced) for visit in self.visits[part]]
         return [point for points in found for point in points]
 
+    def trip_s(self, part: slice = slice(None)) -> float:
+        """The round trip of some of the visits."""
+        return statistics.median(visit.round_trip_s for visit in self.visits[part])
+
     @property
     def round_trip_s(self) -> float:
-        return statistics.median(visit.round_trip_s for visit in self.visits)
+        return self.trip_s()
+
+    @property
+    def attend_s(self) -> float:
+        return statistics.median(visit.attend_s for visit in self.visits)
 
 
 def profile_host(
-    run: HostRun, room: StepRoom, fitted: Fitted, options: ProfileOptions
+    run: HostRun,
+    room: StepRoom,
+    fitted: Fitted,
+    options: ProfileOptions,
+    splits: Splits | None = None,
 ) -> tuple[HostCosts, dict[str, Any]]:
     """Measure the host tier of ``room`` after the device, whose blocks are filled, and fit to it.
 
+    Args:
+        splits: what a scheduler of overlapped sub-batches compares; None measures no such steps.
+
     Returns:
         The costs, and a report: accuracy on held-out moves, on steps that carry rows and were held
-        out, and on their round trips, each beside what the machine repeats.
+        out, on their round trips, and on overlapped sub-batches, each beside what the machine
+        repeats.
 
     Raises:
         ProfileError: the host fails.
         ConfigError: it has no room for what is measured.
     """
     assert room.host is not None, "there is a host tier"
-    stage = CarryStage(run, room.share(KV_SHARE), fitted.layers)
-    costs, moves = _finished(measure_moves(stage, room.share(KV_SHARE), options.repeats))
-    report = {"name": room.host.name, "moves": moves, **described(costs, room.host.token_bytes)}
-    if not room.host.attends:
+    host, room = room.host, room.share(KV_SHARE)
+    stage = CarryStage(run, room, fitted.layers)
+    costs, moves = _finished(measure_moves(stage, room, options.repeats))
+    report = {"name": host.name, "moves": moves, **described(costs, host.token_bytes)}
+    if not host.attends:
         return costs, report
-    attention, carried = _measure_attention(stage, room.share(KV_SHARE), fitted, options)
-    return replace(costs, attention=attention[0], carry=attention[1]), report | carried
+    own = beside_step(room)
+    decodes, contexts = grid_of(stage, room, own)
+    overlapping = OverlapStage(run, room)
+    if host.carries:
+        costs, carried = _measure_attention(stage, room, fitted, costs, options)
+        report |= carried
+    else:
+        grid = attention_grid(overlapping, own, decodes, contexts, options.repeats)
+        costs = replace(costs, attention=grid)
+    if splits is not None and host.overlaps:
+        limits = decodes[-1], contexts[-1]
+        overlap, report["overlapped"] = profile_overlap(
+            overlapping, room, fitted, costs, limits, splits, options
+        )
+        costs = replace(costs, overlap=overlap)
+    overlapping.close()
+    return costs, report
 
 
 def _finished(going: Generator[None, None, Moves]) -> Moves:
@@ -230,9 +274,9 @@ def _finished(going: Generator[None, None, Moves]) -> Moves:
 
 
 def _measure_attention(
-    stage: CarryStage, room: StepRoom, fitted: Fitted, options: ProfileOptions
-) -> tuple[tuple[Grid, CarryCost], dict[str, Any]]:
-    """Measure round trips over a grid, and steps that carry rows; what was fitted, and the report.
+    stage: CarryStage, room: StepRoom, fitted: Fitted, costs: HostCosts, options: ProfileOptions
+) -> tuple[HostCosts, dict[str, Any]]:
+    """Measure attention over a grid, and steps that carry rows; the costs with it, and the report.
 
     Steps of the grid are fitted to as well.
     """
@@ -243,10 +287,16 @@ def _measure_attention(
     held_out = carryings(stage, room, max(4, options.steps // 6), options.seed + 1)
     measured = _measure(stage, [*fitted_to, *held_out], len(fitted_to), options)
     stage.close()
-    table = {(one.what.rows, one.what.context): one.round_trip_s for one in measured[: len(grid)]}
+    table = {(one.what.rows, one.what.context): one.attend_s for one in measured[: len(grid)]}
     points = [one.points(fitted, paced=True) for one in measured[: len(fitted_to)]]
-    found = Grid.of(table), fit_carry([point for some in points for point in some])
-    return found, _attention_report(*found, fitted, measured, len(fitted_to))
+    trips = [
+        TripPoint(one.what.rows, one.round_trip_s - one.attend_s, one.round_trip_s)
+        for one in measured[: len(fitted_to)]
+        if not one.what.spread
+    ]
+    carry = fit_carry([point for some in points for point in some])
+    costs = replace(costs, attention=Grid.of(table), carry=carry, wake=fit_wake(trips))
+    return costs, _attention_report(costs, fitted, measured, len(fitted_to))
 
 
 def _measure(
@@ -272,8 +322,9 @@ def _measure(
 
 
 def _attention_report(
-    grid: Grid, carry: CarryCost, fitted: Fitted, measured: Seq[_Measured], used: int
+    costs: HostCosts, fitted: Fitted, measured: Seq[_Measured], used: int
 ) -> dict[str, Any]:
+    carry = costs.carry
     shown = [
         _shown(carry, fitted, one, "fitted" if index < used else "held out")
         for index, one in enumerate(measured)
@@ -285,11 +336,12 @@ def _attention_report(
         (took(carry, one.points(fitted, second)), took(carry, one.points(fitted, first)))
         for one in held
     ]
+    together = [one for one in held if not one.what.spread]
     trips = [
-        (grid.at(one.what.rows, one.what.rows * one.what.context), one.round_trip_s)
-        for one in held
-        if not one.what.spread
+        (costs.round_trip_s(one.what.rows, one.what.rows * one.what.context), one.round_trip_s)
+        for one in together
     ]
+    trips_again = [(one.trip_s(second), one.trip_s(first)) for one in together]
     return {
         "carry": carry._asdict(),
         "carried": {
@@ -298,7 +350,13 @@ def _attention_report(
             "fitted": agreement(pairs[:used])._asdict(),
             "repeatability": agreement(again)._asdict(),
         },
-        "round_trip": {"held_out": agreement(trips)._asdict()} if trips else None,
+        "wake": costs.wake._asdict(),
+        "round_trip": {
+            "held_out": agreement(trips)._asdict(),
+            "repeatability": agreement(trips_again)._asdict(),
+        }
+        if trips
+        else None,
         "points": shown,
     }
 
@@ -320,6 +378,7 @@ def _shown(carry: CarryCost, fitted: Fitted, one: _Measured, use: str) -> dict[s
         "seconds": predicted_s * took(carry, points),
         "predicted": predicted_s,
         "round_trip_s": one.round_trip_s,
+        "attend_s": one.attend_s,
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
@@ -21,6 +21,20 @@ ALONE = 7  # steps without rows of the host, before those that carry some
 LOST_S = 60.0  # without a result, after which the host is taken to be lost
 
 
+class HostCounts(NamedTuple):
+    """What a host worker has done.
+
+    Attributes:
+        jobs: rows that it has attended to, each in one layer.
+        busy_s: seconds that it spent on them.
+        round_trip_s: seconds from the submission to the result, summed over the jobs.
+    """
+
+    jobs: int = 0
+    busy_s: float = 0.0
+    round_trip_s: float = 0.0
+
+
 class HostRun(Protocol):
     """Computes plans as an engine does, and knows what its host worker has done."""
 
@@ -33,8 +47,8 @@ class HostRun(Protocol):
         Plans are taken from the iterable while earlier ones are in flight.
         """
 
-    def round_trips(self) -> tuple[int, float]:
-        """Jobs that the worker has done, and the seconds from submission to result of them all."""
+    def counted(self) -> HostCounts:
+        """What the worker has done so far."""
 
 
 @dataclass
@@ -48,6 +62,7 @@ class Visit:
         finished: tokens that each step ended.
         round_trip_s: seconds from the submission of a row to its result, on average over all jobs;
             summed over the layers.
+        attend_s: seconds that the host attended for a token of all rows; summed over the layers.
     """
 
     alone: list[float] = field(default_factory=list)
@@ -55,6 +70,7 @@ class Visit:
     crossed: list[tuple[int, ...]] = field(default_factory=list)
     finished: list[int] = field(default_factory=list)
     round_trip_s: float = 0.0
+    attend_s: float = 0.0
 
 
 class MoveTimes(NamedTuple):
@@ -97,20 +113,20 @@ class HostStage:
 
     def holds(self, own: Step, rows: int, context: int) -> bool:
         """Whether a step of the device and so many rows of the host fit, of so many tokens each."""
-        size = self._room.block_size
-        each = -(-context // size) * size
-        return (
-            len(own) + rows <= self._room.rows
-            and 1 < context <= min(self._room.longest, self._room.kv_tokens)
-            and rows * each <= self._room.host_tokens
-            and all(
-                rows * sum(block >= 0 for block in table) <= group.num_blocks
-                for table, group in zip(
-                    self._table(StepRow(context - 1, 1)), self._host.groups, strict=True
-                )
-            )
-            and (not own or self._room.holds(own))
-        )
+        return self.holds_each(own, (context,) * rows)
+
+    def holds_each(self, own: Step, contexts: Seq[int]) -> bool:
+        """The same for rows of the host with a context each."""
+        if len(own) + len(contexts) > self._room.rows or (own and not self._room.holds(own)):
+            return False
+        if not 1 < min(contexts) <= max(contexts) <= min(self._room.longest, self._room.kv_tokens):
+            return False
+        taken = [0] * len(self._host.groups)
+        for context, rows in Counter(contexts).items():
+            for group, blocks in enumerate(self._table(StepRow(context - 1, 1))):
+                taken[group] += rows * sum(block >= 0 for block in blocks)
+        groups = zip(taken, self._host.groups, strict=True)
+        return all(blocks <= group.num_blocks for blocks, group in groups)
 
     def close(self) -> None:
         """Leave no row behind."""
@@ -201,7 +217,7 @@ class CarryStage(HostStage):
         alone = self._run([self._stage.plan(own) for _ in range(1 + ALONE)])[1:]
         visit, turns = Visit(alone), _Turns(self._rows, tokens, self._layers, spread)
         layers = (rows,) * self._layers
-        before, began = self._host_run.round_trips(), time.monotonic()
+        before, began = self._host_run.counted(), time.monotonic()
         for seconds, result in self._host_run.follow(self._carrying(own, turns, layers)):
             if result.faults:
                 raise ProfileError(f"the host failed: {next(iter(result.faults.values()))}")
@@ -213,9 +229,10 @@ class CarryStage(HostStage):
             visit.crossed.append(turns.advance(result.piggyback_layers, finished))
             visit.seconds.append(seconds)
             visit.finished.append(len(finished))
-        after = self._host_run.round_trips()
-        jobs = after[0] - before[0]
-        visit.round_trip_s = self._layers * (after[1] - before[1]) / max(jobs, 1)
+        after = self._host_run.counted()
+        share = self._layers / max(after.jobs - before.jobs, 1)
+        visit.round_trip_s = share * (after.round_trip_s - before.round_trip_s)
+        visit.attend_s = rows * share * (after.busy_s - before.busy_s)
         self._leave()
         return visit
 

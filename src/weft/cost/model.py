@@ -21,6 +21,8 @@ class Terms(NamedTuple):
         piggybacked: queues and residuals of piggybacked rows, without their share of the dense
             layers.
         kv_stall: moves of KV for which computing waits.
+        handover: what the device does to hand decodes to the host and to take their results.
+        second: what is to be added if this is the second of two sub-batches; not in ``total``.
     """
 
     embedding: float = 0.0
@@ -35,16 +37,18 @@ class Terms(NamedTuple):
     host: float = 0.0
     piggybacked: float = 0.0
     kv_stall: float = 0.0
+    handover: float = 0.0
+    second: float = 0.0
 
     @property
     def total(self) -> float:
         """The sum of all terms, without overlap."""
-        return sum(self)
+        return sum(self[:-1])
 
     @property
     def linear(self) -> float:
         """The layers without attention: T_l of NEO, summed over the layers."""
-        return self.dense + self.collectives
+        return self.dense + self.collectives + self.handover
 
     @property
     def attention(self) -> float:
@@ -85,7 +89,7 @@ def step_time(cost: CostModel, works: Seq[Work]) -> float:
     (NEO's batch 1 has no attention on the device: T_ga1 = 0). With one sub-batch, T_l1 and T_ca1
     are 0. KV moves overlap with all that is computed in the layers, but for what stalls it.
     Embedding, head, sampling and host overhead are done once for both sub-batches, with nothing
-    overlapped.
+    overlapped. So is what the second one adds.
 
     Raises:
         InvariantError: neither one nor two sub-batches.
@@ -101,7 +105,7 @@ def step_time(cost: CostModel, works: Seq[Work]) -> float:
     layers = _slower(first.linear + second.attention, second.cpu_attention) + _slower(
         second.linear + first.attention, first.cpu_attention
     )
-    return max(layers, first.kv_move + second.kv_move) + outside
+    return max(layers, first.kv_move + second.kv_move) + outside + second.second
 
 
 def _slower(device: float, cpu: float) -> float:

@@ -36,25 +36,53 @@ def format_report(report: Mapping[str, Any], key: ProfileKey) -> str:
 
 def _host_lines(report: Mapping[str, Any]) -> list[str]:
     """What was measured of the host tier."""
-    lines = [f"host tier: {report['name']}"]
+    lines = [f"host tier: {report['name']}", *_cost_lines(report), ""]
+    lines += [f"{'':32}{'average':>9}{'P90':>9}", *_accuracy_lines("moves", report["moves"])]
+    carried, overlapped = report.get("carried"), report.get("overlapped")
+    if carried is not None:
+        lines += _accuracy_lines("steps with host rows", carried)
+        if report["round_trip"]:
+            lines += _accuracy_lines("round trips", report["round_trip"])
+    if overlapped is not None:
+        for name, what in (("one", "one sub-batch"), ("two", "two sub-batches")):
+            if name in overlapped:
+                lines += _accuracy_lines(what, overlapped[name])
+    kinds = {"steps with host rows": carried, "overlapped sub-batches": overlapped}
+    measured = {what: kind for what, kind in kinds.items() if kind is not None}
+    if measured:
+        lines += [_row("goal", GOAL._asdict()), "", *map(_verdict, measured, measured.values())]
+    if any(kind["repeatability"]["p90"] < GOAL.p90 for kind in measured.values()):
+        lines.append("the machine repeats itself worse; measure again when it is quiet")
+    return lines
+
+
+def _cost_lines(report: Mapping[str, Any]) -> list[str]:
+    """The costs that were fitted."""
+    lines = []
     for way, words in (("out", "to the host"), ("back", "to the device")):
         rate = report[way]["bytes_per_s"]
         speed = f"{rate / 1e9:.2f} GB/s" if rate else "no measurable time a token"
         lines.append(f"moves {words}: {speed}, {report[way]['move_s'] * 1e6:.0f} us each")
     lines.append(f"computing waits for {report['stall']:.0%} of a move")
-    lines += ["", f"{'':32}{'average':>9}{'P90':>9}", *_accuracy_lines("moves", report["moves"])]
-    if (carried := report.get("carried")) is not None:
+    if "carried" in report:
         step_us, row_us = (report["carry"][name] * 1e6 for name in ("step_s", "row_layer_s"))
-        lines.insert(4, f"carried rows: {step_us:.0f} us a step, {row_us:.2f} us a row and layer")
-        lines += _accuracy_lines("steps with host rows", carried)
-        if report["round_trip"]:
-            lines.append(_row("round trips, held out", report["round_trip"]["held_out"]))
-        lines.append(_row("goal", GOAL._asdict()))
-        met = all(got >= goal for got, goal in zip(carried["held_out"].values(), GOAL, strict=True))
-        lines += ["", f"the goal is {'met' if met else 'NOT met'} on held-out steps with host rows"]
-        if carried["repeatability"]["p90"] < GOAL.p90:
-            lines.append("the machine repeats itself worse; measure again when it is quiet")
+        lines.append(f"carried rows: {step_us:.0f} us a step, {row_us:.2f} us a row and layer")
+        step_us, row_us = (report["wake"][name] * 1e6 for name in ("step_s", "row_s"))
+        lines.append(f"round trips beside attention: {step_us:.0f} us, {row_us:.1f} us a row")
+    if "overlapped" in report:
+        cost = {name: value * 1e6 for name, value in report["overlapped"]["cost"].items()}
+        lines += [
+            f"overlapped sub-batches: {cost['batch_s']:.0f} us each, {cost['row_s']:.1f} us a row, "
+            f"{cost['second_s']:.0f} us for a second one,",
+            f"  {cost['wait_s']:.0f} us of waits, and {cost['drag'] / 1e6:.0%} of the attention "
+            "beside them",
+        ]
     return lines
+
+
+def _verdict(what: str, of: Mapping[str, Mapping[str, float]]) -> str:
+    met = all(got >= goal for got, goal in zip(of["held_out"].values(), GOAL, strict=True))
+    return f"the goal is {'met' if met else 'NOT met'} on held-out {what}"
 
 
 def _accuracy_lines(what: str, of: Mapping[str, Mapping[str, float]]) -> list[str]:

@@ -47,12 +47,16 @@ class HostRoom:
         name: who attends there, by which its costs are kept.
         attends: whether anybody does.
         token_bytes: of the KV of a token, in all layers.
+        carries: whether steps of the device carry rows of the host.
+        overlaps: whether steps have sub-batches that overlap with its attention.
     """
 
     name: str
     groups: tuple[GroupRoom, ...]
     attends: bool
     token_bytes: int
+    carries: bool = True
+    overlaps: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any
 
@@ -11,20 +12,38 @@ from weft.cost.fit import Fitted, ProfileKey
 from weft.cost.host_profiler import profile_host
 from weft.cost.options import ProfileOptions
 from weft.cost.profiler import profile
+from weft.cost.work import Work
 from weft.engine.build import build_engine
 from weft.engine.costs import profile_key
+from weft.engine.devices import is_cpu, pick_device
 from weft.engine.timer import HostTimer, room_of
+from weft.sched.balance import Balance, HostWork
 
 
 def profiled_config(settings: Mapping[str, Any]) -> EngineConfig:
     """The settings of an engine to measure: one that attends on the host if they say how.
 
+    Where it can, it overlaps sub-batches as well as it carries rows.
+
     Raises:
         ConfigError: they cannot be.
     """
-    attends = settings.get("host_threads") or settings.get("host_process")
-    default = {"scheduler": "slo-piggyback"} if attends else {}
-    return EngineConfig.from_mapping({**default, **settings})
+    if not (settings.get("host_threads") or settings.get("host_process")):
+        return EngineConfig.from_mapping(settings)
+    config = EngineConfig.from_mapping({"scheduler": "slo-piggyback", **settings})
+    if "scheduler" in settings or config.tensor_parallel > 1 or config.attend:
+        return config
+    overlaps = is_cpu(pick_device(config.device))
+    return replace(config, scheduler="load-aware") if overlaps else config
+
+
+def load_aware_splits(
+    cost: Fitted, own: Work, contexts: Seq[int], most: int
+) -> list[tuple[Seq[int], Seq[int]]]:
+    """What ``load-aware`` compares; implements ``weft.cost.overlap_steps.Splits``."""
+    balance = Balance(cost, own.tokens + most)
+    compared = balance.compared(own, HostWork(contexts, (), most))
+    return [(share.first, share.second) for share in compared]
 
 
 def profile_engine(
@@ -42,7 +61,7 @@ def profile_engine(
     try:
         fitted, report = profile(run.run, room, key, engine.model.spec.num_layers, options)
         if room.host is not None:
-            costs, report["host"] = profile_host(run, room, fitted, options)
+            costs, report["host"] = profile_host(run, room, fitted, options, load_aware_splits)
             fitted = replace(fitted, hosts={room.host.name: costs})
     finally:
         engine.close()

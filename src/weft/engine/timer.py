@@ -10,6 +10,7 @@ from collections.abc import Sequence as Seq
 from weft.core.config import EngineConfig, ResolvedConfig
 from weft.core.plan import StepPlan, StepResult
 from weft.core.ports import Executor, Ticket
+from weft.cost.host_steps import HostCounts
 from weft.cost.steps import GroupRoom, HostRoom, StepRoom
 from weft.engine.costs import host_name
 from weft.engine.model import Model
@@ -32,6 +33,8 @@ def room_of(config: EngineConfig, model: Model, resolved: ResolvedConfig) -> Ste
             tuple(GroupRoom(blocks, group.window) for group, blocks in host),
             config.attends_on_host,
             sum(group.bytes_per_token for group in model.facts.groups),
+            carries=model.spec.rows_exchangeable,
+            overlaps=config.attends_on_host and not config.piggybacks,
         )
         if resolved.host_blocks
         else None,
@@ -70,15 +73,15 @@ class Timer:
 
 
 class HostTimer(Timer):
-    """Also knows the round trips of a host worker; implements ``weft.cost.host_steps.HostRun``."""
+    """Also knows what a host worker has done; implements ``weft.cost.host_steps.HostRun``."""
 
     def __init__(self, executor: Executor, mailbox: HostMailbox | None) -> None:
         super().__init__(executor)
         self._mailbox = mailbox
 
-    def round_trips(self) -> tuple[int, float]:
-        """Jobs that the worker has done, and the seconds from submission to result of them all."""
+    def counted(self) -> HostCounts:
+        """What the worker has done so far."""
         if self._mailbox is None:
-            return 0, 0.0
+            return HostCounts()
         counters = self._mailbox.counters()
-        return counters.jobs, counters.round_trip_ns * 1e-9
+        return HostCounts(counters.jobs, counters.busy_ns * 1e-9, counters.round_trip_ns * 1e-9)

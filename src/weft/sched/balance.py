@@ -8,7 +8,7 @@ the host adds is worth taking if it costs less time than that.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import accumulate
@@ -91,6 +91,11 @@ class Balance:
         """
         return _Choosing(self.cost, self._token_s, self.free_tokens, base, host).best(least)
 
+    def compared(self, base: Work, host: HostWork) -> list[HostShare]:
+        """What ``choose`` compares where nothing must go along, but for the device alone."""
+        choosing = _Choosing(self.cost, self._token_s, self.free_tokens, base, host)
+        return [share for share in choosing.options((0, 0)) if share.first or share.second]
+
     def choose_all(self, host: HostWork) -> HostShare:
         """Take everything along, in two sub-batches that are as equal as can be."""
         count = min(len(host.contexts), host.budget)
@@ -136,17 +141,26 @@ class _Choosing:
 
     def best(self, least: tuple[int, int]) -> HostShare:
         """The schedule of the highest rate; of two that are about equal, the plainer one."""
-        decodes = min(len(self.host.contexts), self.host.budget)
-        prompts = min(self.host.budget, sum(count for _, count in self.host.pieces))
-        lead, must = range(min(least[0], decodes)), min(least[1], prompts)
         best = HostShare(0, (), (), self._alone_s, 1.0 if self.base.tokens else 0.0)
-        found = None if lead or must else best
-        for chunk in self._chunks(prompts):
-            for option in self._options(chunk, lead):
-                enough = option.chunk >= must
-                if enough and (found is None or option.rate > found.rate * (1 + GAIN)):
-                    found = option
+        found = None if any(self._possible(least)) else best
+        for option in self.options(least):
+            if found is None or option.rate > found.rate * (1 + GAIN):
+                found = option
         return found or best
+
+    def options(self, least: tuple[int, int]) -> Iterator[HostShare]:
+        """Schedules with what must go along, in one sub-batch and in two."""
+        decodes, must = self._possible(least)
+        prompts = self._possible((0, self.host.budget))[1]
+        for chunk in self._chunks(prompts):
+            for option in self._options(chunk, range(decodes)):
+                if option.chunk >= must:
+                    yield option
+
+    def _possible(self, least: tuple[int, int]) -> tuple[int, int]:
+        """So many decodes and prompt tokens, as far as there are any and the budget allows."""
+        decodes = min(least[0], len(self.host.contexts), self.host.budget)
+        return decodes, min(least[1], self.host.budget, sum(n for _, n in self.host.pieces))
 
     def _chunks(self, most: int) -> list[int]:
         """No chunk, the one that fits beside the decodes for free, and all."""
