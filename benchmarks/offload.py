@@ -1,14 +1,16 @@
 """Decode attention on the host beside a device that is short of KV memory, and what it costs.
 
-    python benchmarks/offload.py [--model FOLDER] [--rate 2] [--clients 24] [--prompt 256]
-        [--seconds 15] [--rounds 3] [--out benchmarks/results/offload.json]
+    python benchmarks/offload.py [--model FOLDER] [--positions N] [--rate 2] [--clients 24]
+        [--prompt 256] [--memory 12MiB,256MiB] [--host-memory 256MiB] [--seconds 15] [--rounds 3]
+        [--out benchmarks/results/offload.json]
 
 The device is one thread of this CPU, and the host is another one: a stand-in for a GPU beside its
 CPUs, on which nothing can be won that two threads for all would not give. Servers stand side by
 side and are loaded in turns, as in ``coserve.py``, with interactive requests and best-effort
 clients; each once with KV memory for a few sequences and once with plenty. ``fcfs, 2 threads`` has
 all cores and is what everything is compared with. *host*: the share of all tokens whose attention
-the host computed; *at once*: sequences with a row, on average.
+the host computed; *at once*: sequences with a row, on average. With ``--positions`` the model takes
+longer prompts than it was made for: its text means nothing then, and its steps cost what they cost.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import re
 import statistics
 import subprocess
@@ -33,20 +36,23 @@ import coserve
 import report
 from coserve import Targets, be_work, both, clients, counted, idle_targets, summary
 from serve import start_server
+from weft.models.hub import resolve_model
 
 DEVICE = {"threads": 1}
 BOTH = {"threads": 2}
 HOST = {**DEVICE, "host_kv_memory": "256MiB"}
+WITH_HOST = {**HOST, "host_threads": 1}
 SERVERS: dict[str, tuple[str, dict[str, Any]]] = {
     "fcfs, 2 threads": ("fcfs", BOTH),
     "slo, 2 threads": ("slo", BOTH),
     "fcfs": ("fcfs", DEVICE),
     "fcfs, swapping": ("fcfs", HOST),
-    "load-aware": ("load-aware", {**HOST, "host_threads": 1}),
+    "load-aware": ("load-aware", WITH_HOST),
     "slo": ("slo", DEVICE),
     "slo, swapping": ("slo", HOST),
-    "slo-piggyback": ("slo-piggyback", {**HOST, "host_threads": 1}),
+    "slo-piggyback": ("slo-piggyback", WITH_HOST),
 }
+SAVED = ("model", "positions", "host_memory", "rate", "clients", "prompt", "seconds", "rounds")
 RUNNING = re.compile(r"^weft:num_requests_running.* ([0-9.]+)$", re.MULTILINE)
 
 
@@ -62,9 +68,9 @@ def serve(
 
 
 def make_profiles(folder: Path, model: str) -> dict[int, str]:
-    """The costs of steps for each number of threads."""
+    """The costs of steps for each number of threads, for one with those of the host tier."""
     paths = {}
-    for settings in (DEVICE, BOTH):
+    for settings in (WITH_HOST, BOTH):
         threads = settings["threads"]
         path, config = folder / f"{threads}.json", folder / f"profile{threads}.yaml"
         config.write_text(yaml.safe_dump({"model": model, "device": "cpu", **settings}))
@@ -76,6 +82,19 @@ def make_profiles(folder: Path, model: str) -> dict[int, str]:
         )
         paths[threads] = str(path)
     return paths
+
+
+def lengthen(folder: Path, model: str, positions: int) -> str:
+    """A copy of a checkpoint whose configuration allows for so many positions."""
+    source = resolve_model(model, offline=True)
+    folder.mkdir()
+    for file in source.iterdir():
+        (folder / file.name).symlink_to(file)
+    config = json.loads((source / "config.json").read_text())
+    (folder / "config.json").unlink()
+    config["max_position_embeddings"] = positions
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
 
 
 @asynccontextmanager
@@ -131,7 +150,9 @@ def measure(ports: dict[str, int], targets: Targets, options: Any, memory: str) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="builtin")
+    parser.add_argument("--positions", type=int, default=0, help="of the model, if not its own")
     parser.add_argument("--memory", default="12MiB,256MiB", help="KV memory of the device")
+    parser.add_argument("--host-memory", default="256MiB", help="KV memory of the host")
     parser.add_argument("--rate", type=float, default=2.0, help="of interactive requests a second")
     parser.add_argument("--clients", type=int, default=24, help="of best effort")
     parser.add_argument("--prompt", type=int, default=256, help="tokens of best effort")
@@ -145,10 +166,15 @@ def main() -> None:
     rows: list[Any] = []
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name)
-        profiles = make_profiles(folder, options.model)
+        model = options.model
+        if options.positions:
+            model = lengthen(folder / "model", model, options.positions)
+        profiles = make_profiles(folder, model)
 
         def started(server: str, memory: str, **settings: Any) -> int:
-            process, port = serve(folder, options.model, server, memory, settings)
+            if "host_kv_memory" in SERVERS[server][1]:
+                settings["host_kv_memory"] = options.host_memory
+            process, port = serve(folder, model, server, memory, settings)
             stack.callback(process.wait, 30)
             stack.callback(process.terminate)
             return port
@@ -176,8 +202,7 @@ def main() -> None:
         report.save(
             options.out,
             targets=asdict(targets),
-            **{k: getattr(options, k) for k in ("model", "rate", "clients", "prompt", "seconds")},
-            rounds=options.rounds,
+            **{key: getattr(options, key) for key in SAVED},
             rows=rows,
         )
 

@@ -94,6 +94,13 @@ def command_of(process: psutil.Process) -> list[str]:
     return []
 
 
+def lives(process: psutil.Process) -> bool:
+    """Whether a process runs; one that nobody has reaped yet does not."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -157,7 +157,7 @@ def test_an_engine_that_is_killed_finds_its_place_again(expected, piggybacking, 
         crowd = Crowd(server, others)
         server.children()["weft-engine"].kill()
         assert crowd.answers.result() == expected
-        assert server.metrics("weft:engine_restarts_total") == [1]
+        eventually(lambda: server.metrics("weft:engine_restarts_total") == [1], START_S)
         assert Crowd(server, others).answers.result() == expected
 
 

@@ -15,7 +15,7 @@ import httpx
 import psutil
 import pytest
 
-from live import START_S, Server, command_of, eventually, refused, run, serving
+from live import START_S, Server, command_of, eventually, lives, refused, run, serving
 from weft.core.config import EngineConfig
 from weft.cost.curves import Curve
 from weft.cost.fit import FEATURES, Fitted
@@ -194,8 +194,9 @@ def test_an_engine_that_is_killed_with_rows_on_the_host_loses_no_token(
         worker = server.children()["weft-host"]
         server.children()["weft-engine"].kill()
         assert all(answers == expected for answers in crowds.answers())
-        assert server.metrics("weft:engine_restarts_total") == [1]
-        eventually(lambda: not worker.is_running())  # the supervisor reaps it
+        eventually(lambda: server.metrics("weft:engine_restarts_total") == [1], START_S)
+        eventually(lambda: not lives(worker))
+        eventually(lambda: "weft-host" in server.children(), START_S)
         assert server.children()["weft-host"].pid != worker.pid
         eventually(server.idle)
 

@@ -14,7 +14,7 @@ import numpy as np
 import psutil
 import pytest
 
-from live import START_S, command_of, eventually, serving
+from live import START_S, command_of, eventually, lives, serving
 from weft import LLM, SamplingParams
 from weft.core.config import EngineConfig
 from weft.core.errors import ConfigError, EngineDeadError, InvariantError, OutOfMemoryError
@@ -195,7 +195,7 @@ def test_a_server_goes_on_after_a_rank_has_died(tmp_path):
         eventually(lambda: server.metrics("weft:engine_restarts_total") == [1], START_S)
         (rank,) = ranks(psutil.Process(server.process.pid))
         server.children()["weft-engine"].kill()
-        eventually(lambda: not rank.is_running(), START_S)
+        eventually(lambda: not lives(rank), START_S)
     assert "Rank 1 of the engine ended: signal SIGKILL" in server.errors.read_text()
 
 

@@ -24,7 +24,7 @@ from test_piggybacked_rows import (
 from tight_kv import GREEDY, LENGTH, least_kv_memory, run, settings_for
 
 from depth import deep
-from live import command_of, eventually
+from live import command_of, eventually, lives
 from weft.core.errors import EngineDeadError, HostWorkerError, OutOfMemoryError
 from weft.core.plan import KVMove, RowAdd, StepPlan, StepResult, SubBatch, Tier
 from weft.engine.build import build_engine
@@ -56,13 +56,6 @@ def weft_processes(title: str, of: psutil.Process | None = None) -> list[psutil.
     """Processes below one, by how their title begins."""
     children = (of or psutil.Process()).children(recursive=True)
     return [child for child in children if "".join(command_of(child)[:1]).startswith(title)]
-
-
-def lives(process: psutil.Process) -> bool:
-    """Whether a process runs; one that nobody has reaped yet does not."""
-    with suppress(psutil.NoSuchProcess):
-        return process.status() != psutil.STATUS_ZOMBIE
-    return False
 
 
 def rank_tokens(folder: Path, monkeypatch: pytest.MonkeyPatch, **more: Any) -> dict[int, Any]:
