@@ -94,7 +94,7 @@ def test_an_engine_that_is_killed_with_kv_on_the_host_loses_no_token(expected, t
         eventually(lambda: moved(server)[0] > 0, START_S)
         server.children()["weft-engine"].kill()
         assert answers.result() == expected
-        assert server.metrics("weft:engine_restarts_total") == [1]
+        eventually(lambda: server.metrics("weft:engine_restarts_total") == [1], START_S)
         eventually(lambda: server.idle() and len(set(host_blocks(server))) == 1)
 
 
