@@ -17,7 +17,7 @@ from weft.core.errors import InvariantError, OutOfMemoryError
 from weft.core.plan import KVMove, RowAdd, StepPlan, SubBatch, Tier
 from weft.core.settings import format_bytes
 from weft.core.types import FinishReason, Request
-from weft.cost.curves import Curve
+from weft.cost.curves import Curve, Grid
 from weft.cost.fit import FEATURES, Fitted
 from weft.cost.host_costs import HostCosts, MoveCost
 from weft.cost.work import Work
@@ -307,6 +307,18 @@ def test_costs_of_other_threads_or_another_transport_are_not_used_silently(folde
         assert "the profile has 2 threads of the engine, not" in warning
         assert warning.startswith("The costs of the host tier are assumed (")
         caplog.clear()
+
+
+def test_moves_that_were_measured_beside_attention_are_used_without_it(folders, caplog) -> None:
+    config = settings_for(folders["llama-gqa"], host_kv_memory=2**20)
+    model = find_model(config)
+    grid = Grid.of({(n, c): 0.1 for n in (1, 2) for c in (0, 16)})
+    costs = HostCosts(grid, MoveCost(0.5, 0.25), MoveCost(1.0, 0.125), stall=0.5, duplex=False)
+    fitted = replace(unmeasured(config, model), hosts={"1 thread of the engine": costs})
+    found = with_host(config, model, fitted)
+    assert found.host == replace(costs, attention=None)
+    assert describe_host_costs(found) == "costs of the host tier are measured"
+    assert not caplog.records
 
 
 def test_the_host_must_have_the_memory_of_all_ranks(folders, monkeypatch) -> None:

@@ -37,7 +37,7 @@ def host_name(config: EngineConfig) -> str:
     """What the costs of a host tier are kept by: who attends there, with how many threads."""
     count = config.num_host_threads
     if not count:
-        return "no attention"
+        return "moves alone"
     return f"{count} thread{'' if count == 1 else 's'} of {transport(config)}"
 
 
@@ -49,11 +49,17 @@ def transport(config: EngineConfig) -> str:
 def with_host(config: EngineConfig, model: Model, fitted: Fitted) -> Fitted:
     """The costs with those of the host tier that is served, if there is one.
 
-    A profile that has none for this tier, be it of other threads, gives assumed ones.
+    Moves are those of any tier that was measured, as they do not depend on who attends there. A
+    profile that has nothing else for this tier, be it of other threads, gives assumed costs.
     """
     if config.host_kv_memory is None:
         return fitted
     host = fitted.hosts.get(host_name(config))
+    if host is None and fitted.hosts and not config.attends_on_host:
+        measured = next(iter(fitted.hosts.values()))
+        host = HostCosts(
+            None, measured.out, measured.back, stall=measured.stall, duplex=measured.duplex
+        )
     if host is None:
         host = assumed_host(config, model, fitted)
         logger.warning("The %s.", describe_host_costs(fitted.planned_with(host)))
