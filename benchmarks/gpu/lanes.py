@@ -1,4 +1,4 @@
-"""What piggybacked rows cost captured steps, and how fast they advance, with random weights.
+"""Cost of piggybacked rows to captured steps, and how fast they advance, with random weights.
 
 Steps without such rows and steps with them alternate in one run, so that the time of the latter is
 a ratio. Rows of the host have no KV of their own: what they read is zeros.
@@ -97,14 +97,21 @@ class Engine:
         return statistics.median(times), tokens / sum(times)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def prepared(
+    description: str, *, rows: int, context: int, steps: int
+) -> tuple[argparse.Namespace, Decoder, Device]:
+    """Read the command line; return it with a random decoder and its device.
+
+    Args:
+        rows, context, steps: defaults of the options with these names.
+    """
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--model", default="qwen2.5-7b")
     parser.add_argument("--batch", type=int, default=64, help="rows of the device")
-    parser.add_argument("--rows", type=int, default=64, help="rows of the host")
-    parser.add_argument("--context", type=int, default=1024, help="tokens of a row of the host")
+    parser.add_argument("--rows", type=int, default=rows, help="rows of the host")
+    parser.add_argument("--context", type=int, default=context, help="tokens of a row of the host")
     parser.add_argument("--threads", type=int, default=8, help="of the host worker")
-    parser.add_argument("--steps", type=int, default=40, help="of each kind in a round")
+    parser.add_argument("--steps", type=int, default=steps, help="of each kind in a round")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     options = parser.parse_args()
     cuda = options.device == "cuda"
@@ -113,6 +120,11 @@ def main() -> None:
     spec = shape(options.model, options.context + 1024)
     with torch.inference_mode():
         decoder = random_decoder(spec, torch.bfloat16, device.where, ops, "none")
+    return options, decoder, device
+
+
+def main() -> None:
+    options, decoder, device = prepared(__doc__, rows=64, context=1024, steps=40)
     engine = Engine(decoder, device, options.batch, options.rows, options.context, options.threads)
     found = []
     for _ in range(ROUNDS):

@@ -1,4 +1,4 @@
-"""What decodes on the host add to steps that wait for them in each layer, with random weights.
+"""Extra time of steps with decodes on the host, which they wait for in each layer; random weights.
 
 Steps of rows of the device alone alternate with those that have rows of the host as well, in the
 same sub-batch and in another one, so that the times of the latter are ratios. Rows of the host have
@@ -7,18 +7,14 @@ no KV of their own: what they read is zeros.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 
-import torch
 from figures import figure
-from lanes import Engine
-from shapes import random_decoder, shape
+from lanes import Engine, prepared
 
 from weft.core.plan import StepPlan, SubBatch, Tier
-from weft.exec.device import CudaDevice, Device, HostDevice
-from weft.kernels.ops import select_ops
+from weft.exec.device import Device
 from weft.models.decoder import Decoder
 
 ROUNDS = 4
@@ -69,21 +65,7 @@ class OverlappingEngine(Engine):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="qwen2.5-7b")
-    parser.add_argument("--batch", type=int, default=64, help="rows of the device")
-    parser.add_argument("--rows", type=int, default=32, help="rows of the host")
-    parser.add_argument("--context", type=int, default=256, help="tokens of a row of the host")
-    parser.add_argument("--threads", type=int, default=8, help="of the host worker")
-    parser.add_argument("--steps", type=int, default=20, help="of each kind in a round")
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    options = parser.parse_args()
-    cuda = options.device == "cuda"
-    device: Device = CudaDevice("cuda:0") if cuda else HostDevice()
-    ops = select_ops(str(device.where), "bfloat16", "auto" if cuda else "reference")
-    spec = shape(options.model, options.context + 1024)
-    with torch.inference_mode():
-        decoder = random_decoder(spec, torch.bfloat16, device.where, ops, "none")
+    options, decoder, device = prepared(__doc__, rows=32, context=256, steps=20)
     given = options.batch, options.rows, options.context, options.threads
     engine = OverlappingEngine(decoder, device, *given)
     found = [

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from weft.engine.host_tier import device_attention, overlaps
+from weft.engine.host_tier import device_attention
 from weft.exec.device import CudaDevice, Device, HostDevice, Replay
 from weft.exec.device_tier import device_tier
 from weft.exec.graphs import GraphExecutor, Steps
@@ -123,7 +123,7 @@ def graph_executor(
     if decoder.device != "cpu":
         device = CudaDevice(decoder.device)
     attend = device_attention(config, decoder, table)
-    tier = device_tier(store, resolved.host_blocks, device, attend, overlaps=overlaps(config))
+    tier = device_tier(store, resolved.host_blocks, device, attend, overlaps=config.overlaps)
     return GraphExecutor(decoder, store, table, device, steps, tier)
 
 

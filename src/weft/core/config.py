@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from weft.core.class_table import class_table
-from weft.core.config_rules import check_budget, check_host_attention, check_kv_disk
+from weft.core.config_rules import check_host_attention, check_kv_disk, check_sizes
 from weft.core.errors import ConfigError, OutOfMemoryError, ParameterError, suggest
 from weft.core.kv_split import (
     bytes_for,
@@ -29,7 +29,6 @@ from weft.core.settings import check_settings, format_bytes, setting, settings_o
 from weft.core.types import MAX_SEED, MAX_SPECULATION, ServiceClass
 
 DTYPES = ("float32", "bfloat16", "float16")
-QUANTIZE_GROUPS = (32, 64, 128)
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 DEVICES = ("cpu", "cuda")
 ADMISSIONS = ("demote", "reject", "off")
@@ -316,24 +315,13 @@ class EngineConfig:
             check_settings(self)
         except ParameterError as error:
             raise ConfigError(error.message, param=error.param) from None
-        check_budget(self.max_num_batched_tokens, self.max_num_seqs)
+        check_sizes(self)
         check_kv_disk(self)
         check_host_attention(self)
-        if self.quantize_group not in QUANTIZE_GROUPS:
-            raise ConfigError(
-                f"quantize_group must be 32, 64 or 128, not {self.quantize_group}.",
-                param="quantize_group",
-            )
         for name in ("tokenizer", "chat_template"):
             path = getattr(self, name)
             if path is not None and not Path(path).exists():
                 raise ConfigError(f"{name}: '{path}' does not exist; check the path.", param=name)
-        if self.ring_slots is not None and self.ring_slots < self.max_num_seqs:
-            raise ConfigError(
-                f"ring_slots {self.ring_slots} is less than max_num_seqs {self.max_num_seqs}: so "
-                "many sequences cannot reach the engine at once; raise the one or lower the other.",
-                param="ring_slots",
-            )
         self.service_classes()
 
     @property
@@ -345,6 +333,11 @@ class EngineConfig:
     def piggybacks(self) -> bool:
         """Whether rows whose attention is computed there go through the layers in several steps."""
         return self.attends_on_host and SCHEDULERS[self.scheduler].piggybacks
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether sub-batches wait in each layer for attention that is computed there."""
+        return self.attends_on_host and not self.piggybacks
 
     @property
     def num_host_threads(self) -> int:

@@ -11,6 +11,8 @@ from weft.core.errors import ConfigError
 if TYPE_CHECKING:
     from weft.core.config import EngineConfig
 
+QUANTIZE_GROUPS = (32, 64, 128)
+
 
 def check_budget(max_num_batched_tokens: int, max_num_seqs: int) -> None:
     """Raise ConfigError if a step cannot hold a token of each running sequence."""
@@ -19,6 +21,22 @@ def check_budget(max_num_batched_tokens: int, max_num_seqs: int) -> None:
             f"max_num_batched_tokens ({max_num_batched_tokens}) is below max_num_seqs "
             f"({max_num_seqs}); each running sequence needs one token a step.",
             param="max_num_batched_tokens",
+        )
+
+
+def check_sizes(config: EngineConfig) -> None:
+    """Raise ConfigError if a step, the ring or groups of quantised weights have no such size."""
+    check_budget(config.max_num_batched_tokens, config.max_num_seqs)
+    if config.quantize_group not in QUANTIZE_GROUPS:
+        raise ConfigError(
+            f"quantize_group must be 32, 64 or 128, not {config.quantize_group}.",
+            param="quantize_group",
+        )
+    if config.ring_slots is not None and config.ring_slots < config.max_num_seqs:
+        raise ConfigError(
+            f"ring_slots {config.ring_slots} is less than max_num_seqs {config.max_num_seqs}: so "
+            "many sequences cannot reach the engine at once; raise the one or lower the other.",
+            param="ring_slots",
         )
 
 
@@ -63,7 +81,7 @@ def check_host_attention(config: EngineConfig) -> None:
             f"Scheduler {config.scheduler} keeps KV on the host; set host_kv_memory to its size.",
             param="host_kv_memory",
         )
-    if config.tensor_parallel > 1 and not config.piggybacks:
+    if config.tensor_parallel > 1 and config.overlaps:
         raise ConfigError(
             f"Scheduler {config.scheduler} is for one process, and tensor_parallel is "
             f"{config.tensor_parallel}: each rank would wait for its own host in every layer.",

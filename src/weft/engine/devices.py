@@ -13,7 +13,7 @@ from weft.core.errors import ConfigError, OutOfMemoryError
 from weft.core.ports import Executor
 from weft.core.settings import format_bytes
 from weft.engine.driver import has_driver
-from weft.engine.host_tier import cpu_tier, device_attention, overlaps
+from weft.engine.host_tier import cpu_tier, device_attention
 from weft.engine.machine import available_memory
 from weft.exec.collect import is_out_of_memory
 from weft.exec.disk_blocks import DiskBlocks
@@ -183,5 +183,5 @@ def make_executor(
     device = CudaDevice(decoder.device)
     with host_tier:
         attend = device_attention(config, decoder, table)
-        tier = device_tier(store, resolved.host_blocks, device, attend, overlaps=overlaps(config))
+        tier = device_tier(store, resolved.host_blocks, device, attend, overlaps=config.overlaps)
     return GraphExecutor(decoder, store, table, device, steps, tier)

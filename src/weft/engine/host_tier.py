@@ -26,11 +26,6 @@ from weft.models.decoder import Decoder
 from weft.models.spec import ModelSpec
 
 
-def overlaps(config: EngineConfig) -> bool:
-    """Whether sub-batches wait in each layer for attention that the host computes."""
-    return config.attends_on_host and not config.piggybacks
-
-
 def check_attends_on_host(config: EngineConfig, spec: ModelSpec, ops: OpTable) -> None:
     """Check that the host can attend to rows of a model, if it is to.
 
@@ -88,7 +83,7 @@ def cpu_tier(
         attention = HostAttention(decoder, host, table, threads)
     if accesses:
         attention.places = link_places(accesses, decoder, store, table, attention.mailbox)
-    return HostTier(store, host, copy_blocks, attention, overlaps=overlaps(config))
+    return HostTier(store, host, copy_blocks, attention, overlaps=config.overlaps)
 
 
 def device_attention(

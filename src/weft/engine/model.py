@@ -20,7 +20,7 @@ from weft.core.errors import ConfigError, KernelError, OutOfMemoryError
 from weft.core.kv_types import KV_TYPES
 from weft.core.settings import format_bytes
 from weft.engine.devices import free_memory, is_cpu, pick_device
-from weft.engine.host_tier import check_attends_on_host, overlaps
+from weft.engine.host_tier import check_attends_on_host
 from weft.engine.machine import available_memory, has_fast_bfloat16
 from weft.engine.weights import check_heads, check_launches, check_storage, stored_weights
 from weft.exec.workspace import StepSizes, workspace_bytes
@@ -213,11 +213,11 @@ def _step_sizes(config: EngineConfig, spec: ModelSpec, kv_bytes: tuple[int, int]
         samples=config.max_num_seqs * (1 + config.speculation),
         blocks=[blocks] * len(spec.kv_groups),
         lanes=lanes_for(config.max_num_seqs) if config.piggybacks else 0,
-        overlaps=overlaps(config),
+        overlaps=config.overlaps,
         scratch_bytes=sum(
             blocks * config.block_size * group.bytes_per_token(*kv_bytes) // len(group.layers)
             for group in spec.kv_groups
-            if overlaps(config)
+            if config.overlaps
         ),
     )
 

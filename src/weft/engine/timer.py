@@ -34,7 +34,7 @@ def room_of(config: EngineConfig, model: Model, resolved: ResolvedConfig) -> Ste
             config.attends_on_host,
             sum(group.bytes_per_token for group in model.facts.groups),
             carries=model.spec.rows_exchangeable,
-            overlaps=config.attends_on_host and not config.piggybacks,
+            overlaps=config.overlaps,
         )
         if resolved.host_blocks
         else None,

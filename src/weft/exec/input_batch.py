@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -134,6 +135,11 @@ class InputBatch:
         for group, blocks in enumerate(move.target):
             self.table_length[group][move.row] = 0
             self._append(move.row, group, blocks)
+
+    def tables_of(self, rows: NDArray[np.signedinteger[Any]]) -> list[NDArray[np.int32]]:
+        """Block tables of rows [N], for each group [N, blocks of the longest]."""
+        longest = [int(length[rows].max()) for length in self.table_length]
+        return [t[rows, :width] for t, width in zip(self.tables, longest, strict=True)]
 
     def append_token(self, row: int, token: int) -> None:
         """Store the sampled next token, which a later step may need before the host knows it."""

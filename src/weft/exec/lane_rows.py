@@ -102,10 +102,7 @@ class LaneRows:
         self._serial += 1
         if begun:
             table, rows = self._table, rows_of(begun)
-            contexts = table.length[rows]
-            used = [int(length[rows].max()) for length in table.table_length]
-            tables = [t[rows, :width] for t, width in zip(table.tables, used, strict=True)]
-            self.courier.begin(rows, contexts, tables, self._serial)
+            self.courier.begin(rows, table.length[rows], table.tables_of(rows), self._serial)
         dropped, self._dropped = tuple(self._dropped), []
         return Carried(self._serial, begun, tuple(limits), dropped)
 

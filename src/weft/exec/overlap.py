@@ -160,10 +160,7 @@ class _Lane:
         return LanePart(stack, len(inputs.input_ids), inputs.groups)
 
     def _begin_on_host(self, contexts: Seq[int]) -> None:
-        table, rows = self._table, self._rows
-        widths = [int(lengths[rows].max()) for lengths in table.table_length]
-        tables = [blocks[rows, :width] for blocks, width in zip(table.tables, widths, strict=True)]
-        self._mailbox.begin(rows, contexts, tables)
+        self._mailbox.begin(self._rows, contexts, self._table.tables_of(self._rows))
 
     def enter(self, layer: int) -> None:
         """Compute what precedes attention, hand the host its part, and attend on the device."""

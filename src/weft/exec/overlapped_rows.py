@@ -44,13 +44,11 @@ class OverlappedRows:
 
     def begin(self, hosted: Seq[SubBatch]) -> None:
         """Expect jobs of the step: of each sub-batch, of the rows that the host attends for."""
-        self._rows, table = [rows_of(some.rows) for some in hosted], self._table
+        self._rows = [rows_of(some.rows) for some in hosted]
         rows = np.concatenate(self._rows)
         if len(rows):
             contexts = 1 + np.concatenate([np.array(some.starts, np.int64) for some in hosted])
-            used = [int(length[rows].max()) for length in table.table_length]
-            tables = [t[rows, :width] for t, width in zip(table.tables, used, strict=True)]
-            self.courier.begin(rows, contexts, tables, self._serial)
+            self.courier.begin(rows, contexts, self._table.tables_of(rows), self._serial)
 
     def wait(self, number: int, layer: int) -> None:
         """Wait until the results of a layer are on the device, for the rows of a sub-batch.

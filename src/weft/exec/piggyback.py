@@ -171,10 +171,8 @@ class PiggybackedRows:
         table = self._table
         contexts = table.length[rows]
         positions = contexts - 1
-        used = [int(length[rows].max()) for length in table.table_length]
-        tables = [blocks[rows, :width] for blocks, width in zip(table.tables, used, strict=True)]
         places = None if self._places is None else self._places.of_rows[rows]
-        self._mailbox.begin(rows, contexts, tables, places)
+        self._mailbox.begin(rows, contexts, table.tables_of(rows), places)
         for kept, found in zip(self._angles, self._decoder.angles(positions), strict=True):
             for mine, fresh in zip(kept, found, strict=True):
                 mine[rows] = fresh
