@@ -186,10 +186,7 @@ def test_sequences_beyond_the_device_decode_on_the_host(depth):
     assert any(host_rows(plan) > 1 for plan in steps)
 
 
-@pytest.mark.parametrize("late_s", [1.0, 1e4])
-def test_a_host_that_is_slow_or_stopped_is_no_slowness_of_the_device(late_s):
-    """However long steps wait for it, what is planned is what would be with a host in time."""
-
+def test_a_host_that_is_slow_or_stopped_is_asked_less_and_is_no_slowness_of_the_device():
     def plans(late_s: float) -> list[StepPlan]:
         groups, now = (GroupSpec("full", 4, 16),), 1.0
         scheduler = load_aware(TieredCache(groups, (200,)), Limits(16, 64, 64), HALVES)
@@ -203,9 +200,14 @@ def test_a_host_that_is_slow_or_stopped_is_no_slowness_of_the_device(late_s):
         assert scheduler.idle
         return found
 
-    in_time = plans(0.0)
-    assert sum(host_rows(plan) > 0 for plan in in_time[: len(in_time) // 2]) > 3
-    assert plans(late_s) == in_time
+    def joined(plans: list[StepPlan]) -> int:
+        return sum(host_rows(plan) > 0 for plan in plans)
+
+    in_time, late, stopped = plans(0.0), plans(20.0), plans(1e4)
+    assert joined(in_time[: len(in_time) // 2]) > 3
+    assert joined(stopped) <= joined(late) < joined(in_time) / 2
+    alone = planned(queued_fcfs(), ModelledExecutor((GroupSpec("full", 4, 16),), 97))
+    assert len(stopped) <= len(alone)
 
 
 def queued_fcfs(blocks: int = 16, count: int = 8) -> Scheduler:

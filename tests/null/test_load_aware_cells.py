@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from statistics import fmean
 
 import pytest
@@ -136,3 +136,32 @@ def test_where_device_memory_is_short_it_is_far_better():
     cell = CELLS[0]
     alone, both = served(cell, "fcfs", WRONG[0]), served(cell, "load-aware", WRONG[0])
     assert both[0] < alone[0] / 1.5
+
+
+@dataclass(frozen=True)
+class Contended:
+    """The truth where steps with decodes of the host share its cores: all of them is slower."""
+
+    cost: CostModel
+    by: float
+
+    @property
+    def layers(self) -> int:
+        return self.cost.layers
+
+    def terms(self, work: Work) -> Terms:
+        terms = self.cost.terms(work)
+        return Terms(*(term * self.by for term in terms)) if work.host_decodes else terms
+
+
+@pytest.mark.parametrize("truth", [partial(Wrong, cpu=5), partial(Contended, by=2.5)], ids=str)
+@pytest.mark.parametrize("cell", [CELLS[0], CELLS[3], SHORT_OF_MEMORY], ids=str)
+def test_it_learns_that_steps_with_the_host_take_longer_than_predicted(cell, truth):
+    """The host is tried now and then, and that costs little; by prediction it halves the time."""
+    world = world_of(cell)
+    scheduler = make_scheduler("load-aware", world.planned)
+    traffic = world.traffic(float(cell[4]))
+    seconds = figures(simulate(scheduler, truth(world.cost), traffic, world.errors()))
+    alone = served(cell, "fcfs", WRONG[0])
+    assert seconds[0] <= alone[0] * 1.05
+    assert scheduler.totals.host_tokens < scheduler.totals.output_tokens / 10

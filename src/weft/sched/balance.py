@@ -29,7 +29,7 @@ class HostShare(NamedTuple):
         chunk: prompt tokens whose KV goes to the host.
         first, second: which host decodes go into batch 0 and into batch 1: their places in
             ``HostWork.contexts``, in order. Batch 1 has the first choice.
-        seconds: predicted time of the step.
+        seconds: predicted time of the step, without the slowdown that steps of the host have.
         rate: what the step is worth by its time; 1 for the device alone.
     """
 
@@ -60,6 +60,8 @@ class Balance:
 
     Attributes:
         free_tokens: tokens of a step that takes as long as reading the weights once.
+        slowdown: seconds that a step with decodes of the host takes for each that is predicted;
+            options with such decodes are priced by it.
 
     Args:
         most_tokens: of a step, within which the cost model is asked.
@@ -67,6 +69,7 @@ class Balance:
 
     def __init__(self, cost: CostModel, most_tokens: int) -> None:
         self.cost = cost
+        self.slowdown = 1.0
         half = (most_tokens + 1) // 2
         dense = [cost.terms(Work(tokens=tokens)).dense for tokens in (1, half, most_tokens)]
         self._token_s = max((dense[2] - dense[1]) / max(1, most_tokens - half), 1e-12)
@@ -76,7 +79,7 @@ class Balance:
         """Time of the host's attention if all of these decode in one step."""
         count = len(contexts)
         work = Work(tokens=count, host_decodes=count, host_context=sum(contexts))
-        return self.cost.terms(work).cpu_attention
+        return self.cost.terms(work).cpu_attention * self.slowdown
 
     def move_seconds(self, tokens: int) -> float:
         """Time to bring the KV of so many tokens from one tier to the other."""
@@ -89,21 +92,24 @@ class Balance:
             least: (decodes, prompt tokens) that must go along at least, as far as there are any;
                 of the decodes the first ones.
         """
-        return _Choosing(self.cost, self._token_s, self.free_tokens, base, host).best(least)
+        return self._choosing(base, host).best(least)
 
     def compared(self, base: Work, host: HostWork) -> list[HostShare]:
         """What ``choose`` compares where nothing must go along, but for the device alone."""
-        choosing = _Choosing(self.cost, self._token_s, self.free_tokens, base, host)
-        return [share for share in choosing.options((0, 0)) if share.first or share.second]
+        options = self._choosing(base, host).options((0, 0))
+        return [share for share in options if share.first or share.second]
 
     def choose_all(self, host: HostWork) -> HostShare:
         """Take everything along, in two sub-batches that are as equal as can be."""
         count = min(len(host.contexts), host.budget)
         chunk = min(host.budget - count, sum(count for _, count in host.pieces))
-        choosing = _Choosing(self.cost, self._token_s, self.free_tokens, Work(), host)
+        choosing = self._choosing(Work(), host)
         sums = [0, *accumulate(host.contexts[:count])]
         second = _most(count, lambda n: sums[n] <= sums[count] / 2)
         return choosing.choice(chunk, range(second, count), range(second))
+
+    def _choosing(self, base: Work, host: HostWork) -> _Choosing:
+        return _Choosing(self.cost, self._token_s, self.free_tokens, self.slowdown, base, host)
 
 
 def _most(high: int, fits: Callable[[int], bool]) -> int:
@@ -119,10 +125,16 @@ class _Choosing:
     """One choice: the work of the device, its prices, and the schedules that are compared."""
 
     def __init__(
-        self, cost: CostModel, token_s: float, free_tokens: int, base: Work, host: HostWork
+        self,
+        cost: CostModel,
+        token_s: float,
+        free_tokens: int,
+        slowdown: float,
+        base: Work,
+        host: HostWork,
     ) -> None:
         self.cost, self.base, self.host = cost, base, host
-        self._token_s, self._free_tokens = token_s, free_tokens
+        self._token_s, self._free_tokens, self._slowdown = token_s, free_tokens, slowdown
         self._alone_s = step_time(cost, [base])
         self._prefill_s = cost.terms(base).prefill_attention
         self._decode_s = self._decode_price()
@@ -292,5 +304,6 @@ class _Choosing:
         worth = self._alone_s if self.base.tokens else 0.0
         decodes = len(first) + len(second)
         worth += decodes * self._decode_s + chunk * self._token_s + prefill_s
-        rate = worth / seconds if seconds else 0.0
+        takes_s = seconds * self._slowdown if decodes else seconds
+        rate = worth / takes_s if takes_s else 0.0
         return HostShare(chunk, tuple(first), tuple(second), seconds, rate)

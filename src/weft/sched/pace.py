@@ -8,6 +8,9 @@ from typing import NamedTuple
 
 MEMORY = 0.95  # weight of the past at each step: about the last 20 steps count
 FORGOTTEN = 0.02  # share of a surplus that is not believed after a step without, to try it again
+LEAST_FORGOTTEN = FORGOTTEN / 64  # where it was as slow each time that it was tried again
+NOISE = 1.05  # steps that take up to so many times as long as others are not slower
+TRIED_AGAIN = 0.9  # belief below which a step counts as a trial
 OUTLIER = 3.0  # a step that takes longer than so many times its prediction counts as this
 
 
@@ -29,6 +32,11 @@ class Ratio:
         self._predicted_s = self._predicted_s * MEMORY + predicted_s
         self._real_s = self._real_s * MEMORY + real_s
         self.value = self._real_s / self._predicted_s
+
+    def weaken(self, share: float) -> None:
+        """Let what was learned count for this share of what it counted."""
+        self._predicted_s *= share
+        self._real_s *= share
 
 
 class Surplus:
@@ -56,6 +64,60 @@ class Surplus:
     def fade(self) -> None:
         """Believe it less with a step without: it may have been slowness of another kind."""
         self._belief *= 1 - FORGOTTEN
+
+
+class HostSlowdown:
+    """How much longer steps with decodes of the host take than predicted, beside those without.
+
+    Where a profile had the host's cores to itself and a server shares them, or where the link is
+    busy, these steps alone are slower than their prediction.
+
+    Args:
+        prior_s: as of ``Ratio``.
+    """
+
+    def __init__(self, prior_s: float) -> None:
+        self._joined, self._alone = Ratio(prior_s), Ratio(prior_s)
+        self._belief, self._forgotten = 1.0, FORGOTTEN
+        self._launched: deque[tuple[float, float, bool, bool]] = deque()
+        self._collected_at = 0.0
+
+    @property
+    def value(self) -> float:
+        """The seconds for each that is predicted; 1 where it is not slower by more than noise."""
+        ratio = self._joined.value / self._alone.value
+        return 1 + (ratio - 1) * self._belief if ratio > NOISE else 1.0
+
+    def launched(self, predicted_s: float, now: float, *, joined: bool, moves: bool) -> None:
+        """A step starts now, or when those that were launched before it have ended.
+
+        Args:
+            predicted_s: of all that it does, without this slowdown.
+            joined: whether it has decodes of the host.
+            moves: whether it moves KV, so that nothing is learned from it.
+        """
+        self._launched.append((now, predicted_s, joined, moves))
+
+    def collected(self, now: float) -> None:
+        """The oldest launched step has ended; at ``now`` 0 its time is unknown and not recorded."""
+        at, predicted_s, joined, moves = self._launched.popleft()
+        if not now:
+            return
+        real_s = now - max(at, self._collected_at)
+        self._collected_at = now
+        if not joined:
+            self._belief *= 1 - self._forgotten
+        if moves or predicted_s <= 0:
+            return
+        if not joined:
+            self._alone.learn(predicted_s, real_s)
+            return
+        if self._belief < TRIED_AGAIN:
+            slower = real_s / predicted_s / self._alone.value > self.value
+            self._forgotten = max(self._forgotten / 2, LEAST_FORGOTTEN) if slower else FORGOTTEN
+        self._joined.weaken(self._belief)
+        self._joined.learn(predicted_s, real_s)
+        self._belief = 1.0
 
 
 class LaunchedStep(NamedTuple):

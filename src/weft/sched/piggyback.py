@@ -365,7 +365,7 @@ class PiggybackPart:
             abort=tuple(sequence.row for sequence in ended),
         )
 
-    def commit(self, result: StepResult, outputs: StepOutputs) -> None:
+    def commit(self, result: StepResult, outputs: StepOutputs, now: float) -> None:  # noqa: ARG002
         """Take in the tokens of piggybacked rows that a step has ended; let go of those it has
         aborted.
 

@@ -86,7 +86,7 @@ class SchedulerPart(Protocol):
     def launch(self, step: BatchBuilder, plan: StepPlan) -> StepPlan:
         """Add to the plan of a step."""
 
-    def commit(self, result: StepResult, outputs: StepOutputs) -> None:
+    def commit(self, result: StepResult, outputs: StepOutputs, now: float) -> None:
         """Apply a result to this part."""
 
     def check(self) -> None:
@@ -216,7 +216,7 @@ class Scheduler:
         self.policy.collected(now)
         outputs = self.committer.commit(self._launched.popleft(), result, int(now * 1e9))
         for part in self.parts:
-            part.commit(result, outputs)
+            part.commit(result, outputs, now)
         self.memory.complete_moves(self.committer)
         return outputs
 

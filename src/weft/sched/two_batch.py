@@ -25,14 +25,18 @@ from dataclasses import replace
 
 from weft.core.plan import StepOutputs, StepPlan, StepResult, Tier
 from weft.core.types import Sequence, SequenceState
+from weft.cost.model import step_time
+from weft.cost.work import Work
 from weft.sched.balance import Balance, HostShare, HostWork
 from weft.sched.batch import BatchBuilder, TimedBatch
 from weft.sched.memory_host import SwapMemory
+from weft.sched.pace import HostSlowdown
 from weft.sched.preempt import choose_victim
 from weft.sched.scheduler import Scheduler, sub_batch
 
 PATIENCE = 16  # steps that the oldest sequence on the host is left out of
 HELP = 0.01  # of the time that it has waited, which is what a step may take longer for its sake
+PRIOR_STEPS = 5  # decodes of one token, whose time predictions count as exact for at the start
 NEWCOMERS = 16  # waiting prompts that one step considers for the host at most
 
 
@@ -57,6 +61,9 @@ class TwoBatch:
         self._left_out = 0  # steps since the oldest sequence on the host was computed
         self._waited_s = 0.0  # what these took by prediction
         self._step_s = 0.0  # predicted time of a step, averaged over the recent ones
+        one = Work(tokens=1, sampled=1, decodes=1, decode_context=1)
+        self._slowdown = HostSlowdown(PRIOR_STEPS * step_time(balance.cost, [one]))
+        self._predicted_s = 0.0  # of the step that is being planned
 
     def attach(self, scheduler: Scheduler) -> None:
         """Attach to this scheduler."""
@@ -71,10 +78,13 @@ class TwoBatch:
         """Add what the host can to a step that is filled for the device."""
         assert isinstance(step, TimedBatch)
         self._on_device = self._in_first = len(step.rows)
+        self._predicted_s = step.seconds()
         self._join_host(step)
 
-    def commit(self, result: StepResult, outputs: StepOutputs) -> None:  # noqa: ARG002
-        """Results of the host are results of the step; they are only counted."""
+    def commit(self, result: StepResult, outputs: StepOutputs, now: float) -> None:  # noqa: ARG002
+        """Results of the host are results of the step; they are counted, and the step is timed."""
+        self._slowdown.collected(now)
+        self._balance.slowdown = self._slowdown.value
         ended = [number not in result.faults for number in self._decoding.popleft()]
         self._scheduler.totals.host_tokens += sum(ended)
 
@@ -94,7 +104,7 @@ class TwoBatch:
         newcomers = self._newcomers(step, on_host) if step.budget > 0 else []
         if not decodes and not pieces and not newcomers:
             if step.rows:
-                self._pass_by(step, step.seconds())
+                self._pass_by(step, self._predicted_s)
             return
         work = HostWork(
             [s.planned + 1 for s in decodes],
@@ -117,6 +127,7 @@ class TwoBatch:
             if sequence.id in ready:
                 step.put(sequence, 1)
         if step.rows:
+            self._predicted_s = choice.seconds
             self._pass_by(step, choice.seconds, on_host)
 
     def _decodes(self, sequence: Sequence) -> bool:
@@ -132,14 +143,19 @@ class TwoBatch:
         if not step.rows:
             # Launched steps and moves give the device something to do again.
             soon = bool(self._scheduler.launched or self._memory.moving.moves)
-            if soon and free.seconds > self._step_s:
+            if soon and self._takes(free) > self._step_s:
                 return HostShare(0, (), (), 0.0, 0.0)
         elif not on_host or self._left_out < PATIENCE:
             return free
         waits_for_chunk = not on_host or on_host[0].known - on_host[0].planned > 1
         helped = self._balance.choose(step.work, work, (0, 1) if waits_for_chunk else (1, 0))
-        affordable = helped.seconds - free.seconds <= HELP * self._waited_s
+        affordable = self._takes(helped) - self._takes(free) <= HELP * self._waited_s
         return helped if affordable or not step.rows else free
+
+    def _takes(self, share: HostShare) -> float:
+        """Seconds of a step, with the slowdown of those that decode on the host."""
+        decodes = share.first or share.second
+        return share.seconds * (self._balance.slowdown if decodes else 1.0)
 
     def _pass_by(self, step: TimedBatch, seconds: float, on_host: Seq[Sequence] = ()) -> None:
         """Record the step's time and whether the oldest host sequence was left out."""
@@ -155,7 +171,7 @@ class TwoBatch:
 
         As many as the host can keep up with if all that it has decode in every step.
         """
-        if step.admission_blocked:
+        if step.admission_blocked or (self._left_out and self._balance.slowdown > 1):
             return []
         contexts = [sequence.known for sequence in on_host]
         seconds = max(self._step_s, step.seconds())
@@ -257,5 +273,9 @@ class TwoBatch:
             batches.append(sub_batch(step, self._in_first, rows, tiers))
         host = slice(self._on_device, rows)
         parts = zip(step.sequences[host], step.samples[host], step.counts[host], strict=True)
-        self._decoding.append([s.id for s, samples, count in parts if samples and count == 1])
+        decoding = [s.id for s, samples, count in parts if samples and count == 1]
+        self._decoding.append(decoding)
+        now = self._scheduler.admission.planned_ns / 1e9
+        moves = self._memory.moves
+        self._slowdown.launched(self._predicted_s, now, joined=bool(decoding), moves=moves)
         return replace(plan, batches=tuple(batch for batch in batches if batch.rows))
