@@ -2,7 +2,7 @@
 
     python benchmarks/offload.py [--model FOLDER] [--positions N] [--rate 2] [--clients 24]
         [--prompt 256] [--memory 12MiB,256MiB] [--host-memory 256MiB] [--seconds 15] [--rounds 3]
-        [--out benchmarks/results/offload.json]
+        [--servers load-aware slo] [--out benchmarks/results/offload.json]
 
 The device is one thread of this CPU, and the host is another one: a stand-in for a GPU beside its
 CPUs, on which nothing can be won that two threads for all would not give. Servers stand side by
@@ -42,8 +42,9 @@ DEVICE = {"threads": 1}
 BOTH = {"threads": 2}
 HOST = {**DEVICE, "host_kv_memory": "256MiB"}
 WITH_HOST = {**HOST, "host_threads": 1}
+BASE = "fcfs, 2 threads"  # has all cores; everything is compared with it
 SERVERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "fcfs, 2 threads": ("fcfs", BOTH),
+    BASE: ("fcfs", BOTH),
     "slo, 2 threads": ("slo", BOTH),
     "fcfs": ("fcfs", DEVICE),
     "fcfs, swapping": ("fcfs", HOST),
@@ -130,7 +131,7 @@ def measure(ports: dict[str, int], targets: Targets, options: Any, memory: str) 
             host, made = (b - a for a, b in zip(before, after, strict=True))
             runs[name].append({**run, "host": host / made, "at_once": statistics.mean(running)})
     found = {name: summary(name, of, targets) for name, of in runs.items()}
-    base = be_work(found["fcfs, 2 threads"])
+    base = be_work(found[BASE])
     rows = []
     for name, row in found.items():
         row |= {"memory": memory, "be_of_fcfs": be_work(row) / base}
@@ -160,6 +161,7 @@ def main() -> None:
     parser.add_argument("--tpot", type=float, default=4.0, help="target as a multiple of idle")
     parser.add_argument("--seconds", type=float, default=15.0, help="of each run")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--servers", nargs="+", default=list(SERVERS), choices=list(SERVERS))
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     coserve.BE_PROMPT_TOKENS = options.prompt
@@ -188,7 +190,8 @@ def main() -> None:
         print("|---|---|---|---|---|---|---|---|")
         for memory in options.memory.split(","):
             ports = {}
-            for server, (scheduler, own) in SERVERS.items():
+            for server in (name for name in SERVERS if name in (BASE, *options.servers)):
+                scheduler, own = SERVERS[server]
                 settings: dict[str, Any] = {}
                 if scheduler != "fcfs":
                     settings |= {
