@@ -6,11 +6,12 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import httpx
 
+from weft.core.dataclass import dataclass
 from weft.core.errors import ConfigError, WeftError
 
 HELP = "/system TEXT sets the system message, /reset forgets the conversation, /quit leaves."

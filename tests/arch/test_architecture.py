@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "api": "core text",
     "server": "core ring text api batch",
     "batch": "core ring text api blend",
-    "kernels": "core/kv_types.py core/errors.py core/process.py",
+    "kernels": "core/dataclass.py core/kv_types.py core/errors.py core/process.py",
     "models": "core kernels",
     "exec": "core kernels models ring attend",
     "attend": "core kernels",

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from weft.core.dataclass import dataclass
 from weft.core.errors import ConfigError, ParameterError
 from weft.core.logs import LEVELS
 from weft.core.settings import check_settings, setting

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
+from weft.core.dataclass import dataclass
 from weft.workload.percentiles import percentiles_ms
 
 

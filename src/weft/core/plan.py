@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from enum import StrEnum
 from typing import NamedTuple, TypeAlias
 
+from weft.core.dataclass import dataclass
 from weft.core.errors import WeftError
 from weft.core.types import FinishReason, SamplingParams, TokenLogprob
 

@@ -6,10 +6,11 @@ import random
 import statistics
 import sys
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from weft.core.dataclass import dataclass
 from weft.cost.curves import Grid
 from weft.cost.fit import Fitted, agreement
 from weft.cost.host_costs import HostCosts, OverlapCost

@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeAlias
 
+from weft.core.dataclass import dataclass
 from weft.core.errors import ProfileError
 from weft.core.plan import StepPlan, SubBatch, Tier
 from weft.cost.fit import Fitted

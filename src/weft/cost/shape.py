@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
+from weft.core.dataclass import dataclass
 from weft.core.errors import UnsupportedModelError, look_up
 
 # Of how many layers one has no window, where a config does not say it (Hugging Face's defaults).

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from weft.core.dataclass import dataclass
 from weft.core.plan import SubBatch, Tier
 
 

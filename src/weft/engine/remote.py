@@ -10,11 +10,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import IO, Any
 
 from weft.core import errors
 from weft.core.config import EngineConfig
+from weft.core.dataclass import dataclass
 from weft.core.errors import EngineDeadError, EngineOutOfMemoryError, WeftError
 from weft.core.memory import MemoryKills
 from weft.core.process import Process, describe_exit, start_child

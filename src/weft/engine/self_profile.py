@@ -12,12 +12,13 @@ import logging
 import math
 import time
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weft.core.config import EngineConfig
+from weft.core.dataclass import dataclass
 from weft.core.errors import ConfigError, ProfileError
 from weft.core.plan import StepPlan
 from weft.core.ports import Executor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from weft.core.dataclass import dataclass
 
 Shape = tuple[int, ...]
 

@@ -6,8 +6,7 @@ config.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from weft.core.dataclass import dataclass
 from weft.models.config_reader import ConfigReader
 
 METHODS = ("awq", "compressed-tensors", "fp8", "gptq")

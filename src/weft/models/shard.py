@@ -8,8 +8,9 @@ routers and everything else small is on every rank.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
+from weft.core.dataclass import dataclass
 from weft.core.errors import ConfigError
 from weft.models.parameter import Parameter, Piece
 from weft.models.spec import LayerSpec, ModelSpec

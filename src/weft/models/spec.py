@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cached_property
 
+from weft.core.dataclass import dataclass
 from weft.models.quant_config import StoredWeights
 
 

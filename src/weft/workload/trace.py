@@ -6,11 +6,12 @@ import csv
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from weft.core.dataclass import dataclass
 from weft.core.errors import ParameterError
 
 BLOCK_TOKENS = 512  # of a block id in Mooncake's traces
