@@ -27,6 +27,7 @@ except KeyboardInterrupt:  # Ctrl-C before main() can catch it
 
 _OF_GENERATE = "[PROMPT | --file FILE] [settings]"
 EXIT_ERROR, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+EARLY = ("weft.engine.process", "weft.server.process")  # of a server
 CHAT_SAMPLING = ("temperature", "top_p", "max_tokens", "seed", "stop")
 
 
@@ -52,11 +53,14 @@ def main(arguments: Seq[str] | None = None) -> NoReturn:
 
     0 done, 1 error, 2 wrong usage, 3 a batch is done but lines have errors, 130 interrupted.
     """
+    words = sys.argv[1:] if arguments is None else arguments
+    chosen = next((word for word in words if not word.startswith("-")), None)
+    serves = arguments is None and chosen == "serve" and not {"-h", "--help"} & set(words)
+    start = _fork_early() if serves else None
     try:
         _set_up_output()
-        words = sys.argv[1:] if arguments is None else arguments
-        chosen = next((word for word in words if not word.startswith("-")), None)
         options = vars(_parser(chosen).parse_args(words))
+        options["start"] = start
         run = options.pop("run")
         options.pop("parser")
         sys.exit(run(options))
@@ -69,6 +73,16 @@ def main(arguments: Seq[str] | None = None) -> NoReturn:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(EXIT_ERROR)
+
+
+def _fork_early() -> Callable[..., Any]:
+    """Fork the first processes of a server; what starts them, and others."""
+    from weft.core.early import EarlyProcesses
+
+    early = EarlyProcesses()
+    for module in EARLY:
+        early.fork(module)
+    return early.start
 
 
 def _set_up_output() -> None:
@@ -317,11 +331,13 @@ def _generate(options: dict[str, Any]) -> int:
 
 
 def _serve(options: dict[str, Any]) -> int:
+    from weft.core.process import start_child
     from weft.server.options import ServerOptions
     from weft.supervise import serve
 
     server_settings, engine_settings = _settings(options, ServerOptions, EngineConfig)
-    return serve(engine_settings, ServerOptions(**server_settings))
+    start = options["start"] or start_child
+    return serve(engine_settings, ServerOptions(**server_settings), start)
 
 
 def _batch(options: dict[str, Any]) -> int:

@@ -56,6 +56,11 @@ SETTLED_S = 2.0  # after the start
 KEPT_WEIGHTS = {"mapped": "mapped from the cache", "packed": "packed"}
 
 
+def prepare() -> None:
+    """Do what every request plane does, whatever its arguments will be."""
+    import uvloop  # noqa: F401
+
+
 def main() -> None:
     """Serve until SIGTERM; exit code 0 then."""
     parser = argparse.ArgumentParser()
