@@ -19,7 +19,8 @@ prepared = []
 def prepare():
     prepared.append(os.getpid())
 def main():
-    print("child", os.getpid(), *prepared, os.getsid(0), *sys.argv[1:], sys.stdin.readline().strip())
+    given = [*sys.argv[1:], sys.stdin.readline().strip()]
+    print("child", os.getpid(), *prepared, os.getsid(0), *given)
     for number in sys.argv[1:]:
         os.write(int(number), b"here")
     sys.exit(7)
@@ -99,7 +100,7 @@ def test_one_that_is_not_started_ends_with_its_parent(tmp_path, ending):
     raise AssertionError("it lives")
 
 
-def test_without_an_early_one_a_process_is_started(tmp_path):
+def test_without_an_early_one_a_process_is_started():
     process = EarlyProcesses().start(
         [sys.executable, "-m", "this"], stdin=0, pass_fds=[], stdout=subprocess.DEVNULL
     )
