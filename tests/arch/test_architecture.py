@@ -183,10 +183,28 @@ def test_nothing_heavy_is_imported_before_it_is_needed():
     assert not loaded_by("import weft.cli") & heavy
     assert not loaded_by("from weft import SamplingParams") & heavy
     assert not loaded_by("from weft import LLM") & (heavy - {"asyncio"})
-    assert not loaded_by("import weft.server.process") & {"torch", "numpy", "jinja2", "tqdm"}
+    late = {"torch", "numpy", "jinja2", "tqdm", "llguidance", "prometheus_client", "fastokens"}
+    assert not loaded_by("import weft.server.process") & (late | {"importlib.metadata"})
     in_engines = loaded_by("import weft.engine.process, weft.engine.build")
     assert "numpy" in in_engines
-    assert not in_engines & {"torch", "jinja2", "tokenizers", "yaml", "transformers"}
+    late = {"torch", "jinja2", "tokenizers", "yaml", "transformers", "asyncio", "llguidance"}
+    assert not in_engines & (late | {"importlib.metadata"})
+
+
+def test_data_classes_are_made_by_the_decorator_that_is_quick_to_import():
+    slow = [
+        name_of(path)
+        for path in modules()
+        if "dataclass" in names_from(path, "dataclasses") and name_of(path) != "core/dataclass.py"
+    ]
+    assert not slow, f"import dataclass from weft.core.dataclass in {slow}"
+
+
+def names_from(path: Path, module: str) -> set[str]:
+    """What a file imports from a module by name."""
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    found = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module == module]
+    return {alias.name for node in found for alias in node.names}
 
 
 def test_engines_import_torch_without_what_compilers_need():

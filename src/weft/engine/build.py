@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, field, replace
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -453,8 +452,6 @@ def describe_served(config: EngineConfig, engine: Engine) -> ServedModel:
             "python": platform.python_version(),
             "numpy": np.__version__,
             **({"torch": sys.modules["torch"].__version__} if "torch" in sys.modules else {}),
-            "llguidance": version("llguidance"),
-            "tokenizers": version("tokenizers"),
         },
         classes=config.service_classes(),
     )

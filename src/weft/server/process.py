@@ -231,7 +231,14 @@ class RingProbe:
         )
 
     def info(self) -> Mapping[str, Any]:
-        return {**asdict(self._served), "scheduling": self._scheduling()}
+        from importlib.metadata import version  # which takes longer to import than to answer
+
+        text = {name: version(name) for name in ("llguidance", "tokenizers")}
+        return {
+            **asdict(self._served),
+            "versions": {**self._served.versions, **text},
+            "scheduling": self._scheduling(),
+        }
 
     def _scheduling(self) -> dict[str, Any]:
         """The policy that plans now, and the targets that it keeps, by class."""
