@@ -55,11 +55,14 @@ def main(arguments: Seq[str] | None = None) -> NoReturn:
     """
     words = sys.argv[1:] if arguments is None else arguments
     chosen = next((word for word in words if not word.startswith("-")), None)
-    serves = arguments is None and chosen == "serve" and not {"-h", "--help"} & set(words)
-    start = _fork_early() if serves else None
+    start = None
+    if arguments is None and chosen == "serve" and not {"-h", "--help"} & set(words):
+        from weft.core.early import fork_early
+
+        start = fork_early(EARLY)
     try:
         _set_up_output()
-        options = vars(_parser(chosen).parse_args(words))
+        options = vars(_parser(chosen, first=words[:1] == [chosen]).parse_args(words))
         options["start"] = start
         run = options.pop("run")
         options.pop("parser")
@@ -75,16 +78,6 @@ def main(arguments: Seq[str] | None = None) -> NoReturn:
         sys.exit(EXIT_ERROR)
 
 
-def _fork_early() -> Callable[..., Any]:
-    """Fork the first processes of a server; what starts them, and others."""
-    from weft.core.early import EarlyProcesses
-
-    early = EarlyProcesses()
-    for module in EARLY:
-        early.fork(module)
-    return early.start
-
-
 def _set_up_output() -> None:
     """Log as the environment says; write what the terminal's encoding lacks as escapes."""
     logging.basicConfig(level=log_level().upper(), format="weft: %(message)s")
@@ -95,15 +88,20 @@ def _set_up_output() -> None:
 # -- flags from declarations --------------------------------------------------------------------
 
 
-def _parser(chosen: str | None) -> _Parser:
+def _parser(chosen: str | None, *, first: bool) -> _Parser:
     """The parser of all commands; only that of the chosen one knows its arguments.
 
     Declaring those of all takes several times as long as all else before a server starts.
+
+    Args:
+        first: nothing is before the chosen one, so that no other one will be asked for.
     """
     parser = _Parser(prog="weft", description="Serve and run large language models.")
     parser.add_argument("--version", action="version", version=f"weft {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (declare, text, usage) in _commands().items():
+    known = _commands()
+    for name in (chosen,) if first and chosen in known else known:
+        declare, text, usage = known[name]
         shown = None if usage is None else f"weft {name} {usage}"
         command = commands.add_parser(name, help=text, usage=shown)
         if name == chosen:

@@ -65,7 +65,7 @@ def _late_init(cls: Any, frozen: bool) -> Callable[..., None]:
         made: Any = dataclasses.make_dataclass(
             cls.__name__,
             columns,
-            namespace={"__doc__": "", **({"__post_init__": after} if after else {})},
+            namespace={"__doc__": cls.__name__, **({"__post_init__": after} if after else {})},
             repr=False,
             eq=False,
             frozen=frozen,

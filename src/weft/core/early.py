@@ -80,6 +80,14 @@ class EarlyProcesses:
         return start_child(command, stdin=stdin, pass_fds=pass_fds, **options)
 
 
+def fork_early(modules: Sequence[str]) -> Starter:
+    """Fork a process for each module; return what starts them, and others."""
+    early = EarlyProcesses()
+    for module in modules:
+        early.fork(module)
+    return early.start
+
+
 def _started(end: socket.socket) -> list[str]:
     """Wait for the command; the descriptors have the same numbers here as in the parent then."""
     message, received, _, _ = socket.recv_fds(end, MESSAGE_BYTES, MOST_DESCRIPTORS)
