@@ -57,7 +57,7 @@ class EarlyProcesses:
         kind = importlib.import_module(module)
         kind.prepare()
         gc.enable()
-        sys.argv[1:] = _started(theirs)
+        sys.argv = [str(kind.__file__), *_started(theirs)]
         sys.exit(kind.main())
 
     def start(

@@ -138,7 +138,6 @@ def serve_forks(end: socket.socket, *, background: bool, torch: bool) -> tuple[l
     die_with_parent_thread()
     set_process_title("weft-forkserver")
     _import(background, torch)
-    gc.collect()
     gc.freeze()  # a collection in an engine would write to, and so copy, all that is shared
     end.send(b"ready")
     while True:

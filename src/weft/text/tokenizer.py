@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from collections.abc import Mapping, Sequence
@@ -222,12 +223,12 @@ class Tokenizer:
 
 def _checked_document(text: str) -> dict[str, Any]:
     """Parse a tokenizer.json. Raises TokenizerError if the library had better not see it."""
-    try:
-        document = orjson.loads(text)  # in half the time
-    except ValueError:
-        document = None
-    if not isinstance(document, dict):
-        document = parse_object(text, "tokenizer.json", TokenizerError)  # says what is wrong
+    found: Any = None
+    with contextlib.suppress(ValueError):
+        found = orjson.loads(text)  # in half the time
+    if not isinstance(found, dict):
+        found = parse_object(text, "tokenizer.json", TokenizerError)  # says what is wrong
+    document: dict[str, Any] = found
     for section in ("normalizer", "decoder"):
         factor = growth(document.get(section))
         if factor > MAX_GROWTH:
@@ -247,8 +248,9 @@ def _tokens(
     reference: Reference, model: Mapping[str, Any], added: Sequence[AddedToken]
 ) -> dict[int, str | None]:
     """All tokens by id: out of the file where it says them, as the library takes longer."""
-    vocab = model.get("vocab")
-    tokens = {i: token for token, i in vocab.items()} if isinstance(vocab, dict) else {}
+    listed = model.get("vocab")
+    vocab: dict[str, int] = listed if isinstance(listed, dict) else {}
+    tokens: dict[int, str | None] = {i: token for token, i in vocab.items()}
     if not tokens or len(tokens) < len(vocab):  # a list with scores; or some share an id
         return {i: reference.id_to_token(i) for i in reference.get_vocab().values()}
     return tokens | {token.token_id: token.content for token in added}
