@@ -6,12 +6,11 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 
-from weft.core.dataclass import dataclass
 from weft.core.errors import ConfigError, WeftError
 
 HELP = "/system TEXT sets the system message, /reset forgets the conversation, /quit leaves."

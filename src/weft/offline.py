@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,6 @@ from weft.blend.jobs import Room
 from weft.blend.lengths import LengthTable
 from weft.blend.sheets import sheet_rates
 from weft.core.config import EngineConfig
-from weft.core.dataclass import dataclass
 from weft.core.errors import ConfigError, ProfileError, WeftError
 from weft.cost.fit import Fitted, ProfileKey, profile_path
 from weft.cost.hardware import hardware

@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "api": "core text",
     "server": "core ring text api batch",
     "batch": "core ring text api blend",
-    "kernels": "core/dataclass.py core/kv_types.py core/errors.py core/process.py",
+    "kernels": "core/kv_types.py core/errors.py core/process.py",
     "models": "core kernels",
     "exec": "core kernels models ring attend",
     "attend": "core kernels",
@@ -189,22 +189,6 @@ def test_nothing_heavy_is_imported_before_it_is_needed():
     assert "numpy" in in_engines
     late = {"torch", "jinja2", "tokenizers", "yaml", "transformers", "asyncio", "llguidance"}
     assert not in_engines & (late | {"importlib.metadata"})
-
-
-def test_data_classes_are_made_by_the_decorator_that_is_quick_to_import():
-    slow = [
-        name_of(path)
-        for path in modules()
-        if "dataclass" in names_from(path, "dataclasses") and name_of(path) != "core/dataclass.py"
-    ]
-    assert not slow, f"import dataclass from weft.core.dataclass in {slow}"
-
-
-def names_from(path: Path, module: str) -> set[str]:
-    """What a file imports from a module by name."""
-    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-    found = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module == module]
-    return {alias.name for node in found for alias in node.names}
 
 
 def test_engines_import_torch_without_what_compilers_need():

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from typing import Protocol
 
 from weft.api.embeddings import waves
 from weft.api.jobs import Job
-from weft.core.dataclass import dataclass
 from weft.core.errors import WeftError
 from weft.core.plan import Update
 

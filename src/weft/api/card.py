@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
 from weft import __version__
-from weft.core.dataclass import dataclass
 from weft.core.served import ServedModel
 from weft.core.types import DEFAULT_CLASSES, ServiceClass
 

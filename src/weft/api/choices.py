@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from weft.api.errors import CancelledError
 from weft.api.jobs import Job
-from weft.core.dataclass import dataclass
 from weft.core.errors import WeftError
 from weft.core.plan import Update
 from weft.core.types import FinishReason, Request, TokenLogprob

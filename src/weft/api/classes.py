@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
-from weft.core.dataclass import dataclass
 from weft.core.errors import ParameterError, WeftError, suggest
 from weft.core.types import CLASS_OF_TIER, DEFAULT_CLASSES
 

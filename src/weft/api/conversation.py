@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -17,7 +17,6 @@ from weft.api.decoding import encode_json
 from weft.api.errors import MissingParameterError, UnsupportedParameterError
 from weft.api.jobs import Builder
 from weft.api.rules import MAX_SHOWN_CHARS, Notes
-from weft.core.dataclass import dataclass
 from weft.core.errors import ParameterError, TemplateError
 from weft.text import ChatTemplate, encode_chat
 from weft.text.customcalls import CUSTOM_INPUT

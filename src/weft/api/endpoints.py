@@ -6,6 +6,7 @@ Routes of servers, urls of batches and the page of parameters derive from the ro
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from msgspec import Raw, Struct
@@ -51,7 +52,6 @@ from weft.api.response_body import ResponseBody, response_job
 from weft.api.response_items import read_items
 from weft.api.responses import Collector
 from weft.api.rules import NULL, Notes, is_neutral
-from weft.core.dataclass import dataclass
 
 EVENT_STREAM = "text/event-stream; charset=utf-8"
 JSON_LINES = "application/x-ndjson"

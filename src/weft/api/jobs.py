@@ -7,13 +7,13 @@ import itertools
 import secrets
 import threading
 import time
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
 from weft.api.card import ApiLimits, ModelCard
 from weft.api.classes import ClassRules
 from weft.api.errors import UnsupportedParameterError
-from weft.core.dataclass import dataclass
 from weft.core.errors import ParameterError, PromptTooLongError, TemplateError, TokenizerError
 from weft.core.types import Request
 from weft.text import ChatTemplate, Tokenizer

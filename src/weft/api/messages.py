@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -35,7 +35,6 @@ from weft.api.message_body import (
 )
 from weft.api.rules import MAX_SHOWN_CHARS, NULL, Notes
 from weft.api.translate import job_of_chat
-from weft.core.dataclass import dataclass
 from weft.core.errors import ParameterError
 
 # Fields of the chat body -> fields of this one.

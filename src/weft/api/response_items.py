@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Raw, Struct
@@ -19,7 +19,6 @@ from weft.api.decoding import decode_body, kind_of
 from weft.api.errors import UnsupportedParameterError
 from weft.api.jobs import new_id
 from weft.api.rules import NULL, Ignored, Notes
-from weft.core.dataclass import dataclass
 from weft.core.errors import ParameterError
 from weft.text.customcalls import CUSTOM_INPUT
 

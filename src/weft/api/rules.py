@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import islice
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -21,7 +21,6 @@ import msgspec
 from msgspec import Raw, Struct
 
 from weft.api.errors import UnsupportedParameterError
-from weft.core.dataclass import dataclass
 from weft.core.errors import ParameterError
 
 logger = logging.getLogger("weft.api")

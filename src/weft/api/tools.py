@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -13,7 +14,6 @@ from weft.api.errors import MissingParameterError, UnsupportedParameterError
 from weft.api.jobs import Builder
 from weft.api.rules import MAX_SHOWN_CHARS, NULL, Notes
 from weft.api.structured import Constraint, blaming, raw_text
-from weft.core.dataclass import dataclass
 from weft.core.errors import ParameterError
 from weft.text.callgrammar import CallableFunction as GrammarFunction
 from weft.text.callgrammar import turn_grammar

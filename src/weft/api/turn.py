@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
 
 from weft.api.choices import Assembly, ChoiceDelta
 from weft.api.jobs import Job
-from weft.core.dataclass import dataclass
 from weft.core.plan import Update
 from weft.core.types import TokenLogprob
 from weft.text import Tokenizer

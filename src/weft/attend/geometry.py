@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from weft.core.dataclass import dataclass
 from weft.core.errors import PlaceError, PlaceRefusedError, short
 from weft.core.kv_types import row_size
 from weft.core.settings import format_bytes

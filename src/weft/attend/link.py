@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +29,6 @@ from weft.attend.frames import (
 from weft.attend.geometry import Geometry
 from weft.attend.session import PING_S
 from weft.core.addresses import parse_address
-from weft.core.dataclass import dataclass
 from weft.core.errors import InvariantError, PlaceError, PlaceRefusedError
 from weft.core.plan import PlaceStatus
 from weft.core.process import Backoff

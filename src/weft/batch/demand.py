@@ -6,13 +6,13 @@ Four bytes of a prompt count as a token. An output counts as the tokens that its
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 from msgspec import Raw, Struct
 
 from weft.batch.ports import BatchLine
-from weft.core.dataclass import dataclass
 
 BYTES_PER_TOKEN = 4  # of English text, as OpenAI's help pages say
 COMPLETION_TOKENS = 16  # that a completion has by default

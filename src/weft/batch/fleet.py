@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Protocol, cast
 
 import numpy as np
@@ -26,7 +26,6 @@ from weft.blend.density import Rates
 from weft.blend.lengths import LengthCurves, LengthTable, as_bounds
 from weft.blend.partition import partition
 from weft.blend.tree import build_tree
-from weft.core.dataclass import dataclass
 
 MEASURED = 8  # lines that each server has answered when its speed is believed
 PROBE_EVERY_S, PROBE_AGAIN_S, PROBE_TIMEOUT_S = 5.0, 1.0, 10.0

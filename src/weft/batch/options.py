@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
-from weft.core.dataclass import dataclass
 from weft.core.errors import ConfigError, ParameterError
 from weft.core.settings import check_settings, setting
 

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import Executor, Future
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
@@ -22,7 +22,6 @@ from weft.blend.forecasting import ForecastOrder
 from weft.blend.lengths import LengthTable
 from weft.blend.order import Jobs, Room, make_order
 from weft.blend.order import Order as BlendOrder
-from weft.core.dataclass import dataclass
 from weft.core.errors import WeftError
 
 logger = logging.getLogger("weft.batch")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import Executor
+from dataclasses import dataclass
 
 from weft.batch.choice import ChosenOrder
 from weft.batch.chunks import ChunkedOrder
@@ -14,7 +15,6 @@ from weft.batch.ports import LineSource, Sink
 from weft.blend.density import Rates
 from weft.blend.jobs import Room
 from weft.blend.lengths import LengthTable
-from weft.core.dataclass import dataclass
 
 logger = logging.getLogger("weft.batch")
 

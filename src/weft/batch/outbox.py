@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Collection
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from hashlib import sha256
 
 import orjson
 
 from weft.batch.records import BatchRecord, Status
-from weft.core.dataclass import dataclass
 
 KEPT_S = 72 * 3600  # after which nobody is told any more
 FORGOTTEN_S = KEPT_S + 86400  # the same of addresses that no server has in its settings

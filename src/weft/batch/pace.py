@@ -10,10 +10,10 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from weft.batch.demand import Demand
-from weft.core.dataclass import dataclass
 
 if TYPE_CHECKING:
     from weft.batch.pool import Pool

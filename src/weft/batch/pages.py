@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from weft.batch.records import BATCH_COLUMNS, FILE_COLUMNS, BatchRecord, FileRecord
-from weft.core.dataclass import dataclass
 from weft.core.errors import ParameterError
 
 

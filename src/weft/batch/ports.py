@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from msgspec import Raw, Struct
 
 from weft.batch.usage import Usage
-from weft.core.dataclass import dataclass
 from weft.core.errors import WeftError
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from hashlib import sha256
 from typing import Any, Literal
@@ -11,7 +11,6 @@ import orjson
 
 from weft.batch.demand import Demand
 from weft.batch.usage import Usage
-from weft.core.dataclass import dataclass
 
 Status = Literal[
     "validating",

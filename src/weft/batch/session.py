@@ -15,7 +15,7 @@ import os
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -37,7 +37,6 @@ from weft.batch.records import UNFINISHED, BatchRecord
 from weft.batch.runner import Runner
 from weft.batch.store import BatchStore
 from weft.batch.validate import describe, examine
-from weft.core.dataclass import dataclass
 from weft.core.errors import ConfigError, ParameterError, WeftError
 from weft.core.salt import key_salt
 from weft.core.types import Request

@@ -1,7 +1,8 @@
 """Files and batches in one data folder: a SQLite data base, and the bytes beside it.
 
-Several servers use it at once, with all their processes. What a method has done outlives any kill
-and loss of power: commits are synchronised, bytes before their row. Lines: ``weft.batch.session``.
+All request planes and the batch process use it at once, and so do several servers. What a method
+has done outlives any kill and any loss of power: commits are synchronised, bytes before their row.
+Which lines of a batch are done stands in its journal, not here (``weft.batch.session``).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,6 @@ from weft.batch.records import (
     FileRecord,
     Status,
 )
-from weft.core.dataclass import dataclass
 from weft.core.errors import ParameterError
 
 FILES = "files"

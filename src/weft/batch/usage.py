@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 from msgspec import Struct
-
-from weft.core.dataclass import dataclass
 
 
 class _Details(Struct):

@@ -6,11 +6,11 @@ import base64
 import binascii
 import ipaddress
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
-from weft.core.dataclass import dataclass
 from weft.core.errors import ConfigError
 
 MAX_URL_CHARS = 2048

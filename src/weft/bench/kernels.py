@@ -5,13 +5,12 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from tqdm import tqdm
 
 from weft.bench.options import KernelsBench
-from weft.core.dataclass import dataclass
 from weft.core.errors import ConfigError
 
 

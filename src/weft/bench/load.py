@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
 
 from weft.bench.stats import Outcome
-from weft.core.dataclass import dataclass
 
 Send = Callable[[int, float], Awaitable[Outcome]]
 """Sends request number n, due at a time of the load's clock, and returns what came of it."""

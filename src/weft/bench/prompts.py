@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
-from weft.core.dataclass import dataclass
 from weft.workload.trace import BLOCK_TOKENS
 
 Prompt = str | list[int]

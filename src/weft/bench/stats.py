@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence as Seq
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
-from weft.core.dataclass import dataclass
 from weft.workload.percentiles import percentiles_ms
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import field
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -13,7 +13,6 @@ from weft.blend.forecasting import ForecastOrder
 from weft.blend.jobs import Jobs, Room
 from weft.blend.lengths import NEVER, TOLD, LengthCurves, LengthTable, Snapshot
 from weft.blend.sort import sort_tree
-from weft.core.dataclass import dataclass
 
 SAMPLED = 0.01  # share of the requests that run first (BlendServe section 5.4)
 FEWEST = 16  # requests of a small set that run first: one of 100 would say nothing of the others

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core.dataclass import dataclass
 from weft.core.errors import ProfileError
 
 if TYPE_CHECKING:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
@@ -14,7 +15,6 @@ from weft.blend.forecast import Forecast
 from weft.blend.jobs import Jobs, Room
 from weft.blend.lengths import LengthCurves, LengthTable, Running, Snapshot, as_bounds
 from weft.blend.tree import PrefixTree, build_tree
-from weft.core.dataclass import dataclass
 from weft.core.errors import ParameterError
 
 FIRST_LOOK = 32  # steps or, divided by 4, ends, after which lengths are looked at anew

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import field
+from dataclasses import dataclass, field
 
-from weft.core.dataclass import dataclass
 from weft.core.errors import ParameterError
 
 

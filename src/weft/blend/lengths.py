@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from hashlib import blake2b
 from threading import Lock
 from typing import Any, NamedTuple, Protocol
@@ -19,7 +20,6 @@ from numpy.typing import NDArray
 
 from weft.blend.density import Bools, Floats, Ints
 from weft.blend.prefixes import LEVELS, Hashes, prefix_hashes
-from weft.core.dataclass import dataclass
 
 NEVER = 2**40  # a bound that is none, and more than any memory has room for
 TOLD = 0.1  # share of what started at a node that must have ended before it tells of the others

@@ -7,11 +7,12 @@ is kept (BlendServe sections 5.2 and 5.4).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from weft.blend.density import Bools, Floats, Ints, Rates, density
 from weft.blend.tree import PrefixTree, arrange
-from weft.core.dataclass import dataclass
 
 KEEP_SHARING = 0.99  # share of the tokens shared at best that splits must leave (section 5.2)
 

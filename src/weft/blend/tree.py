@@ -7,11 +7,11 @@ hundreds of thousands of prompts need no object each (BlendServe section 5.1 and
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
 import numpy as np
 
 from weft.blend.density import Ints
-from weft.core.dataclass import dataclass
 from weft.core.errors import ParameterError
 
 TOKEN_BYTES = 4  # a token as a big-endian number, so that bytes sort as tokens do

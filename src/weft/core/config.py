@@ -7,13 +7,12 @@ into a frozen ``ResolvedConfig`` in which nothing is open any more.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from weft.core.class_table import class_table
 from weft.core.config_rules import check_budget, check_host_attention, check_kv_disk
-from weft.core.dataclass import dataclass
 from weft.core.errors import ConfigError, OutOfMemoryError, ParameterError, suggest
 from weft.core.kv_split import (
     bytes_for,
@@ -32,7 +31,8 @@ from weft.core.types import MAX_SEED, MAX_SPECULATION, ServiceClass
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZE_GROUPS = (32, 64, 128)
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-DEVICES, ADMISSIONS = ("cpu", "cuda"), ("demote", "reject", "off")
+DEVICES = ("cpu", "cuda")
+ADMISSIONS = ("demote", "reject", "off")
 RING_SLOTS, RING_SLOTS_PER_SEQUENCE, MOST_RING_SLOTS = 512, 4, 65535
 RING_MEMORY, RING_MEMORY_PER_SLOT = 64 * 2**20, 128 * 2**10
 MOST_PLACES = 4  # whose figures the info page has

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from weft.core.control_groups import group_chains
-from weft.core.dataclass import dataclass
 from weft.core.settings import format_bytes
 
 RECENT_S = 10.0  # from a kill until its process is gone and noticed, at the most

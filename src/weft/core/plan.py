@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple, TypeAlias
 
-from weft.core.dataclass import dataclass
 from weft.core.errors import WeftError
 from weft.core.types import FinishReason, SamplingParams, TokenLogprob
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from weft.core.dataclass import dataclass
 from weft.core.types import DEFAULT_CLASSES, ServiceClass
 
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Hashable, Iterator
-from dataclasses import MISSING, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from weft.core.dataclass import dataclass
 from weft.core.errors import ConfigError, ParameterError, WeftError
 
 Kind = Literal["int", "float", "bool", "str", "bytes", "path", "strings", "ints", "lists", "map"]

@@ -7,10 +7,10 @@ import functools
 import math
 import os
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from weft.core.control_groups import group_chains
-from weft.core.dataclass import dataclass
 
 SPARE_FROM = 16  # physical cores from which on one is left to the request planes
 

@@ -10,11 +10,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import Enum, StrEnum
 from typing import Any, Protocol
 
-from weft.core.dataclass import dataclass
 from weft.core.errors import InvariantError, ParameterError, WeftError
 from weft.core.settings import Kind, Setting, check_settings, setting, settings_of
 

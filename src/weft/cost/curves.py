@@ -5,9 +5,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import field
+from dataclasses import dataclass, field
 
-from weft.core.dataclass import dataclass
 from weft.core.errors import ProfileError
 
 

@@ -22,13 +22,12 @@ import os
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import suppress
-from dataclasses import asdict, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from weft.core.cache_folder import cache_folder, file_stem
-from weft.core.dataclass import dataclass
 from weft.core.errors import ConfigError, ProfileError
 from weft.cost.curves import Curve
 from weft.cost.host_costs import PUBLISHED, HostCosts

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from weft.core.dataclass import dataclass
 from weft.core.errors import ConfigError, look_up
 
 GiB = 2**30

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from weft.core.dataclass import dataclass
 from weft.core.errors import ConfigError
 from weft.cost.curves import Grid
 from weft.cost.model import PIGGYBACK_LAYER_S

@@ -13,10 +13,9 @@ import statistics
 import sys
 from collections.abc import Generator
 from collections.abc import Sequence as Seq
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from weft.core.dataclass import dataclass
 from weft.core.errors import ConfigError
 from weft.cost.curves import Grid
 from weft.cost.fit import Fitted, agreement

@@ -7,11 +7,10 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, count
 from typing import NamedTuple, Protocol
 
-from weft.core.dataclass import dataclass
 from weft.core.errors import ProfileError
 from weft.core.plan import KVMove, RowAdd, StepPlan, StepResult, Tier
 from weft.core.types import NEUTRAL, SamplingParams

@@ -6,11 +6,10 @@ import random
 import statistics
 import sys
 from collections.abc import Sequence as Seq
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from weft.core.dataclass import dataclass
 from weft.cost.curves import Grid
 from weft.cost.fit import Fitted, agreement
 from weft.cost.host_costs import HostCosts, OverlapCost

@@ -5,10 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from weft.core.dataclass import dataclass
 from weft.core.errors import ProfileError
 from weft.core.plan import StepPlan, SubBatch, Tier
 from weft.cost.fit import Fitted

@@ -6,9 +6,9 @@ import random
 import statistics
 import sys
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from typing import Any
 
-from weft.core.dataclass import dataclass
 from weft.core.errors import ConfigError
 from weft.cost.curves import divide
 from weft.cost.fit import Accuracy, Fitted, Point, ProfileKey, accuracy, agreement, fit

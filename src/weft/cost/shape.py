@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from weft.core.dataclass import dataclass
 from weft.core.errors import UnsupportedModelError, look_up
 
 # Of how many layers one has no window, where a config does not say it (Hugging Face's defaults).

@@ -5,11 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import NamedTuple, TypeAlias
 
-from weft.core.dataclass import dataclass
 from weft.core.plan import RowAdd, StepPlan, SubBatch
 from weft.core.types import NEUTRAL, SamplingParams
 from weft.cost.work import Work

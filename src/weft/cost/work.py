@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from weft.core.dataclass import dataclass
 from weft.core.plan import SubBatch, Tier
 
 

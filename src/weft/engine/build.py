@@ -7,7 +7,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +16,6 @@ import numpy as np
 
 from weft import __version__
 from weft.core.config import EngineConfig, ResolvedConfig
-from weft.core.dataclass import dataclass
 from weft.core.grammar import grammar_tokenizer
 from weft.core.kv_types import cache_dtype
 from weft.core.ports import Executor

@@ -6,10 +6,10 @@ Decoding a message runs no code.
 from __future__ import annotations
 
 import socket
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from weft.core.config import ResolvedConfig
-from weft.core.dataclass import dataclass
 from weft.core.plan import StepPlan, StepResult
 
 T = TypeVar("T")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from weft.core.dataclass import dataclass
 from weft.core.process import BEAT_S
 from weft.ring.segment import RingFds
 

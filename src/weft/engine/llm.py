@@ -12,13 +12,12 @@ import sys
 import weakref
 from collections.abc import AsyncIterator, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from weft.core.config import EngineConfig
-from weft.core.dataclass import dataclass
 from weft.core.errors import (
     ConfigError,
     EngineDeadError,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from weft.core.config import (
     ResolvedConfig,
     resolve,
 )
-from weft.core.dataclass import dataclass
 from weft.core.errors import ConfigError, KernelError, OutOfMemoryError
 from weft.core.kv_types import KV_TYPES
 from weft.core.settings import format_bytes

@@ -16,13 +16,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from weft.core import errors
 from weft.core.config import EngineConfig, ResolvedConfig
-from weft.core.dataclass import dataclass
 from weft.core.errors import EngineDeadError, KernelError, WeftError
 from weft.core.plan import StepPlan, StepResult
 from weft.core.ports import Executor, Ticket

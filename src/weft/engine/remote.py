@@ -10,12 +10,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import IO, Any
 
 from weft.core import errors
 from weft.core.config import EngineConfig
-from weft.core.dataclass import dataclass
 from weft.core.early import Starter
 from weft.core.errors import EngineDeadError, EngineOutOfMemoryError, WeftError
 from weft.core.memory import MemoryKills

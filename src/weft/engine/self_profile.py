@@ -12,13 +12,12 @@ import logging
 import math
 import time
 from collections.abc import Callable, Generator
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weft.core.config import EngineConfig
-from weft.core.dataclass import dataclass
 from weft.core.errors import ConfigError, ProfileError
 from weft.core.plan import StepPlan
 from weft.core.ports import Executor

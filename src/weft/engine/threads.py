@@ -6,9 +6,9 @@ Threads that attend on the host beside a device have cores of their own.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 
 from weft.core.config import EngineConfig
-from weft.core.dataclass import dataclass
 from weft.core.errors import ConfigError
 from weft.core.topology import Topology
 

@@ -8,10 +8,10 @@ sizes. Other sizes run the same functions uncaptured.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 
-from weft.core.dataclass import dataclass
 from weft.core.errors import OutOfMemoryError
 from weft.exec.collect import is_out_of_memory
 from weft.exec.device import Device, Replay

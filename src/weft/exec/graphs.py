@@ -24,13 +24,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from weft.core.dataclass import dataclass
 from weft.core.errors import HostWorkerError, InvariantError
 from weft.core.plan import StepPlan, StepResult, SubBatch, Tier
 from weft.exec.captured import CapturedSteps

@@ -8,13 +8,13 @@ the scratch store has not enough blocks at once take turns.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from weft.core.dataclass import dataclass
 from weft.core.plan import SubBatch
 from weft.exec.device import Device, tensor_memory
 from weft.exec.input_batch import InputBatch

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core.dataclass import dataclass
 from weft.core.plan import SubBatch
 from weft.exec.input_batch import InputBatch
 from weft.kernels.arrays import Array

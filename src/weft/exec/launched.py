@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from weft.core.dataclass import dataclass
 from weft.core.plan import SubBatch
 from weft.exec.collect import StepOutput
 from weft.exec.device import Event

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
 import numpy as np
 
-from weft.core.dataclass import dataclass
 from weft.core.errors import HostWorkerError, InvariantError
 from weft.core.plan import SubBatch
 from weft.exec.host_attention import HostAttention

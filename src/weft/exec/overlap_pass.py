@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from weft.core.dataclass import dataclass
 from weft.exec.attend import attend_over
 from weft.exec.device import Device
 from weft.exec.exchange import HostExchange

@@ -7,11 +7,11 @@ and recovery need nothing of it.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core.dataclass import dataclass
 from weft.core.errors import ParameterError, WeftError
 from weft.core.types import SamplingParams
 from weft.kernels.arrays import Array, from_numpy

@@ -11,12 +11,11 @@ and the choice is made row by row. So a row's result depends on this row alone.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core.dataclass import dataclass
 from weft.core.errors import WeftError
 from weft.core.types import TokenLogprob
 from weft.exec.input_batch import InputBatch

@@ -17,13 +17,13 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_left
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from weft.core.dataclass import dataclass
 from weft.kernels.sampling import SETTINGS
 
 if TYPE_CHECKING:

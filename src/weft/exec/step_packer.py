@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from weft.core.dataclass import dataclass
 from weft.core.errors import InvariantError
 from weft.core.plan import SubBatch
 from weft.exec.device import Device

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
-from weft.core.dataclass import dataclass
 from weft.exec.input_batch import MOST_EDITS, SEAT_BYTES
 from weft.exec.logprobs import SCORED_TOKENS_AT_ONCE
 from weft.exec.step_layout import HASH_WORDS, SIZES, STRIDE, Buffer, LaneSizes, padded_size

@@ -8,12 +8,12 @@ with bias 7, 3 of mantissa, no infinities, the largest number 448.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from weft.core.dataclass import dataclass
 from weft.kernels.arrays import Array, to_torch
 from weft.kernels.storage import Storage
 

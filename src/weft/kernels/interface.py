@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
-from weft.core.dataclass import dataclass
 from weft.kernels.arrays import Array
 from weft.kernels.collectives import ALONE, Collectives
 from weft.kernels.lanes import LaneOps

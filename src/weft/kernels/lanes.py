@@ -16,9 +16,9 @@ token which has ended meanwhile matches no job.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from weft.core.dataclass import dataclass
 from weft.kernels.arrays import Array
 
 AT_ONCE = 256  # results that go to the device in one piece

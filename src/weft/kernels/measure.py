@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
 import numpy as np
 
-from weft.core.dataclass import dataclass
 from weft.kernels.arrays import Array, address, numpy_dtype
 from weft.kernels.cpu import _native
 from weft.kernels.cpu import attention as cpu_attention

@@ -7,11 +7,11 @@ fills rows, and every sampler, goes by it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
-from weft.core.dataclass import dataclass
 from weft.kernels.arrays import Array, nan_to_num, where
 
 SETTINGS = ("temperature", "top_k", "top_p", "min_p")

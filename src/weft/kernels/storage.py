@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.core.dataclass import dataclass
+from dataclasses import dataclass
 
 PANEL = 64  # outputs that are packed together, see quant.hpp
 GATED_PANEL = 32  # of each half of a gated matrix

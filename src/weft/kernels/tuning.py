@@ -10,11 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
-from weft.core.dataclass import dataclass
 from weft.kernels.unavailable import KernelUnavailable
 
 VERSION = 1

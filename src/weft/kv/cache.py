@@ -21,10 +21,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from functools import partial
 from math import lcm
 
-from weft.core.dataclass import dataclass
 from weft.core.errors import InvariantError
 from weft.kv.disk_cache import DiskCache
 from weft.kv.hashing import HashChain

@@ -18,9 +18,9 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from queue import SimpleQueue
 
-from weft.core.dataclass import dataclass
 from weft.core.errors import InvariantError
 from weft.core.settings import format_bytes
 from weft.kv.block_files import BlockFiles, Key

@@ -7,9 +7,8 @@ still in an old pool are lost, and stay in it until the scheduler has released t
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from weft.core.dataclass import dataclass
 from weft.core.plan import OWN_HOST, PlaceSession, PlaceStatus
 from weft.kv.cache import GroupSpec, KVCache
 

@@ -13,9 +13,8 @@ no block is free that a launched step reads or writes, and no sequence is ever i
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 
-from weft.core.dataclass import dataclass
 from weft.core.errors import InvariantError
 from weft.core.plan import OWN_HOST, KVMove, Tier
 from weft.kv.cache import GroupSpec, KVCache, Table

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
-from weft.core.dataclass import dataclass
 from weft.models.config_reader import ConfigReader
 from weft.models.rope_config import RopeContext
 from weft.models.spec import LayerSpec, ModelSpec

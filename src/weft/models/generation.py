@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from weft.core.dataclass import dataclass
 from weft.core.errors import UnsupportedModelError
 from weft.core.json_files import check_depth, read_object
 from weft.core.settings import Setting

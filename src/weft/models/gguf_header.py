@@ -13,13 +13,13 @@ from __future__ import annotations
 import mmap
 import struct
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core.dataclass import dataclass
 from weft.core.errors import CheckpointError, short
 from weft.models.bounds import MOST_LISTED
 

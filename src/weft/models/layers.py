@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core.dataclass import dataclass
 from weft.core.errors import InvariantError
 from weft.kernels.arrays import Array, concatenate, times
 from weft.kernels.interface import Experts, OpTable, Weight

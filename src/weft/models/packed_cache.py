@@ -15,12 +15,12 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 from weft.core.cache_folder import cache_folder, file_stem
-from weft.core.dataclass import dataclass
 from weft.core.placement import interleaving
 from weft.core.settings import format_bytes
 from weft.models.packed_file import (

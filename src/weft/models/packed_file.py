@@ -19,7 +19,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core.dataclass import dataclass
 from weft.core.placement import interleaving
 from weft.kernels.arrays import numpy_dtype
 from weft.kernels.storage import PackedForm

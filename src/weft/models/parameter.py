@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.core.dataclass import dataclass
+from dataclasses import dataclass
 
 Shape = tuple[int, ...]
 

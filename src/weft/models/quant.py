@@ -7,12 +7,12 @@ to ``Quantized`` or ``Float8``. Unpacking is exact: no code, zero point or scale
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core.dataclass import dataclass
 from weft.core.errors import CheckpointError
 from weft.kernels.arrays import to_numpy, to_torch
 from weft.kernels.quantized import Quantized

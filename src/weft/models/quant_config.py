@@ -6,7 +6,8 @@ config.
 
 from __future__ import annotations
 
-from weft.core.dataclass import dataclass
+from dataclasses import dataclass
+
 from weft.models.config_reader import ConfigReader
 
 METHODS = ("awq", "compressed-tensors", "fp8", "gptq")

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from weft.core.dataclass import dataclass
 from weft.models.config_reader import ConfigReader
 from weft.models.spec import RopeSpec
 

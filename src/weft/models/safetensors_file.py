@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from weft.core.dataclass import dataclass
 from weft.core.errors import CheckpointError, short
 from weft.kernels.arrays import numpy_dtype
 from weft.models.bounds import MOST_HEADER_BYTES

@@ -8,9 +8,8 @@ routers and everything else small is on every rank.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from weft.core.dataclass import dataclass
 from weft.core.errors import ConfigError
 from weft.models.parameter import Parameter, Piece
 from weft.models.spec import LayerSpec, ModelSpec

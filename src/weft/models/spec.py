@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import cached_property
 
-from weft.core.dataclass import dataclass
 from weft.models.quant_config import StoredWeights
 
 

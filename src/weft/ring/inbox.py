@@ -17,9 +17,9 @@ import select
 import threading
 from array import array
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from typing import Any
 
-from weft.core.dataclass import dataclass
 from weft.core.errors import EngineDeadError, InvariantError, ParameterError, WeftError
 from weft.core.plan import StepOutputs, Update
 from weft.core.process import BEAT_S

@@ -6,10 +6,9 @@ Every number comes from the compiled header through the binding; nothing is type
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import astuple, fields
+from dataclasses import astuple, dataclass, fields
 from enum import IntEnum
 
-from weft.core.dataclass import dataclass
 from weft.core.types import FinishReason
 from weft.ring import _native
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from weft.core.dataclass import dataclass
 from weft.core.errors import ParameterError
 from weft.ring import _native
 from weft.ring.codec import SAMPLING

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from weft.core.dataclass import dataclass
 from weft.core.plan import Tier
 from weft.cost.model import CostModel, step_time
 from weft.cost.work import Work

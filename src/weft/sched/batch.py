@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import field
+from dataclasses import dataclass, field
 from itertools import accumulate
 from math import inf
 
-from weft.core.dataclass import dataclass
 from weft.core.errors import InvariantError
 from weft.core.plan import RowAdd, RowExtend, StepResult, Tier, Update
 from weft.core.types import FinishReason, Sequence, TokenLogprob

@@ -11,9 +11,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 
-from weft.core.dataclass import dataclass
 from weft.core.plan import KVMove, RowExtend, StepPlan, Tier
 from weft.core.types import Sequence, SequenceState
 from weft.kv.tiers import Lease, TieredCache

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from typing import Protocol
 
-from weft.core.dataclass import dataclass
 from weft.core.errors import ParameterError
 from weft.core.plan import StepOutputs, StepPlan, StepResult, SubBatch, Tier, Update
 from weft.core.types import FinishReason, Request, Sequence, ServiceClass

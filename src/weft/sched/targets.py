@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from weft.core.class_table import class_table, with_targets
-from weft.core.dataclass import dataclass
 from weft.core.errors import ConfigError
 from weft.core.types import ServiceClass
 from weft.cost.model import CostModel, step_time

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from weft.api.errors import error_object
-from weft.core.dataclass import dataclass
 from weft.core.errors import WeftError
 from weft.server.accounts import Accounts
 from weft.server.errors import error_response, json_response

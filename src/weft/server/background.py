@@ -8,7 +8,7 @@ import contextvars
 import logging
 import time
 from collections.abc import Sequence as Seq
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import orjson
@@ -21,7 +21,6 @@ from weft.api.errors import DeadlineExceededError
 from weft.api.response_answers import ResponseCancelledError, ResponseWriter
 from weft.api.response_body import ResponseBody
 from weft.api.response_events import failure
-from weft.core.dataclass import dataclass
 from weft.core.errors import InvariantError, RequestCrashedError, WeftError
 from weft.core.plan import Update
 from weft.core.types import TokenLogprob

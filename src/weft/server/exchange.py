@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextvars import ContextVar
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -17,7 +17,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weft.api.jobs import Job
 from weft.api.rules import HEADER, Notes
-from weft.core.dataclass import dataclass
 from weft.core.logs import REQUEST_ID
 from weft.server.keyfile import Key
 from weft.server.timer import JobTimer

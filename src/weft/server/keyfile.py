@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
 from weft.api.classes import USUAL
-from weft.core.dataclass import dataclass
 from weft.core.errors import ConfigError, ParameterError, suggest
 from weft.core.salt import key_salt
 from weft.core.settings import settings_of, shortened

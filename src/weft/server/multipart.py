@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from email.message import Message
 
-from weft.core.dataclass import dataclass
 from weft.core.errors import ParameterError
 
 MAX_HEADER_BYTES = 16 * 1024  # of the headers of one part

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 from weft.batch.promotion import PROMOTIONS
 from weft.batch.webhook_settings import WebhookSettings
-from weft.core.dataclass import dataclass
 from weft.core.errors import ConfigError, ParameterError
 from weft.core.settings import check_settings, setting
 from weft.server.keyfile import read_keys

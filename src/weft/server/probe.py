@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from weft.core.dataclass import dataclass
 from weft.core.types import ServiceClass
 
 

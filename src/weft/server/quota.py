@@ -8,9 +8,9 @@ processes can share it.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from weft.core.dataclass import dataclass
 from weft.core.errors import WeftError
 from weft.core.settings import check_settings, setting
 

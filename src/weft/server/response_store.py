@@ -8,11 +8,11 @@ import sqlite3
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import orjson
 
-from weft.core.dataclass import dataclass
 from weft.core.errors import ConfigError, ParameterError, PromptTooLongError, WeftError
 from weft.server.wal import use_wal
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import get_args
 
 import orjson
@@ -17,7 +18,6 @@ from weft.api.response_answers import ResponseAnswer
 from weft.api.response_body import Include, ResponseBody, response_job
 from weft.api.response_events import events_after, replay
 from weft.api.response_items import Item, read_items
-from weft.core.dataclass import dataclass
 from weft.core.errors import ParameterError
 from weft.server.background import Background
 from weft.server.body import read_body

@@ -6,13 +6,12 @@ import sqlite3
 import time
 import zlib
 from collections.abc import Collection
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import orjson
 
 from weft.api.response_events import events_after
-from weft.core.dataclass import dataclass
 from weft.core.errors import ParameterError, WeftError
 from weft.server.life import Life
 from weft.server.response_store import ResponseStore, Stored, insert, not_found

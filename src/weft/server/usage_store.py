@@ -7,10 +7,10 @@ import os
 import sqlite3
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import UTC, date, datetime, timedelta
 from typing import NamedTuple
 
-from weft.core.dataclass import dataclass
 from weft.core.errors import ConfigError, WeftError
 from weft.server.counts import Use
 from weft.server.rareline import RareLine

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as Seq
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 
 from weft.blend.density import Ints, Rates
-from weft.core.dataclass import dataclass
 from weft.core.errors import ParameterError
 
 VOCAB = 128_256  # token ids are drawn from Llama 3's vocabulary

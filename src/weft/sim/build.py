@@ -7,12 +7,11 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from heapq import merge
 from itertools import count, islice, repeat
 from pathlib import Path
 
-from weft.core.dataclass import dataclass
 from weft.core.errors import ConfigError, UnsupportedModelError
 from weft.core.schedulers import SCHEDULERS
 from weft.core.types import ServiceClass

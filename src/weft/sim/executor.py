@@ -15,9 +15,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Mapping, Set
 from collections.abc import Sequence as Seq
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 
-from weft.core.dataclass import dataclass
 from weft.core.errors import InvariantError, NonFiniteLogitsError, WeftError
 from weft.core.plan import KVMove, RowAdd, StepPlan, StepResult, Tier, TierCopy
 from weft.kv.cache import GroupSpec

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import NamedTuple
 
-from weft.core.dataclass import dataclass
 from weft.workload.trace import BLOCK_TOKENS, Arrival
 
 END_TOKEN = 0  # what ends every answer

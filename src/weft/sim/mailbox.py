@@ -12,9 +12,9 @@ from __future__ import annotations
 from bisect import insort
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 
-from weft.core.dataclass import dataclass
 from weft.core.errors import InvariantError
 
 

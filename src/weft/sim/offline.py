@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
 import numpy as np
 
 from weft.blend.density import Floats
 from weft.blend.order import Order
-from weft.core.dataclass import dataclass
 from weft.core.errors import InvariantError
 from weft.core.plan import StepOutputs
 from weft.core.types import FinishReason, Request, SamplingParams

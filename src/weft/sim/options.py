@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from weft.core.class_table import class_table
 from weft.core.config_rules import check_budget
-from weft.core.dataclass import dataclass
 from weft.core.errors import ConfigError, ParameterError
 from weft.core.schedulers import SCHEDULERS
 from weft.core.settings import check_settings, setting

@@ -11,9 +11,8 @@ import math
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 
-from weft.core.dataclass import dataclass
 from weft.core.errors import InvariantError
 from weft.core.plan import PIGGYBACK_WAIT_S, KVMove, StepPlan, StepResult, SubBatch, Tier, TierCopy
 from weft.cost.carried import carried_s

@@ -7,11 +7,11 @@ hardware sheet says, so they never depend on how good a cost model is.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from weft.core.dataclass import dataclass
 from weft.cost.hardware import Hardware
 from weft.cost.roofline import BYTES, KV_BYTES
 from weft.cost.shape import ModelShape

@@ -12,10 +12,10 @@ import math
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weft.core.dataclass import dataclass
 from weft.core.errors import ParameterError
 from weft.sim.jobs import SimulatedRequest, TokenSegment, answer_text, own_text, shared_text
 from weft.workload.trace import read_text

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-from weft.core.dataclass import dataclass
 from weft.text.stop import overlap
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from weft.core.dataclass import dataclass
 from weft.core.errors import GrammarError
 from weft.text.dialect import REASONING_MARKERS, TOOL_PARSERS, Dialect
 from weft.text.grammar import quote

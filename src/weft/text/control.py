@@ -14,11 +14,11 @@ import json
 import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tokenizers import Tokenizer as Reference
 
-from weft.core.dataclass import dataclass
 from weft.core.errors import TokenizerError
 
 _NAME_CHARS = 8

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from weft.core.dataclass import dataclass
 from weft.text.assistant import AssistantParser, ReasoningParser
 from weft.text.toolcalls import CallParser, HermesParser, Llama3Parser, MistralParser
 

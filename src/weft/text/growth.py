@@ -10,9 +10,8 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
-
-from weft.core.dataclass import dataclass
 
 _LONGEST_OF_UNICODE = 64  # bytes; NFKC makes 33 of U+FDFA
 

@@ -11,10 +11,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from weft.core.dataclass import dataclass
 from weft.core.errors import RendererDeadError
 from weft.text.frames import receive, send
 

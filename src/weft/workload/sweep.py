@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-
-from weft.core.dataclass import dataclass
 
 FEWEST_RATES = 4  # a line has two parameters, a bend three
 ATTAINED = 0.95  # the share of requests within their SLOs at a serviceable load (Blink, section 6)

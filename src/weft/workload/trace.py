@@ -6,12 +6,11 @@ import csv
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from weft.core.dataclass import dataclass
 from weft.core.errors import ParameterError
 
 BLOCK_TOKENS = 512  # of a block id in Mooncake's traces

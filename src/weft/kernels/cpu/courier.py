@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core.dataclass import dataclass
 from weft.core.errors import InvariantError
 from weft.kernels.cpu import _native
 from weft.kernels.cpu.host import HostMailbox

@@ -15,13 +15,13 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from fcntl import F_ADD_SEALS, F_SEAL_GROW, F_SEAL_SEAL, F_SEAL_SHRINK, fcntl
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from weft.core.dataclass import dataclass
 from weft.core.errors import ConfigError, HostWorkerError, InvariantError
 from weft.core.kv_types import row_size
 from weft.kernels.arrays import CODES, NAMES, Array, View, address, dtype_name, numpy_dtype, view

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from torch import Tensor
 
-from weft.core.dataclass import dataclass
 from weft.kernels.float8 import Rounded
 from weft.kernels.parts import LayerParts, check_parts
 from weft.kernels.triton.activation import act_mul_for

@@ -7,13 +7,13 @@ to which expert, stay on the device: nothing waits for the host.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.core.dataclass import dataclass
 from weft.kernels.float8 import Rounded
 from weft.kernels.triton.activation import ACTIVATIONS, activated
 from weft.kernels.triton.fp8 import round_rows

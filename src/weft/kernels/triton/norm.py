@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.core.dataclass import dataclass
 from weft.kernels.float8 import Rounded
 from weft.kernels.triton.fp8 import codes_dtype, row_scale, to_e4m3
 from weft.kernels.triton.launch import last_contiguous, power_of_2, warps

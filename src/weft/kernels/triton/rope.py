@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.core.dataclass import dataclass
 from weft.kernels.triton.kv_write import store_rows
 from weft.kernels.triton.launch import last_contiguous, power_of_2, warps
 from weft.kernels.triton.storage import as_bytes, is_scaled, scales_of

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from weft.core.dataclass import dataclass
 from weft.kernels.interface import AttentionMetadata
 from weft.kernels.parts import StackParts
 from weft.kernels.triton.attention import paged_attention

@@ -6,12 +6,11 @@ launches takes its place, but for the rows of a tile of decodes: they say which 
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
 
-from weft.core.dataclass import dataclass
 from weft.kernels.kv_storage import KV_DTYPES, SCALED
 from weft.kernels.triton.launch import power_of_2
 from weft.kernels.tuning import DECODE, MOST_PARTS, PREFILL, Launch, LaunchShape, Tuning, kv_kind

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from weft.core.dataclass import dataclass
 from weft.kernels.interface import AttentionMetadata
 from weft.kernels.kv_storage import cache_dtype, row_size, write_rows
 from weft.kernels.triton.attention import paged_attention
