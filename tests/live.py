@@ -24,11 +24,23 @@ SMALL = ["--threads", "1", "--kv-memory", "32MiB", "--max-num-seqs", "16", "--no
 SMALL += ["--self-profile-s", "0"]  # no test waits for an engine that measures itself
 START_S = 60.0
 
-# Run by every Python process that has its folder on the path; concerns those of one module only.
+# Run by every Python process that has its folder on the path; concerns those of one module only. A
+# server's first ones are forked, and import the module: the code runs right before that.
 IN_MODULE = """
 import sys
-if "{module}" in sys.orig_argv:
-{code}
+
+class Early:
+    def __init__(self):
+        self.done = False
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r} and not self.done:
+            self.done = True
+            exec({code!r}, {{"sys": sys, "module": {module!r}}})
+
+if {module!r} in sys.orig_argv:
+    exec({code!r}, {{"sys": sys, "module": {module!r}}})
+elif "serve" in sys.orig_argv:
+    sys.meta_path.insert(0, Early())
 """
 MODELLED = f"""
 sys.path.append({str(Path(__file__).parent)!r})
@@ -170,7 +182,7 @@ def with_engines(
     site = folder / "site"
     site.mkdir(exist_ok=True)
     text = "".join(
-        IN_MODULE.format(module=module, code=textwrap.indent(lines, "    "))
+        IN_MODULE.format(module=module, code=textwrap.dedent(lines))
         for module, lines in given.items()
         if lines
     )

@@ -29,7 +29,7 @@ def reached(point, file={file!r}):
     if name == point:
         left = int(left) - 1
         with open(file, "w") as wanted:
-            wanted.write(f"{{name}}|{{left}}" if left else sys.orig_argv[2])
+            wanted.write(f"{{name}}|{{left}}" if left else module)
         if not left:
             os.kill(os.getpid(), signal.SIGKILL)
 points.reached = reached

@@ -27,6 +27,7 @@ except KeyboardInterrupt:  # Ctrl-C before main() can catch it
 
 _OF_GENERATE = "[PROMPT | --file FILE] [settings]"
 EXIT_ERROR, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
+EARLY = ("weft.engine.process", "weft.server.process")  # of a server
 CHAT_SAMPLING = ("temperature", "top_p", "max_tokens", "seed", "stop")
 
 
@@ -52,11 +53,17 @@ def main(arguments: Seq[str] | None = None) -> NoReturn:
 
     0 done, 1 error, 2 wrong usage, 3 a batch is done but lines have errors, 130 interrupted.
     """
+    words = sys.argv[1:] if arguments is None else arguments
+    chosen = next((word for word in words if not word.startswith("-")), None)
+    start = None
+    if arguments is None and chosen == "serve" and not {"-h", "--help"} & set(words):
+        from weft.core.early import fork_early
+
+        start = fork_early(EARLY)
     try:
         _set_up_output()
-        words = sys.argv[1:] if arguments is None else arguments
-        chosen = next((word for word in words if not word.startswith("-")), None)
-        options = vars(_parser(chosen).parse_args(words))
+        options = vars(_parser(chosen, first=words[:1] == [chosen]).parse_args(words))
+        options["start"] = start
         run = options.pop("run")
         options.pop("parser")
         sys.exit(run(options))
@@ -81,15 +88,20 @@ def _set_up_output() -> None:
 # -- flags from declarations --------------------------------------------------------------------
 
 
-def _parser(chosen: str | None) -> _Parser:
+def _parser(chosen: str | None, *, first: bool) -> _Parser:
     """The parser of all commands; only that of the chosen one knows its arguments.
 
     Declaring those of all takes several times as long as all else before a server starts.
+
+    Args:
+        first: nothing is before the chosen one, so that no other one will be asked for.
     """
     parser = _Parser(prog="weft", description="Serve and run large language models.")
     parser.add_argument("--version", action="version", version=f"weft {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (declare, text, usage) in _commands().items():
+    known = _commands()
+    for name in (chosen,) if first and chosen in known else known:
+        declare, text, usage = known[name]
         shown = None if usage is None else f"weft {name} {usage}"
         command = commands.add_parser(name, help=text, usage=shown)
         if name == chosen:
@@ -317,11 +329,13 @@ def _generate(options: dict[str, Any]) -> int:
 
 
 def _serve(options: dict[str, Any]) -> int:
+    from weft.core.process import start_child
     from weft.server.options import ServerOptions
     from weft.supervise import serve
 
     server_settings, engine_settings = _settings(options, ServerOptions, EngineConfig)
-    return serve(engine_settings, ServerOptions(**server_settings))
+    start = options["start"] or start_child
+    return serve(engine_settings, ServerOptions(**server_settings), start)
 
 
 def _batch(options: dict[str, Any]) -> int:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.core.config import EngineConfig
+from weft.core.early import Starter
 from weft.core.logs import log_level, set_up_logs
 from weft.core.process import (
     beat_s,
@@ -24,6 +25,7 @@ from weft.core.process import (
     raise_file_limit,
     reap_orphans,
     set_process_title,
+    start_child,
 )
 
 if TYPE_CHECKING:
@@ -41,8 +43,11 @@ GRACE_S = 5.0  # to end what is open with an error, until the request planes are
 logger = logging.getLogger("weft")
 
 
-def serve(settings: Mapping[str, Any], options: ServerOptions) -> int:
+def serve(settings: Mapping[str, Any], options: ServerOptions, start: Starter = start_child) -> int:
     """Serve until SIGINT or SIGTERM; return the exit code.
+
+    Args:
+        start: how to start engines and request planes.
 
     Raises:
         ConfigError: a setting is wrong, or the address cannot be used.
@@ -56,7 +61,7 @@ def serve(settings: Mapping[str, Any], options: ServerOptions) -> int:
     chosen = replace(options, frontends=_num_frontends(config, options))
     classes = [row.name for row in config.service_classes()]
     with _listening(options, classes) as listener, _shared_store(chosen) as shared:
-        return asyncio.run(_supervise(settings, config, shared, listener))
+        return asyncio.run(_supervise(settings, config, shared, listener, start))
 
 
 def _num_frontends(config: EngineConfig, options: ServerOptions) -> int:
@@ -109,6 +114,7 @@ async def _supervise(
     config: EngineConfig,
     options: ServerOptions,
     listener: socket.socket,
+    start: Starter,
 ) -> int:
     from weft.engine.keeper import EngineKeeper
     from weft.engine.links import EngineLinks
@@ -123,11 +129,13 @@ async def _supervise(
     rings = [ring_of(config) for _ in range(planes + 1)]  # the last one is for batches
     boards = Boards(create_board(planes + 1), create_quota_board(planes), create_target_board())
     links = EngineLinks(rings, boards.targets, beat_s(options.watchdog_s, options.stalled_s))
-    engines = EngineKeeper(settings, links, standby=options.standby, watchdog_s=options.watchdog_s)
+    engines = EngineKeeper(
+        settings, links, start, standby=options.standby, watchdog_s=options.watchdog_s
+    )
     card: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     given = _frontend_settings(config, options)
     frontends = [
-        FrontendKeeper(number, given, ring, listener, boards, card, options.watchdog_s)
+        FrontendKeeper(number, given, ring, listener, boards, card, options.watchdog_s, start)
         for number, ring in enumerate(rings[:planes])
     ]
     engine = asyncio.create_task(_keep_engine(engines, card))

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,20 +15,18 @@ from groups import MIB, join, limited_group, set_limit
 from live import START_S, WEFT, Server, eventually, serving
 
 HUNGRY = 3999  # first token of a prompt with which the engine takes all the memory there is
-TAKING = textwrap.dedent("""
-    import sys
-    if "weft.engine.process" in sys.orig_argv:
-        from weft.exec.eager import EagerExecutor
-        launch = EagerExecutor.launch
-        def hungry(self, plan):
-            for add in plan.add:
-                if add.tokens[0] == {HUNGRY}:
-                    kept = []
-                    while True:
-                        kept.append(bytearray(b"x" * 2**24))
-            return launch(self, plan)
-        EagerExecutor.launch = hungry
-""")
+TAKING = f"""
+from weft.exec.eager import EagerExecutor
+launch = EagerExecutor.launch
+def hungry(self, plan):
+    for add in plan.add:
+        if add.tokens[0] == {HUNGRY}:
+            kept = []
+            while True:
+                kept.append(bytearray(b"x" * 2**24))
+    return launch(self, plan)
+EagerExecutor.launch = hungry
+"""
 
 
 # Together they leave less than an engine takes; each is too small to be killed instead of one.
@@ -90,12 +86,10 @@ def test_an_engine_takes_less_than_its_group_has():
 
 
 @deep
-def test_a_request_that_takes_all_memory_is_ended_for_that_and_no_other(tmp_path, monkeypatch):
-    (tmp_path / "sitecustomize.py").write_text(TAKING.replace("{HUNGRY}", str(HUNGRY)))
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+def test_a_request_that_takes_all_memory_is_ended_for_that_and_no_other(tmp_path):
     with (
         limited_group(700 * MIB) as group,
-        serving(tmp_path, "--max-crashes", "1", within=join(group)) as server,
+        serving(tmp_path, "--max-crashes", "1", within=join(group), engines=TAKING) as server,
     ):
         assert httpx.get(f"{server.url}/ready").json() == {"status": "ready"}
         undisturbed = completion(server, [5, 6, 7]).json()["choices"]

@@ -22,7 +22,7 @@ from weft.core.errors import ConfigError, InvariantError, RequestCrashedError, W
 from weft.core.logs import JsonLines, TextLines, log_level
 from weft.core.plan import Update
 from weft.core.types import FinishReason
-from weft.server.metrics import ENGINE_METRICS
+from weft.server.metric_families import ENGINE_METRICS
 from weft.server.options import ServerOptions
 from weft.server.probe import NoProbe
 

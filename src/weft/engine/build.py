@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -452,8 +451,6 @@ def describe_served(config: EngineConfig, engine: Engine) -> ServedModel:
             "python": platform.python_version(),
             "numpy": np.__version__,
             **({"torch": sys.modules["torch"].__version__} if "torch" in sys.modules else {}),
-            "llguidance": version("llguidance"),
-            "tokenizers": version("tokenizers"),
         },
         classes=config.service_classes(),
     )

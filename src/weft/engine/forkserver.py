@@ -9,16 +9,17 @@ server has a single thread, so that a fork copies no lock that another one holds
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import json
 import os
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Sequence
 
+from weft.core.early import Starter
 from weft.core.errors import EngineDeadError
 from weft.core.process import (
     Child,
@@ -26,7 +27,6 @@ from weft.core.process import (
     die_with_parent_thread,
     fork_orphan,
     set_process_title,
-    start_child,
 )
 from weft.engine.driver import has_driver
 from weft.engine.links import EngineLinks
@@ -39,6 +39,7 @@ IMPORTED = ("weft.engine.build", "weft.kernels.cpu.stack")
 
 # oneDNN keeps a primitive for each of the last 1024 shapes of a matrix product, and malloc an arena
 # for each thread: with batches of every size that grows to several times the model's memory.
+M_ARENA_MAX = -8  # as malloc.h says it
 MEMORY_SETTINGS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8", "MALLOC_ARENA_MAX": "2"}
 
 
@@ -49,9 +50,12 @@ class ForkServer:
         links: of the engines.
         background: be ready later, but take no time from others.
         torch: its engines may need it, if there is a driver for it.
+        start: how to start it.
     """
 
-    def __init__(self, links: EngineLinks, *, background: bool, torch: bool) -> None:
+    def __init__(
+        self, links: EngineLinks, start: Starter, *, background: bool, torch: bool
+    ) -> None:
         adopt_orphans()
         self._end, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._end.setblocking(False)
@@ -60,13 +64,14 @@ class ForkServer:
         command = [sys.executable, "-m", "weft.engine.process", "--fork-for", str(other.fileno())]
         command += ["--background"] * background + ["--torch"] * torch
         try:
-            self.process = start_child(
-                command,
-                stdin=subprocess.DEVNULL,
-                pass_fds=[other.fileno(), *links.pass_fds],
-                start_new_session=True,
-                env={**MEMORY_SETTINGS, **os.environ},
-            )
+            with open(os.devnull) as nothing:
+                self.process = start(
+                    command,
+                    stdin=nothing.fileno(),
+                    pass_fds=[other.fileno(), *links.pass_fds],
+                    start_new_session=True,
+                    env={**MEMORY_SETTINGS, **os.environ},
+                )
         except OSError as error:
             self._end.close()
             raise EngineDeadError(f"No engine can be started: {error.strerror}.") from None
@@ -133,7 +138,6 @@ def serve_forks(end: socket.socket, *, background: bool, torch: bool) -> tuple[l
     die_with_parent_thread()
     set_process_title("weft-forkserver")
     _import(background, torch)
-    gc.collect()
     gc.freeze()  # a collection in an engine would write to, and so copy, all that is shared
     end.send(b"ready")
     while True:
@@ -150,6 +154,20 @@ def serve_forks(end: socket.socket, *, background: bool, torch: bool) -> tuple[l
         end.send(str(pid).encode())
 
 
+def limit_memory() -> None:
+    """Give this process the memory settings of engines, as if it had been started with them."""
+    for name, value in MEMORY_SETTINGS.items():
+        os.environ.setdefault(name, value)
+    with contextlib.suppress(AttributeError, ValueError):  # other C libraries have no such call
+        ctypes.CDLL(None).mallopt(M_ARENA_MAX, int(os.environ["MALLOC_ARENA_MAX"]))
+
+
+def import_engine() -> None:
+    """Import what every engine needs."""
+    for name in IMPORTED:
+        importlib.import_module(name)
+
+
 def _import(background: bool, torch: bool) -> None:
     """Import all that takes time; in the background at a low priority.
 
@@ -162,8 +180,7 @@ def _import(background: bool, torch: bool) -> None:
         if background:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOW_PRIORITY)
         postpone("torch._meta_registrations")
-        for name in IMPORTED:
-            importlib.import_module(name)
+        import_engine()
         if torch and has_driver():
             with contextlib.suppress(ImportError):  # an engine says so, if it needs it
                 importlib.import_module("torch")

@@ -10,13 +10,14 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from weft.core.early import Starter
 from weft.core.errors import (
     EngineDeadError,
     EngineOutOfMemoryError,
     OutOfMemoryError,
     WeftError,
 )
-from weft.core.process import STALLED, Backoff, beat_s, exited
+from weft.core.process import STALLED, Backoff, beat_s, exited, start_child
 from weft.core.served import ServedModel
 from weft.engine.links import EngineLinks
 from weft.engine.machine import available_memory
@@ -46,6 +47,7 @@ class EngineKeeper:
 
     Args:
         links: of all engines.
+        start: how to start processes.
         standby: None keeps one if it takes little of the free memory; with False there is nothing
             but the engine.
         watchdog_s: seconds without a step, or a sign that there is none to make, after which an
@@ -56,11 +58,12 @@ class EngineKeeper:
         self,
         settings: Mapping[str, Any],
         links: EngineLinks,
+        start: Starter = start_child,
         *,
         standby: bool | None,
         watchdog_s: float,
     ) -> None:
-        self._reserve = Reserve(settings, links, forking=standby is not False)
+        self._reserve = Reserve(settings, links, start, forking=standby is not False)
         self._pages = [Page(ring.memory) for ring in links.rings]
         self._standby = standby
         self._asked = standby is not None

@@ -43,7 +43,7 @@ from weft.core.process import (
 from weft.core.schedulers import POLICIES
 from weft.core.types import ServiceClass
 from weft.engine.compiling import CompilingInbox
-from weft.engine.forkserver import serve_forks
+from weft.engine.forkserver import import_engine, limit_memory, serve_forks
 from weft.engine.loop import EngineLoop
 from weft.engine.machine import WallClock
 from weft.engine.postpone import postpone
@@ -65,6 +65,12 @@ INFO_EVERY_S = 0.25
 CHECK_EVERY_S = 10.0
 SOON_S = 0.5  # between two looks at what is due soon
 STANDBY_PATIENCE_S = 600.0  # with packed weights that are being written; its memory stays small
+
+
+def prepare() -> None:
+    """Do what every engine and fork server does, whatever its arguments will be."""
+    limit_memory()
+    import_engine()
 
 
 def main() -> None:

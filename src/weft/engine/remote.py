@@ -15,6 +15,7 @@ from typing import IO, Any
 
 from weft.core import errors
 from weft.core.config import EngineConfig
+from weft.core.early import Starter
 from weft.core.errors import EngineDeadError, EngineOutOfMemoryError, WeftError
 from weft.core.memory import MemoryKills
 from weft.core.process import Process, describe_exit, start_child
@@ -47,7 +48,9 @@ class EngineProcess:
     kills: MemoryKills = field(default_factory=MemoryKills)
 
     @classmethod
-    def start(cls, settings: Mapping[str, Any], links: EngineLinks) -> EngineProcess:
+    def start(
+        cls, settings: Mapping[str, Any], links: EngineLinks, start: Starter = start_child
+    ) -> EngineProcess:
         """Start it; it builds the engine, and touches the rings in ``wait_until_ready``.
 
         Raises:
@@ -56,7 +59,7 @@ class EngineProcess:
         with _Pipes() as pipes:
             command = [sys.executable, "-m", "weft.engine.process", *_arguments(links)]
             try:
-                process = start_child(
+                process = start(
                     [*command, "--report", str(pipes.report)],
                     stdin=pipes.orders,
                     pass_fds=[pipes.report, *links.pass_fds],

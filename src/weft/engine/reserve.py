@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from weft.core.early import Starter
 from weft.core.errors import EngineDeadError, WeftError
 from weft.core.process import Backoff, describe_exit, exited
 from weft.engine.forkserver import ForkServer
@@ -24,6 +25,7 @@ class Reserve:
     """Gives the engines with one set of links.
 
     Args:
+        start: how to start processes.
         forking: engines are forked by a process that has done their imports. Without, all that is
             there is the engine.
 
@@ -32,8 +34,11 @@ class Reserve:
         standby: whether to keep one: an engine that is built, its weights mapped.
     """
 
-    def __init__(self, settings: Mapping[str, Any], links: EngineLinks, *, forking: bool) -> None:
+    def __init__(
+        self, settings: Mapping[str, Any], links: EngineLinks, start: Starter, *, forking: bool
+    ) -> None:
         self.settings = dict(settings)
+        self._start = start
         self.standby = False
         self._links = links
         self._forking = forking
@@ -82,7 +87,7 @@ class Reserve:
                 return spare
             spare.stop()
         if not self._forking:
-            return EngineProcess.start(self.settings, self._links)
+            return EngineProcess.start(self.settings, self._links, self._start)
         if self._forks is None or not self._forks.soon:
             self._drop_forks()
             self._forks = self._fork_server(background=False)
@@ -117,7 +122,7 @@ class Reserve:
 
     def _fork_server(self, *, background: bool) -> ForkServer:
         torch = self.settings.get("device") != "cpu"  # other settings that need it are rare
-        return ForkServer(self._links, background=background, torch=torch)
+        return ForkServer(self._links, self._start, background=background, torch=torch)
 
     async def _keep_spare(self, active: EngineProcess) -> None:
         if self._spare is not None and self._spare.process.poll() is not None:

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import math
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from weft.core.early import Starter
 from weft.core.errors import EngineDeadError
 from weft.core.memory import MemoryKills
-from weft.core.process import Backoff, beat_s, describe_exit, exited, start_child
+from weft.core.process import Backoff, Process, beat_s, describe_exit, exited, start_child
 from weft.ring.segment import RingFds
 from weft.server.counts import Board
 from weft.server.quota_board import release_plane
@@ -51,6 +52,7 @@ class FrontendKeeper:
         boards: memory that all request planes share.
         card: the engine's facts as JSON, once there is an engine.
         watchdog_s: seconds without a sign after which a request plane is killed and replaced.
+        start: how to start it.
     """
 
     def __init__(
@@ -62,8 +64,10 @@ class FrontendKeeper:
         boards: Boards,
         card: asyncio.Future[str],
         watchdog_s: float,
+        start: Starter = start_child,
     ) -> None:
         self._number = number
+        self._starter = start
         self._settings = settings
         self._ring = ring
         self._listener = listener
@@ -74,7 +78,7 @@ class FrontendKeeper:
         self._signs = Board(boards.counts, number)
         self._kills = MemoryKills()
         self._fed_s = math.inf  # when the current one got the card, on the monotonic clock
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Process | None = None
         self._ending = asyncio.Event()
 
     @property
@@ -112,7 +116,7 @@ class FrontendKeeper:
         """Ask it to finish what is open and end; a second time, to end at once."""
         self._ending.set()
         if self._process is not None and self._process.poll() is None:
-            self._process.terminate()
+            self._process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """End it without asking."""
@@ -155,25 +159,26 @@ class FrontendKeeper:
         late = time.monotonic() - (signed_s or self._fed_s) > patience_s
         return late and not self._ending.is_set()
 
-    def _start(self, card: int, announce: bool) -> subprocess.Popen[bytes]:
+    def _start(self, card: int, announce: bool) -> Process:
         command = [sys.executable, "-m", "weft.server.process", "--parent", str(os.getpid())]
         command += ["--ring", str(self._ring), "--card", str(card)]
         command += ["--socket", str(self._listener.fileno())]
         command += ["--board", str(self._boards.counts), "--quotas", str(self._boards.quotas)]
         command += ["--targets", str(self._boards.targets), "--number", str(self._number)]
         command += ["--announce"] * announce
-        process = start_child(
-            command,
-            stdin=subprocess.PIPE,
-            pass_fds=[card, self._listener.fileno(), *self._boards, *self._ring.pass_fds],
-            start_new_session=True,
-        )
-        assert process.stdin is not None
-        try:
-            process.stdin.write(json.dumps(self._settings).encode())
-            process.stdin.close()
-        except BrokenPipeError:
-            pass  # it is dead already, which is noticed elsewhere
+        theirs, settings = os.pipe()
+        # A process that is dead already is noticed elsewhere.
+        with contextlib.suppress(BrokenPipeError), os.fdopen(settings, "wb") as pipe:
+            try:
+                process = self._starter(
+                    command,
+                    stdin=theirs,
+                    pass_fds=[card, self._listener.fileno(), *self._boards, *self._ring.pass_fds],
+                    start_new_session=True,
+                )
+            finally:
+                os.close(theirs)
+            pipe.write(json.dumps(self._settings).encode())
         return process
 
     async def _feed(self, card: int) -> None:

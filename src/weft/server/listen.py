@@ -13,8 +13,6 @@ from weft.batch.webhook_settings import read_secrets
 from weft.core.errors import ConfigError
 from weft.server.keyfile import read_keys
 from weft.server.options import ServerOptions
-from weft.server.response_store import check_store
-from weft.server.usage_store import check_usage_store
 
 BACKLOG = 2048
 
@@ -43,8 +41,12 @@ def _check_files(options: ServerOptions, classes: Seq[str] | None) -> None:
     if options.webhook_secret_file is not None:
         read_secrets(options.webhook_secret_file)
     if options.responses_db is not None:
+        from weft.server.response_store import check_store  # most starts need none
+
         check_store(options.responses_db)
     if options.usage_db is not None:
+        from weft.server.usage_store import check_usage_store
+
         check_usage_store(options.usage_db)
 
 

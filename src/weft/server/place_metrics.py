@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
-
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from typing import TYPE_CHECKING
 
 from weft.ring.layout import EngineInfo
+
+if TYPE_CHECKING:
+    from prometheus_client.core import Metric
 
 FAMILIES: Mapping[str, tuple[str, str]] = {
     "place_up": ("gauge", "1 while the remote place is connected"),
@@ -41,6 +43,8 @@ def places_of(addresses: Seq[str], info: EngineInfo) -> dict[str, dict[str, floa
 
 def place_families(model: str, places: Mapping[str, Mapping[str, float]]) -> Iterator[Metric]:
     """The families; none without places."""
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
     for name, (kind, text) in FAMILIES.items() if places else ():
         made = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
         family = made(f"weft:{name}", text, labels=["model_name", "place"])

@@ -57,7 +57,7 @@ class EngineProbe(Protocol):
     def gauges(self) -> Mapping[str, float]:
         """Current values and totals by metric name without prefix.
 
-        Names are those of ``metrics.ENGINE_METRICS`` and ``OWN_METRICS``, such as
+        Names are those of ``metric_families.ENGINE_METRICS`` and ``OWN_METRICS``, such as
         ``num_requests_running``; others are ignored. What is missing is not exposed, or estimated
         from the request plane's own counts.
         """

@@ -50,10 +50,15 @@ from weft.server.probe import EngineLoad
 from weft.server.quota_board import QuotaBoard
 from weft.text import Tokenizer
 from weft.text.renderer import shared_renderer
-from weft.text.template import find_template
+from weft.text.template import find_template, has_template
 
 SETTLED_S = 2.0  # after the start
 KEPT_WEIGHTS = {"mapped": "mapped from the cache", "packed": "packed"}
+
+
+def prepare() -> None:
+    """Do what every request plane does, whatever its arguments will be."""
+    import uvloop  # noqa: F401
 
 
 def main() -> None:
@@ -69,8 +74,10 @@ def main() -> None:
     die_with(arguments.parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when Ctrl-C ends the server
     settings = json.load(sys.stdin)
-    with contextlib.suppress(WeftError):  # which the first template meets again
-        shared_renderer().start()  # it is there before the engine is
+    known = settings["folder"]
+    if known is None or has_template(Path(known), settings["chat_template"]):
+        with contextlib.suppress(WeftError):  # which the first template meets again
+            shared_renderer().start()  # it is there before the engine is
     early = _load_early(settings)  # while the engine is built
     with os.fdopen(arguments.card) as card:
         line = card.readline()
@@ -224,7 +231,14 @@ class RingProbe:
         )
 
     def info(self) -> Mapping[str, Any]:
-        return {**asdict(self._served), "scheduling": self._scheduling()}
+        from importlib.metadata import version  # which takes longer to import than to answer
+
+        text = {name: version(name) for name in ("llguidance", "tokenizers")}
+        return {
+            **asdict(self._served),
+            "versions": {**self._served.versions, **text},
+            "scheduling": self._scheduling(),
+        }
 
     def _scheduling(self) -> dict[str, Any]:
         """The policy that plans now, and the targets that it keeps, by class."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,12 +30,15 @@ class DecodeTable:
 
 
 def build_table(
-    decoder: Mapping[str, Any] | None, token_of: Callable[[int], str | None], size: int
+    decoder: Mapping[str, Any] | None, tokens: Sequence[str | None]
 ) -> DecodeTable | None:
-    """Return the table for the ``decoder`` of a tokenizer.json, None if it has another shape."""
+    """Return the table for the ``decoder`` of a tokenizer.json, None if it has another shape.
+
+    Args:
+        tokens: of each id, None where there is no such id.
+    """
     steps = _steps(decoder)
     kinds = [step["type"] for step in steps]
-    tokens = [token_of(i) for i in range(size)]
     if kinds == ["ByteLevel"]:
         table = _byte_level_table()
         pieces = [None if token is None else _byte_level(token, table) for token in tokens]
@@ -76,6 +79,8 @@ def _byte_level_table() -> dict[int, str]:
 
 def _byte_level(token: str, table: dict[int, str]) -> bytes:
     """A token with a character outside the alphabet (an added token) stands for itself."""
+    if token.isascii():  # which is what ASCII stands for in the alphabet
+        return token.encode()
     try:
         return token.translate(table).encode("latin-1")
     except UnicodeEncodeError:

@@ -13,8 +13,6 @@ from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Literal
 
-from llguidance import LLMatcher, LLTokenizer
-
 from weft.core.errors import GrammarError
 from weft.core.grammar import compile_grammar, explain, grammar_tokenizer
 from weft.text.patterns import check_pattern, check_repetitions
@@ -23,6 +21,7 @@ from weft.text.schema import MAX_SCHEMA_CHARS, read_schema
 from weft.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from llguidance import LLTokenizer
     from llguidance._lib import JsonCompileOptions
 
 MAX_CHOICES = 10_000
@@ -76,6 +75,8 @@ def json_schema_grammar(text: str, whitespace: Whitespace = "compact") -> str:
 def regex_grammar(pattern: str) -> str:
     """Text that a regular expression matches as a whole. Raises GrammarError for a costly one."""
     check_pattern(pattern)
+    from llguidance import LLMatcher  # few requests need it
+
     return str(LLMatcher.grammar_from_regex(pattern))
 
 
@@ -215,6 +216,8 @@ def _lark(text: str) -> str:
 
 def _json_grammar(schema: str, whitespace: Whitespace) -> str:
     options = _COMPILE_OPTIONS[whitespace]
+    from llguidance import LLMatcher
+
     try:
         return str(LLMatcher.grammar_from_json_schema(schema, overrides=options))
     except ValueError as error:

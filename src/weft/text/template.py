@@ -228,6 +228,17 @@ class ChatTemplate:
         return entry[1]
 
 
+def has_template(folder: Path, file: str | None) -> bool:
+    """Whether there is something to load for ``find_template``."""
+    if file is not None:
+        return True
+    try:
+        _find_sources(folder, read_config(folder), None)
+    except TokenizerError:
+        return False
+    return True
+
+
 def find_template(folder: Path, file: str | None) -> ChatTemplate | None:
     """The chat template of a model, or the one of a file.
 

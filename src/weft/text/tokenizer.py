@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from collections.abc import Mapping, Sequence
@@ -9,13 +10,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import orjson
 from tokenizers import AddedToken as ReferenceToken
 from tokenizers import Tokenizer as Reference
 
 from weft.core.errors import ParameterError, TokenizerError, WeftError, short
 from weft.core.json_files import parse_object, read_text
 from weft.text.assets import named_tokens, read_config
-from weft.text.control import Guard, Scanner, grammar_document, list_added
+from weft.text.control import AddedToken, Guard, Scanner, grammar_document, list_added
 from weft.text.decoding import DecodeTable, build_table
 from weft.text.fast import Encoder
 from weft.text.growth import growth
@@ -69,7 +71,8 @@ class Tokenizer:
         self.bos_id = self._named_id("bos_token")
         self.eos_id = self._named_id("eos_token")
         self.special_ids = frozenset(token.token_id for token in added if token.special)
-        self.vocab_size = 1 + max(reference.get_vocab().values(), default=-1)
+        tokens = _tokens(reference, document["model"], added)
+        self.vocab_size = 1 + max(tokens, default=-1)
         if self.vocab_size > MAX_VOCAB_SIZE:
             raise TokenizerError(
                 f"tokenizer.json has the id {self.vocab_size - 1}; ids up to {MAX_VOCAB_SIZE} are "
@@ -80,7 +83,7 @@ class Tokenizer:
             token.token_id for token in self.added_tokens if token.is_marker
         ) - {_unknown_id(reference, document["model"])}
         self.decode_table: DecodeTable | None = build_table(
-            document.get("decoder"), reference.id_to_token, self.vocab_size
+            document.get("decoder"), [tokens.get(i) for i in range(self.vocab_size)]
         )
         self._prefix, self._suffix = _affixes(reference)
         self._shown_pieces: dict[frozenset[int], list[bytes]] = {}  # by the ids that are hidden
@@ -220,7 +223,12 @@ class Tokenizer:
 
 def _checked_document(text: str) -> dict[str, Any]:
     """Parse a tokenizer.json. Raises TokenizerError if the library had better not see it."""
-    document = parse_object(text, "tokenizer.json", TokenizerError)
+    found: Any = None
+    with contextlib.suppress(ValueError):
+        found = orjson.loads(text)  # in half the time
+    if not isinstance(found, dict):
+        found = parse_object(text, "tokenizer.json", TokenizerError)  # says what is wrong
+    document: dict[str, Any] = found
     for section in ("normalizer", "decoder"):
         factor = growth(document.get(section))
         if factor > MAX_GROWTH:
@@ -234,6 +242,18 @@ def _checked_document(text: str) -> dict[str, Any]:
             f"tokenizer.json has {len(added)} added tokens; {MAX_ADDED_TOKENS} are supported."
         )
     return document
+
+
+def _tokens(
+    reference: Reference, model: Mapping[str, Any], added: Sequence[AddedToken]
+) -> dict[int, str | None]:
+    """All tokens by id: out of the file where it says them, as the library takes longer."""
+    listed = model.get("vocab")
+    vocab: dict[str, int] = listed if isinstance(listed, dict) else {}
+    tokens: dict[int, str | None] = {i: token for token, i in vocab.items()}
+    if not tokens or len(tokens) < len(vocab):  # a list with scores; or some share an id
+        return {i: reference.id_to_token(i) for i in reference.get_vocab().values()}
+    return tokens | {token.token_id: token.content for token in added}
 
 
 def _unknown_id(reference: Reference, model: Mapping[str, Any]) -> int | None:
