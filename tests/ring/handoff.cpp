@@ -73,7 +73,7 @@ void run_engine(std::shared_ptr<Segment> segment, int wake_fd) {
       one.said = ends ? ~0u : one.said + 1;
     }
     std::erase_if(open, [](const Open& one) { return one.said == ~0u; });
-    if (side.ring()) signal_eventfd(wake_fd);
+    if (side.ring(Bell::Output)) signal_eventfd(wake_fd);
     if (!open.empty() || received.claims.size()) continue;
     if (!spin([&] { return side.news(); }, 20'000) && side.sleep()) {
       const Waited word{side.bell(), side.heard()};
@@ -159,11 +159,11 @@ class Requests {
     wake_engine();
   }
   void wake_engine() {
-    if (side_.ring()) futex_wake(&side_.segment().header().to_engine.rung);
+    if (side_.ring()) futex_wake(&side_.segment().header().to_engine.rung[0].value);
   }
 
   void take_news() {
-    const auto all = side_.poll(true);
+    const auto all = side_.poll();
     for (const News& news : all) check(news);
     if (!all.empty() || side_.in_flight() == 0 || !side_.sleep()) return;
     pollfd waited{wake_fd_, POLLIN, 0};
@@ -256,7 +256,7 @@ double arrive(const std::byte* from, uint64_t round) {
   return static_cast<double>(now - payload.sent_ns) / 1e3;
 }
 
-State state_of(const Slot& slot) { return Word::of(load(slot.state)).state(); }
+State state_of(Segment& ring) { return look(ring.words(0)).state(); }
 
 template <class Ready>
 void spin_forever(Ready ready) {
@@ -274,53 +274,54 @@ void pause_ns(int64_t gap) {
 
 // Request to engine: the payload lies in the arena, the state changes hands.
 void receive_all(Segment& ring, uint64_t rounds, int64_t spin_ns, double* latencies) {
-  Slot& slot = ring.slot(0);
-  Doorbell& bell = ring.header().to_engine;
+  auto& bell = ring.header().to_engine;
   for (uint64_t round = 0; round < rounds; ++round) {
-    const auto ready = [&] { return state_of(slot) == State::PrefillPending; };
+    const auto ready = [&] { return state_of(ring) == State::PrefillPending; };
     if (spin_ns < 0) {
       spin_forever(ready);
     } else {
       while (!spin(ready, spin_ns)) {
-        const uint32_t seen = load(bell.rung);
-        if (!ready() && go_to_sleep(bell, seen)) {
-          futex(&bell.rung, FUTEX_WAIT, seen, nullptr);
+        uint32_t heard[1];
+        hear(bell, heard);
+        if (!ready() && go_to_sleep(bell, heard)) {
+          futex(&bell.rung[0].value, FUTEX_WAIT, heard[0], nullptr);
           wake_up(bell);
         }
       }
     }
     latencies[round] = arrive(ring.arena(), round);
     Tag tag;
-    take(slot, 1, tag);
-    move_as_engine(slot, tag, State::DecodeCompleted);
+    take(ring.words(0), ring.slot(0), 1, tag);
+    move_as_engine(ring.given(0), tag, State::DecodeCompleted);
   }
 }
 
 void send_all(Segment& ring, uint64_t rounds, int64_t gap) {
-  Slot& slot = ring.slot(0);
+  auto& bell = ring.header().to_engine;
   uint32_t woken = 0;
   for (uint64_t round = 0; round < rounds; ++round) {
     pause_ns(gap);
     Tag tag;
-    begin_writing(slot, tag);
+    begin_writing(ring.words(0), tag);
     fill(ring.arena(), round);
-    submit(slot, tag);
-    if (ring_bell(ring.header().to_engine, woken)) futex_wake(&ring.header().to_engine.rung);
-    while (state_of(slot) != State::DecodeCompleted) {
+    submit(ring.words(0), tag);
+    if (ring_bell(bell, 0, woken)) futex_wake(&bell.rung[0].value);
+    while (state_of(ring) != State::DecodeCompleted) {
       if (gap) std::this_thread::yield();
     }
-    release(slot, tag);
+    release(ring.words(0), tag);
   }
 }
 
 // Engine to request plane: news wait in the slot, the event loop sleeps on an eventfd.
 void await_all(Segment& ring, uint64_t rounds, int wake_fd, double* latencies) {
-  Slot& slot = ring.slot(0);
-  Doorbell& bell = ring.header().to_client;
+  uint64_t& published = ring.given(0).published;
+  auto& bell = ring.header().to_client;
   for (uint64_t round = 0; round < rounds; ++round) {
-    while (Word::of(load(slot.published)).value <= round) {
-      const uint32_t seen = load(bell.rung);
-      if (Word::of(load(slot.published)).value > round || !go_to_sleep(bell, seen)) continue;
+    while (Word::of(load(published)).value <= round) {
+      uint32_t heard[kBells];
+      hear(bell, heard);
+      if (Word::of(load(published)).value > round || !go_to_sleep(bell, heard)) continue;
       pollfd waited{wake_fd, POLLIN, 0};
       ::poll(&waited, 1, -1);
       uint64_t count;
@@ -328,19 +329,19 @@ void await_all(Segment& ring, uint64_t rounds, int wake_fd, double* latencies) {
       wake_up(bell);
     }
     latencies[round] = arrive(ring.arena(), round);
-    store(slot.consumed, Word{{}, static_cast<uint32_t>(round + 1)}.bits());
+    store(ring.asked(0), round + 1);
   }
 }
 
 void announce_all(Segment& ring, uint64_t rounds, int wake_fd, int64_t gap) {
-  Slot& slot = ring.slot(0);
+  const int writer = static_cast<int>(Bell::Output);
   uint32_t woken = 0;
   for (uint64_t round = 0; round < rounds; ++round) {
     pause_ns(gap);
     fill(ring.arena(), round);
-    publish(slot.published, {}, static_cast<uint32_t>(round), 1);
-    if (ring_bell(ring.header().to_client, woken)) signal_eventfd(wake_fd);
-    while (Word::of(load(slot.consumed)).value <= round) std::this_thread::yield();
+    publish(ring.given(0).published, {}, static_cast<uint32_t>(round), 1);
+    if (ring_bell(ring.header().to_client, writer, woken)) signal_eventfd(wake_fd);
+    while (load(ring.asked(0)) <= round) std::this_thread::yield();
   }
 }
 

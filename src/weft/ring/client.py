@@ -200,7 +200,7 @@ class RingClient:
         with self._lock:
             if self._closed:
                 return False
-            for news in self._ring.poll(True):
+            for news in self._ring.poll():
                 updates = unpack_news(news)
                 if news[0] in self._vectors:
                     updates = self._gather(news[0], updates)

@@ -4,12 +4,14 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <map>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "records.hpp"
 #include "segment.hpp"
+#include "steps.hpp"
 
 namespace weft::ring {
 
@@ -20,7 +22,6 @@ struct Claim {
   std::vector<BiasRecord> logit_bias;
   std::string sampling, service_class, cache_salt, grammar;  // `sampling` begins with its head
   uint32_t crashes = 0, memory_kills = 0;
-  uint64_t group_id = 0, deadline_ns = 0, arrival = 0;
 };
 
 struct Received {
@@ -42,13 +43,16 @@ class EngineSide {
   EngineSide(std::shared_ptr<Segment> segment, uint8_t number)
       : shared_(std::move(segment)), segment_(*shared_), number_(number) {
     held_.resize(segment_.slots());
+    asked_.resize(segment_.slots());
     Header& header = segment_.header();
     store(header.epoch, load(header.epoch) + 1);
     epoch_ = static_cast<uint16_t>(load(header.epoch));
     store(header.engine_pid, static_cast<uint32_t>(getpid()));
     // The engine before this one is dead: what it held is pending again.
-    for (uint32_t i = 0; i < segment_.slots(); ++i) requeue(segment_.slot(i), epoch_);
-    heard_ = load(header.to_engine.rung) - 1;
+    for (uint32_t i = 0; i < segment_.slots(); ++i) {
+      requeue(segment_.words(i), segment_.slot(i), epoch_);
+    }
+    heard_[0] = load(header.to_engine.rung[0].value) - 1;
   }
 
   Segment& segment() { return segment_; }
@@ -67,13 +71,19 @@ class EngineSide {
   // New requests in the order of their arrival, and ids that are to end.
   Received receive() {
     Received received;
-    const uint32_t rung = load(segment_.header().to_engine.rung);
+    const bool rung = hear(segment_.header().to_engine, heard_);
     const uint32_t client = client_epoch();
-    if (rung == heard_ && !(gone(client) && !emptied_)) return received;
-    heard_ = rung;
+    const bool leaving = gone(client) && !emptied_;
+    if (!rung && !leaving) return received;
     emptied_ = gone(client);
     std::vector<std::pair<uint64_t, uint32_t>> pending;
-    for (uint32_t i = 0; i < segment_.slots(); ++i) look_at(i, client, pending, received);
+    for (uint32_t i = 0; i < segment_.slots(); ++i) {
+      const uint64_t asked = load(segment_.asked(i));
+      if (asked != asked_[i]) look_at(i, asked_[i] = asked, pending, received);
+    }
+    if (emptied_) {
+      for (uint32_t i = 0; i < segment_.slots(); ++i) leave(i, client, received);
+    }
     std::sort(pending.begin(), pending.end());
     for (const auto& [arrival, index] : pending) claim(index, received);
     return received;
@@ -136,15 +146,16 @@ class EngineSide {
   }
 
   // Whether news were published since the last call and the sleeping client must be woken.
-  bool ring() {
+  bool ring(Bell bell) {
     if (!touched_) return false;
     touched_ = false;
-    return ring_bell(segment_.header().to_client, woken_);
+    const int writer = static_cast<int>(bell);
+    return ring_bell(segment_.header().to_client, writer, woken_[writer]);
   }
 
   // How far these are to blame if the engine dies from now on.
   void set_blame(uint64_t id, Blame blame) {
-    segment_.slot(index_of(id)).blame = blame;
+    segment_.slot(index_of(id)).deaths.blame = blame;
   }
 
   // Whether the sequence has ended or has got so far that it is no suspect any more.
@@ -152,20 +163,6 @@ class EngineSide {
     const auto index = static_cast<uint32_t>(id & 0xffff);
     if (index >= held_.size() || !held_[index].live || held_[index].id != id) return true;
     return held_[index].published >= held_[index].recovered + kClearedTokens;
-  }
-
-  // Sequences with more than `limit` records that their reader has not consumed.
-  std::vector<std::pair<uint64_t, uint32_t>> lagging(uint32_t limit) const {
-    std::vector<std::pair<uint64_t, uint32_t>> found;
-    for (uint32_t i = 0; i < held_.size(); ++i) {
-      const Held& held = held_[i];
-      if (!held.live) continue;
-      const Word word = Word::of(load(segment_.slot(i).consumed));
-      const bool known = word.tag.generation == held.tag.generation;
-      const uint32_t consumed = known ? std::min(word.value, held.published) : 0;
-      if (held.published - consumed > limit) found.emplace_back(held.id, held.published - consumed);
-    }
-    return found;
   }
 
   std::vector<uint64_t> open_ids() const {
@@ -177,12 +174,13 @@ class EngineSide {
   }
 
   bool news() const {
-    return load(segment_.header().to_engine.rung) != heard_ || (gone(client_epoch()) && !emptied_);
+    return load(segment_.header().to_engine.rung[0].value) != heard_[0] ||
+           (gone(client_epoch()) && !emptied_);
   }
   bool sleep() { return go_to_sleep(segment_.header().to_engine, heard_); }
   void wake() { wake_up(segment_.header().to_engine); }
-  uint32_t* bell() { return &segment_.header().to_engine.rung; }
-  uint32_t heard() const { return heard_; }
+  uint32_t* bell() { return &segment_.header().to_engine.rung[0].value; }
+  uint32_t heard() const { return heard_[0]; }
 
  private:
   struct Held {
@@ -213,7 +211,7 @@ class EngineSide {
   // between this look and the exchange that publishes, only the proof of its death protects the
   // payload, which is why recovery asks for one.
   bool may_write(uint32_t index) const {
-    return Word::of(load(segment_.slot(index).state)).tag == held_[index].tag;
+    return Word::of(load(segment_.given(index).state)).tag == held_[index].tag;
   }
 
   static void check_room(const Held& held) {
@@ -223,42 +221,49 @@ class EngineSide {
 
   bool count(uint32_t index) {
     Held& held = held_[index];
-    Slot& slot = segment_.slot(index);
+    Given& given = segment_.given(index);
     touched_ = true;
     if (!held.decoding) {
       held.decoding = true;
-      if (move_as_engine(slot, held.tag, State::DecodeProcessing) != Outcome::Done) return false;
+      if (move_as_engine(given, held.tag, State::DecodeProcessing) != Outcome::Done) return false;
     }
     if (held.published + 1 == held.recovered + kClearedTokens) {
-      slot.crashes = slot.memory_kills = slot.outside_kills = 0;
-      slot.blame = Blame::Shared;
+      segment_.slot(index).deaths = {held.tag.generation, 0, 0, 0, Blame::Shared};
     }
-    return weft::ring::publish(slot.published, held.tag, held.published++, 1) == Outcome::Done;
+    return weft::ring::publish(given.published, held.tag, held.published++, 1) == Outcome::Done;
   }
 
-  void look_at(uint32_t index, uint32_t client,
+  // The request plane has changed its word.
+  void look_at(uint32_t index, uint64_t asked,
                std::vector<std::pair<uint64_t, uint32_t>>& pending, Received& received) {
-    Slot& slot = segment_.slot(index);
-    const Word word = Word::of(load(slot.state));
-    if (!word.valid_state()) return;
     Held& held = held_[index];
-    if (word.state() == State::PrefillPending) {
-      // One that is held cannot be pending: it is corrupt, and not taken a second time.
-      if (!held.live) pending.emplace_back(slot.input.arrival, index);
-    } else if (gone(client) && owner(word.state()) == Side::Request) {
-      reclaim(slot, segment_.header().client_epoch, client);
-    } else if (held.live && !held.cancelling) {
-      const Reason reason = gone(client) ? Reason::Cancelled : cancelled(slot, held.tag);
-      if (reason == Reason::None) return;
-      held.cancelling = true;
-      received.cancels.emplace_back(held.id, reason);
+    if (held.live) {
+      if (!held.cancelling) cancel(held, cancelled(asked, held.tag), received);
+    } else if (can_move(look(segment_.words(index)), State::PrefillProcessing, Side::Engine)) {
+      pending.emplace_back(segment_.slot(index).input.arrival, index);
     }
+  }
+
+  // The request plane is gone.
+  void leave(uint32_t index, uint32_t client, Received& received) {
+    Held& held = held_[index];
+    if (!held.live) {
+      reclaim(segment_.words(index), epoch_, segment_.header().client_epoch, client);
+    } else if (!held.cancelling) {
+      cancel(held, Reason::Cancelled, received);
+    }
+  }
+
+  static void cancel(Held& held, Reason reason, Received& received) {
+    if (reason == Reason::None) return;
+    held.cancelling = true;
+    received.cancels.emplace_back(held.id, reason);
   }
 
   void claim(uint32_t index, Received& received) {
     Slot& slot = segment_.slot(index);
     Tag tag;
-    if (take(slot, epoch_, tag) != Outcome::Done) return;
+    if (take(segment_.words(index), slot, epoch_, tag) != Outcome::Done) return;
     Held& held = held_[index] = Held{};
     held.tag = tag;
     held.id = ++serial_ << 24 | uint64_t{number_} << 16 | index;
@@ -266,14 +271,14 @@ class EngineSide {
     ++in_flight_;
     End end;
     Claim found;
-    if (read(slot, held, found, end)) {
-      end.reason = cancelled(slot, tag);
+    if (read(index, held, found, end)) {
+      end.reason = cancelled(load(segment_.asked(index)), tag);
     } else {
       ++refused_;
     }
     // Read after the state: a request of a new request plane is not taken for a dead one's.
     if (gone(client_epoch())) end.reason = Reason::Cancelled;
-    slot.blame = Blame::None;
+    slot.deaths.blame = Blame::None;
     if (end.reason != Reason::None) {
       complete(index, end, held.published);
     } else {
@@ -282,15 +287,13 @@ class EngineSide {
   }
 
   // Copy, check, and only then follow. False if the slot is corrupt; `end` then says so.
-  bool read(const Slot& slot, Held& held, Claim& found, End& end) {
+  bool read(uint32_t index, Held& held, Claim& found, End& end) {
+    const Slot& slot = segment_.slot(index);
     Input input;
     std::memcpy(&input, &slot.input, sizeof input);
     const char* fault = fault_of(input, segment_.arena_bytes());
-    for (const Held& other : held_) {
-      if (fault || &other == &held || !other.live) continue;
-      if (overlap(other.extent, input.extent)) fault = "an extent that is in use";
-    }
-    if (!fault) fault = adopt_output(slot, input, held);
+    if (!fault && in_use(input.extent)) fault = "an extent that is in use";
+    if (!fault) fault = adopt_output(index, input, held);
     SamplingHead sampling{};
     if (!fault) fault = read_sampling(input, found.sampling, sampling);
     if (fault) {
@@ -315,19 +318,26 @@ class EngineSide {
     } else {
       for (uint32_t i = 0; i < held.published; ++i) found.published.push_back(held.output.token(i));
     }
-    found.crashes = slot.crashes;
-    found.memory_kills = slot.memory_kills;
-    found.group_id = input.group_id;
-    found.deadline_ns = input.deadline_ns;
-    found.arrival = input.arrival;
+    found.crashes = slot.deaths.crashes;
+    found.memory_kills = slot.deaths.memory_kills;
     return true;
   }
 
-  const char* adopt_output(const Slot& slot, const Input& input, Held& held) {
+  // Whether a sequence that is open has a part of it.
+  bool in_use(Extent extent) const {
+    const auto after = taken_.lower_bound(extent.offset);
+    const auto meets = [&](const auto& other) {
+      return overlap(extent, {other.first, other.second});
+    };
+    return (after != taken_.end() && meets(*after)) ||
+           (after != taken_.begin() && meets(*std::prev(after)));
+  }
+
+  const char* adopt_output(uint32_t index, const Input& input, Held& held) {
     const Extent output = input.sections[static_cast<int>(Section::Output)];
     const Extent prompt = input.sections[static_cast<int>(Section::PromptOutput)];
-    const Word published = Word::of(load(slot.published));
-    const Word prompt_published = Word::of(load(slot.prompt_published));
+    const Word published = Word::of(load(segment_.given(index).published));
+    const Word prompt_published = Word::of(load(segment_.slot(index).prompt_published));
     held.output = {segment_.arena() + output.offset, input.output_stride,
                    static_cast<uint32_t>(output.bytes / input.output_stride)};
     held.prompt = {segment_.arena() + prompt.offset, input.prompt_stride, 0};
@@ -342,6 +352,7 @@ class EngineSide {
       return "its count of prompt tokens";
     }
     held.extent = input.extent;
+    taken_[held.extent.offset] = held.extent.bytes;
     held.published = published.value;
     held.prompt_published = held.prompt_recovered = prompt_published.value;
     held.recovered = held.published;
@@ -393,14 +404,17 @@ class EngineSide {
     put_text(final.message, end.message);
     held.live = false;
     --in_flight_;
+    if (held.extent.bytes) taken_.erase(held.extent.offset);
     if (!may_write(index)) return false;
     slot.final = final;
     store(slot.cached_tokens, end.cached_tokens);
     touched_ = true;
     const Outcome outcome =
-        move_as_engine(slot, held.tag, State::DecodeCompleted, end.reason);
+        move_as_engine(segment_.given(index), held.tag, State::DecodeCompleted, end.reason);
     const uint32_t client = client_epoch();
-    if (gone(client)) reclaim(slot, segment_.header().client_epoch, client);
+    if (gone(client)) {
+      reclaim(segment_.words(index), epoch_, segment_.header().client_epoch, client);
+    }
     return outcome == Outcome::Done;
   }
 
@@ -417,10 +431,12 @@ class EngineSide {
 
   std::shared_ptr<Segment> shared_;
   Segment& segment_;
-  std::vector<Held> held_;  // by slot
+  std::vector<Held> held_;       // by slot
+  std::vector<uint64_t> asked_;  // by slot, as it was looked at
+  std::map<uint64_t, uint64_t> taken_;  // offset -> bytes of the extents of open sequences
   std::atomic<uint32_t> dead_client_{0};
   uint64_t serial_ = 0, in_flight_ = 0, refused_ = 0;
-  uint32_t heard_ = 0, woken_ = 0;
+  uint32_t heard_[1] = {}, woken_[kBells] = {};
   uint16_t epoch_ = 0;
   uint8_t number_;
   bool touched_ = false, emptied_ = false;

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <map>
 #include <optional>
+#include <queue>
 #include <span>
 #include <string>
 #include <unordered_map>
@@ -13,6 +14,7 @@
 
 #include "records.hpp"
 #include "segment.hpp"
+#include "steps.hpp"
 
 namespace weft::ring {
 
@@ -102,12 +104,13 @@ class RequestSide {
   explicit RequestSide(std::shared_ptr<Segment> segment)
       : shared_(std::move(segment)), segment_(*shared_), arena_(segment_.arena_bytes()) {
     live_.resize(segment_.slots());
+    known_.resize(segment_.slots());
     Header& header = segment_.header();
     store(header.client_pid, static_cast<uint32_t>(getpid()));
     store(header.client_epoch, (load(header.client_epoch) | 1) + 2);
-    for (uint32_t i = segment_.slots(); i-- > 0;) inherit(i);
-    woken_ = 0;
-    heard_ = load(header.to_client.rung) - 1;
+    for (uint32_t i = 0; i < segment_.slots(); ++i) inherit(i);
+    hear(header.to_client, heard_);
+    --heard_[0];
   }
 
   // From now on the engine may reclaim every slot. Nothing else may be called afterwards.
@@ -150,26 +153,23 @@ class RequestSide {
     if (uses(fresh) > free_memory()) return Refusal::NoRoom;
     const auto extent = arena_.allocate(bytes);
     if (!extent) return Refusal::NoRoom;
-    index = free_.back();
-    Slot& slot = segment_.slot(index);
-    if (begin_writing(slot, fresh.tag) != Outcome::Done) {
+    if (!begin(index, fresh)) {
       arena_.release(*extent);
-      free_.pop_back();  // not ours after all: never used again
       return Refusal::NoSlot;
     }
-    free_.pop_back();
     fresh.extent = input.extent = *extent;
     for (Extent& section : input.sections) section.offset += extent->offset;
     write(request, input);
     input.request_id = fresh.request_id = request.request_id;
     input.arrival = arrivals_++;
-    slot.input = input;
     fresh.used = true;
     fresh.output.at = at(input, Section::Output);
     fresh.prompt.at = at(input, Section::PromptOutput);
-    give_out(request.output, slot, fresh);
+    input.given_out = give_out(request.output, fresh);
+    segment_.slot(index).input = input;
     used_ += uses(fresh);
     live_[index] = fresh;
+    top_ = std::max(top_, index + 1);
     return Refusal::None;
   }
 
@@ -177,20 +177,22 @@ class RequestSide {
     for (const uint32_t index : indices) {
       Live& live = live_[index];
       by_request_[live.request_id] = index;
-      weft::ring::submit(segment_.slot(index), live.tag);
+      weft::ring::submit(segment_.words(index), live.tag);
     }
   }
 
   // Give prepared slots back unsubmitted.
   void abandon(std::span<const uint32_t> indices) {
-    for (const uint32_t index : indices) let_go(index);
+    for (const uint32_t index : indices) {
+      let_go(index, weft::ring::abandon(segment_.words(index), live_[index].tag));
+    }
   }
 
   bool cancel(uint64_t request_id, Reason reason) {
     const auto found = by_request_.find(request_id);
     if (found == by_request_.end()) return false;
     const Live& live = live_[found->second];
-    return weft::ring::cancel(segment_.slot(found->second), live.tag, reason) == Outcome::Done;
+    return weft::ring::cancel(segment_.asked(found->second), live.tag, reason) == Outcome::Done;
   }
 
   // Nobody waits for these any more: cancel them and forget them when the engine has answered.
@@ -202,32 +204,28 @@ class RequestSide {
     by_request_.erase(found);
   }
 
-  void consumed(uint64_t request_id, uint32_t records) {
-    const auto found = by_request_.find(request_id);
-    if (found == by_request_.end()) return;
-    const Live& live = live_[found->second];
-    const Word word{{0, live.tag.generation}, std::min(records, kMaxRecords)};
-    store(segment_.slot(found->second).consumed, word.bits());
-  }
-
   // Everything that the engine has published since the last call; ended slots become free.
-  std::vector<News> poll(bool credit) {
+  std::vector<News> poll() {
     std::vector<News> all;
-    const uint32_t rung = load(segment_.header().to_client.rung);
-    if (rung == heard_) return all;
-    heard_ = rung;
-    for (uint32_t i = 0; i < live_.size(); ++i) {
+    if (!hear(segment_.header().to_client, heard_)) return all;
+    for (uint32_t i = 0; i < top_; ++i) {
+      const Given& given = segment_.given(i);
+      const Given seen{load(given.state), load(given.published)};
+      Known& known = known_[i];
+      if (seen == known.given && !known.prompt) continue;
+      known.given = seen;
       if (!live_[i].used) continue;
       News news{};
-      const bool said = read(i, news, credit);
+      const bool said = read(i, seen, news);
       if (said && !live_[i].orphan) all.push_back(std::move(news));
       if (news.end != Reason::None) end(i);
     }
+    while (top_ > 0 && !live_[top_ - 1].used) --top_;
     return all;
   }
 
   // Whether the engine must be woken by the system.
-  bool ring() { return ring_bell(segment_.header().to_engine, woken_); }
+  bool ring() { return ring_bell(segment_.header().to_engine, 0, woken_); }
 
   bool sleep() { return go_to_sleep(segment_.header().to_client, heard_); }
   void wake() { wake_up(segment_.header().to_client); }
@@ -235,12 +233,18 @@ class RequestSide {
  private:
   struct Live {
     Tag tag;
+    uint64_t before = 0;  // what the engine's word says until it takes the slot
     uint64_t request_id = 0;
     Extent extent{};
     Records output, prompt;
     uint64_t fixed = 0;  // bytes of all but the output
     uint32_t seen = 0, prompt_seen = 0;
     bool used = false, orphan = false, broken = false;
+  };
+
+  struct Known {
+    Given given{};        // as it was read last
+    bool prompt = false;  // prompt records may come without a change of these words
   };
 
   // Output records that count as memory from the start.
@@ -304,60 +308,71 @@ class RequestSide {
   }
 
   // The engine goes on behind these tokens, as behind those of an engine that has died.
-  static void give_out(const std::vector<uint32_t>& tokens, Slot& slot, Live& live) {
-    if (tokens.empty()) return;
-    const auto count = static_cast<uint32_t>(tokens.size());
-    for (uint32_t i = 0; i < count; ++i) live.output.put(i, tokens[i]);
-    publish(slot.published, live.tag, 0, count);  // if it fails, `read_output` finds too few
-    live.seen = count;
-    store(slot.consumed, Word{{0, live.tag.generation}, count}.bits());
+  static uint32_t give_out(const std::vector<uint32_t>& tokens, Live& live) {
+    for (const uint32_t token : tokens) live.output.put(live.seen++, token);
+    return live.seen;
+  }
+
+  // Take the first slot that is free. One that turns out not to be ours is never used again.
+  bool begin(uint32_t& index, Live& live) {
+    while (!free_.empty()) {
+      index = free_.top();
+      free_.pop();
+      const Words words = segment_.words(index);
+      live.before = load(words.given.state);
+      if (begin_writing(words, live.tag) != Outcome::Done) continue;
+      const auto epoch = static_cast<uint16_t>(load(segment_.header().epoch));
+      if (!can_be_taken(words, segment_.slot(index), {epoch, live.tag.generation})) continue;
+      known_[index] = {{live.before, load(words.given.published)}, live.prompt.capacity != 0};
+      return true;
+    }
+    return false;
   }
 
   // At attach: take over what an earlier request plane has left in the slot.
   void inherit(uint32_t index) {
-    Slot& slot = segment_.slot(index);
-    const Word word = Word::of(load(slot.state));
-    if (!word.valid_state()) return;
+    const Words words = segment_.words(index);
+    Seen seen = look(words);
     Live& live = live_[index];
-    live.tag = word.tag;
-    if (word.state() == State::Writing || word.state() == State::DecodeCompleted) {
-      release(slot, live.tag);
+    live.tag = {0, Word::of(seen.asked).tag.generation};
+    if (!seen.valid()) return;
+    if (seen.state() == State::Writing || seen.state() == State::DecodeCompleted) {
+      release(words, live.tag);
+      seen = look(words);
     }
-    if (Word::of(load(slot.state)).state() == State::Empty) return free_.push_back(index);
+    if (seen.state() == State::Empty) return free_.push(index);
     // The engine works on it for nobody: cancelled, and forgotten when it has ended. Its extent
     // stays reserved until then; one that cannot be right is quarantined with its slot.
-    weft::ring::cancel(slot, live.tag, Reason::Cancelled);
-    live.extent = slot.input.extent;
+    weft::ring::cancel(words.asked, live.tag, Reason::Cancelled);
+    live.extent = segment_.slot(index).input.extent;
     live.used = arena_.reserve(live.extent);
     live.orphan = true;
+    top_ = index + 1;
   }
 
-  bool read(uint32_t index, News& news, bool credit) {
+  bool read(uint32_t index, const Given& seen, News& news) {
     Live& live = live_[index];
-    Slot& slot = segment_.slot(index);
+    const Slot& slot = segment_.slot(index);
     news.request_id = live.request_id;
-    const Word word = Word::of(load(slot.state));
-    if (word.tag.generation != live.tag.generation) {
-      // The engine has emptied an orphan for a request plane that it believed dead.
-      if (!live.orphan) return broken(live, news);
-      news.end = Reason::Cancelled;
-      return true;
-    }
-    if (!word.valid_state()) return broken(live, news);
-    const bool ended = word.state() == State::DecodeCompleted;
+    const Word word = Word::of(seen.state);
+    const bool taken = word.tag.generation == live.tag.generation;
+    const bool ended = taken && word.valid_state() && word.state() == State::DecodeCompleted;
     if (live.orphan) {
-      if (ended) news.end = word.reason();
-      return ended;
+      // The engine has emptied an orphan for a request plane that it believed dead.
+      const bool emptied = taken && word.valid_state() && word.state() == State::Empty;
+      if (ended || emptied) news.end = Reason::Cancelled;
+      return ended || emptied;
     }
-    news.cached_tokens = load(slot.cached_tokens);
+    if (seen.state == live.before) return false;
+    if (!taken || !word.valid_state() || owner(word.state()) == Side::Request) {
+      if (!ended) return broken(live, news);
+    }
     if (!read_prompt(slot, live, news)) return broken(live, news);
     const uint64_t before = uses(live);
-    const bool sound = read_output(slot, live, ended, news);
+    const bool sound = read_output(slot, seen, live, ended, news);
     used_ += uses(live) - before;
     if (!sound) return broken(live, news);
-    if (credit && !news.tokens.empty()) {
-      store(slot.consumed, Word{{0, live.tag.generation}, live.seen}.bits());
-    }
+    news.cached_tokens = load(slot.cached_tokens);
     if (ended) {
       news.end = word.reason();
       news.final = slot.final;
@@ -368,10 +383,8 @@ class RequestSide {
   static bool read_prompt(const Slot& slot, Live& live, News& news) {
     if (live.prompt.capacity == 0) return true;
     const Word word = Word::of(load(slot.prompt_published));
-    if (word.tag.generation != live.tag.generation || word.value > live.prompt.capacity ||
-        word.value < live.prompt_seen) {
-      return false;
-    }
+    if (word.tag.generation != live.tag.generation) return live.prompt_seen == 0;  // to come
+    if (word.value > live.prompt.capacity || word.value < live.prompt_seen) return false;
     news.prompt_start = live.prompt_seen;
     for (; live.prompt_seen < word.value; ++live.prompt_seen) {
       Scored scored = live.prompt.get(live.prompt_seen);
@@ -384,10 +397,10 @@ class RequestSide {
     return true;
   }
 
-  static bool read_output(const Slot& slot, Live& live, bool ended, News& news) {
-    const Word word = Word::of(load(slot.published));
-    if (word.tag.generation != live.tag.generation) return false;
-    const uint32_t upto = ended ? slot.final.records : word.value;
+  static bool read_output(const Slot& slot, const Given& seen, Live& live, bool ended, News& news) {
+    const Word word = Word::of(seen.published);
+    const bool counted = word.tag.generation == live.tag.generation;
+    const uint32_t upto = ended ? slot.final.records : counted ? word.value : live.seen;
     if (upto > live.output.capacity || upto < live.seen) return false;
     for (; live.seen < upto; ++live.seen) {
       news.tokens.push_back(live.output.token(live.seen));
@@ -414,18 +427,19 @@ class RequestSide {
       live.used = false;
       return;
     }
-    let_go(index);
+    const Words words = segment_.words(index);
+    const Outcome outcome = release(words, live.tag);
+    const bool emptied = live.orphan && look(words).reclaimed();
+    let_go(index, emptied ? Outcome::Done : outcome);
   }
 
-  void let_go(uint32_t index) {
+  void let_go(uint32_t index, Outcome outcome) {
     Live& live = live_[index];
-    const Outcome outcome = release(segment_.slot(index), live.tag);
-    const bool emptied = outcome == Outcome::Done || (outcome == Outcome::Stale && live.orphan);
     live.used = false;
-    if (!emptied) return;
+    if (outcome != Outcome::Done) return;
     used_ -= uses(live);
     give_back(live.extent, live.orphan ? live.extent.bytes : uses(live));
-    free_.push_back(index);
+    free_.push(index);
   }
 
   // Free an extent of which so many bytes were written. Pages that nobody uses go back to the
@@ -448,13 +462,16 @@ class RequestSide {
   std::shared_ptr<Segment> shared_;
   Segment& segment_;
   Arena arena_;
-  std::vector<Live> live_;  // by slot
-  std::vector<uint32_t> free_;
+  std::vector<Live> live_;    // by slot
+  std::vector<Known> known_;  // by slot
+  uint32_t top_ = 0;          // beyond the last slot in use
+  // The first free slot is taken, so that those in use lie together.
+  std::priority_queue<uint32_t, std::vector<uint32_t>, std::greater<>> free_;
   std::unordered_map<uint64_t, uint32_t> by_request_;
   uint64_t arrivals_ = 0;
   uint64_t used_ = 0;   // the memory of all requests
   uint64_t stale_ = 0;  // at most so much lies in pages that nobody uses and that are not kept
-  uint32_t woken_ = 0, heard_ = 0;
+  uint32_t woken_ = 0, heard_[kBells] = {};
 };
 
 }  // namespace weft::ring
