@@ -30,6 +30,7 @@ void hash_world(Hash& hash) {
   hash.mix(&world.given, sizeof world.given);
   // The texts of the slot stay as they are.
   hash.mix(&world.slot.input.request_id, sizeof world.slot.input.request_id);
+  hash.mix(world.slot.more, sizeof world.slot.more);
   hash.mix(&world.slot.prompt_published, sizeof world.slot.prompt_published);
   hash.mix(&world.slot.deaths, sizeof world.slot.deaths);
   hash.mix(&world.client_epoch, sizeof world.client_epoch);
@@ -344,6 +345,71 @@ Scenario wake_up_calls() {
           [] {}};
 }
 
+// An output grows while the engine waits for room, and is cancelled at any time. With -DEARLY_GROWTH
+// the engine is told of a piece before the slot names it.
+Scenario growing_output() {
+  return {"growing output",
+          [] {
+            actors.push_back(actor([] {
+              Tag tag;
+              require(begin_writing(words(), tag) == Outcome::Done, "the slot is not free");
+              world.slot.input.given_out = 1;
+              require(submit(words(), tag) == Outcome::Done, "a submission failed");
+              for (uint32_t piece = 0; piece < 2; ++piece) {
+                wait_until([piece] {
+                  return now(world.given.published).value > piece || is(State::DecodeCompleted);
+                });
+                settled(1, piece);
+                if (is(State::DecodeCompleted)) break;
+#if defined(EARLY_GROWTH)
+                grow(world.asked, tag);
+                step();
+#endif
+                world.slot.more[piece] = 64 * (piece + 1);
+#if !defined(EARLY_GROWTH)
+                require(grow(world.asked, tag) == Outcome::Done, "an output that cannot grow");
+#endif
+              }
+              wait_until([] { return is(State::DecodeCompleted); });
+              const uint32_t tokens = now(load(world.given.published)).value;
+              const Reason reason = now(load(world.given.state)).reason();
+              require(reason != Reason::Length || tokens == 3, "a token is lost");
+              require(release(words(), tag) == Outcome::Done, "a release failed");
+              world.shadow[kAnswers] = 1;
+            }));
+            actors.push_back(actor([] {
+              wait_until([] { return is(State::PrefillPending); });
+              Tag tag;
+              require(claim(1, tag), "engine: not taken");
+              uint32_t pieces = 0;
+              Reason reason = Reason::Length;
+              for (uint32_t i = now(load(world.given.published)).value; i < 3; ++i) {
+                while (pieces < i && reason == Reason::Length) {  // each piece has one record
+                  const uint64_t asked = load(world.asked);
+                  settled(2, i, asked);
+                  if (cancelled(asked, tag) != Reason::None) reason = cancelled(asked, tag);
+                  for (; pieces < pieces_of(asked, tag); ++pieces) {
+                    require(world.slot.more[pieces] == 64 * (pieces + 1), "a piece that is none");
+                  }
+                  if (pieces >= i || reason != Reason::Length) break;
+                  wait_until([asked] { return world.asked != asked; });
+                }
+                if (reason != Reason::Length) break;
+                require(say(tag, i), "engine: a lost token");
+              }
+              require(complete(tag, reason) == Outcome::Done, "engine: the end was lost");
+            }));
+            actors.push_back(actor([] {
+              cancel(world.asked, Tag{0, 1}, Reason::Cancelled);
+              cancel(world.asked, Tag{0, 1}, Reason::Error);
+            }));
+          },
+          [] {
+            require(world.shadow[kAnswers] == 1, "a request is lost");
+            require(now(world.asked).pieces() == 0, "pieces without a sequence");
+          }};
+}
+
 Scenario info_page() {
   return {"info page",
           [] {
@@ -370,5 +436,6 @@ Scenario info_page() {
 int main() {
   using namespace explore;
   return explore_all({stale_handles(), cancellation(), two_writers(), two_engines(),
-                      zombie_engine(), dead_client(), wake_up_calls(), info_page()});
+                      zombie_engine(), dead_client(), growing_output(), wake_up_calls(),
+                      info_page()});
 }

@@ -15,7 +15,7 @@ from depth import deep
 
 HERE = Path(__file__).parent
 HEADERS = HERE.parents[1] / "src" / "weft" / "ring"
-SCENARIOS = 8
+SCENARIOS = 9
 
 
 def run(program: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -83,12 +83,13 @@ def test_every_interleaving_of_atomic_steps(build):
     [
         ("TORN_EXCHANGE", {"two writers", "two engines", "zombie engine"}),
         ("HASTY_RECLAIM", {"dead request plane"}),
+        ("EARLY_GROWTH", {"growing output"}),
         ("SHARED_BELL", {"wake-ups"}),
     ],
 )
 def test_the_explorer_can_fail(build, broken, scenarios):
     """It must find what goes wrong with exchanges torn into a load and a store, an epoch that is
-    read too early, and two writers of one bell.
+    read too early, a piece that is announced too early, and two writers of one bell.
     """
     done = run(build("interleave", f"-D{broken}"))
     assert done.returncode == 1

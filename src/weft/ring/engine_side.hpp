@@ -5,24 +5,17 @@
 #include <atomic>
 #include <cstring>
 #include <map>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
+#include "claim.hpp"
 #include "records.hpp"
 #include "segment.hpp"
 #include "steps.hpp"
 
 namespace weft::ring {
-
-// A request as read from its slot.
-struct Claim {
-  uint64_t id = 0;  // the engine's own name for the sequence
-  std::vector<uint32_t> prompt, stop_ids, eos_ids, token_lists, published;
-  std::vector<BiasRecord> logit_bias;
-  std::string sampling, service_class, cache_salt, grammar;  // `sampling` begins with its head
-  uint32_t crashes = 0, memory_kills = 0;
-};
 
 struct Received {
   std::vector<Claim> claims;
@@ -31,7 +24,7 @@ struct Received {
 
 struct End {
   Reason reason = Reason::Error;
-  const Scored* last = nullptr;  // the token that came with the end
+  bool with_token = false;  // the last one came with the end
   uint32_t cached_tokens = 0, http_status = 0, retry_after_s = 0;
   uint64_t scheduled_ns = 0, prefilled_ns = 0;
   std::string code, param, message;
@@ -89,6 +82,7 @@ class EngineSide {
     return received;
   }
 
+  // Output for which there is no room yet is kept: the request plane is behind, and will make some.
   bool publish(uint64_t id, uint32_t token) {
     const uint32_t index = index_of(id);
     Held& held = held_[index];
@@ -98,6 +92,7 @@ class EngineSide {
       return true;
     }
     check_room(held);
+    if (!has_room(index)) return keep(held, Scored{{token, 0, 0, kNoLogprob}, {}});
     held.output.put(held.published, token);
     return count(index);
   }
@@ -108,6 +103,7 @@ class EngineSide {
     if (!may_write(index)) return false;
     check_room(held);
     store(segment_.slot(index).cached_tokens, cached_tokens);
+    if (!has_room(index)) return keep(held, scored);
     held.output.put(held.published, scored);
     return count(index);
   }
@@ -135,14 +131,22 @@ class EngineSide {
     return outcome == Outcome::Done;
   }
 
-  bool finish(uint64_t id, const End& end) {
+  // `last` is the token that comes with the end, or null. The end waits, too, for room for all that
+  // comes before it, unless nobody reads it.
+  bool finish(uint64_t id, const End& end, const Scored* last) {
     const uint32_t index = index_of(id);
     Held& held = held_[index];
-    if (end.last && may_write(index)) {
+    const bool again = held.end.has_value();
+    if (again || !may_write(index)) return complete(index, end, held.published);
+    if (last) {
       check_room(held);
-      held.output.put(held.published, *end.last);
+      held.kept.push_back(*last);
     }
-    return complete(index, end, held.published + (end.last != nullptr));
+    held.end = end;
+    held.end->with_token = last != nullptr;
+    const bool ours = say_kept(index);
+    if (!held.live || !unread(index)) return ours;
+    return complete(index, end, held.published);
   }
 
   // Whether news were published since the last call and the sleeping client must be woken.
@@ -186,12 +190,15 @@ class EngineSide {
   struct Held {
     uint64_t id = 0;
     Tag tag;
-    Extent extent{};
-    Records output, prompt;
+    std::vector<Extent> extents;
+    Output output;
+    Records prompt;
+    std::vector<Scored> kept;  // output that has no room yet
+    std::optional<End> end;    // comes behind it
     uint32_t published = 0, prompt_published = 0;
     uint32_t recovered = 0, prompt_recovered = 0;  // published by engines that have died
     uint32_t repeated = 0;  // words of an embedding that will come again
-    bool live = false, decoding = false, cancelling = false;
+    bool live = false, decoding = false, cancelling = false, stuck = false;
   };
 
   // More than can be computed and unpublished when an engine dies.
@@ -215,8 +222,65 @@ class EngineSide {
   }
 
   static void check_room(const Held& held) {
-    if (held.published < held.output.capacity) return;
+    if (held.published + held.kept.size() < held.output.most) return;
     throw SegmentError("sequence " + std::to_string(held.id) + " has outgrown its output");
+  }
+
+  static bool keep(Held& held, const Scored& scored) {
+    held.kept.push_back(scored);
+    return true;
+  }
+
+  // Whether the next token can be published at once.
+  bool has_room(uint32_t index) {
+    Held& held = held_[index];
+    if (!held.kept.empty()) say_kept(index);
+    if (held.published == held.output.capacity()) follow(index, load(segment_.asked(index)));
+    return held.kept.empty() && held.published < held.output.capacity();
+  }
+
+  // Publish what was kept, as far as there is room, and then the end, if it has come.
+  bool say_kept(uint32_t index) {
+    Held& held = held_[index];
+    uint32_t said = 0;
+    bool ours = true;
+    while (ours && said < held.kept.size()) {
+      if (held.published == held.output.capacity()) follow(index, load(segment_.asked(index)));
+      if (held.published == held.output.capacity()) break;
+      held.output.put(held.published, held.kept[said++]);
+      const bool last = held.end && held.end->with_token && said == held.kept.size();
+      if (last) return complete(index, *held.end, held.published + 1);
+      ours = count(index);
+    }
+    held.kept.erase(held.kept.begin(), held.kept.begin() + said);
+    if (!ours || !held.end) return ours;
+    if (held.kept.empty()) return complete(index, *held.end, held.published);
+    return !held.stuck || complete(index, corrupt("a piece of its output"), held.published);
+  }
+
+  // Whether nobody waits for the output.
+  bool unread(uint32_t index) const {
+    const uint64_t asked = load(segment_.asked(index));
+    return gone(client_epoch()) || cancelled(asked, held_[index].tag) != Reason::None;
+  }
+
+  // Check and then use the pieces by which the output has grown.
+  void follow(uint32_t index, uint64_t asked) {
+    Held& held = held_[index];
+    Output& output = held.output;
+    for (const uint32_t pieces = pieces_of(asked, held.tag); output.pieces < pieces;) {
+      const Extent extent{segment_.slot(index).more[output.pieces],
+                          round_up(output.bytes_of_next(), kAlign)};
+      held.stuck |= !is_sound(extent, segment_.arena_bytes()) || in_use(extent);
+      if (held.stuck) return;
+      use(held, extent);
+      output.piece[++output.pieces] = segment_.arena() + extent.offset;
+    }
+  }
+
+  void use(Held& held, Extent extent) {
+    held.extents.push_back(extent);
+    taken_[extent.offset] = extent.bytes;
   }
 
   bool count(uint32_t index) {
@@ -238,7 +302,10 @@ class EngineSide {
                std::vector<std::pair<uint64_t, uint32_t>>& pending, Received& received) {
     Held& held = held_[index];
     if (held.live) {
-      if (!held.cancelling) cancel(held, cancelled(asked, held.tag), received);
+      follow(index, asked);
+      say_kept(index);
+      const Reason reason = held.stuck ? Reason::Error : cancelled(asked, held.tag);
+      if (held.live && !held.cancelling) cancel(index, reason, received);
     } else if (can_move(look(segment_.words(index)), State::PrefillProcessing, Side::Engine)) {
       pending.emplace_back(segment_.slot(index).input.arrival, index);
     }
@@ -250,12 +317,19 @@ class EngineSide {
     if (!held.live) {
       reclaim(segment_.words(index), epoch_, segment_.header().client_epoch, client);
     } else if (!held.cancelling) {
-      cancel(held, Reason::Cancelled, received);
+      cancel(index, Reason::Cancelled, received);
     }
   }
 
-  static void cancel(Held& held, Reason reason, Received& received) {
+  void cancel(uint32_t index, Reason reason, Received& received) {
+    Held& held = held_[index];
     if (reason == Reason::None) return;
+    if (held.end) {  // only its reader had still to see it
+      End end;
+      end.reason = reason;
+      complete(index, end, held.published);
+      return;
+    }
     held.cancelling = true;
     received.cancels.emplace_back(held.id, reason);
   }
@@ -294,26 +368,15 @@ class EngineSide {
     const char* fault = fault_of(input, segment_.arena_bytes());
     if (!fault && in_use(input.extent)) fault = "an extent that is in use";
     if (!fault) fault = adopt_output(index, input, held);
-    SamplingHead sampling{};
-    if (!fault) fault = read_sampling(input, found.sampling, sampling);
+    const Sections sections{segment_.arena(), input};
+    if (!fault) fault = sections.fault_of_sampling();
     if (fault) {
-      end.reason = Reason::Error;
-      end.http_status = 500;
-      end.code = "ring_corrupt";
-      end.message = std::string("The request's slot is corrupt: ") + fault + ".";
+      end = corrupt(fault);
       return false;
     }
     found.id = held.id;
-    found.prompt = ids(input, Section::Prompt);
-    found.stop_ids = ids(input, Section::StopIds);
-    found.eos_ids = ids(input, Section::EosIds);
-    found.logit_bias.resize(size(input, Section::LogitBias) / sizeof(BiasRecord));
-    copy(input, Section::LogitBias, found.logit_bias.data());
-    found.service_class = text(input, Section::ServiceClass);
-    found.cache_salt = text(input, Section::CacheSalt);
-    found.grammar = text(input, Section::Grammar);
-    found.token_lists = ids(input, Section::TokenLists);
-    if (sampling.set & kEmbed) {
+    sections.read(found);
+    if (sections.sampling().set & kEmbed) {
       held.repeated = held.published;  // computed again from the start: equal words
     } else {
       for (uint32_t i = 0; i < held.published; ++i) found.published.push_back(held.output.token(i));
@@ -321,6 +384,14 @@ class EngineSide {
     found.crashes = slot.deaths.crashes;
     found.memory_kills = slot.deaths.memory_kills;
     return true;
+  }
+
+  static End corrupt(const char* fault) {
+    End end;
+    end.http_status = 500;
+    end.code = "ring_corrupt";
+    end.message = std::string("The request's slot is corrupt: ") + fault + ".";
+    return end;
   }
 
   // Whether a sequence that is open has a part of it.
@@ -338,55 +409,28 @@ class EngineSide {
     const Extent prompt = input.sections[static_cast<int>(Section::PromptOutput)];
     const Word published = Word::of(load(segment_.given(index).published));
     const Word prompt_published = Word::of(load(segment_.slot(index).prompt_published));
-    held.output = {segment_.arena() + output.offset, input.output_stride,
-                   static_cast<uint32_t>(output.bytes / input.output_stride)};
+    held.output.piece[0] = segment_.arena() + output.offset;
+    held.output.stride = input.output_stride;
+    held.output.first = static_cast<uint32_t>(output.bytes / input.output_stride);
+    held.output.most = input.max_records;
+    use(held, input.extent);
+    follow(index, load(segment_.asked(index)));
+    if (held.stuck) return "a piece of its output";
     held.prompt = {segment_.arena() + prompt.offset, input.prompt_stride, 0};
     if (prompt.bytes) {
       held.prompt.capacity = static_cast<uint32_t>(
           std::min<uint64_t>(prompt.bytes / input.prompt_stride, kMaxRecords));
     }
-    if (!(published.tag == held.tag) || published.value > held.output.capacity) {
+    if (!(published.tag == held.tag) || published.value > held.output.capacity()) {
       return "its count of tokens";
     }
     if (!(prompt_published.tag == held.tag) || prompt_published.value > held.prompt.capacity) {
       return "its count of prompt tokens";
     }
-    held.extent = input.extent;
-    taken_[held.extent.offset] = held.extent.bytes;
     held.published = published.value;
     held.prompt_published = held.prompt_recovered = prompt_published.value;
     held.recovered = held.published;
     return nullptr;
-  }
-
-  const char* read_sampling(const Input& input, std::string& packed, SamplingHead& head) {
-    packed = text(input, Section::Sampling);
-    std::memcpy(&head, packed.data(), sizeof head);
-    if (head.set & ~kAllSet) return "its sampling parameters";
-    const bool scored = head.set & kLogprobs, prompt_scored = head.set & kPromptLogprobs;
-    if (scored && stride_for(true, std::min(head.logprobs, kMaxTop)) != input.output_stride) {
-      return "its output stride";
-    }
-    if (prompt_scored != (size(input, Section::PromptOutput) != 0)) return "its prompt records";
-    return nullptr;
-  }
-
-  static uint64_t size(const Input& input, Section section) {
-    return input.sections[static_cast<int>(section)].bytes;
-  }
-  void copy(const Input& input, Section section, void* to) const {
-    const Extent from = input.sections[static_cast<int>(section)];
-    if (from.bytes) std::memcpy(to, segment_.arena() + from.offset, from.bytes);
-  }
-  std::vector<uint32_t> ids(const Input& input, Section section) const {
-    std::vector<uint32_t> values(size(input, section) / sizeof(uint32_t));
-    copy(input, section, values.data());
-    return values;
-  }
-  std::string text(const Input& input, Section section) const {
-    std::string value(size(input, section), '\0');
-    copy(input, section, value.data());
-    return value;
   }
 
   bool complete(uint32_t index, const End& end, uint32_t records) {
@@ -394,7 +438,7 @@ class EngineSide {
     Slot& slot = segment_.slot(index);
     Final final{};
     final.records = records;
-    final.with_token = end.last != nullptr;
+    final.with_token = end.with_token;
     final.http_status = end.http_status;
     final.retry_after_s = end.retry_after_s;
     final.scheduled_ns = end.scheduled_ns;
@@ -404,7 +448,7 @@ class EngineSide {
     put_text(final.message, end.message);
     held.live = false;
     --in_flight_;
-    if (held.extent.bytes) taken_.erase(held.extent.offset);
+    for (const Extent extent : held.extents) taken_.erase(extent.offset);
     if (!may_write(index)) return false;
     slot.final = final;
     store(slot.cached_tokens, end.cached_tokens);

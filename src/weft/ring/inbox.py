@@ -185,8 +185,9 @@ class RingInbox:
     def fail(self, error: WeftError) -> None:
         """End every open request with ``error``."""
         self.receive()  # what has just come in gets an answer, too
-        for sequence_id in self._engine.open_ids():
-            self._finish(Update(sequence_id, None, finish=FinishReason.ERROR, error=error))
+        for _ in range(2):  # a second end does not wait for room, as a first one may
+            for sequence_id in self._engine.open_ids():
+                self._finish(Update(sequence_id, None, finish=FinishReason.ERROR, error=error))
         self._engine.flush(Bell["CONTROL"])
 
     def close(self) -> None:

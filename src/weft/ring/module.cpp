@@ -134,6 +134,7 @@ class Client {
       all.append(nb::make_tuple(news.request_id, tokens, scored, prompt, news.cached_tokens,
                                 python_of(news.final, news.end)));
     }
+    if (side_.has_grown()) ring();
     return all;
   }
 
@@ -226,9 +227,9 @@ class Engine {
     } else if (!last.is_none()) {
       token.head.token = nb::cast<uint32_t>(last);
     }
-    End end{static_cast<Reason>(reason), last.is_none() ? nullptr : &token, cached_tokens, status,
-            retry_after_s, scheduled_ns, prefilled_ns, code, param, message};
-    return side(id).finish(id, end);
+    const End end{static_cast<Reason>(reason), false, cached_tokens, status, retry_after_s,
+                  scheduled_ns, prefilled_ns, code, param, message};
+    return side(id).finish(id, end, last.is_none() ? nullptr : &token);
   }
 
   // Tell those who have news; wakes only who sleeps.
@@ -346,6 +347,7 @@ void bind_layout(nb::module_& m) {
   sizes["input_bytes"] = sizeof(Input);
   sizes["extents_offset"] = offsetof(Input, extent);  // and those of the sections behind it
   sizes["extents"] = 1 + kSections;
+  sizes["more_offset"] = offsetof(Slot, more);
   sizes["prompt_published_offset"] = offsetof(Slot, prompt_published);
   sizes["version_offset"] = offsetof(Header, version);
   sizes["max_slots"] = kMaxSlots;

@@ -6,9 +6,9 @@
 // the engine given[i], and each side reads the other's array in one go. In each state one side may
 // write the slot (`owner`), payload first, then a release-store of its own word (steps.hpp).
 //
-// No word has writers on both sides, since exchanges are not atomic across a bus. They settle who of
-// one side writes: every word carries a tag (epoch, generation), so that a writer that has stalled
-// cannot touch a slot that has moved on. Nothing here allocates, throws or calls the system.
+// No word has writers on both sides, since exchanges are not atomic across a bus. They settle who
+// of one side writes: every word carries a tag (epoch, generation), so that a writer that has
+// stalled cannot touch a slot that has moved on. Nothing here allocates, throws or calls the system.
 #pragma once
 
 #include <cstddef>
@@ -46,12 +46,16 @@ namespace order = std;
 #endif
 
 inline constexpr uint64_t kMagic = 0x676e697274666577;  // "weftring"
-inline constexpr uint32_t kVersion = 15;  // any change of layout or meaning
+inline constexpr uint32_t kVersion = 16;  // any change of layout or meaning
 inline constexpr uint64_t kPage = 4096;
 inline constexpr uint64_t kAlign = 64;  // of every extent in the arena, and of slots
 inline constexpr uint32_t kMaxSlots = 65535;
 inline constexpr uint32_t kMaxTop = 20;                  // alternatives of one token
 inline constexpr uint32_t kMaxRecords = (1u << 24) - 1;  // what a word can count
+// An output begins with room for `kFirstRecords` or for all that may come, and each further piece
+// doubles it.
+inline constexpr uint32_t kFirstRecords = 256, kMorePieces = 16;
+static_assert(kFirstRecords << kMorePieces > kMaxRecords);
 
 // -- states ---------------------------------------------------------------------------------------
 
@@ -140,14 +144,18 @@ struct Word {
             static_cast<uint32_t>(bits) & 0xffffff};
   }
   WEFT_HD constexpr bool valid_state() const {
-    return (value & 0xff) < kStates && (value >> 8 & 0xff) < kReasons && value >> 16 == 0;
+    return (value & 0xff) < kStates && (value >> 8 & 0xff) < kReasons && pieces() <= kMorePieces;
   }
   WEFT_HD constexpr State state() const { return static_cast<State>(value & 0xff); }
   WEFT_HD constexpr Reason reason() const { return static_cast<Reason>(value >> 8 & 0xff); }
+  // How often the output has grown; only the request plane's words have any.
+  WEFT_HD constexpr uint32_t pieces() const { return value >> 16; }
 };
 
-WEFT_HD constexpr uint64_t state_word(Tag tag, State state, Reason reason = Reason::None) {
-  return Word{tag, static_cast<uint32_t>(state) | static_cast<uint32_t>(reason) << 8}.bits();
+WEFT_HD constexpr uint64_t state_word(Tag tag, State state, Reason reason = Reason::None,
+                                      uint32_t pieces = 0) {
+  const auto low = static_cast<uint32_t>(state) | static_cast<uint32_t>(reason) << 8;
+  return Word{tag, low | pieces << 16}.bits();
 }
 
 template <class T>
@@ -181,7 +189,7 @@ enum class Section : uint8_t {
   CacheSalt,      // bytes
   Grammar,        // UTF-8, or empty
   TokenLists,     // uint32 words, or empty: which tokens are allowed, scored and bad
-  Output,         // records of `output_stride` bytes
+  Output,         // the first records of `output_stride` bytes
   PromptOutput,   // records of `prompt_stride` bytes, one for each prompt token, or empty
 };
 inline constexpr int kSections = 11;
@@ -227,7 +235,17 @@ struct Input {
   Extent sections[kSections];
   uint32_t output_stride, prompt_stride;
   uint32_t given_out;   // output records that are there from the start, and read
+  uint32_t max_records;  // output records that may come
 };
+
+// Records of an output that has grown so often, and of the piece that it grows by next.
+WEFT_HD constexpr uint32_t records_after(uint32_t first, uint32_t most, uint32_t pieces) {
+  const uint64_t room = uint64_t{first} << pieces;
+  return room < most ? static_cast<uint32_t>(room) : most;
+}
+WEFT_HD constexpr uint32_t records_of_next(uint32_t first, uint32_t most, uint32_t pieces) {
+  return records_after(first, most, pieces + 1) - records_after(first, most, pieces);
+}
 
 // What the engine writes before it completes the slot.
 struct Final {
@@ -259,12 +277,13 @@ struct alignas(16) Given {
   }
 };
 struct Words {
-  uint64_t& asked;  // Word of EMPTY, WRITING or PREFILL_PENDING, and why to cancel; request plane
+  uint64_t& asked;  // Word of EMPTY, WRITING or PREFILL_PENDING, why to end, pieces; request plane
   Given& given;     // of the generations that it has taken; engine
 };
 
 struct alignas(kAlign) Slot {
   Input input;                                // request plane
+  uint64_t more[kMorePieces];                 // where pieces of the output begin; request plane
   alignas(kAlign) uint64_t prompt_published;  // Word: prompt records that may be read; engine
   uint32_t cached_tokens;                     // prompt tokens from the prefix cache; atomic; engine
   Deaths deaths;

@@ -64,8 +64,8 @@ WEFT_HD inline Outcome submit(Words words, Tag tag) {
   return move_as_request(words, tag, State::Writing, wanted);
 }
 
-// WRITING -> EMPTY by the holder itself. The engine has not seen this generation, and it comes again;
-// else generations that nobody submitted could go round to one that the engine has answered.
+// WRITING -> EMPTY by the holder itself. The engine has not seen this generation, and it comes
+// again; else generations that nobody submitted could go round to one that was answered.
 WEFT_HD inline Outcome abandon(Words words, Tag tag) {
   const Tag last{0, next_generation(tag.generation, 0xffffff)};
   return move_as_request(words, tag, State::Writing, state_word(last, State::Empty));
@@ -191,10 +191,37 @@ WEFT_HD inline Outcome reclaim(Words words, uint16_t epoch, const uint32_t& clie
 
 // Ask for the end of a sequence. One way: the first reason stays.
 WEFT_HD inline Outcome cancel(uint64_t& asked, Tag tag, Reason reason) {
-  const Tag own{0, tag.generation};
-  const uint64_t wanted = state_word(own, State::PrefillPending, reason);
-  return exchange_if(asked, state_word(own, State::PrefillPending), wanted) ? Outcome::Done
-                                                                            : Outcome::Stale;
+  for (;;) {
+    const uint64_t seen = load(asked);
+    const Word word = Word::of(seen);
+    if (word.tag.generation != tag.generation || !word.valid_state()) return Outcome::Stale;
+    if (word.state() != State::PrefillPending || word.reason() != Reason::None) {
+      return Outcome::Stale;
+    }
+    const uint64_t wanted = state_word(word.tag, word.state(), reason, word.pieces());
+    if (exchange_if(asked, seen, wanted)) return Outcome::Done;
+  }
+}
+
+// Give an output its next piece, which `Slot::more` names already.
+WEFT_HD inline Outcome grow(uint64_t& asked, Tag tag) {
+  for (;;) {
+    const uint64_t seen = load(asked);
+    const Word word = Word::of(seen);
+    if (word.tag.generation != tag.generation || !word.valid_state()) return Outcome::Stale;
+    if (word.state() != State::PrefillPending || word.pieces() == kMorePieces) {
+      return Outcome::Forbidden;
+    }
+    const uint64_t wanted =
+        state_word(word.tag, word.state(), word.reason(), word.pieces() + 1);
+    if (exchange_if(asked, seen, wanted)) return Outcome::Done;
+  }
+}
+
+// How many pieces the output of this sequence has grown by.
+WEFT_HD inline uint32_t pieces_of(uint64_t asked, Tag tag) {
+  const Word word = Word::of(asked);
+  return word.tag.generation == tag.generation && word.valid_state() ? word.pieces() : 0;
 }
 
 // The reason for which this sequence is to end, or None.
