@@ -13,7 +13,10 @@ __global__ void serve(uint64_t* asked, Given* given, Slot* slots, InfoPage* info
   uint32_t woken = 0;
   uint64_t values[kInfoFields] = {};
   if (take(words, slot, 1, tag) != Outcome::Done) return;
-  if (!fault_of(slot.input, arena)) publish(words.given.published, tag, 0, 1);
+  const uint32_t pieces = pieces_of(load(words.asked), tag);
+  if (!fault_of(slot.input, arena) && records_after(1, slot.input.max_records, pieces) > 0) {
+    publish(words.given.published, tag, 0, 1);
+  }
   const Reason why = cancelled(load(words.asked), tag);
   move_as_engine(words.given, tag, State::DecodeCompleted, why);
   ring_bell(*bell, static_cast<int>(Bell::Output), woken);

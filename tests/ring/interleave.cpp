@@ -324,7 +324,7 @@ Scenario wake_up_calls() {
 #else
                 const int bell = writer;
 #endif
-                for (int i = 0; i < 2; ++i) {
+                for (int i = 0; i < 2 - writer; ++i) {
                   ++world.shadow[kTold];
                   if (ring_bell(world.bell, bell, woken)) world.shadow[kGranted] = 1;
                 }
@@ -332,10 +332,10 @@ Scenario wake_up_calls() {
             }
             actors.push_back(actor([] {
               uint32_t seen[kBells] = {};
-              while (world.shadow[kStarted] < 4) {
+              while (world.shadow[kStarted] < 3) {
                 hear(world.bell, seen);
                 world.shadow[kStarted] = world.shadow[kTold];
-                if (world.shadow[kStarted] == 4 || !go_to_sleep(world.bell, seen)) continue;
+                if (world.shadow[kStarted] == 3 || !go_to_sleep(world.bell, seen)) continue;
                 wait_until([] { return world.shadow[kGranted] == 1; });
                 world.shadow[kGranted] = 0;
                 wake_up(world.bell);

@@ -138,6 +138,7 @@ class EngineSide {
     Held& held = held_[index];
     const bool again = held.end.has_value();
     if (again || !may_write(index)) return complete(index, end, held.published);
+    if (held.stuck) return complete(index, corrupt("a piece of its output"), held.published);
     if (last) {
       check_room(held);
       held.kept.push_back(*last);
