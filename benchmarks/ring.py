@@ -8,6 +8,9 @@ same size in the same run, so that runs on different or busy machines can be com
 but those of ``spin`` comes 200 us after the last one, so the receiver is asleep where it may sleep.
 Two processes that spin need two free cores; on fewer the tail of ``spin`` shows it.
 
+Full ring: 4096 requests in flight; microseconds to take each of them in when they come at once,
+and to find the one that is cancelled and the one that has a token.
+
 Python part: microseconds a token costs each side (64 sequences, one token each a step), and the
 round trip of a one-token request between an event loop and an engine process.
 """
@@ -39,6 +42,7 @@ from weft.ring.segment import RingFds, create_ring
 ROOT = Path(__file__).resolve().parents[1]
 MODES = ("spin", "spin_futex", "futex", "eventfd", "pipe")
 SEQUENCES = 64
+SLOTS = 4096
 
 
 def compile_native(folder: str) -> Path | None:
@@ -95,6 +99,43 @@ def measure_tokens(steps: int) -> dict[str, float]:
     }
 
 
+def measure_full(rounds: int) -> dict[str, float]:
+    """Microseconds of the native part with a ring full of requests."""
+    fds = create_ring(SLOTS, 512 * 2**20)
+    inbox, client = RingInbox([fds]), RingClient(fds)
+    params = SamplingParams(max_tokens=1024)
+    claims = []
+    for burst in range(5):
+        first = SLOTS * burst
+        client.submit([Request(first + i, (1, 2, 3), params) for i in range(SLOTS)], lambda _: None)
+        start = time.perf_counter()
+        requests, _ = inbox._engine.receive()
+        claims.append(time.perf_counter() - start)
+        ids = [request[0] for request in requests]
+        if burst < 4:
+            ends = [Update(i, 1, finish=FinishReason.LENGTH) for i in ids]
+            inbox.publish(StepOutputs([], ends))
+            client.poll()
+    cancels, polls = [], []
+    for number in range(min(rounds, SLOTS // 2)):
+        client.cancel(first + 2 * number)
+        start = time.perf_counter()
+        inbox._engine.receive()
+        cancels.append(time.perf_counter() - start)
+        inbox.publish(StepOutputs([(ids[2 * number + 1], 7)], []))
+        start = time.perf_counter()
+        client.poll()
+        polls.append(time.perf_counter() - start)
+    inbox.close()
+    client.close()
+    fds.close()
+    return {
+        "full_us_per_claim": statistics.median(claims) / SLOTS * 1e6,
+        "full_cancel_us": statistics.median(cancels) * 1e6,
+        "full_poll_us": statistics.median(polls) * 1e6,
+    }
+
+
 def serve(text: str) -> None:
     """The engine process of ``measure_round_trip``: answers every request with one token."""
     inbox = RingInbox([RingFds.parse(text)])
@@ -147,7 +188,7 @@ def show(result: dict[str, Any]) -> None:
         way = "round trip" if mode == "pipe" else "one way"
         numbers = f"{row['p50_us']:>10.2f}{row['p99_us']:>10.2f}{row['of_pipe']:>8.2f}"
         print(f"{mode + ', ' + way:<22}{numbers}")
-    for name, value in result["through_python"].items():
+    for name, value in (result["full"] | result["through_python"]).items():
         print(f"{name:<22}{value:>10.2f}")
 
 
@@ -164,6 +205,7 @@ def main() -> None:
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, Linux {platform.release()}",
         "load": os.getloadavg()[0],
         "native": measure_native(options.rounds),
+        "full": measure_full(options.rounds),
         "through_python": measure_tokens(options.rounds) | measure_round_trip(options.rounds),
     }
     show(result)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +15,7 @@ from statistics import median
 import psutil
 
 from weft.ring import _native
-from weft.ring.layout import SIZES, State
-
-PAGE = SIZES["slots_offset"] // 2  # header page | info page | slots
+from weft.ring.layout import State
 
 
 @dataclass(frozen=True)
@@ -107,7 +104,7 @@ def rings(pid: int) -> Iterator[Ring]:
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):
             if "weft-ring" in os.readlink(entry):
-                fd = os.open(entry, os.O_RDONLY)
+                fd = os.open(entry, os.O_RDWR)
                 try:
                     yield _ring(fd)
                 finally:
@@ -115,11 +112,6 @@ def rings(pid: int) -> Iterator[Ring]:
 
 
 def _ring(fd: int) -> Ring:
-    (slots,) = struct.unpack("I", os.pread(fd, 4, SIZES["version_offset"] + 16))
-    field = _native.INFO_FIELDS.index("pid")
-    (engine,) = struct.unpack("Q", os.pread(fd, 8, PAGE + 8 + 8 * field))
-    size, busy = SIZES["slot_bytes"], 0
-    table = os.pread(fd, slots * size, SIZES["slots_offset"])
-    for at in range(SIZES["state_offset"], slots * size, size):
-        busy += table[at] != State.EMPTY
-    return Ring(os.fstat(fd).st_blocks * 512, engine, busy)
+    page = _native.Page(fd)
+    busy = sum(state != State.EMPTY for state in page.states())
+    return Ring(os.fstat(fd).st_blocks * 512, page.info()["pid"], busy)

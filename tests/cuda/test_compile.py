@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 
 import pytest
 
 import builds
+from cuda_toolkit import toolkit
 
 GPU = Path(__file__).parents[2] / "benchmarks" / "gpu"
 ARCHITECTURES = ("sm_80", "sm_90")
-
-
-def toolkit() -> Path:
-    """Where the packages nvidia-cuda-nvcc and its companions put the compiler."""
-    spec = importlib.util.find_spec("nvidia.cu13")
-    assert spec is not None, "the packages of the extra 'test' bring nvcc; install them"
-    assert spec.submodule_search_locations is not None
-    return Path(next(iter(spec.submodule_search_locations)))
 
 
 def compile_cuda(source: Path, architecture: str, *options: str) -> Path:

@@ -15,6 +15,7 @@ from test_ring_processes import Collector, comparable, engine, in_process, threa
 
 from weft.core.errors import ParameterError, WeftError
 from weft.core.types import Request, SamplingParams
+from weft.ring import _native
 from weft.ring.client import RingClient
 from weft.ring.inbox import RingInbox
 from weft.ring.layout import SIZES
@@ -22,6 +23,7 @@ from weft.ring.segment import RingFds, create_ring
 
 CONSTANT_BYTES = 128  # magic, version, sizes and offsets, which nobody ever writes again
 SLOTS = 16
+PLACES, PROMPTS = _native.offsets(SLOTS), SIZES["prompt_published_offset"]
 
 
 def flip(memory: mmap.mmap, bit: int) -> None:
@@ -62,10 +64,12 @@ def place(kind: str, ring: RingFds, draw: random.Random) -> int:
     if kind == "header":
         return draw.randrange(SIZES["header_bytes"])
     if kind == "slots":
-        return SIZES["slots_offset"] + draw.randrange(SLOTS * SIZES["slot_bytes"])
+        return PLACES["slots"] + draw.randrange(SLOTS * SIZES["slot_bytes"])
     if kind == "states":
-        at = draw.choice((0, 64, 72, 128, 136))  # state and counts of a slot
-        return SIZES["slots_offset"] + draw.randrange(SLOTS) * SIZES["slot_bytes"] + at
+        slot = draw.randrange(SLOTS)  # what it is asked, its state and its counts
+        words = [PLACES["asked"] + 8 * slot, *(PLACES["given"] + 16 * slot + at for at in (0, 8))]
+        words.append(PLACES["slots"] + slot * SIZES["slot_bytes"] + PROMPTS)
+        return draw.choice(words)
     return draw.randrange(os.fstat(ring.memory).st_size)
 
 

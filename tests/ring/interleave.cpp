@@ -5,16 +5,18 @@
 
 // A small info page, so that its interleavings can be listed.
 #define WEFT_RING_INFO(X) X(first) X(second) X(third) X(fourth)
-#include "ring.hpp"
+#include "steps.hpp"
 
 using namespace weft::ring;
 
 namespace explore {
 
 struct World {
+  uint64_t asked = 0;
+  Given given{};
   Slot slot{};
   uint32_t client_epoch = 1;
-  Doorbell bell{};
+  Doorbell<kBells> bell{};
   InfoPage info{};
   uint64_t shadow[16] = {};  // what the scenario keeps track of
 };
@@ -24,8 +26,13 @@ World world;
 void reset_world() { world = World{}; }
 
 void hash_world(Hash& hash) {
+  hash.mix(&world.asked, sizeof world.asked);
+  hash.mix(&world.given, sizeof world.given);
   // The texts of the slot stay as they are.
-  hash.mix(&world.slot, offsetof(Slot, input) + 64);
+  hash.mix(&world.slot.input.request_id, sizeof world.slot.input.request_id);
+  hash.mix(world.slot.more, sizeof world.slot.more);
+  hash.mix(&world.slot.prompt_published, sizeof world.slot.prompt_published);
+  hash.mix(&world.slot.deaths, sizeof world.slot.deaths);
   hash.mix(&world.client_epoch, sizeof world.client_epoch);
   hash.mix(&world.bell, sizeof world.bell);
   hash.mix(&world.info, sizeof world.info);
@@ -35,7 +42,10 @@ void hash_world(Hash& hash) {
 // -- what the scenarios share ---------------------------------------------------------------------
 
 Word now(uint64_t word) { return Word::of(word); }
-bool is(State state) { return now(world.slot.state).state() == state; }
+Words words() { return {world.asked, world.given}; }
+bool is(State state) { return Seen{world.asked, world.given.state}.state() == state; }
+// The generation of the sequence that has the slot, or had it last.
+uint32_t generation() { return now(world.asked).tag.generation; }
 
 enum Shadow { kWriter, kHolder, kAnswers, kStarted, kEnded, kGranted, kTold, kAsked };
 
@@ -53,7 +63,7 @@ bool ask(uint64_t who, uint64_t question, bool wait_for_free) {
   Slot& slot = world.slot;
   Tag tag;
   for (;;) {
-    if (begin_writing(slot, tag) == Outcome::Done) break;
+    if (begin_writing(words(), tag) == Outcome::Done) break;
     if (!wait_for_free) return false;
     wait_until([] { return is(State::Empty); });
   }
@@ -61,42 +71,54 @@ bool ask(uint64_t who, uint64_t question, bool wait_for_free) {
   use_payload(who, kWriter);
   slot.input.request_id = question;
   ++world.shadow[kAsked];
-  require(submit(slot, tag) == Outcome::Done, "a submission failed");
-  wait_until([tag] {
-    return is(State::DecodeCompleted) || now(world.slot.state).tag.generation != tag.generation;
-  });
+  require(submit(words(), tag) == Outcome::Done, "a submission failed");
+  wait_until([tag] { return is(State::DecodeCompleted) || generation() != tag.generation; });
   settled(2, who, question, tag.generation);
-  require(now(slot.state).tag.generation == tag.generation, "a slot was taken from its owner");
-  const Reason reason = now(load(slot.state)).reason();
-  const uint32_t tokens = now(load(slot.published)).value;
+  require(generation() == tag.generation, "a slot was taken from its owner");
+  const Seen seen = look(words());
+  require(seen.valid() && seen.state() == State::DecodeCompleted, "an end that is none");
+  const Reason reason = now(seen.given).reason();
+  const Word published = now(load(world.given.published));
+  require(published.tag.generation == tag.generation, "the count of another request");
+  const uint32_t tokens = published.value;
   require(reason == Reason::Length ? tokens == 2 : tokens <= 2, "a token is lost");
   require(slot.input.request_id == question, "the answer to another request");
   ++world.shadow[kAnswers];
-  require(release(slot, tag) == Outcome::Done, "a release failed");
+  require(release(words(), tag) == Outcome::Done, "a release failed");
   settled(3, who, question);
   return true;
 }
 
+// Take the request that is pending.
+bool claim(uint16_t epoch, Tag& tag) {
+  return take(words(), world.slot, epoch, tag) == Outcome::Done;
+}
+Outcome complete(Tag tag, Reason reason) {
+  return move_as_engine(world.given, tag, State::DecodeCompleted, reason);
+}
+bool say(Tag tag, uint32_t from) {
+  return publish(world.given.published, tag, from, 1) == Outcome::Done;
+}
+
 // Serve one request with two tokens.
 void serve(uint64_t who, uint16_t epoch) {
-  Slot& slot = world.slot;
   wait_until([] { return is(State::PrefillPending); });
   Tag tag;
-  if (take(slot, epoch, tag) != Outcome::Done) return;
+  if (!claim(epoch, tag)) return;
   settled(4, who, epoch, tag.generation);
   use_payload(who, kHolder);
-  const uint32_t from = now(load(slot.published)).value;
-  require(move_as_engine(slot, tag, State::DecodeProcessing) == Outcome::Done, "engine: no decode");
+  const uint32_t from = now(load(world.given.published)).value;
+  require(move_as_engine(world.given, tag, State::DecodeProcessing) == Outcome::Done,
+          "engine: no decode");
   Reason reason = Reason::Length;
   for (uint32_t i = from; i < 2; ++i) {
-    reason = cancelled(slot, tag);
+    reason = cancelled(load(world.asked), tag);
     if (reason != Reason::None) break;
     reason = Reason::Length;
-    require(publish(slot.published, tag, i, 1) == Outcome::Done, "engine: a lost token");
+    require(say(tag, i), "engine: a lost token");
     settled(5, who, i, tag.generation);
   }
-  require(move_as_engine(slot, tag, State::DecodeCompleted, reason) == Outcome::Done,
-          "engine: the end was lost");
+  require(complete(tag, reason) == Outcome::Done, "engine: the end was lost");
   settled(6, who, epoch, tag.generation);
 }
 
@@ -115,22 +137,22 @@ Scenario stale_handles() {
               serve(7, 1);
             }));
             actors.push_back(actor([] {
-              Slot& slot = world.slot;
-              wait_until([] { return now(world.slot.state).tag.generation >= 1; });
-              const Tag old{1, 0}, client{0, 0};
+              wait_until([] { return generation() >= 2; });
+              const Tag old{1, 1}, client{0, 1};
               // These may still hit words that the ended request has left, and must do no harm.
-              cancel(slot, old, Reason::Cancelled);
-              publish(slot.published, old, 2, 1);
-              const bool stale = submit(slot, client) != Outcome::Done &&
-                                 release(slot, client) != Outcome::Done &&
-                                 move_as_engine(slot, old, State::DecodeCompleted) != Outcome::Done;
+              cancel(world.asked, old, Reason::Cancelled);
+              say(old, 2);
+              const bool stale = submit(words(), client) != Outcome::Done &&
+                                 abandon(words(), client) != Outcome::Done &&
+                                 release(words(), client) != Outcome::Done &&
+                                 complete(old, Reason::Length) != Outcome::Done;
               require(stale, "a stale handle moved a slot");
             }));
           },
           [] {
             require(world.shadow[kAnswers] == 2, "a request is lost");
-            require(is(State::Empty) && now(world.slot.state).tag.generation == 2, "not emptied");
-            require(now(world.slot.cancel).bits() == (Word{{0, 1}, 0}).bits(), "a stale cancel");
+            require(is(State::Empty) && generation() == 2, "not emptied");
+            require(now(world.asked).reason() == Reason::None, "a stale cancel");
           }};
 }
 
@@ -147,13 +169,13 @@ Scenario cancellation() {
               serve(7, 1);
             }));
             actors.push_back(actor([] {
-              cancel(world.slot, Tag{0, 0}, Reason::Cancelled);
-              cancel(world.slot, Tag{0, 0}, Reason::Error);
+              cancel(world.asked, Tag{0, 1}, Reason::Cancelled);
+              cancel(world.asked, Tag{0, 1}, Reason::Error);
             }));
           },
           [] {
             require(world.shadow[kAnswers] == 2, "a request is lost");
-            require(now(world.slot.cancel).value == 0, "the wrong request was cancelled");
+            require(now(world.asked).reason() == Reason::None, "the wrong request was cancelled");
           }};
 }
 
@@ -179,13 +201,11 @@ Scenario two_engines() {
               wait_until([] { return is(State::PrefillPending) || world.shadow[kAnswers]; });
               if (world.shadow[kAnswers]) return;
               Tag tag;
-              if (take(world.slot, 1, tag) != Outcome::Done) return;
+              if (!claim(1, tag)) return;
               use_payload(who, kHolder);
-              publish(world.slot.published, tag, 0, 1);
-              publish(world.slot.published, tag, 1, 1);
-              require(move_as_engine(world.slot, tag, State::DecodeCompleted, Reason::Length) ==
-                          Outcome::Done,
-                      "engine: the end was lost");
+              say(tag, 0);
+              say(tag, 1);
+              require(complete(tag, Reason::Length) == Outcome::Done, "engine: the end was lost");
             };
             actors.push_back(actor([] { ask(1, 10, true); }));
             actors.push_back(actor([engine] { engine(7); }));
@@ -200,36 +220,41 @@ Scenario zombie_engine() {
           [] {
             actors.push_back(actor([] { ask(1, 10, true); }));
             actors.push_back(actor([] {
-              Slot& slot = world.slot;
               wait_until([] { return is(State::PrefillPending); });
               Tag tag;
-              if (take(slot, 1, tag) != Outcome::Done) return;
-              move_as_engine(slot, tag, State::DecodeProcessing);
+              if (!claim(1, tag)) return;
+              move_as_engine(world.given, tag, State::DecodeProcessing);
               for (uint32_t i = 0; i < 2; ++i) {
-                const bool granted = publish(slot.published, tag, i, 1) == Outcome::Done;
-                require(!granted || now(slot.published).tag == tag, "a zombie published");
+                const bool granted = say(tag, i);
+                require(!granted || now(world.given.published).tag == tag, "a zombie published");
                 if (!granted) return;
               }
-              move_as_engine(slot, tag, State::DecodeCompleted, Reason::Length);
+              complete(tag, Reason::Length);
             }));
             actors.push_back(actor([] {
               wait_until([] { return is(State::PrefillProcessing) || is(State::DecodeProcessing) ||
                                      world.shadow[kAnswers]; });
-              Slot& slot = world.slot;
-              const Outcome outcome = requeue(slot, 2);
+              const Outcome outcome = requeue(words(), world.slot, 2);
               if (outcome != Outcome::Done) return;  // it ended before
               Tag tag;
-              require(take(slot, 2, tag) == Outcome::Done, "recovery: not taken");
-              const uint32_t from = now(load(slot.published)).value;
-              for (uint32_t i = from; i < 2; ++i) {
-                require(publish(slot.published, tag, i, 1) == Outcome::Done, "recovery: a token");
-              }
-              require(move_as_engine(slot, tag, State::DecodeCompleted, Reason::Length) ==
-                          Outcome::Done,
-                      "recovery: the end was lost");
+              require(claim(2, tag), "recovery: not taken");
+              const uint32_t from = now(load(world.given.published)).value;
+              for (uint32_t i = from; i < 2; ++i) require(say(tag, i), "recovery: a token");
+              require(complete(tag, Reason::Length) == Outcome::Done, "recovery: the end was lost");
             }));
           },
           [] { require(world.shadow[kAnswers] == 1, "the request is lost"); }};
+}
+
+// With -DHASTY_RECLAIM the epoch is read before the state.
+void empty_for_the_dead() {
+#if defined(HASTY_RECLAIM)
+  if (load(world.client_epoch) != 1) return;
+  const uint32_t same = 1;
+  reclaim(words(), 1, same, 1);
+#else
+  reclaim(words(), 1, world.client_epoch, 1);
+#endif
 }
 
 // A request plane is killed anywhere. The engine reclaims while a new request plane attaches.
@@ -238,46 +263,42 @@ Scenario dead_client() {
           [] {
             actors.push_back(actor([] { ask(1, 10, true); }, true));
             actors.push_back(actor([] {  // the engine, which has noticed the death
-              Slot& slot = world.slot;
               wait_until([] { return actors[0].killed || actors[0].done; });
-              const uint32_t client = load(world.client_epoch);
-              if (client == 1) {
-                reclaim(slot, world.client_epoch, 1);
+              if (load(world.client_epoch) == 1) {
+                empty_for_the_dead();
                 Tag tag;
-                const bool pending = Word::of(load(slot.state)).state() == State::PrefillPending;
+                const bool pending = look(words()).state() == State::PrefillPending;
                 // The new request plane may have submitted meanwhile; then it is served.
-                if (pending && load(world.client_epoch) == 1 &&
-                    take(slot, 1, tag) == Outcome::Done) {
-                  move_as_engine(slot, tag, State::DecodeCompleted, Reason::Cancelled);
-                  reclaim(slot, world.client_epoch, 1);
+                if (pending && load(world.client_epoch) == 1 && claim(1, tag)) {
+                  complete(tag, Reason::Cancelled);
+                  empty_for_the_dead();
                 }
               }
               while (world.shadow[kAnswers] < world.shadow[kGranted] || !world.shadow[kTold]) {
                 wait_until([] { return is(State::PrefillPending) || world.shadow[kTold]; });
                 if (world.shadow[kTold]) return;
                 Tag tag;
-                if (take(slot, 1, tag) != Outcome::Done) continue;
-                const Reason why = cancelled(slot, tag);
+                if (!claim(1, tag)) continue;
+                const Reason why = cancelled(load(world.asked), tag);
                 if (why == Reason::None) {
-                  publish(slot.published, tag, 0, 1);
-                  publish(slot.published, tag, 1, 1);
+                  say(tag, 0);
+                  say(tag, 1);
                 }
-                move_as_engine(slot, tag, State::DecodeCompleted,
-                               why == Reason::None ? Reason::Length : why);
+                complete(tag, why == Reason::None ? Reason::Length : why);
               }
             }));
             actors.push_back(actor([] {  // the new request plane
-              Slot& slot = world.slot;
               wait_until([] { return actors[0].killed || actors[0].done; });
               world.shadow[kWriter] = 0;
               store(world.client_epoch, 3u);
-              const Word word = Word::of(load(slot.state));
-              if (word.state() == State::Writing || word.state() == State::DecodeCompleted) {
-                release(slot, word.tag);
-              } else if (word.state() != State::Empty) {
-                cancel(slot, word.tag, Reason::Cancelled);
+              const Seen left = look(words());
+              const Tag tag = now(left.asked).tag;
+              if (left.state() == State::Writing || left.state() == State::DecodeCompleted) {
+                release(words(), tag);
+              } else if (left.state() != State::Empty) {
+                cancel(world.asked, tag, Reason::Cancelled);
                 wait_until([] { return is(State::DecodeCompleted) || is(State::Empty); });
-                release(slot, word.tag);
+                release(words(), tag);
               }
               // A dead request plane cannot write; ours must be answered in full.
               const uint64_t before = world.shadow[kAnswers];
@@ -290,21 +311,29 @@ Scenario dead_client() {
           [] { require(world.shadow[kTold] == 1, "the request is lost"); }};
 }
 
-// News and sleep cross each other in every way; the sleeper must always wake.
+// News and sleep cross each other in every way; the reader must always wake. With -DSHARED_BELL both
+// writers ring the same one.
 Scenario wake_up_calls() {
   return {"wake-ups",
           [] {
+            for (int writer = 0; writer < kBells; ++writer) {
+              actors.push_back(actor([writer] {
+                uint32_t woken = 0;
+#if defined(SHARED_BELL)
+                const int bell = 0;
+#else
+                const int bell = writer;
+#endif
+                for (int i = 0; i < 2 - writer; ++i) {
+                  ++world.shadow[kTold];
+                  if (ring_bell(world.bell, bell, woken)) world.shadow[kGranted] = 1;
+                }
+              }));
+            }
             actors.push_back(actor([] {
-              uint32_t woken = 0;
-              for (int i = 0; i < 3; ++i) {
-                ++world.shadow[kTold];
-                if (ring_bell(world.bell, woken)) world.shadow[kGranted] = 1;
-              }
-            }));
-            actors.push_back(actor([] {
-              uint32_t seen = 0;
+              uint32_t seen[kBells] = {};
               while (world.shadow[kStarted] < 3) {
-                seen = load(world.bell.rung);
+                hear(world.bell, seen);
                 world.shadow[kStarted] = world.shadow[kTold];
                 if (world.shadow[kStarted] == 3 || !go_to_sleep(world.bell, seen)) continue;
                 wait_until([] { return world.shadow[kGranted] == 1; });
@@ -314,6 +343,71 @@ Scenario wake_up_calls() {
             }));
           },
           [] {}};
+}
+
+// An output grows while the engine waits for room, and is cancelled at any time. With -DEARLY_GROWTH
+// the engine is told of a piece before the slot names it.
+Scenario growing_output() {
+  return {"growing output",
+          [] {
+            actors.push_back(actor([] {
+              Tag tag;
+              require(begin_writing(words(), tag) == Outcome::Done, "the slot is not free");
+              world.slot.input.given_out = 1;
+              require(submit(words(), tag) == Outcome::Done, "a submission failed");
+              for (uint32_t piece = 0; piece < 2; ++piece) {
+                wait_until([piece] {
+                  return now(world.given.published).value > piece || is(State::DecodeCompleted);
+                });
+                settled(1, piece);
+                if (is(State::DecodeCompleted)) break;
+#if defined(EARLY_GROWTH)
+                grow(world.asked, tag);
+                step();
+#endif
+                world.slot.more[piece] = 64 * (piece + 1);
+#if !defined(EARLY_GROWTH)
+                require(grow(world.asked, tag) == Outcome::Done, "an output that cannot grow");
+#endif
+              }
+              wait_until([] { return is(State::DecodeCompleted); });
+              const uint32_t tokens = now(load(world.given.published)).value;
+              const Reason reason = now(load(world.given.state)).reason();
+              require(reason != Reason::Length || tokens == 3, "a token is lost");
+              require(release(words(), tag) == Outcome::Done, "a release failed");
+              world.shadow[kAnswers] = 1;
+            }));
+            actors.push_back(actor([] {
+              wait_until([] { return is(State::PrefillPending); });
+              Tag tag;
+              require(claim(1, tag), "engine: not taken");
+              uint32_t pieces = 0;
+              Reason reason = Reason::Length;
+              for (uint32_t i = now(load(world.given.published)).value; i < 3; ++i) {
+                while (pieces < i && reason == Reason::Length) {  // each piece has one record
+                  const uint64_t asked = load(world.asked);
+                  settled(2, i, asked);
+                  if (cancelled(asked, tag) != Reason::None) reason = cancelled(asked, tag);
+                  for (; pieces < pieces_of(asked, tag); ++pieces) {
+                    require(world.slot.more[pieces] == 64 * (pieces + 1), "a piece that is none");
+                  }
+                  if (pieces >= i || reason != Reason::Length) break;
+                  wait_until([asked] { return world.asked != asked; });
+                }
+                if (reason != Reason::Length) break;
+                require(say(tag, i), "engine: a lost token");
+              }
+              require(complete(tag, reason) == Outcome::Done, "engine: the end was lost");
+            }));
+            actors.push_back(actor([] {
+              cancel(world.asked, Tag{0, 1}, Reason::Cancelled);
+              cancel(world.asked, Tag{0, 1}, Reason::Error);
+            }));
+          },
+          [] {
+            require(world.shadow[kAnswers] == 1, "a request is lost");
+            require(now(world.asked).pieces() == 0, "pieces without a sequence");
+          }};
 }
 
 Scenario info_page() {
@@ -342,5 +436,6 @@ Scenario info_page() {
 int main() {
   using namespace explore;
   return explore_all({stale_handles(), cancellation(), two_writers(), two_engines(),
-                      zombie_engine(), dead_client(), wake_up_calls(), info_page()});
+                      zombie_engine(), dead_client(), growing_output(), wake_up_calls(),
+                      info_page()});
 }

@@ -38,7 +38,7 @@ from weft.ring.codec import (
     unpack_token_lists,
 )
 from weft.ring.inbox import RingInbox
-from weft.ring.layout import SIZES, EngineInfo, Side, State
+from weft.ring.layout import SIZES, Bell, EngineInfo, Side, State
 from weft.ring.recover import SHARED
 from weft.ring.segment import ARENA_PER_MEMORY, RingFds, create_ring
 
@@ -485,8 +485,14 @@ def test_the_memory_is_private_and_cannot_be_shrunk():
     fds.close()
 
 
-SLOT = SIZES["slots_offset"]
-INPUT = SLOT + SIZES["input_offset"]
+PLACES, PLACES8 = _native.offsets(2), _native.offsets(8)
+INPUT = PLACES["slots"]  # each slot begins with its input
+# All that belongs to the first slot: both words of it, and its payload.
+OF_A_SLOT = [
+    *range(PLACES["asked"], PLACES["asked"] + 8),
+    *range(PLACES["given"], PLACES["given"] + 16),
+    *range(PLACES["slots"], PLACES["slots"] + SIZES["slot_bytes"]),
+]
 
 
 @given(
@@ -523,20 +529,52 @@ def test_a_corrupted_slot_is_rejected_not_followed(noise):
         pair.close()
 
 
-@given(noise=st.binary(min_size=8, max_size=SIZES["slot_bytes"]), at=st.integers(0, 1000))
+def move(pair: Pair, slot: int, size: int, by: int) -> None:
+    """Move all that a slot has in the arena, whatever lies there."""
+    at = PLACES8["slots"] + slot * SIZES["slot_bytes"] + SIZES["extents_offset"]
+    with mmap.mmap(pair.fds.memory, 0) as memory:
+        (start,) = struct.unpack_from("Q", memory, at)
+        memory.move(PLACES8["arena"] + start + by, PLACES8["arena"] + start, size)
+        for extent in range(at, at + 16 * SIZES["extents"], 16):
+            (offset,) = struct.unpack_from("Q", memory, extent)
+            struct.pack_into("Q", memory, extent, offset + by)
+
+
+def test_a_request_in_memory_of_one_that_is_open_is_refused():
+    """Two are open, with room for a third one before, between and behind them."""
+    size, taken = 448, []
+    for by in range(0, 4 * size + 1, 64):
+        pair = Pair()
+        pair.submit(*(request(i, tokens=70) for i in range(4)))
+        got = pair.receive()
+        for i in (0, 2):
+            pair.end(got[i].id)
+        pair.submit(request(9, tokens=70))
+        look = pair.client._ring.look(0)
+        assert (look["extent_offset"], look["extent_bytes"]) == (0, size)
+        move(pair, 0, size, by)
+        if pair.receive():
+            taken.append(by)
+        else:
+            pair.client.poll()
+            assert pair.updates[9][0].error.code == "ring_corrupt"
+        pair.close()
+    assert taken == [0, 2 * size, 4 * size]
+
+
+@given(noise=st.binary(min_size=8, max_size=len(OF_A_SLOT)), at=st.integers(0, len(OF_A_SLOT) - 8))
 @searching(150, suppress_health_check=list(HealthCheck))
 def test_random_bytes_over_a_slot_hang_or_crash_nobody(noise, at):
     pair = Pair(slots=2, arena_bytes=1 << 16)
     pair.submit(request(1), request(2))
     got = pair.receive()
-    at %= SIZES["slot_bytes"] - 7
     with mmap.mmap(pair.fds.memory, 0) as memory:
-        noise = noise[: SIZES["slot_bytes"] - at]
-        memory[SLOT + at : SLOT + at + len(noise)] = noise
+        for place, byte in zip(OF_A_SLOT[at:], noise, strict=False):
+            memory[place] = byte
     for r in got:
         pair.inbox._say(Update(r.id, 3))
         pair.inbox._say(Update(r.id, 4, finish=FinishReason.STOP))
-    pair.inbox._engine.flush()
+    pair.inbox._engine.flush(Bell["OUTPUT"])
     pair.client.poll()
     untouched = 2 if got[0].id & 0xFFFF == 0 else 1
     assert [u.token for u in pair.updates[untouched]] in ([3, 4], [4])
@@ -599,13 +637,41 @@ def test_the_transition_table():
                 assert _native.owner(before) == expected
 
 
+def tagged_words(slots: int) -> list[int]:
+    """Where the words with generations of every slot are."""
+    places = _native.offsets(slots)
+    words = [places["asked"] + 8 * i for i in range(slots)]
+    words += [places["given"] + 8 * i for i in range(2 * slots)]
+    prompts = places["slots"] + SIZES["prompt_published_offset"]
+    return words + [prompts + SIZES["slot_bytes"] * i for i in range(slots)]
+
+
+def test_requests_that_are_given_up_before_the_engine_sees_them_use_no_generation(pair):
+    """Else they could go round to one that the engine has answered."""
+    pair.submit(request(1), request(2))
+    first, _ = pair.receive()
+    pair.end(first.id)
+    for number in range(3):
+        with pytest.raises(EngineBusyError):
+            pair.submit(*(request(10 * number + i) for i in range(3, 11)))
+    assert [pair.client._ring.look(slot)["generation"] for slot in range(3)] == [1, 1, 0]
+
+
+def test_a_slot_in_which_a_word_of_the_engine_is_ahead_is_never_used():
+    for word in tagged_words(1)[1:]:
+        pair = Pair(slots=1)
+        with mmap.mmap(pair.fds.memory, 0) as memory:
+            struct.pack_into("Q", memory, word, 7 << 24)
+        with pytest.raises(EngineBusyError):
+            pair.submit(request(1))
+        pair.close()
+
+
 def test_generations_wrap_around(pair):
     last = 2**24 - 1
     with mmap.mmap(pair.fds.memory, 0) as memory:
-        for slot in range(8):
-            at = SIZES["slots_offset"] + slot * SIZES["slot_bytes"]
-            for word in (0, 64, 72, 128, 136):  # every tagged word of the slot
-                struct.pack_into("Q", memory, at + word, last << 24)
+        for word in tagged_words(8):
+            struct.pack_into("Q", memory, word, (last - 1) << 24)
     for round_number in range(3):
         pair.submit(*(request(i) for i in range(8)))
         got = pair.receive()
@@ -758,7 +824,7 @@ def test_an_embedding_is_one_update(pair):
     one, two, three = (request.id for request in pair.receive() if request.embed)
     words = [(two, word) for word in struct.unpack("=4I", vector)]
     pair.inbox._engine.publish(words[:3])
-    pair.inbox._engine.flush()
+    pair.inbox._engine.flush(Bell["OUTPUT"])
     pair.client.poll()
     assert 2 not in pair.updates
     pair.inbox._engine.publish(words[3:])

@@ -23,8 +23,8 @@ from weft.core.errors import EngineDeadError, ParameterError
 from weft.core.plan import Update
 from weft.core.types import FinishReason, Request, SamplingParams
 from weft.engine.local import EngineThread
+from weft.ring import _native
 from weft.ring.client import RingClient
-from weft.ring.layout import SIZES
 from weft.ring.segment import ARENA_PER_MEMORY, RingFds, create_ring
 
 CHILD = Path(__file__).parent / "engine_child.py"
@@ -285,10 +285,9 @@ def test_killed_without_successor_the_slots_become_empty(ring):
         assert not any(states(ring))
 
 
-def states(ring: RingFds) -> list[int]:
+def states(ring: RingFds) -> list[int | None]:
     """The state of every slot, read from the memory without attaching."""
-    at = SIZES["slots_offset"] + SIZES["state_offset"]
-    return [os.pread(ring.memory, 1, at + i * SIZES["slot_bytes"])[0] for i in range(64)]
+    return _native.Page(ring.memory).states()
 
 
 SUPERVISED = """

@@ -29,10 +29,13 @@ WEFT_HD constexpr uint64_t element_bytes(Section section) {
   }
 }
 
+WEFT_HD inline bool is_sound(Extent extent, uint64_t arena_bytes) {
+  return extent.bytes != 0 && inside(extent, {0, arena_bytes}) && extent.offset % kAlign == 0;
+}
+
 // What is wrong with a (copied) input, or nullptr. A slot that fails here is never followed.
 WEFT_HD inline const char* fault_of(const Input& input, uint64_t arena_bytes) {
-  const Extent whole{0, arena_bytes};
-  if (!inside(input.extent, whole) || input.extent.offset % kAlign) return "its extent";
+  if (!is_sound(input.extent, arena_bytes)) return "its extent";
   for (int i = 0; i < kSections; ++i) {
     const Extent section = input.sections[i];
     if (!inside(section, input.extent)) return "a section outside its extent";
@@ -52,7 +55,8 @@ WEFT_HD inline const char* fault_of(const Input& input, uint64_t arena_bytes) {
   };
   if (!stride_ok(input.output_stride)) return "its output stride";
   const uint64_t records = section(Section::Output).bytes / input.output_stride;
-  if (records == 0 || records > kMaxRecords) return "the length of its output";
+  const bool most = input.max_records >= records && input.max_records <= kMaxRecords;
+  if (records == 0 || !most) return "the length of its output";
   const uint64_t scored = section(Section::PromptOutput).bytes;
   if (scored == 0) return nullptr;
   if (!stride_ok(input.prompt_stride) || input.prompt_stride == kPlainStride ||

@@ -130,7 +130,7 @@ class RingClient:
         raise EngineBusyError("The server is at its limit of requests in flight; try again later.")
 
     def _most_tokens(self, request: Request) -> int:
-        """How many tokens the engine can publish: the output has addresses for exactly these."""
+        """How many tokens the engine can publish; the output may grow so far."""
         if not 0 < len(request.prompt) <= SIZES["max_records"]:
             raise ParameterError("The prompt is empty or far too long.", param="prompt")
         info = self.info()
@@ -200,7 +200,7 @@ class RingClient:
         with self._lock:
             if self._closed:
                 return False
-            for news in self._ring.poll(True):
+            for news in self._ring.poll():
                 updates = unpack_news(news)
                 if news[0] in self._vectors:
                     updates = self._gather(news[0], updates)

@@ -4,24 +4,18 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <map>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
+#include "claim.hpp"
 #include "records.hpp"
 #include "segment.hpp"
+#include "steps.hpp"
 
 namespace weft::ring {
-
-// A request as read from its slot.
-struct Claim {
-  uint64_t id = 0;  // the engine's own name for the sequence
-  std::vector<uint32_t> prompt, stop_ids, eos_ids, token_lists, published;
-  std::vector<BiasRecord> logit_bias;
-  std::string sampling, service_class, cache_salt, grammar;  // `sampling` begins with its head
-  uint32_t crashes = 0, memory_kills = 0;
-  uint64_t group_id = 0, deadline_ns = 0, arrival = 0;
-};
 
 struct Received {
   std::vector<Claim> claims;
@@ -30,7 +24,7 @@ struct Received {
 
 struct End {
   Reason reason = Reason::Error;
-  const Scored* last = nullptr;  // the token that came with the end
+  bool with_token = false;  // the last one came with the end
   uint32_t cached_tokens = 0, http_status = 0, retry_after_s = 0;
   uint64_t scheduled_ns = 0, prefilled_ns = 0;
   std::string code, param, message;
@@ -42,13 +36,16 @@ class EngineSide {
   EngineSide(std::shared_ptr<Segment> segment, uint8_t number)
       : shared_(std::move(segment)), segment_(*shared_), number_(number) {
     held_.resize(segment_.slots());
+    asked_.resize(segment_.slots());
     Header& header = segment_.header();
     store(header.epoch, load(header.epoch) + 1);
     epoch_ = static_cast<uint16_t>(load(header.epoch));
     store(header.engine_pid, static_cast<uint32_t>(getpid()));
     // The engine before this one is dead: what it held is pending again.
-    for (uint32_t i = 0; i < segment_.slots(); ++i) requeue(segment_.slot(i), epoch_);
-    heard_ = load(header.to_engine.rung) - 1;
+    for (uint32_t i = 0; i < segment_.slots(); ++i) {
+      requeue(segment_.words(i), segment_.slot(i), epoch_);
+    }
+    heard_[0] = load(header.to_engine.rung[0].value) - 1;
   }
 
   Segment& segment() { return segment_; }
@@ -67,18 +64,25 @@ class EngineSide {
   // New requests in the order of their arrival, and ids that are to end.
   Received receive() {
     Received received;
-    const uint32_t rung = load(segment_.header().to_engine.rung);
+    const bool rung = hear(segment_.header().to_engine, heard_);
     const uint32_t client = client_epoch();
-    if (rung == heard_ && !(gone(client) && !emptied_)) return received;
-    heard_ = rung;
+    const bool leaving = gone(client) && !emptied_;
+    if (!rung && !leaving) return received;
     emptied_ = gone(client);
     std::vector<std::pair<uint64_t, uint32_t>> pending;
-    for (uint32_t i = 0; i < segment_.slots(); ++i) look_at(i, client, pending, received);
+    for (uint32_t i = 0; i < segment_.slots(); ++i) {
+      const uint64_t asked = load(segment_.asked(i));
+      if (asked != asked_[i]) look_at(i, asked_[i] = asked, pending, received);
+    }
+    if (emptied_) {
+      for (uint32_t i = 0; i < segment_.slots(); ++i) leave(i, client, received);
+    }
     std::sort(pending.begin(), pending.end());
     for (const auto& [arrival, index] : pending) claim(index, received);
     return received;
   }
 
+  // Output for which there is no room yet is kept: the request plane is behind, and will make some.
   bool publish(uint64_t id, uint32_t token) {
     const uint32_t index = index_of(id);
     Held& held = held_[index];
@@ -88,6 +92,7 @@ class EngineSide {
       return true;
     }
     check_room(held);
+    if (!has_room(index)) return keep(held, Scored{{token, 0, 0, kNoLogprob}, {}});
     held.output.put(held.published, token);
     return count(index);
   }
@@ -98,6 +103,7 @@ class EngineSide {
     if (!may_write(index)) return false;
     check_room(held);
     store(segment_.slot(index).cached_tokens, cached_tokens);
+    if (!has_room(index)) return keep(held, scored);
     held.output.put(held.published, scored);
     return count(index);
   }
@@ -125,26 +131,36 @@ class EngineSide {
     return outcome == Outcome::Done;
   }
 
-  bool finish(uint64_t id, const End& end) {
+  // `last` is the token that comes with the end, or null. The end waits, too, for room for all that
+  // comes before it, unless nobody reads it.
+  bool finish(uint64_t id, const End& end, const Scored* last) {
     const uint32_t index = index_of(id);
     Held& held = held_[index];
-    if (end.last && may_write(index)) {
+    const bool again = held.end.has_value();
+    if (again || !may_write(index)) return complete(index, end, held.published);
+    if (held.stuck) return complete(index, corrupt("a piece of its output"), held.published);
+    if (last) {
       check_room(held);
-      held.output.put(held.published, *end.last);
+      held.kept.push_back(*last);
     }
-    return complete(index, end, held.published + (end.last != nullptr));
+    held.end = end;
+    held.end->with_token = last != nullptr;
+    const bool ours = say_kept(index);
+    if (!held.live || !unread(index)) return ours;
+    return complete(index, end, held.published);
   }
 
   // Whether news were published since the last call and the sleeping client must be woken.
-  bool ring() {
+  bool ring(Bell bell) {
     if (!touched_) return false;
     touched_ = false;
-    return ring_bell(segment_.header().to_client, woken_);
+    const int writer = static_cast<int>(bell);
+    return ring_bell(segment_.header().to_client, writer, woken_[writer]);
   }
 
   // How far these are to blame if the engine dies from now on.
   void set_blame(uint64_t id, Blame blame) {
-    segment_.slot(index_of(id)).blame = blame;
+    segment_.slot(index_of(id)).deaths.blame = blame;
   }
 
   // Whether the sequence has ended or has got so far that it is no suspect any more.
@@ -152,20 +168,6 @@ class EngineSide {
     const auto index = static_cast<uint32_t>(id & 0xffff);
     if (index >= held_.size() || !held_[index].live || held_[index].id != id) return true;
     return held_[index].published >= held_[index].recovered + kClearedTokens;
-  }
-
-  // Sequences with more than `limit` records that their reader has not consumed.
-  std::vector<std::pair<uint64_t, uint32_t>> lagging(uint32_t limit) const {
-    std::vector<std::pair<uint64_t, uint32_t>> found;
-    for (uint32_t i = 0; i < held_.size(); ++i) {
-      const Held& held = held_[i];
-      if (!held.live) continue;
-      const Word word = Word::of(load(segment_.slot(i).consumed));
-      const bool known = word.tag.generation == held.tag.generation;
-      const uint32_t consumed = known ? std::min(word.value, held.published) : 0;
-      if (held.published - consumed > limit) found.emplace_back(held.id, held.published - consumed);
-    }
-    return found;
   }
 
   std::vector<uint64_t> open_ids() const {
@@ -177,23 +179,27 @@ class EngineSide {
   }
 
   bool news() const {
-    return load(segment_.header().to_engine.rung) != heard_ || (gone(client_epoch()) && !emptied_);
+    return load(segment_.header().to_engine.rung[0].value) != heard_[0] ||
+           (gone(client_epoch()) && !emptied_);
   }
   bool sleep() { return go_to_sleep(segment_.header().to_engine, heard_); }
   void wake() { wake_up(segment_.header().to_engine); }
-  uint32_t* bell() { return &segment_.header().to_engine.rung; }
-  uint32_t heard() const { return heard_; }
+  uint32_t* bell() { return &segment_.header().to_engine.rung[0].value; }
+  uint32_t heard() const { return heard_[0]; }
 
  private:
   struct Held {
     uint64_t id = 0;
     Tag tag;
-    Extent extent{};
-    Records output, prompt;
+    std::vector<Extent> extents;
+    Output output;
+    Records prompt;
+    std::vector<Scored> kept;  // output that has no room yet
+    std::optional<End> end;    // comes behind it
     uint32_t published = 0, prompt_published = 0;
     uint32_t recovered = 0, prompt_recovered = 0;  // published by engines that have died
     uint32_t repeated = 0;  // words of an embedding that will come again
-    bool live = false, decoding = false, cancelling = false;
+    bool live = false, decoding = false, cancelling = false, stuck = false;
   };
 
   // More than can be computed and unpublished when an engine dies.
@@ -213,52 +219,126 @@ class EngineSide {
   // between this look and the exchange that publishes, only the proof of its death protects the
   // payload, which is why recovery asks for one.
   bool may_write(uint32_t index) const {
-    return Word::of(load(segment_.slot(index).state)).tag == held_[index].tag;
+    return Word::of(load(segment_.given(index).state)).tag == held_[index].tag;
   }
 
   static void check_room(const Held& held) {
-    if (held.published < held.output.capacity) return;
+    if (held.published + held.kept.size() < held.output.most) return;
     throw SegmentError("sequence " + std::to_string(held.id) + " has outgrown its output");
+  }
+
+  static bool keep(Held& held, const Scored& scored) {
+    held.kept.push_back(scored);
+    return true;
+  }
+
+  // Whether the next token can be published at once.
+  bool has_room(uint32_t index) {
+    Held& held = held_[index];
+    if (!held.kept.empty()) say_kept(index);
+    if (held.published == held.output.capacity()) follow(index, load(segment_.asked(index)));
+    return held.kept.empty() && held.published < held.output.capacity();
+  }
+
+  // Publish what was kept, as far as there is room, and then the end, if it has come.
+  bool say_kept(uint32_t index) {
+    Held& held = held_[index];
+    uint32_t said = 0;
+    bool ours = true;
+    while (ours && said < held.kept.size()) {
+      if (held.published == held.output.capacity()) follow(index, load(segment_.asked(index)));
+      if (held.published == held.output.capacity()) break;
+      held.output.put(held.published, held.kept[said++]);
+      const bool last = held.end && held.end->with_token && said == held.kept.size();
+      if (last) return complete(index, *held.end, held.published + 1);
+      ours = count(index);
+    }
+    held.kept.erase(held.kept.begin(), held.kept.begin() + said);
+    if (!ours || !held.end) return ours;
+    if (held.kept.empty()) return complete(index, *held.end, held.published);
+    return !held.stuck || complete(index, corrupt("a piece of its output"), held.published);
+  }
+
+  // Whether nobody waits for the output.
+  bool unread(uint32_t index) const {
+    const uint64_t asked = load(segment_.asked(index));
+    return gone(client_epoch()) || cancelled(asked, held_[index].tag) != Reason::None;
+  }
+
+  // Check and then use the pieces by which the output has grown.
+  void follow(uint32_t index, uint64_t asked) {
+    Held& held = held_[index];
+    Output& output = held.output;
+    for (const uint32_t pieces = pieces_of(asked, held.tag); output.pieces < pieces;) {
+      const Extent extent{segment_.slot(index).more[output.pieces],
+                          round_up(output.bytes_of_next(), kAlign)};
+      held.stuck |= !is_sound(extent, segment_.arena_bytes()) || in_use(extent);
+      if (held.stuck) return;
+      use(held, extent);
+      output.piece[++output.pieces] = segment_.arena() + extent.offset;
+    }
+  }
+
+  void use(Held& held, Extent extent) {
+    held.extents.push_back(extent);
+    taken_[extent.offset] = extent.bytes;
   }
 
   bool count(uint32_t index) {
     Held& held = held_[index];
-    Slot& slot = segment_.slot(index);
+    Given& given = segment_.given(index);
     touched_ = true;
     if (!held.decoding) {
       held.decoding = true;
-      if (move_as_engine(slot, held.tag, State::DecodeProcessing) != Outcome::Done) return false;
+      if (move_as_engine(given, held.tag, State::DecodeProcessing) != Outcome::Done) return false;
     }
     if (held.published + 1 == held.recovered + kClearedTokens) {
-      slot.crashes = slot.memory_kills = slot.outside_kills = 0;
-      slot.blame = Blame::Shared;
+      segment_.slot(index).deaths = {held.tag.generation, 0, 0, 0, Blame::Shared};
     }
-    return weft::ring::publish(slot.published, held.tag, held.published++, 1) == Outcome::Done;
+    return weft::ring::publish(given.published, held.tag, held.published++, 1) == Outcome::Done;
   }
 
-  void look_at(uint32_t index, uint32_t client,
+  // The request plane has changed its word.
+  void look_at(uint32_t index, uint64_t asked,
                std::vector<std::pair<uint64_t, uint32_t>>& pending, Received& received) {
-    Slot& slot = segment_.slot(index);
-    const Word word = Word::of(load(slot.state));
-    if (!word.valid_state()) return;
     Held& held = held_[index];
-    if (word.state() == State::PrefillPending) {
-      // One that is held cannot be pending: it is corrupt, and not taken a second time.
-      if (!held.live) pending.emplace_back(slot.input.arrival, index);
-    } else if (gone(client) && owner(word.state()) == Side::Request) {
-      reclaim(slot, segment_.header().client_epoch, client);
-    } else if (held.live && !held.cancelling) {
-      const Reason reason = gone(client) ? Reason::Cancelled : cancelled(slot, held.tag);
-      if (reason == Reason::None) return;
-      held.cancelling = true;
-      received.cancels.emplace_back(held.id, reason);
+    if (held.live) {
+      follow(index, asked);
+      say_kept(index);
+      const Reason reason = held.stuck ? Reason::Error : cancelled(asked, held.tag);
+      if (held.live && !held.cancelling) cancel(index, reason, received);
+    } else if (can_move(look(segment_.words(index)), State::PrefillProcessing, Side::Engine)) {
+      pending.emplace_back(segment_.slot(index).input.arrival, index);
     }
+  }
+
+  // The request plane is gone.
+  void leave(uint32_t index, uint32_t client, Received& received) {
+    Held& held = held_[index];
+    if (!held.live) {
+      reclaim(segment_.words(index), epoch_, segment_.header().client_epoch, client);
+    } else if (!held.cancelling) {
+      cancel(index, Reason::Cancelled, received);
+    }
+  }
+
+  void cancel(uint32_t index, Reason reason, Received& received) {
+    Held& held = held_[index];
+    if (reason == Reason::None) return;
+    if (held.end) {  // only its reader had still to see it
+      End end;
+      end.reason = reason;
+      complete(index, end, held.published);
+      return;
+    }
+    held.cancelling = true;
+    received.cancels.emplace_back(held.id, reason);
   }
 
   void claim(uint32_t index, Received& received) {
     Slot& slot = segment_.slot(index);
     Tag tag;
-    if (take(slot, epoch_, tag) != Outcome::Done) return;
+    if (take(segment_.words(index), slot, epoch_, tag) != Outcome::Done) return;
     Held& held = held_[index] = Held{};
     held.tag = tag;
     held.id = ++serial_ << 24 | uint64_t{number_} << 16 | index;
@@ -266,14 +346,14 @@ class EngineSide {
     ++in_flight_;
     End end;
     Claim found;
-    if (read(slot, held, found, end)) {
-      end.reason = cancelled(slot, tag);
+    if (read(index, held, found, end)) {
+      end.reason = cancelled(load(segment_.asked(index)), tag);
     } else {
       ++refused_;
     }
     // Read after the state: a request of a new request plane is not taken for a dead one's.
     if (gone(client_epoch())) end.reason = Reason::Cancelled;
-    slot.blame = Blame::None;
+    slot.deaths.blame = Blame::None;
     if (end.reason != Reason::None) {
       complete(index, end, held.published);
     } else {
@@ -282,100 +362,76 @@ class EngineSide {
   }
 
   // Copy, check, and only then follow. False if the slot is corrupt; `end` then says so.
-  bool read(const Slot& slot, Held& held, Claim& found, End& end) {
+  bool read(uint32_t index, Held& held, Claim& found, End& end) {
+    const Slot& slot = segment_.slot(index);
     Input input;
     std::memcpy(&input, &slot.input, sizeof input);
     const char* fault = fault_of(input, segment_.arena_bytes());
-    for (const Held& other : held_) {
-      if (fault || &other == &held || !other.live) continue;
-      if (overlap(other.extent, input.extent)) fault = "an extent that is in use";
-    }
-    if (!fault) fault = adopt_output(slot, input, held);
-    SamplingHead sampling{};
-    if (!fault) fault = read_sampling(input, found.sampling, sampling);
+    if (!fault && in_use(input.extent)) fault = "an extent that is in use";
+    if (!fault) fault = adopt_output(index, input, held);
+    const Sections sections{segment_.arena(), input};
+    if (!fault) fault = sections.fault_of_sampling();
     if (fault) {
-      end.reason = Reason::Error;
-      end.http_status = 500;
-      end.code = "ring_corrupt";
-      end.message = std::string("The request's slot is corrupt: ") + fault + ".";
+      end = corrupt(fault);
       return false;
     }
     found.id = held.id;
-    found.prompt = ids(input, Section::Prompt);
-    found.stop_ids = ids(input, Section::StopIds);
-    found.eos_ids = ids(input, Section::EosIds);
-    found.logit_bias.resize(size(input, Section::LogitBias) / sizeof(BiasRecord));
-    copy(input, Section::LogitBias, found.logit_bias.data());
-    found.service_class = text(input, Section::ServiceClass);
-    found.cache_salt = text(input, Section::CacheSalt);
-    found.grammar = text(input, Section::Grammar);
-    found.token_lists = ids(input, Section::TokenLists);
-    if (sampling.set & kEmbed) {
+    sections.read(found);
+    if (sections.sampling().set & kEmbed) {
       held.repeated = held.published;  // computed again from the start: equal words
     } else {
       for (uint32_t i = 0; i < held.published; ++i) found.published.push_back(held.output.token(i));
     }
-    found.crashes = slot.crashes;
-    found.memory_kills = slot.memory_kills;
-    found.group_id = input.group_id;
-    found.deadline_ns = input.deadline_ns;
-    found.arrival = input.arrival;
+    found.crashes = slot.deaths.crashes;
+    found.memory_kills = slot.deaths.memory_kills;
     return true;
   }
 
-  const char* adopt_output(const Slot& slot, const Input& input, Held& held) {
+  static End corrupt(const char* fault) {
+    End end;
+    end.http_status = 500;
+    end.code = "ring_corrupt";
+    end.message = std::string("The request's slot is corrupt: ") + fault + ".";
+    return end;
+  }
+
+  // Whether a sequence that is open has a part of it.
+  bool in_use(Extent extent) const {
+    const auto after = taken_.lower_bound(extent.offset);
+    const auto meets = [&](const auto& other) {
+      return overlap(extent, {other.first, other.second});
+    };
+    return (after != taken_.end() && meets(*after)) ||
+           (after != taken_.begin() && meets(*std::prev(after)));
+  }
+
+  const char* adopt_output(uint32_t index, const Input& input, Held& held) {
     const Extent output = input.sections[static_cast<int>(Section::Output)];
     const Extent prompt = input.sections[static_cast<int>(Section::PromptOutput)];
-    const Word published = Word::of(load(slot.published));
-    const Word prompt_published = Word::of(load(slot.prompt_published));
-    held.output = {segment_.arena() + output.offset, input.output_stride,
-                   static_cast<uint32_t>(output.bytes / input.output_stride)};
+    const Word published = Word::of(load(segment_.given(index).published));
+    const Word prompt_published = Word::of(load(segment_.slot(index).prompt_published));
+    held.output.piece[0] = segment_.arena() + output.offset;
+    held.output.stride = input.output_stride;
+    held.output.first = static_cast<uint32_t>(output.bytes / input.output_stride);
+    held.output.most = input.max_records;
+    use(held, input.extent);
+    follow(index, load(segment_.asked(index)));
+    if (held.stuck) return "a piece of its output";
     held.prompt = {segment_.arena() + prompt.offset, input.prompt_stride, 0};
     if (prompt.bytes) {
       held.prompt.capacity = static_cast<uint32_t>(
           std::min<uint64_t>(prompt.bytes / input.prompt_stride, kMaxRecords));
     }
-    if (!(published.tag == held.tag) || published.value > held.output.capacity) {
+    if (!(published.tag == held.tag) || published.value > held.output.capacity()) {
       return "its count of tokens";
     }
     if (!(prompt_published.tag == held.tag) || prompt_published.value > held.prompt.capacity) {
       return "its count of prompt tokens";
     }
-    held.extent = input.extent;
     held.published = published.value;
     held.prompt_published = held.prompt_recovered = prompt_published.value;
     held.recovered = held.published;
     return nullptr;
-  }
-
-  const char* read_sampling(const Input& input, std::string& packed, SamplingHead& head) {
-    packed = text(input, Section::Sampling);
-    std::memcpy(&head, packed.data(), sizeof head);
-    if (head.set & ~kAllSet) return "its sampling parameters";
-    const bool scored = head.set & kLogprobs, prompt_scored = head.set & kPromptLogprobs;
-    if (scored && stride_for(true, std::min(head.logprobs, kMaxTop)) != input.output_stride) {
-      return "its output stride";
-    }
-    if (prompt_scored != (size(input, Section::PromptOutput) != 0)) return "its prompt records";
-    return nullptr;
-  }
-
-  static uint64_t size(const Input& input, Section section) {
-    return input.sections[static_cast<int>(section)].bytes;
-  }
-  void copy(const Input& input, Section section, void* to) const {
-    const Extent from = input.sections[static_cast<int>(section)];
-    if (from.bytes) std::memcpy(to, segment_.arena() + from.offset, from.bytes);
-  }
-  std::vector<uint32_t> ids(const Input& input, Section section) const {
-    std::vector<uint32_t> values(size(input, section) / sizeof(uint32_t));
-    copy(input, section, values.data());
-    return values;
-  }
-  std::string text(const Input& input, Section section) const {
-    std::string value(size(input, section), '\0');
-    copy(input, section, value.data());
-    return value;
   }
 
   bool complete(uint32_t index, const End& end, uint32_t records) {
@@ -383,7 +439,7 @@ class EngineSide {
     Slot& slot = segment_.slot(index);
     Final final{};
     final.records = records;
-    final.with_token = end.last != nullptr;
+    final.with_token = end.with_token;
     final.http_status = end.http_status;
     final.retry_after_s = end.retry_after_s;
     final.scheduled_ns = end.scheduled_ns;
@@ -393,14 +449,17 @@ class EngineSide {
     put_text(final.message, end.message);
     held.live = false;
     --in_flight_;
+    for (const Extent extent : held.extents) taken_.erase(extent.offset);
     if (!may_write(index)) return false;
     slot.final = final;
     store(slot.cached_tokens, end.cached_tokens);
     touched_ = true;
     const Outcome outcome =
-        move_as_engine(slot, held.tag, State::DecodeCompleted, end.reason);
+        move_as_engine(segment_.given(index), held.tag, State::DecodeCompleted, end.reason);
     const uint32_t client = client_epoch();
-    if (gone(client)) reclaim(slot, segment_.header().client_epoch, client);
+    if (gone(client)) {
+      reclaim(segment_.words(index), epoch_, segment_.header().client_epoch, client);
+    }
     return outcome == Outcome::Done;
   }
 
@@ -417,10 +476,12 @@ class EngineSide {
 
   std::shared_ptr<Segment> shared_;
   Segment& segment_;
-  std::vector<Held> held_;  // by slot
+  std::vector<Held> held_;       // by slot
+  std::vector<uint64_t> asked_;  // by slot, as it was looked at
+  std::map<uint64_t, uint64_t> taken_;  // offset -> bytes of the extents of open sequences
   std::atomic<uint32_t> dead_client_{0};
   uint64_t serial_ = 0, in_flight_ = 0, refused_ = 0;
-  uint32_t heard_ = 0, woken_ = 0;
+  uint32_t heard_[1] = {}, woken_[kBells] = {};
   uint16_t epoch_ = 0;
   uint8_t number_;
   bool touched_ = false, emptied_ = false;

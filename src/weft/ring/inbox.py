@@ -26,7 +26,7 @@ from weft.core.process import BEAT_S
 from weft.core.types import FinishReason, Request
 from weft.ring import _native
 from weft.ring.codec import SAMPLING, pack_logprob, unpack_request
-from weft.ring.layout import FINISH_OF, REASON_OF, EngineInfo
+from weft.ring.layout import FINISH_OF, REASON_OF, Bell, EngineInfo
 from weft.ring.recover import Quarantine
 from weft.ring.segment import RingFds, attached
 
@@ -82,7 +82,7 @@ class RingInbox:
             else:
                 ends.append((sequence_id, reason))
         requests = self._quarantine.admit(claimed)
-        self._engine.flush()
+        self._engine.flush(Bell["CONTROL"])
         return requests, ends
 
     def _admit(self, claim: tuple[Any, ...]) -> Request | None:
@@ -120,7 +120,7 @@ class RingInbox:
         held = self._engine.publish(outputs.tokens)
         for update in outputs.updates:
             held &= self._say(update)
-        self._engine.flush()
+        self._engine.flush(Bell["OUTPUT"])
         if not held and self._engine.superseded:
             raise InvariantError("Another engine has taken over the ring.")
 
@@ -185,9 +185,10 @@ class RingInbox:
     def fail(self, error: WeftError) -> None:
         """End every open request with ``error``."""
         self.receive()  # what has just come in gets an answer, too
-        for sequence_id in self._engine.open_ids():
-            self._finish(Update(sequence_id, None, finish=FinishReason.ERROR, error=error))
-        self._engine.flush()
+        for _ in range(2):  # a second end does not wait for room, as a first one may
+            for sequence_id in self._engine.open_ids():
+                self._finish(Update(sequence_id, None, finish=FinishReason.ERROR, error=error))
+        self._engine.flush(Bell["CONTROL"])
 
     def close(self) -> None:
         """End what is open and stop watching. May be called twice."""

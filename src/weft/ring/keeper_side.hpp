@@ -2,6 +2,7 @@
 #pragma once
 
 #include "segment.hpp"
+#include "steps.hpp"
 
 namespace weft::ring {
 
@@ -21,7 +22,7 @@ class KeeperSide {
 
   // The engine was killed from outside: no crash, unless that never ends.
   void killed_from_outside() {
-    for (uint32_t i = 0; i < segment_->slots(); ++i) forgive(segment_->slot(i));
+    for (uint32_t i = 0; i < segment_->slots(); ++i) forgive(i);
   }
 
   // There is no memory for the next engine.
@@ -37,22 +38,25 @@ class KeeperSide {
     store(header.kill_epoch, load(header.epoch) + 1);  // first, as the next one lets clients look
     short_of_memory();
     store(header.memory_kills, load(header.memory_kills) + 1);
-    for (uint32_t i = 0; i < segment_->slots(); ++i) count(segment_->slot(i));
+    for (uint32_t i = 0; i < segment_->slots(); ++i) count(i);
   }
 
  private:
-  static void forgive(Slot& slot) {
-    if (slot.blame == Blame::None || slot.outside_kills == kForgiven) return;
-    ++slot.outside_kills;
-    slot.blame = Blame::None;
+  void forgive(uint32_t index) {
+    const Seen seen = look(segment_->words(index));
+    if (!seen.answered() || seen.reclaimed()) return;
+    Deaths& deaths = deaths_of(segment_->slot(index), Word::of(seen.asked).tag.generation);
+    if (deaths.blame == Blame::None || deaths.outside_kills == kForgiven) return;
+    ++deaths.outside_kills;
+    deaths.blame = Blame::None;
   }
 
-  static void count(Slot& slot) {
-    const Word word = Word::of(load(slot.state));
-    if (!word.valid_state()) return;
-    if (!may_move(word.state(), State::PrefillPending, Side::Recovery)) return;
-    count_death(slot.memory_kills, slot.blame);
-    slot.blame = Blame::None;
+  void count(uint32_t index) {
+    const Seen seen = look(segment_->words(index));
+    if (!can_move(seen, State::PrefillPending, Side::Recovery)) return;
+    Deaths& deaths = deaths_of(segment_->slot(index), Word::of(seen.asked).tag.generation);
+    count_death(deaths.memory_kills, deaths.blame);
+    deaths.blame = Blame::None;
   }
 
   std::shared_ptr<Segment> segment_;

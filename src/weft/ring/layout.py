@@ -20,6 +20,7 @@ def _numbered(names: tuple[str, ...]) -> dict[str, int]:
 State = IntEnum("State", _numbered(_native.STATES))  # type: ignore[misc]
 Side = IntEnum("Side", _numbered(_native.SIDES))  # type: ignore[misc]
 Reason = IntEnum("Reason", _numbered(_native.REASONS))  # type: ignore[misc]
+Bell = IntEnum("Bell", _numbered(_native.BELLS))  # type: ignore[misc]
 Refusal = IntEnum("Refusal", _numbered(_native.REFUSALS))  # type: ignore[misc]
 
 SIZES: Mapping[str, int] = _native.SIZES

@@ -123,9 +123,9 @@ class Client {
     ring();
   }
 
-  nb::list poll(bool credit) {
+  nb::list poll() {
     nb::list all;
-    for (const News& news : side_.poll(credit)) {
+    for (const News& news : side_.poll()) {
       nb::list tokens;
       for (const uint32_t token : news.tokens) tokens.append(token);
       nb::object scored = nb::none(), prompt = nb::none();
@@ -134,11 +134,12 @@ class Client {
       all.append(nb::make_tuple(news.request_id, tokens, scored, prompt, news.cached_tokens,
                                 python_of(news.final, news.end)));
     }
+    if (side_.has_grown()) ring();
     return all;
   }
 
   void ring() {
-    if (side_.ring()) futex_wake(&side_.segment().header().to_engine.rung);
+    if (side_.ring()) futex_wake(&side_.segment().header().to_engine.rung[0].value);
   }
   void detach() {
     side_.detach();
@@ -160,6 +161,15 @@ class Page : public KeeperSide {
   Page(const Page&) = delete;
 
   nb::dict info() { return info_of(segment()); }
+  // Of each slot; None for words that do not fit each other.
+  nb::list states() {
+    nb::list all;
+    for (uint32_t i = 0; i < segment().slots(); ++i) {
+      const Seen seen = look(segment().words(i));
+      all.append(seen.valid() ? nb::object(nb::int_(static_cast<int>(seen.state()))) : nb::none());
+    }
+    return all;
+  }
 };
 
 // -- the engine -----------------------------------------------------------------------------------
@@ -185,7 +195,7 @@ class Engine {
         cancels.append(nb::make_tuple(id, static_cast<int>(reason)));
       }
     }
-    flush();  // some may have been refused
+    flush(static_cast<int>(Bell::Control));  // some may have been refused
     return nb::make_tuple(claims, cancels);
   }
 
@@ -217,15 +227,16 @@ class Engine {
     } else if (!last.is_none()) {
       token.head.token = nb::cast<uint32_t>(last);
     }
-    End end{static_cast<Reason>(reason), last.is_none() ? nullptr : &token, cached_tokens, status,
-            retry_after_s, scheduled_ns, prefilled_ns, code, param, message};
-    return side(id).finish(id, end);
+    const End end{static_cast<Reason>(reason), false, cached_tokens, status, retry_after_s,
+                  scheduled_ns, prefilled_ns, code, param, message};
+    return side(id).finish(id, end, last.is_none() ? nullptr : &token);
   }
 
-  // Ring the bells of those who have news; wakes only who sleeps.
-  void flush() {
+  // Tell those who have news; wakes only who sleeps.
+  void flush(int bell) {
+    if (bell < 0 || bell >= kBells) throw nb::index_error();
     for (size_t i = 0; i < sides_.size(); ++i) {
-      if (sides_[i].ring()) signal_eventfd(wake_fds_[i]);
+      if (sides_[i].ring(static_cast<Bell>(bell))) signal_eventfd(wake_fds_[i]);
     }
   }
 
@@ -257,13 +268,6 @@ class Engine {
     return all;
   }
 
-  nb::list lagging(uint32_t limit) {
-    nb::list all;
-    for (EngineSide& side : sides_) {
-      for (const auto& [id, lag] : side.lagging(limit)) all.append(nb::make_tuple(id, lag));
-    }
-    return all;
-  }
   // What it would mean for these sequences if the engine died now: a Blame.
   void set_blame(const std::vector<uint64_t>& ids, int blame) {
     for (const uint64_t id : ids) side(id).set_blame(id, static_cast<Blame>(blame));
@@ -340,11 +344,12 @@ void bind_layout(nb::module_& m) {
   sizes["page_bytes"] = kPage;
   sizes["header_bytes"] = sizeof(Header);
   sizes["slot_bytes"] = sizeof(Slot);
-  sizes["input_offset"] = offsetof(Slot, input);
   sizes["input_bytes"] = sizeof(Input);
-  sizes["state_offset"] = offsetof(Slot, state);
+  sizes["extents_offset"] = offsetof(Input, extent);  // and those of the sections behind it
+  sizes["extents"] = 1 + kSections;
+  sizes["more_offset"] = offsetof(Slot, more);
+  sizes["prompt_published_offset"] = offsetof(Slot, prompt_published);
   sizes["version_offset"] = offsetof(Header, version);
-  sizes["slots_offset"] = 2 * kPage;
   sizes["max_slots"] = kMaxSlots;
   sizes["max_records"] = kMaxRecords;
   sizes["max_top"] = kMaxTop;
@@ -354,8 +359,8 @@ void bind_layout(nb::module_& m) {
   m.attr("STATES") = nb::make_tuple("EMPTY", "WRITING", "PREFILL_PENDING", "PREFILL_PROCESSING",
                                     "DECODE_PROCESSING", "DECODE_PAUSED", "DECODE_COMPLETED");
   m.attr("SIDES") = nb::make_tuple("REQUEST", "ENGINE", "RECOVERY");
-  m.attr("REASONS") = nb::make_tuple("NONE", "STOP", "LENGTH", "CANCELLED", "ERROR", "READER_LAG",
-                                     "PREEMPTED");
+  m.attr("REASONS") = nb::make_tuple("NONE", "STOP", "LENGTH", "CANCELLED", "ERROR", "PREEMPTED");
+  m.attr("BELLS") = nb::make_tuple("CONTROL", "OUTPUT");
   m.attr("REFUSALS") = nb::make_tuple("NONE", "NO_SLOT", "NO_ROOM", "TOO_LARGE");
   nb::dict set;
   set["logprobs"] = uint32_t{kLogprobs};
@@ -370,6 +375,15 @@ void bind_layout(nb::module_& m) {
   m.def("may_move", [](int from, int to, int by) {
     return may_move(static_cast<State>(from), static_cast<State>(to), static_cast<Side>(by));
   }, "before"_a, "after"_a, "by"_a);
+  m.def("offsets", [](uint32_t slots) {
+    const Header header = Segment::plan(slots, kPage, 0, kPage);
+    nb::dict offsets;
+    offsets["asked"] = header.asked_offset;
+    offsets["given"] = header.given_offset;
+    offsets["slots"] = header.slots_offset;
+    offsets["arena"] = header.arena_offset;
+    return offsets;
+  }, "slots"_a);
   m.def("owner", [](int state) { return static_cast<int>(owner(static_cast<State>(state))); },
         "state"_a);
 }
@@ -378,18 +392,21 @@ void bind_layout(nb::module_& m) {
 nb::dict look(Segment& segment, uint32_t index) {
   if (index >= segment.slots()) throw nb::index_error();
   const Slot& slot = segment.slot(index);
-  const Word state = Word::of(load(slot.state)), published = Word::of(load(slot.published));
+  const Seen words = look(segment.words(index));
+  const Word asked = Word::of(words.asked), given = Word::of(words.given);
+  const Word published = Word::of(load(segment.given(index).published));
+  const bool counted = slot.deaths.generation == asked.tag.generation;
+  const Deaths deaths = counted ? slot.deaths : Deaths{};
   nb::dict seen;
-  seen["state"] = state.value & 0xff;
-  seen["reason"] = state.value >> 8 & 0xff;
-  seen["epoch"] = state.tag.epoch;
-  seen["generation"] = state.tag.generation;
+  seen["state"] = static_cast<int>(words.state());
+  seen["reason"] = words.answered() ? given.value >> 8 & 0xff : 0;
+  seen["epoch"] = given.tag.epoch;
+  seen["generation"] = asked.tag.generation;
   seen["published"] = published.value;
-  seen["consumed"] = Word::of(load(slot.consumed)).value;
-  seen["cancel"] = Word::of(load(slot.cancel)).value;
-  seen["crashes"] = slot.crashes;
-  seen["memory_kills"] = slot.memory_kills;
-  seen["blame"] = static_cast<uint32_t>(slot.blame);
+  seen["cancel"] = asked.value >> 8 & 0xff;
+  seen["crashes"] = deaths.crashes;
+  seen["memory_kills"] = deaths.memory_kills;
+  seen["blame"] = static_cast<uint32_t>(deaths.blame);
   seen["extent_offset"] = slot.input.extent.offset;
   seen["extent_bytes"] = slot.input.extent.bytes;
   return seen;
@@ -413,9 +430,7 @@ NB_MODULE(_native, m) {
       .def("abandon", &Client::abandon, "slots"_a)
       .def("cancel", &Client::cancel, "id"_a, "reason"_a)
       .def("disown", &Client::disown, "ids"_a)
-      .def("consumed", [](Client& c, uint64_t id, uint32_t n) { c.side().consumed(id, n); },
-           "id"_a, "records"_a)
-      .def("poll", &Client::poll, "credit"_a)
+      .def("poll", &Client::poll)
       .def("sleep", [](Client& c) { return c.side().sleep(); })
       .def("wake", [](Client& c) { c.side().wake(); })
       .def("detach", &Client::detach)
@@ -436,6 +451,7 @@ NB_MODULE(_native, m) {
   nb::class_<Page>(m, "Page")
       .def(nb::init<int>(), "memory"_a)
       .def("info", &Page::info)
+      .def("states", &Page::states)
       .def("not_ready", &Page::not_ready)
       .def("killed_from_outside", &Page::killed_from_outside)
       .def("short_of_memory", &Page::short_of_memory)
@@ -450,12 +466,11 @@ NB_MODULE(_native, m) {
       .def("finish", &Engine::finish, "id"_a, "reason"_a, "last"_a.none(), "cached_tokens"_a,
            "status"_a, "code"_a, "param"_a, "message"_a, "retry_after_s"_a = 0,
            "scheduled_ns"_a = 0, "prefilled_ns"_a = 0)
-      .def("flush", &Engine::flush)
+      .def("flush", &Engine::flush, "bell"_a)
       .def("wait", &Engine::wait, "spin_ns"_a, "timeout_ns"_a)
       .def("poke", &Engine::poke)
       .def("client_died", &Engine::client_died, "ring"_a, "epoch"_a)
       .def("clients", &Engine::clients)
-      .def("lagging", &Engine::lagging, "limit"_a)
       .def("set_blame", &Engine::set_blame, "ids"_a, "blame"_a)
       .def("cleared", &Engine::cleared, "id"_a)
       .def("open_ids", &Engine::open_ids)

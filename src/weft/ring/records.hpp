@@ -1,6 +1,7 @@
 // Reading and writing output records: tokens with or without log probabilities.
 #pragma once
 
+#include <bit>
 #include <cstring>
 #include <utility>
 #include <vector>
@@ -66,6 +67,32 @@ struct Records {
                   scored.top.size() * sizeof(TopRecord));
     }
     return scored;
+  }
+};
+
+// The records of an output, which grows in pieces.
+struct Output {
+  std::byte* piece[kMorePieces + 1] = {};
+  uint32_t stride = 0, first = 0, most = 0;
+  uint32_t pieces = 0;  // after the first one
+
+  uint32_t capacity() const { return records_after(first, most, pieces); }
+  uint64_t bytes_of_next() const { return uint64_t{records_of_next(first, most, pieces)} * stride; }
+
+  uint32_t token(uint32_t index) const { return holding(index).token(index); }
+  void put(uint32_t index, const Scored& scored) const { holding(index).put(index, scored); }
+  void put(uint32_t index, uint32_t token) const { holding(index).put(index, token); }
+  Scored get(uint32_t index) const { return holding(index).get(index); }
+
+ private:
+  // The piece with this record; `index` is made to count from its beginning.
+  Records holding(uint32_t& index) const {
+    uint32_t at = 0;
+    if (index >= first) {
+      at = static_cast<uint32_t>(std::bit_width(index / first));
+      index -= records_after(first, most, at - 1);
+    }
+    return {piece[at], stride, kMaxRecords};
   }
 };
 

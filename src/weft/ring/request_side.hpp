@@ -4,74 +4,18 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <map>
-#include <optional>
+#include <queue>
 #include <span>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
+#include "arena.hpp"
 #include "records.hpp"
 #include "segment.hpp"
+#include "steps.hpp"
 
 namespace weft::ring {
-
-// First fit over the free stretches, which are kept in order and joined.
-class Arena {
- public:
-  explicit Arena(uint64_t bytes) : free_bytes_(bytes), free_{{0, bytes}} {}
-
-  std::optional<Extent> allocate(uint64_t bytes) {
-    bytes = round_up(bytes, kAlign);
-    for (const auto& [offset, room] : free_) {
-      if (room < bytes) continue;
-      const Extent extent{offset, bytes};
-      reserve(extent);
-      return extent;
-    }
-    return std::nullopt;
-  }
-
-  // Take a given stretch, if all of it is free.
-  bool reserve(Extent extent) {
-    auto at = free_.upper_bound(extent.offset);
-    if (at == free_.begin()) return false;
-    --at;
-    const Extent gap{at->first, at->second};
-    if (!inside(extent, gap)) return false;
-    free_.erase(at);
-    const uint64_t before = extent.offset - gap.offset;
-    const uint64_t after = gap.bytes - before - extent.bytes;
-    if (before) free_[gap.offset] = before;
-    if (after) free_[extent.offset + extent.bytes] = after;
-    free_bytes_ -= extent.bytes;
-    return true;
-  }
-
-  void release(Extent extent) {
-    free_bytes_ += extent.bytes;
-    auto next = free_.upper_bound(extent.offset);
-    if (next != free_.end() && extent.offset + extent.bytes == next->first) {
-      extent.bytes += next->second;
-      next = free_.erase(next);
-    }
-    if (next != free_.begin()) {
-      const auto before = std::prev(next);
-      if (before->first + before->second == extent.offset) {
-        before->second += extent.bytes;
-        return;
-      }
-    }
-    free_[extent.offset] = extent.bytes;
-  }
-
-  uint64_t free_bytes() const { return free_bytes_; }
-  const std::map<uint64_t, uint64_t>& gaps() const { return free_; }
-
- private:
-  uint64_t free_bytes_;
-  std::map<uint64_t, uint64_t> free_;  // offset -> bytes
-};
 
 struct Submission {
   uint64_t request_id = 0;
@@ -102,12 +46,13 @@ class RequestSide {
   explicit RequestSide(std::shared_ptr<Segment> segment)
       : shared_(std::move(segment)), segment_(*shared_), arena_(segment_.arena_bytes()) {
     live_.resize(segment_.slots());
+    known_.resize(segment_.slots());
     Header& header = segment_.header();
     store(header.client_pid, static_cast<uint32_t>(getpid()));
     store(header.client_epoch, (load(header.client_epoch) | 1) + 2);
-    for (uint32_t i = segment_.slots(); i-- > 0;) inherit(i);
-    woken_ = 0;
-    heard_ = load(header.to_client.rung) - 1;
+    for (uint32_t i = 0; i < segment_.slots(); ++i) inherit(i);
+    hear(header.to_client, heard_);
+    --heard_[0];
   }
 
   // From now on the engine may reclaim every slot. Nothing else may be called afterwards.
@@ -142,34 +87,33 @@ class RequestSide {
     Live fresh;
     Input input{};
     const uint64_t bytes = lay_out(request, input, fresh);
-    if (bytes > segment_.arena_bytes()) return Refusal::TooLarge;
-    fresh.fixed = bytes - uint64_t{request.max_records} * input.output_stride;
+    const uint64_t later = uint64_t{fresh.output.most - fresh.output.first} * input.output_stride;
+    if (bytes + later > segment_.arena_bytes()) return Refusal::TooLarge;
+    fresh.fixed = bytes - uint64_t{fresh.output.first} * input.output_stride;
     if (uses(fresh) > segment_.memory_bytes()) return Refusal::TooLarge;
     if (request.output.size() > request.max_records) return Refusal::TooLarge;
     if (free_.empty()) return Refusal::NoSlot;
     if (uses(fresh) > free_memory()) return Refusal::NoRoom;
     const auto extent = arena_.allocate(bytes);
     if (!extent) return Refusal::NoRoom;
-    index = free_.back();
-    Slot& slot = segment_.slot(index);
-    if (begin_writing(slot, fresh.tag) != Outcome::Done) {
+    if (!begin(index, fresh)) {
       arena_.release(*extent);
-      free_.pop_back();  // not ours after all: never used again
       return Refusal::NoSlot;
     }
-    free_.pop_back();
-    fresh.extent = input.extent = *extent;
+    input.extent = *extent;
+    fresh.extents = {*extent};
     for (Extent& section : input.sections) section.offset += extent->offset;
     write(request, input);
     input.request_id = fresh.request_id = request.request_id;
     input.arrival = arrivals_++;
-    slot.input = input;
     fresh.used = true;
-    fresh.output.at = at(input, Section::Output);
+    fresh.output.piece[0] = at(input, Section::Output);
     fresh.prompt.at = at(input, Section::PromptOutput);
-    give_out(request.output, slot, fresh);
+    input.given_out = give_out(request.output, fresh);
+    segment_.slot(index).input = input;
     used_ += uses(fresh);
     live_[index] = fresh;
+    top_ = std::max(top_, index + 1);
     return Refusal::None;
   }
 
@@ -177,20 +121,22 @@ class RequestSide {
     for (const uint32_t index : indices) {
       Live& live = live_[index];
       by_request_[live.request_id] = index;
-      weft::ring::submit(segment_.slot(index), live.tag);
+      weft::ring::submit(segment_.words(index), live.tag);
     }
   }
 
   // Give prepared slots back unsubmitted.
   void abandon(std::span<const uint32_t> indices) {
-    for (const uint32_t index : indices) let_go(index);
+    for (const uint32_t index : indices) {
+      let_go(index, weft::ring::abandon(segment_.words(index), live_[index].tag));
+    }
   }
 
   bool cancel(uint64_t request_id, Reason reason) {
     const auto found = by_request_.find(request_id);
     if (found == by_request_.end()) return false;
     const Live& live = live_[found->second];
-    return weft::ring::cancel(segment_.slot(found->second), live.tag, reason) == Outcome::Done;
+    return weft::ring::cancel(segment_.asked(found->second), live.tag, reason) == Outcome::Done;
   }
 
   // Nobody waits for these any more: cancel them and forget them when the engine has answered.
@@ -202,32 +148,36 @@ class RequestSide {
     by_request_.erase(found);
   }
 
-  void consumed(uint64_t request_id, uint32_t records) {
-    const auto found = by_request_.find(request_id);
-    if (found == by_request_.end()) return;
-    const Live& live = live_[found->second];
-    const Word word{{0, live.tag.generation}, std::min(records, kMaxRecords)};
-    store(segment_.slot(found->second).consumed, word.bits());
-  }
-
   // Everything that the engine has published since the last call; ended slots become free.
-  std::vector<News> poll(bool credit) {
+  std::vector<News> poll() {
     std::vector<News> all;
-    const uint32_t rung = load(segment_.header().to_client.rung);
-    if (rung == heard_) return all;
-    heard_ = rung;
-    for (uint32_t i = 0; i < live_.size(); ++i) {
+    if (!hear(segment_.header().to_client, heard_)) return all;
+    for (uint32_t i = 0; i < top_; ++i) {
+      const Given& given = segment_.given(i);
+      const Given seen{load(given.state), load(given.published)};
+      Known& known = known_[i];
+      if (seen == known.given && !known.prompt) continue;
+      known.given = seen;
       if (!live_[i].used) continue;
       News news{};
-      const bool said = read(i, news, credit);
-      if (said && !live_[i].orphan) all.push_back(std::move(news));
-      if (news.end != Reason::None) end(i);
+      bool said = read(i, seen, news) && !live_[i].orphan;
+      const bool ended = news.end != Reason::None;
+      if (!ended && !live_[i].orphan && !grow(i)) said = give_up(i, news);
+      if (said) all.push_back(std::move(news));
+      if (ended) end(i);
     }
+    while (top_ > 0 && !live_[top_ - 1].used) --top_;
     return all;
   }
 
+  // Whether there is something that the engine has not been told.
+  bool has_grown() const { return grown_; }
+
   // Whether the engine must be woken by the system.
-  bool ring() { return ring_bell(segment_.header().to_engine, woken_); }
+  bool ring() {
+    grown_ = false;
+    return ring_bell(segment_.header().to_engine, 0, woken_);
+  }
 
   bool sleep() { return go_to_sleep(segment_.header().to_client, heard_); }
   void wake() { wake_up(segment_.header().to_client); }
@@ -235,21 +185,24 @@ class RequestSide {
  private:
   struct Live {
     Tag tag;
+    uint64_t before = 0;  // what the engine's word says until it takes the slot
     uint64_t request_id = 0;
-    Extent extent{};
-    Records output, prompt;
+    std::vector<Extent> extents;  // the first has all sections, each other a piece of the output
+    Output output;
+    Records prompt;
     uint64_t fixed = 0;  // bytes of all but the output
     uint32_t seen = 0, prompt_seen = 0;
     bool used = false, orphan = false, broken = false;
   };
 
-  // Output records that count as memory from the start.
-  static constexpr uint32_t kFirstRecords = 256;
+  struct Known {
+    Given given{};        // as it was read last
+    bool prompt = false;  // prompt records may come without a change of these words
+  };
 
-  // The memory of a request: its output has room in the arena for every token that may come, but
-  // takes pages only as tokens do.
+  // The memory of a request: an output takes pages only as tokens come.
   static uint64_t uses(const Live& live) {
-    const uint32_t records = std::min(live.output.capacity, std::max(live.seen, kFirstRecords));
+    const uint32_t records = std::max(live.seen, live.output.first);
     return live.fixed + uint64_t{records} * live.output.stride;
   }
 
@@ -259,7 +212,12 @@ class RequestSide {
     std::memcpy(&sampling, request.sampling.data(), sizeof sampling);
     input.output_stride = stride_for(sampling.set & kLogprobs, sampling.logprobs);
     input.prompt_stride = stride_for(sampling.set & kPromptLogprobs, sampling.prompt_logprobs);
-    live.output = {nullptr, input.output_stride, request.max_records};
+    const auto given_out = static_cast<uint32_t>(request.output.size());
+    const bool whole = sampling.set & kEmbed;  // its words come all at once
+    live.output.stride = input.output_stride;
+    live.output.most = input.max_records = std::max(1u, request.max_records);
+    live.output.first = std::min(live.output.most, whole ? kMaxRecords
+                                                         : std::max(kFirstRecords, 2 * given_out));
     live.prompt = {nullptr, input.prompt_stride, 0};
     if (sampling.set & kPromptLogprobs) {
       live.prompt.capacity = static_cast<uint32_t>(request.prompt.size());
@@ -278,7 +236,7 @@ class RequestSide {
     place(Section::CacheSalt, request.cache_salt.size());
     place(Section::Grammar, request.grammar.size());
     place(Section::TokenLists, request.token_lists.size() * sizeof(uint32_t));
-    place(Section::Output, uint64_t{request.max_records} * input.output_stride);
+    place(Section::Output, uint64_t{live.output.first} * input.output_stride);
     place(Section::PromptOutput, uint64_t{live.prompt.capacity} * input.prompt_stride);
     return round_up(end, kAlign);
   }
@@ -304,60 +262,123 @@ class RequestSide {
   }
 
   // The engine goes on behind these tokens, as behind those of an engine that has died.
-  static void give_out(const std::vector<uint32_t>& tokens, Slot& slot, Live& live) {
-    if (tokens.empty()) return;
-    const auto count = static_cast<uint32_t>(tokens.size());
-    for (uint32_t i = 0; i < count; ++i) live.output.put(i, tokens[i]);
-    publish(slot.published, live.tag, 0, count);  // if it fails, `read_output` finds too few
-    live.seen = count;
-    store(slot.consumed, Word{{0, live.tag.generation}, count}.bits());
+  static uint32_t give_out(const std::vector<uint32_t>& tokens, Live& live) {
+    for (const uint32_t token : tokens) live.output.put(live.seen++, token);
+    return live.seen;
+  }
+
+  // Take the first slot that is free. One that turns out not to be ours is never used again.
+  bool begin(uint32_t& index, Live& live) {
+    while (!free_.empty()) {
+      index = free_.top();
+      free_.pop();
+      const Words words = segment_.words(index);
+      live.before = load(words.given.state);
+      if (begin_writing(words, live.tag) != Outcome::Done) continue;
+      const auto epoch = static_cast<uint16_t>(load(segment_.header().epoch));
+      if (!can_be_taken(words, segment_.slot(index), {epoch, live.tag.generation})) continue;
+      known_[index] = {{live.before, load(words.given.published)}, live.prompt.capacity != 0};
+      return true;
+    }
+    return false;
   }
 
   // At attach: take over what an earlier request plane has left in the slot.
   void inherit(uint32_t index) {
-    Slot& slot = segment_.slot(index);
-    const Word word = Word::of(load(slot.state));
-    if (!word.valid_state()) return;
+    const Words words = segment_.words(index);
+    Seen seen = look(words);
     Live& live = live_[index];
-    live.tag = word.tag;
-    if (word.state() == State::Writing || word.state() == State::DecodeCompleted) {
-      release(slot, live.tag);
+    live.tag = {0, Word::of(seen.asked).tag.generation};
+    if (!seen.valid()) return;
+    if (seen.state() == State::Writing || seen.state() == State::DecodeCompleted) {
+      release(words, live.tag);
+      seen = look(words);
     }
-    if (Word::of(load(slot.state)).state() == State::Empty) return free_.push_back(index);
+    if (seen.state() == State::Empty) return free_.push(index);
     // The engine works on it for nobody: cancelled, and forgotten when it has ended. Its extent
     // stays reserved until then; one that cannot be right is quarantined with its slot.
-    weft::ring::cancel(slot, live.tag, Reason::Cancelled);
-    live.extent = slot.input.extent;
-    live.used = arena_.reserve(live.extent);
+    weft::ring::cancel(words.asked, live.tag, Reason::Cancelled);
+    live.used = reserve(index, live, Word::of(seen.asked).pieces());
     live.orphan = true;
+    top_ = index + 1;
   }
 
-  bool read(uint32_t index, News& news, bool credit) {
+  // What an earlier request plane has taken of the arena for a slot.
+  bool reserve(uint32_t index, Live& live, uint32_t pieces) {
+    const Input input = segment_.slot(index).input;
+    if (fault_of(input, segment_.arena_bytes())) return false;
+    const uint64_t bytes = input.sections[static_cast<int>(Section::Output)].bytes;
+    const auto first = static_cast<uint32_t>(bytes / input.output_stride);
+    live.extents.push_back(input.extent);
+    for (uint32_t i = 0; i < pieces; ++i) {
+      const uint64_t more = records_of_next(first, input.max_records, i);
+      const uint64_t offset = segment_.slot(index).more[i];
+      live.extents.push_back({offset, round_up(more * input.output_stride, kAlign)});
+    }
+    return std::all_of(live.extents.begin(), live.extents.end(),
+                       [&](Extent extent) { return arena_.reserve(extent); });
+  }
+
+  // Keep the output ahead of the engine, so that it has room for as many tokens as there are. False
+  // if it can get no further.
+  bool grow(uint32_t index) {
     Live& live = live_[index];
-    Slot& slot = segment_.slot(index);
+    Output& output = live.output;
+    while (output.capacity() < output.most && live.seen >= output.capacity() / 2) {
+      const auto extent = arena_.allocate(output.bytes_of_next());
+      if (!extent) return live.seen < output.capacity();
+      segment_.slot(index).more[output.pieces] = extent->offset;
+      output.piece[++output.pieces] = segment_.arena() + extent->offset;
+      live.extents.push_back(*extent);
+      weft::ring::grow(segment_.asked(index), live.tag);
+      grown_ = true;
+    }
+    return true;
+  }
+
+  // There is no room for the rest of an output: the request fails, and the engine is told.
+  bool give_up(uint32_t index, News& news) {
+    Live& live = live_[index];
+    fail(news, 503, "out_of_memory",
+         "The memory shared with the engine has no room for the rest of the output; raise "
+         "ring_memory.");
+    by_request_.erase(live.request_id);
+    weft::ring::cancel(segment_.asked(index), live.tag, Reason::Error);
+    live.orphan = grown_ = true;
+    return true;
+  }
+
+  static void fail(News& news, uint32_t http_status, const char* code, const char* message) {
+    news.end = Reason::Error;
+    news.final = Final{};
+    news.final.http_status = http_status;
+    std::strcpy(news.final.code, code);
+    std::strcpy(news.final.message, message);
+  }
+
+  bool read(uint32_t index, const Given& seen, News& news) {
+    Live& live = live_[index];
+    const Slot& slot = segment_.slot(index);
     news.request_id = live.request_id;
-    const Word word = Word::of(load(slot.state));
-    if (word.tag.generation != live.tag.generation) {
-      // The engine has emptied an orphan for a request plane that it believed dead.
-      if (!live.orphan) return broken(live, news);
-      news.end = Reason::Cancelled;
-      return true;
-    }
-    if (!word.valid_state()) return broken(live, news);
-    const bool ended = word.state() == State::DecodeCompleted;
+    const Word word = Word::of(seen.state);
+    const bool taken = word.tag.generation == live.tag.generation;
+    const bool ended = taken && word.valid_state() && word.state() == State::DecodeCompleted;
     if (live.orphan) {
-      if (ended) news.end = word.reason();
-      return ended;
+      // The engine has emptied an orphan for a request plane that it believed dead.
+      const bool emptied = taken && word.valid_state() && word.state() == State::Empty;
+      if (ended || emptied) news.end = Reason::Cancelled;
+      return ended || emptied;
     }
-    news.cached_tokens = load(slot.cached_tokens);
+    if (seen.state == live.before) return false;
+    if (!taken || !word.valid_state() || owner(word.state()) == Side::Request) {
+      if (!ended) return broken(live, news);
+    }
     if (!read_prompt(slot, live, news)) return broken(live, news);
     const uint64_t before = uses(live);
-    const bool sound = read_output(slot, live, ended, news);
+    const bool sound = read_output(slot, seen, live, ended, news);
     used_ += uses(live) - before;
     if (!sound) return broken(live, news);
-    if (credit && !news.tokens.empty()) {
-      store(slot.consumed, Word{{0, live.tag.generation}, live.seen}.bits());
-    }
+    news.cached_tokens = load(slot.cached_tokens);
     if (ended) {
       news.end = word.reason();
       news.final = slot.final;
@@ -368,10 +389,8 @@ class RequestSide {
   static bool read_prompt(const Slot& slot, Live& live, News& news) {
     if (live.prompt.capacity == 0) return true;
     const Word word = Word::of(load(slot.prompt_published));
-    if (word.tag.generation != live.tag.generation || word.value > live.prompt.capacity ||
-        word.value < live.prompt_seen) {
-      return false;
-    }
+    if (word.tag.generation != live.tag.generation) return live.prompt_seen == 0;  // to come
+    if (word.value > live.prompt.capacity || word.value < live.prompt_seen) return false;
     news.prompt_start = live.prompt_seen;
     for (; live.prompt_seen < word.value; ++live.prompt_seen) {
       Scored scored = live.prompt.get(live.prompt_seen);
@@ -384,11 +403,11 @@ class RequestSide {
     return true;
   }
 
-  static bool read_output(const Slot& slot, Live& live, bool ended, News& news) {
-    const Word word = Word::of(load(slot.published));
-    if (word.tag.generation != live.tag.generation) return false;
-    const uint32_t upto = ended ? slot.final.records : word.value;
-    if (upto > live.output.capacity || upto < live.seen) return false;
+  static bool read_output(const Slot& slot, const Given& seen, Live& live, bool ended, News& news) {
+    const Word word = Word::of(seen.published);
+    const bool counted = word.tag.generation == live.tag.generation;
+    const uint32_t upto = ended ? slot.final.records : counted ? word.value : live.seen;
+    if (upto > live.output.capacity() || upto < live.seen) return false;
     for (; live.seen < upto; ++live.seen) {
       news.tokens.push_back(live.output.token(live.seen));
       if (live.output.stride != kPlainStride) news.scored.push_back(live.output.get(live.seen));
@@ -399,11 +418,7 @@ class RequestSide {
   // The other side broke the contract: the request fails and the slot is never used again.
   static bool broken(Live& live, News& news) {
     live.broken = true;
-    news.end = Reason::Error;
-    news.final = Final{};
-    news.final.http_status = 500;
-    std::strcpy(news.final.code, "ring_corrupt");
-    std::strcpy(news.final.message, "The memory shared with the engine is corrupt.");
+    fail(news, 500, "ring_corrupt", "The memory shared with the engine is corrupt.");
     return true;
   }
 
@@ -414,18 +429,27 @@ class RequestSide {
       live.used = false;
       return;
     }
-    let_go(index);
+    const Words words = segment_.words(index);
+    const Outcome outcome = release(words, live.tag);
+    const bool emptied = live.orphan && look(words).reclaimed();
+    let_go(index, emptied ? Outcome::Done : outcome);
   }
 
-  void let_go(uint32_t index) {
+  void let_go(uint32_t index, Outcome outcome) {
     Live& live = live_[index];
-    const Outcome outcome = release(segment_.slot(index), live.tag);
-    const bool emptied = outcome == Outcome::Done || (outcome == Outcome::Stale && live.orphan);
     live.used = false;
-    if (!emptied) return;
+    if (outcome != Outcome::Done) return;
     used_ -= uses(live);
-    give_back(live.extent, live.orphan ? live.extent.bytes : uses(live));
-    free_.push_back(index);
+    for (uint32_t i = 0; i < live.extents.size(); ++i) give_back(live.extents[i], written(live, i));
+    free_.push(index);
+  }
+
+  // How many bytes of an extent may lie in pages.
+  static uint64_t written(const Live& live, uint32_t piece) {
+    if (live.orphan) return live.extents[piece].bytes;
+    if (piece == 0) return live.fixed + uint64_t{live.output.first} * live.output.stride;
+    const uint32_t before = records_after(live.output.first, live.output.most, piece - 1);
+    return uint64_t{std::max(live.seen, before) - before} * live.output.stride;
   }
 
   // Free an extent of which so many bytes were written. Pages that nobody uses go back to the
@@ -448,13 +472,17 @@ class RequestSide {
   std::shared_ptr<Segment> shared_;
   Segment& segment_;
   Arena arena_;
-  std::vector<Live> live_;  // by slot
-  std::vector<uint32_t> free_;
+  std::vector<Live> live_;    // by slot
+  std::vector<Known> known_;  // by slot
+  uint32_t top_ = 0;          // beyond the last slot in use
+  // The first free slot is taken, so that those in use lie together.
+  std::priority_queue<uint32_t, std::vector<uint32_t>, std::greater<>> free_;
   std::unordered_map<uint64_t, uint32_t> by_request_;
   uint64_t arrivals_ = 0;
+  bool grown_ = false;  // an output, and the engine was not told
   uint64_t used_ = 0;   // the memory of all requests
   uint64_t stale_ = 0;  // at most so much lies in pages that nobody uses and that are not kept
-  uint32_t woken_ = 0, heard_ = 0;
+  uint32_t woken_ = 0, heard_[kBells] = {};
 };
 
 }  // namespace weft::ring

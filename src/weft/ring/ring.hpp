@@ -1,11 +1,14 @@
-// The ring: shared memory between request plane and engine. One header for C++ on the host and for CUDA.
+// The ring: shared memory between request plane and engine. For C++ on the host and for CUDA.
 //
-//   header page | info page (engine writes) | slots | arena (prompts and outputs)
+//   header page | info page | asked[] | given[] | slots | arena (prompts and outputs)
 //
-// One slot is one sequence. In each state exactly one side may write the slot (`owner`), payload
-// first, then a release-store of the state. Every shared word carries a tag (epoch, generation), so
-// that a writer that has stalled cannot touch a slot that has moved on: its exchange fails.
-// Nothing here allocates, throws or calls the system.
+// One slot is one sequence. Two words say in which state it is: the request plane writes asked[i],
+// the engine given[i], and each side reads the other's array in one go. In each state one side may
+// write the slot (`owner`), payload first, then a release-store of its own word (steps.hpp).
+//
+// No word has writers on both sides, since exchanges are not atomic across a bus. They settle who
+// of one side writes: every word carries a tag (epoch, generation), so that a writer that has
+// stalled cannot touch a slot that has moved on. Nothing here allocates, throws or calls the system.
 #pragma once
 
 #include <cstddef>
@@ -43,12 +46,16 @@ namespace order = std;
 #endif
 
 inline constexpr uint64_t kMagic = 0x676e697274666577;  // "weftring"
-inline constexpr uint32_t kVersion = 14;  // any change of layout or meaning
+inline constexpr uint32_t kVersion = 16;  // any change of layout or meaning
 inline constexpr uint64_t kPage = 4096;
 inline constexpr uint64_t kAlign = 64;  // of every extent in the arena, and of slots
 inline constexpr uint32_t kMaxSlots = 65535;
 inline constexpr uint32_t kMaxTop = 20;                  // alternatives of one token
 inline constexpr uint32_t kMaxRecords = (1u << 24) - 1;  // what a word can count
+// An output begins with room for `kFirstRecords` or for all that may come, and each further piece
+// doubles it.
+inline constexpr uint32_t kFirstRecords = 256, kMorePieces = 16;
+static_assert(kFirstRecords << kMorePieces > kMaxRecords);
 
 // -- states ---------------------------------------------------------------------------------------
 
@@ -67,8 +74,8 @@ enum class Side : uint8_t { Request, Engine, Recovery };
 inline constexpr int kSides = 3;
 
 // Why a slot is paused or completed, or why its request is to be cancelled.
-enum class Reason : uint8_t { None, Stop, Length, Cancelled, Error, ReaderLag, Preempted };
-inline constexpr int kReasons = 7;
+enum class Reason : uint8_t { None, Stop, Length, Cancelled, Error, Preempted };
+inline constexpr int kReasons = 6;
 
 // How a death of the engine counts against a sequence now: not at all (it is not computed), shared
 // with others computed beside it, or as its own (it is the only suspect).
@@ -109,7 +116,8 @@ WEFT_HD constexpr Side owner(State state) {
 
 // -- tagged words ---------------------------------------------------------------------------------
 
-// The generation counts how often the slot was emptied, the epoch how many engines there were.
+// The generation counts the sequences of a slot, the epoch the engines (0 in words of the request
+// plane).
 struct Tag {
   uint16_t epoch = 0;
   uint32_t generation = 0;  // 24 bits
@@ -119,8 +127,8 @@ struct Tag {
   }
 };
 
-WEFT_HD constexpr uint32_t next_generation(uint32_t generation) {
-  return (generation + 1) & 0xffffff;
+WEFT_HD constexpr uint32_t next_generation(uint32_t generation, uint32_t steps = 1) {
+  return (generation + steps) & 0xffffff;
 }
 
 // epoch (16) | generation (24) | value (24)
@@ -136,14 +144,18 @@ struct Word {
             static_cast<uint32_t>(bits) & 0xffffff};
   }
   WEFT_HD constexpr bool valid_state() const {
-    return (value & 0xff) < kStates && (value >> 8 & 0xff) < kReasons && value >> 16 == 0;
+    return (value & 0xff) < kStates && (value >> 8 & 0xff) < kReasons && pieces() <= kMorePieces;
   }
   WEFT_HD constexpr State state() const { return static_cast<State>(value & 0xff); }
   WEFT_HD constexpr Reason reason() const { return static_cast<Reason>(value >> 8 & 0xff); }
+  // How often the output has grown; only the request plane's words have any.
+  WEFT_HD constexpr uint32_t pieces() const { return value >> 16; }
 };
 
-WEFT_HD constexpr uint64_t state_word(Tag tag, State state, Reason reason = Reason::None) {
-  return Word{tag, static_cast<uint32_t>(state) | static_cast<uint32_t>(reason) << 8}.bits();
+WEFT_HD constexpr uint64_t state_word(Tag tag, State state, Reason reason = Reason::None,
+                                      uint32_t pieces = 0) {
+  const auto low = static_cast<uint32_t>(state) | static_cast<uint32_t>(reason) << 8;
+  return Word{tag, low | pieces << 16}.bits();
 }
 
 template <class T>
@@ -177,7 +189,7 @@ enum class Section : uint8_t {
   CacheSalt,      // bytes
   Grammar,        // UTF-8, or empty
   TokenLists,     // uint32 words, or empty: which tokens are allowed, scored and bad
-  Output,         // records of `output_stride` bytes
+  Output,         // the first records of `output_stride` bytes
   PromptOutput,   // records of `prompt_stride` bytes, one for each prompt token, or empty
 };
 inline constexpr int kSections = 11;
@@ -218,13 +230,22 @@ WEFT_HD constexpr uint32_t stride_for(bool logprobs, uint32_t top) {
 // What the request plane writes while it owns the slot.
 struct Input {
   uint64_t request_id;  // the request plane's own name for it
-  uint64_t group_id;    // choices of one request share it (0: none)
   uint64_t arrival;     // counts submissions of this ring, so that the engine can keep the order
-  uint64_t deadline_ns; // on the monotonic clock, 0: none
   Extent extent;        // all of the arena that this slot holds; every section lies inside
   Extent sections[kSections];
   uint32_t output_stride, prompt_stride;
+  uint32_t given_out;   // output records that are there from the start, and read
+  uint32_t max_records;  // output records that may come
 };
+
+// Records of an output that has grown so often, and of the piece that it grows by next.
+WEFT_HD constexpr uint32_t records_after(uint32_t first, uint32_t most, uint32_t pieces) {
+  const uint64_t room = uint64_t{first} << pieces;
+  return room < most ? static_cast<uint32_t>(room) : most;
+}
+WEFT_HD constexpr uint32_t records_of_next(uint32_t first, uint32_t most, uint32_t pieces) {
+  return records_after(first, most, pieces + 1) - records_after(first, most, pieces);
+}
 
 // What the engine writes before it completes the slot.
 struct Final {
@@ -236,32 +257,61 @@ struct Final {
   char message[280];
 };
 
+// Engines that died computing the sequence of `generation`. Written by the engine; once it is dead,
+// by its keeper and its successor.
+struct Deaths {
+  uint32_t generation;
+  uint32_t crashes;        // counted by the successor
+  uint32_t outside_kills;  // engines killed from outside; keeper
+  uint32_t memory_kills;   // engines killed for memory; keeper
+  Blame blame;             // should the engine die now; engine, then its keeper
+};
+
+// The dense words of a slot, each written by one side.
+struct alignas(16) Given {
+  uint64_t state;      // Word of State and Reason
+  uint64_t published;  // Word: output records that may be read
+
+  WEFT_HD constexpr bool operator==(const Given& other) const {
+    return state == other.state && published == other.published;
+  }
+};
+struct Words {
+  uint64_t& asked;  // Word of EMPTY, WRITING or PREFILL_PENDING, why to end, pieces; request plane
+  Given& given;     // of the generations that it has taken; engine
+};
+
 struct alignas(kAlign) Slot {
-  alignas(kAlign) uint64_t state;      // Word of State and Reason; written by the owner
-  alignas(kAlign) uint64_t published;  // Word: output records that may be read; engine
-  uint64_t prompt_published;           // Word: prompt records that may be read; engine
-  uint32_t outside_kills;              // engines killed from outside computing this slot; keeper
-  uint32_t cached_tokens;              // prompt tokens from the prefix cache; atomic; engine
-  uint32_t crashes;                    // engines that died computing this slot; recovery
-  Blame blame;                         // should the engine die now; engine, then its keeper
-  uint32_t memory_kills;               // engines killed for memory computing this slot; keeper
-  alignas(kAlign) uint64_t consumed;   // Word: output records that the reader is done with; request
-  uint64_t cancel;                     // Word of a Reason, 0: not cancelled; request, one way
-  alignas(kAlign) Input input;
+  Input input;                                // request plane
+  uint64_t more[kMorePieces];                 // where pieces of the output begin; request plane
+  alignas(kAlign) uint64_t prompt_published;  // Word: prompt records that may be read; engine
+  uint32_t cached_tokens;                     // prompt tokens from the prefix cache; atomic; engine
+  Deaths deaths;
   alignas(kAlign) Final final;
 };
 
-// A wake-up: `rung` counts news, `asleep` is odd while the other side sleeps. Each has one writer.
-struct Doorbell {
-  alignas(kAlign) uint32_t rung;
-  alignas(kAlign) uint32_t asleep;
+// A wake-up: `rung` counts the news of each writer, `asleep` is odd while their reader sleeps. Each
+// word has one writer.
+struct alignas(kAlign) Count {
+  uint32_t value;
 };
+template <int Writers>
+struct Doorbell {
+  Count rung[Writers];
+  Count asleep;
+};
+
+// The engine has a bell for each thread that may have news: the one that takes requests in, and the
+// one that publishes output.
+enum class Bell : uint8_t { Control, Output };
+inline constexpr int kBells = 2;
 
 struct Header {
   uint64_t magic;
   uint32_t version, header_bytes, info_bytes, slot_bytes;
   uint32_t slots, not_slots;  // the latter has every bit the other way
-  uint64_t total_bytes, info_offset, slots_offset, arena_offset, arena_bytes;
+  uint64_t total_bytes, info_offset, asked_offset, given_offset, slots_offset;
+  uint64_t arena_offset, arena_bytes;
   uint64_t sampling;      // a hash of the fields that follow SamplingHead
   // Of the arena, those that may be in use when a request is taken; the latter every bit inverted.
   uint64_t memory_bytes, not_memory_bytes;
@@ -272,8 +322,8 @@ struct Header {
   uint32_t kill_epoch;   // the same of the last one that, or whose successor, was killed for memory
   alignas(kAlign) uint32_t client_epoch;  // odd while a request plane is attached; request plane
   uint32_t client_pid;
-  alignas(kAlign) Doorbell to_engine;  // rung by the request plane
-  Doorbell to_client;                  // rung by the engine
+  Doorbell<1> to_engine;       // rung by the request plane
+  Doorbell<kBells> to_client;  // rung by the engine
 };
 
 enum class Info : uint32_t {
@@ -291,199 +341,5 @@ struct InfoPage {
 
 static_assert(sizeof(Header) <= kPage && sizeof(InfoPage) <= kPage && sizeof(Slot) % kAlign == 0);
 static_assert(sizeof(SamplingHead) == 16 && sizeof(BiasRecord) == 16 && sizeof(TopRecord) == 8);
-
-// -- steps on one slot ----------------------------------------------------------------------------
-
-// A slot as its holder knows it.
-struct Handle {
-  uint32_t slot = 0;
-  Tag tag;
-};
-
-enum class Outcome : uint8_t { Done, Stale, Forbidden };
-
-// Change the state from exactly what was `seen`. Fails as Stale if anyone was there in between.
-WEFT_HD inline Outcome move(Slot& slot, uint64_t seen, State to, Side by, Tag tag,
-                            Reason reason = Reason::None) {
-  const Word before = Word::of(seen);
-  if (!before.valid_state() || !may_move(before.state(), to, by)) return Outcome::Forbidden;
-  return exchange_if(slot.state, seen, state_word(tag, to, reason)) ? Outcome::Done
-                                                                    : Outcome::Stale;
-}
-
-// Start an output or request word afresh, unless a later holder has done so already. Tries again
-// where a stale writer was faster: it cannot come twice.
-WEFT_HD inline bool restart(uint64_t& word, Tag tag) {
-  for (;;) {
-    const uint64_t seen = load(word);
-    const uint32_t behind = (tag.generation - Word::of(seen).tag.generation) & 0xffffff;
-    if (behind >= 1u << 23) return false;
-    if (exchange_if(word, seen, Word{tag, 0}.bits())) return true;
-  }
-}
-
-// EMPTY -> WRITING. `tag` is the new holder's; the words of the slot start afresh under it.
-WEFT_HD inline Outcome begin_writing(Slot& slot, Tag& tag) {
-  const uint64_t seen = load(slot.state);
-  tag = Word::of(seen).tag;
-  const Outcome outcome = move(slot, seen, State::Writing, Side::Request, tag);
-  if (outcome != Outcome::Done) return outcome;
-  const Tag own{0, tag.generation};  // of the words that no engine writes
-  const bool fresh = restart(slot.published, tag) && restart(slot.prompt_published, tag) &&
-                     restart(slot.consumed, own) && restart(slot.cancel, own);
-  slot.crashes = slot.memory_kills = slot.outside_kills = 0;
-  slot.blame = Blame::None;
-  store(slot.cached_tokens, 0u);
-  return fresh ? Outcome::Done : Outcome::Stale;
-}
-
-// A step of the request plane: the generation must be the holder's, whatever the engine's epoch.
-WEFT_HD inline Outcome move_as_request(Slot& slot, Tag tag, State to) {
-  const uint64_t seen = load(slot.state);
-  const Word word = Word::of(seen);
-  if (word.tag.generation != tag.generation) return Outcome::Stale;
-  Tag next = word.tag;
-  if (to == State::Empty) next.generation = next_generation(next.generation);
-  return move(slot, seen, to, Side::Request, next);
-}
-
-WEFT_HD inline Outcome submit(Slot& slot, Tag tag) {
-  return move_as_request(slot, tag, State::PrefillPending);
-}
-WEFT_HD inline Outcome release(Slot& slot, Tag tag) {
-  return move_as_request(slot, tag, State::Empty);
-}
-
-// Give an output word of the slot to this engine, unless a later one has it: writers of earlier
-// epochs fail from now on.
-WEFT_HD inline bool adopt(uint64_t& word, Tag tag) {
-  for (;;) {
-    const uint64_t seen = load(word);
-    const Word before = Word::of(seen);
-    const auto ahead = static_cast<int16_t>(tag.epoch - before.tag.epoch);
-    if (before.tag.generation != tag.generation || ahead < 0) return false;
-    if (exchange_if(word, seen, Word{tag, before.value}.bits())) return true;
-  }
-}
-
-// PREFILL_PENDING -> PREFILL_PROCESSING by the engine of `epoch`; `tag` is the new holder's. The
-// output words must be looked at afterwards: they may be out of step in a corrupted slot.
-WEFT_HD inline Outcome take(Slot& slot, uint16_t epoch, Tag& tag) {
-  const uint64_t seen = load(slot.state);
-  tag = {epoch, Word::of(seen).tag.generation};
-  const Outcome outcome = move(slot, seen, State::PrefillProcessing, Side::Engine, tag);
-  if (outcome != Outcome::Done) return outcome;
-  adopt(slot.published, tag);
-  adopt(slot.prompt_published, tag);
-  return Outcome::Done;
-}
-
-// A step of the engine that holds the slot under exactly this tag.
-WEFT_HD inline Outcome move_as_engine(Slot& slot, Tag tag, State to, Reason reason = Reason::None) {
-  const uint64_t seen = load(slot.state);
-  if (!(Word::of(seen).tag == tag)) return Outcome::Stale;
-  return move(slot, seen, to, Side::Engine, tag, reason);
-}
-
-// Make `count` more records readable; they are written already.
-WEFT_HD inline Outcome publish(uint64_t& word, Tag tag, uint32_t from, uint32_t count) {
-  return exchange_if(word, Word{tag, from}.bits(), Word{tag, from + count}.bits())
-             ? Outcome::Done
-             : Outcome::Stale;
-}
-
-// Shared deaths make a sequence a suspect and do not count further; after that only its own count.
-WEFT_HD inline void count_death(uint32_t& deaths, Blame blame) {
-  deaths += blame == Blame::Sole || (blame == Blame::Shared && deaths < kSuspected);
-}
-
-// PROCESSING or PAUSED -> PREFILL_PENDING, on behalf of an engine that is proven dead. The output
-// words change hands first, so that no earlier engine can publish into the new epoch.
-WEFT_HD inline Outcome requeue(Slot& slot, uint16_t epoch) {
-  for (bool counted = false;; counted = true) {
-    const uint64_t seen = load(slot.state);
-    const Word before = Word::of(seen);
-    const Tag tag{epoch, before.tag.generation};
-    if (!before.valid_state() || !may_move(before.state(), State::PrefillPending, Side::Recovery)) {
-      return Outcome::Forbidden;
-    }
-    adopt(slot.published, tag);
-    adopt(slot.prompt_published, tag);
-    if (!counted) count_death(slot.crashes, slot.blame);
-    const Outcome outcome = move(slot, seen, State::PrefillPending, Side::Recovery, tag);
-    if (outcome != Outcome::Stale) return outcome;
-  }
-}
-
-// WRITING or COMPLETED -> EMPTY on behalf of the request plane of epoch `dead`. The state is read
-// before the epoch: had a new request plane written that state, its epoch would be seen here, too.
-WEFT_HD inline Outcome reclaim(Slot& slot, const uint32_t& client_epoch, uint32_t dead) {
-  const uint64_t seen = load(slot.state);
-  const Word before = Word::of(seen);
-  if (load(client_epoch) != dead) return Outcome::Forbidden;
-  const Tag next{before.tag.epoch, next_generation(before.tag.generation)};
-  return move(slot, seen, State::Empty, Side::Request, next);
-}
-
-// Ask for the end of a sequence. One way: the first reason stays.
-WEFT_HD inline Outcome cancel(Slot& slot, Tag tag, Reason reason) {
-  const Tag own{0, tag.generation};
-  const uint64_t wanted = Word{own, static_cast<uint32_t>(reason)}.bits();
-  return exchange_if(slot.cancel, Word{own, 0}.bits(), wanted) ? Outcome::Done : Outcome::Stale;
-}
-
-// The reason for which this sequence is to end, or None.
-WEFT_HD inline Reason cancelled(const Slot& slot, Tag tag) {
-  const Word word = Word::of(load(slot.cancel));
-  if (word.tag.generation != tag.generation || word.value >= kReasons) return Reason::None;
-  return static_cast<Reason>(word.value);
-}
-
-// -- wake-ups -------------------------------------------------------------------------------------
-
-// Announce news; true if the other side sleeps under a ticket that `woken` does not know yet.
-// Sequentially consistent against go_to_sleep: either the sleeper sees the news or we see it asleep.
-WEFT_HD inline bool ring_bell(Doorbell& bell, uint32_t& woken) {
-  atomic_ref<uint32_t> rung(bell.rung);
-  rung.store(rung.load(order::memory_order_relaxed) + 1, order::memory_order_seq_cst);
-  const uint32_t ticket = atomic_ref<uint32_t>(bell.asleep).load(order::memory_order_seq_cst);
-  if (ticket % 2 == 0 || ticket == woken) return false;
-  woken = ticket;
-  return true;
-}
-
-// Announce sleep; false (and awake again) if something was rung since `seen`.
-WEFT_HD inline bool go_to_sleep(Doorbell& bell, uint32_t seen) {
-  atomic_ref<uint32_t> asleep(bell.asleep);
-  const uint32_t ticket = (asleep.load(order::memory_order_relaxed) | 1) + 2;
-  asleep.store(ticket, order::memory_order_seq_cst);
-  if (atomic_ref<uint32_t>(bell.rung).load(order::memory_order_seq_cst) == seen) return true;
-  asleep.store(ticket + 1, order::memory_order_release);
-  return false;
-}
-
-WEFT_HD inline void wake_up(Doorbell& bell) { store(bell.asleep, (load(bell.asleep) | 1) + 1); }
-
-// -- info page ------------------------------------------------------------------------------------
-
-WEFT_HD inline void write_info(InfoPage& page, const uint64_t (&values)[kInfoFields]) {
-  // An engine that died while writing has left the number odd; the next one goes on from there.
-  const uint64_t odd = load(page.sequence) | 1;
-  store(page.sequence, odd);
-  for (int i = 0; i < kInfoFields; ++i) store(page.values[i], values[i]);
-  store(page.sequence, odd + 1);
-}
-
-// False if no quiet moment came in `attempts` (the writer may be dead).
-WEFT_HD inline bool read_info(const InfoPage& page, uint64_t (&values)[kInfoFields],
-                              int attempts = 1000) {
-  while (attempts-- > 0) {
-    const uint64_t before = load(page.sequence);
-    if (before % 2) continue;
-    for (int i = 0; i < kInfoFields; ++i) values[i] = load(page.values[i]);
-    if (load(page.sequence) == before) return true;
-  }
-  return false;
-}
 
 }  // namespace weft::ring

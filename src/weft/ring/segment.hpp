@@ -63,6 +63,13 @@ class Segment {
 
   Header& header() const { return *reinterpret_cast<Header*>(base_); }
   InfoPage& info() const { return *reinterpret_cast<InfoPage*>(base_ + info_offset_); }
+  uint64_t& asked(uint32_t index) const {
+    return reinterpret_cast<uint64_t*>(base_ + asked_offset_)[index];
+  }
+  Given& given(uint32_t index) const {
+    return reinterpret_cast<Given*>(base_ + given_offset_)[index];
+  }
+  Words words(uint32_t index) const { return {asked(index), given(index)}; }
   Slot& slot(uint32_t index) const {
     return reinterpret_cast<Slot*>(base_ + slots_offset_)[index];
   }
@@ -78,7 +85,7 @@ class Segment {
     madvise(base_ + arena_offset_ + offset, bytes, MADV_REMOVE);
   }
 
- private:
+  // What the header of a ring of these sizes says.
   static Header plan(uint32_t slots, uint64_t arena_bytes, uint64_t sampling,
                      uint64_t memory_bytes) {
     if (slots < 1 || slots > kMaxSlots) throw SegmentError("a ring has 1 to 65535 slots");
@@ -97,7 +104,9 @@ class Segment {
     header.slots = slots;
     header.not_slots = ~slots;
     header.info_offset = kPage;
-    header.slots_offset = 2 * kPage;
+    header.asked_offset = 2 * kPage;
+    header.given_offset = round_up(header.asked_offset + slots * sizeof(uint64_t), kPage);
+    header.slots_offset = round_up(header.given_offset + slots * sizeof(Given), kPage);
     header.arena_offset = round_up(header.slots_offset + slots * sizeof(Slot), kPage);
     header.arena_bytes = round_up(arena_bytes, kPage);
     header.total_bytes = header.arena_offset + header.arena_bytes;
@@ -107,6 +116,7 @@ class Segment {
     return header;
   }
 
+ private:
   static void prepare(int fd, const Header& header) {
     const auto bytes = static_cast<off_t>(header.total_bytes);
     const bool written = fchmod(fd, 0600) == 0 && ftruncate(fd, bytes) == 0 &&
@@ -144,6 +154,8 @@ class Segment {
     }
     slots_ = seen.slots;
     info_offset_ = seen.info_offset;
+    asked_offset_ = seen.asked_offset;
+    given_offset_ = seen.given_offset;
     slots_offset_ = seen.slots_offset;
     arena_offset_ = seen.arena_offset;
     arena_bytes_ = seen.arena_bytes;
@@ -153,8 +165,8 @@ class Segment {
   }
 
   std::byte* base_ = nullptr;
-  uint64_t bytes_ = 0, info_offset_ = 0, slots_offset_ = 0, arena_offset_ = 0, arena_bytes_ = 0,
-           memory_bytes_ = 0;
+  uint64_t bytes_ = 0, info_offset_ = 0, asked_offset_ = 0, given_offset_ = 0, slots_offset_ = 0,
+           arena_offset_ = 0, arena_bytes_ = 0, memory_bytes_ = 0;
   uint32_t slots_ = 0;
 };
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 DEFAULT_SLOTS = 512
 DEFAULT_MEMORY = 64 * 2**20
-# The arena, of which only pages in use are memory, is so many times larger: outputs have room for
-# all tokens that may come, and few of them become so long.
+# The arena, of which only pages in use are memory, is so many times larger: outputs of requests
+# that were taken may grow beyond the memory.
 ARENA_PER_MEMORY = 64
 _MOST_ARENA = 2**44
 
@@ -70,8 +70,8 @@ def create_ring(
         slots: requests in flight at most, 1 to 65535.
         memory_bytes: of prompts and outputs, beyond which no request is taken; the outputs of those
             that were taken may go beyond it.
-        arena_bytes: addresses for prompts and the longest possible outputs; unset is 64 times the
-            memory.
+        arena_bytes: addresses for prompts and outputs; an output that finds no room there fails.
+            Unset is 64 times the memory.
 
     Raises:
         ParameterError: a size is out of bounds.

@@ -79,19 +79,19 @@ void Courier::forget(std::span<const int32_t> slots) {
 }
 
 uint32_t Courier::wait(uint32_t seen, int64_t timeout_ns) {
-  ring::Doorbell& bell = mailbox_.bell(place_);
-  if (ring::load(bell.rung) == seen && ring::go_to_sleep(bell, seen)) {
-    const ring::Waited waited[] = {{&bell.rung, seen}};
+  ring::Doorbell<1>& bell = mailbox_.bell(place_);
+  if (ring::load(bell.rung[0].value) == seen && ring::go_to_sleep(bell, seen)) {
+    const ring::Waited waited[] = {{&bell.rung[0].value, seen}};
     ring::futex_wait_any(waited, timeout_ns);
     ring::wake_up(bell);
   }
-  return ring::load(bell.rung);
+  return ring::load(bell.rung[0].value);
 }
 
 void Courier::wake() {
-  ring::Doorbell& bell = mailbox_.bell(place_);
-  std::atomic_ref(bell.rung).fetch_add(1);
-  ring::futex_wake(&bell.rung);
+  ring::Doorbell<1>& bell = mailbox_.bell(place_);
+  std::atomic_ref(bell.rung[0].value).fetch_add(1);
+  ring::futex_wake(&bell.rung[0].value);
 }
 
 }  // namespace weft

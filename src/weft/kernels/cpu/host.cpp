@@ -74,9 +74,9 @@ HostWorker::HostWorker(const Mailbox& mailbox, std::vector<HostLayer> layers, in
 
 void HostWorker::stop() {
   stopping_ = true;
-  ring::Doorbell& bell = mailbox_.header().to_worker;
-  std::atomic_ref(bell.rung).fetch_add(1);
-  ring::futex_wake(&bell.rung);
+  ring::Doorbell<1>& bell = mailbox_.header().to_worker;
+  std::atomic_ref(bell.rung[0].value).fetch_add(1);
+  ring::futex_wake(&bell.rung[0].value);
 }
 
 void HostWorker::attach() {
@@ -91,14 +91,15 @@ void HostWorker::run() {
   const Detach detach{mailbox_};
   const PoolScope scope(pool_);
   if (!cpus_.empty()) stay_on(cpus_[0]);
-  ring::Doorbell& bell = mailbox_.header().to_worker;
+  ring::Doorbell<1>& bell = mailbox_.header().to_worker;
   ring::wake_up(bell);  // the worker before may have died asleep
   while (!stopping_) {
-    const uint32_t heard = ring::load(bell.rung);
+    const uint32_t heard = ring::load(bell.rung[0].value);
     if (work()) continue;
-    if (ring::spin([&] { return stopping_ || ring::load(bell.rung) != heard; }, spin_ns)) continue;
+    const auto news = [&] { return stopping_ || ring::load(bell.rung[0].value) != heard; };
+    if (ring::spin(news, spin_ns)) continue;
     if (!ring::go_to_sleep(bell, heard)) continue;
-    const ring::Waited waited[] = {{&bell.rung, heard}};
+    const ring::Waited waited[] = {{&bell.rung[0].value, heard}};
     ring::futex_wait_any(waited, -1);
     ring::wake_up(bell);
   }

@@ -383,18 +383,18 @@ bool MailboxClient::first_has_result() const {
 
 template <typename Ready>
 bool MailboxClient::wait_until(const Ready& ready, int64_t timeout_ns) {
-  ring::Doorbell& bell = mailbox_.header().to_client;
+  ring::Doorbell<1>& bell = mailbox_.header().to_client;
   const int64_t end = ring::now_ns() + timeout_ns;
   while (true) {
-    const uint32_t heard = ring::load(bell.rung);
+    const uint32_t heard = ring::load(bell.rung[0].value);
     if (ready()) return true;
     int64_t left = end - ring::now_ns();
     if (left <= 0) return false;
-    const auto news = [&] { return ring::load(bell.rung) != heard; };
+    const auto news = [&] { return ring::load(bell.rung[0].value) != heard; };
     if (ring::spin(news, std::min(left, spin_ns))) continue;
     left = end - ring::now_ns();
     if (left > 0 && ring::go_to_sleep(bell, heard)) {
-      const ring::Waited waited[] = {{&bell.rung, heard}};
+      const ring::Waited waited[] = {{&bell.rung[0].value, heard}};
       ring::futex_wait_any(waited, left);
       ring::wake_up(bell);
     }

@@ -16,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "../../ring/steps.hpp"
 #include "../../ring/wake.hpp"
 #include "job_state.hpp"
 #include "tensor.hpp"
@@ -58,9 +59,9 @@ struct MailboxHeader {
   uint64_t magic, total_bytes;
   uint32_t version;
   MailboxSizes sizes;
-  alignas(ring::kAlign) ring::Doorbell to_worker;
-  ring::Doorbell to_places[most_places - 1];  // from place 1 on
-  ring::Doorbell to_client;
+  alignas(ring::kAlign) ring::Doorbell<1> to_worker;
+  ring::Doorbell<1> to_places[most_places - 1];  // from place 1 on
+  ring::Doorbell<1> to_client;
   alignas(ring::kAlign) uint32_t worker;  // process of the attached worker; 0: none
   WorkerCounters worker_counters;
   ClientCounters client_counters;
@@ -80,7 +81,7 @@ class Mailbox {
   MailboxHeader& header() const { return *reinterpret_cast<MailboxHeader*>(base_); }
   uint64_t& word(uint32_t slot) const { return at<uint64_t>(words_)[slot]; }
   JobRecord& record(uint32_t slot) const { return at<JobRecord>(records_)[slot]; }
-  ring::Doorbell& bell(uint32_t place) const {
+  ring::Doorbell<1>& bell(uint32_t place) const {
     return place == 0 ? header().to_worker : header().to_places[place - 1];
   }
   uint32_t place_of(uint32_t slot) const {
@@ -189,8 +190,8 @@ class MailboxClient {
 };
 
 // Rings a bell, and wakes the other side if it sleeps.
-inline void notify(ring::Doorbell& bell, uint32_t& woken) {
-  if (ring::ring_bell(bell, woken)) ring::futex_wake(&bell.rung);
+inline void notify(ring::Doorbell<1>& bell, uint32_t& woken) {
+  if (ring::ring_bell(bell, 0, woken)) ring::futex_wake(&bell.rung[0].value);
 }
 
 // Adds to a counter that this side alone writes.
