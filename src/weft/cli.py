@@ -56,11 +56,11 @@ def main(arguments: Seq[str] | None = None) -> NoReturn:
     words = sys.argv[1:] if arguments is None else arguments
     chosen = next((word for word in words if not word.startswith("-")), None)
     start = None
-    if arguments is None and chosen == "serve" and not {"-h", "--help"} & set(words):
-        from weft.core.early import fork_early
-
-        start = fork_early(EARLY)
     try:
+        if arguments is None and chosen == "serve" and not {"-h", "--help"} & set(words):
+            from weft.core.early import fork_early
+
+            start = fork_early(EARLY)
         _set_up_output()
         options = vars(_parser(chosen, first=words[:1] == [chosen]).parse_args(words))
         options["start"] = start

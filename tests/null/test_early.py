@@ -83,6 +83,32 @@ def test_one_that_has_died_is_replaced(tmp_path):
     assert run(tmp_path, code)[-1] == HERE
 
 
+def test_one_that_is_just_ending_is_replaced(tmp_path):
+    """It has closed its end already, and is no zombie yet."""
+    code = """
+        child, end = early._waiting["early_child"]
+        child.kill()
+        child.wait(10)
+        child.poll = lambda: None
+        start()
+    """
+    assert run(tmp_path, code)[-1] == HERE
+
+
+def test_it_may_open_as_many_files_as_the_system_allows(tmp_path):
+    limit = """
+        import resource
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, most))
+        early.fork("early_child")
+        child = early._waiting["early_child"][0]
+        while resource.prlimit(child.pid, resource.RLIMIT_NOFILE) != (most, most):
+            pass
+        print("raised")
+    """
+    assert run(tmp_path, limit) == [["raised"]]
+
+
 @pytest.mark.parametrize("ending", ["sys.exit()", "os.kill(os.getpid(), 9)", "os._exit(0)"])
 def test_one_that_is_not_started_ends_with_its_parent(tmp_path, ending):
     (tmp_path / "early_child.py").write_text(CHILD)

@@ -210,6 +210,32 @@ def test_a_host_that_is_slow_or_stopped_is_asked_less_and_is_no_slowness_of_the_
     assert len(stopped) <= len(alone)
 
 
+@pytest.mark.parametrize("host_only", [False, True])
+def test_a_slow_host_that_has_passed_its_oldest_over_takes_newcomers_when_it_is_empty(host_only):
+    groups, now = (GroupSpec("full", 4, 16),), 1.0
+    given = TieredCache(groups, (200,)), Limits(16, 64, 64), HALVES
+    scheduler = load_aware(*given, host_only=host_only)
+    executor = ModelledExecutor(groups, 97, depth=1, host_blocks=(200,))
+    launched = deque()
+    *pair, late = requests(3)
+    for request, tokens in zip(pair, (12, 13), strict=True):
+        scheduler.add(replace(request, sampling=SamplingParams(max_tokens=tokens)))
+    came = False
+    for _ in range(400):
+        if scheduler.idle and not came:
+            scheduler.add(late)
+            came = True
+        plan = scheduler.plan(now)
+        if plan is not None:
+            launched.append((plan, executor.launch(plan)))
+        if launched and (plan is None or len(launched) == 2):
+            done, result = launched.popleft()
+            now += 40.0 if host_rows(done) else 10.0
+            scheduler.commit(result.result(), now)
+    assert came
+    assert scheduler.idle
+
+
 def queued_fcfs(blocks: int = 16, count: int = 8) -> Scheduler:
     scheduler = fcfs(KVCache((GroupSpec("full", 4, blocks),)), Limits(16, 64, 64))
     for request in requests(count):

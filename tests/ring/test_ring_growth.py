@@ -190,6 +190,37 @@ def test_nothing_waits_for_a_request_plane_that_is_gone(pair):
     assert pair.states() == [State.EMPTY] * SLOTS
 
 
+def test_an_end_that_comes_after_its_request_plane_has_gone_waits_for_nobody(pair):
+    """The next one is there by then, and asks for the end that the engine was asked for before."""
+    request = pair.open(1)
+    pair.say(request, range(1000))
+    pair.client.close()
+    assert pair.inbox.receive()[1] == [(request.id, FinishReason.CANCELLED)]
+    successor = RingClient(pair.fds)
+    pair.finish(request, FinishReason.CANCELLED)
+    pair.inbox.receive()
+    successor.poll()
+    assert pair.inbox.in_flight == 0
+    assert all_is_free(pair, successor)
+    successor.close()
+
+
+def test_an_engine_that_frees_the_slot_of_a_dead_request_plane_late_does_no_harm(pair):
+    """By then the next request plane has another request there."""
+    pair.client.submit([Request(1, (1, 2, 3), SAMPLING)], pair.sink)
+    offsets = _native.offsets(SLOTS)
+    with mmap.mmap(pair.fds.memory, 0) as memory:
+        (asked,) = struct.unpack_from("Q", memory, offsets["asked"])
+        generation = (asked >> 24) - 1 & 0xFFFFFF
+        struct.pack_into("Q", memory, offsets["given"], 1 << 48 | generation << 24 | State.EMPTY)
+    assert not pair.client.poll()
+    ((request,), _) = pair.inbox.receive()
+    pair.finish(request, FinishReason.LENGTH, 9)
+    pair.client.poll()
+    assert pair.tokens(1) == [9]
+    assert all_is_free(pair)
+
+
 def test_a_new_request_plane_frees_all_pieces_of_what_is_left(pair):
     request = pair.open(1)
     pair.say(request, range(200))

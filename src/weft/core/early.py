@@ -7,6 +7,7 @@ waits until it is started with a command and descriptors.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import gc
 import importlib
@@ -19,7 +20,13 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from weft.core.errors import InvariantError
-from weft.core.process import Child, Process, die_with_parent_thread, start_child
+from weft.core.process import (
+    Child,
+    Process,
+    die_with_parent_thread,
+    raise_file_limit,
+    start_child,
+)
 
 Starter = Callable[..., Process]  # takes what ``start_child`` takes
 
@@ -40,7 +47,13 @@ class EarlyProcesses:
         Before it knows its arguments it calls ``prepare`` of the module.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        parent, pid = os.getpid(), os.fork()
+        parent, blocked = os.getpid(), signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            pid = os.fork()
+            if not pid:  # the parent ends at Ctrl-C, and this one with it
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         if pid:
             theirs.close()
             self._waiting[module] = Child(pid), ours
@@ -48,11 +61,11 @@ class EarlyProcesses:
         ours.close()
         for _, end in self._waiting.values():
             end.close()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends, and this one with it
         os.setsid()
         die_with_parent_thread()
         if os.getppid() != parent:
             os._exit(1)
+        raise_file_limit()
         gc.disable()  # imports leave hardly anything to collect
         kind = importlib.import_module(module)
         kind.prepare()
@@ -72,7 +85,7 @@ class EarlyProcesses:
         descriptors = [stdin, *dict.fromkeys(pass_fds)]
         if child is None or end is None:
             return start_child(command, stdin=stdin, pass_fds=pass_fds, **options)
-        with end:
+        with end, contextlib.suppress(OSError):  # it is just ending
             if child.poll() is None and len(descriptors) <= MOST_DESCRIPTORS:
                 message = json.dumps([command[3:], descriptors[1:]]).encode()
                 socket.send_fds(end, [message], descriptors)
@@ -81,10 +94,11 @@ class EarlyProcesses:
 
 
 def fork_early(modules: Sequence[str]) -> Starter:
-    """Fork a process for each module; return what starts them, and others."""
+    """Fork a process for each module, if the system allows; return what starts them, and others."""
     early = EarlyProcesses()
-    for module in modules:
-        early.fork(module)
+    with contextlib.suppress(OSError):  # what is started later says what is wrong
+        for module in modules:
+            early.fork(module)
     return early.start
 
 

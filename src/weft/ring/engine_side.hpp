@@ -306,7 +306,7 @@ class EngineSide {
       follow(index, asked);
       say_kept(index);
       const Reason reason = held.stuck ? Reason::Error : cancelled(asked, held.tag);
-      if (held.live && !held.cancelling) cancel(index, reason, received);
+      if (held.live && (!held.cancelling || held.end)) cancel(index, reason, received);
     } else if (can_move(look(segment_.words(index)), State::PrefillProcessing, Side::Engine)) {
       pending.emplace_back(segment_.slot(index).input.arrival, index);
     }
@@ -317,7 +317,7 @@ class EngineSide {
     Held& held = held_[index];
     if (!held.live) {
       reclaim(segment_.words(index), epoch_, segment_.header().client_epoch, client);
-    } else if (!held.cancelling) {
+    } else if (!held.cancelling || held.end) {
       cancel(index, Reason::Cancelled, received);
     }
   }

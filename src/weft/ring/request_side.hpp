@@ -370,6 +370,11 @@ class RequestSide {
       return ended || emptied;
     }
     if (seen.state == live.before) return false;
+    if (word.valid_state() && word.state() == State::Empty &&
+        next_generation(word.tag.generation) == live.tag.generation) {
+      live.before = seen.state;  // an engine has freed the slot of the dead request plane, but late
+      return false;
+    }
     if (!taken || !word.valid_state() || owner(word.state()) == Side::Request) {
       if (!ended) return broken(live, news);
     }

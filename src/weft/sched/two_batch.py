@@ -171,7 +171,8 @@ class TwoBatch:
 
         As many as the host can keep up with if all that it has decode in every step.
         """
-        if step.admission_blocked or (self._left_out and self._balance.slowdown > 1):
+        passed_over = bool(on_host) and self._left_out and self._balance.slowdown > 1
+        if step.admission_blocked or passed_over:
             return []
         contexts = [sequence.known for sequence in on_host]
         seconds = max(self._step_s, step.seconds())
