@@ -12,6 +12,7 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <string>
 #include <thread>
 
@@ -193,8 +194,12 @@ class Requests {
     tally_.tokens += news.tokens.size();
     if (news.end == Reason::None) return;
     const bool whole = sent.seen == length_of(sent.prompt);
-    if (news.end == Reason::Cancelled ? !sent.cancelled : !whole) fail("a wrong end");
-    if (news.end == Reason::Error) fail(news.final.message);
+    if (news.end == Reason::Error) {  // many long ones at once may have no room to grow
+      const bool no_room = std::strcmp(news.final.code, "out_of_memory") == 0;
+      if (!no_room || whole) fail(news.final.message, sent.seen);
+    } else if (news.end == Reason::Cancelled ? !sent.cancelled : !whole) {
+      fail("a wrong end", news.request_id);
+    }
     tally_.cancelled += news.end == Reason::Cancelled;
     ++tally_.requests;
     sent_.erase(found);
