@@ -46,6 +46,8 @@ def build_engine(
     config: EngineConfig,
     returning_bytes: int = 0,  # noqa: ARG001
     patience_s: float = 0.0,  # noqa: ARG001
+    *,
+    kv_file: Any = None,  # noqa: ARG001
 ) -> Any:
     """What ``weft.engine.process`` asks of an engine."""
     folder = resolve_model(config.model, offline=True)
@@ -76,6 +78,7 @@ def build_engine(
         settled=True,
         worked=lambda: None,
         start_disk=lambda arrived: None,  # noqa: ARG005
+        adopt_kv=lambda: None,
         start_places=lambda: None,
         save_prefixes=lambda: None,
         host_attention=dict,

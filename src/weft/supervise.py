@@ -117,6 +117,7 @@ async def _supervise(
     start: Starter,
 ) -> int:
     from weft.engine.keeper import EngineKeeper
+    from weft.engine.kv_file import create_kv_file
     from weft.engine.links import EngineLinks
     from weft.ring.segment import ring_of
     from weft.ring.target_board import create_target_board
@@ -128,7 +129,8 @@ async def _supervise(
     planes = options.frontends or 1
     rings = [ring_of(config) for _ in range(planes + 1)]  # the last one is for batches
     boards = Boards(create_board(planes + 1), create_quota_board(planes), create_target_board())
-    links = EngineLinks(rings, boards.targets, beat_s(options.watchdog_s, options.stalled_s))
+    beat = beat_s(options.watchdog_s, options.stalled_s)
+    links = EngineLinks(rings, boards.targets, beat, create_kv_file())
     engines = EngineKeeper(
         settings, links, start, standby=options.standby, watchdog_s=options.watchdog_s
     )

@@ -188,6 +188,25 @@ def priorities(process: psutil.Process) -> set[int]:
     return {os.getpriority(os.PRIO_PROCESS, thread.id) for thread in process.threads()}
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+@pytest.mark.parametrize("standby", ["--standby", "--no-standby"])
+def test_kv_outlives_an_engine_that_was_killed_from_outside(tmp_path, standby, number):
+    """One that ended by its own fault may have written anything: its KV is computed again."""
+    with serving(tmp_path, standby) as server:
+        undisturbed = [stream.outcome() for stream in start(server, 4)]
+        eventually(
+            lambda: standby == "--no-standby" or "weft-standby" in server.children(), START_S
+        )
+        for kills in (1, 2):
+            streams = start(server, 4)
+            eventually(lambda streams=streams: said(streams) > 4 * 20, START_S)
+            engine(server).send_signal(number)
+            assert [stream.outcome() for stream in streams] == undisturbed
+            eventually(lambda kills=kills: metric(server, RESTARTS) == kills, START_S)
+        kept = [line for line in server.errors.read_text().splitlines() if "blocks of KV" in line]
+        assert len(kept) == (2 if number == signal.SIGKILL else 0)
+
+
 def test_a_killed_request_plane_disturbs_no_other(tmp_path):
     """Nor are the tokens forgotten of streams that go on; a plane shows its counts now and then."""
     with serving(tmp_path, "--frontends", "2", **MODELLED) as server:

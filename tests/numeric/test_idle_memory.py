@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import mmap
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from weft.core.errors import InvariantError
 from weft.engine.idle import PAUSE_S, SAVE_S, IdleMemory
-from weft.exec.memory import give_back
+from weft.engine.kv_file import create_kv_file
+from weft.exec.memory import Arena, give_back, map_file
 from weft.exec.store import KVStore
 from weft.kernels.arrays import address
 from weft.kv.pool import BlockPool
@@ -35,6 +39,25 @@ def make_store() -> KVStore:
     return KVStore([group], [BLOCKS], BLOCK, "bfloat16")
 
 
+def make_shared_store() -> Iterator[KVStore]:
+    """A store in a file without a name, as KV that outlives its engine has it."""
+    fd = create_kv_file()
+    nbytes = 4 * BLOCKS * 4096
+    os.ftruncate(fd, nbytes)
+    group = KVGroup("full", (0, 1), None, HEADS, SIZE)
+    memory = Arena(map_file(fd, nbytes))
+    yield KVStore([group], [BLOCKS], BLOCK, "bfloat16", memory, shared=True)
+    os.close(fd)
+
+
+@pytest.fixture(params=["private", "shared"])
+def store(request: pytest.FixtureRequest) -> Iterator[KVStore]:
+    if request.param == "private":
+        yield make_store()
+    else:
+        yield from make_shared_store()
+
+
 def size_of(store: KVStore) -> int:
     return sum(resident(tensor) for tensor in store.tensors(0))
 
@@ -44,8 +67,7 @@ def write(store: KVStore, blocks: range) -> None:
         tensor[blocks.start : blocks.stop] = 1.0
 
 
-def test_memory_is_taken_when_it_is_written():
-    store = make_store()
+def test_memory_is_taken_when_it_is_written(store):
     whole = sum(tensor.nbytes for tensor in store.tensors(0))
     assert whole == 128 * MIB
     assert size_of(store) == 0
@@ -53,8 +75,7 @@ def test_memory_is_taken_when_it_is_written():
     assert 0 < size_of(store) <= 4 * 2 * MIB  # a large page of each
 
 
-def test_blocks_that_hold_nothing_are_zeros_without_memory():
-    store = make_store()
+def test_blocks_that_hold_nothing_are_zeros_without_memory(store):
     write(store, range(BLOCKS))
     assert size_of(store) == 128 * MIB
     held = [3, 4, 4000]
@@ -178,6 +199,20 @@ def test_prefixes_are_saved_once_though_measurements_write_blocks():
     assert len(saves) == 1
     memory.busy()
     assert not memory.saved
+
+
+def test_a_second_map_of_the_file_has_the_same_blocks():
+    fd = create_kv_file()
+    os.ftruncate(fd, 2**20)
+    first, second = (Arena(map_file(fd, 2**20)) for _ in range(2))
+    for shape, dtype in (((3, 100), "bfloat16"), ((5, 7), "float32")):
+        one, other = first(shape, dtype), second(shape, dtype)
+        one[1] = 2.5
+        assert bool((other[1] == 2.5).all())
+        assert not other[2].any()
+    with pytest.raises(InvariantError, match="do not fit"):
+        first((2**20,), "uint8")
+    os.close(fd)
 
 
 def test_memory_that_cannot_be_given_is_an_error():

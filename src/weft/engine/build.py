@@ -38,6 +38,7 @@ from weft.engine.devices import (
 )
 from weft.engine.host_tier import counted, describe_host_attention
 from weft.engine.idle import IdleMemory
+from weft.engine.kept_kv import KeptKV, KVFile, map_kept_kv
 from weft.engine.model import (
     Model,
     check_host_memory,
@@ -92,6 +93,7 @@ class Engine:
         start_s: seconds from the settings to each part of the start, ``ready`` being the end.
         saver: saves cached prefixes to disk; None without a disk.
         host_costs: which costs of the host tier are planned with; empty if none are.
+        kept_kv: the memory of KV that outlives this engine; None where it does not.
     """
 
     model: Model
@@ -105,6 +107,7 @@ class Engine:
     start_s: Mapping[str, float]
     saver: PrefixSaver | None = None
     host_costs: str = ""
+    kept_kv: KeptKV | None = None
     started_ns: int = field(default_factory=time.monotonic_ns)
 
     def keep_weights(self) -> None:
@@ -115,6 +118,11 @@ class Engine:
     def writes_weights(self) -> bool:
         """Whether weights that are to be kept are still being written."""
         return self.kept is not None and not self.kept.join(0)
+
+    def adopt_kv(self) -> None:
+        """Find the KV of the engine before this one, which must be dead, and leave one's own."""
+        if self.kept_kv is not None:
+            self.kept_kv.adopt(self.scheduler.cache)
 
     def start_disk(self, arrived: Callable[[], None]) -> None:
         """Use the prefix cache on disk from now on, if there is one.
@@ -203,6 +211,7 @@ def build_engine(
     returning_bytes: int = 0,
     patience_s: float = 0.0,
     *,
+    kv_file: KVFile | None = None,
     unprofiled: bool = False,
 ) -> Engine:
     """Load the model and put scheduler and executor around it.
@@ -210,6 +219,7 @@ def build_engine(
     Args:
         returning_bytes: memory that another engine gives back before this one is used.
         patience_s: with another engine that writes the packed weights just now.
+        kv_file: for KV that is to outlive the engine.
         unprofiled: schedule as FCFS, whatever is set, as there are no costs yet.
 
     Raises:
@@ -237,9 +247,11 @@ def build_engine(
     rows = GrammarRows(grammars)
     threads = plan_threads(config, this_machine())
     kept = _kept_weights(config, threads, patience_s)
+    with allocating(f"KV ({format_bytes(resolved.kv_bytes)})", FOR_KV):
+        kept_kv = map_kept_kv(kv_file, config, resolved, model, threads.spread)
     executor: Executor
     if config.tensor_parallel == 1:
-        executor = _executor(config, resolved, model, rows, watch, kept, threads, disk)
+        executor = _executor(config, resolved, model, rows, watch, kept, threads, disk, kept_kv)
     else:
         decided = replace(
             config,
@@ -271,7 +283,7 @@ def build_engine(
         idle = IdleMemory(executor.store, config.kv_idle_s, save=save)
     return Engine(
         model, resolved, resources, scheduler, executor, grammars, idle, kept, watch.seconds, saver,
-        describe_host_costs(cost),
+        describe_host_costs(cost), kept_kv,
     )  # fmt: skip
 
 
@@ -333,6 +345,7 @@ def _executor(
     kept: KeptWeights | None,
     threads: ThreadPlan,
     disk: DiskCache | None = None,
+    kept_kv: KeptKV | None = None,
 ) -> Executor:
     """Load the model, or a rank's part of it, and put an executor around it.
 
@@ -354,8 +367,15 @@ def _executor(
     groups = model.rank_spec.kv_groups
     kv_dtype = cache_dtype(config.kv_name(model.dtype))
     with within(f"KV ({format_bytes(resolved.kv_bytes)})", FOR_KV):
-        memory = kv_memory(decoder, threads.spread)
-        store = KVStore(groups, resolved.group_blocks, resolved.block_size, kv_dtype, memory)
+        memory = kv_memory(decoder, threads.spread) if kept_kv is None else kept_kv.arena
+        store = KVStore(
+            groups,
+            resolved.group_blocks,
+            resolved.block_size,
+            kv_dtype,
+            memory,
+            shared=kept_kv is not None,
+        )
     blocks_per_row = -(-resolved.max_model_len // resolved.block_size)
     with within("the buffers of steps", FOR_STEPS):
         table = InputBatch(

@@ -19,6 +19,7 @@ from weft.core.errors import (
 )
 from weft.core.process import STALLED, Backoff, beat_s, exited, start_child
 from weft.core.served import ServedModel
+from weft.engine.kv_file import forget_kv
 from weft.engine.links import EngineLinks
 from weft.engine.machine import available_memory
 from weft.engine.remote import EngineProcess
@@ -65,6 +66,7 @@ class EngineKeeper:
     ) -> None:
         self._reserve = Reserve(settings, links, start, forking=standby is not False)
         self._pages = [Page(ring.memory) for ring in links.rings]
+        self._kv = links.kv
         self._standby = standby
         self._asked = standby is not None
         self._watchdog_s = watchdog_s
@@ -116,6 +118,8 @@ class EngineKeeper:
                 page.not_ready()
             if code == -signal.SIGBUS:
                 self._pack_again()
+            if code != -signal.SIGKILL:
+                self._forget_kv()
             if self._active.killed_for_memory(code):
                 self._blame_memory()
             elif code == -signal.SIGKILL and not self._gave_up:
@@ -195,6 +199,11 @@ class EngineKeeper:
         )
         self._since = time.monotonic()
 
+    def _forget_kv(self) -> None:
+        """Drop what the last engine has left: it may be wrong after a fault of its own."""
+        if self._kv is not None:
+            forget_kv(self._kv)
+
     def _pack_again(self) -> None:
         """From now on engines read the checkpoint: their mapped weights could not be read."""
         if self._reserve.settings.get("packed_cache") != 0:
@@ -227,7 +236,8 @@ class EngineKeeper:
         self._keep_less()
 
     def _keep_less(self) -> None:
-        """From now on a standby is kept only if it is set explicitly."""
+        """Drop the KV; from now on a standby is kept only if it is set explicitly."""
+        self._forget_kv()
         self._reserve.standby = self._reserve.standby and self._asked
 
     async def _take_over(self, engine: EngineProcess) -> None:

@@ -49,7 +49,7 @@ def open_prefix_disk(
             param="kv_disk_size",
         )
     files = BlockFiles(
-        Path(config.kv_disk), config.kv_disk_size, _identity(config, resolved, model)
+        Path(config.kv_disk), config.kv_disk_size, kv_identity(config, resolved, model)
     )
     return DiskCache(files, sizes)
 
@@ -61,7 +61,7 @@ def describe_disk(config: EngineConfig) -> str:
     return f"cached prefixes kept in {config.kv_disk}, {format_bytes(config.kv_disk_size)} at most"
 
 
-def _identity(config: EngineConfig, resolved: ResolvedConfig, model: Model) -> bytes:
+def kv_identity(config: EngineConfig, resolved: ResolvedConfig, model: Model) -> bytes:
     """A digest of all that the KV of given tokens depends on."""
     parts = {
         "weft": __version__,

@@ -1,7 +1,7 @@
 """The engine process: builds the engine, then serves rings until it receives a stop signal.
 
-    python -m weft.engine.process --ring FDS [...] [--targets FD] [--beat-s S] --report FD
-                                  --parent PID
+    python -m weft.engine.process --ring FDS [...] [--targets FD] [--kv FD] [--beat-s S]
+                                  --report FD --parent PID
     python -m weft.engine.process --fork-for FD
 
 The second form is a fork server, which becomes an engine in every process that it forks.
@@ -94,6 +94,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--ring", action="append")
     parser.add_argument("--targets", type=int)
+    parser.add_argument("--kv", type=int)
     parser.add_argument("--report", type=int)
     parser.add_argument("--parent", type=int)
     parser.add_argument("--beat-s", type=float, default=BEAT_S)
@@ -117,7 +118,7 @@ def _run(options: argparse.Namespace) -> NoReturn:
         config = EngineConfig.from_mapping(orders.settings)
         set_up_logs("engine", log_level(config.log_level), config.log_format)
         patience_s = STANDBY_PATIENCE_S if options.standby else 0.0
-        engine, choice, served = _build(config, options.returning_bytes, patience_s, laps)
+        engine, choice, served = _build(config, options, patience_s, laps)
         _tell(report, {"served": served})
         orders.go.wait()
         if options.standby:
@@ -125,6 +126,7 @@ def _run(options: argparse.Namespace) -> NoReturn:
             if choice is not None:
                 engine.scheduler = choice.look(engine.scheduler) or engine.scheduler
         set_process_title("weft-engine")
+        engine.adopt_kv()
         inbox = RingInbox(
             [RingFds.parse(text) for text in options.ring],
             vocab_size=engine.model.spec.vocab_size,
@@ -192,12 +194,14 @@ class _Orders:
 
 
 def _build(
-    config: EngineConfig, returning_bytes: int, patience_s: float, laps: Laps
+    config: EngineConfig, options: argparse.Namespace, patience_s: float, laps: Laps
 ) -> tuple[Engine, PolicyChoice | None, str]:
     from weft.engine.build import build_engine, choose_policy, describe_served
+    from weft.engine.kept_kv import KVFile
 
     laps.mark("imports")
-    engine = build_engine(config, returning_bytes, patience_s)
+    kv_file = None if options.kv is None else KVFile(options.kv, in_use=options.standby)
+    engine = build_engine(config, options.returning_bytes, patience_s, kv_file=kv_file)
     config.check_ring(engine.resolved.max_model_len)
     choice = choose_policy(config, engine) if config.scheduler == "auto" else None
     served = describe_served(config, engine)

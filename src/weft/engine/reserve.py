@@ -12,6 +12,7 @@ from weft.core.early import Starter
 from weft.core.errors import EngineDeadError, WeftError
 from weft.core.process import Backoff, describe_exit, exited
 from weft.engine.forkserver import ForkServer
+from weft.engine.kv_file import used_bytes
 from weft.engine.links import EngineLinks
 from weft.engine.machine import resident_bytes
 from weft.engine.remote import EngineProcess
@@ -91,7 +92,8 @@ class Reserve:
         if self._forks is None or not self._forks.soon:
             self._drop_forks()
             self._forks = self._fork_server(background=False)
-        return await self._fork(self._forks, patience_s=patience_s)
+        kept = 0 if self._links.kv is None else used_bytes(self._links.kv)
+        return await self._fork(self._forks, patience_s=patience_s, returning_bytes=kept)
 
     async def keep(self, active: EngineProcess) -> None:
         """Start again what is missing. To be called while an engine serves.
@@ -130,6 +132,7 @@ class Reserve:
         if self._spare is None and self._spare_pause.over and self._forks and self._forks.ready:
             self._spare_pause.end()
             returning = resident_bytes(active.process.pid)
+            returning += 0 if self._links.kv is None else used_bytes(self._links.kv)
             self._spare = await self._fork(self._forks, standby=True, returning_bytes=returning)
 
     async def _fork(self, forks: ForkServer, **how: Any) -> EngineProcess:

@@ -15,14 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.exec.input_batch import InputBatch
+from weft.exec.memory import Arena
 from weft.exec.places import RemotePlaces
 from weft.exec.store import KVStore
-from weft.kernels.arrays import Array
 from weft.kernels.cpu.host import HostLayer, HostMailbox, HostWorker, SharedMemory
 from weft.kernels.cpu.host_process import HostProcess
 from weft.models.decoder import Decoder
 
-ALIGNMENT = 4096  # bytes between arrays in shared memory
 ABORT_S = 1.0  # that a call which computes aborted rows may take, before its process is killed
 CALL_S = 5.0  # that the results of a layer may take at first, before its process is killed
 CHECK_S = 0.1  # between looks at whether there still is a worker
@@ -178,20 +177,9 @@ def shared_store(store: KVStore, num_blocks: Seq[int]) -> tuple[KVStore, SharedM
         ConfigError: there is not so much memory.
     """
     sizes = [
-        _padded(tensor.nbytes // len(tensor) * blocks)
+        tensor.nbytes // len(tensor) * blocks
         for group, blocks in enumerate(num_blocks)
         for tensor in store.tensors(group)
     ]
-    shared, used = SharedMemory.create("weft-host-kv", sum(sizes)), 0
-
-    def memory(shape: Seq[int], dtype: str) -> Array:
-        nonlocal used
-        array = shared.array(used, shape, dtype)
-        used += _padded(array.nbytes)
-        return array
-
-    return store.like(num_blocks, memory), shared
-
-
-def _padded(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
+    shared = SharedMemory.create("weft-host-kv", Arena.room(sizes))
+    return store.like(num_blocks, Arena(shared.array(0, (len(shared),), "uint8"))), shared

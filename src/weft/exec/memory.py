@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import mmap
 import os
 import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core.errors import OutOfMemoryError
+from weft.core.errors import InvariantError, OutOfMemoryError
 from weft.core.settings import format_bytes
+from weft.kernels.arrays import numpy_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,6 +28,47 @@ def host_zeros(nbytes: int) -> NDArray[np.uint8]:
     Large pages if possible. Writing zeros to all of the memory took most of the start.
     """
     return np.frombuffer(_pages(nbytes), np.uint8)[:nbytes]
+
+
+def map_file(fd: int, nbytes: int) -> NDArray[np.uint8]:
+    """Return the first bytes of a file [nbytes] uint8, which all that map them write and read.
+
+    Raises:
+        OSError: they cannot be mapped.
+    """
+    pages = mmap.mmap(fd, nbytes)
+    _want_large(pages)
+    return np.frombuffer(pages, np.uint8)
+
+
+class Arena:
+    """Hands out memory array by array, each from the beginning of a page.
+
+    Args:
+        data: [nbytes] uint8.
+    """
+
+    def __init__(self, data: NDArray[np.uint8]) -> None:
+        self._data, self._used = data, 0
+
+    def __call__(self, shape: Sequence[int], dtype: str) -> NDArray[Any]:
+        """Return the next array.
+
+        Raises:
+            InvariantError: it does not fit in.
+        """
+        kind = numpy_dtype(dtype)
+        size = math.prod(shape) * kind.itemsize
+        if size > len(self._data) - self._used:
+            raise InvariantError(f"{size} bytes do not fit into {len(self._data)}")
+        array = self._data[self._used : self._used + size].view(kind).reshape(tuple(shape))
+        self._used += self.room((size,))
+        return array
+
+    @staticmethod
+    def room(sizes: Iterable[int]) -> int:
+        """Bytes of an arena for arrays of these sizes in bytes."""
+        return sum(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in sizes)
 
 
 def pinned_zeros(nbytes: int) -> Tensor:
@@ -52,11 +96,12 @@ def pinned_zeros(nbytes: int) -> Tensor:
     return data[:nbytes]
 
 
-def give_back(start: int, nbytes: int) -> int:
+def give_back(start: int, nbytes: int, *, shared: bool = False) -> int:
     """Give whole pages back to the system, which are zeros until they are written again.
 
     Args:
         start: an address in memory of ``host_zeros``, from which nothing is needed any more.
+        shared: it is of ``map_file``, and nobody else needs anything either.
 
     Returns:
         How many bytes were given: those of the pages that lie wholly within.
@@ -65,7 +110,7 @@ def give_back(start: int, nbytes: int) -> int:
     size = (start + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - first
     if size <= 0:
         return 0
-    if _madvise(first, size, mmap.MADV_DONTNEED):
+    if _madvise(first, size, mmap.MADV_REMOVE if shared else mmap.MADV_DONTNEED):
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))
     return size
@@ -80,6 +125,10 @@ def _madvise(start: int, size: int, advice: int) -> int:
 def _pages(nbytes: int) -> mmap.mmap:
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     pages = mmap.mmap(-1, max(1, nbytes), flags=flags)
+    _want_large(pages)
+    return pages
+
+
+def _want_large(pages: mmap.mmap) -> None:
     with contextlib.suppress(OSError):  # a kernel without large pages
         pages.madvise(mmap.MADV_HUGEPAGE)
-    return pages

@@ -29,12 +29,26 @@ def host_memory(shape: Seq[int], dtype: str, nodes: Seq[int] = ()) -> Array:
     return zeros.view(kind).reshape(tuple(shape))
 
 
+def tensor_shapes(
+    groups: Seq[KVGroup], num_blocks: Seq[int], block_size: int, dtype: str
+) -> list[tuple[int, ...]]:
+    """Return the shapes of all arrays of a store, in the order in which it makes them."""
+    return [
+        (blocks, group.num_kv_heads, block_size, row_size(dtype, group.head_dim))
+        for group, blocks in zip(groups, num_blocks, strict=True)
+        for _ in range(2 * len(group.layers))
+    ]
+
+
 class KVStore:
     """Memory for the KV blocks of every group.
 
     ``keys[group][i]`` and ``values[group][i]`` are [num_blocks, Hkv, block_size, D] arrays of the
     group's i-th layer; of 8-bit types [num_blocks, Hkv, block_size, D + 4], a block's scales
     included (``kernels.kv_storage``).
+
+    Args:
+        shared: the memory is a file's, which other processes may map.
     """
 
     def __init__(
@@ -44,16 +58,17 @@ class KVStore:
         block_size: int,
         dtype: str,
         memory: Memory = host_memory,
+        *,
+        shared: bool = False,
     ) -> None:
         self.block_size = block_size
-        self._memory = memory
+        self._memory, self._shared = memory, shared
         self.keys: list[list[Array]] = []
         self.values: list[list[Array]] = []
-        for group, blocks in zip(groups, num_blocks, strict=True):
-            row = row_size(dtype, group.head_dim)
-            shape = (blocks, group.num_kv_heads, block_size, row)
+        shapes = iter(tensor_shapes(groups, num_blocks, block_size, dtype))
+        for group in groups:
             for tensors in (self.keys, self.values):
-                tensors.append([memory(shape, dtype) for _ in group.layers])
+                tensors.append([memory(next(shapes), dtype) for _ in group.layers])
 
     def tensors(self, group: int) -> tuple[Array, ...]:
         """Keys and values of every layer of the group."""
@@ -78,7 +93,10 @@ class KVStore:
         runs = list(_runs(blocks))
         for tensor in self.tensors(group):
             size, start = tensor.nbytes // len(tensor), address(tensor)
-            yield sum(give_back(start + first * size, count * size) for first, count in runs)
+            yield sum(
+                give_back(start + first * size, count * size, shared=self._shared)
+                for first, count in runs
+            )
 
     def like(self, num_blocks: Seq[int], memory: Memory | None = None) -> KVStore:
         """Return a store of the same groups and layers, which starts as zeros.

@@ -31,6 +31,7 @@ from weft.kv.hashing import HashChain
 from weft.kv.host_prefixes import HostPrefixes
 from weft.kv.lower_prefixes import LowerPrefixes
 from weft.kv.pool import BlockPool
+from weft.kv.record import BlockRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,8 +382,18 @@ class KVCache:
 
     def take_zero(self) -> tuple[tuple[int, int], ...]:
         """Return (group, block) pairs that the next launched step must zero first."""
-        zero, self._zero = tuple(self._zero), []
-        return zero
+        zero, self._zero = self._zero, []
+        for index, pool in enumerate(self.pools):
+            zero += [(index, block) for block in pool.take_unclean()]
+        return tuple(zero)
+
+    def keep(self, records: Seq[BlockRecord]) -> int:
+        """Continue with what is recorded of the blocks, and keep the records from now on.
+
+        Returns:
+            How many blocks are cached.
+        """
+        return sum(pool.keep(record) for pool, record in zip(self.pools, records, strict=True))
 
     # -- moving ---------------------------------------------------------------------------------
 

@@ -211,7 +211,7 @@ class LowerPrefixes:
             hashes = cache.block_hashes(sequence.id, index, sequence.tokens, last)
             for position in range(self._first(group, hit, upto), last):
                 block, block_hash = table.blocks[index][position], hashes[position]
-                cache.pools[index].register_hash(block, block_hash)
+                cache.pools[index].register_hash(block, block_hash, written=False)
                 if self.host is not None and (index, block_hash) not in read:
                     self.host.fill((index, block_hash), block)
                     filled += 1

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
 from weft.core.errors import InvariantError
+from weft.kv.record import BlockRecord
 
 
 class BlockPool:
@@ -29,6 +30,34 @@ class BlockPool:
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
+        self._record: BlockRecord | None = None
+        self._unclean: set[int] = set()
+        self._to_zero: list[int] = []
+
+    def keep(self, record: BlockRecord) -> int:
+        """Continue with what a record says of the blocks, and keep the record from now on.
+
+        The content that it knows is cached. All else that was written is zeroed before it is used.
+
+        Returns:
+            How many blocks are cached.
+
+        Raises:
+            InvariantError: blocks were handed out before.
+        """
+        if len(self._free) != self.num_blocks or record.num_blocks != self.num_blocks:
+            raise InvariantError("only a pool that is new can continue with a record")
+        self._record, self._unclean = record, record.written()
+        for block, block_hash in record.full():
+            self.register_hash(block, block_hash)
+            self._cached[block] = None
+        self._free = [block for block in self._free if block not in self._cached]
+        return len(self._cached)
+
+    def take_unclean(self) -> list[int]:
+        """Blocks handed out since the last call that must be zeroed before they are written."""
+        unclean, self._to_zero = self._to_zero, []
+        return unclean
 
     @property
     def available(self) -> int:
@@ -49,6 +78,11 @@ class BlockPool:
             block = free.pop() if free else self._evict()
             self._references[block] = 1
             blocks.append(block)
+        if self._record is not None:
+            self._record.write(blocks)
+            if self._unclean:
+                self._to_zero += [block for block in blocks if block in self._unclean]
+                self._unclean.difference_update(blocks)
         return tuple(blocks)
 
     def _evict(self) -> int:
@@ -66,6 +100,7 @@ class BlockPool:
         Raises:
             InvariantError: a block is held.
         """
+        blocks = tuple(blocks)
         for block in blocks:
             if self._references[block]:
                 raise InvariantError(f"block {block} is held and cannot be evicted")
@@ -73,6 +108,8 @@ class BlockPool:
                 del self._cached[block]
                 del self._block_of[self._hash_of.pop(block)]
                 self._free.append(block)
+        if self._record is not None:
+            self._record.write(blocks)
 
     def forget(self) -> None:
         """Make the content of all cached blocks impossible to find, and the blocks free."""
@@ -97,14 +134,19 @@ class BlockPool:
             del self._cached[block]
         self._references[block] += 1
 
-    def register_hash(self, block: int, block_hash: bytes) -> None:
+    def register_hash(self, block: int, block_hash: bytes, *, written: bool = True) -> None:
         """Record the content of a full block, which is immutable from now on.
 
         If another block has the same content already, that one stays the one to be found.
+
+        Args:
+            written: all of it; else the next step writes it, and it does not outlive this engine.
         """
         if block_hash not in self._block_of:
             self._block_of[block_hash] = block
             self._hash_of[block] = block_hash
+            if written and self._record is not None:
+                self._record.fill(block, block_hash)
 
     def release(self, block: int) -> None:
         """Release one reference; content that can be found again stays cached."""
@@ -123,6 +165,8 @@ class BlockPool:
         block_hash = self._hash_of.pop(block, None)
         if block_hash is not None:
             del self._block_of[block_hash]
+            if self._record is not None:
+                self._record.write((block,))
         return self._references[block] == 1
 
     def references(self, block: int) -> int:
@@ -147,6 +191,9 @@ class BlockPool:
             raise InvariantError("hash index and block hashes differ")
         if any(block not in self._hash_of for block in self._cached):
             raise InvariantError("a cached block has no hash")
+        recorded = {} if self._record is None else dict(self._record.full())
+        if not recorded.items() <= self._hash_of.items():
+            raise InvariantError("the record knows content that cannot be found")
 
 
 def fullest(pools: Iterable[BlockPool]) -> BlockPool:

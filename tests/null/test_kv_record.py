@@ -1,0 +1,212 @@
+"""KV that outlives its engine: what the next one finds is true, whenever the last was killed."""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from depth import searching
+from weft.core.errors import InvariantError
+from weft.engine.kv_file import create_kv_file, fits, forget_kv, make_fit, used_bytes
+from weft.kv.cache import GroupSpec, KVCache
+from weft.kv.pool import BlockPool
+from weft.kv.record import BlockRecord
+
+BLOCKS = 6
+FULL, SLIDING = GroupSpec("full", 4, 16), GroupSpec("sliding", 4, 12, window=6)
+
+
+def empty_record(num_blocks: int = BLOCKS) -> bytearray:
+    return bytearray(BlockRecord.nbytes(num_blocks))
+
+
+def recording(memory: bytearray, num_blocks: int = BLOCKS) -> tuple[BlockPool, int]:
+    pool = BlockPool(num_blocks)
+    return pool, pool.keep(BlockRecord(memoryview(memory), num_blocks))
+
+
+def digest(number: int) -> bytes:
+    return number.to_bytes(16)
+
+
+def test_the_next_pool_finds_what_was_full_and_cleans_what_was_written():
+    memory = empty_record()
+    pool, kept = recording(memory)
+    assert kept == 0
+    blocks = pool.allocate(4)
+    assert blocks == (0, 1, 2, 3)
+    pool.register_hash(0, digest(7))
+    pool.register_hash(2, digest(9))
+    pool.register_hash(3, digest(11), written=False)  # its content comes with the next step
+    pool.check(dict.fromkeys(blocks, 1))
+
+    heir, kept = recording(memory)
+    assert kept == 2
+    assert (heir.find(digest(7)), heir.find(digest(9)), heir.find(digest(11))) == (0, 2, None)
+    heir.check({})
+    assert heir.held == 0
+    assert heir.take_unclean() == []
+    assert heir.allocate(3) == (1, 3, 4)
+    assert heir.take_unclean() == [1, 3], "nobody has written block 4"
+    assert heir.allocate(3) == (5, 0, 2), "kept blocks go last"
+    assert heir.take_unclean() == []
+    assert recording(memory)[1] == 0
+
+
+def test_only_a_new_pool_of_this_size_continues_with_a_record():
+    pool = BlockPool(BLOCKS)
+    pool.allocate(1)
+    with pytest.raises(InvariantError, match="new"):
+        pool.keep(BlockRecord(memoryview(empty_record()), BLOCKS))
+    with pytest.raises(InvariantError, match="new"):
+        BlockPool(BLOCKS + 1).keep(BlockRecord(memoryview(empty_record()), BLOCKS))
+
+
+def test_a_record_of_content_that_is_gone_is_damage():
+    memory = empty_record()
+    pool, _ = recording(memory)
+    BlockRecord(memoryview(memory), BLOCKS).fill(0, digest(1))
+    with pytest.raises(InvariantError, match="record"):
+        pool.check({})
+
+
+class Watched(BlockRecord):
+    """Compares the record with the content of the blocks after each single change of it."""
+
+    def __init__(self, memory: bytearray, content: dict[int, bytes]) -> None:
+        super().__init__(memoryview(memory), BLOCKS)
+        self._content = content
+
+    def write(self, blocks):
+        for block in blocks:
+            super().write((block,))
+            self.look()
+
+    def fill(self, block, block_hash):
+        super().fill(block, block_hash)
+        self.look()
+
+    def look(self) -> None:
+        for block, block_hash in self.full():
+            assert self._content.get(block) == block_hash
+
+
+OPERATION = st.tuples(
+    st.sampled_from(["take", "fill", "load", "step", "release", "share", "evict", "invalidate"]),
+    st.integers(0, 5),
+)
+
+
+@given(st.lists(OPERATION, max_size=60), st.sampled_from(range(1, 60)))
+@searching(300)
+def test_a_record_never_says_more_than_is_true(operations, death):
+    """Blocks are written only by whoever took them; the engine dies now and then."""
+    memory, content = empty_record(), {}
+    names = iter(range(10**6))
+
+    def engine() -> tuple[BlockPool, list[int], dict[int, bytes]]:
+        pool = BlockPool(BLOCKS)
+        record = Watched(memory, content)
+        record.look()
+        kept = pool.keep(record)
+        assert kept == len(list(record.full()))
+        return pool, [], {}
+
+    pool, held, loading = engine()
+    for moment, (operation, number) in enumerate(operations, 1):
+        block = held[number % len(held)] if held else None
+        if operation == "take" and (taken := pool.allocate(1 + number % 3)) is not None:
+            held += taken
+            content.update(dict.fromkeys(taken, b"torn"))
+        elif operation == "step":
+            content.update(loading)
+            loading.clear()
+        elif operation == "share" and (found := [b for b, _ in pool.cached()]):
+            pool.share(found[0])
+            held.append(found[0])
+        elif operation == "evict":
+            pool.forget()
+        elif block is None:
+            continue
+        elif operation == "fill" and content[block] == b"torn" and block not in loading:
+            content[block] = digest(next(names))
+            pool.register_hash(block, content[block])
+        elif operation == "load" and content[block] == b"torn" and block not in loading:
+            loading[block] = digest(next(names))
+            pool.register_hash(block, loading[block], written=False)
+        elif operation == "release" and not loading:
+            held.remove(block)
+            pool.release(block)
+        elif operation == "invalidate":
+            pool.invalidate(block)
+        pool.check({one: held.count(one) for one in held})
+        if moment == death:
+            pool, held, loading = engine()
+
+
+@pytest.mark.parametrize("groups", [[FULL], [SLIDING], [FULL, SLIDING]])
+def test_sequences_go_on_where_the_last_engine_was_killed(groups):
+    memories = [empty_record(group.num_blocks) for group in groups]
+
+    def engine() -> KVCache:
+        cache = KVCache(groups)
+        cache.keep(
+            [
+                BlockRecord(memoryview(memory), group.num_blocks)
+                for memory, group in zip(memories, groups, strict=True)
+            ]
+        )
+        return cache
+
+    def grown(cache: KVCache, tokens: list[int]) -> int:
+        cache.register(1, b"")
+        hit = cache.find_prefix(1, tokens)
+        cache.open(1, hit)
+        assert cache.extend(1, len(tokens)) is not None
+        cache.commit(1, tokens, len(tokens))
+        cache.check()
+        return hit
+
+    tokens = list(range(18))
+    assert grown(engine(), tokens) == 0
+    heir = engine()
+    assert grown(heir, [*tokens, 7]) == 16
+    assert heir.take_zero() == tuple(
+        (index, block) for index, _ in enumerate(groups) for block in (4,)
+    ), "the block that was being filled"
+    other = [0, *tokens]
+    assert grown(engine(), other) == 0, "other tokens have other hashes"
+
+
+def test_a_file_is_empty_for_other_kv_and_when_it_is_forgotten():
+    fd, size, identity = create_kv_file(), 2**20, b"0123456789abcdef"
+    try:
+        assert not fits(fd, identity, size)
+        make_fit(fd, identity, size)
+        mapped = mmap.mmap(fd, size)
+        mapped[5000:5004] = b"full"
+        make_fit(fd, identity, size)
+        assert fits(fd, identity, size)
+        assert mapped[5000:5004] == b"full"
+        assert not fits(fd, identity, 2 * size)
+        assert used_bytes(fd) >= 4096
+        forget_kv(fd)
+        assert mapped[5000:5004] == bytes(4), "a standby has it mapped already"
+        assert fits(fd, identity, size), "and still uses it"
+        mapped[5000:5004] = b"full"
+        make_fit(fd, bytes(16), size)
+        assert mapped[5000:5004] == bytes(4)
+        mapped.close()
+    finally:
+        os.close(fd)
+
+
+def test_a_file_that_nobody_has_used_can_be_forgotten():
+    fd = create_kv_file()
+    forget_kv(fd)
+    assert used_bytes(fd) == 0
+    assert not fits(fd, b"0123456789abcdef", 4096)
