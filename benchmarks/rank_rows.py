@@ -1,4 +1,4 @@
-"""What ranks need to agree on the piggybacked rows of a step, beside a sum over ranks.
+"""The time that ranks need to agree on the piggybacked rows of a step, beside a sum over ranks.
 
     python benchmarks/rank_rows.py [--slots 128,512] [--width 512] [--rounds 2000]
         [--out benchmarks/results/rank_rows.json]

@@ -14,6 +14,7 @@ from traffic import (
     ids,
     plans,
     run,
+    run_with_deaths,
     traffic,
     worlds,
 )
@@ -45,6 +46,17 @@ def test_a_pool_that_is_always_full_answers_everybody(data):
     world = data.draw(worlds(tight=True))
     arrivals, cancels = data.draw(traffic(world))
     requests, inbox, _ = run(world, arrivals, cancels)
+    assert_answers(world, requests, inbox, ids(cancels), set())
+
+
+@searching(600, **COMMON)
+@given(st.data())
+def test_engines_that_die_leave_kv_that_is_true(data):
+    """The model's next token depends on all KV before it, so one wrong slot is a wrong token."""
+    world = data.draw(worlds(tight=data.draw(st.booleans())))
+    arrivals, cancels = data.draw(traffic(world))
+    deaths = data.draw(st.dictionaries(st.integers(0, 60), st.integers(0, 3), max_size=6))
+    requests, inbox, _ = run_with_deaths(world, arrivals, cancels, deaths)
     assert_answers(world, requests, inbox, ids(cancels), set())
 
 

@@ -14,6 +14,7 @@ from weft.core.plan import Tier, Update
 from weft.core.types import FinishReason, Request, SamplingParams
 from weft.engine.loop import EngineLoop
 from weft.kv.cache import GroupSpec, KVCache
+from weft.kv.record import BlockRecord
 from weft.kv.tiers import TieredCache
 from weft.sched.registry import fcfs
 from weft.sched.scheduler import Limits
@@ -130,6 +131,62 @@ def run(world: World, arrivals, cancels, faulty=None, make=fcfs, step_s=0.0):
         assert all(pool.held == 0 for pool in pools)
     executor.close()
     return requests, inbox, scheduler
+
+
+def run_with_deaths(world: World, arrivals, cancels, deaths, make=fcfs):
+    """As ``run``, but in each round of ``deaths`` the engine dies, and the next one goes on.
+
+    That one has the KV of the device, the record of it, and what was published; nothing else.
+
+    Args:
+        deaths: for each such round, how many launched steps are still computed, but not collected.
+
+    Returns:
+        requests, inbox, and tokens that the next engines found computed.
+    """
+    records = [bytearray(BlockRecord.nbytes(group.num_blocks)) for group in world.groups]
+    requests = {r.id: r for batch in arrivals.values() for r in batch}
+    inbox = ScriptedInbox(dict(arrivals), dict(cancels))
+    last, found, executor = max([*arrivals, *cancels, *deaths], default=0), 0, None
+
+    def engine() -> EngineLoop:
+        nonlocal executor
+        cache, heir = world.cache(), world.executor()
+        (cache.device if world.host_blocks else cache).keep(
+            [
+                BlockRecord(memoryview(record), group.num_blocks)
+                for record, group in zip(records, world.groups, strict=True)
+            ]
+        )
+        if executor is not None:
+            heir._kv[Tier.DEVICE] = executor._kv[Tier.DEVICE]
+        executor = heir
+        return EngineLoop(world.scheduler(make, cache), heir, inbox, VirtualClock())
+
+    loop, idle = engine(), False
+    for _ in range(200_000):
+        turn = inbox.round
+        idle = not loop.step()
+        loop.scheduler.check()
+        if idle and inbox.round > last:
+            break
+        if turn in deaths:
+            found += sum(s.reused for s in loop.scheduler.sequences.running)
+            for ticket in list(loop._in_flight)[: deaths[turn]]:
+                executor.collect(ticket)
+            alive = list(loop.scheduler.sequences.by_id)
+            loop = engine()
+            for sequence_id in alive:
+                updates = inbox.updates.get(sequence_id, [])
+                if any(update.finish is not None for update in updates):
+                    continue
+                given = tuple(update.token for update in updates if update.token is not None)
+                request = requests[sequence_id]
+                loop._add(replace(request, output=(*request.output, *given)))
+    found += sum(s.reused for s in loop.scheduler.sequences.running)
+    assert loop.scheduler.idle
+    executor.close()
+    return requests, inbox, found
 
 
 def watching(make, look):

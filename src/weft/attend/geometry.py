@@ -1,4 +1,4 @@
-"""What a place must know of an engine's model to attend for it: layers, KV groups and sizes."""
+"""The facts of an engine's model with which a place attends for it: layers, KV groups, sizes."""
 
 from __future__ import annotations
 

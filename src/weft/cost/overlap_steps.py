@@ -19,8 +19,8 @@ DRAWS = 20  # random steps for each that is wanted, as not all have room for row
 IDLE = 0.15  # share of random steps with nothing for the device but these rows
 
 Splits: TypeAlias = Callable[[Fitted, Work, Seq[int], int], Seq[tuple[Seq[int], Seq[int]]]]
-"""What a scheduler compares: by costs with a host tier, the device's own work, the context of each
-decode of the host, and the most of them, it says which go into the first and the second sub-batch.
+"""The comparison of a scheduler: by costs with a host tier, the device's own work, the context of
+each decode of the host, and the most of them, it says which go into which of two sub-batches.
 """
 
 

@@ -234,7 +234,11 @@ def scattered(
     step: Step, groups: Seq[GroupRoom], block_size: int, draw: random.Random
 ) -> list[tuple[tuple[int, ...], ...]]:
     """Tables for each row and group, of blocks in random order."""
-    free = [iter(draw.sample(range(group.num_blocks), group.num_blocks)) for group in groups]
+    held = [sum(len(_held(row, group, block_size)) for row in step) for group in groups]
+    free = [
+        iter(draw.sample(range(group.num_blocks), count))
+        for group, count in zip(groups, held, strict=True)
+    ]
     return [
         tuple(
             tuple(_table(row, group, block_size, blocks))

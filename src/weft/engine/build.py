@@ -367,15 +367,10 @@ def _executor(
     groups = model.rank_spec.kv_groups
     kv_dtype = cache_dtype(config.kv_name(model.dtype))
     with within(f"KV ({format_bytes(resolved.kv_bytes)})", FOR_KV):
-        memory = kv_memory(decoder, threads.spread) if kept_kv is None else kept_kv.arena
-        store = KVStore(
-            groups,
-            resolved.group_blocks,
-            resolved.block_size,
-            kv_dtype,
-            memory,
-            shared=kept_kv is not None,
-        )
+        memory = kv_memory(decoder, threads.spread)
+        file = None if kept_kv is None else kept_kv.arena
+        sizes = resolved.group_blocks, resolved.block_size
+        store = KVStore(groups, *sizes, kv_dtype, memory, file)
     blocks_per_row = -(-resolved.max_model_len // resolved.block_size)
     with within("the buffers of steps", FOR_STEPS):
         table = InputBatch(

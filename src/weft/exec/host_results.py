@@ -1,4 +1,4 @@
-"""What host workers have computed: of the one worker of a model, or what those of all ranks have.
+"""Results of host workers: of the one worker of a model, or those that all ranks have.
 
 Rows whose attention is there go on through a layer, and every rank of a model that is cut must take
 the same ones, or sums over ranks would add rows of different sequences. The workers of the ranks

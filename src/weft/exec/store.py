@@ -48,7 +48,8 @@ class KVStore:
     included (``kernels.kv_storage``).
 
     Args:
-        shared: the memory is a file's, which other processes may map.
+        memory: for this store, and for those like it.
+        file: for this store alone: memory of a file, which other processes may map.
     """
 
     def __init__(
@@ -58,17 +59,16 @@ class KVStore:
         block_size: int,
         dtype: str,
         memory: Memory = host_memory,
-        *,
-        shared: bool = False,
+        file: Memory | None = None,
     ) -> None:
         self.block_size = block_size
-        self._memory, self._shared = memory, shared
+        self._memory, self._shared = memory, file is not None
         self.keys: list[list[Array]] = []
         self.values: list[list[Array]] = []
         shapes = iter(tensor_shapes(groups, num_blocks, block_size, dtype))
         for group in groups:
             for tensors in (self.keys, self.values):
-                tensors.append([memory(next(shapes), dtype) for _ in group.layers])
+                tensors.append([(file or memory)(next(shapes), dtype) for _ in group.layers])
 
     def tensors(self, group: int) -> tuple[Array, ...]:
         """Keys and values of every layer of the group."""

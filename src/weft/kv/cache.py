@@ -129,7 +129,7 @@ class KVCache:
         """Make the table of a sequence, sharing the blocks of its first ``hit`` tokens.
 
         Args:
-            hit: what ``find_prefix`` returned, or 0 to share nothing.
+            hit: what ``find_prefix`` or ``find_opened`` returned, or 0 to share nothing.
             loaded: tokens behind these whose blocks get content before the sequence computes.
         """
         if sequence_id in self._tables:
@@ -149,6 +149,28 @@ class KVCache:
                     raise InvariantError("the prefix cache changed between find and open")
                 pool.share(block)
                 table.blocks[index].append(block)
+            if hit % group.block_size:
+                table.blocks[index].append(pool.take_opened(sequence_id))
+            else:
+                pool.drop_opened(sequence_id)
+
+    def find_opened(self, sequence_id: int, known: int, hit: int) -> int:
+        """Extend a hit of a sequence that another engine decoded by the block that it was filling.
+
+        Args:
+            known: tokens that the other engine has given out, prompt included.
+            hit: what ``find_prefix`` returned.
+
+        Returns:
+            All tokens but the last one, or ``hit``.
+        """
+        computed = known - 1
+        found = all(
+            hit == computed // group.block_size * group.block_size
+            and pool.opened(sequence_id) == computed // group.block_size
+            for group, pool in zip(self.groups, self.pools, strict=True)
+        )
+        return computed if found else hit
 
     def find_prefix(self, sequence_id: int, tokens: Seq[int]) -> int:
         """Return the largest n with [0, n) in full groups and [n - window, n) in sliding ones.
@@ -305,6 +327,9 @@ class KVCache:
                     if blocks[position] >= 0:
                         register_hash(blocks[position], block_hashes[position])
                 table.full[index] = full
+            if computed >= known - 1 and computed // size < len(table.blocks[index]):
+                place = computed // size  # of tokens that are known once they are computed
+                self.pools[index].open(table.blocks[index][place], sequence_id, place)
             window = self.groups[index].window
             if window is not None:
                 first = self.groups[index].first_block(computed)

@@ -31,6 +31,7 @@ class BlockPool:
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
         self._record: BlockRecord | None = None
+        self._opened: dict[int, tuple[int, int]] = {}
         self._unclean: set[int] = set()
         self._to_zero: list[int] = []
 
@@ -47,12 +48,41 @@ class BlockPool:
         """
         if len(self._free) != self.num_blocks or record.num_blocks != self.num_blocks:
             raise InvariantError("only a pool that is new can continue with a record")
-        self._record, self._unclean = record, record.written()
+        self._record, self._unclean, self._opened = record, record.written(), record.opened()
         for block, block_hash in record.full():
             self.register_hash(block, block_hash)
             self._cached[block] = None
-        self._free = [block for block in self._free if block not in self._cached]
+        last = [block for _, block in self._opened.values()]
+        others = self._cached.keys() | set(last)
+        self._free = last + [block for block in self._free if block not in others]
         return len(self._cached)
+
+    def open(self, block: int, sequence_id: int, index: int) -> None:
+        """Record, if there is a record, that a sequence that decodes fills its ``index``-th block.
+
+        It is held by the sequence alone, and has no hash.
+        """
+        if self._record is not None:
+            self._record.open(block, sequence_id, index)
+
+    def opened(self, sequence_id: int) -> int:
+        """The index of the block that a sequence was filling in the engine before; -1 for none."""
+        index, block = self._opened.get(sequence_id, (-1, -1))
+        return index if block in self._unclean else -1
+
+    def take_opened(self, sequence_id: int) -> int:
+        """Hold the block that ``opened`` is about, as it is, for its sequence."""
+        _, block = self._opened.pop(sequence_id)
+        self._unclean.remove(block)
+        self._free.remove(block)
+        self._references[block] = 1
+        return block
+
+    def drop_opened(self, sequence_id: int) -> None:
+        """Forget such a block, if there is one: its sequence goes on without it."""
+        _, block = self._opened.pop(sequence_id, (-1, -1))
+        if self._record is not None and block in self._unclean:
+            self._record.write((block,))
 
     def take_unclean(self) -> list[int]:
         """Blocks handed out since the last call that must be zeroed before they are written."""
@@ -159,6 +189,8 @@ class BlockPool:
                 self._cached[block] = None
             else:
                 self._free.append(block)
+                if self._record is not None:
+                    self._record.write((block,))
 
     def invalidate(self, block: int) -> bool:
         """Make the content of a held block impossible to find; whether only one table holds it."""

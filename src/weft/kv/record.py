@@ -2,20 +2,23 @@
 
 It lies in the same memory as the blocks, beside them. An engine may be killed between any two
 writes, so the record never says more than is true: a block is recorded as full when all of its
-content is written, and as written before anything in it changes.
+content is written, and as written before anything in it changes. The block that a sequence is
+filling has the KV of all tokens whose successor is known.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from struct import Struct
 
 from weft.kv.hashing import HASH_BYTES
 
-WRITTEN, FULL = b"\1\2"  # 0: nobody has had the block, it is zeros
+WRITTEN, FULL, OPEN = b"\1\2\3"  # 0: nobody has had the block, it is zeros
+_OWNER = Struct("<qq")  # sequence, and which of its blocks
 
 
 class BlockRecord:
-    """One byte a block, its state, then the hashes of all blocks.
+    """One byte a block, its state, then the hashes of full blocks and the owners of open ones.
 
     Args:
         memory: of ``nbytes(num_blocks)``, zeros at first; must stay mapped.
@@ -38,17 +41,37 @@ class BlockRecord:
 
     def fill(self, block: int, block_hash: bytes) -> None:
         """Record the content of a block, all of which is written."""
+        self._set(block, FULL, block_hash)
+
+    def open(self, block: int, sequence_id: int, index: int) -> None:
+        """Record that a sequence that decodes is filling this block, its ``index``-th."""
+        self._set(block, OPEN, _OWNER.pack(sequence_id, index))
+
+    def _set(self, block: int, state: int, content: bytes) -> None:
+        self._states[block] = WRITTEN
         start = block * HASH_BYTES
-        self._hashes[start : start + HASH_BYTES] = block_hash
-        self._states[block] = FULL
+        self._hashes[start : start + HASH_BYTES] = content
+        self._states[block] = state
 
     def full(self) -> Iterator[tuple[int, bytes]]:
         """Yield the blocks whose content is known, and its hash."""
-        for block, state in enumerate(self._states.tobytes()):
-            if state == FULL:
-                start = block * HASH_BYTES
-                yield block, bytes(self._hashes[start : start + HASH_BYTES])
+        return self._having(FULL)
+
+    def opened(self) -> dict[int, tuple[int, int]]:
+        """For each sequence its last open block: the index, and the block."""
+        opened: dict[int, tuple[int, int]] = {}
+        for block, owner in self._having(OPEN):
+            sequence_id, index = _OWNER.unpack(owner)
+            opened[sequence_id] = max(opened.get(sequence_id, (-1, -1)), (index, block))
+        return opened
 
     def written(self) -> set[int]:
-        """Blocks with anything in them that nobody may look for."""
-        return {block for block, state in enumerate(self._states.tobytes()) if state == WRITTEN}
+        """Blocks with anything in them that cannot be found by a hash."""
+        states = enumerate(self._states.tobytes())
+        return {block for block, state in states if state in (WRITTEN, OPEN)}
+
+    def _having(self, wanted: int) -> Iterator[tuple[int, bytes]]:
+        for block, state in enumerate(self._states.tobytes()):
+            if state == wanted:
+                start = block * HASH_BYTES
+                yield block, bytes(self._hashes[start : start + HASH_BYTES])
