@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -53,9 +55,10 @@ def test_a_pool_that_is_always_full_answers_everybody(data):
 @given(st.data())
 def test_engines_that_die_leave_kv_that_is_true(data):
     """The model's next token depends on all KV before it, so one wrong slot is a wrong token."""
-    world = data.draw(worlds(tight=data.draw(st.booleans())))
+    world = replace(data.draw(worlds(tight=data.draw(st.booleans()))), prefix_caching=True)
     arrivals, cancels = data.draw(traffic(world))
-    deaths = data.draw(st.dictionaries(st.integers(0, 60), st.integers(0, 3), max_size=6))
+    rounds = st.integers(5, 80)
+    deaths = data.draw(st.dictionaries(rounds, st.integers(0, 3), min_size=2, max_size=9))
     requests, inbox, _ = run_with_deaths(world, arrivals, cancels, deaths)
     assert_answers(world, requests, inbox, ids(cancels), set())
 

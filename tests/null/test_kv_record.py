@@ -13,6 +13,7 @@ from depth import searching
 from weft.core.errors import InvariantError
 from weft.engine.kv_file import create_kv_file, fits, forget_kv, make_fit, used_bytes
 from weft.kv.cache import GroupSpec, KVCache
+from weft.kv.hashing import HashChain
 from weft.kv.pool import BlockPool
 from weft.kv.record import BlockRecord
 
@@ -148,38 +149,108 @@ def test_a_record_never_says_more_than_is_true(operations, death):
             pool, held, loading = engine()
 
 
-@pytest.mark.parametrize("groups", [[FULL], [SLIDING], [FULL, SLIDING]])
-def test_sequences_go_on_where_the_last_engine_was_killed(groups):
-    memories = [empty_record(group.num_blocks) for group in groups]
+class Engines:
+    """Caches of engines, each of which has the records of the one before it."""
 
-    def engine() -> KVCache:
-        cache = KVCache(groups)
-        cache.keep(
-            [
-                BlockRecord(memoryview(memory), group.num_blocks)
-                for memory, group in zip(memories, groups, strict=True)
-            ]
-        )
+    def __init__(self, groups: list[GroupSpec]) -> None:
+        self._groups = groups
+        self._memories = [empty_record(group.num_blocks) for group in groups]
+
+    def next(self) -> KVCache:
+        cache = KVCache(self._groups)
+        records = zip(self._memories, self._groups, strict=True)
+        cache.keep([BlockRecord(memoryview(m), group.num_blocks) for m, group in records])
         return cache
 
-    def grown(cache: KVCache, tokens: list[int]) -> int:
-        cache.register(1, b"")
-        hit = cache.find_prefix(1, tokens)
-        cache.open(1, hit)
-        assert cache.extend(1, len(tokens)) is not None
-        cache.commit(1, tokens, len(tokens))
-        cache.check()
-        return hit
 
-    tokens = list(range(18))
-    assert grown(engine(), tokens) == 0
-    heir = engine()
-    assert grown(heir, [*tokens, 7]) == 16
-    assert heir.take_zero() == tuple(
-        (index, block) for index, _ in enumerate(groups) for block in (4,)
-    ), "the block that was being filled"
-    other = [0, *tokens]
-    assert grown(engine(), other) == 0, "other tokens have other hashes"
+def grown(cache: KVCache, tokens: list[int], computed: int, sequence_id: int = 1) -> int:
+    """Compute a sequence up to a token; return how many were there already."""
+    cache.register(sequence_id, b"")
+    hit = cache.find_prefix(sequence_id, tokens)
+    hit = cache.find_opened(sequence_id, len(tokens), hit)
+    cache.open(sequence_id, hit)
+    assert cache.extend(sequence_id, max(computed, hit + 1)) is not None
+    cache.commit(sequence_id, tokens, computed)
+    cache.check()
+    return hit
+
+
+ALL = pytest.mark.parametrize("groups", [[FULL], [SLIDING], [FULL, SLIDING]])
+TOKENS = list(range(19))  # of which the last one is not computed
+
+
+@ALL
+def test_sequences_go_on_where_the_last_engine_was_killed(groups):
+    engines = Engines(groups)
+    assert grown(engines.next(), TOKENS, 18) == 0
+    heir = engines.next()
+    assert grown(heir, TOKENS, 18) == 18, "with the block that was being filled"
+    assert heir.take_zero() == (), "which nothing may zero"
+    assert grown(engines.next(), [*TOKENS, 7], 19) == 19, "the one after it as well"
+    assert grown(engines.next(), [0, *TOKENS], 19) == 0, "other tokens have other hashes"
+
+
+@ALL
+def test_a_block_that_a_sequence_fills_is_its_own(groups):
+    engines = Engines(groups)
+    grown(engines.next(), TOKENS, 18)
+    heir = engines.next()
+    assert grown(heir, TOKENS, 18, sequence_id=2) == 16
+    assert grown(heir, TOKENS, 18, sequence_id=1) == 18
+    assert set(heir.take_zero()) == set()
+
+
+@ALL
+def test_what_a_resumed_sequence_has_not_computed_again_is_not_there(groups):
+    """It was preempted; the block of its last tokens is there, and not computed yet."""
+    engines = Engines(groups)
+    grown(engines.next(), TOKENS, 17)
+    assert grown(engines.next(), TOKENS, 18) == 16
+
+
+@ALL
+def test_a_block_that_was_given_up_is_nobodys(groups):
+    engines = Engines(groups)
+    first = engines.next()
+    grown(first, TOKENS, 18)
+    first.release(1)
+    first.check()
+    assert grown(engines.next(), TOKENS, 18) == 16
+
+
+@ALL
+def test_a_sequence_that_goes_on_without_its_block_leaves_it(groups):
+    """Else the next engine would find two, of which one lacks what was computed since."""
+    engines = Engines(groups)
+    grown(engines.next(), TOKENS, 18)
+    second = engines.next()
+    second.register(1, b"")
+    assert second.find_opened(1, 19, 16) == 18
+    second.find_prefix(1, TOKENS)
+    second.open(1, 16)
+    assert second.find_opened(1, 19, 16) == 16
+    assert second.extend(1, 19) is not None
+    assert second.take_zero() == (), "blocks that nobody has written go first"
+    second.check()
+    assert grown(engines.next(), TOKENS, 18) == 16
+
+
+@ALL
+def test_only_as_much_is_found_as_precedes_the_block(groups):
+    engines = Engines(groups)
+    grown(engines.next(), TOKENS, 18)
+    heir = engines.next()
+    for pool in heir.pools:
+        block = pool.find(heir_hash(heir, pool))
+        assert block is not None
+        pool.evict([block])
+    assert grown(heir, TOKENS, 18) < 16
+
+
+def heir_hash(cache: KVCache, pool: BlockPool) -> bytes:
+    """The hash of the last full block of ``TOKENS``."""
+    group = cache.groups[cache.pools.index(pool)]
+    return HashChain(group.block_size, b"").extend(TOKENS, 4)[3]
 
 
 def test_a_file_is_empty_for_other_kv_and_when_it_is_forgotten():

@@ -157,8 +157,10 @@ class KVCache:
     def find_opened(self, sequence_id: int, known: int, hit: int) -> int:
         """Extend a hit of a sequence that another engine decoded by the block that it was filling.
 
+        That is there until the sequence is opened for the first time.
+
         Args:
-            known: tokens that the other engine has given out, prompt included.
+            known: tokens of the sequence that the other engine has given out, prompt included.
             hit: what ``find_prefix`` returned.
 
         Returns:

@@ -111,9 +111,7 @@ class Admission:
         if not self._may_reuse(sequence):
             return 0
         hit = self._cache.find_prefix(sequence.id, sequence.tokens)
-        request, known = sequence.request, len(sequence.tokens)
-        if request.output and known == sequence.num_prompt + len(request.output):
-            hit = self._cache.find_opened(sequence.id, known, hit)
+        hit = self._cache.find_opened(sequence.id, len(sequence.tokens), hit)
         block_hashes = self._cache.prompt_hashes(sequence.id, sequence.tokens)
         wait = self._sequences.prefix_wait
         sequence.waiting_on = wait.awaited(sequence.order[0], block_hashes, hit)
