@@ -3,9 +3,9 @@
     python benchmarks/recovery.py [--kills 12] [--out benchmarks/results/recovery.json]
 
 The engine is killed at a random moment of the first 4 seconds of 16 streams. The pause of a stream
-is the time from the signal to the end of the longest gap between two of its pieces that the signal
-falls into or that follows: what the dead engine had published may still arrive after the signal.
-The pause of a kill is that of the stream that waited longest.
+is its longest silence from the signal on: what the dead engine had published may still arrive, and
+the start of the next standby takes time from the streams as well. The pause of a kill is that of
+the stream that waited longest.
 """
 
 from __future__ import annotations
@@ -60,11 +60,9 @@ class Stream:
             writer.close()
 
     def pause_s(self, killed: float) -> float:
-        """How long after the kill this stream went on."""
-        at = next(i for i, moment in enumerate(self.arrivals) if moment >= killed)
-        times = self.arrivals[max(0, at - 1) :]
-        gaps = [(after - before, after) for before, after in itertools.pairwise(times)]
-        return max(gaps)[1] - killed
+        """The longest silence of this stream from the kill on."""
+        after = [killed, *(moment for moment in self.arrivals if moment >= killed)]
+        return max(later - earlier for earlier, later in itertools.pairwise(after))
 
 
 async def one_kill(
