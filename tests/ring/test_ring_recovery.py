@@ -335,6 +335,21 @@ def test_getting_ahead_clears_a_sequence(pair):
         assert pair.client._ring.look(0)["crashes"] == after
 
 
+def test_a_request_keeps_its_id_over_engines_and_shares_it_with_no_other(pair):
+    """By it the next engine finds the KV of a sequence, in whatever order it takes them in."""
+    pair.submit(*(request(number) for number in range(1, 4)))
+    first, *others = pair.receive()
+    pair.end(first.id)
+    pair.submit(request(4))
+    (last,) = pair.receive()
+    before = {one.id for one in (*others, last)}
+    assert first.id not in before, "not even in the same slot"
+    heir = successor(pair)
+    requests, _ = heir.receive()
+    assert {request.id for request in requests} == before
+    heir.close()
+
+
 def test_a_new_holder_of_a_slot_starts_without_blame(pair):
     pair.submit(request(1))
     pair.inbox.computing([pair.receive()[0].id])

@@ -315,7 +315,7 @@ class Request:
     """One sequence to compute, as it arrives at the engine.
 
     Args:
-        id: unique among live requests.
+        id: unique among live requests, and the same for each engine that computes it.
         prompt: token ids, at least one.
         sampling: resolved parameters (no ``None`` where ``NEUTRAL`` has a value), seed set.
         eos_token_ids: the model's end-of-sequence ids.

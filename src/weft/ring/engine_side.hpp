@@ -341,7 +341,8 @@ class EngineSide {
     if (take(segment_.words(index), slot, epoch_, tag) != Outcome::Done) return;
     Held& held = held_[index] = Held{};
     held.tag = tag;
-    held.id = ++serial_ << 24 | uint64_t{number_} << 16 | index;
+    // The same for the next engine, should this one die.
+    held.id = uint64_t{tag.generation} << 24 | uint64_t{number_} << 16 | index;
     held.live = true;
     ++in_flight_;
     End end;
@@ -480,7 +481,7 @@ class EngineSide {
   std::vector<uint64_t> asked_;  // by slot, as it was looked at
   std::map<uint64_t, uint64_t> taken_;  // offset -> bytes of the extents of open sequences
   std::atomic<uint32_t> dead_client_{0};
-  uint64_t serial_ = 0, in_flight_ = 0, refused_ = 0;
+  uint64_t in_flight_ = 0, refused_ = 0;
   uint32_t heard_[1] = {}, woken_[kBells] = {};
   uint16_t epoch_ = 0;
   uint8_t number_;
