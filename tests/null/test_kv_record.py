@@ -236,6 +236,21 @@ def test_a_sequence_that_goes_on_without_its_block_leaves_it(groups):
 
 
 @ALL
+@pytest.mark.parametrize("rest", ["tidy", "measure"])
+def test_an_engine_at_rest_uses_blocks_that_nobody_has_asked_for(groups, rest):
+    """Free pages go back to the system, and measurements write anywhere."""
+    engines = Engines(groups)
+    grown(engines.next(), TOKENS, 18)
+    heir = engines.next()
+    for pool in heir.pools:
+        if rest == "tidy":
+            assert 4 in pool.tidy()
+        else:
+            pool.evict(range(pool.num_blocks))
+    assert grown(heir, TOKENS, 18) == (16 if rest == "tidy" else 0)
+
+
+@ALL
 def test_only_as_much_is_found_as_precedes_the_block(groups):
     engines = Engines(groups)
     grown(engines.next(), TOKENS, 18)

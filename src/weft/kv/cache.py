@@ -329,8 +329,9 @@ class KVCache:
                     if blocks[position] >= 0:
                         register_hash(blocks[position], block_hashes[position])
                 table.full[index] = full
-            if computed >= known - 1 and computed // size < len(table.blocks[index]):
-                place = computed // size  # of tokens that are known once they are computed
+            place = computed // size
+            if computed >= known - 1 and place < len(table.blocks[index]):
+                # From here on the KV of a token is there when the token after it is known.
                 self.pools[index].open(table.blocks[index][place], sequence_id, place)
             window = self.groups[index].window
             if window is not None:

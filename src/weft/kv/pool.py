@@ -140,6 +140,8 @@ class BlockPool:
                 self._free.append(block)
         if self._record is not None:
             self._record.write(blocks)
+            gone = frozenset(blocks)
+            self._opened = {i: own for i, own in self._opened.items() if own[1] not in gone}
 
     def forget(self) -> None:
         """Make the content of all cached blocks impossible to find, and the blocks free."""
@@ -150,7 +152,12 @@ class BlockPool:
         return [(block, self._hash_of[block]) for block in self._cached]
 
     def tidy(self) -> list[int]:
-        """Return the free blocks in ascending order, in which they are handed out from now on."""
+        """Return the free blocks in ascending order, in which they are handed out from now on.
+
+        Nothing in them is needed any more.
+        """
+        for sequence_id in tuple(self._opened):
+            self.drop_opened(sequence_id)
         self._free.sort(reverse=True)
         return self._free[::-1]
 
