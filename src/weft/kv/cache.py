@@ -32,6 +32,7 @@ from weft.kv.host_prefixes import HostPrefixes
 from weft.kv.lower_prefixes import LowerPrefixes
 from weft.kv.pool import BlockPool
 from weft.kv.record import BlockRecord
+from weft.kv.table import Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,21 +53,6 @@ class GroupSpec:
     def blocks_to_hold(self, start: int, upto: int) -> int:
         """Blocks that tokens [0, upto) occupy when queries start at ``start``."""
         return -(-upto // self.block_size) - self.first_block(start)
-
-
-@dataclass(slots=True)
-class Table:
-    """Block tables of one sequence.
-
-    Attributes:
-        blocks: for each group the block ids by index; -1 where none is held.
-        num_freed_prefix_blocks: for each group the number of leading blocks that are given up.
-        full: for each group the number of leading blocks that are full and hashed.
-    """
-
-    blocks: list[list[int]]
-    num_freed_prefix_blocks: list[int]
-    full: list[int]
 
 
 class KVCache:

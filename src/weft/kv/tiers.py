@@ -17,11 +17,12 @@ from dataclasses import dataclass, field, replace
 
 from weft.core.errors import InvariantError
 from weft.core.plan import OWN_HOST, KVMove, Tier
-from weft.kv.cache import GroupSpec, KVCache, Table
+from weft.kv.cache import GroupSpec, KVCache
 from weft.kv.disk_cache import DiskCache
 from weft.kv.hashing import HashChain
 from weft.kv.host_prefixes import HostPrefixes
 from weft.kv.places import HostPool, HostPools
+from weft.kv.table import Table
 
 
 @dataclass(slots=True, eq=False)
