@@ -79,6 +79,7 @@ def build_engine(
         worked=lambda: None,
         start_disk=lambda arrived: None,  # noqa: ARG005
         adopt_kv=lambda: None,
+        kept_kv=None,
         start_places=lambda: None,
         save_prefixes=lambda: None,
         host_attention=dict,

@@ -11,11 +11,17 @@ from hypothesis import strategies as st
 
 from depth import searching
 from weft.core.errors import InvariantError
+from weft.core.plan import Tier
+from weft.core.types import Request, SamplingParams
 from weft.engine.kv_file import create_kv_file, fits, forget_kv, make_fit, used_bytes
 from weft.kv.cache import GroupSpec, KVCache
 from weft.kv.hashing import HashChain
 from weft.kv.pool import BlockPool
 from weft.kv.record import BlockRecord
+from weft.kv.tiers import TieredCache
+from weft.sched.batch import BatchBuilder
+from weft.sched.registry import fcfs
+from weft.sched.scheduler import Limits
 
 BLOCKS = 6
 FULL, SLIDING = GroupSpec("full", 4, 16), GroupSpec("sliding", 4, 12, window=6)
@@ -65,6 +71,21 @@ def test_only_a_new_pool_of_this_size_continues_with_a_record():
         pool.keep(BlockRecord(memoryview(empty_record()), BLOCKS))
     with pytest.raises(InvariantError, match="new"):
         BlockPool(BLOCKS + 1).keep(BlockRecord(memoryview(empty_record()), BLOCKS))
+
+
+def test_a_damaged_record_breaks_no_pool():
+    """No sound engine records one content, or one place of a sequence, twice."""
+    memory = empty_record()
+    record = BlockRecord(memoryview(memory), BLOCKS)
+    for block in (0, 1):
+        record.fill(block, digest(1))
+        record.open(block + 2, 7, 5)
+    pool, kept = recording(memory)
+    assert kept == 1
+    assert pool.opened(7) == -1
+    pool.check({})
+    assert pool.allocate(BLOCKS) is not None
+    assert sorted(pool.take_unclean()) == [1, 2, 3]
 
 
 def test_a_record_of_content_that_is_gone_is_damage():
@@ -248,6 +269,29 @@ def test_an_engine_at_rest_uses_blocks_that_nobody_has_asked_for(groups, rest):
         else:
             pool.evict(range(pool.num_blocks))
     assert grown(heir, TOKENS, 18) == (16 if rest == "tidy" else 0)
+
+
+def test_a_sequence_that_goes_on_on_the_host_leaves_its_block():
+    """What the host computes is not in the block that the device's memory has of it."""
+    memory = empty_record(FULL.num_blocks)
+
+    def device() -> TieredCache:
+        cache = TieredCache([FULL], [FULL.num_blocks])
+        cache.device.keep([BlockRecord(memoryview(memory), FULL.num_blocks)])
+        return cache
+
+    grown(device().device, TOKENS, 18)
+    kv = device()
+    scheduler = fcfs(kv, Limits(4, 64, 64))
+    scheduler.add(Request(1, tuple(TOKENS[:10]), SamplingParams(), output=tuple(TOKENS[10:])))
+    sequence = scheduler.sequences.by_id[1]
+    assert kv.device.find_prefix(1, TOKENS) == 16
+    assert kv.device.find_opened(1, 19, 16) == 18
+    kv.host.open(1, 0)
+    assert kv.host.extend(1, 19) is not None
+    scheduler.admission.start(BatchBuilder(64), sequence, 0, kv.host, Tier.HOST)
+    assert kv.device.find_opened(1, 19, 16) == 16
+    assert grown(device().device, TOKENS, 18) == 16, "nor does the next engine find it"
 
 
 @ALL

@@ -8,7 +8,7 @@ from functools import partial
 from costs import LinearCost
 from hypothesis import given
 from hypothesis import strategies as st
-from traffic import COMMON, assert_answers, ids, plans, run, traffic, worlds
+from traffic import COMMON, assert_answers, ids, plans, run, run_with_deaths, traffic, worlds
 
 from depth import searching
 from weft.sched.registry import load_aware
@@ -53,6 +53,16 @@ def cases(draw):
 def test_random_traffic_is_answered_exactly(case):
     world, (arrivals, cancels), make = case
     requests, inbox, _ = run(world, arrivals, cancels, make=make)
+    assert_answers(world, requests, inbox, ids(cancels), set())
+
+
+@searching(600, **COMMON)
+@given(cases(), st.dictionaries(st.integers(5, 60), st.integers(0, 3), min_size=2, max_size=9))
+def test_engines_that_die_leave_kv_that_is_true(case, deaths):
+    """A sequence may go on on the host, and leave what the device had of it behind."""
+    world, (arrivals, cancels), make = case
+    world = replace(world, prefix_caching=True)
+    requests, inbox, _ = run_with_deaths(world, arrivals, cancels, deaths, make=make)
     assert_answers(world, requests, inbox, ids(cancels), set())
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import os
 import signal
 import subprocess
 from pathlib import Path
@@ -15,11 +16,13 @@ from groups import MIB, Tree
 from weft.core.errors import (
     EngineDeadError,
     EngineOutOfMemoryError,
+    InvariantError,
     OutOfMemoryError,
     WeftError,
 )
 from weft.core.memory import MemoryKills
 from weft.engine.keeper import MOST_FAILURES, EngineKeeper
+from weft.engine.kv_file import create_kv_file, make_fit
 from weft.engine.links import EngineLinks
 from weft.engine.remote import EngineProcess
 from weft.ring.client import RingClient
@@ -186,3 +189,60 @@ def test_another_death_is_not_put_down_to_memory(tree):
     with pytest.raises(EngineDeadError, match="SIGSEGV") as caught:
         engine.wait_until_ready()
     assert not isinstance(caught.value, EngineOutOfMemoryError)
+
+
+class Faulty(Ready):
+    """Fails when it takes over the first time: told as an error, or by its end."""
+
+    fault: ClassVar[signal.Signals | WeftError | None] = None
+
+    def wait_until_ready(self) -> None:  # type: ignore[override]
+        """Fail once."""
+        fault, Faulty.fault = Faulty.fault, None
+        if isinstance(fault, signal.Signals):
+            self.process.send_signal(fault)
+            self.process.wait()
+            raise EngineDeadError("The engine ended while it was starting.")
+        if fault is not None:
+            raise fault
+
+
+@pytest.mark.parametrize(
+    ("fault", "kept"),
+    [
+        (None, True),
+        (signal.SIGKILL, True),
+        (signal.SIGSEGV, False),
+        (InvariantError("a block is free twice"), False),
+    ],
+    ids=["none", "killed", "crashed", "error"],
+)
+def test_kv_is_dropped_where_an_engine_fails_that_takes_over(tree, monkeypatch, fault, kept):
+    """Else the next one would find what made it fail."""
+    monkeypatch.setattr(Faulty, "fault", fault)
+    engines = [stand_in(Faulty, tree) for _ in range(3)]
+    ring, kv = create_ring(), create_kv_file()
+    make_fit(kv, b"0123456789abcdef", 2**16)
+    os.pwrite(kv, b"full", 5000)
+    keeper = EngineKeeper({}, EngineLinks([ring], kv=kv), standby=False, watchdog_s=600)
+    first = keeper._active = engines.pop(0)
+
+    async def take(patience_s: float | None) -> EngineProcess:  # noqa: ARG001
+        return engines.pop(0)
+
+    monkeypatch.setattr(keeper._reserve, "take", take)
+
+    async def one_death() -> None:
+        keeping = asyncio.create_task(keeper.run())
+        first.process.kill()
+        while keeper._active is first or Faulty.fault or keeper._active.process.poll() is not None:
+            await asyncio.sleep(0.01)
+        keeping.cancel()
+
+    asyncio.run(one_death())
+    keeper.stop()
+    for engine in engines:
+        engine.stop()
+    assert (os.pread(kv, 4, 5000) == b"full") == kept
+    ring.close()
+    os.close(kv)

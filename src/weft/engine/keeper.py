@@ -118,7 +118,7 @@ class EngineKeeper:
                 page.not_ready()
             if code == -signal.SIGBUS:
                 self._pack_again()
-            if code != -signal.SIGKILL:
+            if code != -signal.SIGKILL or self._gave_up:
                 self._forget_kv()
             if self._active.killed_for_memory(code):
                 self._blame_memory()
@@ -181,14 +181,16 @@ class EngineKeeper:
 
     async def _start_next(self) -> None:
         """Have the next engine serve the rings. If it does not, raise why, once it has ended."""
-        self._since = time.monotonic()
+        self._since, self._gave_up = time.monotonic(), False
         try:
             self._active = await self._reserve.take(self._patience_s)
             await self._take_over(self._active)
-        except WeftError:
+        except WeftError as error:
             if self._active is not None:
                 self._active.process.kill()
-                self._active.stop()
+                killed = self._active.stop() == -signal.SIGKILL and not self._gave_up
+                if not (killed and isinstance(error, EngineDeadError)):
+                    self._forget_kv()
             raise
         parts = self._active.laps.items()
         logger.warning(
@@ -200,7 +202,7 @@ class EngineKeeper:
         self._since = time.monotonic()
 
     def _forget_kv(self) -> None:
-        """Drop what the last engine has left: it may be wrong after a fault of its own."""
+        """Drop what the last engine has left: it may be wrong, or its memory is what lacks."""
         if self._kv is not None:
             forget_kv(self._kv)
 
@@ -245,6 +247,7 @@ class EngineKeeper:
 
         def give_up() -> None:
             logger.error("The engine is not ready in time; it is killed and replaced.")
+            self._gave_up = True
             engine.process.kill()
 
         alarm = asyncio.get_running_loop().call_later(self._patience_s, give_up)

@@ -44,6 +44,7 @@ from weft.core.schedulers import POLICIES
 from weft.core.types import ServiceClass
 from weft.engine.compiling import CompilingInbox
 from weft.engine.forkserver import import_engine, limit_memory, serve_forks
+from weft.engine.kv_file import forget_kv
 from weft.engine.loop import EngineLoop
 from weft.engine.machine import WallClock
 from weft.engine.postpone import postpone
@@ -127,6 +128,8 @@ def _run(options: argparse.Namespace) -> NoReturn:
                 engine.scheduler = choice.look(engine.scheduler) or engine.scheduler
         set_process_title("weft-engine")
         engine.adopt_kv()
+        if options.kv is not None and engine.kept_kv is None:
+            forget_kv(options.kv)  # which nobody will continue with
         inbox = RingInbox(
             [RingFds.parse(text) for text in options.ring],
             vocab_size=engine.model.spec.vocab_size,

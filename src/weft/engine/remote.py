@@ -49,15 +49,24 @@ class EngineProcess:
 
     @classmethod
     def start(
-        cls, settings: Mapping[str, Any], links: EngineLinks, start: Starter = start_child
+        cls,
+        settings: Mapping[str, Any],
+        links: EngineLinks,
+        start: Starter = start_child,
+        *,
+        returning_bytes: int = 0,
     ) -> EngineProcess:
         """Start it; it builds the engine, and touches the rings in ``wait_until_ready``.
+
+        Args:
+            returning_bytes: memory in use that the engine will have.
 
         Raises:
             EngineDeadError: there can be no other process.
         """
         with _Pipes() as pipes:
             command = [sys.executable, "-m", "weft.engine.process", *_arguments(links)]
+            command += ["--returning-bytes", str(returning_bytes)]
             try:
                 process = start(
                     [*command, "--report", str(pipes.report)],

@@ -87,12 +87,14 @@ class Reserve:
             if spare.process.poll() is None:
                 return spare
             spare.stop()
+        kept = 0 if self._links.kv is None else used_bytes(self._links.kv)
         if not self._forking:
-            return EngineProcess.start(self.settings, self._links, self._start)
+            return EngineProcess.start(
+                self.settings, self._links, self._start, returning_bytes=kept
+            )
         if self._forks is None or not self._forks.soon:
             self._drop_forks()
             self._forks = self._fork_server(background=False)
-        kept = 0 if self._links.kv is None else used_bytes(self._links.kv)
         return await self._fork(self._forks, patience_s=patience_s, returning_bytes=kept)
 
     async def keep(self, active: EngineProcess) -> None:

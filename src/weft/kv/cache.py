@@ -160,6 +160,11 @@ class KVCache:
         )
         return computed if found else hit
 
+    def drop_opened(self, sequence_id: int) -> None:
+        """Forget what ``find_opened`` found: the sequence goes on elsewhere."""
+        for pool in self.pools:
+            pool.drop_opened(sequence_id)
+
     def find_prefix(self, sequence_id: int, tokens: Seq[int]) -> int:
         """Return the largest n with [0, n) in full groups and [n - window, n) in sliding ones.
 

@@ -50,6 +50,10 @@ class BlockPool:
             raise InvariantError("only a pool that is new can continue with a record")
         self._record, self._unclean, self._opened = record, record.written(), record.opened()
         for block, block_hash in record.full():
+            if block_hash in self._block_of:  # which no engine that is sound records
+                self._unclean.add(block)
+                record.write((block,))
+                continue
             self.register_hash(block, block_hash)
             self._cached[block] = None
         last = [block for _, block in self._opened.values()]

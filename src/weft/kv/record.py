@@ -58,12 +58,15 @@ class BlockRecord:
         return self._having(FULL)
 
     def opened(self) -> dict[int, tuple[int, int]]:
-        """For each sequence its last open block: the index, and the block."""
-        opened: dict[int, tuple[int, int]] = {}
+        """For each sequence its last open block: the index, and the block; not if two claim it."""
+        claims: dict[tuple[int, int], list[int]] = {}
         for block, owner in self._having(OPEN):
-            sequence_id, index = _OWNER.unpack(owner)
-            opened[sequence_id] = max(opened.get(sequence_id, (-1, -1)), (index, block))
-        return opened
+            claims.setdefault(_OWNER.unpack(owner), []).append(block)
+        return {
+            sequence_id: (index, blocks[0])
+            for (sequence_id, index), blocks in sorted(claims.items())
+            if len(blocks) == 1
+        }
 
     def written(self) -> set[int]:
         """Blocks with anything in them that cannot be found by a hash."""

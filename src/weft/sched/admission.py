@@ -185,6 +185,7 @@ class Admission:
         self, step: BatchBuilder, sequence: Sequence, hit: int, cache: KVCache, tier: Tier
     ) -> None:
         """Give a row to a sequence that has its blocks in the cache of a tier."""
+        self._cache.drop_opened(sequence.id)  # which one that starts on the host leaves behind
         self._sequences.start(sequence, hit, self.planned_ns)
         sequence.cover(cache.capacity(sequence.id))
         step.adds.append(
