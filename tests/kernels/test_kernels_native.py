@@ -57,8 +57,8 @@ def test_integers_with_a_modelled_avx_vnni_are_those_of_plain_code() -> None:
 
 @pytest.fixture(scope="module", params=["-march=x86-64", "-march=native"])
 def tile_products(request) -> Path:
-    """Products by AMX tiles, which no machine here has: by a model of the instructions."""
-    flags = [*FLAGS, "-ffp-contract=off", "-DWEFT_X86", f"-I{SOURCES}"]
+    """Products by AMX tiles, by a model of the instructions, which runs on any machine."""
+    flags = [*FLAGS, "-ffp-contract=off", "-DWEFT_X86", "-DWEFT_TILES", f"-I{SOURCES}"]
     wide = [f"-m{name}" for name in BF16]
     copies = [
         ("quant_tile", "baseline", []),
@@ -133,16 +133,19 @@ def test_a_cpu_runs_the_widest_set_that_it_has(features, expected) -> None:
 
 def test_tiles_are_used_if_linux_gives_them_and_it_is_asked_once() -> None:
     assert selection(TILES) == [*BEFORE_TILES.split(), "1"]
-    assert selection((*TILES, "given")) == f"amx amxbf16 {BEFORE_TILES} 1 amxbf16".split()
+    assert selection((*TILES, "given")) == f"amxbf16 amx {BEFORE_TILES} 1 amxbf16".split()
 
 
 def test_a_build_of_one_set_runs_it_or_the_baseline() -> None:
     assert selection(BF16, "-DWEFT_ONLY=avx512") == ["avx512", "baseline", "0"]
     assert selection(BEFORE, "-DWEFT_ONLY=avx512") == ["baseline", "0"]
+    tiles = ("-DWEFT_ONLY=avx512bf16", "-DWEFT_TILES")
+    words = "amxbf16 amx avx512bf16 baseline 1 amxbf16"
+    assert selection((*TILES, "given"), *tiles) == words.split()
 
 
 def selection(features: tuple[str, ...], *more: str) -> list[str]:
-    flags = [*FLAGS, "-DWEFT_X86", *more, f"-I{SOURCES}"]
+    flags = [*FLAGS, "-DWEFT_X86", *(more or ("-DWEFT_TILES",)), f"-I{SOURCES}"]
     program = builds.program([*flags, HERE / "selection.cpp"], [HERE, SOURCES])
     done = subprocess.run([program, *features], capture_output=True, text=True, check=True)
     return done.stdout.split()

@@ -9,6 +9,9 @@
 // configuration serves it: the last one shares rows with the one before, if need be.
 #pragma once
 
+#include <type_traits>
+#include <utility>
+
 #include "panel.hpp"
 #include "quant_dot.hpp"
 #include "quant_scale.hpp"
@@ -49,17 +52,34 @@ struct RowTiles {
   }
 };
 
-// Steps of one row tile by all columns of a panel, or of two row tiles by half of the columns: as
-// many as there are tiles for sums.
+// Memory that is asked for while something else is computed.
+struct Fetch {
+  const char* from = nullptr;
+  int64_t bytes = 0;  // a step
+
+  void step() {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 2);
+    from += bytes;
+  }
+};
+
+// Steps of `R` row tiles by `C` column tiles.
+template <int R>
 struct TileSteps {
-  const char* x;
-  const char* below;  // of the second row tile; none: there is one
+  const char* x[R];
   int64_t x_stride;
   const char* weights;  // at the first column
   int64_t steps;
   int64_t x_bytes;  // of a row in a step
-  int64_t ahead;    // how far to prefetch weights, in bytes; 0: not
+  Fetch fetch;
 };
+
+template <int count>
+inline void each(const auto& body) {
+  [&]<size_t... i>(std::index_sequence<i...>) {
+    (body(std::integral_constant<int, static_cast<int>(i)>{}), ...);
+  }(std::make_index_sequence<count>{});
+}
 
 template <typename Tiles, bool pairs, int sum, int x, int weights>
 inline void add_product() {
@@ -70,59 +90,37 @@ inline void add_product() {
   }
 }
 
-inline void fetch_step(const TileSteps& s, const char* weights) {
-  if (s.ahead == 0) return;
-  const int64_t columns = s.below == nullptr ? step_bytes : step_bytes / 2;
-  for (int64_t row = 0; row < s.x_bytes / 4; ++row) {
-    for (int64_t i = 0; i < columns; i += 64) {
-      __builtin_prefetch(weights + s.ahead + row * step_bytes + i, 0, 2);
-    }
-  }
-}
-
-template <typename Tiles, bool pairs>
-inline void add_steps(const TileSteps& s) {
-  const char *x = s.x, *below = s.below, *weights = s.weights;
+// Sums lie row tile by row tile in tiles 0 to R * C - 1.
+template <typename Tiles, bool pairs, int R, int C>
+inline void add_steps(TileSteps<R> s) {
+  static_assert(R * C <= 4);
   for (int64_t step = 0; step < s.steps; ++step) {
-    Tiles::template load<4>(x, s.x_stride);
-    Tiles::template load<6>(weights, step_bytes);
-    add_product<Tiles, pairs, 0, 4, 6>();
-    Tiles::template load<7>(weights + tile_bytes, step_bytes);
-    add_product<Tiles, pairs, 1, 4, 7>();
-    if (below != nullptr) {
-      Tiles::template load<5>(below, s.x_stride);
-      add_product<Tiles, pairs, 2, 5, 6>();
-      add_product<Tiles, pairs, 3, 5, 7>();
-      below += s.x_bytes;
-    } else {
-      Tiles::template load<6>(weights + 2 * tile_bytes, step_bytes);
-      add_product<Tiles, pairs, 2, 4, 6>();
-      Tiles::template load<7>(weights + 3 * tile_bytes, step_bytes);
-      add_product<Tiles, pairs, 3, 4, 7>();
-    }
-    fetch_step(s, weights);
-    x += s.x_bytes;
-    weights += s.x_bytes / 4 * step_bytes;
+    each<R>([&](auto r) {
+      Tiles::template load<4 + r % 2>(s.x[r], s.x_stride);
+      s.x[r] += s.x_bytes;
+      each<C>([&](auto c) {
+        if (r == 0) Tiles::template load<6 + c % 2>(s.weights + c * tile_bytes, step_bytes);
+        add_product<Tiles, pairs, r * C + c, 4 + r % 2, 6 + c % 2>();
+      });
+    });
+    s.fetch.step();
+    s.weights += s.x_bytes / 4 * step_bytes;
   }
 }
 
-template <typename Tiles>
+template <typename Tiles, int R, int C>
 inline void clear_sums() {
-  Tiles::template zero<0>();
-  Tiles::template zero<1>();
-  Tiles::template zero<2>();
-  Tiles::template zero<3>();
+  each<R * C>([](auto sum) { Tiles::template zero<sum>(); });
 }
 
-// The sums are float or int32_t: [rows][panel_columns], `below` for the second row tile.
-template <typename Tiles, typename Sum>
-inline void store_sums(Sum* sums, Sum* below) {
-  constexpr int64_t stride = panel_columns * sizeof(Sum);
-  Tiles::template store<0>(sums, stride);
-  Tiles::template store<1>(sums + tile_columns, stride);
-  if (below == nullptr) below = sums + 2 * tile_columns;
-  Tiles::template store<2>(below, stride);
-  Tiles::template store<3>(below + tile_columns, stride);
+// The sums are float or int32_t: [rows][panel_columns], from the first row of each row tile on.
+template <typename Tiles, int R, int C, typename Sum>
+inline void store_sums(Sum* const (&sums)[R]) {
+  each<R>([&](auto r) {
+    each<C>([&](auto c) {
+      Tiles::template store<r * C + c>(sums[r] + c * tile_columns, panel_columns * sizeof(Sum));
+    });
+  });
 }
 
 // ---- integers ----
@@ -180,28 +178,35 @@ void multiply_integers(const QuantWeight& weight, int64_t panel, const QuantRows
     const uint8_t* values = block + weight.values_at();
     if (weight.bits == 4) widen_block(values, group, bytes);
     const auto* w = reinterpret_cast<const char*>(weight.bits == 4 ? bytes : values);
+    const auto x_of = [&](int64_t row) {
+      return reinterpret_cast<const char*>(rows.values + (first + row) * x_stride + g * group);
+    };
     int64_t done = 0;
-    for (int64_t tile = 0; tile < split.tiles; tile += 2) {
-      const bool two = tile + 1 < split.tiles;
-      const int64_t columns = two ? 2 * tile_columns : panel_columns;
-      const auto x_of = [&](int64_t row) {
-        return reinterpret_cast<const char*>(rows.values + (first + row) * x_stride + g * group);
-      };
-      const int64_t start = split.start(tile), next = two ? split.start(tile + 1) : start;
-      TileSteps s{x_of(start), two ? x_of(next) : nullptr, x_stride, w, group / inputs, inputs,
-                  tile == 0 && weight.bits == 8 ? weight.block_bytes() : 0};
-      int32_t* below = two ? dots + (next - start) * panel_columns : nullptr;
-      for (int64_t column = 0; column < panel_columns; column += columns) {
-        s.weights = w + 4 * column;
-        clear_sums<Tiles>();
-        add_steps<Tiles, false>(s);
-        store_sums<Tiles>(dots + column, two ? below + column : nullptr);
+    const auto multiply_rows = [&]<int R>(std::integral_constant<int, R>, int64_t tile) {
+      constexpr int C = 4 / R;
+      const int64_t start = split.start(tile), last = split.start(tile + R - 1);
+      for (int64_t column = 0; column < panel_columns; column += C * tile_columns) {
+        TileSteps<R> s{{}, x_stride, w + 4 * column, group / inputs, inputs, {}};
+        int32_t* sums[R];
+        each<R>([&](auto r) {
+          s.x[r] = x_of(split.start(tile + r));
+          sums[r] = dots + (split.start(tile + r) - start) * panel_columns + column;
+        });
+        if (tile == 0 && column == 0 && weight.bits == 8) {
+          s.fetch = {w + weight.block_bytes(), weight.block_bytes() / s.steps};
+        }
+        clear_sums<Tiles, R, C>();
+        add_steps<Tiles, false, R, C>(s);
+        store_sums<Tiles, R, C>(sums);
       }
-      const int64_t end = next + split.rows;
+      const int64_t end = last + split.rows;
       add_group(weight, block, g == 0, dots + (done - start) * panel_columns, rows,
                 (first + done) * groups + g, end - done, out + done * out_stride, out_stride);
       done = end;
-    }
+    };
+    int64_t tile = 0;
+    for (; tile + 2 <= split.tiles; tile += 2) multiply_rows(std::integral_constant<int, 2>{}, tile);
+    if (tile < split.tiles) multiply_rows(std::integral_constant<int, 1>{}, tile);
   }
   Tiles::release();
   scale_columns(weight, panel, count, out, out_stride);
@@ -217,41 +222,79 @@ void multiply_integers(const QuantWeight& weight, int64_t panel, const QuantRows
 // both round to nearest even, whatever MXCSR says. All rows, also one alone, have this definition,
 // so that a row has the same bits in any company.
 template <typename Tiles>
-void multiply_pairs(const Product& p) {
-  constexpr int64_t step_inputs = tile_bytes / 2, prefetch_bytes = 2 * tile_rows * step_bytes;
-  const int64_t steps = p.inputs / step_inputs, rest = p.inputs % step_inputs;
-  const RowTiles split(p.rows);
-  alignas(64) char last_weights[tile_rows * step_bytes] = {};
-  alignas(64) char last_x[2 * tile_rows * tile_bytes] = {};
-  if (rest > 0) {
-    __builtin_memcpy(last_weights, p.panel + steps * tile_rows * step_bytes,
-                     (rest + 1) / 2 * step_bytes);
+class PairProduct {
+ public:
+  explicit PairProduct(const Product& product) : p_(product) {
+    if (rest_ == 0) return;
+    __builtin_memcpy(last_weights_, p_.panel + steps_ * step_tile_bytes,
+                     (rest_ + 1) / 2 * step_bytes);
   }
-  Tiles::configure(config_of(split.rows, tile_bytes));
-  for (int64_t tile = 0; tile < split.tiles; tile += 2) {
-    const bool two = tile + 1 < split.tiles;
-    const int64_t columns = two ? 2 * tile_columns : panel_columns;
-    const int64_t start = split.start(tile), next = two ? split.start(tile + 1) : start;
-    const char *x = p.x + start * p.x_stride, *below = p.x + next * p.x_stride;
-    char* last_below = last_x + tile_rows * tile_bytes;
-    for (int64_t r = 0; rest > 0 && r < split.rows; ++r) {
-      const int64_t done = steps * tile_bytes;
-      __builtin_memcpy(last_x + r * tile_bytes, x + r * p.x_stride + done, 2 * rest);
-      __builtin_memcpy(last_below + r * tile_bytes, below + r * p.x_stride + done, 2 * rest);
-    }
-    for (int64_t column = 0; column < panel_columns; column += columns) {
-      clear_sums<Tiles>();
-      add_steps<Tiles, true>({x, two ? below : nullptr, p.x_stride, p.panel + 4 * column, steps,
-                              tile_bytes, tile == 0 ? prefetch_bytes : 0});
-      if (rest > 0) {
-        add_steps<Tiles, true>({last_x, two ? last_below : nullptr, tile_bytes,
-                                last_weights + 4 * column, 1, tile_bytes, 0});
+
+  void multiply() {
+    Tiles::configure(config_of(split_.rows, tile_bytes));
+    int64_t tile = 0;
+    if (p_.slice >= 0) {
+      const int64_t column = p_.slice * tile_columns;
+      for (; tile + 4 <= split_.tiles; tile += 4) multiply_tiles<4, 1>(tile, column);
+      for (; tile + 2 <= split_.tiles; tile += 2) multiply_tiles<2, 1>(tile, column);
+      if (tile < split_.tiles) multiply_tiles<1, 1>(tile, column);
+    } else {
+      for (; tile + 2 <= split_.tiles; tile += 2) {
+        multiply_tiles<2, 2>(tile, 0);
+        multiply_tiles<2, 2>(tile, 2 * tile_columns);
       }
-      float* sums = p.sums + start * panel_columns + column;
-      store_sums<Tiles>(sums, two ? sums + (next - start) * panel_columns : nullptr);
+      if (tile < split_.tiles) multiply_tiles<1, 4>(tile, 0);
     }
+    Tiles::release();
   }
-  Tiles::release();
+
+ private:
+  static constexpr int64_t step_inputs = tile_bytes / 2;
+  static constexpr int64_t step_tile_bytes = tile_rows * step_bytes;
+  static constexpr int64_t steps_ahead = 4;
+
+  template <int R, int C>
+  void multiply_tiles(int64_t tile, int64_t column) {
+    TileSteps<R> s{{}, p_.x_stride, p_.panel + 4 * column, steps_, tile_bytes, {}};
+    TileSteps<R> last{{}, tile_bytes, last_weights_ + 4 * column, 1, tile_bytes, {}};
+    float* sums[R];
+    each<R>([&](auto r) {
+      const int64_t start = split_.start(tile + r);
+      s.x[r] = p_.x + start * p_.x_stride;
+      sums[r] = p_.sums + start * panel_columns + column;
+      char* rows = last_x_ + r * tile_rows * tile_bytes;
+      last.x[r] = rows;
+      for (int64_t i = 0; rest_ > 0 && i < split_.rows; ++i) {
+        const char* from = s.x[r] + i * p_.x_stride + steps_ * tile_bytes;
+        __builtin_memcpy(rows + i * tile_bytes, from, 2 * rest_);
+      }
+    });
+    s.fetch = tile == 0 && column == 0 ? Fetch{s.weights + steps_ahead * step_tile_bytes, step_tile_bytes} : next_;
+    clear_sums<Tiles, R, C>();
+    add_steps<Tiles, true, R, C>(s);
+    if (rest_ > 0) add_steps<Tiles, true, R, C>(last);
+    store_sums<Tiles, R, C>(sums);
+    if (tile > 0 || column > 0) next_.from += steps_ * next_.bytes;
+  }
+
+  // What comes next is asked for once the weights here have arrived: by all tiles but the first.
+  Fetch next() const {
+    const int64_t parts = (split_.tiles + 1) / 2 * 2 - 1 - split_.tiles % 2;
+    if (parts <= 0 || p_.next == nullptr || steps_ == 0) return {};
+    return {p_.next, (p_.next_bytes / (parts * steps_) + 63) / 64 * 64};
+  }
+
+  const Product& p_;
+  const int64_t steps_ = p_.inputs / step_inputs, rest_ = p_.inputs % step_inputs;
+  const RowTiles split_{p_.rows};
+  Fetch next_ = next();
+  alignas(64) char last_weights_[step_tile_bytes] = {};
+  alignas(64) char last_x_[4 * tile_rows * tile_bytes] = {};
+};
+
+template <typename Tiles>
+void multiply_pairs(const Product& p) {
+  PairProduct<Tiles>(p).multiply();
 }
 
 // ---- rates ----
@@ -260,7 +303,7 @@ void multiply_pairs(const Product& p) {
 template <typename Tiles, bool pairs>
 int64_t multiply_adds(int64_t rounds) {
   Tiles::configure(config_of(tile_rows, tile_bytes));
-  clear_sums<Tiles>();
+  clear_sums<Tiles, 2, 2>();
   Tiles::template zero<4>();
   Tiles::template zero<5>();
   Tiles::template zero<6>();

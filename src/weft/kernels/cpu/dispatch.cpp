@@ -49,7 +49,7 @@ WEFT_DECLARE_ISA(neonbf16);
 
 namespace {
 
-#if defined(WEFT_X86) && !defined(WEFT_ONLY)
+#ifdef WEFT_TILES
 
 // AVX-512 with bfloat16, but for the products that tiles multiply.
 struct TileIsa {
@@ -104,10 +104,11 @@ std::vector<std::string_view> machine_isas() {
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   const bool vnni = avx512 && __builtin_cpu_supports("avx512vnni");
   const bool bf16 = vnni && __builtin_cpu_supports("avx512bf16");
-  // True only if the operating system keeps tiles (XCR0, bits 17 and 18).
+  // True only if the operating system keeps tiles (XCR0, bits 17 and 18). `amx` comes second:
+  // whoever wants the bits of AVX-512 asks for it, and gives up most of the speed of prompts.
   if (bf16 && __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-int8") &&
       __builtin_cpu_supports("amx-bf16") && tiles_are_given()) {
-    names = {"amx", "amxbf16"};
+    names = {"amxbf16", "amx"};
   }
   if (bf16) names.push_back("avx512bf16");
   if (vnni) names.push_back("avx512vnni");
@@ -124,11 +125,13 @@ std::vector<std::string_view> machine_isas() {
 
 std::vector<const Isa*> runnable_isas() {
   static const std::vector<const Isa*> built = {
+#ifdef WEFT_TILES
+      isa_with_tiles(true), isa_with_tiles(false),
+#endif
 #ifdef WEFT_ONLY
       WEFT_EXPANDED(WEFT_ADDRESS, WEFT_ONLY),
 #elif defined(WEFT_X86)
-      isa_with_tiles(false), isa_with_tiles(true), &isa_avx512bf16, &isa_avx512vnni,
-      &isa_avx512,           &isa_avxvnni,         &isa_avx2,
+      &isa_avx512bf16, &isa_avx512vnni, &isa_avx512, &isa_avxvnni, &isa_avx2,
 #elif defined(WEFT_ARM)
       &isa_neonbf16,
 #endif

@@ -24,8 +24,8 @@ struct Isa {
 
 // Names of those that this machine can run, compiled or not, in the order of `runnable_isas`.
 std::vector<std::string_view> machine_isas();
-// Those that are compiled and that this machine can run, the one to choose unasked first, then by width. `amxbf16` comes
-// after `amx`, whose results are those of AVX-512 with bfloat16.
+// Those that are compiled and that this machine can run, the one to choose unasked first, then by
+// width. `amx` has the results of AVX-512 with bfloat16, `amxbf16` its own.
 std::vector<const Isa*> runnable_isas();
 // The widest, unless another was chosen.
 const Isa& chosen_isa();

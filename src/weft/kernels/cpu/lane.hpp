@@ -58,8 +58,8 @@ class Lane {
   Rows inputs_{};
 
   // Memory that is kept from step to step.
-  std::vector<char> residual_, inputs_memory_, looked_up_, qkv_, attended_;
-  std::vector<std::vector<float>> angles_;  // cos and then sin of each rope
+  Lines<char> residual_, inputs_memory_, looked_up_, qkv_, attended_;
+  std::vector<Lines<float>> angles_;  // cos and then sin of each rope
 };
 
 }  // namespace weft

@@ -23,6 +23,7 @@ namespace {
 constexpr int64_t huge_page = 2 << 20, page = 4096;
 // Rows of one item: a multiple of a tile's, few enough that their activations stay in the cache.
 constexpr int64_t item_rows = 96;
+constexpr int64_t cached_rows = 1 << 20;  // bytes
 // Less work than this is not worth another thread: bytes of weights, for each six rows.
 constexpr int64_t min_shared_work = 64 << 10;
 
@@ -368,22 +369,32 @@ int64_t Multiplication::items() const {
   return matrix->panels() * slices * ((rows + item_rows - 1) / item_rows);
 }
 
-// Items of one panel follow each other, so that it is read from memory once.
+// Items of one panel follow each other, so that it is read from memory once, for as many rows as
+// stay in a cache meanwhile.
+Multiplication::Place Multiplication::place_of(int64_t item) const {
+  const int64_t all = (rows + item_rows - 1) / item_rows, columns = matrix->panels() * slices;
+  const int64_t most = std::max<int64_t>(1, cached_rows / (item_rows * matrix->inputs() * size_of(matrix->type())));
+  const int64_t group = item / (columns * most), before = group * most;
+  const int64_t blocks = std::min(most, all - before);
+  const int64_t at = item - before * columns;
+  return {at / blocks / slices, at / blocks % slices, before + at % blocks, at % blocks, blocks};
+}
+
 void Multiplication::run(const PanelKernels& kernels, int64_t item) const {
   alignas(64) float sums[item_rows * panel_columns];
   alignas(64) float bias_here[panel_columns] = {};
-  const int64_t blocks = (rows + item_rows - 1) / item_rows;
-  const int64_t first = item % blocks * item_rows, count = std::min(item_rows, rows - first);
-  const int64_t panel = item / blocks / slices, slice = slices == 1 ? -1 : item / blocks % slices;
+  const Place place = place_of(item);
+  const int64_t first = place.block * item_rows, count = std::min(item_rows, rows - first);
+  const int64_t panel = place.panel, slice = slices == 1 ? -1 : place.slice;
   const int64_t full = matrix->gated() ? gated_columns : panel_columns;
   const int64_t half = full / slices, offset = std::max<int64_t>(slice, 0) * half;
   const int64_t start = panel * full + offset;
   const int64_t end = matrix->gated() ? matrix->outputs() / 2 : matrix->outputs();
   const int64_t columns = std::min(half, end - start);
   if (columns <= 0) return;
-  multiply(kernels, panel, slice, first, count, sums);
+  multiply(kernels, place, slice, first, count, sums);
   if (slice >= 0 && matrix->gated()) {
-    multiply(kernels, panel, slice + gated_columns / slice_columns, first, count, sums);
+    multiply(kernels, place, slice + gated_columns / slice_columns, first, count, sums);
   }
   const int64_t size = size_of(out_type);
   const auto read_bias = [&](int64_t output, float* to) {
@@ -409,11 +420,16 @@ void Multiplication::run(const PanelKernels& kernels, int64_t item) const {
 }
 
 // The sums of a panel, or of one of its slices.
-void Multiplication::multiply(const PanelKernels& kernels, int64_t panel, int64_t slice,
+void Multiplication::multiply(const PanelKernels& kernels, const Place& place, int64_t slice,
                               int64_t first, int64_t count, float* sums) const {
+  const int64_t panel = place.panel;
   if (!rounds()) {
-    return kernels.multiply[static_cast<int>(matrix->format())](
-        {matrix->panel(panel), x.row(first), x.stride, count, matrix->inputs(), sums, slice});
+    Product product{matrix->panel(panel), x.row(first), x.stride, count, matrix->inputs(), sums, slice};
+    if (slice < 0 && panel + 1 < matrix->panels()) {
+      product.next_bytes = matrix->panel_bytes() / place.blocks;
+      product.next = matrix->panel(panel + 1) + place.part * product.next_bytes;
+    }
+    return kernels.multiply[static_cast<int>(matrix->format())](product);
   }
   const QuantKernels& quant = *chosen_isa().quant;
   if (slice < 0) {

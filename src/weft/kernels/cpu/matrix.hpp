@@ -77,6 +77,7 @@ class Matrix {
   MatrixForm form() const;
   int64_t panels() const { return panels_; }
   const char* panel(int64_t i) const { return data_.get() + i * panel_bytes_; }
+  int64_t panel_bytes() const { return panel_bytes_; }
   // The type of activations that it is multiplied with.
   DType type() const { return type_; }
   // How an int8 or int4 matrix is packed.
@@ -155,7 +156,12 @@ struct Multiplication {
   void run(const PanelKernels& kernels, int64_t item) const;
 
  private:
-  void multiply(const PanelKernels& kernels, int64_t panel, int64_t slice, int64_t first,
+  struct Place {
+    int64_t panel, slice, block;  // of rows
+    int64_t part, blocks;         // of the blocks that a panel is read once for
+  };
+  Place place_of(int64_t item) const;
+  void multiply(const PanelKernels& kernels, const Place& place, int64_t slice, int64_t first,
                 int64_t count, float* sums) const;
 };
 

@@ -44,6 +44,8 @@ struct Product {
   int64_t inputs;
   float* sums;  // [rows][panel_columns], written
   int64_t slice = -1;  // of the columns, if only that one is wanted; the others may be written, too
+  const char* next = nullptr;  // so many bytes of weights will be wanted after these
+  int64_t next_bytes = 0;
 };
 
 // Where sums go: to `columns` columns of `rows` rows, with the bias and the residual added that are

@@ -5,10 +5,11 @@
 #include <array>
 #include <cstdint>
 #include <functional>
-#include <memory>
+#include <iterator>
 #include <span>
 #include <utility>
 
+#include "lines.hpp"
 #include "matrix.hpp"
 #include "pool.hpp"
 
@@ -57,7 +58,7 @@ class Phases {
   std::array<std::function<void(int64_t)>, Pool::max_phases> bodies_;
 };
 
-// Cuts memory into aligned slices; without memory it counts what they need.
+// Cuts memory into slices that begin with a cache line each; without memory it counts what they need.
 class Slices {
  public:
   explicit Slices(char* memory) : memory_(reinterpret_cast<uintptr_t>(memory)) {}
@@ -65,7 +66,8 @@ class Slices {
   template <typename T = char>
   T* take(int64_t count) {
     T* const slice = reinterpret_cast<T*>(memory_ + used_);
-    used_ += (count * static_cast<int64_t>(sizeof(T)) + 7) / 8 * 8;
+    constexpr int64_t line = line_bytes;
+    used_ += (count * static_cast<int64_t>(sizeof(T)) + line - 1) / line * line;
     return slice;
   }
   Rows rows(int64_t count, int64_t columns, DType type) {
@@ -87,19 +89,13 @@ class KeptMemory {
   void lay_out(const Layout& layout) {
     Slices counted(nullptr);
     layout(counted);
-    if (size_ < counted.used()) {
-      memory_.reset();
-      size_ = 0;
-      memory_.reset(new char[counted.used()]);
-      size_ = counted.used();
-    }
-    Slices slices(memory_.get());
+    if (std::ssize(memory_) < counted.used()) memory_ = {};
+    Slices slices(fit(memory_, counted.used()));
     layout(slices);
   }
 
  private:
-  std::unique_ptr<char[]> memory_;
-  int64_t size_ = 0;
+  Lines<char> memory_;
 };
 
 }  // namespace weft

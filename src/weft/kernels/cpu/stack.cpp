@@ -14,8 +14,8 @@ namespace {
 
 // Memory that a thread keeps from step to step: fresh one would be faulted in page by page.
 struct Kept {
-  std::vector<char> residual, inputs, looked_up, qkv, attended;
-  std::vector<std::vector<float>> angles;  // cos and then sin of each rope
+  Lines<char> residual, inputs, looked_up, qkv, attended;
+  std::vector<Lines<float>> angles;  // cos and then sin of each rope
 };
 
 }  // namespace
@@ -38,7 +38,7 @@ void embed(const Stack& stack, const int64_t* ids, int64_t tokens, Rows to, int6
 }
 
 Rows compute_inputs(const Stack& stack, const int64_t* ids, int64_t tokens, Rows embedded,
-                    std::vector<char>& inputs_memory, std::vector<char>& looked_up) {
+                    Lines<char>& inputs_memory, Lines<char>& looked_up) {
   const LayerInputs& inputs = stack.inputs;
   const DType type = stack.layers.front().layer->type();
   const int64_t columns = inputs.projection->outputs(), bytes = columns * size_of(type);

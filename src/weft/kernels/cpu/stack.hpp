@@ -10,6 +10,7 @@
 #include "attention.hpp"
 #include "carried.hpp"
 #include "layer.hpp"
+#include "lines.hpp"
 
 namespace weft {
 
@@ -77,7 +78,7 @@ void embed(const Stack& stack, const int64_t* ids, int64_t tokens, Rows to, int6
 
 // The tokens' inputs to the layers [tokens, layers, width], in `inputs`; `looked_up` is used meanwhile.
 Rows compute_inputs(const Stack& stack, const int64_t* ids, int64_t tokens, Rows embedded,
-                    std::vector<char>& inputs, std::vector<char>& looked_up);
+                    Lines<char>& inputs, Lines<char>& looked_up);
 
 // Queries, keys and values [count, heads, size] of tokens [first, first + count) in the rows that
 // layer_pre has written; no keys and values where the layer reads the KV of another one.
@@ -92,12 +93,5 @@ void attend(const StackLayer& layer, const GroupBatch& batch, const Projected& t
 
 // The normalised hidden states of residuals, both [rows, hidden].
 void normalise(const Stack& stack, const char* residual, int64_t rows, char* hidden);
-
-// Makes memory as large as it must be, at least; it keeps its content.
-template <typename T>
-T* fit(std::vector<T>& memory, int64_t size) {
-  if (static_cast<int64_t>(memory.size()) < size) memory.resize(size);
-  return memory.data();
-}
 
 }  // namespace weft
