@@ -19,5 +19,6 @@ WEFT_EMPTY(avxvnni);
 WEFT_EMPTY(avx512);
 WEFT_EMPTY(avx512vnni);
 WEFT_EMPTY(avx512bf16);
+WEFT_WEAK Kernels kernels_amxbf16{};  // the rest of it is avx512bf16 or tiles
 
 }  // namespace weft

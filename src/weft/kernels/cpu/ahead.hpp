@@ -13,11 +13,16 @@ namespace {
 // in them.
 class Ahead {
  public:
+  // How many positions are read of one head before those of the next.
+  struct Steps {
+    int64_t keys, values;
+  };
+
   // Of the splits [first, last), the positions in `seen`: keys and then values of each, by pieces
-  // of `step` positions, in each the heads in turn.
-  Ahead(const Tile& tile, int64_t step, Span seen, int64_t first, int64_t last)
-      : tile_(tile), seen_(seen), blocks_(step > tile.block_size ? step / tile.block_size : 1),
-        last_split_(last), split_(first), cache_(&tile.key) {
+  // of so many positions, in each the heads in turn.
+  Ahead(const Tile& tile, Steps steps, Span seen, int64_t first, int64_t last)
+      : tile_(tile), seen_(seen), steps_(steps), last_split_(last), split_(first),
+        cache_(&tile.key) {
     begin();
     lines(distance);
   }
@@ -62,7 +67,9 @@ class Ahead {
     end_ = at_ + cache_->head_bytes;
   }
   void go_on() {
-    const int64_t most = piece_ + blocks_, end = most < end_block_ ? most : end_block_;
+    const int64_t step = cache_ == &tile_.key ? steps_.keys : steps_.values;
+    const int64_t blocks = step > tile_.block_size ? step / tile_.block_size : 1;
+    const int64_t most = piece_ + blocks, end = most < end_block_ ? most : end_block_;
     if (++block_ < end) return place();
     block_ = piece_;
     if (++head_ < tile_.heads) return place();
@@ -76,7 +83,7 @@ class Ahead {
 
   const Tile& tile_;
   const Span seen_;
-  const int64_t blocks_;  // of a piece
+  const Steps steps_;
   const int64_t last_split_;
   int64_t split_, piece_, block_, end_block_, head_;
   const Cache* cache_;

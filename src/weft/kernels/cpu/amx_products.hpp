@@ -1,17 +1,7 @@
-// Products by tiles (AMX): registers of 16 rows by 64 bytes, and an instruction that multiplies two
-// of them and adds the products to a third.
-//
-// `Tiles` are the instructions: amx.cpp has the machine's, the tests have a model of them. All of
-// it has internal linkage: see panel.cpp.
-//
-// A tile of weights is 16 steps of a packed panel by 16 columns, as they lie there. A tile of sums
-// has some rows of activations. All row tiles of a call have the same number of rows, so that one
-// configuration serves it: the last one shares rows with the one before, if need be.
+// Products by tiles (AMX).
 #pragma once
 
-#include <type_traits>
-#include <utility>
-
+#include "amx_tiles.hpp"
 #include "panel.hpp"
 #include "quant_dot.hpp"
 #include "quant_scale.hpp"
@@ -19,109 +9,7 @@
 namespace weft {
 namespace {
 
-constexpr int64_t tile_rows = 16, tile_bytes = 64, tile_columns = 16;
 constexpr int64_t step_bytes = 4 * panel_columns;  // four bytes or one pair a column
-
-// What LDTILECFG reads.
-struct TileConfig {
-  uint8_t palette, start_row, reserved[14];
-  uint16_t row_bytes[16];
-  uint8_t rows[16];
-};
-static_assert(sizeof(TileConfig) == 64);
-
-// Tiles 0 to 3 are sums, 4 and 5 activations, 6 and 7 weights.
-inline TileConfig config_of(int64_t rows, int64_t x_bytes) {
-  TileConfig config{};
-  config.palette = 1;
-  for (int tile = 0; tile < 8; ++tile) {
-    config.row_bytes[tile] = tile == 4 || tile == 5 ? x_bytes : tile_bytes;
-    config.rows[tile] = tile < 6 ? rows : x_bytes / 4;
-  }
-  return config;
-}
-
-// Rows cut into tiles.
-struct RowTiles {
-  int64_t count, tiles, rows;
-
-  explicit RowTiles(int64_t all)
-      : count(all), tiles((all + tile_rows - 1) / tile_rows), rows((all + tiles - 1) / tiles) {}
-  int64_t start(int64_t tile) const {
-    return tile * rows < count - rows ? tile * rows : count - rows;
-  }
-};
-
-// Memory that is asked for while something else is computed.
-struct Fetch {
-  const char* from = nullptr;
-  int64_t bytes = 0;  // a step
-
-  void step() {
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 2);
-    from += bytes;
-  }
-};
-
-// Steps of `R` row tiles by `C` column tiles.
-template <int R>
-struct TileSteps {
-  const char* x[R];
-  int64_t x_stride;
-  const char* weights;  // at the first column
-  int64_t steps;
-  int64_t x_bytes;  // of a row in a step
-  Fetch fetch;
-};
-
-template <int count>
-inline void each(const auto& body) {
-  [&]<size_t... i>(std::index_sequence<i...>) {
-    (body(std::integral_constant<int, static_cast<int>(i)>{}), ...);
-  }(std::make_index_sequence<count>{});
-}
-
-template <typename Tiles, bool pairs, int sum, int x, int weights>
-inline void add_product() {
-  if constexpr (pairs) {
-    Tiles::template add_pairs<sum, x, weights>();
-  } else {
-    Tiles::template add_bytes<sum, x, weights>();
-  }
-}
-
-// Sums lie row tile by row tile in tiles 0 to R * C - 1.
-template <typename Tiles, bool pairs, int R, int C>
-inline void add_steps(TileSteps<R> s) {
-  static_assert(R * C <= 4);
-  for (int64_t step = 0; step < s.steps; ++step) {
-    each<R>([&](auto r) {
-      Tiles::template load<4 + r % 2>(s.x[r], s.x_stride);
-      s.x[r] += s.x_bytes;
-      each<C>([&](auto c) {
-        if (r == 0) Tiles::template load<6 + c % 2>(s.weights + c * tile_bytes, step_bytes);
-        add_product<Tiles, pairs, r * C + c, 4 + r % 2, 6 + c % 2>();
-      });
-    });
-    s.fetch.step();
-    s.weights += s.x_bytes / 4 * step_bytes;
-  }
-}
-
-template <typename Tiles, int R, int C>
-inline void clear_sums() {
-  each<R * C>([](auto sum) { Tiles::template zero<sum>(); });
-}
-
-// The sums are float or int32_t: [rows][panel_columns], from the first row of each row tile on.
-template <typename Tiles, int R, int C, typename Sum>
-inline void store_sums(Sum* const (&sums)[R]) {
-  each<R>([&](auto r) {
-    each<C>([&](auto c) {
-      Tiles::template store<r * C + c>(sums[r] + c * tile_columns, panel_columns * sizeof(Sum));
-    });
-  });
-}
 
 // ---- integers ----
 
@@ -186,7 +74,7 @@ void multiply_integers(const QuantWeight& weight, int64_t panel, const QuantRows
       constexpr int C = 4 / R;
       const int64_t start = split.start(tile), last = split.start(tile + R - 1);
       for (int64_t column = 0; column < panel_columns; column += C * tile_columns) {
-        TileSteps<R> s{{}, x_stride, w + 4 * column, group / inputs, inputs, {}};
+        TileSteps<R> s{{}, x_stride, w + 4 * column, step_bytes, group / inputs, inputs, {}};
         int32_t* sums[R];
         each<R>([&](auto r) {
           s.x[r] = x_of(split.start(tile + r));
@@ -197,7 +85,7 @@ void multiply_integers(const QuantWeight& weight, int64_t panel, const QuantRows
         }
         clear_sums<Tiles, R, C>();
         add_steps<Tiles, false, R, C>(s);
-        store_sums<Tiles, R, C>(sums);
+        store_sums<Tiles, R, C>(sums, panel_columns);
       }
       const int64_t end = last + split.rows;
       add_group(weight, block, g == 0, dots + (done - start) * panel_columns, rows,
@@ -249,14 +137,14 @@ class PairProduct {
   }
 
  private:
-  static constexpr int64_t step_inputs = tile_bytes / 2;
+  static constexpr int64_t step_inputs = tile_pair_inputs;
   static constexpr int64_t step_tile_bytes = tile_rows * step_bytes;
   static constexpr int64_t steps_ahead = 4;
 
   template <int R, int C>
   void multiply_tiles(int64_t tile, int64_t column) {
-    TileSteps<R> s{{}, p_.x_stride, p_.panel + 4 * column, steps_, tile_bytes, {}};
-    TileSteps<R> last{{}, tile_bytes, last_weights_ + 4 * column, 1, tile_bytes, {}};
+    TileSteps<R> s{{}, p_.x_stride, p_.panel + 4 * column, step_bytes, steps_, tile_bytes, {}};
+    TileSteps<R> last{{}, tile_bytes, last_weights_ + 4 * column, step_bytes, 1, tile_bytes, {}};
     float* sums[R];
     each<R>([&](auto r) {
       const int64_t start = split_.start(tile + r);
@@ -273,7 +161,7 @@ class PairProduct {
     clear_sums<Tiles, R, C>();
     add_steps<Tiles, true, R, C>(s);
     if (rest_ > 0) add_steps<Tiles, true, R, C>(last);
-    store_sums<Tiles, R, C>(sums);
+    store_sums<Tiles, R, C>(sums, panel_columns);
     if (tile > 0 || column > 0) next_.from += steps_ * next_.bytes;
   }
 

@@ -46,12 +46,15 @@ WEFT_DECLARE_ISA(avx512bf16);
 #elif defined(WEFT_ARM)
 WEFT_DECLARE_ISA(neonbf16);
 #endif
+#ifdef WEFT_TILES
+extern const Kernels kernels_amxbf16;
+#endif
 
 namespace {
 
 #ifdef WEFT_TILES
 
-// AVX-512 with bfloat16, but for the products that tiles multiply.
+// AVX-512 with bfloat16, but for what tiles multiply.
 struct TileIsa {
   PanelKernels panel = panel_kernels_avx512bf16;
   QuantKernels quant = quant_kernels_avx512bf16;
@@ -59,7 +62,8 @@ struct TileIsa {
   Isa isa;
 
   TileIsa(const char* name, bool pairs)
-      : isa{name, &kernels_avx512bf16, &panel, &quant, &rate, &scan_kernels_avx512bf16} {
+      : isa{name, pairs ? &kernels_amxbf16 : &kernels_avx512bf16, &panel, &quant, &rate,
+            &scan_kernels_avx512bf16} {
     quant.multiply = tile_kernels.multiply_integers;
     for (const Format format : {Format::int8, Format::int4}) {
       rate.multiply_adds[static_cast<int>(format)] = tile_kernels.add_integers;

@@ -141,7 +141,7 @@ void attend_floats(const Tile& tile, int64_t first_split, int64_t last_split, fl
   const Scratch scratch = divide(memory, width);
   const int64_t vectors = tile.heads * tile.count;
   const Span all = seen_by_any(tile, 0, tile.count);
-  Ahead ahead(tile, split_keys, all, first_split, last_split);
+  Ahead ahead(tile, {split_keys, split_keys}, all, first_split, last_split);
   clear(sums, vectors, width);
   for (int64_t i = 0; i < vectors; ++i) {
     read_row(tile.queries[i].q, tile.type, scratch.queries + i * width, tile.head_size, width);

@@ -20,7 +20,7 @@ struct PairScratch {
   uint32_t* queries;  // [tile_queries][width / 2]
   float* scores;      // [tile_queries][split_keys]
   uint32_t* weights;  // [tile_queries][split_keys / 2]
-  uint32_t* panel;    // [width / 2][panel_keys] keys, or [panel_keys / 2][width] values
+  uint32_t* panel;    // [width / 2][panel_keys] keys, or [split_keys / 2][width] values
   char* rows;         // [panel_keys][width] converted
   char* zeros;        // [width]
   float* scales;      // [2][split_keys], of keys and of values
@@ -38,7 +38,7 @@ PairScratch divide_pairs(float* memory, int64_t width) {
   scratch.scores = take(tile_queries * split_keys);
   scratch.weights = reinterpret_cast<uint32_t*>(take(tile_queries * split_keys / 2));
   scratch.queries = reinterpret_cast<uint32_t*>(take(tile_queries * width / 2));
-  scratch.panel = reinterpret_cast<uint32_t*>(take(panel_keys * width / 2));
+  scratch.panel = reinterpret_cast<uint32_t*>(take(split_keys * width / 2));
   scratch.rows = reinterpret_cast<char*>(take(panel_keys * width / 2));
   scratch.zeros = reinterpret_cast<char*>(take(width / 2));
   scratch.scales = take(2 * split_keys);
@@ -107,21 +107,35 @@ void copy_rows(const Split& split, DType type, int64_t count, const char** rows)
   }
 }
 
+// Calls use(rows) for the rows of a head at `step` positions from offset `at` of the split.
+template <typename Use>
+inline void with_rows(const Split& split, int64_t step, const Cache& cache, int64_t head,
+                      int64_t at, const Use& use) {
+  const Tile& tile = split.tile;
+  const char* rows[panel_keys];
+  find_rows(tile, cache, head, split.start + at, step, split.span, split.scratch.zeros, rows);
+  const bool in_place = cache.type == DType::bf16 && split.width == tile.head_size;
+  if (!in_place) copy_rows(split, cache.type, step, rows);
+  use(rows);
+}
+
+// Calls use(at) for each `step` positions of a split of which the tile sees some.
+template <typename Use>
+inline void each_offset(const Split& split, int64_t step, const Use& use) {
+  const int64_t first = (split.span.first - split.start) / step * step;
+  for (int64_t at = first; at < split.span.end - split.start; at += step) use(at);
+}
+
 // Calls use(head, at, rows) for `step` positions at a time, `at` being their offset in the split:
 // positions outside, heads inside, so that blocks are read from front to back.
 template <typename Use>
 inline void each_piece(const Split& split, int64_t step, const Cache& cache, const Use& use) {
-  const Tile& tile = split.tile;
-  const bool in_place = cache.type == DType::bf16 && split.width == tile.head_size;
-  const char* rows[panel_keys];
-  const int64_t first = (split.span.first - split.start) / step * step;
-  for (int64_t at = first; at < split.span.end - split.start; at += step) {
-    for (int64_t head = 0; head < tile.heads; ++head) {
-      find_rows(tile, cache, head, split.start + at, step, split.span, split.scratch.zeros, rows);
-      if (!in_place) copy_rows(split, cache.type, step, rows);
-      use(head, at, rows);
+  each_offset(split, step, [&](int64_t at) {
+    for (int64_t head = 0; head < split.tile.heads; ++head) {
+      with_rows(split, step, cache, head, at,
+                [&](const char* const* rows) { use(head, at, rows); });
     }
-  }
+  });
 }
 
 // With so few queries a panel would not be used again, and rows are read one block at a time.
@@ -163,7 +177,9 @@ void score_split(const Split& split) {
   each_piece(split, panel_keys, split.tile.key, use);
 }
 
-void weigh_split(const Split& split) {
+// Weights of the offsets range_of(i) of the split for query vector i of each head.
+template <typename Range>
+inline void weigh_split(const Split& split, const Range& range_of) {
   const Tile& tile = split.tile;
   const PairScratch& scratch = split.scratch;
   const bool scaled_keys = is_scaled(tile.key.type), scaled_values = is_scaled(tile.value.type);
@@ -172,8 +188,7 @@ void weigh_split(const Split& split) {
     if (scaled_keys) find_scales(tile, tile.key, head, split.start, split.span, key_scales);
     if (scaled_values) find_scales(tile, tile.value, head, split.start, split.span, value_scales);
     for (int64_t i = 0; i < tile.count; ++i) {
-      const Span seen = both(split.groups[i / max_group].span, split.span);
-      const Span own = seen_by(tile, i);
+      const Span range = range_of(i), own = seen_by(tile, i);
       const int64_t vector = head * tile.count + i;
       auto* weights = reinterpret_cast<uint16_t*>(scratch.weights + vector * (split_keys / 2));
       const auto put = [&](int64_t j, vec weight) {
@@ -181,8 +196,8 @@ void weigh_split(const Split& split) {
         *reinterpret_cast<hvec_at*>(weights + j) = narrow(weight);
       };
       weigh(tile, scratch.scores + vector * split_keys,
-            {own.first - split.start, own.end - split.start}, seen.first - split.start,
-            seen.end - split.start, scaled_keys ? key_scales : nullptr,
+            {own.first - split.start, own.end - split.start}, range.first, range.end,
+            scaled_keys ? key_scales : nullptr,
             scratch.split.largest + vector, scratch.split.total + vector, put);
     }
   }
@@ -221,12 +236,13 @@ void value_split(const Split& split) {
   each_piece(split, panel_keys, split.tile.value, use);
 }
 
-void attend_pairs(const Tile& tile, int64_t first_split, int64_t last_split, float* memory,
-                  const Partial& sums, int64_t width) {
+// Sums over splits, each of which sum_up(split) leaves in `scratch.split`.
+template <typename SumUp>
+inline void each_split(const Tile& tile, int64_t first_split, int64_t last_split, float* memory,
+                       const Partial& sums, int64_t width, Ahead& ahead, const SumUp& sum_up) {
   const PairScratch scratch = divide_pairs(memory, width);
   const int64_t vectors = tile.heads * tile.count;
   const Span all = seen_by_any(tile, 0, tile.count);
-  Ahead ahead(tile, is_small(tile) ? small_step(tile) : panel_keys, all, first_split, last_split);
   clear(sums, vectors, width);
   for (int64_t i = 0; i < vectors; ++i) {
     auto* query = reinterpret_cast<char*>(scratch.queries + i * width / 2);
@@ -238,16 +254,30 @@ void attend_pairs(const Tile& tile, int64_t first_split, int64_t last_split, flo
     const Span span = both(all, {start, start + split_keys});
     if (span.first >= span.end) continue;
     Split split{tile, scratch, width, start, span, ahead, {}};
+    sum_up(split);
+    merge(sums, scratch.split, vectors, width);
+  }
+}
+
+[[maybe_unused]] void attend_pairs(const Tile& tile, int64_t first_split, int64_t last_split, float* memory,
+                                   const Partial& sums, int64_t width) {
+  const int64_t step = is_small(tile) ? small_step(tile) : panel_keys;
+  const Span all = seen_by_any(tile, 0, tile.count);
+  Ahead ahead(tile, {step, step}, all, first_split, last_split);
+  const auto sum_up = [&](Split& split) {
     for (int64_t i = 0; i < tile.count; i += max_group) {
       const int64_t count = tile.count - i < max_group ? tile.count - i : max_group;
-      const Span seen = both(seen_by_any(tile, i, count), span);
+      const Span seen = both(seen_by_any(tile, i, count), split.span);
       split.groups[split.group_count++] = {i, count, seen};
     }
     score_split(split);
-    weigh_split(split);
+    weigh_split(split, [&](int64_t i) {
+      const Span& seen = split.groups[i / max_group].span;
+      return Span{seen.first - split.start, seen.end - split.start};
+    });
     value_split(split);
-    merge(sums, scratch.split, vectors, width);
-  }
+  };
+  each_split(tile, first_split, last_split, memory, sums, width, ahead, sum_up);
 }
 
 #endif

@@ -6,6 +6,10 @@
 
 #include "floats.hpp"
 #include "pairs.hpp"
+#if defined(__AMX_BF16__)
+#include "amx_attention.hpp"
+#include "machine_tiles.hpp"
+#endif
 
 namespace weft {
 namespace {
@@ -21,7 +25,11 @@ void attend(const Tile& tile, int64_t first_split, int64_t last_split, float* sc
   const int64_t width = padded(tile.head_size, lanes);
 #ifdef WEFT_PAIRS
   if (tile.type == DType::bf16 && in_pairs(tile.key.type) && in_pairs(tile.value.type)) {
+#if defined(__AMX_BF16__)
+    return attend_by_tiles<MachineTiles>(tile, first_split, last_split, scratch, sums, width);
+#else
     return attend_pairs(tile, first_split, last_split, scratch, sums, width);
+#endif
   }
 #endif
   attend_floats(tile, first_split, last_split, scratch, sums, width);
