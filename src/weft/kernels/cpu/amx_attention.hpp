@@ -29,7 +29,7 @@ struct PairTiles {
 template <typename Tiles, int R, int C>
 void multiply_tiles(const PairTiles& p, const RowTiles& rows, int64_t tile, int64_t column) {
   TileSteps<R> steps{{}, 4 * p.x_pairs, reinterpret_cast<const char*>(p.panel + column),
-                     4 * p.panel_columns, p.steps, tile_bytes, {}};
+                     4 * p.panel_columns, p.steps, tile_bytes};
   float* sums[R];
   each<R>([&](auto r) {
     const int64_t start = rows.start(tile + r);
@@ -37,7 +37,7 @@ void multiply_tiles(const PairTiles& p, const RowTiles& rows, int64_t tile, int6
     sums[r] = p.sums + start * p.sum_columns + column;
   });
   clear_sums<Tiles, R, C>();
-  add_steps<Tiles, true, R, C>(steps);
+  add_steps<Tiles, true, R, C>(steps, [] {});
   store_sums<Tiles, R, C>(sums, p.sum_columns);
 }
 
@@ -76,6 +76,8 @@ inline Span whole_steps(const Split& split, Span span, int64_t at, int64_t count
   return {(seen.first - start) / step * step, padded(seen.end - start, step)};
 }
 
+// ---- many queries: they are the rows, and packed keys the columns ----
+
 template <typename Tiles>
 void score_by_tiles(const Split& split) {
   const PairScratch& scratch = split.scratch;
@@ -97,6 +99,103 @@ void score_by_tiles(const Split& split) {
     });
   });
 }
+
+// ---- few queries: keys are the rows, as they lie in the cache, and queries the columns ----
+
+constexpr int64_t most_columns = tile_columns;
+
+// Rows are keys and their steps pairs of the head; a column is a query.
+inline TileConfig keys_config(int64_t queries) {
+  TileConfig config = config_of(tile_rows, tile_bytes);
+  for (const int tile : {0, 1, 2, 3, 6, 7}) config.row_bytes[tile] = 4 * queries;
+  return config;
+}
+
+// The queries of each head as columns: [heads][width / 2][count].
+inline void turn_queries(const Split& split) {
+  const int64_t pairs = split.width / 2, count = split.tile.count;
+  for (int64_t head = 0; head < split.tile.heads; ++head) {
+    const uint32_t* from = split.scratch.queries + head * count * pairs;
+    uint32_t* to = split.scratch.turned + head * count * pairs;
+    for (int64_t i = 0; i < count; ++i) {
+      for (int64_t p = 0; p < pairs; ++p) to[p * count + i] = from[i * pairs + p];
+    }
+  }
+}
+
+// Scores [keys][16] of some tiles to rows of scores.
+inline void turn_scores(const float* from, int64_t keys, int64_t count, float* to) {
+  const auto places = _mm512_mullo_epi32(_mm512_set1_epi32(tile_columns),
+                                         _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4,
+                                                          3, 2, 1, 0));
+  for (int64_t key = 0; key < keys; key += W) {
+    for (int64_t i = 0; i < count; ++i) {
+      const float* first = from + key * tile_columns + i;
+      store(to + i * split_keys + key, (vec)_mm512_i32gather_ps(places, first, sizeof(float)));
+    }
+  }
+}
+
+template <typename Tiles, int R>
+void score_keys_of(const Split& split, const char* const* keys, int64_t stride,
+                   const uint32_t* queries, float* scores) {
+  const int64_t count = split.tile.count, steps = split.width / tile_pair_inputs;
+  alignas(64) float sums[R * tile_rows * tile_columns];
+  TileSteps<R> product{{}, stride, reinterpret_cast<const char*>(queries), 4 * count, steps,
+                       tile_bytes};
+  float* to[R];
+  each<R>([&](auto r) {
+    product.x[r] = keys[r];
+    to[r] = sums + r * tile_rows * tile_columns;
+  });
+  clear_sums<Tiles, R, 1>();
+  add_steps<Tiles, true, R, 1>(product, [&] { split.ahead.lines(R * tile_rows); });
+  store_sums<Tiles, R, 1>(to, tile_columns);
+  turn_scores(sums, R * tile_rows, count, scores);
+}
+
+// The keys of a head one after the other in `scratch.rows`.
+inline void copy_keys(const Split& split, const Cache& cache, int64_t head, int64_t at) {
+  const char* rows[panel_keys];
+  find_rows(split.tile, cache, head, split.start + at, panel_keys, split.span,
+            split.scratch.zeros, rows);
+  copy_rows(split, cache.type, panel_keys, rows);
+}
+
+template <typename Tiles>
+void score_few_by_tiles(const Split& split) {
+  const Tile& tile = split.tile;
+  const Cache& cache = tile.key;
+  const PairScratch& scratch = split.scratch;
+  const int64_t pairs = split.width / 2, count = tile.count;
+  const bool in_place = cache.type == DType::bf16 && split.width == tile.head_size &&
+                        tile.block_size % tile_rows == 0;
+  const int64_t stride = in_place ? cache.offset_bytes : 2 * split.width;
+  turn_queries(split);
+  each_offset(split, panel_keys, [&](int64_t at) {
+    const Span seen = whole_steps(split, split.span, at, panel_keys, tile_rows);
+    for (int64_t head = 0; head < tile.heads; ++head) {
+      if (!in_place) copy_keys(split, cache, head, at);
+      const char* keys[panel_keys / tile_rows];
+      for (int64_t j = seen.first; j < seen.end; j += tile_rows) {
+        const int64_t position = split.start + at + j;
+        keys[j / tile_rows] = in_place ? row_of(tile, cache, head, position)
+                                       : scratch.rows + j * stride;
+      }
+      const uint32_t* queries = scratch.turned + head * count * pairs;
+      float* scores = scratch.scores + head * count * split_keys + at;
+      int64_t j = seen.first;
+      for (; j + 4 * tile_rows <= seen.end; j += 4 * tile_rows) {
+        score_keys_of<Tiles, 4>(split, keys + j / tile_rows, stride, queries, scores + j);
+      }
+      for (; j < seen.end; j += tile_rows) {
+        score_keys_of<Tiles, 1>(split, keys + j / tile_rows, stride, queries, scores + j);
+      }
+    }
+  });
+}
+
+// ---- values, for any number of queries ----
 
 template <typename Tiles>
 void value_by_tiles(const Split& split) {
@@ -132,9 +231,18 @@ void attend_by_tiles(const Tile& tile, int64_t first_split, int64_t last_split, 
                      const Partial& sums, int64_t width) {
   const Span all = seen_by_any(tile, 0, tile.count);
   Ahead ahead(tile, {panel_keys, split_keys}, all, first_split, last_split);
-  Tiles::configure(config_of(RowTiles(tile.count).rows, tile_bytes));
+  const bool few = tile.count <= most_columns;
+  const TileConfig keys = few ? keys_config(tile.count) : TileConfig{};
+  const TileConfig rows = config_of(RowTiles(tile.count).rows, tile_bytes);
+  if (!few) Tiles::configure(rows);
   const auto sum_up = [&](const Split& split) {
-    score_by_tiles<Tiles>(split);
+    if (few) {
+      Tiles::configure(keys);
+      score_few_by_tiles<Tiles>(split);
+      Tiles::configure(rows);
+    } else {
+      score_by_tiles<Tiles>(split);
+    }
     const Span range = whole_steps(split, split.span, 0, split_keys, tile_pair_inputs);
     weigh_split(split, [&](int64_t) { return range; });
     value_by_tiles<Tiles>(split);

@@ -74,17 +74,18 @@ void multiply_integers(const QuantWeight& weight, int64_t panel, const QuantRows
       constexpr int C = 4 / R;
       const int64_t start = split.start(tile), last = split.start(tile + R - 1);
       for (int64_t column = 0; column < panel_columns; column += C * tile_columns) {
-        TileSteps<R> s{{}, x_stride, w + 4 * column, step_bytes, group / inputs, inputs, {}};
+        TileSteps<R> s{{}, x_stride, w + 4 * column, step_bytes, group / inputs, inputs};
         int32_t* sums[R];
         each<R>([&](auto r) {
           s.x[r] = x_of(split.start(tile + r));
           sums[r] = dots + (split.start(tile + r) - start) * panel_columns + column;
         });
+        Fetch fetch;
         if (tile == 0 && column == 0 && weight.bits == 8) {
-          s.fetch = {w + weight.block_bytes(), weight.block_bytes() / s.steps};
+          fetch = {w + weight.block_bytes(), weight.block_bytes() / s.steps};
         }
         clear_sums<Tiles, R, C>();
-        add_steps<Tiles, false, R, C>(s);
+        add_steps<Tiles, false, R, C>(s, fetch);
         store_sums<Tiles, R, C>(sums, panel_columns);
       }
       const int64_t end = last + split.rows;
@@ -143,8 +144,8 @@ class PairProduct {
 
   template <int R, int C>
   void multiply_tiles(int64_t tile, int64_t column) {
-    TileSteps<R> s{{}, p_.x_stride, p_.panel + 4 * column, step_bytes, steps_, tile_bytes, {}};
-    TileSteps<R> last{{}, tile_bytes, last_weights_ + 4 * column, step_bytes, 1, tile_bytes, {}};
+    TileSteps<R> s{{}, p_.x_stride, p_.panel + 4 * column, step_bytes, steps_, tile_bytes};
+    TileSteps<R> last{{}, tile_bytes, last_weights_ + 4 * column, step_bytes, 1, tile_bytes};
     float* sums[R];
     each<R>([&](auto r) {
       const int64_t start = split_.start(tile + r);
@@ -157,12 +158,11 @@ class PairProduct {
         __builtin_memcpy(rows + i * tile_bytes, from, 2 * rest_);
       }
     });
-    s.fetch = tile == 0 && column == 0 ? Fetch{s.weights + steps_ahead * step_tile_bytes, step_tile_bytes} : next_;
+    Fetch own{s.weights + steps_ahead * step_tile_bytes, step_tile_bytes};
     clear_sums<Tiles, R, C>();
-    add_steps<Tiles, true, R, C>(s);
-    if (rest_ > 0) add_steps<Tiles, true, R, C>(last);
+    add_steps<Tiles, true, R, C>(s, tile == 0 && column == 0 ? own : next_);
+    if (rest_ > 0) add_steps<Tiles, true, R, C>(last, Fetch{});
     store_sums<Tiles, R, C>(sums, panel_columns);
-    if (tile > 0 || column > 0) next_.from += steps_ * next_.bytes;
   }
 
   // What comes next is asked for once the weights here have arrived: by all tiles but the first.

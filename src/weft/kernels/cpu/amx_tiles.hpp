@@ -55,7 +55,7 @@ struct Fetch {
   const char* from = nullptr;
   int64_t bytes = 0;  // a step
 
-  void step() {
+  void operator()() {
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 2);
     from += bytes;
   }
@@ -71,7 +71,6 @@ struct TileSteps {
   int64_t weight_stride;
   int64_t steps;
   int64_t x_bytes;  // of a row in a step
-  Fetch fetch;
 };
 
 template <int count>
@@ -90,9 +89,9 @@ inline void add_product() {
   }
 }
 
-// Sums lie row tile by row tile in tiles 0 to R * C - 1.
+// Sums lie row tile by row tile in tiles 0 to R * C - 1. Each step asks for memory by fetch().
 template <typename Tiles, bool pairs, int R, int C>
-inline void add_steps(TileSteps<R> s) {
+inline void add_steps(TileSteps<R> s, auto&& fetch) {
   static_assert(R * C <= 4);
   for (int64_t step = 0; step < s.steps; ++step) {
     each<R>([&](auto r) {
@@ -103,7 +102,7 @@ inline void add_steps(TileSteps<R> s) {
         add_product<Tiles, pairs, r * C + c, 4 + r % 2, 6 + c % 2>();
       });
     });
-    s.fetch.step();
+    fetch();
     s.weights += s.x_bytes / 4 * s.weight_stride;
   }
 }

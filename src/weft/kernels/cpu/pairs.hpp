@@ -18,6 +18,7 @@ namespace {
 
 struct PairScratch {
   uint32_t* queries;  // [tile_queries][width / 2]
+  uint32_t* turned;   // the same for tiles, which may want queries as columns
   float* scores;      // [tile_queries][split_keys]
   uint32_t* weights;  // [tile_queries][split_keys / 2]
   uint32_t* panel;    // [width / 2][panel_keys] keys, or [split_keys / 2][width] values
@@ -38,6 +39,7 @@ PairScratch divide_pairs(float* memory, int64_t width) {
   scratch.scores = take(tile_queries * split_keys);
   scratch.weights = reinterpret_cast<uint32_t*>(take(tile_queries * split_keys / 2));
   scratch.queries = reinterpret_cast<uint32_t*>(take(tile_queries * width / 2));
+  scratch.turned = reinterpret_cast<uint32_t*>(take(tile_queries * width / 2));
   scratch.panel = reinterpret_cast<uint32_t*>(take(split_keys * width / 2));
   scratch.rows = reinterpret_cast<char*>(take(panel_keys * width / 2));
   scratch.zeros = reinterpret_cast<char*>(take(width / 2));

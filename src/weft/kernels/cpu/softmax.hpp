@@ -8,6 +8,13 @@
 namespace weft {
 namespace {
 
+// Where the row of a head at a position lies.
+inline const char* row_of(const Tile& tile, const Cache& cache, int64_t head, int64_t position) {
+  const int64_t block = position / tile.block_size, offset = position % tile.block_size;
+  return cache.data + tile.table[block] * cache.block_bytes + head * cache.head_bytes +
+         offset * cache.offset_bytes;
+}
+
 // Where the rows of a head at positions start .. start + count lie; `nothing` where no query of the
 // tile looks, since anything may stand there.
 void find_rows(const Tile& tile, const Cache& cache, int64_t head, int64_t start, int64_t count,
@@ -16,10 +23,8 @@ void find_rows(const Tile& tile, const Cache& cache, int64_t head, int64_t start
   for (int64_t i = start; i < seen.first; ++i) *rows++ = nothing;
   int64_t position = seen.first < seen.end ? seen.first : start;
   while (position < seen.end) {
-    const int64_t block = position / tile.block_size, offset = position % tile.block_size;
-    const char* row = cache.data + tile.table[block] * cache.block_bytes +
-                      head * cache.head_bytes + offset * cache.offset_bytes;
-    const int64_t end = (block + 1) * tile.block_size;
+    const char* row = row_of(tile, cache, head, position);
+    const int64_t end = (position / tile.block_size + 1) * tile.block_size;
     for (; position < end && position < seen.end; ++position, row += cache.offset_bytes) {
       *rows++ = row;
     }
