@@ -103,6 +103,20 @@ def test_instructions_of_this_machine_are_what_is_said_of_them(tile_products, pa
     assert (done.stdout, done.returncode) == ("good\n", 0), done.stderr
 
 
+@X86
+@pytest.mark.parametrize("tiles", ["modelled", "machine"])
+def test_attention_by_tiles_gives_a_query_the_same_bits_in_any_company(tiles) -> None:
+    flags = set(Path("/proc/cpuinfo").read_text().split())
+    if "avx512_bf16" not in flags or (tiles == "machine" and "amx_bf16" not in flags):
+        pytest.skip(f"this machine has no AVX-512 with bfloat16 ({tiles} tiles)")
+    wide = [f"-m{name}" for name in TILES]
+    words = ["-std=c++20", "-O1", "-g", "-Wno-psabi", "-fsanitize=address", *wide]
+    words += [f"-I{SOURCES}", HERE / "tile_attention.cpp"]
+    program = builds.program(words, [HERE, SOURCES])
+    done = subprocess.run([program, tiles], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == ("good\n", 0), done.stderr
+
+
 BEFORE = ("avx2", "fma")
 WIDE = (*BEFORE, "avx512f", "avx512bw", "avx512dq", "avx512vl")
 BF16 = (*WIDE, "avx512vnni", "avx512bf16")

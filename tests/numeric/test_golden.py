@@ -6,13 +6,11 @@ import json
 
 import pytest
 from checkpoints import CASES, FAMILY_CASES
-from golden import RECORDED, each_hash
+from golden import RECORDED, SAME_BITS, each_hash
 
 from depth import deep
 from weft.kernels.cpu import attention
 
-# Sets that only add exact products of integers to another one.
-SAME_BITS = {"amx": "avx512bf16", "avxvnni": "avx2"}
 HASHES = json.loads(RECORDED.read_text())
 ISAS = [
     pytest.param(isa, marks=[deep] if number else []) for number, isa in enumerate(attention.isas())
