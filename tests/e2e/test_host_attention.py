@@ -121,6 +121,8 @@ def expect_host_tokens(server: Server) -> None:
     busy, round_trip = host(server, "busy_seconds_total"), host(server, "round_trip_seconds_total")
     assert busy > 0
     assert round_trip > 0
+    assert host(server, "step_slowdown") >= 1
+    assert host(server, "step_surplus_seconds") >= 0
 
 
 @pytest.mark.parametrize("host_process", [False, True])

@@ -165,3 +165,4 @@ def test_it_learns_that_steps_with_the_host_take_longer_than_predicted(cell, tru
     alone = served(cell, "fcfs", WRONG[0])
     assert seconds[0] <= alone[0] * 1.05
     assert scheduler.totals.host_tokens < scheduler.totals.output_tokens / 10
+    assert [part.slower.ratio > 1 for part in scheduler.parts] == [True]

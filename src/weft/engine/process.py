@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from weft.engine.build import Engine
     from weft.engine.live_targets import LiveTargets
     from weft.engine.self_profile import PolicyChoice
-    from weft.sched.scheduler import Scheduler
+    from weft.sched.scheduler import Scheduler, SchedulerPart
 
 INFO_EVERY_S = 0.25
 CHECK_EVERY_S = 10.0
@@ -331,6 +331,7 @@ def _info(engine: Engine, ready: bool) -> EngineInfo:
         queued_prompt_tokens=sum(len(sequence.tokens) for sequence in waiting),
         policy=list(POLICIES).index(scheduler.policy.name),
         **engine.host_attention(),
+        **_slower(scheduler.parts),
         **_on_disk(scheduler.cache.lower),
         **_targets(scheduler.policy.classes),
         **asdict(scheduler.totals),
@@ -341,6 +342,15 @@ def _host_pool(scheduler: Scheduler) -> BlockPool | None:
     """The fullest pool of the host tier; None if there is no such tier."""
     kv = scheduler.memory.kv
     return fullest(kv.host.pools) if isinstance(kv, TieredCache) else None
+
+
+def _slower(parts: Sequence[SchedulerPart]) -> dict[str, int]:
+    """What the info page says of steps that carry rows of the host."""
+    found = [part.slower for part in parts]
+    return {
+        "host_slower_permille": max((round(1000 * one.ratio) for one in found), default=0),
+        "host_surplus_us": max((round(1e6 * one.surplus_s) for one in found), default=0),
+    }
 
 
 def _on_disk(prefixes: LowerPrefixes | None) -> dict[str, int]:

@@ -56,6 +56,9 @@ class EngineInfo:
         host_calls, host_jobs, host_busy_us, host_round_trip_us, host_restarts: of the host worker:
             calls of attention, rows in them, time in them, time from the submission of each row to
             its result, and processes that have followed a dead one. Since the start.
+        host_slower_permille, host_surplus_us: what the scheduler has measured of steps that carry
+            rows of the host: their time for each 1000 predicted, and what it is beyond that of
+            steps without; 0 where it measures no such thing.
         disk_bytes: of the folder of prefixes; disk_saved, disk_lost: blocks that were saved there,
             and that were to be and are not; disk_tokens: prompt tokens that came from there;
             disk_missing: blocks that were not there whole. All but the first since the start.
@@ -108,6 +111,8 @@ class EngineInfo:
     host_busy_us: int = 0
     host_round_trip_us: int = 0
     host_restarts: int = 0
+    host_slower_permille: int = 0
+    host_surplus_us: int = 0
     disk_bytes: int = 0
     disk_saved: int = 0
     disk_lost: int = 0

@@ -34,7 +34,7 @@ from weft.sched.batch import BatchBuilder, TimedBatch
 from weft.sched.memory_host import HostMemory
 from weft.sched.policy_slo import SLOPolicy
 from weft.sched.preempt import covers
-from weft.sched.scheduler import Scheduler
+from weft.sched.scheduler import Scheduler, Slower
 
 # Layers that a piggybacked row may have come further since the last result: steps in flight.
 STALE_LAYERS = 2
@@ -73,6 +73,11 @@ class PiggybackPart:
         self._now = 0.0
         memory.watermark_tokens = 0  # sequences without room on the device decode on the host
         policy.part = self
+
+    @property
+    def slower(self) -> Slower:
+        """Steps that carry rows take so much longer."""
+        return Slower(surplus_s=max(0.0, self._policy.pace.surplus.value))
 
     def attach(self, scheduler: Scheduler) -> None:
         """Attach to this scheduler."""

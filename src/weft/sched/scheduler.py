@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from weft.core.errors import ParameterError
 from weft.core.plan import StepOutputs, StepPlan, StepResult, SubBatch, Tier, Update
@@ -74,8 +74,24 @@ class Policy(Protocol):
         """Raise InvariantError if the policy's state is inconsistent."""
 
 
+class Slower(NamedTuple):
+    """How much longer than predicted steps take that carry rows of the host, as was measured.
+
+    Attributes:
+        ratio: seconds for each that was predicted, beside steps without; 1: nothing was found.
+        surplus_s: seconds a step beyond its prediction without them; 0: nothing was found.
+    """
+
+    ratio: float = 1.0
+    surplus_s: float = 0.0
+
+
 class SchedulerPart(Protocol):
     """Scheduling work beside policy and memory."""
+
+    @property
+    def slower(self) -> Slower:
+        """What decisions assume of steps that carry rows of the host."""
 
     def attach(self, scheduler: Scheduler) -> None:
         """Attach to this scheduler."""

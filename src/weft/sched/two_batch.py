@@ -32,7 +32,7 @@ from weft.sched.batch import BatchBuilder, TimedBatch
 from weft.sched.memory_host import SwapMemory
 from weft.sched.pace import HostSlowdown
 from weft.sched.preempt import choose_victim
-from weft.sched.scheduler import Scheduler, sub_batch
+from weft.sched.scheduler import Scheduler, Slower, sub_batch
 
 PATIENCE = 16  # steps that the oldest sequence on the host is left out of
 HELP = 0.01  # of the time that it has waited, which is what a step may take longer for its sake
@@ -64,6 +64,11 @@ class TwoBatch:
         one = Work(tokens=1, sampled=1, decodes=1, decode_context=1)
         self._slowdown = HostSlowdown(PRIOR_STEPS * step_time(balance.cost, [one]))
         self._predicted_s = 0.0  # of the step that is being planned
+
+    @property
+    def slower(self) -> Slower:
+        """Steps with decodes of the host are this much slower than predicted."""
+        return Slower(ratio=self._slowdown.value)
 
     def attach(self, scheduler: Scheduler) -> None:
         """Attach to this scheduler."""

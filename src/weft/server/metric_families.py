@@ -69,6 +69,14 @@ OWN_METRICS: Mapping[str, tuple[str, str]] = {
         "Sum over the rows of the time from submission to result",
     ),
     "host_attention_restarts": ("counter", "Processes weft-host that took over from a dead one"),
+    "host_attention_step_slowdown": (
+        "gauge",
+        "Time of steps with decodes of the host for each second predicted, as load-aware measured",
+    ),
+    "host_attention_step_surplus_seconds": (
+        "gauge",
+        "Time that piggybacked rows add to a step, as slo-piggyback measured",
+    ),
     "host_sequences_lost": (
         "counter",
         "Sequences computed again because the remote place with their KV was gone",

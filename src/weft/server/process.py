@@ -200,6 +200,8 @@ class RingProbe:
             "host_attention_busy_seconds": info.host_busy_us / 1e6,
             "host_attention_round_trip_seconds": info.host_round_trip_us / 1e6,
             "host_attention_restarts": info.host_restarts,
+            "host_attention_step_slowdown": info.host_slower_permille / 1e3,
+            "host_attention_step_surplus_seconds": info.host_surplus_us / 1e6,
             "host_sequences_lost": info.lost_sequences,
             "kv_disk_bytes": info.disk_bytes,
             "kv_disk_blocks_saved": info.disk_saved,
