@@ -42,33 +42,51 @@ std::vector<uint16_t> random_halves(int64_t count) {
 // A sequence of `context` positions, the last of which have queries.
 struct Case {
   int64_t context, queries, heads, size, block, window;
+  bool codes = false;  // of 8 bits in the cache
+  float softcap = 0.0f;
 };
 
-// One layer's cache of a sequence, whose blocks lie in a random order.
+// One layer's cache of a sequence, whose blocks lie in another order.
 struct Sequence {
   Case given;
   std::vector<int32_t> table;
-  std::vector<uint16_t> keys, values, queries;  // [blocks][heads][block][size], [queries][heads][size]
+  std::vector<char> keys, values;  // [blocks][heads], of each rows and then, of codes, their scales
+  std::vector<uint16_t> queries;   // [queries][heads][size]
 
   explicit Sequence(const Case& c) : given(c), table((c.context + c.block - 1) / c.block) {
     for (size_t i = 0; i < table.size(); ++i) table[i] = static_cast<int32_t>(table.size() - 1 - i);
-    const auto numbers = static_cast<int64_t>(table.size()) * c.heads * c.block * c.size;
-    keys = random_halves(numbers);
-    values = random_halves(numbers);
     queries = random_halves(c.queries * c.heads * c.size);
-    // Where nobody looks anything may stand.
-    for (int64_t at = c.context; at < static_cast<int64_t>(table.size()) * c.block; ++at) {
-      for (int64_t head = 0; head < c.heads; ++head) {
-        const int64_t row = (table[at / c.block] * c.heads + head) * c.block + at % c.block;
-        for (int64_t i = 0; i < c.size; ++i) keys[row * c.size + i] = values[row * c.size + i] = 0x7fc0;
+    for (std::vector<char>* memory : {&keys, &values}) {
+      memory->resize(table.size() * c.heads * head_bytes());
+      for (int64_t at = 0; at < static_cast<int64_t>(table.size()) * c.block; ++at) {
+        for (int64_t head = 0; head < c.heads; ++head) write_row(*memory, at, head);
       }
     }
   }
 
-  Cache cache(const std::vector<uint16_t>& numbers) const {
-    const int64_t row = 2 * given.size, head = row * given.block;
-    return {reinterpret_cast<const char*>(numbers.data()), DType::bf16, head * given.heads, head,
-            row, 0};
+  int64_t row_bytes() const { return given.codes ? given.size : 2 * given.size; }
+  int64_t head_bytes() const { return given.block * (row_bytes() + (given.codes ? 4 : 0)); }
+
+  // Where nobody looks, behind the context, anything may stand.
+  void write_row(std::vector<char>& memory, int64_t at, int64_t head) const {
+    const int64_t offset = at % given.block;
+    char* first = memory.data() + (table[at / given.block] * given.heads + head) * head_bytes();
+    char* row = first + offset * row_bytes();
+    const bool seen = at < given.context;
+    if (!given.codes) {
+      const auto halves = random_halves(given.size);
+      const std::vector<uint16_t> nothing(given.size, 0x7fc0);
+      std::memcpy(row, seen ? halves.data() : nothing.data(), 2 * given.size);
+      return;
+    }
+    for (int64_t i = 0; i < given.size; ++i) row[i] = static_cast<char>(draw() % 255 - 127);
+    const float scale = seen ? static_cast<float>(1 + draw() % 100) * 2e-4f : NAN;
+    std::memcpy(first + given.block * row_bytes() + 4 * offset, &scale, 4);
+  }
+
+  Cache cache(const std::vector<char>& memory) const {
+    return {memory.data(), given.codes ? DType::i8 : DType::bf16, head_bytes() * given.heads,
+            head_bytes(), row_bytes(), given.block * row_bytes()};
   }
 };
 
@@ -97,7 +115,7 @@ std::vector<uint16_t> attended(const Sequence& s, Attend attend, int64_t first, 
   }
   const Tile tile{.queries = queries.data(), .heads = c.heads, .count = count,
                   .type = DType::bf16, .head_size = c.size, .window = c.window,
-                  .scale = 0.3f, .softcap = 0.0f, .table = s.table.data(),
+                  .scale = 0.3f, .softcap = c.softcap, .table = s.table.data(),
                   .block_size = c.block, .key = s.cache(s.keys), .value = s.cache(s.values)};
   const int64_t width = padded(c.size, 2 * W), vectors = c.heads * count;
   const Floats scratch = floats(scratch_floats(width));
@@ -147,6 +165,10 @@ int main(int count, char** words) try {
   for (const int64_t window : {0, 70}) {
     for (const int64_t block : {16, 8, 32}) {
       for (const int64_t size : {64, 80, 128}) check({337, 48, 2, size, block, window}, machine);
+    }
+    for (const int64_t block : {1, 16, 48}) {
+      check({300, 32, 3, 64, block, window, true}, machine);
+      check({300, 32, 3, 64, block, window, false, 5.0f}, machine);
     }
     check({30, 30, 1, 64, 16, window}, machine);
     check({600, 96, 1, 64, 16, window}, machine);

@@ -207,11 +207,12 @@ bool same(float a, float b) {
   return std::memcmp(&a, &b, 4) == 0 || (a != a && b != b);  // NaN is NaN
 }
 
-std::vector<float> product(MultiplyPairs multiply, const Pairs& c, int64_t first, int64_t count) {
+std::vector<float> product(MultiplyPairs multiply, const Pairs& c, int64_t first, int64_t count,
+                           int64_t slice = -1) {
   std::vector<float> found(count * panel_columns, 7.0f);
-  multiply({reinterpret_cast<const char*>(c.panel.data()),
-            reinterpret_cast<const char*>(c.x.data() + first * c.x_stride), 2 * c.x_stride, count,
-            c.inputs, found.data()});
+  const char* panel = reinterpret_cast<const char*>(c.panel.data());
+  multiply({panel, reinterpret_cast<const char*>(c.x.data() + first * c.x_stride), 2 * c.x_stride,
+            count, c.inputs, found.data(), slice, panel, 2 * panel_columns * c.inputs});
   return found;
 }
 
@@ -237,6 +238,17 @@ void pairs(MultiplyPairs multiply) {
       for (size_t i = 0; i < found.size(); ++i) {
         if (!same(found[i], whole[first * panel_columns + i])) {
           fail(name + std::to_string(count) + " rows differ");
+        }
+      }
+    }
+    for (const int64_t count : {1, 17, 33, 49, 67}) {
+      for (int64_t slice = 0; slice < panel_columns / slice_columns; ++slice) {
+        const auto found = product(multiply, c, 0, count, slice);
+        for (size_t i = 0; i < found.size(); ++i) {
+          const bool wanted = static_cast<int64_t>(i) % panel_columns / slice_columns == slice;
+          if (wanted && !same(found[i], whole[i])) {
+            fail(name + std::to_string(count) + " rows of a slice differ");
+          }
         }
       }
     }

@@ -66,6 +66,20 @@ def test_a_row_depends_on_no_other_nor_on_threads(isa, dtype) -> None:
 
 
 @pytest.mark.parametrize("isa", attention.isas())
+@pytest.mark.parametrize("gated", [False, True])
+def test_more_rows_than_stay_in_a_cache_are_multiplied_group_by_group(isa, gated) -> None:
+    attention.use_isa(isa)
+    draws = (draw(1, 130, 3333, dtype=torch.bfloat16), draw(2, 210, 3333, dtype=torch.bfloat16))
+    matrix, x = CpuMatrix(draws[0], gated=gated), draws[1]
+    whole = linear(x, matrix, None, "float32")
+    assert_exact(whole, x, draws[0], None)
+    for threads in (1, 3, 16):
+        attention.set_threads(threads)
+        assert torch.equal(linear(x, matrix, None, "float32"), whole)
+    attention.set_threads(2)
+
+
+@pytest.mark.parametrize("isa", attention.isas())
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_long_sums_are_exact_in_any_number_of_rows(isa, dtype) -> None:
     """Sums that are put down between the chunks of a panel, and taken up again."""

@@ -58,7 +58,7 @@ class EngineInfo:
             its result, and processes that have followed a dead one. Since the start.
         host_slower_permille, host_surplus_us: what the scheduler has measured of steps that carry
             rows of the host: their time for each 1000 predicted, and what it is beyond that of
-            steps without; 0 where it measures no such thing.
+            steps without; 0 of a scheduler that has none.
         disk_bytes: of the folder of prefixes; disk_saved, disk_lost: blocks that were saved there,
             and that were to be and are not; disk_tokens: prompt tokens that came from there;
             disk_missing: blocks that were not there whole. All but the first since the start.

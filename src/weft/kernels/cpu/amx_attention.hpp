@@ -4,7 +4,7 @@
 // queries, and then weights, are multiplied with them. A score is defined as an output of
 // `multiply_pairs` is: steps of 32 numbers of the head, of which even and odd ones make sums of
 // their own. A sum of values takes steps of 32 positions from the start of the split; those that a
-// query does not see have the weight 0, which changes no sum.
+// query does not see have the weight 0, which changes no sum of finite values.
 #pragma once
 
 #include "amx_tiles.hpp"
@@ -107,7 +107,9 @@ constexpr int64_t most_columns = tile_columns;
 // Rows are keys and their steps pairs of the head; a column is a query.
 inline TileConfig keys_config(int64_t queries) {
   TileConfig config = config_of(tile_rows, tile_bytes);
-  for (const int tile : {0, 1, 2, 3, 6, 7}) config.row_bytes[tile] = 4 * queries;
+  for (int tile = 0; tile < 8; ++tile) {
+    if (tile != 4 && tile != 5) config.row_bytes[tile] = 4 * queries;
+  }
   return config;
 }
 

@@ -34,18 +34,24 @@ inline void widen_block(const uint8_t* from, int64_t group, uint8_t* to) {
 
 // Scales the integer sums of a group, [count][panel_columns], and adds them to so many rows. `at`
 // is the place of the first of these, and of the group, among scales and sums.
-inline void add_group(const QuantWeight& weight, const uint8_t* block, bool first,
-                      const int32_t* dots, const QuantRows& rows, int64_t at, int64_t count,
-                      float* out, int64_t out_stride) {
+template <bool zeros>
+void add_scaled(const QuantWeight& weight, const uint8_t* block, bool first, const int32_t* dots,
+                const QuantRows& rows, int64_t at, int64_t count, float* out, int64_t out_stride) {
   const int64_t groups = weight.groups();
+  const int32_t one_zero = 1 << (weight.bits - 1);  // of all columns, if they have none of their own
   for (int64_t column = 0; column < panel_columns; column += W) {
-    const ivec zero = zeros_of(weight, block, column);
+    ivec zero{};
+    if constexpr (zeros) zero = zeros_of(weight, block, column);
     const vec scale = scales_of(weight, block, column);
     for (int64_t r = 0; r < count; ++r) {
       const int64_t i = at + r * groups;
       float* to = out + r * out_stride + column;
-      const ivec sums = load_bytes(dots + r * panel_columns + column);
-      const ivec part = sums - zero * rows.sums[i];
+      ivec part = load_bytes(dots + r * panel_columns + column);
+      if constexpr (zeros) {
+        part -= zero * rows.sums[i];
+      } else {
+        part -= one_zero * rows.sums[i];
+      }
       store(to, (first ? vec{} : load(to)) + to_float(part) * (scale * rows.scales[i]));
     }
   }
@@ -82,14 +88,15 @@ void multiply_integers(const QuantWeight& weight, int64_t panel, const QuantRows
         });
         Fetch fetch;
         if (tile == 0 && column == 0 && weight.bits == 8) {
-          fetch = {w + weight.block_bytes(), weight.block_bytes() / s.steps};
+          fetch = {w + weight.block_bytes(), weight.block_bytes() / (64 * s.steps)};
         }
         clear_sums<Tiles, R, C>();
         add_steps<Tiles, false, R, C>(s, fetch);
         store_sums<Tiles, R, C>(sums, panel_columns);
       }
       const int64_t end = last + split.rows;
-      add_group(weight, block, g == 0, dots + (done - start) * panel_columns, rows,
+      const auto add = weight.zeros ? add_scaled<true> : add_scaled<false>;
+      add(weight, block, g == 0, dots + (done - start) * panel_columns, rows,
                 (first + done) * groups + g, end - done, out + done * out_stride, out_stride);
       done = end;
     };
@@ -158,9 +165,11 @@ class PairProduct {
         __builtin_memcpy(rows + i * tile_bytes, from, 2 * rest_);
       }
     });
-    Fetch own{s.weights + steps_ahead * step_tile_bytes, step_tile_bytes};
+    const char* ahead = s.weights + steps_ahead * step_tile_bytes;
+    Fetch own{ahead, step_tile_bytes / 64};
+    if (p_.slice >= 0) own = {ahead, tile_rows, step_bytes};
     clear_sums<Tiles, R, C>();
-    add_steps<Tiles, true, R, C>(s, tile == 0 && column == 0 ? own : next_);
+    add_steps<Tiles, true, R, C>(s, tile == 0 && (C == 1 || column == 0) ? own : next_);
     if (rest_ > 0) add_steps<Tiles, true, R, C>(last, Fetch{});
     store_sums<Tiles, R, C>(sums, panel_columns);
   }
@@ -169,7 +178,7 @@ class PairProduct {
   Fetch next() const {
     const int64_t parts = (split_.tiles + 1) / 2 * 2 - 1 - split_.tiles % 2;
     if (parts <= 0 || p_.next == nullptr || steps_ == 0) return {};
-    return {p_.next, (p_.next_bytes / (parts * steps_) + 63) / 64 * 64};
+    return {p_.next, (p_.next_bytes / (parts * steps_) + 63) / 64};
   }
 
   const Product& p_;

@@ -50,14 +50,15 @@ struct RowTiles {
   }
 };
 
-// Memory that is asked for while something else is computed.
+// Memory that is asked for while something else is computed: so many cache lines a step.
 struct Fetch {
   const char* from = nullptr;
-  int64_t bytes = 0;  // a step
+  int64_t lines = 0;
+  int64_t stride = 64;  // from one line to the next, in bytes
 
   void operator()() {
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 2);
-    from += bytes;
+    for (int64_t i = 0; i < lines; ++i) __builtin_prefetch(from + i * stride, 0, 2);
+    from += lines * stride;
   }
 };
 

@@ -22,6 +22,11 @@ struct LineAllocator {
     return static_cast<T*>(::operator new(count * sizeof(T), std::align_val_t(line_bytes)));
   }
   void deallocate(T* memory, size_t) { ::operator delete(memory, std::align_val_t(line_bytes)); }
+  // What nobody has written yet is left to whoever writes it first.
+  template <typename Other>
+  void construct(Other* place) {
+    ::new (static_cast<void*>(place)) Other;
+  }
   bool operator==(const LineAllocator&) const { return true; }
 };
 

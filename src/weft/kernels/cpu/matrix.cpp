@@ -23,7 +23,7 @@ namespace {
 constexpr int64_t huge_page = 2 << 20, page = 4096;
 // Rows of one item: a multiple of a tile's, few enough that their activations stay in the cache.
 constexpr int64_t item_rows = 96;
-constexpr int64_t cached_rows = 1 << 20;  // bytes
+constexpr int64_t cached_rows = 1 << 20;  // bytes of activations that stay in the second cache
 // Less work than this is not worth another thread: bytes of weights, for each six rows.
 constexpr int64_t min_shared_work = 64 << 10;
 
@@ -373,7 +373,8 @@ int64_t Multiplication::items() const {
 // stay in a cache meanwhile.
 Multiplication::Place Multiplication::place_of(int64_t item) const {
   const int64_t all = (rows + item_rows - 1) / item_rows, columns = matrix->panels() * slices;
-  const int64_t most = std::max<int64_t>(1, cached_rows / (item_rows * matrix->inputs() * size_of(matrix->type())));
+  const int64_t bytes = std::max<int64_t>(1, matrix->inputs() * size_of(matrix->type()));  // of a row
+  const int64_t most = std::max<int64_t>(1, cached_rows / (item_rows * bytes));
   const int64_t group = item / (columns * most), before = group * most;
   const int64_t blocks = std::min(most, all - before);
   const int64_t at = item - before * columns;
@@ -424,7 +425,8 @@ void Multiplication::multiply(const PanelKernels& kernels, const Place& place, i
                               int64_t first, int64_t count, float* sums) const {
   const int64_t panel = place.panel;
   if (!rounds()) {
-    Product product{matrix->panel(panel), x.row(first), x.stride, count, matrix->inputs(), sums, slice};
+    Product product{matrix->panel(panel), x.row(first), x.stride, count, matrix->inputs(), sums,
+                    slice};
     if (slice < 0 && panel + 1 < matrix->panels()) {
       product.next_bytes = matrix->panel_bytes() / place.blocks;
       product.next = matrix->panel(panel + 1) + place.part * product.next_bytes;

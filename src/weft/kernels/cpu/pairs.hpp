@@ -194,7 +194,8 @@ inline void weigh_split(const Split& split, const Range& range_of) {
       const int64_t vector = head * tile.count + i;
       auto* weights = reinterpret_cast<uint16_t*>(scratch.weights + vector * (split_keys / 2));
       const auto put = [&](int64_t j, vec weight) {
-        if (scaled_values) weight *= load(value_scales + j);
+        // The scale of what a query does not see may be NaN.
+        if (scaled_values) weight = pick(weight == 0.0f, weight, weight * load(value_scales + j));
         *reinterpret_cast<hvec_at*>(weights + j) = narrow(weight);
       };
       weigh(tile, scratch.scores + vector * split_keys,

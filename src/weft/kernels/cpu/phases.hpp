@@ -89,7 +89,7 @@ class KeptMemory {
   void lay_out(const Layout& layout) {
     Slices counted(nullptr);
     layout(counted);
-    if (std::ssize(memory_) < counted.used()) memory_ = {};
+    if (std::ssize(memory_) < counted.used()) memory_ = Lines<char>();
     Slices slices(fit(memory_, counted.used()));
     layout(slices);
   }
