@@ -37,7 +37,8 @@ def over_http(model: str, settings: dict[str, Any]) -> Callable[[Work], dict[str
     from serving import running, streamed
 
     command = [sys.executable, "-m", "weft.cli", "serve", "--model", model]
-    command += ["--served-model-name", "m", "--no-standby"]
+    # Another scheduler measures the costs of steps while the server is idle: as others are timed.
+    command += ["--served-model-name", "m", "--no-standby", "--scheduler", "fcfs"]
     for name, value in settings.items():
         flag = name.replace("_", "-")
         on = "--" if value else "--no-"

@@ -110,8 +110,7 @@ inline void weigh(const Tile& tile, float* scores, Span span, int64_t begin, int
     if (!plain || !whole) store(scores + j, score);
     top = max(score, top);
   }
-  float most = top[0];
-  for (int i = 1; i < W; ++i) most = top[i] > most ? top[i] : most;
+  const float most = max_of(top);
   // With no finite score every weight is exp(-inf) = 0, and a NaN stays one.
   const float to_power = factor * 0x1.715476p+0f;  // log2(e)
   const float base = most == -infinity ? 0.0f : most * to_power;

@@ -22,6 +22,17 @@ typedef bvec bvec_at __attribute__((aligned(1), may_alias));
 constexpr float infinity = __builtin_inff();
 
 inline vec max(vec a, vec b) { return pick(a > b, a, b); }  // a NaN in a is passed over
+// The largest number of a vector, in any order. With a NaN it is that or the largest of some others.
+inline float max_of(vec x) {
+  float lanes[W];
+  store(lanes, x);
+  for (int half = W / 2; half > 0; half /= 2) {
+    for (int i = 0; i < half; ++i) {
+      lanes[i] = lanes[i] > lanes[i + half] ? lanes[i] : lanes[i + half];
+    }
+  }
+  return lanes[0];
+}
 
 // ---- numbers of 16 bits ----
 
