@@ -15,7 +15,7 @@ namespace {
 
 #ifdef WEFT_PAIRS
 
-// Rows of pairs times a panel of them, [steps * 16][weight_stride / 4].
+// Rows of pairs times a panel of them, [steps * 16][panel_columns].
 struct PairTiles {
   const uint32_t* x;
   int64_t x_pairs;  // of a row
@@ -53,18 +53,13 @@ void multiply_columns(const PairTiles& p, const RowTiles& rows, int64_t tile, in
   for (; column < to; column += tile_columns) multiply_tiles<Tiles, R, 1>(p, rows, tile, column);
 }
 
-// Calls use(R, tile, span) for two row tiles at a time, or the last one: for the positions of a
-// split that any of their queries sees.
+// `each_row_tiles` with the positions of a split that any of the queries sees; not where none does.
 inline void each_rows(const Split& split, const RowTiles& rows, const auto& use) {
-  int64_t tile = 0;
-  const auto call = [&](auto count) {
-    const int64_t first = rows.start(tile), end = rows.start(tile + count - 1) + rows.rows;
+  each_row_tiles(rows, [&](auto R, int64_t tile) {
+    const int64_t first = rows.start(tile), end = rows.start(tile + R - 1) + rows.rows;
     const Span seen = both(seen_by_any(split.tile, first, end - first), split.span);
-    if (seen.first < seen.end) use(count, tile, seen);
-    tile += count;
-  };
-  while (tile + 2 <= rows.tiles) call(std::integral_constant<int, 2>{});
-  if (tile < rows.tiles) call(std::integral_constant<int, 1>{});
+    if (seen.first < seen.end) use(R, tile, seen);
+  });
 }
 
 // `span`, counted from the offset `at` of a split and cut to `count` positions from there, in whole
@@ -83,7 +78,7 @@ void score_by_tiles(const Split& split) {
   const PairScratch& scratch = split.scratch;
   const int64_t pairs = split.width / 2, count = split.tile.count;
   const RowTiles rows(count);
-  each_piece(split, panel_keys, split.tile.key, [&](int64_t head, int64_t at, const char* const* keys) {
+  const auto use = [&](int64_t head, int64_t at, const char* const* keys) {
     const Span packed = whole_steps(split, split.span, at, panel_keys, W);
     for (int64_t j = packed.first; j < packed.end; j += W) {
       split.ahead.lines(pairs);
@@ -97,7 +92,8 @@ void score_by_tiles(const Split& split) {
       const Span seen = whole_steps(split, span, at, panel_keys, tile_columns);
       multiply_columns<Tiles, R>(product, rows, tile, seen.first, seen.end);
     });
-  });
+  };
+  each_piece(split, panel_keys, split.tile.key, use);
 }
 
 // ---- few queries: keys are the rows, as they lie in the cache, and queries the columns ----
@@ -127,13 +123,12 @@ inline void turn_queries(const Split& split) {
 
 // Scores [keys][16] of some tiles to rows of scores.
 inline void turn_scores(const float* from, int64_t keys, int64_t count, float* to) {
-  const auto places = _mm512_mullo_epi32(_mm512_set1_epi32(tile_columns),
-                                         _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4,
-                                                          3, 2, 1, 0));
+  ivec places;
+  for (int i = 0; i < W; ++i) places[i] = i * tile_columns;
   for (int64_t key = 0; key < keys; key += W) {
     for (int64_t i = 0; i < count; ++i) {
       const float* first = from + key * tile_columns + i;
-      store(to + i * split_keys + key, (vec)_mm512_i32gather_ps(places, first, sizeof(float)));
+      store(to + i * split_keys + key, (vec)_mm512_i32gather_ps((__m512i)places, first, 4));
     }
   }
 }
@@ -170,10 +165,8 @@ void score_few_by_tiles(const Split& split) {
   const Cache& cache = tile.key;
   const PairScratch& scratch = split.scratch;
   const int64_t pairs = split.width / 2, count = tile.count;
-  const bool in_place = cache.type == DType::bf16 && split.width == tile.head_size &&
-                        tile.block_size % tile_rows == 0;
+  const bool in_place = lies_in_place(split, cache) && tile.block_size % tile_rows == 0;
   const int64_t stride = in_place ? cache.offset_bytes : 2 * split.width;
-  turn_queries(split);
   each_offset(split, panel_keys, [&](int64_t at) {
     const Span seen = whole_steps(split, split.span, at, panel_keys, tile_rows);
     for (int64_t head = 0; head < tile.heads; ++head) {
@@ -236,9 +229,12 @@ void attend_by_tiles(const Tile& tile, int64_t first_split, int64_t last_split, 
   const bool few = tile.count <= most_columns;
   const TileConfig keys = few ? keys_config(tile.count) : TileConfig{};
   const TileConfig rows = config_of(RowTiles(tile.count).rows, tile_bytes);
+  bool turned = false;
   if (!few) Tiles::configure(rows);
   const auto sum_up = [&](const Split& split) {
     if (few) {
+      if (!turned) turn_queries(split);
+      turned = true;
       Tiles::configure(keys);
       score_few_by_tiles<Tiles>(split);
       Tiles::configure(rows);

@@ -76,7 +76,7 @@ void multiply_integers(const QuantWeight& weight, int64_t panel, const QuantRows
       return reinterpret_cast<const char*>(rows.values + (first + row) * x_stride + g * group);
     };
     int64_t done = 0;
-    const auto multiply_rows = [&]<int R>(std::integral_constant<int, R>, int64_t tile) {
+    each_row_tiles(split, [&]<int R>(std::integral_constant<int, R>, int64_t tile) {
       constexpr int C = 4 / R;
       const int64_t start = split.start(tile), last = split.start(tile + R - 1);
       for (int64_t column = 0; column < panel_columns; column += C * tile_columns) {
@@ -97,12 +97,9 @@ void multiply_integers(const QuantWeight& weight, int64_t panel, const QuantRows
       const int64_t end = last + split.rows;
       const auto add = weight.zeros ? add_scaled<true> : add_scaled<false>;
       add(weight, block, g == 0, dots + (done - start) * panel_columns, rows,
-                (first + done) * groups + g, end - done, out + done * out_stride, out_stride);
+          (first + done) * groups + g, end - done, out + done * out_stride, out_stride);
       done = end;
-    };
-    int64_t tile = 0;
-    for (; tile + 2 <= split.tiles; tile += 2) multiply_rows(std::integral_constant<int, 2>{}, tile);
-    if (tile < split.tiles) multiply_rows(std::integral_constant<int, 1>{}, tile);
+    });
   }
   Tiles::release();
   scale_columns(weight, panel, count, out, out_stride);
@@ -128,18 +125,18 @@ class PairProduct {
 
   void multiply() {
     Tiles::configure(config_of(split_.rows, tile_bytes));
-    int64_t tile = 0;
     if (p_.slice >= 0) {
       const int64_t column = p_.slice * tile_columns;
+      int64_t tile = 0;
       for (; tile + 4 <= split_.tiles; tile += 4) multiply_tiles<4, 1>(tile, column);
       for (; tile + 2 <= split_.tiles; tile += 2) multiply_tiles<2, 1>(tile, column);
       if (tile < split_.tiles) multiply_tiles<1, 1>(tile, column);
     } else {
-      for (; tile + 2 <= split_.tiles; tile += 2) {
-        multiply_tiles<2, 2>(tile, 0);
-        multiply_tiles<2, 2>(tile, 2 * tile_columns);
-      }
-      if (tile < split_.tiles) multiply_tiles<1, 4>(tile, 0);
+      each_row_tiles(split_, [this](auto R, int64_t tile) {
+        for (int64_t column = 0; column < panel_columns; column += 4 / R * tile_columns) {
+          multiply_tiles<R, 4 / R>(tile, column);
+        }
+      });
     }
     Tiles::release();
   }

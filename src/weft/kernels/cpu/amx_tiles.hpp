@@ -74,6 +74,13 @@ struct TileSteps {
   int64_t x_bytes;  // of a row in a step
 };
 
+// Calls use(R, tile) for two row tiles at a time, and for the last one of an odd number.
+inline void each_row_tiles(const RowTiles& rows, const auto& use) {
+  int64_t tile = 0;
+  for (; tile + 2 <= rows.tiles; tile += 2) use(std::integral_constant<int, 2>{}, tile);
+  if (tile < rows.tiles) use(std::integral_constant<int, 1>{}, tile);
+}
+
 template <int count>
 inline void each(const auto& body) {
   [&]<size_t... i>(std::index_sequence<i...>) {

@@ -7,12 +7,12 @@
 #include <algorithm>
 #include <atomic>
 #include <memory>
-#include <new>
 #include <stdexcept>
 #include <vector>
 
 #include "check.hpp"
 #include "dispatch.hpp"
+#include "lines.hpp"
 #include "pool.hpp"
 #include "tile.hpp"
 
@@ -104,28 +104,6 @@ Cache cache_of(const Tensor& cache, int64_t head_size, int64_t kv_head) {
   };
 }
 
-// Memory of a thread that stays until it needs more.
-class ThreadMemory {
- public:
-  float* floats(int64_t count) {
-    if (size_ < count) {
-      memory_.reset();
-      size_ = 0;
-      memory_.reset(static_cast<float*>(::operator new(count * sizeof(float), line)));
-      size_ = count;
-    }
-    return memory_.get();
-  }
-
- private:
-  static constexpr std::align_val_t line{64};
-  struct Delete {
-    void operator()(float* memory) const { ::operator delete(memory, line); }
-  };
-  std::unique_ptr<float, Delete> memory_;
-  int64_t size_ = 0;
-};
-
 // The work of one call, cut into items that may run in any order on any thread.
 class Work {
  public:
@@ -207,10 +185,10 @@ class Work {
   }
 
   void place_sums() {
-    static thread_local ThreadMemory memory;
+    static thread_local Lines<float> memory;
     int64_t floats = 0;
     for (const Row& row : rows_) floats += row_floats(row);
-    float* next = memory.floats(floats);
+    float* next = fit(memory, floats);
     shared_.reset(new Shared[rows_.size()]);
     for (size_t i = 0; i < rows_.size(); ++i) {
       shared_[i].sums = next;
@@ -300,9 +278,9 @@ class Work {
   }
 
   void run_item(const Item& item) const {
-    static thread_local ThreadMemory memory;
+    static thread_local Lines<float> memory;
     const int64_t own = padded(partial_floats(tile_queries, width_), 16);
-    float* sums = memory.floats(own + scratch_floats(width_));
+    float* sums = fit(memory, own + scratch_floats(width_));
     const Partial all = partial_at(sums, item.heads * item.count, width_);
     Query queries[tile_queries], *next = queries;
     if (item.rows == 0) {

@@ -109,6 +109,11 @@ void copy_rows(const Split& split, DType type, int64_t count, const char** rows)
   }
 }
 
+// Whether rows of a cache can be read where they lie.
+inline bool lies_in_place(const Split& split, const Cache& cache) {
+  return cache.type == DType::bf16 && split.width == split.tile.head_size;
+}
+
 // Calls use(rows) for the rows of a head at `step` positions from offset `at` of the split.
 template <typename Use>
 inline void with_rows(const Split& split, int64_t step, const Cache& cache, int64_t head,
@@ -116,8 +121,7 @@ inline void with_rows(const Split& split, int64_t step, const Cache& cache, int6
   const Tile& tile = split.tile;
   const char* rows[panel_keys];
   find_rows(tile, cache, head, split.start + at, step, split.span, split.scratch.zeros, rows);
-  const bool in_place = cache.type == DType::bf16 && split.width == tile.head_size;
-  if (!in_place) copy_rows(split, cache.type, step, rows);
+  if (!lies_in_place(split, cache)) copy_rows(split, cache.type, step, rows);
   use(rows);
 }
 
@@ -262,8 +266,8 @@ inline void each_split(const Tile& tile, int64_t first_split, int64_t last_split
   }
 }
 
-[[maybe_unused]] void attend_pairs(const Tile& tile, int64_t first_split, int64_t last_split, float* memory,
-                                   const Partial& sums, int64_t width) {
+[[maybe_unused]] void attend_pairs(const Tile& tile, int64_t first_split, int64_t last_split,
+                                   float* memory, const Partial& sums, int64_t width) {
   const int64_t step = is_small(tile) ? small_step(tile) : panel_keys;
   const Span all = seen_by_any(tile, 0, tile.count);
   Ahead ahead(tile, {step, step}, all, first_split, last_split);
