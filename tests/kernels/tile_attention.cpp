@@ -2,9 +2,6 @@
 // many, where it is one itself; and nearly those of pairs. Memory has just its size, so that a
 // sanitizer sees reads beyond. Needs AVX-512 with bfloat16; tiles are modelled, and with the word
 // `machine` compared with those of the machine.
-#include <sys/syscall.h>
-#include <unistd.h>
-
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -19,6 +16,7 @@
 #include "floats.hpp"
 #include "machine_tiles.hpp"
 #include "modelled_tiles.hpp"
+#include "tile_permission.hpp"
 
 using namespace weft;
 
@@ -158,7 +156,7 @@ void check(const Case& c, bool machine) {
 
 int main(int count, char** words) try {
   const bool machine = count > 1 && std::string(words[1]) == "machine";
-  if (machine && syscall(SYS_arch_prctl, 0x1023, 18) != 0) {  // ask for tiles
+  if (machine && !tiles_are_given()) {
     std::puts("none");
     return 0;
   }

@@ -17,6 +17,9 @@
 
 #include "attention.hpp"
 #include "dispatch.hpp"
+#ifdef __x86_64__
+#include "tile_permission.hpp"
+#endif
 
 #define WEFT_JOIN(a, b) a##b
 #define WEFT_TABLE(isa) WEFT_JOIN(kernels_, isa)
@@ -334,6 +337,12 @@ bool check_case(int number) {
 
 int main(int count, char** words) {
   if (count < 2) return 2;
+#ifdef __x86_64__
+  if (__builtin_cpu_supports("amx-bf16") && !weft::tiles_are_given()) {
+    std::puts("tiles are forbidden");
+    return 0;
+  }
+#endif
   generator.seed(count > 2 ? std::atoi(words[2]) : 1);
   const int cases = std::atoi(words[1]);
   for (int i = 0; i < cases; ++i) {

@@ -3,10 +3,8 @@
 #include "dispatch.hpp"
 
 #ifdef WEFT_X86
-#include <sys/syscall.h>
-#include <unistd.h>
-
 #include "amx.hpp"
+#include "tile_permission.hpp"
 #endif
 
 #ifdef WEFT_ARM
@@ -78,18 +76,6 @@ struct TileIsa {
 const Isa* isa_with_tiles(bool pairs) {
   static const TileIsa integers("amx", false), all("amxbf16", true);
   return pairs ? &all.isa : &integers.isa;
-}
-
-#endif
-
-#ifdef WEFT_X86
-
-// Linux gives the memory for tiles to processes that ask: once, for all threads, and for processes
-// that they fork. Before Linux 5.16, or where a filter forbids it, there is none.
-bool tiles_are_given() {
-  constexpr int request_permission = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM, XTILEDATA
-  static const bool given = syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
-  return given;
 }
 
 #endif
