@@ -21,6 +21,7 @@ import torch
 import report
 from weft.core.config import EngineConfig
 from weft.core.plan import StepOutputs
+from weft.core.ports import Lease
 from weft.core.types import Request, SamplingParams
 from weft.engine.build import Engine, build_engine
 from weft.engine.loop import EngineLoop
@@ -43,6 +44,9 @@ class Counter:
 
     def computing(self, sequence_ids: Any) -> None:
         """Nobody is blamed for crashes here."""
+
+    def lend(self, lease: Lease) -> None:
+        lease.grant(None)
 
     def publish(self, outputs: StepOutputs) -> None:
         self.tokens += len(outputs.tokens) + sum(u.token is not None for u in outputs.updates)

@@ -25,6 +25,7 @@ from peaks import read_bandwidth
 from shapes import random_decoder, shape
 
 from weft.core.plan import StepOutputs
+from weft.core.ports import Lease
 from weft.core.types import Request, SamplingParams
 from weft.engine.loop import EngineLoop
 from weft.engine.machine import WallClock
@@ -81,6 +82,9 @@ class Inbox:
 
     def computing(self, sequence_ids: list[int]) -> None:
         """Nothing outlives this process."""
+
+    def lend(self, lease: Lease) -> None:
+        lease.grant(None)
 
     def publish(self, outputs: StepOutputs) -> None:
         now = time.perf_counter()

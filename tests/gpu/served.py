@@ -17,6 +17,7 @@ import where
 from weft.core.config import EngineConfig
 from weft.core.errors import OutOfMemoryError, WeftError
 from weft.core.plan import PromptLogprobs, StepOutputs, Update
+from weft.core.ports import Lease
 from weft.core.types import FinishReason, Request, SamplingParams
 from weft.engine.build import Engine, build_engine
 from weft.engine.loop import EngineLoop
@@ -53,6 +54,9 @@ class Crowd:
 
     def computing(self, sequence_ids: Seq[int]) -> None:
         """Nothing outlives the test."""
+
+    def lend(self, lease: Lease) -> None:
+        lease.grant(None)
 
     def publish(self, outputs: StepOutputs) -> None:
         for update in (*(Update(*pair) for pair in outputs.tokens), *outputs.updates):

@@ -30,6 +30,7 @@ from scenarios import HOST_ONLY, Scenario
 
 import shareddata
 from weft.core.plan import PromptLogprobs, StepOutputs, StepPlan, StepResult, Update
+from weft.core.ports import Lease
 from weft.core.types import FinishReason, Request, SamplingParams, TokenLogprob
 from weft.engine.loop import EngineLoop
 from weft.kv.tiers import TieredCache
@@ -208,6 +209,9 @@ class Inbox:
 
     def computing(self, sequence_ids) -> None:
         """Nothing here outlives an engine."""
+
+    def lend(self, lease: Lease) -> None:
+        lease.grant(None)
 
     def publish(self, outputs: StepOutputs) -> None:
         for number, token in outputs.tokens:

@@ -13,6 +13,7 @@ from checkpoints import prompt
 from weft.core.config import EngineConfig
 from weft.core.errors import OutOfMemoryError
 from weft.core.plan import StepOutputs, StepPlan, Update
+from weft.core.ports import Lease
 from weft.core.types import FinishReason, Request, SamplingParams
 from weft.engine.build import Engine
 from weft.engine.loop import EngineLoop
@@ -56,6 +57,9 @@ class Traffic:
 
     def computing(self, sequence_ids) -> None:
         """Nothing outlives the test."""
+
+    def lend(self, lease: Lease) -> None:
+        lease.grant(None)
 
     def publish(self, outputs: StepOutputs) -> None:
         for update in (*(Update(*pair) for pair in outputs.tokens), *outputs.updates):

@@ -211,6 +211,12 @@ class EngineConfig:
     steps_in_flight: int = setting(
         "int", 1, "launched steps that wait while the next is planned", low=0, high=1
     )
+    resident: str = setting(
+        "str",
+        "auto",
+        "decode steps without Python between them where nothing changes; auto does so on a CPU",
+        choices=("auto", "off"),
+    )
     max_crashes: int = setting(
         "int",
         3,

@@ -144,6 +144,19 @@ TierCopy: TypeAlias = tuple[int, int, int]  # a group, a block of one tier, a bl
 
 
 @dataclass(frozen=True, slots=True)
+class LeasedTokens:
+    """Tokens of steps that were computed under a lease before the one that a result is about.
+
+    Attributes:
+        steps: of each step a token for each sequence of the result, the oldest step first.
+        published: so many of these tokens, in this order, are with the request plane already.
+    """
+
+    steps: tuple[tuple[int, ...], ...]
+    published: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step. The executor applies saves, zero, abort, spills, drop, add, moves, extend, fills
     and loads, then computes.
@@ -170,6 +183,8 @@ class StepPlan:
             else is written, for the prefix cache there.
         fills: blocks of the host whose content a block of the device is to get before anything is
             computed.
+        lease: so many more steps the executor may compute of the same rows, one token of each, on
+            its own: nothing else is planned meanwhile, and the rows have blocks for them.
     """
 
     step_id: int
@@ -188,6 +203,7 @@ class StepPlan:
     loads: tuple[BlockCopy, ...] = ()
     spills: tuple[TierCopy, ...] = ()
     fills: tuple[TierCopy, ...] = ()
+    lease: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -247,6 +263,8 @@ class StepResult:
         lost: sequences whose KV was at a remote place that is gone, and whose token on its way, if
             there was one, is dropped. Each is named once, and computes nothing until it is dropped.
         places: what each remote place offers since this step; empty where there are none.
+        leased: where others followed the step under its lease: the tokens before those of the last
+            one, about which everything else is.
     """
 
     step_id: int
@@ -263,6 +281,7 @@ class StepResult:
     piggyback_layers: tuple[int, ...] = ()
     lost: tuple[int, ...] = ()
     places: tuple[PlaceStatus, ...] = ()
+    leased: LeasedTokens | None = None
 
 
 class Update(NamedTuple):

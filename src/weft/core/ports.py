@@ -45,8 +45,32 @@ class SchedulerPort(Protocol):
         """Whether no sequence is queued, running or still holding memory."""
 
 
+class Lease(Protocol):
+    """What the host says about a launched step that may go on without it; see ``StepPlan.lease``.
+
+    The steps after the first wait for one of the two calls. Any thread may call ``recall``.
+    """
+
+    def grant(self, outlet: object | None) -> None:
+        """Go on. Until the lease ends, only who computes may use ``outlet`` and what it is of.
+
+        Args:
+            outlet: takes the tokens of steps, and tells when there is something to receive; with
+                None they come with the result.
+        """
+
+    def recall(self) -> None:
+        """End after the step that is being computed, or do not go on at all."""
+
+
 class Ticket(Protocol):
-    """A launched step. ``result`` must be called exactly once."""
+    """A launched step. ``result`` must be called exactly once.
+
+    Attributes:
+        lease: of a step that may go on; None for others.
+    """
+
+    lease: Lease | None
 
     def result(self) -> StepResult:
         """Wait for the step. Raises InvariantError if it was collected before."""
@@ -102,6 +126,9 @@ class Inbox(Protocol):
 
     def publish(self, outputs: StepOutputs) -> None:
         """Hand out tokens and ends."""
+
+    def lend(self, lease: Lease) -> None:
+        """Grant a lease, which ends as soon as there is something to receive."""
 
     def wait(self) -> None:
         """Block until there may be something to receive."""

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from weft.core.plan import StepOutputs, Update
-from weft.core.ports import Inbox
+from weft.core.ports import Inbox, Lease
 from weft.core.types import FinishReason, Request
 
 
@@ -41,6 +41,9 @@ class CompilingInbox:
 
     def publish(self, outputs: StepOutputs) -> None:
         self._inbox.publish(outputs)
+
+    def lend(self, lease: Lease) -> None:
+        self._inbox.lend(lease)
 
     def wait(self) -> None:
         self._inbox.wait()

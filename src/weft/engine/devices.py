@@ -145,6 +145,11 @@ def describe_executor(executor: Executor) -> str:
     return f"{captured} captured graphs" if captured else "uncaptured"
 
 
+def is_resident(config: EngineConfig, device: str) -> bool:
+    """Whether steps are leased to the resident loop; see ``resident`` in the settings."""
+    return config.resident != "off" and is_cpu(device) and config.tensor_parallel == 1
+
+
 def make_executor(
     config: EngineConfig,
     resolved: ResolvedConfig,
@@ -168,7 +173,8 @@ def make_executor(
         with host_tier:
             tier = cpu_tier(config, resolved, decoder, store, table)
         blocks = None if disk is None else DiskBlocks(store, disk)
-        return EagerExecutor(decoder, store, table, config.steps_in_flight, tier, blocks)
+        depth, resident = config.steps_in_flight, is_resident(config, decoder.device)
+        return EagerExecutor(decoder, store, table, depth, tier, blocks, resident=resident)
     from weft.exec.device import CudaDevice
     from weft.exec.device_tier import device_tier
     from weft.exec.graphs import GraphExecutor, Steps

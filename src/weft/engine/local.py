@@ -11,7 +11,7 @@ from typing import Any
 from weft.core.config import EngineConfig
 from weft.core.errors import EngineDeadError, InvariantError, OutOfMemoryError, WeftError
 from weft.core.plan import StepOutputs, Update
-from weft.core.ports import Executor, Inbox, SchedulerPort
+from weft.core.ports import Executor, Inbox, Lease, SchedulerPort
 from weft.core.sinks import Sink, deliver
 from weft.core.types import FinishReason, Request
 from weft.engine.build import build_engine, describe_served
@@ -38,6 +38,7 @@ class LocalInbox:
         self._sinks: dict[int, Sink] = {}
         self._failure: WeftError | None = None
         self._poked = False
+        self._lease: Lease | None = None
         self.closed = False
 
     def submit(self, requests: Seq[Request], sink: Sink) -> None:
@@ -48,23 +49,24 @@ class LocalInbox:
             for request in requests:
                 self._sinks[request.id] = sink
             self._requests.extend(requests)
-            self._changed.notify()
+            self._notify()
 
     def cancel(self, sequence_id: int, reason: FinishReason = FinishReason.CANCELLED) -> None:
         with self._changed:
             self._cancels.append((sequence_id, reason))
-            self._changed.notify()
+            self._notify()
 
     def close(self) -> None:
         """Ask the loop to end."""
         with self._changed:
             self.closed = True
-            self._changed.notify()
+            self._notify()
 
     def receive(self) -> tuple[Seq[Request], Seq[tuple[int, FinishReason]]]:
-        if not self._requests and not self._cancels:
+        if not self._requests and not self._cancels and not self._poked:
             return (), ()
         with self._changed:
+            self._poked = False
             requests, self._requests = self._requests, []
             cancels, self._cancels = self._cancels, []
         return requests, cancels
@@ -97,7 +99,19 @@ class LocalInbox:
         """End a ``wait``."""
         with self._changed:
             self._poked = True
-            self._changed.notify()
+            self._notify()
+
+    def _notify(self) -> None:
+        self._changed.notify()
+        if self._lease is not None:
+            self._lease.recall()
+
+    def lend(self, lease: Lease) -> None:
+        with self._changed:
+            self._lease = lease
+            if self._requests or self._cancels or self._poked or self.closed:
+                lease.recall()
+        lease.grant(None)
 
     def fail(self, error: WeftError) -> None:
         """End every open request with ``error``; later submissions raise it."""

@@ -26,21 +26,48 @@ class EngineLoop:
         self.inbox = inbox
         self.clock = clock
         self._in_flight: deque[Ticket] = deque()
+        self._leased: Ticket | None = None  # nothing is planned while there is one
 
     def step(self) -> bool:
         """Run the four verbs once; False if there was nothing to do."""
-        self._receive()
+        news = self._receive()
+        if self._leased is not None:
+            self._wait_for_lease(self._leased, recall=news)
+            return True
         plan = self.scheduler.plan(self.clock.now())
         if plan is not None:
             if plan.add:
                 self.inbox.computing([add.sequence_id for add in plan.add])
-            self._in_flight.append(self.executor.launch(plan))
+            ticket = self.executor.launch(plan)
+            self._in_flight.append(ticket)
+            if ticket.lease is not None:
+                self._leased = ticket
         if not self._in_flight:
             return False
         if plan is None or len(self._in_flight) > self.executor.depth:
-            result = self._in_flight.popleft().result()
-            self.inbox.publish(self.scheduler.commit(result, self.clock.now()))
+            self._collect()
         return True
+
+    def _wait_for_lease(self, leased: Ticket, *, recall: bool) -> None:
+        """Collect what was launched before a leased step, then grant the lease and wait for it.
+
+        Args:
+            recall: whether there is something new, for which the step must not go on.
+        """
+        lease = leased.lease
+        assert lease is not None
+        if recall:
+            lease.recall()
+        elif self._in_flight[0] is leased:
+            self.inbox.lend(lease)
+        if self._in_flight[0] is leased:
+            self._leased = None
+        self._collect()
+
+    def _collect(self) -> None:
+        """Wait for the oldest launched step, and commit it."""
+        result = self._in_flight.popleft().result()
+        self.inbox.publish(self.scheduler.commit(result, self.clock.now()))
 
     def run_until_idle(self) -> None:
         """Step until nothing is queued or in flight, then check that nothing leaked."""
@@ -50,22 +77,31 @@ class EngineLoop:
 
     def drain(self) -> None:
         """Collect and commit the launched steps without planning more."""
+        self._recall()
         while self._in_flight:
-            result = self._in_flight.popleft().result()
-            self.inbox.publish(self.scheduler.commit(result, self.clock.now()))
+            self._collect()
 
     def abandon(self) -> None:
         """Collect the launched steps and throw their results away, after a step has failed."""
+        self._recall()
         while self._in_flight:
             with contextlib.suppress(Exception):
                 self._in_flight.popleft().result()
 
-    def _receive(self) -> None:
+    def _recall(self) -> None:
+        for ticket in self._in_flight:
+            if ticket.lease is not None:
+                ticket.lease.recall()
+        self._leased = None
+
+    def _receive(self) -> bool:
+        """Take what has come; whether anything has."""
         requests, cancels = self.inbox.receive()
         for request in requests:
             self._add(request)
         for sequence_id, reason in cancels:
             self.inbox.publish(StepOutputs([], self.scheduler.cancel(sequence_id, reason)))
+        return bool(requests or cancels)
 
     def _add(self, request: Request) -> None:
         try:

@@ -24,7 +24,7 @@ from weft.core import errors
 from weft.core.config import EngineConfig, ResolvedConfig
 from weft.core.errors import EngineDeadError, KernelError, WeftError
 from weft.core.plan import StepPlan, StepResult
-from weft.core.ports import Executor, Ticket
+from weft.core.ports import Executor, Lease, Ticket
 from weft.core.process import describe_exit, start_child
 from weft.engine.channel import Channel, RankTokens, Report, Step, Task
 from weft.engine.forkserver import MEMORY_SETTINGS
@@ -220,6 +220,8 @@ def _without_texts(plan: StepPlan) -> StepPlan:
 
 class ParallelTicket:
     """A step that was launched on all ranks; ``result`` waits for rank 0."""
+
+    lease: Lease | None = None  # no rank goes on by itself
 
     def __init__(self, inner: Ticket, followers: Followers, collected: list[RankTokens]) -> None:
         self._inner = inner

@@ -16,13 +16,15 @@ from weft.core.errors import (
     OutOfMemoryError,
     WeftError,
 )
-from weft.core.plan import PlaceStatus, PromptLogprobs, StepResult, SubBatch
+from weft.core.plan import LeasedTokens, PlaceStatus, PromptLogprobs, StepResult, SubBatch
+from weft.core.ports import Lease
 from weft.core.types import TokenLogprob
 from weft.exec.input_batch import InputBatch
 from weft.exec.inputs import StepInputs
 from weft.exec.logprobs import SCORED_TOKENS_AT_ONCE, token_logprobs
 from weft.exec.sample import Sampled
 from weft.kernels.arrays import Array, to_numpy
+from weft.kernels.cpu.decode import Decoded
 from weft.kernels.sampling import count_taken
 from weft.models.decoder import Decoder
 
@@ -36,10 +38,16 @@ class StepTicket:
 
     Args:
         wait: returns what the step gave, or raises what broke it.
+
+    Attributes:
+        lease: of a step that may go on; None for others.
     """
 
-    def __init__(self, step_id: int, wait: Callable[[], StepResult]) -> None:
+    def __init__(
+        self, step_id: int, wait: Callable[[], StepResult], lease: Lease | None = None
+    ) -> None:
         self.step_id = step_id
+        self.lease = lease
         self._wait: Callable[[], StepResult] | None = wait
 
     def result(self) -> StepResult:
@@ -74,6 +82,7 @@ class StepOutput:
         self._embeddings: dict[int, bytes] = {}
         self._prompt_logprobs: dict[int, PromptLogprobs] = {}
         self._piggybacked: list[tuple[int, int]] = []
+        self._leased: LeasedTokens | None = None
 
     def result(self, step_id: int) -> StepResult:
         """The result of the step."""
@@ -90,6 +99,7 @@ class StepOutput:
             self.piggyback_layers,
             self.lost,
             self.places,
+            self._leased,
         )
 
     def take(
@@ -138,6 +148,23 @@ class StepOutput:
                     (tokens[i], sampled.logprobs.get(i)) for i in more
                 )
             first = here.stop
+
+    def plain_tokens(self, count: int) -> list[int] | None:
+        """The tokens of the step if there are so many, and about none there is more to say."""
+        more = self._logprobs or self._prompt_logprobs or self._faults or self._accepted
+        if more or self._embeddings or self._piggybacked or len(self._tokens) != count:
+            return None
+        return self._tokens
+
+    def go_on(self, batch: SubBatch, decoded: Decoded) -> None:
+        """Take what was computed after the step under a lease; the rows have their tokens."""
+        if len(decoded.given) == 1:
+            return
+        *earlier, self._tokens = decoded.given
+        self._leased = LeasedTokens(tuple(map(tuple, earlier)), decoded.published)
+        for row, finite in zip(batch.rows, decoded.finite, strict=True):
+            if not finite:
+                self.fault(row, not_finite())
 
     def take_piggybacked(
         self, rows: NDArray[np.int32], tokens: NDArray[np.int64], finite: NDArray[np.bool_]

@@ -28,12 +28,14 @@ from weft.exec.disk_blocks import DiskBlocks
 from weft.exec.input_batch import InputBatch
 from weft.exec.inputs import InputPacker, StepInputs
 from weft.exec.layerwise import LayerwiseForward
+from weft.exec.lease import bind_leases
 from weft.exec.overlap import OverlappedForward
 from weft.exec.piggyback import PiggybackedRows, Rows
 from weft.exec.sample import sample
 from weft.exec.store import KVStore
 from weft.exec.tiers import HostTier, check_computes
 from weft.kernels.arrays import Array, to_torch
+from weft.kernels.cpu._native import Lease
 from weft.models.decoder import Decoder
 
 Answer: TypeAlias = "SimpleQueue[StepResult | BaseException]"
@@ -46,6 +48,7 @@ class EagerExecutor:
 
     Args:
         depth: launched steps that may wait for collection while another is launched.
+        resident: whether a plan may lease its rows for steps without Python.
 
     Attributes:
         store: the KV.
@@ -61,6 +64,8 @@ class EagerExecutor:
         depth: int,
         tier: HostTier | None = None,
         disk: DiskBlocks | None = None,
+        *,
+        resident: bool = False,
     ) -> None:
         self.depth = depth
         self.disk = disk
@@ -70,6 +75,7 @@ class EagerExecutor:
         self.tier = tier
         self._compute = bind_forward(decoder, store)
         self._table = table
+        self._leases = bind_leases(decoder, store, table) if resident else None
         wrap = (lambda array: array) if decoder.on_numpy else to_torch
         pack = partial(InputPacker, table, store.block_size, wrap)
         self._packer = pack()
@@ -81,14 +87,15 @@ class EagerExecutor:
             if tier.overlaps:
                 stores = store, tier.host
                 self._overlapped = OverlappedForward(decoder, stores, table, host, pack)
-        self._launched: SimpleQueue[tuple[StepPlan, Answer] | None] = SimpleQueue()
+        self._launched: SimpleQueue[tuple[StepPlan, Lease | None, Answer] | None] = SimpleQueue()
         self._worker = threading.Thread(target=self._work, name="weft-executor", daemon=True)
         self._worker.start()
 
     def launch(self, plan: StepPlan) -> StepTicket:
         answer: Answer = SimpleQueue()
-        self._launched.put((plan, answer))
-        return StepTicket(plan.step_id, partial(_await, answer))
+        lease = Lease() if plan.lease and self._leases is not None else None
+        self._launched.put((plan, lease, answer))
+        return StepTicket(plan.step_id, partial(_await, answer), lease)
 
     def close(self) -> None:
         """End the workers after the steps that are launched. May be called twice."""
@@ -99,13 +106,13 @@ class EagerExecutor:
 
     def _work(self) -> None:
         while (step := self._launched.get()) is not None:
-            plan, answer = step
+            plan, lease, answer = step
             try:
-                answer.put(self._run(plan))
+                answer.put(self._run(plan, lease))
             except BaseException as error:
                 answer.put(error)
 
-    def _run(self, plan: StepPlan) -> StepResult:
+    def _run(self, plan: StepPlan, lease: Lease | None) -> StepResult:
         check_computes(plan, self.tier)
         if plan.saves or plan.loads:
             self._on_disk(plan).save(plan.saves)
@@ -132,6 +139,9 @@ class EagerExecutor:
                 self._run_batch(batch, output)
         if self.tier is not None:
             self.tier.after(plan, self._table)
+        if lease is not None and self._leases is not None:
+            (batch,) = plan.batches
+            self._leases.run(batch, plan.lease, lease, output)
         return output.result(plan.step_id)
 
     def _on_disk(self, plan: StepPlan) -> DiskBlocks:

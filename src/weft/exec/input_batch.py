@@ -79,6 +79,7 @@ class InputBatch:
         bias: rows with a logit bias, as ids [B] and values [B].
         delayed: rows with a minimum length, as the stop ids [I] and that length.
         prompt_scored: rows that want log probabilities of their prompts.
+        stop_ids: rows that token ids end, as ids [I].
         on_host: rows whose tokens a device leaves to the host: those with a grammar, restrictions
             or named tokens, or with more than ``MOST_EDITS``.
     """
@@ -107,6 +108,7 @@ class InputBatch:
         self.bias: dict[int, tuple[NDArray[np.int64], NDArray[np.float32]]] = {}
         self.delayed: dict[int, tuple[NDArray[np.int64], int]] = {}
         self.prompt_scored: set[int] = set()
+        self.stop_ids: dict[int, NDArray[np.int64]] = {}
         self.on_host: set[int] = set()
 
     @property
@@ -172,7 +174,7 @@ class InputBatch:
         self.params[row] = None
         for marked in (self.penalised, self.embedding, self.prompt_scored, self.on_host):
             marked.discard(row)
-        for special in (self.scored, self.named, self.bias, self.delayed):
+        for special in (self.scored, self.named, self.bias, self.delayed, self.stop_ids):
             special.pop(row, None)
         self.restrictions.drop(row)
         if self.grammars is not None:
@@ -215,8 +217,10 @@ class InputBatch:
         if params.logit_bias:
             ids, values = zip(*params.logit_bias.items(), strict=True)
             self.bias[row] = np.array(ids, np.int64), np.array(values, np.float32)
-        if params.min_tokens and stop_ids:
-            self.delayed[row] = np.array(sorted(stop_ids), np.int64), params.min_tokens
+        if stop_ids:
+            self.stop_ids[row] = np.array(sorted(stop_ids), np.int64)
+            if params.min_tokens:
+                self.delayed[row] = self.stop_ids[row], params.min_tokens
         own = params.grammar is not None or params.restricted or row in self.named
         if own or self._edits(row) > MOST_EDITS:
             self.on_host.add(row)

@@ -22,6 +22,7 @@ from typing import Any
 
 from weft.core.errors import EngineDeadError, InvariantError, ParameterError, WeftError
 from weft.core.plan import StepOutputs, Update
+from weft.core.ports import Lease
 from weft.core.process import BEAT_S
 from weft.core.types import FinishReason, Request
 from weft.ring import _native
@@ -59,6 +60,7 @@ class RingInbox:
     ) -> None:
         with attached():
             self._engine = _native.Engine([(fds.memory, fds.wake) for fds in rings], SAMPLING)
+        self._outlet = self._engine.outlet()
         self.closed = False
         self._vocab_size = vocab_size
         self._quarantine = Quarantine(self._engine, max_crashes)
@@ -159,6 +161,11 @@ class RingInbox:
             update.scheduled_ns,
             update.prefilled_ns,
         )
+
+    def lend(self, lease: Lease) -> None:
+        """Grant a lease, which publishes here and ends as soon as there is something to receive."""
+        self._watch.look()
+        lease.grant(self._outlet)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Block until there may be something to receive, ``stop`` was called, or time is up.

@@ -9,6 +9,7 @@
 #include "engine_side.hpp"
 #include "keeper_side.hpp"
 #include "request_side.hpp"
+#include "resident/outlet.hpp"
 #include "wake.hpp"
 
 namespace nb = nanobind;
@@ -187,6 +188,7 @@ class Engine {
   }
 
   nb::tuple receive() {
+    looked_ = load(poke_);
     nb::list claims, cancels;
     for (EngineSide& side : sides_) {
       const Received received = side.receive();
@@ -231,6 +233,10 @@ class Engine {
                   scheduled_ns, prefilled_ns, code, param, message};
     return side(id).finish(id, end, last.is_none() ? nullptr : &token);
   }
+
+  // Where a resident loop publishes, and what it asks, as long as this engine lives. Only one of both
+  // may use the engine at a time: the loop, from when it has this until its lease ends, or the host.
+  nb::capsule outlet() { return nb::capsule(&outlet_, weft::resident::kOutlet); }
 
   // Tell those who have news; wakes only who sleeps.
   void flush(int bell) {
@@ -318,6 +324,24 @@ class Engine {
                           bytes(claim.grammar), claim.token_lists);
   }
 
+  // Whether something has come since the last look.
+  bool asked() {
+    return load(poke_) != looked_ ||
+           std::any_of(sides_.begin(), sides_.end(), [](auto& side) { return side.news(); });
+  }
+
+  // A slot whose words are corrupt, or that another engine has, ends the lease before its token: the
+  // host says what is to be said of it.
+  int64_t publish_of_loop(const uint64_t* ids, const int64_t* tokens, int64_t count) {
+    int64_t done = 0;
+    try {
+      while (done < count && side(ids[done]).publish(ids[done], tokens[done])) ++done;
+    } catch (const std::exception&) {
+    }
+    flush(static_cast<int>(Bell::Output));
+    return done;
+  }
+
   void sleep(int64_t timeout_ns) {
     std::vector<Waited> words{{&poke_, poked_}};
     bool quiet = true;
@@ -334,6 +358,12 @@ class Engine {
   std::deque<EngineSide> sides_;
   std::vector<int> wake_fds_;
   uint32_t poke_ = 0, poked_ = 0;
+  uint32_t looked_ = 0;  // `poke_` when the host received last
+  const weft::resident::Outlet outlet_{
+      this, [](void* self) { return static_cast<Engine*>(self)->asked(); },
+      [](void* self, const uint64_t* ids, const int64_t* tokens, int64_t count) {
+        return static_cast<Engine*>(self)->publish_of_loop(ids, tokens, count);
+      }};
 };
 
 // Numbers that Python shares with the header.
@@ -466,6 +496,7 @@ NB_MODULE(_native, m) {
       .def("finish", &Engine::finish, "id"_a, "reason"_a, "last"_a.none(), "cached_tokens"_a,
            "status"_a, "code"_a, "param"_a, "message"_a, "retry_after_s"_a = 0,
            "scheduled_ns"_a = 0, "prefilled_ns"_a = 0)
+      .def("outlet", &Engine::outlet)
       .def("flush", &Engine::flush, "bell"_a)
       .def("wait", &Engine::wait, "spin_ns"_a, "timeout_ns"_a)
       .def("poke", &Engine::poke)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from weft.core.errors import InvariantError
-from weft.core.plan import PromptLogprobs, StepOutputs, StepResult, Update
+from weft.core.plan import LeasedTokens, PromptLogprobs, StepOutputs, StepResult, Update
 from weft.core.types import FinishReason, Sequence, SequenceState
 from weft.kv.tiers import Lease, TieredCache
 from weft.sched.batch import Launched, end_after, spread, update_of
@@ -22,6 +22,7 @@ class Committer:
         """Commit the oldest launched step and return its outputs."""
         if step.step_id != result.step_id:
             raise InvariantError(f"step {result.step_id} committed, {step.step_id} expected")
+        earlier = [] if result.leased is None else self._advance_leased(step, result.leased)
         updates = self._fault(result)
         self._embed(result, updates, now_ns)
         self._deliver_prompt_logprobs(result, updates)
@@ -31,7 +32,28 @@ class Committer:
             self._accept(sequence, draft, result, StepOutputs(tokens, updates), due)
         self.hash_full_blocks(due)
         self._sequences.close()
-        return StepOutputs(tokens, updates)
+        return StepOutputs(earlier + tokens, updates)
+
+    def _advance_leased(self, step: Launched, leased: LeasedTokens) -> list[tuple[int, int]]:
+        """Count steps that were computed under a lease, and append their tokens.
+
+        None of them ends a sequence. One that was cancelled meanwhile has its end already.
+
+        Returns:
+            The tokens that are still to be published.
+        """
+        steps, chosen = len(leased.steps), step.sequences
+        self._sequences.totals.output_tokens += steps * len(chosen)
+        for sequence, tokens in zip(chosen, zip(*leased.steps, strict=True), strict=True):
+            sequence.follow(steps)
+            if sequence.finish is None:
+                sequence.tokens += tokens
+        pairs = [
+            (sequence.id if sequence.finish is None else -1, token)
+            for tokens in leased.steps
+            for sequence, token in zip(chosen, tokens, strict=True)
+        ]
+        return [pair for pair in pairs[leased.published :] if pair[0] >= 0]
 
     def _advance(
         self, step: Launched, result: StepResult, updates: list[Update], now_ns: int

@@ -194,9 +194,14 @@ class Pace:
             LaunchedStep(now, predicted_s, beside_s, self.urgent, computes, carries, moves)
         )
 
-    def collected(self, now: float) -> None:
-        """The oldest launched step has ended; at ``now`` 0 its time is unknown and not recorded."""
+    def collected(self, now: float, steps: int = 1) -> None:
+        """The oldest launched step has ended; at ``now`` 0 its time is unknown and not recorded.
+
+        Args:
+            steps: of the same kind that were computed, where only the first was launched.
+        """
         step = self._launched.popleft()
+        step = step._replace(predicted_s=steps * step.predicted_s, beside_s=steps * step.beside_s)
         if not now:
             return
         real_s = now - max(step.at, self._collected_at)

@@ -22,6 +22,7 @@ from weft.sched.batch import BatchBuilder, Launched, end_after, update_of
 from weft.sched.commit import Committer
 from weft.sched.filling import Filler
 from weft.sched.invariants import check_drafts
+from weft.sched.lease import extend_lease
 from weft.sched.memory_device import DeviceMemory
 from weft.sched.requests import sequence_of
 from weft.sched.sequences import SequenceManager
@@ -36,12 +37,14 @@ class Limits:
         max_num_batched_tokens: tokens in one step, at least ``max_num_seqs``.
         max_model_len: tokens in one sequence, prompt and output.
         speculation: tokens of the longest draft of a request that does not say; 0 for none.
+        lease_steps: steps that the executor may compute on its own after a planned one.
     """
 
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
     speculation: int = 0
+    lease_steps: int = 0
 
 
 class Policy(Protocol):
@@ -67,8 +70,12 @@ class Policy(Protocol):
     def fill(self, now: float) -> BatchBuilder | None:
         """Return the next step, or None if there is nothing to do at present."""
 
-    def collected(self, now: float) -> None:
-        """The oldest launched step has ended; ``now`` is 0 if the time is unknown."""
+    def collected(self, now: float, steps: int = 1) -> None:
+        """The oldest launched step has ended; ``now`` is 0 if the time is unknown.
+
+        Args:
+            steps: with those that followed it under its lease.
+        """
 
     def check(self) -> None:
         """Raise InvariantError if the policy's state is inconsistent."""
@@ -206,6 +213,9 @@ class Scheduler:
         A step that only moves KV has no sub-batch, so that nothing is computed for it.
         """
         step_id = self.totals.steps = self.totals.steps + 1
+        lease = 0
+        if self.limits.lease_steps and not self.parts:
+            lease = extend_lease(step, self.sequences, self.cache, self.limits.lease_steps)
         self._launched.append(
             Launched(step_id, step.sequences, step.counts, step.samples, step.drafts)
         )
@@ -216,6 +226,7 @@ class Scheduler:
             add=tuple(step.adds),
             extend=tuple(step.extends),
             zero=self.cache.take_zero(),
+            lease=lease,
         )
         if (lower := self.cache.lower) is not None:
             plan = lower.added(plan)
@@ -229,7 +240,9 @@ class Scheduler:
 
     def commit(self, result: StepResult, now: float = 0.0) -> StepOutputs:
         """Commit the oldest launched step and return its outputs."""
-        self.policy.collected(now)
+        steps = 1 if result.leased is None else 1 + len(result.leased.steps)
+        self.totals.steps += steps - 1
+        self.policy.collected(now, steps)
         outputs = self.committer.commit(self._launched.popleft(), result, int(now * 1e9))
         for part in self.parts:
             part.commit(result, outputs, now)

@@ -9,6 +9,7 @@ from itertools import count, islice
 
 from weft.core.errors import InvariantError
 from weft.core.plan import StepOutputs
+from weft.core.ports import Lease
 from weft.core.types import FinishReason, Request, SamplingParams
 from weft.sim.clock import VirtualClock
 from weft.sim.jobs import END_TOKEN, SimulatedRequest
@@ -76,6 +77,10 @@ class SimulatedInbox:
 
     def computing(self, sequence_ids: Seq[int]) -> None:
         self._record.scheduled(sequence_ids, self._clock.now())
+
+    def lend(self, lease: Lease) -> None:
+        """Nothing here goes on by itself."""
+        lease.recall()
 
     def publish(self, outputs: StepOutputs) -> None:
         now = self._clock.now()

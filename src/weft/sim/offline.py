@@ -11,6 +11,7 @@ from weft.blend.density import Floats
 from weft.blend.order import Order
 from weft.core.errors import InvariantError
 from weft.core.plan import StepOutputs
+from weft.core.ports import Lease
 from weft.core.types import FinishReason, Request, SamplingParams
 from weft.cost.model import CostModel
 from weft.cost.work import Work
@@ -52,6 +53,10 @@ class OrderedInbox:
 
     def computing(self, sequence_ids: Seq[int]) -> None:
         """Nothing depends on when a request starts."""
+
+    def lend(self, lease: Lease) -> None:
+        """Nothing here goes on by itself."""
+        lease.recall()
 
     def publish(self, outputs: StepOutputs) -> None:
         tokens = self._tokens

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from weft.core.errors import InvariantError
 from weft.core.plan import PIGGYBACK_WAIT_S, KVMove, StepPlan, StepResult, SubBatch, Tier, TierCopy
+from weft.core.ports import Lease
 from weft.cost.carried import carried_s
 from weft.cost.model import CostModel, step_time
 from weft.cost.work import Work
@@ -64,6 +65,8 @@ class _TracedRow:
 
 class SimulatedTicket:
     """A step that is over at a time of the virtual clock."""
+
+    lease: Lease | None = None  # each is planned
 
     def __init__(self, executor: SimulatedExecutor, end_s: float, result: StepResult) -> None:
         self._executor = executor

@@ -338,3 +338,34 @@ class HostWorker:
     def attach(self) -> None: ...
     def run(self) -> None: ...
     def stop(self) -> None: ...
+
+class Lease:
+    def grant(self, outlet: object | None) -> None: ...
+    def recall(self) -> None: ...
+
+class DecodeLoop:
+    def __init__(
+        self,
+        stack: Stack,
+        head: Matrix,
+        softcap: float,
+        tokens: NDArray[np.int32],
+        length: NDArray[np.int64],
+        tables: list[NDArray[np.int32]],
+        block_size: int,
+    ) -> None: ...
+    def run(
+        self,
+        lease: Lease,
+        rows: NDArray[np.int64],
+        ids: NDArray[np.uint64],
+        settings: NDArray[np.float64],
+        seeds: NDArray[np.int64],
+        counters: NDArray[np.int64],
+        stop_ids: NDArray[np.int64],
+        stop_from: NDArray[np.int64],
+        given: NDArray[np.int64],
+        steps: int,
+        limit_ns: int,
+        unpublished_ns: int,
+    ) -> tuple[list[list[int]], list[bool], int, int]: ...

@@ -117,6 +117,7 @@ NB_MODULE(_native, m) {
     if (weft::choose_isa(isa)) return;
     throw nb::value_error(("this machine cannot run instruction set '" + isa + "'").c_str());
   }, nb::arg("isa"));
+  bind_decode(m);
   bind_host(m);
   bind_matrix(m);
   bind_ops(m);

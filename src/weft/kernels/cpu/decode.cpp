@@ -1,0 +1,214 @@
+// The port of the resident loop for a CPU: one lane, whose launches use the thread pool.
+
+#include "decode.hpp"
+
+#include <algorithm>
+#include <chrono>
+#include <memory>
+#include <stdexcept>
+#include <string>
+
+#include "ops.hpp"
+#include "sample.hpp"
+
+namespace weft {
+namespace {
+
+using resident::End;
+using resident::Outlet;
+using Clock = std::chrono::steady_clock;
+
+// Memory that a thread keeps from lease to lease.
+struct Kept {
+  Lines<char> hidden;
+  Lines<float> logits;
+};
+
+Tensor flat(const char* name, void* data, DType type, int64_t count) {
+  Tensor view{name, data, type, 1};
+  view.shape = {count};
+  view.stride = {1};
+  return view;
+}
+
+class HostPort {
+ public:
+  HostPort(const DecodeModel& model, const LeaseTerms& terms, Lease& lease, Kept& kept)
+      : model_(model), terms_(terms), lease_(lease), kept_(kept),
+        count_(static_cast<int64_t>(terms.rows.size())), ids_(count_), positions_(count_),
+        counters_(terms.counters, terms.counters + count_), seq_lens_(count_),
+        query_start_(count_ + 1), draws_(count_), finite_(std::make_unique<bool[]>(count_)) {
+    check();
+    given_.resize((terms.steps + 1) * count_);
+    std::copy_n(terms.given, count_, given_.begin());
+    std::fill_n(finite_.get(), count_, true);
+    for (int64_t i = 0; i <= count_; ++i) query_start_[i] = static_cast<int32_t>(i);
+    gather_tables();
+  }
+
+  LeaseResult run() {
+    LeaseResult result;
+    if (lease_.await(outlet_)) {
+      const auto limit = outlet_ == nullptr ? terms_.unpublished_ns : terms_.limit_ns;
+      deadline_ = Clock::now() + std::chrono::nanoseconds(limit);
+      result.steps = resident::run(rows(), terms_.steps, *this, result.end);
+    } else {
+      result.end = End::asked;
+    }
+    given_.resize((result.steps + 1) * count_);
+    result.given = std::move(given_);
+    result.finite.assign(finite_.get(), finite_.get() + count_);
+    result.published = published_;
+    return result;
+  }
+
+  // -- the port ---------------------------------------------------------------------------------
+
+  int64_t lane() const { return 0; }
+  int64_t lanes() const { return 1; }
+  void sync() const {}
+  bool any(bool one) const { return one; }
+
+  bool asked() const {
+    return lease_.recalled() || (outlet_ != nullptr && outlet_->asked(outlet_->self));
+  }
+  bool late() const { return Clock::now() >= deadline_; }
+
+  bool publish(const int64_t* given, int64_t count) {
+    if (outlet_ == nullptr) return true;
+    const int64_t out = outlet_->publish(outlet_->self, terms_.ids, given, count);
+    published_ += out;
+    return out == count;
+  }
+
+  bool launch(const resident::Rows& rows, int64_t* given) {
+    try {
+      const Stack& stack = *model_.stack;
+      const DType type = stack.layers.front().layer->type();
+      const int64_t width = model_.head->inputs(), vocabulary = model_.head->outputs();
+      char* hidden = fit(kept_.hidden, count_ * width * size_of(type));
+      float* logits = fit(kept_.logits, count_ * vocabulary);
+      run_stack(stack, {rows.ids, rows.positions, count_}, batches_, nullptr, hidden);
+      multiply({.matrix = model_.head,
+                .bias = nullptr,
+                .x = rows_of(hidden, width, type),
+                .residual = {},
+                .out = rows_of(logits, vocabulary, DType::f32),
+                .rows = count_,
+                .out_type = DType::f32});
+      if (model_.softcap != 0) softcap(logits, count_ * vocabulary, model_.softcap);
+      uniform(terms_.seeds, rows.counters, count_, draws_.data());
+      sample({logits, count_, vocabulary, terms_.settings, draws_.data(), given, rows.finite});
+      return true;
+    } catch (const std::exception&) {  // the host computes the step again, and says what it was
+      return false;
+    }
+  }
+
+ private:
+  void check() const {
+    bool fits = terms_.steps >= 0 && terms_.stop_from.size() == terms_.rows.size() + 1 &&
+                !terms_.rows.empty() && model_.groups.size() <= tables_limit;
+    for (size_t i = 0; fits && i < terms_.rows.size(); ++i) {
+      const int64_t row = terms_.rows[i];
+      fits = row >= 0 && row < model_.max_rows && terms_.stop_from[i] >= 0 &&
+             terms_.stop_from[i] <= terms_.stop_from[i + 1] &&
+             terms_.stop_from[i + 1] <= static_cast<int64_t>(terms_.stop_ids.size());
+      if (!fits) break;
+      const int64_t end = model_.length[row] + terms_.steps;  // tokens that the row knows then
+      fits = model_.length[row] > 0 && end <= model_.max_tokens;
+      for (const auto& group : model_.groups) {
+        fits &= end - 1 <= group.max_blocks * model_.block_size;
+      }
+    }
+    if (!fits) throw std::out_of_range("a lease has rows without room for its steps");
+  }
+
+  void gather_tables() {
+    int64_t longest = 0;
+    for (const int64_t row : terms_.rows) longest = std::max(longest, model_.length[row]);
+    const int64_t size = model_.block_size, blocks = (longest + terms_.steps + size - 1) / size;
+    for (const auto& group : model_.groups) {
+      const int64_t wide = std::min(blocks, group.max_blocks);
+      auto& tables = tables_.emplace_back(count_ * wide);
+      auto& slots = slots_.emplace_back(count_);
+      for (int64_t i = 0; i < count_; ++i) {
+        std::copy_n(group.tables + terms_.rows[i] * group.max_blocks, wide,
+                    tables.begin() + i * wide);
+      }
+      groups_.push_back({tables.data(), wide, slots.data()});
+      Tensor table{"block_tables", tables.data(), DType::i32, 2};
+      table.shape = {count_, wide};
+      table.stride = {wide, 1};
+      batches_.push_back({table, flat("query_start", query_start_.data(), DType::i32, count_ + 1),
+                          flat("seq_lens", seq_lens_.data(), DType::i32, count_),
+                          flat("slot_mapping", slots.data(), DType::i64, count_), size});
+    }
+  }
+
+  resident::Rows rows() {
+    return {.count = count_,
+            .row = terms_.rows.data(),
+            .tokens = model_.tokens,
+            .max_tokens = model_.max_tokens,
+            .length = model_.length,
+            .stop_ids = terms_.stop_ids.data(),
+            .stop_from = terms_.stop_from.data(),
+            .ids = ids_.data(),
+            .positions = positions_.data(),
+            .counters = counters_.data(),
+            .seq_lens = seq_lens_.data(),
+            .groups = groups_.data(),
+            .num_groups = static_cast<int64_t>(groups_.size()),
+            .block_size = model_.block_size,
+            .given = given_.data(),
+            .finite = finite_.get()};
+  }
+
+  static constexpr size_t tables_limit = 1024;
+
+  const DecodeModel& model_;
+  const LeaseTerms& terms_;
+  Lease& lease_;
+  Kept& kept_;
+  const int64_t count_;
+  const Outlet* outlet_ = nullptr;
+  Clock::time_point deadline_;
+  int64_t published_ = 0;
+  std::vector<int64_t> given_, ids_, positions_, counters_;
+  std::vector<int32_t> seq_lens_, query_start_;
+  std::vector<double> draws_;
+  std::unique_ptr<bool[]> finite_;
+  std::vector<std::vector<int32_t>> tables_;  // moved, never copied: `groups_` has their addresses
+  std::vector<std::vector<int64_t>> slots_;
+  std::vector<resident::GroupRows> groups_;
+  std::vector<GroupBatch> batches_;
+};
+
+}  // namespace
+
+void Lease::grant(const Outlet* outlet) {
+  outlet_ = outlet;
+  State open = State::open;
+  state_.compare_exchange_strong(open, State::granted, std::memory_order_acq_rel);
+  state_.notify_all();
+}
+
+void Lease::recall() {
+  state_.store(State::recalled, std::memory_order_release);
+  state_.notify_all();
+}
+
+bool Lease::await(const Outlet*& outlet) {
+  state_.wait(State::open, std::memory_order_acquire);
+  if (recalled()) return false;
+  outlet = outlet_;
+  return true;
+}
+
+LeaseResult decode(const DecodeModel& model, const LeaseTerms& terms, Lease& lease) {
+  thread_local Kept kept;
+  return HostPort(model, terms, lease, kept).run();
+}
+
+}  // namespace weft

@@ -1,0 +1,73 @@
+// The resident loop on the threads of a CPU: forward pass, choice and publication of leased rows
+// without Python (resident/loop.hpp).
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "matrix.hpp"
+#include "resident/loop.hpp"
+#include "resident/outlet.hpp"
+#include "stack.hpp"
+
+namespace weft {
+
+// What the host's thread says about a lease, and the loop's thread reads.
+class Lease {
+ public:
+  // The loop may go on, and publishes to the outlet; with none its tokens come with its end.
+  void grant(const resident::Outlet* outlet);
+  // The loop ends after the step that it computes, or does not begin. Any thread may say it.
+  void recall();
+  // Waits for one of both. Returns whether the lease was granted.
+  bool await(const resident::Outlet*& outlet);
+  bool recalled() const { return state_.load(std::memory_order_acquire) == State::recalled; }
+
+ private:
+  enum class State : int { open, granted, recalled };
+  std::atomic<State> state_{State::open};
+  const resident::Outlet* outlet_ = nullptr;
+};
+
+// A whole model, and what the executor keeps of its rows. Nothing is owned.
+struct DecodeModel {
+  const Stack* stack = nullptr;
+  const Matrix* head = nullptr;
+  float softcap = 0;  // 0: none
+  int32_t* tokens = nullptr;   // [max_rows, max_tokens]
+  int64_t max_rows = 0, max_tokens = 0;
+  int64_t* length = nullptr;  // [max_rows]
+  struct Group {
+    const int32_t* tables;  // [max_rows, max_blocks]
+    int64_t max_blocks;
+  };
+  std::vector<Group> groups;
+  int64_t block_size = 0;
+};
+
+// Terms of a lease for rows [rows]; see resident/loop.hpp.
+struct LeaseTerms {
+  std::span<const int64_t> rows;
+  const uint64_t* ids;             // of their sequences
+  const double* settings;          // of their choices; see sample.hpp
+  const int64_t *seeds, *counters;
+  std::span<const int64_t> stop_ids, stop_from;  // the latter [rows + 1]
+  const int64_t* given;            // the tokens of the step before the lease
+  int64_t steps;
+  int64_t limit_ns, unpublished_ns;  // from the grant on; the latter where nothing can be published
+};
+
+struct LeaseResult {
+  std::vector<int64_t> given;  // [steps + 1, rows]
+  std::vector<char> finite;    // [rows], of the last step
+  int64_t steps = 0, published = 0;  // tokens, from the first of `given` on
+  resident::End end = resident::End::none;
+};
+
+// Waits for the grant, then decodes until the lease ends. Throws std::out_of_range, before anything is
+// computed, for rows without room for the steps.
+LeaseResult decode(const DecodeModel& model, const LeaseTerms& terms, Lease& lease);
+
+}  // namespace weft

@@ -1,0 +1,106 @@
+"""Decode steps without Python: the resident loop of ``resident/loop.hpp`` on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.kernels.cpu import _native
+from weft.kernels.cpu.matrix import CpuMatrix
+from weft.kernels.cpu.stack import CpuStack
+
+# Why a lease has ended, in the order of `End` in loop.hpp.
+ENDS = ("none", "steps", "row", "asked", "late", "numbers", "away", "failed")
+
+LIMIT_S = 0.1  # of a lease: what the host does from time to time waits for so long
+UNPUBLISHED_S = 0.02  # the same where tokens come with the end of the lease
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What rows [R] are leased with.
+
+    Attributes:
+        rows: of the executor, [R] int64.
+        ids: of their sequences, [R] uint64.
+        settings, seeds: [R, len(SETTINGS)] and [R]; see ``interface.Sample``.
+        counters: [R] int64, tokens of output that each has.
+        stop_ids: of each row the token ids that end it.
+        given: [R] int64, the token that each row got last.
+        steps: to compute at most.
+    """
+
+    rows: NDArray[np.int64]
+    ids: NDArray[np.uint64]
+    settings: NDArray[np.float64]
+    seeds: NDArray[np.int64]
+    counters: NDArray[np.int64]
+    stop_ids: Sequence[NDArray[np.int64]]
+    given: NDArray[np.int64]
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """What a lease gave.
+
+    Attributes:
+        given: tokens of each step [S + 1, R], first those of the step before the lease.
+        finite: [R], whether the tokens of the last step mean something.
+        published: so many tokens, from the first on, are out already.
+        end: one of ``ENDS``.
+    """
+
+    given: list[list[int]]
+    finite: list[bool]
+    published: int
+    end: str
+
+
+class CpuDecodeLoop:
+    """Decodes rows of an executor until a lease ends.
+
+    Args:
+        stack: the model, bound to the executor's KV.
+        head: its output head.
+        softcap: of the logits; None for none.
+        tokens: [rows, max_tokens] int32 of the executor.
+        length: [rows] int64, tokens that each row knows.
+        tables: of each KV group [rows, max_blocks] int32.
+
+    Raises:
+        ValueError: the parts do not fit each other.
+    """
+
+    def __init__(
+        self,
+        stack: CpuStack,
+        head: CpuMatrix,
+        softcap: float | None,
+        tokens: NDArray[np.int32],
+        length: NDArray[np.int64],
+        tables: Sequence[NDArray[np.int32]],
+        block_size: int,
+    ) -> None:
+        self._kept = stack, head
+        self._native = _native.DecodeLoop(
+            stack.native, head.native, softcap or 0.0, tokens, length, list(tables), block_size
+        )
+
+    def run(self, lease: _native.Lease, terms: Terms) -> Decoded:
+        """Wait until the lease is granted or recalled, then decode until it ends.
+
+        Raises:
+            IndexError: a row has no room for the steps; nothing was computed.
+            ValueError: the terms differ in their rows.
+        """
+        stop_from = np.cumsum([0, *map(len, terms.stop_ids)], dtype=np.int64)
+        stop_ids = np.concatenate([np.zeros(0, np.int64), *terms.stop_ids])
+        given, finite, published, end = self._native.run(
+            lease, terms.rows, terms.ids, terms.settings, terms.seeds, terms.counters, stop_ids,
+            stop_from, terms.given, terms.steps, int(LIMIT_S * 1e9), int(UNPUBLISHED_S * 1e9),
+        )  # fmt: skip
+        return Decoded(given, finite, published, ENDS[end])

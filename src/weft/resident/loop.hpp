@@ -1,0 +1,128 @@
+// The resident loop: decode steps of rows that are leased to it, without the host between a token and
+// the next one (Blink, sections 4.2 and 4.3).
+//
+// A lease is for the rows of one step, all of which decode, and for so many more steps of the same
+// rows. A turn stages the inputs of a step, launches it, waits for it, retires what it gave, and
+// publishes that as soon as it is known that there will be another turn: what comes with the last one
+// is the host's to look at, as it may end a sequence. The lease ends when a row does, when somebody
+// asks for something, when a step gave numbers that mean nothing, and when its time is up.
+//
+// Written for a port with one lane or many: each phase is a loop over rows in strides of lanes, and
+// what one phase writes the next one reads after `sync`.
+#pragma once
+
+#include <cstdint>
+
+namespace weft::resident {
+
+// Why a lease has ended. `away`: nothing could be published; `failed`: a step could not be computed,
+// and has left nothing behind that counts.
+enum class End : int32_t { none, steps, row, asked, late, numbers, away, failed };
+
+// KV blocks of one group: the tables of the leased rows, and where a step writes.
+struct GroupRows {
+  const int32_t* tables;  // [rows, max_blocks]
+  int64_t max_blocks;
+  int64_t* slots;         // [rows]
+};
+
+// The rows of a lease. Nothing is owned.
+struct Rows {
+  int64_t count = 0;             // rows
+  const int64_t* row = nullptr;  // [rows], those of the executor
+  // Of the executor, by its rows: tokens [.., max_tokens], and how many each knows.
+  int32_t* tokens = nullptr;
+  int64_t max_tokens = 0;
+  int64_t* length = nullptr;
+  // Ids that end row i are stop_ids[stop_from[i], stop_from[i + 1]).
+  const int64_t *stop_ids = nullptr, *stop_from = nullptr;
+  // Inputs of a step [rows]. `counters`: tokens of output that come before.
+  int64_t *ids = nullptr, *positions = nullptr, *counters = nullptr;
+  int32_t* seq_lens = nullptr;
+  const GroupRows* groups = nullptr;
+  int64_t num_groups = 0, block_size = 0;
+  // What each step gave: [steps + 1, rows], first that of the step before the lease. `finite` [rows]
+  // is of the latest one.
+  int64_t* given = nullptr;
+  bool* finite = nullptr;
+};
+
+// -- phases ---------------------------------------------------------------------------------------
+
+// Whether the last token of a row of this lane ends it.
+template <class Port>
+bool ends(const Rows& rows, const int64_t* given, const Port& port) {
+  for (int64_t i = port.lane(); i < rows.count; i += port.lanes()) {
+    for (int64_t at = rows.stop_from[i]; at < rows.stop_from[i + 1]; ++at) {
+      if (rows.stop_ids[at] == given[i]) return true;
+    }
+  }
+  return false;
+}
+
+template <class Port>
+bool means_nothing(const Rows& rows, const Port& port) {
+  for (int64_t i = port.lane(); i < rows.count; i += port.lanes()) {
+    if (!rows.finite[i]) return true;
+  }
+  return false;
+}
+
+// Write the inputs of the next step: the token that each row knows last.
+template <class Port>
+void stage(const Rows& rows, const Port& port) {
+  for (int64_t i = port.lane(); i < rows.count; i += port.lanes()) {
+    const int64_t row = rows.row[i], at = rows.length[row] - 1;
+    rows.ids[i] = rows.tokens[row * rows.max_tokens + at];
+    rows.positions[i] = at;
+    rows.seq_lens[i] = static_cast<int32_t>(at + 1);
+    for (int64_t g = 0; g < rows.num_groups; ++g) {
+      const GroupRows& group = rows.groups[g];
+      const int64_t block = group.tables[i * group.max_blocks + at / rows.block_size];
+      group.slots[i] = block * rows.block_size + at % rows.block_size;
+    }
+  }
+}
+
+// Append what a step gave.
+template <class Port>
+void retire(const Rows& rows, const int64_t* given, const Port& port) {
+  for (int64_t i = port.lane(); i < rows.count; i += port.lanes()) {
+    const int64_t row = rows.row[i];
+    rows.tokens[row * rows.max_tokens + rows.length[row]++] = static_cast<int32_t>(given[i]);
+    ++rows.counters[i];
+  }
+}
+
+// -- the loop -------------------------------------------------------------------------------------
+
+// Runs up to `steps` steps, and returns how many were computed; `end` says why there are no more. The
+// caller has written given[0, rows) and `finite`.
+//
+// A port has lane(), lanes() and sync(); any(bool), whether it is so in a lane; asked() and late(),
+// the same in all lanes; publish(given, rows), whether all of it is out; launch(rows, given), which
+// computes a step from its staged inputs and returns whether that went well.
+template <class Port>
+int64_t run(const Rows& rows, int64_t steps, Port& port, End& end) {
+  for (int64_t done = 0;; ++done) {
+    int64_t* const given = rows.given + done * rows.count;
+    end = done == steps                           ? End::steps
+          : port.any(means_nothing(rows, port))   ? End::numbers
+          : port.any(ends(rows, given, port))     ? End::row
+          : port.asked()                          ? End::asked
+          : port.late()                           ? End::late
+          : !port.publish(given, rows.count)      ? End::away
+                                                  : End::none;
+    if (end != End::none) return done;
+    stage(rows, port);
+    port.sync();
+    if (!port.launch(rows, given + rows.count)) {
+      end = End::failed;
+      return done;
+    }
+    retire(rows, given + rows.count, port);
+    port.sync();
+  }
+}
+
+}  // namespace weft::resident

@@ -1,0 +1,21 @@
+// What a resident loop needs of the host's side of a ring: where tokens go, and whether somebody has
+// asked for something. One native module makes it and another one calls it: plain functions that do
+// not throw.
+#pragma once
+
+#include <cstdint>
+
+namespace weft::resident {
+
+struct Outlet {
+  void* self;
+  // Whether there is something to receive.
+  bool (*asked)(void* self);
+  // Publishes a token of each sequence, in order, and wakes who waits for it. Returns how many could
+  // be published; fewer than `count` if the loop must end.
+  int64_t (*publish)(void* self, const uint64_t* ids, const int64_t* tokens, int64_t count);
+};
+
+inline constexpr char kOutlet[] = "weft.resident.Outlet";  // name of a capsule with a pointer to one
+
+}  // namespace weft::resident

@@ -1,0 +1,44 @@
+"""Leases: how many steps an executor may compute after a planned one without the scheduler.
+
+A lease is for a step in which every sequence that there is decodes: then the plans that would
+follow differ in nothing but positions and blocks until a sequence ends or something arrives. It
+takes the blocks of its steps beforehand, but none that anybody would have to give up for it.
+"""
+
+from __future__ import annotations
+
+from weft.core.plan import RowExtend
+from weft.kv.cache import KVCache
+from weft.sched.batch import BatchBuilder
+from weft.sched.sequences import SequenceManager
+
+
+def extend_lease(step: BatchBuilder, sequences: SequenceManager, cache: KVCache, most: int) -> int:
+    """Return for how many more steps the rows of a step may be leased, and reserve their blocks.
+
+    Args:
+        most: steps.
+    """
+    chosen = step.sequences
+    alone = len(chosen) == len(sequences.running) and not sequences.waiting and not step.adds
+    if not chosen or not alone or not all(step.samples) or sum(step.counts) != len(chosen):
+        return 0
+    if not all(sequence.plain for sequence in chosen):
+        return 0
+    steps = min(most, *(sequence.end - sequence.known for sequence in chosen))
+    if steps <= 0:
+        return 0
+    ends = [(sequence.id, sequence.planned + steps) for sequence in chosen]
+    needs = cache.needs_of_all(ends, steps + 1)
+    if any(need > there for need, there in zip(needs, cache.available(), strict=True)):
+        return 0
+    for sequence, (_, end) in zip(chosen, ends, strict=True):
+        if sequence.capacity >= end:
+            continue
+        grown = cache.extend(sequence.id, end)
+        if grown is None:  # a sliding group counts blocks that it is about to give up
+            steps = min(steps, sequence.capacity - sequence.planned)
+            continue
+        step.extends += [RowExtend(sequence.row, group, blocks) for group, blocks in grown]
+        sequence.cover(cache.capacity(sequence.id))
+    return max(steps, 0)
