@@ -18,6 +18,7 @@ from traffic import (
     run,
     run_with_deaths,
     traffic,
+    watching,
     worlds,
 )
 
@@ -96,6 +97,27 @@ def test_lower_classes_do_not_take_the_blocks_that_come_back_for_a_higher_one():
     arrivals = {0: [first, low[0]], 1: [low[1]], 8: [last]}
     requests, inbox, _ = run(world, arrivals, {})
     assert_answers(world, requests, inbox, set(), set())
+
+
+def test_rows_are_leased_as_long_as_nothing_changes():
+    """Three sequences of 40 tokens take as many steps, of which few are planned."""
+    groups = (GroupSpec("full", 4, 80), GroupSpec("sliding", 4, 40, 10))
+    world = World(groups, Limits(4, 32, 60, lease_steps=9), 1)
+    sampling = SamplingParams(max_tokens=40)
+    planned, leased = [], []
+
+    def look(_, plan):
+        planned.append(plan.step_id)
+        leased.append(plan.lease)
+
+    requests = [Request(i, (i + 1,) * 5, sampling) for i in range(3)]
+    requests, inbox, scheduler = run(
+        replace(world, leases=3), {0: requests}, {}, make=watching(fcfs, look)
+    )
+    assert_answers(world, requests, inbox, set(), set())
+    assert max(leased) == 9
+    assert len(planned) < 20 < scheduler.totals.steps
+    assert scheduler.totals.output_tokens >= 120  # those of steps in flight at an end are counted
 
 
 def run_rounds(loop: EngineLoop, rounds: int) -> None:

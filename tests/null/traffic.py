@@ -6,11 +6,13 @@ import struct
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
+from random import Random
 
 from hypothesis import HealthCheck
 from hypothesis import strategies as st
 
-from weft.core.plan import Tier, Update
+from weft.core.plan import StepOutputs, Tier, Update
 from weft.core.types import FinishReason, Request, SamplingParams
 from weft.engine.loop import EngineLoop
 from weft.kv.cache import GroupSpec, KVCache
@@ -43,6 +45,9 @@ class ScriptedInbox:
     def computing(self, sequence_ids) -> None:
         """Nothing here outlives an engine."""
 
+    def lend(self, lease) -> None:
+        lease.grant(None)
+
     def publish(self, news):
         plain = [Update(sequence_id, token) for sequence_id, token in news.tokens]
         for update in (*plain, *news.updates):
@@ -62,6 +67,7 @@ class World:
     host_blocks: tuple[int, ...] = ()
     piggyback: Callable[[], Piggyback] | None = None
     watermark_tokens: int | None = None  # of the scheduler, where it is not its own
+    leases: int = 0  # makes the lengths of leases
 
     def cache(self):
         """The KV that a scheduler gets, in two tiers if the world has a host."""
@@ -84,6 +90,7 @@ class World:
             faulty=faulty,
             host_blocks=self.host_blocks,
             piggyback=self.piggyback and self.piggyback(),
+            leases=partial(Random(self.leases).randint, 0),
         )
 
 
@@ -172,8 +179,10 @@ def run_with_deaths(world: World, arrivals, cancels, deaths, make=fcfs):
             break
         if turn in deaths:
             found += sum(s.reused for s in loop.scheduler.sequences.running)
-            for ticket in list(loop._in_flight)[: deaths[turn]]:
-                executor.collect(ticket)
+            for place, ticket in enumerate(list(loop._in_flight)[: deaths[turn]]):
+                if ticket.lease is not None and place == 0:
+                    inbox.lend(ticket.lease)  # all that comes before is published
+                publish_leased(inbox, executor.collect(ticket))
             alive = list(loop.scheduler.sequences.by_id)
             loop = engine()
             for sequence_id in alive:
@@ -187,6 +196,12 @@ def run_with_deaths(world: World, arrivals, cancels, deaths, make=fcfs):
     assert loop.scheduler.idle
     executor.close()
     return requests, inbox, found
+
+
+def publish_leased(inbox: ScriptedInbox, result) -> None:
+    """Publish the tokens of a lease as an executor does: all but those of the last step."""
+    for tokens in result.leased.steps if result.leased else ():
+        inbox.publish(StepOutputs(list(zip(result.sequence_ids, tokens, strict=True)), []))
 
 
 def watching(make, look):
@@ -251,7 +266,12 @@ def worlds(draw, tight: bool = False):
     block_size = draw(st.sampled_from([1, 2, 3, 4, 5, 7]))
     max_model_len = draw(st.integers(8, 60))
     seqs = draw(st.integers(1, 6))
-    limits = Limits(seqs, draw(st.integers(seqs, 24)), max_model_len)
+    limits = Limits(
+        seqs,
+        draw(st.integers(seqs, 24)),
+        max_model_len,
+        lease_steps=draw(st.sampled_from([0, 2, 9])),
+    )
     groups = []
     layout = draw(st.sampled_from(["full", "sliding", "both", "three", "two sliding"]))
     if layout in ("full", "both", "three"):
@@ -271,6 +291,7 @@ def worlds(draw, tight: bool = False):
         draw(st.booleans()),
         vocab,
         watermark_tokens=ahead,
+        leases=draw(st.integers(0, 99)),
     )
 
 
@@ -289,6 +310,7 @@ def traffic(draw, world: World):
     stems = draw(st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=40), max_size=3))
     arrivals: dict[int, list[Request]] = {}
     cancels: dict[int, list[int]] = {}
+    plain = draw(st.booleans())  # so that steps are leased
     for request_id in range(draw(st.integers(1, 14))):
         stem = draw(st.sampled_from([[], *stems]))
         tail = draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=12))
@@ -297,14 +319,15 @@ def traffic(draw, world: World):
             max_tokens=draw(st.one_of(st.none(), st.integers(1, 30))),
             stop_token_ids=tuple(draw(st.lists(st.integers(0, VOCAB - 1), max_size=8))),
         )
-        if draw(st.booleans()) and sampling.max_tokens is not None:
+        if not plain and draw(st.booleans()) and sampling.max_tokens is not None:
             sampling = SamplingParams(
                 max_tokens=sampling.max_tokens,
                 min_tokens=draw(st.integers(0, sampling.max_tokens)),
                 stop_token_ids=sampling.stop_token_ids,
             )
-        sampling = replace(sampling, speculation=draw(st.sampled_from([0, 0, 1, 3, 9])))
-        if draw(st.integers(0, 2)) == 0:
+        if not plain:
+            sampling = replace(sampling, speculation=draw(st.sampled_from([0, 0, 1, 3, 9])))
+        if not plain and draw(st.integers(0, 2)) == 0:
             sampling = replace(sampling, grammar="any: it only makes the sequence synchronous")
         request = Request(
             request_id,
@@ -313,7 +336,7 @@ def traffic(draw, world: World):
             service_class=draw(st.sampled_from(["priority", "interactive", "batch"])),
             cache_salt=draw(st.sampled_from([b"", b"other"])),
         )
-        if draw(st.integers(0, 7)) == 0:
+        if not plain and draw(st.integers(0, 7)) == 0:
             request = replace(request, embed=True)
         elif draw(st.integers(0, 3)) == 0:  # an engine died after it had given out some of it
             output, _ = expected_output(request, world)

@@ -42,6 +42,7 @@ class EngineLoop:
             self._in_flight.append(ticket)
             if ticket.lease is not None:
                 self._leased = ticket
+                return True
         if not self._in_flight:
             return False
         if plan is None or len(self._in_flight) > self.executor.depth:

@@ -74,6 +74,7 @@ class EngineInfo:
             them: 1 while it is connected, its blocks of the group that has the least left, rows
             attended to there, time from the submission of each to its result, bytes sent to it and
             connections. The last four since the start.
+        resident_steps: of all steps, those that the resident loop computed; since the start.
     """
 
     ready: int = 0
@@ -161,6 +162,7 @@ class EngineInfo:
     place_round_trip_us_3: int = 0
     place_sent_bytes_3: int = 0
     place_sessions_3: int = 0
+    resident_steps: int = 0
 
     @property
     def targets(self) -> tuple[tuple[float | None, float | None], ...]:

@@ -22,6 +22,7 @@ class Totals:
         blocks_to_host, blocks_to_device: KV blocks that moved there from the other tier.
         host_tokens: output tokens whose attention the host has computed.
         lost_sequences: preempted because the place with their KV was gone.
+        resident_steps: those that were computed under a lease, which nobody has planned.
         refused, demoted: requests that would have missed the target of their class, as was
             predicted: answered with an error, or served as best effort.
     """
@@ -43,6 +44,7 @@ class Totals:
     accepted_tokens: int = 0
     refused: int = 0
     demoted: int = 0
+    resident_steps: int = 0
 
     def count_end(self, reason: FinishReason) -> None:
         """Count a sequence that has ended."""

@@ -242,6 +242,7 @@ class Scheduler:
         """Commit the oldest launched step and return its outputs."""
         steps = 1 if result.leased is None else 1 + len(result.leased.steps)
         self.totals.steps += steps - 1
+        self.totals.resident_steps += steps - 1
         self.policy.collected(now, steps)
         outputs = self.committer.commit(self._launched.popleft(), result, int(now * 1e9))
         for part in self.parts:

@@ -47,6 +47,8 @@ OWN_METRICS: Mapping[str, tuple[str, str]] = {
         "counter",
         "Engine processes that were killed because memory ran out",
     ),
+    "engine_steps": ("counter", "Steps computed"),
+    "resident_steps": ("counter", "Steps computed by the resident loop, without Python between"),
     "slo_requests_refused": (
         "counter",
         "Requests refused, as their first token would come too late",

@@ -213,6 +213,8 @@ class RingProbe:
             "prefix_cache_hits": info.cached_tokens,
             "spec_decode_num_draft_tokens": info.drafted_tokens,
             "spec_decode_num_accepted_tokens": info.accepted_tokens,
+            "engine_steps": info.steps,
+            "resident_steps": info.resident_steps,
             "slo_requests_refused": info.refused,
             "slo_requests_demoted": info.demoted,
         }

@@ -18,7 +18,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
 from weft.core.errors import InvariantError, NonFiniteLogitsError, WeftError
-from weft.core.plan import KVMove, RowAdd, StepPlan, StepResult, Tier, TierCopy
+from weft.core.plan import KVMove, LeasedTokens, RowAdd, StepPlan, StepResult, Tier, TierCopy
 from weft.kv.cache import GroupSpec
 from weft.sim.piggyback import Piggyback
 
@@ -55,11 +55,28 @@ class _ModelledRow:
     tier: Tier = Tier.DEVICE
 
 
+class ModelledLease:
+    """Whether a step may go on, as was said when it is computed."""
+
+    granted = False
+
+    def grant(self, outlet: object | None) -> None:  # noqa: ARG002 - tokens come with the result
+        """The step may go on."""
+        self.granted = True
+
+    def recall(self) -> None:
+        """It may not."""
+        self.granted = False
+
+
 class ModelledTicket:
     """A step that is computed when it is collected."""
 
-    def __init__(self, executor: ModelledExecutor, plan: StepPlan) -> None:
+    def __init__(
+        self, executor: ModelledExecutor, plan: StepPlan, lease: ModelledLease | None = None
+    ) -> None:
         self.plan = plan
+        self.lease = lease
         self._executor = executor
         self._collected = False
 
@@ -86,6 +103,8 @@ class ModelledExecutor:
         faulty: called with (sequence id, number of known tokens); True makes that row fault.
         host_blocks: for each group, the blocks of the host tier; none if there is no such tier.
         piggyback: when results of the host come back, where each step takes a second.
+        leases: called for a lease that was granted with the steps that it is for: how many of them
+            are computed, if no row ends before; without it no step goes on.
     """
 
     def __init__(
@@ -97,8 +116,10 @@ class ModelledExecutor:
         faulty: Callable[[int, int], bool] | None = None,
         host_blocks: Seq[int] = (),
         piggyback: Piggyback | None = None,
+        leases: Callable[[int], int] | None = None,
     ) -> None:
         self.depth = depth
+        self._leases = leases
         self.overlaps = False
         self._piggyback = piggyback
         self._now = 0.0  # in steps; one that waits for the host takes longer
@@ -132,7 +153,8 @@ class ModelledExecutor:
         early = (self._synchronous & _sampled(plan)) | drafted
         if any(early & _sampled(ticket.plan) for ticket in self._outstanding):
             raise InvariantError(f"of rows {early} one is planned while its token is in flight")
-        ticket = ModelledTicket(self, plan)
+        lease = ModelledLease() if plan.lease and self._leases is not None else None
+        ticket = ModelledTicket(self, plan, lease)
         self._outstanding.append(ticket)
         return ticket
 
@@ -178,7 +200,9 @@ class ModelledExecutor:
         for move in ticket.plan.moves:
             if move.after_layer:
                 self._move(move)
+        leased = self._go_on(ticket, tokens, faults)
         result = self._result(ticket.plan.step_id, ids, tokens, faults, accepted, embeddings)
+        result = replace(result, leased=leased)
         if self._piggyback is None:
             return result
         return replace(
@@ -186,6 +210,25 @@ class ModelledExecutor:
             piggybacked_results=piggybacked_results,
             piggyback_layers=self._piggyback.in_layers,
         )
+
+    def _go_on(
+        self, ticket: ModelledTicket, tokens: list[int], faults: dict[int, WeftError]
+    ) -> LeasedTokens | None:
+        """Compute steps under the lease of a step that gave ``tokens``; these become the last."""
+        if ticket.lease is None or not ticket.lease.granted or self._leases is None:
+            return None
+        (batch,) = ticket.plan.batches
+        rows = [self._rows[index] for index in batch.rows]
+        earlier: list[tuple[int, ...]] = []
+        for _ in range(self._leases(ticket.plan.lease)):
+            if faults or any(row.tokens[-1] in row.stop_ids for row in rows):
+                break
+            earlier.append(tuple(tokens))
+            for i, row in enumerate(rows):
+                self._write(row, len(row.tokens) - 1, row.tokens[-1:])
+                tokens[i] = self._sample(row, len(row.tokens), faults)
+                row.tokens.append(tokens[i])
+        return LeasedTokens(tuple(earlier), 0) if earlier else None
 
     def _before(self, plan: StepPlan) -> None:
         """Abort tokens, and wait for the host where the plan writes to its KV."""

@@ -1,0 +1,215 @@
+"""Steps that the resident loop computes give the tokens of steps that are planned one by one."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from checkpoints import FAMILY_CASES, build, prompt, save_with_tokenizer
+from tight_kv import DRAWN, GREEDY, Traffic, least_kv_memory, run, settings_for
+
+from weft.core.types import FinishReason, Request, SamplingParams
+from weft.engine.build import build_engine
+from weft.exec.lease import LeasedSteps
+from weft.kernels.cpu import decode
+
+# What is asked of every fourth request: what a lease is not for, and what it knows of.
+OTHERS = (
+    {},
+    {"stop_token_ids": tuple(range(0, 190, 7))},
+    {"repetition_penalty": 1.3, "logprobs": 2},
+    {"top_p": 0.7, "top_k": 40, "min_p": 0.01, "temperature": 1.4},
+)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    return {
+        name: save_with_tokenizer(build(case), tmp_path_factory.mktemp(name))
+        for name, case in FAMILY_CASES.items()
+    }
+
+
+@pytest.fixture
+def leases(monkeypatch) -> list[decode.Decoded]:
+    """What every lease gave."""
+    given: list[decode.Decoded] = []
+    original = decode.CpuDecodeLoop.run
+
+    def noted(self, lease, terms):
+        given.append(original(self, lease, terms))
+        return given[-1]
+
+    monkeypatch.setattr(decode.CpuDecodeLoop, "run", noted)
+    return given
+
+
+def traffic(seed: int) -> Traffic:
+    """Two waves of requests, of which some end by a token, and some are cancelled."""
+    rng = np.random.default_rng(seed)
+    arrivals: dict[int, list[Request]] = {}
+    for number in range(12):
+        base = (GREEDY, DRAWN)[number % 2]
+        sampling = replace(
+            base, max_tokens=int(rng.integers(1, 60)), seed=number, **OTHERS[rng.integers(4)]
+        )
+        tokens = prompt(int(rng.integers(1, 40)), 100 * seed + number)
+        arrivals.setdefault(40 * (number // 6), []).append(Request(number, tuple(tokens), sampling))
+    return Traffic(arrivals, {12: [3], 50: [8]})
+
+
+@pytest.mark.parametrize("family", FAMILY_CASES)
+def test_leased_steps_change_no_token(folders, family, monkeypatch, leases) -> None:
+    """With ample KV, and with so little that sequences must give way."""
+    folder = folders[family]
+    for memory in (2**22, least_kv_memory(folder)):
+        answers = {}
+        for resident in ("off", "auto"):
+            engine = build_engine(settings_for(folder, kv_memory=memory, resident=resident))
+            answers[resident], plans = run(engine, traffic(1), monkeypatch)
+            if resident == "off":
+                assert not any(plan.lease for plan in plans)
+                assert not leases
+        steps = sum(len(lease.given) - 1 for lease in leases)
+        assert engine.scheduler.totals.resident_steps == steps
+        assert steps > 20 or memory < 2**22  # with little memory somebody waits most of the time
+        leases.clear()
+        for number, answer in answers["auto"].items():
+            wanted = answers["off"][number]
+            cancelled = FinishReason.CANCELLED in (answer.finish, wanted.finish)
+            if cancelled:  # at another token
+                shorter = min(len(answer.tokens), len(wanted.tokens))
+                assert answer.tokens[:shorter] == wanted.tokens[:shorter]
+            else:
+                assert answer == wanted
+
+
+class Alone:
+    """One engine, and a step of two rows that may be leased."""
+
+    def __init__(self, folder: Path, **more: Any) -> None:
+        self.engine = build_engine(settings_for(folder, **more))
+        self.scheduler, self.executor = self.engine.scheduler, self.engine.executor
+
+    def leased(self, sampling: SamplingParams):
+        """Launch steps up to the first with a lease, and return its plan and ticket."""
+        for number in range(2):
+            self.scheduler.add(Request(number, tuple(prompt(9, number)), sampling))
+        while (plan := self.scheduler.plan(0.0)) and not plan.lease:
+            self.scheduler.commit(self.executor.launch(plan).result())
+        assert plan is not None
+        return plan, self.executor.launch(plan)
+
+
+LONG = replace(GREEDY, max_tokens=90, seed=1)
+
+
+def test_a_lease_that_is_recalled_ends_within_a_step(folders) -> None:
+    alone = Alone(folders["llama"])
+    _, ticket = alone.leased(LONG)
+    ticket.lease.recall()
+    ticket.lease.grant(None)
+    assert ticket.result().leased is None
+    alone.engine.close()
+
+
+def test_nothing_goes_on_before_the_host_says_so(folders, leases) -> None:
+    alone = Alone(folders["llama"])
+    _, ticket = alone.leased(LONG)
+    time.sleep(0.2)
+    assert not leases
+    ticket.lease.grant(None)
+    assert ticket.result().leased.steps
+    alone.engine.close()
+
+
+def test_a_recall_comes_from_any_thread(folders, leases, monkeypatch) -> None:
+    monkeypatch.setattr(decode, "UNPUBLISHED_S", 60.0)
+    alone = Alone(folders["llama"], max_model_len=500, kv_memory=2**26)
+    monkeypatch.setattr(alone.scheduler, "limits", replace(alone.scheduler.limits, lease_steps=400))
+    _, ticket = alone.leased(replace(LONG, max_tokens=450))
+    timer = threading.Timer(0.01, ticket.lease.recall)
+    ticket.lease.grant(None)
+    timer.start()
+    result = ticket.result()
+    timer.join()
+    assert leases[0].end in ("asked", "steps")
+    steps = len(result.leased.steps)
+    outputs = alone.scheduler.commit(result)
+    assert len(outputs.tokens) == 2 * (steps + 1)
+    assert alone.scheduler.totals.resident_steps == steps
+    alone.scheduler.check()
+    alone.engine.close()
+
+
+def test_a_lease_ends_with_the_first_row_that_a_token_ends(folders, leases) -> None:
+    folder = folders["llama"]
+    _, ticket = (alone := Alone(folder)).leased(LONG)
+    ticket.lease.grant(None)
+    steps = ticket.result().leased.steps
+    at = next(i for i, step in enumerate(steps) if i > 1 and step[1] not in np.array(steps[:i]))
+    alone.engine.close()
+    _, ticket = (alone := Alone(folder)).leased(replace(LONG, stop_token_ids=(steps[at][1],)))
+    ticket.lease.grant(None)
+    result = ticket.result()
+    assert leases[-1].end == "row"
+    assert result.tokens == steps[at]
+    outputs = alone.scheduler.commit(result)
+    assert [(u.sequence_id, u.finish) for u in outputs.updates] == [(1, FinishReason.STOP)]
+    assert len(outputs.tokens) == 2 * at + 1
+    alone.engine.close()
+
+
+def test_what_is_published_is_not_published_again(folders) -> None:
+    """Tokens of a lease, but for those that are out, then those of the last step."""
+    alone = Alone(folders["llama"])
+    _, ticket = alone.leased(LONG)
+    ticket.lease.grant(None)
+    result = ticket.result()
+    steps = result.leased.steps
+    assert len(steps) > 2
+    told = replace(result, leased=replace(result.leased, published=3))
+    outputs = alone.scheduler.commit(told)
+    flat = [pair for step in (*steps, result.tokens) for pair in zip((0, 1), step, strict=True)]
+    assert outputs.tokens == flat[3:]
+    alone.engine.close()
+
+
+def test_logits_that_mean_nothing_end_a_lease(folders, monkeypatch, leases) -> None:
+    """The row ends with an error, the other one goes on, and no such token is given out."""
+    alone = Alone(folders["llama"])
+    plan, ticket = alone.leased(LONG)
+    group = alone.executor.store.keys[0][0]
+    block = alone.executor._table.tables[0][plan.batches[0].rows[1]][0]
+    run_lease = LeasedSteps.run
+
+    def spoiled(self, *words):
+        group[block] = np.nan
+        run_lease(self, *words)
+
+    monkeypatch.setattr(LeasedSteps, "run", spoiled)
+    ticket.lease.grant(None)
+    result = ticket.result()
+    assert leases[0].end == "numbers"
+    assert len(leases[0].given) == 2
+    outputs = alone.scheduler.commit(result)
+    assert [update.finish for update in outputs.updates] == [FinishReason.ERROR]
+    assert outputs.updates[0].sequence_id == result.sequence_ids[1]
+    alone.scheduler.check()
+    alone.engine.close()
+
+
+@pytest.mark.parametrize("settings", [{"resident": "off"}, {"kernels": "reference"}])
+def test_an_executor_without_the_loop_grants_nothing(folders, settings) -> None:
+    alone = Alone(folders["llama"], **settings)
+    alone.scheduler.add(Request(1, (1, 2, 3), LONG))
+    for _ in range(5):
+        ticket = alone.executor.launch(alone.scheduler.plan(0.0))
+        assert ticket.lease is None
+        alone.scheduler.commit(ticket.result())
+    alone.engine.close()
