@@ -7,11 +7,18 @@
 // is the host's to look at, as it may end a sequence. The lease ends when a row does, when somebody
 // asks for something, when a step gave numbers that mean nothing, and when its time is up.
 //
-// Written for a port with one lane or many: each phase is a loop over rows in strides of lanes, and
-// what one phase writes the next one reads after `sync`.
+// Written for a port with one lane or many: each phase is a loop over rows in strides of lanes. A lane
+// reads what others have written after `sync`, or after the calls of the port that all lanes make
+// together: each of these returns in no lane before it was called in all.
 #pragma once
 
 #include <cstdint>
+
+#if defined(__CUDACC__)
+#define WEFT_EACH __host__ __device__
+#else
+#define WEFT_EACH
+#endif
 
 namespace weft::resident {
 
@@ -51,7 +58,7 @@ struct Rows {
 
 // Whether the last token of a row of this lane ends it.
 template <class Port>
-bool ends(const Rows& rows, const int64_t* given, const Port& port) {
+WEFT_EACH bool ends(const Rows& rows, const int64_t* given, const Port& port) {
   for (int64_t i = port.lane(); i < rows.count; i += port.lanes()) {
     for (int64_t at = rows.stop_from[i]; at < rows.stop_from[i + 1]; ++at) {
       if (rows.stop_ids[at] == given[i]) return true;
@@ -61,7 +68,7 @@ bool ends(const Rows& rows, const int64_t* given, const Port& port) {
 }
 
 template <class Port>
-bool means_nothing(const Rows& rows, const Port& port) {
+WEFT_EACH bool means_nothing(const Rows& rows, const Port& port) {
   for (int64_t i = port.lane(); i < rows.count; i += port.lanes()) {
     if (!rows.finite[i]) return true;
   }
@@ -70,7 +77,7 @@ bool means_nothing(const Rows& rows, const Port& port) {
 
 // Write the inputs of the next step: the token that each row knows last.
 template <class Port>
-void stage(const Rows& rows, const Port& port) {
+WEFT_EACH void stage(const Rows& rows, const Port& port) {
   for (int64_t i = port.lane(); i < rows.count; i += port.lanes()) {
     const int64_t row = rows.row[i], at = rows.length[row] - 1;
     rows.ids[i] = rows.tokens[row * rows.max_tokens + at];
@@ -86,7 +93,7 @@ void stage(const Rows& rows, const Port& port) {
 
 // Append what a step gave.
 template <class Port>
-void retire(const Rows& rows, const int64_t* given, const Port& port) {
+WEFT_EACH void retire(const Rows& rows, const int64_t* given, const Port& port) {
   for (int64_t i = port.lane(); i < rows.count; i += port.lanes()) {
     const int64_t row = rows.row[i];
     rows.tokens[row * rows.max_tokens + rows.length[row]++] = static_cast<int32_t>(given[i]);
@@ -99,11 +106,12 @@ void retire(const Rows& rows, const int64_t* given, const Port& port) {
 // Runs up to `steps` steps, and returns how many were computed; `end` says why there are no more. The
 // caller has written given[0, rows) and `finite`.
 //
-// A port has lane(), lanes() and sync(); any(bool), whether it is so in a lane; asked() and late(),
-// the same in all lanes; publish(given, rows), whether all of it is out; launch(rows, given), which
-// computes a step from its staged inputs and returns whether that went well.
+// A port has lane(), lanes() and sync(). All lanes call together any(bool), whether it is so in one of
+// them; asked() and late(); publish(given, rows), whether all of it is out; launch(rows, given), which
+// computes a step from its staged inputs and returns whether that went well. Their answers are the
+// same in all lanes.
 template <class Port>
-int64_t run(const Rows& rows, int64_t steps, Port& port, End& end) {
+WEFT_EACH int64_t run(const Rows& rows, int64_t steps, Port& port, End& end) {
   for (int64_t done = 0;; ++done) {
     int64_t* const given = rows.given + done * rows.count;
     end = done == steps                           ? End::steps
@@ -121,8 +129,9 @@ int64_t run(const Rows& rows, int64_t steps, Port& port, End& end) {
       return done;
     }
     retire(rows, given + rows.count, port);
-    port.sync();
   }
 }
 
 }  // namespace weft::resident
+
+#undef WEFT_EACH

@@ -1,0 +1,221 @@
+// The resident loop with many lanes that take turns in any order: each is a thread, and all of them
+// meet at every barrier of the port. What comes out must be what one lane gives.
+//
+// Usage: lanes LANES CASES. With WEFT_TORN defined the port forgets a barrier, and a case must fail.
+#include <algorithm>
+#include <barrier>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <numeric>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "resident/loop.hpp"
+
+namespace {
+
+using weft::resident::End;
+using weft::resident::GroupRows;
+using weft::resident::Rows;
+
+constexpr int64_t kBlock = 4, kMaxTokens = 96, kBlocks = kMaxTokens / kBlock;
+
+struct Plan {
+  int64_t rows, steps, asked_after, late_after, away_after, failed_after, numbers_after, stop;
+};
+
+// All that the loop reads and writes, and a model whose next token depends on every input.
+struct World {
+  explicit World(const Plan& plan, uint32_t seed) : plan(plan), random(seed) {
+    const int64_t count = plan.rows, all = count + 3;
+    tokens.resize(all * kMaxTokens);
+    length.resize(all);
+    row.resize(all);
+    std::iota(row.begin(), row.end(), 0);
+    std::shuffle(row.begin(), row.end(), random);
+    row.resize(count);
+    for (int64_t i = 0; i < count; ++i) {
+      length[row[i]] = 1 + static_cast<int64_t>(random() % 20);
+      for (int64_t at = 0; at < length[row[i]]; ++at) {
+        tokens[row[i] * kMaxTokens + at] = static_cast<int32_t>(random() % 50);
+      }
+    }
+    stop_from.push_back(0);
+    for (int64_t i = 0; i < count; ++i) {
+      if (plan.stop > 0 && i % plan.stop == 1) stop_ids.push_back(60 + i % 7);
+      stop_from.push_back(static_cast<int64_t>(stop_ids.size()));
+    }
+    for (int g = 0; g < 2; ++g) {
+      std::vector<int32_t> table(count * kBlocks);
+      for (auto& block : table) block = static_cast<int32_t>(random() % 1000);
+      tables.push_back(table);
+      slots.emplace_back(count);
+    }
+    ids.resize(count), positions.resize(count), counters.resize(count), seq_lens.resize(count);
+    given.resize((plan.steps + 1) * count);
+    for (int64_t i = 0; i < count; ++i) {
+      given[i] = tokens[row[i] * kMaxTokens + length[row[i]] - 1];
+      finite.push_back(1);
+    }
+    for (int g = 0; g < 2; ++g) groups.push_back({tables[g].data(), kBlocks, slots[g].data()});
+  }
+
+  Rows rows() {
+    return {.count = plan.rows, .row = row.data(), .tokens = tokens.data(),
+            .max_tokens = kMaxTokens, .length = length.data(), .stop_ids = stop_ids.data(),
+            .stop_from = stop_from.data(), .ids = ids.data(), .positions = positions.data(),
+            .counters = counters.data(), .seq_lens = seq_lens.data(), .groups = groups.data(),
+            .num_groups = 2, .block_size = kBlock, .given = given.data(),
+            .finite = reinterpret_cast<bool*>(finite.data())};
+  }
+
+  bool launch(int64_t* out) {
+    if (launched == plan.failed_after) return false;
+    ++launched;
+    uint64_t all = 0;
+    for (int64_t i = 0; i < plan.rows; ++i) {
+      all += static_cast<uint64_t>(ids[i] + 3 * positions[i] + 5 * counters[i] + seq_lens[i] +
+                                   slots[0][i] + 2 * slots[1][i]) * (i + 1);
+    }
+    for (int64_t i = 0; i < plan.rows; ++i) out[i] = static_cast<int64_t>((all + i * ids[i]) % 97);
+    if (launched == plan.numbers_after) finite[plan.rows - 1] = 0;
+    return true;
+  }
+
+  bool operator==(const World& other) const {
+    return tokens == other.tokens && length == other.length && counters == other.counters &&
+           given == other.given && published == other.published && launched == other.launched;
+  }
+
+  const Plan plan;
+  std::mt19937 random;
+  std::vector<int32_t> tokens, seq_lens;
+  std::vector<int64_t> length, row, stop_ids, stop_from, ids, positions, counters, given, published;
+  std::vector<std::vector<int32_t>> tables;
+  std::vector<std::vector<int64_t>> slots;
+  std::vector<GroupRows> groups;
+  std::vector<char> finite;
+  int64_t launched = 0, looks = 0;
+};
+
+// What lanes share of a port.
+struct Meeting {
+  explicit Meeting(int64_t lanes) : barrier(lanes), votes(lanes) {}
+  std::barrier<> barrier;
+  std::vector<char> votes;
+  bool verdict = false;
+};
+
+class LanePort {
+ public:
+  LanePort(World& world, Meeting& meeting, int64_t lane, int64_t lanes)
+      : world_(world), meeting_(meeting), lane_(lane), lanes_(lanes), random_(lane + 1) {}
+
+  int64_t lane() const { return lane_; }
+  int64_t lanes() const { return lanes_; }
+  void sync() {
+    dawdle();
+#ifndef WEFT_TORN
+    meeting_.barrier.arrive_and_wait();
+#endif
+  }
+  bool any(bool one) {
+    meeting_.votes[lane_] = one;
+    meeting_.barrier.arrive_and_wait();
+    return together([&] {
+      for (const char vote : meeting_.votes) {
+        if (vote) return true;
+      }
+      return false;
+    });
+  }
+  bool asked() {
+    return together([&] { return world_.looks++ == world_.plan.asked_after; });
+  }
+  bool late() {
+    return together([&] { return world_.launched == world_.plan.late_after; });
+  }
+  bool publish(const int64_t* given, int64_t count) {
+    return together([&] {
+      if (world_.launched == world_.plan.away_after) return false;
+      world_.published.insert(world_.published.end(), given, given + count);
+      return true;
+    });
+  }
+  bool launch(const Rows&, int64_t* given) {
+    return together([&] { return world_.launch(given); });
+  }
+
+ private:
+  // One lane does it, as soon as it comes, and all of them know what came out.
+  template <class Do>
+  bool together(Do&& what) {
+    if (lane_ == 0) meeting_.verdict = what();
+    meeting_.barrier.arrive_and_wait();
+    const bool verdict = meeting_.verdict;
+    meeting_.barrier.arrive_and_wait();
+    return verdict;
+  }
+  void dawdle() {
+    for (uint32_t i = random_() % 3; i > 0; --i) std::this_thread::yield();
+    if (random_() % 512 == 0) std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+
+  World& world_;
+  Meeting& meeting_;
+  const int64_t lane_, lanes_;
+  std::mt19937 random_;
+};
+
+std::pair<int64_t, End> run(World& world, int64_t lanes) {
+  Meeting meeting(lanes);
+  const Rows rows = world.rows();
+  std::vector<std::pair<int64_t, End>> found(lanes);
+  std::vector<std::thread> threads;
+  for (int64_t lane = 0; lane < lanes; ++lane) {
+    threads.emplace_back([&, lane] {
+      LanePort port(world, meeting, lane, lanes);
+      End end = End::none;
+      const int64_t done = weft::resident::run(rows, world.plan.steps, port, end);
+      found[lane] = {done, end};
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (const auto& one : found) {
+    if (one != found[0]) return {-1, End::none};
+  }
+  return found[0];
+}
+
+}  // namespace
+
+int main(int count, char** words) {
+  if (count < 3) return 2;
+  const int64_t lanes = std::atoll(words[1]);
+  const int cases = std::atoi(words[2]);
+  std::mt19937 random(5);
+  int64_t seen[16] = {};
+  for (int i = 0; i < cases; ++i) {
+    const auto draw = [&](int64_t most) { return static_cast<int64_t>(random() % (most + 1)); };
+    const auto once = [&](int64_t most) { return draw(2) == 0 ? draw(most) : int64_t{-1}; };
+    Plan plan{1 + draw(40), draw(30), -1, -1, -1, -1, -1, draw(3)};
+    int64_t* const ends[] = {&plan.asked_after, &plan.late_after, &plan.away_after,
+                             &plan.failed_after, &plan.numbers_after};
+    *ends[draw(4)] = once(20);
+    World alone(plan, i), many(plan, i);
+    const auto wanted = run(alone, 1), got = run(many, lanes);
+    ++seen[static_cast<int>(wanted.second)];
+    if (wanted != got || !(alone == many)) {
+      std::printf("case %d: %lld steps, end %d; with %lld lanes %lld steps, end %d\n", i,
+                  static_cast<long long>(wanted.first), static_cast<int>(wanted.second),
+                  static_cast<long long>(lanes), static_cast<long long>(got.first),
+                  static_cast<int>(got.second));
+      return 1;
+    }
+  }
+  for (int end = 1; end < 8; ++end) std::printf("%lld ", static_cast<long long>(seen[end]));
+  std::puts("");
+}
