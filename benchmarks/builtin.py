@@ -137,6 +137,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     from transformers import AutoModelForCausalLM
 
     settings = {"threads": options.threads, "dtype": options.dtype, "prefix_caching": False}
+    settings |= {"resident": "off"}  # whose forward passes are seen
     settings |= {"model": options.model, "kv_memory": "512MiB"}
     engines = {d: build_engine(EngineConfig(steps_in_flight=d, **settings)) for d in (0, 1)}
     timers = {depth: ForwardTimer(engine.executor) for depth, engine in engines.items()}

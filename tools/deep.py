@@ -56,7 +56,7 @@ PARTS = (
     tests("schedulers", "rare traffic: leaks, starvation, wrong order", 150, "null", "sim"),
     tests("servers", "kills at any moment, hangs, leaks over time", 300, "e2e", "batch", "bench"),
     tests("ring", "races of processes", 40, "ring"),
-    tests("native", "memory errors and data races in C++", 120, "kernels", "native"),
+    tests("native", "memory errors and data races in C++", 120, "kernels", "native", "resident"),
     tests("requests", "bodies, texts and files of any kind", 120, "server", "api", "text", "arch"),
     tests("engines", "every family, data type and chunking", 200, "numeric", "gpu", "attend"),
     tests("kernels", "every shape on every kind of GPU, compiled ahead", 150, "triton", "cuda"),

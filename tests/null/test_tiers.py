@@ -15,7 +15,7 @@ from weft.core.errors import InvariantError
 from weft.core.plan import RowAdd, RowExtend, StepPlan, SubBatch, Tier
 from weft.core.types import SamplingParams
 from weft.kv.cache import GroupSpec
-from weft.kv.tiers import Lease, TieredCache
+from weft.kv.tiers import MovePin, TieredCache
 from weft.sim.executor import ModelledExecutor, next_token
 
 VOCAB = 97
@@ -43,13 +43,13 @@ def test_a_move_takes_its_room_at_once_and_gives_the_old_back_when_it_is_committ
     cache = TieredCache([FULL], [8])
     filled(cache, 1, list(range(10)))
     old = cache.device.tables(1)
-    move, lease = cache.move(1, row=5, upto=10)
+    move, pin = cache.move(1, row=5, upto=10)
     assert (move.row, move.to, move.source, move.after_layer) == (5, Tier.HOST, old, False)
     assert move.target == cache.host.tables(1)
     assert cache.tier_of(1) is Tier.HOST
     assert held(cache) == (3, 3)
     cache.check()
-    cache.complete_move(lease)
+    cache.complete_move(pin)
     assert held(cache) == (0, 3)
     cache.check()
     assert pickle.loads(pickle.dumps(move)) == move
@@ -59,8 +59,8 @@ def test_a_move_copies_shared_blocks():
     cache = TieredCache([FULL], [8])
     filled(cache, 1, list(range(10)))
     assert filled(cache, 2, list(range(10))) == 8
-    _, lease = cache.move(1, 0, 10)
-    cache.complete_move(lease)
+    _, pin = cache.move(1, 0, 10)
+    cache.complete_move(pin)
     cache.check()
     assert held(cache) == (3, 3)
     cache.register(3, b"")
@@ -71,11 +71,11 @@ def test_each_tier_finds_its_own_prefixes():
     cache = TieredCache([FULL], [8])
     tokens = list(range(10))
     filled(cache, 1, tokens)
-    _, lease = cache.move(1, 0, 10)
+    _, pin = cache.move(1, 0, 10)
     cache.commit(1, tokens, 10)
     cache.register(2, b"")
     assert cache.host.find_prefix(2, tokens) == 0  # nobody may read what is on its way
-    cache.complete_move(lease)
+    cache.complete_move(pin)
     assert cache.device.find_prefix(2, tokens) == 8  # cached, though nobody holds it
     cache.commit(1, tokens, 10)
     assert cache.host.find_prefix(2, tokens) == 8
@@ -84,10 +84,10 @@ def test_each_tier_finds_its_own_prefixes():
 def test_a_sliding_group_moves_its_window_only():
     cache = TieredCache([FULL, SLIDING], [8, 3])
     filled(cache, 1, list(range(20)))
-    move, lease = cache.move(1, 0, 20)
+    move, pin = cache.move(1, 0, 20)
     assert move.source[1][:3] == move.target[1][:3] == (-1, -1, -1)
     assert cache.host.pools[1].held == 2
-    cache.complete_move(lease)
+    cache.complete_move(pin)
     cache.check()
     cache.commit(1, list(range(20)), 20)
     cache.check()
@@ -114,12 +114,12 @@ def test_a_move_without_room_takes_nothing():
 def test_a_sequence_that_ends_while_it_moves_leaves_both_tables_to_the_lease():
     cache = TieredCache([FULL], [8])
     filled(cache, 1, list(range(10)))
-    _, lease = cache.move(1, 0, 10)
+    _, pin = cache.move(1, 0, 10)
     cache.release(1)
     cache.forget(1)
     assert held(cache) == (3, 3)
     cache.check()
-    cache.complete_move(lease)
+    cache.complete_move(pin)
     assert held(cache) == (0, 0)
     cache.check()
 
@@ -128,8 +128,8 @@ def test_nothing_of_a_faulty_sequence_is_found_in_a_tier_that_it_has_left():
     cache, tokens = TieredCache([FULL], [8]), list(range(10))
     filled(cache, 1, tokens)
     assert filled(cache, 2, tokens[:5]) == 4  # shares the first block
-    _, lease = cache.move(1, 0, 10)
-    cache.complete_move(lease)
+    _, pin = cache.move(1, 0, 10)
+    cache.complete_move(pin)
     cache.register(3, b"")
     assert cache.device.find_prefix(3, tokens) == 8
     left = cache.device.pools[0].cached()
@@ -142,10 +142,10 @@ def test_nothing_of_a_faulty_sequence_is_found_in_a_tier_that_it_has_left():
 def test_a_faulty_sequence_that_moves_leaves_nothing_to_find_in_either_tier():
     cache = TieredCache([FULL], [8])
     filled(cache, 1, list(range(10)))
-    move, lease = cache.move(1, 0, 10)
+    move, pin = cache.move(1, 0, 10)
     cache.release(1, faulty_from=4)
     cache.forget(1)
-    cache.complete_move(lease)
+    cache.complete_move(pin)
     cache.check()
     assert {block for _, block in cache.device.take_zero()} == set(move.source[0][1:])
     assert {block for _, block in cache.host.take_zero()} == set(move.target[0][1:])
@@ -254,7 +254,7 @@ class Driver:
 
     def plan(self, step_id: int) -> None:
         adds, extends, moves = [], [], []
-        leases: list[Lease] = []
+        pins: list[MovePin] = []
         work: list[tuple[Wanderer, int, int, bool, Tier]] = []
         if self.rows and self.draw.draw(st.booleans()):
             adds += self._start()
@@ -264,14 +264,14 @@ class Driver:
                 continue
             after = self.draw.draw(st.booleans())
             if choice != "compute" and not after:
-                self._move(sequence, False, moves, leases)
+                self._move(sequence, False, moves, pins)
             tier = self.cache.tier_of(sequence.id)
             known, count = sequence.known, self._compute(sequence, extends)
             if count:
                 start, samples = sequence.planned - count, sequence.known > known
                 work.append((sequence, start, count, samples, tier))
             if choice != "compute" and after:
-                self._move(sequence, True, moves, leases)
+                self._move(sequence, True, moves, pins)
             sequence.leaves = choice == "last"
         drop, self.drop = tuple(self.drop), []
         for sequence, *_ in work:
@@ -286,7 +286,7 @@ class Driver:
             zero=self.cache.device.take_zero(),
             zero_host=self.cache.host.take_zero(),
         )
-        self.flying.append((self.device.launch(plan), [w[0] for w in work], work, leases))
+        self.flying.append((self.device.launch(plan), [w[0] for w in work], work, pins))
 
     def _start(self) -> list[RowAdd]:
         stem = self.draw.draw(st.sampled_from([(1, 2, 3, 4, 5, 6), (7, 8, 9)]))
@@ -316,12 +316,12 @@ class Driver:
         sequence.known += sequence.planned == sequence.known
         return count
 
-    def _move(self, sequence: Wanderer, after_layer: bool, moves: list, leases: list) -> None:
+    def _move(self, sequence: Wanderer, after_layer: bool, moves: list, pins: list) -> None:
         upto = sequence.planned
         done = self.cache.move(sequence.id, sequence.row, upto, after_layer=after_layer)
         if done is not None:
             moves.append(done[0])
-            leases.append(done[1])
+            pins.append(done[1])
             self.moved += 1
 
     def _batches(self, work) -> tuple[SubBatch, ...]:
@@ -338,7 +338,7 @@ class Driver:
         )
 
     def commit(self) -> None:
-        ticket, sequences, work, leases = self.flying.popleft()
+        ticket, sequences, work, pins = self.flying.popleft()
         result = ticket.result()
         tokens = dict(zip(result.sequence_ids, result.tokens, strict=True))
         for sequence, _, count, *_ in work:
@@ -356,8 +356,8 @@ class Driver:
             self.live.remove(sequence)
             self.rows.append(sequence.row)
             self.drop.append(sequence.row)
-        for lease in leases:
-            self.cache.complete_move(lease)
+        for pin in pins:
+            self.cache.complete_move(pin)
 
     def check(self) -> None:
         self.cache.check()

@@ -128,7 +128,7 @@ def run(world: World, arrivals, cancels, faulty=None, make=fcfs, step_s=0.0):
         busy = loop.step()
         clock.advance(step_s)
         scheduler.check()
-        assert_leases(executor, cache)
+        assert_pins(executor, cache)
         idle_rounds = 0 if busy else idle_rounds + 1
         if idle_rounds and inbox.round > last:
             break
@@ -230,7 +230,7 @@ def tiers(cache):
     return [(Tier.DEVICE, cache.pools)]
 
 
-def assert_leases(executor: ModelledExecutor, cache) -> None:
+def assert_pins(executor: ModelledExecutor, cache) -> None:
     """No block that an outstanding step touches may be free."""
     for tier, pools in tiers(cache):
         for pool, touched in zip(pools, executor.touched_blocks(tier), strict=True):

@@ -141,7 +141,8 @@ def describe_executor(executor: Executor) -> str:
     """A readable description of how steps run."""
     captured = getattr(executor, "captured", None)  # of a graph executor
     if captured is None:
-        return "eager"
+        resident = isinstance(executor, EagerExecutor) and executor.resident
+        return "eager, decoding by the resident loop" if resident else "eager"
     return f"{captured} captured graphs" if captured else "uncaptured"
 
 

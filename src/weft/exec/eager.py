@@ -91,6 +91,11 @@ class EagerExecutor:
         self._worker = threading.Thread(target=self._work, name="weft-executor", daemon=True)
         self._worker.start()
 
+    @property
+    def resident(self) -> bool:
+        """Whether plans may lease their rows."""
+        return self._leases is not None
+
     def launch(self, plan: StepPlan) -> StepTicket:
         answer: Answer = SimpleQueue()
         lease = Lease() if plan.lease and self._leases is not None else None

@@ -14,7 +14,7 @@ from weft.exec.collect import StepOutput
 from weft.exec.input_batch import InputBatch
 from weft.exec.store import KVStore
 from weft.kernels.cpu._native import Lease
-from weft.kernels.cpu.decode import CpuDecodeLoop, Terms
+from weft.kernels.cpu.decode import CpuDecodeLoop, LeaseTerms
 from weft.kernels.cpu.matrix import CpuMatrix
 from weft.kernels.cpu.stack import CpuStack
 from weft.models.decoder import Decoder
@@ -42,7 +42,7 @@ class LeasedSteps:
         rows = np.array(batch.rows, np.int64)
         ids = [table.sequence_ids[row] for row in batch.rows]
         columns = table.columns
-        terms = Terms(
+        terms = LeaseTerms(
             rows,
             np.array(ids, np.uint64),
             columns.choice[rows],

@@ -13,7 +13,7 @@ A sliding group also gives up its head: blocks wholly before ``computed - window
 
 A launched step touches blocks from ``computed - window`` on, and only of sequences with pending
 tokens. So the scheduler's rule "nothing of a sequence is released while it has pending tokens" is
-the lease that keeps blocks from being freed under a launched step.
+the rule that keeps blocks from being freed under a launched step.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
 Where a sequence's KV lies over a move (swap-out; swap-in is the mirror):
 
-    plan of step n    device table ==detached==> lease          host table: new blocks, written by n
+    plan of step n    device table ==detached==> pin          host table: new blocks, written by n
     n in flight       its blocks stay taken: n reads them       the sequence grows here from now on
-    commit of n       complete_move(): the lease gives them up   hashed by the commits after it
+    commit of n       complete_move(): the pin gives them up   hashed by the commits after it
 
-A sequence that ends while its move is in flight leaves its host table to the lease as well. So
+A sequence that ends while its move is in flight leaves its host table to the pin as well. So
 no block is free that a launched step reads or writes, and no sequence is ever in two tiers.
 """
 
@@ -26,7 +26,7 @@ from weft.kv.table import Table
 
 
 @dataclass(slots=True, eq=False)
-class Lease:
+class MovePin:
     """Tables of a sequence that a launched move reads or writes, kept until it is committed.
 
     Attributes:
@@ -80,7 +80,7 @@ class TieredCache:
         )
         self.groups = self.device.groups
         self.prefix_caching = prefix_caching
-        self._leases: dict[int, list[Lease]] = {}
+        self._pins: dict[int, list[MovePin]] = {}
 
     def tier_of(self, sequence_id: int) -> Tier:
         """The tier of the sequence's KV; the device if it has none."""
@@ -120,7 +120,7 @@ class TieredCache:
 
     def commit(self, sequence_id: int, tokens: Seq[int], computed: int) -> int:
         """See ``KVCache.commit``; while the sequence moves, nothing is hashed or released."""
-        if sequence_id in self._leases:
+        if sequence_id in self._pins:
             return computed + 1
         return self.of(sequence_id).commit(sequence_id, tokens, computed)
 
@@ -130,32 +130,32 @@ class TieredCache:
 
     def release(self, sequence_id: int, *, faulty_from: int | None = None) -> None:
         """Release the blocks of the sequence, after its move if one is in flight."""
-        cache, leases = self.of(sequence_id), self._leases.get(sequence_id)
+        cache, pins = self.of(sequence_id), self._pins.get(sequence_id)
         self.hosts.remove(sequence_id)
         if faulty_from is not None:
             for other in (self.device, self.host):
                 if other is not cache:
                     other.disown(sequence_id, faulty_from)
-        if leases is None:
+        if pins is None:
             cache.release(sequence_id, faulty_from=faulty_from)
             return
-        leases[-1].tables.append((cache, cache.detach(sequence_id)))
+        pins[-1].tables.append((cache, cache.detach(sequence_id)))
         if faulty_from is not None:
-            for lease in leases:
-                lease.faulty_from = faulty_from
+            for pin in pins:
+                pin.faulty_from = faulty_from
 
     # -- moving ---------------------------------------------------------------------------------
 
     def move(
         self, sequence_id: int, row: int, upto: int, *, after_layer: bool = False
-    ) -> tuple[KVMove, Lease] | None:
+    ) -> tuple[KVMove, MovePin] | None:
         """Move the KV of tokens [0, upto) to the other tier, or return None if it has no room.
 
         From the device it goes to the host that ``choose_host`` names, layer by layer only to the
         device's own. From a remote place nothing comes back.
 
         The sequence has its new table at once. What it moves from stays taken until
-        ``complete_move`` is called for the lease, when the step of the move is committed.
+        ``complete_move`` is called for the pin, when the step of the move is committed.
         """
         here = self.of(sequence_id)
         to = Tier.HOST if here is self.device else Tier.DEVICE
@@ -174,13 +174,13 @@ class TieredCache:
         here.detach(sequence_id)
         if pool is not None:
             self.hosts.put(sequence_id, pool)
-        lease = Lease(sequence_id, [(here, source)])
-        self._leases.setdefault(sequence_id, []).append(lease)
+        pin = MovePin(sequence_id, [(here, source)])
+        self._pins.setdefault(sequence_id, []).append(pin)
         tables = zip(source.blocks, target.blocks, strict=True)
         pairs = [(tuple(old[: len(new)]), tuple(new)) for old, new in tables]
         old, new = tuple(a for a, _ in pairs), tuple(b for _, b in pairs)
         host = OWN_HOST if pool is None else pool.session
-        return KVMove(row, to, old, new, after_layer, host), lease
+        return KVMove(row, to, old, new, after_layer, host), pin
 
     def _host_for(self, source: Table, upto: int, *, after_layer: bool) -> HostPool | None:
         """The host that takes tokens [0, upto) of a table of the device."""
@@ -191,27 +191,25 @@ class TieredCache:
         pool = self.hosts.choose([sum(block >= 0 for block in blocks) for blocks in kept])
         return None if pool is None or (after_layer and pool.session != OWN_HOST) else pool
 
-    def complete_move(self, lease: Lease) -> None:
+    def complete_move(self, pin: MovePin) -> None:
         """Release the source blocks of a committed move. Moves are completed in order."""
-        leases = self._leases[lease.sequence_id]
-        if leases.pop(0) is not lease:
-            raise InvariantError(
-                f"moves of sequence {lease.sequence_id} are completed out of order"
-            )
-        if not leases:
-            del self._leases[lease.sequence_id]
-        for cache, table in lease.tables:
-            cache.free(table, faulty_from=lease.faulty_from)
+        pins = self._pins[pin.sequence_id]
+        if pins.pop(0) is not pin:
+            raise InvariantError(f"moves of sequence {pin.sequence_id} are completed out of order")
+        if not pins:
+            del self._pins[pin.sequence_id]
+        for cache, table in pin.tables:
+            cache.free(table, faulty_from=pin.faulty_from)
 
     def moving(self, sequence_id: int) -> bool:
         """Whether a move of the sequence is in flight."""
-        return sequence_id in self._leases
+        return sequence_id in self._pins
 
     def coming(self) -> list[int]:
         """Device blocks, by group, that moves in flight will release unless they are shared."""
         counts = [0] * len(self.groups)
-        for leases in self._leases.values():
-            for cache, table in (pair for lease in leases for pair in lease.tables):
+        for pins in self._pins.values():
+            for cache, table in (pair for pin in pins for pair in pin.tables):
                 for group, blocks in enumerate(table.blocks if cache is self.device else ()):
                     counts[group] += sum(block >= 0 for block in blocks)
         return counts
@@ -219,16 +217,16 @@ class TieredCache:
     def check(self) -> None:
         """Raise InvariantError if a tier is damaged or a sequence is in both."""
         for cache in (self.device, self.host, *self.hosts.remote_caches()):
-            leased = [
+            pinned = [
                 table
-                for leases in self._leases.values()
-                for lease in leases
-                for where, table in lease.tables
+                for pins in self._pins.values()
+                for pin in pins
+                for where, table in pin.tables
                 if where is cache
             ]
             if cache is self.host:
-                leased.append(Table(self._prefixes.held(), [], []))
-            cache.check(leased)
+                pinned.append(Table(self._prefixes.held(), [], []))
+            cache.check(pinned)
         hosted = self.hosted()
         if len(set(hosted)) < len(hosted):
             raise InvariantError("a sequence has KV in two hosts")

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from weft.core.errors import InvariantError
 from weft.core.plan import LeasedTokens, PromptLogprobs, StepOutputs, StepResult, Update
 from weft.core.types import FinishReason, Sequence, SequenceState
-from weft.kv.tiers import Lease, TieredCache
+from weft.kv.tiers import MovePin, TieredCache
 from weft.sched.batch import Launched, end_after, spread, update_of
 from weft.sched.sequences import SequenceManager
 
@@ -181,11 +181,11 @@ class Committer:
                 sequence.prompt_scored = end
                 updates.append(Update(sequence_id, None, prompt_logprobs=new))
 
-    def complete_moves(self, tiers: TieredCache, leases: Iterable[Lease]) -> None:
+    def complete_moves(self, tiers: TieredCache, pins: Iterable[MovePin]) -> None:
         """Release the source blocks of committed moves; hash blocks that waited for them."""
-        for lease in leases:
-            tiers.complete_move(lease)
-            sequence = self._sequences.find(lease.sequence_id)
+        for pin in pins:
+            tiers.complete_move(pin)
+            sequence = self._sequences.find(pin.sequence_id)
             if sequence is not None and sequence.state is SequenceState.RUNNING:
                 self.hash_full_blocks([sequence])
 

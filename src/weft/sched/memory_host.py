@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from weft.core.plan import KVMove, RowExtend, StepPlan, Tier
 from weft.core.types import Sequence, SequenceState
-from weft.kv.tiers import Lease, TieredCache
+from weft.kv.tiers import MovePin, TieredCache
 from weft.sched.batch import BatchBuilder
 from weft.sched.commit import Committer
 from weft.sched.memory_device import DeviceMemory
@@ -35,7 +35,7 @@ class Movements:
     """
 
     moves: list[KVMove] = field(default_factory=list)
-    leases: list[Lease] = field(default_factory=list)
+    pins: list[MovePin] = field(default_factory=list)
     kept: set[int] = field(default_factory=set)
     left: set[int] = field(default_factory=set)
 
@@ -58,7 +58,7 @@ class HostMemory(DeviceMemory):
         self.hosted: set[int] = set()
         self.moving = Movements()
         self.coming = [0] * len(cache.groups)
-        self._leases: deque[list[Lease]] = deque()
+        self._pins: deque[list[MovePin]] = deque()
 
     # -- hooks of a plan -------------------------------------------------------------------------
 
@@ -69,14 +69,14 @@ class HostMemory(DeviceMemory):
 
     def launch(self, plan: StepPlan) -> StepPlan:
         """Add to a plan what its step moves."""
-        self._leases.append(self.moving.leases)
+        self._pins.append(self.moving.pins)
         moves = tuple(self.moving.moves)
         zero_places = self.tiers.hosts.take_zero()
         return replace(plan, moves=moves, zero_host=self.host.take_zero(), zero_places=zero_places)
 
     def complete_moves(self, committer: Committer) -> None:
         """The step of the oldest launched plan is committed: its moves are done."""
-        committer.complete_moves(self.tiers, self._leases.popleft())
+        committer.complete_moves(self.tiers, self._pins.popleft())
         self.coming = self.tiers.coming()
         self.sequences.close()
 
@@ -119,7 +119,7 @@ class HostMemory(DeviceMemory):
             return False
         self.moving.kept.add(sequence.id)
         self.moving.moves.append(done[0])
-        self.moving.leases.append(done[1])
+        self.moving.pins.append(done[1])
         totals, blocks = self.sequences.totals, done[0].num_blocks
         if done[0].to is Tier.HOST:
             self.hosted.add(sequence.id)

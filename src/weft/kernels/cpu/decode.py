@@ -20,7 +20,7 @@ UNPUBLISHED_S = 0.02  # the same where tokens come with the end of the lease
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class LeaseTerms:
     """What rows [R] are leased with.
 
     Attributes:
@@ -90,7 +90,7 @@ class CpuDecodeLoop:
             stack.native, head.native, softcap or 0.0, tokens, length, list(tables), block_size
         )
 
-    def run(self, lease: _native.Lease, terms: Terms) -> Decoded:
+    def run(self, lease: _native.Lease, terms: LeaseTerms) -> Decoded:
         """Wait until the lease is granted or recalled, then decode until it ends.
 
         Raises:
