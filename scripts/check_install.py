@@ -2,7 +2,7 @@
 
     python scripts/check_install.py
 
-Continuous integration runs it on each wheel (``tool.cibuildwheel`` in pyproject.toml).
+cibuildwheel runs it on each wheel that it builds (``tool.cibuildwheel`` in pyproject.toml).
 """
 
 from __future__ import annotations

@@ -20,10 +20,11 @@ def generate_stream(llm: Any, text: str, params: SamplingParams, options: dict[s
     prompt = llm.encode_chat([{"role": "user", "content": text}]) if options["chat"] else text
     if options["echo"]:
         print(text, end="", flush=True)
-    started, first, count, result = time.monotonic(), 0.0, 0, None
+    started, first, with_first, count, result = time.monotonic(), 0.0, 0, 0, None
     for delta in llm.stream(prompt, params):
-        first = first or time.monotonic()
         count += len(delta.token_ids)
+        if not first:
+            first, with_first = time.monotonic(), count
         print(delta.text, end="", flush=True)
         result = delta.result
     print()
@@ -31,10 +32,12 @@ def generate_stream(llm: Any, text: str, params: SamplingParams, options: dict[s
     if result.error is not None:
         raise result.error
     if not options["quiet"]:
-        rate = (count - 1) / max(time.monotonic() - first, 1e-9)
+        # Tokens that came with the first one took no time that can be seen here.
+        later, seconds = count - with_first, time.monotonic() - first
+        rate = f", {later / seconds:.0f} tokens/s" if later else ""
         print(
             f"[{len(result.prompt_token_ids)} prompt + {count} output tokens, "
-            f"{result.finish_reason}, first token {first - started:.2f} s, {rate:.0f} tokens/s]",
+            f"{result.finish_reason}, first token {first - started:.2f} s{rate}]",
             file=sys.stderr,
         )
     return 0

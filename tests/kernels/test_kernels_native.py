@@ -42,7 +42,7 @@ def check(program: Path, rounds: int) -> None:
 
 
 def test_integers_with_a_modelled_avx_vnni_are_those_of_plain_code() -> None:
-    """No machine here has it: its loops run with the instruction in C++."""
+    """Also where no machine has it: its loops run with the instruction in C++."""
     copies = []
     for name, flags in (
         ("baseline", ()),

@@ -20,8 +20,10 @@ from weft import LLM, SamplingParams
 from weft.core.errors import CheckpointError, ModelNotFoundError, UnsupportedModelError
 from weft.kernels.ops import select_ops
 from weft.models.hub import resolve_model
+from weft.models.kept_weights import KeptWeights
 from weft.models.layout import storage_of
 from weft.models.loader import load_model
+from weft.models.packed_cache import PackedCache
 from weft.models.spec_reader import read_spec
 
 CPU = torch.device("cpu")
@@ -166,6 +168,23 @@ def test_weights_may_be_rounded_again(tmp_path) -> None:
     expected = reference_logits(model, tokens)
     found = PagedRunner(decoder).step([("a", tokens)])[0]
     assert (found - expected).norm() / expected.norm() < 0.1
+
+
+def test_a_file_is_packed_once_and_again_when_it_changes(tmp_path) -> None:
+    model, path = build("llama"), tmp_path / "model.gguf"
+    write(model, "llama", path, Type.Q8_0)
+
+    def state() -> str:
+        kept = KeptWeights(PackedCache(2**30, tmp_path / "packed"), {})
+        load(path, kernels="cpu", kept=kept)
+        kept.write()
+        assert kept.join(60)
+        return kept.state
+
+    assert [state(), state()] == ["packed", "mapped"]
+    randomise(model, 1)
+    write(model, "llama", path, Type.Q8_0)
+    assert [state(), state()] == ["packed", "mapped"]
 
 
 def test_the_engine_takes_a_file_with_a_tokenizer_beside_it(tmp_path) -> None:
