@@ -166,17 +166,19 @@ def test_a_lease_ends_with_the_first_row_that_a_token_ends(folders, leases) -> N
 
 
 def test_what_is_published_is_not_published_again(folders) -> None:
-    """Tokens of a lease, but for those that are out, then those of the last step."""
+    """Only the tokens of the last step, which may end a sequence, are the host's to publish."""
     alone = Alone(folders["llama"])
     _, ticket = alone.leased(LONG)
     ticket.lease.grant(None)
     result = ticket.result()
     steps = result.leased.steps
     assert len(steps) > 2
-    told = replace(result, leased=replace(result.leased, published=3))
+    told = replace(result, leased=replace(result.leased, published=True))
     outputs = alone.scheduler.commit(told)
-    flat = [pair for step in (*steps, result.tokens) for pair in zip((0, 1), step, strict=True)]
-    assert outputs.tokens == flat[3:]
+    assert outputs.tokens == list(zip((0, 1), result.tokens, strict=True))
+    assert alone.scheduler.sequences.by_id[1].tokens[-len(steps) - 1 :] == [
+        step[1] for step in (*steps, result.tokens)
+    ]
     alone.engine.close()
 
 

@@ -17,10 +17,9 @@ struct BlockPort {
   __device__ bool any(bool one) const { return __syncthreads_or(one); }
   __device__ bool asked() const { return any(threadIdx.x == 0 && *bell != heard); }
   __device__ bool late() const { return any(threadIdx.x == 0 && clock64() > deadline); }
-  __device__ bool publish(const int64_t* given, int64_t count) const {
+  __device__ void publish(const int64_t* given, int64_t count) const {
     for (int64_t i = lane(); i < count; i += lanes()) board[i] = given[i];
     __threadfence_system();
-    return true;
   }
   __device__ bool launch(const Rows& rows, int64_t* given) const {
     for (int64_t i = lane(); i < rows.count; i += lanes()) given[i] = rows.ids[i] + 1;

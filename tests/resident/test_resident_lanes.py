@@ -14,7 +14,7 @@ from depth import deep
 HERE = Path(__file__).parent
 HEADERS = HERE.parents[1] / "src" / "weft"
 FLAGS = ["-std=c++20", "-O1", "-g1", "-Wall", "-Wextra", "-pthread", f"-I{HEADERS}"]
-ENDS = 7
+ENDS = 6
 
 
 def lanes(count: int, cases: int, *flags: str) -> subprocess.CompletedProcess[str]:

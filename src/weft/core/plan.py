@@ -149,11 +149,11 @@ class LeasedTokens:
 
     Attributes:
         steps: of each step a token for each sequence of the result, the oldest step first.
-        published: so many of these tokens, in this order, are with the request plane already.
+        published: whether these tokens are with the request plane already.
     """
 
     steps: tuple[tuple[int, ...], ...]
-    published: int
+    published: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,7 @@ class Lease(Protocol):
         """
 
     def recall(self) -> None:
-        """End after the step that is being computed, or do not go on at all."""
+        """End after the step that is being computed, or do not go on at all, whatever follows."""
 
 
 class Ticket(Protocol):

@@ -68,7 +68,10 @@ class EngineLoop:
     def _collect(self) -> None:
         """Wait for the oldest launched step, and commit it."""
         result = self._in_flight.popleft().result()
-        self.inbox.publish(self.scheduler.commit(result, self.clock.now()))
+        outputs = self.scheduler.commit(result, self.clock.now())
+        if any(update.finish is not None for update in outputs.updates):
+            self._recall()  # whoever has just ended has a row in the step that is leased
+        self.inbox.publish(outputs)
 
     def run_until_idle(self) -> None:
         """Step until nothing is queued or in flight, then check that nothing leaked."""
@@ -81,6 +84,7 @@ class EngineLoop:
         self._recall()
         while self._in_flight:
             self._collect()
+        self._leased = None
 
     def abandon(self) -> None:
         """Collect the launched steps and throw their results away, after a step has failed."""
@@ -88,12 +92,12 @@ class EngineLoop:
         while self._in_flight:
             with contextlib.suppress(Exception):
                 self._in_flight.popleft().result()
+        self._leased = None
 
     def _recall(self) -> None:
         for ticket in self._in_flight:
             if ticket.lease is not None:
                 ticket.lease.recall()
-        self._leased = None
 
     def _receive(self) -> bool:
         """Take what has come; whether anything has."""

@@ -39,10 +39,18 @@ class LeasedSteps:
         tokens = output.plain_tokens(len(batch.rows))
         if tokens is None or table.changes_logits or table.embedding:
             return
+        try:
+            terms = self._terms(batch, tokens, steps)
+        except MemoryError:
+            return
+        output.go_on(batch, self._loop.run(lease, terms))
+
+    def _terms(self, batch: SubBatch, tokens: list[int], steps: int) -> LeaseTerms:
+        table = self._table
         rows = np.array(batch.rows, np.int64)
         ids = [table.sequence_ids[row] for row in batch.rows]
         columns = table.columns
-        terms = LeaseTerms(
+        return LeaseTerms(
             rows,
             np.array(ids, np.uint64),
             columns.choice[rows],
@@ -52,7 +60,6 @@ class LeasedSteps:
             np.array(tokens, np.int64),
             steps,
         )
-        output.go_on(batch, self._loop.run(lease, terms))
 
 
 def bind_leases(decoder: Decoder, store: KVStore, table: InputBatch) -> LeasedSteps | None:

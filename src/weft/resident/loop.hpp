@@ -22,9 +22,8 @@
 
 namespace weft::resident {
 
-// Why a lease has ended. `away`: nothing could be published; `failed`: a step could not be computed,
-// and has left nothing behind that counts.
-enum class End : int32_t { none, steps, row, asked, late, numbers, away, failed };
+// Why a lease has ended. `failed`: a step could not be computed, and has left nothing that counts.
+enum class End : int32_t { none, steps, row, asked, late, numbers, failed };
 
 // KV blocks of one group: the tables of the leased rows, and where a step writes.
 struct GroupRows {
@@ -107,9 +106,8 @@ WEFT_EACH void retire(const Rows& rows, const int64_t* given, const Port& port) 
 // caller has written given[0, rows) and `finite`.
 //
 // A port has lane(), lanes() and sync(). All lanes call together any(bool), whether it is so in one of
-// them; asked() and late(); publish(given, rows), whether all of it is out; launch(rows, given), which
-// computes a step from its staged inputs and returns whether that went well. Their answers are the
-// same in all lanes.
+// them; asked() and late(); publish(given, rows); launch(rows, given), which computes a step from its
+// staged inputs and returns whether that went well. Their answers are the same in all lanes.
 template <class Port>
 WEFT_EACH int64_t run(const Rows& rows, int64_t steps, Port& port, End& end) {
   for (int64_t done = 0;; ++done) {
@@ -119,9 +117,9 @@ WEFT_EACH int64_t run(const Rows& rows, int64_t steps, Port& port, End& end) {
           : port.any(ends(rows, given, port))     ? End::row
           : port.asked()                          ? End::asked
           : port.late()                           ? End::late
-          : !port.publish(given, rows.count)      ? End::away
                                                   : End::none;
     if (end != End::none) return done;
+    port.publish(given, rows.count);
     stage(rows, port);
     port.sync();
     if (!port.launch(rows, given + rows.count)) {

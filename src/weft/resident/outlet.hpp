@@ -11,9 +11,9 @@ struct Outlet {
   void* self;
   // Whether there is something to receive.
   bool (*asked)(void* self);
-  // Publishes a token of each sequence, in order, and wakes who waits for it. Returns how many could
-  // be published; fewer than `count` if the loop must end.
-  int64_t (*publish)(void* self, const uint64_t* ids, const int64_t* tokens, int64_t count);
+  // Publishes a token of each sequence, and wakes who waits for it. Where one cannot be published,
+  // `asked` says so.
+  void (*publish)(void* self, const uint64_t* ids, const int64_t* tokens, int64_t count);
 };
 
 inline constexpr char kOutlet[] = "weft.resident.Outlet";  // name of a capsule with a pointer to one

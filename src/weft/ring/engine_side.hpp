@@ -86,7 +86,7 @@ class EngineSide {
   bool publish(uint64_t id, uint32_t token) {
     const uint32_t index = index_of(id);
     Held& held = held_[index];
-    if (!may_write(index)) return false;
+    if (held.end || !may_write(index)) return false;
     if (held.repeated > 0) {
       --held.repeated;
       return true;

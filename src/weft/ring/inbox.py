@@ -163,9 +163,15 @@ class RingInbox:
         )
 
     def lend(self, lease: Lease) -> None:
-        """Grant a lease, which publishes here and ends as soon as there is something to receive."""
+        """Grant a lease, which publishes here and ends as soon as there is something to receive.
+
+        Not while requests are tried one after the other: each trial is over after a few tokens.
+        """
         self._watch.look()
-        lease.grant(self._outlet)
+        if self._quarantine.idle:
+            lease.grant(self._outlet)
+        else:
+            lease.recall()
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Block until there may be something to receive, ``stop`` was called, or time is up.

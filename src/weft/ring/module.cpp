@@ -132,6 +132,7 @@ class Engine {
 
   nb::tuple receive() {
     looked_ = load(poke_);
+    lost_ = false;
     nb::list claims, cancels;
     for (EngineSide& side : sides_) {
       const Received received = side.receive();
@@ -269,20 +270,21 @@ class Engine {
 
   // Whether something has come since the last look.
   bool asked() {
-    return load(poke_) != looked_ ||
+    return lost_ || load(poke_) != looked_ ||
            std::any_of(sides_.begin(), sides_.end(), [](auto& side) { return side.news(); });
   }
 
-  // A slot whose words are corrupt, or that another engine has, ends the lease before its token: the
-  // host says what is to be said of it.
-  int64_t publish_of_loop(const uint64_t* ids, const int64_t* tokens, int64_t count) {
-    int64_t done = 0;
-    try {
-      while (done < count && side(ids[done]).publish(ids[done], tokens[done])) ++done;
-    } catch (const std::exception&) {
+  // What a slot can no longer take is lost with that slot alone. But it ends the lease: the host is
+  // the next one to publish, and says what is to be said.
+  void publish_of_loop(const uint64_t* ids, const int64_t* tokens, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) {
+      try {
+        lost_ |= !side(ids[i]).publish(ids[i], tokens[i]);
+      } catch (const std::exception&) {
+        lost_ = true;
+      }
     }
     flush(static_cast<int>(Bell::Output));
-    return done;
   }
 
   void sleep(int64_t timeout_ns) {
@@ -302,10 +304,11 @@ class Engine {
   std::vector<int> wake_fds_;
   uint32_t poke_ = 0, poked_ = 0;
   uint32_t looked_ = 0;  // `poke_` when the host received last
+  bool lost_ = false;    // whether a token of the resident loop was, since then
   const weft::resident::Outlet outlet_{
       this, [](void* self) { return static_cast<Engine*>(self)->asked(); },
       [](void* self, const uint64_t* ids, const int64_t* tokens, int64_t count) {
-        return static_cast<Engine*>(self)->publish_of_loop(ids, tokens, count);
+        static_cast<Engine*>(self)->publish_of_loop(ids, tokens, count);
       }};
 };
 

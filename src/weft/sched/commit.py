@@ -48,12 +48,14 @@ class Committer:
             sequence.follow(steps)
             if sequence.finish is None:
                 sequence.tokens += tokens
-        pairs = [
-            (sequence.id if sequence.finish is None else -1, token)
+        if leased.published:
+            return []
+        return [
+            (sequence.id, token)
             for tokens in leased.steps
             for sequence, token in zip(chosen, tokens, strict=True)
+            if sequence.finish is None
         ]
-        return [pair for pair in pairs[leased.published :] if pair[0] >= 0]
 
     def _advance(
         self, step: Launched, result: StepResult, updates: list[Update], now_ns: int

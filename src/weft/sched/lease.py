@@ -2,7 +2,8 @@
 
 A lease is for a step in which every sequence that there is decodes: then the plans that would
 follow differ in nothing but positions and blocks until a sequence ends or something arrives. It
-takes the blocks of its steps beforehand, but none that anybody would have to give up for it.
+takes the blocks of its steps beforehand, at most half of what can be taken: whoever arrives and
+ends the lease finds the rest.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ def extend_lease(step: BatchBuilder, sequences: SequenceManager, cache: KVCache,
         return 0
     ends = [(sequence.id, sequence.planned + steps) for sequence in chosen]
     needs = cache.needs_of_all(ends, steps + 1)
-    if any(need > there for need, there in zip(needs, cache.available(), strict=True)):
-        return 0
+    if any(2 * need > there for need, there in zip(needs, cache.available(), strict=True)):
+        return max(0, min(sequence.capacity - sequence.planned for sequence in chosen))
     for sequence, (_, end) in zip(chosen, ends, strict=True):
         if sequence.capacity >= end:
             continue

@@ -194,19 +194,19 @@ class Pace:
             LaunchedStep(now, predicted_s, beside_s, self.urgent, computes, carries, moves)
         )
 
-    def collected(self, now: float, steps: int = 1) -> None:
+    def collected(self, now: float, *, leased: bool = False) -> None:
         """The oldest launched step has ended; at ``now`` 0 its time is unknown and not recorded.
 
         Args:
-            steps: of the same kind that were computed, where only the first was launched.
+            leased: whether others followed it under its lease: such steps are faster, and tell
+                nothing of those that are planned.
         """
         step = self._launched.popleft()
-        step = step._replace(predicted_s=steps * step.predicted_s, beside_s=steps * step.beside_s)
         if not now:
             return
         real_s = now - max(step.at, self._collected_at)
         self._collected_at = now
-        if not step.computes or step.moves:
+        if not step.computes or step.moves or leased:
             return
         own_s, ratio = step.predicted_s - step.beside_s, self._ratios[step.urgent]
         surplus_s = real_s - own_s * ratio.value

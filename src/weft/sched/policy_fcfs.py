@@ -74,7 +74,7 @@ class FCFSPolicy:
             scheduler.filler.chunks(step, rest)
             scheduler.admission.admit(step, priority)
 
-    def collected(self, now: float, steps: int = 1) -> None:
+    def collected(self, now: float, *, leased: bool = False) -> None:
         """Times do not affect this policy."""
 
     def check(self) -> None:

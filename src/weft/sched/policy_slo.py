@@ -483,9 +483,9 @@ class SLOPolicy:
 
     # -- committing ---------------------------------------------------------------------------
 
-    def collected(self, now: float, steps: int = 1) -> None:
+    def collected(self, now: float, *, leased: bool = False) -> None:
         """The oldest launched step has ended; ``now`` is 0 if the time is unknown."""
-        self.pace.collected(now, steps)
+        self.pace.collected(now, leased=leased)
         self._now = max(self._now, now)
 
     def check(self) -> None:

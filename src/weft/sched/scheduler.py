@@ -70,11 +70,11 @@ class Policy(Protocol):
     def fill(self, now: float) -> BatchBuilder | None:
         """Return the next step, or None if there is nothing to do at present."""
 
-    def collected(self, now: float, steps: int = 1) -> None:
+    def collected(self, now: float, *, leased: bool = False) -> None:
         """The oldest launched step has ended; ``now`` is 0 if the time is unknown.
 
         Args:
-            steps: with those that followed it under its lease.
+            leased: whether others followed it under its lease.
         """
 
     def check(self) -> None:
@@ -214,7 +214,7 @@ class Scheduler:
         """
         step_id = self.totals.steps = self.totals.steps + 1
         lease = 0
-        if self.limits.lease_steps and not self.parts:
+        if self.limits.lease_steps and not self.parts and not self.memory.moves:
             lease = extend_lease(step, self.sequences, self.cache, self.limits.lease_steps)
         self._launched.append(
             Launched(step_id, step.sequences, step.counts, step.samples, step.drafts)
@@ -243,7 +243,7 @@ class Scheduler:
         steps = 1 if result.leased is None else 1 + len(result.leased.steps)
         self.totals.steps += steps - 1
         self.totals.resident_steps += steps - 1
-        self.policy.collected(now, steps)
+        self.policy.collected(now, leased=steps > 1)
         outputs = self.committer.commit(self._launched.popleft(), result, int(now * 1e9))
         for part in self.parts:
             part.commit(result, outputs, now)

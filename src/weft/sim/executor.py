@@ -58,15 +58,21 @@ class _ModelledRow:
 class ModelledLease:
     """Whether a step may go on, as was said when it is computed."""
 
-    granted = False
+    def __init__(self) -> None:
+        self._granted = self._recalled = False
+
+    @property
+    def granted(self) -> bool:
+        """Whether the step may go on."""
+        return self._granted and not self._recalled
 
     def grant(self, outlet: object | None) -> None:  # noqa: ARG002 - tokens come with the result
-        """The step may go on."""
-        self.granted = True
+        """It may, unless the lease is recalled."""
+        self._granted = True
 
     def recall(self) -> None:
         """It may not."""
-        self.granted = False
+        self._recalled = True
 
 
 class ModelledTicket:
@@ -228,7 +234,7 @@ class ModelledExecutor:
                 self._write(row, len(row.tokens) - 1, row.tokens[-1:])
                 tokens[i] = self._sample(row, len(row.tokens), faults)
                 row.tokens.append(tokens[i])
-        return LeasedTokens(tuple(earlier), 0) if earlier else None
+        return LeasedTokens(tuple(earlier), published=False) if earlier else None
 
     def _before(self, plan: StepPlan) -> None:
         """Abort tokens, and wait for the host where the plan writes to its KV."""

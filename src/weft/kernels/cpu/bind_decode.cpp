@@ -50,8 +50,8 @@ class DecodeLoop {
     model_.block_size = block_size;
   }
 
-  // Tokens [steps + 1, rows] as lists, whether those of the last step mean something, how many tokens
-  // are published, and why there are no more steps.
+  // Tokens [steps + 1, rows] as lists, whether those of the last step mean something, whether those
+  // of the others are published, and why there are no more steps.
   nb::tuple run(Lease& lease, Numbers<int64_t> rows, Numbers<uint64_t> ids,
                 Array<const double, 2> settings, Numbers<int64_t> seeds,
                 Numbers<int64_t> counters, Numbers<int64_t> stop_ids, Numbers<int64_t> stop_from,

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <chrono>
 #include <memory>
+#include <new>
+#include <optional>
 #include <stdexcept>
 #include <string>
 
@@ -58,7 +60,7 @@ class HostPort {
     given_.resize((result.steps + 1) * count_);
     result.given = std::move(given_);
     result.finite.assign(finite_.get(), finite_.get() + count_);
-    result.published = published_;
+    result.published = outlet_ != nullptr;
     return result;
   }
 
@@ -74,11 +76,8 @@ class HostPort {
   }
   bool late() const { return Clock::now() >= deadline_; }
 
-  bool publish(const int64_t* given, int64_t count) {
-    if (outlet_ == nullptr) return true;
-    const int64_t out = outlet_->publish(outlet_->self, terms_.ids, given, count);
-    published_ += out;
-    return out == count;
+  void publish(const int64_t* given, int64_t count) const {
+    if (outlet_ != nullptr) outlet_->publish(outlet_->self, terms_.ids, given, count);
   }
 
   bool launch(const resident::Rows& rows, int64_t* given) {
@@ -174,7 +173,6 @@ class HostPort {
   const int64_t count_;
   const Outlet* outlet_ = nullptr;
   Clock::time_point deadline_;
-  int64_t published_ = 0;
   std::vector<int64_t> given_, ids_, positions_, counters_;
   std::vector<int32_t> seq_lens_, query_start_;
   std::vector<double> draws_;
@@ -184,6 +182,14 @@ class HostPort {
   std::vector<resident::GroupRows> groups_;
   std::vector<GroupBatch> batches_;
 };
+
+LeaseResult unleased(const LeaseTerms& terms) {
+  LeaseResult result;
+  result.given.assign(terms.given, terms.given + terms.rows.size());
+  result.finite.assign(terms.rows.size(), 1);
+  result.end = End::failed;
+  return result;
+}
 
 }  // namespace
 
@@ -208,7 +214,13 @@ bool Lease::await(const Outlet*& outlet) {
 
 LeaseResult decode(const DecodeModel& model, const LeaseTerms& terms, Lease& lease) {
   thread_local Kept kept;
-  return HostPort(model, terms, lease, kept).run();
+  std::optional<HostPort> port;
+  try {
+    port.emplace(model, terms, lease, kept);
+  } catch (const std::bad_alloc&) {
+    return unleased(terms);  // steps that are planned one by one need less
+  }
+  return port->run();
 }
 
 }  // namespace weft

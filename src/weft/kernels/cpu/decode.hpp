@@ -62,7 +62,8 @@ struct LeaseTerms {
 struct LeaseResult {
   std::vector<int64_t> given;  // [steps + 1, rows]
   std::vector<char> finite;    // [rows], of the last step
-  int64_t steps = 0, published = 0;  // tokens, from the first of `given` on
+  int64_t steps = 0;
+  bool published = false;      // all but the tokens of the last step
   resident::End end = resident::End::none;
 };
 

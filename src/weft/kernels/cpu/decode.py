@@ -13,7 +13,7 @@ from weft.kernels.cpu.matrix import CpuMatrix
 from weft.kernels.cpu.stack import CpuStack
 
 # Why a lease has ended, in the order of `End` in loop.hpp.
-ENDS = ("none", "steps", "row", "asked", "late", "numbers", "away", "failed")
+ENDS = ("none", "steps", "row", "asked", "late", "numbers", "failed")
 
 LIMIT_S = 0.1  # of a lease: what the host does from time to time waits for so long
 UNPUBLISHED_S = 0.02  # the same where tokens come with the end of the lease
@@ -50,13 +50,13 @@ class Decoded:
     Attributes:
         given: tokens of each step [S + 1, R], first those of the step before the lease.
         finite: [R], whether the tokens of the last step mean something.
-        published: so many tokens, from the first on, are out already.
+        published: whether all but the tokens of the last step are out already.
         end: one of ``ENDS``.
     """
 
     given: list[list[int]]
     finite: list[bool]
-    published: int
+    published: bool
     end: str
 
 
