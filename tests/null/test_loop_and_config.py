@@ -26,7 +26,7 @@ from weft.sched.admission import LOOK_UPS_A_STEP
 from weft.sched.registry import fcfs
 from weft.sched.scheduler import Limits, Scheduler
 from weft.sim.clock import VirtualClock
-from weft.sim.executor import ModelledExecutor
+from weft.sim.executor import ModelledExecutor, next_token
 
 GROUP = GroupSpec("full", 4, 64)
 MIB, GIB = 2**20, 2**30
@@ -110,6 +110,27 @@ def test_the_loop_answers_what_the_scheduler_refuses(bad, error):
     assert refusal.finish is FinishReason.ERROR
     assert isinstance(refusal.error, error)
     assert [n for n in inbox.outputs if n[0] == 2]
+
+
+def test_a_step_is_not_leased_when_one_of_its_sequences_has_just_ended():
+    """It was launched before; what a lease gave after it would be tokens of nobody."""
+    first = next_token(request(1).prompt, [GROUP], 50)
+    ends = request(1, stop_token_ids=(first,), max_tokens=40)
+    inbox = ListInbox([ends, request(2, max_tokens=40)])
+    s = fcfs(KVCache([GROUP]), Limits(2, 16, 64, lease_steps=8))
+    executor = ModelledExecutor([GROUP], 50, depth=1, leases=lambda steps: steps)
+    launch, granted = executor.launch, {}
+
+    def watched(plan):
+        ticket = launch(plan)
+        if ticket.lease is not None:
+            granted[plan.step_id] = ticket.lease
+        return ticket
+
+    executor.launch = watched
+    EngineLoop(s, executor, inbox, VirtualClock()).run_until_idle()
+    assert not granted[2].granted
+    assert all(lease.granted for step, lease in granted.items() if step > 2)
 
 
 def test_a_request_that_can_never_fit_is_refused():
