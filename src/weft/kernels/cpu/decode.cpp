@@ -193,25 +193,6 @@ LeaseResult unleased(const LeaseTerms& terms) {
 
 }  // namespace
 
-void Lease::grant(const Outlet* outlet) {
-  outlet_ = outlet;
-  State open = State::open;
-  state_.compare_exchange_strong(open, State::granted, std::memory_order_acq_rel);
-  state_.notify_all();
-}
-
-void Lease::recall() {
-  state_.store(State::recalled, std::memory_order_release);
-  state_.notify_all();
-}
-
-bool Lease::await(const Outlet*& outlet) {
-  state_.wait(State::open, std::memory_order_acquire);
-  if (recalled()) return false;
-  outlet = outlet_;
-  return true;
-}
-
 LeaseResult decode(const DecodeModel& model, const LeaseTerms& terms, Lease& lease) {
   thread_local Kept kept;
   std::optional<HostPort> port;

@@ -2,34 +2,18 @@
 // without Python (resident/loop.hpp).
 #pragma once
 
-#include <atomic>
 #include <cstdint>
 #include <span>
 #include <vector>
 
 #include "matrix.hpp"
+#include "resident/lease.hpp"
 #include "resident/loop.hpp"
-#include "resident/outlet.hpp"
 #include "stack.hpp"
 
 namespace weft {
 
-// What the host's thread says about a lease, and the loop's thread reads.
-class Lease {
- public:
-  // The loop may go on, and publishes to the outlet; with none its tokens come with its end.
-  void grant(const resident::Outlet* outlet);
-  // The loop ends after the step that it computes, or does not begin. Any thread may say it.
-  void recall();
-  // Waits for one of both. Returns whether the lease was granted.
-  bool await(const resident::Outlet*& outlet);
-  bool recalled() const { return state_.load(std::memory_order_acquire) == State::recalled; }
-
- private:
-  enum class State : int { open, granted, recalled };
-  std::atomic<State> state_{State::open};
-  const resident::Outlet* outlet_ = nullptr;
-};
+using resident::Lease;
 
 // A whole model, and what the executor keeps of its rows. Nothing is owned.
 struct DecodeModel {

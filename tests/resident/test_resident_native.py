@@ -1,7 +1,8 @@
-"""The resident loop in C++ alone: one lane and many give the same, and it compiles for a device."""
+"""The resident loop in C++ alone: lanes, leases between threads, and a compile for a device."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -17,11 +18,23 @@ FLAGS = ["-std=c++20", "-O1", "-g1", "-Wall", "-Wextra", "-pthread", f"-I{HEADER
 ENDS = 6
 
 
+def run(source: str, words: list[int], *flags: str) -> subprocess.CompletedProcess[str]:
+    program = builds.program([*FLAGS, *flags, HERE / source], [HERE, HEADERS / "resident"])
+    done = subprocess.run(
+        [str(program), *map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={**os.environ, "TSAN_OPTIONS": "halt_on_error=1"},
+    )
+    if "unexpected memory mapping" in done.stderr:
+        pytest.skip("this kernel's address layout is unknown to libtsan")
+    return done
+
+
 def lanes(count: int, cases: int, *flags: str) -> subprocess.CompletedProcess[str]:
-    words = [*FLAGS, *flags, HERE / "lanes.cpp"]
-    program = builds.program(words, [HERE, HEADERS / "resident"])
-    command = [str(program), str(count), str(cases)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    return run("lanes.cpp", [count, cases], *flags)
 
 
 @pytest.mark.parametrize(("count", "cases"), [(3, 150), (32, 40), (256, 4)])
@@ -40,9 +53,18 @@ def test_a_port_without_barriers_is_found() -> None:
 @pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
 def test_the_sanitizers_find_nothing(sanitizer: str) -> None:
     done = lanes(16, 60, f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all")
-    if "unexpected memory mapping" in done.stderr:
-        pytest.skip("this kernel's address layout is unknown to libtsan")
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_lease_is_granted_or_recalled_at_any_moment() -> None:
+    """Not granted, recalled amid its steps, and granted to its end."""
+    done = run("lease.cpp", [4000], "-fsanitize=thread")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert all(map(int, done.stdout.split())), done.stdout
+
+
+def test_a_host_that_goes_on_writing_is_found() -> None:
+    assert "data race" in run("lease.cpp", [4000], "-fsanitize=thread", "-DWEFT_TORN").stderr
 
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
