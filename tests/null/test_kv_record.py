@@ -16,6 +16,7 @@ from weft.core.types import Request, SamplingParams
 from weft.engine.kv_file import create_kv_file, fits, forget_kv, make_fit, used_bytes
 from weft.kv.cache import GroupSpec, KVCache
 from weft.kv.hashing import HashChain
+from weft.kv.opened import find_opened
 from weft.kv.pool import BlockPool
 from weft.kv.record import BlockRecord
 from weft.kv.tiers import TieredCache
@@ -188,7 +189,7 @@ def grown(cache: KVCache, tokens: list[int], computed: int, sequence_id: int = 1
     """Compute a sequence up to a token; return how many were there already."""
     cache.register(sequence_id, b"")
     hit = cache.find_prefix(sequence_id, tokens)
-    hit = cache.find_opened(sequence_id, len(tokens), hit)
+    hit = find_opened(cache, sequence_id, tokens, hit)
     cache.open(sequence_id, hit)
     assert cache.extend(sequence_id, max(computed, hit + 1)) is not None
     cache.commit(sequence_id, tokens, computed)
@@ -209,6 +210,21 @@ def test_sequences_go_on_where_the_last_engine_was_killed(groups):
     assert heir.take_zero() == (), "which nothing may zero"
     assert grown(engines.next(), [*TOKENS, 7], 19) == 19, "the one after it as well"
     assert grown(engines.next(), [0, *TOKENS], 19) == 0, "other tokens have other hashes"
+
+
+@ALL
+def test_a_block_that_a_lease_has_filled_is_found(groups):
+    """Steps under a lease are committed together: their blocks are not recorded before."""
+    size, longer = FULL.block_size, [*TOKENS, *range(50, 60)]
+    engines = Engines(groups)
+    grown(engines.next(), TOKENS, 18)  # and then to 28 without a word
+    heir = engines.next()
+    end = 16 + size
+    assert grown(heir, longer, 28) == end
+    assert heir.take_zero() == ()
+    assert grown(heir, longer, 28, sequence_id=2) >= end, "anybody may find it"
+    heir.check()
+    assert grown(engines.next(), longer, 28) == 28
 
 
 @ALL
@@ -246,10 +262,10 @@ def test_a_sequence_that_goes_on_without_its_block_leaves_it(groups):
     grown(engines.next(), TOKENS, 18)
     second = engines.next()
     second.register(1, b"")
-    assert second.find_opened(1, 19, 16) == 18
+    assert find_opened(second, 1, TOKENS, 16) == 18
     second.find_prefix(1, TOKENS)
     second.open(1, 16)
-    assert second.find_opened(1, 19, 16) == 16
+    assert find_opened(second, 1, TOKENS, 16) == 16
     assert second.extend(1, 19) is not None
     assert second.take_zero() == (), "blocks that nobody has written go first"
     second.check()
@@ -286,11 +302,11 @@ def test_a_sequence_that_goes_on_on_the_host_leaves_its_block():
     scheduler.add(Request(1, tuple(TOKENS[:10]), SamplingParams(), output=tuple(TOKENS[10:])))
     sequence = scheduler.sequences.by_id[1]
     assert kv.device.find_prefix(1, TOKENS) == 16
-    assert kv.device.find_opened(1, 19, 16) == 18
+    assert find_opened(kv.device, 1, TOKENS, 16) == 18
     kv.host.open(1, 0)
     assert kv.host.extend(1, 19) is not None
     scheduler.admission.start(BatchBuilder(64), sequence, 0, kv.host, Tier.HOST)
-    assert kv.device.find_opened(1, 19, 16) == 16
+    assert find_opened(kv.device, 1, TOKENS, 16) == 16
     assert grown(device().device, TOKENS, 18) == 16, "nor does the next engine find it"
 
 

@@ -115,7 +115,7 @@ class KVCache:
         """Make the table of a sequence, sharing the blocks of its first ``hit`` tokens.
 
         Args:
-            hit: what ``find_prefix`` or ``find_opened`` returned, or 0 to share nothing.
+            hit: what ``find_prefix`` or ``opened.find_opened`` returned, or 0 to share nothing.
             loaded: tokens behind these whose blocks get content before the sequence computes.
         """
         if sequence_id in self._tables:
@@ -139,26 +139,6 @@ class KVCache:
                 table.blocks[index].append(pool.take_opened(sequence_id))
             else:
                 pool.drop_opened(sequence_id)
-
-    def find_opened(self, sequence_id: int, known: int, hit: int) -> int:
-        """Extend a hit of a sequence that another engine decoded by the block that it was filling.
-
-        That is there until the sequence is opened for the first time.
-
-        Args:
-            known: tokens of the sequence that the other engine has given out, prompt included.
-            hit: what ``find_prefix`` returned.
-
-        Returns:
-            All tokens but the last one, or ``hit``.
-        """
-        computed = known - 1
-        found = all(
-            hit == computed // group.block_size * group.block_size
-            and pool.opened(sequence_id) == computed // group.block_size
-            for group, pool in zip(self.groups, self.pools, strict=True)
-        )
-        return computed if found else hit
 
     def drop_opened(self, sequence_id: int) -> None:
         """Forget what ``find_opened`` found: the sequence goes on elsewhere."""

@@ -82,6 +82,17 @@ class BlockPool:
         self._references[block] = 1
         return block
 
+    def seal_opened(self, sequence_id: int, block_hash: bytes) -> None:
+        """Cache the block that ``opened`` is about, all of which is written, by its content."""
+        if block_hash in self._block_of:
+            self.drop_opened(sequence_id)
+            return
+        _, block = self._opened.pop(sequence_id)
+        self._unclean.remove(block)
+        self._free.remove(block)
+        self.register_hash(block, block_hash)
+        self._cached[block] = None
+
     def drop_opened(self, sequence_id: int) -> None:
         """Forget such a block, if there is one: its sequence goes on without it."""
         _, block = self._opened.pop(sequence_id, (-1, -1))

@@ -8,6 +8,7 @@ from weft.core.plan import RowAdd, Tier
 from weft.core.types import Sequence
 from weft.kv.cache import KVCache
 from weft.kv.lower_prefixes import LowerPrefixes
+from weft.kv.opened import find_opened
 from weft.sched.batch import BatchBuilder
 from weft.sched.memory_device import DeviceMemory
 from weft.sched.preempt import choose_victim, covers
@@ -111,7 +112,7 @@ class Admission:
         if not self._may_reuse(sequence):
             return 0
         hit = self._cache.find_prefix(sequence.id, sequence.tokens)
-        hit = self._cache.find_opened(sequence.id, len(sequence.tokens), hit)
+        hit = find_opened(self._cache, sequence.id, sequence.tokens, hit)
         block_hashes = self._cache.prompt_hashes(sequence.id, sequence.tokens)
         wait = self._sequences.prefix_wait
         sequence.waiting_on = wait.awaited(sequence.order[0], block_hashes, hit)
